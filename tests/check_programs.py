@@ -15,7 +15,7 @@ from dask_distmm.planning.factor.steps import (
     Factor,
     Get,
     Key,
-    Orient,
+    NormalizePhases,
     Publish,
     Step,
     Tridiagonalize,
@@ -111,7 +111,7 @@ class _Ranks:
                 assert self.together[rank] == [Tridiagonalize, Diagonalize][: len(self.together[rank])]
                 if self.plan.phases:
                     self.made |= set(self.columns.owned(rank, 0, len(self.plan.phases[0].panels)))
-            case Orient():
+            case NormalizePhases():
                 assert rank not in self.oriented, f"rank {rank} orients its vectors twice"
                 self.oriented.add(rank)
             case Factor(_, panel):

@@ -15,7 +15,7 @@ import cloudpickle
 
 FAULT_POINTS = {
     "read": ("dask_distmm.runtime.worker.side", "ChunkStore", "read"),
-    "vote": ("dask_distmm.runtime.worker.side", "WorkerSide", "_prepare"),
+    "vote": ("dask_distmm.runtime.worker.side", "WorkerService", "_prepare"),
     "execute": ("dask_distmm.engines.numpy.engine", "NumpyJob", "execute"),
     "tiles": ("dask_distmm.engines.numpy.engine", "NumpyJob", "serve"),
     "assemble": ("dask_distmm.engines.numpy.engine", "NumpyJob", "_assemble"),

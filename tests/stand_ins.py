@@ -6,7 +6,7 @@ from dask_distmm.runtime.wire import from_wire, to_wire
 
 
 class Loop:
-    """Has all of a Dask worker that `WorkerSide` needs."""
+    """Has all of a Dask worker that `WorkerService` needs."""
 
     address = "inproc://1"
 
@@ -24,6 +24,6 @@ class Loop:
 
 
 async def ask(side, request):
-    """Give a request to the handler that a `WorkerSide` has for it; return the answer."""
+    """Give a request to the handler that a `WorkerService` has for it; return the answer."""
     wire = {**to_wire(request), "epoch": side.epoch}
     return from_wire(request.answer, await side.handlers[request.operation](**wire))

@@ -98,12 +98,12 @@ def test_a_request_may_overtake_the_stream(late, monkeypatch):
     """The first request of an epoch waits for the message on the stream that begins it."""
     from stand_ins import Loop
 
-    from dask_distmm.runtime.worker.side import WorkerSide
+    from dask_distmm.runtime.worker.side import WorkerService
 
     monkeypatch.setattr("dask_distmm.runtime.worker.side._OVERTAKES", 0.05 if late else 30)
 
     async def work() -> None:
-        side = WorkerSide(Loop())
+        side = WorkerService(Loop())
         asked = asyncio.ensure_future(side.handlers[Abort.operation](run_id=1, reason="test", epoch="new"))
         await asyncio.sleep(0)
         if late:

@@ -35,8 +35,8 @@ states = st.builds(worker, st.sampled_from(["running", "paused"]), st.booleans()
 
 @given(st.lists(states))
 def test_who_is_stuck(workers):
-    goes_on = any(w.executing or (w.status.name == "running" and w.processing) for w in workers)
-    assert stuck(workers) == ([] if goes_on else [w for w in workers if w.status.name == "paused"])
+    busy = any(w.executing or (w.status.name == "running" and w.processing) for w in workers)
+    assert stuck(workers) == ([] if busy else [w for w in workers if w.status.name == "paused"])
 
 
 @pytest.fixture

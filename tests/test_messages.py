@@ -128,13 +128,13 @@ def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
 
 def test_an_error_within_a_handler_ends_nothing(inproc_client, monkeypatch):
     """Whatever is wrong in our own code: the stream, which is Dask's, stays open."""
-    from dask_distmm.runtime.worker.side import WorkerSide
+    from dask_distmm.runtime.worker.side import WorkerService
 
     x = da.ones((20, 20), chunks=10)
     matmul(x, x).compute()
     workers = inproc_client.nthreads()
     heard = []
-    monkeypatch.setattr(WorkerSide, "end", lambda self, *args: heard.append(args) or 1 / 0)
+    monkeypatch.setattr(WorkerService, "end", lambda self, *args: heard.append(args) or 1 / 0)
 
     def send(dask_scheduler):
         dask_scheduler.plugins[NAME].coordinator.tell(list(dask_scheduler.workers), messages.End(1, "x"))

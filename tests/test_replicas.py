@@ -28,7 +28,7 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import EVERYWHERE, METHODS, Plan, Worker, plan
 from dask_distmm.runtime.messages import NAME, Abort, Fetch, Prepare, Start
 from dask_distmm.runtime.replicas import Replicas
-from dask_distmm.runtime.worker.side import WorkerSide
+from dask_distmm.runtime.worker.side import WorkerService
 from dask_distmm.testing import assert_nothing_left, assert_product, make_problem, random_chunks, run_jobs
 
 rng = np.random.default_rng()
@@ -235,7 +235,7 @@ def test_another_array_of_the_same_name():
 
 def test_a_vote_finds_out_what_is_missing():
     async def work() -> None:
-        side = WorkerSide(Loop())
+        side = WorkerService(Loop())
         problem = make_problem(((4, 3), (5,)), ((5,), (6,)), name="m", arrays=("x", "y"))
         side.worker.data["y", 0, 0] = np.ones((5, 6))
         keys = {"b": [("y", 0, 0)]}
@@ -263,7 +263,7 @@ def test_requests_for_replicas():
     """They wait until the chunks are there, end with the run, and are refused where there are none."""
 
     async def work() -> None:
-        side = WorkerSide(Loop())
+        side = WorkerService(Loop())
         formula = Formula(epilog="allreduce")
         problem = make_problem(((4, 3), (5,)), ((5,), (6,)), name="m", formula=formula)
         keys = {"a": [("x", 0, 0), ("x", 1, 0)], "b": [("y", 0, 0)]}

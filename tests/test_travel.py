@@ -16,7 +16,7 @@ from dask_distmm.comms import serializers as travel
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e5m2, ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16, np.float32])
 def test_numpy_arrays_arrive_as_they_were(dtype, order):
-    travel.let_types_travel()
+    travel.register_serializers()
     sent = np.asarray(np.random.default_rng().standard_normal((5, 7)).astype(dtype), order=order)
     found = deserialize(*serialize(sent))
     assert found.dtype == sent.dtype
@@ -38,6 +38,6 @@ def test_cupy_where_dask_can_not_send_it_is_left_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=type("ndarray", (), {})))
     monkeypatch.setitem(sys.modules, "distributed.protocol.cupy", None)
     travel._let_bfloat16_travel.cache_clear()
-    travel.let_types_travel()
+    travel.register_serializers()
     found = deserialize(*serialize(np.arange(3.0)))
     assert found.tolist() == [0, 1, 2]

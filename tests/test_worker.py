@@ -1,4 +1,4 @@
-"""The workers' end of the protocol: a `WorkerSide` refuses messages that do not fit, and then nothing changes."""
+"""The workers' end of the protocol: a `WorkerService` refuses messages that do not fit, and then nothing changes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.runtime.chunks import other_orders
 from dask_distmm.runtime.messages import NAME, Abort, Fetch, Prepare, Start
 from dask_distmm.runtime.transfers import DaskComm
-from dask_distmm.runtime.worker.side import WorkerSide
+from dask_distmm.runtime.worker.side import WorkerService
 from dask_distmm.testing import make_problem
 
 
 @pytest.fixture(scope="module")
 def side():
-    side = WorkerSide(Loop())
+    side = WorkerService(Loop())
     yield side
     side.close()
 
@@ -55,7 +55,7 @@ def prepared(side, run_id=1):
 
 def test_one_run_by_hand():
     async def work() -> None:
-        side = WorkerSide(Loop())
+        side = WorkerService(Loop())
         with_chunks(side)
         assert (await prepared(side)).status == "OK"
         box = np.array([[0, 1, 0, 2, 0, 5]], np.int64).tobytes()
@@ -82,7 +82,7 @@ def test_a_worker_that_closes_says_so():
     """It answers for as long as anybody asks: one that did not would be taken for a worker without this package."""
 
     async def work() -> None:
-        side = WorkerSide(Loop())
+        side = WorkerService(Loop())
         with_chunks(side)
         assert (await prepared(side)).status == "OK"
         run = asyncio.ensure_future(ask(side, Start(1, deliver=ALL)))
@@ -101,7 +101,7 @@ def test_a_worker_that_closes_says_so():
 
 def test_what_a_failed_run_has_placed_goes():
     async def work() -> None:
-        side = WorkerSide(Loop())
+        side = WorkerService(Loop())
         with_chunks(side)
         assert (await prepared(side)).status == "OK"
         answer = await ask(side, Start(1, deliver=[("", "m", np.array([0], np.int64).tobytes())]))
@@ -122,7 +122,7 @@ def test_what_a_failed_run_has_placed_goes():
 
 def test_stale_and_missing():
     async def work() -> None:
-        side = WorkerSide(Loop())
+        side = WorkerService(Loop())
         vote = await prepared(side)
         assert (vote.status, vote.keys) == ("missing", [*KEYS["a"], *KEYS["b"]])
         with_chunks(side)
@@ -145,7 +145,7 @@ def test_stale_and_missing():
 @pytest.mark.parametrize("keys", [{}, {"a": KEYS["a"]}, KEYS | {"a": [("x", 0, 0)]}, None, [1, 2]])
 def test_keys_that_do_not_fit_the_plan(keys):
     async def work() -> None:
-        side = WorkerSide(Loop())
+        side = WorkerService(Loop())
         with_chunks(side)
         answer = await ask(side, Prepare(1, 0, small_plan().to_wire(), keys))
         assert answer.status == "refused"
@@ -167,7 +167,7 @@ def test_other_memory_orders_than_planned():
 
 def test_a_request_that_is_given_up_harms_no_run():
     async def work() -> None:
-        side = WorkerSide(Loop())
+        side = WorkerService(Loop())
         with_chunks(side)
         assert (await prepared(side)).status == "OK"
         boxes = np.array([[0, 0, 0, 1, 0, 1]], np.int64).tobytes()
@@ -210,7 +210,7 @@ def test_any_message_in_any_order(messages):
     """Whatever comes, the live run stays as it is and its result right."""
 
     async def work() -> None:
-        side = WorkerSide(Loop())
+        side = WorkerService(Loop())
         with_chunks(side)
         assert (await prepared(side)).status == "OK"
         before = state(side)
@@ -233,7 +233,7 @@ def test_any_message_in_any_order(messages):
 
 def test_requests_outside_of_a_chunk(side):
     async def work() -> None:
-        own = WorkerSide(Loop())
+        own = WorkerService(Loop())
         with_chunks(own)
         await prepared(own)
         for box in (
@@ -276,7 +276,7 @@ def test_reports_say_something_new(monkeypatch):
     monkeypatch.setattr("dask_distmm.runtime.worker.side._TELL", 0.001)
     loop = Loop()
     loop.batched_send = sent.append
-    side = WorkerSide(loop)
+    side = WorkerService(loop)
     arrived = itertools.chain([0, 0, 5, 5, 5, 9], itertools.repeat(9))
 
     class Job:

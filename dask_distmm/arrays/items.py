@@ -25,7 +25,7 @@ from dask.array.utils import meta_from_array
 
 from dask_distmm.arrays.outputs import operand_sum, output_meta
 from dask_distmm.arrays.request import Request
-from dask_distmm.comms.serializers import let_types_travel
+from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.numeric.epilogs import Formula, finish
 from dask_distmm.numeric.types import FP8, carried, decode, dtype_from_name, operand_dtype, stored, sum_dtype, typed
 from dask_distmm.planning.many import Sizes
@@ -47,7 +47,7 @@ def multiply_items(
     if any(array_kind(array) == "cupy" for array in arrays):
         xp = importlib.import_module("cupy")
         arrays = [array if array_kind(array) == "cupy" else xp.asarray(array) for array in arrays]
-    let_types_travel()
+    register_serializers()
     dtype = dtype_from_name(dtypes[0])
     operand = operand_dtype(*map(dtype_from_name, dtypes[1:3]))
     inner = sum_dtype(operand, dtype, max(1, arrays[0].shape[-1]))

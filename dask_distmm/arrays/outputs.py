@@ -27,7 +27,7 @@ from dask_distmm.arrays.extras import Extras
 from dask_distmm.arrays.fallback import dask_matmul, dask_rechunk
 from dask_distmm.arrays.kinds import reducible
 from dask_distmm.arrays.quantize import widened
-from dask_distmm.comms.serializers import let_types_travel
+from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.errors import PlanError
 from dask_distmm.graph.build import DaskTasks, build_graph, build_output
 from dask_distmm.graph.waves import build_wave_output, build_waves
@@ -237,6 +237,6 @@ def without_a_run(
 
 
 def _in_stored_type(x: Any, to: str) -> Any:
-    let_types_travel()
+    register_serializers()
     xp = array_module(x)
     return stored(xp, x, to, fp8_bytes=xp is not np)

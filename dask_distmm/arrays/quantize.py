@@ -26,7 +26,7 @@ import numpy.typing as npt
 from dask.array.utils import meta_from_array
 
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.comms.serializers import let_types_travel
+from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8, Types, carried, decode, largest, saturated, stored, type_name
@@ -269,7 +269,7 @@ def _scale_from(amax: Any, top: float) -> Any:
 
 
 def _quantized(x: Any, scale: Any, to: str) -> Any:
-    let_types_travel()
+    register_serializers()
     xp = array_module(x)
     with np.errstate(all="ignore"):
         return stored(xp, x / xp.asarray(scale, np.float32), to, fp8_bytes=xp is not np)

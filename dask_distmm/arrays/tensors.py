@@ -13,7 +13,7 @@ import dask.array as da
 import numpy as np
 from distributed import get_worker
 
-from dask_distmm.comms.serializers import let_types_travel
+from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import FP8, dtype_from_name
 from dask_distmm.runtime.chunks import array_kind
@@ -33,7 +33,7 @@ def is_tensor(x: Any) -> bool:
 def shared_array(x: Any) -> Any:
     """Return an array or tensor that speaks DLPack as a NumPy or CuPy array of the same memory; others as they are."""
     if is_tensor(x):
-        let_types_travel()
+        register_serializers()
         return _of_tensor(x)
     if isinstance(x, np.ndarray) or array_kind(x) == "cupy" or not hasattr(x, "__dlpack_device__"):
         return x
@@ -83,7 +83,7 @@ def tensor_of(array: Any) -> Any:
     """Return a NumPy or CuPy array as a tensor of the same memory; a copy of one that may not be written to."""
     import torch
 
-    let_types_travel()
+    register_serializers()
     name = array.dtype.name
     if isinstance(array, np.ndarray) and not array.flags.writeable:
         # A tensor can't be read-only.

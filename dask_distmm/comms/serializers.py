@@ -16,7 +16,7 @@ from distributed.protocol.cuda import cuda_serialize
 from dask_distmm.numeric.types import FP8
 
 
-def let_types_travel() -> None:
+def register_serializers() -> None:
     """Let this process send NumPy arrays of float8_e5m2, CuPy arrays of bfloat16, and tensors of both. May be repeated.
 
     Only how these are sent is changed, in ways that Dask's own deserializers read, wherever they are.

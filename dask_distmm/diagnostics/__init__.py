@@ -1,1 +1,1 @@
-"""Shows runs to people while they go on and afterwards: bars, a page of the dashboard, metrics."""
+"""Shows runs to users, during them and afterwards: bars, a page of the dashboard, metrics."""

@@ -153,7 +153,7 @@ class Computation(Wired):
         return self.operands
 
     @property
-    def given_up(self) -> tuple[str, ...]:
+    def donated(self) -> tuple[str, ...]:
         """Names of the operands that are of no use to the user once all ranks have read them: A, to be overwritten."""
         return ("a",) if self.overwrite_a else ()
 

@@ -11,7 +11,7 @@ from dask_distmm.numeric.types import takes_on_cpus
 from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, is_by_ranks, panel_width, spread
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.problem import goes_on, is_gram
+from dask_distmm.planning.problem import accumulates_in_place, is_gram
 
 # The share of the operations that is left of a symmetric product.
 _HALF = 0.55
@@ -68,7 +68,7 @@ class NumpyModel(EngineModel):
         total += sum(float(chunk_bytes(problem, name).sum()) for name in inputs) / npart
         owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), nranks) * (2 if problem.formula.saved else 1)
         own = height * width * float(compute)
-        if problem.formula.partial and not goes_on(problem):
+        if problem.formula.partial and not accumulates_in_place(problem):
             # Else the earlier sums become the chunks of D.
             own += np.bincount(plan.owners, chunk_bytes(problem, "partial"), nranks)
         if plan.grid[2] > 1:

@@ -373,7 +373,7 @@ class Problem(Computation):
             raise ValueError(f"a part of other chunks than {counts}")
 
 
-def goes_on(problem: Problem) -> bool:
+def accumulates_in_place(problem: Problem) -> bool:
     """Whether sums of an earlier run can grow in place: their type is that of D."""
     return problem.formula.partial and problem.result_type == problem.compute_type
 

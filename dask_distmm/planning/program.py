@@ -76,7 +76,7 @@ class ProgramProblem(Computation):
         return tuple(self.chunks)
 
     @property
-    def given_up(self) -> tuple[str, ...]:
+    def donated(self) -> tuple[str, ...]:
         """A, if it is to be overwritten."""
         return ("a",) if self.overwrite_a and not self.by_ranks[0] else ()
 

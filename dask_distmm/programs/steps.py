@@ -149,11 +149,11 @@ def _flat(
             yield dataclasses.replace(step, key=step.key + offset)
             continue
         yield step
-        goes_on = isinstance(step, If | Loop) and flags.get(step.flag.name, True)
+        entered = isinstance(step, If | Loop) and flags.get(step.flag.name, True)
         if isinstance(step, If):
-            yield from _flat(step.then if goes_on else step.otherwise, flags, turns, before, offset)
+            yield from _flat(step.then if entered else step.otherwise, flags, turns, before, offset)
         elif isinstance(step, Loop):
-            for _ in range(min(turns, step.most) if goes_on else 0):
+            for _ in range(min(turns, step.most) if entered else 0):
                 yield Turn(step, starts=True)
                 yield from _flat(step.body, flags, turns, before, next(before) * TURN)
                 yield Turn(step, starts=False)

@@ -102,7 +102,7 @@ class Run:
     failed_in: Phase | None = None
     released: bool = False
     # Participants that did not answer in time; nobody waits for them again.
-    mute: set[str] = dataclasses.field(default_factory=set)
+    unresponsive: set[str] = dataclasses.field(default_factory=set)
     # The share of its work that each participant has said is done, and when the last of them had got any further.
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
     moved: float = math.inf
@@ -114,9 +114,9 @@ class Run:
     independent: bool = False
     gone: set[str] = dataclasses.field(default_factory=set)
     # Keys of the chunks that may go when all ranks have read them, the ranks that have not, and whether they went.
-    giving_up: Sequence[Any] = ()
+    donated: Sequence[Any] = ()
     reading: set[str] = dataclasses.field(default_factory=set)
-    given_up: bool = False
+    donation_done: bool = False
 
     @property
     def live(self) -> bool:
@@ -165,11 +165,11 @@ class Run:
 
     def gathered(self, address: str) -> bool:
         """Note that a rank has read all it needs of the operands; return whether chunks may go now."""
-        if self.phase != "running" or self.given_up or not self.giving_up:
+        if self.phase != "running" or self.donation_done or not self.donated:
             return False
         self.reading.discard(address)
-        self.given_up = not self.reading
-        return self.given_up
+        self.donation_done = not self.reading
+        return self.donation_done
 
     @property
     def received_bytes(self) -> int:

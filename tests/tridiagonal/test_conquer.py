@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import bisection, conquer
-from dask_distmm.engines.tridiagonal.conquer import Conquest, deflate, row_bounds
+from dask_distmm.engines.tridiagonal.conquer import DivideAndConquer, deflate, row_bounds
 from dask_distmm.engines.tridiagonal.kernels import Secular
 
 EPS = np.finfo(float).eps
@@ -46,7 +46,7 @@ def decomposed(d, e, ranks, first=0, last=None, **options):
 
     def run(rank):
         memory = rows[rank], np.full_like(rows[rank], np.nan)
-        return Conquest(LapackKernels(), hub, (rank, ranks), (d, e), memory, **options).solve(first, last)
+        return DivideAndConquer(LapackKernels(), hub, (rank, ranks), (d, e), memory, **options).solve(first, last)
 
     with ThreadPoolExecutor(ranks) as pool:
         found = list(pool.map(run, range(ranks)))

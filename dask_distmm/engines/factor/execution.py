@@ -5,7 +5,7 @@
     Tridiagonalize   Q^H A Q = T; block columns of A become those of reflectors
     Diagonalize      T = Z W Z^T by divide and conquer, where ranks have rows of Z; then block columns are distributed
     (reflections)    V = Q Z, panel by panel
-    Orient           the factors of modulus one
+    NormalizePhases           the factors of modulus one
 
 The matrix is scaled by a power of two to elements of about 1, so that no square overflows.
 """
@@ -27,7 +27,7 @@ from dask_distmm.engines.factor.exchange import Messages, PanelExchange
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.operations import apply, factor_panel, is_short, update_lower
 from dask_distmm.engines.factor.spectral import decompose, not_finite, unit_factors
-from dask_distmm.engines.tridiagonal.conquer import Conquest, row_bounds
+from dask_distmm.engines.tridiagonal.conquer import DivideAndConquer, row_bounds
 from dask_distmm.engines.tridiagonal.reduction import HostReduction, Tridiagonal
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor.plan import FactorPlan, launch_order
@@ -41,7 +41,7 @@ from dask_distmm.planning.factor.steps import (
     Factor,
     Get,
     Key,
-    Orient,
+    NormalizePhases,
     Publish,
     Step,
     Tridiagonalize,
@@ -178,7 +178,7 @@ class SharedEigh:
         first, last = problem.subset or (0, len(d) - 1)
         if target is not None:
             single = np.finfo(problem.dtype).dtype == np.float32
-            conquest = Conquest(
+            conquest = DivideAndConquer(
                 self._kernels,
                 self._messages,
                 (self._rank, self._plan.ranks),
@@ -376,7 +376,7 @@ class Execution:
             case Diagonalize():
                 vectors = self.held(1) if len(self.columns.matrices) > 1 else None
                 self.decomposed["w"] = self.eigen.diagonalize(vectors)
-            case Orient():
+            case NormalizePhases():
                 self.eigen.orient(self.held(1))
             case Drop(key):
                 del self._here[key]

@@ -49,7 +49,7 @@ from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import dtype_from_name, stored
 from dask_distmm.planning import Plan
 from dask_distmm.planning.plan import Rect
-from dask_distmm.planning.problem import goes_on
+from dask_distmm.planning.problem import accumulates_in_place
 from dask_distmm.planning.program import ProgramPlacement
 
 # Boxes smaller than this on average travel in one vector.
@@ -85,7 +85,7 @@ class NumpyJob(Job[Plan]):
         """Allocate the memory that this rank sums into, zeroed; where earlier sums are here it continues in these."""
         if self.rank is None:
             return
-        if goes_on(self.plan.problem):
+        if accumulates_in_place(self.plan.problem):
             for index in self.plan.owned(self.rank).tolist():
                 chunk = self.chunks.get(("partial", index))
                 # One that came from another process may be read-only.

@@ -157,7 +157,7 @@ class Ends(NamedTuple):
     row: Vector
 
 
-class Talk(Protocol):
+class RankComm(Protocol):
     """The way of small arrays between ranks; they are named by what they are and a number."""
 
     def publish(self, part: Part, number: int, arrays: Sequence[Vector]) -> None:
@@ -205,13 +205,13 @@ def row_bounds(order: int, ranks: int) -> list[int]:
     return [order * rank // ranks for rank in range(ranks + 1)]
 
 
-class Conquest:
+class DivideAndConquer:
     """One rank's part of divide and conquer."""
 
     def __init__(
         self,
         kernels: Products,
-        talk: Talk,
+        talk: RankComm,
         place: tuple[int, int],
         matrix: tuple[Vector, Vector],
         memory: tuple[Any, Any],
@@ -349,7 +349,7 @@ class Conquest:
 
 
 def _leaves(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts that are not torn any more, as `Conquest._local` tears them."""
+    """Yield the parts that are not torn any more, as `DivideAndConquer._local` tears them."""
     if stop - start <= _LEAF:
         yield start, stop
         return

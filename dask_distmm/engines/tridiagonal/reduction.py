@@ -36,7 +36,7 @@ class Tridiagonal(NamedTuple):
     factors: NDArray[Any]
 
 
-class Talk(Protocol):
+class RankComm(Protocol):
     """The way of arrays between ranks; they are named by what they are and a number."""
 
     def publish(self, part: Part, number: int, arrays: Sequence[NDArray[Any]]) -> None:
@@ -65,7 +65,7 @@ class HostReduction:
         columns: Columns,
         rank: int,
         array: NDArray[Any],
-        talk: Talk,
+        talk: RankComm,
         check: Callable[[], None] = lambda: None,
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:

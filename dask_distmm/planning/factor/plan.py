@@ -35,8 +35,8 @@ from dask_distmm.planning.factor.steps import (
     Get,
     Key,
     Matrix,
+    NormalizePhases,
     Operation,
-    Orient,
     Part,
     Publish,
     Step,
@@ -476,7 +476,7 @@ class FactorPlan:
         """Return the program of a rank."""
         if self.shared:
             applied = steps_of(rank, self.phases, self.columns)
-            return (Tridiagonalize(), Diagonalize(), *applied, *([Orient()] if self.problem.vectors else []))
+            return (Tridiagonalize(), Diagonalize(), *applied, *([NormalizePhases()] if self.problem.vectors else []))
         if self.problem.spectral:
             return (Decompose(),)
         kind, checked = self.problem.kind, ""

@@ -264,7 +264,7 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
     total, going = np.zeros(npart), np.zeros(npart)
     for name in problem.operands:
         sizes = chunk_elements(problem.chunks_of(name)) * size
-        held = going if name in problem.given_up else total
+        held = going if name in problem.donated else total
         if name in made.where:
             held += np.bincount(made.where[name], sizes, npart)
         else:
@@ -290,7 +290,7 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
                 results += math.prod(layout.local_shape(rank))
         total[index] += array * size + beside
         at_the_end[index] = results * size
-    total += np.maximum(going, at_the_end) if problem.given_up else at_the_end
+    total += np.maximum(going, at_the_end) if problem.donated else at_the_end
     return {worker.address: int(total[index]) for index, worker in enumerate(made.participants)}
 
 

@@ -272,8 +272,8 @@ class Diagonalize(NamedTuple):
     """Compute eigenvalues, and block columns of eigenvectors, of the tridiagonal matrix, with all other ranks."""
 
 
-class Orient(NamedTuple):
+class NormalizePhases(NamedTuple):
     """Give the rank's own columns of eigenvectors the factors of modulus one that make them unique."""
 
 
-Step = Decompose | Tridiagonalize | Diagonalize | Orient | Factor | Check | Publish | Ask | Get | Apply | Drop
+Step = Decompose | Tridiagonalize | Diagonalize | NormalizePhases | Factor | Check | Publish | Ask | Get | Apply | Drop

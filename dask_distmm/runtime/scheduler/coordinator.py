@@ -37,7 +37,7 @@ from dask_distmm.runtime.messages import Abort, Done, End, Finish, Forget, Gathe
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Released, Replan, Run, TaskFailed, summarize
 from dask_distmm.runtime.scheduler.barriers import Barrier, deliveries
-from dask_distmm.runtime.scheduler.freezing import Freezer, FrozenPlan, Holders
+from dask_distmm.runtime.scheduler.freezing import Holders, RunPlan, RunPlanner
 from dask_distmm.runtime.scheduler.rank_groups import RankGroup, RankGroups
 from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.runtime.scheduler.voting import ask_all, failed, raise_if_ended
@@ -112,7 +112,7 @@ class RunQueue(dict[int, Run]):
 
 
 # A worker that stands still is not waited for longer than this beyond the grace time (seconds).
-_STANDSTILL = 5.0
+_SLACK = 5.0
 
 
 class Releases:
@@ -138,8 +138,8 @@ class Releases:
                 await self._queue.turn(run)
                 request = Release(group.number, group.engine, grace)
                 asked = [ask(self._scheduler.rpc(address), request, self._queue.epoch) for address in group.workers]
-                # A watchdog bites after `grace` where a rank is stuck; one that stands still is not waited for.
-                await asyncio.wait_for(asyncio.gather(*asked), grace + _STANDSTILL)
+                # A watchdog kills the process after `grace` if a rank is stuck; do not wait for a worker that stands still.
+                await asyncio.wait_for(asyncio.gather(*asked), grace + _SLACK)
 
 
 # Completes D: its tasks go to memory, where participants have left their chunks
@@ -150,7 +150,7 @@ _SLICE = 1000
 
 
 async def complete(
-    scheduler: Scheduler, run_id: int, barrier: Barrier, frozen: FrozenPlan, answers: Mapping[str, Done], began: float
+    scheduler: Scheduler, run_id: int, barrier: Barrier, frozen: RunPlan, answers: Mapping[str, Done], began: float
 ) -> int:
     """Put the tasks of D into memory where their chunks are; return how many wanted ones are missing."""
     stimulus = f"distmm-done-{run_id}"
@@ -208,7 +208,7 @@ class Coordinator:
         self.replicas = Replicas(scheduler, self.tell)
         self.releases = Releases(scheduler, self.queue)
         self.holders = Holders(scheduler, self.roster)
-        self._freezer = Freezer(scheduler, self.roster, self.groups, self.replicas, self.holders)
+        self._freezer = RunPlanner(scheduler, self.roster, self.groups, self.replicas, self.holders)
 
     async def drive(self, barrier: Barrier) -> None:
         """Run a parked barrier's multiply until all that waits for it is in memory, or it is not parked any more."""
@@ -231,7 +231,7 @@ class Coordinator:
         """Run once. Returns when the run is done, or may be tried again; raises every other failure."""
         for old in self.queue.of(barrier.key):
             await self.queue.over(old)
-        frozen: FrozenPlan | None = None
+        frozen: RunPlan | None = None
         async with self.queue.begin(barrier.problem.name, barrier.key) as run:
             try:
                 frozen = await self._freezer.freeze(run, barrier)
@@ -257,7 +257,7 @@ class Coordinator:
                 await self._end(run, str(reason))
                 self.replicas.drop(*reason.replicas)
                 self._lose(barrier, run, str(reason), counts=not reason.replicas)
-                if run.given_up:
+                if run.donation_done:
                     direct.wait_again(self.scheduler, barrier.ts, f"distmm-again-{run.run_id}")
             except BaseException as error:
                 running = run.phase == "running"
@@ -281,7 +281,7 @@ class Coordinator:
             raise error
         self._event("restart", run, reason=reason)
 
-    async def _vote(self, run: Run, barrier: Barrier, frozen: FrozenPlan) -> list[Any]:
+    async def _vote(self, run: Run, barrier: Barrier, frozen: RunPlan) -> list[Any]:
         """Return the offers of all participants, in their order."""
         run.begin_vote()
         made, wire = frozen.plan, frozen.plan.to_wire()
@@ -298,10 +298,10 @@ class Coordinator:
         addresses = [worker.address for worker in made.participants]
         return [votes[address].offer if address in votes else None for address in addresses]
 
-    async def _start(self, run: Run, barrier: Barrier, frozen: FrozenPlan, offers: Sequence[Any]) -> None:
+    async def _start(self, run: Run, barrier: Barrier, frozen: RunPlan, offers: Sequence[Any]) -> None:
         made = frozen.plan
         run.begin_running(time())
-        run.giving_up, run.reading = frozen.given_up, set(made.workers)
+        run.donated, run.reading = frozen.donated, set(made.workers)
         run.expected_bytes = 0 if ENGINES[made.engine].collective else made.bytes_moved
         began = time()
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
@@ -338,7 +338,7 @@ class Coordinator:
         """Note that a rank has read all it needs; when all have, chunks that may be freed are released."""
         run = self.queue.get(message.run_id)
         if run is not None and run.gathered(message.worker) and (ts := self.scheduler.tasks.get(run.key)) is not None:
-            direct.give_up(self.scheduler, ts, run.giving_up, f"distmm-given-up-{run.run_id}")
+            direct.give_up(self.scheduler, ts, run.donated, f"distmm-given-up-{run.run_id}")
             self.tell(sorted(run.participants - run.gone), Forget(run.run_id))
 
     async def _end(self, run: Run, reason: str) -> dict[str, str]:
@@ -351,7 +351,7 @@ class Coordinator:
         answered: set[str] = set()
 
         async def abort(address: str) -> None:
-            if address in run.mute:
+            if address in run.unresponsive:
                 return
             with contextlib.suppress(OSError, TimeoutError):
                 answer = await asyncio.wait_for(self._ask(address, Abort(run.run_id, reason)), _ABORT_TIMEOUT)
@@ -359,7 +359,7 @@ class Coordinator:
                 told[address] = answer.history if answer is not None else "it does not know dask_distmm"
 
         await asyncio.gather(*map(abort, present))
-        run.mute.update(told.keys() - answered)
+        run.unresponsive.update(told.keys() - answered)
         # Those that do not answer now hear of it on Dask's own stream, when they listen again.
         self.tell(present, End(run.run_id, reason))
         await self.queue.changed()
@@ -376,7 +376,7 @@ class Coordinator:
         return ask(self.scheduler.rpc(address), request, self.queue.epoch)
 
     def tell(self, addresses: Sequence[str], message: Message) -> None:
-        """Send a message to the `WorkerSide` of some workers."""
+        """Send a message to the `WorkerService` of some workers."""
         wire = post(message, self.queue.epoch)
         for address in addresses:
             if address in self.roster and address in self.scheduler.workers:

@@ -21,7 +21,7 @@ from dask_distmm.installing import install_command
 from dask_distmm.planning import ENGINES, Computation, Placement, Plan, Problem, Worker, plan, plan_computation
 from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.planning.placement import Where
-from dask_distmm.planning.problem import goes_on
+from dask_distmm.planning.problem import accumulates_in_place
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunk_tasks import by_ranks, pack_tasks
 from dask_distmm.runtime.replicas import Replicas
@@ -158,7 +158,7 @@ _ORDERS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class FrozenPlan:
+class RunPlan:
     """The roster, the placement of chunks and the plan of one run, as they were when it was frozen."""
 
     # The plan.
@@ -173,21 +173,21 @@ class FrozenPlan:
     sources: dict[str, bytes]
 
     @property
-    def given_up(self) -> list[Any]:
+    def donated(self) -> list[Any]:
         """Keys of the chunks that are of no use once all ranks have read them."""
-        names = self.plan.problem.given_up
+        names = self.plan.problem.donated
         return [key for keys in self.keys.values() for name in names for key in keys.get(name, ())]
 
     @property
     def consumed(self) -> list[Any]:
         """Keys of the chunks that are of no use once the run has begun."""
         problem = self.plan.problem
-        if not (isinstance(problem, Problem) and goes_on(problem) and ENGINES[self.plan.engine].by_panels):
+        if not (isinstance(problem, Problem) and accumulates_in_place(problem) and ENGINES[self.plan.engine].by_panels):
             return []
         return [key for keys in self.keys.values() for key in keys.get("partial", ())]
 
 
-class Freezer:
+class RunPlanner:
     """Freezes runs. On the scheduler's event loop."""
 
     def __init__(
@@ -205,16 +205,16 @@ class Freezer:
         while len(self._orders) > _ORDERS:
             self._orders.popitem(last=False)
 
-    async def freeze(self, run: Run, barrier: Barrier) -> FrozenPlan:
+    async def freeze(self, run: Run, barrier: Barrier) -> RunPlan:
         """Fix who takes part, and how."""
 
-        async def frozen() -> FrozenPlan:
+        async def frozen() -> RunPlan:
             raise_if_ended(run)
             return await self._freeze(run, barrier)
 
         return await self._roster.until_it_fits(frozen, barrier.problem.options.load_timeout)
 
-    async def _freeze(self, run: Run, barrier: Barrier) -> FrozenPlan:
+    async def _freeze(self, run: Run, barrier: Barrier) -> RunPlan:
         wanted = await barrier.wanted()
         problem, keys = barrier.part(wanted)
         engines, workers = await self._workers(run, problem, wanted)
@@ -249,7 +249,7 @@ class Freezer:
         if tasks:
             terms = barrier.ts.retries, _at_once(barrier.ts, map(states.__getitem__, made.workers))
             packed = await asyncio.to_thread(pack_tasks, made, tasks, *terms)
-        return FrozenPlan(made, await asyncio.to_thread(_by_address, made, keys), states, wanted, packed)
+        return RunPlan(made, await asyncio.to_thread(_by_address, made, keys), states, wanted, packed)
 
     async def _plan_product(
         self,
@@ -286,7 +286,7 @@ class Freezer:
 
     def _may_give_up(self, barrier: Barrier, problem: Computation, keys: Mapping[str, Sequence[Any]]) -> bool:
         """Whether nobody else needs the chunks of the operands that may be freed, and Dask could recompute them."""
-        found = (self._scheduler.tasks.get(key) for name in problem.given_up for key in keys[name])
+        found = (self._scheduler.tasks.get(key) for name in problem.donated for key in keys[name])
         return all(
             ts is not None and ts.run_spec and not ts.who_wants and set(ts.waiters or ()) <= {barrier.ts}
             for ts in found

@@ -151,7 +151,7 @@ def _taker_of(barrier: TaskState | None) -> Any:
 _WAITING = ("released", "waiting", "no-worker")
 
 
-class BareWorkers:
+class WorkersWithoutPackage:
     """Keeps tasks that need this package away from workers that lack it."""
 
     def __init__(self, scheduler: Scheduler, reasons: dict[str, str]) -> None:
@@ -254,7 +254,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.groups, self.replicas = self.coordinator.groups, self.coordinator.replicas
         self.holders = self.coordinator.holders
         self.gates = Gates(scheduler)
-        self.bare = BareWorkers(scheduler, self.roster.bare)
+        self.bare = WorkersWithoutPackage(scheduler, self.roster.bare)
         if before is not None:
             self.roster.bare.update(before.roster.bare)
         self.admission = Admission(scheduler, self.roster, self._waiting)

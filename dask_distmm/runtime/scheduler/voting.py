@@ -55,14 +55,14 @@ async def ask_all(
                 run.moved = time()
             if deadline is not None and time() >= deadline and run.waiting_for:
                 reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
-                run.mute.update(run.waiting_for)
+                run.unresponsive.update(run.waiting_for)
                 raise failed(run, reason, dict.fromkeys(run.waiting_for, reason))
             if silence is None:
                 continue
             seen = {a: scheduler.workers[a].last_seen for a in run.participants if a in scheduler.workers}
             if silent := run.silent(seen, time(), silence):
                 reason = f"no sign of life, and no progress of the run, for {silence:g} s (distmm.timeouts.silence)"
-                run.mute.update(silent)
+                run.unresponsive.update(silent)
                 raise failed(run, reason, dict.fromkeys(silent, reason))
         return {address: answer for address, answer in answers.items() if address not in run.gone}
     finally:

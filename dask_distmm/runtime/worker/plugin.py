@@ -10,14 +10,14 @@ from dask_distmm.engines.base import log
 from dask_distmm.planning import ENGINES
 from dask_distmm.runtime.messages import NAME, Describe, Description
 from dask_distmm.runtime.wire import answering
-from dask_distmm.runtime.worker.side import WorkerSide
+from dask_distmm.runtime.worker.side import WorkerService
 
 # The topic of Dask's events under which a worker says that it lacks this package.
 MISSING = f"{NAME}-missing"
 
 
 class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
-    """Puts a `WorkerSide` on a worker. Installed by the scheduler's plugin, or by preload."""
+    """Puts a `WorkerService` on a worker. Installed by the scheduler's plugin, or by preload."""
 
     name = NAME
     idempotent = True
@@ -27,10 +27,10 @@ class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
         if missing := compat.missing_on_worker(worker):
             _say_unfit(worker, compat.unsupported("on this worker", missing))
         elif NAME not in worker.extensions:
-            worker.extensions[NAME] = WorkerSide(worker)
+            worker.extensions[NAME] = WorkerService(worker)
 
     def teardown(self, worker: Worker) -> None:
-        """Detach when the worker closes (a plugin that is only replaced keeps its `WorkerSide`)."""
+        """Detach when the worker closes (a plugin that is only replaced keeps its `WorkerService`)."""
         if compat.missing_on_worker(worker):
             return
         if worker.status.name in ("closing", "closing_gracefully", "closed", "failed"):

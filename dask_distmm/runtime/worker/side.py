@@ -37,7 +37,7 @@ from distributed.protocol.pickle import dumps
 from dask_distmm._version import __version__
 from dask_distmm.comms import cross_memory
 from dask_distmm.comms.base import PeerLostError
-from dask_distmm.comms.serializers import let_types_travel
+from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, contiguous, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import (
@@ -193,7 +193,7 @@ _LONG = 10_000
 _SPILLED_FROM = 0.8
 
 
-class WorkerSide:
+class WorkerService:
     """All that dask_distmm keeps on one worker. Made once for each worker process' `Worker`."""
 
     def __init__(self, worker: Worker) -> None:
@@ -226,7 +226,7 @@ class WorkerSide:
         self._dask_dump = worker.handlers.get("dump_state")
         if self._dask_dump:
             self.handlers["dump_state"] = self.dump_state
-        let_types_travel()
+        register_serializers()
         worker.handlers.update(self.handlers)
         listeners: dict[type[Message], Callable[[Any], None]] = {
             messages.End: lambda end: self.end(end.run_id, end.reason),
@@ -340,7 +340,7 @@ class WorkerSide:
         try:
             started = loop.time()
             self.chunks.consume(run_id)
-            if plan.problem.given_up:
+            if plan.problem.donated:
                 job.on_gathered = functools.partial(
                     loop.call_soon_threadsafe, self.worker.batched_send, post(messages.Gathered(run_id), epoch)
                 )
@@ -519,7 +519,7 @@ def _process_facts(data: Any) -> messages.Description:
         except EngineError as error:
             engines[name] = {"error": str(error)}
     # An engine for GPUs has imported CuPy, whose types need help to travel.
-    let_types_travel()
+    register_serializers()
     return messages.Description(
         "OK", version=__version__, engines=engines, memory=memory, links=links, host=platform.node()
     )
@@ -534,7 +534,7 @@ def _forget(runs: Mapping[int, tuple[Placement, Job[Any]]], message: messages.Fo
     """Have a run's job release the chunks of operands that may be freed: all ranks have read them."""
     if message.run_id in runs:
         plan, job = runs[message.run_id]
-        job.forget(plan.problem.given_up)
+        job.forget(plan.problem.donated)
 
 
 def _execute(job: Job[Any], offers: Any) -> Mapping[ResultKey, Any]:
