@@ -1,7 +1,8 @@
 """Notebooks are executed when they are read, by a kernel behind Unix sockets.
 
 MyST-NB's own execution has the kernel listen on TCP ports that were free a moment before; a cluster that starts at the
-same time may take one of them, and the build fails. ``-D execute_notebooks=0`` leaves outputs out.
+same time may take one of them, and the build fails. ``-D execute_notebooks=0`` leaves outputs out. A notebook with MyST-NB's
+``"execution_mode": "off"`` in its metadata is shown with the outputs that it is stored with.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def read(text: str) -> nbformat.NotebookNode:
         A cell has failed.
     """
     notebook = nbformat.reads(text, as_version=4)
-    if _wanted:
+    if _wanted and notebook.metadata.get("mystnb", {}).get("execution_mode") != "off":
         NotebookClient(
             notebook,
             kernel_manager_class=UnixSockets,
