@@ -185,8 +185,8 @@ def test_the_quicker_of_both_is_taken(client):
                 product = x @ y
                 assert here(product) == taken
                 assert_product(a, b, product.compute())
-                assert ("@ takes the run" in repr(explain(x, y))) == taken
-                assert ("@ takes Dask's own tasks" in repr(explain(x, y))) != taken
+                assert ("@ uses the collective run" in repr(explain(x, y))) == taken
+                assert ("@ uses Dask's own tasks" in repr(explain(x, y))) != taken
                 with dask.config.set({"distmm.minimum-flops": 0}):
                     assert here(x @ y)
                 with dask.config.set({"distmm.minimum-flops": 1e12}):

@@ -1,4 +1,4 @@
-"""The recipes of docs/beyond-one-host.md: what SLURM, MPI and Kubernetes would start multiplies."""
+"""The recipes of docs/beyond-one-host.md: the commands, and what SLURM, MPI and Kubernetes would start, multiply."""
 
 from __future__ import annotations
 
@@ -71,6 +71,15 @@ def test_slurm(real, tmp_path):
                     time.sleep(0.1)
                 os.killpg(int(job), signal.SIGKILL)
                 pytest.fail(f"job {job} did not end")
+
+
+def test_pipeline(tmp_path):
+    """A scheduler and two workers by their commands; Zarr in and out."""
+    pytest.importorskip("zarr")
+    commands = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    printed = run(tmp_path, "bash", str(EXAMPLES / "pipeline.sh"), str(tmp_path), PATH=commands)
+    assert "2 runs on host-0, host-1" in printed
+    assert {"features.zarr", "weights.zarr"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_mpi(tmp_path):

@@ -175,14 +175,14 @@ def _number(value: complex) -> str:
 
 
 def _compared(plan: Plan) -> list[str]:
-    """Return the seconds that Dask takes around the run and for its own tasks, and which of the two ``@`` takes."""
+    """Return the seconds that Dask takes around the run and for its own tasks, and which of the two ``@`` uses."""
     assert plan.by_tasks is not None
-    taken = "the run" if plan.worth_it else "Dask's own tasks"
+    used = "the collective run" if plan.worth_it else "Dask's own tasks"
     rows, cols, depth = plan.by_tasks.grid
     return [
         f"  Dask      {format_time(plan.around)} around the run, {format_time(plan.seconds)} in all",
         f"            as {rows * cols * depth} products of chunks {format_time(plan.by_tasks.seconds)}; "
-        f"under enable() @ takes {taken}",
+        f"under enable() @ uses {used}",
     ]
 
 
