@@ -202,6 +202,22 @@ def test_files_that_pages_name_are_there():
     assert not wrong
 
 
+# Options that pages name, by benchmark.
+BENCHMARKS: dict[str, set[str]] = {}
+for _page in [*PRINTED, ROOT / "benchmarks" / "README.md"]:
+    for _name, _arguments in re.findall(r"python -m benchmarks\.([\w.]*\w)((?: [^\n`]*)?)", _page.read_text()):
+        BENCHMARKS.setdefault(_name, set()).update(re.findall(r"--[\w-]+", _arguments))
+
+
+@pytest.mark.parametrize("name", sorted(BENCHMARKS))
+def test_benchmarks_have_the_options_that_pages_name(name):
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        check=True,
+    )  # fmt: skip
+    assert BENCHMARKS[name] <= set(re.findall(r"--[\w-]+", done.stdout))
+
+
 def test_the_first_program_as_a_script(tmp_path):
     """It ends as it is printed: its cluster is stopped while results are held."""
     (code,) = [code for code, _ in fences(ROOT / "README.md") if "Client()" in code]
