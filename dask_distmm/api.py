@@ -99,8 +99,8 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
         part of D. It works element by element, with operators and NumPy's functions of arrays (CuPy's arrays
         answer to these too); on GPUs it becomes one kernel where CuPy can fuse it.
     epilog_inputs : mapping, optional
-        The epilog's inputs by name; those of a function broadcast against D. ``"bias"``: (n,) or (1, n), a value a
-        column, or (m, 1), a value a row. ``"relu_aux"``, ``"gelu_aux"``: the output of the forward pass, (m, n).
+        The epilog's inputs by name; those of a function broadcast against D. ``"bias"``: (n,) or (1, n), one value
+        per column, or (m, 1), one per row. ``"relu_aux"``, ``"gelu_aux"``: the output of the forward pass, (m, n).
         For batches the same with batch axes before these, which those of a function and a bias may leave out.
     bias_axis : {-1, 0}
         Along which axis of D ``drelu_bgrad`` and ``dgelu_bgrad`` keep their length.

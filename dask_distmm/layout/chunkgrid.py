@@ -309,7 +309,7 @@ class ChunkGrid:
 
 def _sizes(name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
     if not sizes:
-        raise ValueError(f"{name} has 0 chunks, expected one or more: use (0,) for no {name}")
+        raise ValueError(f"there are no chunks of {name}, expected one or more: use (0,) for no {name}")
     if any(isnan(size) for size in sizes):  # NaN is Dask's size of a chunk that it does not know yet
         raise ValueError(
             f"a chunk's number of {name} is unknown (nan), expected known sizes: "

@@ -109,7 +109,7 @@ class Formula:
         if self.epilog and self.epilog not in _NAMES:
             raise PlanError(unknown_name("epilog", self.epilog, _NAMES, "docs/epilogs.md"))
         if self.bias_axis not in (-1, 0, 1):
-            raise PlanError(f"bias_axis={self.bias_axis!r}; expected -1 (a value a column of D) or 0 (a value a row)")
+            raise PlanError(f"bias_axis={self.bias_axis!r}; expected -1 (one value per column of D) or 0 (one per row)")
 
     @property
     def trivial(self) -> bool:

@@ -75,7 +75,7 @@ def together(*options: Function) -> Callable[[Function], Function]:
     return lambda function: functools.reduce(lambda found, option: option(found), reversed(options), function)
 
 
-def worker_count(text: str, default: str = "one a core, at least 2; on GPUs one each") -> Function:
+def worker_count(text: str, default: str = "one per core, at least 2; on GPUs one per GPU") -> Function:
     """Return the option ``--workers``."""
     return click.option("--workers", type=click.IntRange(min=1), show_default=default, help=text)
 
@@ -153,7 +153,7 @@ OPERANDS = together(
         metavar="NAME",
         help="Function of the product before it is stored: relu, gelu_bias, ... (docs/epilogs.md).",
     ),
-    click.option("--bias", metavar="FILE", help="Bias of such an epilog: (n,), a value a column; or (m, 1)."),
+    click.option("--bias", metavar="FILE", help="Bias of the epilog: (n,), one value per column; or (m, 1)."),
     click.option("--aux", metavar="FILE", help="What a forward pass kept, for drelu, dgelu, ..."),
     click.option("--dtype", metavar="TYPE", help="Type to convert A and B to first, for example float32."),
     click.option("--chunks", type=Sizes(2), metavar="ROWS[,COLUMNS]", help="Chunks of the result."),
@@ -162,7 +162,7 @@ OPERANDS = together(
         type=click.Choice(["auto", *(name for name, engine in ENGINES.items() if "product" in engine.computes)]),
         help="Which engine multiplies.",
     ),
-    click.option("--method", type=click.Choice(["auto", *METHODS]), help="How the work is shared out."),
+    click.option("--method", type=click.Choice(["auto", *METHODS]), help="How the work is distributed."),
 )
 
 
@@ -279,7 +279,13 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
     metavar="G,G,...",
     help="Chunks along each side.",
 )
-@click.option("--dtype", type=click.Choice(["float32", "float64"]), default="float64", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float64"]),
+    default="float64",
+    show_default=True,
+    help="Type of the matrices.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a line of JSON for each case, not a table.")
 @SCHEDULER
 @WORKERS

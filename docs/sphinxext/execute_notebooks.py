@@ -1,8 +1,8 @@
 """Notebooks are executed when they are read, by a kernel behind Unix sockets.
 
 MyST-NB's own execution has the kernel listen on TCP ports that were free a moment before; a cluster that starts at the
-same time may take one of them, and the build fails. ``-D execute_notebooks=0`` leaves outputs out. A notebook with MyST-NB's
-``"execution_mode": "off"`` in its metadata is shown with the outputs that it is stored with.
+same time may take one of them, and the build fails. ``-D execute_notebooks=0`` leaves outputs out. A notebook whose
+metadata have MyST-NB's ``"execution_mode": "off"`` is shown with the outputs that it is stored with.
 """
 
 from __future__ import annotations

@@ -234,13 +234,14 @@ def test_long_sums_of_16_bit_types_are_cut(make_peers, monkeypatch, method, dtyp
 def test_sums_of_several_products_are_finished_by_the_kernel(make_peers, tight, epilog):
     ranks, world = make_peers()
     case = Case(epilog, "float32", alpha=-1.5)
-    del world.epilogs[:]
-    depths = []
-    for _ in range(3):  # Chunks are drawn: a sum can be one product.
+    for _ in range(10):  # Chunks are drawn: a sum can be one product, which the library finishes.
+        del world.epilogs[:]
         with tight(2**10):
             case.check(*run_case(ranks, case, "allgather", 3, 1, False, amax=False))
-        depths += [len(schedule.depth) for schedule in schedules.block_schedules(ranks.jobs[-1].plan)]
-    assert max(depths) > 2
+        depths = [len(schedule.depth) for schedule in schedules.block_schedules(ranks.jobs[-1].plan)]
+        if min(depths) > 2:
+            break
+    assert min(depths) > 2
     assert set(world.epilogs) == {""}
 
 

@@ -138,7 +138,7 @@ class Releases:
                 await self._queue.turn(run)
                 request = Release(group.number, group.engine, grace)
                 asked = [ask(self._scheduler.rpc(address), request, self._queue.epoch) for address in group.workers]
-                # A watchdog kills the process after `grace` if a rank is stuck; do not wait for a worker that stands still.
+                # A watchdog kills a process whose rank is stuck after `grace`; do not wait for one that stands still.
                 await asyncio.wait_for(asyncio.gather(*asked), grace + _SLACK)
 
 
