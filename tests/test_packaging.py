@@ -54,6 +54,11 @@ def test_the_citation_is_of_this_version():
     assert citation["license"] == PROJECT["license"]
 
 
+def test_the_wheel_that_the_page_installs_is_of_this_version():
+    named = re.findall(r"dask_distmm-([\d.]+)-py3-none-any\.whl", (ROOT / "docs" / "install.md").read_text())
+    assert named == [__version__]
+
+
 def test_the_environment_has_the_same_requirements():
     found = split(read("environment.yml")["dependencies"])
     assert {name: versions for name, versions in found.items() if name in needed()}.items() <= needed().items()
