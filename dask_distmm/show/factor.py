@@ -52,7 +52,7 @@ def factor_text(plan: FactorPlacement) -> str:
     lines += _memory_and_time(plan, "moving")
     others = [one for one in plan.alternatives if one is not plan.estimate and one.grid != plan.grid]
     if others:
-        texts = [f"{one.grid[1]} workers: {format_time(one.seconds)}" for one in others]
+        texts = [f"{one.grid[1]} worker{'s' * (one.grid[1] > 1)}: {format_time(one.seconds)}" for one in others]
         lines.append("  against   " + "\n            ".join(texts))
     return "\n".join(lines)
 
@@ -101,11 +101,12 @@ def program_text(plan: ProgramPlacement) -> str:
     outputs = ", ".join(f"{one.name} {_size(one.chunks[0])} x {_size(one.chunks[1])}" for one in problem.outputs)
     loops = [step for step in plan.steps(0) if isinstance(step, Loop)]
     expected = "turns are as many as expected" if loops else "it is well-conditioned"
+    times = "once" if cost.passes == 1 else f"{cost.passes:g} times"
     lines = [
         f"Plan: {problem.builder} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}",
         *matrices,
         f"  makes     {outputs}",
-        f"  method    rows stay where they are; A is read {cost.passes:g} times if {expected}",
+        f"  method    rows stay where they are; A is read {times} if {expected}",
         *(f"  turns     up to {loop.most} turns, {loop.expected} expected" for loop in loops),
         f"  work      {cost.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved in {cost.messages} messages",
     ]

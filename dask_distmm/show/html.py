@@ -129,7 +129,8 @@ def _drawn(matrix: DrawnMatrix, x: float, y: float, width: float, height: float)
     def down(row: int) -> float:
         return y + height * row / nrows
 
-    parts = [text_line(x, y - 5, matrix.name, bold=True), text_line(x + 16, y - 5, matrix.caption, size=11)]
+    after = x + 9 + 7.2 * len(matrix.name)
+    parts = [text_line(x, y - 5, matrix.name, bold=True), text_line(after, y - 5, matrix.caption, size=11)]
     labels = []
     for cell in matrix.cells:
         left, right, top, bottom = across(cell.cols[0]), across(cell.cols[1]), down(cell.rows[0]), down(cell.rows[1])
@@ -513,7 +514,7 @@ def factor_html(plan: FactorPlacement) -> str:
             if start < stop:
                 cells.append(Cell((0, matrix.shape[0]), (start, stop), (columns.owner(block),)))
         names = plan.problem.operands
-        name = names[number].upper() if number < len(names) else "2"
+        name = names[number].upper() if number < len(names) else "result"
         drawn.append(DrawnMatrix(name, f"{matrix.shape[0]} x {matrix.shape[1]}", matrix.shape, _few(cells)))
     where = _section("Block columns, by the ranks that have them", _side_by_side(drawn, "which rank has which columns"))
     return _placement_html(plan, [where, _worker_key(plan)])
@@ -621,9 +622,11 @@ def _time_lines(spans: Sequence[Span]) -> str:
     seconds: dict[str, float] = {}
     for _, name, start, stop in joined:
         seconds[name] = seconds.get(name, 0.0) + stop - start
-    # The longest first: their colours differ.
+    # The longest have colours of their own; the others share the last one.
     names = sorted(seconds.keys() - {"wait"}, key=lambda name: (-seconds[name], name))
-    fills = {name: colour(number) for number, name in enumerate(names)} | {"wait": "#EEEEEE"}
+    own = len(_COLOURS) - 1
+    fills = {name: _COLOURS[min(number, own)] for number, name in enumerate(names)} | {"wait": "#EEEEEE"}
+    named = [(fills[name], name) for name in names[:own]] + [(_COLOURS[own], "others")] * (len(names) > own)
     ranks = min(_MOST_LINES, 1 + max((rank for rank, *_ in joined), default=0))
     parts = [text_line(0, 20.0 * rank + 14, f"rank {rank}") for rank in range(ranks)]
     for rank, name, start, stop in joined[:_MOST_SPANS]:
@@ -634,4 +637,4 @@ def _time_lines(spans: Sequence[Span]) -> str:
     parts.append(text_line(60, 20.0 * ranks + 14, "0", size=11))
     parts.append(text_line(60 + _LINE, 20.0 * ranks + 14, format_time(end), size=11, anchor="end"))
     chart = figure(64 + _LINE, 20.0 * ranks + 20, "what each rank does when", parts)
-    return chart + key([(fill, name) for name, fill in fills.items()])
+    return chart + key([*named, (fills["wait"], "wait")])
