@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 # Longer reasons are cut: they are kept, logged and sent to all participants of a run.
 _BRIEF = 1000
-# So many workers' histories go into an error's text.
+# Number of workers whose histories go into an error's text.
 _TOLD = 8
 # A list of more names than this is left out of a message that has a similar name to offer.
 _LISTED = 10

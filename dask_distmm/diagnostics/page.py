@@ -36,7 +36,7 @@ _STILL = (
 )
 # Pixels of the table: ten rows; further ones are scrolled to.
 _TABLE = 280
-# So many products in waves have a line.
+# Number of products in waves that have a line.
 _PRODUCTS = 4
 # Okabe and Ito's colours, which everybody can tell apart; grey for "other".
 _COLOURS = {

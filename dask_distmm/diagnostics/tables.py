@@ -15,7 +15,7 @@ from dask_distmm.runtime.scheduler.records import KERNELS, PHASES, Record, Total
 
 Columns = dict[str, list[Any]]
 
-# So many runs have a bar; more could not be told apart.
+# Number of runs that have a bar; more could not be told apart.
 _BARS = 20
 _NAN = float("nan")
 _MIB = 2**20

@@ -180,7 +180,7 @@ Sizes = tuple[int, ...]
 
 # Matrices of this size are multiplied at half the rate of large ones; fitted to the figures above.
 _HALF_RATE = 45.0
-# So many tasks for each slot: the last ones to end differ by a fraction of the whole.
+# Tasks for each slot: the last ones to end differ by a fraction of the whole.
 _TASKS_PER_SLOT = 4
 # A task should work this many times as long as it costs to have it.
 WORTH = 5.0

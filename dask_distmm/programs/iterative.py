@@ -12,7 +12,7 @@ import itertools
 from dask_distmm.programs.recorder import Operands, Recorder, Tall, Wanted
 from dask_distmm.programs.steps import Buffer
 
-# So many turns are expected: for the cost model.
+# Expected number of turns, for the cost model.
 EXPECTED = 100
 
 # The numbers of the solvers, in the order in which they are kept: factors of vectors first.

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 # Chunks of up to this many bytes together travel in one message (one chunk at least), and this many messages at once.
 _MESSAGE_BYTES = 2**26
 _IN_FLIGHT = 2
-# So long after a task has ended (seconds) the scheduler looks which arrays are still wanted, once for all tasks.
+# Seconds from the end of a task until the scheduler looks which arrays are still wanted, once for all tasks.
 _SWEEP_SECONDS = 0.05
 _OVER = ("released", "forgotten", "erred")
 

@@ -57,7 +57,7 @@ def factor_text(plan: FactorPlacement) -> str:
     return "\n".join(lines)
 
 
-# So many runs are listed.
+# Number of runs that are listed.
 _LISTED = 30
 
 

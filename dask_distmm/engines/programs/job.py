@@ -26,7 +26,7 @@ from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.programs.steps import TURN, Buffer, Call, Drop, If, Loop, Make, New, Publish, Pull, Step, Store
 
-# So many messages are asked for before they are needed: then they come as soon as they are there.
+# Number of messages that are requested before they are needed: then they come as soon as they are there.
 _AHEAD = 4
 
 

@@ -372,7 +372,7 @@ class _Builder:
 
 # The least and the most columns of a block on CPUs: wide enough for BLAS.
 _WIDTHS = (32, 256)
-# So many blocks a rank should have, or ranks finish far apart.
+# Number of blocks that a rank should have: with fewer, ranks finish far apart.
 _BLOCKS = 8
 # With this many blocks a rank of twice the width the next panel is there in time all the same, and products have a
 # higher rate (1 H200, float64, 32768 x 512 by 512, by 1024: 47 and 53 TFLOP/s).

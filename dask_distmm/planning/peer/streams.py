@@ -56,9 +56,9 @@ class Stream:
     most: tuple[int, int]
     # Of all buffers in which parts are put together.
     buffer_bytes: int
-    # So many chunks are made at a time.
+    # Number of chunks that are made at the same time.
     threads: int
-    # So many are made before they are used.
+    # Number of chunks that are made before they are used.
     ahead: int
     # The bytes of chunks that may be in use.
     held_bytes: int

@@ -16,7 +16,7 @@ from dask_distmm.runtime.parts import part_of
 if TYPE_CHECKING:
     from distributed.scheduler import TaskState
 
-# So many tasks are looked up before others get the event loop again.
+# Number of tasks that are looked up before others get the event loop again.
 _SLICE = 5000
 
 

@@ -145,7 +145,7 @@ class Releases:
 # Completes D: its tasks go to memory, where participants have left their chunks
 
 
-# So many tasks are put into memory before others get the event loop again.
+# Number of tasks that are put into memory before others get the event loop again.
 _SLICE = 1000
 
 

@@ -45,7 +45,7 @@ _BRING_SECONDS = 60.0
 _LOOK_AT_HOLDERS = 0.01
 # The most axes that an array of NumPy has.
 _AXES = 64
-# So many chunks are looked up before others get the event loop again.
+# Number of chunks that are looked up before others get the event loop again.
 _HOLDERS_AT_ONCE = 5000
 
 
@@ -151,7 +151,7 @@ def _chunk_count(along: Sequence[int], most: int) -> int | None:
 
 # How often the scheduler looks whether there are workers again that may multiply (seconds).
 _LOOK = 0.2
-# So many tasks are looked up before others get the event loop again.
+# Number of tasks that are looked up before others get the event loop again.
 _SLICE = 1000
 # The memory orders of this many arrays are remembered.
 _ORDERS = 1000

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", bound=Reply)
 
-# So many ranks that have failed are named; the error's attribute `ranks` has all.
+# Number of failed ranks that a message names; the error's attribute `ranks` has all.
 _NAMED = 8
 # How often the scheduler looks whether a run makes progress (seconds).
 _LOOK = 0.5

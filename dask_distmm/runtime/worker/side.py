@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 # The chunks that runs read from a worker's data, and those of D that they leave there
 
 
-# So many chunks are given to Dask before others get the event loop again.
+# Number of chunks that are handed to Dask before others get the event loop again.
 _SLICE = 500
 
 
