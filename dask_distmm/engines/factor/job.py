@@ -141,7 +141,7 @@ def _rows_at_last(execution: Execution, stop: int, below: Any) -> Any:
     if stop >= execution.columns.place(0).order:
         return below
     if execution.kernels.asynchronous:
-        # With more swaps than this, one after the other, a GPU is slower than by picking all rows at once.
+        # One swap after the other would take longer on a GPU than picking all rows at once.
         xp = execution.kernels.xp
         return xp.take(below.T, xp.asarray(_rows_later(execution)[stop]), axis=1).T
     found = execution.kernels.empty(below.shape, below.dtype)
