@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import report, suite
-from benchmarks.harness.protocol import Peer
+from benchmarks.harness.protocol import Contender
 from benchmarks.revision import revision
 
 PEERS = ("numpy", "pdgemm", "pdgemm-tuned", "dask", "distmm")
@@ -48,7 +48,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def make_peers(options: argparse.Namespace, stack: contextlib.ExitStack) -> list[Peer]:
+def make_peers(options: argparse.Namespace, stack: contextlib.ExitStack) -> list[Contender]:
     """Return the peers asked for; the stack closes them."""
     # Imported here: spawned processes import this module again, and none of them needs the peers.
     from benchmarks.harness.cluster import DaskMatmul, Distmm
@@ -59,7 +59,7 @@ def make_peers(options: argparse.Namespace, stack: contextlib.ExitStack) -> list
     lanes = options.workers * options.threads
     session = ClusterSession(options.workers, options.threads, options.timeout)
     stack.callback(session.close)
-    made: dict[str, Peer] = {}
+    made: dict[str, Contender] = {}
     for name in PEERS:
         if name not in options.peers:
             continue

@@ -57,7 +57,7 @@ def grids(count: int) -> list[tuple[int, int]]:
     return list(dict.fromkeys([(1, count), (count, 1), (near, count // near)]))
 
 
-class Peer(Protocol):
+class Contender(Protocol):
     """Who can be asked for a routine at some size."""
 
     def measure(self, kind: str, n: int, dtype: str) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def measure(
                     for n, kind in cases:
                         results.add(kind, n, peer, own(client, n, kind))
                 continue
-            asked: Peer = (OneGpu if peer == "one_gpu" else CusolverMp)(options, devices, end)
+            asked: Contender = (OneGpu if peer == "one_gpu" else CusolverMp)(options, devices, end)
             with contextlib.closing(asked):
                 for n, kind in cases:
                     results.add(kind, n, peer, asked.measure(kind, n, options.dtype))

@@ -15,7 +15,7 @@ import numpy as np
 from distributed import Client, wait
 
 from benchmarks.harness.environment import blas_pools
-from benchmarks.harness.protocol import Case, Peer, Sample, sample_rows, scaled_error
+from benchmarks.harness.protocol import Case, Contender, Sample, sample_rows, scaled_error
 from dask_distmm import Plan, PlanError, explain, matmul
 
 MEMORY_METHOD = (
@@ -98,7 +98,7 @@ class Session:
         """Leave the cluster running: others have started it."""
 
 
-class ClusterPeer(Peer):
+class ClusterPeer(Contender):
     """A way to multiply Dask arrays on a cluster; a subclass says which in `multiply`."""
 
     def __init__(self, session: Session, grids: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import threadpoolctl
 
 from benchmarks.harness.environment import blas_pools
-from benchmarks.harness.protocol import Case, Peer, Quiet, Sample, sample_rows, scaled_error, uniform_matrix
+from benchmarks.harness.protocol import Case, Contender, Quiet, Sample, sample_rows, scaled_error, uniform_matrix
 
 
 def _measure(case: Case, seed: int, threads: int) -> tuple[Sample, list[dict[str, Any]]]:
@@ -31,7 +31,7 @@ def _measure(case: Case, seed: int, threads: int) -> tuple[Sample, list[dict[str
     return Sample(seconds, scaled_error(a[rows], b, c[rows])), pools
 
 
-class NumpyProcess(Peer):
+class NumpyProcess(Contender):
     """NumPy's matmul in a spawned process, which stays idle between its turns."""
 
     name = "numpy"

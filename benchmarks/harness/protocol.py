@@ -34,7 +34,7 @@ class Sample:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-class Peer:
+class Contender:
     """An engine that multiplies matrices; those that are measured are subclasses."""
 
     name = ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.harness.protocol import Case, Peer, Sample
+from benchmarks.harness.protocol import Case, Contender, Sample
 
 
 @dataclass
@@ -28,7 +28,7 @@ def fresh_seed(*path: int) -> int:
 
 
 def measure_all(
-    peers: Sequence[Peer],
+    peers: Sequence[Contender],
     sizes: Sequence[int],
     *,
     dtype: str,
@@ -77,7 +77,7 @@ def measure_all(
     return everything
 
 
-def _once(peer: Peer, measured: Measured, seed: int, *, warmup: bool) -> str | None:
+def _once(peer: Contender, measured: Measured, seed: int, *, warmup: bool) -> str | None:
     """Take one sample; whatever goes wrong is returned, as a benchmark of peers must survive one."""
     try:
         sample = peer.measure(measured.case, seed, warmup=warmup)

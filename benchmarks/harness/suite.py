@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from benchmarks.harness import environment, report, runner
-from benchmarks.harness.protocol import Peer
+from benchmarks.harness.protocol import Contender
 
 
 def measure(
-    peers: Sequence[Peer],
+    peers: Sequence[Contender],
     sizes: Sequence[int],
     references: Sequence[str],
     *,

@@ -1,1 +1,1 @@
-"""The engines that are measured, one module each; see `benchmarks.harness.protocol.Peer`."""
+"""The engines that are measured, one module each; see `benchmarks.harness.protocol.Contender`."""

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.protocol import Case, Peer, Quiet, Sample
+from benchmarks.harness.protocol import Case, Contender, Quiet, Sample
 
 BLOCKS = [64, 128, 256]
 PACKAGES = "libscalapack-openmpi-dev openmpi-bin libopenblas0-pthread"
 
 
-class Pdgemm(Peer):
+class Pdgemm(Contender):
     """pdgemm (psgemm for float32) on one-threaded ranks, launched anew for each timing.
 
     The warm-up tries every block size in `BLOCKS` and the fastest is kept: the peer is shown at its best.
