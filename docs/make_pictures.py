@@ -24,7 +24,7 @@ from dask_distmm.arrays.request import parse
 from dask_distmm.arrays.request import problem_of_request as problem_of
 from dask_distmm.engines.panels import panels, split_at_chunks
 from dask_distmm.graph.build import build_graph
-from dask_distmm.layout import BlockCyclicLayout, ChunkGrid, ProcessGrid, redistribution
+from dask_distmm.layout import Layout, ProcessGrid, redistribution
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.factor.plan import FactorPlan, factor_plan
 from dask_distmm.planning.factor.problem import Factorization
@@ -310,7 +310,9 @@ def choice() -> Page:
     where[::7] = np.arange(10) % 4
     problem = make_problem(even(8, 1000), even(8, 1000), method="allgather")
     made = plan(problem, FOUR, {"a": where, "b": np.arange(64, dtype=np.int32) % 4})
-    moved = redistribution(ChunkGrid(made.problem.a_chunks), operand_grids(made)[0]).traffic(where, 4).T * 8 / 2**20
+    moved = (
+        redistribution(Layout.of_chunks(made.problem.a_chunks), operand_grids(made)[0]).traffic(where, 4).T * 8 / 2**20
+    )
     page.title(20, y, "MiB of A that a rank needs (rows) and a worker has (columns); outlined: the match")
     for rank, worker in itertools.product(range(4), repeat=2):
         x, top = 200 + 100 * worker, y + 36 + 26 * rank
@@ -361,7 +363,7 @@ def run() -> Page:
 
 def blocks() -> Page:
     """Draw a block-cyclic layout, its local matrices, and the copies that make it from chunks."""
-    layout, chunked = BlockCyclicLayout((9, 10), (2, 2), ProcessGrid(2, 2)), ChunkGrid(((5, 4), (4, 6)))
+    layout, chunked = Layout((9, 10), (2, 2), ProcessGrid(2, 2)), Layout.of_chunks(((5, 4), (4, 6)))
     copies = list(redistribution(chunked, layout))
     page, cell, top = Page(380), 22, 70
     page.title(20, 28, "9 x 10 in blocks of 2 x 2\nover a 2 x 2 grid of ranks")
@@ -377,9 +379,8 @@ def blocks() -> Page:
     for copy in copies:
         page.box(550 + cell * copy.col, top + cell * copy.row, cell * copy.ncols, cell * copy.nrows, RANKS[copy.dst])
     for i, j in itertools.product(range(2), repeat=2):
-        rows, cols = chunked.slices(i, j)
-        height, width = chunked.chunk_shape(i, j)
-        page.box(550 + cell * cols.start, top + cell * rows.start, cell * width, cell * height, width=3.2)
+        (row, _, height), (col, _, width) = chunked.rows.local_to_global(i)[0], chunked.cols.local_to_global(j)[0]
+        page.box(550 + cell * col, top + cell * row, cell * width, cell * height, width=3.2)
     page.text(20, 345, "Number and colour: the rank\nthat holds the block")
     page.text(280, 345, "Numbers: row and column of the\nblock's first element")
     page.text(550, 345, "A rectangle ends where a chunk\nor a block ends")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dask.array as da
 import ml_dtypes
 import numpy as np
+from dask.array.core import slices_from_chunks
 
 from dask_distmm import matmul
-from dask_distmm.layout import ChunkGrid
 from dask_distmm.numeric.epilogs import Epilog, Formula
 from dask_distmm.numeric.types import compute_dtype
 from dask_distmm.planning import Extra, Worker, plan
@@ -163,10 +163,10 @@ def run_case(engine, case, method, nranks, sources, with_c, amax=True):
     )
     where, chunks = {}, {}
     for name, x in arrays.items():
-        grid = ChunkGrid(sizes[name])
-        where[name] = rng.integers(0, nranks + sources, grid.nparts).astype(np.int32)
-        for index in range(grid.nparts):
-            chunks[name, index] = np.ascontiguousarray(x[grid.slices(*grid.coords(index))])
+        places = slices_from_chunks(sizes[name])
+        where[name] = rng.integers(0, nranks + sources, len(places)).astype(np.int32)
+        for index, place in enumerate(places):
+            chunks[name, index] = np.ascontiguousarray(x[place])
     roster = [Worker(f"w{i}") for i in range(nranks)]
     others = [Worker(f"s{i}") for i in range(sources)]
     made = plan(problem, roster, where, sources=others, engine=engine.name)

@@ -24,6 +24,12 @@ def positive(n, dtype="float64"):
     return (x @ x.conj().T + n * np.eye(n)).astype(dtype)
 
 
+def numroc(n, nb, iproc, isrcproc, nprocs):
+    """Rows or columns that a process holds, as ScaLAPACK's NUMROC counts them."""
+    rounds, left = divmod(n, nb * nprocs)
+    return rounds * nb + min(max(left - (iproc - isrcproc) % nprocs * nb, 0), nb)
+
+
 def lazy(x):
     """A matrix in random chunks."""
     rng = np.random.default_rng()

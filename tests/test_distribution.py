@@ -14,12 +14,11 @@ from run_events import events
 import dask_distmm
 from dask_distmm import BlockCyclic, PlanError, Slab, distribute, explain, matmul
 from dask_distmm.errors import ProtocolError
-from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.layout import Layout, redistribution
 from dask_distmm.planning import Plan, Problem, Worker, plan
 from dask_distmm.planning.assignment import operand_tiles
 from dask_distmm.planning.cublasmp.model import own_kernel, returned_type
 from dask_distmm.planning.cublasmp.tiles import make_tiles
-from dask_distmm.planning.distribution import block_grid
 from dask_distmm.testing import assert_product, make_problem
 
 rng = np.random.default_rng()
@@ -74,7 +73,7 @@ def test_bad_blocks(pair):
 )
 def test_blocks_lie_where_the_layout_says(shape, distribution, nranks):
     layout = distribution.layout(shape, nranks)
-    (rows, cols), owners = block_grid(layout)
+    (rows, cols), owners = layout.as_chunks()
     assert (sum(rows), sum(cols)) == shape
     assert min(*rows, *cols) > 0
     owners = owners.reshape(len(rows), len(cols))
@@ -188,7 +187,7 @@ def test_plans_with_slabs_are_whole(engine, shape, nworkers, method, distributio
         if asked is not None and engine == "cublasmp":
             nranks = len(found.ranks)
             layout = getattr(make_tiles(found), operand).layout
-            assert block_grid(layout)[0] == block_grid(asked.layout(size, nranks))[0]
+            assert layout.as_chunks()[0] == asked.layout(size, nranks).as_chunks()[0]
 
 
 @given(
@@ -225,7 +224,7 @@ def test_a_plan_made_from_its_tiles_is_the_same(engine, shape, nworkers, method,
     if engine == "cublasmp":
         found, many = make_tiles(second), len(ranks)
         for operand, tile in (("a", found.a), ("b", found.b)):
-            held = redistribution(ChunkGrid(tiles[operand][0]), tile.layout).traffic(tiles[operand][1], many)
+            held = redistribution(Layout.of_chunks(tiles[operand][0]), tile.layout).traffic(tiles[operand][1], many)
             at_home = held[list(second.ranks), range(many)].sum()
             # Where a rank has nothing of an operand, which worker it is does not matter.
             assert at_home == held.sum()

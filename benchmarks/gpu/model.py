@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from dask.array.core import slices_from_chunks
 from numpy.typing import NDArray
 
 from benchmarks.gpu import cases
 from dask_distmm.engines.peer.schedule import make_schedule, pending_loads
-from dask_distmm.layout import ChunkGrid
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.cuts import full_side
 from dask_distmm.planning.peer.block_schedule import BlockSchedule, block_schedules, extent_multiple
@@ -82,9 +82,9 @@ def lies_in_one(made: Plan, me: int, operand: int, rect: Rect) -> bool:
     assert where is not None
     if extent_multiple(made.problem) > 1 and any(x % 16 for x in (rect[1] - rect[0], rect[3] - rect[2])):
         return False
-    grid = ChunkGrid(sizes)
+    places = slices_from_chunks(sizes)
     for part in np.flatnonzero(where == me).tolist():
-        rows, cols = grid.slices(*grid.coords(part))
+        rows, cols = places[part]
         if rows.start <= rect[0] and rect[1] <= rows.stop and cols.start <= rect[2] and rect[3] <= cols.stop:
             return True
     return False

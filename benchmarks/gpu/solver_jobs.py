@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dask_distmm.layout import numroc
-
 # Elements that are made, masked or summed at a time.
 _SLAB = 2**25
 # cudaDataType, cublasFillMode, cublasOperation, cusolverEigMode.
@@ -68,7 +66,8 @@ def _indices(length: int, block: int, place: int, count: int) -> np.ndarray:
     """Return the rows or columns that one place of the grid has."""
     every = np.arange(length)
     found: np.ndarray = every[every // block % count == place]
-    assert len(found) == numroc(length, block, place, 0, count)
+    rounds, left = divmod(length, block * count)
+    assert len(found) == rounds * block + min(max(left - place * block, 0), block)
     return found
 
 

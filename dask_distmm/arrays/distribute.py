@@ -30,10 +30,10 @@ from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_workers, parse
 from dask_distmm.config import read_options, setting
 from dask_distmm.errors import EngineError, PlanError
-from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.types import typed
 from dask_distmm.planning import Chunks, Demand
-from dask_distmm.planning.distribution import BlockCyclic, Distribution, block_grid
+from dask_distmm.planning.distribution import BlockCyclic, Distribution
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import Snapshot, ask_roster, current_client
 from dask_distmm.runtime.keys import tile_name
@@ -173,7 +173,7 @@ def distribute(a: ArrayLike, distribution: Distribution, *, workers: Sequence[st
     if known is None:
         raise PlanError("an asynchronous client can't be asked for its workers here; distribute with a synchronous one")
     ranks = _rank_addresses(distribution, known)
-    chunks, owners = block_grid(distribution.layout(_matrix_shape(array), len(ranks)))
+    chunks, owners = distribution.layout(_matrix_shape(array), len(ranks)).as_chunks()
     return place_chunks(client, array, chunks, [ranks[owner] for owner in owners.tolist()])
 
 
@@ -194,7 +194,7 @@ def place_chunks(client: Client, array: da.Array, chunks: Chunks, addresses: Seq
     (array,) = dask.optimize(array)  # tasks that are added below must not be changed by it
     token = tokenize(array.name, chunks, addresses)
     name, part_name = tile_name(token), f"distmm-part-{token}"
-    copies = redistribution(ChunkGrid(array.chunks), ChunkGrid(chunks))
+    copies = redistribution(Layout.of_chunks(array.chunks), Layout.of_chunks(chunks))
     parts: dict[Hashable, Task] = {}
     tiles: dict[Hashable, Task] = {}
     where: dict[Hashable, str] = {}
@@ -204,7 +204,7 @@ def place_chunks(client: Client, array: da.Array, chunks: Chunks, addresses: Seq
         found: list[TaskRef] = []
         corners: list[tuple[int, int]] = []
         for copy in copies.for_dst(index):
-            source = (array.name, *copies.src.coords(copy.src))
+            source = (array.name, *copies.src.grid.coords(copy.src))
             if (copy.nrows, copy.ncols) != copies.src.local_shape(copy.src):
                 key = (part_name, index, len(found))
                 parts[key] = Task(key, operator.getitem, TaskRef(source), copy.src_index)

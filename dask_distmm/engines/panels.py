@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.layout import Layout, redistribution
 from dask_distmm.planning import Chunks, Plan
 from dask_distmm.planning.cuts import Bounds, overlaps, padded
 from dask_distmm.planning.footprint import operand_grids, panel_width
@@ -73,7 +73,7 @@ def _pieces(plan: Plan, rank: int) -> list[ChunkBlock]:
     return [
         ChunkBlock(operand, c.src, c.src_row, c.src_col, c.nrows, c.ncols, c.row, c.col)
         for operand, chunks, part in ((0, problem.a_chunks, i * s + depth), (1, problem.b_chunks, depth * q + j))
-        for c in redistribution(ChunkGrid(chunks), grids[operand]).for_dst(part)
+        for c in redistribution(Layout.of_chunks(chunks), grids[operand]).for_dst(part)
     ]
 
 

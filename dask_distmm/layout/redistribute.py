@@ -1,7 +1,26 @@
 """From one layout of a matrix to another: which rectangles to copy.
 
+Two axes over the same range intersect where the cuts of both are taken together.  Here ten elements in
+chunks of 4, 3 and 3 are distributed in blocks of 3 to 2 processes::
+
+    global index    0  1  2  3  4  5  6  7  8  9
+
+    chunk          |0  0  0  0 |1  1  1 |2  2  2 |    source
+    local index    |0  1  2  3 |0  1  2 |0  1  2 |
+
+    process        |0  0  0 |1  1  1 |0  0  0 |1 |    destination
+    local index    |0  1  2 |0  1  2 |3  4  5 |3 |
+
+    copies         |A  A  A |B |C  C |D |E  E |F |    cut where either one is cut
+
+Inside a piece neither side jumps, so each piece is one copy: A is chunk 0 from 0 to process 0 at 0, size 3.
+
+Pieces far apart can still be one copy.  From blocks of 1 over 2 processes to the same layout, the cuts leave
+one piece per element, yet process 0 holds elements 0, 2, 4 next to one another before and after.
+`intersect` joins such pieces, so its answer is minimal: a layout copied to itself is one copy per part.
+
 Both layouts are products of a row axis and a column axis, so the copies between them are too: each copy of
-the row axes (`dask_distmm.layout.axis.intersect`) with each copy of the column axes is one rectangle, which
+the row axes (`intersect`) with each copy of the column axes is one rectangle, which
 is contiguous in a local matrix of the source and in one of the destination::
 
                      column copies                    r row copies and c column copies
@@ -22,22 +41,95 @@ travel as one vector without saying what is in it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from dask_distmm.layout.axis import AxisCopies, Index, check_int, int64_array, intersect
-from dask_distmm.layout.chunkgrid import BlockCyclicLayout, ChunkGrid
+from dask_distmm.layout.layouts import Axis, Index, Layout
+
+# One dimension: the copies between two axes
+
+
+@dataclass(frozen=True, eq=False)
+class AxisCopies:
+    """The copies which turn one axis into another, in the order of their first global index.
+
+    Copy ``i`` takes ``size[i]`` elements from local index ``src_offset[i]`` of part ``src_part[i]`` to local
+    index ``dst_offset[i]`` of part ``dst_part[i]``.  All arrays are int64 of shape (ncopies,).
+
+    `start` is the global index of a copy's first element.  Where either side has one segment per part, as
+    chunks do, the copy is ``range(start, start + size)``; between two block-cyclic axes it may hold
+    several blocks, which are neighbours in both parts and not in the global order.
+    """
+
+    src_part: Index
+    src_offset: Index
+    dst_part: Index
+    dst_offset: Index
+    start: Index
+    size: Index
+
+    def __len__(self) -> int:
+        """Return the number of copies."""
+        return len(self.size)
+
+    def of_dst(self, part: int) -> Index:
+        """Return which copies reach a part of the destination: their positions, increasing."""
+        parts, order = self._by_dst
+        first, last = np.searchsorted(parts, [part, part + 1])
+        return order[first:last]
+
+    def pairs(self) -> tuple[Index, Index, Index]:
+        """Sum the copies up by pairs of parts."""
+        ndst = int(self.dst_part.max(initial=0)) + 1
+        key, which = np.unique(self.src_part * ndst + self.dst_part, return_inverse=True)
+        elements = np.zeros(len(key), dtype=np.int64)
+        np.add.at(elements, which, self.size)
+        return key // ndst, key % ndst, elements
+
+    # Asked once per part, so a scan of all copies each time would be quadratic: sort once, then bisect.
+    @functools.cached_property
+    def _by_dst(self) -> tuple[Index, Index]:
+        order = np.argsort(self.dst_part, kind="stable")
+        return self.dst_part[order], order
+
+
+def intersect(a: Axis, b: Axis) -> AxisCopies:
+    """Find the fewest copies which move every element from where `a` has it to where `b` wants it."""
+    cuts = np.union1d(a.bounds, b.bounds)
+    start, size = cuts[:-1], np.diff(cuts)
+    src_part, src_offset = a.locate(start)
+    dst_part, dst_offset = b.locate(start)
+
+    # Join pieces which are neighbours locally on both sides.  Sorted so, those that can join are adjacent.
+    order = np.lexsort((src_offset, dst_part, src_part))
+    jump = np.ones(len(order), dtype=bool)
+    before, after = order[:-1], order[1:]
+    jump[1:] = (
+        (src_part[before] != src_part[after])
+        | (dst_part[before] != dst_part[after])
+        | (src_offset[before] + size[before] != src_offset[after])
+        | (dst_offset[before] + size[before] != dst_offset[after])
+    )
+    heads = np.flatnonzero(jump)
+    joined = np.diff(np.append(0, np.cumsum(size[order]))[np.append(heads, len(order))])
+    first = order[heads]
+    by_start = np.argsort(start[first])
+    first = first[by_start]
+    src_part, src_offset, dst_part, dst_offset = (
+        array[first] for array in (src_part, src_offset, dst_part, dst_offset)
+    )
+    return AxisCopies(src_part, src_offset, dst_part, dst_offset, start[first], joined[by_start])
+
 
 # Redistribution as one table of rectangles, their senders and receivers, the same on every rank. Pure
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Moves:
     """A table of rectangles, one entry of each int64 array a rectangle."""
 
@@ -68,8 +160,8 @@ class Moves:
         def by_col(values: Index) -> Index:
             return np.broadcast_to(values, shape).ravel()
 
-        src = np.broadcast_to(copies.src.part(rows.src_part[:, None], cols.src_part), shape).ravel()
-        dst = np.broadcast_to(copies.dst.part(rows.dst_part[:, None], cols.dst_part), shape).ravel()
+        src = np.broadcast_to(copies.src.grid.ranks(rows.src_part[:, None], cols.src_part), shape).ravel()
+        dst = np.broadcast_to(copies.dst.grid.ranks(rows.dst_part[:, None], cols.dst_part), shape).ravel()
         owner, target = np.asarray(src_owner, np.int64)[src], np.asarray(dst_owner, np.int64)[dst]
         return cls(
             src=src,
@@ -95,7 +187,7 @@ class Moves:
 
     def take(self, which: NDArray[np.intp] | NDArray[np.bool_]) -> Moves:
         """Return some of the rectangles."""
-        return Moves(**{field.name: getattr(self, field.name)[which] for field in dataclasses.fields(self)})
+        return Moves(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
 
     def among(self, ranks: Sequence[int], me: int) -> tuple[Moves, Moves]:
         """Return the rectangles that come from participants which are ranks, and those from others to `me`."""
@@ -113,7 +205,7 @@ class Moves:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Legs:
     """One participant's part of a `Moves`."""
 
@@ -129,11 +221,6 @@ class Legs:
 
 # Products handled at once in `Copies.traffic`: bounds its temporary arrays to some tens of MiB.
 _TRAFFIC_BATCH = 2**20
-
-
-# The layouts of a matrix which are the product of two axes. Their parts, numbered from 0, are the pairs of a part of
-# the row axis and a part of the column axis.
-Distribution = BlockCyclicLayout | ChunkGrid
 
 
 class Copy(NamedTuple):
@@ -174,8 +261,8 @@ class Copies:
     Iterating gives a `Copy` for each, by rising `row`, then `col`.
     """
 
-    src: Distribution
-    dst: Distribution
+    src: Layout
+    dst: Layout
     rows: AxisCopies
     cols: AxisCopies
 
@@ -189,7 +276,7 @@ class Copies:
 
     def for_dst(self, part: int) -> Iterator[Copy]:
         """Iterate over the rectangles which reach a part of the destination, looking at no others."""
-        prow, pcol = self.dst.coords(part)
+        prow, pcol = self.dst.grid.coords(part)
         return self._product(self.rows.of_dst(prow), self.cols.of_dst(pcol))
 
     def traffic(self, src_owner: ArrayLike | None = None, nowners: int | None = None) -> Index:
@@ -198,29 +285,18 @@ class Copies:
         With many parts, say 100,000 chunks on a few workers, say with `src_owner` where they are: then
         only the matrix of workers is made.
         """
-        owner = int64_array("src_owner", np.arange(self.src.nparts) if src_owner is None else src_owner)
-        if nowners is None:
-            nowners = int(owner.max(initial=-1)) + 1
-        nowners = check_int("nowners", nowners, 0)
-        if len(owner) != self.src.nparts:
-            raise ValueError(
-                f"src_owner has {len(owner)} entries, expected {self.src.nparts}: pass one owner per part of the source"
-            )
-        if owner.size and not (owner.min() >= 0 and owner.max() < nowners):
-            raise ValueError(
-                f"src_owner reaches from {owner.min()} to {owner.max()}, expected it in range({nowners}): "
-                "number the owners from 0 or raise nowners"
-            )
+        owner = np.arange(self.src.grid.size) if src_owner is None else np.asarray(src_owner, np.int64)
+        nowners = int(owner.max(initial=-1)) + 1 if nowners is None else nowners
         row_src, row_dst, nrows = self.rows.pairs()
         col_src, col_dst, ncols = self.cols.pairs()
-        ndst = self.dst.nparts
+        ndst = self.dst.grid.size
         traffic = np.zeros(nowners * ndst, dtype=np.int64)
         # The overlap of two parts is the product of their overlaps in the two dimensions.
         step = max(1, _TRAFFIC_BATCH // max(1, len(ncols)))
         for first in range(0, len(nrows), step):
             batch = slice(first, first + step)
-            src = self.src.part(row_src[batch, None], col_src)
-            dst = self.dst.part(row_dst[batch, None], col_dst)
+            src = self.src.grid.ranks(row_src[batch, None], col_src)
+            dst = self.dst.grid.ranks(row_dst[batch, None], col_dst)
             np.add.at(traffic, (owner[src] * ndst + dst).ravel(), (nrows[batch, None] * ncols).ravel())
         return traffic.reshape(nowners, ndst)
 
@@ -232,14 +308,14 @@ class Copies:
         for at in row_copies:
             src_row, dst_row = int(rows.src_offset[at]), int(rows.dst_offset[at])
             nrows, row = int(rows.size[at]), int(rows.start[at])
-            src = self.src.part(rows.src_part[at : at + 1], src_pcol).tolist()
-            dst = self.dst.part(rows.dst_part[at : at + 1], dst_pcol).tolist()
+            src = self.src.grid.ranks(rows.src_part[at : at + 1], src_pcol).tolist()
+            dst = self.dst.grid.ranks(rows.dst_part[at : at + 1], dst_pcol).tolist()
             for s, d, src_col, dst_col, ncols, col in zip(src, dst, *col_fields, strict=True):
                 yield Copy(s, d, src_row, src_col, dst_row, dst_col, nrows, ncols, row, col)
 
 
 @functools.lru_cache(maxsize=128)
-def redistribution(src: Distribution, dst: Distribution) -> Copies:
+def redistribution(src: Layout, dst: Layout) -> Copies:
     """Find the fewest rectangular copies which turn layout `src` of a matrix into layout `dst`.
 
     Fewest in this sense: no two of them could be one rectangle that is contiguous in the local matrices of

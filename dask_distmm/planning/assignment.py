@@ -30,7 +30,7 @@ from dask_distmm.errors import PlanError
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cuts import uniform_cut
-from dask_distmm.planning.distribution import BlockCyclic, Slab, block_grid
+from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
@@ -68,13 +68,9 @@ def grids(m: int, n: int, k: int, count: int, method: str) -> Iterator[tuple[str
         if count <= n and count > 1:
             yield "allgather", (1, count, 1)
     if wanted("summa"):
-        try:
-            grid = ProcessGrid.best(count, m, n)
-        except ValueError:
-            pass
-        else:
-            if method == "summa" or min(grid.nprow, grid.npcol) > 1:
-                yield "summa", (grid.nprow, grid.npcol, 1)
+        grid = ProcessGrid.best(count, m, n)
+        if grid is not None and (method == "summa" or min(grid.nprow, grid.npcol) > 1):
+            yield "summa", (grid.nprow, grid.npcol, 1)
     if wanted("reducescatter") and count <= min(k, max(m, n)):
         yield "reducescatter", (1, 1, count)
     if wanted("allreduce") and count <= k:
@@ -224,7 +220,7 @@ def operand_tiles(plan: Plan) -> dict[str, tuple[Chunks, NDArray[np.int64]]]:
     does: an operand that all gather is distributed evenly.
     """
     if (tiles := ENGINES[plan.engine].tiles(plan)) is not None:
-        return {"a": block_grid(tiles.a.layout), "b": block_grid(tiles.b.layout)}
+        return {"a": tiles.a.layout.as_chunks(), "b": tiles.b.layout.as_chunks()}
     problem, (p, q, s) = plan.problem, plan.grid
     rows, cols, depth = (tuple(np.diff(cut).tolist()) for cut in (plan.rows, plan.cols, plan.depth))
     if s > 1:

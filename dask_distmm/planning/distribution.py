@@ -15,12 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dask_distmm import layout
 from dask_distmm.errors import PlanError
-from dask_distmm.layout import ProcessGrid
+from dask_distmm.layout import Layout, ProcessGrid
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,11 +42,11 @@ class Slab:
             raise PlanError(f"Slab(axis={self.axis!r}): expected 0 for slabs of rows or 1 for slabs of columns")
         object.__setattr__(self, "axis", int(self.axis) % 2)
 
-    def layout(self, shape: tuple[int, int], nranks: int) -> layout.BlockCyclicLayout:
+    def layout(self, shape: tuple[int, int], nranks: int) -> Layout:
         """Return which element of a matrix is on which of `nranks` ranks."""
         size = max(1, -(-shape[self.axis] // nranks))
         blocks = (size, max(1, shape[1])) if self.axis == 0 else (max(1, shape[0]), size)
-        return layout.BlockCyclicLayout(shape, blocks, ProcessGrid(*((nranks, 1) if self.axis == 0 else (1, nranks))))
+        return Layout(shape, blocks, ProcessGrid(*((nranks, 1) if self.axis == 0 else (1, nranks))))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,26 +82,12 @@ class BlockCyclic:
                 raise PlanError(f"BlockCyclic({name}={found!r}): expected two positive numbers, of rows and columns")
             object.__setattr__(self, name, pair)
 
-    def layout(self, shape: tuple[int, int], nranks: int) -> layout.BlockCyclicLayout:
+    def layout(self, shape: tuple[int, int], nranks: int) -> Layout:
         """Return which element of a matrix is on which of the grid's ranks."""
-        return layout.BlockCyclicLayout(shape, self.blocks, ProcessGrid(*self.grid))
+        return Layout(shape, self.blocks, ProcessGrid(*self.grid))
 
 
 Distribution = Slab | BlockCyclic
 # Of A, B and D; None leaves the choice to the planner.
 Distributions = tuple[Distribution | None, Distribution | None, Distribution | None]
 FREE: Distributions = (None, None, None)
-
-
-def block_grid(found: layout.BlockCyclicLayout) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], NDArray[np.int64]]:
-    """Return the sizes of the blocks along both axes, as chunk sizes, and the rank of each block in C order.
-
-    An axis that is not shared between ranks is not cut.
-    """
-    grid, sizes = found.grid, []
-    for length, size, parts in zip(found.shape, found.blocks, (grid.nprow, grid.npcol), strict=True):
-        starts = range(0, length, size) if parts > 1 else (0,)
-        sizes.append(tuple(min(size, length - start) if parts > 1 else length for start in starts))
-    rows, cols = (np.arange(len(x)) for x in sizes)
-    ranks = grid.ranks(rows[:, None] % grid.nprow, cols[None, :] % grid.npcol)
-    return (sizes[0], sizes[1]), np.asarray(ranks, np.int64).ravel()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.layout import BlockCyclicLayout, ChunkGrid, redistribution
+from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.chunk_order import free_axes
 from dask_distmm.planning.computation import chunk_elements
@@ -58,10 +58,10 @@ def panel_width(problem: Problem, per_k: Any, depth: Any) -> Any:
     return np.maximum(1, np.minimum(depth, np.maximum(_LEAST_WIDTH, fitting)))
 
 
-def operand_grids(plan: Plan) -> tuple[ChunkGrid, ChunkGrid]:
+def operand_grids(plan: Plan) -> tuple[Layout, Layout]:
     """Return the parts of A and B that the ranks need: (rows x depth), (depth x cols)."""
     rows, cols, depth = (tuple(np.diff(cut).tolist()) for cut in (plan.rows, plan.cols, plan.depth))
-    return ChunkGrid((rows, depth)), ChunkGrid((depth, cols))
+    return Layout.of_chunks((rows, depth)), Layout.of_chunks((depth, cols))
 
 
 # The bytes of an operand that each rank needs, and those of them (columns) that each participant (rows) has.
@@ -72,9 +72,9 @@ def operand_needs(plan: Plan, operand: str) -> Needs:
     """Return the bytes of A or B that each rank needs, and how many of these each participant has."""
     problem, npart = plan.problem, len(plan.participants)
     where, tiles, number = plan.where.get(operand), ENGINES[plan.engine].tiles(plan), "ab".index(operand)
-    layout: ChunkGrid | BlockCyclicLayout
+    layout: Layout
     layout = operand_grids(plan)[number] if tiles is None else (tiles.a, tiles.b)[number].layout
-    needed = np.array([math.prod(layout.local_shape(part)) for part in range(layout.nparts)], float)
+    needed = np.array([math.prod(layout.local_shape(part)) for part in range(layout.grid.size)], float)
     parts, (_, q, s) = np.arange(len(plan.ranks)), plan.grid
     if tiles is None:
         parts = parts // (q * s) * s + parts % s if operand == "a" else parts % s * q + parts // s % q
@@ -88,7 +88,7 @@ def operand_needs(plan: Plan, operand: str) -> Needs:
     elif where is None or everywhere(where):
         held = np.broadcast_to(needed / (npart if where is None else 1), (npart, len(needed)))
     else:
-        held = redistribution(ChunkGrid(problem.chunks_of(operand)), layout).traffic(where, npart).astype(float)
+        held = redistribution(Layout.of_chunks(problem.chunks_of(operand)), layout).traffic(where, npart).astype(float)
     itemsize = float(problem.itemsize(operand))
     return needed[parts] * itemsize, held[:, parts] * itemsize
 

@@ -23,8 +23,6 @@ import numpy as np
 import shared
 import solvers
 
-from dask_distmm.layout import numroc
-
 _TIMEOUT = 30
 # Modules that import the libraries, or those that do.
 _ENGINES = ("cublasmp", "cusolvermp", "gpu", "peer")
@@ -453,11 +451,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
             assert lld >= max(1, self.local()[0]), "lld is too small"
 
         def local(self, rank=None):
-            prow, pcol = self.grid.coords(self.rank if rank is None else rank)
-            return (
-                numroc(self.shape[0], self.blocks[0], prow, 0, self.grid.nprow),
-                numroc(self.shape[1], self.blocks[1], pcol, 0, self.grid.npcol),
-            )
+            return tuple(map(len, self.places(self.rank if rank is None else rank)))
 
         def tile(self, pointer):
             """The rank's local matrix, as it lies in memory."""

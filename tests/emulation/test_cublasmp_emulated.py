@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from epilog_cases import ALL, Case, run_case
 
-from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Extra, Worker, plan
 from dask_distmm.planning.cublasmp.model import native_epilog
 from dask_distmm.planning.cublasmp.tiles import make_tiles
-from dask_distmm.planning.distribution import BlockCyclic, Slab, block_grid
+from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.testing import conformance, make_problem
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -108,7 +108,7 @@ def test_distributions_by_hand(make, distributions, method, orders, dtype):
     assert made.method == method or (method == "summa" and made.grid[1] == 1)
     tiles = make_tiles(made)
     for tile, asked in zip((tiles.a, tiles.b, tiles.d), distributions, strict=True):
-        assert asked is None or block_grid(tile.layout)[0] == block_grid(asked.layout(tile.layout.shape, count))[0]
+        assert asked is None or tile.layout.as_chunks()[0] == asked.layout(tile.layout.shape, count).as_chunks()[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -133,7 +133,9 @@ def test_operands_that_are_everywhere(make, method, operands):
     ranks, _ = make()
     made = conformance(ranks, method, 4, everywhere=operands, sources=1, own_out_chunks=True)
     if operands == "ab" and method not in ("reducescatter", "allreduce"):
-        delivered = redistribution(make_tiles(made).d.layout, ChunkGrid(made.problem.out_chunks)).traffic(None, 4)
+        delivered = redistribution(make_tiles(made).d.layout, Layout.of_chunks(made.problem.out_chunks)).traffic(
+            None, 4
+        )
         assert sum(job.received_bytes for job in ranks.jobs) <= delivered.sum() * 8
 
 

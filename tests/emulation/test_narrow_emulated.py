@@ -6,10 +6,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from dask.array.core import slices_from_chunks
 from narrow_cases import PAIRS, Narrow, random_fp8
 
 from dask_distmm.errors import EngineError
-from dask_distmm.layout import ChunkGrid
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8
 from dask_distmm.planning import Extra, Worker, plan
@@ -56,10 +56,10 @@ def run_narrow(ranks, method, nranks, pair, to, *, shape=(67, 59, 71), orders="C
     problem = dataclasses.replace(problem, dtype=to)
     where, chunks = {}, {}
     for name, x in arrays.items():
-        grid = ChunkGrid(sizes[name])
-        where[name] = rng.integers(0, nranks + sources, grid.nparts).astype(np.int32)
-        for index in range(grid.nparts):
-            part = np.array(x[grid.slices(*grid.coords(index))], order="K")
+        places = slices_from_chunks(sizes[name])
+        where[name] = rng.integers(0, nranks + sources, len(places)).astype(np.int32)
+        for index, place in enumerate(places):
+            part = np.array(x[place], order="K")
             chunks[name, index] = part.view(np.uint8) if kinds[name] in FP8 and not ranks.host else part
     roster = [Worker(f"w{i}") for i in range(nranks)]
     others = [Worker(f"s{i}") for i in range(sources)]
@@ -128,10 +128,10 @@ def test_bytes_to_int32_are_exact(make, method):
     problem = dataclasses.replace(problem, dtype="int32")
     where, chunks = {}, {}
     for name, x in (("a", a), ("b", b)):
-        grid = ChunkGrid(problem.chunks_of(name))
-        where[name] = rng.integers(0, 3, grid.nparts).astype(np.int32)
-        for index in range(grid.nparts):
-            chunks[name, index] = np.ascontiguousarray(x[grid.slices(*grid.coords(index))])
+        places = slices_from_chunks(problem.chunks_of(name))
+        where[name] = rng.integers(0, 3, len(places)).astype(np.int32)
+        for index, place in enumerate(places):
+            chunks[name, index] = np.ascontiguousarray(x[place])
     made = plan(problem, [Worker(f"w{i}") for i in range(3)], where, engine=ranks.name)
     result = run_jobs(ranks, made, chunks)
     nrows, ncols = problem.chunk_counts("d")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from benchmarks.gpu.model import lies_in_one
 from dask_distmm.engines.peer.schedule import make_schedule, merged, pending_loads
-from dask_distmm.layout import ChunkGrid
 from dask_distmm.planning import METHODS, Worker, plan
 from dask_distmm.planning import cuts as extents
 from dask_distmm.planning.peer import block_schedule as reads
@@ -51,7 +50,7 @@ def made(seed, method, nranks, kind, size, sources=0, together=False, scheme="")
     out = random_chunks(rng, m, 4), random_chunks(rng, n, 4)
     with dask.config.set({"distmm.peer.buffer-bytes": size}):
         problem = make_problem(a_chunks, b_chunks, kind, method=method, out_chunks=out, array="cupy")
-    where = [rng.integers(0, 1 if together else nranks + sources, ChunkGrid(x).nparts) for x in (a_chunks, b_chunks)]
+    where = [rng.integers(0, 1 if together else nranks + sources, len(x[0]) * len(x[1])) for x in (a_chunks, b_chunks)]
     roster = [Worker(f"{scheme}w{i}") for i in range(nranks)]
     others = [Worker(f"{scheme}s{i}") for i in range(sources)]
     where = [x.astype(np.int32) for x in where]

@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dask_distmm.layout import (
-    BlockCyclicLayout,
-    ChunkGrid,
-    Copy,
-    Distribution,
-    ProcessGrid,
-    redistribute,
-    redistribution,
-)
+from dask_distmm.layout import Copy, Layout, ProcessGrid, redistribute, redistribution
 
 few = settings(deadline=None, max_examples=60)
 POISON = -7
@@ -28,26 +20,26 @@ lengths = st.sampled_from([0, 1]) | st.integers(2, 14)
 
 
 @st.composite
-def chunk_grids(draw: st.DrawFn, shape: tuple[int, int]) -> ChunkGrid:
+def chunk_grids(draw: st.DrawFn, shape: tuple[int, int]) -> Layout:
     """Draw uneven chunks, zero-length ones among them."""
     edges = [[0, *sorted(draw(st.lists(st.integers(0, n), max_size=4))), n] for n in shape]
     rows, cols = (tuple(b - a for a, b in pairwise(edge)) for edge in edges)
-    return ChunkGrid((rows, cols))
+    return Layout.of_chunks((rows, cols))
 
 
 @st.composite
-def block_cyclics(draw: st.DrawFn, shape: tuple[int, int]) -> BlockCyclicLayout:
+def block_cyclics(draw: st.DrawFn, shape: tuple[int, int]) -> Layout:
     """Draw blocks, a grid, its order, and where the first block is."""
     grid = ProcessGrid(draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.sampled_from(["row", "col"])))
     blocks = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     source = draw(st.integers(0, grid.nprow - 1)), draw(st.integers(0, grid.npcol - 1))
-    return BlockCyclicLayout(shape, blocks, grid, source)
+    return Layout(shape, blocks, grid, source)
 
 
-Pair = tuple[Distribution, Distribution]
+Pair = tuple[Layout, Layout]
 
 
-def layouts(kind: str, shape: tuple[int, int]) -> st.SearchStrategy[Distribution]:
+def layouts(kind: str, shape: tuple[int, int]) -> st.SearchStrategy[Layout]:
     """Draw layouts of a kind."""
     return chunk_grids(shape) if kind == "chunk" else block_cyclics(shape)
 
@@ -68,12 +60,16 @@ def dealt(length: int, block: int, nprocs: int, source: int) -> list[list[int]]:
     return hands
 
 
-def held(layout: Distribution) -> list[tuple[list[int], list[int]]]:
+def is_chunks(layout: Layout) -> bool:
+    """Whether it was made of chunks."""
+    return isinstance(layout.blocks[0], tuple)
+
+
+def held(layout: Layout) -> list[tuple[list[int], list[int]]]:
     """Return which rows and columns each part holds, from the definition and not from the axes."""
-    if isinstance(layout, ChunkGrid):
-        rows, cols = ([list(range(a, b)) for a, b in pairwise(accumulate(sizes, initial=0))] for sizes in layout.chunks)
+    if is_chunks(layout):
+        rows, cols = ([list(range(a, b)) for a, b in pairwise(accumulate(sizes, initial=0))] for sizes in layout.blocks)
         return list(product(rows, cols))
-    assert isinstance(layout, BlockCyclicLayout)
     grid, (m, n), (mb, nb) = layout.grid, layout.shape, layout.blocks
     rows = dealt(m, mb, grid.nprow, layout.source[0])
     cols = dealt(n, nb, grid.npcol, layout.source[1])
@@ -102,8 +98,8 @@ def check_moves(pair: Pair) -> None:
     m, n = src.shape
     matrix = np.arange(m * n, dtype=np.int64).reshape(m, n)
     src_held, dst_held = held(src), held(dst)
-    assert [src.local_shape(p) for p in range(src.nparts)] == [(len(r), len(c)) for r, c in src_held]
-    assert [dst.local_shape(p) for p in range(dst.nparts)] == [(len(r), len(c)) for r, c in dst_held]
+    assert [src.local_shape(p) for p in range(src.grid.size)] == [(len(r), len(c)) for r, c in src_held]
+    assert [dst.local_shape(p) for p in range(dst.grid.size)] == [(len(r), len(c)) for r, c in dst_held]
     src_tiles = [guarded(rows, cols, matrix) for rows, cols in src_held]
     dst_tiles = [guarded(rows, cols) for rows, cols in dst_held]
     for copy in redistribution(src, dst):
@@ -113,7 +109,7 @@ def check_moves(pair: Pair) -> None:
         assert (target == POISON).all()  # nothing is written twice
         assert (source != POISON).all()
         assert source[0, 0] == matrix[copy.row, copy.col]
-        if isinstance(src, ChunkGrid) or isinstance(dst, ChunkGrid):
+        if is_chunks(src) or is_chunks(dst):
             whole = matrix[copy.row : copy.row + copy.nrows, copy.col : copy.col + copy.ncols]
             assert (source == whole).all()
         target[...] = source
@@ -180,17 +176,17 @@ def test_bookkeeping(pair: Pair, data: st.DataObject) -> None:
     assert len(copies) == len(listed) == len(set(listed))
     assert listed == sorted(listed, key=lambda copy: (copy.row, copy.col))
     assert sum(c.nrows * c.ncols for c in listed) == math.prod(src.shape)
-    for part in range(dst.nparts):
+    for part in range(dst.grid.size):
         assert list(copies.for_dst(part)) == [c for c in listed if c.dst == part]
 
-    traffic = np.zeros((src.nparts, dst.nparts), dtype=np.int64)
+    traffic = np.zeros((src.grid.size, dst.grid.size), dtype=np.int64)
     for c in listed:
         traffic[c.src, c.dst] += c.nrows * c.ncols
     assert copies.traffic().dtype == np.int64
     assert np.array_equal(copies.traffic(), traffic)
 
-    owner = data.draw(st.lists(st.integers(0, 3), min_size=src.nparts, max_size=src.nparts))
-    by_owner = np.zeros((5, dst.nparts), dtype=np.int64)
+    owner = data.draw(st.lists(st.integers(0, 3), min_size=src.grid.size, max_size=src.grid.size))
+    by_owner = np.zeros((5, dst.grid.size), dtype=np.int64)
     for part, worker in enumerate(owner):
         by_owner[worker] += traffic[part]
     assert np.array_equal(copies.traffic(owner, nowners=5), by_owner)
@@ -200,8 +196,8 @@ def test_bookkeeping(pair: Pair, data: st.DataObject) -> None:
 @pytest.mark.parametrize("batch", [1, 7, 50])
 def test_traffic_in_batches(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """How many products are handled at once does not show in the result."""
-    src = ChunkGrid(((3, 0, 4, 5, 1), (2, 6, 3)))
-    copies = redistribution(src, BlockCyclicLayout(src.shape, (2, 3), ProcessGrid(2, 2)))
+    src = Layout.of_chunks(((3, 0, 4, 5, 1), (2, 6, 3)))
+    copies = redistribution(src, Layout(src.shape, (2, 3), ProcessGrid(2, 2)))
     expected = copies.traffic()
     monkeypatch.setattr(redistribute, "_TRAFFIC_BATCH", batch)
     assert np.array_equal(copies.traffic(), expected)
@@ -214,12 +210,12 @@ def test_to_itself_is_one_copy_per_part(pair: Pair) -> None:
     layout, _ = pair
     copies = list(redistribution(layout, layout))
     assert all(c.src == c.dst and (c.nrows, c.ncols) == layout.local_shape(c.src) for c in copies)
-    assert len(copies) == sum(math.prod(layout.local_shape(p)) > 0 for p in range(layout.nparts))
+    assert len(copies) == sum(math.prod(layout.local_shape(p)) > 0 for p in range(layout.grid.size))
 
 
 def test_plain_copy() -> None:
     """Copies hold Python ints, as slices and messages want."""
-    src, dst = ChunkGrid(((2, 2), (3,))), BlockCyclicLayout((4, 3), (3, 3), ProcessGrid(2, 1))
+    src, dst = Layout.of_chunks(((2, 2), (3,))), Layout((4, 3), (3, 3), ProcessGrid(2, 1))
     assert list(redistribution(src, dst)) == [
         Copy(0, 0, 0, 0, 0, 0, 2, 3, 0, 0),
         Copy(1, 0, 0, 0, 2, 0, 1, 3, 2, 0),
@@ -230,32 +226,26 @@ def test_plain_copy() -> None:
 
 def test_refuses() -> None:
     """Mistakes of the caller raise, and say what was found."""
-    layout = ChunkGrid(((2, 2), (3,)))
+    layout = Layout.of_chunks(((2, 2), (3,)))
     with pytest.raises(ValueError, match=r"shapes \(4, 3\) and \(4, 4\)"):
-        redistribution(layout, ChunkGrid(((4,), (4,))))
+        redistribution(layout, Layout.of_chunks(((4,), (4,))))
     copies = redistribution(layout, layout)
-    with pytest.raises(IndexError, match="chunk is 2"):
+    with pytest.raises(IndexError, match="part is 2"):
         copies.for_dst(2)
-    with pytest.raises(IndexError, match="chunk is -1"):
+    with pytest.raises(IndexError, match="part is -1"):
         copies.for_dst(-1)
-    with pytest.raises(ValueError, match="1 entries, expected 2"):
-        copies.traffic([0])
-    with pytest.raises(ValueError, match="raise nowners"):
-        copies.traffic([0, 3], nowners=3)
-    with pytest.raises(ValueError, match="raise nowners"):
-        copies.traffic([0, -1])
 
 
 @pytest.mark.parametrize("numblocks", [(100_000, 1), (400, 250)])
 def test_a_hundred_thousand_chunks(numblocks: tuple[int, int]) -> None:
     """Storage goes by the axes, traffic by workers, and a filter sees its own copies alone."""
     nrows, ncols = numblocks
-    src = ChunkGrid(((10,) * nrows, (10,) * ncols))
-    dst = BlockCyclicLayout(src.shape, (64, 64), ProcessGrid(4, 4))
+    src = Layout.of_chunks(((10,) * nrows, (10,) * ncols))
+    dst = Layout(src.shape, (64, 64), ProcessGrid(4, 4))
     copies = redistribution(src, dst)
     assert len(copies.rows) <= nrows + len(dst.rows.part)
     assert len(copies.cols) <= ncols + len(dst.cols.part)
-    workers = np.arange(src.nparts) % 24
+    workers = np.arange(src.grid.size) % 24
     traffic = copies.traffic(workers)
     assert traffic.shape == (24, 16)
     assert traffic.sum(axis=0).tolist() == [math.prod(dst.local_shape(rank)) for rank in range(16)]

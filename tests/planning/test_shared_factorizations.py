@@ -5,11 +5,11 @@ from __future__ import annotations
 import dask.array as da
 import numpy as np
 import pytest
+from matrices import numroc
 
 from dask_distmm import linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.errors import ProtocolError
-from dask_distmm.layout import numroc
 from dask_distmm.planning import ENGINES, Worker, plan_computation
 from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.planning.factor.planner import plan_factorization

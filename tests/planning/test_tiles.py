@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matrices import numroc
 
-from dask_distmm.layout import numroc
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.cublasmp.model import tile_chunk
 from dask_distmm.planning.cublasmp.tiles import make_tiles
@@ -116,7 +116,7 @@ def test_a_tile_that_is_one_chunk_is_found(method, seed):
             for c0, c1 in zip(edges[1][:-1], edges[1][1:], strict=True)
         ]
         for rank in range(len(made.ranks)):
-            prow, pcol = tile.layout.coords(rank)
+            prow, pcol = tile.layout.grid.coords(rank)
             rows = [i for g, _, s in tile.layout.rows.local_to_global(prow) for i in range(g, g + s)]
             cols = [i for g, _, s in tile.layout.cols.local_to_global(pcol) for i in range(g, g + s)]
             held = numbers[np.ix_(rows, cols)]

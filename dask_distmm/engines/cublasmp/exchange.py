@@ -12,7 +12,7 @@ import numpy as np
 from dask_distmm.engines.base import REPLICA, ResultKey
 from dask_distmm.engines.cublasmp.shuffle import Route, Shuffle
 from dask_distmm.engines.gpu.copy_kernels import Launch, copy_rectangles
-from dask_distmm.layout import ChunkGrid, Moves, redistribution
+from dask_distmm.layout import Layout, Moves, redistribution
 from dask_distmm.layout.rectangles import Span, Table
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
@@ -34,18 +34,18 @@ class Replication:
     """The exchange of finished chunks between ranks; allocated before the vote."""
 
     def __init__(self, plan: Plan, me: int, own: Mapping[int, Any], order: str) -> None:
-        problem, grid = plan.problem, ChunkGrid(plan.problem.out_chunks)
+        problem, grid = plan.problem, Layout.of_chunks(plan.problem.out_chunks)
         dtype = carried(problem.dtype, "cupy")
         self.chunks = {
             index: cp.empty(grid.local_shape(index), dtype, order=order)
-            for index in range(grid.nparts)
+            for index in range(grid.grid.size)
             if index not in own
         }
         owner = np.asarray(plan.ranks)[plan.owners]
         copies = redistribution(grid, grid)
-        every = [Moves.of(copies, owner, np.full(grid.nparts, rank)) for rank in plan.ranks]
+        every = [Moves.of(copies, owner, np.full(grid.grid.size, rank)) for rank in plan.ranks]
         moves = Moves(*(np.concatenate([getattr(m, f.name) for m in every]) for f in dataclasses.fields(Moves)))
-        extents = [grid.local_shape(part)[order == "C"] for part in range(grid.nparts)]
+        extents = [grid.local_shape(part)[order == "C"] for part in range(grid.grid.size)]
         route = Route(moves, me, plan.ranks, order, extents, skip_home=True, alone=ALONE_BYTES)
         self.exchange = Exchange(DeviceShuffle(route, dict(own), self.chunks, dtype.itemsize))
 

@@ -33,7 +33,7 @@ from dask_distmm.engines.gpu.finishing import BiasCut, Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
 from dask_distmm.engines.gpu.host import in_type, to_host
 from dask_distmm.engines.gpu.operands import DeviceChunks, ld, mark, usable
-from dask_distmm.layout import ChunkGrid, Moves, redistribution
+from dask_distmm.layout import Layout, Moves, redistribution
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cublasmp.model import all_reduced, native_epilog, own_kernel, returned_type, tile_chunk
@@ -84,7 +84,7 @@ def make_operand(
     if target is None:
         make = cp.zeros if tile.zeroed else cp.empty
         target = make(tile.local(rank), dtype, order=tile.order)
-    moves = Moves.of(redistribution(ChunkGrid(sizes), tile.layout), where, plan.ranks)
+    moves = Moves.of(redistribution(Layout.of_chunks(sizes), tile.layout), where, plan.ranks)
     # Chunks of workers that are not ranks come over Dask's comms.
     among, outside = moves.among(plan.ranks, me)
     extents = [tile.local(rank)[tile.order == "C"] for rank in range(len(plan.ranks))]
@@ -97,13 +97,13 @@ def make_result(plan: Plan, me: int, tiles: Tiles, dtype: np.dtype) -> ResultTil
     rank, tile, sizes = plan.ranks.index(me), tiles.d, plan.problem.out_chunks
     keeps_all = "d" in plan.kept and all_reduced(plan)
     if tiles.replicated:
-        copies = redistribution(ChunkGrid(((plan.problem.m,), (plan.problem.n,))), ChunkGrid(sizes))
+        copies = redistribution(Layout.of_chunks(((plan.problem.m,), (plan.problem.n,))), Layout.of_chunks(sizes))
         # All of D is here: this rank keeps its own chunks, or all chunks.
         owner = np.full(len(plan.owners), me) if keeps_all else np.asarray(plan.ranks)[plan.owners]
         moves = Moves.of(copies, [me], owner)
         moves = moves.take(moves.dst_owner == me)
     else:
-        copies = redistribution(tile.layout, ChunkGrid(sizes))
+        copies = redistribution(tile.layout, Layout.of_chunks(sizes))
         moves = Moves.of(copies, plan.ranks, np.asarray(plan.ranks)[plan.owners])
     target = cp.empty(tile.local(rank), dtype, order=tile.order)
     owned = list(range(len(plan.owners))) if keeps_all else plan.owned(rank).tolist()

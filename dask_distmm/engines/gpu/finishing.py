@@ -11,7 +11,7 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.base import ChunkKey, ResultKey, log
-from dask_distmm.layout import ChunkGrid, Moves, redistribution
+from dask_distmm.layout import Layout, Moves, redistribution
 from dask_distmm.numeric.epilogs import Formula, elementwise, part_shape, reductions, scalars, scaled
 from dask_distmm.numeric.types import FP8, carried, decode, stored
 from dask_distmm.planning import Chunks, Plan
@@ -33,13 +33,13 @@ class Input:
         problem = plan.problem
         self.name, self.type_name = name, problem.dtype_of(name)
         self.dtype = carried(self.type_name, "cupy")
-        grid = ChunkGrid(sizes)
+        grid = Layout.of_chunks(sizes)
         where = plan.where[name]
         assert where is not None
-        copies = redistribution(ChunkGrid(problem.chunks_of(name)), grid)
+        copies = redistribution(Layout.of_chunks(problem.chunks_of(name)), grid)
         every = []
         for participant, numbers in zip(plan.ranks, needed, strict=True):
-            moves = Moves.of(copies, where, np.full(grid.nparts, participant))
+            moves = Moves.of(copies, where, np.full(grid.grid.size, participant))
             every.append(moves.take(np.isin(moves.dst, np.asarray(numbers, np.int64))))
         moves = Moves(*(np.concatenate([getattr(m, f) for m in every]) for f in Moves.__dataclass_fields__))
         if parts is None:
@@ -47,7 +47,7 @@ class Input:
             parts = {part: cp.empty(grid.local_shape(part), self.dtype) for part in mine}
         self.parts = parts
         self.moves = moves
-        self.widths = [grid.local_shape(part)[1] for part in range(grid.nparts)]
+        self.widths = [grid.local_shape(part)[1] for part in range(grid.grid.size)]
         self.arrays = {index: chunk for (operand, index), chunk in chunks.items() if operand == name}
 
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.layout import ChunkGrid, redistribution
+from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.types import dtype_from_name, takes_on_gpus
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cublasmp.tiles import HALVES_STEP, Tile, Tiles, blocks_misfit, make_tiles, slab_step
@@ -120,7 +120,8 @@ class _Moved:
         self.d_sent: _Elements = np.zeros(len(ranks))
         self.d_received: _Elements = self.d_sent
         if not tiles.replicated:
-            owned = redistribution(ChunkGrid(problem.out_chunks), tiles.d.layout).traffic(made.owners, len(ranks))
+            chunks = Layout.of_chunks(problem.out_chunks)
+            owned = redistribution(chunks, tiles.d.layout).traffic(made.owners, len(ranks))
             owned = owned.astype(float) * returned_type(made, tiles).itemsize
             self.d_received = np.asarray(owned.sum(axis=1) - np.diagonal(owned), float)
             self.d_sent = np.asarray(owned.sum(axis=0) - np.diagonal(owned), float)
@@ -136,8 +137,8 @@ def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
     shape = tile.layout.local_shape(rank)
     if tile.local(rank) != shape or 0 in shape or tile.conjugated:
         return None
-    index = 0
-    for axis, part, sizes in zip((tile.layout.rows, tile.layout.cols), tile.layout.coords(rank), chunks, strict=True):
+    index, layout = 0, tile.layout
+    for axis, part, sizes in zip((layout.rows, layout.cols), layout.grid.coords(rank), chunks, strict=True):
         segments = axis.local_to_global(part)
         edges = np.concatenate([[0], np.cumsum(sizes)])
         if len(segments) != 1:
@@ -187,7 +188,7 @@ def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
     if plan.method == "reducescatter":
         return int(np.prod(tiles.d.shape)) * (accumulated + problem.sum_type.itemsize) + _LIBRARY_BYTES
     (mb, kb), nb = tiles.a.layout.blocks, tiles.b.layout.blocks[1]
-    return 2 * (mb * kb * given["a"] + kb * nb * given["b"]) + _SUMMA_BYTES
+    return int(2 * (mb * kb * given["a"] + kb * nb * given["b"])) + _SUMMA_BYTES
 
 
 class CublasmpModel(EngineModel):

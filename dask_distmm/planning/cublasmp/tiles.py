@@ -37,7 +37,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from dask_distmm.layout import BlockCyclicLayout, ProcessGrid
+from dask_distmm.layout import Layout, ProcessGrid
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.cuts import ALIGNED_BYTES, padded
 from dask_distmm.planning.plan import Plan, once
@@ -68,7 +68,7 @@ class Tile:
     # Memory order of each rank's tile, ``"C"`` or ``"F"``.
     order: str
     # Which element is where, without padding; its parts are the ranks. None where every rank has all.
-    layout: BlockCyclicLayout
+    layout: Layout
     # The whole, padding included.
     shape: tuple[int, int]
     # Rows and columns of a rank's tile, padding included; None where they differ between ranks.
@@ -162,7 +162,7 @@ def _orders(plan: Plan) -> tuple[str, str]:
 def _slabs(order: str, shape: tuple[int, int], blocks: tuple[int, int], grid: ProcessGrid, zeroed: bool) -> Tile:
     """Return the tile of a matrix in slabs of one size: a block for each process."""
     whole = (blocks[0] * grid.nprow, blocks[1] * grid.npcol)
-    return Tile(order, BlockCyclicLayout(shape, blocks, grid), whole, blocks, zeroed)
+    return Tile(order, Layout(shape, blocks, grid), whole, blocks, zeroed)
 
 
 def _local(plan: Plan) -> Tiles:
@@ -181,7 +181,7 @@ def _allgather(plan: Plan) -> Tiles:
     by_rows, inner = plan.grid[1] == 1, padded(k, step)
     mb, nb = padded(m, step, nranks), padded(n, step, nranks)
     row, col = ProcessGrid(nranks, 1), ProcessGrid(1, nranks)
-    layout = BlockCyclicLayout((m, n), (mb, nb), row if by_rows else col)
+    layout = Layout((m, n), (mb, nb), row if by_rows else col)
     _check(plan.rows if by_rows else plan.cols, m if by_rows else n, nranks, step)
     return Tiles(
         _slabs(order_a, (m, k), (mb, inner), row, inner != k),
@@ -217,7 +217,7 @@ def _allreduce(plan: Plan) -> Tiles:
         _slabs("C", (m, k), (rows, kb), col, kb * nranks != k),
         _slabs("F", (k, n), (kb, cols), row, kb * nranks != k),
         # D^T is n x m; the library sees nranks of them side by side.
-        Tile("C", BlockCyclicLayout((rows * nranks, cols), (rows, cols), row), (rows * nranks, cols), (rows, cols)),
+        Tile("C", Layout((rows * nranks, cols), (rows, cols), row), (rows * nranks, cols), (rows, cols)),
         replicated=True,
     )
 
@@ -227,9 +227,9 @@ def _summa(plan: Plan) -> Tiles:
     order = plan.order_a if plan.order_a == plan.order_b else "C"
     (mb,), (nb,), (kb,) = summa_blocks(plan.problem, plan.grid)
     return Tiles(
-        Tile(order, BlockCyclicLayout((m, k), (mb, kb), grid), (m, k), None),
-        Tile(order, BlockCyclicLayout((k, n), (kb, nb), grid), (k, n), None),
-        Tile(order, BlockCyclicLayout((m, n), (mb, nb), grid), (m, n), None),
+        Tile(order, Layout((m, k), (mb, kb), grid), (m, k), None),
+        Tile(order, Layout((k, n), (kb, nb), grid), (k, n), None),
+        Tile(order, Layout((m, n), (mb, nb), grid), (m, n), None),
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import PlanError, ProtocolError
-from dask_distmm.layout import BlockCyclicLayout, ChunkGrid, redistribution
+from dask_distmm.layout import Layout, redistribution
 from dask_distmm.layout.redistribute import Copies
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem, TaskOutput
@@ -81,7 +81,7 @@ class FactorPlacement(Placement):
         """Return the copies out of an operand's chunks, in the form that ranks hold, to its block columns."""
         turned = self.problem.task.turned(operand).transposed
         chunks = held_chunks(self.problem.chunks_of(operand), turned)
-        return redistribution(ChunkGrid(chunks), self.work.input_layout(operand))
+        return redistribution(Layout.of_chunks(chunks), self.work.input_layout(operand))
 
     def delivered(self, output: str) -> Copies | None:
         """Return the copies from block columns to an output's chunks, in the form that ranks hold.
@@ -92,7 +92,7 @@ class FactorPlacement(Placement):
         if layout is None:
             return None
         turned = self.work.output(output).turned.transposed
-        return redistribution(layout, ChunkGrid(held_chunks(self.problem.output(output).chunks, turned)))
+        return redistribution(layout, Layout.of_chunks(held_chunks(self.problem.output(output).chunks, turned)))
 
     def owned(self, output: str, rank: int) -> list[int]:
         """Return the numbers of an output's chunks that a rank puts together."""
@@ -494,7 +494,7 @@ class FactorPlan:
             return self.problem.a_shape[0]
         return self.ranks
 
-    def input_layout(self, name: str) -> BlockCyclicLayout:
+    def input_layout(self, name: str) -> Layout:
         """Return the layout of ``"a"`` or ``"b"``, of the form of it that ranks are given (`Factorization.turned`)."""
         return self.columns.layout("ab".index(name))
 
@@ -506,7 +506,7 @@ class FactorPlan:
             return dataclasses.replace(found, matrix=1, form="full")
         return found
 
-    def output_layout(self, name: str) -> BlockCyclicLayout | None:
+    def output_layout(self, name: str) -> Layout | None:
         """Return the layout of a result, of the form of it that ranks hold; None if it has no block columns."""
         output = self.output(name)
         return None if output.matrix is None else self.columns.layout(output.matrix, output.held)

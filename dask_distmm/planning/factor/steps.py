@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.layout import BlockCyclicLayout, ProcessGrid
+from dask_distmm.layout import Layout, ProcessGrid
 
 # Where block columns lie: distributed round-robin over the ranks, each rank's side by side in one array
 
@@ -147,11 +147,11 @@ class Columns:
         blocks = (self.blocks[block] for block in self.owned(rank, self.first(matrix), self.first(matrix + 1)))
         return np.concatenate([np.arange(0), *(np.arange(start, stop) for _, start, stop in blocks)])
 
-    def layout(self, matrix: int, shape: tuple[int, int] | None = None) -> BlockCyclicLayout:
+    def layout(self, matrix: int, shape: tuple[int, int] | None = None) -> Layout:
         """Return the layout of a matrix, or of one of `shape` whose block columns lie as those of that matrix do."""
         rows, cols = shape or self.matrices[matrix].shape
         width = self.matrices[matrix].width
-        return BlockCyclicLayout(
+        return Layout(
             (rows, cols), (max(1, rows), width), ProcessGrid(1, self.ranks), (0, self.first(matrix) % self.ranks)
         )
 
