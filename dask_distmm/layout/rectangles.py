@@ -4,12 +4,17 @@ A `Span` says where a matrix is in memory. `rectangles` turns a list of moves in
 each: both addresses, the extents along the destination's fast axis (inner) and slow axis (outer), the strides
 in bytes. `split` sorts out those that are straight (fast axes agree) from those that are transposed, and
 `work` cuts them into tiles for the blocks of one kernel launch.
+
+A `Shuffle` is a redistribution by packing, one exchange of messages, and unpacking. A large rectangle travels in a
+message of its own. An end at which it is one piece of memory needs no buffer for it; the other end may need one. Small
+rectangles to the same rank travel together, packed in one vector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +27,9 @@ SRC, DST, INNER, OUTER, SRC_INNER, SRC_OUTER, DST_OUTER = range(7)
 # Elements that one block of the straight kernel copies.
 _BLOCK_ELEMENTS = 4096
 _WIDEST = 256
+# A message costs some microseconds. A rectangle of at least this many bytes has a message of its own; fewer where
+# rectangles need no packing anyway.
+_ALONE_BYTES = 4 * 2**20
 
 
 class Span(NamedTuple):
@@ -30,6 +38,11 @@ class Span(NamedTuple):
     pointer: int
     row_stride: int
     col_stride: int
+
+
+def span_of(array: Any) -> Span:
+    """Return where a device array is."""
+    return Span(int(array.data.ptr), *map(int, array.strides))
 
 
 def pointers(
@@ -108,3 +121,105 @@ def work(table: Table, itemsize: int, unit: int) -> tuple[Table, NDArray[np.int6
     across = -(-width // (1 << shift))
     down = -(-table[:, OUTER] // (_BLOCK_ELEMENTS >> shift))
     return rows, np.concatenate([[0], np.cumsum(across * down)])
+
+
+class Shuffle:
+    """One redistribution between matrices on devices, as one participant sees it."""
+
+    def __init__(
+        self,
+        # All rectangles between ranks, as all participants know them; this one; and the participant of each rank.
+        moves: Moves,
+        me: int,
+        ranks: Sequence[int],
+        # The matrices that are here, by number, and the memory order of the destinations.
+        src: Mapping[int, Any],
+        dst: Mapping[int, Any],
+        order: str,
+        # Makes a buffer of some bytes.
+        allocate: Callable[[int], Any],
+        *,
+        # Whether rectangles from this participant to itself are in place already.
+        skip_home: bool = False,
+        alone: int | None = None,
+    ) -> None:
+        self.order, self._allocate, self._alone = order, allocate, _ALONE_BYTES if alone is None else alone
+        self._dst, self.itemsize = dst, max((x.dtype.itemsize for x in (*src.values(), *dst.values())), default=1)
+        self.buffers: list[Any] = []
+        self.packing: list[Table] = []
+        self.unpacking: list[Table] = []
+        self.sends: list[tuple[int, int, int]] = []
+        self.receives: list[tuple[int, int, int]] = []
+        sources, targets = ({number: span_of(x) for number, x in arrays.items()} for arrays in (src, dst))
+        legs = moves.legs(me)
+        if len(legs.home) and not skip_home:
+            self.packing.append(rectangles(legs.home, sources, targets, order))
+        for peer, leg in sorted(legs.send.items()):
+            self._send(ranks.index(peer), leg, sources)
+        for peer, leg in sorted(legs.receive.items()):
+            self._receive(ranks.index(peer), leg, targets)
+
+    def _buffer(self, size: int) -> int:
+        self.buffers.append(self._allocate(size))
+        return int(self.buffers[-1].data.ptr)
+
+    def _send(self, rank: int, leg: Moves, sources: dict[int, Span]) -> None:
+        alone, packed = self._split(leg)
+        sizes = alone.sizes * self.itemsize
+        table = self._packing(alone, sources, 0)
+        starts = table[:, SRC].copy()
+        if not (dense := are_dense(table, self.itemsize)).all():
+            # A rectangle that is not one piece of memory here is sent from a buffer.
+            buffer = self._buffer(int(sizes[~dense].sum()))
+            self.packing.append(self._packing(alone.take(~dense), sources, buffer))
+            starts[~dense] = self.packing[-1][:, DST]
+        self.sends += [(rank, int(p), int(n)) for p, n in zip(starts, sizes, strict=True)]
+        if len(packed):
+            size = int(packed.sizes.sum()) * self.itemsize
+            buffer = self._buffer(size)
+            self.packing.append(self._packing(packed, sources, buffer))
+            self.sends.append((rank, buffer, size))
+
+    def _receive(self, rank: int, leg: Moves, targets: dict[int, Span]) -> None:
+        alone, packed = self._split(leg)
+        if len(alone):
+            starts = pointers(alone.dst, alone.dst_row, alone.dst_col, targets)
+            sizes = alone.sizes * self.itemsize
+            fast, slow = (alone.ncols, alone.nrows) if self.order == "C" else (alone.nrows, alone.ncols)
+            extents = [self._dst[number].shape[self.order == "C"] for number in alone.dst.tolist()]
+            whole = (fast == np.array(extents)) | (slow == 1)
+            if not whole.all():
+                buffer = self._buffer(int(sizes[~whole].sum()))
+                self.unpacking.append(self._unpacking(alone.take(~whole), targets, buffer))
+                starts[~whole] = buffer + np.concatenate([[0], np.cumsum(sizes[~whole])[:-1]])
+            self.receives += [(rank, int(p), int(n)) for p, n in zip(starts, sizes, strict=True)]
+        if len(packed):
+            size = int(packed.sizes.sum()) * self.itemsize
+            buffer = self._buffer(size)
+            self.unpacking.append(self._unpacking(packed, targets, buffer))
+            self.receives.append((rank, buffer, size))
+
+    def _split(self, leg: Moves) -> tuple[Moves, Moves]:
+        """Return the rectangles that travel by themselves, and those that travel packed."""
+        alone = leg.sizes * self.itemsize >= self._alone
+        return leg.take(alone), leg.take(~alone)
+
+    def _packing(self, moves: Moves, sources: dict[int, Span], pointer: int) -> Table:
+        """Return the copies of rectangles into a vector, each dense in the destination's order."""
+        return rectangles(self._in_vector(moves, "dst"), sources, self._vector(moves, pointer), self.order)
+
+    def _unpacking(self, moves: Moves, targets: dict[int, Span], pointer: int) -> Table:
+        return rectangles(self._in_vector(moves, "src"), self._vector(moves, pointer), targets, self.order)
+
+    def _in_vector(self, moves: Moves, side: str) -> Moves:
+        """Return the same rectangles, each of which is a matrix of its own on one side."""
+        nothing = np.zeros(len(moves), np.int64)
+        changes: dict[str, Any] = {side: np.arange(len(moves)), f"{side}_row": nothing, f"{side}_col": nothing}
+        return replace(moves, **changes)
+
+    def _vector(self, moves: Moves, pointer: int) -> dict[int, Span]:
+        starts = pointer + np.concatenate([[0], np.cumsum(moves.sizes)]) * self.itemsize
+        size = self.itemsize
+        if self.order == "C":
+            return {i: Span(int(starts[i]), int(n) * size, size) for i, n in enumerate(moves.ncols)}
+        return {i: Span(int(starts[i]), size, int(n) * size) for i, n in enumerate(moves.nrows)}

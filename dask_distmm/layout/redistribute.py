@@ -42,7 +42,7 @@ travel as one vector without saying what is in it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -136,9 +136,6 @@ class Moves:
     # Number of the matrix (a chunk, or a rank's tile) that it comes from and goes to.
     src: Index
     dst: Index
-    # Participants that hold these.
-    src_owner: Index
-    dst_owner: Index
     # Where it begins in either matrix.
     src_row: Index
     src_col: Index
@@ -147,6 +144,9 @@ class Moves:
     # Its size, 1 or more each.
     nrows: Index
     ncols: Index
+    # Participants that hold these matrices.
+    src_owner: Index
+    dst_owner: Index
 
     @classmethod
     def of(cls, copies: Copies, src_owner: ArrayLike, dst_owner: ArrayLike) -> Moves:
@@ -176,6 +176,15 @@ class Moves:
             ncols=by_col(cols.size),
         )
 
+    @classmethod
+    def to_each(cls, copies: Copies, src_owner: ArrayLike, parts: Mapping[int, ArrayLike]) -> Moves:
+        """Make the table where each of some participants gets certain parts of the destination, or all get all."""
+        every = []
+        for participant, numbers in parts.items():
+            moves = cls.of(copies, src_owner, np.full(copies.dst.grid.size, participant))
+            every.append(moves.take(np.isin(moves.dst, np.asarray(numbers, np.int64))))
+        return cls(*(np.concatenate([getattr(moves, field.name) for moves in every]) for field in fields(cls)))
+
     def __len__(self) -> int:
         """Return the number of rectangles."""
         return len(self.src)
@@ -193,6 +202,21 @@ class Moves:
         """Return the rectangles that come from participants which are ranks, and those from others to `me`."""
         inside = np.isin(self.src_owner, ranks)
         return self.take(inside), self.take(~inside & (self.dst_owner == me))
+
+    def rounds(self, ranks: int, most: int) -> Iterator[Moves]:
+        """Yield the rectangles in rounds, the same on all ranks, which participants 0, 1, ... are.
+
+        First come those that stay at home. Then, with s from 1 on, rank r sends to r + s and receives from r - s, not
+        much more than `most` elements in a round.
+        """
+        step = (self.dst_owner - self.src_owner) % ranks
+        order = np.lexsort((self.src_owner, step))
+        pair, sizes = (step * ranks + self.src_owner)[order], self.sizes[order]
+        before = np.cumsum(sizes) - sizes
+        batch = (before - before[np.searchsorted(pair, pair)]) // most
+        numbers = step[order] * (batch.max(initial=0) + 1) + batch
+        for number in np.unique(numbers):
+            yield self.take(order[numbers == number])
 
     def legs(self, me: int) -> Legs:
         """Return the moves of participant `me`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import types
 
 import numpy as np
 import pytest
@@ -10,10 +11,9 @@ from dask.array.core import slices_from_chunks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.engines.cublasmp import shuffle as module
-from dask_distmm.engines.cublasmp.shuffle import Route, Shuffle
 from dask_distmm.layout import Layout, Moves, ProcessGrid, redistribution
-from dask_distmm.layout.rectangles import Span, split, unit_of, work
+from dask_distmm.layout import rectangles as module
+from dask_distmm.layout.rectangles import Shuffle, split, unit_of, work
 from dask_distmm.testing import random_chunks
 
 
@@ -41,8 +41,12 @@ def copy_element_by_element(table, itemsize):
                 ctypes.memmove(dst + o * dst_outer + i * itemsize, src + o * src_outer + i * src_inner, itemsize)
 
 
-def span(array):
-    return Span(array.__array_interface__["data"][0], *array.strides)
+class Device(np.ndarray):
+    """Has its address where CuPy's arrays have it."""
+
+    @property
+    def data(self):
+        return types.SimpleNamespace(ptr=self.__array_interface__["data"][0])
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -75,19 +79,15 @@ def test_every_element_arrives(alone_bytes, seed):
         for rank in range(nranks):
             tiles[rank] = np.zeros(widest if rng.integers(2) else layout.local_shape(rank), dtype, order=order)
         moves = Moves.of(redistribution(chunks, layout), [participants[w] for w in where], participants)
-        keep, shuffles = [], []
+        shuffles = []
 
         def allocate(size):
-            keep.append(np.zeros(size + 16, np.uint8))
-            return keep[-1].__array_interface__["data"][0]
+            return np.zeros(size + 16, np.uint8).view(Device)
 
-        extents = [tiles[rank].shape[order == "C"] for rank in range(nranks)]
         for me in participants:
-            mine = {n: span(a) for n, a in arrays.items() if participants[where[n]] == me}
-            target = {ranks_of[me]: span(tiles[ranks_of[me]])}
-            route = Route(moves, me, participants, order, extents)
-            one = Shuffle(route, dtype.itemsize, mine, target, allocate)
-            shuffles.append(one)
+            mine = {n: a.view(Device) for n, a in arrays.items() if participants[where[n]] == me}
+            target = {ranks_of[me]: tiles[ranks_of[me]].view(Device)}
+            shuffles.append(Shuffle(moves, me, participants, mine, target, order, allocate))
         for one in shuffles:
             for table in one.packing:
                 copy_element_by_element(table, dtype.itemsize)

@@ -14,62 +14,49 @@ A chunk that is a rank's tile already is used as it is, and D's tile is the chun
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import ChunkKey, Job, Side, contiguous, is_of_d, wait_checked
-from dask_distmm.engines.cublasmp.exchange import DeviceShuffle, Exchange, InputExchange, Replication, named
+from dask_distmm.engines.base import REPLICA, ChunkKey, Job, ResultKey, Side, contiguous, is_of_d, wait_checked
 from dask_distmm.engines.cublasmp.library import CublasMpState, Group
-from dask_distmm.engines.cublasmp.shuffle import Route
+from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.entry import CollectiveEntry
 from dask_distmm.engines.gpu.finishing import BiasCut, Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
 from dask_distmm.engines.gpu.host import in_type, to_host
 from dask_distmm.engines.gpu.operands import DeviceChunks, ld, mark, usable
 from dask_distmm.layout import Layout, Moves, redistribution
+from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cublasmp.model import all_reduced, native_epilog, own_kernel, returned_type, tile_chunk
 from dask_distmm.planning.cublasmp.tiles import Tile, Tiles, make_tiles
 from dask_distmm.planning.placement import EVERYWHERE
+from dask_distmm.planning.planner import ALONE_BYTES
 
 # The tiles of A, B and D on one rank, and how chunks become tiles and tiles become chunks
 
 
-@dataclasses.dataclass(frozen=True)
-class OperandTile:
-    """A or B on one rank."""
+class Filled(NamedTuple):
+    """Matrices of this rank that are filled from other matrices: tiles, chunks of D, parts of the formula's inputs."""
 
-    # The tile, as a device array.
-    target: Any
-    # Fills it from the chunks of ranks.
-    shuffle: DeviceShuffle
+    # By number.
+    arrays: Mapping[int, Any]
+    # Fills them from what ranks have; None if they are there.
+    shuffle: Shuffle | None
     # The rectangles that must be fetched from workers that are not ranks.
-    outside: Moves
-
-
-@dataclasses.dataclass(frozen=True)
-class ResultTile:
-    """D on one rank."""
-
-    # The rank's chunks of D, by number.
-    chunks: dict[int, Any]
-    # The tile that the library writes.
-    target: Any
-    # Fills the chunks from tiles; None if the only chunk is the tile itself.
-    deliver: Exchange | None
+    outside: Moves | None = None
 
 
 def make_operand(
     plan: Plan, me: int, name: str, tiles: Tiles, chunks: Mapping[ChunkKey, Any], dtype: np.dtype
-) -> OperandTile:
+) -> Filled:
     """Use a chunk as the tile of A or B in place, or allocate a tile and find the rectangles that fill it."""
     rank, tile = plan.ranks.index(me), tiles.a if name == "a" else tiles.b
     sizes, where = plan.problem.chunks_of(name), plan.where[name]
@@ -87,35 +74,51 @@ def make_operand(
     moves = Moves.of(redistribution(Layout.of_chunks(sizes), tile.layout), where, plan.ranks)
     # Chunks of workers that are not ranks come over Dask's comms.
     among, outside = moves.among(plan.ranks, me)
-    extents = [tile.local(rank)[tile.order == "C"] for rank in range(len(plan.ranks))]
-    route = Route(among, me, plan.ranks, tile.order, extents, skip_home=in_place)
-    return OperandTile(target, DeviceShuffle(route, arrays, {rank: target}), outside)
+    arguments = among, me, plan.ranks, arrays, {rank: target}, tile.order, device_bytes
+    return Filled({rank: target}, Shuffle(*arguments, skip_home=in_place), outside)
 
 
-def make_result(plan: Plan, me: int, tiles: Tiles, dtype: np.dtype) -> ResultTile:
-    """Allocate the tile of D, and the chunks of D that are not the tile itself."""
+def make_result(plan: Plan, me: int, tiles: Tiles, dtype: np.dtype) -> tuple[Any, Filled]:
+    """Allocate the tile of D that the library writes, and the rank's chunks of D that are not the tile itself."""
     rank, tile, sizes = plan.ranks.index(me), tiles.d, plan.problem.out_chunks
-    keeps_all = "d" in plan.kept and all_reduced(plan)
+    owned = plan.owned(rank).tolist()
     if tiles.replicated:
-        copies = redistribution(Layout.of_chunks(((plan.problem.m,), (plan.problem.n,))), Layout.of_chunks(sizes))
-        # All of D is here: this rank keeps its own chunks, or all chunks.
-        owner = np.full(len(plan.owners), me) if keeps_all else np.asarray(plan.ranks)[plan.owners]
-        moves = Moves.of(copies, [me], owner)
-        moves = moves.take(moves.dst_owner == me)
+        if "d" in plan.kept and all_reduced(plan):
+            owned = list(range(len(plan.owners)))
+        # All of D is here.
+        whole = Layout.of_chunks(((plan.problem.m,), (plan.problem.n,)))
+        moves = Moves.to_each(redistribution(whole, Layout.of_chunks(sizes)), [me], {me: owned})
     else:
         copies = redistribution(tile.layout, Layout.of_chunks(sizes))
         moves = Moves.of(copies, plan.ranks, np.asarray(plan.ranks)[plan.owners])
     target = cp.empty(tile.local(rank), dtype, order=tile.order)
-    owned = list(range(len(plan.owners))) if keeps_all else plan.owned(rank).tolist()
     index = None if tiles.replicated else tile_chunk(tile, rank, sizes)
     if index is not None and owned == [index]:
-        return ResultTile({index: target}, target, None)
+        return target, Filled({index: target}, None)
     rects = {i: plan.chunk_rect(i) for i in owned}
     chunks = {i: cp.empty((r[1] - r[0], r[3] - r[2]), dtype, order=tile.order) for i, r in rects.items()}
-    widths = np.tile(sizes[1], len(sizes[0])) if tile.order == "C" else np.repeat(sizes[0], len(sizes[1]))
     source = {0 if tiles.replicated else rank: target}
-    route = Route(moves, me, plan.ranks, tile.order, widths.tolist())
-    return ResultTile(chunks, target, Exchange(DeviceShuffle(route, source, chunks)))
+    return target, Filled(chunks, Shuffle(moves, me, plan.ranks, source, chunks, tile.order, device_bytes))
+
+
+def make_replicas(plan: Plan, me: int, own: Mapping[int, Any], order: str) -> Filled:
+    """Allocate the finished chunks of D that this rank lacks: they come from the ranks that own them."""
+    layout, dtype = Layout.of_chunks(plan.problem.out_chunks), carried(plan.problem.dtype, "cupy")
+    every = range(layout.grid.size)
+    chunks = {index: cp.empty(layout.local_shape(index), dtype, order=order) for index in every if index not in own}
+    copies, owner = redistribution(layout, layout), np.asarray(plan.ranks)[plan.owners]
+    moves = Moves.to_each(copies, owner, dict.fromkeys(plan.ranks, every))
+    arguments = moves, me, plan.ranks, own, chunks, order, device_bytes
+    return Filled(chunks, Shuffle(*arguments, skip_home=True, alone=ALONE_BYTES))
+
+
+def named(chunks: Mapping[int, Any], owned: Collection[int]) -> dict[ResultKey, Any]:
+    """Return chunks of D as `Job.execute` has them: those that this rank does not own are replicas."""
+    return {("" if number in owned else REPLICA, number): array for number, array in chunks.items()}
+
+
+def _exchange(*filled: Filled) -> Exchange:
+    return Exchange(*(one.shuffle for one in filled if one.shuffle is not None))
 
 
 def cut_bias(tile: Tile, rank: int, nranks: int) -> BiasCut:
@@ -164,25 +167,30 @@ class CublasMpJob(Job[Plan]):
         self._on_device = DeviceChunks(problem, self.chunks)
         self.chunks = self._on_device.arrays
         types = {"a": carried(self.kinds.a, "cupy"), "b": carried(self.kinds.b, "cupy")}
-        self._operands = {
+        self._filled = {
             name: make_operand(self.plan, self.me, name, self._tiles, self.chunks, dtype)
             for name, dtype in types.items()
         }
-        self._result = make_result(self.plan, self.me, self._tiles, self.sum_type)
+        self._target, self._result = make_result(self.plan, self.me, self._tiles, self.sum_type)
         self._finishing: Finishing | NativeBias | None = None
         if self._native is not None and "bias" in problem.formula.inputs:
             cut = cut_bias(self._tiles.d, self.rank, len(self.plan.ranks))
             self._finishing = NativeBias(self.plan, self.me, self.rank, self.chunks, cut)
         elif own_kernel(self.plan, self._tiles):
             self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
-        found = self._finishing.inputs if self._finishing is not None else ()
-        self._extras = [InputExchange(one, self.me, self.plan.ranks) for one in found]
-        self._replication: Replication | None = None
+        for one in self._finishing.inputs if self._finishing is not None else ():
+            among, outside = one.moves.among(self.plan.ranks, self.me)
+            shuffle = Shuffle(among, self.me, self.plan.ranks, one.arrays, one.parts, "C", device_bytes)
+            self._filled[one.name] = Filled(one.parts, shuffle, outside)
+        self._replicas = Filled({}, None)
         if "d" in self.plan.kept and len(self.plan.ranks) > 1 and not all_reduced(self.plan):
-            made = self._finishing.d if isinstance(self._finishing, Finishing) else self._result.chunks
+            made = self._finishing.d if isinstance(self._finishing, Finishing) else self._result.arrays
             own = {index: made[index] for index in self.plan.owned(self.rank).tolist()}
-            self._replication = Replication(self.plan, self.me, own, self._tiles.d.order)
-        self._gather = Exchange(*(operand.shuffle for operand in self._operands.values()))
+            self._replicas = make_replicas(self.plan, self.me, own, self._tiles.d.order)
+        a, b, *inputs = self._filled.values()
+        # Inputs of the formula apart: one may not be aligned well, and what one launch copies is all in the same units.
+        self._gather = [_exchange(a, b), *map(_exchange, inputs)]
+        self._deliver, self._replicate = _exchange(self._result), _exchange(self._replicas)
         self._allocated = cp.cuda.Event(disable_timing=True)
         self._allocated.record(cp.cuda.Stream.null)
 
@@ -191,10 +199,11 @@ class CublasMpJob(Job[Plan]):
         """Bytes of matrices that have arrived from other participants, but for what cuBLASMp moves."""
         if self.rank is None:
             return 0
-        exchanges = [self._gather, self._result.deliver]
-        exchanges += [one.exchange for one in self._extras]
-        exchanges += [self._replication.exchange] if self._replication else []
-        return self.comm.received_bytes + sum(x.received_bytes for x in exchanges if x is not None)
+        return self.comm.received_bytes + sum(exchange.received_bytes for exchange in self._exchanges)
+
+    @property
+    def _exchanges(self) -> list[Exchange]:
+        return [*self._gather, self._deliver, self._replicate]
 
     # The work
 
@@ -204,11 +213,9 @@ class CublasMpJob(Job[Plan]):
             return {}
         started = time.perf_counter()
         try:
-            for number, (name, operand) in enumerate(self._operands.items()):
-                type_name = self.plan.problem.dtype_of(name)
-                self._fetch_outside(number, type_name, operand.outside, {self.rank: operand.target})
-            for number, one in enumerate(self._extras, start=2):
-                self._fetch_outside(number, one.input.type_name, one.outside, one.input.parts)
+            for number, (name, one) in enumerate(self._filled.items()):
+                if one.outside is not None:
+                    self._fetch_outside(number, self.plan.problem.dtype_of(name), one.outside, one.arrays)
             self._entry.enter(has_group=self.plan.group in self._groups)
             self.timings["gate"] = time.perf_counter() - started
             return self._work()
@@ -224,15 +231,14 @@ class CublasMpJob(Job[Plan]):
         stream.wait_event(self._allocated)
         self._on_device.fill(stream)
         comm = group.comm if group is not None else None
-        self._gather.run(stream, comm)
-        for one in self._extras:
-            one.exchange.run(stream, comm)
-        for operand, tile in zip(self._operands.values(), (self._tiles.a, self._tiles.b), strict=True):
+        for exchange in self._gather:
+            exchange.run(stream, comm)
+        a, b, d = self._filled["a"].arrays[self.rank], self._filled["b"].arrays[self.rank], self._target
+        for operand, tile in ((a, self._tiles.a), (b, self._tiles.b)):
             if tile.conjugated:
                 with stream:
-                    cp.conjugate(operand.target, out=operand.target)
+                    cp.conjugate(operand, out=operand)
         marks.append(mark(stream))
-        a, b, d = self._operands["a"].target, self._operands["b"].target, self._result.target
         tiles, types = self._tiles, self.kinds
         shape = (tiles.a.shape[0], tiles.b.shape[1], tiles.a.shape[1])
         memories = [Memory(x.data.ptr, ld(x, tile.order)) for x, tile in ((a, tiles.a), (b, tiles.b), (d, tiles.d))]
@@ -249,16 +255,14 @@ class CublasMpJob(Job[Plan]):
             group.multiply(tiles, shape, types, *memories, native=native)
         marks.append(mark(stream))
         self.held_bytes = self._count() + (group.workspace_bytes if group is not None else 0)
-        if self._result.deliver is not None:
-            self._result.deliver.run(stream, comm)
+        self._deliver.run(stream, comm)
         owned = plan.owned(self.rank).tolist()
-        outputs = named(self._result.chunks, owned)
+        outputs = named(self._result.arrays, owned)
         if isinstance(self._finishing, Finishing):
-            outputs = self._finishing.apply(self._result.chunks, stream)
+            outputs = self._finishing.apply(self._result.arrays, stream)
         marks.append(mark(stream))
-        if self._replication is not None:
-            self._replication.exchange.run(stream, comm)
-            outputs |= named(self._replication.chunks, owned)
+        self._replicate.run(stream, comm)
+        outputs |= named(self._replicas.arrays, owned)
         marks.append(mark(stream))
         self._wait(marks[-1])
         parts = ("redistribute", "multiply", "deliver", "replicate")
@@ -277,13 +281,10 @@ class CublasMpJob(Job[Plan]):
 
     def _count(self) -> int:
         """Return the bytes of all device memory that this rank holds for the run."""
-        arrays = self._on_device.all_arrays
-        arrays += [self._result.target, *self._result.chunks.values()]
-        for exchange in (self._gather, self._result.deliver, *(one.exchange for one in self._extras)):
-            arrays += exchange.buffers if exchange is not None else []
-        arrays += [operand.target for operand in self._operands.values()]
+        arrays = [*self._on_device.all_arrays, self._target]
+        arrays += [buffer for exchange in self._exchanges for buffer in exchange.buffers]
+        arrays += [x for one in (*self._filled.values(), self._result, self._replicas) for x in one.arrays.values()]
         arrays += self._finishing.arrays if self._finishing is not None else []
-        arrays += self._replication.arrays if self._replication is not None else []
         return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
 
     def _wait(self, event: cp.cuda.Event) -> None:

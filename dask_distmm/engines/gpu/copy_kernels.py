@@ -1,15 +1,19 @@
-"""Two CUDA kernels that copy many rectangles in one launch: straight, and transposed."""
+"""Two CUDA kernels that copy many rectangles in one launch, straight and transposed; and exchanges between ranks."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.layout.rectangles import INNER, OUTER, Table, split, unit_of, work
+from dask_distmm.layout.rectangles import INNER, OUTER, Shuffle, Table, split, unit_of, work
+
+if TYPE_CHECKING:
+    from dask_distmm.comms.nccl import NcclComm
 
 _TYPES = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "uint4"}
 
@@ -129,3 +133,32 @@ def copy_rectangles(tables: Sequence[Table], itemsize: int) -> list[list[Launch]
         found[number].append(Launch(name, size, threads, int(first[-1]), *parts))
         at += rows.size + len(first)
     return found
+
+
+def device_bytes(size: int) -> Any:
+    """Return a buffer of some bytes, as a `Shuffle` wants it."""
+    return cp.empty(size, cp.uint8)
+
+
+class Exchange:
+    """Redistributions of elements of one size: one launch to pack, one group of messages, one launch to unpack."""
+
+    def __init__(self, *shuffles: Shuffle) -> None:
+        self._shuffles = shuffles
+        self.buffers = [buffer for shuffle in shuffles for buffer in shuffle.buffers]
+        tables = ([t for s in shuffles for t in s.packing], [t for s in shuffles for t in s.unpacking])
+        none, size = np.empty((0, 7), np.int64), max((shuffle.itemsize for shuffle in shuffles), default=1)
+        self._pack, self._unpack = copy_rectangles([np.concatenate([none, *some]) for some in tables], size)
+        self._sends = [send for shuffle in shuffles for send in shuffle.sends]
+        self._receives = [receive for shuffle in shuffles for receive in shuffle.receives]
+        self.received_bytes = sum(size for _, _, size in self._receives)
+
+    def run(self, stream: cp.cuda.Stream, comm: NcclComm | None) -> None:
+        """Put packing, messages and unpacking on the stream."""
+        for launch in self._pack:
+            launch.run(stream)
+        if self._sends or self._receives:
+            assert comm is not None
+            comm.exchange(self._sends, self._receives)
+        for launch in self._unpack:
+            launch.run(stream)

@@ -37,17 +37,11 @@ class Input:
         where = plan.where[name]
         assert where is not None
         copies = redistribution(Layout.of_chunks(problem.chunks_of(name)), grid)
-        every = []
-        for participant, numbers in zip(plan.ranks, needed, strict=True):
-            moves = Moves.of(copies, where, np.full(grid.grid.size, participant))
-            every.append(moves.take(np.isin(moves.dst, np.asarray(numbers, np.int64))))
-        moves = Moves(*(np.concatenate([getattr(m, f) for m in every]) for f in Moves.__dataclass_fields__))
         if parts is None:
             mine = needed[plan.ranks.index(me)]
             parts = {part: cp.empty(grid.local_shape(part), self.dtype) for part in mine}
         self.parts = parts
-        self.moves = moves
-        self.widths = [grid.local_shape(part)[1] for part in range(grid.grid.size)]
+        self.moves = Moves.to_each(copies, where, dict(zip(plan.ranks, needed, strict=True)))
         self.arrays = {index: chunk for (operand, index), chunk in chunks.items() if operand == name}
 
 

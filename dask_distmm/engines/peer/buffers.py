@@ -7,9 +7,10 @@ from typing import Any
 
 import cupy as cp
 
-from dask_distmm.engines.peer.readable import DeviceView, Sources, span_of
+from dask_distmm.engines.peer.readable import DeviceView, Sources
 from dask_distmm.engines.peer.result import ALIGNED
 from dask_distmm.engines.peer.schedule import Load, Slot
+from dask_distmm.layout.rectangles import span_of
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.peer.memory import Exporter
 from dask_distmm.engines.peer.offers import BLOCKS, Offer
-from dask_distmm.engines.peer.readable import span_of
 from dask_distmm.engines.peer.result import Result
+from dask_distmm.layout.rectangles import span_of
 from dask_distmm.planning import Plan
 
 

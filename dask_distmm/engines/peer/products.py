@@ -28,10 +28,11 @@ from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Sha
 from dask_distmm.engines.gpu.operands import mark, record
 from dask_distmm.engines.peer.buffers import OperandBuffers
 from dask_distmm.engines.peer.loads import Loads
-from dask_distmm.engines.peer.readable import DeviceView, Sources, moved, span_of
+from dask_distmm.engines.peer.readable import DeviceView, Sources, moved
 from dask_distmm.engines.peer.result import Downloads, Result
 from dask_distmm.engines.peer.schedule import Product, ScheduleStep
 from dask_distmm.engines.peer.state import Trace
+from dask_distmm.layout.rectangles import span_of
 from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.peer.block_schedule import PANELS, extent_multiple
 from dask_distmm.planning.plan import Rect

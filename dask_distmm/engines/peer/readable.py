@@ -31,6 +31,7 @@ from dask_distmm.layout.rectangles import (
     SRC_OUTER,
     Span,
     Table,
+    span_of,
     tabulate,
 )
 from dask_distmm.numeric.types import FP8, carried, typed
@@ -160,11 +161,6 @@ def _by_lane(rows: Sequence[tuple[int, bool, bool, list[int]]]) -> list[list[lis
         if not by_kernel:
             found.setdefault(lane, []).append(columns[:_WHOLE] if whole else columns)
     return list(found.values())
-
-
-def span_of(array: Any) -> Span:
-    """Return where a device array is."""
-    return Span(int(array.data.ptr), *map(int, array.strides))
 
 
 # The chunks that a rank can read, on its own GPU and on others, and the pulls that copy them into its memory

@@ -16,10 +16,10 @@ from dask_distmm.engines.base import ResultKey
 from dask_distmm.engines.gpu.finishing import Finishing
 from dask_distmm.engines.gpu.host import to_host
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.peer.readable import CopyBatch, Rectangle, Sources, make_copies, span_of, table_of
+from dask_distmm.engines.peer.readable import CopyBatch, Rectangle, Sources, make_copies, table_of
 from dask_distmm.engines.peer.schedule import merged
 from dask_distmm.engines.peer.state import PeerState
-from dask_distmm.layout.rectangles import Span, Table
+from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import typed
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded
