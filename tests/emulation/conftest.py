@@ -14,10 +14,9 @@ import msgpack
 import numpy as np
 import pytest
 import shared
-from lapack_kernels import QueuedKernels
+from lapack_kernels import DeviceKernels, QueuedKernels
 
 from dask_distmm.config import read_options
-from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import ENGINES, METHODS, Plan, Worker
 from dask_distmm.planning import cuts as extents
@@ -198,7 +197,7 @@ def make_solvers(monkeypatch):
     def make(host=False):
         world = devices.install(monkeypatch)
         engine = importlib.import_module("dask_distmm.engines.cusolvermp.engine")
-        return SolverRanks(engine, host, LapackKernels()), world
+        return SolverRanks(engine, host, DeviceKernels()), world
 
     yield make
     _forget()

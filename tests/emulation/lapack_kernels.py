@@ -10,6 +10,13 @@ import devices
 from dask_distmm.engines.numpy.lapack import LapackKernels
 
 
+class DeviceKernels(LapackKernels):
+    """LAPACK in place of cuSOLVER: matrices are on the device."""
+
+    def empty(self, shape, dtype):
+        return super().empty(shape, dtype).view(devices.ndarray)
+
+
 class QueuedKernels(LapackKernels):
     """LAPACK in place of cuSOLVER: each call comes after all that is queued on the stream of the work."""
 

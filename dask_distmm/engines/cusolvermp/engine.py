@@ -1,7 +1,7 @@
 """The engine for factorizations on GPUs that can't read each other's memory: those of several hosts.
 
-`library` calls cuSOLVERMp and cuBLASMp, `execution` says what is called for what, `trade` moves parts of matrices
-between the ranks, `job` is one participant's side of a run, `state` what a process keeps between runs.
+`library` calls cuSOLVERMp and cuBLASMp, and keeps what a process keeps between runs; `job` is one participant's side of
+a run.
 """
 
 from __future__ import annotations

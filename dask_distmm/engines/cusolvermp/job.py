@@ -30,30 +30,31 @@ that way.
 from __future__ import annotations
 
 import ctypes
-import itertools
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import cupy as cp
 import numpy as np
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.comms.nccl import NcclComm
 from dask_distmm.engines.base import ResultKey, Side, wait_checked
 from dask_distmm.engines.cusolvermp.library import LEFT, LOWER, CusolverMpState, Group, Matrix, Shared
 from dask_distmm.engines.factor.copies import assign
 from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.execution import Execution, indefinite, singular
+from dask_distmm.engines.factor.job import triangle_of
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.spectral import not_finite, unit_factors
+from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.entry import CollectiveEntry
 from dask_distmm.engines.gpu.factor import GpuFactorJob
 from dask_distmm.engines.gpu.gemm import OPS
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.errors import EngineError, MatrixError
+from dask_distmm.layout import Copy, Moves
+from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
 from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan, factored
@@ -243,92 +244,8 @@ class SharedExecution(Execution):
 # One participant's side of a factorization that all ranks compute together
 
 
-# Parts of matrices between the ranks of a group, by NCCL: packed, sent, unpacked, a batch at a time
-
-
 # Bytes that are on their way from one rank to another at a time, and again in the other direction.
 _BATCH_BYTES = 2**28
-
-
-class Gift(NamedTuple):
-    """A part of a matrix that another rank gets."""
-
-    peer: int
-    part: Any
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Its rows and columns."""
-        rows, cols = self.part.shape
-        return rows, cols
-
-
-class Receipt(NamedTuple):
-    """A part of a matrix that comes from another rank, and what is done with it."""
-
-    peer: int
-    shape: tuple[int, int]
-    put: Callable[[Any], None]
-
-
-T = TypeVar("T", Gift, Receipt)
-
-
-def trade(comm: NcclComm, gifts: Sequence[Gift], receipts: Sequence[Receipt], dtype: np.dtype) -> int:
-    """Exchange parts of matrices of one type between all ranks; return the bytes that have come.
-
-    What a rank gives to another one and what that one gets of it are in the same order, and of the same shapes. All
-    ranks walk through the others at the same pace: in step s rank r gives to r + s and gets from r - s.
-    """
-    received = 0
-    for step in range(1, comm.nranks):
-        to, source = (comm.rank + step) % comm.nranks, (comm.rank - step) % comm.nranks
-        sent = batches([one for one in gifts if one.peer == to], dtype.itemsize)
-        come = batches([one for one in receipts if one.peer == source], dtype.itemsize)
-        for give, get in itertools.zip_longest(sent, come, fillvalue=()):
-            outgoing, incoming = (cp.empty(_elements(some), dtype) for some in (give, get))
-            for gift, place in _places(give, outgoing):
-                assign(place, gift.part)
-            comm.exchange(
-                [(to, int(outgoing.data.ptr), outgoing.nbytes)] * bool(give),
-                [(source, int(incoming.data.ptr), incoming.nbytes)] * bool(get),
-            )
-            for receipt, place in _places(get, incoming):
-                receipt.put(place)
-            received += incoming.nbytes
-    return received
-
-
-def batches(parts: Sequence[T], itemsize: int, most: int = _BATCH_BYTES) -> Iterator[Sequence[T]]:
-    """Cut a sequence of parts into batches of not much more than `most` bytes: sender and receiver alike."""
-    batch: list[T] = []
-    size = 0
-    for one in parts:
-        batch.append(one)
-        size += math.prod(one.shape) * itemsize
-        if size >= most:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _elements(parts: Sequence[Gift] | Sequence[Receipt]) -> int:
-    return sum(math.prod(one.shape) for one in parts)
-
-
-def _places(parts: Sequence[T], buffer: Any) -> Iterator[tuple[T, Any]]:
-    """Yield each part with its place in a buffer, column-major."""
-    at = 0
-    for one in parts:
-        size = math.prod(one.shape)
-        yield one, buffer[at : at + size].reshape(one.shape, order="F")
-        at += size
-
-
-# One participant's side of a factorization that all ranks compute together
-
-
 # Seconds that work which was begun may take to end after an error, and between two looks whether it has.
 _SETTLING, _LOOK = 5.0, 1e-3
 
@@ -341,12 +258,12 @@ class CusolverMpJob(GpuFactorJob):
         self._state, self._shared = engine, len(self.plan.ranks) > 1
         least = CUSOLVERMP.share(way_of(self.plan.problem.task), len(self.plan.ranks))
         self._entry = CollectiveEntry(self.plan, self.rank, self.comm, self.ended, least)
-        self._traded = 0
+        self._received = 0
 
     @property
     def received_bytes(self) -> int:
         """Bytes of matrices that have arrived from other participants, but for what the library moves."""
-        return self.comm.received_bytes + self._traded
+        return self.comm.received_bytes + self._received
 
     def prepare(self) -> None:
         """Bring chunks to the device, and allocate this rank's block columns."""
@@ -428,28 +345,44 @@ class CusolverMpJob(GpuFactorJob):
             return
         assert self.rank is not None
         plan, rank_of = self.plan, {index: rank for rank, index in enumerate(self.plan.ranks)}
-        for name in plan.problem.operands:
-            where = plan.where[name]
-
-            def putting(copy: Any, name: str = name) -> Callable[[Any], None]:
-                return lambda part: self._put(name, copy, part)
-
-            gifts, receipts = [], []
+        for number, name in enumerate(plan.problem.operands):
+            turned, target = plan.problem.task.turned(name), self._execution.held(number)
             outside = {holder: iter(parts) for (operand, holder), parts in self._outside.items() if operand == name}
-            for peer in range(len(plan.ranks)):
-                for copy, (index, r0, r1, c0, c1) in self._parts_of(name, peer):
-                    holder = int(where[index])
-                    if peer != self.rank:
-                        if holder == self.me:
-                            gifts.append(Gift(peer, self.chunks[name, index][r0:r1, c0:c1]))
-                    elif holder == self.me:
-                        putting(copy)(self.chunks[name, index][r0:r1, c0:c1])
-                    elif holder in outside:
-                        putting(copy)(cp.asarray(next(outside[holder]), plan.problem.dtype))
-                    else:
-                        receipts.append(Receipt(rank_of[holder], (r1 - r0, c1 - c0), putting(copy)))
-            self._traded += trade(self._group.comm, gifts, receipts, plan.problem.dtype)
+            copies: list[tuple[Copy, int, int]] = []
+            src: dict[int, Any] = {}
+            mine: dict[Copy, int] = {}
+            for peer in rank_of.values():
+                for copy, (index, *_) in self._parts_of(name, peer):
+                    holder = int(plan.where[name][index])
+                    if holder in rank_of:
+                        copies.append((copy, rank_of[holder], peer))
+                    if holder == self.me:
+                        src[copy.src] = self.chunks[name, index].T if turned.transposed else self.chunks[name, index]
+                    if peer == self.rank:
+                        mine[copy] = holder
+            self._exchange(copies, src, {self.rank: target}, conjugated=turned.conjugated)
+            for copy, holder in mine.items():
+                if holder in outside:
+                    self._put(name, copy, cp.asarray(next(outside[holder]), plan.problem.dtype))
+                else:
+                    self._note(name, copy)
         self._outside = {}
+
+    def _exchange(
+        self, copies: Iterable[tuple[Copy, int, int]], src: dict[int, Any], dst: dict[int, Any], *, conjugated: bool
+    ) -> None:
+        """Carry out copies, each with the ranks of its source and of its destination, to column-major matrices."""
+        assert self.rank is not None
+        ranks, size = range(len(self.plan.ranks)), max((x.itemsize for x in (*src.values(), *dst.values())), default=1)
+        moves = Moves(*np.array([(*copy[:8], *owners) for copy, *owners in copies], np.int64).reshape(-1, 10).T)
+        for some in moves.rounds(len(ranks), _BATCH_BYTES // size):
+            shuffle = Shuffle(some, self.rank, ranks, src, dst, "F", device_bytes, alone=_BATCH_BYTES)
+            exchange = Exchange(shuffle)
+            exchange.run(self._stream, self._group.comm)
+            self._received += exchange.received_bytes
+        for array in dst.values():
+            if conjugated and array.dtype.kind == "c":
+                cp.conjugate(array, out=array)
 
     def _refuse(self, problem: str) -> None:
         """Raise on all ranks if there is a problem with the operands on one of them."""
@@ -462,23 +395,22 @@ class CusolverMpJob(GpuFactorJob):
         """Return the chunks of an output that this rank puts together."""
         if not self._shared or self.plan.work.output_layout(output.name) is None:
             return super()._assemble(number, output)
+        assert self.rank is not None
         found: dict[ResultKey, Any] = self._group.together(lambda: self._blanks(output))
-        part = self._parts[output.name]
-
-        def storing(index: int, copy: Any) -> Callable[[Any], None]:
-            return lambda part: self._store(output, found[output.name, index], copy, part)
-
-        gifts, receipts = [], []
+        described = self.plan.work.output(output.name)
+        turned, copies, dst = described.turned, list[tuple[Copy, int, int]](), dict[int, Any]()
         for peer in range(len(self.plan.ranks)):
             for index, copy in self._taken(output, peer):
-                if peer != self.rank:
-                    if copy.src == self.rank:
-                        gifts.append(Gift(peer, part[copy.src_index]))
-                elif copy.src == self.rank:
-                    storing(index, copy)(part[copy.src_index])
-                else:
-                    receipts.append(Receipt(copy.src, (copy.nrows, copy.ncols), storing(index, copy)))
-        self._traded += trade(self._group.comm, gifts, receipts, np.dtype(output.dtype))
+                copies.append((copy, copy.src, peer))
+                if peer == self.rank:
+                    dst[copy.dst] = found[output.name, index].T if turned.transposed else found[output.name, index]
+        self._exchange(copies, {self.rank: self._parts[output.name]}, dst, conjugated=turned.conjugated)
+        for copy, _, peer in copies:
+            if peer == self.rank:
+                place = dst[copy.dst][copy.dst_index]
+                made = triangle_of(self.kernels, described.form, place, copy.row, copy.col)
+                if made is not place:
+                    assign(place, made)
         return found
 
     # Messages between participants

@@ -255,12 +255,16 @@ class FactorJob(Job[FactorPlacement]):
         marks.append(time.perf_counter())
 
     def _put(self, name: str, copy: Copy, part: Any) -> None:
-        """Write a part of an operand to its place, and add it up there: the sum of a NaN or an infinity is none."""
+        """Write a part of an operand to its place."""
         task = self.plan.problem.task
         turned, target = task.turned(name), self._execution.held(self.plan.problem.operands.index(name))
         put(target, copy, part, turned.transposed, turned.conjugated)
-        if task.check_finite and part.dtype.kind in "fc":
-            place = target[copy.dst_index]
+        self._note(name, copy)
+
+    def _note(self, name: str, copy: Copy) -> None:
+        """Add up a part of an operand that is in its place, if it is to be finite: so is its sum then, or too large."""
+        place = self._execution.held(self.plan.problem.operands.index(name))[copy.dst_index]
+        if self.plan.problem.task.check_finite and place.dtype.kind in "fc":
             with np.errstate(all="ignore"):
                 self._sums.append((name, copy, place, place.T.sum()))
 
