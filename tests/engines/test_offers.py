@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from dask_distmm.engines.peer.offers import BLOCKS, Allocation, Expected, Offer
+from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Allocation, Expected, Offer
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning import Worker, plan
@@ -34,7 +34,7 @@ def offer(made):
     found.add(0, 1, allocation, Span(HERE, 24, 4))
     found.add(1, 0, allocation, Span(HERE + 256 + 5 * 32, -32, 4))
     found.add(BLOCKS, 0, allocation, Span(HERE + 1024, 64, 4))
-    found.add_flags(allocation, HERE + 2048)
+    found.add(FLAGS, 0, allocation, Span(HERE + 2048, 0, 4))
     return found.to_wire()
 
 
@@ -50,10 +50,10 @@ def test_there_and_back(made):
     assert told.alive == [77, 2**63 + 5]
     assert told.allocation(0) == Allocation(b"h" * 64, 4096, 77, HERE)
     assert len(told.numbers) == 1
-    assert told.flags == (0, 2048)
     assert found.places[0][1].tolist() == [[-1] * 4, [0, 0, 24, 4]]
     assert found.places[1][1].tolist() == [[0, 256 + 5 * 32, -32, 4]]
     assert found.places[BLOCKS][1].tolist() == [[0, 1024, 64, 4]]
+    assert found.places[FLAGS][1].tolist() == [[0, 2048, 0, 4]]
     assert (found.places[0][0] == -1).all()
 
 
@@ -105,10 +105,12 @@ def move(row, column, value):
         (allocations([(15, 77, HERE)]), "reaches"),
         (allocations([(2**64 - 1, 77, HERE)]), None),
         (change("places", b"12345"), "buffer size"),
-        (change("places", b""), "chunk 0 of B is not in it"),
-        (change("flags", None), "without flags"),
-        (change("flags", [0, 4096 - 8]), "reaches"),
-        (change("flags", [3, 0]), "allocation 3"),
+        (change("places", b""), "a rank without flags"),
+        (lambda wire: change("places", wire["places"][:48] + wire["places"][96:])(wire), "chunk 0 of B is not in it"),
+        (move(3, 0, BLOCKS), "without flags"),
+        (move(3, 1, 1), "matrix 1 of operand -1 does not exist"),
+        (move(3, 3, 4096 - 8), "reaches"),
+        (move(3, 2, 3), "allocation 3"),
         (move(0, 3, -4), "reaches"),
         (move(0, 3, 4096 - 16), "reaches"),
         (move(0, 4, 2**40), "reaches"),
@@ -119,11 +121,9 @@ def move(row, column, value):
         (move(0, 1, 2), "matrix 2 of operand 0 does not exist"),
         (move(0, 1, -1), "matrix -1 of operand 0 does not exist"),
         (move(0, 0, 2), "matrix 1 of operand 2 does not exist"),
-        (move(0, 0, -2), "matrix 1 of operand -2 does not exist"),
-        (change("flags", [2**64 - 1, 0]), "natural number"),
-        (change("flags", [0, 2**64 - 1]), "natural number"),
-        (change("flags", [0, 2**61]), "reaches"),
-        (change("flags", [0, 2**61 + 1]), "natural number"),
+        (move(0, 0, -3), "matrix 1 of operand -3 does not exist"),
+        (move(3, 3, 2**61), "reaches"),
+        (move(3, 3, 2**61 + 2**10), "out of range"),
         (move(0, 3, -(2**63)), "out of range"),
         (move(1, 3, 0), "reaches from byte -160"),
         (move(2, 4, 4000), "reaches"),

@@ -42,8 +42,7 @@ from dask_distmm.engines.peer.factor_panels import (
     offered_by,
 )
 from dask_distmm.engines.peer.memory import Exporter
-from dask_distmm.engines.peer.offering import add, add_flags
-from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, Expected, Offer
+from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected, Offer
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.engines.tridiagonal.conquer import row_bounds
@@ -172,7 +171,7 @@ class PeerFactorJob(GpuFactorJob):
         plan, work, exporter = self.plan, self.plan.work, self._state.exporter
         shapes: list[tuple[int, int]] = [(rows, cols) for rows, cols, _ in offered_by(plan, self.rank).tolist()]
         extras = exporter.empty(shapes[EXTRAS], np.dtype(np.uint8), "F")
-        flags = exporter.empty((flag_count(plan),), np.dtype(np.int32))
+        flags = exporter.empty((1, flag_count(plan)), np.dtype(np.int32))
         flags[...] = 0
         self.exchange = PulledPanels(plan, self.comm, self._state, self._streams, flags, extras)
         array = exporter.empty(shapes[COLUMNS], plan.problem.dtype, "F")
@@ -200,12 +199,11 @@ class PeerFactorJob(GpuFactorJob):
         for number, output in enumerate(plan.problem.outputs):
             if output.name in self._parts:
                 self._offer(offer, BLOCKS, RESULTS + number, self._parts[output.name])
-        add_flags(offer, exporter, flags)
-        self._offered.append((BLOCKS, flags))
+        self._offer(offer, FLAGS, 0, flags)
 
     def _offer(self, offer: Offer, operand: int, number: int, array: Any) -> None:
         if array.size:
-            add(offer, self._state.exporter, operand, number, array)
+            self._state.exporter.tell(offer, operand, number, array)
             self._offered.append((operand, array))
 
     def forget(self, operands: Sequence[str]) -> None:

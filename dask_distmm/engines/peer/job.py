@@ -30,8 +30,7 @@ from dask_distmm.engines.gpu.gemm import Kinds, check_fp8
 from dask_distmm.engines.gpu.operands import DeviceChunks, mark
 from dask_distmm.engines.peer.buffers import OperandBuffers
 from dask_distmm.engines.peer.loads import Loads
-from dask_distmm.engines.peer.offering import make_offer
-from dask_distmm.engines.peer.offers import Expected
+from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Expected, Offer
 from dask_distmm.engines.peer.products import Gemms, Multiplication
 from dask_distmm.engines.peer.readable import Sources
 from dask_distmm.engines.peer.remote import Remote
@@ -153,10 +152,24 @@ class PeerJob(Job[Plan]):
             self._downloads = Downloads(self._result, rects, self.engine.downloads)
 
     def _make_offer(self, read: Mapping[str, NDArray[np.bool_]]) -> dict[str, Any]:
-        result = self._result if self.rank is not None else None
-        arguments = self.plan, self.me, self.chunks, result, self.engine.exporter, self._stream
-        offer, kept = make_offer(*arguments, read)
-        self._sources.kept += kept
+        """Offer all memory that others read; chunks in memory that can't be exported are copied once."""
+        exporter, stream = self.engine.exporter, self._stream
+        offer, offered = Offer(exporter.process), dict[int, Any]()
+        for number, name in enumerate(self.plan.problem.operands):
+            for index in np.flatnonzero(read[name][self.me]).tolist():
+                array = self.chunks[name, index]
+                if id(array) not in offered:  # A and B may be the same
+                    offered[id(array)] = exporter.exportable(array, stream)
+                exporter.tell(offer, number, index, offered[id(array)])
+        if self.rank is not None:
+            for number, array in self._result.shared():
+                if array.size:
+                    exporter.tell(offer, BLOCKS, number, array)
+            flags = self._result.flags
+            exporter.tell(offer, FLAGS, 0, flags)
+            cp.cuda.runtime.memsetAsync(flags.data.ptr, 0, flags.nbytes, stream.ptr)
+        offer.alive = exporter.alive()
+        self._sources.kept += offered.values()
         return offer.to_wire()
 
     def accept(self, offers: Sequence[Any]) -> None:

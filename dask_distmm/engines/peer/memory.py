@@ -27,8 +27,9 @@ from cuda.bindings import driver
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import log
-from dask_distmm.engines.peer.offers import Allocation
+from dask_distmm.engines.peer.offers import Allocation, Offer
 from dask_distmm.errors import EngineError
+from dask_distmm.layout.rectangles import span_of
 
 # Allocations of one exporter that stay mapped between runs; the least recently used leave.
 _MOST_MAPPED = 1024
@@ -85,6 +86,12 @@ class Exporter:
             address: told for address, told in self._told.items() if self._buffer_id(address) == told.buffer_id
         }
         return [told.buffer_id for told in self._told.values()]
+
+    def tell(self, offer: Offer, operand: int, number: int, array: Any) -> None:
+        """Tell in an offer where a matrix is stored, which can be exported."""
+        allocation = self.find(array.data.ptr)
+        assert allocation is not None
+        offer.add(operand, number, allocation, span_of(array))
 
     def _buffer_id(self, address: int) -> int | None:
         return _attribute(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, address)

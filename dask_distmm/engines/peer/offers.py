@@ -21,9 +21,9 @@ from dask_distmm.planning import Placement, Plan
 from dask_distmm.planning.peer.block_schedule import blocks
 from dask_distmm.planning.peer.model import reaches
 
-# The number, in place of an operand's, of all that ranks offer beside chunks: blocks of D, or block columns.
-BLOCKS = -1
-# Of a flag. A product has one for each rank (its part of the partial sums is done), and one for the rank's block of D.
+# The numbers, in place of an operand's, of what ranks offer beside chunks: blocks of D, or block columns; and one row of
+# flags. A product has one for each rank (its part of the partial sums is done), and one for the rank's block of D.
+BLOCKS, FLAGS = -2, -1
 FLAG_BYTES = 4
 _HANDLE_BYTES = 64
 _PROCESS_BYTES = 16
@@ -52,24 +52,16 @@ class Offer:
     def __init__(self, process: bytes, alive: Iterable[int] = ()) -> None:
         self.process, self.alive = process, list(alive)
         self._allocations: list[Allocation] = []
-        self._flags: tuple[int, int] | None = None
         self._numbers: dict[int, int] = {}
         self._rows: list[tuple[int, ...]] = []
 
     def add(self, operand: int, number: int, allocation: Allocation, span: Span) -> None:
         """Tell where a matrix is."""
-        at, offset = self._number(allocation), span.pointer - allocation.address
-        self._rows.append((operand, number, at, offset, span.row_stride, span.col_stride))
-
-    def add_flags(self, allocation: Allocation, pointer: int) -> None:
-        """Tell where the flags are."""
-        self._flags = self._number(allocation), pointer - allocation.address
-
-    def _number(self, allocation: Allocation) -> int:
-        if allocation.buffer_id not in self._numbers:
-            self._numbers[allocation.buffer_id] = len(self._allocations)
+        at = self._numbers.setdefault(allocation.buffer_id, len(self._allocations))
+        if at == len(self._allocations):
             self._allocations.append(allocation)
-        return self._numbers[allocation.buffer_id]
+        offset = span.pointer - allocation.address
+        self._rows.append((operand, number, at, offset, span.row_stride, span.col_stride))
 
     def to_wire(self) -> dict[str, Any]:
         """As plain types."""
@@ -81,7 +73,6 @@ class Offer:
             "handles": b"".join(one.handle for one in self._allocations),
             "allocations": numbers.tobytes(),
             "places": table.tobytes(),
-            "flags": None if self._flags is None else list(self._flags),
         }
 
 
@@ -95,8 +86,6 @@ class Told(NamedTuple):
     handles: bytes
     # Size, buffer id and address of each.
     numbers: NDArray[np.uint64]
-    # Allocation and offset, if it is a rank.
-    flags: tuple[int, int] | None
 
     def allocation(self, number: int) -> Allocation:
         """Return one of its allocations."""
@@ -109,8 +98,8 @@ class Offers(NamedTuple):
 
     # The offer of each participant; None for this one, for those out of reach, and for those that offer nothing.
     told: list[Told | None]
-    # Where matrices lie, by operand (or `BLOCKS`): (participants, matrices, 4), with the number of the allocation (-1
-    # if it is not offered), the offset of the first element there, and the strides, in bytes.
+    # Where matrices lie, by operand (or `BLOCKS`, `FLAGS`): (participants, matrices, 4), with the number of the
+    # allocation (-1 if it is not offered), the offset of the first element there, and the strides, in bytes.
     places: dict[int, NDArray[np.int64]]
 
 
@@ -133,9 +122,9 @@ class Expected:
         self._is_rank = [index in plan.ranks for index in range(count)]
         self._needed = {name: read[name] & np.array(self._read)[:, None] for name in problem.operands}
         # Rows, columns and bytes of an element of all chunks of all operands, and of all blocks; for each operand and
-        # participant where its own begin, and how many there are. The last operand are the blocks.
+        # participant where its own begin, and how many there are. The last operands are the blocks and the flags.
         extents: list[NDArray[np.int64]] = []
-        self._first = np.zeros((len(problem.operands) + 1, count), np.int64)
+        self._first = np.zeros((len(problem.operands) - BLOCKS, count), np.int64)
         self._count = np.zeros_like(self._first)
         at = 0
         for operand, name in enumerate(problem.operands):
@@ -143,12 +132,12 @@ class Expected:
             extents.append(extents_of(np.repeat(rows, len(cols)), np.tile(cols, len(rows)), sizes[name]))
             self._first[operand], self._count[operand] = at, len(extents[-1])
             at += len(extents[-1])
+        of_flags = extents_of(np.ones(1, np.int64), np.array([flags]), FLAG_BYTES)
         for index, own in zip(plan.ranks, blocks, strict=True):
-            extents.append(own)
-            self._first[-1, index], self._count[-1, index] = at, len(own)
-            at += len(own)
-        # And of a rank's flags, at the end.
-        extents.append(extents_of(np.ones(1, np.int64), np.array([flags]), FLAG_BYTES))
+            for operand, some in ((BLOCKS, own), (FLAGS, of_flags)):
+                extents.append(some)
+                self._first[operand, index], self._count[operand, index] = at, len(some)
+                at += len(some)
         self._extents = np.concatenate(extents)
 
     @classmethod
@@ -180,8 +169,6 @@ class Expected:
                     tables.append(np.frombuffer(wire["places"], np.int64).reshape(-1, 2 + _TOLD))
                 except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
                     raise self._malformed(index, f"{type(error).__name__}: {error}") from error
-                if self._is_rank[index] and one.flags is None:
-                    raise self._malformed(index, "a rank without flags")
                 owners.append(index)
             told.append(one)
         participant = np.repeat(np.array(owners, np.int64), [len(table) for table in tables[1:]])
@@ -195,25 +182,22 @@ class Expected:
     ) -> dict[int, NDArray[np.int64]]:
         """Return where all matrices lie, of what each of some participants tells: operand, number, and the place."""
         operand, number = table[:, 0], table[:, 1]
-        last = len(self._needed)
-        known = (operand >= BLOCKS) & (operand < last)
-        operand = np.where(operand == BLOCKS, last, operand)
-        known &= (number >= 0) & (number < self._count[np.where(known, operand, 0), participant])
+        rows = len(self._count)
+        known = (operand >= BLOCKS) & (operand < rows + BLOCKS) & (number >= 0)
+        known &= number < self._count[np.where(known, operand, 0), participant]
         if not known.all():
             at = int(np.argmin(known))
-            raise self._malformed(int(participant[at]), f"matrix {number[at]} of operand {table[at, 0]} does not exist")
-        flagged = [(index, *one.flags, 0, FLAG_BYTES) for index, one in enumerate(told) if one and one.flags]
-        flags = np.array(flagged, np.int64).reshape(-1, 1 + _TOLD)
-        owners, where = np.concatenate([participant, flags[:, 0]]), np.concatenate([table[:, 2:], flags[:, 1:]])
-        ids = np.full(len(where), len(self._extents) - 1)
-        ids[: len(table)] = self._first[operand, participant] + number
-        self._check(told, owners, where, self._extents[ids])
+            raise self._malformed(int(participant[at]), f"matrix {number[at]} of operand {operand[at]} does not exist")
+        self._check(told, participant, table[:, 2:], self._extents[self._first[operand, participant] + number])
         found: dict[int, NDArray[np.int64]] = {}
-        for row, counts in enumerate(self._count):
-            mine = operand == row
-            dense = np.full((len(told), int(counts.max()), _TOLD), -1, np.int64)
+        for key in range(BLOCKS, rows + BLOCKS):
+            mine = operand == key
+            dense = np.full((len(told), int(self._count[key].max()), _TOLD), -1, np.int64)
             dense[participant[mine], number[mine]] = table[mine, 2:]
-            found[row if row < last else BLOCKS] = dense
+            found[key] = dense
+        for index, one in enumerate(told):
+            if one is not None and self._is_rank[index] and found[FLAGS][index, 0, 0] < 0:
+                raise self._malformed(index, "a rank without flags")
         for row, (name, needed) in enumerate(self._needed.items()):
             for index, missing in np.argwhere(needed & (found[row][..., 0] < 0)).tolist():
                 if told[index] is not None:
@@ -267,14 +251,4 @@ def _told(wire: Mapping[str, Any]) -> Told:
     handles, numbers = wire["handles"], np.frombuffer(wire["allocations"], np.uint64).reshape(-1, 3)
     if not isinstance(handles, bytes) or len(handles) != _HANDLE_BYTES * len(numbers):
         raise ValueError(f"handles are not {_HANDLE_BYTES} bytes for each of {len(numbers)} allocations")
-    flags = None
-    if wire["flags"] is not None:
-        allocation, offset = map(_natural, wire["flags"])
-        flags = allocation, offset
-    return Told(process, np.frombuffer(wire["alive"], np.uint64).tolist(), handles, numbers, flags)
-
-
-def _natural(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST:
-        raise ValueError(f"expected a natural number up to 2**61, found {str(value)[:40]}")
-    return value
+    return Told(process, np.frombuffer(wire["alive"], np.uint64).tolist(), handles, numbers)

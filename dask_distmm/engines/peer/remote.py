@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import PeerLostError
-from dask_distmm.engines.peer.offers import FLAG_BYTES, Offers
+from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Offers
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Placement
@@ -32,6 +32,7 @@ class Remote:
         self._gone = gone
         self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
         self._awake: set[int] = set()
+        self._flags: dict[int, int] = {}
         self._views: dict[tuple[int, int, int], Any] = {}
         # Where all allocations are in this process, 0 if they are not mapped; those of each participant together.
         self._bases = [np.empty(0, np.int64)] * len(offers.told)
@@ -134,14 +135,9 @@ class Remote:
 
     def _look(self, holder: int, flag: int) -> bool:
         """Read a flag in another GPU's memory."""
-        told = self._offers.told[holder]
-        if told is None or told.flags is None:
-            raise EngineError(f"{self._plan.participants[holder].address} is a rank and offers no memory")
-        number, offset = told.flags
-        if not self._bases[holder][number]:
-            self._map(holder, number)
-        stream, runtime = self._engine.looking, cp.cuda.runtime
-        at = int(self._bases[holder][number]) + offset + flag * FLAG_BYTES
+        if holder not in self._flags:
+            self._flags[holder] = int(self.spans(FLAGS, np.array([holder]), np.array([0]))[0, 0])
+        stream, runtime, at = self._engine.looking, cp.cuda.runtime, self._flags[holder] + flag * FLAG_BYTES
         runtime.memcpyAsync(self._seen.ctypes.data, at, FLAG_BYTES, runtime.memcpyDefault, stream.ptr)
         stream.synchronize()
         return bool(self._seen[0])

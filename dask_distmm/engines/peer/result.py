@@ -139,7 +139,7 @@ class Result:
             size = max(((r[1] - r[0]) * (r[3] - r[2]) for r in final), default=0)
             limit = max(most, problem.options.buffer_bytes // 4 // _ADDING // self.sums.itemsize)
             self._adding = [cp.empty(min(size, limit), self.sums) for _ in range(_ADDING)]
-        self.flags = empty((len(plan.ranks) + 1,), np.dtype(np.int32))
+        self.flags = empty((1, len(plan.ranks) + 1), np.dtype(np.int32))
         self._there: dict[int, list[tuple[int, Rect]]] = collections.defaultdict(list)
         (self._own,) = make_copies([table_of(self._find_own(), self.sums.itemsize)], self.sums.itemsize, here=True)
         self._upper: list[Any] = []
