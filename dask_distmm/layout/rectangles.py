@@ -39,6 +39,10 @@ class Span(NamedTuple):
     row_stride: int
     col_stride: int
 
+    def at(self, row: int, col: int) -> Span:
+        """Return where the part lies that begins at a row and a column."""
+        return self._replace(pointer=self.pointer + row * self.row_stride + col * self.col_stride)
+
 
 def span_of(array: Any) -> Span:
     """Return where a device array is."""

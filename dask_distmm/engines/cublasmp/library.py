@@ -20,9 +20,9 @@ from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, nccl_version
 from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS, PLAIN, Kinds, Memory, Native, alpha_beta
 from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
-from dask_distmm.layout import ProcessGrid
+from dask_distmm.layout import Layout, ProcessGrid
 from dask_distmm.numeric.types import FP8
-from dask_distmm.planning.cublasmp.tiles import Stored, Tiles
+from dask_distmm.planning.cublasmp.tiles import Tiles
 
 # The stream and the communicators that a process keeps between its runs
 
@@ -256,7 +256,7 @@ class _Multiply:
         cublasMp.matmul_descriptor_destroy(self._descriptor)
 
 
-def _matrix_descriptor(matrix: Stored, ld: int, dtype: str, grid: int) -> int:
+def _matrix_descriptor(matrix: Layout, ld: int, dtype: str, grid: int) -> int:
     return int(cublasMp.matrix_descriptor_create(*matrix.shape, *matrix.blocks, 0, 0, ld, DATA_TYPES[dtype], grid))
 
 

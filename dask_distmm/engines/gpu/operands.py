@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cupy as cp
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.gpu.host import device_like, in_type, to_device
 from dask_distmm.errors import EngineError
+from dask_distmm.layout.rectangles import Span
 from dask_distmm.numeric.types import FP8, carried
 from dask_distmm.planning import Problem
 
@@ -75,6 +76,14 @@ class DeviceChunks:
     def all_arrays(self) -> list[Any]:
         """All device memory that it holds."""
         return [*self.arrays.values(), *(source for source, _, _ in self._conversions)]
+
+
+def array_at(span: Span, shape: Sequence[int], dtype: np.dtype, owner: Any) -> cp.ndarray:
+    """Return a matrix as an array over memory that an owner has."""
+    pointer, *steps = span
+    size = dtype.itemsize + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+    memory = cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(pointer, size, owner), 0)
+    return cp.ndarray(tuple(shape), dtype, memory, strides=tuple(steps))
 
 
 def usable(chunk: Any, order: str) -> bool:

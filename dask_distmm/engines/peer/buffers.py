@@ -73,9 +73,8 @@ class OperandBuffers:
     def target(self, load: Load) -> DeviceView:
         """Return the place in a buffer that a load fills."""
         assert load.slot is not None
-        span = span_of(self.arrays[load.slot])
-        stride = span.row_stride if load.operand == 0 else span.col_stride
-        return DeviceView(span._replace(pointer=span.pointer + load.at * stride), self._orders[load.operand])
+        at = (load.at, 0) if load.operand == 0 else (0, load.at)
+        return DeviceView(span_of(self.arrays[load.slot]).at(*at), self._orders[load.operand])
 
     def complete(self, load: Load, stream: cp.cuda.Stream) -> None:
         """Put on a stream the padding and the conjugation of a part whose copies are on that stream already."""

@@ -21,7 +21,7 @@ from dask_distmm.planning import Placement, Plan
 from dask_distmm.planning.peer.block_schedule import blocks
 from dask_distmm.planning.peer.model import reaches
 
-# The numbers, in place of an operand's, of what ranks offer beside chunks: blocks of D, or block columns; and one row of
+# The numbers, in place of an operand's, of what ranks offer beside chunks: blocks of D, or block columns; and a row of
 # flags. A product has one for each rank (its part of the partial sums is done), and one for the rank's block of D.
 BLOCKS, FLAGS = -2, -1
 FLAG_BYTES = 4

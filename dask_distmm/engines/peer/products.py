@@ -268,9 +268,8 @@ class Gemms:
                 )
                 m, n, k = (padded(extent, self._multiple) for extent in (i1 - i0, j1 - j0, kk))
                 shape = Shape(m, n, k, True, (self._op(1, b), self._op(0, a)))
-                at = span_of(array)
-                start = at.pointer + (i0 - top) * at.row_stride + (j0 - left) * at.col_stride
-                d = Memory(start, max(1, at.row_stride // array.dtype.itemsize))
+                at = span_of(array).at(i0 - top, j0 - left)
+                d = Memory(at.pointer, max(1, at.row_stride // array.dtype.itemsize))
                 found.append(Gemm(shape, self._kinds, rows, cols, d, add=add, native=self._native(j0)))
         return found
 

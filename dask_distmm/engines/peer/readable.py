@@ -18,7 +18,7 @@ from dask_distmm.engines.gpu.copy_kernels import Launch, copy_rectangles
 from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import Memory
 from dask_distmm.engines.gpu.host import Uploads, in_type, staging
-from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.gpu.operands import array_at, record
 from dask_distmm.engines.panels import ChunkBlock
 from dask_distmm.engines.peer.offers import BLOCKS
 from dask_distmm.layout.rectangles import (
@@ -181,8 +181,8 @@ class DeviceView(NamedTuple):
 
 def moved(view: DeviceView, axis: int, by: int, size: int) -> Memory:
     """Return a matrix from a later row (axis 0) or column on, as the library wants it."""
-    pointer, row, col = view.span
-    return Memory(pointer + by * (row, col)[axis], max(1, (row if view.order == "C" else col) // size))
+    pointer, row, col = view.span.at(*((by, 0) if axis == 0 else (0, by)))
+    return Memory(pointer, max(1, (row if view.order == "C" else col) // size))
 
 
 class Parts(NamedTuple):
@@ -259,10 +259,6 @@ class Sources:
         """Bytes that were pulled from other participants."""
         return self.remote.pulled_bytes if self.remote is not None else 0
 
-    def copy(self, found: Sequence[Rectangle], itemsize: int, stream: cp.cuda.Stream) -> None:
-        """Put copies of elements of this many bytes on a stream."""
-        self.run(make_copies([table_of(found, itemsize)], itemsize)[0], stream)
-
     def run(self, copies: CopyBatch, stream: cp.cuda.Stream) -> None:
         """Put copies on a stream; they are kept until all is over."""
         copies.run(stream, self.streams[1:])
@@ -306,11 +302,10 @@ class Sources:
             return None
         span = span_of(self.chunks[name, index])
         rows, cols = rect[1] - rect[0], rect[3] - rect[2]
-        start = span.pointer + at[0][1] * span.row_stride + at[1][1] * span.col_stride
         order = "C" if span.col_stride == size or (cols == 1 and rows > 1) else "F"
         if rows == 1 and cols > 1 and span.col_stride != size:
             order = "F"
-        return DeviceView(Span(start, span.row_stride, span.col_stride), order), rows, cols
+        return DeviceView(span.at(at[0][1], at[1][1]), order), rows, cols
 
     def own_copies(self, parts: Parts) -> CopyBatch:
         """Return the copies of the parts whose chunks are on this GPU."""
@@ -411,7 +406,8 @@ class Sources:
         for data, span, shape in zip(found, parts.targets.tolist(), shapes, strict=True):
             self.ended.check()
             is_fp8 = type_name in FP8 and data.dtype.itemsize == 1
-            part, target = data.view(np.uint8) if is_fp8 else typed(data, type_name), self._matrix(span, shape, goal)
+            part = data.view(np.uint8) if is_fp8 else typed(data, type_name)
+            target = array_at(Span(*span), shape, carried(goal, "cupy"), self)
             # A sender with a GPU has converted chunks that are multiplied in another type.
             held = goal if part.dtype == target.dtype else type_name
             if not isinstance(part, cp.ndarray):
@@ -421,13 +417,6 @@ class Sources:
             stream.wait_event(record(cp.cuda.Stream.null))
             with stream:
                 target[...] = in_type(part, held, target.dtype)
-
-    def _matrix(self, span: Sequence[int], shape: Sequence[int], type_name: str) -> cp.ndarray:
-        """Return a matrix in this GPU's memory from its address and strides."""
-        (pointer, *steps), dtype = span, carried(type_name, "cupy")
-        size = dtype.itemsize + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
-        memory = cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(pointer, size, self), 0)
-        return cp.ndarray(tuple(shape), dtype, memory, strides=tuple(steps))
 
     def gather(self, finishing: Finishing | NativeBias, stream: cp.cuda.Stream) -> None:
         """Pull the inputs of the formula on this rank; let a stream wait for them."""

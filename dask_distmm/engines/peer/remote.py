@@ -12,9 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import PeerLostError
+from dask_distmm.engines.gpu.operands import array_at
 from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Offers
 from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.errors import EngineError
+from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning import Placement
 
 # Between two looks at a flag (seconds).
@@ -72,10 +74,8 @@ class Remote:
         """Return a matrix of another participant as an array over its memory; parameters and errors as of `spans`."""
         key = holder, operand, number
         if key not in self._views:
-            pointer, *steps = self.spans(operand, np.array([holder]), np.array([number]))[0].tolist()
-            size = dtype.itemsize + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
-            memory = cp.cuda.MemoryPointer(cp.cuda.UnownedMemory(pointer, size, self), 0)
-            self._views[key] = cp.ndarray(shape, dtype, memory, strides=tuple(steps))
+            span = Span(*self.spans(operand, np.array([holder]), np.array([number]))[0].tolist())
+            self._views[key] = array_at(span, shape, dtype, self)
         return self._views[key]
 
     def _map(self, holder: int, number: int) -> None:

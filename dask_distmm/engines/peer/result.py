@@ -229,8 +229,7 @@ class Result:
                 buffer = self._adding[number][: rows * cols].reshape(rows, cols)
                 source = self._sources.block(self.plan.ranks[rank], 0, rows * cols * size)
                 assert source is not None
-                start = source.pointer + (top - rect[0]) * source.row_stride + (c0 - rect[2]) * source.col_stride
-                copy = Rectangle(source._replace(pointer=start), span_of(buffer), rows, cols)
+                copy = Rectangle(source.at(top - rect[0], c0 - rect[2]), span_of(buffer), rows, cols)
                 (copies,) = make_copies([table_of([copy], size)], size)
                 part = own[top - rect[0] : top + rows - rect[0], c0 - rect[2] : c1 - rect[2]]
                 found.append(_Sum(number, buffer, copies, part))
@@ -248,7 +247,7 @@ class Result:
             if found is None:
                 missing.update(index for index, _ in parts)
                 continue
-            sources.copy(found, size, self._pulls)
+            sources.run(make_copies([table_of(found, size)], size)[0], self._pulls)
             stream.wait_event(record(self._pulls))
         self.missing = sorted(missing)
         outputs: dict[ResultKey, Any] = {("", index): chunk for index, chunk in self._chunks.items()}
@@ -299,11 +298,8 @@ class Result:
         if r0 >= r1 or c0 >= c1:
             return []
         top, _, left, _ = self.plan.chunk_rect(index)
-        target = span_of(self._chunks[index])
-        start = target.pointer + (r0 - top) * target.row_stride + (c0 - left) * target.col_stride
-        begin = source.pointer + (r0 - whole[0]) * source.row_stride + (c0 - whole[2]) * source.col_stride
-        to = target._replace(pointer=start)
-        return [Rectangle(source._replace(pointer=begin), to, r1 - r0, c1 - c0)]
+        target = span_of(self._chunks[index]).at(r0 - top, c0 - left)
+        return [Rectangle(source.at(r0 - whole[0], c0 - whole[2]), target, r1 - r0, c1 - c0)]
 
     @property
     def arrays(self) -> list[Any]:

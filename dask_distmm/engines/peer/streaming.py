@@ -219,5 +219,4 @@ class Streaming:
 
 def _shifted(view: DeviceView, rows: int, cols: int) -> DeviceView:
     """Return the part of a matrix that begins at a row and a column."""
-    pointer, down, across = view.span
-    return view._replace(span=Span(pointer + rows * down + cols * across, down, across))
+    return view._replace(span=view.span.at(rows, cols))

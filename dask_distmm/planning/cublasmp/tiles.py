@@ -50,18 +50,6 @@ HALVES_STEP = ALIGNED_BYTES // 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """A distributed matrix as the library sees it: column-major, all numbers in its terms."""
-
-    # Rows and columns of the whole, padding included.
-    shape: tuple[int, int]
-    # Rows and columns of a block.
-    blocks: tuple[int, int]
-    # The process grid.
-    grid: ProcessGrid
-
-
-@dataclasses.dataclass(frozen=True)
 class Tile:
     """How one of A, B and D is distributed."""
 
@@ -83,12 +71,10 @@ class Tile:
         return self.local_shape or self.layout.local_shape(rank)
 
     @property
-    def stored(self) -> Stored:
-        """The same for the library: the transpose of a C-ordered matrix is column-major."""
-        shape, blocks, grid = self.shape, self.layout.blocks, self.layout.grid
-        if self.order == "F":
-            return Stored(shape, blocks, grid)
-        return Stored((shape[1], shape[0]), (blocks[1], blocks[0]), grid.transpose())
+    def stored(self) -> Layout:
+        """The whole as the library sees it, padding included: the transpose of a C-ordered matrix is column-major."""
+        (m, n), (mb, nb), grid = self.shape, self.layout.blocks, self.layout.grid
+        return Layout((m, n), (mb, nb), grid) if self.order == "F" else Layout((n, m), (nb, mb), grid.transpose())
 
 
 @dataclasses.dataclass(frozen=True)
