@@ -10,7 +10,7 @@ build on one another in this order:
 """
 
 from dask_distmm.layout.layouts import Axis, Layout, ProcessGrid
-from dask_distmm.layout.redistribute import AxisCopies, Copies, Copy, Legs, Moves, intersect, redistribution
+from dask_distmm.layout.redistribute import AxisCopies, Copies, Copy, Moves, intersect, redistribution
 
 __all__ = [
     "Axis",
@@ -18,7 +18,6 @@ __all__ = [
     "Copies",
     "Copy",
     "Layout",
-    "Legs",
     "Moves",
     "ProcessGrid",
     "intersect",

@@ -155,13 +155,15 @@ class Shuffle:
         self.sends: list[tuple[int, int, int]] = []
         self.receives: list[tuple[int, int, int]] = []
         sources, targets = ({number: span_of(x) for number, x in arrays.items()} for arrays in (src, dst))
-        legs = moves.legs(me)
-        if len(legs.home) and not skip_home:
-            self.packing.append(rectangles(legs.home, sources, targets, order))
-        for peer, leg in sorted(legs.send.items()):
-            self._send(ranks.index(peer), leg, sources)
-        for peer, leg in sorted(legs.receive.items()):
-            self._receive(ranks.index(peer), leg, targets)
+        home, others = moves.between(me, me), [(rank, peer) for rank, peer in enumerate(ranks) if peer != me]
+        if len(home) and not skip_home:
+            self.packing.append(rectangles(home, sources, targets, order))
+        for rank, peer in others:
+            if len(leg := moves.between(me, peer)):
+                self._send(rank, leg, sources)
+        for rank, peer in others:
+            if len(leg := moves.between(peer, me)):
+                self._receive(rank, leg, targets)
 
     def _buffer(self, size: int) -> int:
         self.buffers.append(self._allocate(size))

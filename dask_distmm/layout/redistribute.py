@@ -34,9 +34,8 @@ were neighbours on both sides in the other, and such neighbours are one copy of 
 It is therefore kept as its two factors, and rectangles are made while iterating.
 
 `Moves` lists the rectangles of a `redistribution` with the participants that hold their source and their
-destination. `Moves.legs` sorts those of one participant: what it copies at home, and what it sends to and
-receives from each other one. Both ends of a leg list the same rectangles in the same order, so that a leg can
-travel as one vector without saying what is in it.
+destination. Both list the same rectangles between two of them in the same order, so that these can travel as one vector
+without saying what is in it.
 """
 
 from __future__ import annotations
@@ -218,26 +217,9 @@ class Moves:
         for number in np.unique(numbers):
             yield self.take(order[numbers == number])
 
-    def legs(self, me: int) -> Legs:
-        """Return the moves of participant `me`."""
-        mine, theirs = self.src_owner == me, self.dst_owner == me
-        away, coming = self.take(mine & ~theirs), self.take(theirs & ~mine)
-        return Legs(
-            home=self.take(mine & theirs),
-            send={int(p): away.take(away.dst_owner == p) for p in np.unique(away.dst_owner)},
-            receive={int(p): coming.take(coming.src_owner == p) for p in np.unique(coming.src_owner)},
-        )
-
-
-@dataclass(frozen=True)
-class Legs:
-    """One participant's part of a `Moves`."""
-
-    # Rectangles that stay with it.
-    home: Moves
-    # Rectangles that go to and come from each other participant.
-    send: dict[int, Moves]
-    receive: dict[int, Moves]
+    def between(self, src_owner: int, dst_owner: int) -> Moves:
+        """Return the rectangles that go from one participant to another."""
+        return self.take(np.flatnonzero((self.src_owner == src_owner) & (self.dst_owner == dst_owner)))
 
 
 # From one layout of a matrix to another: which rectangles to copy

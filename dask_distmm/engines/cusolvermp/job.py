@@ -326,17 +326,17 @@ class CusolverMpJob(GpuFactorJob):
         self._execution.group = groups[number]
         return groups[number]
 
-    def _fetched(self) -> dict[tuple[str, int], list[Any]]:
-        """Return by operand and holder the parts that workers have which are not ranks."""
-        assert self.rank is not None
-        asked: dict[tuple[str, int], list[tuple[int, ...]]] = {}
-        for number, name in enumerate(self.plan.problem.operands):
-            for _, box in self._parts_of(name, self.rank):
-                holder = int(self.plan.where[name][box[0]])
-                if holder not in self.plan.ranks:
-                    asked.setdefault((name, holder), []).append((number, *box))
-        answers = {key: self.comm.fetch(key[1], "input", np.array(boxes), False) for key, boxes in asked.items()}
-        return {key: list(wait_checked(answer, self.ended.check)) for key, answer in answers.items()}
+    def _fetched(self) -> dict[str, list[tuple[Copy, Any]]]:
+        """Return by operand the parts that workers have which are not ranks."""
+        asked = {name: self._ask(name, self.plan.ranks)[1] for name in self.plan.problem.operands}
+        return {
+            name: [
+                one
+                for copies, answer in some
+                for one in zip(copies, wait_checked(answer, self.ended.check), strict=True)
+            ]
+            for name, some in asked.items()
+        }
 
     def _gather(self) -> None:
         """Write this rank's block columns of the operands."""
@@ -347,10 +347,8 @@ class CusolverMpJob(GpuFactorJob):
         plan, rank_of = self.plan, {index: rank for rank, index in enumerate(self.plan.ranks)}
         for number, name in enumerate(plan.problem.operands):
             turned, target = plan.problem.task.turned(name), self._execution.held(number)
-            outside = {holder: iter(parts) for (operand, holder), parts in self._outside.items() if operand == name}
             copies: list[tuple[Copy, int, int]] = []
             src: dict[int, Any] = {}
-            mine: dict[Copy, int] = {}
             for peer in rank_of.values():
                 for copy, (index, *_) in self._parts_of(name, peer):
                     holder = int(plan.where[name][index])
@@ -358,15 +356,12 @@ class CusolverMpJob(GpuFactorJob):
                         copies.append((copy, rank_of[holder], peer))
                     if holder == self.me:
                         src[copy.src] = self.chunks[name, index].T if turned.transposed else self.chunks[name, index]
-                    if peer == self.rank:
-                        mine[copy] = holder
             self._exchange(copies, src, {self.rank: target}, conjugated=turned.conjugated)
-            for copy, holder in mine.items():
-                if holder in outside:
-                    self._put(name, copy, cp.asarray(next(outside[holder]), plan.problem.dtype))
-                else:
+            for copy, _, peer in copies:
+                if peer == self.rank:
                     self._note(name, copy)
-        self._outside = {}
+            for copy, part in self._outside.pop(name):
+                self._put(name, copy, cp.asarray(part, plan.problem.dtype))
 
     def _exchange(
         self, copies: Iterable[tuple[Copy, int, int]], src: dict[int, Any], dst: dict[int, Any], *, conjugated: bool

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -298,27 +298,36 @@ class FactorJob(Job[FactorPlacement]):
 
     def _gather(self) -> None:
         """Write this rank's block columns of the operands."""
-        assert self.rank is not None
-        for number, name in enumerate(self.plan.problem.operands):
-            here: list[tuple[Copy, Any]] = []
-            remote: dict[int, list[tuple[Copy, tuple[int, ...]]]] = collections.defaultdict(list)
-            for copy, box in self._parts_of(name, self.rank):
-                holder = int(self.plan.where[name][box[0]])
-                index, r0, r1, c0, c1 = box
-                if (chunk := self._chunk(holder, name, index)) is None:
-                    remote[holder].append((copy, box))
-                else:
-                    here.append((copy, chunk[r0:r1, c0:c1]))
-            asked = []
-            for holder, copies in remote.items():
-                boxes = np.array([(number, *box) for _, box in copies], np.int64)
-                asked.append((copies, self.comm.fetch(holder, "input", boxes, False)))
+        for name in self.plan.problem.operands:
+            here, asked = self._ask(name)
             for copy, part in here:
                 self.ended.check()
                 self._put(name, copy, part)
             for copies, answer in asked:
-                for (copy, _), part in zip(copies, wait_checked(answer, self.ended.check), strict=True):
+                for copy, part in zip(copies, wait_checked(answer, self.ended.check), strict=True):
                     self._put(name, copy, self.kernels.xp.asarray(part))
+
+    def _ask(
+        self, name: str, exchanging: Collection[int] = ()
+    ) -> tuple[list[tuple[Copy, Any]], list[tuple[list[Copy], Future[Sequence[Any]]]]]:
+        """Return the parts of an operand that are here, and those that others are asked for but do not exchange."""
+        assert self.rank is not None
+        here: list[tuple[Copy, Any]] = []
+        remote: dict[int, list[tuple[Copy, tuple[int, ...]]]] = collections.defaultdict(list)
+        number = self.plan.problem.operands.index(name)
+        for copy, (index, r0, r1, c0, c1) in self._parts_of(name, self.rank):
+            holder = int(self.plan.where[name][index])
+            if holder in exchanging:
+                continue
+            if (chunk := self._chunk(holder, name, index)) is None:
+                remote[holder].append((copy, (number, index, r0, r1, c0, c1)))
+            else:
+                here.append((copy, chunk[r0:r1, c0:c1]))
+        asked = []
+        for holder, some in remote.items():
+            boxes = np.array([box for _, box in some], np.int64)
+            asked.append(([copy for copy, _ in some], self.comm.fetch(holder, "input", boxes, False)))
+        return here, asked
 
     def _parts_of(self, name: str, rank: int) -> Iterator[tuple[Copy, tuple[int, int, int, int, int]]]:
         """Yield the parts of an operand that a rank reads: each as a copy, and as a box of a chunk."""
