@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import isqrt
 from typing import Any, Literal
 
@@ -54,7 +54,9 @@ class Axis:
         filled = np.flatnonzero(every)
         return cls(np.append(0, np.cumsum(every[filled])), filled, np.zeros_like(filled), len(every))
 
+    # Asked for once per rank and result.
     @classmethod
+    @lru_cache(maxsize=32)
     def block_cyclic(cls, length: int, block: int, nparts: int, source: int = 0) -> Axis:
         """Make the axis whose blocks are distributed round-robin over parts, `source` the first."""
         # Blocks that stay together are one segment.
