@@ -28,8 +28,7 @@ from dask_distmm.engines.base import Job, ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
 from dask_distmm.engines.gpu.gemm import Kinds, check_fp8
 from dask_distmm.engines.gpu.operands import DeviceChunks, mark
-from dask_distmm.engines.peer.buffers import OperandBuffers
-from dask_distmm.engines.peer.loads import Loads
+from dask_distmm.engines.peer.loads import Loads, OperandBuffers
 from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Expected, Offer
 from dask_distmm.engines.peer.products import Gemms, Multiplication
 from dask_distmm.engines.peer.readable import Sources

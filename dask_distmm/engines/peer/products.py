@@ -26,8 +26,7 @@ from dask_distmm.engines.base import log
 from dask_distmm.engines.gpu.finishing import NativeBias
 from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape
 from dask_distmm.engines.gpu.operands import mark, record
-from dask_distmm.engines.peer.buffers import OperandBuffers
-from dask_distmm.engines.peer.loads import Loads
+from dask_distmm.engines.peer.loads import Loads, OperandBuffers
 from dask_distmm.engines.peer.readable import DeviceView, Sources, moved
 from dask_distmm.engines.peer.result import Downloads, Result
 from dask_distmm.engines.peer.schedule import Product, ScheduleStep

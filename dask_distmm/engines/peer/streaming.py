@@ -22,8 +22,7 @@ import cupy as cp
 
 from dask_distmm.engines.gpu.finishing import NativeBias
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.peer.buffers import OperandBuffers
-from dask_distmm.engines.peer.loads import Loads
+from dask_distmm.engines.peer.loads import Loads, OperandBuffers
 from dask_distmm.engines.peer.making import DeviceMaker, Made, bits
 from dask_distmm.engines.peer.products import Gemms
 from dask_distmm.engines.peer.readable import DeviceView, Sources
