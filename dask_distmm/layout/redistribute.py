@@ -151,29 +151,16 @@ class Moves:
     def of(cls, copies: Copies, src_owner: ArrayLike, dst_owner: ArrayLike) -> Moves:
         """Make the table from the copies between two layouts and the owners of their parts."""
         rows, cols = copies.rows, copies.cols
-        shape = (len(rows), len(cols))
-
-        def by_row(values: Index) -> Index:
-            return np.broadcast_to(values[:, None], shape).ravel()
-
-        def by_col(values: Index) -> Index:
-            return np.broadcast_to(values, shape).ravel()
-
-        src = np.broadcast_to(copies.src.grid.ranks(rows.src_part[:, None], cols.src_part), shape).ravel()
-        dst = np.broadcast_to(copies.dst.grid.ranks(rows.dst_part[:, None], cols.dst_part), shape).ravel()
-        owner, target = np.asarray(src_owner, np.int64)[src], np.asarray(dst_owner, np.int64)[dst]
-        return cls(
-            src=src,
-            dst=dst,
-            src_owner=np.where(owner < 0, target, owner),
-            dst_owner=target,
-            src_row=by_row(rows.src_offset),
-            src_col=by_col(cols.src_offset),
-            dst_row=by_row(rows.dst_offset),
-            dst_col=by_col(cols.dst_offset),
-            nrows=by_row(rows.size),
-            ncols=by_col(cols.size),
+        columns = np.broadcast_arrays(
+            copies.src.grid.ranks(rows.src_part[:, None], cols.src_part),
+            copies.dst.grid.ranks(rows.dst_part[:, None], cols.dst_part),
+            *(rows.src_offset[:, None], cols.src_offset, rows.dst_offset[:, None], cols.dst_offset),
+            *(rows.size[:, None], cols.size),
         )
+        table = [column.ravel() for column in columns]
+        owner, target = np.asarray(src_owner, np.int64)[table[0]], np.asarray(dst_owner, np.int64)[table[1]]
+        table += [np.where(owner < 0, target, owner), target]
+        return cls(*table)
 
     @classmethod
     def to_each(cls, copies: Copies, src_owner: ArrayLike, parts: Mapping[int, ArrayLike]) -> Moves:
