@@ -40,7 +40,7 @@ class Span(NamedTuple):
     col_stride: int
 
     def at(self, row: int, col: int) -> Span:
-        """Return where the part lies that begins at a row and a column."""
+        """Return the place of the part that begins at a row and a column."""
         return self._replace(pointer=self.pointer + row * self.row_stride + col * self.col_stride)
 
 
