@@ -21,6 +21,7 @@ from residuals import (
 from run_events import newest_run, runs_after
 
 import dask_distmm
+from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.config import DaskCosts, read_options
 from dask_distmm.planning import Worker
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem
@@ -83,6 +84,29 @@ def test_covariances(routed):
 
 # SciPy, which Dask calls.
 @pytest.mark.filterwarnings("ignore:Calling .* with arguments of dtype=bool:DeprecationWarning")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_random_projections_are_dasks(routed, dtype):
+    """One run with the random vectors, the chunks and the signs of stock Dask's."""
+    a = (random(4000, 30) * np.arange(30, 0, -1)).astype(dtype)
+    x, seed = cut(a, 500, 30).persist(), int(np.random.default_rng().integers(2**31))
+    for options in ({}, {"n_power_iter": 1}, {"iterator": "QR", "n_power_iter": 2}, {"coerce_signs": False}):
+        with dask.config.set({"distmm.enabled": False}):
+            lazy = da.linalg.svd_compressed(x, 4, seed=seed, **options)
+            expected = dask.compute(*lazy)
+        with dask.config.set({"distmm.minimum-flops": 0}):
+            made = da.linalg.svd_compressed(x, 4, seed=seed, **options)
+        assert [one.chunks for one in made] == [one.chunks for one in lazy]
+        runs, *found = routed(*made)
+        assert runs == 1
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == other.dtype
+            same = np.asarray if options.get("coerce_signs", True) else abs
+            np.testing.assert_allclose(same(one), same(other), atol=2e3 * np.finfo(dtype).eps * abs(other).max())
+    # A generator goes on where the last call left it.
+    for seed in (da.random.default_rng(1), da.random.RandomState(1)):
+        assert problem_of(da.linalg.svd_compressed(x, 4, seed=seed)[0]) is None
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16"])
 @pytest.mark.parametrize("function", [da.linalg.solve, da.linalg.solve_triangular, np.linalg.solve])
 def test_narrow_integers_stay_dasks(function, dtype):

@@ -76,19 +76,26 @@ def with_tasks(made: Plan, workers: Sequence[Worker], costs: DaskCosts, *, lazy:
 def program_by_tasks(
     problem: ProgramProblem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts
 ) -> Estimate:
-    """Return what Dask's own tasks would take for a program: QR of each chunk, and of all R; of `cov` a product."""
+    """Return what Dask's own tasks would take for a program: QR of each chunk, and of all R; or products."""
     rows, cols = (sum(sizes) for sizes in problem.chunks["a"])
     chunks, threads = len(problem.chunks["a"][0]), sum(worker.nthreads for worker in workers)
     flops = 4 * (rows + chunks * cols) * cols**2 * (4 if problem.dtype.kind == "c" else 1)
     moved = chunks * cols**2 * problem.dtype.itemsize
     rate, touched = machine.rate(problem.compute_type) * min(threads, chunks), 0.0
-    if problem.builder == "cov":
+    tasks = _QR_TASKS
+    if problem.builder == "svd_compressed":
+        # Products by narrow matrices, QR of the last one, and the products that make U.
+        width, passes = problem.options_of_builder["width"], 2 + 2 * problem.options_of_builder["iterations"]
+        flops, tasks = rows * width * (2 * passes * cols + 6 * width), 2 * passes + 2 * _QR_TASKS
+        touched = float(passes * rows * cols * problem.dtype.itemsize)
+        moved = chunks * passes * cols * width * problem.dtype.itemsize
+    elif problem.builder == "cov":
         # Means, differences and their transposes are read and written beside the product.
         flops, touched = flops // 2, 4.0 * rows * cols * problem.dtype.itemsize
     else:
         rate *= _QR_SHARE
     phases = [Phase(flops, rate, touched), Phase(waited={"dask": moved})]
-    work = Work(phases, seconds=costs.start + chunks * _QR_TASKS * costs.task, moved=moved)
+    work = Work(phases, seconds=costs.start + chunks * tasks * costs.task, moved=moved)
     return estimate(work, machine, "dask", (chunks, 1, 1))
 
 

@@ -119,7 +119,15 @@ def pinv(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None)
 
 
 def svd_compressed(
-    p: Recorder, operands: Operands, wanted: Wanted, *, k: int, width: int, iterations: int, seed: int
+    p: Recorder,
+    operands: Operands,
+    wanted: Wanted,
+    *,
+    k: int,
+    width: int,
+    iterations: int,
+    seed: int | bytes,
+    by_sum: bool = False,
 ) -> None:
     """Find leading singular values by a random projection (Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1).
 
@@ -138,7 +146,7 @@ def svd_compressed(
 
     def finish(basis: Tall, divisor: Buffer | None = None) -> None:
         # Of the tall matrix A^H Q, so that signs are those of the right singular vectors of A.
-        p.on_root("singular_vectors", [z], [right, s, left], by_left=True)
+        p.on_root("singular_vectors", [z], [right, s, left], by_left=True, by_sum=by_sum)
         p.on_root("adjoint", [right], [vh])
         p.on_root("adjoint", [left], [turned])
         if divisor is not None:

@@ -104,11 +104,11 @@ def svd_compressed(
     m, n = a.shape
     if m < n and goes_by_rows(a.T, how):
         with left_beyond_memory(a):
-            found = _compressed_by_rows(adjoint(a), k, n_power_iter, n_oversamples, seed, how)
+            found = compressed_by_rows(adjoint(a), k, n_power_iter, n_oversamples, seed, how)
             return adjoint(found[2]), found[1], adjoint(found[0])
     if goes_by_rows(a, how):
         with left_beyond_memory(a):
-            return _compressed_by_rows(a, k, n_power_iter, n_oversamples, seed, how)
+            return compressed_by_rows(a, k, n_power_iter, n_oversamples, seed, how)
     count, turned = min(k + n_oversamples, m, n), adjoint(a)
     vectors = with_noise(da.zeros_like(a, shape=(n, count), chunks=(a.chunks[1], (count,))), 1.0, seed)
     q, _ = qr(times(a, vectors, how), **how)
@@ -120,17 +120,18 @@ def svd_compressed(
     return times(q, adjoint(left[:k]), how), s[:k], adjoint(right[:, :k])
 
 
-def _compressed_by_rows(
-    a: Array, k: int, iterations: int, more: int, seed: int, how: RunOptions
+def compressed_by_rows(
+    a: Array, k: int, iterations: int, more: int, seed: int | bytes, how: RunOptions, *, by_sum: bool = False
 ) -> tuple[Array, Array, Array]:
-    """Return what `svd_compressed` does of a tall matrix."""
+    """Return what `svd_compressed` does of a tall matrix, of random vectors or their seed; `by_sum`: as Dask's."""
     slabs, n = rows_of(a), a.shape[1]
     wanted: dict[str, tuple[Chunks, str]] = {
         "u": ((slabs.chunks[0], (k,)), a.dtype.name),
         "s": (row_chunks(k), np.empty(0, a.dtype).real.dtype.name),
         "vh": (((k,), (n,)), a.dtype.name),
     }
-    options = {"k": k, "width": min(k + more, n), "iterations": iterations, "seed": seed}
+    options: dict[str, Any] = {"k": k, "width": min(k + more, n), "iterations": iterations}
+    options |= {"seed": seed, "by_sum": by_sum}
     found = by_program("svd_compressed", {"a": slabs}, wanted, how=how, **options)
     return found["u"], found["s"][0], found["vh"].rechunk({1: a.chunks[1]})
 

@@ -39,6 +39,8 @@ from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import factor_by_tasks, factor_overhead, program_by_tasks
 from dask_distmm.runtime.client import current_client, recent_snapshot
 
+# Up to so many random numbers go with a graph.
+_DRAWN = 2**17
 # How Dask's own function is: "good"; "poor": it may be wrong, or NumPy's is called on whole matrices in this process;
 # "none": it raises.
 Dasks = Literal["good", "poor", "none"]
@@ -138,11 +140,24 @@ def _svd_compressed(
     compute: bool = False,
     coerce_signs: bool = True,
 ) -> Any:
+    if iterator not in ("power", "QR") or not isinstance(seed, int | np.integer | None):
+        return NotImplemented
+    if not isinstance(a, Array) or a.ndim != 2 or not 1 <= k <= min(a.shape):
+        return NotImplemented
+    extra = compression_level(min(a.shape), k, n_oversamples) - k
+    if _on_host(a):
+        small = a.dtype in (np.float32, np.float64) and a.shape[1] * (k + extra) <= _DRAWN
+
+        def make() -> Any:
+            drawn = da.random.default_rng(seed).standard_normal((a.shape[1], k + extra), chunks=(a.chunks[1], -1))
+            vectors = drawn.astype(a.dtype).compute(scheduler="sync").tobytes()
+            return leading.compressed_by_rows(a, k, n_power_iter, extra, vectors, {}, by_sum=coerce_signs)
+
+        return _take(make, a, dasks="good") if small and _by_rows(a) else NotImplemented
     # Dask's own makes NumPy's random vectors for any chunks.
-    if _on_host(a) or not coerce_signs or not isinstance(seed, int | np.integer | None):
+    if not coerce_signs:
         return NotImplemented
     seed = int(np.random.default_rng(seed).integers(2**31)) if seed is None else int(seed)
-    extra = compression_level(min(a.shape), k, n_oversamples) - k
     ours = leading.svd_compressed
     return _take(
         lambda: ours(a, k, n_power_iter=n_power_iter, n_oversamples=extra, seed=seed), a, dasks="none", run=False

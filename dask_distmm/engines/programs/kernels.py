@@ -237,8 +237,11 @@ class ProgramKernels(IterationKernels):
         """C = A^H."""
         c[...] = a.conj().T
 
-    def normal(self, x: Any, *, seed: int) -> None:
-        """Draw normally distributed numbers: the same on CPUs and GPUs."""
+    def normal(self, x: Any, *, seed: int | bytes) -> None:
+        """Draw normally distributed numbers, the same on CPUs and GPUs, or take those that have been drawn."""
+        if isinstance(seed, bytes):
+            x[...] = self.xp.asarray(np.frombuffer(seed, x.dtype).reshape(x.shape))
+            return
         random = np.random.default_rng(seed)
         found = random.standard_normal(x.shape)
         x[...] = self.xp.asarray(found + 1j * random.standard_normal(x.shape) if x.dtype.kind == "c" else found)
@@ -332,15 +335,16 @@ class ProgramKernels(IterationKernels):
         """Compute the leading singular values, as many as there is room for, and their vectors.
 
         The first one of the largest components of each right vector, or left one, is real and positive; or the sum of
-        the components of each right vector is not negative, as Dask has it.
+        its components is not negative, as Dask has it.
         """
         left, values, right = self._svd(r)
         k = s.shape[1]
         left, right = left[:, :k], right[:k]
+        vectors, one = left if by_left else right.conj().T, right.dtype.type(1)
         if by_sum:
-            factors = self.xp.where(right.sum(axis=1) >= 0, right.dtype.type(1), right.dtype.type(-1))
+            factors = self.xp.where(vectors.sum(axis=0).real >= 0, one, -one)
         else:
-            factors = unit_factors(self.blas, left if by_left else right.conj().T)
+            factors = unit_factors(self.blas, vectors)
         u[...], s[0], vh[...] = left * factors, values[:k], right * factors.conj()[:, None]
 
     def hermitian(self, s: Any, vh: Any, h: Any) -> None:
