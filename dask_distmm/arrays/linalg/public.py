@@ -113,7 +113,10 @@ EIGEN = (
     "one run on one worker; large matrices on several GPUs: block columns on all of them",
     "one worker: six times the matrix; block columns: its share of the matrix and of the vectors, twice",
 )
-ALONE = "one run on one worker; matrices of GPUs on its host, unless cuSOLVER has a function", "ten times the matrix"
+ALONE = (
+    "one run on one worker; matrices on GPUs by its host, where cuSOLVER lacks a function",
+    "eight times the matrix; `sqrtm` and `logm` of a real one fifteen and twenty times",
+)
 SINGULAR = (
     f"one run; {_ROWS}; others: one worker, or large matrices on GPUs several runs on all workers",
     "tall matrices: n x n; others: twelve times the matrix on one worker",

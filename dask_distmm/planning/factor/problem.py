@@ -227,7 +227,7 @@ DECOMPOSITIONS: dict[str, Decomposition] = {
         on_host=True,
     ),
     "sqrtm": _of_complex_triangle(10 / 3, 5, 0.25),
-    "logm": _of_complex_triangle(7, 7, 0.12),
+    "logm": _of_complex_triangle(7, 8, 0.12),
 }
 
 
