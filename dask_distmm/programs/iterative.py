@@ -1,4 +1,4 @@
-"""Iterative solvers: one run each, a product with A in each turn, dot products summed over ranks.
+"""Iterative solvers: one run each, a product with A in each turn, dot products summed over ranks; and exponentials.
 
 A rank has its chunks of rows of A, and the same rows of each vector, in one buffer. The vector that A is multiplied by
 comes to all ranks, with a flag of rank 0 that says whether there is another turn. Numbers are computed by all ranks
@@ -39,6 +39,8 @@ LSMR = (
 
 # The column of a basis that is next is the first number.
 GMRES = ("column", "scale", "keep", "met", "count", "residual", "goal", "factor", "limit", "broken", "start")
+LANCZOS = ("column", "scale", "beta", "broken", "count", "kept", "turns", "norm")
+
 # Powers of two: what A, its square and its cube are multiplied by; squares that are to come.
 EXPONENTIAL = ("of_a", "of_square", "of_cube", "left")
 # The Taylor polynomial of degree 18 of the exponential function, in five products (Bader, Blanes, Casas 2019): factors
@@ -52,11 +54,9 @@ _TAYLOR = (
      -1.39180257516060693404e-05),
     (0.0, 0.0, -9.23364619367118555360e-02, -1.69364939002081722752e-02, -1.40086798182036094347e-05),
 )  # fmt: skip
-# The norm up to which it has full precision, by bytes of a real number; so many squares are expected, and the most.
+# The norm up to which it has full precision, by bytes of a real number; squares that are expected, and the most.
 _TAYLOR_NORMS = {4: 3.010066362817634, 8: 1.090863719290036}
 _SQUARES, _MOST_SQUARES = 4, 1100
-
-LANCZOS = ("column", "scale", "beta", "broken", "count", "kept", "turns", "norm")
 
 
 class Vectors:

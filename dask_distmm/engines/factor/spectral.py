@@ -82,7 +82,7 @@ def _eig(kernels: Kernels, task: Factorization, a: Any) -> dict[str, Any]:
 
 # Triangles of a larger order are computed by halves.
 _HALVED = 64
-# Up to these distances from the identity a Pade approximant of the logarithm of so many terms has double precision.
+# Up to these distances from the identity a Pade approximant of the logarithm of 1, 2, ... terms has double precision.
 _DISTANCES = (1.1e-5, 1.82e-3, 1.62e-2, 5.39e-2, 0.114, 0.187, 0.264)
 # Square roots of what is finite are that close long before.
 _ROOTS = 100

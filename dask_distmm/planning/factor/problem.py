@@ -369,7 +369,7 @@ class Factorization:
 
     @property
     def decomposition(self) -> Decomposition:
-        """What is known of such a decomposition."""
+        """The entry of its kind in `DECOMPOSITIONS`."""
         return DECOMPOSITIONS[self.kind]
 
     @property
