@@ -9,6 +9,7 @@ from typing import Any
 
 import cupy as cp
 import numpy as np
+from cupyx import errstate
 from cupyx.cusolver import check_availability
 from numpy.typing import NDArray
 from nvmath.bindings import cublas, cusolverDn
@@ -201,7 +202,8 @@ class SolverKernels:
         """Return eigenvalues, and left and right eigenvectors, or None: by cuSOLVER where it has that, or the host."""
         if left or not check_availability("geev"):
             return self.on_host.eig(np.asfortranarray(self.host(a)), left=left, right=right)
-        w, v = cp.linalg.eig(a) if right else (cp.linalg.eigvals(a), None)
+        with errstate(linalg="raise"):
+            w, v = cp.linalg.eig(a) if right else (cp.linalg.eigvals(a), None)
         return w, None, v
 
     def laswp(self, a: Any, pivots: Any) -> None:
