@@ -53,7 +53,19 @@ from dask_distmm.arrays.linalg.solutions import (
     solve,
     solve_triangular,
 )
-from dask_distmm.arrays.linalg.spectral import eigh, eigvalsh, polar, svd, svdvals
+from dask_distmm.arrays.linalg.spectral import (
+    eig,
+    eigh,
+    eigvals,
+    eigvalsh,
+    expm,
+    logm,
+    polar,
+    schur,
+    sqrtm,
+    svd,
+    svdvals,
+)
 from dask_distmm.errors import MatrixError, NotSquareError, PlanError
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.computation_kinds import plan_computation
@@ -75,15 +87,19 @@ __all__ = [
     "cross",
     "det",
     "diagonal",
+    "eig",
     "eigh",
     "eigsh",
+    "eigvals",
     "eigvalsh",
     "explain",
+    "expm",
     "gmres",
     "gram",
     "inv",
     "kron",
     "lobpcg",
+    "logm",
     "lsmr",
     "lsqr",
     "lstsq",
@@ -104,9 +120,11 @@ __all__ = [
     "polar",
     "qr",
     "ridge",
+    "schur",
     "slogdet",
     "solve",
     "solve_triangular",
+    "sqrtm",
     "svd",
     "svd_compressed",
     "svdvals",

@@ -61,6 +61,24 @@ def _least(a: Any, b: Any) -> Any:
     return np.linalg.lstsq(a, b)[0]
 
 
+def _residual(x: Any, found: Any) -> Any:
+    """Return ``a @ v - v * w``; in which order eigenvalues are depends on the library."""
+    return x @ found.eigenvectors - found.eigenvectors * found.eigenvalues
+
+
+def _stack_rebuilt(found: Any) -> Any:
+    w, v = found
+    return linalg.solve(v.swapaxes(-1, -2), (v * w[..., None, :]).swapaxes(-1, -2)).swapaxes(-1, -2)
+
+
+def _squared(x: Any) -> Any:
+    return x @ x
+
+
+def _rebuilt(t: Any, z: Any) -> Any:
+    return z @ t @ z.swapaxes(-1, -2)
+
+
 def _svd(x: Any) -> Any:
     return np.linalg.svd(x, full_matrices=False)
 
@@ -100,6 +118,18 @@ CALLS = [
     Call("linalg.det", lambda x: linalg.det(x.a), lambda x: np.linalg.det(x.a)),
     Call("linalg.det", lambda x: linalg.det(x.q), lambda x: np.linalg.det(x.q)),
     Call("linalg.eigh", lambda x: linalg.eigh(x.s), lambda x: np.linalg.eigh(x.s), signs=True),
+    Call("linalg.eig", lambda x: _residual(x.a, linalg.eig(x.a)), lambda x: 0j * x.a),
+    Call("linalg.eig", lambda x: _residual(x.q, linalg.eig(x.q)), lambda x: 0j * x.q),
+    Call("linalg.eigvals", lambda x: linalg.eigvals(x.a).sum(), lambda x: np.trace(x.a)),
+    Call("linalg.eigvals", lambda x: (linalg.eigvals(x.c) ** 2).sum(), lambda x: np.trace(x.c @ x.c)),
+    Call("linalg.expm", lambda x: linalg.expm(x.a / 9), lambda x: scipy.linalg.expm(x.a / 9)),
+    Call("linalg.expm", lambda x: linalg.expm(x.q), lambda x: scipy.linalg.expm(x.q)),
+    Call("linalg.expm of a stack", lambda x: linalg.expm(x.k), lambda x: scipy.linalg.expm(x.k)),
+    Call("linalg.logm", lambda x: linalg.logm(x.s), lambda x: scipy.linalg.logm(x.s)),
+    Call("linalg.logm", lambda x: linalg.logm(x.c), lambda x: scipy.linalg.logm(x.c)),
+    Call("linalg.schur", lambda x: _rebuilt(*linalg.schur(x.a)), lambda x: x.a),
+    Call("linalg.sqrtm", lambda x: linalg.sqrtm(x.s), lambda x: scipy.linalg.sqrtm(x.s)),
+    Call("linalg.sqrtm", lambda x: _squared(linalg.sqrtm(x.a)), lambda x: x.a),
     Call("linalg.eigvalsh", lambda x: linalg.eigvalsh(x.s), lambda x: np.linalg.eigvalsh(x.s)),
     Call("linalg.gram", lambda x: linalg.gram(x.t), lambda x: x.t.T @ x.t),
     Call("linalg.gram", lambda x: linalg.gram(x.i), lambda x: (x.i.T @ x.i).astype(float)),
@@ -192,6 +222,16 @@ CALLS = [
             "svdvals": lambda la: lambda x: la.svdvals(x.l),
         }.items()
     ),
+    *(
+        Call(f"linalg.{name} of a stack", call, lambda x: x.k)
+        for name, call in {
+            "eig": lambda x: _stack_rebuilt(linalg.eig(x.k)),
+            "logm": lambda x: linalg.expm(linalg.logm(x.k)),
+            "schur": lambda x: _rebuilt(*linalg.schur(x.k)),
+            "sqrtm": lambda x: _squared(linalg.sqrtm(x.k)),
+        }.items()
+    ),
+    Call("linalg.eigvals of a stack", lambda x: linalg.eigvals(x.k).sum(axis=-1), lambda x: np.linalg.trace(x.k)),
     Call("linalg.lstsq of a stack", lambda x: linalg.lstsq(x.l, x.l[..., :2]), _many_least_squares),
     Call("da.linalg.norm", lambda x: da.linalg.norm(x.k, 2, (2, 3)), lambda x: np.linalg.norm(x.k, 2, (2, 3))),
     Call("da.linalg.solve", lambda x: da.linalg.solve(x.k, x.h[:, None]), lambda x: np.linalg.solve(x.k, x.h[:, None])),
@@ -208,6 +248,8 @@ CALLS = [
     ),
     Call("np.linalg.cholesky", lambda x: np.linalg.cholesky(x.s), lambda x: np.linalg.cholesky(x.s)),
     Call("np.linalg.det", lambda x: np.linalg.det(x.a), lambda x: np.linalg.det(x.a)),
+    Call("np.linalg.eig", lambda x: _residual(x.a, np.linalg.eig(x.a)), lambda x: 0j * x.a),
+    Call("np.linalg.eigvals", lambda x: np.linalg.eigvals(x.a).sum(), lambda x: np.trace(x.a)),
     Call("np.linalg.eigh", lambda x: np.linalg.eigh(x.s), lambda x: np.linalg.eigh(x.s), signs=True),
     Call("np.linalg.eigvalsh", lambda x: np.linalg.eigvalsh(x.s), lambda x: np.linalg.eigvalsh(x.s)),
     Call("np.linalg.inv", lambda x: np.linalg.inv(x.a), lambda x: np.linalg.inv(x.a)),

@@ -237,6 +237,63 @@ def assert_eigh(
     _assert_factors(vectors)
 
 
+def assert_eig(a: NDArray[Any], w: NDArray[Any], v: NDArray[Any], vl: NDArray[Any] | None = None) -> None:
+    """Check eigenvalues and eigenvectors of any matrix: residuals, norms, and the factors of vectors.
+
+    Parameters
+    ----------
+    a
+        The matrix.
+    w, v
+        Eigenvalues and eigenvectors as columns.
+    vl
+        Left eigenvectors as columns.
+
+    Raises
+    ------
+    AssertionError
+        They are not.
+    """
+    _typed(np.result_type(a.dtype, np.complex64), w=w, v=v)
+    (full, values, right), n = _in_double(a, w, v), len(a)
+    assert values.shape == (n,), "not all eigenvalues"
+    _gate("||A V - V W|| / (n ||A|| eps)", full @ right - right * values, _norm(full), n, a.dtype)
+    sides = [right]
+    if vl is not None:
+        _typed(w.dtype, vl=vl)
+        (left,) = _in_double(vl)
+        sides.append(left)
+        error = (left.conj().T @ full - values[:, None] * left.conj().T).conj().T
+        _gate("||V^H A - W V^H|| / (n ||A|| eps)", error, _norm(full), n, a.dtype)
+    _gate("||trace A - sum W|| / (n ||A|| eps)", np.array([[np.trace(full) - values.sum()]]), _norm(full), n, a.dtype)
+    for vectors in sides:
+        _gate("||1 - |V||| / (n eps)", 1 - np.linalg.norm(vectors, axis=0)[None], 1.0, n, a.dtype)
+        _assert_factors(vectors)
+
+
+def assert_schur(a: NDArray[Any], t: NDArray[Any], z: NDArray[Any]) -> None:
+    """Check that ``a`` is Z T Z^H, that Z is unitary, and that T is triangular, with 2 x 2 blocks if it is real.
+
+    Parameters
+    ----------
+    a, t, z
+        The matrix, its Schur form, and the unitary factor.
+
+    Raises
+    ------
+    AssertionError
+        It is not.
+    """
+    _typed(t.dtype, z=z)
+    (full, form, unitary), n = _in_double(a, t, z), len(a)
+    real = t.dtype.kind != "c"
+    np.testing.assert_array_equal(np.tril(form, -1 - real), 0, "T is not triangular")
+    below = np.diagonal(form, -1) != 0
+    assert not (below[1:] & below[:-1]).any(), "blocks of T are larger than 2 x 2"
+    _gate("||A - Z T Z^H|| / (n ||A|| eps)", full - unitary @ form @ unitary.conj().T, _norm(full), n, t.dtype)
+    _gate("||I - Z^H Z|| / (n eps)", np.eye(n) - unitary.conj().T @ unitary, 1.0, n, t.dtype)
+
+
 def assert_svd(a: NDArray[Any], u: NDArray[Any], s: NDArray[Any], vh: NDArray[Any]) -> None:
     """Check a singular value decomposition: residuals, order, values, and the factors of vectors.
 

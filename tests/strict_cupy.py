@@ -136,6 +136,7 @@ def modules() -> dict[str, Any]:
     return {
         "cupy": cupy,
         "cupyx": types.SimpleNamespace(scipy=scipy_of, errstate=lambda **options: contextlib.nullcontext()),
+        "cupyx.cusolver": types.SimpleNamespace(check_availability=lambda name: name == "geev"),
         "cupyx.scipy": scipy_of,
         "cupyx.scipy.linalg": linalg,
     }

@@ -254,6 +254,8 @@ COMPLEX = {
     "gram": lambda a, b: linalg.gram(a),
     "symm": lambda a, b: linalg.symm(a, b, hermitian=True),
     "trmm": lambda a, b: linalg.trmm(a, b),
+    "expm": lambda a, b: linalg.expm(a / 64),
+    "schur": lambda a, b: linalg.schur(a)[0],
 }
 # Of real numbers.
 REAL = {

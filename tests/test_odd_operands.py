@@ -35,6 +35,7 @@ ONE = {
         name: getattr(linalg, name)
         for name in ("matrix_rank", "norm", "pca", "pinv", "polar", "qr", "slogdet", "svd", "svdvals")
     },
+    **{name: getattr(linalg, name) for name in ("eig", "eigvals", "expm", "logm", "schur", "sqrtm")},
     "cond 1": lambda x: linalg.cond(x, 1),
     "norm 1": lambda x: linalg.norm(x, 1),
     "norm inf": lambda x: linalg.norm(x, np.inf),
@@ -141,6 +142,7 @@ FINITE = {
         for name in ("cho_factor", "cholesky", "det", "eigh", "eigvalsh", "inv", "lu", "lu_factor", "pinv", "polar")
     },
     **{name: getattr(linalg, name) for name in ("qr", "slogdet", "svd", "svdvals", "cond", "matrix_rank", "pca")},
+    **{name: getattr(linalg, name) for name in ("eig", "eigvals", "expm", "logm", "schur", "sqrtm")},
     "solve a": lambda x, **how: linalg.solve(x, cut(B), **how),
     "solve pos": lambda x, **how: linalg.solve(x, cut(B), assume_a="pos", **how),
     "solve_triangular a": lambda x, **how: linalg.solve_triangular(x, cut(B), **how),
@@ -156,7 +158,7 @@ FINITE = {
     "lstsq by rows b": lambda x, **how: linalg.lstsq(cut(S), x, method="rows", **how)[0],
     "pinv by rows": lambda x, **how: linalg.pinv(x, method="rows", **how),
 }
-ALWAYS = ("cond", "matrix_rank", "pca")
+ALWAYS = ("cond", "matrix_rank", "pca", "expm", "logm", "sqrtm")
 
 
 class NoResultError(Exception):

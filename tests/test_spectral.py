@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import dask
 import dask.array as da
@@ -13,14 +14,16 @@ import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import lazy, positive, random
-from residuals import assert_eigh, assert_polar, assert_pseudoinverse, assert_svd
+from residuals import assert_eig, assert_eigh, assert_polar, assert_pseudoinverse, assert_schur, assert_svd
 from run_events import newest_run, runs_after
 
 from dask_distmm import PlanError, ProjectedMemoryError, linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.qdwh import weights
+from dask_distmm.errors import MatrixError, NotSquareError
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.factor.planner import plan_factorization
+from dask_distmm.programs import iterative
 from dask_distmm.testing import assert_nothing_left
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
@@ -347,3 +350,177 @@ def test_principal_components(shape):
     # What is left of the data in the directions of the components has their variances, and is not correlated.
     np.testing.assert_allclose(np.cov(centred @ components.T, rowvar=False), np.diag(variances), atol=1e-10)
     np.testing.assert_allclose(components @ components.T, np.eye(k), atol=1e-12)
+
+
+def general_of(what, n, dtype):
+    """A matrix that is not Hermitian: random; far from normal; that lacks eigenvectors; of pairs; with zeros."""
+    rng, x = np.random.default_rng(), random((n, n), dtype)
+    found = {
+        "random": lambda: x,
+        "not normal": lambda: np.triu(x) + 1e3 * np.eye(n, k=1),
+        "jordan": lambda: 2 * np.eye(n) + np.eye(n, k=1),
+        "pairs": lambda: np.kron(np.diag(rng.uniform(1, 2, n // 2)), [[0, 1], [-1, 0]]),
+        "singular": lambda: np.diag(np.arange(n) % 3) + np.triu(x, 2),
+        "zero": lambda: np.zeros((n, n)),
+        "identity": lambda: np.eye(n),
+    }
+    return found[what]().astype(dtype)
+
+
+GENERAL = ["random", "not normal", "jordan", "pairs", "singular", "zero", "identity"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", GENERAL)
+def test_eigenvalues_of_any_matrices(dtype, what):
+    a = general_of(what, 2 * int(np.random.default_rng().integers(10, 40)), dtype)
+    w, v = dask.compute(*linalg.eig(lazy(a)))
+    assert_eig(a, w, v)
+    w, vl, v = dask.compute(*linalg.eig(lazy(a), left=True))
+    assert_eig(a, w, v, vl)
+    values, some = dask.compute(*linalg.eig(lazy(a), left=True, right=False))
+    assert_eig(a.conj().T, values.conj(), some)
+    for found in (linalg.eigvals(lazy(a)), linalg.eig(lazy(a), right=False)):
+        assert found.dtype == w.dtype
+        np.testing.assert_allclose(found.sum(), np.trace(a), rtol=0, atol=900 * np.finfo(dtype).eps * abs(a).max())
+    for output in ("real", "complex"):
+        lazily = linalg.schur(lazy(a), output)
+        t, z = dask.compute(*lazily)
+        assert lazily[0].dtype == t.dtype == (np.result_type(dtype, np.complex64) if output == "complex" else dtype)
+        assert_schur(a, t, z)
+    # Eigenvalues of real matrices come in pairs.
+    if np.dtype(dtype).kind != "c":
+        assert sorted(w.imag) == sorted(-w.imag)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", ["random", "jordan", "pairs", "identity"])
+@pytest.mark.parametrize("n", [1, 2, 24, 150])
+def test_roots_and_logarithms(dtype, what, n):
+    """By their inverses, and beside SciPy's; the branch is the principal one."""
+    n = n + n % 2 * (what == "pairs")
+    a = general_of(what, n, dtype)
+    if what == "random":
+        # No eigenvalue is near the cut.
+        a = (a / (4 * n**0.5) + np.eye(n)).astype(dtype)
+    eps, wide = float(np.finfo(dtype).eps), a.astype(np.result_type(dtype, np.float64))
+    root, logarithm = dask.compute(linalg.sqrtm(lazy(a)), linalg.logm(lazy(a)))
+    assert root.dtype == logarithm.dtype == np.result_type(dtype, np.complex64)
+    size = np.linalg.norm(root, 1) ** 2
+    assert np.linalg.norm(root @ root - a, 1) <= 30 * n * eps * size
+    assert (np.linalg.eigvals(root).real >= 0).all()
+    near = {"rtol": 0, "atol": 1e4 * n * eps}
+    np.testing.assert_allclose(root, scipy.linalg.sqrtm(wide), **near)
+    np.testing.assert_allclose(logarithm, scipy.linalg.logm(wide), **near)
+    np.testing.assert_allclose(scipy.linalg.expm(logarithm.astype("complex128")), wide, **near)
+
+
+def test_negative_eigenvalues_are_on_the_upper_side_of_the_cut():
+    v = random((20, 20))
+    a = v @ np.diag(-np.arange(1.0, 21)) @ np.linalg.inv(v)
+    root, logarithm = dask.compute(linalg.sqrtm(lazy(a)), linalg.logm(lazy(a)))
+    np.testing.assert_allclose(np.trace(root), 1j * np.sqrt(np.arange(1, 21)).sum(), atol=1e-6)
+    np.testing.assert_allclose(np.trace(logarithm).imag, 20 * np.pi, rtol=1e-6)
+
+
+def test_matrices_without_a_root_or_a_logarithm():
+    zero, shift = np.zeros((5, 5)), np.eye(5, k=1)
+    assert not linalg.sqrtm(lazy(zero)).compute().any()
+    singular = np.diag([0.0, 0, 1, 4, 9])
+    np.testing.assert_allclose(linalg.sqrtm(lazy(singular)), np.sqrt(singular), atol=1e-12)
+    for call, x, message in (
+        (linalg.sqrtm, shift, "singular, and has no square root"),
+        (linalg.logm, shift, "singular, and has no logarithm"),
+        (linalg.logm, zero, "singular, and has no logarithm"),
+        (linalg.expm, 1e200 * np.ones((5, 5)), "too large elements"),
+        (linalg.expm, zero * np.nan, "A must not contain infs or NaNs"),
+    ):
+        with pytest.raises(MatrixError, match=message):
+            call(lazy(x)).compute()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1e-3, 1, 20])
+def test_exponentials(dtype, size):
+    n = int(np.random.default_rng().integers(2, 60))
+    eps = float(np.finfo(dtype).eps)
+    x = random((n, n), dtype)
+    for a in (one.astype(dtype) for one in (x * size / n**0.5, np.triu(x, n // 2) * 1e3, 0 * x)):
+        wide = a.astype(np.result_type(dtype, np.float64))
+        expected, scale = scipy.linalg.expm(wide), max(1, np.linalg.norm(wide, 1))
+        for method in ("rows", "local", "auto"):
+            found = linalg.expm(lazy(a), method=method).compute()
+            assert found.dtype == dtype
+            assert np.linalg.norm(found - expected, 1) <= 100 * n * eps * scale * np.linalg.norm(expected, 1)
+
+
+def test_exponentials_of_matrices_far_from_normal():
+    """The norm of A says nothing: A / 2^s with its s would lose all digits of A in the identity."""
+    for size in (1e3, 1e6):
+        a = size * np.array([[1.0, 1], [-1, -1]])
+        np.testing.assert_allclose(linalg.expm(lazy(a)), np.eye(2) + a, rtol=1e-9)
+
+
+def test_the_polynomial_is_taylors():
+    """Its coefficients, from products of polynomials, are 1 / k!."""
+    polynomial = np.polynomial.Polynomial
+    powers = [polynomial([0] * k + [1]) for k in (0, 1, 2, 3, 6)]
+    b1, b2, b3, b4, b5 = (sum(c * x for c, x in zip(row, powers, strict=True)) for row in iterative._TAYLOR)
+    middle = b4 + b1 * b5
+    found = (b2 + (b3 + middle) * middle).coef
+    assert len(found) == 19
+    # Of the last ones little more is left of numbers of 16 digits.
+    np.testing.assert_allclose(found * [math.factorial(k) for k in range(19)], 1, rtol=1e-6)
+    np.testing.assert_allclose(found, [1 / math.factorial(k) for k in range(19)], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex128"])
+def test_functions_of_matrices_on_workers(client, dtype):
+    n = int(np.random.default_rng().integers(60, 90))
+    a = (random((n, n), dtype) / (3 * n**0.5) + np.eye(n)).astype(dtype)
+    eps = float(np.finfo(dtype).eps)
+    assert_eig(a, *dask.compute(*linalg.eig(lazy(a))))
+    assert_schur(a, *dask.compute(*linalg.schur(lazy(a))))
+    np.testing.assert_allclose(linalg.expm(linalg.logm(lazy(a)), method="rows"), a, rtol=0, atol=1e3 * n * eps)
+    root = linalg.sqrtm(lazy(a)).compute()
+    np.testing.assert_allclose(root @ root, a, rtol=0, atol=1e3 * n * eps)
+    x = da.from_array(a, chunks=(-(-n // 3), n))
+    plan = linalg.explain(linalg.expm(x, method="rows"))
+    assert (len(plan.ranks), plan.method) == (3, "rows")
+    assert len(linalg.explain(linalg.expm(x)).ranks) == 1
+    plan = linalg.explain(linalg.eig(x)[0])
+    assert "eig on 1 of 3 workers" in repr(plan)
+    # The matrix, vectors twice, and what the chunks are.
+    assert plan.estimate.peak_bytes > 4 * n * n * x.itemsize
+    for call in (linalg.eigvals, linalg.schur, linalg.sqrtm, linalg.logm, linalg.expm):
+        bad = a.copy()
+        bad[3, 4] = np.inf
+        with pytest.raises(MatrixError, match="must not contain infs or NaNs"):
+            dask.compute(call(lazy(bad)))
+    assert_nothing_left(client)
+
+
+def test_mistakes_in_functions_of_matrices():
+    a = lazy(random((40, 30)))
+    square = a[:30]
+    for call in (linalg.eig, linalg.eigvals, linalg.schur, linalg.sqrtm, linalg.logm, linalg.expm):
+        name = call.__name__
+        with pytest.raises(NotSquareError, match=rf"{name}\(\): .* must be square, got 40 x 30"):
+            call(a)
+        with pytest.raises(PlanError, match="expected float32"):
+            call(square.astype("datetime64[s]"))
+        with pytest.raises(PlanError, match="must be 2-D, got 1-D"):
+            call(a[0])
+        with pytest.raises(PlanError, match="local"):
+            call(square, method="columns")
+        empty = dask.compute(call(a[:0, :0]))[0]
+        assert {one.shape for one in (empty if isinstance(empty, tuple) else (empty,))} <= {(0,), (0, 0)}
+    with pytest.raises(PlanError, match="unknown output 'rael': did you mean 'real'"):
+        linalg.schur(square, "rael")
+    with pytest.raises(TypeError, match="has no option 'sort'"):
+        linalg.schur(square, sort="lhp")
+    with pytest.raises(TypeError, match="has no option 'b'"):
+        linalg.eigvals(square, b=square)
+    problem = problem_of(linalg.logm(da.zeros((1000, 1000), chunks=500)))
+    with pytest.raises(ProjectedMemoryError, match="logm of a matrix of 1000 x 1000"):
+        plan_factorization(problem, [Worker("a", memory_limit=2**26)], engine="numpy")

@@ -34,7 +34,7 @@ class CusolvermpModel(EngineModel):
 
     def share(self, way: str, ranks: int) -> float:
         """Return the share of a product's rate at which a factorization runs on `ranks` ranks."""
-        return (_ALONE if ranks == 1 else _TOGETHER)[way]
+        return (_ALONE if ranks == 1 else _TOGETHER).get(way, 0.0)
 
     def workspace(self, work: FactorPlan, rank: int) -> int:
         """Return the elements that the library holds on a rank beside its matrices."""

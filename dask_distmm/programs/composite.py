@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from dask_distmm.programs.iterative import cg, eigsh, gmres, lobpcg, lsmr, lsqr, minres
+from dask_distmm.programs.iterative import cg, eigsh, expm, gmres, lobpcg, lsmr, lsqr, minres
 from dask_distmm.programs.recorder import Operands, Recorder, Rows, Tall, Wanted
 from dask_distmm.programs.steps import Buffer, Step
 from dask_distmm.programs.tall import divide, gram, r_from_gram, reflected_r, tall_qr, tall_r, tsqr
@@ -433,6 +433,7 @@ BUILDERS: Mapping[str, Callable[..., None]] = {
     "minres": minres,
     "gmres": gmres,
     "eigsh": eigsh,
+    "expm": expm,
     "lobpcg": lobpcg,
     "lsqr": lsqr,
     "lsmr": lsmr,

@@ -1,4 +1,4 @@
-"""Iterative solvers: one run each, a product with A in each turn, dot products summed over ranks.
+"""Iterative solvers: one run each, a product with A in each turn, dot products summed over ranks; and exponentials.
 
 A rank has its chunks of rows of A, and the same rows of each vector, in one buffer. The vector that A is multiplied by
 comes to all ranks, with a flag of rank 0 that says whether there is another turn. Numbers are computed by all ranks
@@ -8,6 +8,9 @@ alike, from sums in the same order.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+
+import numpy as np
 
 from dask_distmm.programs.recorder import Operands, Recorder, Tall, Wanted
 from dask_distmm.programs.steps import Buffer
@@ -38,6 +41,23 @@ LSMR = (
 GMRES = ("column", "scale", "keep", "met", "count", "residual", "goal", "factor", "limit", "broken", "start")
 LANCZOS = ("column", "scale", "beta", "broken", "count", "kept", "turns", "norm")
 
+# Powers of two: what A, its square and its cube are multiplied by; squares that are to come.
+EXPONENTIAL = ("of_a", "of_square", "of_cube", "left")
+# The Taylor polynomial of degree 18 of the exponential function, in five products (Bader, Blanes, Casas 2019): factors
+# of I, A, A^2, A^3, A^6 in five matrices, of which ``B2 + (B3 + C) C`` with ``C = B4 + B1 B5`` is the polynomial.
+_TAYLOR = (
+    (0.0, -1.00365581030144618291e-01, -8.02924648241156932449e-03, -8.92138498045729985177e-04, 0.0),
+    (0.0, 3.97849749499645077844e-01, 1.36783778460411720168, 4.98289622525382669416e-01, -6.37898194594723280150e-04),
+    (-10.9676396052962061844, 1.68015813878906206114, 5.71779846478865511061e-02, -6.98210122488052056106e-03,
+     3.34975017086070470649e-05),
+    (-9.04316832390810593223e-02, -6.76404519071381882256e-02, 6.75961301770459654925e-02, 2.95552570429315521194e-02,
+     -1.39180257516060693404e-05),
+    (0.0, 0.0, -9.23364619367118555360e-02, -1.69364939002081722752e-02, -1.40086798182036094347e-05),
+)  # fmt: skip
+# The norm up to which it has full precision, by bytes of a real number; squares that are expected, and the most.
+_TAYLOR_NORMS = {4: 3.010066362817634, 8: 1.090863719290036}
+_SQUARES, _MOST_SQUARES = 4, 1100
+
 
 class Vectors:
     """Vectors in the rows of a rank, and what is done with them by all."""
@@ -50,6 +70,9 @@ class Vectors:
         for owner, size in zip(p.rows.owners, p.rows.sizes, strict=True):
             self.places.append((owner, at[owner], size))
             at[owner] += size
+        # The first row of each chunk; numbers of this rank's chunks.
+        self.firsts = list(itertools.accumulate(p.rows.sizes, initial=0))
+        self.mine = [number for number, _ in p.numbered(Tall("", 1))]
 
     def new(self, like: Buffer | None = None, *, zero: bool = False, cols: int = 1) -> Buffer:
         """Return a new vector: a copy, zeros, or not written yet."""
@@ -64,7 +87,7 @@ class Vectors:
         if name not in self.operands:
             return self.new(zero=True)
         part = self.new(cols=self.operands[name].cols)
-        for number, piece in self.p.numbered(self.operands[name]):
+        for number, (piece,) in zip(self.mine, self.p.chunks(self.operands[name]), strict=True):
             self.p.call("put", piece, part, at=self.places[number][1])
         self.p.drop_tall(self.operands[name])
         return part
@@ -100,15 +123,25 @@ class Vectors:
     def times(self, operand: str, whole: Buffer) -> Buffer:
         """Return the product of a matrix and a vector that all ranks have."""
         product, matrix = self.new(cols=whole.shape[1]), self.operands[operand]
-        firsts = list(itertools.accumulate(self.p.rows.sizes, initial=0))
         for number, chunk in self.p.numbered(matrix):
             _, start, size = self.places[number]
             if matrix.function:
-                where = {"at": start, "first": firsts[number], "size": size}
+                where = {"at": start, "first": self.firsts[number], "size": size}
                 self.p.call("apply", whole, product, function=matrix.function, role=operand.upper(), **where)
             else:
                 self.p.call("times_into", chunk, whole, product, at=start)
         return product
+
+    def product(self, part: Buffer, whole: Buffer) -> Buffer:
+        """Return the product of a matrix in the rows of a rank and one that all ranks have."""
+        product = self.new(cols=whole.shape[1])
+        self.p.call("times_into", part, whole, product, at=0)
+        return product
+
+    def add_polynomial(self, y: Buffer, factors: Sequence[float], *powers: Buffer) -> None:
+        """Add multiples of the identity and of some matrices to one, all in the rows of a rank."""
+        places = tuple((self.places[number][1], self.firsts[number], self.places[number][2]) for number in self.mine)
+        self.p.call("add_polynomial", y, *powers, factors=tuple(factors), places=places)
 
     def dots(self, *pairs: tuple[Buffer, Buffer]) -> Buffer:
         """Return the dot products of pairs of vectors, summed over all ranks."""
@@ -520,6 +553,56 @@ def lobpcg(
         v.store("v", s, k)
     if "w" in wanted:
         p.store("w", values)
+
+
+def expm(p: Recorder, operands: Operands, wanted: Wanted) -> None:
+    """Compute the exponential of A: a Taylor polynomial of A / 2^s, squared s times.
+
+    Ranks have rows of all matrices; of each product the second one comes to all. The s is that of norms of A^2 and A^3,
+    which for matrices that are far from normal is less than that of A's (Al-Mohy, Higham 2009).
+    """
+    v, at = Vectors(p, operands), EXPONENTIAL.index
+    state, go, own = p.numbers(len(EXPONENTIAL), "float64"), p.flag(), p.numbers(operands["a"].cols, "float64", 3)
+    p.new(state, go, own)
+    a = v.load("a")
+    whole = v.whole(a)
+    square = v.product(a, whole)
+    cube = v.product(square, whole)
+    p.call("column_sums", own, a, square, cube)
+    sums = v.total(own)
+    limit = _TAYLOR_NORMS[np.dtype(p.real).itemsize]
+    p.call("exponential_start", sums, state, limit=limit, most=_MOST_SQUARES, finite=p.finite)
+    p.drop(own, *({sums} - {own}))
+    for name, power in (("of_a", a), ("of_square", square), ("of_cube", cube)):
+        p.call("scale", state, power, at=at(name))
+    v.whole(cube, into=whole)
+    powers = (a, square, cube, v.product(cube, whole))
+    first, last = v.new(zero=True, cols=a.shape[1]), v.new(zero=True, cols=a.shape[1])
+    v.add_polynomial(first, _TAYLOR[0], *powers)
+    v.add_polynomial(last, _TAYLOR[4], *powers)
+    v.whole(last, into=whole)
+    p.drop(last)
+    middle = v.product(first, whole)
+    p.drop(first)
+    v.add_polynomial(middle, _TAYLOR[3], *powers)
+    p.call("exponential_next", state, go)
+    v.whole(middle, go, into=whole)
+    v.add_polynomial(middle, _TAYLOR[2], *powers)
+    x = v.product(middle, whole)
+    p.drop(middle)
+    v.add_polynomial(x, _TAYLOR[1], *powers)
+    p.drop(*powers)
+
+    def turn() -> None:
+        p.call("exponential_next", state, go)
+        v.whole(x, go, into=whole)
+        squared = v.product(x, whole)
+        p.call("copy", squared, x)
+        p.drop(squared)
+
+    p.loop(go, turn, _MOST_SQUARES, _SQUARES)
+    p.drop(whole)
+    v.store("x", x, a.shape[1])
 
 
 def _results(

@@ -15,6 +15,7 @@ from dask_distmm.programs.steps import Loop
 
 _WHAT = {
     "local": "one worker has the whole matrix",
+    "host": "one worker has the whole matrix; LAPACK on its host computes, or cuSOLVER where it can",
     "columns": "block columns on all workers; the owner of a panel factorizes it, others fetch it",
     "eigh": "block columns on all workers, which reduce the matrix to a tridiagonal one, and divide that",
 }
@@ -25,7 +26,9 @@ def _method(plan: FactorPlacement) -> str:
         return _WHAT["eigh"]
     if plan.work.collective:
         return f"block columns on all workers, which compute together by {ENGINES[plan.engine].library}"
-    return _WHAT[plan.method]
+    task = plan.problem.task
+    by_host = ENGINES[plan.engine].on_gpus and task.spectral and task.decomposition.on_host
+    return _WHAT["host" if by_host else plan.method]
 
 
 def factor_text(plan: FactorPlacement) -> str:

@@ -273,7 +273,7 @@ def factorize(make_peers, monkeypatch):
                 None,
                 dataclasses.replace(read_options(), **(config or {})),
                 "cupy",
-                "columns",
+                "local" if task.spectral and not task.shareable else "columns",
             )
         )
         parts, where = {}, {}

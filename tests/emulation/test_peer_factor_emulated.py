@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import scipy.linalg
 from lapack_kernels import QueuedKernels
-from residuals import assert_cholesky, assert_lu, assert_qr, assert_solution
+from residuals import assert_cholesky, assert_eig, assert_lu, assert_qr, assert_schur, assert_solution
 
 from dask_distmm.errors import MatrixError
 from dask_distmm.testing import random_matrix
@@ -53,3 +54,18 @@ def test_all_ranks_name_the_first_minor(factorize, minor, monkeypatch):
     for _ in range(5):
         with pytest.raises(MatrixError, match=f"leading minor of order {minor} is not positive"):
             factorize("cholesky", 3, a)
+
+
+@pytest.mark.parametrize("nranks", [1, 3])
+def test_what_one_rank_makes_of_a_whole_matrix(factorize, matrix, nranks):
+    a = matrix(90, 90)
+    found = factorize("eig", nranks, a, left=True)
+    assert_eig(a, found["w"][0], found["v"], found["vl"])
+    found = factorize("schur", nranks, a)
+    assert_schur(a, found["t"], found["z"])
+    root = factorize("sqrtm", nranks, a)["x"]
+    np.testing.assert_allclose(root @ root, a, atol=1e-9)
+    logarithm = factorize("logm", nranks, a)["x"]
+    np.testing.assert_allclose(scipy.linalg.expm(logarithm), a, atol=1e-9)
+    with pytest.raises(MatrixError, match="has no logarithm"):
+        factorize("logm", nranks, 0 * a)

@@ -9,6 +9,7 @@ import dask.array as da
 import devices
 import numpy as np
 import pytest
+import scipy.linalg
 from lapack_kernels import QueuedKernels
 from residuals import assert_least_squares, assert_qr
 
@@ -82,3 +83,12 @@ def test_tall_matrices(run, condition):
     if condition < 1e20:
         for made in (False, True):
             assert_least_squares(a, run(linalg.lstsq(x, y), a, b, made=made)["x"], b)
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("size", [1e-2, 30])
+def test_exponentials(run, size, made):
+    a = np.random.default_rng().standard_normal((50, 50)) * size / 50**0.5
+    found = run((linalg.expm(cupy_array(a, (10, 50)), method="rows"),), a, made=made)
+    expected = scipy.linalg.expm(a)
+    np.testing.assert_allclose(found["x"], expected, rtol=0, atol=1e-11 * abs(expected).max())

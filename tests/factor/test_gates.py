@@ -7,6 +7,7 @@ import pytest
 import scipy.linalg
 from residuals import (
     assert_cholesky,
+    assert_eig,
     assert_eigh,
     assert_inverse,
     assert_least_squares,
@@ -14,6 +15,7 @@ from residuals import (
     assert_polar,
     assert_pseudoinverse,
     assert_qr,
+    assert_schur,
     assert_solution,
     assert_svd,
 )
@@ -37,6 +39,9 @@ def positive_rows(x):
 
 W, V = np.linalg.eigh(S)
 V = positive_rows(V.T)[0].T
+VALUES, RIGHT = np.linalg.eig(A)
+_at = RIGHT[abs(RIGHT).argmax(axis=0), np.arange(30)]
+EIG = VALUES.astype(complex), RIGHT * _at.conj() / abs(_at)
 U, SV, VH = np.linalg.svd(TALL, full_matrices=False)
 VH, SIGNS = positive_rows(VH)
 
@@ -50,6 +55,9 @@ GOOD = [
     (assert_least_squares, (TALL.T, np.linalg.lstsq(TALL.T, B[:20])[0], B[:20])),
     (assert_pseudoinverse, (TALL, np.linalg.pinv(TALL))),
     (assert_eigh, (S, W, V)),
+    (assert_eig, (A, *EIG)),
+    (assert_schur, (A, *scipy.linalg.schur(A))),
+    (assert_schur, (A, *scipy.linalg.schur(A, "complex"))),
     (assert_svd, (TALL, U * SIGNS, SV, VH)),
     (assert_polar, (A, *scipy.linalg.polar(A))),
 ]

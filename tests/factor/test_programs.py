@@ -169,7 +169,7 @@ def test_a_panel_without_lookahead_is_found():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("schur", (3, 3), "float64"), "unknown factorization 'schur'"),
+        (("hessenberg", (3, 3), "float64"), "unknown factorization 'hessenberg'"),
         (("lu", (3, 3), "int64"), "convert A and B to one of"),
         (("cholesky", (3, 4), "float64"), "must be square, got 3 x 4"),
         (("solve", (3, 3), "float64"), "needs right-hand sides"),

@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from matrices import noise
-from residuals import assert_eigh, assert_svd
+from residuals import assert_eig, assert_eigh, assert_schur, assert_svd
 from test_epilogs import computed, finished, on_gpus
 
 import dask_distmm
@@ -122,6 +122,25 @@ def test_other_results(clusters, nworkers):
     x = computed(client, linalg.lu_solve(factor, on_gpus(a[:, :5].copy()), **SHARED))
     np.testing.assert_allclose(x, np.eye(210)[:, :5], atol=1e-9)
     assert_nothing_left(client)
+
+
+@on_one_host
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
+def test_functions_of_matrices(clusters, nworkers, dtype):
+    client, _ = clusters(nworkers)
+    a = noise(np.random.default_rng(), (150, 150), dtype)
+    w, v = (computed(client, x) for x in client.persist(linalg.eig(on_gpus(a))))
+    assert_eig(a, w, v)
+    assert abs(computed(client, linalg.eigvals(on_gpus(a))).sum() - np.trace(a)) < 3e4 * np.finfo(dtype).eps
+    w, vl, v = (computed(client, x) for x in client.persist(linalg.eig(on_gpus(a), left=True)))
+    assert_eig(a, w, v, vl)
+    assert_schur(a, *(computed(client, x) for x in client.persist(linalg.schur(on_gpus(a)))))
+    near = {"rtol": 0, "atol": 1e6 * np.finfo(dtype).eps}
+    root = computed(client, linalg.sqrtm(on_gpus(a)))
+    np.testing.assert_allclose(root @ root, a, **near)
+    logarithm = linalg.logm(on_gpus(a))
+    for method in ("local", "rows"):
+        np.testing.assert_allclose(computed(client, linalg.expm(logarithm, method=method)), a, **near)
 
 
 @on_one_host

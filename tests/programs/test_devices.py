@@ -65,7 +65,7 @@ def test_kernels_of_iterations_do_not_mix(monkeypatch):
     for made in (
         linalg.cg(x, y)[0], linalg.cg(x, y, y, M=y[:, 0] ** 2)[0], linalg.minres(x, y, y, shift=0.5, M=y[:, 0] ** 2)[0],
         linalg.gmres(x, y, y, restart=4)[0], linalg.eigsh(x, 2, ncv=5)[0], linalg.lobpcg(x, y)[0],
-        linalg.lsqr(x, y, calc_var=True)[1], linalg.lsmr(x, y)[0],
+        linalg.lsqr(x, y, calc_var=True)[1], linalg.lsmr(x, y)[0], linalg.expm(x, method="rows"),
     ):  # fmt: skip
         run_strictly(monkeypatch, made, operands)
     operands["a"] = b

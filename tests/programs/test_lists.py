@@ -42,12 +42,13 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         {"k": 2, "ncv": 5, "which": "LM", "tol": 0.0, "maxiter": 9, "eps": 1e-16, "seed": 0},
         ("w", "v"),
     ),
+    ("expm", {}, ("x",)),
     ("lobpcg", {"tol": 1e-3, "maxiter": 9, "largest": True, "eps": 1e-16}, ("w", "v")),
     ("lsqr", {"damp": 0.0, "maxiter": 9, "calc_var": True, "eps": 1e-16, **LIMITS}, ("x", "var", "numbers")),
     ("lsmr", {"damp": 0.0, "maxiter": 9, **LIMITS}, ("x", "numbers")),
 ]
 # The columns of operands beside A; as many as A has rows where there are -1.
-SQUARE = ["cg", "minres", "gmres", "eigsh", "lobpcg"]
+SQUARE = ["cg", "minres", "gmres", "eigsh", "expm", "lobpcg"]
 MORE = {
     "lstsq": [{"b": 2}],
     "ridge": [{"b": 2}],

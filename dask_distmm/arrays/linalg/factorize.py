@@ -150,12 +150,13 @@ def factorize(
     wanted: Mapping[str, Chunks],
     *,
     how: RunOptions | SolveOptions | FactorOptions,
+    dtype: np.dtype | None = None,
     **options: Any,
 ) -> dict[str, Array]:
     """Return outputs of a factorization as lazy arrays, all of them of one run."""
     for name, x in operands.items():
         operand(name, x)
-    dtype, arrays = common_type(operands), _native(operands)
+    dtype, arrays = dtype or common_type(operands), _native(operands)
     shapes = [array.shape for array in arrays]
     b_shape, finite = shapes[1] if len(shapes) > 1 else None, bool(how.get("check_finite", True))
     task = Factorization(kind, shapes[0], dtype.name, b_shape, check_finite=finite, **options)

@@ -35,6 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 if TYPE_CHECKING:
+    EigResult = NamedTuple("EigResult", [("eigenvalues", Array), ("eigenvectors", Array)])  # noqa: UP014
     EighResult = NamedTuple("EighResult", [("eigenvalues", Array), ("eigenvectors", Array)])  # noqa: UP014
     QRResult = NamedTuple("QRResult", [("Q", Array), ("R", Array)])  # noqa: UP014
     SlogdetResult = NamedTuple("SlogdetResult", [("sign", Array), ("logabsdet", Array)])  # noqa: UP014
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 else:
     # NumPy's named tuples. It has no public names for them.
     _one = np.ones((1, 1))
-    EighResult, QRResult = type(np.linalg.eigh(_one)), type(np.linalg.qr(_one))
+    EigResult, EighResult = type(np.linalg.eig(_one)), type(np.linalg.eigh(_one))
+    QRResult = type(np.linalg.qr(_one))
     SlogdetResult, SVDResult = type(np.linalg.slogdet(_one)), type(np.linalg.svd(_one))
 
 
@@ -111,6 +113,10 @@ EIGEN = (
     "one run on one worker; large matrices on several GPUs: block columns on all of them",
     "one worker: six times the matrix; block columns: its share of the matrix and of the vectors, twice",
 )
+ALONE = (
+    "one run on one worker; matrices on GPUs by its host, where cuSOLVER lacks a function",
+    "eight times the matrix; `sqrtm` and `logm` of a real one fifteen and twenty times",
+)
 SINGULAR = (
     f"one run; {_ROWS}; others: one worker, or large matrices on GPUs several runs on all workers",
     "tall matrices: n x n; others: twelve times the matrix on one worker",
@@ -134,6 +140,10 @@ COMPONENTS = (
 MOMENTS = (
     "many more observations than variables: one run, which reads them once; others: a product on all workers",
     "observations stay where they are, n x n; others: those of the product",
+)
+POWERS = (
+    "one run: products on all workers, of which each has rows; matrices below 1024 x 1024 on one worker",
+    "twice the matrix, and its rows of eight",
 )
 TURNS = (
     "one run for the whole iteration: each worker has rows of A",

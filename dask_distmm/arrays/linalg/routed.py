@@ -258,7 +258,9 @@ def _named_svd(a: Any, full_matrices: bool | None = None, compute_uv: bool = Tru
 def _numpys(ours: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of ours as NumPy has it: elements that are NaN or infinite are computed."""
     listed = inspect.signature(ours).parameters
-    options, run = {"check_finite": False} if "check_finite" in listed else {}, "engine" in listed
+    # NumPy's refuse them in one case only.
+    computed = "check_finite" in listed and ours not in (spectral.eig, spectral.eigvals)
+    options, run = {"check_finite": False} if computed else {}, "engine" in listed
 
     @functools.wraps(ours)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -278,7 +280,15 @@ _NUMPYS: dict[str, Callable[..., Any]] = {
         one.__name__: _numpys(one)
         for one in (
             *(solutions.det, solutions.inv, solutions.slogdet, solutions.solve, spectral.eigh, spectral.eigvalsh),
-            *(spectral.svdvals, norms.matrix_rank, array_api.cross, array_api.diagonal, array_api.matrix_norm),
+            *(
+                spectral.eig,
+                spectral.eigvals,
+                spectral.svdvals,
+                norms.matrix_rank,
+                array_api.cross,
+                array_api.diagonal,
+                array_api.matrix_norm,
+            ),
             *(array_api.matrix_transpose, array_api.outer, array_api.trace, array_api.vecdot, array_api.vector_norm),
         )
     },

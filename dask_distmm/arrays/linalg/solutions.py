@@ -284,7 +284,7 @@ def solve_triangular(
     a, b = matrix("a", a), operand("b", b)
     columns = matrix("b", b, vector=not right)
     chunks = (columns.chunks[0], a.chunks[0]) if right else (a.chunks[0], columns.chunks[1])
-    options = {"lower": lower, "op": op_of(trans), "unit_diagonal": unit_diagonal, "right": right}
+    options: dict[str, Any] = {"lower": lower, "op": op_of(trans), "unit_diagonal": unit_diagonal, "right": right}
     operands = {"a": a, "b": columns}
     x = factorize("solve_triangular", operands, {"x": chunks}, how=how, **options)["x"]
     return x[:, 0] if b.ndim == 1 else x

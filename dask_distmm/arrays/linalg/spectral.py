@@ -26,10 +26,13 @@ from dask_distmm.arrays.linalg.factorize import (
 )
 from dask_distmm.arrays.linalg.factors import in_columns, qr
 from dask_distmm.arrays.linalg.public import (
+    ALONE,
     EIGEN,
     POLAR,
+    POWERS,
     SINGULAR,
     EighResult,
+    EigResult,
     FactorOptions,
     Operand,
     RunOptions,
@@ -38,7 +41,7 @@ from dask_distmm.arrays.linalg.public import (
 )
 from dask_distmm.arrays.linalg.qdwh import unitary_factor
 from dask_distmm.arrays.linalg.stacks import of_stacks
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import NotSquareError, PlanError
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.runtime.chunks import array_kind
 
@@ -50,6 +53,9 @@ _TALL, _LARGE = 2, 2**20
 # 1.01, 2.88 s, and 0.18, 0.59, 2.36. On CPUs LAPACK's gesdd on one worker is faster than QDWH on two (N = 1200: 1.1
 # and 5.2 s).
 _POLAR, _POLAR_VALUES = 3072, 16384
+# From this order on all workers compute exponentials. Two of one thread, 1024 and 2048: 0.35 and 1.9 s of each one's
+# CPU, of one alone 0.55 and 3.2; of smaller matrices messages take longer than what is saved.
+_SHARED = 1024
 
 
 @overload
@@ -190,6 +196,258 @@ def _eigenpairs(
         del wanted["v"]
     found = factorize("eigh", operands, wanted, how=how, lower=lower, subset=subset, vectors=vectors)
     return found["w"][0], found.get("v")
+
+
+@overload
+def eig(
+    a: Operand, *, left: Literal[False] = False, right: Literal[True] = True, **how: Unpack[FactorOptions]
+) -> EigResult: ...
+
+
+@overload
+def eig(a: Operand, *, left: Literal[True], right: bool = True, **how: Unpack[FactorOptions]) -> tuple[Array, ...]: ...
+
+
+@overload
+def eig(a: Operand, *, left: Literal[False] = False, right: Literal[False], **how: Unpack[FactorOptions]) -> Array: ...
+
+
+@public(FactorOptions, ALONE)
+@of_stacks
+def eig(a: Operand, *, left: bool = False, right: bool = True, **how: Unpack[FactorOptions]) -> Any:
+    """Return eigenvalues and eigenvectors of any square matrix: ``a @ v = v * w``.
+
+    One worker has the whole matrix and calls LAPACK's ``geev``, on a GPU cuSOLVER's through CuPy where they have it.
+    Results are complex, also if all eigenvalues are real: the type of a lazy array is known before its values. NumPy
+    returns real ones then; take ``.real`` of those that are known to be real, or `eigh` of a Hermitian matrix.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix.
+    left, right : bool
+        Which eigenvectors are computed, as in SciPy.
+
+    Returns
+    -------
+    eigenvalues : array, (n,), complex
+        In no order. A named tuple of these and the eigenvectors, as in NumPy; with `left` w, left and right vectors,
+        as in SciPy; only w without any.
+    eigenvectors : array, (n, n), complex
+        Columns v of norm 1; left ones with ``vl^H @ a = w[:, None] * vl^H``. The first one of the largest components of
+        each is real and positive. Of a matrix that lacks eigenvectors some are parallel up to rounding.
+
+    Raises
+    ------
+    PlanError
+        `a` is not square, or of a type that is not supported.
+    MatrixError
+        When it is computed: an element is NaN or infinite, or eigenvalues did not converge.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.eig([[0.0, 2.0], [-2.0, 0.0]]).eigenvalues.compute()
+    array([0.+2.j, 0.-2.j])
+    """
+    a = matrix("a", a)
+    sides = {"vl": left, "v": right}
+    wanted: dict[str, Chunks] = {"w": row_chunks(a.shape[1]), **{name: a.chunks for name in sides if sides[name]}}
+    found = factorize("eig", {"a": a}, wanted, how=how, left=left, vectors=right)
+    w, *vectors = found["w"][0], *(found[name] for name in sides if sides[name])
+    if left:
+        return (w, *vectors)
+    return EigResult(w, *vectors) if right else w
+
+
+@public(FactorOptions, ALONE)
+@of_stacks
+def eigvals(a: Operand, **how: Unpack[FactorOptions]) -> Array:
+    """Return the eigenvalues of any square matrix, in no order and always complex; see `eig`.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix.
+
+    Returns
+    -------
+    array, (n,), complex
+        The eigenvalues.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.eigvals([[0.0, 2.0], [-2.0, 0.0]]).compute()
+    array([0.+2.j, 0.-2.j])
+    """
+    return eig(a, right=False, **how)
+
+
+@public(FactorOptions, ALONE)
+@of_stacks
+def schur(
+    a: Operand, output: Literal["real", "complex", "r", "c"] = "real", **how: Unpack[FactorOptions]
+) -> tuple[Array, Array]:
+    """Return the Schur decomposition ``a = z @ t @ z^H`` by LAPACK's ``gees``, which one worker calls.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix.
+    output : {"real", "complex"}
+        Of a real matrix: whether t is real with 2 x 2 blocks for pairs of complex eigenvalues, or complex and
+        triangular.
+
+    Returns
+    -------
+    t : array, (n, n)
+        The Schur form, in the chunks of `a`.
+    z : array, (n, n)
+        Unitary.
+
+    Raises
+    ------
+    PlanError
+        `a` is not square, or of a type that is not supported.
+    MatrixError
+        When it is computed: an element is NaN or infinite, or eigenvalues did not converge.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> t, z = linalg.schur([[2.0, 1.0], [0.0, 3.0]])
+    >>> t.compute()
+    array([[2., 1.],
+           [0., 3.]])
+    """
+    a = matrix("a", a)
+    dtype = common_type({"a": a})
+    dtype = np.result_type(dtype, np.complex64) if output[0] == "c" else dtype
+    found = factorize("schur", {"a": a}, {"t": a.chunks, "z": a.chunks}, how=how, dtype=dtype)
+    return found["t"], found["z"]
+
+
+@public(RunOptions, POWERS)
+@of_stacks
+def expm(A: Operand, **how: Unpack[RunOptions]) -> Array:
+    """Return the exponential of a matrix.
+
+    A Taylor polynomial of a fraction of the matrix is squared again and again (Al-Mohy, Higham 2009; Bader, Blanes,
+    Casas 2019). All is products, in one run: each worker has rows of all matrices, and gets the second matrix of
+    each product. ``method="rows"``: rows are cut as the axis of `A` that is in more chunks. ``"local"``: one worker has
+    the whole matrix. ``"auto"``: that for small matrices.
+
+    Parameters
+    ----------
+    A : array, (n, n)
+        The matrix.
+
+    Returns
+    -------
+    array, (n, n)
+        The exponential, in the chunks of `A`.
+
+    Raises
+    ------
+    PlanError
+        `A` is not square, or of a type that is not supported.
+    MatrixError
+        When it is computed: an element is NaN or infinite, or too large.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.expm([[0.0, 1.0], [0.0, 0.0]]).compute().round(12)
+    array([[1., 1.],
+           [0., 1.]])
+    """
+    a, method = computed("A", A), how.get("method", "auto")
+    if a.shape[0] != a.shape[1]:
+        raise NotSquareError(f"A must be square, got {a.shape[0]} x {a.shape[1]}")
+    if method == "columns":
+        raise PlanError("method='columns' is not for expm: pass 'rows' or 'local', or leave it out")
+    if not a.size:
+        return a
+    whole = method == "local" or (method == "auto" and len(a) < _SHARED)
+    rows = a.rechunk((-1 if whole else max(a.chunks, key=len), -1))
+    found = by_program("expm", {"a": rows}, {"x": (rows.chunks, a.dtype.name)}, how=how)
+    return found["x"].rechunk(a.chunks)
+
+
+@public(RunOptions, ALONE)
+@of_stacks
+def sqrtm(A: Operand, **how: Unpack[RunOptions]) -> Array:
+    """Return the principal square root of a matrix, on one worker: ``x @ x = A``.
+
+    It is computed from the Schur decomposition, and always complex: whether it is real is known only after it. SciPy
+    returns a real one then; take ``.real`` if no eigenvalue is negative.
+
+    Parameters
+    ----------
+    A : array, (n, n)
+        The matrix.
+
+    Returns
+    -------
+    array, (n, n), complex
+        The root, in the chunks of `A`. Its eigenvalues have real parts that are not negative.
+
+    Raises
+    ------
+    PlanError
+        `A` is not square, or of a type that is not supported.
+    MatrixError
+        When it is computed: an element is NaN or infinite, or `A` is singular and has no square root.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.sqrtm([[4.0, 0.0], [0.0, 9.0]]).compute().real
+    array([[2., 0.],
+           [0., 3.]])
+    """
+    return _of_one(A, "sqrtm", how)
+
+
+@public(RunOptions, ALONE)
+@of_stacks
+def logm(A: Operand, **how: Unpack[RunOptions]) -> Array:
+    """Return the principal logarithm of a matrix, on one worker: ``expm(x) = A``.
+
+    It is computed from the Schur decomposition, and always complex, as `sqrtm`.
+
+    Parameters
+    ----------
+    A : array, (n, n)
+        The matrix, not singular.
+
+    Returns
+    -------
+    array, (n, n), complex
+        The logarithm, in the chunks of `A`. Imaginary parts of its eigenvalues are between -pi and pi.
+
+    Raises
+    ------
+    PlanError
+        `A` is not square, or of a type that is not supported.
+    MatrixError
+        When it is computed: an element is NaN or infinite, or `A` is singular.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.logm([[1.0, 0.0], [0.0, 1.0]]).compute().real
+    array([[0., 0.],
+           [0., 0.]])
+    """
+    return _of_one(A, "logm", how)
+
+
+def _of_one(A: Any, kind: str, how: RunOptions) -> Array:
+    """Return a function of a matrix that one worker computes."""
+    a = matrix("A", A)
+    return factorize(kind, {"a": a}, {"x": a.chunks}, how=how)["x"]
 
 
 @overload

@@ -23,9 +23,10 @@ from dask.utils import parse_bytes
 
 from dask_distmm.arrays.kinds import ndim_of
 from dask_distmm.arrays.linalg.factorize import common_type, operand
-from dask_distmm.arrays.linalg.public import RunOptions
+from dask_distmm.arrays.linalg.public import EigResult, RunOptions
 from dask_distmm.config import parsed
 from dask_distmm.errors import MatrixError, NotSquareError, PlanError
+from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.runtime.chunks import array_kind
 
 P = ParamSpec("P")
@@ -111,18 +112,79 @@ def _limit(a: Array, rcond: float | None) -> float:
     return max(a.shape[-2:]) * epsilon if rcond is None else epsilon if rcond < 0 else rcond
 
 
+def _eig(a: Array, right: bool = True) -> Rule:
+    return "(m,m)->(m),(m,m)" if right else "(m,m)->(m)", functools.partial(_eigenpairs, vectors=right)
+
+
+def _eigenpairs(a: Any, vectors: bool) -> Any:
+    function: Callable[[Any], Any] = np.linalg.eig if vectors else np.linalg.eigvals
+    if array_kind(a) == "cupy":
+        from cupyx.cusolver import check_availability
+
+        if not check_availability("geev"):
+            return _on_host(a, functools.partial(_eigenpairs, vectors=vectors))
+    # Complex, also if all are real.
+    found, dtype = function(a), np.result_type(a.dtype, np.complex64)
+    return EigResult(*(x.astype(dtype, copy=False) for x in found)) if vectors else found.astype(dtype, copy=False)
+
+
+def _on_host(a: Any, function: Callable[[Any], Any]) -> Any:
+    """Return what a function of NumPy's arrays makes of a chunk, where the chunk is."""
+    if array_kind(a) != "cupy":
+        return function(a)
+    found = function(a.get())
+    return tuple(np.asarray(x, like=a) for x in found) if isinstance(found, tuple) else np.asarray(found, like=a)
+
+
+def _each(kind: str, dtype: np.dtype | None = None, results: int = 1) -> Rule:
+    """Return the rule of a decomposition that one worker makes: of one matrix after the other."""
+    call = functools.partial(_on_host, function=functools.partial(_decomposed, kind=kind, dtype=dtype))
+    return f"(m,m)->{','.join(['(m,m)'] * results)}", call
+
+
+def _decomposed(a: Any, kind: str, dtype: np.dtype | None) -> Any:
+    from dask_distmm.engines.factor.spectral import decompose
+    from dask_distmm.engines.numpy.lapack import LapackKernels
+
+    dtype = dtype or a.dtype
+    task = Factorization(kind, a.shape[-2:], dtype.name)
+    found = [np.empty(a.shape[:-2] + one.shape, one.dtype) for one in task.outputs]
+    for at in np.ndindex(a.shape[:-2]):
+        made = decompose(LapackKernels(), task, np.array(a[at], dtype, order="F"))
+        for one, x in zip(task.outputs, found, strict=True):
+            x[at] = made[one.name]
+    return tuple(found) if len(found) > 1 else found[0]
+
+
+def _exponentials(a: Any) -> Any:
+    import scipy.linalg
+
+    return scipy.linalg.expm(a)
+
+
+def _schur(a: Array, output: str = "real") -> Rule:
+    dtype = common_type({"a": a})
+    return _each("schur", np.result_type(dtype, np.complex64) if output[0] == "c" else dtype, 2)
+
+
 # By name. A rule is called with the operands and the options of a call; options that it lacks a stack does not have.
 RULES: Mapping[str, Callable[..., Rule]] = {
     "cholesky": _cholesky,
     "det": lambda a: ("(m,m)->()", np.linalg.det),
+    "eig": _eig,
     "eigh": _eigh,
+    "eigvals": lambda a: _eig(a, False),
     "eigvalsh": lambda a, UPLO="L", lower=None: _eigh(a, UPLO, lower, True),
+    "expm": lambda A: ("(m,m)->(m,m)", functools.partial(_on_host, function=_exponentials)),
     "inv": lambda a: ("(m,m)->(m,m)", np.linalg.inv),
+    "logm": lambda A: _each("logm"),
     "lstsq": _lstsq,
     "pinv": _pinv,
     "qr": _qr,
+    "schur": _schur,
     "slogdet": lambda a: ("(m,m)->(),()", np.linalg.slogdet),
     "solve": _solve,
+    "sqrtm": lambda A: _each("sqrtm"),
     "svd": _svd,
 }
 
@@ -130,7 +192,7 @@ RULES: Mapping[str, Callable[..., Rule]] = {
 def of_stacks(function: Callable[P, T]) -> Callable[P, T]:
     """Have a function of matrices take stacks of them, as the table says."""
     rule, signature = RULES[function.__name__], inspect.signature(function)
-    names = list(itertools.takewhile(lambda name: name in ("a", "b"), inspect.signature(rule).parameters))
+    names = list(itertools.takewhile(lambda name: name in ("a", "A", "b"), inspect.signature(rule).parameters))
 
     @functools.wraps(function)
     def taken(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -34,6 +34,11 @@ class Kernels(Protocol):
         """What divide and conquer takes beside products."""
         ...
 
+    @property
+    def on_host(self) -> Any:
+        """LAPACK on the host, for what no library of GPUs has: these kernels, with `gees` and `trsyl`."""
+        ...
+
     def ahead(self, *, further: bool = False) -> contextlib.AbstractContextManager[None]:
         """Let the calls inside of a ``with`` block run beside those outside that follow; after those before it.
 
@@ -81,6 +86,10 @@ class Kernels(Protocol):
 
     def eigh(self, a: Any, subset: tuple[int, int] | None, *, vectors: bool) -> tuple[Any, Any]:
         """Return the eigenvalues of a Hermitian matrix in ascending order, and the eigenvectors as columns."""
+        ...
+
+    def eig(self, a: Any, *, left: bool, right: bool) -> tuple[Any, Any, Any]:
+        """Return complex eigenvalues of any matrix, and left and right eigenvectors, or None; `a` is overwritten."""
         ...
 
     def laswp(self, a: Any, pivots: Any) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import cupy as cp
 import numpy as np
+from cupyx import errstate
+from cupyx.cusolver import check_availability
 from numpy.typing import NDArray
 from nvmath.bindings import cublas, cusolverDn
 
@@ -16,6 +18,7 @@ from dask_distmm.engines.factor.kernels import solve_by_halves
 from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
 from dask_distmm.engines.gpu.merging import DeviceMerging
 from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.numpy.lapack import LapackKernels
 
 _WORKSPACE_BYTES = 2**25
 # Triangles of a larger order are solved with by halves, where there are this many unknowns that the calls do not count
@@ -77,6 +80,7 @@ class SolverKernels:
         self._parameters = cusolverDn.create_params()
         self._info = cp.zeros(1, np.int32)
         self._merging = DeviceMerging()
+        self.on_host = LapackKernels()
 
     @property
     def merging(self) -> DeviceMerging:
@@ -193,6 +197,14 @@ class SolverKernels:
             return cp.linalg.eigvalsh(a)[first : last + 1], None
         w, v = cp.linalg.eigh(a)
         return w[first : last + 1], v[:, first : last + 1]
+
+    def eig(self, a: Any, *, left: bool, right: bool) -> tuple[Any, Any, Any]:
+        """Return eigenvalues, and left and right eigenvectors, or None: by cuSOLVER where it has that, or the host."""
+        if left or not check_availability("geev"):
+            return self.on_host.eig(np.asfortranarray(self.host(a)), left=left, right=right)
+        with errstate(linalg="raise"):
+            w, v = cp.linalg.eig(a) if right else (cp.linalg.eigvals(a), None)
+        return w, None, v
 
     def laswp(self, a: Any, pivots: Any) -> None:
         """Swap rows of `a` as `getrf` has done."""

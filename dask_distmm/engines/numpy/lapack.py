@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,11 @@ class LapackKernels:
     """`dask_distmm.engines.factor.Kernels` for NumPy arrays."""
 
     asynchronous, xp, merging = False, np, HostMerging()
+
+    @property
+    def on_host(self) -> LapackKernels:
+        """Return these kernels."""
+        return self
 
     @contextlib.contextmanager
     def ahead(self, *, further: bool = False) -> Iterator[None]:
@@ -138,6 +143,43 @@ class LapackKernels:
             return w, v
         return _some_eigenpairs(a, first, last)
 
+    def eig(self, a: NDArray[Any], *, left: bool, right: bool) -> tuple[Any, Any, Any]:
+        """Return eigenvalues, and left and right eigenvectors, or None; `a` is overwritten."""
+        n, values = len(a), _values_of(a)
+        vl, vr = (np.empty((n, n) if made else (1, 1), a.dtype, order="F") for made in (left, right))
+        letters, spaces = [b"V" if made else b"N" for made in (left, right)], _spaces(a, 2 * n)
+
+        def call(work: NDArray[Any], size: int, info: ctypes.c_int) -> None:
+            given = a, ld_of(a), *values, vl, ld_of(vl), vr, ld_of(vr)
+            _call_routine(a, "geev", *letters, n, *given, work, size, *spaces, info)
+
+        if n:
+            _with_workspace(a, call)
+        w = _complexes(values)
+        return w, _vectors(w, vl) if left else None, _vectors(w, vr) if right else None
+
+    def gees(self, a: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return T and Z of the Schur decomposition ``a = Z T Z^H``; `a` is overwritten, by T."""
+        n, values, unused = len(a), _values_of(a), np.zeros(1, np.int32)
+        z, spaces = np.empty((n, n), a.dtype, order="F"), _spaces(a, n)
+
+        def call(work: NDArray[Any], size: int, info: ctypes.c_int) -> None:
+            given = n, a, ld_of(a), 0, *values, z, ld_of(z)
+            _call_routine(a, "gees", b"V", b"N", unused, *given, work, size, *spaces, unused, info)
+
+        if n:
+            _with_workspace(a, call)
+        return a, z
+
+    def trsyl(self, a: NDArray[Any], b: NDArray[Any], c: NDArray[Any]) -> None:
+        """Overwrite `c` with the solution of ``a x + x b = c``, of triangular complex matrices."""
+        info, scale = ctypes.c_int(0), np.ones(1, c.real.dtype)
+        if c.size:
+            given = (x for one in (a, b, c) for x in (one, ld_of(one)))
+            _call_routine(c, "trsyl", b"N", b"N", 1, *c.shape, *given, scale, info)
+        if scale[0] != 1:
+            c /= scale[0]
+
     def laswp(self, a: NDArray[Any], pivots: NDArray[np.int32]) -> None:
         """Swap rows of `a` as `getrf` has done."""
         if a.size and len(pivots):
@@ -188,6 +230,42 @@ def _some_eigenpairs(a: NDArray[Any], first: int, last: int) -> tuple[NDArray[An
     if info.value or found.value != count:
         raise np.linalg.LinAlgError(f"eigenvalues {first} to {last} did not converge")
     return values[:count], vectors
+
+
+def _values_of(a: NDArray[Any]) -> NDArray[Any]:
+    """Return a row for eigenvalues; of a real matrix one for their real parts, and one for the others."""
+    return np.empty((1 if a.dtype.kind == "c" else 2, len(a)), a.dtype)
+
+
+def _spaces(a: NDArray[Any], size: int) -> list[NDArray[Any]]:
+    """Return the real workspace that routines for complex matrices have beside the other one."""
+    return [np.empty(max(1, size), a.real.dtype)] if a.dtype.kind == "c" else []
+
+
+def _with_workspace(a: NDArray[Any], call: Callable[[NDArray[Any], int, ctypes.c_int], None]) -> None:
+    """Call a routine, which is asked for the size of its workspace first."""
+    size, info = -1, ctypes.c_int(0)
+    for _ in range(2):
+        work = np.empty(max(1, size), a.dtype)
+        call(work, size, info)
+        size = int(work[0].real)
+    if info.value:
+        raise np.linalg.LinAlgError("eigenvalues did not converge")
+
+
+def _complexes(values: NDArray[Any]) -> NDArray[Any]:
+    found: NDArray[Any] = values[0] if len(values) == 1 else values[0] + 1j * values[1]
+    return found
+
+
+def _vectors(w: NDArray[Any], v: NDArray[Any]) -> NDArray[Any]:
+    """Return complex vectors; of a real matrix a pair of columns has the real and the imaginary part of two."""
+    if v.dtype == w.dtype:
+        return v
+    found, first = v.astype(w.dtype), np.flatnonzero(w.imag > 0)
+    found[:, first] += 1j * v[:, first + 1]
+    found[:, first + 1] = found[:, first].conj()
+    return found
 
 
 def _as_column_major(a: NDArray[Any]) -> NDArray[Any]:

@@ -14,7 +14,7 @@ from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.spectral import not_finite
 from dask_distmm.errors import MatrixError
 from dask_distmm.numeric.epilogs import call_function
-from dask_distmm.programs.iterative import BIDIAGONAL, CG, GMRES, LANCZOS, LSMR, LSQR, MINRES
+from dask_distmm.programs.iterative import BIDIAGONAL, CG, EXPONENTIAL, GMRES, LANCZOS, LSMR, LSQR, MINRES
 
 # Where the numbers of `cg` are.
 _FACTOR, _RHO, _LIMIT, _COUNT, _MET, _BROKEN = map(CG.index, ("factor", "rho", "limit", "count", "met", "broken"))
@@ -140,6 +140,41 @@ class IterationKernels:
         """Y = D X, in the rows of a chunk."""
         rows = slice(at, at + len(d))
         self.xp.multiply(d, x[rows], out=y[rows])
+
+    # The exponential function of a matrix
+
+    def column_sums(self, out: Any, *matrices: Any) -> None:
+        """Add up the moduli of columns."""
+        for row, x in zip(out, matrices, strict=True):
+            row[:] = self.blas.host(abs(x).sum(axis=0, dtype=row.dtype))
+
+    def add_polynomial(self, y: Any, *powers: Any, factors: Sequence[float], places: Sequence[Sequence[int]]) -> None:
+        """Y += c I + a A + b B + ...; the identity's rows are those of chunks, from a row here and a row of all on."""
+        for factor, power in zip(factors[1:], powers, strict=True):
+            if factor:
+                y += factor * power
+        for at, first, size in places if factors[0] else ():
+            rows = self.xp.arange(size)
+            y[at + rows, first + rows] += y.dtype.type(factors[0])
+
+    def exponential_start(self, sums: Any, state: Any, *, limit: float, most: int, finite: bool) -> None:
+        """Find how often the polynomial is squared: powers of A divided by that power of two have norms below it."""
+        first, *norms = sums.max(axis=1, initial=0)
+        if finite and not np.isfinite(first):
+            raise MatrixError(not_finite("A"))
+        with np.errstate(all="ignore"):
+            size = max(norm ** (1 / power) for power, norm in enumerate(norms, 2)) / limit
+        if finite and not np.isfinite(size):
+            raise MatrixError("powers of A overflow, and so would its exponential: A has too large elements")
+        count = min(most, max(0, math.ceil(math.log2(size)))) if np.isfinite(size) and size > 0 else 0
+        with _named(state, EXPONENTIAL) as x:
+            x.of_a, x.of_square, x.of_cube = (2.0 ** (-power * count) for power in (1, 2, 3))
+            x.left = count + 1
+
+    def exponential_next(self, state: Any, go: Any) -> None:
+        """Say whether another square is to come after this."""
+        state[0, EXPONENTIAL.index("left")] -= 1
+        go[...] = state[0, EXPONENTIAL.index("left")] > 0
 
     # Conjugate gradients
 

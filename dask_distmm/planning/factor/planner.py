@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import NoWorkersError, PlanError
+from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.factor.plan import FactorPlacement, block_width, factored, work_of
@@ -76,17 +77,16 @@ def shared_bytes(task: Factorization, ranks: int, itemsize: int, width: int) -> 
 # Who computes a factorization: how many of the workers, and which; its time and its memory as projected
 
 
-# A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192; a
-# spectral decomposition, and one of only values: one thread, N = 1200.
-SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8, "eigh": 0.35, "svd": 0.45, "values": 0.1}
+# A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192.
+SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8}
 # A reduction to tridiagonal form, and the way back of the vectors, move this many times what a factorization does.
 _REDUCTIONS = 4
 
 
 def way_of(task: Factorization) -> str:
-    """Return what A goes through, as `SHARES` and engines' own have it."""
+    """Return what A goes through, as shares of engines have it."""
     if task.spectral:
-        return task.kind if task.vectors else "values"
+        return task.kind if task.vectors or task.decomposition.on_host else "values"
     return factored(task)
 
 
@@ -217,15 +217,17 @@ def _consider(
 def _work(made: FactorPlacement, moved: float) -> Work:
     """Return the work of a plan, given the bytes that move between workers."""
     problem, work, model, way = made.problem, made.work, ENGINES[made.engine], way_of(made.problem.task)
-    count, panels = len(made.ranks), work.columns.matrices[0].count
-    rate = problem.options.machine(made.engine).rate(problem.task.dtype)
+    count, panels, task = len(made.ranks), work.columns.matrices[0].count, problem.task
+    one = task.decomposition if task.spectral else None
+    rate = problem.options.machine("numpy" if one and one.on_host else made.engine).rate(task.dtype)
     rate *= sum(made.participants[index].nthreads for index in made.ranks)
     if work.shared:
         phases = _shared_phases(made)
     else:
         # One panel comes after the other, however many ranks there are.
         least = panels * model.panel_seconds(way) if count > 1 else 0.0
-        phases = [Phase(problem.flops, rate * (model.share(way, count) or SHARES[way]), least=least)]
+        share = one.shares[not task.vectors] if one else SHARES[way]
+        phases = [Phase(problem.flops, rate * (model.share(way, count) or share), least=least)]
     return Work([*phases, Phase(waited={"ranks": moved / count, "messages": panels * (count > 1)})], moved=moved)
 
 
@@ -279,25 +281,17 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
         elif work.shared:
             beside = shared_bytes(problem.task, len(made.ranks), size, made.width)
         elif problem.task.spectral:
-            beside = _spectral_workspace(problem) * size
+            made_whole = sum(math.prod(one.shape) * dtype_from_name(one.dtype).itemsize for one in problem.task.outputs)
+            beside = problem.task.decomposition.workspace(problem.task) * size + made_whole
         results = 0
         for output in problem.outputs:
             layout = work.output_layout(output.name)
             sizes = chunk_elements(output.chunks)
-            results += int(sizes[made.owners[output.name] == rank].sum())
+            results += int(sizes[made.owners[output.name] == rank].sum()) * dtype_from_name(output.dtype).itemsize
             # L is copied, as its rows are swapped in the end.
             if layout is not None and factored(problem.task) == "lu" and not work.collective:
-                results += math.prod(layout.local_shape(rank))
+                results += math.prod(layout.local_shape(rank)) * size
         total[index] += array * size + beside
-        at_the_end[index] = results * size
+        at_the_end[index] = results
     total += np.maximum(going, at_the_end) if problem.donated else at_the_end
     return {worker.address: int(total[index]) for index, worker in enumerate(made.participants)}
-
-
-def _spectral_workspace(problem: FactorProblem) -> int:
-    """Return the elements that LAPACK's driver holds: syevd's 2 n^2, gesdd's 4 k^2, NumPy's copy, and all results."""
-    (m, n), task = problem.task.a_shape, problem.task
-    results = sum(math.prod(one.shape) for one in task.outputs)
-    if task.kind == "eigh":
-        return (3 * n * n if task.vectors else n * n) + results
-    return m * n + (4 * min(m, n) ** 2 if task.vectors else 0) + 2 * results

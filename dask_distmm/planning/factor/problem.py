@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -111,6 +113,124 @@ def as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*(1,) * (2 - len(shape)), *shape)
 
 
+# What one rank makes of a whole matrix by one call of LAPACK
+
+
+# The results by name: shapes, and names of types.
+Results = dict[str, tuple[tuple[int, ...], str]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decomposition:
+    """What one rank makes of a whole matrix; `engines.factor.spectral.FUNCTIONS` has the function of the same name.
+
+    A new one is an entry here, that function, and what the user calls.
+    """
+
+    # Which options of `Factorization` it knows.
+    options: frozenset[str]
+    results: Callable[[Factorization], Results]
+    # Real operations; four times as many for complex types. Those of iterations depend on the values.
+    flops: Callable[[Factorization], float]
+    # Elements that the call holds beside A and the results.
+    workspace: Callable[[Factorization], int]
+    # The share of a product's rate at which it runs, with vectors, and if only values are computed.
+    shares: tuple[float, float]
+    # Whether the host computes it, also if A is on a GPU.
+    on_host: bool = False
+
+
+def _eigh_results(task: Factorization) -> Results:
+    n, real = task.a_shape[0], np.empty(0, task.dtype).real.dtype.name
+    count = n if task.subset is None else task.subset[1] - task.subset[0] + 1
+    return {"w": ((count,), real), **({"v": ((n, count), task.dtype)} if task.vectors else {})}
+
+
+def _svd_results(task: Factorization) -> Results:
+    (m, n), k, real = task.a_shape, min(task.a_shape), np.empty(0, task.dtype).real.dtype.name
+    left, right = (m, n) if task.mode == "complete" else (k, k)
+    vectors = {"u": ((m, left), task.dtype), "vh": ((right, n), task.dtype)} if task.vectors else {}
+    return {"s": ((k,), real), **vectors}
+
+
+def _eig_results(task: Factorization) -> Results:
+    # Whether all are real is known only when they are there.
+    shape, dtype = task.a_shape, np.result_type(task.dtype, np.complex64).name
+    sides = [name for name, made in (("vl", task.left), ("v", task.vectors)) if made]
+    return {"w": (shape[:1], dtype), **dict.fromkeys(sides, (shape, dtype))}
+
+
+def _cube(task: Factorization) -> float:
+    return float(task.a_shape[0]) ** 3
+
+
+def _square(task: Factorization) -> int:
+    return math.prod(task.a_shape)
+
+
+def _of_complex_triangle(factor: float, matrices: int, share: float) -> Decomposition:
+    """Return a function of the complex triangle of the Schur decomposition, also of a real matrix."""
+
+    def complexes(task: Factorization) -> int:
+        return 1 if task.dtype.startswith("complex") else 2
+
+    return Decomposition(
+        frozenset(),
+        lambda task: {"x": (task.a_shape, np.result_type(task.dtype, np.complex64).name)},
+        lambda task: (25 + factor * complexes(task) ** 2) * _cube(task),
+        lambda task: matrices * complexes(task) * _square(task),
+        (share, share),
+        on_host=True,
+    )
+
+
+# Operations are Golub and Van Loan's (Matrix Computations, 4th ed., 7.5, 8.3 and 8.6) and Higham's (Functions of
+# Matrices, 6.2 and 11.5; five square roots and seven terms). Shares of one thread: N = 1200.
+DECOMPOSITIONS: dict[str, Decomposition] = {
+    "eigh": Decomposition(
+        frozenset(["lower", "subset", "vectors"]),
+        _eigh_results,
+        lambda task: ((9.0 if task.vectors else 4 / 3) + (0.0 if task.b_shape is None else 10 / 3)) * _cube(task),
+        lambda task: _square(task) * (3 if task.vectors else 1),
+        (0.35, 0.1),
+    ),
+    "svd": Decomposition(
+        frozenset(["mode", "vectors"]),
+        _svd_results,
+        lambda task: (
+            6 * _square(task) * min(task.a_shape) + 20 * float(min(task.a_shape)) ** 3
+            if task.vectors
+            else 4 * _square(task) * min(task.a_shape) - 4 / 3 * float(min(task.a_shape)) ** 3
+        ),
+        # gesdd's 4 k^2, and NumPy's copies.
+        lambda task: (
+            _square(task)
+            + (4 * min(task.a_shape) ** 2 if task.vectors else 0)
+            + sum(math.prod(shape) for shape, _ in task.decomposition.results(task).values())
+        ),
+        (0.45, 0.1),
+    ),
+    "eig": Decomposition(
+        frozenset(["vectors", "left"]),
+        _eig_results,
+        lambda task: (25.0 if task.vectors or task.left else 10.0) * _cube(task),
+        lambda task: _square(task) * (1 + task.vectors + task.left),
+        (0.2, 0.15),
+        on_host=True,
+    ),
+    "schur": Decomposition(
+        frozenset(),
+        lambda task: {"t": (task.a_shape, task.dtype), "z": (task.a_shape, task.dtype)},
+        lambda task: 25 * _cube(task),
+        lambda task: 0,
+        (0.3, 0.3),
+        on_host=True,
+    ),
+    "sqrtm": _of_complex_triangle(10 / 3, 5, 0.25),
+    "logm": _of_complex_triangle(7, 8, 0.12),
+}
+
+
 # A Factorization says what is computed of one or two matrices: a frozen value of plain types
 
 
@@ -126,12 +246,10 @@ KINDS: dict[str, frozenset[str]] = {
     "slogdet": frozenset(),
     "lstsq": frozenset(),
     "pinv": frozenset(),
-    "eigh": frozenset(["lower", "subset", "vectors"]),
-    "svd": frozenset(["mode", "vectors"]),
+    **{kind: one.options for kind, one in DECOMPOSITIONS.items()},
 }
-_SQUARE = frozenset(["cholesky", "solve", "solve_triangular", "inv", "det", "slogdet", "eigh"])
+_SQUARE = frozenset(["cholesky", "solve", "solve_triangular", "inv", "det", "slogdet", *DECOMPOSITIONS]) - {"svd"}
 _WITH_B = frozenset(["solve", "solve_triangular", "lstsq"])
-_SPECTRAL = frozenset(["eigh", "svd"])
 _DTYPES = ("float32", "float64", "complex64", "complex128")
 _CHOICES = {"op": ("N", "T", "C"), "mode": ("reduced", "complete", "r"), "assume_a": ("gen", "pos")}
 
@@ -200,8 +318,10 @@ class Factorization:
     mode: str = "reduced"
     # solve, inv: ``"gen"``: A is any matrix; ``"pos"``: it is Hermitian and positive definite.
     assume_a: str = "gen"
-    # eigh, svd: whether vectors are computed, and not only values.
+    # eigh, svd, eig: whether vectors (of eig the right ones) are computed, and not only values.
     vectors: bool = True
+    # eig: whether left eigenvectors are computed.
+    left: bool = False
     # eigh: the first and the last index of the eigenvalues that are computed, counted from the least one; None for
     # all.
     subset: tuple[int, int] | None = None
@@ -245,7 +365,12 @@ class Factorization:
     @property
     def spectral(self) -> bool:
         """Whether it is a decomposition that one rank makes by one call of LAPACK (or cuSOLVER)."""
-        return self.kind in _SPECTRAL
+        return self.kind in DECOMPOSITIONS
+
+    @property
+    def decomposition(self) -> Decomposition:
+        """The entry of its kind in `DECOMPOSITIONS`."""
+        return DECOMPOSITIONS[self.kind]
 
     @property
     def shareable(self) -> bool:
@@ -281,11 +406,10 @@ class Factorization:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations: as LAPACK Working Note 41 counts them; four times as many for complex types.
-
-        Those of spectral decompositions depend on the values; these are Golub and Van Loan's (Matrix Computations, 4th
-        ed., 8.3 and 8.6).
-        """
+        """Floating-point operations: as LAPACK Working Note 41 counts them; four times as many for complex types."""
+        complexes = 4 if self.dtype.startswith("complex") else 1
+        if self.spectral:
+            return self.decomposition.flops(self) * complexes
         rows, cols = (float(x) for x in self.a_shape)
         m, n = max(rows, cols), min(rows, cols)
         nrhs = float((self.b_order or 0) if self.b_shape is None else self.b_shape[0 if self.right else 1])
@@ -300,10 +424,8 @@ class Factorization:
             "solve_triangular": n * n * nrhs,
         }
         counts["pinv"] = counts["lstsq"]
-        counts["eigh"] = (9.0 if self.vectors else 4 / 3) * n**3 + (0.0 if self.b_shape is None else 10 / 3 * n**3)
-        counts["svd"] = 6 * m * n * n + 20 * n**3 if self.vectors else 4 * m * n * n - 4 / 3 * n**3
         counts["solve"] = counts["inv"] = (n**3 / 3 if self.hermitian else lu) + 2 * n * n * nrhs
-        return counts[self.kind] * (4 if self.dtype.startswith("complex") else 1)
+        return counts[self.kind] * complexes
 
     def turned(self, name: str) -> Turned:
         """Return which form of ``"a"`` or ``"b"`` ranks are given."""
@@ -366,23 +488,9 @@ class Factorization:
         if self.kind == "slogdet":
             return TaskOutput("sign", (), dtype, None, "sign"), TaskOutput("logdet", (), real, None, "logdet")
         if self.spectral:
-            return self._spectral_outputs(k, real)
+            made = self.decomposition.results(self).items()
+            return tuple(TaskOutput(name, shape, kind, None, "spectral") for name, (shape, kind) in made)
         if self.kind == "lstsq":
             found = (x, TaskOutput("r", (k, k), dtype, 0, "upper"))
             return found if self._wide else (*found, TaskOutput("residuals", (1, nrhs), real, 1, "residuals"))
         return (x,)
-
-    def _spectral_outputs(self, k: int, real: str) -> tuple[TaskOutput, ...]:
-        """Return values, and vectors: `k` is the smaller extent of A, `real` the type of the values."""
-        m, n = self.a_shape
-        if self.kind == "eigh":
-            count = n if self.subset is None else self.subset[1] - self.subset[0] + 1
-            shapes = {"w": (count,), "v": (n, count)}
-        else:
-            left, right = (m, n) if self.mode == "complete" else (k, k)
-            shapes = {"s": (k,), "u": (m, left), "vh": (right, n)}
-        return tuple(
-            TaskOutput(name, shape, real if len(shape) == 1 else self.dtype, None, "spectral")
-            for name, shape in shapes.items()
-            if self.vectors or len(shape) == 1
-        )
