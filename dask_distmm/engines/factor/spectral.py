@@ -202,7 +202,10 @@ FUNCTIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
 
 def not_finite(name: str) -> str:
     """Return the text for a matrix with elements that are NaN or infinite."""
-    return f"{name} must not contain infs or NaNs: replace them, or use dask_distmm.linalg with check_finite=False"
+    return (
+        f"{name} must not contain infs or NaNs: replace them, or pass check_finite=False to a function of "
+        "dask_distmm.linalg that has it"
+    )
 
 
 def unit_factors(kernels: Kernels, v: Any) -> Any:
