@@ -20,11 +20,11 @@ from distributed.protocol.pickle import dumps
 from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm.arrays.request import parse, problem_of_request
-from dask_distmm.config import dask_costs, wave_settings
+from dask_distmm.config import dask_costs, wave_budget
 from dask_distmm.graph.waves import WavesLayer, build_waves
 from dask_distmm.planning import Worker, plan
-from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
-from dask_distmm.runtime.chunk_tasks import pack_tasks
+from dask_distmm.planning.waves import choose_scheme, wave_problem
+from dask_distmm.runtime.chunks import pack_tasks
 from dask_distmm.runtime.keys import barrier_key
 
 _ROWS, _COLS, _LIMIT = 1000, 500, 4 * 2**30
@@ -37,8 +37,8 @@ def measure(count: int, chunks: int) -> dict[str, float]:
     x = da.ones((chunks * _ROWS, _COLS), chunks=(_ROWS, _COLS))
     request = parse(x.T, x)
     problem = problem_of_request(request)
-    settings = wave_settings()
-    budget = Budget(settings.managed, settings.process, settings.read_bandwidth)
+    budget = wave_budget()
+    assert budget is not None, "distmm.waves.mode is off"
     found: dict[str, float] = {"workers": count, "chunks": chunks}
     started = time.perf_counter()
 

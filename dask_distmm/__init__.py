@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from dask_distmm.arrays.dispatch import disable, enable, enabled, is_enabled
     from dask_distmm.arrays.distribute import distribute, free_replicas, replicate
     from dask_distmm.arrays.grouped import explain_grouped, matmul_grouped
+    from dask_distmm.arrays.kinds import to_torch
     from dask_distmm.arrays.prepared import Matmul
     from dask_distmm.arrays.product import NotCollective
     from dask_distmm.arrays.quantize import BlockScaled, dequantize, quantize
-    from dask_distmm.arrays.tensors import to_torch
     from dask_distmm.diagnostics.bars import progress
     from dask_distmm.numeric.epilogs import Epilog
     from dask_distmm.planning import BatchPlan, Explanation, GroupPlan, Plan
@@ -52,10 +52,10 @@ _HOMES = {
     "arrays.dispatch": ("disable", "enable", "enabled", "is_enabled"),
     "arrays.distribute": ("distribute", "free_replicas", "replicate"),
     "arrays.grouped": ("explain_grouped", "matmul_grouped"),
+    "arrays.kinds": ("to_torch",),
     "arrays.prepared": ("Matmul",),
     "arrays.product": ("NotCollective",),
     "arrays.quantize": ("BlockScaled", "dequantize", "quantize"),
-    "arrays.tensors": ("to_torch",),
     "diagnostics.bars": ("progress",),
     "numeric.epilogs": ("Epilog",),
     "planning": ("BatchPlan", "Explanation", "GroupPlan", "Plan"),

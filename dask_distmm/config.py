@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.resources
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,6 +91,11 @@ def read_options() -> Options:
     return _read_options(repr(dask.config.get("distmm", None)))
 
 
+_TIMEOUTS = ("load", "vote", "transfer", "silence", "grace")
+# Constants of machines that may be 0.
+_MAY_BE_0 = ("latency", "network_bandwidth", "dask_bandwidth", "host_bandwidth")
+
+
 @functools.lru_cache(maxsize=16)
 def _read_options(config: str) -> Options:
     def number(key: str, low: float, high: float = float("inf")) -> float:
@@ -114,10 +120,7 @@ def _read_options(config: str) -> Options:
             gflops=tuple(sorted((str(name), number(f"machine.{engine}.gflops.{name}", 1e-9)) for name in gflops)),
             bandwidth=number(f"machine.{engine}.bandwidth", 1.0),
             memory_bandwidth=number(f"machine.{engine}.memory-bandwidth", 1.0),
-            latency=number(f"machine.{engine}.latency", 0.0),
-            network_bandwidth=number(f"machine.{engine}.network-bandwidth", 0.0),
-            dask_bandwidth=number(f"machine.{engine}.dask-bandwidth", 0.0),
-            host_bandwidth=number(f"machine.{engine}.host-bandwidth", 0.0),
+            **{name: number(f"machine.{engine}.{name.replace('_', '-')}", 0.0) for name in _MAY_BE_0},
             exposed=tuple(sorted((str(n), number(f"machine.{engine}.exposed.{n}", 0.0)) for n in exposed)),
         )
 
@@ -127,11 +130,7 @@ def _read_options(config: str) -> Options:
     return Options(
         retries=int(number("retries", 0)),
         limit_fraction=number("memory.limit-fraction", 1e-9, 1.0),
-        load_timeout=float(parsed("timeouts.load", parse_timedelta)),
-        vote_timeout=float(parsed("timeouts.vote", parse_timedelta)),
-        transfer_timeout=float(parsed("timeouts.transfer", parse_timedelta)),
-        silence_timeout=float(parsed("timeouts.silence", parse_timedelta)),
-        grace_timeout=float(parsed("timeouts.grace", parse_timedelta)),
+        **{f"{name}_timeout": float(parsed(f"timeouts.{name}", parse_timedelta)) for name in _TIMEOUTS},
         panel_bytes=int(parsed("numpy.panel-bytes", parse_bytes)),
         prefetch_panels=int(number("numpy.prefetch-panels", 1)),
         pack_below=int(number("numpy.pack-below", 0)),
@@ -210,21 +209,31 @@ def _check_keys(found: Any, known: Mapping[str, Any], path: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WaveSettings:
-    """The options for products in waves."""
+class Budget:
+    """The memory that a worker may hold while a product is made in waves, and what it holds anyway."""
 
-    # Whether a product that does not fit into memory is made in waves.
-    enabled: bool
-    # Shares of a worker's memory limit from which Dask spills: of results in memory, and of the process.
+    # Shares of the memory limit from which Dask spills: of results in memory, and of the process.
     managed: float
     process: float
-    # Bytes of NumPy chunks, and of CuPy chunks, that one worker loads or makes in a second.
+    # Bytes of NumPy chunks and of CuPy chunks that one worker loads or makes in a second, for the estimate.
     read_bandwidth: float
-    device_bandwidth: float
+    device_bandwidth: float = 1e11
+
+    def rate(self, array: str) -> float:
+        """Return the bytes of chunks, ``"numpy"`` or ``"cupy"``, that one worker loads or makes in a second."""
+        return self.device_bandwidth if array == "cupy" else self.read_bandwidth
+
+    def of(self, worker: Any) -> float:
+        """Return the bytes that a worker (`planning.Worker`) may hold."""
+        limit = worker.memory_limit
+        return min(self.managed * limit, self.process * limit - worker.used) if limit else math.inf
 
 
-def wave_settings() -> WaveSettings:
-    """Read the options for products in waves; Dask's own thresholds are those of its configuration here."""
+def wave_budget() -> Budget | None:
+    """Return the memory that waves may take; None if the configuration says that there are to be none.
+
+    Dask's own thresholds are those of its configuration here.
+    """
     mode = setting("waves.mode")
     if mode not in ("auto", "off"):
         raise PlanError(f"config distmm.waves.mode is {mode!r}; expected 'auto' or 'off'")
@@ -235,7 +244,7 @@ def wave_settings() -> WaveSettings:
     most = float(setting("memory.limit-fraction"))
     # Without spilling a worker may hold what a run may.
     target, spill = (dask.config.get(f"distributed.worker.memory.{key}", None) or most for key in ("target", "spill"))
-    return WaveSettings(mode == "auto", min(most, float(target)), min(most, float(spill)), *rates.values())
+    return Budget(min(most, float(target)), min(most, float(spill)), *rates.values()) if mode == "auto" else None
 
 
 def parsed(key: str, parse: Callable[[Any], Any]) -> Any:

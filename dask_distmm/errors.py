@@ -176,36 +176,15 @@ def advice(remedies: Sequence[str]) -> str:
 
 def as_plain(error: DistMMError) -> dict[str, Any]:
     """Return an error as a dict of plain types."""
-    message = error.args[0] if isinstance(error, RunFailedError) else str(error)
-    answer: dict[str, Any] = {"status": "failed", "kind": type(error).__name__, "message": message}
-    if isinstance(error, ProjectedMemoryError):
-        answer |= {"projected": error.projected, "limit": error.limit}
-    if isinstance(error, RunFailedError):
-        answer |= {"run_id": error.run_id, "phase": error.phase, "ranks": error.ranks}
-        answer["history"] = error.history
-    return answer
+    told = isinstance(error, ProjectedMemoryError | RunFailedError)
+    return {"status": "failed", "kind": type(error).__name__, "args": error.__reduce__()[1] if told else (str(error),)}
 
 
 def rebuild(answer: Mapping[str, Any]) -> DistMMError:
     """Make the typed error again from what `as_plain` gave."""
-    kind, message = answer["kind"], answer["message"]
-    if kind == "ProjectedMemoryError":
-        return ProjectedMemoryError(message, answer["projected"], answer["limit"])
-    if kind == "RunFailedError":
-        return RunFailedError(message, answer["run_id"], answer["phase"], answer["ranks"], answer["history"])
-    kinds = {
-        found.__name__: found
-        for found in (
-            PlanError,
-            EngineError,
-            MatrixError,
-            MissingEngineError,
-            NotSquareError,
-            NoWorkersError,
-            ProtocolError,
-        )
-    }
-    return kinds.get(kind, DistMMError)(message)
+    kinds = (PlanError, ProjectedMemoryError, EngineError, MatrixError, NotSquareError, MissingEngineError)
+    every = (*kinds, NoWorkersError, ProtocolError, RunFailedError)
+    return {kind.__name__: kind for kind in every}.get(answer["kind"], DistMMError)(*answer["args"])
 
 
 def brief(text: str, most: int = _BRIEF) -> str:

@@ -67,11 +67,10 @@ from dask_distmm.arrays.linalg.spectral import (
     svdvals,
 )
 from dask_distmm.errors import MatrixError, NotSquareError, PlanError
-from dask_distmm.planning.computation import Computation
-from dask_distmm.planning.computation_kinds import plan_computation
-from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.many import ChainPlan
 from dask_distmm.planning.placement import Placement
+from dask_distmm.planning.planner import plan_computation
 from dask_distmm.runtime.client import ask_roster, current_client
 
 __all__ = [

@@ -13,7 +13,7 @@ async def dask_setup(server: Any) -> None:
     from dask_distmm.errors import MissingEngineError
     from dask_distmm.runtime.messages import NAME
     from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
-    from dask_distmm.runtime.worker.plugin import DistMMWorkerPlugin
+    from dask_distmm.runtime.worker import DistMMWorkerPlugin
 
     if isinstance(server, Scheduler):
         try:

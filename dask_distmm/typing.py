@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeAlias, Type
 
 import numpy as np
 
-from dask_distmm.numeric.epilog_names import AnyEpilog, AuxEpilog, PlainEpilog
+from dask_distmm.numeric.epilogs import AnyEpilog, AuxEpilog, PlainEpilog
 from dask_distmm.planning.distribution import Distribution
 
 if TYPE_CHECKING:

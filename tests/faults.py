@@ -14,13 +14,13 @@ from typing import Any
 import cloudpickle
 
 FAULT_POINTS = {
-    "read": ("dask_distmm.runtime.worker.side", "ChunkStore", "read"),
-    "vote": ("dask_distmm.runtime.worker.side", "WorkerService", "_prepare"),
+    "read": ("dask_distmm.runtime.worker", "ChunkStore", "read"),
+    "vote": ("dask_distmm.runtime.worker", "WorkerService", "_prepare"),
     "execute": ("dask_distmm.engines.numpy.engine", "NumpyJob", "execute"),
     "tiles": ("dask_distmm.engines.numpy.engine", "NumpyJob", "serve"),
     "assemble": ("dask_distmm.engines.numpy.engine", "NumpyJob", "_assemble"),
-    "replicate": ("dask_distmm.runtime.replicas", "ReplicaStore", "gather"),
-    "place": ("dask_distmm.runtime.worker.side", "ChunkStore", "place"),
+    "replicate": ("dask_distmm.runtime.transfers", "ReplicaStore", "gather"),
+    "place": ("dask_distmm.runtime.worker", "ChunkStore", "place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
     "steps": ("dask_distmm.engines.factor.execution", "Execution", "execute"),

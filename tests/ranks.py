@@ -6,9 +6,9 @@ import numpy as np
 
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.base import get_engine
-from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
-from dask_distmm.testing.network import run_jobs
+from dask_distmm.testing import run_jobs
 
 
 def on_ranks(results, arrays, ranks=3):

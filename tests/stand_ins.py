@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dask_distmm.runtime.wire import from_wire, to_wire
-
 
 class Loop:
     """Has all of a Dask worker that `WorkerService` needs."""
@@ -25,5 +23,5 @@ class Loop:
 
 async def ask(side, request):
     """Give a request to the handler that a `WorkerService` has for it; return the answer."""
-    wire = {**to_wire(request), "epoch": side.epoch}
-    return from_wire(request.answer, await side.handlers[request.operation](**wire))
+    wire = {**request.to_wire(), "epoch": side.epoch}
+    return request.answer.from_wire(await side.handlers[request.operation](**wire))

@@ -21,7 +21,7 @@ from matrices import until
 from dask_distmm import EngineError, matmul, quantize
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.scheduler.plugin import needs_package
-from dask_distmm.runtime.worker.plugin import for_any_worker
+from dask_distmm.runtime.worker import for_any_worker
 from dask_distmm.testing import assert_product
 from dask_distmm.tools.cli import main
 
@@ -121,7 +121,7 @@ def test_where_no_worker_has_it(blocked: dict[str, str], tmp_path: Path) -> None
 
 
 def test_which_tasks_need_it() -> None:
-    from dask_distmm.arrays.items import multiply_items
+    from dask_distmm.arrays.batched import multiply_items
 
     assert needs_package(Task("x", multiply_items, 1))
     assert not needs_package(Task("x", np.add, np.ones(1000), 1))

@@ -20,9 +20,9 @@ from dask_distmm.arrays.linalg import factorize
 from dask_distmm.engines.base import get_engine
 from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import ProjectedMemoryError
-from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
-from dask_distmm.testing.network import run_jobs
+from dask_distmm.testing import run_jobs
 
 ROWS, OWNERS = (40, 0, 70, 11, 55), (0, 0, 1, 1, 2)
 

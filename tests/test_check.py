@@ -18,7 +18,6 @@ from click.testing import CliRunner
 from distributed import Client
 
 from dask_distmm import __version__, installing
-from dask_distmm.planning import ENGINES
 from dask_distmm.tools import check, facts
 from dask_distmm.tools.check import HERE, Report, differing
 from dask_distmm.tools.cli import main
@@ -83,7 +82,7 @@ def peer_cluster(**changes: Any) -> Report:
 
 def _cluster(workers: dict[str, Any]) -> Report:
     scheduler = {"host": "one", "versions": dict(VERSIONS), "plugin": True, "package": True}
-    return Report(workers, {"versions": dict(VERSIONS)}, scheduler, "tcp://scheduler:8786", "auto", tuple(ENGINES))
+    return Report(workers, {"versions": dict(VERSIONS)}, scheduler, "tcp://scheduler:8786", "auto")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +232,7 @@ def test_clusters_that_can_not_multiply() -> None:
     silent = _cluster({"tcp://1": {"error": "OSError: gone"}, "tcp://2": cpu_worker()})
     assert silent.status == 2
     assert "could not be asked: OSError: gone" in check.report_text(silent)
-    asked = Report(cpu_cluster().workers, {"versions": VERSIONS}, None, "tcp://x", "cublasmp", tuple(ENGINES))
+    asked = Report(cpu_cluster().workers, {"versions": VERSIONS}, None, "tcp://x", "cublasmp")
     assert (asked.status, asked.engine) == (2, None)
     assert "dask_distmm[cu13]" in check.report_text(asked)
 
@@ -273,7 +272,7 @@ def test_broken_libraries_take_no_other_answer_with_them(monkeypatch: pytest.Mon
     assert found["engines"] == {"error": "SystemError: dask_distmm.engines.base"}
     assert found["rmm"]["error"].startswith("AttributeError")
     assert found["versions"]["dask_distmm"] == __version__
-    report = Report({HERE: found}, {"versions": facts.versions()}, None, "", "auto", tuple(ENGINES))
+    report = Report({HERE: found}, {"versions": facts.versions()}, None, "", "auto")
     assert report.status == 2
     assert "dask_distmm can't be imported: SystemError" in " ".join(check.report_text(report).split())
 

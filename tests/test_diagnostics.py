@@ -21,12 +21,11 @@ from run_events import events
 import dask_distmm
 from dask_distmm import PlanError, linalg, matmul
 from dask_distmm.diagnostics import tables
-from dask_distmm.diagnostics.bars import ProgressBar, as_html, as_lines, bar_of
+from dask_distmm.diagnostics.bars import as_html, as_lines, noted
 from dask_distmm.errors import ProtocolError
 from dask_distmm.runtime.messages import Progress, ProgressLine
 from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler.records import PHASES, Records, by_phase, progress_of
-from dask_distmm.runtime.wire import from_wire
 from dask_distmm.testing import assert_product
 
 START = {"action": "start", "method": "summa", "engine": "numpy", "grid": (1, 2, 1), "flops": 4e9, "bound": 8e9}
@@ -175,10 +174,10 @@ def test_waves_of_a_part():
 
 
 def test_what_a_participant_may_report():
-    from_wire(Progress, {"run_id": 1, "share": 0.5, "received_bytes": 7})
-    for share, received in [(1, 7), (math.nan, 7), (1.5, 7), (-0.1, 7), (0.5, -1), (0.5, 1.5), (None, 0), (0.5, None)]:
+    Progress.from_wire({"run_id": 1, "share": 0.5, "received_bytes": 7})
+    for share, received in [(math.nan, 7), (1.5, 7), (-0.1, 7), (0.5, -1), (0.5, 1.5), (None, 0), (0.5, None)]:
         with pytest.raises(ProtocolError, match="malformed message Progress: its field (share|received_bytes) is"):
-            from_wire(Progress, {"run_id": 1, "share": share, "received_bytes": received})
+            Progress.from_wire({"run_id": 1, "share": share, "received_bytes": received})
     run = Run(1, "m", "k", frozenset("ab"), phase="running")
     for address, received in [("a", 5), ("b", 7), ("a", 3), ("stranger", 50)]:
         run.report(address, 0.1, 0.0, received)
@@ -206,13 +205,13 @@ def test_bytes_arrive_while_the_share_stands_still():
     ],
 )
 def test_bytes_beside_a_bar(received, expected, note):
-    assert bar_of(ProgressLine("m-0", "multiplying", 0.5, 3, received, expected)).note == note
+    assert noted(ProgressLine("m-0", "multiplying", 0.5, 3, received, expected)).note == note
 
 
 FOUND = [
-    bar_of(ProgressLine("matmul-1f0c5e2a77", "multiplying", 0.5, 3, 2**30)),
-    bar_of(ProgressLine("<b>-0", "failed", 0.0)),
-    ProgressBar("results", "", 0.0, "0 of 16"),
+    noted(ProgressLine("matmul-1f0c5e2a77", "multiplying", 0.5, 3, 2**30)),
+    noted(ProgressLine("<b>-0", "failed", 0.0)),
+    ProgressLine("results", "", 0.0, note="0 of 16"),
 ]
 
 

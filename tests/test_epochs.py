@@ -11,8 +11,7 @@ from distributed import wait
 from matrices import until
 
 from dask_distmm import matmul
-from dask_distmm.runtime.messages import NAME, Abort, Prepare, Release
-from dask_distmm.runtime.wire import ask
+from dask_distmm.runtime.messages import NAME, Abort, Prepare, Release, ask
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 
@@ -32,7 +31,7 @@ def epochs(client) -> set[str]:
 
 def test_numbers_from_the_future_are_refused(inproc_client, monkeypatch):
     """Whoever may ask a worker, but does not know the epoch, changes nothing."""
-    monkeypatch.setattr("dask_distmm.runtime.worker.side._OVERTAKES", 0.01)
+    monkeypatch.setattr("dask_distmm.runtime.worker._OVERTAKES", 0.01)
     check()
 
     async def forge(dask_scheduler=None):
@@ -98,9 +97,9 @@ def test_a_request_may_overtake_the_stream(late, monkeypatch):
     """The first request of an epoch waits for the message on the stream that begins it."""
     from stand_ins import Loop
 
-    from dask_distmm.runtime.worker.side import WorkerService
+    from dask_distmm.runtime.worker import WorkerService
 
-    monkeypatch.setattr("dask_distmm.runtime.worker.side._OVERTAKES", 0.05 if late else 30)
+    monkeypatch.setattr("dask_distmm.runtime.worker._OVERTAKES", 0.05 if late else 30)
 
     async def work() -> None:
         side = WorkerService(Loop())

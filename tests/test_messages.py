@@ -15,9 +15,8 @@ from dask_distmm import matmul
 from dask_distmm.planning import Demand, Worker, plan
 from dask_distmm.runtime import messages
 from dask_distmm.runtime import messages as questions
-from dask_distmm.runtime.messages import NAME
-from dask_distmm.runtime.wire import Call, Message, to_wire
-from dask_distmm.runtime.worker.plugin import MISSING
+from dask_distmm.runtime.messages import NAME, Call, Message
+from dask_distmm.runtime.worker import MISSING
 from dask_distmm.testing import assert_product, make_problem
 
 JUNK = (
@@ -33,7 +32,7 @@ def small_plan():
 
 
 KEYS = {"a": [("x", 0, 0), ("x", 1, 0)], "b": [("y", 0, 0)]}
-DEMAND = Demand("auto", "numpy", ("float64",) * 3).to_wire()
+DEMAND = Demand("auto", "numpy", ("float64",) * 3)
 # A valid message of each kind, of a run that is over or of a group that is not there.
 TO_WORKERS = (
     messages.Describe(),
@@ -43,7 +42,6 @@ TO_WORKERS = (
     messages.Release(1, "numpy", 1.0),
     messages.Fetch(1, "input", bytes(48), flat=False),
     messages.Finish(1),
-    messages.End(1, "late"),
     messages.Forget(1),
     messages.Gone(1, "inproc://1"),
     messages.Abandon(1, "numpy"),
@@ -61,7 +59,7 @@ FROM_CLIENTS = (
 
 def wires(message: Message, epoch: str):
     """The message as it is, and with one field changed, missing or added, in its own epoch and in another."""
-    good = to_wire(message)
+    good = message.to_wire()
     names = [field.name for field in dataclasses.fields(message)]
     changed = [good | {name: value} for name, value in itertools.product(names, JUNK)]
     if isinstance(message, messages.Begin):
@@ -84,7 +82,7 @@ def test_every_message_is_in_the_list():
 
 
 def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
-    monkeypatch.setattr("dask_distmm.runtime.worker.side._OVERTAKES", 0.0)
+    monkeypatch.setattr("dask_distmm.runtime.worker._OVERTAKES", 0.0)
     caplog.set_level(logging.CRITICAL, "dask_distmm")
     a = np.random.default_rng().standard_normal((40, 40))
     x = da.from_array(a, chunks=20)
@@ -128,7 +126,7 @@ def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
 
 def test_an_error_within_a_handler_ends_nothing(inproc_client, monkeypatch):
     """Whatever is wrong in our own code: the stream, which is Dask's, stays open."""
-    from dask_distmm.runtime.worker.side import WorkerService
+    from dask_distmm.runtime.worker import WorkerService
 
     x = da.ones((20, 20), chunks=10)
     matmul(x, x).compute()
@@ -137,7 +135,7 @@ def test_an_error_within_a_handler_ends_nothing(inproc_client, monkeypatch):
     monkeypatch.setattr(WorkerService, "end", lambda self, *args: heard.append(args) or 1 / 0)
 
     def send(dask_scheduler):
-        dask_scheduler.plugins[NAME].coordinator.tell(list(dask_scheduler.workers), messages.End(1, "x"))
+        dask_scheduler.plugins[NAME].coordinator.tell(list(dask_scheduler.workers), messages.Abort(1, "x"))
 
     inproc_client.run_on_scheduler(send)
     until(lambda: len(heard) == len(workers))

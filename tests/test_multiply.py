@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from distributed import Client
 
 from dask_distmm.testing import assert_product
-from dask_distmm.tools import files as stores
+from dask_distmm.tools import multiply as stores
 from dask_distmm.tools.cli import main
 
 pytestmark = pytest.mark.usefixtures("terminal")

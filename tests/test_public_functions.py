@@ -17,7 +17,7 @@ from matrices import lazy
 
 import dask_distmm
 from dask_distmm import linalg
-from dask_distmm.arrays import numpy_functions
+from dask_distmm.arrays import dispatch
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.graph import build
@@ -33,7 +33,7 @@ def test_every_public_function_is_called():
     functions = {name for name in linalg.__all__ if not isinstance(getattr(linalg, name), type)} - {"explain"}
     names = {f"linalg.{name}" for name in functions}
     names |= {f"da.linalg.{name}" for name in routed.DASKS}
-    for function in numpy_functions._OURS:
+    for function in dispatch._OURS:
         module = function.__module__.replace("numpy", "np").replace("._core.multiarray", "")
         names.add(f"{module}.{function.__name__}")
     assert names - {call.name for call in CALLS} == set()

@@ -27,8 +27,8 @@ from dask_distmm.errors import RunFailedError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import EVERYWHERE, METHODS, Plan, Worker, plan
 from dask_distmm.runtime.messages import NAME, Abort, Fetch, Prepare, Start
-from dask_distmm.runtime.replicas import Replicas
-from dask_distmm.runtime.worker.side import WorkerService
+from dask_distmm.runtime.transfers import Replicas
+from dask_distmm.runtime.worker import WorkerService
 from dask_distmm.testing import assert_nothing_left, assert_product, make_problem, random_chunks, run_jobs
 
 rng = np.random.default_rng()
@@ -248,7 +248,7 @@ def test_a_vote_finds_out_what_is_missing():
             if run_id is not None:
                 side.replicas._kept["x"] = run_id, chunks  # of another run
             vote = await ask(side, Prepare(8, 0, wire, keys))
-            assert (vote.status, vote.names) == ("no replicas", ["x"])
+            assert (vote.status, vote.names) == ("no replicas", ("x",))
         side.replicas._kept["x"] = 7, chunks
         side.replicas.drop("x", 6)
         assert (await ask(side, Prepare(8, 0, wire, keys))).status == "OK"

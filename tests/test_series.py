@@ -10,7 +10,7 @@ from distributed import Client, LocalCluster
 
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, matmul, matmul_grouped
-from dask_distmm.arrays import series
+from dask_distmm.arrays import batched
 from dask_distmm.planning import Worker
 from dask_distmm.planning.waves import choose_scheme
 from dask_distmm.runtime.keys import gate_barrier
@@ -37,8 +37,8 @@ def little_memory(monkeypatch):
                 continue
         raise AssertionError("never")
 
-    monkeypatch.setattr(series, "fit_together", lambda *args: False)
-    monkeypatch.setattr(series, "choose_scheme", choose_waves)
+    monkeypatch.setattr(batched, "fit_together", lambda *args: False)
+    monkeypatch.setattr(batched, "choose_scheme", choose_waves)
 
 
 def lazy(x, chunks, by_ranks):

@@ -16,11 +16,11 @@ from dask._task_spec import Task
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dask_distmm.runtime.chunks
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Worker, plan
-from dask_distmm.runtime import chunk_tasks
-from dask_distmm.runtime.chunk_tasks import pack_tasks, unpack_tasks
+from dask_distmm.runtime.chunks import pack_tasks, unpack_tasks
 from dask_distmm.runtime.scheduler.freezing import _at_once
 from dask_distmm.testing import make_problem
 
@@ -122,7 +122,9 @@ def test_as_many_at_once_as_resources_allow(monkeypatch):
     assert _at_once(SimpleNamespace(annotations=None), [ws]) == {}
     made = plan(make_problem(((4,) * 4, (4,)), ((4,), (4,)), by_ranks=(True, False)), [Worker("w")])
     # As `pack_tasks` gives them, but that a lock can't be pickled.
-    monkeypatch.setattr(chunk_tasks, "loads", lambda packed: (0, at_once["w"], {"a": (list(range(4)), tasks)}))
+    monkeypatch.setattr(
+        dask_distmm.runtime.chunks, "loads", lambda packed: (0, at_once["w"], {"a": (list(range(4)), tasks)})
+    )
     chunks = unpack_tasks(made, b"packed", None)
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda chunk: chunk.source.make(), chunks.values()))

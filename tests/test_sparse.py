@@ -14,9 +14,9 @@ from programs.test_numbers import on_ranks
 
 from dask_distmm import PlanError, enabled, explain, linalg, matmul
 from dask_distmm.arrays.linalg.factorize import problem_of
-from dask_distmm.errors import EngineError, RunFailedError
+from dask_distmm.errors import EngineError, ProtocolError, RunFailedError
 from dask_distmm.numeric.sparse import compressed, dense, multiply, sparse_package
-from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
 
 # Dask takes no coo_matrix for meta.
@@ -191,6 +191,15 @@ def test_rows_that_are_elsewhere():
     results = linalg.lstsq(chunked(a, sp.csr_array), da.from_array(b, chunks=90))[:2]
     made = on_ranks(results, {"a": sp.csr_array(a), "b": b})
     np.testing.assert_allclose(made["x"], np.linalg.lstsq(a, b, rcond=None)[0], rtol=1e-9)
+
+
+def test_peers_ask_for_whole_chunks_which_may_be_empty():
+    s = chunked(np.eye(300, 12), sp.csr_array)
+    plan = plan_program(problem_of(linalg.svdvals(s)), [Worker("w")], engine="numpy")
+    plan.check_boxes("input", np.array([(0, i, *plan.whole("a", i)) for i in range(len(CHUNKS))]))
+    for box in ((0, 0, 0, 12), (0, 50, 0, 12), (0, 101, 0, 12)):
+        with pytest.raises(ProtocolError):
+            plan.check_boxes("input", np.array([(0, 0, *box)]))
 
 
 @pytest.mark.parametrize("filled", [0.02, 0.3])

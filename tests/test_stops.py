@@ -258,9 +258,9 @@ def runs_in_order(dask_worker) -> list[int]:
 
 
 def pretend(version: str) -> None:
-    from dask_distmm.runtime.worker import side
+    from dask_distmm.runtime import worker
 
-    side.__version__ = version
+    worker.__version__ = version
 
 
 def forget_what_workers_said(dask_scheduler) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_distmm.errors import DistMMError, PlanError
-from dask_distmm.tools import files
+from dask_distmm.tools import multiply as files
 
 
 def place(path: Path | str) -> files.Place:

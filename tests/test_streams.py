@@ -12,7 +12,7 @@ from dask.local import get_sync
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.graph.streams import opened, self_contained, stream
+from dask_distmm.graph.waves import opened, self_contained, stream
 
 
 def gates(count):
@@ -59,11 +59,11 @@ def test_values_stay_and_loads_wait(source):
     upstream, keys = graph_of(array)
     waves = [keys[at : at + 2] for at in range(0, len(keys), 2)]
     made = stream(upstream, waves, [0] * len(waves), gates(len(waves)), "t")
-    whole = upstream | made.tasks | {gate: Task(gate, opened) for gate in gates(len(waves))}
+    whole = upstream | made[0] | {gate: Task(gate, opened) for gate in gates(len(waves))}
     values = array.compute(scheduler="sync")
     rows = np.split(values, len(keys))
     for number, wave in enumerate(waves):
-        names = [made.names[number][key] for key in wave]
+        names = [made[1][number][key] for key in wave]
         assert not set(names) & set(keys)
         for key, got in zip(wave, get_sync(whole, names), strict=True):
             np.testing.assert_array_equal(got, rows[keys.index(key)])
@@ -78,7 +78,7 @@ def test_what_all_waves_need_is_computed_once_and_nothing_else_is_kept():
     upstream, keys = graph_of(SOURCES["mean"]())
     waves = [[key] for key in keys]
     made = stream(upstream, waves, [0] * len(waves), gates(len(waves)), "t")
-    used = set().union(*(task.dependencies for task in made.tasks.values())) - set(made.tasks) - set(gates(len(waves)))
+    used = set().union(*(task.dependencies for task in made[0].values())) - set(made[0]) - set(gates(len(waves)))
     assert {key[0].split("-")[0] for key in used} == {"mean_agg"}
 
 
@@ -89,16 +89,16 @@ def test_a_visit_of_its_own_loads_again(visits):
     made = stream(upstream, [keys[:1]] * len(visits), visits, gates(len(visits)), "t")
     # In one visit it is kept if waves far from one another need it.
     spread = any(visits.count(visit) > 2 for visit in visits)
-    names = {name[keys[0]] for name in made.names}
+    names = {name[keys[0]] for name in made[1]}
     assert names == ({keys[0]} if spread else {(f"{keys[0][0]}-t-{visit}", *keys[0][1:]) for visit in visits})
 
 
 def test_what_is_fixed_is_used_as_it_is():
     upstream = {"x": Task("x", int), "y": Task("y", abs, TaskRef("x"))}
     made = stream(upstream, [["y"], ["y"]], [0, 1], gates(2), "t", lambda task: task.key == "x")
-    assert all(task.dependencies == {"x"} for task in made.tasks.values())
-    assert len(made.tasks) == 2
-    assert not stream(upstream, [["z"]], [0], gates(1), "t").tasks
+    assert all(task.dependencies == {"x"} for task in made[0].values())
+    assert len(made[0]) == 2
+    assert not stream(upstream, [["z"]], [0], gates(1), "t")[0]
 
 
 def test_a_chain_is_one_task_that_makes_a_chunk():

@@ -19,7 +19,7 @@ from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.runtime.chunks import other_orders
 from dask_distmm.runtime.messages import NAME, Abort, Fetch, Prepare, Start
 from dask_distmm.runtime.transfers import DaskComm
-from dask_distmm.runtime.worker.side import WorkerService
+from dask_distmm.runtime.worker import WorkerService
 from dask_distmm.testing import make_problem
 
 
@@ -251,7 +251,7 @@ def test_requests_outside_of_a_chunk(side):
 
 
 def test_the_plugin_can_be_installed_twice(inproc_client):
-    from dask_distmm.runtime.worker.plugin import DistMMWorkerPlugin
+    from dask_distmm.runtime.worker import DistMMWorkerPlugin
 
     x = da.from_array(np.random.default_rng().standard_normal((40, 40)), chunks=10)
     matmul(x, x).compute()
@@ -273,7 +273,7 @@ def test_a_worker_that_ends_asks_nobody():
 def test_reports_say_something_new(monkeypatch):
     """A worker whose share and bytes stand still sends no message."""
     sent = []
-    monkeypatch.setattr("dask_distmm.runtime.worker.side._TELL", 0.001)
+    monkeypatch.setattr("dask_distmm.runtime.worker._TELL", 0.001)
     loop = Loop()
     loop.batched_send = sent.append
     side = WorkerService(loop)

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING
 
 from dask.utils import format_time
 
-from dask_distmm.arrays.extras import unfit
 from dask_distmm.arrays.fallback import why_not
 from dask_distmm.arrays.outputs import is_lazy, operands_under
-from dask_distmm.arrays.request import Request
-from dask_distmm.config import dask_costs, minimum_flops, wave_settings
+from dask_distmm.arrays.request import Request, unfit
+from dask_distmm.config import Budget, dask_costs, minimum_flops, wave_budget
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import DaskTasks
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.footprint import held_bytes
 from dask_distmm.planning.model import models_of
-from dask_distmm.planning.waves import Budget, Scheme, WavePlan, choose_scheme, in_host, in_host_memory
-from dask_distmm.runtime.client import Snapshot, current_client, recent_snapshot, snapshot
+from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme, in_host, in_host_memory
+from dask_distmm.runtime.client import Snapshot, ask_roster, current_client, recent_snapshot
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -137,7 +136,7 @@ def decide(
         plan = known.plan(problem, reordered=reordered, lazy=lazy)
     except ProjectedMemoryError as error:
         failure = error
-    budget = None if client is None else budget_now()
+    budget = None if client is None else wave_budget()
     if client is not None and budget is not None:
         if plan is None or _spills(plan, budget):
             scheme = _scheme(request, problem, client, budget)
@@ -176,13 +175,6 @@ def _scheme_by_ranks(
     return scheme if scheme.seconds <= loading + plan.seconds else None
 
 
-def budget_now() -> Budget | None:
-    """Return the memory that waves may take; None if the configuration says that there are to be none."""
-    settings = wave_settings()
-    rates = settings.read_bandwidth, settings.device_bandwidth
-    return Budget(settings.managed, settings.process, *rates) if settings.enabled else None
-
-
 def _spills(made: Plan, budget: Budget) -> bool:
     """Whether Dask would move chunks to disk while a plan runs."""
     if in_host_memory(made.problem, made.engine):
@@ -194,7 +186,7 @@ def _spills(made: Plan, budget: Budget) -> bool:
 def _scheme(request: Request, problem: Problem, client: Client, budget: Budget) -> Scheme | None:
     """Return the waves of a product; None if it can't be made in waves, or does not fit in them either."""
     arrays = operands_under(request.a, request.b, problem)
-    known = snapshot(client, problem, arrays)
+    known = ask_roster(client, problem.demand, arrays)
     if known is None:
         return None
     lazy_a, lazy_b = (where is None for where in known.placed)

@@ -23,11 +23,10 @@ from dask._task_spec import List, Task, TaskRef
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
-from dask_distmm.arrays.extras import why_not_input
 from dask_distmm.arrays.kinds import any_kind, as_array
 from dask_distmm.arrays.outputs import view_of
 from dask_distmm.arrays.product import multiply
-from dask_distmm.arrays.request import check_workers, parse
+from dask_distmm.arrays.request import check_workers, parse, why_not_input
 from dask_distmm.config import read_options, setting
 from dask_distmm.errors import EngineError, PlanError
 from dask_distmm.layout import Layout, redistribution
@@ -37,8 +36,7 @@ from dask_distmm.planning.distribution import BlockCyclic, Distribution
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import Snapshot, ask_roster, current_client
 from dask_distmm.runtime.keys import tile_name
-from dask_distmm.runtime.messages import FreeReplicas
-from dask_distmm.runtime.wire import ask
+from dask_distmm.runtime.messages import FreeReplicas, ask
 from dask_distmm.typing import ArrayLike
 
 if TYPE_CHECKING:

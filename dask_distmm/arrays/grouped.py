@@ -15,15 +15,13 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from dask.utils import format_bytes
 
-from dask_distmm.arrays.batched import known_workers, task_options
+from dask_distmm.arrays.batched import known_workers, multiply_items, task_options
 from dask_distmm.arrays.choice import decide, why_not_run
-from dask_distmm.arrays.extras import epilog_name
-from dask_distmm.arrays.items import multiply_items
 from dask_distmm.arrays.options import takes
 from dask_distmm.arrays.outputs import view_of
 from dask_distmm.arrays.product import multiply, multiply_all
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.request import Request, check_batch, parse, problem_of_request
+from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse, problem_of_request
 from dask_distmm.config import Machine, dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
@@ -34,7 +32,7 @@ from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.tasks import product_overhead
 from dask_distmm.runtime.client import Snapshot, current_client
 from dask_distmm.runtime.keys import RunTask, group_name
-from dask_distmm.runtime.scheduler.priorities import GroupOrder
+from dask_distmm.runtime.scheduler.plugin import GroupOrder
 from dask_distmm.typing import AllOptions, ArrayLike, GroupedOptions
 
 # Options of `matmul` that groups don't have.

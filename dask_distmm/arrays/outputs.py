@@ -23,7 +23,6 @@ from dask.array.utils import meta_from_array
 from dask.highlevelgraph import HighLevelGraph
 from distributed import Future
 
-from dask_distmm.arrays.extras import Extras
 from dask_distmm.arrays.fallback import dask_matmul, dask_rechunk
 from dask_distmm.arrays.kinds import reducible
 from dask_distmm.arrays.quantize import widened
@@ -41,6 +40,8 @@ from dask_distmm.runtime.keys import output_name
 # Operands as they lie: the array under a lazy ``A.T``, ``A.conj()`` or ``A.rechunk(...)``
 
 
+# Arrays beside A and B by name, each of two dimensions, or more for a batch.
+Extras = Sequence[tuple[str, da.Array]]
 # By the names of rechunked arrays the name and the chunks of what they were made of; the latest ones.
 _rechunked: collections.OrderedDict[str, tuple[str, Chunks]] = collections.OrderedDict()
 _NOTED = 10_000

@@ -24,18 +24,17 @@ import dask.array as da
 import numpy as np
 
 from dask_distmm.arrays.distribute import place_chunks
-from dask_distmm.arrays.extras import unfit, why_not_input
 from dask_distmm.arrays.fallback import why_not
 from dask_distmm.arrays.options import takes
 from dask_distmm.arrays.outputs import apply_op, operands_under, run_outputs
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.request import Request, parse, problem_of_request
+from dask_distmm.arrays.request import Request, parse, problem_of_request, unfit, why_not_input
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import Types
 from dask_distmm.planning import ENGINES, Chunks, Plan, Problem, plan
-from dask_distmm.planning.assignment import operand_tiles
+from dask_distmm.planning.planner import operand_tiles
 from dask_distmm.runtime.chunks import array_kind
-from dask_distmm.runtime.client import Snapshot, current_client, free_workspaces, snapshot
+from dask_distmm.runtime.client import Snapshot, ask_roster, current_client, free_workspaces
 from dask_distmm.typing import (
     AllOptions,
     AnyEpilog,
@@ -284,7 +283,7 @@ class Matmul:
         asked: AllOptions = {**self._asked, "epilog": epilog, "bias_axis": bias_axis, "result_amax": result_amax}
         request = _parse(self._operands.arrays, inputs, asked, self._types)
         problem = problem_of_request(request)
-        known = snapshot(client, problem, operands_under(request.a, request.b, problem))
+        known = ask_roster(client, problem.demand, operands_under(request.a, request.b, problem))
         if known is None:
             raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
         self._layout = Layout(known.plan(problem), known)

@@ -13,20 +13,18 @@ from typing import Any
 
 import dask.array as da
 
-from dask_distmm.arrays.batched import plan_batch
+from dask_distmm.arrays.batched import by_items, by_runs, in_series, plan_batch
 from dask_distmm.arrays.choice import by_tasks, decide, decide_now, why_left, why_not_run
 from dask_distmm.arrays.fallback import dask_matmul, why_leave
-from dask_distmm.arrays.items import by_items, by_runs
 from dask_distmm.arrays.kinds import check_planned, planning
 from dask_distmm.arrays.outputs import as_they_lie, operands_under, run_outputs, without_a_run
 from dask_distmm.arrays.request import Request, problem_of_request, result_chunks
-from dask_distmm.arrays.series import in_series
 from dask_distmm.config import minimum_flops
 from dask_distmm.graph.waves import build_waves
 from dask_distmm.planning import Worker
 from dask_distmm.planning.placement import Explanation
 from dask_distmm.planning.waves import WavePlan
-from dask_distmm.runtime.client import Snapshot, current_client, snapshot
+from dask_distmm.runtime.client import Snapshot, ask_roster, current_client
 
 
 class NotCollective(Explanation):
@@ -131,7 +129,7 @@ def explain_product(request: Request) -> Explanation:
         known: Snapshot | None = Snapshot(imaginary, [], [None, None], [problem.engine_alone], [])
     else:
         assert client is not None
-        known = snapshot(client, problem, operands_under(request.a, request.b, problem))
+        known = ask_roster(client, problem.demand, operands_under(request.a, request.b, problem))
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
     decision = decide(request, problem, client, known, reordered=True)

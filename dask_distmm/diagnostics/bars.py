@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -15,8 +15,7 @@ from dask.utils import format_bytes
 
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.runtime.keys import wave_of
-from dask_distmm.runtime.messages import ProgressLine, ProgressQuestion
-from dask_distmm.runtime.wire import ask
+from dask_distmm.runtime.messages import ProgressLine, ProgressQuestion, ask
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -26,21 +25,7 @@ _ASK = 0.25
 _WIDTH = 30
 
 
-@dataclass(frozen=True)
-class ProgressBar:
-    """One line: a multiply, or all results."""
-
-    # Of a multiply, as `ProgressLine` has them, or of all results.
-    name: str
-    phase: str
-    share: float
-    # Text behind the bar.
-    note: str = ""
-    # Number of the run; 0 for none.
-    run: int = 0
-
-
-Show = Callable[[Sequence[ProgressBar]], None]
+Show = Callable[[Sequence[ProgressLine]], None]
 
 
 def progress(*x: Any, notebook: bool | None = None, file: TextIO | None = None) -> Any:
@@ -126,7 +111,7 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
             continue
         if answer.status != "OK":
             raise ProtocolError(answer.message)
-        lines = [ProgressLine(*fields) for fields in answer.found]
+        lines = list(answer.found)
         if answer.known:
             names = [line.name for line in lines]
         finished = sum(future.status == "finished" for future in futures)
@@ -135,23 +120,22 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
             lines = [replace(line, phase="done", share=1.0) if line.phase != "failed" else line for line in lines]
         phase = "failed" if any(future.status == "error" for future in futures) else ""
         count = f"{finished} of {len(futures)}"
-        show([*map(bar_of, lines), ProgressBar("results", phase, finished / len(futures), count)])
+        show([*map(noted, lines), ProgressLine("results", phase, finished / len(futures), note=count)])
         if done == len(futures):
             return
         await asyncio.sleep(_ASK)
 
 
-def bar_of(line: ProgressLine) -> ProgressBar:
-    """Return the bar of a multiply, with the bytes that have travelled, or how far its waves are."""
+def noted(line: ProgressLine) -> ProgressLine:
+    """Return the line of a multiply with a note behind its bar: the bytes that have travelled, or how far waves are."""
     note = f"{format_bytes(line.received_bytes)} received" if line.received_bytes else ""
     # A plan counts the bytes of A, B and D; those of an epilog's inputs come on top.
     if line.phase == "multiplying" and 0 < line.expected_bytes >= line.received_bytes:
         note = f"{format_bytes(line.received_bytes)} of {format_bytes(line.expected_bytes)} received"
-    note = line.note or note
-    return ProgressBar(line.name, line.phase, line.share, note, line.run)
+    return replace(line, note=line.note or note)
 
 
-def as_lines(found: Sequence[ProgressBar]) -> list[str]:
+def as_lines(found: Sequence[ProgressLine]) -> list[str]:
     """Return bars as lines of text."""
     heads = [_line_head(line) for line in found]
     width = max(map(len, heads), default=0)
@@ -163,7 +147,7 @@ def as_lines(found: Sequence[ProgressBar]) -> list[str]:
     return lines
 
 
-def as_html(found: Sequence[ProgressBar]) -> str:
+def as_html(found: Sequence[ProgressLine]) -> str:
     """Return bars as an HTML table; no script, nothing from elsewhere."""
     rows = []
     for line in found:
@@ -189,7 +173,7 @@ def short_name(name: str) -> str:
     return f"{front}-{token[:8]}" if front else name
 
 
-def _line_head(line: ProgressBar) -> str:
+def _line_head(line: ProgressLine) -> str:
     run = f"  run {line.run}" if line.run else ""
     return f"{short_name(line.name)}{run}" + (f"  {line.phase}" if line.phase else "")
 
@@ -202,7 +186,7 @@ class _Text:
         self._phases: dict[str, str] = {}
         self._terminal = file.isatty()
 
-    def __call__(self, found: Sequence[ProgressBar]) -> None:
+    def __call__(self, found: Sequence[ProgressLine]) -> None:
         lines = as_lines(found)
         if self._terminal:
             up = f"\x1b[{self._drawn}A" if self._drawn else ""

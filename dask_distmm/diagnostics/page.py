@@ -23,7 +23,7 @@ from bokeh.transform import factor_cmap
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
 from dask_distmm.diagnostics import tables
-from dask_distmm.diagnostics.bars import as_html, bar_of
+from dask_distmm.diagnostics.bars import as_html, noted
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.scheduler.records import KERNELS, Record, progress_of
 
@@ -196,7 +196,7 @@ class Page:
         """Return the progress of the last products in waves, the newest first, as HTML."""
         found, runs = self._plugin.records, list(self._plugin.queue.values())
         names = list(found.waves)[: -_PRODUCTS - 1 : -1]
-        return as_html([bar_of(progress_of(self._scheduler, runs, found, name)) for name in names]) if names else ""
+        return as_html([noted(progress_of(self._scheduler, runs, found, name)) for name in names]) if names else ""
 
     def _show(self, shown: Record | None, records: list[Record]) -> None:
         self._rank_axis.factors = tables.rank_names(shown)

@@ -15,6 +15,10 @@ where its own tasks are faster may be left to them in part, too: the chunks have
 
 The same graph runs without a cluster too (``compute(scheduler="threads")``): then the barrier gets all chunks and
 multiplies them in this process.
+
+The task graph of a factorization or a program: a barrier, which depends on all chunks of its operands, and outputs.
+
+On a cluster no worker runs any of these tasks, as for products (`graph.build`).
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ from dask_distmm.planning import (
     problem_from_wire,
     restrict,
 )
+from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import with_tasks
@@ -63,11 +68,15 @@ from dask_distmm.runtime.keys import (
     copied_key,
     copied_name,
     gate_barrier,
+    needed,
     output_name,
     part_name,
+    restricted,
 )
 from dask_distmm.runtime.messages import NAME
-from dask_distmm.runtime.parts import needed, restricted
+
+# The task graph of a multiply: one barrier, which depends on the chunks of A and B, and the chunks of D
+
 
 # A part of its own is worth a run if it saves this many floating-point operations.
 _FLOPS_OF_A_RUN = 1e9
@@ -144,6 +153,10 @@ class TasksLayer(Layer):  # type: ignore[misc]
         super().__init__(annotations=annotations)
         if tasks is not None:
             self._tasks = tasks
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is made when it is looked at: attributes that the class makes."""
+        return {name: value for name, value in self.__dict__.items() if not hasattr(type(self), name)}
 
     def __getitem__(self, key: Any) -> GraphNode:
         return self._tasks[key]
@@ -238,9 +251,6 @@ class ProductLayer(TasksLayer):
         super().__init__()
         self.whole, self.arrays, self.by_tasks = whole, dict(arrays), by_tasks
         self.pieces = (Piece(whole),) if pieces is None else tuple(pieces)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_tasks"}
 
     @functools.cached_property
     def _tasks(self) -> dict[Any, Task]:  # type: ignore[override]
@@ -440,3 +450,31 @@ def chunk(output: str, index: int, result: Any) -> Any:
     if not isinstance(result, Alone):
         raise EngineError(f"chunk {index} is made by a run; this task can't run by itself")
     return result.chunks[output, index]
+
+
+# The task graph of a factorization or a program: a barrier, which depends on all chunks of its operands, and outputs
+
+
+def build_factor_graph(
+    problem: FactorProblem | ProgramProblem, operands: Sequence[Any], made: Mapping[str, ChunkTasks]
+) -> HighLevelGraph:
+    """Return the graph of all outputs: a layer for the barrier, and one for each output, called after its array.
+
+    `made` has the tasks of those operands whose chunks ranks make.
+    """
+    before = barrier_key(problem.name)
+    inputs: list[Any] = []
+    for name, array in zip(problem.operands, operands, strict=True):
+        nrows, ncols = problem.chunk_counts(name)
+        places = itertools.product(range(nrows), range(ncols))
+        inputs.append(made.get(name) or List(*(TaskRef((array.name, i, j)) for i, j in places)))
+    run = TasksLayer({before: RunTask(before, barrier, problem.to_wire(), *inputs)})
+    given = [array for name, array in zip(problem.operands, operands, strict=True) if name not in made]
+    graph = HighLevelGraph.from_collections(before, run, dependencies=given)
+    layers = {
+        name: TasksLayer(output_tasks(name, output.name, output.counts, before))
+        for output in problem.outputs
+        for name in [output_name(problem.name, output.name)]
+    }
+    dependencies = dict(graph.dependencies) | {name: {before} for name in layers}
+    return HighLevelGraph({**graph.layers, **layers}, dependencies)

@@ -2,6 +2,10 @@
 
 It has named operands, whose chunks are there before the run, and named outputs, whose chunks the run makes. Every
 operand and every output is a matrix in chunks; chunks are numbered in C order.
+
+Workers as planning sees them (Worker), and what a multiply asks of them (Demand).
+
+Both are frozen values, which cross the network.
 """
 
 from __future__ import annotations
@@ -16,9 +20,60 @@ from numpy.typing import NDArray
 
 from dask_distmm.config import Machine, Options
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.demand import Demand
 from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.wire import Wired
+
+# Workers as planning sees them (Worker), and what a multiply asks of them (Demand)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Worker(Wired):
+    """A worker as planning sees it."""
+
+    what: ClassVar[str] = "worker"
+
+    # Its address in the Dask cluster.
+    address: str
+    # Number of its threads.
+    nthreads: int = 1
+    # In bytes, of the memory that the chosen engine works in; 0 where it has none.
+    memory_limit: int = 0
+    # Name of its machine: workers of one host have the faster links.
+    host: str = ""
+    # Its GPU, and those whose memory that GPU can read, by names that are the same in all processes; empty where it
+    # has none.
+    device: str = ""
+    reach: tuple[str, ...] = ()
+    # Bytes of that memory which its process holds beside what Dask can spill.
+    used: int = 0
+    # Where that is the memory of a GPU: the limit of its host memory in bytes, 0 where it has none.
+    host_limit: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Demand(Wired):
+    """The demand that a multiply makes on the workers of a cluster."""
+
+    what: ClassVar[str] = "demand"
+
+    # Name of the engine, or ``"auto"``.
+    engine: str
+    # What the chunks of D are: ``"numpy"`` or ``"cupy"``.
+    array: str
+    # Names of the types of A, B and D.
+    dtypes: tuple[str, str, str]
+    # Addresses, or how many, or None for all.
+    workers: tuple[str, ...] | int | None = None
+    # Whether matrices may cross a network unencrypted though the cluster requires encryption.
+    plaintext_nccl: bool = False
+    # The kind of the computation, ``"product"`` or ``"factorization"``.
+    kind: str = "product"
+
+    def check(self) -> None:
+        """Raise for a type that there is not."""
+        for name in self.dtypes:
+            dtype_from_name(name)
+
 
 # Which part of a larger multiply a problem is
 

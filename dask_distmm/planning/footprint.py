@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.chunk_order import free_axes
 from dask_distmm.planning.computation import chunk_elements
-from dask_distmm.planning.cuts import Bounds, chunk_edges
+from dask_distmm.planning.cuts import Bounds, chunk_edges, free_axes
 from dask_distmm.planning.model import ENGINES, Phase
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Packing, Plan
@@ -94,7 +93,7 @@ def operand_needs(plan: Plan, operand: str) -> Needs:
 
 
 def _lies_in_slabs(plan: Plan, operand: str) -> bool:
-    """Whether an operand of which nothing is known is stored in whole slabs as ranks need them: see `chunk_order`."""
+    """Whether an operand of which nothing is known is stored in whole slabs as ranks need them: see `cuts`."""
     (p, q, s), counts = plan.grid, plan.problem.chunk_counts(operand)
     parts = (p, s) if operand == "a" else (s, q)
     axis = int(parts[1] > 1)

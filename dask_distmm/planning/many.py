@@ -28,7 +28,7 @@ from dask.utils import format_time
 from dask_distmm.config import Machine
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype
-from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.placement import Explanation, Placement, Shown
 
 # The runs that one result takes, one after the other
@@ -55,9 +55,6 @@ class ChainPlan(Explanation):
     def bytes_moved(self) -> int | None:
         """Estimated bytes that travel between workers in all runs; None where there are none."""
         return sum(run.bytes_moved for run in self.runs) if self.runs else None
-
-
-# Batches: many products of one shape. Whole items to workers, or a collective run for each? Pure
 
 
 # Groups of products of different shapes: which run as one task, which as a collective, in what order. Pure

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import ProjectedMemoryError, ProtocolError, advice
-from dask_distmm.planning.computation import Computation
-from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.model import Estimate
 from dask_distmm.planning.wire import HERE, Wired
 
@@ -138,6 +137,8 @@ class Placement(Explanation, Wired):
     """
 
     what: ClassVar[str] = "plan"
+    # What ranks may ask each other for.
+    asked_for: ClassVar[tuple[str, ...]]
     problem: Computation
     engine: str
     method: str
@@ -205,21 +206,36 @@ class Placement(Explanation, Wired):
         return {}
 
     def check_boxes(self, kind: str, boxes: NDArray[np.int64]) -> None:
-        """Refuse a peer's request for a part that this plan does not have.
+        """Refuse a peer's request for a part that this plan does not have, or for nothing.
 
-        Parameters
-        ----------
-        kind
-            Which matrix the peer asks for, by its name.
-        boxes
-            One row for each part: operand, number of the chunk, and start and stop of rows and of columns.
-
-        Raises
-        ------
-        ProtocolError
-            It asks for another part, or for nothing.
+        It asks for `kind`, one of `asked_for`, a row for each part: matrix, number, start and stop of rows, of columns.
         """
-        raise NotImplementedError
+        if kind not in self.asked_for or not len(boxes):
+            raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
+        if kind == "enter" and not 0 < boxes[0, 0] < len(self.ranks):
+            raise ProtocolError(f"rank {boxes[0, 0]} of {len(self.ranks)} wants to enter")
+        if kind in ("part", "panel") and (len(boxes) != 1 or not self.has_part(*boxes[0, :2].tolist())):
+            raise ProtocolError(f"part {boxes[:, :2].tolist()} does not exist")
+        for matrix, number, r0, r1, c0, c1 in boxes.tolist() if kind in ("input", "partial", "final") else ():
+            shape = self.shape_of(kind, matrix, number)
+            if shape is None:
+                raise ProtocolError(f"{kind} {number} of matrix {matrix} does not exist")
+            whole = (r0, r1, c0, c1) == (0, shape[0], 0, shape[1])  # chunks may be empty
+            if not whole and not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
+                raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
+
+    def has_part(self, part: int, number: int) -> bool:
+        """Whether ranks publish something under these numbers."""
+        return False
+
+    def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
+        """Return the shape of what a peer asks for parts of, a chunk of an operand by default; None for nothing."""
+        operands = self.problem.operands
+        if not 0 <= matrix < len(operands):
+            return None
+        rows, cols = self.problem.chunks_of(operands[matrix])
+        i, j = divmod(number, len(cols) or 1)
+        return (rows[i], cols[j]) if 0 <= i < len(rows) else None
 
     def check(self) -> None:
         """Check that the parts of a placement fit each other.

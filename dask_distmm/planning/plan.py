@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,6 +83,7 @@ class Plan(Placement):
         Why `@` under `enable` leaves this product to Dask's own tasks; empty where it does not, or was not asked.
     """
 
+    asked_for: ClassVar[tuple[str, ...]] = ("input", "partial", "final", "enter")
     problem: Problem
     rows: Bounds
     cols: Bounds
@@ -213,26 +214,9 @@ class Plan(Placement):
             for j, c0, c1 in overlaps(cols, rect[2], rect[3])
         ]
 
-    def check_boxes(self, kind: str, boxes: NDArray[np.int64]) -> None:
-        """Refuse a peer's request for a part outside of a chunk or of D."""
-        if kind not in ("input", "partial", "final", "enter") or not len(boxes):
-            raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
-        if kind == "enter":
-            if not 0 < boxes[0, 0] < len(self.ranks):
-                raise ProtocolError(f"rank {boxes[0, 0]} of {len(self.ranks)} wants to enter")
-            return
-        problem = self.problem
-        for operand, index, r0, r1, c0, c1 in boxes.tolist():
-            shape = (problem.m, problem.n)
-            if kind == "input":
-                if not 0 <= operand < len(problem.operands):
-                    raise ProtocolError(f"operand {operand} does not exist")
-                sizes = problem.chunks_of(problem.operands[operand])
-                if not 0 <= index < len(sizes[0]) * len(sizes[1]):
-                    raise ProtocolError(f"chunk {index} of operand {operand} does not exist")
-                shape = (sizes[0][index // len(sizes[1])], sizes[1][index % len(sizes[1])])
-            if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
-                raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
+    def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
+        """Return the shape of a chunk of an operand, or of D."""
+        return super().shape_of(kind, matrix, number) if kind == "input" else (self.problem.m, self.problem.n)
 
     def check(self) -> None:
         """Raise `ProtocolError` if the parts of a plan do not fit each other."""

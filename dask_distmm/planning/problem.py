@@ -59,9 +59,6 @@ def library_epilog(problem: Problem) -> str | None:
     return str(formula.epilog)
 
 
-# A Problem says what is to be multiplied; planning turns it into a Plan
-
-
 # A part of a multiply as a problem of its own: where only some chunks of D are wanted, or others are there already
 
 

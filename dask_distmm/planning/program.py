@@ -15,17 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import Options
-from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError
+from dask_distmm.errors import NoWorkersError, ProtocolError
 from dask_distmm.numeric.sparse import SHARE
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, Computation, Output, Part, chunk_elements
-from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.computation import Chunks, Computation, Output, Part, Worker, chunk_elements
 from dask_distmm.planning.footprint import is_by_ranks, made_ahead
 from dask_distmm.planning.model import Estimate, speeds
-from dask_distmm.planning.placement import Placement, Where, in_range, over_limit
-from dask_distmm.programs.check import peak_bytes
+from dask_distmm.planning.placement import Placement, Where, check_memory, in_range
+from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
-from dask_distmm.programs.model import Cost, Rates, Span, cost
 from dask_distmm.programs.recorder import Rows
 from dask_distmm.programs.steps import Step
 
@@ -130,6 +128,7 @@ class ProgramProblem(Computation):
 class ProgramPlacement(Placement):
     """How a ProgramProblem runs."""
 
+    asked_for: ClassVar[tuple[str, ...]] = ("input", "part")
     problem: ProgramProblem
     # For each chunk of rows the rank that has it.
     owners: tuple[int, ...]
@@ -176,18 +175,20 @@ class ProgramPlacement(Placement):
         return 0, rows[number] if rows[number] >= 0 else _ALL, 0, cols[0]
 
     def check_boxes(self, kind: str, boxes: NDArray[np.int64]) -> None:
-        """Refuse a peer's request for a part that this plan does not have."""
-        if kind not in ("input", "part") or not len(boxes):
-            raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
-        if kind == "part":
-            if len(boxes) != 1 or boxes[0, 0] < 0:
-                raise ProtocolError(f"part {boxes[:, 0].tolist()} does not exist")
-            return
-        names = self.problem.operands
-        for operand, number, *box in boxes.tolist():
-            known = 0 <= operand < len(names) and 0 <= number < len(self.owners)
-            if not known or tuple(box) != self.whole(names[operand], number):
+        """Refuse a peer's request for a part that this plan does not have: chunks are asked for whole."""
+        super().check_boxes(kind, boxes)
+        for operand, number, *box in boxes.tolist() if kind == "input" else ():
+            if tuple(box) != self.whole(self.problem.operands[operand], number):
                 raise ProtocolError(f"part {box} of chunk {number} of operand {operand} does not exist")
+
+    def has_part(self, part: int, number: int) -> bool:
+        """Whether ranks may publish something under a key."""
+        return part >= 0
+
+    def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
+        """Return the shape of a chunk of an operand."""
+        shape = super().shape_of(kind, matrix, number)
+        return shape and (_ALL if shape[0] < 0 else shape[0], shape[1])
 
     def check(self) -> None:
         """Raise `ProtocolError` if the parts of a plan do not fit each other."""
@@ -222,16 +223,8 @@ def plan_program(
     )
     projected, moved = _project(plan)
     plan.projected_bytes.update(projected)
-    if over_limit(plan):
-        limits = {w.address: int(w.memory_limit * problem.options.limit_fraction) for w in participants}
-        raise ProjectedMemoryError(
-            f"{problem.builder} of a matrix in {len(workers)} chunks of rows would hold "
-            f"{max(plan.projected_bytes.values()) / 2**30:.2f} GiB on a worker, which may hold "
-            f"{min(limits.values()) / 2**30:.2f} GiB. Use more workers or a higher memory_limit, or raise the config "
-            "distmm.memory.limit-fraction",
-            plan.projected_bytes,
-            limits,
-        )
+    remedies = ["use more workers"] if problem.workers is None else ["name more workers by workers="]
+    check_memory(plan, f"{problem.builder} of a matrix in {len(workers)} chunks of rows", remedies)
     fetched = moved / plan._rates().bandwidth
     estimate = Estimate(
         method=plan.method,

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 
 from dask_distmm.config import DaskCosts, Machine
-from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.factor.plan import factored
 from dask_distmm.planning.factor.planner import SHARES
 from dask_distmm.planning.factor.problem import FactorProblem

@@ -26,11 +26,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.config import DaskCosts
+from dask_distmm.config import Budget, DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError, advice
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning.computation import Chunks, Part
-from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.computation import Chunks, Part, Worker
 from dask_distmm.planning.footprint import chunk_bytes, held_bytes, made_bytes
 from dask_distmm.planning.model import ENGINES, models_of, speeds
 from dask_distmm.planning.placement import Explanation
@@ -218,9 +217,6 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | Non
     )
 
 
-# The choice of a scheme: which waves fit into the memory of the workers, and which are fastest. Pure
-
-
 # Where a product can be cut into waves: at edges of all chunks along an axis. Pure
 
 
@@ -244,9 +240,6 @@ def grouped(edges: Sequence[int], groups: int) -> tuple[int, ...]:
     """Return those edges that cut the segments between edges into groups of about as many segments."""
     count = len(edges) - 1
     return tuple(edges[round(i * count / groups)] for i in range(groups + 1))
-
-
-# The choice of a scheme: which waves fit into the memory of the workers, and which are fastest. Pure
 
 
 # Blocks of D one after the other, for operands in host memory and a D that does not fit on the GPUs. Pure
@@ -316,28 +309,6 @@ _LONGEST = 4.0
 _FEW = 500
 # A panel in flight takes this share of the budget at most, and the buffers of a GPU this one of its memory.
 _PANEL_SHARE, _BUFFER_SHARE = 16, 8
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Budget:
-    """The memory that a worker may hold while a product is made in waves, and what it holds anyway."""
-
-    # Share of the memory limit up to which Dask keeps results in memory.
-    managed: float
-    # Share of the memory limit up to which Dask does not look for something to spill.
-    process: float
-    # Bytes of NumPy chunks and of CuPy chunks that one worker loads or makes in a second, for the estimate.
-    read_bandwidth: float
-    device_bandwidth: float = 1e11
-
-    def rate(self, array: str) -> float:
-        """Return the bytes of chunks, ``"numpy"`` or ``"cupy"``, that one worker loads or makes in a second."""
-        return self.device_bandwidth if array == "cupy" else self.read_bandwidth
-
-    def of(self, worker: Worker) -> float:
-        """Return the bytes that a worker may hold."""
-        limit = worker.memory_limit
-        return min(self.managed * limit, self.process * limit - worker.used) if limit else math.inf
 
 
 def choose_scheme(

@@ -1,7 +1,7 @@
-"""Values of planning on the wire: dataclasses as dicts of plain types, which the receiver makes again and checks.
+"""Values on the wire: dataclasses as dicts of plain types, which the receiver makes again and checks.
 
 What each field has to be follows from its annotation, so that no class has a text of its own for either way, and no
-message of ours needs unpickling.
+message of ours needs unpickling. Fields that have their default values may be missing.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import collections.abc
 import dataclasses
 import functools
 import operator
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -22,19 +23,22 @@ from dask_distmm.errors import DistMMError, ProtocolError
 # The metadata of a field that stays where the value was made.
 HERE = {"here": True}
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, DistMMError)
+_REQUIRED = object()
+_LISTS = (tuple, list)
+# What turns a value into its plain form, None where it is plain already; and what makes it again, or raises a `_WRONG`.
+_Coder = tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]
 
 
 class Wired:
-    """Base of the dataclasses that cross the network by themselves."""
+    """Base of the dataclasses that cross the network."""
 
     __slots__ = ()
-    # What it is called in errors.
-    what: ClassVar[str]
+    # What it is called in errors; the name of its class where that is empty.
+    what: ClassVar[str] = ""
 
     def to_wire(self) -> dict[str, Any]:
         """As a dict of plain types."""
-        found: dict[str, Any] = _encode(self)
-        return found
+        return _plain(self)
 
     @classmethod
     def from_wire(cls, wire: Any) -> Self:
@@ -44,87 +48,115 @@ class Wired:
         except ProtocolError:
             raise
         except _WRONG as error:
-            raise ProtocolError(f"malformed {cls.what}: {error!r}") from error
+            raise ProtocolError(f"malformed {cls.what or f'message {cls.__name__}'}: {error}") from error
         return found
 
     def check(self) -> None:
         """Raise an error if the fields do not fit each other."""
 
 
-def _encode(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        kind: Any = type(value)
-        names = [*_fields(kind), *(["kind"] if hasattr(kind, "kind") else [])]
-        return {name: _encode(getattr(value, name)) for name in names}
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, Mapping):
-        return {name: _encode(one) for name, one in value.items()}
-    return tuple(map(_encode, value)) if isinstance(value, tuple | list) else value
+def _plain(value: Any) -> dict[str, Any]:
+    kind: Any = type(value)
+    found = {"kind": kind.kind} if hasattr(kind, "kind") else {}
+    for name, (encode, _) in _coders(kind).items():
+        if (own := getattr(value, name)) is not getattr(kind, name, _REQUIRED):
+            found[name] = own if encode is None else encode(own)
+    return found
+
+
+def _made(kind: Any, wire: Any) -> Any:
+    coders = _coders(kind)
+    if unknown := _instance(Mapping, wire).keys() - coders.keys() - {"kind"}:
+        raise TypeError(f"it has no field {min(unknown, key=str)!r}")
+    fields = {}
+    for name, (_, decode) in coders.items():
+        if name in wire:
+            try:
+                fields[name] = decode(wire[name])
+            except _WRONG as error:
+                raise TypeError(f"its field {name} is wrong: {error}") from error
+    found = kind(**fields)
+    if isinstance(found, Wired):
+        found.check()
+    return found
 
 
 @functools.cache
-def _fields(kind: Any) -> dict[str, dataclasses.Field[Any]]:
+def _coders(kind: Any) -> dict[str, _Coder]:
+    hints = typing.get_type_hints(kind, include_extras=True)
     every = dataclasses.fields(kind)
-    return {field.name: field for field in every if field.init and not field.metadata.get("here")}
+    return {field.name: _coder(hints[field.name]) for field in every if field.init and not field.metadata.get("here")}
 
 
 @functools.cache
-def _decoder(hint: Any) -> Callable[[Any], Any]:
-    """Return what makes a value of a type from its plain form; it raises one of `_WRONG` for another value."""
+def _coder(hint: Any) -> _Coder:
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    each: list[_Coder] = []
+    if origin in (tuple, typing.Union, types.UnionType):
+        each = [_coder(one) for one in inside if one is not Ellipsis]
     if dataclasses.is_dataclass(hint):
-        return functools.partial(_made, hint)
+        return _plain, functools.partial(_made, hint)
+    if origin is Annotated:
+        return None, functools.partial(_bounded, _coder(inside[0])[1], *inside[1])
+    if origin is Literal:
+        return None, functools.partial(_one_of, inside)
     if origin in (typing.Union, types.UnionType):
-        return functools.partial(_first, [_decoder(one) for one in inside])
+        nested = any(encode for encode, _ in each)
+        return _plain_if_nested if nested else None, functools.partial(_first, [decode for _, decode in each])
     if origin is np.ndarray:
-        return lambda wire: np.frombuffer(wire, typing.get_args(inside[1])[0])
-    if origin is tuple and inside[-1] is Ellipsis:
-        each = _decoder(inside[0])
-        return lambda wire: tuple(map(each, _instance(tuple | list, wire)))
-    if origin is tuple:
-        parts = [_decoder(one) for one in inside]
-        return lambda wire: tuple(part(one) for part, one in zip(parts, _instance(tuple | list, wire), strict=True))
+        return np.ndarray.tobytes, lambda wire: np.frombuffer(wire, typing.get_args(inside[1])[0])
+    if origin is tuple and inside[-1] is not Ellipsis:
+        return None if not any(encode for encode, _ in each) else lambda own: tuple(
+            one if encode is None else encode(one) for (encode, _), one in zip(each, own, strict=True)
+        ), lambda wire: tuple(decode(one) for (_, decode), one in zip(each, _instance(_LISTS, wire), strict=True))
+    if origin in (tuple, collections.abc.Sequence):
+        put, decode = _coder(inside[0])
+        if inside[0] is Any:
+            return None, functools.partial(_instance, _LISTS)
+        return put and (lambda own: tuple(map(put, own))), lambda wire: tuple(map(decode, _instance(_LISTS, wire)))
     if origin is collections.abc.Mapping:
-        value = _decoder(inside[1])
-        return lambda wire: {_instance(str, name): value(one) for name, one in wire.items()}
+        encode, decode = _coder(inside[1])
+        return (
+            encode and (lambda own: {name: encode(one) for name, one in own.items()}),
+            lambda wire: {_instance(str, name): decode(one) for name, one in _instance(Mapping, wire).items()},
+        )
     if hint is Any:
-        return lambda wire: tuple(wire) if isinstance(wire, list) else wire
+        return None, lambda wire: tuple(wire) if isinstance(wire, list) else wire
     plain: dict[Any, Callable[[Any], Any]] = {
         int: operator.index,
         float: lambda wire: float(_instance(int | float | np.number, wire)),
         bool: lambda wire: bool(_instance(bool | np.bool_, wire)),
     }
-    return plain.get(hint) or functools.partial(_instance, hint)
+    return None, plain.get(hint) or functools.partial(_instance, hint)
+
+
+def _plain_if_nested(value: Any) -> Any:
+    return _plain(value) if dataclasses.is_dataclass(value) else value
 
 
 def _instance(kind: Any, wire: Any) -> Any:
     if not isinstance(wire, kind):
-        raise TypeError(f"{wire!r} is not a {getattr(kind, '__name__', kind)}")
+        raise TypeError(f"{reprlib.repr(wire)} is not a {getattr(kind, '__name__', kind)}")
+    return wire
+
+
+def _bounded(decode: Callable[[Any], Any], least: float, most: float, wire: Any) -> Any:
+    if not least <= (found := decode(wire)) <= most:
+        raise ValueError(f"{found!r} is not from {least} to {most}")
+    return found
+
+
+def _one_of(known: tuple[str, ...], wire: Any) -> Any:
+    if not isinstance(wire, str) or wire not in known:
+        raise ValueError(f"{reprlib.repr(wire)} is not one of {', '.join(map(repr, known))}")
     return wire
 
 
 def _first(decoders: list[Callable[[Any], Any]], wire: Any) -> Any:
     """Return what the first decoder makes that can."""
-    for decoder in decoders[:-1]:
+    for decode in decoders[:-1]:
         try:
-            return decoder(wire)
+            return decode(wire)
         except _WRONG:
             continue
     return decoders[-1](wire)
-
-
-@functools.cache
-def _decoders(kind: Any) -> dict[str, Callable[[Any], Any]]:
-    hints = typing.get_type_hints(kind)
-    return {name: _decoder(hints[name]) for name in _fields(kind)}
-
-
-def _made(kind: Any, wire: Any) -> Any:
-    decoders = _decoders(kind)
-    if unknown := wire.keys() - decoders.keys() - {"kind"}:
-        raise TypeError(f"{kind.__name__} has no field {min(unknown)!r}")
-    found = kind(**{name: decoder(wire[name]) for name, decoder in decoders.items()})
-    if isinstance(found, Wired):
-        found.check()
-    return found

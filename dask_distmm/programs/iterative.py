@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ CG = ("factor", "rho", "limit", "count", "met", "broken")
 MINRES = (
     *("over_gamma", "minus_epsln", "minus_delta", "phi", "over_beta", "minus_beta", "minus_alpha", "keep", "count"),
     *("met", "stop", "alpha", "beta", "beta1", "epsln", "dbar", "gbar", "root", "cs", "sn", "phibar", "rhs1", "rhs2"),
-    *("tnorm2", "gmax", "gmin"),
+    *("tnorm2", "gmax", "gmin", "minus_shift"),
 )
 BIDIAGONAL = ("over_beta", "minus_beta", "over_alpha", "minus_alpha", "alpha", "beta")
 _RESULTS = ("stop", "count", "normb", "norma", "conda", "normar", "normx")
@@ -57,6 +58,16 @@ _TAYLOR = (
 # The norm up to which it has full precision, by bytes of a real number; squares that are expected, and the most.
 _TAYLOR_NORMS = {4: 3.010066362817634, 8: 1.090863719290036}
 _SQUARES, _MOST_SQUARES = 4, 1100
+
+
+# Those of each solver by its name, with which the names of its steps begin.
+NUMBERS = {"cg": CG, "minres": MINRES, "bidiagonal": BIDIAGONAL, "lsqr": LSQR, "lsmr": LSMR, "gmres": GMRES}
+NUMBERS |= {"lanczos": LANCZOS, "lobpcg": ("worst",)}
+
+
+def _advance(p: Recorder, step: str, reads: Sequence[Buffer], *updated: Buffer, **options: Any) -> None:
+    """Take a step of a solver: its numbers, and others behind them, follow from those that are read."""
+    p.call("advance", *reads, *updated, step=step, reads=len(reads), **options)
 
 
 class Vectors:
@@ -129,13 +140,13 @@ class Vectors:
                 where = {"at": start, "first": self.firsts[number], "size": size}
                 self.p.call("apply", whole, product, function=matrix.function, role=operand.upper(), **where)
             else:
-                self.p.call("times_into", chunk, whole, product, at=start)
+                self.p.call("times", chunk, whole, product, at=start)
         return product
 
     def product(self, part: Buffer, whole: Buffer) -> Buffer:
         """Return the product of a matrix in the rows of a rank and one that all ranks have."""
         product = self.new(cols=whole.shape[1])
-        self.p.call("times_into", part, whole, product, at=0)
+        self.p.call("times", part, whole, product, at=0)
         return product
 
     def add_polynomial(self, y: Buffer, factors: Sequence[float], *powers: Buffer) -> None:
@@ -203,9 +214,9 @@ def cg(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float, atol: fl
     r = v.residual(b, x)
     z = v.preconditioned(r)
     state, go = p.numbers(len(CG)), p.flag()
-    p.new(state, go)
+    p.new(state, go, zero=True)
     sums = v.dots((b, b), (r, r), (r, z))
-    p.call("cg_start", sums, state, go, rtol=rtol, atol=atol)
+    _advance(p, "cg_start", [sums], state, go, rtol=rtol, atol=atol)
     p.call("scale", state, x)
     d = v.new(z)
     whole = v.whole(d, go)
@@ -214,13 +225,13 @@ def cg(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float, atol: fl
     def turn() -> None:
         q = v.times("a", whole)
         sums = v.dots((d, q))
-        p.call("cg_step", sums, state)
+        _advance(p, "cg_step", [sums], state)
         p.call("axpy", state, d, x, sign=1)
         p.call("axpy", state, q, r, sign=-1)
         p.drop(q, sums)
         z = v.preconditioned(r)
         sums = v.dots((r, r), (r, z))
-        p.call("cg_next", sums, state, go)
+        _advance(p, "cg_next", [sums], state, go)
         p.call("xpay", state, z, d)
         p.drop(sums, *({z} - {r}))
         v.whole(d, go, into=whole)
@@ -237,33 +248,30 @@ def minres(
     b, x = v.load("b"), v.load("g")
     old = v.residual(b, x)
     y = v.preconditioned(old)
-    state, fixed, go = p.numbers(len(MINRES), "float64"), p.numbers(1, "float64"), p.flag()
-    p.new(state, go)
+    state, go = p.numbers(len(MINRES), "float64"), p.flag()
+    p.new(state, go, zero=True)
     sums = v.dots((old, y), (b, b))
-    p.call("minres_start", sums, state, go)
+    _advance(p, "minres_start", [sums], state, go, shift=shift)
     p.call("scale", state, x, at=at("keep"))
     last, before, now, direction = v.new(old), v.new(zero=True), v.new(zero=True), v.new(y)
     p.call("scale", state, direction, at=at("over_beta"))
     whole = v.whole(direction, go)
     p.drop(b, sums, *({y} - {old}))
-    if shift:
-        p.new(fixed)
-        p.call("constant", fixed, value=-shift)
 
     def turn() -> None:
         y = v.times("a", whole)
         if shift:
-            p.call("axpy", fixed, direction, y)
+            p.call("axpy", state, direction, y, at=at("minus_shift"))
         p.call("axpy", state, old, y, at=at("minus_beta"))
         sums = v.dots((direction, y))
-        p.call("minres_alpha", sums, state)
+        _advance(p, "minres_alpha", [sums], state)
         p.call("axpy", state, last, y, at=at("minus_alpha"))
         p.call("copy", last, old)
         p.call("copy", y, last)
         p.drop(sums, y)
         y = v.preconditioned(last)
         sums = v.dots((last, y))
-        p.call("minres_rotate", sums, state, eps=eps)
+        _advance(p, "minres_rotate", [sums], state, eps=eps)
         new = v.new()
         p.call("combine", state, new, direction, before, now)
         p.call("copy", now, before)
@@ -271,7 +279,7 @@ def minres(
         p.call("axpy", state, now, x, at=at("phi"))
         p.drop(sums, new)
         sums = v.dots((x, x))
-        p.call("minres_test", sums, state, go, rtol=rtol, eps=eps, maxiter=maxiter)
+        _advance(p, "minres_test", [sums], state, go, rtol=rtol, eps=eps, maxiter=maxiter)
         p.call("copy", y, direction)
         p.call("scale", state, direction, at=at("over_beta"))
         p.drop(sums, *({y} - {last}))
@@ -290,25 +298,30 @@ class Bidiagonal:
         p.new(self.state, self.go, zero=True)
         b = self.vectors.load("b")
         self.u = self.vectors.load("g") if "g" in operands else self.vectors.new(b)
-        self.product, self.sums = self.zeros(), p.numbers(2)
-        p.new(self.sums)
+        self.product, self.sums, self.square = self.zeros(), p.numbers(2), p.numbers(1)
+        p.new(self.sums, self.square)
         self._adjoint(b)
         self.next_v()
-        p.call(start, self.sums, self.state, self.go)
+        _advance(p, start, [self.sums], self.state, self.go)
         p.drop(b)
 
     def zeros(self) -> Buffer:
         """Return a vector of zeros that all ranks have."""
         return self.p.zeros(self.cols, 1)
 
+    def advance(self, step: str, vector: Buffer, *updated: Buffer, **options: Any) -> None:
+        """Compute numbers from the square of a vector's norm, which all ranks have."""
+        self.p.call("dots", self.square, vector, vector)
+        _advance(self.p, step, [self.square], self.state, *updated, **options)
+
     def next_v(self) -> None:
         """Have beta, u, alpha and v."""
         p, state, new = self.p, self.state, self.zeros()
-        p.call("bidiagonal_beta", self.sums, state)
+        _advance(p, "bidiagonal_beta", [self.sums], state)
         p.call("scale", state, self.u, at=BIDIAGONAL.index("over_beta"))
         p.call("combine", state, new, self.product, self.v)
         p.call("copy", new, self.v)
-        p.call("bidiagonal_alpha", self.v, state)
+        self.advance("bidiagonal_alpha", self.v)
         p.call("scale", state, self.v, at=BIDIAGONAL.index("over_alpha"))
         p.drop(new)
 
@@ -323,7 +336,7 @@ class Bidiagonal:
     def _adjoint(self, b: Buffer) -> None:
         p, product, sums = self.p, self.zeros(), self.p.numbers(2)
         for number, chunk in p.numbered(self.vectors.operands["a"]):
-            p.call("adjoint_from", chunk, self.u, product, at=self.vectors.places[number][1])
+            p.call("adjoint_times", chunk, self.u, product, at=self.vectors.places[number][1])
         p.new(sums)
         p.call("dots", sums, self.u, self.u, *((b, b) if b != self.u else (b, self.u)))
         parts = p.share(product, sums, flags=(self.go,))
@@ -355,7 +368,7 @@ def lsqr(
 
     def turn() -> None:
         k.next_v()
-        p.call("lsqr_rotate", w, k.state, k.go, damp=damp, maxiter=maxiter, **limits)
+        k.advance("lsqr_rotate", w, k.go, damp=damp, maxiter=maxiter, **limits)
         p.call("axpy", k.state, w, x, at=at("of_w"))
         if calc_var:
             p.call("add_squares", k.state, w, var, at=at("over_rho"))
@@ -376,11 +389,11 @@ def lsmr(p: Recorder, operands: Operands, wanted: Wanted, *, damp: float, maxite
 
     def turn() -> None:
         k.next_v()
-        p.call("lsmr_rotate", k.state, damp=damp)
+        _advance(p, "lsmr_rotate", [], k.state, damp=damp)
         p.call("xpay", k.state, h, hbar, at=at("of_hbar_before"))
         p.call("axpy", k.state, hbar, x, at=at("of_hbar"))
         p.call("xpay", k.state, k.v, h, at=at("of_h"))
-        p.call("lsmr_test", x, k.state, k.go, maxiter=maxiter, **limits)
+        k.advance("lsmr_test", x, k.go, maxiter=maxiter, **limits)
         k.next_u()
 
     p.loop(k.go, turn, maxiter, min(maxiter, EXPECTED))
@@ -396,9 +409,9 @@ def gmres(
     r = v.residual(b, x)
     z, right = v.preconditioned(r), v.preconditioned(b)
     state, go, inside = p.numbers(len(GMRES), "float64"), p.flag(), p.flag()
-    p.new(state, go, inside)
+    p.new(state, go, inside, zero=True)
     sums = v.dots((b, b), (r, r), (z, z), (right, right))
-    p.call("gmres_start", sums, state, go, inside, rtol=rtol, atol=atol)
+    _advance(p, "gmres_start", [sums], state, go, inside, rtol=rtol, atol=atol)
     p.call("scale", state, x, at=at("keep"))
     basis, triangle = p.part(restart + 1), p.numbers(restart, rows=restart + 1)
     rotations, side, y = p.numbers(2, rows=restart), p.numbers(restart + 1), p.numbers(restart)
@@ -413,7 +426,7 @@ def gmres(
         product = v.times("a", whole)
         w = v.preconditioned(product)
         first, second = (v.orthogonal(state, basis, w) for _ in range(2))
-        p.call("gmres_rotate", first, second, state, inside, triangle, rotations, side, eps=eps)
+        _advance(p, "gmres_rotate", [first, second], state, inside, triangle, rotations, side, eps=eps)
         p.call("scale", state, w, at=at("scale"))
         p.call("put_column", state, w, basis)
         v.whole(w, inside, into=whole)
@@ -421,14 +434,14 @@ def gmres(
 
     def cycle() -> None:
         p.loop(inside, step, restart, restart)
-        p.call("gmres_solve", state, triangle, side, y)
+        _advance(p, "gmres_solve", [triangle, side], state, y)
         p.call("basis_add", y, basis, x)
         v.whole(x, into=whole)
         product, r = v.times("a", whole), v.new(b)
         p.call("subtract", product, r)
         z = v.preconditioned(r)
         sums, w = v.dots((r, r), (z, z)), v.new(z)
-        p.call("gmres_restart", sums, state, go, inside, side, eps=eps)
+        _advance(p, "gmres_restart", [sums], state, go, inside, eps=eps)
         p.call("scale", state, w, at=at("scale"))
         p.call("put_column", state, w, basis)
         v.whole(w, go, inside, into=whole)
@@ -457,10 +470,9 @@ def eigsh(
     state, go, inside = p.numbers(len(LANCZOS), "float64"), p.flag(), p.flag()
     values, small, vectors = p.numbers(k, "float64"), p.numbers(ncv, rows=ncv), p.numbers(ncv, rows=ncv)
     basis = p.part(ncv + 1)
-    p.new(state, go, inside)
-    p.new(values, small, vectors, basis, zero=True)
+    p.new(state, go, inside, values, small, vectors, basis, zero=True)
     sums = v.dots((w, w))
-    p.call("lanczos_start", sums, state, go, inside)
+    _advance(p, "lanczos_start", [sums], state, go, inside)
     p.call("scale", state, w, at=1)
     p.call("put_column", state, w, basis)
     whole = v.whole(w, go, inside)
@@ -469,7 +481,7 @@ def eigsh(
     def step() -> None:
         w = v.times("a", whole)
         first, second = (v.orthogonal(state, basis, w) for _ in range(2))
-        p.call("lanczos_step", first, second, state, inside, small, eps=eps, n=n)
+        _advance(p, "lanczos_step", [first, second], state, inside, small, eps=eps, n=n)
         p.call("scale", state, w, at=1)
         p.call("put_column", state, w, basis)
         v.whole(w, inside, into=whole)
@@ -479,13 +491,13 @@ def eigsh(
         p.loop(inside, step, ncv, max(1, (ncv - k) // 2))
         if p.me == 0:
             options = {"which": which, "tol": tol, "maxiter": maxiter, "eps": eps, "n": n}
-            p.call("lanczos_restart", state, go, inside, small, vectors, values, **options)
+            _advance(p, "lanczos_restart", [], state, go, inside, small, vectors, values, **options)
         p.share(flags=(state, go, inside, small, vectors, values))
         p.call("rotate_basis", state, vectors, basis)
         w = v.new()
         p.call("lanczos_vector", state, basis, w, seed=(seed, p.me))
         first, second = (v.orthogonal(state, basis, w) for _ in range(2))
-        p.call("lanczos_next", second, state)
+        _advance(p, "lanczos_next", [second], state)
         p.call("scale", state, w, at=1)
         p.call("put_column", state, w, basis)
         v.whole(w, go, inside, into=whole)
@@ -509,8 +521,7 @@ def lobpcg(
     s, image = v.new(zero=True, cols=3 * k), v.new(zero=True, cols=3 * k)
     values, turned = p.numbers(k, "float64"), p.numbers(2 * k, rows=3 * k)
     state, go = p.numbers(1, "float64"), p.flag()
-    p.new(values, turned, state, zero=True)
-    p.new(go)
+    p.new(values, turned, state, go, zero=True)
     p.call("put_block", first, s, at=0)
     whole = v.whole(first)
     product = v.times("a", whole)
@@ -530,7 +541,7 @@ def lobpcg(
         p.call("lobpcg_update", turned, values, s, image, r)
         p.call("column_squares", own_norms, r)
         norms = v.total(own_norms)
-        p.call("lobpcg_test", norms, state, go, tol=tol)
+        _advance(p, "lobpcg_test", [norms], state, go, tol=tol)
         w = v.preconditioned(r)
         own = p.numbers(k, rows=k)
         p.new(own)

@@ -15,11 +15,10 @@ from dask_distmm.config import dask_costs, read_options, setting
 from dask_distmm.errors import EngineError, MissingEngineError, ProtocolError
 from dask_distmm.installing import install_command
 from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
-from dask_distmm.planning.chunk_order import by_holder, reorder
 from dask_distmm.planning.computation import Computation
+from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.tasks import with_tasks
-from dask_distmm.runtime.messages import Free, RosterQuestion
-from dask_distmm.runtime.wire import ask
+from dask_distmm.runtime.messages import Free, RosterQuestion, ask
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -93,11 +92,6 @@ def current_client() -> Client | None:
     return client if client.status == "running" else None
 
 
-def snapshot(client: Client, problem: Problem, arrays: Sequence[Any] = ()) -> Snapshot | None:
-    """Ask the scheduler who would multiply, and where the chunks of some arrays are; see `ask_roster`."""
-    return ask_roster(client, problem.demand, arrays)
-
-
 def recent_snapshot(client: Client, problem: Computation) -> Snapshot | None:
     """Return who would multiply, as the scheduler has said within the last 10 seconds; as `ask_roster`."""
     said, demand = _said.setdefault(client, {}), problem.demand
@@ -113,7 +107,7 @@ def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Sn
     """Ask the scheduler who would multiply; None if that would block an event loop (asynchronous clients)."""
     if client.asynchronous:
         return None
-    question = RosterQuestion(demand.to_wire(), [array.name for array in arrays], [array.numblocks for array in arrays])
+    question = RosterQuestion(demand, [array.name for array in arrays], [array.numblocks for array in arrays])
     if client not in _installed:
         _install_plugin(client)
     answer = client.sync(ask, client.scheduler, question)
@@ -129,8 +123,8 @@ def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Sn
     if answer.status != "OK":
         raise ProtocolError(answer.message)
     return Snapshot(
-        [Worker.from_wire(w) for w in answer.workers],
-        [Worker.from_wire(w) for w in answer.sources],
+        list(answer.workers),
+        list(answer.sources),
         [None if raw is None else np.frombuffer(raw, np.int32) for raw in answer.placed],
         answer.engines,
         [tuple(group) for group in answer.groups],

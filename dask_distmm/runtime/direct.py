@@ -9,8 +9,9 @@ moves it back to ``waiting`` when an input is lost, and parks it again when that
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dask.order
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 # The method of a scheduler that makes tasks of a graph.
 _TAKES_UP = "_create_taskstate_from_graph"
+# How often parked tasks are kept (seconds).
+_REFRESH = 0.5
 # An address that no worker has.
 _NOWHERE = "tcp://0.0.0.0:1"
 
@@ -54,12 +57,16 @@ def start_queued(scheduler: Scheduler, stimulus_id: str) -> None:
     scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
 
 
-def refresh(scheduler: Scheduler, ts: TaskState) -> None:
-    """Let the time for which a parked task waits begin anew: Dask's ``no-workers-timeout`` is not meant for runs."""
-    if ts in scheduler.unrunnable:
-        # Oldest first, as Dask has them.
-        del scheduler.unrunnable[ts]
-        scheduler.unrunnable[ts] = monotonic()
+async def keep_parked(scheduler: Scheduler, keys: Collection[Any]) -> None:
+    """Keep Dask's ``no-workers-timeout``, which is not meant for runs, from ending parked tasks while there are any."""
+    while keys and scheduler.no_workers_timeout:
+        for key in keys:
+            ts = scheduler.tasks.get(key)
+            if ts in scheduler.unrunnable:
+                # Oldest first, as Dask has them.
+                del scheduler.unrunnable[ts]
+                scheduler.unrunnable[ts] = monotonic()
+        await asyncio.sleep(min(_REFRESH, scheduler.no_workers_timeout / 4))
 
 
 class Completion:

@@ -16,20 +16,29 @@ after the next one.
 
 A product of a group that is multiplied by plain tasks is called ``distmm-group-c-00012-3f...``: a letter for how long
 a task takes (Dask keeps average times by names without their numbers), and its place in the order.
+
+Parts of a product at the level of tasks: which chunks of D a run makes, and what it needs for them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
-from dask._task_spec import Alias, Task, TaskRef
+import numpy as np
+from dask._task_spec import Alias, GraphNode, List, Task, TaskRef
 from dask.base import clone_key, tokenize
 
 from dask_distmm.engines.sources import ChunkTasks
+from dask_distmm.errors import ProtocolError
+from dask_distmm.planning import Problem, problem_from_wire, restrict
 from dask_distmm.planning.computation import Part
+
+# The tasks of runs, and their names, from which scheduler and workers know which multiply a task belongs to
+
 
 GROUP_PREFIX = "distmm-group-"
 _BARRIER, _TILE, _GATE = "distmm-barrier-", "distmm-tile-", "distmm-gate-"
@@ -178,3 +187,58 @@ def operand_keys(barrier: Task) -> tuple[Any, list[list[Any]]]:
     wire, *inputs = barrier.args
     lists = [found.tasks if isinstance(found, ChunkTasks) else found.args for found in inputs]
     return wire, [[ref.key if isinstance(ref, TaskRef) else ref for ref in found] for found in lists]
+
+
+# Parts of a product at the level of tasks: which chunks of D a run makes, and what it needs for them
+
+
+def part_of(
+    problem: Problem, keys: Mapping[str, list[Any]], numbers: Collection[int]
+) -> tuple[Problem, dict[str, list[Any]]]:
+    """Return the least part of a product that has some chunks of D, and the keys of its operands' chunks."""
+    # What a wave adds to the sums of the one before it is for all of its chunks.
+    part = restrict(problem, numbers) if wave_of(problem.name) is None else None
+    if part is None:
+        return problem, dict(keys)
+    found = {}
+    for name in part.operands:
+        places = np.searchsorted(problem.numbers(name), part.numbers(name))
+        every = keys[problem.source_of(name)]
+        found[name] = [every[place] for place in places.tolist()]
+    return part, found
+
+
+def restricted(barrier: Any, chunks: Mapping[Any, ChunkTask]) -> dict[Any, GraphNode]:
+    """Return the tasks of the least part of a barrier's multiply that has some chunks; none if that is all of it."""
+    wire, keys = operand_keys(barrier)
+    try:
+        problem = problem_from_wire(wire)
+    except ProtocolError:
+        return {}  # the barrier will fail with it
+    if not isinstance(problem, Problem):
+        return {}
+    numbers = problem.numbers("").tolist()
+    wanted = {numbers[task.index] for task in chunks.values()}
+    part, inputs = part_of(problem, dict(zip(problem.inputs, keys, strict=True)), wanted)
+    if part is problem or part.part is None:
+        return {}
+    part = dataclasses.replace(part, name=part_name(part.part))
+    key = barrier_key(part.name)
+    lists = [List(*map(TaskRef, inputs[name])) for name in part.inputs]
+    found: dict[Any, GraphNode] = {key: RunTask(key, barrier.func, part.to_wire(), *lists, **barrier.kwargs)}
+    index = {number: index for index, number in enumerate(part.numbers("").tolist())}
+    for name, task in chunks.items():
+        found[name] = ChunkTask(name, task.func, task.output, index[numbers[task.index]], TaskRef(key))
+    return found
+
+
+def needed(graph: Mapping[Any, GraphNode], keys: Collection[Any]) -> dict[Any, GraphNode]:
+    """Return the tasks of a graph that some keys need."""
+    found: dict[Any, GraphNode] = {}
+    todo = list(keys)
+    while todo:
+        key = todo.pop()
+        if key in graph and key not in found:
+            found[key] = graph[key]
+            todo += graph[key].dependencies
+    return found

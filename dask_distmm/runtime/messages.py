@@ -1,29 +1,156 @@
-"""The protocol between scheduler and workers: every message, its operation, its fields and their types.
+"""The protocol between client, scheduler and workers: every message, its operation, its fields and their types.
 
 ::
 
-    scheduler  Describe, Prepare, Start, Abort, Release                  -> worker
-               Begin, Finish, Forget, End, Gone, Abandon, DropReplicas  (no answer)  -> worker
-    worker     Progress, Gathered                        (no answer)     -> scheduler
-               Fetch                                                     -> worker
+    scheduler  Describe, Prepare, Start, Abort, Release                       -> worker
+               Begin, Finish, Forget, Abort, Gone, Abandon, DropReplicas     (no answer)  -> worker
+    worker     Progress, Gathered                        (no answer)          -> scheduler
+               Fetch                                                          -> worker
+    client     RosterQuestion, ProgressQuestion, Free, FreeReplicas           -> scheduler
 
-`dask_distmm.runtime.wire` sends and checks them.
+Messages travel as dicts of plain types, whose fields the receiver checks. `ask` sends a request and returns its answer,
+`post` makes a message for one of Dask's own streams. `answering` and `listening` make the handlers of the other end.
 
-::
-
-    client     RosterQuestion, ProgressQuestion, Free, FreeReplicas      -> scheduler
-
-`dask_distmm.runtime.wire` sends and checks them.
+Numbers of runs and groups count within an *epoch*: the time of one scheduler plugin, from its start until another one
+takes its place. Messages between the scheduler and workers, and between workers, carry a secret name of it; a message
+of another epoch is refused and changes nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+import reprlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, cast
 
-from dask_distmm.runtime.wire import Call, Message, Reply
+from dask_distmm.engines.base import log
+from dask_distmm.errors import DistMMError, ProtocolError, as_plain, rebuild
+from dask_distmm.planning import Demand, Worker
+from dask_distmm.planning.wire import Wired
+
+# How messages travel: as dicts of plain types, whose fields the receiver checks
+
+
+Status = Literal[
+    "OK", "missing", "no replicas", "orders", "refused", "failed", "matrix", "source", "function", "lost", "gone"
+]
+
+A = TypeVar("A", bound="Reply")
+
+# The most axes that an array of NumPy has.
+_AXES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Message(Wired):
+    """A message. Its class names the operation by which Dask finds the handler."""
+
+    operation: ClassVar[str] = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply(Wired):
+    """The answer to a request."""
+
+    # ``"OK"``. ``"refused"``: the request was malformed, stale or for another run. ``"failed"``: the work raised an
+    # error. ``"lost"``: a connection to another worker broke. Subclasses say what further statuses mean.
+    status: Status
+    # Why the status is not ``"OK"``.
+    message: str = ""
+    traceback: str = ""
+    # What the user's code has raised, and its traceback, pickled, and the error as text. Of the statuses ``"source"``,
+    # a chunk can't be made, and ``"function"``, an epilog has failed. Only the client opens them.
+    error: bytes = b""
+    error_traceback: bytes = b""
+    error_text: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call(Message, Generic[A]):
+    """A message that has an answer, of the class `answer`."""
+
+    answer: ClassVar[type[Reply]] = Reply
+
+
+def post(message: Message, epoch: str = "") -> dict[str, Any]:
+    """Return a message as one of Dask's own streams carries it."""
+    return {"op": message.operation, **_enveloped(message, epoch)}
+
+
+async def ask(rpc: Any, request: Call[A], epoch: str = "") -> A | None:
+    """Send a request; return the answer, or None if the other end does not know it: dask_distmm is missing there."""
+    wire = await getattr(rpc, request.operation)(**_enveloped(request, epoch))
+    if not isinstance(wire, Mapping):
+        return None
+    if "kind" in wire:  # as `as_plain` makes it of an error
+        raise rebuild(wire)
+    return cast("A", request.answer.from_wire(wire))
+
+
+def answering(
+    kind: type[Call[A]],
+    handle: Callable[[Any], Awaitable[A]],
+    is_current: Callable[[Any], Awaitable[bool]] | None = None,
+) -> dict[str, Callable[..., Awaitable[dict[str, Any]]]]:
+    """Return the handler of a request by its operation; whatever happens, its answer is typed.
+
+    It refuses what is malformed, and what is of an epoch that is not current, if it is to look at that.
+    """
+
+    async def answer(**wire: Any) -> dict[str, Any]:
+        try:
+            if is_current is not None and not await is_current(wire.pop(_EPOCH, "")):
+                raise _of_another_epoch(kind)
+            request = kind.from_wire(wire)
+        except ProtocolError as error:
+            return Reply("refused", str(error)).to_wire()
+        try:
+            return (await handle(request)).to_wire()
+        except DistMMError as error:
+            return as_plain(error)
+        except Exception as error:
+            log.warning("message %s failed", kind.__name__, exc_info=True)
+            return Reply("failed", f"{type(error).__name__}: {error}").to_wire()
+
+    return {kind.operation: answer}
+
+
+def listening(
+    kind: type[Message], handle: Callable[[Any], None], is_current: Callable[[Any], bool] | None = None
+) -> dict[str, Callable[..., None]]:
+    """Return the handler of a message on a stream by its operation; `is_current` as for `answering`.
+
+    An exception would close the stream, which is Dask's own, and end the worker. So none leaves the handler.
+    """
+
+    def hear(**wire: Any) -> None:
+        try:
+            if is_current is not None and not is_current(wire.pop(_EPOCH, "")):
+                raise _of_another_epoch(kind)
+            handle(kind.from_wire(wire))
+        except ProtocolError as error:
+            log.debug("dropped: %s", error)
+        except Exception:
+            log.warning("message %s failed", kind.__name__, exc_info=True)
+
+    return {kind.operation: hear}
+
+
+# The name of the epoch, beside the fields of a message.
+_EPOCH = "epoch"
+
+
+def _enveloped(message: Message, epoch: str) -> dict[str, Any]:
+    return {**message.to_wire(), **({_EPOCH: epoch} if epoch else {})}
+
+
+def _of_another_epoch(kind: type[Message]) -> ProtocolError:
+    return ProtocolError(
+        f"message {kind.__name__} is not of the scheduler plugin that is installed: it is from before that plugin, or "
+        "forged"
+    )
+
 
 # The protocol between client and scheduler: every message, its operation, its fields and their types
 
@@ -34,9 +161,9 @@ class RosterReply(Reply):
 
     # Names of the engines that could multiply.
     engines: Sequence[str] = ()
-    # The workers that would multiply, and others that hold chunks, as `Worker.to_wire` gives them.
-    workers: Sequence[Any] = ()
-    sources: Sequence[Any] = ()
+    # The workers that would multiply, and others that hold chunks.
+    workers: Sequence[Worker] = ()
+    sources: Sequence[Worker] = ()
     # For each array that was asked for the index into ``[*workers, *sources]`` of each chunk's holder, as int32; None
     # where not all chunks are in memory.
     placed: Sequence[bytes | None] = ()
@@ -46,15 +173,23 @@ class RosterReply(Reply):
 
 @dataclasses.dataclass(frozen=True)
 class RosterQuestion(Call[RosterReply]):
-    """A client asks who would multiply for a demand (`Demand.to_wire`), and where the chunks of some arrays are.
+    """A client asks who would multiply for a demand, and where the chunks of some arrays are.
 
     `counts` says how many chunks each of the arrays `names` has along its axes.
     """
 
     operation, answer = "distmm_roster", RosterReply
-    demand: Mapping[str, Any]
+    demand: Demand
     names: Sequence[str] = ()
     counts: Sequence[Sequence[int]] = ()
+
+    def check(self) -> None:
+        """Raise for numbers of chunks that no arrays have."""
+        wrong = any(len(along) > _AXES or min(along, default=0) < 0 for along in self.counts)
+        if wrong or len(self.names) != len(self.counts):
+            raise ValueError(
+                f"counts must be at most {_AXES} numbers of chunks for each array, got {reprlib.repr(self.counts)}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +215,9 @@ class ProgressLine:
 class ProgressReply(Reply):
     """How far multiplies are."""
 
-    # Whether the scheduler has all the tasks that were asked for (a graph may still be on its way), and for each
-    # multiply the fields of its `ProgressLine`, in their order.
+    # Whether the scheduler has all the tasks that were asked for (a graph may still be on its way), and each multiply.
     known: bool = False
-    found: Sequence[Sequence[Any]] = ()
+    found: Sequence[ProgressLine] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,17 +353,13 @@ class Start(Call[Done]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Aborted(Reply):
-    """A participant has ended a run; its `history` of the run is in one line."""
+class Abort(Call[Reply]):
+    """The scheduler ends a run that has not succeeded; a participant's history of it is the `message` of its answer.
 
-    history: str = ""
+    May be repeated, and sent on a stream, without an answer.
+    """
 
-
-@dataclasses.dataclass(frozen=True)
-class Abort(Call[Aborted]):
-    """The scheduler ends a run that has not succeeded, and asks the participant for its history."""
-
-    operation, answer = "distmm_abort", Aborted
+    operation = "distmm_abort"
     run_id: int
     reason: str
 
@@ -264,15 +394,6 @@ class Finish(Message):
 
     operation = "distmm-finish"
     run_id: int
-
-
-@dataclasses.dataclass(frozen=True)
-class End(Message):
-    """A run is over that has not succeeded. May be repeated."""
-
-    operation = "distmm-end"
-    run_id: int
-    reason: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,7 @@ from typing import Any, Literal
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.errors import ProtocolError, brief
-from dask_distmm.runtime.messages import Done
-from dask_distmm.runtime.wire import Reply
+from dask_distmm.runtime.messages import Done, Reply
 
 # The last events of runs, which tell why a run has failed
 
@@ -223,36 +222,36 @@ class Run:
         return f"run {self.run_id} of {self.name} ({self.phase})"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Summary:
-    """Times and bytes of a run, or of one participant's side of it."""
-
-    # In all; the longest of several.
-    seconds: float
-    # Seconds of each phase by name; of several the longest of each.
-    timings: dict[str, float]
-    # Bytes of matrices that have arrived from other participants, but for those that a library moves on its own.
-    received_bytes: int
-    # Most bytes that participants held, by address, of those that count.
-    held_bytes: dict[str, int]
-    # ``seconds`` and ``timings`` of each participant that had work of its own, by address.
-    ranks: dict[str, dict[str, Any]]
-
-    def __str__(self) -> str:
-        phases = ", ".join(f"{name} {format_time(value)}" for name, value in self.timings.items())
-        return f"{format_time(self.seconds)}{phases and f' ({phases})'}; {format_bytes(self.received_bytes)} received"
+def raise_if_ended(run: Run) -> None:
+    """Raise `Lost` or `Released` if the run was ended from outside."""
+    if run.phase == "failed":
+        if run.released:
+            raise Released
+        reasons = "; ".join(f"{address}: {reason}" for address, reason in run.failures.items())
+        raise Lost(reasons)
 
 
-def summarize(answers: Mapping[str, Done]) -> Summary:
-    """Return the summary of participants' answers by address."""
+def summarize(answers: Mapping[str, Done]) -> dict[str, Any]:
+    """Return the figures of a run, or of one participant's side of it, from the answers of participants by address."""
     timings: dict[str, float] = {}
     for answer in answers.values():
         for name, value in answer.timings.items():
             timings[name] = max(value, timings.get(name, 0.0))
-    return Summary(
-        max(answer.seconds for answer in answers.values()),
-        timings,
-        sum(answer.received_bytes for answer in answers.values()),
-        {address: answer.held_bytes for address, answer in answers.items() if answer.held_bytes},
-        {a: {"seconds": x.seconds, "timings": dict(x.timings)} for a, x in answers.items() if x.timings},
-    )
+    return {
+        # In all, and of each phase by name: the longest of several.
+        "seconds": max(answer.seconds for answer in answers.values()),
+        "timings": timings,
+        # Of matrices that have arrived from other participants, but for those that a library moves on its own.
+        "received_bytes": sum(answer.received_bytes for answer in answers.values()),
+        # Most bytes that participants held, of those that count.
+        "held_bytes": {address: answer.held_bytes for address, answer in answers.items() if answer.held_bytes},
+        # Of each participant that had work of its own.
+        "ranks": {a: {"seconds": x.seconds, "timings": dict(x.timings)} for a, x in answers.items() if x.timings},
+    }
+
+
+def in_short(figures: Mapping[str, Any]) -> str:
+    """Return the figures of a run in one line."""
+    phases = ", ".join(f"{name} {format_time(value)}" for name, value in figures["timings"].items())
+    received = format_bytes(figures["received_bytes"])
+    return f"{format_time(figures['seconds'])}{phases and f' ({phases})'}; {received} received"

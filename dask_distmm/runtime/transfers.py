@@ -1,29 +1,55 @@
 """Matrices over Dask's own comms, and so by the protocol and with the encryption that the cluster uses.
 
 Between workers of one host large matrices do not travel at all: they are read out of the other worker's memory.
+
+Matrices that are on all workers, besides the chunks that Dask has: for operands of later multiplies.
+
+A run that keeps D (epilog ``allreduce``) or an operand (``gathered``) ends with each worker fetching the chunks that it
+still lacks from those who have them. They are kept here and not as Dask's own copies, which its memory manager would
+reduce to one. So Dask knows nothing of them, and nothing rests on them: a later run uses them if every worker has them,
+and else the chunks that Dask has.
+
+::
+
+    worker      ReplicaStore    share()  serve()  operands()    kept by name and run
+    scheduler   Replicas        add()    where()  drop()        which workers have which run's, and for how long
+
+They are dropped when nobody wants the array any more: none of its chunks is in memory or on its way, and no multiply
+that is still to run has it as operand.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms import cross_memory
 from dask_distmm.comms.base import Boxes, PeerLostError
-from dask_distmm.engines.base import log
+from dask_distmm.engines.base import GATHERED, REPLICA, ChunkKey, ResultKey, log
 from dask_distmm.errors import EngineError, ProtocolError
-from dask_distmm.runtime.messages import Fetch
-from dask_distmm.runtime.wire import ask
+from dask_distmm.planning import EVERYWHERE, Placement, Plan, Problem, Worker
+from dask_distmm.planning.footprint import chunk_bytes
+from dask_distmm.planning.placement import Where
+from dask_distmm.runtime.keys import barrier_name
+from dask_distmm.runtime.messages import DropReplicas, Fetch, Freed, FreeReplicas, Message, ask
 
 if TYPE_CHECKING:
-    from distributed import Worker
+    from distributed import Scheduler
+    from distributed import Worker as DaskWorker
+    from distributed.scheduler import TaskState
+
+# Matrices over Dask's own comms, and so by the protocol and with the encryption that the cluster uses
 
 
-def address_of(worker: Worker) -> str:
+def address_of(worker: DaskWorker) -> str:
     """Return the address under which everybody else knows a worker; it may listen under another one."""
     return str(getattr(worker, "contact_address", None) or worker.address)
 
@@ -33,7 +59,7 @@ class DaskComm:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: DaskWorker,
         run_id: int,
         addresses: Sequence[str],
         timeout: float,
@@ -85,3 +111,275 @@ class DaskComm:
         if kind != "enter":
             self.received_bytes += sum(x.nbytes for x in data)
         return data
+
+
+# Matrices that are on all workers, besides the chunks that Dask has: for operands of later multiplies
+
+
+# Chunks of up to this many bytes together travel in one message (one chunk at least), and this many messages at once.
+_MESSAGE_BYTES = 2**26
+_IN_FLIGHT = 2
+# Seconds from the end of a task until the scheduler looks which arrays are still wanted, once for all tasks.
+_SWEEP_SECONDS = 0.05
+_OVER = ("released", "forgotten", "erred")
+
+
+# Chunks by row and column in their array.
+Kept = Mapping[tuple[int, int], Any]
+
+# Numbers of the matrices in requests.
+_MATRICES = {"d": 0, "a": 1, "b": 2}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sharing:
+    """A run's chunks here that others may ask for, from when `ready` is done; and the comm to ask others by."""
+
+    comm: DaskComm
+    chunks: dict[tuple[str, int], Any]
+    ready: Future[None] = dataclasses.field(default_factory=Future)
+
+
+class ReplicaStore:
+    """The replicas on one worker, and those being made. Methods run on its event loop unless they say otherwise."""
+
+    def __init__(self, worker: DaskWorker) -> None:
+        self._worker = worker
+        self._kept: dict[str, tuple[int, Kept]] = {}
+        self._sharing: dict[int, _Sharing] = {}
+
+    def __len__(self) -> int:
+        """Return how many matrices are kept or being made."""
+        return len(self._kept) + len(self._sharing)
+
+    def find(self, name: str, run_id: int) -> Kept | None:
+        """Return all chunks that a run has left of an array, or None if they are not here. Any thread."""
+        found, chunks = self._kept.get(name, (0, None))
+        return chunks if found == run_id else None
+
+    def operands(self, plan: Placement, me: int) -> tuple[dict[ChunkKey, Any], list[str]]:
+        """Return the chunks of A and B that a plan takes from replicas, and the results not here. Any thread."""
+        chunks: dict[ChunkKey, Any] = {}
+        missing: list[str] = []
+        if not any(plan.replica_runs) or not isinstance(plan, Plan):
+            return chunks, missing
+        for operand, name, run_id in zip("ab", plan.problem.arrays, plan.replica_runs, strict=True):
+            if not run_id or me not in plan.ranks:
+                continue
+            kept = self.find(name, run_id)
+            if kept is None:
+                missing.append(name)
+                continue
+            _, count = plan.problem.chunk_counts(operand)
+            chunks |= {(operand, i * count + j): chunk for (i, j), chunk in _seen(plan.problem, operand, kept).items()}
+        return chunks, missing
+
+    def expect(self, run_id: int, plan: Placement, chunks: Mapping[ChunkKey, Any], comm: DaskComm) -> None:
+        """Let others ask for what this worker has, if there are to be replicas. Any thread."""
+        if plan.replicas:
+            self._sharing[run_id] = _Sharing(comm, {key: x for key, x in chunks.items() if key[0] in plan.kept})
+
+    async def share(
+        self, run_id: int, plan: Placement, made: Mapping[ResultKey, Any], timings: dict[str, float]
+    ) -> dict[ResultKey, Any]:
+        """Give and get chunks of the matrices that are to be on all workers, and keep them, if there are any."""
+        own = {key: chunk for key, chunk in made.items() if key[0] not in (REPLICA, GATHERED)}
+        if (sharing := self._sharing.get(run_id)) is None or not isinstance(plan, Plan):
+            return own
+        sharing.chunks.update({("d", number): chunk for (name, number), chunk in own.items() if not name})
+        sharing.ready.set_result(None)
+        me = [worker.address for worker in plan.participants].index(address_of(self._worker))
+        if me >= plan.replicas:
+            return own
+        started = time.perf_counter()
+        for matrix in plan.kept:
+            brought = REPLICA if matrix == "d" else GATHERED
+            found = {number: chunk for (name, number), chunk in sharing.chunks.items() if name == matrix}
+            found |= {number: chunk for (name, number), chunk in made.items() if name == brought}
+            await self.gather(plan, sharing.comm, me, matrix, found)
+            if run_id in self._sharing:  # not ended meanwhile
+                self._kept[_array_of(plan.problem, matrix)] = run_id, _by_place(plan.problem, matrix, found)
+        timings["replicate"] = timings.get("replicate", 0.0) + time.perf_counter() - started
+        return own
+
+    async def serve(self, run_id: int, boxes: Boxes) -> list[Any]:
+        """Return some of this worker's own chunks, once it has them."""
+        if (sharing := self._sharing.get(run_id)) is None:
+            raise ProtocolError(f"run {run_id!r} makes no replicas here")
+        # Shielded: a peer that cancels its request must not cancel the future, for which others wait too.
+        await asyncio.shield(asyncio.wrap_future(sharing.ready))
+        names = {number: name for name, number in _MATRICES.items()}
+        return [sharing.chunks[names[matrix], index] for matrix, index in boxes[:, :2].tolist()]
+
+    async def gather(self, plan: Plan, comm: DaskComm, me: int, matrix: str, found: dict[int, Any]) -> None:
+        """Add all chunks of a matrix that are not here."""
+        window = asyncio.Semaphore(_IN_FLIGHT)
+
+        async def ask(peer: int, indices: list[int]) -> None:
+            boxes = np.zeros((len(indices), 6), np.int64)
+            boxes[:, 0], boxes[:, 1] = _MATRICES[matrix], indices
+            async with window:
+                arrived = await asyncio.wrap_future(comm.fetch(peer, "replica", boxes, False))
+            found.update(zip(indices, arrived, strict=True))
+
+        await asyncio.gather(*itertools.starmap(ask, _messages(plan, me, matrix, found)))
+
+    def end(self, run_id: int, error: BaseException | None = None) -> None:
+        """Hand out nothing more of a run, which is done, or has failed with an error."""
+        sharing = self._sharing.pop(run_id, None)
+        if sharing is not None and not sharing.ready.done():
+            sharing.ready.set_exception(error or ProtocolError(f"run {run_id} is over"))
+
+    def drop(self, name: str | None = None, run_id: int | None = None) -> None:
+        """Let go of the replicas of an array, of those that a run has left, or of both at once; of all if neither."""
+        self._kept = {
+            held: (run, chunks)
+            for held, (run, chunks) in self._kept.items()
+            if (name is not None and held != name) or (run_id is not None and run != run_id)
+        }
+
+
+def _messages(plan: Plan, me: int, matrix: str, here: Mapping[int, Any]) -> list[tuple[int, list[int]]]:
+    """Return whom to ask for which chunks, message by message; not all participants begin with the same one."""
+    holders = np.asarray(plan.ranks)[plan.owners] if matrix == "d" else plan.where[matrix]
+    sizes, count = chunk_bytes(plan.problem, matrix), len(plan.participants)
+    found: list[tuple[int, list[int]]] = []
+    for peer in ((me + turn) % count for turn in range(count)):
+        size = 0
+        for index in np.flatnonzero(holders == peer).tolist():
+            if index in here:
+                continue
+            size += int(sizes[index])
+            if not found or found[-1][0] != peer or size > _MESSAGE_BYTES:
+                found.append((peer, []))
+                size = 0
+            found[-1][1].append(index)
+    return found
+
+
+def _array_of(problem: Problem, matrix: str) -> str:
+    """Return the name of the array whose chunks are those of a matrix, or of its transpose."""
+    return problem.name if matrix == "d" else problem.arrays["ab".index(matrix)]
+
+
+def _by_place(problem: Problem, matrix: str, chunks: Mapping[int, Any]) -> Kept:
+    """Return a matrix' chunks by row and column of its array, of which the matrix may be the transpose."""
+    _, count = problem.chunk_counts(matrix)
+    turned = problem.is_turned(matrix)
+    places = ((*divmod(number, count), chunk) for number, chunk in chunks.items())
+    return {(j, i) if turned else (i, j): chunk.T if turned else chunk for i, j, chunk in places}
+
+
+def _seen(problem: Problem, operand: str, kept: Kept) -> Kept:
+    """Return an array's chunks by row and column of the operand, which may be its transpose."""
+    return {(j, i): chunk.T for (i, j), chunk in kept.items()} if problem.is_turned(operand) else kept
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Left:
+    """The replicas that a run has left: their holders, and the tasks of the chunks that Dask has.
+
+    These say which array it is: another array may later have the name that a user gave to this one.
+    """
+
+    run_id: int
+    holders: set[str]
+    tasks: list[TaskState]
+
+
+class Replicas:
+    """The replicas of the cluster: which workers have those of which run."""
+
+    def __init__(self, scheduler: Scheduler, tell: Callable[[Sequence[str], Message], None]) -> None:
+        self._scheduler, self._tell = scheduler, tell
+        self._held: dict[str, _Left] = {}
+        self._due = False
+
+    def __len__(self) -> int:
+        """Return of how many arrays there are replicas."""
+        return len(self._held)
+
+    def add(self, run_id: int, made: Placement) -> None:
+        """Note that a run has left replicas, if it has; those that an earlier run has left of an array are dropped."""
+        if not isinstance(made, Plan):
+            return
+        holders = {worker.address for worker in made.participants[: made.replicas]}
+        for matrix in made.kept:
+            name = _array_of(made.problem, matrix)
+            rows, cols = made.problem.chunk_counts(matrix)[:: -1 if made.problem.is_turned(matrix) else 1]
+            before = self._held.get(name)
+            tasks = [self._scheduler.tasks.get((name, i, j)) for i in range(rows) for j in range(cols)]
+            self._held[name] = _Left(run_id, holders, [ts for ts in tasks if ts is not None])
+            if before is not None:
+                self._tell(sorted(before.holders - holders), DropReplicas(name, before.run_id))
+            # The array may have been released while the run was ending.
+            self._sweep_soon()
+
+    def where(
+        self, problem: Problem, workers: Sequence[Worker], held: Where
+    ) -> tuple[dict[str, NDArray[np.int32]], tuple[int, int]]:
+        """Return where the operands' chunks are, and the numbers of the runs that have left replicas; 0 for none."""
+        a, b = (self._run(name, [worker.address for worker in workers]) for name in problem.arrays)
+        runs = {"a": a, "b": b}
+        where = {name: np.full_like(table, EVERYWHERE) if runs.get(name) else table for name, table in held.items()}
+        return where, (a, b)
+
+    def everywhere(
+        self, names: Sequence[str], workers: Sequence[Worker], placed: Sequence[bytes | None]
+    ) -> list[bytes | None]:
+        """Return the places of arrays' chunks, of which those that all workers have as replicas lie everywhere."""
+        addresses = [worker.address for worker in workers]
+        return [
+            np.full(len(raw) // 4, EVERYWHERE, np.int32).tobytes() if raw and self._run(name, addresses) else raw
+            for name, raw in zip(names, placed, strict=True)
+        ]
+
+    def _run(self, name: str, addresses: Sequence[str]) -> int:
+        left = self._held.get(name)
+        return left.run_id if left and left.holders.issuperset(addresses) and self._wanted(left) else 0
+
+    def drop(self, *names: str) -> None:
+        """Have the replicas of some arrays dropped."""
+        for name in names:
+            if (left := self._held.pop(name, None)) is not None:
+                self._tell(sorted(left.holders), DropReplicas(name, left.run_id))
+
+    async def free(self, request: FreeReplicas) -> Freed:
+        """Drop the replicas of the arrays that a client names, or of all; return of how many there were any."""
+        names = [name for name in self._held if request.names is None or name in request.names]
+        self.drop(*names)
+        return Freed("OK", count=len(names))
+
+    def lose(self, address: str) -> None:
+        """Forget the replicas of a worker that is gone."""
+        for left in self._held.values():
+            left.holders.discard(address)
+
+    def clear(self) -> None:
+        """Forget all: the workers are new."""
+        self._held.clear()
+
+    def transition(self, key: Any, finish: str) -> None:
+        """Look soon which arrays are still wanted, if a task has ended that may matter."""
+        if not self._held or finish not in _OVER:
+            return
+        if barrier_name(key) is not None or (isinstance(key, tuple) and key[0] in self._held):
+            self._sweep_soon()
+
+    def _sweep_soon(self) -> None:
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_later(_SWEEP_SECONDS, self._sweep)
+
+    def _sweep(self) -> None:
+        self._due = False
+        self.drop(*[name for name, left in self._held.items() if not self._wanted(left)])
+
+    def _wanted(self, left: _Left) -> bool:
+        """Whether a chunk of an array is there or on its way, or a multiply still to run has it as operand."""
+        for ts in left.tasks:
+            if self._scheduler.tasks.get(ts.key) is not ts:
+                continue  # forgotten
+            if ts.state not in _OVER or any(d.state not in _OVER and barrier_name(d.key) for d in ts.dependents):
+                return True
+        return False

@@ -7,7 +7,6 @@ from dask_distmm.planning.placement import register_forms
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.planning.waves import WavePlan
-from dask_distmm.show.factor import chain_text, factor_text, program_text
 from dask_distmm.show.html import (
     batch_html,
     chain_html,
@@ -18,7 +17,16 @@ from dask_distmm.show.html import (
     reason_html,
     waves_html,
 )
-from dask_distmm.show.text import batch_text, group_text, plan_text, reason_text, waves_text
+from dask_distmm.show.text import (
+    batch_text,
+    chain_text,
+    factor_text,
+    group_text,
+    plan_text,
+    program_text,
+    reason_text,
+    waves_text,
+)
 
 register_forms(NotCollective, reason_text, lambda made: reason_html(made.reason))
 register_forms(Plan, plan_text, plan_html)

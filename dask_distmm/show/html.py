@@ -23,7 +23,7 @@ from dask_distmm.planning.placement import Placement
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.planning.waves import WavePlan
-from dask_distmm.programs.model import Span
+from dask_distmm.programs.check import Span
 from dask_distmm.show.text import WHAT, in_words
 
 # Matrices and bars as inline SVG: no script, no style sheet, readable on light and on dark pages. Pure

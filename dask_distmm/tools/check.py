@@ -60,13 +60,12 @@ _MARKS = {"error": "ERROR", "warning": "WARNING", "note": "note"}
 
 def examine(scheduler: str | None = None) -> Report:
     """Return the facts of this machine, or of every worker of a cluster."""
-    client = {"versions": questions.versions()}
-    wanted, engines = str(setting("engine")), tuple(ENGINES)
+    client, wanted = {"versions": questions.versions()}, str(setting("engine"))
     if scheduler is None:
-        return Report({HERE: _of_this_machine()}, client, None, "", wanted, engines)
+        return Report({HERE: _of_this_machine()}, client, None, "", wanted)
     with connected(scheduler, None, "check") as found:
         workers, answer = _of_cluster(found)
-        return Report(workers, client, answer, scheduler, wanted, engines)
+        return Report(workers, client, answer, scheduler, wanted)
 
 
 def _of_this_machine() -> dict[str, Any]:
@@ -187,8 +186,6 @@ class Report:
     address: str
     # The engine that is asked for, by the config ``distmm.engine``; ``"auto"`` for none.
     wanted: str
-    # Names of all engines, those that are taken first first.
-    engines: tuple[str, ...]
 
     @property
     def answering(self) -> dict[str, Mapping[str, Any]]:
@@ -210,7 +207,7 @@ class Report:
     def kinds(self) -> dict[str, tuple[str, ...]]:
         """The engines of each kind of computation."""
         kinds = "product", "factorization"
-        return {kind: tuple(name for name in self.engines if computes(name, kind)) for kind in kinds}
+        return {kind: tuple(name for name in ENGINES if computes(name, kind)) for kind in kinds}
 
     @property
     def reason(self) -> str:

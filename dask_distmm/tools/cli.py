@@ -296,7 +296,7 @@ def bench(as_json: bool, **options: Any) -> None:
     Inputs are fresh random matrices in memory, results are checked; times are medians, by turns. NumPy
     has its turn only if the cluster is started here, on CPUs.
     """
-    from dask_distmm.tools import bench as job
+    from dask_distmm.tools import demo as job
 
     if not as_json:
         click.echo(job.line(job.TITLES))

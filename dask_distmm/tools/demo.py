@@ -2,6 +2,8 @@
 
 The first is a principal component analysis of a real data set from a Zarr store, the second a product of two
 random square matrices. Everything is timed next to Dask's own matmul, on the same inputs.
+
+``dask distmm bench``: square products at common chunk grids, next to Dask's own matmul and NumPy.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import dask
 import dask.array as da
 import numpy as np
 from dask.utils import format_bytes, format_time
-from distributed import futures_of, wait
+from distributed import Client, futures_of, wait
 from numpy.typing import NDArray
 
 from dask_distmm import enabled, explain
@@ -26,8 +28,13 @@ from dask_distmm._version import __version__
 from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.errors import DistMMError
 from dask_distmm.installing import library_of
+from dask_distmm.planning import ENGINES, Demand
+from dask_distmm.runtime.client import ask_roster
 from dask_distmm.runtime.keys import barrier_key
-from dask_distmm.tools.local import available_memory, chunk_rows, running_cluster, use_gpus
+from dask_distmm.tools.local import available_memory, chunk_rows, connected, running_cluster, use_gpus
+
+# The demo: two jobs on a local cluster, each with its plan, its check against NumPy and its time
+
 
 Say = Callable[[str], None]
 Multiply = Callable[[], da.Array]
@@ -259,3 +266,60 @@ def run_demo(size: int, workers: int, say: Say) -> None:
     with dask.config.set(settings), running_cluster(workers, "demo") as (_, folder):
         principal_components(say, workers, folder)
         square_product(say, size, workers)
+
+
+# ``dask distmm bench``: square products at common chunk grids, next to Dask's own matmul and NumPy
+
+
+CPU_SIZES, GPU_SIZES = (1024, 2048), (4096, 8192)
+TITLES = ("N", "chunks", "dask_distmm s", "dask s", "x dask", "numpy s", "x numpy")
+
+
+def run_bench(
+    scheduler: str | None, workers: int | None, sizes: Sequence[int] | None, grids: Sequence[int], dtype: str
+) -> Iterator[dict[str, Any]]:
+    """Measure, size by size; yield the median seconds of each case. NumPy is measured only with local CPU workers."""
+    settings = {"distmm.minimum-flops": 0, "distmm.enabled": None}
+    with dask.config.set(settings), connected(scheduler, workers, "bench") as client:
+        roster = ask_roster(client, Demand("auto", "numpy", (dtype, dtype, dtype)))
+        assert roster is not None, "the client is synchronous"
+        gpus = ENGINES[roster.engines[0]].on_gpus
+        for size in sorted(sizes or (GPU_SIZES if gpus else CPU_SIZES)):
+            numpy = _numpy_seconds(size, dtype) if scheduler is None and not gpus else None
+            for grid in grids:
+                ours, stock = _case(client, size, grid, dtype, "cupy" if gpus else "numpy")
+                yield {"size": size, "chunks": grid, "dask_distmm": ours, "dask": stock, "numpy": numpy}
+
+
+def _case(client: Client, size: int, grid: int, dtype: str, kind: str) -> list[float]:
+    """Check one product, and time both ways by turns, on inputs in the cluster's memory."""
+    side, random = -(-size // grid), da.random.default_rng()
+    made = (random.random((size, size), dtype=dtype, chunks=side) - np.dtype(dtype).type(0.5) for _ in "ab")
+    a, b = (computed(x.to_backend(kind)) for x in made)
+    products: list[Callable[[], da.Array]] = [lambda: collective(a, b), lambda: dask_matmul(a, b)]
+    check_product(*(x.to_backend("numpy") for x in (a, b, computed(products[0]()))))
+    return side_by_side(products)
+
+
+def _numpy_seconds(size: int, dtype: str) -> float:
+    """Return the time of NumPy's product in this process, on all threads of its BLAS."""
+    random, taken = np.random.default_rng(), []
+    a, b = (random.random((size, size), dtype=dtype) for _ in "ab")  # type: ignore[call-overload]
+    for _ in range(ROUNDS + 1):
+        start = time.perf_counter()
+        np.matmul(a, b)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """Return a case as a line under `TITLES`."""
+    ours, stock, numpy = row["dask_distmm"], row["dask"], row["numpy"]
+    beside = [] if numpy is None else [f"{numpy:.4f}", f"{numpy / ours:.2f}"]
+    side = f"{row['chunks']} x {row['chunks']}"
+    return line([str(row["size"]), side, f"{ours:.4f}", f"{stock:.4f}", f"{stock / ours:.2f}", *beside])
+
+
+def line(cells: Sequence[str]) -> str:
+    """Return the cells of a row in columns."""
+    return "  ".join(cell.rjust(len(title)) for cell, title in zip(cells, TITLES, strict=False))

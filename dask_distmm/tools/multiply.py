@@ -1,37 +1,384 @@
-"""``dask distmm matmul`` and ``dask distmm explain``: products of arrays in files."""
+"""``dask distmm matmul`` and ``dask distmm explain``: products of arrays in files.
+
+Arrays in Zarr stores, .npy and HDF5 files: read lazily by the workers; written beside their place, then renamed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
+import secrets
+import stat
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import dask
 import dask.array as da
+import numpy as np
 from dask.utils import format_bytes, format_time
 from distributed import Client, as_completed, futures_of
 
-from dask_distmm import Explanation, Plan, PlanError, explain, matmul, progress
-from dask_distmm.errors import DistMMError
+from dask_distmm import Explanation, Plan, explain, matmul, progress
+from dask_distmm.errors import DistMMError, PlanError
+from dask_distmm.installing import library_of
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.tools.files import (
-    Place,
-    check_folder,
-    check_inputs,
-    check_target,
-    check_type,
-    equal_chunks,
-    parse_place,
-    read,
-    staged,
-    write,
-)
-from dask_distmm.tools.local import connected, default_workers
+from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.tools.local import chunk_rows, connected, default_workers
+
+# Arrays in Zarr stores, .npy and HDF5 files: read lazily by the workers; written beside their place, then renamed
+
+
+_KINDS = {".zarr": "zarr", ".npy": "npy", ".h5": "hdf5", ".hdf5": "hdf5"}
+# One chunk along batch axes should hold this many bytes.
+_BATCH_BYTES = 64 * 2**20
+# After an error workers may take this long to end the tasks that write (seconds).
+_STOP_SECONDS = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an array is."""
+
+    # File, folder or, for Zarr to be read, URL; and the path inside of it, empty for none.
+    path: str
+    inner: str
+    # "zarr", "npy" or "hdf5".
+    kind: str
+    # As the user has named it.
+    given: str = dataclasses.field(compare=False)
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is a URL."""
+        return "://" in self.path
+
+    @property
+    def file(self) -> Path:
+        """Its absolute path on this machine, links followed."""
+        return Path(self.path).resolve()
+
+    @property
+    def target(self) -> Path:
+        """The path that writing an array makes: a file, a store, or an array in a store that is there."""
+        return self.file / self.inner if self.kind == "zarr" and self.inner and self.file.exists() else self.file
+
+    def __str__(self) -> str:
+        return self.given
+
+
+def parse_place(text: str) -> Place:
+    """Return the place that a user names, as ``path`` or ``path::inner``."""
+    path, _, inner = text.partition("::")
+    kind = _KINDS.get(Path(path).suffix.lower())
+    if kind is None and path and Path(path).is_dir():
+        kind = "zarr"
+    if kind is None or (kind == "npy" and inner):
+        expected = "X.zarr, X.zarr::path/of/array, X.npy or X.h5::dataset"
+        raise PlanError(f"{text!r} does not name a format; expected {expected}")
+    return Place(path if "://" in path else str(Path(path).absolute()), inner.strip("/"), kind, text)
+
+
+def _library(name: str, path: str) -> Any:
+    return library_of("files", name, path, ", here and on the workers")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the name of its type if it has none."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+# Reading
+
+
+class Source:
+    """An array in a file, which is opened wherever a part of it is wanted."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        with opened(place) as found:
+            self.shape, self.dtype, self.ndim = tuple(found.shape), np.dtype(found.dtype), len(found.shape)
+            # Shape of the part that is read at once: a shard or a chunk; None in an .npy file.
+            self.stored = getattr(found, "shards", None) or getattr(found, "chunks", None)
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            with opened(self.place) as found:
+                return np.array(found[index])
+        except DistMMError:
+            raise
+        except Exception as error:  # each format has errors of its own
+            parts = index if isinstance(index, tuple) else (index,)
+            where = ", ".join(f"{x.start}:{x.stop}" if isinstance(x, slice) else str(x) for x in parts)
+            message = f"{self.place}, the part [{where}] can't be read: {first_line(error)}; write it anew"
+            raise DistMMError(message) from error
+
+
+@contextlib.contextmanager
+def opened(place: Place) -> Iterator[Any]:
+    """Give the array at a place, which reads what is indexed."""
+    library = _library({"zarr": "zarr", "npy": "numpy", "hdf5": "h5py"}[place.kind], place.path)
+    if not place.remote and not place.file.exists():
+        raise PlanError(f"{place}: there is no {'store' if place.kind == 'zarr' else 'file'} {place.path}")
+    if place.kind == "npy":
+        yield _mapped(place)
+    elif place.kind == "zarr":
+        yield _zarr_array(library, place)
+    else:
+        names = _datasets(place)
+        name = names[0] if not place.inner and len(names) == 1 else place.inner
+        if name not in names:
+            known = _some([f"{place.given.partition('::')[0]}::{name}" for name in names])
+            raise PlanError(f"{place} is not a dataset; name one: {known}")
+        with library.File(place.path, "r") as file:
+            yield file[name]
+
+
+def _mapped(place: Place) -> Any:
+    try:
+        return np.load(place.path, mmap_mode="r", allow_pickle=False)
+    except ValueError as error:
+        with open(place.path, "rb") as file:
+            named = file.read(len(np.lib.format.MAGIC_PREFIX)) == np.lib.format.MAGIC_PREFIX
+        if not named:
+            raise PlanError(f"{place} is not an .npy file; write the array by numpy.save") from error
+        # NumPy would have one load it in an unsafe way.
+        reason = "it holds Python objects, not numbers" if "object" in str(error) else f"damaged ({first_line(error)})"
+        raise PlanError(f"{place} can't be read: {reason}; write it anew by numpy.save") from error
+
+
+def _zarr_array(zarr: Any, place: Place) -> Any:
+    root = zarr.open(place.path, mode="r")
+    node = root
+    if place.inner:
+        if isinstance(root, zarr.Array):
+            raise PlanError(f"{place}: {place.path} is an array and has no others; leave ::{place.inner} out")
+        node = root.get(place.inner)
+    if isinstance(node, zarr.Array):
+        return node
+    file, members = place.given.partition("::")[0], root.members(max_depth=None)
+    arrays = sorted(f"{file}::{name}" for name, member in members if isinstance(member, zarr.Array))
+    what = "there is no such array" if node is None else "this is a group"
+    raise PlanError(f"{place}: {what}; name one of its arrays: {_some(arrays)}")
+
+
+def _datasets(place: Place) -> list[str]:
+    """Return the names of all datasets in an HDF5 file."""
+    h5py, names = _library("h5py", place.path), list[str]()
+    if not h5py.is_hdf5(place.path):
+        raise PlanError(f"{place}: {place.path} is not an HDF5 file, or it is damaged; write it anew")
+    with h5py.File(place.path, "r") as file:
+        file.visititems(lambda name, node: names.append(name) if isinstance(node, h5py.Dataset) else None)
+    return names
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + ", ..." * (len(names) > 5) or "it has none"
+
+
+def read(place: Place, workers: int, dtype: str | None = None) -> da.Array:
+    """Return the array at a place. Lazy: the workers read it."""
+    try:
+        source = Source(place)
+    except DistMMError:
+        raise
+    except Exception as error:  # each format has errors of its own
+        raise PlanError(f"{place} can't be read: {first_line(error)}") from error
+    chunks = read_chunks(source.shape, source.dtype.itemsize, source.stored, workers)
+    # A name of its own: chunks of an older file of the same name may still be on the cluster.
+    meta = np.empty((0,) * source.ndim, source.dtype)
+    name = f"read-{secrets.token_hex(8)}"
+    array = da.from_array(source, chunks=chunks, name=name, lock=False, asarray=True, fancy=False, meta=meta)
+    if dtype is None:
+        return array
+    try:
+        found = dtype_from_name(dtype)
+    except TypeError as error:
+        message = f"--dtype {dtype}: there is no such type; expected, for example, float32 or complex128"
+        raise PlanError(message) from error
+    return array if array.dtype == found else array.astype(found)
+
+
+def read_chunks(
+    shape: Sequence[int], itemsize: int, stored: Sequence[int] | None, workers: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return the chunks to read an array in: some for each worker, made of whole chunks of the store."""
+    most = max(1, _BATCH_BYTES // max(1, itemsize * int(np.prod(shape[-2:]))))
+    targets = []
+    for axis, length in enumerate(shape):
+        # The last two are rows and columns; those before are of a batch.
+        target = max(1, chunk_rows(length, workers)) if axis >= len(shape) - 2 else most
+        # Part of a stored chunk can't be read without reading all of it.
+        targets.append(target if stored is None else stored[axis] * max(1, target // stored[axis]))
+    return equal_chunks(shape, targets)
+
+
+def equal_chunks(shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return chunks of given sizes, of which only the last along each axis may be smaller."""
+    parts = [(size, *divmod(length, size)) for length, size in zip(shape, sizes, strict=True)]
+    return tuple((size,) * full + (rest,) * (rest > 0) or (0,) for size, full, rest in parts)
+
+
+# Writing
+
+
+def check_target(place: Place, overwrite: bool) -> None:
+    """Make sure that an array can be written to a place."""
+    if place.remote:
+        message = f"{place} is a URL, where a result can't be renamed when it is complete; pass a path on a file system"
+        raise PlanError(message)
+    # Before --overwrite is offered, which would not help then.
+    if others := _others(place):
+        raise PlanError(f"{place} can't be written: {others}")
+    if place.target.exists() and not overwrite:
+        raise PlanError(f"{place} exists; --overwrite replaces it")
+    check_folder(place, place.file.parent)
+
+
+def check_folder(what: object, folder: Path) -> None:
+    """Make sure that files can be made in a folder."""
+    if not folder.is_dir():
+        raise PlanError(f"{what} can't be written: there is no folder {folder}; make it, or pass another path")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PlanError(f"{what} can't be written: the folder {folder} is read-only for you; pass another path")
+
+
+def check_inputs(place: Place, inputs: Sequence[Place]) -> None:
+    """Make sure that a result takes the place of none of the arrays that it is made from."""
+    ours = place.target
+    for given in inputs:
+        theirs = given.target
+        if not given.remote and (ours == theirs or ours in theirs.parents or theirs in ours.parents):
+            raise PlanError(f"{place} is the input {given} too, which would be lost; pass another file for the result")
+
+
+def check_type(place: Place, dtype: Any) -> None:
+    """Make sure that a format has a type; none of them has bfloat16 or FP8."""
+    if np.dtype(dtype).kind not in "biufc":
+        raise PlanError(f"{place}: the result is of {dtype}, which such files don't have; pass another --dtype")
+
+
+def _others(place: Place) -> str:
+    """Return why more than an array would be lost if its place were overwritten; empty if nothing would be."""
+    file = place.file
+    if place.kind == "zarr" and file.exists():
+        zarr = _library("zarr", place.path)
+        try:
+            store = zarr.open(str(file), mode="r")
+            found = zarr.open(str(file), path=place.inner or None, mode="r") if place.target.exists() else None
+        except Exception as error:  # whatever a damaged store is read as
+            return f"{file} is there, and is not a Zarr store that can be read ({first_line(error)}); remove it first"
+        if isinstance(found, zarr.Group):
+            return "a group of arrays is there; name one of its arrays, or remove it first"
+        if place.inner and not isinstance(store, zarr.Group):
+            return f"{place.path} is an array and can't hold another one; pass another store"
+    elif place.kind == "hdf5" and file.exists():
+        names = _datasets(place)
+        if len(names) > 1 or (place.inner and names != [place.inner]):
+            has = f"{file} has the datasets {_some(names)}, and HDF5 files are replaced as a whole"
+            return f"{has}; pass another file, or remove this one first"
+    elif place.kind == "npy" and file.is_dir():
+        return "it is a folder; pass a file"
+    return ""
+
+
+@contextlib.contextmanager
+def staged(place: Place, overwrite: bool) -> Iterator[Path]:
+    """Give a path to write to; at the end of the block the file takes its place, or vanishes after an error.
+
+    It is in a hidden folder ``.NAME.*.partial`` beside the target. Only a program that is killed leaves that behind.
+    """
+    check_target(place, overwrite)
+    target, home = place.target, place.file.parent
+    inside = target != place.file
+    prefix, suffix = f".{target.name}.", ".partial"
+    with tempfile.TemporaryDirectory(prefix=prefix, suffix=suffix, dir=home, ignore_cleanup_errors=True) as text:
+        folder = Path(text)
+        # As open as the target's folder: workers may be other users.
+        folder.chmod(stat.S_IMODE(home.stat().st_mode) | stat.S_IRWXU)
+        yield folder / target.name
+        check_target(place, overwrite)
+        if target.is_dir():
+            target.rename(folder / "replaced")
+        if inside:
+            # The groups that the array is to be in.
+            zarr, parent = _library("zarr", place.path), str(Path(place.inner).parent)
+            store = zarr.open_group(str(place.file), mode="r")
+            path = "" if parent == "." else parent
+            zarr.open_group(str(place.file), path=path, mode="a", zarr_format=store.metadata.zarr_format)
+        (folder / target.name).replace(target)
+        if inside and store.metadata.consolidated_metadata is not None:
+            zarr.consolidate_metadata(str(place.file))
+
+
+def write(client: Client, array: da.Array, path: Path, place: Place) -> None:
+    """Write an array of equal chunks, which is in the cluster's memory, to a path of `staged`."""
+    array = array.to_backend("numpy")
+    if place.kind == "zarr":
+        _by_workers(client, array, make_zarr(path, place, array))
+        return
+    # Here, one after the other: a file that several hosts write to at once need not be whole on all file systems.
+    with _file(path, place, array) as file:
+        for region, key in zip(da.core.slices_from_chunks(array.chunks), np.ndindex(*array.numblocks), strict=True):
+            file[region] = array.blocks[key].compute()
+
+
+@contextlib.contextmanager
+def _file(path: Path, place: Place, array: da.Array) -> Iterator[Any]:
+    if place.kind == "npy":
+        file = np.lib.format.open_memmap(path, mode="w+", dtype=array.dtype, shape=array.shape)
+        yield file
+        file.flush()
+        return
+    chunks = array.chunksize if array.ndim and array.size else None
+    with _library("h5py", place.path).File(path, "w") as file:
+        yield file.create_dataset(place.inner or "data", shape=array.shape, dtype=array.dtype, chunks=chunks)
+
+
+def make_zarr(path: Path, place: Place, array: da.Array) -> Any:
+    """Return a new Zarr array for the workers to write, at a path of `staged`."""
+    zarr, inside = _library("zarr", place.path), place.target != place.file
+    version = zarr.open_group(str(place.file), mode="r").metadata.zarr_format if inside else 3
+    try:
+        if place.inner and not inside:
+            zarr.open_group(str(path), mode="w")
+        return zarr.create_array(
+            str(path),
+            name=None if inside else place.inner or None,
+            shape=array.shape,
+            chunks=tuple(max(1, size) for size in array.chunksize),
+            dtype=array.dtype,
+            zarr_format=version,
+        )
+    except ValueError as error:
+        raise DistMMError(f"Zarr can't store this result: {first_line(error)}") from error
+
+
+def _by_workers(client: Client, array: da.Array, target: Any) -> None:
+    """Have the workers write; after an error or Ctrl-C wait for the tasks that write, whose files are removed then."""
+    done = client.compute(da.store(array, target, lock=False, compute=False))
+    try:
+        done.result()
+    except BaseException:
+        done.cancel()
+        deadline = time.monotonic() + _STOP_SECONDS
+        with contextlib.suppress(Exception):
+            while any(client.run(_running).values()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        raise
+
+
+def _running(dask_worker: Any) -> int:
+    """Return how many tasks a worker runs, also of those that were cancelled."""
+    return len(dask_worker.state.all_running_tasks)
+
+
+# ``dask distmm matmul`` and ``dask distmm explain``: products of arrays in files
+
 
 Say = Callable[[str], None]
 

@@ -21,8 +21,8 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.distribution import BlockCyclic, Slab
+from dask_distmm.planning.peer import block_schedule
 from dask_distmm.planning.peer import block_schedule as schedules
-from dask_distmm.planning.peer import triangle
 from dask_distmm.testing import assert_product, conformance, make_problem, random_chunks, random_matrix, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -629,8 +629,8 @@ def test_replicas(make_peers, method, everywhere, replicated):
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex64"])
 @pytest.mark.parametrize("nranks", [1, 2, 3])
 def test_one_triangle_of_a_gram_matrix(make_peers, monkeypatch, nranks, dtype, method):
-    monkeypatch.setattr(triangle, "_LEAST_ROWS", 16)
-    monkeypatch.setattr(triangle, "_NARROWEST", 8)
+    monkeypatch.setattr(block_schedule, "_LEAST_SQUARE", 16)
+    monkeypatch.setattr(block_schedule, "_NARROWEST", 8)
     monkeypatch.setattr(schedules, "_LEAST_BLOCK", 8)
     ranks, _ = make_peers()
     rng, n, k = np.random.default_rng(), 75, 90
@@ -655,5 +655,5 @@ def test_one_triangle_of_a_gram_matrix(make_peers, monkeypatch, nranks, dtype, m
     across = len(problem.out_chunks[1])
     d = np.block([[found["", i * across + j] for j in range(across)] for i in range(len(problem.out_chunks[0]))])
     assert_product(x.conj().T if conjugated else x.T, x, d)
-    halved = [triangle.square_on_diagonal(made, rank, None) is not None for rank in range(len(made.ranks))]
+    halved = [block_schedule.square_on_diagonal(made, rank, None) is not None for rank in range(len(made.ranks))]
     assert any(halved) or made.grid[:2] != (1, 1)

@@ -20,9 +20,9 @@ from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Extra, Worker, plan
+from dask_distmm.planning.peer import block_schedule, streams
 from dask_distmm.planning.peer import block_schedule as schedules
-from dask_distmm.planning.peer import streams, triangle
-from dask_distmm.runtime.chunk_tasks import _needed_chunks, _view
+from dask_distmm.runtime.chunks import _needed_chunks, _view
 from dask_distmm.testing import assert_product, make_problem, random_chunks, random_matrix, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -242,8 +242,8 @@ def gram_problem(rng, n, k, dtype, method, most, **changes):
 @pytest.mark.parametrize("order", "CF")
 def test_gram_matrices(make_peers, sizes, monkeypatch, method, nranks, dtype, order):
     """A chunk is made once, and multiplied by itself; one triangle is multiplied where a rank has a square."""
-    monkeypatch.setattr(triangle, "_LEAST_ROWS", 16)
-    monkeypatch.setattr(triangle, "_NARROWEST", 8)
+    monkeypatch.setattr(block_schedule, "_LEAST_SQUARE", 16)
+    monkeypatch.setattr(block_schedule, "_NARROWEST", 8)
     ranks, _ = make_peers()
     rng = np.random.default_rng()
     for seconds, wide in ((0.0, 1), (0.0, 4), (1.0, 3)):
@@ -258,7 +258,9 @@ def test_gram_matrices(make_peers, sizes, monkeypatch, method, nranks, dtype, or
             down, across = problem.chunk_counts("b")
             # Chunks through which a cut between ranks goes are made by both.
             assert len(kernels.made) <= (down + len(made.ranks) - 1) * across
-            halved = [triangle.square_on_diagonal(made, rank, None) is not None for rank in range(len(made.ranks))]
+            halved = [
+                block_schedule.square_on_diagonal(made, rank, None) is not None for rank in range(len(made.ranks))
+            ]
             assert all(halved)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.engines.gpu.gate import Gate
 from dask_distmm.engines.watchdog import EXIT_STUCK, Watchdog
-from dask_distmm.runtime.scheduler.rank_groups import RankGroups
+from dask_distmm.runtime.scheduler.freezing import RankGroups
 
 
 @given(st.permutations(range(4)))

@@ -199,7 +199,7 @@ def test_requests_grow_with_workers_and_panels_not_with_chunks(method):
                 seen.append(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dask_distmm.testing.network.LocalComm", Spy)
+            patch.setattr("dask_distmm.testing.LocalComm", Spy)
             run_jobs(ENGINE, made, chunks)
         counts.append(len(seen[0].requests))
     assert counts[1] <= counts[0] + 6

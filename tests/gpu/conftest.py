@@ -116,11 +116,11 @@ def clusters(tmp_path_factory):
     def cut_into_pieces():
         # Products of these sizes fill no GPU, so that what is pulled would never be cut.
         from dask_distmm.planning import cuts as extents
-        from dask_distmm.planning.peer import triangle
+        from dask_distmm.planning.peer import block_schedule
 
         extents._FULL = (16, 16)
         # And triangles of symmetric products into strips.
-        triangle._LEAST_ROWS, triangle._NARROWEST = 64, 16
+        block_schedule._LEAST_SQUARE, block_schedule._NARROWEST = 64, 16
 
     stack, at = contextlib.ExitStack(), [0, None]
     logs = tmp_path_factory.mktemp("cublasmp")

@@ -26,7 +26,7 @@ from dask_distmm.planning.many import (
     share_out,
 )
 from dask_distmm.runtime.keys import group_name, parse_group_key
-from dask_distmm.runtime.scheduler.priorities import new_priorities
+from dask_distmm.runtime.scheduler.plugin import new_priorities
 
 MACHINE = read_options().machine("numpy")
 

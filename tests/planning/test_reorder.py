@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Extra, Problem, Worker, plan, restrict
-from dask_distmm.planning.chunk_order import by_holder, free_axes, reorder
+from dask_distmm.planning.cuts import by_holder, free_axes, reorder
 from dask_distmm.planning.distribution import Slab
 from dask_distmm.testing import make_problem
 

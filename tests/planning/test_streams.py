@@ -19,7 +19,7 @@ from dask_distmm.planning.footprint import made_bytes
 from dask_distmm.planning.peer import block_schedule, streams
 from dask_distmm.planning.peer.block_schedule import peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
-from dask_distmm.runtime.chunk_tasks import _needed_chunks
+from dask_distmm.runtime.chunks import _needed_chunks
 from dask_distmm.testing import make_problem
 
 COSTS, BUDGET = DaskCosts(0.01, 0.00015, 0.01, 0.0005), Budget(0.6, 0.7, 5e8)

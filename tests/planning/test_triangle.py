@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Worker, plan
-from dask_distmm.planning.chunk_order import reorder
-from dask_distmm.planning.peer import triangle
-from dask_distmm.planning.peer.triangle import Triangle, square_on_diagonal
+from dask_distmm.planning.cuts import reorder
+from dask_distmm.planning.peer import block_schedule
+from dask_distmm.planning.peer.block_schedule import Triangle, square_on_diagonal
 from dask_distmm.testing import make_problem
 
 EXTENTS = st.integers(0, 60)
@@ -80,4 +80,4 @@ def test_less_work_takes_less_time():
         for problem in (gram(), gram(arrays=("x", "y")))
     ]
     assert seconds[0] == pytest.approx(seconds[1] * 9 / 16)
-    assert triangle._LEAST_ROWS <= 4096
+    assert block_schedule._LEAST_SQUARE <= 4096

@@ -13,7 +13,7 @@ from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.base import Side
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.job import ProgramJob
-from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import plan_program
 
 

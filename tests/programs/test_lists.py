@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_distmm.engines.programs import iterations
 from dask_distmm.engines.programs.kernels import ProgramKernels
-from dask_distmm.programs.check import ProgramError, all_flags, check, peak_bytes
+from dask_distmm.programs.check import ProgramError, Rates, all_flags, check, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
-from dask_distmm.programs.contracts import CONTRACTS
-from dask_distmm.programs.model import Rates, cost
 from dask_distmm.programs.recorder import Rows
-from dask_distmm.programs.steps import Buffer, Call, Drop, If, Loop, New, Publish, Pull, Step
+from dask_distmm.programs.steps import CONTRACTS, Buffer, Call, Drop, If, Loop, New, Publish, Pull, Step
 
 # Builder, options, all outputs.
 LIMITS = {"atol": 1e-6, "btol": 1e-6, "conlim": 1e8}
@@ -76,13 +75,17 @@ def test_contracts_and_kernels_and_builders_know_each_other():
     methods = {name for name in dir(ProgramKernels) if not name.startswith("_")} - {"empty", "reached"}
     assert methods == CONTRACTS.keys()
     used: set[str] = set()
+    taken: set[str] = set()
     for case in CASES:
         for more in range(len(MORE.get(case[0], [{}]))):
             for steps in recorded(case, [0, 1], 2, [9, 9], more=more):
-                used |= {step.kernel for step in every(steps) if isinstance(step, Call)}
+                calls = [step for step in every(steps) if isinstance(step, Call)]
+                used |= {step.kernel for step in calls}
+                taken |= {step.options["step"] for step in calls if step.kernel == "advance"}
     for builder in ("svd",):
         used |= {s.kernel for s in every(recorded((builder, {}, ("s",)), [0], 1, [9])[0]) if isinstance(s, Call)}
     assert used == CONTRACTS.keys()
+    assert taken == iterations._STEPS.keys()
     assert {case[0] for case in CASES} == BUILDERS.keys()
 
 

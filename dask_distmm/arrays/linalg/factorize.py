@@ -17,23 +17,21 @@ from dask.base import is_dask_collection, tokenize
 from dask.core import toposort
 from dask.highlevelgraph import MaterializedLayer
 
-from dask_distmm.arrays.choice import budget_now
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.public import FactorOptions, ProductOptions, RunOptions, SolveOptions
 from dask_distmm.arrays.outputs import is_lazy
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, parse
-from dask_distmm.config import read_options
+from dask_distmm.config import read_options, wave_budget
 from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError
-from dask_distmm.graph.build import TasksLayer
-from dask_distmm.graph.factor import build_factor_graph
+from dask_distmm.graph.build import TasksLayer, build_factor_graph
 from dask_distmm.graph.waves import tasks_of_chunks
 from dask_distmm.numeric.sparse import SHARE, beside, compressed, dense, sparse_package
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, Output
-from dask_distmm.planning.computation_kinds import plan_computation, problem_from_wire
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem
+from dask_distmm.planning.planner import plan_computation, problem_from_wire
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.chunks import array_kind, on_device
 from dask_distmm.runtime.client import current_client, recent_snapshot
@@ -241,7 +239,7 @@ def _fits(problem: ProgramProblem, arrays: Sequence[Array]) -> bool:
     if known is None or size <= _SMALL * sum(worker.memory_limit for worker in known.workers):
         return True
     plan = plan_computation(problem, known.workers, engine=known.engines)
-    budget = budget_now() if any(map(is_lazy, arrays)) else None
+    budget = wave_budget() if any(map(is_lazy, arrays)) else None
     return budget is None or all(plan.projected_bytes[one.address] <= budget.of(one) for one in plan.participants)
 
 

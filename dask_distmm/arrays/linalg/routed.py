@@ -33,8 +33,8 @@ from dask_distmm.arrays.linalg.stacks import by_tasks
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
 from dask_distmm.errors import MissingEngineError, NotSquareError, PlanError, ProjectedMemoryError
 from dask_distmm.numeric.sparse import sparse_package
-from dask_distmm.planning.computation_kinds import plan_computation
 from dask_distmm.planning.factor.problem import FactorProblem
+from dask_distmm.planning.planner import plan_computation
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import factor_by_tasks, factor_overhead, program_by_tasks
 from dask_distmm.runtime.client import current_client, recent_snapshot

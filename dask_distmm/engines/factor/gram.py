@@ -1,8 +1,8 @@
 """Gram matrices, and what is made of them: QR of matrices with many more rows than columns, if that is safe.
 
-CholeskyQR2 (Yamamoto, Nakatsukasa, Yanagisawa, Fukaya 2015) is made of products of matrices; `programs.tall` has its
-steps. Matrices that are ill-conditioned (beyond about 10^7 in float64), of lower rank, or whose squares overflow go to
-Householder's reflections.
+CholeskyQR2 (Yamamoto, Nakatsukasa, Yanagisawa, Fukaya 2015) is made of products of matrices; `programs.composite` has
+its steps. Matrices that are ill-conditioned (beyond about 10^7 in float64), of lower rank, or whose squares overflow go
+to Householder's reflections.
 """
 
 from __future__ import annotations

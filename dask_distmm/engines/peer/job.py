@@ -39,9 +39,8 @@ from dask_distmm.engines.peer.state import PeerState, Trace
 from dask_distmm.engines.peer.streaming import Streaming
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import Plan
-from dask_distmm.planning.peer.block_schedule import block_schedules, native, peer_reads, sums_in
+from dask_distmm.planning.peer.block_schedule import block_schedules, native, peer_reads, square_on_diagonal, sums_in
 from dask_distmm.planning.peer.streams import streams
-from dask_distmm.planning.peer.triangle import square_on_diagonal
 
 
 class PeerJob(Job[Plan]):

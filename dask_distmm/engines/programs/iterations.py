@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,7 @@ from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.spectral import not_finite
 from dask_distmm.errors import MatrixError
 from dask_distmm.numeric.epilogs import call_function
-from dask_distmm.programs.iterative import BIDIAGONAL, CG, EXPONENTIAL, GMRES, LANCZOS, LSMR, LSQR, MINRES
-
-# Where the numbers of `cg` are.
-_FACTOR, _RHO, _LIMIT, _COUNT, _MET, _BROKEN = map(CG.index, ("factor", "rho", "limit", "count", "met", "broken"))
-
-
-@contextlib.contextmanager
-def _named(state: Any, names: Sequence[str]) -> Iterator[Any]:
-    """Give the numbers of a solver by names, as NumPy's scalars: dividing by zero gives infinity."""
-    found = types.SimpleNamespace(**dict(zip(names, state[0], strict=False)))
-    yield found
-    state[0, : len(names)] = [getattr(found, name) for name in names]
+from dask_distmm.programs.iterative import EXPONENTIAL, LANCZOS, NUMBERS
 
 
 def _rotation(a: Any, b: Any) -> tuple[Any, Any, Any]:
@@ -60,10 +48,6 @@ class IterationKernels:
         """Copy a chunk of rows from its place in a rank's rows, of as many columns as it has."""
         piece[...] = part[at : at + len(piece), : piece.shape[1]]
 
-    def times_into(self, a: Any, x: Any, y: Any, *, at: int) -> None:
-        """Y = A X, in the rows of a chunk."""
-        self.xp.matmul(a, x, out=y[at : at + len(a)])
-
     def apply(self, x: Any, y: Any, *, function: bytes, role: str, at: int, first: int, size: int) -> None:
         """Y = A X of a user's function in place of A, in the rows of a chunk."""
         rows, shape = slice(first, first + size), (size, x.shape[1])
@@ -78,11 +62,6 @@ class IterationKernels:
                 f"{first + size} and x of shape {x.shape}; expected {y.dtype} of shape {shape}"
             )
         y[at : at + size] = found.reshape(shape)
-
-    def adjoint_from(self, a: Any, x: Any, y: Any, *, at: int) -> None:
-        """Y += A^H X, of the rows of a chunk."""
-        part = x[at : at + len(a)]
-        y += (part.conj().T @ a).conj().T if a.dtype.kind == "c" else a.T @ part
 
     def assemble(self, whole: Any, *parts: Any, places: Sequence[tuple[int, int, int]]) -> None:
         """Copy chunks of rows from the parts of ranks, in their order."""
@@ -167,249 +146,28 @@ class IterationKernels:
         if finite and not np.isfinite(size):
             raise MatrixError("powers of A overflow, and so would its exponential: A has too large elements")
         count = min(most, max(0, math.ceil(math.log2(size)))) if np.isfinite(size) and size > 0 else 0
-        with _named(state, EXPONENTIAL) as x:
-            x.of_a, x.of_square, x.of_cube = (2.0 ** (-power * count) for power in (1, 2, 3))
-            x.left = count + 1
+        state[0, : len(EXPONENTIAL)] = [*(2.0 ** (-power * count) for power in (1, 2, 3)), count + 1]
 
     def exponential_next(self, state: Any, go: Any) -> None:
         """Say whether another square is to come after this."""
         state[0, EXPONENTIAL.index("left")] -= 1
         go[...] = state[0, EXPONENTIAL.index("left")] > 0
 
-    # Conjugate gradients
-
-    def cg_start(self, sums: Any, state: Any, go: Any, *, rtol: float, atol: float) -> None:
-        """Numbers from |b|^2, |r|^2, r^H M r. The first one is what x0 is multiplied by: 0 where b is."""
-        bb, rr, rho = sums[0].tolist()
-        state[...] = 0
-        state[0, _LIMIT] = max(atol, rtol * math.sqrt(bb.real))
-        state[0, _RHO] = rho
-        self._cg_go(rr if bb else 0.0, state, go)
-        state[0, _FACTOR] = bb / bb if bb else 0.0
-
-    def cg_step(self, sums: Any, state: Any) -> None:
-        """Compute alpha from p^H A p."""
-        curvature = sums[0, 0].item()
-        state[0, _BROKEN] = not curvature
-        state[0, _FACTOR] = state[0, _RHO].item() / curvature if curvature else 0.0
-
-    def cg_next(self, sums: Any, state: Any, go: Any) -> None:
-        """Compute beta from |r|^2, r^H M r, and whether to go on."""
-        rr, rho = sums[0].tolist()
-        state[0, _FACTOR] = rho / state[0, _RHO].item()
-        state[0, _RHO] = rho
-        state[0, _COUNT] += 1
-        self._cg_go(rr, state, go)
-
-    def _cg_go(self, rr: Any, state: Any, go: Any) -> None:
-        norm, rho = math.sqrt(abs(rr.real)), state[0, _RHO].item()
-        self._report(norm, state[0, _LIMIT].real)
-        state[0, _MET] = met = norm < state[0, _LIMIT].real or norm == 0
-        # An infinite or NaN value, or a divisor of zero, ends the loop.
-        go[...] = not met and rho and np.isfinite(rho) and math.isfinite(norm) and not state[0, _BROKEN]
-
     def info(self, state: Any, info: Any, *, count: int, met: int, most: int) -> None:
         """0 if the limit was met before the last turn, else the number of turns, as SciPy has it."""
         turns = int(state[0, count].real)
         info[...] = 0 if state[0, met].real and turns < most else max(1, turns)
 
-    # MINRES (Paige, Saunders 1975), with the tests of SciPy's
-
-    def minres_start(self, sums: Any, state: Any, go: Any) -> None:
-        """Numbers from r^H M r and |b|^2."""
-        state[...] = 0
-        with _named(state, MINRES) as s:
-            square, bb = sums[0].real
-            if square < 0:
-                raise MatrixError("M must be positive definite: r^H M r is negative")
-            s.beta1 = s.beta = s.phibar = s.rhs1 = np.sqrt(square)
-            s.gmin, s.cs = np.finfo(np.float64).max, -1.0
-            s.over_beta = 1 / s.beta if s.beta else 0.0
-            s.keep = bb / bb if bb else 0.0
-            s.met = s.beta == 0 or bb == 0
-            go[...] = not s.met and np.isfinite(s.beta) and np.isfinite(bb)
-
-    def minres_alpha(self, sums: Any, state: Any) -> None:
-        """Compute the factor of r2, from v^H A v."""
-        with _named(state, MINRES) as s:
-            s.alpha = sums[0, 0].real
-            s.minus_alpha = -s.alpha / s.beta
-
-    def minres_rotate(self, sums: Any, state: Any, *, eps: float) -> None:
-        """Compute the factors of w and x, from r2^H M r2."""
-        with _named(state, MINRES) as s:
-            square = sums[0, 0].real
-            if square < 0:
-                raise MatrixError("M must be positive definite: r^H M r is negative")
-            old, s.beta = s.beta, np.sqrt(square)
-            s.over_beta = 1 / s.beta if s.beta else 0.0
-            s.minus_beta = -s.beta / old
-            s.tnorm2 += s.alpha**2 + old**2 + s.beta**2
-            s.count += 1
-            if s.count == 1 and s.beta / s.beta1 <= 10 * eps:
-                s.stop = -1
-            s.minus_epsln = -s.epsln
-            delta = s.cs * s.dbar + s.sn * s.alpha
-            s.gbar = s.sn * s.dbar - s.cs * s.alpha
-            s.epsln = s.sn * s.beta
-            s.dbar = -s.cs * s.beta
-            s.root = np.hypot(s.gbar, s.dbar)
-            gamma = max(np.hypot(s.gbar, s.beta), np.float64(eps))
-            s.cs, s.sn = s.gbar / gamma, s.beta / gamma
-            s.phi = s.cs * s.phibar
-            s.phibar *= s.sn
-            s.over_gamma, s.minus_epsln, s.minus_delta = 1 / gamma, s.minus_epsln / gamma, -delta / gamma
-            s.gmax, s.gmin = max(s.gmax, gamma), min(s.gmin, gamma)
-            z = s.rhs1 / gamma
-            s.rhs1, s.rhs2 = s.rhs2 - delta * z, -s.epsln * z
-
-    def minres_test(self, sums: Any, state: Any, go: Any, *, rtol: float, eps: float, maxiter: int) -> None:
-        """Whether to go on, from |x|^2."""
-        with _named(state, MINRES) as s:
-            size, norm = np.sqrt(sums[0, 0].real), np.sqrt(s.tnorm2)
-            compatible = s.phibar / (norm * size) if norm * size else np.inf
-            least = s.root / norm if norm else np.inf
-            stop = int(s.stop)
-            self._report(min(least, compatible), rtol)
-            if not stop and np.isfinite(norm * size):
-                for reached, number in (
-                    (1 + least <= 1, 2),
-                    (1 + compatible <= 1, 1),
-                    (s.count >= maxiter, 6),
-                    (s.gmax / s.gmin >= 0.1 / eps, 4),
-                    (norm * size * eps >= s.beta1, 3),
-                    (least <= rtol, 2),
-                    (compatible <= rtol, 1),
-                ):
-                    stop = number if reached else stop
-            s.stop, s.met = stop, stop not in (0, 6)
-            go[...] = not stop and np.isfinite(s.phibar) and np.isfinite(norm * size)
-
-    # Golub-Kahan bidiagonalization, of LSQR and LSMR
-
-    def bidiagonal_beta(self, sums: Any, state: Any) -> None:
-        """Compute the factors of u and v, from |u|^2."""
-        with _named(state, BIDIAGONAL) as s:
-            s.beta = np.sqrt(sums[0, 0].real)
-            s.over_beta, s.minus_beta = (1 / s.beta, -s.beta) if s.beta else (0.0, 1.0)
-
-    def bidiagonal_alpha(self, v: Any, state: Any) -> None:
-        """Compute the norm of v, if it has changed."""
-        with _named(state, BIDIAGONAL) as s:
-            s.over_alpha = 1.0
-            if s.beta != 0:
-                s.alpha = np.float64(self.blas.host(self.xp.linalg.norm(v)))
-                s.over_alpha = 1 / s.alpha if s.alpha else 1.0
-            s.minus_alpha = -s.alpha
-
-    def lsqr_start(self, sums: Any, state: Any, go: Any) -> None:
-        """Numbers from |b|^2."""
-        with _named(state, LSQR) as s:
-            s.normb = np.sqrt(sums[0, 1].real)
-            s.rhobar = s.old_alpha = s.alpha
-            s.phibar = s.beta
-            s.r1norm = s.r2norm = s.beta
-            s.normar, s.cs2 = s.alpha * s.beta, -1.0
-            go[...] = s.normar != 0 and np.isfinite(s.normar)
-
-    def lsqr_rotate(
-        self,
-        w: Any,
-        state: Any,
-        go: Any,
-        *,
-        damp: float,
-        atol: float,
-        btol: float,
-        conlim: float,
-        maxiter: int,
-        eps: float,
-    ) -> None:
-        """Compute the factors of x and w, and whether to go on."""
-        with _named(state, LSQR) as s:
-            s.count += 1
-            if s.beta > 0:
-                s.norma = np.sqrt(s.norma**2 + s.old_alpha**2 + s.beta**2 + damp**2)
-            rhobar1, psi = s.rhobar, 0.0
-            if damp > 0:
-                rhobar1 = np.hypot(s.rhobar, damp)
-                psi = damp / rhobar1 * s.phibar
-                s.phibar *= s.rhobar / rhobar1
-            cs, sn, rho = _rotation(rhobar1, s.beta)
-            theta, s.rhobar = sn * s.alpha, -cs * s.alpha
-            phi, s.phibar = cs * s.phibar, sn * s.phibar
-            s.of_w, s.minus_theta, s.over_rho = phi / rho, -theta / rho, 1 / rho
-            s.ddnorm += (np.float64(self.blas.host(self.xp.linalg.norm(w))) / rho) ** 2
-            delta, gambar = s.sn2 * rho, -s.cs2 * rho
-            rhs = phi - delta * s.z
-            s.normx = np.sqrt(s.xxnorm + (rhs / gambar) ** 2)
-            gamma = np.hypot(gambar, theta)
-            s.cs2, s.sn2, s.z = gambar / gamma, theta / gamma, rhs / gamma
-            s.xxnorm += s.z**2
-            s.conda = s.norma * np.sqrt(s.ddnorm)
-            s.res2 += psi**2
-            s.r2norm = np.hypot(s.phibar, np.sqrt(s.res2))
-            s.normar = s.alpha * abs(sn * phi)
-            square = s.r2norm**2 - damp**2 * s.xxnorm
-            s.r1norm = np.copysign(np.sqrt(abs(square)), square) if damp > 0 else s.r2norm
-            tests = s.r2norm / s.normb, s.normar / (s.norma * s.r2norm + eps), 1 / (s.conda + eps)
-            self._report(min(tests[0] / btol if btol else np.inf, tests[1] / atol if atol else np.inf), 1.0)
-            s.stop = _stop_of_least_squares(s, *tests, atol, btol, conlim, s.count >= maxiter)
-            s.old_alpha = s.alpha
-            go[...] = not s.stop and np.isfinite(s.r2norm)
-
-    def lsmr_start(self, sums: Any, state: Any, go: Any) -> None:
-        """Numbers from |b|^2."""
-        with _named(state, LSMR) as s:
-            s.normb = np.sqrt(sums[0, 1].real)
-            s.zetabar, s.alphabar = s.alpha * s.beta, s.alpha
-            s.rho = s.rhobar = s.cbar = s.rhodold = s.conda = 1.0
-            s.betadd = s.normr = s.beta
-            s.norma2, s.norma = s.alpha**2, s.alpha
-            s.minrbar, s.normar = 1e100, s.alpha * s.beta
-            go[...] = s.normar != 0 and s.normb != 0 and np.isfinite(s.normar) and np.isfinite(s.normb)
-
-    def lsmr_rotate(self, state: Any, *, damp: float) -> None:
-        """Compute the factors of hbar, x and h, and norms."""
-        with _named(state, LSMR) as s:
-            s.count += 1
-            chat, shat, alphahat = _rotation(s.alphabar, np.float64(damp))
-            rhoold, rhobarold, zetaold = s.rho, s.rhobar, s.zeta
-            c, sn, s.rho = _rotation(alphahat, s.beta)
-            thetanew, s.alphabar = sn * s.alpha, c * s.alpha
-            thetabar, rhotemp = s.sbar * s.rho, s.cbar * s.rho
-            s.cbar, s.sbar, s.rhobar = _rotation(rhotemp, thetanew)
-            s.zeta, s.zetabar = s.cbar * s.zetabar, -s.sbar * s.zetabar
-            s.of_hbar_before = -thetabar * s.rho / (rhoold * rhobarold)
-            s.of_hbar = s.zeta / (s.rho * s.rhobar)
-            s.of_h = -thetanew / s.rho
-            acute, check = chat * s.betadd, -shat * s.betadd
-            betahat, s.betadd = c * acute, -sn * acute
-            thetatildeold = s.thetatilde
-            ctilde, stilde, rhotilde = _rotation(s.rhodold, thetabar)
-            s.thetatilde, s.rhodold = stilde * s.rhobar, ctilde * s.rhobar
-            s.betad = -stilde * s.betad + ctilde * betahat
-            s.tautilde = (zetaold - thetatildeold * s.tautilde) / rhotilde
-            taud = (s.zeta - s.thetatilde * s.tautilde) / s.rhodold
-            s.d += check**2
-            s.normr = np.sqrt(s.d + (s.betad - taud) ** 2 + s.betadd**2)
-            s.norma2 += s.beta**2
-            s.norma = np.sqrt(s.norma2)
-            s.norma2 += s.alpha**2
-            s.maxrbar = max(s.maxrbar, rhobarold)
-            s.minrbar = min(s.minrbar, rhobarold) if s.count > 1 else s.minrbar
-            s.conda = max(s.maxrbar, rhotemp) / min(s.minrbar, rhotemp)
-            s.normar = abs(s.zetabar)
-
-    def lsmr_test(self, x: Any, state: Any, go: Any, *, atol: float, btol: float, conlim: float, maxiter: int) -> None:
-        """Whether to go on."""
-        with _named(state, LSMR) as s:
-            s.normx = np.float64(self.blas.host(self.xp.linalg.norm(x)))
-            product = s.norma * s.normr
-            tests = s.normr / s.normb, s.normar / product if product else np.inf, 1 / s.conda
-            self._report(min(tests[0] / btol if btol else np.inf, tests[1] / atol if atol else np.inf), 1.0)
-            s.stop = _stop_of_least_squares(s, *tests, atol, btol, conlim, s.count >= maxiter)
-            go[...] = not s.stop and np.isfinite(s.normr)
+    def advance(self, *arguments: Any, step: str, reads: int, **options: Any) -> None:
+        """Compute the numbers of a solver anew, behind the arguments that are read, and what comes after them."""
+        names, state = NUMBERS[step.partition("_")[0]], arguments[reads]
+        s = types.SimpleNamespace(**dict(zip(names, state[0], strict=False)))
+        come = _STEPS[step](s, *arguments[:reads], *arguments[reads + 1 :], **options)
+        if isinstance(come, tuple):
+            self._report(*come)
+        elif come is not None:
+            self.reached = come
+        state[0, : len(names)] = [getattr(s, name) for name in names]
 
     # A basis of vectors, of which the first columns are there
 
@@ -433,71 +191,6 @@ class IterationKernels:
         """X += V Y."""
         x += basis[:, : y.shape[1]] @ self.xp.asarray(y.T, x.dtype)
 
-    # GMRES
-
-    def gmres_start(self, sums: Any, state: Any, go: Any, inside: Any, *, rtol: float, atol: float) -> None:
-        """Numbers from the squares of |b|, |r|, |M r| and |M b|."""
-        state[...] = 0
-        with _named(state, GMRES) as s:
-            b, r, z, right = np.sqrt(sums[0].real)
-            s.limit, s.factor = max(np.float64(atol), rtol * b), 1.0
-            s.goal = right * min(1.0, s.limit / b)
-            s.keep = b / b if b else 0.0
-            s.start, s.scale = z, 1 / z if z else 0.0
-            s.met = b == 0 or r < s.limit or r == 0
-            go[...] = inside[...] = not s.met and z != 0 and np.isfinite(z) and np.isfinite(b)
-
-    def gmres_rotate(
-        self, first: Any, second: Any, state: Any, inside: Any, triangle: Any, rotations: Any, side: Any, *, eps: float
-    ) -> None:
-        """Take a column of the Hessenberg matrix into its triangle; say whether to go on in this cycle."""
-        with _named(state, GMRES) as s:
-            at = int(s.column)
-            column = triangle[:, at]
-            column[...] = 0
-            column[: at + 1] = first[0, : at + 1] + second[0, : at + 1]
-            below = np.sqrt(max(0.0, second[0, -1].real - (abs(second[0, : at + 1]) ** 2).sum()))
-            s.broken = below <= eps * np.sqrt(first[0, -1].real)
-            s.scale = 0.0 if s.broken else 1 / below
-            if at == 0:
-                side[...] = 0
-                side[0, 0] = s.start
-            for row in range(at):
-                c, sn = rotations[row]
-                one, other = column[row], column[row + 1]
-                column[row], column[row + 1] = c * one + sn * other, c * other - np.conj(sn) * one
-            size, below = abs(column[at]), 0.0 if s.broken else below
-            radius = np.hypot(size, below)
-            phase = column[at] / size if size else 1.0
-            c, sn = (size / radius, phase * below / radius) if radius else (1.0, 0.0)
-            rotations[at], column[at] = (c, sn), phase * radius
-            side[0, at], side[0, at + 1] = c * side[0, at], -np.conj(sn) * side[0, at]
-            s.residual = abs(side[0, at + 1])
-            s.column += 1
-            inside[...] = s.residual > s.goal and not s.broken and np.isfinite(s.residual)
-
-    def gmres_solve(self, state: Any, triangle: Any, side: Any, y: Any) -> None:
-        """Solve with the triangle; what is singular is left out."""
-        count = int(state[0, 0])
-        y[...] = 0
-        y[0, :count] = side[0, :count]
-        for row in range(count - 1, -1, -1):
-            pivot = triangle[row, row]
-            y[0, row] = y[0, row] / pivot if pivot else 0
-            y[0, :row] -= y[0, row] * triangle[:row, row]
-
-    def gmres_restart(self, sums: Any, state: Any, go: Any, inside: Any, side: Any, *, eps: float) -> None:
-        """Say whether to go on, and how near, from the squares of |r| and |M r| (as SciPy does)."""
-        with _named(state, GMRES) as s:
-            r, z = np.sqrt(sums[0].real)
-            s.count += 1
-            s.met = r <= s.limit
-            self._report(r, s.limit)
-            s.factor = max(eps, s.factor / 4) if s.residual <= s.goal else min(1.0, 1.5 * s.factor)
-            s.goal = s.residual * min(s.factor, s.limit / r)
-            s.start, s.scale, s.column = z, 1 / z if z else 0.0, 0
-            go[...] = inside[...] = not s.met and not s.broken and z != 0 and np.isfinite(z) and np.isfinite(r)
-
     # Eigenvalues of Hermitian matrices
 
     def draw(self, part: Any, *, at: int, size: int, seed: Sequence[int]) -> None:
@@ -508,101 +201,20 @@ class IterationKernels:
             found = found + 1j * random.standard_normal((size, 1))
         part[at : at + size] = self.xp.asarray(found, part.dtype)
 
-    def lanczos_start(self, sums: Any, state: Any, go: Any, inside: Any) -> None:
-        """Numbers from |v0|^2."""
-        state[...] = 0
-        with _named(state, LANCZOS) as s:
-            size = np.sqrt(sums[0, 0].real)
-            if not np.isfinite(size) or not size:
-                raise MatrixError("v0 must be finite and not zero")
-            s.scale = 1 / size
-            go[...] = inside[...] = True
-
-    def lanczos_step(self, first: Any, second: Any, state: Any, inside: Any, small: Any, *, eps: float, n: int) -> None:
-        """Have a row and a column of the projected matrix, and the norm of what is left."""
-        with _named(state, LANCZOS) as s:
-            at = int(s.column)
-            column = first[0, : at + 1] + second[0, : at + 1]
-            small[: at + 1, at], small[at, : at + 1] = column, column.conj()
-            small[at, at] = column[at].real
-            s.beta = np.sqrt(max(0.0, second[0, -1].real - (abs(second[0, : at + 1]) ** 2).sum()))
-            # Vectors that stay may have small values only.
-            s.norm = max(s.norm, abs(small).max())
-            s.broken = s.beta <= 10 * eps * s.norm or at + 1 >= n
-            s.scale = 0.0 if s.broken else 1 / s.beta
-            s.column += 1
-            inside[...] = not s.broken and np.isfinite(s.beta) and s.column < len(small)
-
-    def lanczos_restart(
-        self,
-        state: Any,
-        go: Any,
-        inside: Any,
-        small: Any,
-        vectors: Any,
-        values: Any,
-        *,
-        which: str,
-        tol: float,
-        maxiter: int,
-        eps: float,
-        n: int,
-    ) -> None:
-        """Decide which vectors stay, and whether those that are wanted have converged."""
-        with _named(state, LANCZOS) as s:
-            count, k, most = int(s.column), values.shape[1], len(small)
-            if not np.isfinite(small).all():
-                raise MatrixError(not_finite("a"))
-            s.turns, s.count = s.turns + 1, count
-            inside[...] = True
-            vectors[...] = 0
-            if s.broken and count < min(most, n):
-                # An invariant subspace: all of it stays, and another vector is drawn.
-                np.fill_diagonal(vectors[:count, :count], 1)
-                s.kept, s.column = count, count - 1
-                return
-            found, y = _separated(*np.linalg.eigh(small[:count, :count]), 4 * eps * s.norm)
-            order = _wanted(found, which)
-            errors = s.beta * abs(y[-1, order[:k]])
-            limits = tol * np.maximum(eps ** (2 / 3), abs(found[order[:k]]))
-            converged = (errors <= np.maximum(limits, eps * s.norm)) | bool(s.broken)
-            if not converged.all() and s.turns >= maxiter:
-                raise MatrixError(
-                    f"{converged.sum()} of {k} eigenvalues have converged after {maxiter} restarts: pass a larger "
-                    "maxiter=, ncv= or tol="
-                )
-            self.reached = float(converged.mean())
-            go[...] = not converged.all()
-            kept = min(k + (most - k) // 2, most - 1) if go.all() else k
-            chosen = order[:kept] if go.all() else np.sort(order[:k])
-            vectors[:count, :kept] = y[:, chosen]
-            small[...] = 0
-            np.fill_diagonal(small[:kept, :kept], found[chosen])
-            values[0] = found[chosen[:k]]
-            s.kept, s.column = kept, kept - 1
-
     def rotate_basis(self, state: Any, vectors: Any, basis: Any) -> None:
         """Have those combinations of a basis that stay, and the next vector behind them."""
-        with _named(state, LANCZOS) as s:
-            count, kept = int(s.count), int(s.kept)
+        count, kept = (int(state[0, LANCZOS.index(name)]) for name in ("count", "kept"))
         last = basis[:, count].copy()
         basis[:, :kept] = basis[:, :count] @ self.xp.asarray(vectors[:count, :kept], basis.dtype)
         basis[:, kept] = last
 
     def lanczos_vector(self, state: Any, basis: Any, w: Any, *, seed: Sequence[int]) -> None:
         """Take the next vector of a basis, or draw one where its span is invariant."""
-        with _named(state, LANCZOS) as s:
-            if s.broken:
-                self.draw(w, at=0, size=len(w), seed=(*seed, int(s.turns)))
-            else:
-                w[:, 0] = basis[:, int(s.kept)]
-
-    def lanczos_next(self, second: Any, state: Any) -> None:
-        """Go on with a vector that is orthogonal to what is there."""
-        with _named(state, LANCZOS) as s:
-            square = second[0, -1].real - (abs(second[0, : int(s.kept)]) ** 2).sum()
-            s.scale = 1 / np.sqrt(square) if square > 0 else 0.0
-            s.column = s.kept
+        broken, kept, turns = (int(state[0, LANCZOS.index(name)]) for name in ("broken", "kept", "turns"))
+        if broken:
+            self.draw(w, at=0, size=len(w), seed=(*seed, turns))
+        else:
+            w[:, 0] = basis[:, kept]
 
     # LOBPCG: X, the preconditioned residuals and the last step side by side
 
@@ -652,12 +264,6 @@ class IterationKernels:
         """Compute the squared norms of columns."""
         out[0] = self.blas.host((abs(r) ** 2).sum(axis=0))
 
-    def lobpcg_test(self, sums: Any, state: Any, go: Any, *, tol: float) -> None:
-        """Say whether a residual is still large."""
-        state[0, 0] = worst = np.sqrt(sums[0].max())
-        self._report(worst, tol)
-        go[...] = worst > tol
-
     def block_products(self, out: Any, s: Any, w: Any) -> None:
         """Compute X^H W."""
         out[...] = self.blas.host(s[:, : w.shape[1]].conj().T @ w)
@@ -670,13 +276,418 @@ class IterationKernels:
         """Have vectors in the place of others."""
         s[:, at : at + w.shape[1]] = w
 
-    def constant(self, out: Any, *, value: float) -> None:
-        """Write a number that is known before."""
-        out[...] = value
-
     def row(self, state: Any, out: Any, *, at: Sequence[int]) -> None:
         """Copy some of the numbers."""
         out[0] = state[0, list(at)]
+
+
+# The numbers `s` of a solver, by their names: what each step makes of sums over all ranks, and of other numbers. They
+# are NumPy's scalars: dividing by zero gives infinity. Some steps return a residual and its limit, or the share of all
+# that is done.
+
+# Conjugate gradients
+
+
+def cg_start(s: Any, sums: Any, go: Any, *, rtol: float, atol: float) -> Any:
+    """Numbers from |b|^2, |r|^2, r^H M r. The factor is what x0 is multiplied by: 0 where b is."""
+    bb, rr, s.rho = sums[0]
+    s.limit, s.factor = max(atol, rtol * np.sqrt(bb.real)), bb / bb if bb else 0.0
+    return _cg_go(s, rr if bb else bb, go)
+
+
+def cg_step(s: Any, sums: Any) -> None:
+    """Compute alpha from p^H A p."""
+    s.broken = not sums[0, 0]
+    s.factor = 0.0 if s.broken else s.rho / sums[0, 0]
+
+
+def cg_next(s: Any, sums: Any, go: Any) -> Any:
+    """Compute beta from |r|^2, r^H M r, and whether to go on."""
+    rr, rho = sums[0]
+    s.factor, s.rho, s.count = rho / s.rho, rho, s.count + 1
+    return _cg_go(s, rr, go)
+
+
+def _cg_go(s: Any, rr: Any, go: Any) -> Any:
+    norm = np.sqrt(abs(rr.real))
+    s.met = norm < s.limit.real or norm == 0
+    # An infinite or NaN value, or a divisor of zero, ends the loop.
+    go[...] = not s.met and s.rho != 0 and np.isfinite(s.rho) and np.isfinite(norm) and not s.broken
+    return norm, s.limit.real
+
+
+# MINRES (Paige, Saunders 1975), with the tests of SciPy's
+
+
+def minres_start(s: Any, sums: Any, go: Any, *, shift: float) -> None:
+    """Numbers from r^H M r and |b|^2."""
+    s.minus_shift = -shift
+    square, bb = sums[0].real
+    if square < 0:
+        raise MatrixError("M must be positive definite: r^H M r is negative")
+    s.beta1 = s.beta = s.phibar = s.rhs1 = np.sqrt(square)
+    s.gmin, s.cs = np.finfo(np.float64).max, -1.0
+    s.over_beta = 1 / s.beta if s.beta else 0.0
+    s.keep = bb / bb if bb else 0.0
+    s.met = s.beta == 0 or bb == 0
+    go[...] = not s.met and np.isfinite(s.beta) and np.isfinite(bb)
+
+
+def minres_alpha(s: Any, sums: Any) -> None:
+    """Compute the factor of r2, from v^H A v."""
+    s.alpha = sums[0, 0].real
+    s.minus_alpha = -s.alpha / s.beta
+
+
+def minres_rotate(s: Any, sums: Any, *, eps: float) -> None:
+    """Compute the factors of w and x, from r2^H M r2."""
+    square = sums[0, 0].real
+    if square < 0:
+        raise MatrixError("M must be positive definite: r^H M r is negative")
+    old, s.beta = s.beta, np.sqrt(square)
+    s.over_beta = 1 / s.beta if s.beta else 0.0
+    s.minus_beta = -s.beta / old
+    s.tnorm2 += s.alpha**2 + old**2 + s.beta**2
+    s.count += 1
+    if s.count == 1 and s.beta / s.beta1 <= 10 * eps:
+        s.stop = -1
+    s.minus_epsln = -s.epsln
+    delta = s.cs * s.dbar + s.sn * s.alpha
+    s.gbar = s.sn * s.dbar - s.cs * s.alpha
+    s.epsln = s.sn * s.beta
+    s.dbar = -s.cs * s.beta
+    s.root = np.hypot(s.gbar, s.dbar)
+    gamma = max(np.hypot(s.gbar, s.beta), np.float64(eps))
+    s.cs, s.sn = s.gbar / gamma, s.beta / gamma
+    s.phi = s.cs * s.phibar
+    s.phibar *= s.sn
+    s.over_gamma, s.minus_epsln, s.minus_delta = 1 / gamma, s.minus_epsln / gamma, -delta / gamma
+    s.gmax, s.gmin = max(s.gmax, gamma), min(s.gmin, gamma)
+    z = s.rhs1 / gamma
+    s.rhs1, s.rhs2 = s.rhs2 - delta * z, -s.epsln * z
+
+
+def minres_test(s: Any, sums: Any, go: Any, *, rtol: float, eps: float, maxiter: int) -> Any:
+    """Whether to go on, from |x|^2."""
+    size, norm = np.sqrt(sums[0, 0].real), np.sqrt(s.tnorm2)
+    compatible = s.phibar / (norm * size) if norm * size else np.inf
+    least = s.root / norm if norm else np.inf
+    stop = int(s.stop)
+    if not stop and np.isfinite(norm * size):
+        for reached, number in (
+            (1 + least <= 1, 2),
+            (1 + compatible <= 1, 1),
+            (s.count >= maxiter, 6),
+            (s.gmax / s.gmin >= 0.1 / eps, 4),
+            (norm * size * eps >= s.beta1, 3),
+            (least <= rtol, 2),
+            (compatible <= rtol, 1),
+        ):
+            stop = number if reached else stop
+    s.stop, s.met = stop, stop not in (0, 6)
+    go[...] = not stop and np.isfinite(s.phibar) and np.isfinite(norm * size)
+    return min(least, compatible), rtol
+
+
+# Golub-Kahan bidiagonalization, of LSQR and LSMR
+
+
+def bidiagonal_beta(s: Any, sums: Any) -> None:
+    """Compute the factors of u and v, from |u|^2."""
+    s.beta = np.sqrt(sums[0, 0].real)
+    s.over_beta, s.minus_beta = (1 / s.beta, -s.beta) if s.beta else (0.0, 1.0)
+
+
+def bidiagonal_alpha(s: Any, square: Any) -> None:
+    """Compute the norm of v from its square, if it has changed."""
+    s.over_alpha = 1.0
+    if s.beta != 0:
+        s.alpha = np.sqrt(square[0, 0].real)
+        s.over_alpha = 1 / s.alpha if s.alpha else 1.0
+    s.minus_alpha = -s.alpha
+
+
+def lsqr_start(s: Any, sums: Any, go: Any) -> None:
+    """Numbers from |b|^2."""
+    s.normb = np.sqrt(sums[0, 1].real)
+    s.rhobar = s.old_alpha = s.alpha
+    s.phibar = s.beta
+    s.r1norm = s.r2norm = s.beta
+    s.normar, s.cs2 = s.alpha * s.beta, -1.0
+    go[...] = s.normar != 0 and np.isfinite(s.normar)
+
+
+def lsqr_rotate(
+    s: Any, square: Any, go: Any, *, damp: float, atol: float, btol: float, conlim: float, maxiter: int, eps: float
+) -> Any:
+    """Compute the factors of x and w, and whether to go on, from |w|^2."""
+    s.count += 1
+    if s.beta > 0:
+        s.norma = np.sqrt(s.norma**2 + s.old_alpha**2 + s.beta**2 + damp**2)
+    rhobar1, psi = s.rhobar, 0.0
+    if damp > 0:
+        rhobar1 = np.hypot(s.rhobar, damp)
+        psi = damp / rhobar1 * s.phibar
+        s.phibar *= s.rhobar / rhobar1
+    cs, sn, rho = _rotation(rhobar1, s.beta)
+    theta, s.rhobar = sn * s.alpha, -cs * s.alpha
+    phi, s.phibar = cs * s.phibar, sn * s.phibar
+    s.of_w, s.minus_theta, s.over_rho = phi / rho, -theta / rho, 1 / rho
+    s.ddnorm += square[0, 0].real / rho**2
+    delta, gambar = s.sn2 * rho, -s.cs2 * rho
+    rhs = phi - delta * s.z
+    s.normx = np.sqrt(s.xxnorm + (rhs / gambar) ** 2)
+    gamma = np.hypot(gambar, theta)
+    s.cs2, s.sn2, s.z = gambar / gamma, theta / gamma, rhs / gamma
+    s.xxnorm += s.z**2
+    s.conda = s.norma * np.sqrt(s.ddnorm)
+    s.res2 += psi**2
+    s.r2norm = np.hypot(s.phibar, np.sqrt(s.res2))
+    s.normar = s.alpha * abs(sn * phi)
+    square = s.r2norm**2 - damp**2 * s.xxnorm
+    s.r1norm = np.copysign(np.sqrt(abs(square)), square) if damp > 0 else s.r2norm
+    tests = s.r2norm / s.normb, s.normar / (s.norma * s.r2norm + eps), 1 / (s.conda + eps)
+    s.stop = _stop_of_least_squares(s, *tests, atol, btol, conlim, s.count >= maxiter)
+    s.old_alpha = s.alpha
+    go[...] = not s.stop and np.isfinite(s.r2norm)
+    return _nearest(*tests[:2], atol, btol)
+
+
+def lsmr_start(s: Any, sums: Any, go: Any) -> None:
+    """Numbers from |b|^2."""
+    s.normb = np.sqrt(sums[0, 1].real)
+    s.zetabar, s.alphabar = s.alpha * s.beta, s.alpha
+    s.rho = s.rhobar = s.cbar = s.rhodold = s.conda = 1.0
+    s.betadd = s.normr = s.beta
+    s.norma2, s.norma = s.alpha**2, s.alpha
+    s.minrbar, s.normar = 1e100, s.alpha * s.beta
+    go[...] = s.normar != 0 and s.normb != 0 and np.isfinite(s.normar) and np.isfinite(s.normb)
+
+
+def lsmr_rotate(s: Any, *, damp: float) -> None:
+    """Compute the factors of hbar, x and h, and norms."""
+    s.count += 1
+    chat, shat, alphahat = _rotation(s.alphabar, np.float64(damp))
+    rhoold, rhobarold, zetaold = s.rho, s.rhobar, s.zeta
+    c, sn, s.rho = _rotation(alphahat, s.beta)
+    thetanew, s.alphabar = sn * s.alpha, c * s.alpha
+    thetabar, rhotemp = s.sbar * s.rho, s.cbar * s.rho
+    s.cbar, s.sbar, s.rhobar = _rotation(rhotemp, thetanew)
+    s.zeta, s.zetabar = s.cbar * s.zetabar, -s.sbar * s.zetabar
+    s.of_hbar_before = -thetabar * s.rho / (rhoold * rhobarold)
+    s.of_hbar = s.zeta / (s.rho * s.rhobar)
+    s.of_h = -thetanew / s.rho
+    acute, check = chat * s.betadd, -shat * s.betadd
+    betahat, s.betadd = c * acute, -sn * acute
+    thetatildeold = s.thetatilde
+    ctilde, stilde, rhotilde = _rotation(s.rhodold, thetabar)
+    s.thetatilde, s.rhodold = stilde * s.rhobar, ctilde * s.rhobar
+    s.betad = -stilde * s.betad + ctilde * betahat
+    s.tautilde = (zetaold - thetatildeold * s.tautilde) / rhotilde
+    taud = (s.zeta - s.thetatilde * s.tautilde) / s.rhodold
+    s.d += check**2
+    s.normr = np.sqrt(s.d + (s.betad - taud) ** 2 + s.betadd**2)
+    s.norma2 += s.beta**2
+    s.norma = np.sqrt(s.norma2)
+    s.norma2 += s.alpha**2
+    s.maxrbar = max(s.maxrbar, rhobarold)
+    s.minrbar = min(s.minrbar, rhobarold) if s.count > 1 else s.minrbar
+    s.conda = max(s.maxrbar, rhotemp) / min(s.minrbar, rhotemp)
+    s.normar = abs(s.zetabar)
+
+
+def lsmr_test(s: Any, square: Any, go: Any, *, atol: float, btol: float, conlim: float, maxiter: int) -> Any:
+    """Whether to go on, from |x|^2."""
+    s.normx = np.sqrt(square[0, 0].real)
+    product = s.norma * s.normr
+    tests = s.normr / s.normb, s.normar / product if product else np.inf, 1 / s.conda
+    s.stop = _stop_of_least_squares(s, *tests, atol, btol, conlim, s.count >= maxiter)
+    go[...] = not s.stop and np.isfinite(s.normr)
+    return _nearest(*tests[:2], atol, btol)
+
+
+# GMRES
+
+
+def gmres_start(s: Any, sums: Any, go: Any, inside: Any, *, rtol: float, atol: float) -> None:
+    """Numbers from the squares of |b|, |r|, |M r| and |M b|."""
+    b, r, z, right = np.sqrt(sums[0].real)
+    s.limit, s.factor = max(np.float64(atol), rtol * b), 1.0
+    s.goal = right * min(1.0, s.limit / b)
+    s.keep = b / b if b else 0.0
+    s.start, s.scale = z, 1 / z if z else 0.0
+    s.met = b == 0 or r < s.limit or r == 0
+    go[...] = inside[...] = not s.met and z != 0 and np.isfinite(z) and np.isfinite(b)
+
+
+def gmres_rotate(
+    s: Any, first: Any, second: Any, inside: Any, triangle: Any, rotations: Any, side: Any, *, eps: float
+) -> None:
+    """Take a column of the Hessenberg matrix into its triangle; say whether to go on in this cycle."""
+    at = int(s.column)
+    column = triangle[:, at]
+    column[...] = 0
+    column[: at + 1] = first[0, : at + 1] + second[0, : at + 1]
+    below = np.sqrt(max(0.0, second[0, -1].real - (abs(second[0, : at + 1]) ** 2).sum()))
+    s.broken = below <= eps * np.sqrt(first[0, -1].real)
+    s.scale = 0.0 if s.broken else 1 / below
+    if at == 0:
+        side[...] = 0
+        side[0, 0] = s.start
+    for row in range(at):
+        c, sn = rotations[row]
+        one, other = column[row], column[row + 1]
+        column[row], column[row + 1] = c * one + sn * other, c * other - np.conj(sn) * one
+    size, below = abs(column[at]), 0.0 if s.broken else below
+    radius = np.hypot(size, below)
+    phase = column[at] / size if size else 1.0
+    c, sn = (size / radius, phase * below / radius) if radius else (1.0, 0.0)
+    rotations[at], column[at] = (c, sn), phase * radius
+    side[0, at], side[0, at + 1] = c * side[0, at], -np.conj(sn) * side[0, at]
+    s.residual = abs(side[0, at + 1])
+    s.column += 1
+    inside[...] = s.residual > s.goal and not s.broken and np.isfinite(s.residual)
+
+
+def gmres_solve(s: Any, triangle: Any, side: Any, y: Any) -> None:
+    """Solve with the triangle; what is singular is left out."""
+    count = int(s.column)
+    y[...] = 0
+    y[0, :count] = side[0, :count]
+    for row in range(count - 1, -1, -1):
+        pivot = triangle[row, row]
+        y[0, row] = y[0, row] / pivot if pivot else 0
+        y[0, :row] -= y[0, row] * triangle[:row, row]
+
+
+def gmres_restart(s: Any, sums: Any, go: Any, inside: Any, *, eps: float) -> Any:
+    """Say whether to go on, and how near, from the squares of |r| and |M r| (as SciPy does)."""
+    r, z = np.sqrt(sums[0].real)
+    s.count += 1
+    s.met = r <= s.limit
+    s.factor = max(eps, s.factor / 4) if s.residual <= s.goal else min(1.0, 1.5 * s.factor)
+    s.goal = s.residual * min(s.factor, s.limit / r)
+    s.start, s.scale, s.column = z, 1 / z if z else 0.0, 0
+    go[...] = inside[...] = not s.met and not s.broken and z != 0 and np.isfinite(z) and np.isfinite(r)
+    return r, s.limit
+
+
+# Eigenvalues of Hermitian matrices
+
+
+def lanczos_start(s: Any, sums: Any, go: Any, inside: Any) -> None:
+    """Numbers from |v0|^2."""
+    size = np.sqrt(sums[0, 0].real)
+    if not np.isfinite(size) or not size:
+        raise MatrixError("v0 must be finite and not zero")
+    s.scale = 1 / size
+    go[...] = inside[...] = True
+
+
+def lanczos_step(s: Any, first: Any, second: Any, inside: Any, small: Any, *, eps: float, n: int) -> None:
+    """Have a row and a column of the projected matrix, and the norm of what is left."""
+    at = int(s.column)
+    column = first[0, : at + 1] + second[0, : at + 1]
+    small[: at + 1, at], small[at, : at + 1] = column, column.conj()
+    small[at, at] = column[at].real
+    s.beta = np.sqrt(max(0.0, second[0, -1].real - (abs(second[0, : at + 1]) ** 2).sum()))
+    # What stays may be small only.
+    s.norm = max(s.norm, abs(small).max())
+    s.broken = s.beta <= 10 * eps * s.norm or at + 1 >= n
+    s.scale = 0.0 if s.broken else 1 / s.beta
+    s.column += 1
+    inside[...] = not s.broken and np.isfinite(s.beta) and s.column < len(small)
+
+
+def lanczos_restart(
+    s: Any,
+    go: Any,
+    inside: Any,
+    small: Any,
+    vectors: Any,
+    values: Any,
+    *,
+    which: str,
+    tol: float,
+    maxiter: int,
+    eps: float,
+    n: int,
+) -> Any:
+    """Decide which vectors stay, and whether those that are wanted have converged."""
+    count, k, most = int(s.column), values.shape[1], len(small)
+    if not np.isfinite(small).all():
+        raise MatrixError(not_finite("a"))
+    s.turns, s.count = s.turns + 1, count
+    inside[...] = True
+    vectors[...] = 0
+    if s.broken and count < min(most, n):
+        # An invariant subspace: all of it stays, and another vector is drawn.
+        np.fill_diagonal(vectors[:count, :count], 1)
+        s.kept, s.column = count, count - 1
+        return None
+    found, y = _separated(*np.linalg.eigh(small[:count, :count]), 4 * eps * s.norm)
+    order = _wanted(found, which)
+    errors = s.beta * abs(y[-1, order[:k]])
+    limits = tol * np.maximum(eps ** (2 / 3), abs(found[order[:k]]))
+    converged = (errors <= np.maximum(limits, eps * s.norm)) | bool(s.broken)
+    if not converged.all() and s.turns >= maxiter:
+        raise MatrixError(
+            f"{converged.sum()} of {k} eigenvalues have converged after {maxiter} restarts: pass a larger "
+            "maxiter=, ncv= or tol="
+        )
+    go[...] = not converged.all()
+    kept = min(k + (most - k) // 2, most - 1) if go.all() else k
+    chosen = order[:kept] if go.all() else np.sort(order[:k])
+    vectors[:count, :kept] = y[:, chosen]
+    small[...] = 0
+    np.fill_diagonal(small[:kept, :kept], found[chosen])
+    values[0] = found[chosen[:k]]
+    s.kept, s.column = kept, kept - 1
+    return float(converged.mean())
+
+
+def lanczos_next(s: Any, second: Any) -> None:
+    """Go on with a vector that is orthogonal to what is there."""
+    square = second[0, -1].real - (abs(second[0, : int(s.kept)]) ** 2).sum()
+    s.scale = 1 / np.sqrt(square) if square > 0 else 0.0
+    s.column = s.kept
+
+
+def lobpcg_test(s: Any, sums: Any, go: Any, *, tol: float) -> Any:
+    """Say whether a residual is still large."""
+    s.worst = np.sqrt(sums[0].max())
+    go[...] = s.worst > tol
+    return s.worst, tol
+
+
+_STEPS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        cg_start,
+        cg_step,
+        cg_next,
+        minres_start,
+        minres_alpha,
+        minres_rotate,
+        minres_test,
+        bidiagonal_beta,
+        bidiagonal_alpha,
+        lsqr_start,
+        lsqr_rotate,
+        lsmr_start,
+        lsmr_rotate,
+        lsmr_test,
+        gmres_start,
+        gmres_rotate,
+        gmres_solve,
+        gmres_restart,
+        lanczos_start,
+        lanczos_step,
+        lanczos_restart,
+        lanczos_next,
+        lobpcg_test,
+    )
+}
 
 
 def _separated(values: Any, y: Any, gap: float) -> tuple[Any, Any]:
@@ -700,6 +711,11 @@ def _wanted(values: Any, which: str) -> Any:
         return both
     keys = {"LM": -abs(values), "SM": abs(values), "LA": -values, "SA": values}
     return np.argsort(keys[which], kind="stable")
+
+
+def _nearest(test1: Any, test2: Any, atol: float, btol: float) -> tuple[Any, float]:
+    """Return how near LSQR or LSMR is to the first of its limits that it may reach."""
+    return min(test1 / btol if btol else np.inf, test2 / atol if atol else np.inf), 1.0
 
 
 def _stop_of_least_squares(

@@ -1,4 +1,4 @@
-"""The kernels of programs, as `programs.contracts` names them, on BLAS and LAPACK of CPUs or GPUs.
+"""The kernels of programs, as `programs.steps` names them, on BLAS and LAPACK of CPUs or GPUs.
 
 Chunks of rows may be of any memory order; those that programs make are row-major. Small matrices are column-major, and
 only the lower triangle of a Gram matrix counts. Flags are on the host.
@@ -62,15 +62,17 @@ class ProgramKernels(IterationKernels):
         for part in (strip for _, strip in self._strips(a)) if sparse_package(a) else [a]:
             add_gram(self.blas, part, g)
 
-    def adjoint_times(self, a: Any, b: Any, c: Any) -> None:
-        """C += A^H B, of a narrow B."""
+    def adjoint_times(self, a: Any, b: Any, c: Any, *, at: int | None = None) -> None:
+        """C += A^H B, of a narrow B, or of its rows from `at` on."""
+        b = b if at is None else b[at : at + a.shape[0]]
         if a.dtype.kind == "c":
             c += (b.conj().T @ a).conj().T
         else:
             c += a.T @ b
 
-    def times(self, a: Any, x: Any, d: Any) -> None:
-        """D = A X."""
+    def times(self, a: Any, x: Any, d: Any, *, at: int | None = None) -> None:
+        """D = A X, or the rows of D from `at` on."""
+        d = d if at is None else d[at : at + a.shape[0]]
         if sparse_package(a):
             d[...] = a @ x
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import get_args
+from typing import ClassVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,6 +56,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 class FactorPlacement(Placement):
     """How a FactorProblem runs."""
 
+    asked_for: ClassVar[tuple[str, ...]] = ("input", "panel", "final", "enter")
     problem: FactorProblem
     # Columns of a block.
     width: int
@@ -99,39 +100,17 @@ class FactorPlacement(Placement):
         found: list[int] = np.flatnonzero(self.owners[output] == rank).tolist()
         return found
 
-    def check_boxes(self, kind: str, boxes: NDArray[np.int64]) -> None:
-        """Refuse a peer's request for a part that this plan does not have."""
-        if kind not in ("input", "panel", "final", "enter") or not len(boxes):
-            raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
-        if kind == "enter":
-            if not 0 < boxes[0, 0] < len(self.ranks):
-                raise ProtocolError(f"rank {boxes[0, 0]} of {len(self.ranks)} wants to enter")
-            return
-        if kind == "panel":
-            part, panel = boxes[0, :2].tolist()
-            if len(boxes) != 1 or not (0 <= part < len(PARTS) and 0 <= panel < self.work.numbers(PARTS[part])):
-                raise ProtocolError(f"part {part} of panel {panel} does not exist")
-            return
-        for matrix, index, r0, r1, c0, c1 in boxes.tolist():
-            names = self.problem.operands if kind == "input" else tuple(one.name for one in self.problem.outputs)
-            if not 0 <= matrix < len(names):
-                raise ProtocolError(f"matrix {matrix} of kind {kind!r} does not exist")
-            shape = self._shape(kind, names[matrix], index)
-            if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
-                raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
+    def has_part(self, part: int, number: int) -> bool:
+        """Whether ranks publish such a part of a panel of this number."""
+        return 0 <= part < len(PARTS) and 0 <= number < self.work.numbers(PARTS[part])
 
-    def _shape(self, kind: str, name: str, index: int) -> tuple[int, int]:
+    def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
         """Return the shape of a chunk of an operand, or of a rank's part of an output."""
-        if kind == "final":
-            layout = self.work.output_layout(name)
-            if layout is None or not 0 <= index < len(self.ranks):
-                raise ProtocolError(f"rank {index} has no block columns of {name!r}")
-            return layout.local_shape(index)
-        rows, cols = self.problem.chunks_of(name)
-        if not 0 <= index < len(rows) * len(cols):
-            raise ProtocolError(f"chunk {index} of {name!r} does not exist")
-        i, j = divmod(index, len(cols))
-        return rows[i], cols[j]
+        if kind == "input":
+            return super().shape_of(kind, matrix, number)
+        outputs = self.problem.outputs
+        layout = self.work.output_layout(outputs[matrix].name) if 0 <= matrix < len(outputs) else None
+        return layout.local_shape(number) if layout is not None and 0 <= number < len(self.ranks) else None
 
     def check(self) -> None:
         """Raise `ProtocolError` if the parts of a plan do not fit each other."""
@@ -151,9 +130,6 @@ def work_of(problem: FactorProblem, engine: str, count: int, width: int, method:
 def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:
     """Return chunk sizes in the form that ranks hold of a matrix."""
     return (chunks[1], chunks[0]) if transposed else chunks
-
-
-# How a Factorization is computed by a given number of ranks
 
 
 # The phases of each kind of problem: which panels, in which order, are applied to which block columns
@@ -241,9 +217,6 @@ def _substitution(
     """Return the solution of a triangular system: from the first block row to the last one, or from the last one."""
     order = panels if lower == (op == "N") else panels[::-1]
     return Phase(Operation("substitute", lower, op, unit), "lower" if lower else "upper", order, targets)
-
-
-# How a Factorization is computed by a given number of ranks
 
 
 # The steps of one rank, from the phases: with one panel of lookahead

@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.errors import NoWorkersError, PlanError
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import chunk_elements
-from dask_distmm.planning.demand import Worker
+from dask_distmm.planning.computation import Worker, chunk_elements
 from dask_distmm.planning.factor.plan import FactorPlacement, block_width, factored, work_of
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem
 from dask_distmm.planning.model import ENGINES, Phase, Work, estimate

@@ -17,8 +17,8 @@ from dask.utils import format_bytes
 from numpy.typing import NDArray
 
 from dask_distmm.numeric.types import takes_on_gpus
+from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.cuts import pieces_that_fill, slowdown
-from dask_distmm.planning.demand import Worker
 from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, is_by_ranks, spread, uploaded
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.peer.block_schedule import (
@@ -28,11 +28,11 @@ from dask_distmm.planning.peer.block_schedule import (
     multiplied_sizes,
     native,
     peer_reads,
+    square_on_diagonal,
     stored_again,
     sums_in,
 )
 from dask_distmm.planning.peer.streams import rate, streams
-from dask_distmm.planning.peer.triangle import square_on_diagonal
 from dask_distmm.planning.plan import Plan, Rect
 
 # Messages: see above.

@@ -13,13 +13,14 @@ A failure ends a run for all participants at once. If a worker was lost there is
 computed the lost chunks again, up to ``distmm.retries`` times. Every other failure is one typed error, with which the
 barrier ends. A run makes those chunks of D that are wanted and not in memory: where ranks only pull, and some are gone,
 the others' chunks go to memory, and the next run makes the rest.
+
+One question to all participants of a run: asked at once; the first failure, or the end of the run, ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,23 +29,148 @@ import numpy as np
 from distributed.metrics import time
 
 from dask_distmm.engines.base import log
-from dask_distmm.errors import RunFailedError, brief
+from dask_distmm.errors import EngineError, MatrixError, RunFailedError, brief, in_words
+from dask_distmm.installing import install_command
 from dask_distmm.planning import ENGINES, Computation, Problem
 from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import is_sum
-from dask_distmm.runtime.messages import Abort, Done, End, Finish, Forget, Gathered, Gone, Prepare, Release, Start, Vote
-from dask_distmm.runtime.replicas import Replicas
-from dask_distmm.runtime.run import Lost, Released, Replan, Run, TaskFailed, summarize
-from dask_distmm.runtime.scheduler.barriers import Barrier, deliveries
-from dask_distmm.runtime.scheduler.freezing import Holders, RunPlan, RunPlanner
-from dask_distmm.runtime.scheduler.rank_groups import RankGroup, RankGroups
+from dask_distmm.runtime.messages import (
+    Abort,
+    Call,
+    Done,
+    Finish,
+    Forget,
+    Gathered,
+    Gone,
+    Message,
+    Prepare,
+    Release,
+    Reply,
+    Start,
+    Vote,
+    ask,
+    post,
+)
+from dask_distmm.runtime.run import Lost, Released, Replan, Run, TaskFailed, in_short, raise_if_ended, summarize
+from dask_distmm.runtime.scheduler.freezing import (
+    Barrier,
+    Holders,
+    RankGroup,
+    RankGroups,
+    RunPlan,
+    RunPlanner,
+    deliveries,
+)
 from dask_distmm.runtime.scheduler.roster import Roster
-from dask_distmm.runtime.scheduler.voting import ask_all, failed, raise_if_ended
-from dask_distmm.runtime.wire import Call, Message, Reply, ask, post
+from dask_distmm.runtime.transfers import Replicas
 
 if TYPE_CHECKING:
     from distributed import Scheduler
+
+# One question to all participants of a run: asked at once; the first failure, or the end of the run, ends it
+
+
+# Number of failed ranks that a message names; the error's attribute `ranks` has all.
+_NAMED = 8
+# How often the scheduler looks whether a run makes progress (seconds).
+_LOOK = 0.5
+
+
+async def ask_all(
+    scheduler: Scheduler,
+    run: Run,
+    ask: Callable[[str], Awaitable[A | None]],
+    ended: Awaitable[None],
+    lose: Callable[[Run, str], bool],
+    *,
+    timeout: float | None = None,
+    silence: float | None = None,
+) -> dict[str, A]:
+    """Ask every participant; return their answers by address, when all that are not gone have answered well."""
+    tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
+    over = asyncio.ensure_future(ended)
+    answers: dict[str, A] = {}
+    deadline = None if timeout is None else time() + timeout
+    try:
+        pending: set[asyncio.Future[Any]] = {*tasks, over}
+        while run.waiting_for:
+            left = _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time()))
+            finished, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            raise_if_ended(run)
+            for task in finished & tasks.keys():
+                address = tasks[task]
+                if address in run.gone or (isinstance(task.exception(), OSError) and lose(run, address)):
+                    continue
+                answers[address] = _judge(run, address, task)
+                run.answer(address, run.run_id)
+                run.moved = time()
+            if deadline is not None and time() >= deadline and run.waiting_for:
+                reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
+                run.unresponsive.update(run.waiting_for)
+                raise failed(run, reason, dict.fromkeys(run.waiting_for, reason))
+            if silence is None:
+                continue
+            seen = {a: scheduler.workers[a].last_seen for a in run.participants if a in scheduler.workers}
+            if silent := run.silent(seen, time(), silence):
+                reason = f"no sign of life, and no progress of the run, for {silence:g} s (distmm.timeouts.silence)"
+                run.unresponsive.update(silent)
+                raise failed(run, reason, dict.fromkeys(silent, reason))
+        return {address: answer for address, answer in answers.items() if address not in run.gone}
+    finally:
+        for task in (*tasks, over):
+            task.cancel()
+        await asyncio.gather(*tasks, over, return_exceptions=True)
+
+
+def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
+    """Return a participant's good answer; raise the error that a bad one stands for."""
+    error = task.exception()
+    if isinstance(error, OSError):  # CommClosedError among them: the worker is going
+        raise Lost(f"{address}: {error}") from error
+    if error is not None:
+        raise failed(run, in_words(error), {address: in_words(error)}) from error
+    answer = task.result()
+    if run.gone and (answer is None or answer.status != "OK"):
+        raise Lost(f"{address} can't go on without {', '.join(sorted(run.gone))}")
+    if answer is None:
+        raise EngineError(
+            f"worker {address} has chunks of this product and lacks dask_distmm; install it there and start it again "
+            f"by {install_command(elsewhere=True)}, or take it out of the cluster: client.retire_workers([{address!r}])"
+        )
+    if answer.status == "OK":
+        return answer
+    if isinstance(answer, Vote):
+        _judge_vote(address, answer)
+    if answer.status == "lost":
+        raise Lost(f"{address}: {answer.message}")
+    if answer.status == "matrix":
+        raise MatrixError(answer.message)
+    if answer.status in ("source", "function"):
+        raise TaskFailed(answer)
+    detail = f"\n{answer.traceback}" if answer.traceback else ""
+    raise failed(run, answer.message + detail, {address: answer.message})
+
+
+def _judge_vote(address: str, vote: Vote) -> None:
+    """Raise the error that a vote against a plan stands for."""
+    if vote.status == "missing":
+        raise Replan(f"{address} does not have {len(vote.keys)} chunks")
+    if vote.status == "orders":
+        raise Replan(f"chunks on {address} lie in the orders {vote.orders}", vote.orders)
+    if vote.status == "no replicas":
+        raise Lost(f"{address} no longer has replicas of {vote.names}", vote.names)
+
+
+def failed(run: Run, reason: str, ranks: Mapping[str, str] | None = None) -> RunFailedError:
+    """Return the error that says of a run in which phase it failed, where (reasons by address) and why."""
+    named = sorted(ranks or ())
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    who = f" on {', '.join(named[:_NAMED])}{more}" if named else ""
+    phase = run.failed_in or run.phase
+    message = f"run {run.run_id} of {run.name} failed while {phase}{who}: {reason}"
+    return RunFailedError(message, run.run_id, phase, ranks)
+
 
 # All runs that are not over, in the order in which they take place, and waiting for them
 
@@ -54,7 +180,7 @@ class RunQueue(dict[int, Run]):
 
     def __init__(self, scheduler: Scheduler) -> None:
         super().__init__()
-        # Runs count within an epoch; see `wire`.
+        # Runs count within an epoch; see `messages`.
         self.newest, self.epoch = 0, uuid.uuid4().hex
         self._scheduler, self._changed = scheduler, asyncio.Condition()
 
@@ -212,7 +338,7 @@ class Coordinator:
 
     async def drive(self, barrier: Barrier) -> None:
         """Run a parked barrier's multiply until all that waits for it is in memory, or it is not parked any more."""
-        parked = asyncio.ensure_future(self._keep_parked(barrier))
+        parked = asyncio.ensure_future(direct.keep_parked(self.scheduler, [barrier.key]))
         try:
             while barrier.parked:
                 await self._attempt(barrier)
@@ -220,12 +346,6 @@ class Coordinator:
             direct.fail(self.scheduler, barrier.ts, error, f"distmm-failed-{barrier.key}")
         finally:
             parked.cancel()
-
-    async def _keep_parked(self, barrier: Barrier) -> None:
-        """Keep Dask's ``no-workers-timeout`` from ending a barrier whose run waits for its turn, or is on."""
-        while self.scheduler.no_workers_timeout:
-            direct.refresh(self.scheduler, barrier.ts)
-            await asyncio.sleep(min(0.5, self.scheduler.no_workers_timeout / 4))
 
     async def _attempt(self, barrier: Barrier) -> None:
         """Run once. Returns when the run is done, or may be tried again; raises every other failure."""
@@ -325,10 +445,9 @@ class Coordinator:
             done = f"{len(frozen.wanted) - missing} of {len(frozen.wanted)} chunks are done"
             raise Lost(f"{', '.join(sorted(run.gone))} left the cluster; {done}")
         self.replicas.add(run.run_id, made)
-        summary = summarize(answers)
-        log.info("run %d of %s done in %s", run.run_id, run.name, summary)
-        figures = {**dataclasses.asdict(summary), **_run_bytes(made.problem)}
-        self._event("done", run, **figures, projected_bytes=made.projected_bytes)
+        figures = summarize(answers)
+        log.info("run %d of %s done in %s", run.run_id, run.name, in_short(figures))
+        self._event("done", run, **figures, **_run_bytes(made.problem), projected_bytes=made.projected_bytes)
         options = made.problem.options
         self.releases.begin(
             self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout
@@ -356,12 +475,12 @@ class Coordinator:
             with contextlib.suppress(OSError, TimeoutError):
                 answer = await asyncio.wait_for(self._ask(address, Abort(run.run_id, reason)), _ABORT_TIMEOUT)
                 answered.add(address)
-                told[address] = answer.history if answer is not None else "it does not know dask_distmm"
+                told[address] = answer.message if answer is not None else "it does not know dask_distmm"
 
         await asyncio.gather(*map(abort, present))
         run.unresponsive.update(told.keys() - answered)
         # Those that do not answer now hear of it on Dask's own stream, when they listen again.
-        self.tell(present, End(run.run_id, reason))
+        self.tell(present, Abort(run.run_id, reason))
         await self.queue.changed()
         return told
 

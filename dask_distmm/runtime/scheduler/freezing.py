@@ -1,4 +1,12 @@
-"""Freezes a run: who takes part, which chunks lie where, and the plan that is made of both."""
+"""Freezes a run: who takes part, which chunks lie where, and the plan that is made of both.
+
+Barriers: the tasks that wait for one, and the multiply that makes their chunks.
+
+Which groups of workers share something costly between runs (a communicator, mappings), and when it goes. Pure.
+
+Only the scheduler decides: workers make a group when a plan names one that they don't have yet, and free it
+when they are told. So all ranks of a group always agree on whether it is there.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +15,8 @@ import collections
 import dataclasses
 import itertools
 import math
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from distributed.metrics import time
@@ -18,24 +25,182 @@ from numpy.typing import NDArray
 from dask_distmm.engines.base import log
 from dask_distmm.errors import EngineError, NoWorkersError, PlanError, ProtocolError
 from dask_distmm.installing import install_command
-from dask_distmm.planning import ENGINES, Computation, Placement, Plan, Problem, Worker, plan, plan_computation
-from dask_distmm.planning.chunk_order import by_holder, reorder
+from dask_distmm.planning import (
+    ENGINES,
+    Computation,
+    Placement,
+    Plan,
+    Problem,
+    Worker,
+    plan,
+    plan_computation,
+    problem_from_wire,
+)
+from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import Where
 from dask_distmm.planning.problem import accumulates_in_place
 from dask_distmm.runtime import direct
-from dask_distmm.runtime.chunk_tasks import by_ranks, pack_tasks
-from dask_distmm.runtime.replicas import Replicas
-from dask_distmm.runtime.run import Lost, Replan, Run
-from dask_distmm.runtime.scheduler.barriers import Barrier
-from dask_distmm.runtime.scheduler.rank_groups import RankGroups
+from dask_distmm.runtime.chunks import by_ranks, pack_tasks
+from dask_distmm.runtime.keys import ChunkTask, operand_keys, part_of
+from dask_distmm.runtime.run import Lost, Replan, Run, raise_if_ended
 from dask_distmm.runtime.scheduler.roster import Allowed, Roster
-from dask_distmm.runtime.scheduler.voting import raise_if_ended
+from dask_distmm.runtime.transfers import Replicas
 
 if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed.scheduler import TaskState, WorkerState
-if TYPE_CHECKING:
-    from distributed import Scheduler
+
+# Barriers: the tasks that wait for one, and the multiply that makes their chunks
+
+
+# So many tasks are looked up before others get the event loop again.
+_LOOKED_UP = 5000
+
+
+class Barrier:
+    """A barrier that is parked or on its way there."""
+
+    def __init__(self, ts: TaskState) -> None:
+        self.ts, self.key = ts, ts.key
+        wire, keys = operand_keys(ts.run_spec)
+        self.problem: Computation = problem_from_wire(wire)
+        self.keys = dict(zip(self.problem.inputs, keys, strict=True))
+        self.losses = self.moves = 0
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def parked(self) -> bool:
+        """Whether all inputs of the barrier are in memory."""
+        return bool(self.ts.state == "no-worker")
+
+    @property
+    def over(self) -> bool:
+        """Whether no task waits for the barrier any more, or it has failed."""
+        return self.ts.state in ("released", "forgotten", "erred")
+
+    async def wanted(self) -> dict[Any, tuple[str, int]]:
+        """Return the tasks that wait for the barrier by key: which output's they are, and their chunks' numbers.
+
+        Others get the event loop in between.
+        """
+        found: dict[Any, tuple[str, int]] = {}
+        numbers = {output.name: self.problem.numbers(output.name).tolist() for output in self.problem.outputs}
+        for at, ts in enumerate(list(self.ts.waiters or ())):
+            if at and at % _LOOKED_UP == 0:
+                await asyncio.sleep(0)
+            found[ts.key] = self._chunk_of(ts, numbers)
+        return found
+
+    def _chunk_of(self, ts: TaskState, numbers: Mapping[str, Sequence[int]]) -> tuple[str, int]:
+        """Return which output's chunk, and which of its chunks, a task is; its key has the place in its array."""
+        task = ts.run_spec
+        if isinstance(task, ChunkTask) and task.index < len(numbers.get(task.output, ())):
+            number = numbers[task.output][task.index]
+            if ts.key[1:] == divmod(number, self.problem.columns(task.output)):
+                return task.output, number
+        raise ProtocolError(f"task {ts.key!r} depends on {self.key!r}, and is not a chunk of its result")
+
+    def part(self, wanted: Mapping[Any, tuple[str, int]]) -> tuple[Computation, dict[str, list[Any]]]:
+        """Return the computation that makes the wanted chunks, and the keys of its operands' chunks."""
+        # Only a product can be made in part.
+        numbers = {number for _, number in wanted.values()}
+        if isinstance(self.problem, Problem) and len(numbers) < len(self.problem.numbers("")):
+            return part_of(self.problem, self.keys, numbers)
+        return self.problem.making({output for output, _ in wanted.values()}), dict(self.keys)
+
+
+def deliveries(problem: Computation, wanted: Mapping[Any, tuple[str, int]]) -> list[tuple[str, str, bytes]]:
+    """Return for each array of which chunks are waited for its output, its name, and the others' numbers, as int64."""
+    arrays: dict[tuple[str, str], list[int]] = {}
+    for (array, *_), (output, number) in wanted.items():
+        arrays.setdefault((output, array), []).append(number)
+    return [
+        (output, array, np.setdiff1d(problem.numbers(output), np.array(numbers, np.int64)).tobytes())
+        for (output, array), numbers in arrays.items()
+    ]
+
+
+# Which groups of workers share something costly between runs (a communicator, mappings), and when it goes. Pure
+
+
+class RankGroup(NamedTuple):
+    """A group of ranks, or for an engine whose ranks map others' memory of all who take part."""
+
+    # Its number; never used again.
+    number: int
+    # Name of the engine that it belongs to.
+    engine: str
+    # Their addresses, those of ranks in their order.
+    workers: tuple[str, ...]
+
+
+class RankGroups:
+    """All groups of a cluster, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._groups: collections.OrderedDict[tuple[str, tuple[str, ...]], RankGroup] = collections.OrderedDict()
+        self._kept: dict[int, int] = {}
+        self._newest = 0
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._groups)
+
+    def orders(self, engines: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return the workers of each group that has a communicator, of some engines."""
+        return [
+            group.workers
+            for group in self._groups.values()
+            if group.engine in engines and ENGINES[group.engine].collective
+        ]
+
+    def use(self, engine: str, workers: tuple[str, ...]) -> RankGroup:
+        """Return the group of these workers, a new one if there is none."""
+        # The order of ranks is part of a communicator, and of nothing else that engines keep.
+        workers = workers if ENGINES[engine].collective else tuple(sorted(workers))
+        key = engine, workers
+        if key not in self._groups:
+            self._newest += 1
+            self._groups[key] = RankGroup(self._newest, engine, workers)
+        self._groups.move_to_end(key)
+        return self._groups[key]
+
+    def keeps(self, number: int, size: int) -> None:
+        """Note how many bytes each rank of a group keeps for its next run."""
+        self._kept[number] = size
+
+    def surplus(self, most: int, most_bytes: int | None = None) -> list[RankGroup]:
+        """Take out and return the least recently used ones, until no limit is exceeded."""
+        found = [self._groups.popitem(last=False)[1] for _ in range(len(self._groups) - most)]
+        while most_bytes is not None and len(self._groups) > 1:
+            total: collections.Counter[str] = collections.Counter()
+            for group in self._groups.values():
+                total.update(dict.fromkeys(group.workers, self._kept.get(group.number, 0)))
+            over = {address for address, size in total.items() if size > most_bytes}
+            *others, _ = self._groups.items()
+            oldest = next((key for key, g in others if self._kept.get(g.number) and over.intersection(g.workers)), None)
+            if oldest is None:
+                break
+            found.append(self._groups.pop(oldest))
+        self._kept = {group.number: self._kept.get(group.number, 0) for group in self._groups.values()}
+        return found
+
+    def drop(self, number: int) -> RankGroup | None:
+        """Take out and return one group, if it is there."""
+        for key, group in self._groups.items():
+            if group.number == number:
+                return self._groups.pop(key)
+        return None
+
+    def lose(self, address: str) -> list[RankGroup]:
+        """Take out and return the groups of a worker that is gone."""
+        gone = [key for key in self._groups if address in key[1]]
+        return [self._groups.pop(key) for key in gone]
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._groups.clear()
+
 
 # Which workers hold which chunks, as plans need it
 
@@ -43,8 +208,6 @@ if TYPE_CHECKING:
 # How long chunks may take from workers without this package to others, and how often that is looked at (seconds).
 _BRING_SECONDS = 60.0
 _LOOK_AT_HOLDERS = 0.01
-# The most axes that an array of NumPy has.
-_AXES = 64
 # Number of chunks that are looked up before others get the event loop again.
 _HOLDERS_AT_ONCE = 5000
 
@@ -117,7 +280,8 @@ class Holders:
         looked_up = itertools.count(1)
         for name, along in zip(names, counts, strict=True):
             found: list[int] = []
-            count = _chunk_count(along, len(self._scheduler.tasks))
+            # An array of more chunks than there are tasks is not there.
+            count = count if (count := math.prod(along)) <= len(self._scheduler.tasks) else None
             for place in itertools.product(*map(range, along)) if count else ():
                 if next(looked_up) % _HOLDERS_AT_ONCE == 0:
                     await asyncio.sleep(0)
@@ -135,15 +299,6 @@ class Holders:
                     break
             placed.append(np.array(found, np.int32).tobytes() if len(found) == count else None)
         return sources, placed
-
-
-def _chunk_count(along: Sequence[int], most: int) -> int | None:
-    """Return how many chunks an array has, from those along each axis; None if they are more than there are tasks."""
-    if not all(isinstance(n, int) and n >= 0 for n in along) or len(along) > _AXES:
-        raise ProtocolError(
-            f"counts must be at most {_AXES} numbers of chunks for each array, got {reprlib.repr(along)}"
-        )
-    return count if (count := math.prod(along)) <= most else None
 
 
 # Freezes a run: who takes part, which chunks lie where, and the plan that is made of both

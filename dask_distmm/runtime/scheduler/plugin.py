@@ -2,14 +2,40 @@
 
 A task that needs a function of this package can't be loaded by such a worker, which then closes its connection to the
 scheduler, and is gone with all that it holds.
+
+Multiplies whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended.
+
+Dask loads the inputs of a barrier without asking whether there is room for all of them at the same time. A worker that
+holds more than its pause threshold does not start tasks. When chunks that wait for a run have paused all workers, no
+task ever begins again.
+
+One key, one task: what a new graph asks for that the scheduler has already, from a graph of other parts of D.
+
+A chunk of D has one key, whichever chunks are wanted with it; the barrier that it depends on is that of a part of the
+multiply. The layer of D, which makes the parts, knows no other graph. So a new graph is looked at where the scheduler
+takes it up, with all its tasks:
+
+- a chunk that is there, or that a run is to make, stays with the barrier that it has;
+- the others of its part become a part of their own, which needs no more inputs than they do;
+- a chunk that is known, and that nobody waits for, goes to the barrier of the new graph;
+- a task of Dask's own, which Dask fuses with others in one graph and not in another, stays as it is.
+
+The order in which a group's products start: the longest first, on the scheduler.
+
+Dask orders tasks by the shape of the graph, and annotations with priorities do not survive its optimizer. So the
+order is in the keys, and this plugin deals the priorities that Dask has given to a group's tasks, and to all that
+they need, out again. Where it is missing everything works all the same, only in Dask's order.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
+from dask._task_spec import GraphNode
+from dask.utils import format_bytes
 from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps
@@ -18,25 +44,192 @@ from distributed.scheduler import TaskState, WorkerState
 from dask_distmm import compat
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
-from dask_distmm.errors import DistMMError, EngineError, ProtocolError
+from dask_distmm.errors import DistMMError, EngineError, ProjectedMemoryError, advice
 from dask_distmm.installing import install_command
-from dask_distmm.planning import Computation, Demand
+from dask_distmm.planning import Computation, Problem, plan_computation
+from dask_distmm.planning.planner import product_remedies
 from dask_distmm.runtime import direct, messages
-from dask_distmm.runtime.keys import barrier_name, gate_barrier, gate_key, is_tile, wave_of
-from dask_distmm.runtime.messages import NAME
+from dask_distmm.runtime.keys import (
+    GROUP_PREFIX,
+    ChunkTask,
+    barrier_name,
+    gate_barrier,
+    gate_key,
+    is_tile,
+    needed,
+    parse_group_key,
+    restricted,
+    wave_of,
+)
+from dask_distmm.runtime.messages import NAME, answering, listening
 from dask_distmm.runtime.run import History, Run
 from dask_distmm.runtime.scheduler import attachments
-from dask_distmm.runtime.scheduler.admission import Admission
-from dask_distmm.runtime.scheduler.barriers import Barrier
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
-from dask_distmm.runtime.scheduler.reconciling import reconcile
+from dask_distmm.runtime.scheduler.freezing import Barrier
 from dask_distmm.runtime.scheduler.records import Records, answer_progress
-from dask_distmm.runtime.wire import answering, listening
-from dask_distmm.runtime.worker.plugin import MISSING, for_any_worker
+from dask_distmm.runtime.scheduler.roster import Roster
+from dask_distmm.runtime.worker import MISSING, for_any_worker
 
-if TYPE_CHECKING:
-    from distributed import Scheduler
-    from distributed.scheduler import TaskState
+# Multiplies whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended
+
+
+# How often the scheduler looks whether any task continues (seconds).
+_LOOK = 1.0
+
+
+class Admission:
+    """Looks after barriers from when their graphs arrive until they are parked. On the scheduler's event loop."""
+
+    def __init__(
+        self, scheduler: Scheduler, roster: Roster, waiting: Callable[[], Iterable[tuple[TaskState, Computation]]]
+    ) -> None:
+        self._scheduler, self._roster, self._waiting = scheduler, roster, waiting
+        self._watch: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, ts: TaskState, problem: Computation) -> None:
+        """Look after a barrier, which has been made a moment ago."""
+        if self._watch is None or self._watch.done():
+            self._watch = asyncio.ensure_future(self._watch_all())
+        task = asyncio.ensure_future(self._admit(ts, problem))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _admit(self, ts: TaskState, problem: Computation) -> None:
+        """Fail a barrier whose multiply would exceed memory, before much of its inputs is loaded."""
+
+        async def planned() -> None:
+            # Where all is in memory the run's own plan counts it where it is.
+            if ts.state == "waiting":
+                engines, workers = await self._roster.choose(problem.demand)
+                await asyncio.to_thread(plan_computation, problem, workers, engine=engines)
+
+        try:
+            # Who is paused for good is left to the watch.
+            await self._roster.until_it_fits(planned, math.inf)
+        except ProjectedMemoryError as error:
+            if ts.state == "waiting":
+                direct.fail(self._scheduler, ts, error, f"distmm-memory-{ts.key}")
+        except DistMMError:
+            pass  # the reason may have gone when the inputs are there
+
+    async def _watch_all(self) -> None:
+        """End barriers whose inputs can never come, as long as there are barriers that wait."""
+        seen, since = -1, time()
+        while found := list(self._waiting()):
+            await asyncio.sleep(_LOOK)
+            if self._scheduler.transition_counter != seen:
+                seen, since = self._scheduler.transition_counter, time()
+            paused = stuck(self._scheduler.workers.values())
+            if not paused:
+                since = time()
+                continue
+            for ts, problem in found:
+                limit = problem.options.load_timeout
+                holding = [ws for ws in paused if any(dts in ws.has_what for dts in ts.dependencies)]
+                if time() - since < limit or ts.state != "waiting" or not holding:
+                    continue
+                remedies = product_remedies(problem) if isinstance(problem, Problem) else []
+                held = {ws.address: int(ws.memory.process) for ws in holding}
+                text = ", ".join(f"{address} holds {format_bytes(size)}" for address, size in held.items())
+                error = ProjectedMemoryError(
+                    f"the inputs of {problem.name} can't be loaded: for {limit:g} s (config distmm.timeouts.load) "
+                    f"nothing has gone on, since workers with chunks of it are paused: {text}. "
+                    f"{advice([*remedies, 'use a higher memory_limit'])}",
+                    held,
+                    {ws.address: ws.memory_limit for ws in holding},
+                )
+                direct.fail(self._scheduler, ts, error, f"distmm-stuck-{ts.key}")
+
+
+def stuck(workers: Iterable[Any]) -> list[WorkerState]:
+    """Return the paused workers if no worker can go on with anything; none if one can."""
+    paused = []
+    for ws in workers:
+        if ws.status.name == "paused":
+            paused.append(ws)
+        if ws.executing or (ws.status.name != "paused" and ws.processing):
+            return []
+    return paused
+
+
+# One key, one task: what a new graph asks for that the scheduler has already, from a graph of other parts of D
+
+
+def reconcile(
+    tasks: Mapping[Any, TaskState], graph: dict[Any, GraphNode], keys: Collection[Any], order: dict[Any, int]
+) -> list[TaskState]:
+    """Change a new graph, and known tasks, so that each key has one task; return tasks that lost a dependent."""
+    chunks = {key: task for key, task in graph.items() if isinstance(task, ChunkTask)}
+    # Dask's own tasks may make chunks of D, in a new graph as in one before.
+    if not chunks and not any(isinstance(tasks[key].run_spec, ChunkTask) for key in graph.keys() & tasks.keys()):
+        return []
+    known = {
+        key: ts
+        for key, task in graph.items()
+        if (ts := tasks.get(key)) is not None
+        and isinstance(ts.run_spec, GraphNode)
+        and ts.run_spec.dependencies != task.dependencies
+    }
+    kept = {key: ts.run_spec for key, ts in known.items() if key not in chunks or ts.state != "released"}
+    left: dict[Any, dict[Any, ChunkTask]] = {chunks[key].barrier: {} for key in kept if key in chunks}
+    for key, task in chunks.items():
+        if key not in kept and task.barrier in left:
+            left[task.barrier][key] = task
+    graph |= kept
+    for barrier, others in left.items():
+        if others and barrier in graph:
+            part = restricted(graph[barrier], others)
+            order |= {key: order[barrier] for key in part if key not in order and barrier in order}
+            graph |= part
+    for key in graph.keys() - needed(graph, keys).keys() if known else ():
+        del graph[key]
+    lost: list[TaskState] = []
+    for key, ts in known.items():
+        if key not in kept and key in graph and graph[key].dependencies != ts.run_spec.dependencies:
+            lost += direct.forget_run_spec(ts)
+    return lost
+
+
+# The order in which a group's products start: the longest first, on the scheduler
+
+
+class GroupOrder(SchedulerPlugin):  # type: ignore[misc]
+    """Lets products of a group start in the order of their ranks."""
+
+    name = "distmm-group-order"
+    idempotent = True
+
+    def update_graph(self, scheduler: Scheduler, *, tasks: Iterable[Any], **kwargs: Any) -> None:
+        """Reorder new tasks, before any of them starts."""
+        if not any(name.startswith(GROUP_PREFIX) for name in scheduler.task_prefixes):
+            return
+        ranks = {key: found for key in tasks if (found := parse_group_key(key)) is not None}
+        waiting = {key for key in tasks if scheduler.tasks[key].state in ("released", "waiting")}
+        needs = {key: [dts.key for dts in scheduler.tasks[key].dependencies if dts.key in waiting] for key in waiting}
+        priorities = {key: scheduler.tasks[key].priority for key in waiting}
+        for key, priority in new_priorities(ranks, needs, priorities).items():
+            scheduler.tasks[key].priority = priority
+
+
+def new_priorities(
+    ranks: Mapping[Any, Any], needs: Mapping[Any, Iterable[Any]], priorities: Mapping[Any, Any]
+) -> dict[Any, Any]:
+    """Deal priorities out again. Pure."""
+    dealt: dict[Any, None] = {}
+    for product in sorted((key for key in ranks if key in priorities), key=lambda key: ranks[key]):
+        found: set[Any] = set()
+        stack = [product]
+        while stack:
+            key = stack.pop()
+            if key in dealt or key in found:
+                continue
+            found.add(key)
+            stack += needs[key]
+        # In Dask's own order a task comes after the tasks that it needs.
+        dealt.update(dict.fromkeys(sorted(found, key=lambda key: priorities[key])))
+    return dict(zip(dealt, sorted(priorities[key] for key in dealt), strict=True))
+
 
 # Gates: the tasks that hold back a wave of a product, until the wave before the last one is over and D has left
 
@@ -47,8 +240,6 @@ _AHEAD = ("waiting", "no-worker", "processing", "queued")
 _AT_WORK = ("processing", "queued")
 # A gate in these states can be closed.
 _NOT_BEGUN = ("released", "waiting", "no-worker", "queued")
-# How often parked gates are kept from Dask's ``no-workers-timeout`` (seconds).
-_REFRESH = 0.5
 
 
 class Gates:
@@ -85,7 +276,7 @@ class Gates:
                 parked.append(ts)
         direct.unqueue(self._scheduler, parked, "distmm-gates-close")
         if found and (self._refreshing is None or self._refreshing.done()):
-            self._refreshing = asyncio.ensure_future(self._refresh())
+            self._refreshing = asyncio.ensure_future(direct.keep_parked(self._scheduler, self._closed))
 
     def transition(self, key: Any, finish: str) -> None:
         """Look at a gate whose barrier is over, or that has been parked."""
@@ -129,14 +320,6 @@ class Gates:
                     ready.append(ts)
         if ready:
             direct.free_restricted(self._scheduler, ready, "distmm-gates-open")
-
-    async def _refresh(self) -> None:
-        """Keep Dask's ``no-workers-timeout`` from ending closed gates."""
-        while self._closed and self._scheduler.no_workers_timeout:
-            for key in self._closed:
-                if (ts := self._scheduler.tasks.get(key)) is not None:
-                    direct.refresh(self._scheduler, ts)
-            await asyncio.sleep(min(_REFRESH, self._scheduler.no_workers_timeout / 4))
 
 
 def _taker_of(barrier: TaskState | None) -> Any:
@@ -298,23 +481,11 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def answer_roster(self, question: messages.RosterQuestion) -> messages.RosterReply:
         """Return the engines and workers that would multiply, and where chunks are."""
-        try:
-            engines, workers = await self.roster.choose(Demand.from_wire(question.demand))
-            sources, placed = await self.holders.known(workers, question.names, question.counts)
-            answer = messages.RosterReply(
-                "OK",
-                engines=list(engines),
-                workers=[worker.to_wire() for worker in workers],
-                sources=[worker.to_wire() for worker in sources],
-                placed=placed,
-                groups=self.groups.orders(engines),
-            )
-            marked: messages.RosterReply = self.replicas.mark(question.names, answer)
-            return marked
-        except DistMMError:
-            raise
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise ProtocolError(f"malformed question: {error!r}") from error
+        engines, workers = await self.roster.choose(question.demand)
+        sources, placed = await self.holders.known(workers, question.names, question.counts)
+        placed = self.replicas.everywhere(question.names, workers, placed)
+        found = {"engines": engines, "workers": workers, "sources": sources, "placed": placed}
+        return messages.RosterReply("OK", groups=self.groups.orders(engines), **found)
 
     async def answer_progress(self, question: messages.ProgressQuestion) -> messages.ProgressReply:
         """Return how far multiplies are."""

@@ -12,7 +12,7 @@ from dask.utils import format_bytes, format_time
 from distributed.metrics import time
 
 from dask_distmm.errors import ProtocolError
-from dask_distmm.programs.contracts import CONTRACTS
+from dask_distmm.programs.steps import CONTRACTS
 from dask_distmm.runtime.keys import barrier_key, barrier_name, wave_name, wave_of
 from dask_distmm.runtime.messages import ProgressLine, ProgressQuestion, ProgressReply
 from dask_distmm.runtime.run import Run
@@ -39,7 +39,7 @@ def answer_progress(
         lines = [progress_of(scheduler, list(runs), records, str(name)) for name in names]
     except TypeError as error:
         raise ProtocolError(f"malformed question: {error!r}") from error
-    return ProgressReply("OK", known=known, found=[dataclasses.astuple(line) for line in lines])
+    return ProgressReply("OK", known=known, found=lines)
 
 
 def find_names(scheduler: Scheduler, keys: Iterable[Any]) -> list[str]:

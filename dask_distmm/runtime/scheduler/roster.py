@@ -18,8 +18,7 @@ from dask_distmm.errors import (
 )
 from dask_distmm.installing import install_command
 from dask_distmm.planning import ENGINES, Demand, Worker
-from dask_distmm.runtime.messages import Begin, Describe, Description
-from dask_distmm.runtime.wire import ask, post
+from dask_distmm.runtime.messages import Begin, Describe, Description, ask, post
 
 if TYPE_CHECKING:
     from distributed import Scheduler

@@ -1,4 +1,6 @@
-"""The worker's end of the protocol: one run at a time on one engine thread.
+"""The worker's plugin.
+
+The worker's end of the protocol: one run at a time on one engine thread.
 
 Life of a run on a worker::
 
@@ -26,41 +28,42 @@ import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import cloudpickle
 import numpy as np
 from dask.utils import typename
+from distributed import Worker, WorkerPlugin
 from distributed.core import error_message
 from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps
 
+from dask_distmm import compat
 from dask_distmm._version import __version__
 from dask_distmm.comms import cross_memory
 from dask_distmm.comms.base import PeerLostError
 from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, contiguous, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
-from dask_distmm.errors import (
-    DistMMError,
-    EngineError,
-    MatrixError,
-    ProtocolError,
-    brief,
-    in_words,
-    raised_by_user,
-)
+from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError, brief, in_words, raised_by_user
 from dask_distmm.planning import ENGINES, Placement, plan_from_wire
 from dask_distmm.runtime import direct, messages
-from dask_distmm.runtime.chunk_tasks import unpack_tasks
-from dask_distmm.runtime.chunks import check_chunks, numbered, other_orders, ready_event
-from dask_distmm.runtime.messages import NAME, Aborted, Delivery, Done, Vote
-from dask_distmm.runtime.replicas import ReplicaStore
-from dask_distmm.runtime.run import History, summarize
-from dask_distmm.runtime.transfers import DaskComm, address_of
-from dask_distmm.runtime.wire import Message, Reply, answering, listening, post
-
-if TYPE_CHECKING:
-    from distributed import Worker
+from dask_distmm.runtime.chunks import check_chunks, numbered, other_orders, ready_event, unpack_tasks
+from dask_distmm.runtime.messages import (
+    NAME,
+    Delivery,
+    Describe,
+    Description,
+    Done,
+    Message,
+    Reply,
+    Vote,
+    answering,
+    listening,
+    post,
+)
+from dask_distmm.runtime.run import History, in_short, summarize
+from dask_distmm.runtime.transfers import DaskComm, ReplicaStore, address_of
 
 # The chunks that runs read from a worker's data, and those of D that they leave there
 
@@ -229,7 +232,7 @@ class WorkerService:
         register_serializers()
         worker.handlers.update(self.handlers)
         listeners: dict[type[Message], Callable[[Any], None]] = {
-            messages.End: lambda end: self.end(end.run_id, end.reason),
+            messages.Abort: lambda abort: self.end(abort.run_id, abort.reason),
             messages.Finish: lambda finish: self.finish(finish.run_id),
             messages.Forget: functools.partial(_forget, self.runs),
             messages.Gone: self.gone,
@@ -376,7 +379,7 @@ class WorkerService:
         )
         if log.isEnabledFor(logging.DEBUG):
             number = {address: rank for rank, address in enumerate(plan.workers)}.get(self.address, "none")
-            summary = summarize({self.address: done})
+            summary = in_short(summarize({self.address: done}))
             log.debug(
                 "run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, self.address, summary
             )
@@ -414,10 +417,10 @@ class WorkerService:
         with contextlib.suppress(RuntimeError):  # this worker is closing
             self.engine_thread.submit(forget)
 
-    async def abort(self, request: messages.Abort) -> Aborted:
+    async def abort(self, request: messages.Abort) -> Reply:
         """End a run here that has not succeeded; the answer is this worker's history of it."""
         self.end(request.run_id, request.reason)
-        return Aborted("OK", history=self.history.brief(request.run_id))
+        return Reply("OK", self.history.brief(request.run_id))
 
     def end(self, run_id: int, reason: str) -> None:
         """End a run here that has not succeeded; may be repeated."""
@@ -598,3 +601,75 @@ def _user_fields(error: BaseException, what: str) -> dict[str, Any]:
     texts = brief(message["traceback_text"], _LONG), brief(message["exception_text"], _LONG)
     fields = "error", "error_traceback", "traceback", "error_text"
     return {"message": brief(text), **dict(zip(fields, (*found, *texts), strict=True))}
+
+
+# The worker's plugin
+
+
+# The topic of Dask's events under which a worker says that it lacks this package.
+MISSING = f"{NAME}-missing"
+
+
+class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
+    """Puts a `WorkerService` on a worker. Installed by the scheduler's plugin, or by preload."""
+
+    name = NAME
+    idempotent = True
+
+    def setup(self, worker: Worker) -> None:
+        """Attach, once; a worker whose version of distributed lacks something says so when it describes itself."""
+        if missing := compat.missing_on_worker(worker):
+            _say_unfit(worker, compat.unsupported("on this worker", missing))
+        elif NAME not in worker.extensions:
+            worker.extensions[NAME] = WorkerService(worker)
+
+    def teardown(self, worker: Worker) -> None:
+        """Detach when the worker closes (a plugin that is only replaced keeps its `WorkerService`)."""
+        if compat.missing_on_worker(worker):
+            return
+        if worker.status.name in ("closing", "closing_gracefully", "closed", "failed"):
+            side = worker.extensions.pop(NAME, None)
+            if side is not None:
+                side.close()
+
+
+def _say_unfit(worker: Worker, reason: str) -> None:
+    """Answer the scheduler that this worker has no engine. Nothing is raised: the worker would not start."""
+
+    async def describe(request: Describe) -> Description:
+        return Description("OK", engines={name: {"error": reason} for name in ENGINES})
+
+    log.warning("%s", reason)
+    if hasattr(worker, "handlers"):
+        worker.handlers.update(answering(Describe, describe))
+    elif hasattr(worker, "log_event"):
+        worker.log_event(MISSING, {"worker": worker.address, "reason": reason})
+
+
+def for_any_worker() -> bytes:
+    """Return the plugin, pickled so that workers without this package can load it, too.
+
+    Such a worker says so, under the topic `MISSING`. With a plugin that it can't load it would not start.
+    """
+    topic = MISSING
+
+    # Of a local class pickles have all, and not the name of the module that has it.
+    class Installer(WorkerPlugin):  # type: ignore[misc]
+        idempotent = True
+        plugin: WorkerPlugin | None = None
+
+        def setup(self, worker: Worker) -> None:
+            try:
+                from dask_distmm.runtime.worker import DistMMWorkerPlugin
+            except ImportError as error:
+                worker.log_event(topic, {"worker": worker.address, "reason": str(error)})
+                return
+            self.plugin = DistMMWorkerPlugin()
+            self.plugin.setup(worker)
+
+        def teardown(self, worker: Worker) -> None:
+            if self.plugin is not None:
+                self.plugin.teardown(worker)
+
+    made: bytes = cloudpickle.dumps(Installer())
+    return made

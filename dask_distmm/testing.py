@@ -1,0 +1,464 @@
+"""For tests of this package and of engines: the numeric gate, a network in memory, the conformance suite.
+
+Every engine must pass `conformance`: fresh random inputs, every method, all chunk grids, orders and types,
+outputs and guard zones poisoned, inputs unchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.comms.base import Boxes
+from dask_distmm.config import read_options
+from dask_distmm.engines.base import GATHERED, REPLICA, ChunkKey, Engine, Job, ResultKey, Side
+from dask_distmm.engines.sources import SourceChunk
+from dask_distmm.numeric.epilogs import Formula
+from dask_distmm.numeric.types import dtype_from_name, operand_dtype
+from dask_distmm.planning import EVERYWHERE, Chunks, Placement, Plan, Problem, Worker, plan
+from dask_distmm.planning.distribution import FREE, Distributions
+
+__all__ = [
+    "LocalComm",
+    "RandomProblem",
+    "assert_large_product",
+    "assert_nothing_left",
+    "assert_product",
+    "conformance",
+    "make_problem",
+    "random_chunks",
+    "random_matrix",
+    "run_jobs",
+]
+
+
+# Random chunks and matrices of any supported type, and Problems of them
+
+
+def random_chunks(rng: np.random.Generator, length: int, most: int) -> tuple[int, ...]:
+    """Cut a length into up to `most` uneven chunks."""
+    cuts = np.unique(rng.integers(0, length + 1, size=int(rng.integers(0, most))))
+    return tuple(int(x) for x in np.diff([0, *cuts[(cuts > 0) & (cuts < length)], length]))
+
+
+def random_matrix(rng: np.random.Generator, shape: tuple[int, int], dtype: np.dtype, order: str) -> NDArray[Any]:
+    """Return a random matrix of any supported type, in C or F order."""
+    data: NDArray[Any]
+    if dtype.kind == "b":
+        data = rng.random(shape) < 0.1
+    elif dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        data = rng.integers(info.min, info.max, shape, dtype=dtype, endpoint=True)
+    elif dtype.kind == "c":
+        data = rng.standard_normal(shape) + 1j * rng.standard_normal(shape)
+    else:
+        data = rng.standard_normal(shape)
+    return np.asarray(data.astype(dtype), order=order)  # type: ignore[call-overload, no-any-return]
+
+
+def make_problem(
+    a_chunks: Chunks, b_chunks: Chunks, dtype: str = "float64", *, b_dtype: str | None = None, **changes: Any
+) -> Problem:
+    """Return a Problem with the configuration's options; `changes` overrides fields."""
+    b_dtype = b_dtype or dtype
+    fields: dict[str, Any] = {
+        "name": "test",
+        "a_chunks": a_chunks,
+        "b_chunks": b_chunks,
+        "out_chunks": (a_chunks[0], b_chunks[1]),
+        "a_dtype": dtype,
+        "b_dtype": b_dtype,
+        "dtype": operand_dtype(dtype_from_name(dtype), dtype_from_name(b_dtype)).name,
+        "method": "auto",
+        "engine": "auto",
+        "workers": None,
+        "same": False,
+        "options": read_options(),
+    }
+    return Problem(**(fields | changes))
+
+
+# Checks of products, and of clusters after them
+
+
+def assert_large_product(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any]) -> None:
+    """Check ``c == a @ b`` times a random vector, where `assert_product` in extended precision would take minutes.
+
+    Parameters
+    ----------
+    a, b, c
+        Matrices (m, k), (k, n) and (m, n) of float32 or float64.
+
+    Raises
+    ------
+    AssertionError
+        Some row is outside of 16 eps ``|a| |b| |v|`` for a vector v, or NaN.
+    """
+    v, eps = np.random.default_rng().standard_normal(c.shape[1]), np.finfo(a.dtype).eps
+    a, b, c = (x.astype(float) for x in (a, b, c))
+    bound = 16 * eps * (abs(a) @ (abs(b) @ abs(v)))
+    assert (abs(c @ v - a @ (b @ v)) <= bound).all(), "a product is wrong"
+
+
+def assert_product(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], *, factor: float = 16.0) -> None:
+    """Check ``c == a @ b`` by the gate of the PBLAS testers.
+
+    Elementwise ``|c - ref| <= factor * eps * sum_k |a_ik| |b_kj|`` plus half a unit in the last place of c's
+    type, with eps of the type that is summed in or of c, whichever is coarser, and ref computed in a higher
+    precision. Integers and bool must be equal (integers modulo their range, as NumPy's are).
+
+    Parameters
+    ----------
+    a, b, c
+        Matrices (m, k), (k, n), (m, n).
+    factor
+        Multiple of eps that is let through.
+
+    Raises
+    ------
+    AssertionError
+        Some element is outside the gate, or NaN where the reference is not; type or shape is wrong.
+    """
+    dtype = np.result_type(a.dtype, b.dtype)
+    assert c.dtype == dtype, f"type {c.dtype}, expected {dtype}"
+    assert c.shape == (a.shape[0], b.shape[1]), f"shape {c.shape}, expected {(a.shape[0], b.shape[1])}"
+    if dtype.kind in "biu":
+        np.testing.assert_array_equal(c, np.matmul(a.astype(dtype), b.astype(dtype)))
+        return
+    narrow = dtype.itemsize == 2
+    high = np.clongdouble if dtype.kind == "c" else (np.float64 if narrow else np.longdouble)
+    ref = np.matmul(a.astype(high), b.astype(high))
+    real = np.float64 if narrow else np.longdouble
+    magnitude = np.matmul(np.abs(a.astype(high)).astype(real), np.abs(b.astype(high)).astype(real))
+    if narrow:
+        eps = float(np.finfo(np.float32).eps)
+        own = 2.0**-10 if dtype == np.float16 else 2.0**-7
+        half_ulp = 0.5 * own * np.abs(ref) + (2.0**-25 if dtype == np.float16 else 0.0)
+        bound = factor * eps * magnitude + half_ulp * (1 + factor * eps)
+    else:
+        eps = float(np.finfo(dtype).eps)
+        bound = factor * eps * magnitude
+    error = np.abs(c.astype(high) - ref)
+    good = error <= bound
+    assert good.all(), (
+        f"{np.count_nonzero(~good)} of {good.size} elements are outside the gate; "
+        f"worst: {float(np.nanmax(np.where(good, 0, error))):.3g}; NaN: {int(np.isnan(c.astype(high)).sum())}"
+    )
+
+
+def _left_on_worker(dask_worker: Any) -> dict[str, int]:
+    side = dask_worker.extensions.get("distmm")
+    names = ("runs", "chunks", "progress", "replicas")
+    return {} if side is None else {name: len(getattr(side, name)) for name in names}
+
+
+def _left_on_scheduler(dask_scheduler: Any) -> dict[str, int]:
+    plugin = dask_scheduler.plugins.get("distmm")
+    if plugin is None:
+        return {}
+    # A barrier that has failed is Dask's to forget, when nobody holds the exception any more.
+    barriers = sum(barrier.ts.state != "erred" for barrier in plugin.barriers.values())
+    return {"runs": len(plugin.queue), "barriers": barriers, "replicas": len(plugin.replicas)}
+
+
+def assert_nothing_left(client: Any, timeout: float = 20.0) -> None:
+    """Wait until neither workers nor scheduler keep anything of a multiply whose result nobody holds any more.
+
+    Raises
+    ------
+    AssertionError
+        Something is still there after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        gc.collect()
+        found = {**client.run(_left_on_worker), "scheduler": client.run_on_scheduler(_left_on_scheduler)}
+        left = {where: what for where, what in found.items() if any(what.values())}
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
+
+
+# A network in memory, and runs of a plan over it with a thread for each participant
+
+
+class LocalComm:
+    """A network in memory: `Comm` for jobs that run as threads of one process.
+
+    Parameters
+    ----------
+    jobs
+        Filled by the caller, one job for each participant.
+    hook
+        Called as ``hook(peer, kind)`` before a request is served; may raise or wait, to inject faults.
+    """
+
+    def __init__(self, jobs: Sequence[Job[Any]], hook: Callable[[int, str], None] = lambda peer, kind: None) -> None:
+        self.jobs, self.hook = jobs, hook
+        self.pool = ThreadPoolExecutor(8, thread_name_prefix="local-comm")
+        self.requests: list[tuple[int, str, int]] = []
+        self.received_bytes = 0
+        self._lock = threading.Lock()
+
+    def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
+        """Ask a peer, which checks the request; answered by a thread once the peer is ready."""
+        answer: Future[Sequence[NDArray[Any]]] = Future()
+        with self._lock:
+            self.requests.append((peer, kind, len(boxes)))
+
+        def serve(ready: Future[None]) -> None:
+            try:
+                ready.result()
+                self.hook(peer, kind)
+                self.jobs[peer].plan.check_boxes(kind, boxes)
+                # Copies, as a network makes: a peer must not see later changes of ours.
+                answer.set_result([x.copy(order="K") for x in self.jobs[peer].serve(kind, boxes, flat)])
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self.jobs[peer].available(kind, boxes).add_done_callback(lambda ready: self.pool.submit(serve, ready))
+        return answer
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self.pool.shutdown()
+
+
+def run_jobs(
+    engine: Engine,
+    made: Placement,
+    chunks: Mapping[ChunkKey, NDArray[Any]],
+    timeout: float = 60.0,
+    sources: Callable[[int], Mapping[ChunkKey, SourceChunk]] = lambda rank: {},
+) -> dict[ResultKey, NDArray[Any]]:
+    """Run a plan with one thread a participant; return the chunks of its outputs by name and number, D's name is "".
+
+    Replicas that ranks bring are compared with the chunks of the owners, gathered chunks with those that were given.
+    `sources` returns the chunks that a rank makes itself.
+    """
+    jobs: list[Job[Any]] = []
+    comm = LocalComm(jobs)
+    where = made.where
+    try:
+        for me in range(len(made.participants)):
+            mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] in (me, EVERYWHERE)}
+            making = sources(made.ranks.index(me)) if me in made.ranks else {}
+            jobs.append(engine.job(Side(made, me, {**mine, **making}, comm)))
+        for job in jobs:
+            job.prepare()
+        offers = [job.offer for job in jobs]
+        for job in jobs:
+            job.accept(offers)
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            futures = [pool.submit(job.execute) for job in jobs]
+            result: dict[ResultKey, NDArray[Any]] = {}
+            replicas: list[tuple[int, NDArray[Any]]] = []
+            finished, waiting = wait(futures, timeout, return_when=FIRST_EXCEPTION)
+            failed = [error for future in finished if (error := future.exception())]
+            if failed or waiting:
+                error = failed[0] if failed else TimeoutError(f"{len(waiting)} jobs hang")
+                for job in jobs:
+                    job.abort(error)
+                raise error
+            for future in futures:
+                part = dict(future.result())
+                copies = [key for key in part if key[0] == REPLICA]
+                replicas += [(key[1], part.pop(key)) for key in copies]
+                for number in [number for name, number in part if name == GATHERED]:
+                    gathered = part.pop((GATHERED, number))
+                    np.testing.assert_array_equal(gathered, chunks[made.kept[-1], number], strict=True)
+                own = [key for key in part if not key[0]]
+                assert not copies or len(own) + len(copies) == made.problem.outputs[0].count, "a rank lacks chunks"
+                assert not set(part) & set(result), "two ranks own one chunk"
+                result.update(part)
+            for index, copy in replicas:
+                assert copy.dtype == result["", index].dtype
+                assert copy.shape == result["", index].shape
+                assert copy.tobytes("C") == result["", index].tobytes("C"), f"the replica of chunk {index} differs"
+        return result
+    finally:
+        comm.close()
+
+
+# The conformance suite: one random problem, and everything checked about its result
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomProblem:
+    """A kind of problem that an engine has to multiply.
+
+    Parameters
+    ----------
+    dtype, b_dtype
+        Type of A, and of B; B's is A's if it is None.
+    shape
+        m, n, k.
+    orders
+        Memory order of the chunks of A and B, ``"C"`` or ``"F"`` each.
+    transposed
+        Whether chunks are views of a transposed matrix (as Dask's ``A.T`` gives), of A and B.
+    most_chunks
+        Up to this many uneven chunks along each axis.
+    own_out_chunks
+        Give D chunks of its own instead of those of A and B.
+    sources
+        Participants that hold chunks but are not ranks.
+    pack_below
+        The option of that name, in bytes: with 0 the engine uses all chunks as they lie.
+    distributions
+        Asked for A, B and D.
+    everywhere
+        Operands that all participants have, as ``"a"``, ``"b"`` or ``"ab"``.
+    replicated
+        Whether all of D is to be on all workers in the end.
+    conjugated
+        Whether the conjugates of A and B are multiplied.
+    seed
+        Of the inputs; fresh if None (and named if something fails).
+    """
+
+    dtype: str = "float64"
+    b_dtype: str | None = None
+    shape: tuple[int, int, int] = (67, 59, 71)
+    orders: str = "CC"
+    transposed: tuple[bool, bool] = (False, False)
+    most_chunks: int = 5
+    own_out_chunks: bool = False
+    sources: int = 0
+    pack_below: int = 384
+    distributions: Distributions = FREE
+    everywhere: str = ""
+    replicated: bool = False
+    conjugated: tuple[bool, bool] = (False, False)
+    seed: int | None = None
+
+    def problem(self, rng: np.random.Generator, method: str) -> Problem:
+        """Return the problem in random chunks."""
+        (m, n, k), most = self.shape, self.most_chunks
+        a_chunks = (random_chunks(rng, m, most), random_chunks(rng, k, most))
+        b_chunks = (random_chunks(rng, k, most), random_chunks(rng, n, most))
+        out = (a_chunks[0], b_chunks[1])
+        if self.own_out_chunks:
+            out = (random_chunks(rng, m, most), random_chunks(rng, n, most))
+        return make_problem(
+            a_chunks,
+            b_chunks,
+            self.dtype,
+            b_dtype=self.b_dtype,
+            method=method,
+            out_chunks=out,
+            options=dataclasses.replace(read_options(), pack_below=self.pack_below, panel_bytes=2**14),
+            distributions=self.distributions,
+            conjugated=self.conjugated,
+            formula=Formula(epilog="allreduce" if self.replicated else ""),
+        )
+
+    def matrices(self, rng: np.random.Generator, problem: Problem) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return random A and B."""
+        a, b = (
+            random_matrix(rng, size, dtype_from_name(name), order)
+            for size, name, order in (
+                ((problem.m, problem.k), problem.a_dtype, self.orders[0]),
+                ((problem.k, problem.n), problem.b_dtype, self.orders[1]),
+            )
+        )
+        return a, b
+
+    def owners(self, rng: np.random.Generator, problem: Problem, participants: int) -> list[NDArray[np.int32]]:
+        """Return for A and B which participant has each chunk."""
+        found = []
+        for operand, sizes in (("a", problem.a_chunks), ("b", problem.b_chunks)):
+            where = rng.integers(0, participants, size=len(sizes[0]) * len(sizes[1])).astype(np.int32)
+            found.append(np.full_like(where, EVERYWHERE) if operand in self.everywhere else where)
+        return found
+
+
+def conformance(engine: Engine | Any, method: str, nranks: int, dtype: str = "float64", **options: Any) -> Plan:
+    """Multiply one random problem with an engine and check everything about the result.
+
+    Parameters
+    ----------
+    engine, method, nranks, dtype
+        The engine that is tested, a method, a number of ranks, and the type of A and D. For an engine that needs
+        processes, instead of it a function ``run(problem, nranks, chunks, where)`` that returns the chunks of D by
+        number.
+    options
+        The other fields of `RandomProblem`.
+
+    Returns
+    -------
+    Plan
+        The plan that ran.
+    """
+    case = RandomProblem(dtype, **options)
+    seed = int(np.random.SeedSequence().generate_state(1)[0]) if case.seed is None else case.seed
+    rng = np.random.default_rng(seed)
+    problem = case.problem(rng, method)
+    a, b = case.matrices(rng, problem)
+    chunks = _with_guards("a", a, problem.a_chunks, case.transposed[0])
+    chunks |= _with_guards("b", b, problem.b_chunks, case.transposed[1])
+    before = {key: _checksum(chunk.base) for key, chunk in chunks.items()}
+    where = case.owners(rng, problem, nranks + case.sources)
+    made = plan(
+        problem,
+        [Worker(f"w{index}") for index in range(nranks)],
+        dict(zip("ab", where, strict=True)),
+        sources=[Worker(f"s{index}") for index in range(case.sources)],
+        engine="numpy" if callable(engine) else engine.name,
+        replica_runs=(int("a" in case.everywhere), int("b" in case.everywhere)),
+    )
+    made = Plan.from_wire(made.to_wire())
+    try:
+        if callable(engine):
+            result = engine(problem, nranks, chunks, where)
+        else:
+            result = {number: chunk for (name, number), chunk in run_jobs(engine, made, chunks).items() if not name}
+        left, right = (x.conj() if conj else x for x, conj in zip((a, b), case.conjugated, strict=True))
+        assert_product(left, right, _whole(made, result))
+        after = {key: _checksum(chunk.base) for key, chunk in chunks.items()}
+        assert after == before, "inputs or the guard zones around them were changed"
+    except AssertionError as error:
+        raise AssertionError(f"{error} (seed={seed}, {made!r})") from error
+    return made
+
+
+def _whole(made: Plan, chunks: dict[int, NDArray[Any]]) -> NDArray[Any]:
+    """Put D together from its chunks, each of which has to be there in its shape."""
+    nrows, ncols = made.problem.chunk_counts("d")
+    assert sorted(chunks) == list(range(nrows * ncols)), "chunks are missing"
+    for index, chunk in chunks.items():
+        r0, r1, c0, c1 = made.chunk_rect(index)
+        assert chunk.shape == (r1 - r0, c1 - c0)
+    return np.block([[chunks[i * ncols + j] for j in range(ncols)] for i in range(nrows)])
+
+
+def _with_guards(operand: str, matrix: NDArray[Any], sizes: Chunks, transposed: bool) -> dict[ChunkKey, NDArray[Any]]:
+    """Cut a matrix into chunks that lie in larger, poisoned arrays."""
+    found: dict[ChunkKey, NDArray[Any]] = {}
+    rows, cols = (np.concatenate([[0], np.cumsum(s)]) for s in sizes)
+    for i in range(len(sizes[0])):
+        for j in range(len(sizes[1])):
+            part = matrix[rows[i] : rows[i + 1], cols[j] : cols[j + 1]]
+            order = "F" if matrix.flags.f_contiguous and not matrix.flags.c_contiguous else "C"
+            part = part.T if transposed else part
+            poison = np.nan if matrix.dtype.kind in "fcV" else 1
+            padded = np.full((part.shape[0] + 2, part.shape[1] + 2), poison, matrix.dtype, order=order)  # type: ignore[call-overload]
+            padded[1:-1, 1:-1] = part
+            view = padded[1:-1, 1:-1]
+            found[operand, i * len(sizes[1]) + j] = view.T if transposed else view
+    return found
+
+
+def _checksum(data: NDArray[Any] | None) -> int:
+    assert data is not None
+    return zlib.crc32(data.tobytes())
