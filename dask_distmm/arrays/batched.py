@@ -1,6 +1,4 @@
-"""Operands of more than two dimensions: the choice between plain tasks and collective runs.
-
-How a batch is computed: plain tasks of whole items, or collective runs that are put together.
+"""Operands of more than two dimensions: plain tasks of whole items, or collective runs that are put together.
 
 ::
 
@@ -10,7 +8,7 @@ How a batch is computed: plain tasks of whole items, or collective runs that are
     A[0]  B[0] -> barrier -> D[0]      collective: a run for each item, stacked;
     A[1]  B[1] -> barrier -> D[1]      one run for all if they share A or B
 
-Products that are asked for together: one series of waves where they do not fit into memory at once.
+Products that are asked for together are one series of waves where they do not fit into memory at once.
 """
 
 from __future__ import annotations
@@ -229,7 +227,7 @@ def _stack(arrays: Mapping[Sizes, da.Array], batch: Sizes, before: Sizes = ()) -
     return da.stack([_stack(arrays, batch, (*before, i)) for i in range(batch[len(before)])])
 
 
-# Products that are asked for together: one series of waves where they do not fit into memory at once
+# Series of waves
 
 
 def in_series(requests: Sequence[Request], sources: Sequence[tuple[da.Array, da.Array]]) -> list[Scheme] | None:
@@ -323,7 +321,7 @@ def _numbered(schemes: Sequence[Scheme], problems: Sequence[Problem]) -> list[Sc
     return found
 
 
-# Operands of more than two dimensions: the choice between plain tasks and collective runs
+# The choice
 
 
 def task_options() -> tuple[int, float]:

@@ -10,24 +10,21 @@ Dask has no hook for this. All its ways to multiply end in three functions, each
 ``da.einsum``, ``np.einsum``, xarray      ``dask.array.einsum``
 ========================================  ==================================
 
-While enabled, these names hold functions of ours, which pass all other calls on unchanged; so do those of the functions
-of ``dask.array.linalg`` in `dask_distmm.arrays.linalg.routed`, in which most of NumPy's of the same names end. Others
-of ``np.linalg``, which Dask lacks or which mean something else there, are in `dask_distmm.arrays.dispatch`.
+While enabled, these names hold functions of ours, which pass all other calls on unchanged; so do those of the
+functions of ``dask.array.linalg`` in `dask_distmm.arrays.linalg.routed`, in which most of NumPy's of the same names
+end. Others of ``np.linalg``, which Dask lacks or which mean something else there, go by ``Array.__array_function__``.
 Arrays of other kinds, which have names of their own, are in `dask_distmm.arrays.kinds`. ``rechunk`` does what it did,
 and is noted for products (`dask_distmm.arrays.outputs`).
 
-Contractions of arrays of any number of dimensions, as products of matrices whose axes are several of theirs.
-
-The kept axes of a chunk of A become its rows and the summed ones its columns; of B's the other way around. Elements of
+Contractions of arrays of any number of dimensions are products of matrices, each of whose axes stands for several. The
+kept axes of a chunk of A become its rows and the summed ones its columns; of B's the other way around. Elements of
 such an axis are in the order of the chunks, and within a chunk in its own: a product takes any order of what it sums
 over, as long as A and B have the same, and the chunks of D are taken apart again. So no chunk is cut, and each rank's
 part is a GEMM of reshaped chunks.
 
-NumPy's functions that are matrix products, or factorizations, on Dask arrays: lazily, and as NumPy means them.
-
-NumPy asks ``Array.__array_function__``. That calls Dask's function of the same name, which may mean something else
+``Array.__array_function__``, which NumPy asks, calls Dask's function of the same name, which may mean something else
 (``cholesky``), or computes the arrays, gathers them in this process and has NumPy multiply them here. While
-`dask_distmm.enable` is in force these functions come before both.
+`dask_distmm.enable` is in force functions of ours come before both: lazy, and as NumPy means them.
 """
 
 from __future__ import annotations
@@ -70,7 +67,7 @@ from dask_distmm.engines.base import log
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
 from dask_distmm.runtime.chunks import array_kind
 
-# Contractions of arrays of any number of dimensions, as products of matrices whose axes are several of theirs
+# Contractions
 
 
 Sizes = tuple[int, ...]
@@ -225,7 +222,7 @@ def _array(name: str, graph: dict[Any, Any], x: Array, chunks: Sequence[Sizes]) 
     return da.Array(made, name, tuple(chunks), meta=meta_from_array(x._meta, ndim=len(chunks)), dtype=x.dtype)
 
 
-# NumPy's functions that are matrix products, or factorizations, on Dask arrays: lazily, and as NumPy means them
+# NumPy's functions
 
 
 def _left_to_numpy(*given: Any) -> bool:

@@ -1,6 +1,4 @@
-"""Why a product is left to Dask's own function.
-
-Products of arrays with sparse chunks, by tasks: Dask's own functions have none. The sparse operand stays as it is.
+"""Products that are not runs: why one is left to Dask's own function, and those of sparse chunks, which Dask lacks.
 
 A chunk of the result is the sum of products of chunks. Chunks of a sparse operand are not cut, and each is used where
 it is; a dense operand is cut as the other one along the axis that is summed over. Where that is one chunk, as of tall
@@ -32,7 +30,7 @@ from dask_distmm.planning import ENGINES
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
 
-# Products of arrays with sparse chunks, by tasks: Dask's own functions have none. The sparse operand stays as it is
+# Sparse chunks
 
 
 def is_sparse(x: Array) -> bool:

@@ -7,8 +7,7 @@ own ``persist`` would; `like` wraps what was made of it in an array of its kind 
 A third kind are Dask's own arrays whose chunks are tensors of PyTorch: a task a chunk, which copies nothing, turns a
 tensor into a NumPy or CuPy array, and a chunk of the result into a tensor.
 
-Tensors of PyTorch, and arrays of other packages that speak DLPack, as NumPy or CuPy arrays of the same memory.
-
+Tensors of PyTorch, and arrays of other packages that speak DLPack, become NumPy or CuPy arrays of the same memory.
 Neither NumPy nor CuPy takes tensors of bfloat16 and FP8 by DLPack: these are passed as integers of as many bits, and
 seen as their type again on the other side.
 """
@@ -37,7 +36,7 @@ from dask_distmm.numeric.sparse import compressed, sparse_package
 from dask_distmm.numeric.types import FP8, dtype_from_name
 from dask_distmm.runtime.chunks import array_kind
 
-# Tensors of PyTorch, and arrays of other packages that speak DLPack, as NumPy or CuPy arrays of the same memory
+# Tensors
 
 
 # Types that DLPack does not carry everywhere, and those of as many bits that it does.
@@ -162,7 +161,7 @@ def to_torch(array: da.Array | str, worker: Any = None) -> dict[tuple[int, ...],
     return {key[1:]: x if is_tensor(x := worker.data[key]) else tensor_of(x) for key in here}
 
 
-# Arrays of other kinds than ``dask.array.core.Array``, in which everything here is written
+# Arrays
 
 
 P = ParamSpec("P")

@@ -1,13 +1,10 @@
 """``plan(problem, roster)``: look at every way to run a problem, take the fastest that fits into memory.
 
-Bytes received depend on where the chunks already lie: ranks are matched to workers so that as many bytes as
-possible are at home (a linear assignment problem).
+Bytes received depend on where the chunks already lie: ranks are matched to workers so that as many bytes as possible
+are at home (a linear assignment problem). `plan_computation` plans all kinds of computations.
 
-The kinds of computations: which class a message means, and who plans it.
-
-Distributions by hand: which ways to run a problem have the tiles that were asked for, and where tiles lie. Pure.
-
-The tiles of each way, on cuBLASMp (`tiles.py` says why) and on the other engines, numpy and peer:
+The tiles of each way, for distributions that were asked for, on cuBLASMp (`tiles.py` says why) and on the other
+engines, numpy and peer:
 
 ===============  ============================================  =======================  =======================
 method, grid     A                                             B                        D
@@ -52,10 +49,10 @@ from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
 
-# Distributions by hand: which ways to run a problem have the tiles that were asked for, and where tiles lie. Pure
+# Distributions
 
 
-# The ways to share a multiply among P workers
+# Candidates
 
 
 def candidates(problem: Problem, nworkers: int, method: str = "auto") -> Iterator[tuple[str, tuple[int, int, int]]]:
@@ -97,7 +94,7 @@ def grids(m: int, n: int, k: int, count: int, method: str) -> Iterator[tuple[str
         yield "allreduce", (1, 1, count)
 
 
-# Distributions by hand: which ways to run a problem have the tiles that were asked for, and where tiles lie. Pure
+# Distributions
 
 
 _Side = tuple[int, int | None]  # parts along an axis, and the size of a block; None for any
@@ -255,7 +252,7 @@ def operand_tiles(plan: Plan) -> dict[str, tuple[Chunks, NDArray[np.int64]]]:
 # ``plan(problem, roster)``: look at every way to run a problem, take the fastest that fits into memory
 
 
-# The cluster as one plan sees it: who can multiply, and where the chunks of A and B are
+# The cluster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +286,7 @@ class Situation:
         return {name: np.frombuffer(found, np.int32) for name, found in raw.items() if found is not None}
 
 
-# All of D, or of an operand, on every worker besides its chunks: what that costs a plan. Pure
+# Replicas
 
 
 # Between GPUs chunks of this many bytes travel by themselves, smaller ones packed: in one vector to each rank.

@@ -1,6 +1,4 @@
-"""The worker's plugin.
-
-The worker's end of the protocol: one run at a time on one engine thread.
+"""The worker's end of the protocol, and its plugin: one run at a time on one engine thread.
 
 Life of a run on a worker::
 
@@ -65,7 +63,7 @@ from dask_distmm.runtime.messages import (
 from dask_distmm.runtime.run import History, in_short, summarize
 from dask_distmm.runtime.transfers import DaskComm, ReplicaStore, address_of
 
-# The chunks that runs read from a worker's data, and those of D that they leave there
+# Chunks
 
 
 # Number of chunks that are handed to Dask before others get the event loop again.
@@ -178,7 +176,7 @@ class ChunkStore:
             direct.let_go(self._worker, [key for key in keys if key not in later], run_id)
 
 
-# The worker's end of the protocol: one run at a time on one engine thread
+# The service
 
 
 A = TypeVar("A", bound=Reply)

@@ -1,7 +1,4 @@
-"""Plans as text.
-
-Plans of factorizations, of programs, and of results that take several runs, as text.
-"""
+"""Plans as text: of products, waves, factorizations, programs, and results that take several runs."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from dask_distmm.planning.program import ProgramPlacement, ProgramProblem
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.programs.steps import Loop
 
-# Products in waves as text
+# Waves
 
 
 _HOW = {
@@ -54,7 +51,7 @@ def waves_text(made: WavePlan) -> str:
     return "\n".join(lines)
 
 
-# Plans as text
+# Products
 
 
 def _grid(grid: tuple[int, int, int]) -> str:
@@ -263,7 +260,7 @@ def reason_text(made: NotCollective) -> str:
     return f"Dask's own matmul would run: {made.reason}"
 
 
-# Plans of factorizations, of programs, and of results that take several runs, as text
+# Factorizations, programs, several runs
 
 
 _WHAT = {

@@ -1,17 +1,15 @@
 """The scheduler's plugin: Dask's hooks and our handlers. A `Coordinator` sees runs through.
 
-A task that needs a function of this package can't be loaded by such a worker, which then closes its connection to the
-scheduler, and is gone with all that it holds.
+A worker without this package can't load a task that needs a function of it: it would close its connection to the
+scheduler, and be gone with all that it holds. So such tasks are kept from it.
 
-Multiplies whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended.
-
-Dask loads the inputs of a barrier without asking whether there is room for all of them at the same time. A worker that
+Products whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended. Dask
+loads the inputs of a barrier without asking whether there is room for all of them at the same time. A worker that
 holds more than its pause threshold does not start tasks. When chunks that wait for a run have paused all workers, no
 task ever begins again.
 
-One key, one task: what a new graph asks for that the scheduler has already, from a graph of other parts of D.
-
-A chunk of D has one key, whichever chunks are wanted with it; the barrier that it depends on is that of a part of the
+One key has one task, also where a new graph asks for what the scheduler has from a graph of other parts of D. A chunk
+of D has one key, whichever chunks are wanted with it; the barrier that it depends on is that of a part of the
 multiply. The layer of D, which makes the parts, knows no other graph. So a new graph is looked at where the scheduler
 takes it up, with all its tasks:
 
@@ -20,11 +18,10 @@ takes it up, with all its tasks:
 - a chunk that is known, and that nobody waits for, goes to the barrier of the new graph;
 - a task of Dask's own, which Dask fuses with others in one graph and not in another, stays as it is.
 
-The order in which a group's products start: the longest first, on the scheduler.
-
-Dask orders tasks by the shape of the graph, and annotations with priorities do not survive its optimizer. So the
-order is in the keys, and this plugin deals the priorities that Dask has given to a group's tasks, and to all that
-they need, out again. Where it is missing everything works all the same, only in Dask's order.
+Of a group's products the longest starts first. Dask orders tasks by the shape of the graph, and annotations with
+priorities do not survive its optimizer. So the order is in the keys, and this plugin deals the priorities that Dask
+has given to a group's tasks, and to all that they need, out again. Where it is missing everything works all the same,
+only in Dask's order.
 """
 
 from __future__ import annotations
