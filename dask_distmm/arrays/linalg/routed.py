@@ -80,7 +80,9 @@ def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: Any = "gen") -> Any:
     dasks = _by_lu(a, blocks)
     if assume_a != "gen":
         dasks = "good" if assume_a == "pos" and blocks else "none"
-    return _take(lambda: solutions.solve(a, b, assume_a=assume_a), a, b, dasks=dasks)
+    # Stacks take no structure, so none is passed where none was.
+    given = None if assume_a == "gen" else assume_a
+    return _take(lambda: solutions.solve(a, b, assume_a=given), a, b, dasks=dasks)
 
 
 def _solve_triangular(a: Any, b: Any, lower: bool = False) -> Any:
