@@ -231,7 +231,9 @@ def test_as_numpy_has_them(dtype):
         np.testing.assert_allclose(linalg.cond(lazy(square), p), np.linalg.cond(square, p), **close)
     assert linalg.cond(lazy(a * 0)).compute() == np.inf
     assert linalg.matrix_rank(lazy(a), rtol=rtol).compute() == np.linalg.matrix_rank(a, rtol=rtol) == 20
-    assert linalg.matrix_rank(lazy(h), hermitian=True, tol=rtol).compute() == 20
+    # An eigenvalue that is drawn may be small.
+    expected = np.linalg.matrix_rank(h, hermitian=True, tol=rtol)
+    assert linalg.matrix_rank(lazy(h), hermitian=True, tol=rtol).compute() == expected
     assert linalg.matrix_rank(lazy(square)).compute() == 30
     x = linalg.pinv(lazy(a), rtol=rtol).compute()
     assert_pseudoinverse(a, x)
