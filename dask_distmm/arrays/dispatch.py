@@ -462,7 +462,7 @@ def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
         out = "".join(x for x in first + second if (x in first) != (x in second))
         result = contract(a, first, b, second, out, _product)
     if result is NotImplemented and isinstance(axes, Iterable) and any(np.min(x, initial=0) < 0 for x in axes):
-        return dask.array.routines.tensordot(a, b, axes=found)
+        return dask_tensordot(a, b, axes=found)
     return result
 
 

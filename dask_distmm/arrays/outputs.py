@@ -42,8 +42,18 @@ from dask_distmm.runtime.keys import output_name
 
 # Arrays beside A and B by name, each of two dimensions, or more for a batch.
 Extras = Sequence[tuple[str, da.Array]]
-# By the names of rechunked arrays the name and the chunks of what they were made of; the latest ones.
-_rechunked: collections.OrderedDict[str, tuple[str, Chunks]] = collections.OrderedDict()
+class Source(NamedTuple):
+    """What a view is made of, by name."""
+
+    name: str
+    # Its chunks, where they do not follow from those of the view.
+    chunks: Chunks | None = None
+    turned: bool = False
+    conjugated: bool = False
+
+
+# By the names of views; the latest ones.
+_sources: collections.OrderedDict[str, Source] = collections.OrderedDict()
 _NOTED = 10_000
 
 
@@ -76,10 +86,15 @@ def rechunk(x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     found = dask_rechunk(x, *args, **kwargs)
     if x.ndim == 2 and found.name != x.name:
-        _rechunked[found.name] = x.name, x.chunks
-        while len(_rechunked) > _NOTED:
-            _rechunked.popitem(last=False)
+        _note(found.name, Source(x.name, x.chunks))
     return found
+
+
+def _note(name: str, source: Source) -> Source:
+    _sources[name] = source
+    while len(_sources) > _NOTED:
+        _sources.popitem(last=False)
+    return source
 
 
 def under(x: da.Array, name: str, chunks: Chunks) -> da.Array:
@@ -106,25 +121,24 @@ def is_lazy(x: da.Array) -> bool:
 def view_of(x: da.Array) -> MatrixView:
     """Return the array of which a matrix is a view; the matrix itself if that can't be seen."""
     turned = conjugated = False
-    while x.name.startswith(("transpose-", "conjugate-")) or x.name in _rechunked:
-        if (source := _rechunked.get(x.name)) is not None:
-            # The array may have been computed meanwhile.
-            if source[0] not in x.dask.layers:
-                break
-            x = under(x, *source)
-            continue
-        needs = x.dask.dependencies.get(x.name, ())
-        if len(needs) != 1:
-            break
-        (name,) = needs
-        across, along = under(x, name, x.chunks[::-1]), under(x, name, x.chunks)
-        if across.T.name == x.name:
-            x, turned = across, not turned
-        elif along.conj().name == x.name:
-            x, conjugated = along, not conjugated
-        else:
-            break
+    # The array may have been computed meanwhile.
+    while (source := _sources.get(x.name) or _source_of(x)) is not None and source.name in x.dask.layers:
+        x = under(x, source.name, source.chunks or (x.chunks[::-1] if source.turned else x.chunks))
+        turned, conjugated = turned != source.turned, conjugated != source.conjugated
     return MatrixView(x, turned, conjugated and x.dtype.kind == "c")
+
+
+def _source_of(x: da.Array) -> Source | None:
+    """Return what a matrix is the transpose or the conjugate of; None if it is neither."""
+    needs = x.dask.dependencies.get(x.name, ()) if x.name.startswith(("transpose-", "conjugate-")) else ()
+    if len(needs) != 1:
+        return None
+    name = next(iter(needs))
+    if under(x, name, x.chunks[::-1]).T.name == x.name:
+        return _note(x.name, Source(name, turned=True))
+    if under(x, name, x.chunks).conj().name == x.name:
+        return _note(x.name, Source(name, conjugated=True))
+    return None
 
 
 # D and the auxiliary outputs as Dask arrays: of a run, or of Dask's own operations where no run is possible
