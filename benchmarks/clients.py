@@ -26,7 +26,7 @@ import dask_distmm
 from benchmarks.harness import environment
 from benchmarks.revision import revision
 
-ROUNDS = 3
+ROUNDS = 5
 LIBRARIES = ("dask-ml", "dask-glm", "xeofs", "eofs", "scikit-learn")
 # What results may differ by, relative to the largest element: randomized methods are as good as their spectrum.
 LIMIT = 1e-5
