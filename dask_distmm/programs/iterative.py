@@ -177,7 +177,7 @@ class Vectors:
         m = self.operands.get("m")
         if m is None:
             return r
-        if m.cols > 1 or sum(self.p.rows.sizes) == 1:
+        if m.function or m.cols > 1 or sum(self.p.rows.sizes) == 1:
             whole = self.whole(r)
             z = self.times("m", whole)
             self.p.drop(whole)
