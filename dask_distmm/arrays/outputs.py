@@ -42,6 +42,8 @@ from dask_distmm.runtime.keys import output_name
 
 # Arrays beside A and B by name, each of two dimensions, or more for a batch.
 Extras = Sequence[tuple[str, da.Array]]
+
+
 class Source(NamedTuple):
     """What a view is made of, by name."""
 
