@@ -143,6 +143,13 @@ class RunFailedError(DistMMError, RuntimeError):
         return str(self.args[0]) + "".join(["\nWhat took part:" if told else "", *told[:_TOLD], *more])
 
 
+def check_square(name: str, shape: Sequence[float]) -> None:
+    """Raise if the last two axes of a shape are not those of a square matrix."""
+    rows, cols = shape[-2:]
+    if rows != cols:
+        raise NotSquareError(f"{name} must be square, got {rows} x {cols}")
+
+
 def unknown_name(what: str, value: object, known: Iterable[str], where: str = "") -> str:
     """Return the message for a name that is none of those that are known: the similar ones, or all.
 

@@ -21,7 +21,7 @@ from dask_distmm.arrays.linalg.solutions import inv
 from dask_distmm.arrays.linalg.stacks import by_tasks
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, parse
-from dask_distmm.errors import NotSquareError, PlanError
+from dask_distmm.errors import PlanError, check_square
 from dask_distmm.runtime.client import current_client
 
 
@@ -460,8 +460,7 @@ def chain(arrays: Sequence[Array], product: Product) -> Any:
 
 def power(a: Array, n: int, product: Product) -> Any:
     """Return a power of square matrices by squares."""
-    if a.shape[-1] != a.shape[-2]:
-        raise NotSquareError(f"a must be square, got {a.shape[-2]} x {a.shape[-1]}")
+    check_square("a", a.shape)
     if n < 0:
         a, n = inv(a), -n
     if not n:

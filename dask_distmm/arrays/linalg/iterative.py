@@ -13,7 +13,7 @@ from distributed.protocol.pickle import dumps
 from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, rows_of, times
 from dask_distmm.arrays.linalg.norms import norm
 from dask_distmm.arrays.linalg.public import TURNS, RunOptions, TurnOptions, public
-from dask_distmm.errors import NotSquareError, PlanError
+from dask_distmm.errors import PlanError, check_square
 from dask_distmm.planning.computation import Chunks
 
 
@@ -518,8 +518,10 @@ def _least_squares(
     **options: Any,
 ) -> tuple[Array, Array, Array]:
     """Return x, the estimate of variances and some numbers; by default up to `most` n iterations, or min(m, n)."""
-    if _pickled("A", a) is not None:
-        raise PlanError("A is a function; expected an array: workers multiply by its rows and by their adjoint")
+    if callable(a):
+        raise PlanError(
+            f"A is a {type(a).__name__}; expected an array: workers multiply by its rows and by their adjoint"
+        )
     a = matrix("A", a)
     _check(None, how, maxiter, **limits)
     if not min(a.shape):
@@ -623,8 +625,7 @@ def _operator(x: Any, like: Any, name: str) -> tuple[Array, Functions]:
         a, functions = rows.rechunk((rows.chunks[0], -1)), {"functions": {"a": pickled}}
     else:
         a, functions = matrix("A", x), {}
-        if a.shape[0] != a.shape[1]:
-            raise NotSquareError(f"A must be square, got {a.shape[0]} x {a.shape[1]}")
+        check_square("A", a.shape)
         a = a.rechunk((max(a.chunks, key=len), -1))
     if not len(a):
         raise PlanError("A must have at least one row, got 0 x 0")

@@ -19,7 +19,7 @@ from dask_distmm.arrays.linalg.factorize import (
 from dask_distmm.arrays.linalg.public import PRODUCT, Operand, ProductOptions, public
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import parse
-from dask_distmm.errors import NotSquareError, PlanError
+from dask_distmm.errors import PlanError, check_square
 from dask_distmm.numeric.sparse import sparse_package
 
 
@@ -159,8 +159,7 @@ def op_of(trans: Literal["N", "T", "C"] | int) -> Literal["N", "T", "C"]:
 def _operands(a: Any, b: Any) -> tuple[Array, Array]:
     """Return a square matrix and its other factor, both in the type in which the product is computed."""
     a, b = matrix("a", a), operand("b", b)
-    if a.shape[0] != a.shape[1]:
-        raise NotSquareError(f"a must be square, got {a.shape[0]} x {a.shape[1]}")
+    check_square("a", a.shape)
     dtype = common_type({"a": a, "b": b})
     return a.astype(dtype), b.astype(dtype)
 

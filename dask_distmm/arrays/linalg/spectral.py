@@ -41,7 +41,7 @@ from dask_distmm.arrays.linalg.public import (
 )
 from dask_distmm.arrays.linalg.qdwh import unitary_factor
 from dask_distmm.arrays.linalg.stacks import of_stacks
-from dask_distmm.errors import NotSquareError, PlanError
+from dask_distmm.errors import PlanError, check_square
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.runtime.chunks import array_kind
 
@@ -363,8 +363,7 @@ def expm(A: Operand, **how: Unpack[RunOptions]) -> Array:
            [0., 1.]])
     """
     a, method = computed("A", A), how.get("method", "auto")
-    if a.shape[0] != a.shape[1]:
-        raise NotSquareError(f"A must be square, got {a.shape[0]} x {a.shape[1]}")
+    check_square("A", a.shape)
     if method == "columns":
         raise PlanError("method='columns' is not for expm: pass 'rows' or 'local', or leave it out")
     if not a.size:

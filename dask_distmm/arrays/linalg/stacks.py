@@ -25,7 +25,7 @@ from dask_distmm.arrays.kinds import ndim_of
 from dask_distmm.arrays.linalg.factorize import common_type, operand
 from dask_distmm.arrays.linalg.public import EigResult, RunOptions
 from dask_distmm.config import parsed
-from dask_distmm.errors import MatrixError, NotSquareError, PlanError
+from dask_distmm.errors import MatrixError, PlanError, check_square
 from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.runtime.chunks import array_kind
 
@@ -316,8 +316,8 @@ def _core_sizes(inputs: list[str], arrays: Mapping[str, Array]) -> dict[str, int
         shape = x.shape[-len(letters) :]
         if np.isnan(shape).any():
             raise PlanError(f"{name} has unknown chunk sizes {x.chunks}; call its compute_chunk_sizes() first")
-        if letters == ["m", "m"] and shape[0] != shape[1]:
-            raise NotSquareError(f"{name} must be square, got {shape[0]} x {shape[1]}")
+        if letters == ["m", "m"]:
+            check_square(name, shape)
         if sizes and shape[0] != sizes["m"]:
             first, m = next(iter(arrays)), sizes["m"]
             raise PlanError(f"{first} is {m} x {sizes.get('n', m)}, so {name} must have {m} rows; it has {shape[0]}")

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from dask_distmm.config import Options
-from dask_distmm.errors import NotSquareError, PlanError
+from dask_distmm.errors import PlanError, check_square
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output, Part
 from dask_distmm.planning.model import ENGINES, EngineModel
@@ -343,8 +343,8 @@ class Factorization:
 
     def _check_shapes(self) -> None:
         m, n = self.a_shape
-        if self.kind in _SQUARE and m != n:
-            raise NotSquareError(f"a must be square, got {m} x {n}")
+        if self.kind in _SQUARE:
+            check_square("a", self.a_shape)
         if self.kind != "eigh" and (self.b_shape is None) == (self.kind in _WITH_B):
             raise PlanError(f"{self.kind} {'needs' if self.b_shape is None else 'has no'} right-hand sides B")
         if self.b_shape is not None:
