@@ -1,11 +1,12 @@
 """What ``enable()`` does to products of operands of all kinds, and to parts of them: with and without, by turns.
 
-    python -m benchmarks.lazy_operands [--workers 2] [--size 4000] [--chunks 4] [--repeat 5] [--only NAME ...]
+    python -m benchmarks.lazy_operands [--workers 2] [--size 4000] [--chunks 4] [--repeat 5] [--only NAME ...] [--gpu]
 
 Operands are in memory, or still to be made: random numbers, chunks of a Zarr store, results of ``map_blocks``, and
 these cut otherwise.
 Of each product the whole, a slice, a block, an element and the trace are computed; of small products the whole and an
 element. A row is good if it takes at most 1.05 times what it takes without, and 10 ms. Each turn has fresh operands.
+With ``--gpu`` chunks are CuPy's, and none come from a store.
 """
 
 from __future__ import annotations
@@ -50,12 +51,17 @@ def plus_one(part: Any) -> Any:
 class Operands:
     """Makes operands of each kind, fresh ones each time."""
 
-    def __init__(self, size: int, chunks: int, folder: str) -> None:
-        self.size, self.chunk, self.folder = size, -(-size // chunks), folder
+    def __init__(self, size: int, chunks: int, folder: str, gpu: bool) -> None:
+        self.size, self.chunk, self.folder, self.gpu = size, -(-size // chunks), folder, gpu
         self._seeds = itertools.count()
 
     def random(self) -> da.Array:
         """Random numbers that are still to be made."""
+        if self.gpu:
+            import cupy
+
+            state = da.random.RandomState(next(self._seeds), RandomState=cupy.random.RandomState)
+            return state.random_sample((self.size, self.size), chunks=self.chunk)
         return da.random.default_rng(next(self._seeds)).random((self.size, self.size), chunks=self.chunk)
 
     def persisted(self) -> da.Array:
@@ -90,11 +96,13 @@ class Operands:
 def programs(options: argparse.Namespace, folder: str) -> Iterator[tuple[str, Callable[[], da.Array], Any]]:
     """Yield name, a function that makes an operand, and what is computed of a product."""
     kinds = ("persisted", "random", "zarr", "mapped", "rechunked", "in_memory_rechunked")
-    large = Operands(options.size, options.chunks, folder)
+    large = Operands(options.size, options.chunks, folder, options.gpu)
     for kind, part in itertools.product(kinds, PARTS):
+        if options.gpu and kind == "zarr":
+            continue
         yield f"{kind.replace('_', ' ')}, {part}", getattr(large, kind), PARTS[part]
     for size, chunks in ((64, 2), (512, 2), (1024, 2), (1024, 4)):
-        small = Operands(size, chunks, folder)
+        small = Operands(size, chunks, folder, options.gpu)
         for kind, part in itertools.product(("random", "mapped"), ("whole", "element")):
             yield f"small {size} in {chunks} x {chunks}, {kind}, {part}", getattr(small, kind), PARTS[part]
 
@@ -121,12 +129,18 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="of which medians are taken")
     parser.add_argument("--only", nargs="+", default=[""], help="programs by how their names begin")
     parser.add_argument("--without", nargs="+", default=(), help="programs by how their names end")
+    parser.add_argument("--gpu", action="store_true", help="CuPy chunks, UCX between workers")
     parser.add_argument("--json", help="file for all figures")
     options = parser.parse_args()
     found, worse = {}, []
+    start: dict[str, Any] = {"n_workers": options.workers, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    if options.gpu:
+        from dask_cuda import LocalCUDACluster
+
+        start = {"n_workers": options.workers, "protocol": "ucx", "dashboard_address": None}
     with (
         tempfile.TemporaryDirectory() as folder,
-        LocalCluster(n_workers=options.workers, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster,
+        (LocalCUDACluster if options.gpu else LocalCluster)(**start) as cluster,
         Client(cluster),
     ):
         print(f"{'milliseconds':44s} {'with':>9s} {'without':>9s} {'ratio':>6s}")

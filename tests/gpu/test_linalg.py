@@ -411,3 +411,54 @@ def test_tall_matrices_whose_chunks_ranks_make(clusters, nworkers, monkeypatch):
     np.testing.assert_allclose(mean, a.mean(axis=0), atol=1e-12)
     np.testing.assert_allclose(variances, np.linalg.svd(a - mean, compute_uv=False)[:4] ** 2 / 7999, rtol=1e-12)
     assert_nothing_left(client)
+
+
+@on_one_host
+def test_iterations_with_functions(clusters, nworkers):
+    """Operators and preconditioners that are functions see CuPy's vectors."""
+    client, _ = clusters(nworkers)
+    n = 400
+    rng = np.random.default_rng()
+    b, m = rng.random(n), np.linspace(1, 3, n)
+    a = np.diag(m + 2.1) - np.eye(n, k=1) - np.eye(n, k=-1)
+
+    def operator(x, rows):
+        import cupy
+
+        assert isinstance(x, cupy.ndarray)
+        return cupy.asarray(a[rows]) @ x
+
+    def inverse(x, rows):
+        import cupy
+
+        return x[rows] / cupy.asarray(m[rows, None])
+
+    expected = np.linalg.solve(a, b)
+    for solver in (linalg.cg, linalg.minres, linalg.gmres):
+        for matrix, m_inverse in ((operator, None), (on_gpus(a), inverse), (operator, inverse)):
+            x, info = client.persist(solver(matrix, on_gpus(b), M=m_inverse, rtol=1e-10))
+            np.testing.assert_allclose(computed(client, x), expected, rtol=1e-6)
+            assert computed(client, info) == 0
+    w, _ = client.persist(linalg.eigsh(operator, 3, v0=on_gpus(b)))
+    np.testing.assert_allclose(computed(client, w), np.linalg.eigvalsh(a)[-3:], rtol=1e-8)
+    assert_nothing_left(client)
+
+
+@on_one_host
+def test_stacks_and_contractions(clusters, nworkers):
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    stack = noise(rng, (6, 90, 90), "float64") + 10 * np.eye(90)
+    x = on_gpus(stack)
+    unit = np.broadcast_to(np.eye(90), stack.shape)
+    np.testing.assert_allclose(computed(client, linalg.inv(x)) @ stack, unit, atol=1e-10)
+    np.testing.assert_allclose(computed(client, linalg.det(x)), np.linalg.det(stack), rtol=1e-9)
+    u, s, vh = (computed(client, part) for part in client.persist(linalg.svd(x, full_matrices=False)))
+    np.testing.assert_allclose((u * s[:, None]) @ vh, stack, atol=1e-10)
+    a, b = noise(rng, (40, 30, 20), "float64"), noise(rng, (30, 20, 50), "float64")
+    with dask_distmm.enabled():
+        found = da.einsum("ijk,jkl->il", on_gpus(a), on_gpus(b))
+        np.testing.assert_allclose(computed(client, found), np.einsum("ijk,jkl->il", a, b), rtol=1e-9, atol=1e-9)
+        found = da.tensordot(on_gpus(a), on_gpus(b), axes=2)
+        np.testing.assert_allclose(computed(client, found), np.tensordot(a, b, 2), rtol=1e-9, atol=1e-9)
+    assert_nothing_left(client)
