@@ -13,7 +13,6 @@ import statistics
 import time
 from typing import Any
 
-import dask
 import dask.array as da
 import numpy as np
 from distributed import Client, LocalCluster, wait
