@@ -91,6 +91,9 @@ def _coders(kind: Any) -> dict[str, _Coder]:
 @functools.cache
 def _coder(hint: Any) -> _Coder:
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if (alias := getattr(origin, "__value__", None)) is not None:
+        # `NDArray` of newer versions of NumPy, and what else a `type` statement names.
+        return _coder(alias[inside])
     each: list[_Coder] = []
     if origin in (tuple, typing.Union, types.UnionType):
         each = [_coder(one) for one in inside if one is not Ellipsis]

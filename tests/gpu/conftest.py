@@ -84,7 +84,7 @@ def started(nworkers, protocol="ucx", **options):
     from dask_cuda import LocalCUDACluster
     from distributed import Client
 
-    options = {"dashboard_address": None, "silence_logs": 50} | options
+    options = {"dashboard_address": "127.0.0.1:0", "silence_logs": 50} | options
     # Of those that this process may use: several can test on one host at the same time.
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
     with (
