@@ -201,7 +201,9 @@ class SolverKernels:
     def eig(self, a: Any, *, left: bool, right: bool) -> tuple[Any, Any, Any]:
         """Return eigenvalues, and left and right eigenvectors, or None: by cuSOLVER where it has that, or the host."""
         if left or not check_availability("geev"):
-            return self.on_host.eig(np.asfortranarray(self.host(a)), left=left, right=right)
+            found = self.on_host.eig(np.asfortranarray(self.host(a)), left=left, right=right)
+            w, vl, v = (None if one is None else cp.asarray(one) for one in found)
+            return w, vl, v
         with errstate(linalg="raise"):
             w, v = cp.linalg.eig(a) if right else (cp.linalg.eigvals(a), None)
         return w, None, v

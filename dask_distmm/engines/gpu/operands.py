@@ -13,6 +13,7 @@ from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.gpu.host import device_like, in_type, to_device
 from dask_distmm.errors import EngineError
 from dask_distmm.layout.rectangles import Span
+from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import FP8, carried
 from dask_distmm.planning import Problem
 
@@ -29,11 +30,12 @@ def check_gpu() -> None:
         raise EngineError("no NVIDIA GPU is visible to this process")
 
 
-def check_arrays(engine: str, chunks: Mapping[ChunkKey, Any]) -> None:
-    """Raise `EngineError` if a chunk is not a matrix of CuPy or NumPy; it names the engine."""
+def check_arrays(engine: str, chunks: Mapping[ChunkKey, Any], *, sparse: bool = False) -> None:
+    """Raise `EngineError` if a chunk is not a matrix of CuPy or NumPy, or a sparse one; it names the engine."""
     for (operand, number), chunk in chunks.items():
         kind = type(chunk).__module__.split(".")[0]
-        if kind not in ("cupy", "numpy") or chunk.ndim != 2:
+        fits = kind in ("cupy", "numpy") or (sparse and sparse_package(chunk))
+        if not fits or chunk.ndim != 2:
             raise EngineError(
                 f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the {engine} engine needs 2-D "
                 "cupy.ndarray or numpy.ndarray chunks: convert them with map_blocks(cupy.asarray)"

@@ -117,12 +117,12 @@ def _made_on_device(
 ) -> dict[SourceChunk, tuple[Any, Any]]:
     """Make chunks; return them on the device, and the event after which they may be read."""
     made = source.make()
-    arrays = {chunk: cp.asarray(chunk.view(made), dtype) for chunk in chunks}
+    arrays = {chunk: _on_device(chunk.view(made), dtype) for chunk in chunks}
     complete = record(cp.cuda.Stream.null)
     return {chunk: (array, complete) for chunk, array in arrays.items()}
 
 
-def _on_device(chunk: Any) -> Any:
+def _on_device(chunk: Any, dtype: np.dtype | None = None) -> Any:
     if not sparse_package(chunk):
-        return cp.asarray(chunk)
+        return cp.asarray(chunk, dtype)
     return rows_from([cp.asarray(part) for part in (chunk.data, chunk.indices, chunk.indptr)], chunk.shape[1])

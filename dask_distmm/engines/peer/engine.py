@@ -60,9 +60,8 @@ class PeerEngine(PeerState, Engine):
 
     def job(self, side: Side[Any]) -> PeerJob | PeerFactorJob | GpuProgramJob:
         """Return what does a participant's part of a run."""
-        check_arrays(
-            self.name, {key: chunk for key, chunk in side.chunks.items() if not isinstance(chunk, SourceChunk)}
-        )
+        chunks = {key: chunk for key, chunk in side.chunks.items() if not isinstance(chunk, SourceChunk)}
+        check_arrays(self.name, chunks, sparse=isinstance(side.plan, ProgramPlacement))
         if isinstance(side.plan, FactorPlacement):
             return PeerFactorJob(side, self)
         if isinstance(side.plan, ProgramPlacement):
