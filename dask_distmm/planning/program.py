@@ -221,18 +221,20 @@ def plan_program(
         where=where,
         owners=tuple(map(ranks.index, workers)),
     )
-    projected, moved = _project(plan)
+    lists = [plan.steps(rank) for rank in range(len(ranks))]
+    projected, moved = _project(plan, lists)
     plan.projected_bytes.update(projected)
     remedies = ["use more workers"] if problem.workers is None else ["name more workers by workers="]
     check_memory(plan, f"{problem.builder} of a matrix in {len(workers)} chunks of rows", remedies)
-    fetched = moved / plan._rates().bandwidth
+    rates = plan._rates()
+    fetched, taken = moved / rates.bandwidth, cost(lists, rates)
     estimate = Estimate(
         method=plan.method,
         grid=plan.grid,
-        seconds=plan.cost.seconds + fetched,
-        compute_seconds=plan.cost.seconds - plan.cost.waiting,
-        transfer_seconds=plan.cost.waiting + fetched,
-        bytes_moved=plan.cost.bytes_moved + moved,
+        seconds=taken.seconds + fetched,
+        compute_seconds=taken.seconds - taken.waiting,
+        transfer_seconds=taken.waiting + fetched,
+        bytes_moved=taken.bytes_moved + moved,
         peak_bytes=max(plan.projected_bytes.values()),
     )
     return dataclasses.replace(plan, estimate=estimate)
@@ -252,7 +254,7 @@ def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int3
     return found
 
 
-def _project(plan: ProgramPlacement) -> tuple[dict[str, int], int]:
+def _project(plan: ProgramPlacement, lists: Sequence[Sequence[Step]]) -> tuple[dict[str, int], int]:
     """Return the bytes that participants hold at most, and those of operands that are fetched."""
     problem, fetched = plan.problem, 0
     held = np.zeros(len(plan.participants))
@@ -276,6 +278,6 @@ def _project(plan: ProgramPlacement) -> tuple[dict[str, int], int]:
         if problem.dtypes[name] != problem.compute_type:
             copied[:] = True
         held += np.bincount(owners, np.where(copied, elements * (problem.dtype.itemsize * share), 0), len(held))
-    for rank, index in enumerate(plan.ranks):
-        held[index] += peak_bytes(plan.steps(rank))
+    for index, steps in zip(plan.ranks, lists, strict=True):
+        held[index] += peak_bytes(steps)
     return {worker.address: int(size) for worker, size in zip(plan.participants, held, strict=True)}, fetched
