@@ -12,7 +12,6 @@ What a kernel takes follows from its contract, what a message takes from its buf
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -107,6 +106,10 @@ class _Held:
     kept: dict[int, int] = dataclasses.field(default_factory=dict)
     count: int = 0
 
+    def copy(self) -> _Held:
+        """Return one that changes by itself."""
+        return dataclasses.replace(self, published=self.published.copy(), kept=self.kept.copy())
+
 
 def _holding(steps: Sequence[Step], held: _Held) -> _Held:
     for step in steps:
@@ -122,9 +125,9 @@ def _holding(steps: Sequence[Step], held: _Held) -> _Held:
             case Drop(buffer) if not buffer.is_operand:
                 held.live -= buffer.nbytes
             case If(_, then, otherwise):
-                held = _more([_holding(branch, copy.deepcopy(held)) for branch in (then, otherwise)])
+                held = _more([_holding(branch, held.copy()) for branch in (then, otherwise)])
             case Loop(_, body, most):
-                none = copy.deepcopy(held)
+                none = held.copy()
                 for _ in range(min(_TURNS, most)):
                     before = list(held.kept)
                     held = _holding(body, held)
