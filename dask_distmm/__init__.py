@@ -27,6 +27,7 @@ from dask_distmm.errors import (
     ProtocolError,
     RunFailedError,
 )
+from dask_distmm.errors import options_checked as _options_checked
 from dask_distmm.preload import dask_setup  # noqa: F401  (Dask's --preload looks for it here)
 from dask_distmm.runtime.scheduler import attachments as _attachments
 
@@ -110,7 +111,9 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Import what a public name stands for, once."""
     if name in _MODULES:
-        found = getattr(importlib.import_module(_MODULES[name]), name)
+        found = _options_checked(getattr(importlib.import_module(_MODULES[name]), name))
+        # The same object there, or it could not be pickled.
+        setattr(importlib.import_module(_MODULES[name]), name, found)
     elif name in ("linalg", "typing"):
         found = importlib.import_module(f"{__name__}.{name}")
     else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Unpack, overload
 
 import dask.array as da
 
@@ -16,65 +18,70 @@ from dask_distmm.typing import (
     AnyEpilog,
     ArrayLike,
     AuxEpilog,
+    Batch,
+    Chunks,
+    ComputeType,
+    Distribution,
+    DType,
+    Engine,
     EpilogFunction,
     MatmulOptions,
+    Method,
     NoOther,
+    Nothing,
+    Op,
     WithAux,
 )
 
 __all__ = ["explain", "matmul"]
 
 
-# Type checkers take the first that fits: the last one is for calls that ask for nothing beside D.
+# Type checkers take the first that fits. The last two also resemble wrong calls, of which mypy then says what is wrong;
+# where none resembles a call, it prints all of them.
 @overload
 def matmul(
-    a: ArrayLike,
-    b: ArrayLike,
-    c: ArrayLike | None = None,
-    *,
-    epilog: AuxEpilog,
-    result_amax: bool = False,
-    **options: Unpack[MatmulOptions],
-) -> WithAux: ...
+    a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, *,
+    epilog: AuxEpilog, result_amax: bool = False, **options: Unpack[MatmulOptions],
+) -> WithAux: ...  # fmt: skip
 
 
 @overload
 def matmul(
-    a: ArrayLike,
-    b: ArrayLike,
-    c: ArrayLike | None = None,
-    *,
-    epilog: AnyEpilog | EpilogFunction | NoOther | None = None,
-    result_amax: Literal[True],
-    **options: Unpack[MatmulOptions],
-) -> WithAux: ...
+    a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, *, result_amax: Literal[True],
+    epilog: AnyEpilog | EpilogFunction | NoOther | None = None, **options: Unpack[MatmulOptions],
+) -> WithAux: ...  # fmt: skip
 
 
 @overload
 def matmul(
-    a: ArrayLike,
-    b: ArrayLike,
-    c: ArrayLike | None = None,
-    *,
-    epilog: AnyEpilog | EpilogFunction | NoOther | None = None,
-    result_amax: bool,
-    **options: Unpack[MatmulOptions],
-) -> da.Array | WithAux: ...
+    a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, *, result_amax: bool,
+    epilog: AnyEpilog | EpilogFunction | NoOther | None = None, **options: Unpack[MatmulOptions],
+) -> da.Array | WithAux: ...  # fmt: skip
 
 
 @overload
 def matmul(
-    a: ArrayLike,
-    b: ArrayLike,
-    c: ArrayLike | None = None,
-    *,
-    epilog: AnyEpilog | EpilogFunction | NoOther | None = None,
-    result_amax: Literal[False] = False,
-    **options: Unpack[MatmulOptions],
-) -> da.Array: ...
+    a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, *more: Nothing[Literal["one argument fewer"]],
+    alpha: complex | NoOther = 1.0, beta: complex | NoOther | None = None, op_a: Op | NoOther = "N",
+    op_b: Op | NoOther = "N", epilog: AnyEpilog | EpilogFunction | NoOther | None = None,
+    epilog_inputs: Mapping[str, ArrayLike] | NoOther | None = None, bias_axis: Literal[-1, 0] | NoOther = -1,
+    result_amax: bool | NoOther = False, a_type: DType | NoOther | None = None, b_type: DType | NoOther | None = None,
+    result_type: DType | NoOther | None = None, quantization_scales: Mapping[str, Any] | NoOther | None = None,
+    compute_type: ComputeType | NoOther | None = None, method: Method | NoOther | None = None,
+    engine: Engine | NoOther | None = None, out_chunks: Chunks | NoOther | None = None,
+    workers: Sequence[str] | int | NoOther | None = None,
+    distributions: Sequence[Distribution | None] | NoOther | None = None,
+    logger: logging.Logger | NoOther | None = None, batch: Batch | NoOther | None = None,
+    gathered: Literal["a", "b"] | NoOther | None = None,
+    **wrong: Nothing[Literal["no such option"]],
+) -> da.Array: ...  # fmt: skip
 
 
-@any_kind
+@overload
+def matmul(a: Nothing[Literal["two operands"]], **options: Any) -> da.Array: ...
+
+
+@any_kind  # type: ignore[misc]  # No value fits what overloads take besides.
 @takes(AllOptions, HINTS)
 def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[AllOptions]) -> da.Array | WithAux:
     """Compute ``D = F(alpha * op(A) @ op(B) + beta * C)`` as one collective run on the cluster. Lazy.

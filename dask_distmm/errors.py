@@ -8,9 +8,11 @@ are raised on a worker or the scheduler and read by the user at the client. In m
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from numpy.linalg import LinAlgError
 
@@ -27,6 +29,8 @@ __all__ = [
     "RunFailedError",
     "advice",
     "as_plain",
+    "check_options",
+    "options_checked",
     "rebuild",
     "unknown_name",
 ]
@@ -173,6 +177,34 @@ def unknown_name(what: str, value: object, known: Iterable[str], where: str = ""
     if len(names) <= _LISTED:
         return f"{text} K{listed[1:]}"
     return f"{text} {where} lists all {len(names)}" if where else text
+
+
+def check_options(called: str, given: Iterable[str], known: Collection[str], hints: Mapping[str, str]) -> None:
+    """Refuse an option that a function does not have, with a hint or the nearest name."""
+    for name in given:
+        if name not in known:
+            near = "".join(f"did you mean {one!r}?" for one in difflib.get_close_matches(name, known, 1))
+            hint = hints.get(name, near)
+            raise TypeError(f"{called.removesuffix('.__init__')}() has no option {name!r}{': ' * bool(hint)}{hint}")
+
+
+def options_checked(found: T) -> T:
+    """Return a function, or a class with its public methods, of which each call goes through `check_options`."""
+    if inspect.isclass(found):
+        for name, method in list(vars(found).items()):
+            if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
+                setattr(found, name, options_checked(method))
+    # A function that has a signature of its own, by `takes`, is checked by that.
+    if not inspect.isfunction(found) or hasattr(found, "__signature__"):
+        return found
+    known = inspect.signature(found).parameters
+
+    @functools.wraps(found)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check_options(found.__qualname__, kwargs, known, {})
+        return found(*args, **kwargs)
+
+    return cast(T, checked)
 
 
 def advice(remedies: Sequence[str]) -> str:

@@ -66,7 +66,7 @@ from dask_distmm.arrays.linalg.spectral import (
     svd,
     svdvals,
 )
-from dask_distmm.errors import MatrixError, NotSquareError, PlanError
+from dask_distmm.errors import MatrixError, NotSquareError, PlanError, options_checked
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.many import ChainPlan
 from dask_distmm.planning.placement import Placement
@@ -141,6 +141,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
+@options_checked
 def explain(x: Any) -> Placement | ChainPlan:
     """Return the plan of the runs that an array comes from: how many workers, which method, memory and time.
 

@@ -53,7 +53,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Nothing(Protocol[T_co]):
-    """What no value is, and every value resembles, as ``Nothing[Never]``.
+    """What no value is, and every value resembles, as ``Nothing[Never]`` or of a text, which mypy then prints.
 
     For a call that fits no overload mypy names the wrong argument if each argument resembles what an overload takes,
     and else prints all overloads.
@@ -88,7 +88,7 @@ DType: TypeAlias = str | type[Any] | np.dtype[Any]
 class SharedOptions(TypedDict, total=False):
     """Options of all functions that multiply."""
 
-    alpha: complex
+    alpha: complex | NoOther
     op_a: Op | NoOther
     op_b: Op | NoOther
     method: Method | NoOther | None
@@ -106,14 +106,14 @@ class GroupedOptions(SharedOptions, total=False):
 class PreparedOptions(SharedOptions, total=False):
     """Options of `dask_distmm.Matmul`."""
 
-    beta: complex | None
-    out_chunks: Chunks | None
+    beta: complex | NoOther | None
+    out_chunks: Chunks | NoOther | None
     distributions: Sequence[Distribution | None] | NoOther | None
-    logger: logging.Logger | None
-    a_type: DType | None
-    b_type: DType | None
-    result_type: DType | None
-    quantization_scales: Mapping[str, Any] | None
+    logger: logging.Logger | NoOther | None
+    a_type: DType | NoOther | None
+    b_type: DType | NoOther | None
+    result_type: DType | NoOther | None
+    quantization_scales: Mapping[str, Any] | NoOther | None
     compute_type: ComputeType | NoOther | None
 
 
@@ -130,4 +130,4 @@ class AllOptions(MatmulOptions, total=False):
     """Options of `dask_distmm.matmul` and `explain`."""
 
     epilog: AnyEpilog | EpilogFunction | NoOther | None
-    result_amax: bool
+    result_amax: bool | NoOther

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
+import pickle
+import re
 import subprocess
 import sys
 
@@ -12,7 +15,7 @@ import pytest
 from distributed import Client, wait
 
 import dask_distmm
-from dask_distmm import Matmul, NotCollective, PlanError, ProjectedMemoryError, explain, matmul
+from dask_distmm import Matmul, NotCollective, PlanError, ProjectedMemoryError, Slab, explain, linalg, matmul
 from dask_distmm.arrays.request import parse, problem_of_request
 from dask_distmm.graph.build import build_graph
 from dask_distmm.testing import assert_product
@@ -59,6 +62,38 @@ def test_bad_operands(inproc_client, a, b, message):
 def test_bad_options(inproc_client, options, message):
     with pytest.raises(PlanError, match=message):
         matmul(ones(20, 30), ones(30, 20), **options)
+
+
+def public_callables():
+    for module in (dask_distmm, linalg):
+        for name in module.__all__:
+            found = getattr(module, name)
+            if not callable(found):
+                continue
+            if inspect.isfunction(found):
+                yield name, found
+            elif "__init__" in vars(found) and not issubclass(found, Exception):
+                yield name, found
+                for method, one in vars(found).items():
+                    if inspect.isfunction(one) and not method.startswith("_"):
+                        yield f"{name}.{method}", one
+
+
+def test_every_public_callable_refuses_unknown_options():
+    found = list(public_callables())
+    assert {"quantize", "enable", "enabled", "distribute", "Slab", "Matmul.plan", "solve"} <= {
+        name for name, _ in found
+    }
+    for name, function in found:
+        with pytest.raises(TypeError, match=rf"^{re.escape(name)}\(\) has no option 'xyzzy'$"):
+            function(xyzzy=None)
+        for one in inspect.signature(function).parameters.values():
+            wrong = f"{one.name}_{one.name}"
+            if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and len(one.name) > 2:
+                with pytest.raises(TypeError, match=rf"^{re.escape(name)}\(\) has no option '{wrong}': "):
+                    function(**{wrong: None})
+    for function in (dask_distmm.quantize, dask_distmm.enabled, Slab):
+        assert pickle.loads(pickle.dumps(function)) is function
 
 
 def test_bad_configuration(inproc_client):

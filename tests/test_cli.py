@@ -74,6 +74,16 @@ def test_wrong_options_of_other_commands_are_said(arguments: list[str]) -> None:
     assert "Usage:" in result.stderr
 
 
+@pytest.mark.parametrize("command", main.commands)
+def test_unknown_options_name_the_nearest(command: str) -> None:
+    options = [name for param in main.commands[command].params for name in param.opts if name.startswith("--")]
+    assert options
+    for option in options:
+        result = invoke(command, f"{option}{option[-1]}")
+        assert result.exit_code == 2
+        assert re.search(rf"No such option.*{option}{option[-1]}\b.*{option}\b", result.stderr), result.stderr
+
+
 def printed_commands() -> list[str]:
     """Return the commands that the documentation tells readers to run."""
     root = Path(__file__).parents[1]

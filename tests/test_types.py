@@ -92,7 +92,10 @@ def wrong(a: da.Array, b: da.Array, text: str) -> None:
     matmul(a, b, epilog="relu_aux", engine="nump")  # "engine" to "matmul" has incompatible type
     matmul(a, b, epilog="relu", result_amax=True, op_a="t")  # "op_a" to "matmul" has incompatible type
     matmul(a, b, compute_type="fp16")  # "compute_type" to "matmul" has incompatible type
-    matmul(a, b, metod="summa")  # did you mean "method"
+    matmul(a, b, metod="summa")  # "metod" to "matmul" has incompatible type "str"; expected "Nothing[Literal['no
+    matmul(a, b, epilog="relu_aux", result_amax=True, foo=3)  # "foo" to "matmul" has incompatible type
+    matmul(a)  # Argument 1 to "matmul" has incompatible type "Array"; expected "Nothing[Literal['two operands']]"
+    matmul(a, b, a, b)  # Argument 4 to "matmul"
     matmul(a, "x")  # Argument 2 to "matmul" has incompatible type "str"
     matmul(a, 2.0)  # Argument 2 to "matmul" has incompatible type "float"
     matmul(a, b, epilog="relu_aux").compute()  # has no attribute "compute"
@@ -114,6 +117,9 @@ def wrong(a: da.Array, b: da.Array, text: str) -> None:
     linalg.qr(a, "foo")  # No overload
     distribute(a, 0)  # Argument 2 to "distribute" has incompatible type "int"
 """
+PROGRAM += "".join(
+    f'    matmul(a, b, {name}=object())  # Argument "{name}" to "matmul" has incompatible type\n' for name in DEFAULTS
+)
 # Names that pages take for granted, as `test_docs.as_printed` has them.
 PRELUDE = """
 from typing import Any
@@ -181,7 +187,7 @@ def checked(tmp_path_factory):
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found: dict[str, dict[int, str]] = {name: {} for name in files}
-    for name, line, message in re.findall(r"^(.+?):(\d+): error: (.*)$", done.stdout, re.MULTILINE):
+    for name, line, message in re.findall(r"^(.+?):(\d+): ((?:error|note): .*)$", done.stdout, re.MULTILINE):
         found[name][int(line)] = found[name].get(int(line), "") + message
     return found
 
@@ -194,6 +200,9 @@ def test_wrong_calls_are_found_and_right_ones_pass(checked):
     assert len(expected) > 20
     assert found.keys() == expected.keys(), found
     assert not [(found[at], message) for at, message in expected.items() if message not in found[at]]
+    # What is wrong with a call stands in a few lines, not in all overloads.
+    lines = PROGRAM.splitlines()
+    assert not {lines[at - 1]: found[at] for at in found if "matmul(" in lines[at - 1] and len(found[at]) > 900}
 
 
 @pytest.mark.parametrize(("kind", "least"), [("page_", 9), ("example_", 4)])
@@ -264,7 +273,14 @@ def test_an_unknown_option_is_refused_by_name():
 
 
 def test_defaults_are_those_of_all_options():
-    assert set(DEFAULTS) == set(names.AllOptions.__annotations__)
+    hints = typing.get_type_hints(names.AllOptions)
+    assert set(DEFAULTS) == set(hints)
+    (listed,) = [
+        one for one in typing.get_overloads(dask_distmm.matmul) if "wrong" in inspect.signature(one).parameters
+    ]
+    options = {name: one for name, one in inspect.signature(listed).parameters.items() if name in hints}
+    assert {name: one.default for name, one in options.items()} == DEFAULTS
+    assert {name: hint for name, hint in typing.get_type_hints(listed).items() if name in hints} == hints
 
     @takes(names.GroupedOptions)
     def function(x: int, **options: object) -> object:

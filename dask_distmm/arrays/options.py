@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
+from dask_distmm.errors import check_options
 from dask_distmm.typing import AllOptions
 
 P = ParamSpec("P")
@@ -78,11 +78,7 @@ def takes(
             called = function.__qualname__.removesuffix(".__init__")
             if positional and len(args) > len(own):
                 raise TypeError(f"{called}() takes {len(own)} argument without a name, found {len(args)}: {positional}")
-            for name in kwargs:
-                if name not in names:
-                    near = "".join(f": did you mean {one!r}?" for one in difflib.get_close_matches(name, names, 1))
-                    hint = f": {hints[name]}" if hints and name in hints else near
-                    raise TypeError(f"{called}() has no option {name!r}{hint}")
+            check_options(called, kwargs, names, hints or {})
             return function(*args, **kwargs)
 
         cast(Any, checked).__signature__ = shown.replace(parameters=[*own, *listed])
