@@ -54,6 +54,13 @@ def test_the_citation_is_of_this_version():
     assert citation["license"] == PROJECT["license"]
 
 
+def test_the_changelog_has_this_version():
+    """Below a heading for what comes next, the newest version and its date are those of the citation."""
+    heads = re.findall(r"^## \[(.+)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[0] == ("Unreleased", "")
+    assert heads[1] == (__version__, str(read("CITATION.cff")["date-released"])) or ".dev" in __version__
+
+
 def test_the_wheel_that_the_page_installs_is_of_this_version():
     named = re.findall(r"dask_distmm-([\d.]+)-py3-none-any\.whl", (ROOT / "docs" / "install.md").read_text())
     assert named == [__version__]
