@@ -119,6 +119,14 @@ def test_the_columns_of_the_page():
     assert "0 running, 1 done, 0 restarted, 1 failed" in tables.summary(records.totals, list(records))
     assert tables.shown([], None) is None
     assert not tables.phase_bars(None, 0.0)["rank"]
+    # Of a program the longest kernels, each in its colour; the others are part of "other".
+    seconds = {f"kernel{number}()": float(number) for number in range(1, 9)}
+    record.phases = {address: {**seconds, "wait": 2.0, "other": 1.0} for address in record.ranks}
+    bars = tables.phase_bars(record, 111.0)
+    shown = [f"kernel{number}()" for number in range(8, 3, -1)]
+    assert bars["phase"] == [*shown, "wait", "other"] * 2
+    assert bars["right"][-1] == sum(seconds.values()) + 3
+    assert len(set(bars["colour"])) == 7
 
 
 def test_reasons_begin_with_the_error():

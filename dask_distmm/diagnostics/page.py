@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -19,13 +18,12 @@ from bokeh.models import (
     TableColumn,
 )
 from bokeh.plotting import figure
-from bokeh.transform import factor_cmap
 from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 
 from dask_distmm.diagnostics import tables
 from dask_distmm.diagnostics.bars import as_html, noted
 from dask_distmm.runtime.messages import NAME
-from dask_distmm.runtime.scheduler.records import KERNELS, Record, progress_of
+from dask_distmm.runtime.scheduler.records import Record, progress_of
 
 _UPDATE_MILLISECONDS = 500
 # The notice where tables are not renewed; the plots continue.
@@ -38,29 +36,6 @@ _STILL = (
 _TABLE = 280
 # Number of products in waves that have a line.
 _PRODUCTS = 4
-# Okabe and Ito's colours, which everybody can tell apart; grey for "other".
-_COLOURS = {
-    "gate": "#CC79A7", "gather": "#E69F00", "redistribute": "#E69F00", "multiply": "#0072B2", "panel": "#D55E00",
-    "update": "#0072B2", "compute": "#0072B2", "wait": "#F0E442", "deliver": "#56B4E9", "replicate": "#009E73",
-    "other": "#BBBBBB", tables.RUNNING: "#F0E442",
-}  # fmt: skip
-# Those of a program's kernels, one after the other.
-_KERNELS = itertools.cycle(
-    (
-        "#0072B2",
-        "#D55E00",
-        "#009E73",
-        "#CC79A7",
-        "#7A5195",
-        "#3D7D8C",
-        "#8C6D1F",
-        "#E69F00",
-        "#4B4B8F",
-        "#A0522D",
-        "#56B4E9",
-    )
-)
-_COLOURS |= dict(zip(KERNELS, _KERNELS, strict=False))
 _OUTCOME = """<span style="color:
 <%= {done: '#007a5a', failed: '#b34a00', restarted: '#b34a00'}[value] || 'inherit' %>"><%= value %></span>"""
 
@@ -129,9 +104,8 @@ class Page:
 
     def _timeline(self) -> Any:
         plot = _figure("Phases of each rank", 230, y_range=[], x_axis_label="seconds since the run began")
-        colours = factor_cmap("phase", list(_COLOURS.values()), list(_COLOURS))
         sides = {"y": "rank", "left": "left", "right": "right", "height": 0.8}
-        plot.hbar(**sides, fill_color=colours, line_color=None, legend_field="phase", source=self._phases)
+        plot.hbar(**sides, color="colour", legend_field="phase", source=self._phases)
         plot.x_range.start = 0
         plot.add_tools(HoverTool(tooltips=[("rank", "@rank"), ("phase", "@phase"), ("seconds", "@seconds{0.0000}")]))
         plot.add_layout(plot.legend[0], "right")

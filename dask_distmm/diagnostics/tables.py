@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.diagnostics.bars import short_name
-from dask_distmm.runtime.scheduler.records import KERNELS, PHASES, Record, Totals
+from dask_distmm.runtime.scheduler.records import PHASES, Record, Totals
 
 Columns = dict[str, list[Any]]
 
@@ -21,6 +22,14 @@ _NAN = float("nan")
 _MIB = 2**20
 # The time of the current run: its phases are known when it is done.
 RUNNING = "so far"
+# Okabe and Ito's colours, which everybody can tell apart; grey for "other".
+_COLOURS = {
+    "gate": "#CC79A7", "gather": "#E69F00", "redistribute": "#E69F00", "multiply": "#0072B2", "panel": "#D55E00",
+    "update": "#0072B2", "compute": "#0072B2", "wait": "#F0E442", "deliver": "#56B4E9", "replicate": "#009E73",
+    "other": "#BBBBBB", RUNNING: "#F0E442",
+}  # fmt: skip
+# Those of a program's longest kernels. The legend has room for this many; other kernels are part of "other".
+_KERNELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195")
 
 
 def empty() -> tuple[Columns, Columns]:
@@ -115,16 +124,24 @@ def _short(address: str) -> str:
 
 def phase_bars(record: Record | None, now: float) -> Columns:
     """Return the bars of the time line: the phases of each rank; of the current run the time so far."""
-    found: Columns = {"rank": [], "phase": [], "left": [], "right": [], "seconds": []}
-    going = record is not None and record.outcome == "running"
-    for rank, address in enumerate(record.ranks if record else ()):
+    found: Columns = {"rank": [], "phase": [], "left": [], "right": [], "seconds": [], "colour": []}
+    if record is None:
+        return found
+    kernels = collections.Counter[str]()
+    for phases in record.phases.values():
+        kernels.update({phase: seconds for phase, seconds in phases.items() if phase not in _COLOURS})
+    shown = [kernel for kernel, _ in kernels.most_common(len(_KERNELS))]
+    colours = _COLOURS | dict(zip(shown, _KERNELS, strict=False))
+    for rank, address in enumerate(record.ranks):
+        phases = dict.fromkeys((*PHASES[:7], *shown, *PHASES[7:]), 0.0)
+        for phase, seconds in record.phases.get(address, {}).items():
+            phases[phase if phase in phases else PHASES[-1]] += seconds
+        if record.outcome == "running":
+            phases[RUNNING] = now - record.started
         left = 0.0
-        for phase in (*PHASES[:7], *KERNELS, *PHASES[7:], RUNNING):
-            seconds = record.phases.get(address, {}).get(phase, 0.0) if record else 0.0
-            if going and record and phase == RUNNING:
-                seconds = max(0.0, now - record.started)
+        for phase, seconds in phases.items():
             if seconds > 0:
-                values = (f"{rank}: {_short(address)}", phase, left, left + seconds, seconds)
+                values = (f"{rank}: {_short(address)}", phase, left, left + seconds, seconds, colours[phase])
                 for column, value in zip(found.values(), values, strict=True):
                     column.append(value)
                 left += seconds

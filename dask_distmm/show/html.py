@@ -24,6 +24,7 @@ from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.programs.check import Span
+from dask_distmm.programs.steps import Loop
 from dask_distmm.show.text import WHAT, in_words
 
 # Matrices and bars as inline SVG: no script, no style sheet, readable on light and on dark pages. Pure
@@ -139,7 +140,7 @@ def _drawn(matrix: DrawnMatrix, x: float, y: float, width: float, height: float)
         wide = (right - left) / len(stripes)
         parts += [_rect(left + at * wide, top, wide, bottom - top, colour(rank)) for at, rank in enumerate(stripes)]
         size = min(12, int(bottom - top) - 2)
-        if size >= 7 and len(cell.label) * 0.62 * size <= right - left:
+        if size >= 7 and len(cell.label) * 0.62 * size <= right - left - 3:
             middle = (top + bottom) / 2 + size / 3
             labels.append(text_line((left + right) / 2, middle, cell.label, size=size, anchor="middle", fill="#000"))
         parts.append(_rect(left, top, right - left, bottom - top, "none", ' stroke="#000" stroke-width="0.8"'))
@@ -230,13 +231,12 @@ _MOST_PRODUCTS = 24
 
 def plan_html(plan: Plan) -> str:
     """Return a plan as notebooks show it."""
-    placed = "as they lie now" if "a" in plan.where else "not known yet, so taken as spread evenly"
-    owners = "; D's where they will be"
+    unknown = "" if "a" in plan.where else "; those of A and B are not known yet"
     sections = [
         _title(f"Plan: {plan.method} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}"),
         f"<div><b>@ is left to Dask's own tasks under enable():</b> {escape(plan.left)}</div>" if plan.left else "",
         f"<div>{escape(_sentence(plan))}</div>",
-        _beside(f"Chunks, by the workers that hold them ({placed}{owners})", _chunk_grids(plan)),
+        _beside(f"Chunks, by the workers that hold them{unknown}", _chunk_grids(plan)),
         _beside(f"Who multiplies what: {WHAT[plan.method]}", _layout(plan)),
         _worker_key(plan),
     ]
@@ -254,14 +254,14 @@ def batch_html(plan: BatchPlan) -> str:
     for name, estimate in (("items", plan.items), ("collective", plan.collective)):
         if estimate is not None:
             parts = (estimate.compute_seconds, estimate.transfer_seconds, estimate.overhead_seconds)
-            chosen = name == plan.way
+            chosen = name == plan.route
             note = format_time(estimate.seconds) + (", chosen" if chosen else "")
             rows.append(Bar(ways[name], note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=chosen))
     legend = key([(_MULTIPLYING, "multiplying"), (_MOVING, "moving"), (_OTHER, "having tasks")])
-    sections = [_title(f"Batch: {ways[plan.way]}"), f"<div>{escape(plan.reason)}</div>"]
+    sections = [_title(f"Batch: {ways[plan.route]}"), f"<div>{escape(plan.reason)}</div>"]
     if rows:
         sections.append(_section("Estimated time", bar_chart(rows, "estimated time of both ways") + legend))
-    if plan.way == "collective" and plan.plan is not None:
+    if plan.route == "collective" and plan.plan is not None:
         sections.append(_section("Each run", plan.plan._repr_html_()))
     return _page([*sections, _as_text(repr(plan))])
 
@@ -310,7 +310,7 @@ def _section(title: str, body: str) -> str:
 
 def _beside(title: str, body: str) -> str:
     """Return a section that others may stand beside."""
-    style = "display: inline-block; vertical-align: top; width: 390px; max-width: 100%"
+    style = "display: inline-block; vertical-align: top; width: 420px; max-width: 100%; margin-right: 24px"
     return f'<div style="{style}">{_section(title, body)}</div>'
 
 
@@ -477,7 +477,7 @@ def _time_chart(plan: Plan) -> str:
         rows.append(Bar(name, note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=estimate is chosen))
     if (own := plan.by_tasks) is not None:
         parts = [own.compute_seconds, own.transfer_seconds, own.seconds - own.compute_seconds - own.transfer_seconds]
-        note = f"{format_time(own.seconds)}; with what Dask takes around it the run takes {format_time(plan.seconds)}"
+        note = f"{format_time(own.seconds)}; the run with Dask's overhead takes {format_time(plan.seconds)}"
         rows.append(Bar("Dask's own tasks", note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=not plan.worth_it))
     more = f"<div>and {len(ways) - _MOST_WAYS} more, see the text</div>" if len(ways) > _MOST_WAYS else ""
     legend = key([(_MULTIPLYING, "multiplying"), (_MOVING, "moving"), (_OTHER, "messages")])
@@ -530,10 +530,11 @@ def program_html(plan: ProgramPlacement) -> str:
         cells = [Cell(pair, (0, sum(cols)), (rank,)) for pair, rank in owned]
         height = "?" if min(rows) < 0 else str(sum(rows))
         drawn.append(DrawnMatrix(name.upper(), f"{height} x {sum(cols)}", (edges[-1], sum(cols)), _few(cells)))
+    loops = "; one turn of a loop stands for all" * any(isinstance(step, Loop) for step in plan.steps(0))
     sections = [
         _section("Chunks of rows, by the ranks that have them", _side_by_side(drawn, "which rank has which rows")),
         _worker_key(plan),
-        _section("Steps of each rank, where the matrix is well-conditioned", _time_lines(plan.spans)),
+        _section(f"Steps of each rank, where the matrix is well-conditioned{loops}", _time_lines(plan.spans)),
     ]
     return _placement_html(plan, sections)
 

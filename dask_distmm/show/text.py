@@ -73,7 +73,7 @@ def plan_text(plan: Plan) -> str:
 
     def chunks(operand: str) -> str:
         nrows, ncols = problem.chunk_counts(operand)
-        views = zip(("transposed", "conjugated"), (problem.turned, problem.conjugated), strict=True)
+        views = zip(("transposed", "conjugated"), (problem.transposed, problem.conjugated), strict=True)
         seen = [name for name, on in views if operand != "d" and on["ab".index(operand)]]
         return f"{nrows} x {ncols} chunks{', read ' * bool(seen)}{' and '.join(seen)}"
 
@@ -204,7 +204,7 @@ def batch_text(plan: BatchPlan) -> str:
     batch = plan.batch
     what = {"items": "whole items in plain tasks", "collective": "collective runs"}
     lines = [
-        f"Batch: {what[plan.way]}",
+        f"Batch: {what[plan.route]}",
         f"  items     {batch.count} ({' x '.join(map(str, batch.shape))}) of "
         f"{batch.m} x {batch.k} {batch.a_dtype} by {batch.k} x {batch.n} {batch.b_dtype}, "
         f"computed in {batch.compute_type}",
@@ -213,7 +213,7 @@ def batch_text(plan: BatchPlan) -> str:
     ]
     blocks = math.prod(map(len, plan.chunks))
     known = {"items": plan.items, "collective": plan.collective}
-    for name, estimate in sorted(known.items(), key=lambda pair: pair[0] != plan.way):
+    for name, estimate in sorted(known.items(), key=lambda pair: pair[0] != plan.route):
         if estimate is None:
             continue
         cut = (
@@ -222,11 +222,11 @@ def batch_text(plan: BatchPlan) -> str:
             else f"{estimate.runs} run{'s' * (estimate.runs > 1)}"
         )
         lines.append(
-            f"  {'time' if name == plan.way else 'against':<10}{name}: {format_time(estimate.seconds)} estimated: "
+            f"  {'time' if name == plan.route else 'against':<10}{name}: {format_time(estimate.seconds)} estimated: "
             f"{format_time(estimate.compute_seconds)} multiplying, {format_time(estimate.transfer_seconds)} moving, "
             f"{format_time(estimate.overhead_seconds)} for tasks; {cut}"
         )
-    if plan.way == "collective" and plan.plan is not None:
+    if plan.route == "collective" and plan.plan is not None:
         lines.append("  each run  " + repr(plan.plan).replace("\n", "\n            "))
     return "\n".join(lines)
 
@@ -237,8 +237,8 @@ def group_text(plan: GroupPlan) -> str:
     runs = sum(share.collective for share in found)
     tasks = sum(len(share.rows) for share in found)
     lines = [
-        f"Group: {len(plan.shapes)} products, {runs} as collective runs, {len(found) - runs} as {tasks} plain "
-        f"tasks; {format_time(plan.seconds)} estimated on {plan.slots} slots"
+        f"Group: {len(plan.shapes)} products, {runs} by collective runs, {len(found) - runs} by plain tasks (in all "
+        f"{tasks}); {format_time(plan.seconds)} estimated on {plan.slots} slots"
     ]
     for number, ((m, n, k), share) in enumerate(zip(plan.shapes, plan.shares, strict=True)):
         lines.append(f"  {number:<9} {m} x {k} by {k} x {n}: {in_words(share)}")

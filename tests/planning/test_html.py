@@ -112,7 +112,7 @@ def test_a_group_is_drawn() -> None:
     shapes = ((40_000, 500, 600), (500, 500, 600), *[(300, 500, 600)] * 40, (3, 3, 3))
     plan = GroupPlan(shapes, (run, slabs, *small, None), 8, 0.6)
     text = words(parsed(plan._repr_html_()))
-    assert text.startswith("Group: 43 products, 1 as collective runs, 41 as 42 plain tasks")
+    assert text.startswith("Group: 43 products, 1 by collective runs, 41 by plain tasks (in all 42)")
     assert "0: 40000 x 600 by 600 x 500" in text
     assert "2 slabs of up to 300 rows" in text
     assert "and 18 shorter ones" in text
