@@ -158,6 +158,43 @@ def test_links_lead_somewhere():
     assert not wrong
 
 
+# What a stranger asks: the page that answers, and words of the answer.
+QUESTIONS = {
+    "Does the SVD of a tall matrix work, and where does it run?": (
+        "linear-algebra",
+        r"`svd`, `svdvals` \| one run; tall",
+    ),
+    "What memory does a worker need for it?": (
+        "linear-algebra",
+        r"a worker holds|memory of a worker|Memory of a worker",
+    ),
+    "Can my program become slower?": ("performance", r"(?i)slower"),
+    "Does it run on GPUs of AMD?": ("faq", r"AMD"),
+    "Does it work with xarray, and what comes back?": ("integrations", r"DataArray"),
+    "Can A be larger than the memory of the cluster?": ("larger-than-memory", r"waves"),
+    "What happens if a worker dies?": ("reliability", r"killed"),
+    "Which chunks should I choose?": ("chunks-and-methods", r"## Which chunks"),
+    "Must the package be installed on the workers?": ("install", r"the client, the scheduler and all workers"),
+    "What is unpickled where?": ("security", r"unpickle"),
+    "Which versions of Dask does it work with?": ("versions", r"2026\.7\.1"),
+    "Did my product run collectively?": ("faq", r"## Did my product run collectively"),
+    "What does a NaN do?": ("faq", r"## What does a NaN do"),
+    "Which argument of scipy.linalg.solve is here?": ("linear-algebra", r"## Names and arguments"),
+}
+
+
+@pytest.mark.parametrize("first", [ROOT / "README.md", DOCS / "index.md"], ids=lambda page: page.stem)
+def test_questions_are_answered_within_two_clicks(first):
+    def linked(pages):
+        targets = {page.parent / name for page in pages for name in re.findall(r"\]\(([\w./-]+\.md)", page.read_text())}
+        return {page.resolve() for page in targets if page.exists()}
+
+    near = {page.stem.lower(): page for page in linked([first]) | linked(linked([first]))}
+    near["security"] = ROOT / "SECURITY.md" if "security" in near else None  # which the page includes
+    wrong = [asked for asked, (page, text) in QUESTIONS.items() if not re.search(text, near[page].read_text())]
+    assert not wrong
+
+
 def code_cells(path):
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
