@@ -36,8 +36,8 @@ from dask_distmm.typing import (
 __all__ = ["explain", "matmul"]
 
 
-# Type checkers take the first that fits. The last two also resemble wrong calls, of which mypy then says what is wrong;
-# where none resembles a call, it prints all of them.
+# Type checkers take the first that fits. The last two are for wrong calls: mypy says what is wrong with a call that
+# resembles one of these, and prints all of them where none does.
 @overload
 def matmul(
     a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, *,
@@ -57,6 +57,13 @@ def matmul(
     a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, *, result_amax: bool,
     epilog: AnyEpilog | EpilogFunction | NoOther | None = None, **options: Unpack[MatmulOptions],
 ) -> da.Array | WithAux: ...  # fmt: skip
+
+
+@overload
+def matmul(
+    a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, *, result_amax: Literal[False] = False,
+    epilog: AnyEpilog | EpilogFunction | NoOther | None = None, **options: Unpack[MatmulOptions],
+) -> da.Array: ...  # fmt: skip
 
 
 @overload

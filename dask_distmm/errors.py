@@ -16,25 +16,6 @@ from typing import Any, TypeVar, cast
 
 from numpy.linalg import LinAlgError
 
-__all__ = [
-    "DistMMError",
-    "EngineError",
-    "MatrixError",
-    "MissingEngineError",
-    "NoWorkersError",
-    "NotSquareError",
-    "PlanError",
-    "ProjectedMemoryError",
-    "ProtocolError",
-    "RunFailedError",
-    "advice",
-    "as_plain",
-    "check_options",
-    "options_checked",
-    "rebuild",
-    "unknown_name",
-]
-
 T = TypeVar("T")
 
 # Longer reasons are cut: they are kept, logged and sent to all participants of a run.
@@ -183,8 +164,8 @@ def check_options(called: str, given: Iterable[str], known: Collection[str], hin
     """Refuse an option that a function does not have, with a hint or the nearest name."""
     for name in given:
         if name not in known:
-            near = "".join(f"did you mean {one!r}?" for one in difflib.get_close_matches(name, known, 1))
-            hint = hints.get(name, near)
+            near = difflib.get_close_matches(name, known, 1)
+            hint = hints.get(name) or "".join(f"did you mean {one!r}?" for one in near)
             raise TypeError(f"{called.removesuffix('.__init__')}() has no option {name!r}{': ' * bool(hint)}{hint}")
 
 

@@ -64,7 +64,7 @@ def check(client: Client) -> None:
         "matmul": lambda: dask_array.matmul(x, y),
         "tensordot": lambda: dask_array.tensordot(x, y, axes=1),
         "ours": lambda: dask_distmm.matmul(x, y),
-        "turned": lambda: dask_distmm.matmul(x.T, y, op_a="T"),
+        "transposed": lambda: dask_distmm.matmul(x.T, y, op_a="T"),
     }
     runs = client.run_on_scheduler(count_runs)
     with dask_distmm.enabled():

@@ -17,7 +17,7 @@ from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import PlanError
 from dask_distmm.planning.factor.plan import FactorPlan
-from dask_distmm.planning.factor.problem import Turned
+from dask_distmm.planning.factor.problem import Orientation
 
 
 class LocalPanels:
@@ -94,15 +94,15 @@ def run_factorization(
     return {output.name: _collect(plan, ranks, output.name) for output in plan.problem.outputs}
 
 
-def _as_turned(x: NDArray[Any], turned: Turned) -> NDArray[Any]:
-    x = x.T if turned.transposed else x
-    return x.conj() if turned.conjugated else x
+def _oriented(x: NDArray[Any], orientation: Orientation) -> NDArray[Any]:
+    x = x.T if orientation.transposed else x
+    return x.conj() if orientation.conjugated else x
 
 
 def _deal_out(execution: Execution, matrix: int, whole_matrix: NDArray[Any]) -> None:
     """Write a rank's block columns of an input."""
     plan = execution.plan
-    given, shape = _as_turned(whole_matrix, plan.problem.turned("ab"[matrix])), plan.columns.matrices[matrix].shape
+    given, shape = _oriented(whole_matrix, plan.problem.orientation("ab"[matrix])), plan.columns.matrices[matrix].shape
     if given.shape != shape:
         raise PlanError(f"{'ab'[matrix]} is {whole_matrix.shape}, which is not what was planned for")
     held, layout = execution.held(matrix), plan.input_layout("ab"[matrix])
@@ -129,4 +129,4 @@ def _collect(plan: FactorPlan, ranks: Sequence[Execution], name: str) -> NDArray
     found = np.empty(layout.shape, output.dtype)
     for rank in ranks:
         found[:, _columns(layout, rank.rank)] = block_columns(rank, name)
-    return _as_turned(found, output.turned)
+    return _oriented(found, output.orientation)

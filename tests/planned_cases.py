@@ -32,7 +32,7 @@ def main() -> None:
             "da.matmul": lambda: da.matmul(x, y),
             "da.tensordot": lambda: da.tensordot(x, y, axes=1),
             "matmul": lambda: dask_distmm.matmul(x, y),
-            "turned": lambda: dask_distmm.matmul(x.T, y, op_a="T"),
+            "transposed": lambda: dask_distmm.matmul(x.T, y, op_a="T"),
         }
         runs = 0
         with dask_distmm.enabled():

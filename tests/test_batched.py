@@ -109,7 +109,7 @@ def test_random_batches_against_numpy_without_a_cluster(seed):
         assert made.items.seconds > 0
         assert made.collective.seconds > 0
         assert made.batch.count == math.prod(np.matmul(a, b).shape[: len(made.batch.shape)])
-        assert made.way in repr(made)
+        assert made.route in repr(made)
 
 
 def operands(seed=None, most=30):
@@ -287,12 +287,12 @@ def test_plain_tasks_may_be_asked_for_where_the_configuration_names_an_engine(cl
 def test_the_cost_model_chooses(client):
     small = da.ones((256, 64, 64), chunks=(32, 64, 64))
     made = explain(small, small)
-    assert made.way == "items"
+    assert made.route == "items"
     assert made.items.seconds < made.collective.seconds
     assert is_items(matmul(small, small))
     large = da.ones((2, 4000, 4000), chunks=(1, 1000, 1000))
     made = explain(large, large)
-    assert made.way == "collective"
+    assert made.route == "collective"
     assert made.plan.method in repr(made)
     assert is_collective(matmul(large, large))
     for text in (repr(made), repr(explain(small, small))):

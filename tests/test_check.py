@@ -92,7 +92,7 @@ def test_where_all_is_well_nothing_is_found(make: Callable[[], Report], engine: 
     report = make()
     assert (report.findings, report.status, report.engine) == ([], 0, engine)
     text = check.report_text(report)
-    assert text.endswith("All is well.")
+    assert text.endswith("No problems found.")
     assert all(address in text for address in report.workers)
     json.dumps(report.to_json(), allow_nan=False)
 

@@ -149,7 +149,7 @@ def test_the_error_says_what_each_method_has():
         made([BlockCyclic((3, 2), (2, 2))])
     with pytest.raises(PlanError, match="local 1 x 1 x 1 has A on one worker"):
         made([Slab(0)], method="local")
-    with pytest.raises(PlanError, match="blocks of k must agree, found 9 and 10"):
+    with pytest.raises(PlanError, match="blocks of k must agree, got 9 and 10"):
         made([BlockCyclic((2, 2), (8, 9)), BlockCyclic((2, 2), (10, 7))], engine="cublasmp")
     with pytest.raises(PlanError, match="leave ranks without"):
         made([None, None, BlockCyclic((2, 2), (60, 25))], engine="cublasmp")
@@ -308,8 +308,8 @@ def test_types(client, dtype):
     ("a", "distribution", "options", "message"),
     [
         (np.ones((4, 4)), "rows", {}, "expected a Slab"),
-        (np.ones(4), Slab(0), {}, "only matrices"),
-        (np.ones((0, 4)), Slab(0), {}, "only matrices"),
+        (np.ones(4), Slab(0), {}, "a must be 2-D"),
+        (np.ones((0, 4)), Slab(0), {}, "a must be 2-D"),
         (np.ones((4, 4), object), Slab(0), {}, "no engine takes"),
         (np.ones((4, 4)), BlockCyclic((2, 2), (2, 2)), {}, "needs 4 workers, and there are 3"),
         (np.ones((4, 4)), Slab(0), {"workers": 4}, "workers=4, but the cluster has 3"),

@@ -183,7 +183,7 @@ BAD = [
     ({"epilog": lambda x, y: x + y, "epilog_inputs": {"y": np.ones(4)}}, r"y has the shape \(4,\); expected"),
     ({"epilog": "swish"}, "unknown epilog 'swish'"),
     ({"epilog": 3}, "expected a name, an Epilog or a function"),
-    ({"epilog": "relu_bias"}, r"needs the inputs \['bias'\], found \[\]"),
+    ({"epilog": "relu_bias"}, r"needs the inputs \['bias'\], got \[\]"),
     ({"epilog": "relu", "epilog_inputs": {"bias": np.ones(5)}}, r"needs the inputs \[\]"),
     ({"epilog": "bias", "epilog_inputs": {"bias": np.ones(4)}}, r"bias has the shape \(4,\); expected"),
     ({"epilog": "drelu", "epilog_inputs": {"relu_aux": np.ones((1, 5), bool)}}, r"relu_aux has the shape"),

@@ -11,7 +11,7 @@ from distributed import wait
 from matrices import until
 
 from dask_distmm import matmul
-from dask_distmm.runtime.messages import NAME, Abort, Prepare, Release, ask
+from dask_distmm.runtime.messages import NAME, Abort, Prepare, ReleaseGroup, ask
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 
@@ -37,7 +37,7 @@ def test_numbers_from_the_future_are_refused(inproc_client, monkeypatch):
     async def forge(dask_scheduler=None):
         newest, found = dask_scheduler.plugins[NAME].queue.newest, []
         for number in (newest + 1, 10**6):
-            requests = [Abort(number, "forged"), Prepare(number, 0, {}, {}), Release(number, "numpy", 0)]
+            requests = [Abort(number, "forged"), Prepare(number, 0, {}, {}), ReleaseGroup(number, "numpy", 0)]
             for address in dask_scheduler.workers:
                 for request in requests:
                     for epoch in ("", "x", 7):

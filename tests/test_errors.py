@@ -7,7 +7,7 @@ import pytest
 from dask_distmm import errors
 
 
-@pytest.mark.parametrize("name", [name for name in errors.__all__ if isinstance(getattr(errors, name), type)])
+@pytest.mark.parametrize("name", [name for name in vars(errors) if name.endswith("Error") and name != "LinAlgError"])
 def test_one_root_and_pickles(name):
     kind = getattr(errors, name)
     assert issubclass(kind, errors.DistMMError)

@@ -88,7 +88,7 @@ def test_operands_of_dasks_own_tasks():
     right = da.from_array(y.T, chunks=(30, 20)).conj().T
     for a, value, inside in ((plain, abs(x) + 1j, True), (annotated, 2 * (abs(x) + 1j), False)):
         problem = problem_of_request(parse(a, right))
-        arrays = {name: (problem.arrays[at], problem.turned[at]) for at, name in enumerate("ab")}
+        arrays = {name: (problem.arrays[at], problem.transposed[at]) for at, name in enumerate("ab")}
         under = outputs.operands_under(a, right, problem)
         for upstream, known in (((None, None), {*under[0].dask, *under[1].dask}), (tuple(x.dask for x in under), ())):
             key = (problem.name, np.int64(1), np.int64(0))

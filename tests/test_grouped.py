@@ -53,9 +53,9 @@ def test_types_in_groups(client, dtype):
 
 def test_a_common_formula(client):
     arrays, pairs = pairs_of([(30, 20, 10), (15, 25, 10)])
-    turned = [(a.T, b) for a, b in pairs]
+    transposed = [(a.T, b) for a, b in pairs]
     for batch in ("items", "collective"):
-        found = dask.compute(*matmul_grouped(turned, alpha=-2, op_a="T", epilog="relu", batch=batch))
+        found = dask.compute(*matmul_grouped(transposed, alpha=-2, op_a="T", epilog="relu", batch=batch))
         for (a, b), d in zip(arrays, found, strict=True):
             np.testing.assert_allclose(d, np.maximum(-2 * (a @ b), 0), rtol=1e-12, atol=1e-12)
 
@@ -106,8 +106,8 @@ def test_long_ones_of_a_group_are_runs(client):
             {},
             r"product 1: shapes .* don't match",
         ),
-        ([(np.ones((1, 2, 3)), np.ones((3, 2)))], {}, "product 0: found 3 and 2 dimensions"),
-        ([np.ones((2, 2))], {}, r"product 0 is ndarray; expected a list of pairs"),
+        ([(np.ones((1, 2, 3)), np.ones((3, 2)))], {}, "product 0: a and b must be 2-D, got 3-D and 2-D"),
+        ([np.ones((2, 2))], {}, r"product 0 is ndarray; expected a pair"),
         ([(np.ones((2, 3)), np.ones((3, 2)))], {"epilog": "relu_bias"}, "use matmul for each"),
         ([(np.ones((2, 3)), np.ones((3, 2)))], {"epilog": "swish"}, "unknown epilog"),
         ([(np.ones((2, 3)), np.ones((3, 2)))], {"batch": "some"}, "unknown batch"),

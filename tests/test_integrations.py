@@ -57,7 +57,7 @@ NUMPY = {
     "inner": (lambda f, x, s: f.inner(x, s), 1),
     "cov": (lambda f, x, s: f.cov(x), 1),
     "einsum": (lambda f, x, s: f.einsum("ij,jk->ik", x, s), 1),
-    "einsum turned": (lambda f, x, s: f.einsum("ji,jk->ki", x, x), 1),
+    "einsum transposed": (lambda f, x, s: f.einsum("ji,jk->ki", x, x), 1),
     "einsum implicit": (lambda f, x, s: f.einsum("ji,ai", s, s), 1),
     "einsum of a batch": (lambda f, x, s: f.einsum("ij,ij->i", x, x), 0),
     "einsum of one": (lambda f, x, s: f.einsum("ij->j", x), 0),

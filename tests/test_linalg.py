@@ -189,11 +189,11 @@ def test_a_lost_worker_costs_a_run_and_no_result(fault_client):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gram_is_exactly_hermitian(inproc_client, dtype):
     x = random((50, 30), dtype)
-    found, turned = dask.compute(linalg.gram(lazy(x)), linalg.gram(lazy(x).conj().T))
+    found, transposed = dask.compute(linalg.gram(lazy(x)), linalg.gram(lazy(x).conj().T))
     near = {"rtol": 0, "atol": 50 * np.finfo(dtype).eps * np.linalg.norm(x, 2) ** 2}
     np.testing.assert_allclose(found, x.conj().T @ x, **near)
-    np.testing.assert_allclose(turned, x @ x.conj().T, **near)
-    for one in (found, turned):
+    np.testing.assert_allclose(transposed, x @ x.conj().T, **near)
+    for one in (found, transposed):
         np.testing.assert_array_equal(one, one.conj().T)
         assert one.dtype == dtype
 

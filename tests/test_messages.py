@@ -39,21 +39,21 @@ TO_WORKERS = (
     messages.Prepare(1, 0, small_plan(), KEYS),
     messages.Start(1),
     messages.Abort(1, "late"),
-    messages.Release(1, "numpy", 1.0),
+    messages.ReleaseGroup(1, "numpy", 1.0),
     messages.Fetch(1, "input", bytes(48), flat=False),
     messages.Finish(1),
-    messages.Forget(1),
-    messages.Gone(1, "inproc://1"),
-    messages.Abandon(1, "numpy"),
-    messages.DropReplicas("m", 1),
+    messages.ReleaseOperands(1),
+    messages.WorkerLost(1, "inproc://1"),
+    messages.GroupLost(1, "numpy"),
+    messages.ReleaseReplica("m", 1),
     messages.Begin("another"),
 )
 FROM_WORKERS = (messages.Progress(1, 0.5), messages.Gathered(1))
 FROM_CLIENTS = (
     questions.RosterQuestion(DEMAND, ["x"], [[2, 2]]),
     questions.ProgressQuestion(["x"]),
-    questions.Free(1.0),
-    questions.FreeReplicas(["x"]),
+    questions.ReleaseWorkspaces(1.0),
+    questions.ReleaseReplicas(["x"]),
 )
 
 

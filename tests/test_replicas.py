@@ -142,7 +142,7 @@ def test_ranks_return_what_they_have_gathered(method, nranks, operand, same, see
     a_chunks, b_chunks = (random_chunks(seeded, m, 3), inner), (inner, random_chunks(seeded, n, 3))
     fields = {"method": method, "gathered": operand}
     if same:  # X.T @ X: what is of A and of B travels once
-        a_chunks, fields = (b_chunks[1], inner), fields | {"arrays": ("x", "x"), "turned": (True, False)}
+        a_chunks, fields = (b_chunks[1], inner), fields | {"arrays": ("x", "x"), "transposed": (True, False)}
     problem = make_problem(a_chunks, b_chunks, **fields)
     b = seeded.standard_normal((k, n))
     a = b.T if same else seeded.standard_normal((m, k))
@@ -334,19 +334,19 @@ def test_later_multiplies_move_nothing_of_it(client, method):
 
 
 @pytest.mark.parametrize("method", ["allgather", "local", "summa", "reducescatter"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_gathered_operand_moves_once(client, method, turned):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gathered_operand_moves_once(client, method, transposed):
     """Whatever way the first multiply went; as the operand or its transpose; dropped with the array."""
-    a, b = (client.persist(fresh(*shape)) for shape in ((90, 70), (90, 50) if turned else (70, 50)))
+    a, b = (client.persist(fresh(*shape)) for shape in ((90, 70), (90, 50) if transposed else (70, 50)))
     wait([a, b])
-    first = matmul(a, b, op_a="T" if turned else "N", gathered="a", method=method).persist()
-    left = a.compute().T if turned else a.compute()
+    first = matmul(a, b, op_a="T" if transposed else "N", gathered="a", method=method).persist()
+    left = a.compute().T if transposed else a.compute()
     assert_product(left, b.compute(), first.compute())
     until(lambda: kept(client) == {1})
     moved = runs(client)[-1]["received_bytes"]
     # Each worker gets what it lacks, and nothing twice; what else travels is of B and D.
     assert moved <= 2 * a.nbytes + 2 * b.nbytes + 2 * first.nbytes
-    ops = ("T", "N") if turned else ("N", "T")
+    ops = ("T", "N") if transposed else ("N", "T")
     for options, x in (({"op_a": ops[0]}, left), ({"op_a": ops[1]}, left.T)):
         y = client.persist(fresh(x.shape[1], 40, chunks=(x.shape[1], 40)))
         wait(y)

@@ -95,7 +95,7 @@ def test_independent_ranks_go_on_without_the_others():
     run.answer("b", 3)
     assert run.lose(["c"])
     assert run.phase == "done"
-    assert run.gone == {"a", "c"}
+    assert run.lost == {"a", "c"}
 
 
 def test_somebody_must_be_left():
@@ -146,7 +146,7 @@ def test_any_order_of_messages(independent, sequence):
         if run.phase == "running":
             assert votes >= set(WORKERS)
             assert run.waiting_for
-        assert not run.gone or independent
+        assert not run.lost or independent
 
 
 @given(

@@ -15,7 +15,7 @@ from dask_distmm import matmul
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import Demand, Problem
 from dask_distmm.runtime.keys import barrier_key, barrier_name
-from dask_distmm.runtime.messages import NAME, Free, Progress, Reply, RosterQuestion, ask
+from dask_distmm.runtime.messages import NAME, Progress, ReleaseWorkspaces, Reply, RosterQuestion, ask
 from dask_distmm.testing import make_problem
 
 PROBLEM = make_problem(((4, 3), (5,)), ((5,), (6,)), name="matmul-nobody-s")
@@ -26,7 +26,7 @@ junk = st.one_of(
 )
 questions = {"demand": junk | st.just(DEMAND.to_wire()), "names": junk, "counts": junk}
 reports = {"worker": junk, "run_id": junk, "share": junk, "received_bytes": junk, "x": junk}
-asked, free, told = RosterQuestion.operation, Free.operation, Progress.operation
+asked, free, told = RosterQuestion.operation, ReleaseWorkspaces.operation, Progress.operation
 calls = st.one_of(
     st.tuples(st.just(asked), st.dictionaries(st.sampled_from([*questions, "x"]), junk)),
     st.tuples(st.just(asked), st.fixed_dictionaries(questions)),

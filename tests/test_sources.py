@@ -151,7 +151,7 @@ def test_arrays_that_ranks_can_make(tmp_path):
 @pytest.mark.parametrize("gram", [True, False])
 def test_a_chunk_of_both_operands_is_made_once_where_both_use_it_together(gram):
     sizes = (4, 4), (4, 4)
-    names = {"arrays": ("x", "x"), "turned": (True, False)} if gram else {}
+    names = {"arrays": ("x", "x"), "transposed": (True, False)} if gram else {}
     problem = make_problem(*(sizes,) * 2, by_ranks=(True, True), **names)
     made = plan(problem, [Worker("w")])
     tasks = [Task(("x", number), np.full, (4, 4), float(number)) for number in range(4)]

@@ -187,7 +187,7 @@ def test_what_others_would_lose_is_not_overwritten(tmp_path: Path) -> None:
         ("x.zarr::inside", "is an array and can't hold another one"),
         ("folder.zarr", "is not a Zarr store that can be read"),
         ("folder.npy", "it is a folder"),
-        ("none/x.npy", "there is no folder"),
+        ("none/x.npy", "does not exist"),
         ("s3://bucket/x.zarr", "is a URL, where"),
     ):
         target = place(name if "://" in name else tmp_path / name)

@@ -33,7 +33,7 @@ def test_chains_of_views(steps, dtype):
     view = view_of(x)
     assert view.array.name == base.name
     assert view.array.chunks == base.chunks
-    assert view.turned == bool(steps.count("T") % 2)
+    assert view.transposed == bool(steps.count("T") % 2)
     assert view.conjugated == bool(steps.count("C") % 2 and dtype == "complex128")
 
 

@@ -59,15 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import cupy
 
     from benchmarks.gpu.matrices import make_chunk
-    from dask_distmm.engines.gpu.gemm import Gemm, Kinds, Memory, Shape
+    from dask_distmm.engines.gpu.gemm import Gemm, GemmShape, GemmTypes, MatrixRef
 
-    kinds, stream = Kinds(options.type, options.type, options.type), cupy.cuda.Stream(non_blocking=True)
+    kinds, stream = GemmTypes(options.type, options.type, options.type), cupy.cuda.Stream(non_blocking=True)
     kept = []
 
     def product(n: int) -> Callable[[], None]:
         matrices = [make_chunk((n, n), options.type, seed) for seed in range(3)]
         kept.extend(matrices)
-        gemm = Gemm(Shape(n, n, n, True, ("N", "N")), kinds, *(Memory(x.data.ptr, n) for x in matrices))
+        gemm = Gemm(GemmShape(n, n, n, True, ("N", "N")), kinds, *(MatrixRef(x.data.ptr, n) for x in matrices))
         return lambda: gemm.run(stream)
 
     large, small, word = product(options.size), product(64), cupy.zeros(1, cupy.int32)

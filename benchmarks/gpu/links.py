@@ -178,18 +178,18 @@ def beside(offers: Sequence[Any], n: int, dtype: str, how: str, begin: float) ->
 
     from benchmarks.gpu.batch import Batch
     from benchmarks.gpu.matrices import make_chunk
-    from dask_distmm.engines.gpu.gemm import Gemm, Kinds, Memory, Shape
+    from dask_distmm.engines.gpu.gemm import Gemm, GemmShape, GemmTypes, MatrixRef
     from dask_distmm.engines.peer.readable import Rectangle
     from dask_distmm.layout.rectangles import Span
 
-    kind = Kinds(dtype, dtype, dtype)
+    kind = GemmTypes(dtype, dtype, dtype)
     a, b, d = (make_chunk((n, n), dtype, seed) for seed in range(3))
     source = next_source(offers)
     size = _KEPT["memory"].size // 4
     target = _KEPT.setdefault("target0", cupy.empty(size, cupy.uint8))
     gemms, pulls = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-    shape, runtime = Shape(n, n, n, True, ("N", "N")), cupy.cuda.runtime
-    matrices = [Memory(x.data.ptr, n) for x in (a, b, d)]
+    shape, runtime = GemmShape(n, n, n, True, ("N", "N")), cupy.cuda.runtime
+    matrices = [MatrixRef(x.data.ptr, n) for x in (a, b, d)]
     rows, width = size // COUNT // 1024, 1024
     steps = [i * rows * width for i in range(COUNT)]
     found = [Rectangle(Span(source + at, width, 1), Span(target.data.ptr + at, width, 1), rows, width) for at in steps]

@@ -36,7 +36,7 @@ from dask_distmm.planning.distribution import BlockCyclic, Distribution
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import Snapshot, ask_roster, current_client
 from dask_distmm.runtime.keys import tile_name
-from dask_distmm.runtime.messages import FreeReplicas, ask
+from dask_distmm.runtime.messages import ReleaseReplicas, ask
 from dask_distmm.typing import ArrayLike
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def replicate(a: ArrayLike) -> da.Array:
     Raises
     ------
     EngineError
-        There is no cluster, or its client is asynchronous.
+        No cluster is connected, or its client is asynchronous.
     PlanError
         It is not a matrix, or of a type that no run multiplies.
     ProjectedMemoryError
@@ -85,7 +85,7 @@ def replicate(a: ArrayLike) -> da.Array:
         )
     array = as_array(a)
     if array.ndim != 2:
-        raise PlanError(f"replicate() is for matrices; found {array.ndim} dimensions")
+        raise PlanError(f"replicate(): a must be 2-D, got {array.ndim}-D")
     array = client.persist(array)
     zeros = da.zeros((array.shape[1], 1), chunks=(array.chunks[1], 1), dtype=array.dtype)
     client.compute(multiply(parse(array, zeros, gathered="a")), sync=True)
@@ -108,13 +108,13 @@ def free_replicas(*arrays: da.Array) -> int:
     Raises
     ------
     EngineError
-        There is no cluster.
+        No cluster is connected.
     """
     client = current_client()
     if client is None:
-        raise EngineError("there is no cluster with replicas; create a distributed.Client")
+        raise EngineError("no cluster is connected; create a distributed.Client")
     names = [view_of(as_array(array)).array.name for array in arrays] or None
-    answer = client.sync(ask, client.scheduler, FreeReplicas(names))
+    answer = client.sync(ask, client.scheduler, ReleaseReplicas(names))
     # A scheduler that does not know the request has run nothing.
     return answer.count if answer is not None else 0
 
@@ -147,7 +147,7 @@ def distribute(a: ArrayLike, distribution: Distribution, *, workers: Sequence[st
     Raises
     ------
     PlanError
-        There is no cluster, `a` is not a matrix that engines multiply, or there are too few workers.
+        No cluster is connected, `a` is not a matrix that engines multiply, or there are too few workers.
 
     Examples
     --------
@@ -159,12 +159,12 @@ def distribute(a: ArrayLike, distribution: Distribution, *, workers: Sequence[st
         raise PlanError(f"distribution={distribution!r}: expected a Slab or a BlockCyclic")
     array = da.asanyarray(a)
     if array.ndim != 2 or 0 in array.shape:
-        raise PlanError(f"only matrices can be distributed; found the shape {array.shape}")
+        raise PlanError(f"a must be 2-D and not empty, got the shape {array.shape}")
     if reason := why_not_input(array):
         raise PlanError(f"the array can't be distributed: {reason}")
     client = current_client()
     if client is None:
-        raise PlanError("there is no cluster over which the array could be distributed; create a distributed.Client")
+        raise PlanError("the array can't be distributed, as no cluster is connected; create a distributed.Client")
     name, plaintext = array.dtype.name, read_options().allow_plaintext_nccl
     demand = Demand(setting("engine"), array_kind(array._meta), (name, name, name), check_workers(workers), plaintext)
     known = ask_roster(client, demand)

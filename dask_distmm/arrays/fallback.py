@@ -117,7 +117,7 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
         names = " and ".join(dict.fromkeys(dtypes))
         return f"no engine multiplies {kind} arrays of the types {names}; convert them, as by astype('float64')"
     if cluster and current_client() is None:
-        return "there is no cluster; create a distributed.Client"
+        return "no cluster is connected; create a distributed.Client"
     return None
 
 

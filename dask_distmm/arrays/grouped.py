@@ -128,20 +128,18 @@ def _parse_pairs(pairs: Sequence[tuple[Any, Any]], options: GroupedOptions) -> l
     """Return the products as requests; refuse one that does not fit."""
     batch = check_batch(options.get("batch"), is_batch=True)
     if not isinstance(pairs, Iterable) or isinstance(pairs, str | da.Array):
-        raise PlanError(f"pairs is {type(pairs).__name__}; expected a list of pairs, as [(a, b), ...]")
+        raise PlanError(f"pairs is {type(pairs).__name__}; expected a list of pairs, for example [(a, b), ...]")
     forced = (f"batch={batch!r}",) if batch == "collective" else ()
     # How a group is made is not an option of one product.
     asked = cast(AllOptions, {**options, "batch": None})
     requests = []
     for number, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise PlanError(f"product {number} is {type(pair).__name__}; expected a list of pairs, as [(a, b), ...]")
+            raise PlanError(f"product {number} is {type(pair).__name__}; expected a pair (a, b)")
         try:
             a, b = as_operands(*pair)
             if (a.ndim, b.ndim) != (2, 2):
-                raise PlanError(
-                    f"found {a.ndim} and {b.ndim} dimensions; expected matrices, for others there is matmul"
-                )
+                raise PlanError(f"a and b must be 2-D, got {a.ndim}-D and {b.ndim}-D; matmul() takes others")
             _check_epilog(options.get("epilog"))
             request = parse(a, b, **asked)
             requests.append(dataclasses.replace(request, batch=batch, named=request.named + forced))

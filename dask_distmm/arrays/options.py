@@ -75,10 +75,9 @@ def takes(
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            called = function.__qualname__.removesuffix(".__init__")
             if positional and len(args) > len(own):
-                raise TypeError(f"{called}() takes {len(own)} argument without a name, found {len(args)}: {positional}")
-            check_options(called, kwargs, names, hints or {})
+                raise TypeError(f"{function.__name__}() takes 1 argument without a name, got {len(args)}: {positional}")
+            check_options(function.__qualname__, kwargs, names, hints or {})
             return function(*args, **kwargs)
 
         cast(Any, checked).__signature__ = shown.replace(parameters=[*own, *listed])

@@ -1,7 +1,7 @@
 """D and the auxiliary outputs as Dask arrays: of a run, or of Dask's own operations where no run is possible.
 
-The chunks of the array underneath are multiplied, turned without a copy, and BLAS conjugates while it multiplies. So
-``A.conj().T @ B`` makes no conjugated copy of A, and needs no task for it.
+The chunks of the array underneath are multiplied, transposed without a copy, and BLAS conjugates while it multiplies.
+So ``A.conj().T @ B`` makes no conjugated copy of A, and needs no task for it.
 
 Nothing of a graph is interpreted. Dask gives an array a name that follows from what it is made of: if ``x`` depends on
 only one array, and the transpose of that array would have the name of ``x``, then ``x`` is its transpose. What was cut
@@ -50,7 +50,7 @@ class Source(NamedTuple):
     name: str
     # Its chunks, where they do not follow from those of the view.
     chunks: Chunks | None = None
-    turned: bool = False
+    transposed: bool = False
     conjugated: bool = False
 
 
@@ -65,7 +65,7 @@ class MatrixView(NamedTuple):
     # The other one, (m, n).
     array: da.Array
     # Whether the matrix is its transpose, (n, m).
-    turned: bool
+    transposed: bool
     # Whether it is its conjugate; never for real types.
     conjugated: bool
 
@@ -78,8 +78,8 @@ def apply_op(name: str, array: da.Array, op: str) -> da.Array:
         return array
     if array.ndim < 2:
         raise PlanError(f"op_{name}={op!r}: {name.upper()} has one dimension, matrices have two; leave op_{name} out")
-    turned = array.T if array.ndim == 2 else array.swapaxes(-1, -2)
-    return turned.conj() if op == "C" and array.dtype.kind == "c" else turned
+    transposed = array.T if array.ndim == 2 else array.swapaxes(-1, -2)
+    return transposed.conj() if op == "C" and array.dtype.kind == "c" else transposed
 
 
 def rechunk(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +107,8 @@ def under(x: da.Array, name: str, chunks: Chunks) -> da.Array:
 def operands_under(a: da.Array, b: da.Array, problem: Problem) -> list[da.Array]:
     """Return the arrays whose chunks are multiplied: those that `view_of` has found under A and B."""
     chunks = problem.a_chunks, problem.b_chunks
-    found = zip((a, b), problem.arrays, chunks, problem.turned, strict=True)
-    return [under(x, name, sizes[::-1] if turned else sizes) for x, name, sizes, turned in found]
+    found = zip((a, b), problem.arrays, chunks, problem.transposed, strict=True)
+    return [under(x, name, sizes[::-1] if transposed else sizes) for x, name, sizes, transposed in found]
 
 
 def is_lazy(x: da.Array) -> bool:
@@ -122,12 +122,12 @@ def is_lazy(x: da.Array) -> bool:
 
 def view_of(x: da.Array) -> MatrixView:
     """Return the array of which a matrix is a view; the matrix itself if that can't be seen."""
-    turned = conjugated = False
+    transposed = conjugated = False
     # The array may have been computed meanwhile.
     while (source := _sources.get(x.name) or _source_of(x)) is not None and source.name in x.dask.layers:
-        x = under(x, source.name, source.chunks or (x.chunks[::-1] if source.turned else x.chunks))
-        turned, conjugated = turned != source.turned, conjugated != source.conjugated
-    return MatrixView(x, turned, conjugated and x.dtype.kind == "c")
+        x = under(x, source.name, source.chunks or (x.chunks[::-1] if source.transposed else x.chunks))
+        transposed, conjugated = transposed != source.transposed, conjugated != source.conjugated
+    return MatrixView(x, transposed, conjugated and x.dtype.kind == "c")
 
 
 def _source_of(x: da.Array) -> Source | None:
@@ -137,7 +137,7 @@ def _source_of(x: da.Array) -> Source | None:
         return None
     name = next(iter(needs))
     if under(x, name, x.chunks[::-1]).T.name == x.name:
-        return _note(x.name, Source(name, turned=True))
+        return _note(x.name, Source(name, transposed=True))
     if under(x, name, x.chunks).conj().name == x.name:
         return _note(x.name, Source(name, conjugated=True))
     return None
@@ -172,7 +172,7 @@ def run_outputs(
 
 
 def as_they_lie(problem: Problem, a: da.Array, b: da.Array, extras: Sequence[da.Array]) -> dict[str, da.Array]:
-    """Return the operands of a run by name; of A and B the arrays whose chunks are multiplied, turned or not."""
+    """Return the operands of a run by name; of A and B the arrays whose chunks are multiplied, transposed or not."""
     return dict(zip(problem.operands, [*operands_under(a, b, problem), *extras], strict=False))
 
 

@@ -124,7 +124,7 @@ class Operands:
     def __init__(self, given: Mapping[str, da.Array], ops: Mapping[str, str]) -> None:
         self._ops = ops
         self.signatures = {name: Signature.of(array) for name, array in given.items()}
-        self.arrays = self._turned(given)
+        self.arrays = self._transposed(given)
         # Names of the planned epilog's inputs.
         self.inputs: tuple[str, ...] = ()
         self._placed: set[str] = set()
@@ -142,7 +142,7 @@ class Operands:
                 known = ", ".join(map(repr, self.inputs)) or "none"
                 raise PlanError(f"epilog_inputs has {name!r}; the planned epilog's inputs are: {known}")
             self.signatures[name].check(name, array)
-        return {**self.arrays, **self._turned(operands), **inputs}, [*operands, *inputs]
+        return {**self.arrays, **self._transposed(operands), **inputs}, [*operands, *inputs]
 
     def replace(self, arrays: Mapping[str, da.Array], new: list[str]) -> None:
         """Take the arrays that `matching` has returned."""
@@ -188,7 +188,7 @@ class Operands:
         self.arrays.clear()
         self._placed.clear()
 
-    def _turned(self, given: Mapping[str, da.Array]) -> dict[str, da.Array]:
+    def _transposed(self, given: Mapping[str, da.Array]) -> dict[str, da.Array]:
         """Apply op() to those of A and B that are given."""
         return {name: apply_op(name, x, self._ops[name]) if name in self._ops else x for name, x in given.items()}
 
@@ -214,8 +214,8 @@ class Matmul:
     Raises
     ------
     PlanError
-        As `dask_distmm.matmul`; and if the operands can't be multiplied collectively: there is no cluster, they are no
-        matrices, or no engine takes them.
+        As `dask_distmm.matmul`; and if the operands can't be multiplied collectively: no cluster is connected, they are
+        not matrices, or no engine takes them.
 
     Notes
     -----

@@ -59,7 +59,7 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
         return _delivered(request, _without_a_run(request, possible=reason is None))
     if request.is_batch:
         made = plan_batch(request, request.demands, imagined=None)
-        if made.way == "items":
+        if made.route == "items":
             request.logger.info("a batch, lazy\n%r", made)
             return _delivered(request, by_items(request, made.chunks))
         sources = request.a, request.b

@@ -121,7 +121,7 @@ def quantize(a: ArrayLike, dtype: Any, *, axis: int = -1, scale: Any = None) -> 
     """
     array: da.Array = da.asanyarray(a)
     if array.dtype.kind == "c" or (array.dtype.kind not in "fiub" and array.dtype.name != "bfloat16"):
-        raise PlanError(f"quantize takes real numbers, found {array.dtype}")
+        raise PlanError(f"quantize takes real numbers, got {array.dtype}")
     if isinstance(dtype, str) and dtype in _BLOCKS:
         if scale is not None:
             raise PlanError(f"scale={scale!r}: {dtype} finds its own")
@@ -295,7 +295,7 @@ def _in_blocks(a: da.Array, form: str, axis: int) -> BlockScaled:
             "quantize to 'float8_e4m3', or use NumPy chunks for the reference implementation"
         )
     if a.ndim != 2 or axis not in (-2, -1, 0, 1):
-        raise PlanError(f"{form} needs a matrix and axis 0 or 1; found {a.ndim} dimensions and axis={axis}")
+        raise PlanError(f"{form} needs a matrix and axis 0 or 1, got {a.ndim} dimensions and axis={axis}")
     axis, block = axis % 2, _BLOCKS[form]
     a = a.astype(np.float32)
     edges = np.unique([min(-(-edge // block) * block, a.shape[axis]) for edge in np.cumsum(a.chunks[axis])])

@@ -71,11 +71,11 @@ def _parse_formula(
     inputs, scales, dtype = asked["epilog_inputs"] or {}, asked["quantization_scales"], types.operand
     formula = _checked(asked, c, dtype)
     if formula.replicated and (a.ndim, b.ndim) != (2, 2):
-        raise PlanError(f"epilog 'allreduce' is for products of matrices; found {a.ndim} and {b.ndim} dimensions")
+        raise PlanError(f"epilog 'allreduce' is for products of matrices, got {a.ndim} and {b.ndim} dimensions")
     if formula.plain and not inputs and not types.fp8 and not scales:
         return formula, []
     if a.ndim < 2 or b.ndim < 2:
-        raise PlanError(f"alpha, C, epilogs and scales need matrices; found {a.ndim} and {b.ndim} dimensions")
+        raise PlanError(f"alpha, C, epilogs and scales need matrices, got {a.ndim} and {b.ndim} dimensions")
     _check_fitting(formula, inputs, types)
     with_c = c is not None and complex(*formula.beta) != 0
     extras = [("c", _broadcastable("c", c, a, b, dtype))] if with_c else []
@@ -102,7 +102,7 @@ def _check_fitting(formula: Formula, inputs: Mapping[str, Any], types: Types) ->
     if types.fp8 and formula.operand_sum:
         raise PlanError(f"epilog {name!r} is not there for FP8: sum what dequantize returns")
     if not _TAKEN.isdisjoint(inputs) or not all(str(key).isidentifier() for key in inputs):
-        raise PlanError(f"inputs must have names of their own, not a, b or c; found {sorted(map(str, inputs))}")
+        raise PlanError(f"inputs must have names of their own, not a, b or c, got {sorted(map(str, inputs))}")
 
 
 def _wrong_inputs(formula: Formula, inputs: Mapping[str, Any]) -> str:
@@ -117,7 +117,7 @@ def _wrong_inputs(formula: Formula, inputs: Mapping[str, Any]) -> str:
         return f"{given}: pass epilog= too, one of {known}"
     example = ", ".join(f"{key!r}: ..." for key in needed)
     advice = f"pass epilog_inputs={{{example}}}" if needed else "leave epilog_inputs out"
-    return f"epilog {name!r} needs the inputs {needed}, found {found}; {advice}"
+    return f"epilog {name!r} needs the inputs {needed}, got {found}; {advice}"
 
 
 def _call_on_zeros(function: Callable[..., Any], inner: np.dtype, dtype: np.dtype, inputs: Extras) -> None:
@@ -324,20 +324,20 @@ def problem_of_request(request: Request) -> Problem:
     options = read_options()
     chunks = result_chunks(a, b, request.out_chunks)
     views = view_of(a), view_of(b)
-    of_a, of_b = (view.array.chunks[::-1] if view.turned else view.array.chunks for view in views)
+    of_a, of_b = (view.array.chunks[::-1] if view.transposed else view.array.chunks for view in views)
     fields = (of_a, of_b, chunks, types.a, types.b, types.d, request.method, request.engine, request.workers)
     found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in request.extras)
-    turned, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
+    transposed, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
     names = (a.name, b.name, *(array.name for _, array in request.extras))
     # Plain values, all of them: their text says all, and is made in a tenth of the time in which they are walked.
-    more = request.distributions, turned, conjugated, request.gathered
+    more = request.distributions, transposed, conjugated, request.gathered
     token = tokenize(repr((names, fields, types, options, formula, *more)))
     same = a.name == b.name and types.a == types.b
     return Problem(
         *(f"matmul-{token}", *fields, same, options, request.kind, found, formula, types.compute),
         distributions=request.distributions,
         arrays=(views[0].array.name, views[1].array.name),
-        turned=turned,
+        transposed=transposed,
         conjugated=conjugated,
         gathered=request.gathered,
     )
@@ -363,7 +363,7 @@ def check_gathered(gathered: str | None, operands: tuple[da.Array, da.Array], ty
         raise PlanError(unknown_name("gathered", gathered, ("a", "b")))
     if any(x.ndim != 2 for x in operands) or types.fp8:
         found = "FP8" if types.fp8 else f"{operands[0].ndim} and {operands[1].ndim} dimensions"
-        raise PlanError(f"gathered={gathered!r} is for products of matrices, of other types than FP8; found {found}")
+        raise PlanError(f"gathered={gathered!r} is for products of matrices, of other types than FP8, got {found}")
     return gathered
 
 

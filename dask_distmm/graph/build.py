@@ -129,9 +129,9 @@ class DaskTasks:
             ours = graph is None or any(isinstance(layer, TasksLayer) for layer in graph.layers.values())
             if graph is None or ours or is_annotated(graph):
                 graph = HighLevelGraph({below: {}}, {below: set()})
-            chunks = whole.chunks_of(name)[:: -1 if whole.turned[number] else 1]
+            chunks = whole.chunks_of(name)[:: -1 if whole.transposed[number] else 1]
             x = Array(graph, below, chunks, dtype=dtype_from_name(whole.dtype_of(name)))
-            x = x.T if whole.turned[number] else x
+            x = x.T if whole.transposed[number] else x
             operands.append(x.conj() if whole.conjugated[number] else x)
         d = matmul(*operands)
         keys = {(d.name, *at) for _, *at in wanted}
@@ -269,10 +269,10 @@ class ProductLayer(TasksLayer):
 
     def _inputs(self, problem: Problem, operand: str) -> list[Any]:
         """Return the keys of an operand's chunks, in the order of their numbers in a problem."""
-        name, turned = self.arrays[operand if operand in self.arrays else "a"]
+        name, transposed = self.arrays[operand if operand in self.arrays else "a"]
         nrows, ncols = problem.chunk_counts(operand)
         places = (problem.place_of(operand, index) for index in range(nrows * ncols))
-        return [(name, j, i) if turned else (name, i, j) for i, j in places]
+        return [(name, j, i) if transposed else (name, i, j) for i, j in places]
 
     def _key(self, number: int) -> tuple[str, int, int]:
         return (self.whole.name, *divmod(number, self.whole.chunk_counts("d")[1]))
@@ -350,9 +350,9 @@ def build_graph(
     problem: Problem, a: Any, b: Any, extras: Sequence[Any] = (), by_tasks: DaskTasks | None = None
 ) -> HighLevelGraph:
     """Return the graph of D under the array name ``problem.name``."""
-    turned = dict(zip("ab", problem.turned, strict=True))
+    transposed = dict(zip("ab", problem.transposed, strict=True))
     operands = {"a": a, "b": b} | dict(zip(problem.operands[2:], extras, strict=True))
-    arrays = {name: (operands[name].name, turned.get(name, False)) for name in problem.inputs}
+    arrays = {name: (operands[name].name, transposed.get(name, False)) for name in problem.inputs}
     dependencies = [operands[name] for name in problem.inputs]
     layer = ProductLayer(problem, arrays, by_tasks=by_tasks)
     return HighLevelGraph.from_collections(problem.name, layer, dependencies=dependencies)
@@ -421,7 +421,7 @@ def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | ChunkTasks
     if isinstance(problem, Problem | ProgramProblem):
         problem = dataclasses.replace(problem, by_ranks=(False, False))
     operands = {
-        name: [x.T if problem.is_turned(name) else x for x in found[problem.source_of(name)]]
+        name: [x.T if problem.is_transposed(name) else x for x in found[problem.source_of(name)]]
         for name in problem.operands
     }
     where = {name: np.zeros(len(chunks), np.int32) for name, chunks in operands.items()}

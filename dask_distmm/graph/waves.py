@@ -396,8 +396,8 @@ class WavesLayer(TasksLayer):
         if operand == "partial":
             before = self.waves[number - 1][1].result_name
             return [(before, i, j) for i, j in places]
-        name, turned = one.arrays[operand]
-        return [(name, j, i) if turned else (name, i, j) for i, j in places]
+        name, transposed = one.arrays[operand]
+        return [(name, j, i) if transposed else (name, i, j) for i, j in places]
 
     # Dask's interface of a layer
 
@@ -508,8 +508,8 @@ def build_waves(products: Sequence[tuple[Problem, Scheme, Mapping[str, Any]]]) -
     found: list[InWaves] = []
     sources: dict[str, Any] = {}
     for problem, scheme, operands in products:
-        turned = dict(zip("ab", problem.turned, strict=True))
-        arrays = {name: (array.name, turned.get(name, False)) for name, array in operands.items()}
+        transposed = dict(zip("ab", problem.transposed, strict=True))
+        arrays = {name: (array.name, transposed.get(name, False)) for name, array in operands.items()}
         found.append(InWaves(problem, scheme, arrays))
         sources |= {array.name: array for array in operands.values()}
     upstream = HighLevelGraph.merge(*(array.dask for array in sources.values()))

@@ -29,7 +29,7 @@ _BLOCK_ELEMENTS = 4096
 _WIDEST = 256
 # A message costs some microseconds. A rectangle of at least this many bytes has a message of its own; fewer where
 # rectangles need no packing anyway.
-_ALONE_BYTES = 4 * 2**20
+_SINGLE_BYTES = 4 * 2**20
 
 
 class Span(NamedTuple):
@@ -145,9 +145,9 @@ class Shuffle:
         *,
         # Whether rectangles from this participant to itself are in place already.
         skip_home: bool = False,
-        alone: int | None = None,
+        single: int | None = None,
     ) -> None:
-        self.order, self._allocate, self._alone = order, allocate, _ALONE_BYTES if alone is None else alone
+        self.order, self._allocate, self._single = order, allocate, _SINGLE_BYTES if single is None else single
         self._dst, self.itemsize = dst, max((x.dtype.itemsize for x in (*src.values(), *dst.values())), default=1)
         self.buffers: list[Any] = []
         self.packing: list[Table] = []
@@ -170,14 +170,14 @@ class Shuffle:
         return int(self.buffers[-1].data.ptr)
 
     def _send(self, rank: int, leg: Moves, sources: dict[int, Span]) -> None:
-        alone, packed = self._split(leg)
-        sizes = alone.sizes * self.itemsize
-        table = self._packing(alone, sources, 0)
+        single, packed = self._split(leg)
+        sizes = single.sizes * self.itemsize
+        table = self._packing(single, sources, 0)
         starts = table[:, SRC].copy()
         if not (dense := are_dense(table, self.itemsize)).all():
             # A rectangle that is not one piece of memory here is sent from a buffer.
             buffer = self._buffer(int(sizes[~dense].sum()))
-            self.packing.append(self._packing(alone.take(~dense), sources, buffer))
+            self.packing.append(self._packing(single.take(~dense), sources, buffer))
             starts[~dense] = self.packing[-1][:, DST]
         self.sends += [(rank, int(p), int(n)) for p, n in zip(starts, sizes, strict=True)]
         if len(packed):
@@ -187,16 +187,16 @@ class Shuffle:
             self.sends.append((rank, buffer, size))
 
     def _receive(self, rank: int, leg: Moves, targets: dict[int, Span]) -> None:
-        alone, packed = self._split(leg)
-        if len(alone):
-            starts = pointers(alone.dst, alone.dst_row, alone.dst_col, targets)
-            sizes = alone.sizes * self.itemsize
-            fast, slow = (alone.ncols, alone.nrows) if self.order == "C" else (alone.nrows, alone.ncols)
-            extents = [self._dst[number].shape[self.order == "C"] for number in alone.dst.tolist()]
+        single, packed = self._split(leg)
+        if len(single):
+            starts = pointers(single.dst, single.dst_row, single.dst_col, targets)
+            sizes = single.sizes * self.itemsize
+            fast, slow = (single.ncols, single.nrows) if self.order == "C" else (single.nrows, single.ncols)
+            extents = [self._dst[number].shape[self.order == "C"] for number in single.dst.tolist()]
             whole = (fast == np.array(extents)) | (slow == 1)
             if not whole.all():
                 buffer = self._buffer(int(sizes[~whole].sum()))
-                self.unpacking.append(self._unpacking(alone.take(~whole), targets, buffer))
+                self.unpacking.append(self._unpacking(single.take(~whole), targets, buffer))
                 starts[~whole] = buffer + np.concatenate([[0], np.cumsum(sizes[~whole])[:-1]])
             self.receives += [(rank, int(p), int(n)) for p, n in zip(starts, sizes, strict=True)]
         if len(packed):
@@ -207,8 +207,8 @@ class Shuffle:
 
     def _split(self, leg: Moves) -> tuple[Moves, Moves]:
         """Return the rectangles that travel by themselves, and those that travel packed."""
-        alone = leg.sizes * self.itemsize >= self._alone
-        return leg.take(alone), leg.take(~alone)
+        single = leg.sizes * self.itemsize >= self._single
+        return leg.take(single), leg.take(~single)
 
     def _packing(self, moves: Moves, sources: dict[int, Span], pointer: int) -> Table:
         """Return the copies of rectangles into a vector, each dense in the destination's order."""

@@ -252,7 +252,7 @@ class Computation(Wired):
         rows, cols = self.chunks_of(operand)
         return len(rows), len(cols)
 
-    def is_turned(self, operand: str) -> bool:
+    def is_transposed(self, operand: str) -> bool:
         """Whether an operand's chunks are the transposes of those that a run is given."""
         return False
 

@@ -74,7 +74,7 @@ def slowdown(problem: Problem, *, in_chunks: bool) -> float:
     sizes: tuple[int, ...] = (problem.n, problem.k)
     if in_chunks:
         # In chunks of X.T @ Y as they lie no row is along k.
-        along_k = () if problem.turned == (True, False) else (*problem.a_chunks[1], *problem.b_chunks[0])
+        along_k = () if problem.transposed == (True, False) else (*problem.a_chunks[1], *problem.b_chunks[0])
         sizes = (*along_k, *problem.b_chunks[1], *problem.out_chunks[1])
     step = ALIGNED_BYTES // dtype_from_name(name).itemsize
     if not any(size % step for size in sizes):
@@ -86,7 +86,7 @@ def slowdown(problem: Problem, *, in_chunks: bool) -> float:
 
 
 # A method, and p x q x s ranks over m x n x k.
-Way = tuple[str, tuple[int, int, int]]
+Candidate = tuple[str, tuple[int, int, int]]
 # The cuts of a range: strictly increasing, from 0 to its length.
 Bounds = tuple[int, ...]
 # Of m, n and k; and of D's rows and columns, if ranks are to have other parts of it in the end than they compute.

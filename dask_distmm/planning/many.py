@@ -277,7 +277,7 @@ class BatchEstimate:
     """The cost model's estimate of one way to compute a batch."""
 
     # ``"items"`` or ``"collective"``.
-    way: str
+    route: str
     # In all: the sum of the next three.
     seconds: float
     # Multiplying and copying; receiving; having tasks.
@@ -396,7 +396,7 @@ class BatchPlan(Explanation):
     ----------
     batch
         The products.
-    way
+    route
         ``"items"``: plain tasks, of whole items each; ``"collective"``: collective runs.
     reason
         Why.
@@ -411,7 +411,7 @@ class BatchPlan(Explanation):
     """
 
     batch: Batch
-    way: str
+    route: str
     reason: str
     chunks: tuple[Sizes, ...]
     items: BatchEstimate | None
@@ -422,12 +422,12 @@ class BatchPlan(Explanation):
     @property
     def estimate(self) -> BatchEstimate | None:
         """The cost model's view of the way that is taken."""
-        return self.items if self.way == "items" else self.collective
+        return self.items if self.route == "items" else self.collective
 
     @property
     def method(self) -> str:
         """The way that is taken."""
-        return self.way
+        return self.route
 
     @property
     def seconds(self) -> float | None:
@@ -451,8 +451,8 @@ def choose_batch_way(
     if demands:
         return "collective", f"{demands[0]} was given, which plain tasks can't meet"
     if collective is None or items is None:
-        way = "items" if collective is None else "collective"
-        return way, "the other way does not fit, or no worker has an engine for it"
-    way = "items" if items.seconds <= collective.seconds else "collective"
+        route = "items" if collective is None else "collective"
+        return route, "the other way does not fit, or no worker has an engine for it"
+    route = "items" if items.seconds <= collective.seconds else "collective"
     less, more = sorted((items.seconds, collective.seconds))
-    return way, f"the faster by the cost model: {format_time(less)} against {format_time(more)}"
+    return route, f"the faster by the cost model: {format_time(less)} against {format_time(more)}"

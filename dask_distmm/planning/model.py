@@ -200,14 +200,14 @@ class EngineModel:
         """Whether several of its ranks can compute a spectral decomposition (`Factorization`); otherwise one does."""
         return bool(task.shareable) and not self.collective
 
-    def share(self, way: str, ranks: int) -> float:
+    def share(self, algorithm: str, ranks: int) -> float:
         """Return the share of a product's rate at which a factorization runs on `ranks` ranks; 0 for that of CPUs.
 
-        Ways are ``"cholesky"``, ``"lu"``, ``"qr"``, ``""`` for triangular systems, ``"eigh"``, ``"svd"``, ``"values"``.
+        ``"cholesky"``, ``"lu"``, ``"qr"``, ``""`` for triangular systems, ``"eigh"``, ``"svd"``, ``"values"``.
         """
         return 0.0
 
-    def panel_seconds(self, way: str) -> float:
+    def panel_seconds(self, algorithm: str) -> float:
         """Return what a panel of the widest takes until the next one can begin on another rank."""
         return 0.0
 

@@ -137,7 +137,7 @@ class Placement(Explanation, Wired):
     """
 
     what: ClassVar[str] = "plan"
-    # What ranks may ask each other for.
+    # The kinds of data for which ranks may ask each other.
     asked_for: ClassVar[tuple[str, ...]]
     problem: Computation
     engine: str

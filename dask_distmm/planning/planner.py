@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.planning.computation import Chunks, Computation, Worker
-from dask_distmm.planning.cuts import Bounds, Way, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
+from dask_distmm.planning.cuts import Bounds, Candidate, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
 from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.planning.factor.planner import plan_factorization
@@ -290,7 +290,7 @@ class Situation:
 
 
 # Between GPUs chunks of this many bytes travel by themselves, smaller ones packed: in one vector to each rank.
-ALONE_BYTES = 2**16
+SINGLE_BYTES = 2**16
 
 
 def with_replicas(made: Plan, count: int) -> Plan:
@@ -333,7 +333,7 @@ def _result_replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArr
     if engine.all_reduced(made):
         missing[list(made.ranks)] = 0
     elif engine.collective:
-        small = np.where(sizes < ALONE_BYTES, sizes, 0)
+        small = np.where(sizes < SINGLE_BYTES, sizes, 0)
         own = np.bincount(made.owners, small, len(made.ranks))
         # A vector to each other rank, and one from it.
         held[list(made.ranks)] += own * (len(made.ranks) - 1) + (small.sum() - own)
@@ -416,13 +416,13 @@ def _raw(where: Where) -> tuple[bytes | None, bytes | None, bytes | None]:
     return a, b, sums
 
 
-def _shortlist(problem: Problem, situation: Situation, names: Sequence[str]) -> dict[str, frozenset[Way] | None]:
+def _shortlist(problem: Problem, situation: Situation, names: Sequence[str]) -> dict[str, frozenset[Candidate] | None]:
     """Return the engines and ways that are worth a look; None for all ways of an engine."""
     placed = [table for table in situation.where.values() if not everywhere(table)]
     if not placed or problem.method != "auto" or problem.grid is not None or any(problem.distributions):
         return dict.fromkeys(names)
     nowhere = dataclasses.replace(situation, sources=(), raw_a=None, raw_b=None)
-    ranked: list[tuple[float, str, Way]] = []
+    ranked: list[tuple[float, str, Candidate]] = []
     for engine in names:
         try:
             rough = _plan(problem, nowhere, engine, None)
@@ -431,7 +431,7 @@ def _shortlist(problem: Problem, situation: Situation, names: Sequence[str]) -> 
         ranked += [(found.seconds, engine, (found.method, found.grid)) for found in rough.alternatives]
     ranked.sort()
     count = max(_LEAST_WAYS, int(ranked[0][0] / _SECONDS_A_WAY))
-    kept: dict[str, set[Way]] = {}
+    kept: dict[str, set[Candidate]] = {}
     for number, (_, engine, way) in enumerate(ranked):
         share = max(np.bincount(table).max() / len(table) for table in placed)
         if number < count or (way[0] == "local" and share >= _LARGE_SHARE):
@@ -440,7 +440,7 @@ def _shortlist(problem: Problem, situation: Situation, names: Sequence[str]) -> 
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[Way] | None) -> Plan:
+def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[Candidate] | None) -> Plan:
     roster, model = situation.roster, ENGINES[engine]
     if not roster:
         raise PlanError("no worker can take part: start workers, or name some of the cluster's with workers=")
@@ -509,7 +509,7 @@ def product_remedies(problem: Problem) -> list[str]:
     return found
 
 
-def _consider(problem: Problem, situation: Situation, engine: str, way: Way) -> Plan:
+def _consider(problem: Problem, situation: Situation, engine: str, way: Candidate) -> Plan:
     """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
     every = ENGINES[engine].cuts(problem, way) or [
         (*grid_cuts(problem, way[1]), None),

@@ -208,7 +208,7 @@ class Problem(Computation):
     # Names of the arrays whose chunks A's and B's are; empty where nothing of them may be on the workers already.
     arrays: tuple[str, str] = ("", "")
     # Whether A and B are the transposes, of which views are taken, and the conjugates of these.
-    turned: tuple[bool, bool] = (False, False)
+    transposed: tuple[bool, bool] = (False, False)
     conjugated: tuple[bool, bool] = (False, False)
     # The part of a larger multiply that this is, or None.
     part: Part | None = None
@@ -334,9 +334,9 @@ class Problem(Computation):
         """Return row and column of chunk `index` of an operand, or of ``"d"``, in the multiply that the user sees."""
         return divmod(index, self.chunk_counts(operand)[1]) if self.part is None else self.part.at(operand, index)
 
-    def is_turned(self, operand: str) -> bool:
+    def is_transposed(self, operand: str) -> bool:
         """Whether an operand's chunks are the transposes of those that a run is given."""
-        return operand in ("a", "b") and self.turned["ab".index(operand)]
+        return operand in ("a", "b") and self.transposed["ab".index(operand)]
 
     def numbers(self, name: str) -> NDArray[np.int64]:
         """Return the numbers that all chunks of an operand or an output have in the multiply that the user sees."""
@@ -377,7 +377,7 @@ def accumulates_in_place(problem: Problem) -> bool:
 
 def is_gram(problem: Problem) -> bool:
     """Whether D is symmetric, or Hermitian, because B is A transposed, or conjugated too, as in ``X.T @ X``."""
-    across = problem.turned[0] != problem.turned[1] and not problem.same
+    across = problem.transposed[0] != problem.transposed[1] and not problem.same
     real = problem.operand_type.kind != "c"
     hermitian = problem.shared and across and (real or problem.conjugated[0] != problem.conjugated[1])
     # One array of bytes can be two matrices of FP8, and a part can have rows and columns of D that are not the same.

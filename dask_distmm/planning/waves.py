@@ -194,7 +194,7 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | Non
         extras.append(Extra("partial", chunks["partial"], sums))
     formula = problem.formula if wave.last else Formula()
     # The same chunks, as in X.T @ X: transposed once, and in the same columns.
-    across = problem.turned in ((True, False), (False, True)) and numbers[0][1] == numbers[1][2]
+    across = problem.transposed in ((True, False), (False, True)) and numbers[0][1] == numbers[1][2]
     shared = problem.shared and across
     series, number = scheme.series or problem.name, scheme.before + number
     whole = problem.name if wave.last else f"{series}-sum-{number:05d}"

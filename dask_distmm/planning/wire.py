@@ -25,7 +25,7 @@ HERE = {"here": True}
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, DistMMError)
 _REQUIRED = object()
 _LISTS = (tuple, list)
-# What turns a value into its plain form, None where it is plain already; and what makes it again, or raises a `_WRONG`.
+# Functions to a value's plain form, None where the value is plain already, and back, which may raise a `_WRONG`.
 _Coder = tuple[Callable[[Any], Any] | None, Callable[[Any], Any]]
 
 

@@ -173,7 +173,7 @@ def tsqr(p: Recorder, a: Tall, q: Tall, r: Buffer) -> None:
     p.drop(*itertools.chain(*pairs, *of_ranks), *own, top)
 
 
-# What users call on tall matrices: one run each, whatever it is made of. Only what is wanted is made
+# The functions of tall matrices that users call: one run each. Only the outputs that are wanted are computed
 
 
 # The sizes of a tall output along its two axes: -1 stands for the rows of the operands.
@@ -303,21 +303,21 @@ def svd_compressed(
     for _ in range(iterations):
         x = _iterated(p, a, x)
     right, s, left = p.small(n, k), p.small(1, k, p.real), p.small(k, width)
-    vh, turned = p.small(k, n), p.small(width, k)
+    vh, across = p.small(k, n), p.small(width, k)
     z, once, usable, first = p.small(n, width), p.flag(), p.flag(), p.small(width, width)
 
     def finish(basis: Tall, divisor: Buffer | None = None) -> None:
         # Of the tall matrix A^H Q, so that signs are those of the right singular vectors of A.
         p.on_root("singular_vectors", [z], [right, s, left], by_left=True, by_sum=by_sum)
         p.on_root("adjoint", [right], [vh])
-        p.on_root("adjoint", [left], [turned])
+        p.on_root("adjoint", [left], [across])
         if divisor is not None:
-            p.on_root("solve", [divisor], [turned])
+            p.on_root("solve", [divisor], [across])
         if "u" in wanted:
-            p.give(turned)
+            p.give(across)
             for part, target in p.chunks(basis, u):
                 p.new(target)
-                p.call("times", part, turned, target)
+                p.call("times", part, across, target)
 
     def again() -> None:
         q = p.tall(width)

@@ -39,7 +39,7 @@ class Tall:
     cols: int
     operand: bool = False
     made: bool = False
-    # A user's function that multiplies by some of its rows, pickled: then there are no chunks.
+    # A user's function that multiplies by some of its rows, pickled; it has no chunks.
     function: bytes = b""
 
 

@@ -202,7 +202,7 @@ def _make_chunk(task: Any, worker: Worker, turn: AbstractContextManager[Any], na
 
 
 def _view(plan: Placement, operand: str, number: int, made: Any) -> Any:
-    chunk = made.T if plan.problem.is_turned(operand) else made
+    chunk = made.T if plan.problem.is_transposed(operand) else made
     return check_chunks(plan, {(operand, number): chunk})[operand, number]
 
 

@@ -18,7 +18,7 @@ from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.tasks import with_tasks
-from dask_distmm.runtime.messages import Free, RosterQuestion, ask
+from dask_distmm.runtime.messages import ReleaseWorkspaces, RosterQuestion, ask
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -53,7 +53,7 @@ class Snapshot:
         With `lazy` chunks are still to be made: tasks of Dask come before the run, and among its own.
         """
         a, b, *_ = self.placed or (None, None)
-        found = {"a": _turned(problem, "a", a), "b": _turned(problem, "b", b)}
+        found = {"a": _transposed(problem, "a", a), "b": _transposed(problem, "b", b)}
         where = {name: table for name, table in found.items() if table is not None}
         if reordered and len(where) == 2:
             problem, before = reorder(problem, by_holder(problem, where))
@@ -70,9 +70,9 @@ class Snapshot:
         return with_tasks(made, self.workers, dask_costs(), lazy=lazy, by_tasks=setting("minimum-flops") is None)
 
 
-def _turned(problem: Problem, operand: str, where: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
+def _transposed(problem: Problem, operand: str, where: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
     """Return where A's or B's chunks are, in their order, from where those of the array underneath are."""
-    if where is None or operand not in "ab" or not problem.turned["ab".index(operand)]:
+    if where is None or operand not in "ab" or not problem.transposed["ab".index(operand)]:
         return where
     nrows, ncols = problem.chunk_counts(operand)
     return np.ascontiguousarray(where.reshape(ncols, nrows).T).ravel()
@@ -168,11 +168,11 @@ def free_workspaces(client: Client | None = None) -> int:
     Raises
     ------
     EngineError
-        There is no cluster.
+        No cluster is connected.
     """
     client = client or current_client()
     if client is None:
-        raise EngineError("there is no cluster whose workspaces could be freed; pass a distributed.Client")
-    answer = client.sync(ask, client.scheduler, Free(read_options().grace_timeout))
+        raise EngineError("no cluster is connected whose workspaces could be freed; pass a distributed.Client")
+    answer = client.sync(ask, client.scheduler, ReleaseWorkspaces(read_options().grace_timeout))
     # A scheduler that does not know the request has run nothing.
     return answer.count if answer is not None else 0

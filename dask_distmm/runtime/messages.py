@@ -2,11 +2,13 @@
 
 ::
 
-    scheduler  Describe, Prepare, Start, Abort, Release                       -> worker
-               Begin, Finish, Forget, Abort, Gone, Abandon, DropReplicas     (no answer)  -> worker
+    scheduler  Describe, Prepare, Start, Abort, ReleaseGroup                  -> worker
+               Begin, Finish, Abort, WorkerLost, GroupLost,
+               ReleaseOperands, ReleaseReplica           (no answer)          -> worker
     worker     Progress, Gathered                        (no answer)          -> scheduler
                Fetch                                                          -> worker
-    client     RosterQuestion, ProgressQuestion, Free, FreeReplicas           -> scheduler
+    client     RosterQuestion, ProgressQuestion,
+               ReleaseWorkspaces, ReleaseReplicas                             -> scheduler
 
 Messages travel as dicts of plain types, whose fields the receiver checks. `ask` sends a request and returns its answer,
 `post` makes a message for one of Dask's own streams. `answering` and `listening` make the handlers of the other end.
@@ -230,25 +232,25 @@ class ProgressQuestion(Call[ProgressReply]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Freed(Reply):
+class Released(Reply):
     """Groups, or replicas of arrays, were freed: how many."""
 
     count: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Free(Call[Freed]):
+class ReleaseWorkspaces(Call[Released]):
     """A client has all groups freed, each within a time of `grace` (seconds)."""
 
-    operation, answer = "distmm_free", Freed
+    operation, answer = "distmm_release_workspaces", Released
     grace: Seconds
 
 
 @dataclasses.dataclass(frozen=True)
-class FreeReplicas(Call[Freed]):
+class ReleaseReplicas(Call[Released]):
     """A client has the replicas of the arrays `names` freed, of all arrays where that is None."""
 
-    operation, answer = "distmm_free_replicas", Freed
+    operation, answer = "distmm_release_replicas", Released
     names: Sequence[str] | None = None
 
 
@@ -365,13 +367,13 @@ class Abort(Call[Reply]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Release(Call[Reply]):
+class ReleaseGroup(Call[Reply]):
     """The scheduler has a rank free the memory that its group keeps between runs, within a time of `grace` (seconds).
 
     It asks all ranks of the group at the same time.
     """
 
-    operation = "distmm_release"
+    operation = "distmm_release_group"
     group: int
     engine: str
     grace: Seconds
@@ -397,36 +399,36 @@ class Finish(Message):
 
 
 @dataclasses.dataclass(frozen=True)
-class Forget(Message):
+class ReleaseOperands(Message):
     """All ranks have read the operands that may be freed: participants release their chunks."""
 
-    operation = "distmm-forget"
+    operation = "distmm-release-operands"
     run_id: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Gone(Message):
+class WorkerLost(Message):
     """A run continues without the participant of an address, which has left the cluster."""
 
-    operation = "distmm-gone"
+    operation = "distmm-worker-lost"
     run_id: int
     address: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Abandon(Message):
+class GroupLost(Message):
     """A rank of a group is gone: each other rank forgets the group by itself."""
 
-    operation = "distmm-abandon"
+    operation = "distmm-group-lost"
     group: int
     engine: str
 
 
 @dataclasses.dataclass(frozen=True)
-class DropReplicas(Message):
+class ReleaseReplica(Message):
     """Nobody wants the replicas any more that a run has left of the result `name`."""
 
-    operation = "distmm-drop-replicas"
+    operation = "distmm-release-replica"
     name: str
     run_id: int
 

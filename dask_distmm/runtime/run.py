@@ -71,7 +71,7 @@ class Replan(Exception):
         self.orders = dict(orders or {})
 
 
-class Released(Exception):
+class Unwanted(Exception):
     """Ends a run: no task waits for the result any more."""
 
 
@@ -111,7 +111,7 @@ class Run:
     expected_bytes: int = 0
     # Whether the others finish their parts when some are gone, and which are.
     independent: bool = False
-    gone: set[str] = dataclasses.field(default_factory=set)
+    lost: set[str] = dataclasses.field(default_factory=set)
     # Keys of the chunks that may go when all ranks have read them, the ranks that have not, and whether they went.
     donated: Sequence[Any] = ()
     reading: set[str] = dataclasses.field(default_factory=set)
@@ -125,7 +125,7 @@ class Run:
     @property
     def waiting_for(self) -> frozenset[str]:
         """Participants that are still there and have not answered in this phase."""
-        return self.participants - self.answered - self.gone
+        return self.participants - self.answered - self.lost
 
     def begin_vote(self) -> None:
         """Go from ``planned`` to ``voting``."""
@@ -146,7 +146,7 @@ class Run:
             raise ProtocolError(f"{address} takes no part in {self}")
         if self.phase not in ("voting", "running"):
             raise ProtocolError(f"{address} answered to {self}, which waits for nobody")
-        if address in self.gone:
+        if address in self.lost:
             raise ProtocolError(f"{address} answered to {self}, which continues without it")
         if address in self.answered:
             raise ProtocolError(f"{address} answered twice in {self}")
@@ -180,14 +180,14 @@ class Run:
         """The share of all the work that is done, as far as is known."""
         if self.phase != "running":
             return 1.0 if self.phase == "done" else 0.0
-        there = self.participants - self.gone
+        there = self.participants - self.lost
         return sum(1.0 if a in self.answered else self.shares.get(a, 0.0) for a in there) / len(there)
 
     def silent(self, seen: Mapping[str, float], now: float, limit: float) -> list[str]:
         """Return the participants that hold up a run which makes no progress."""
         if self.phase != "running" or now - self.moved < limit:
             return []
-        there = self.participants - self.gone
+        there = self.participants - self.lost
         return sorted(address for address in there if now - seen.get(address, now) >= limit)
 
     def fail(self, failures: dict[str, str], *, released: bool = False) -> None:
@@ -201,11 +201,11 @@ class Run:
 
     def lose(self, addresses: Iterable[str]) -> bool:
         """Fail the run if it is live and needs a worker that is gone, or go on without it."""
-        lost = (self.participants & set(addresses)) - self.gone
+        lost = (self.participants & set(addresses)) - self.lost
         if not self.live or not lost:
             return False
-        if self.independent and self.phase == "running" and self.participants - self.gone - lost:
-            self.gone |= lost
+        if self.independent and self.phase == "running" and self.participants - self.lost - lost:
+            self.lost |= lost
             if not self.waiting_for:
                 self.phase = "done"
             return True
@@ -223,10 +223,10 @@ class Run:
 
 
 def raise_if_ended(run: Run) -> None:
-    """Raise `Lost` or `Released` if the run was ended from outside."""
+    """Raise `Lost` or `Unwanted` if the run was ended from outside."""
     if run.phase == "failed":
         if run.released:
-            raise Released
+            raise Unwanted
         reasons = "; ".join(f"{address}: {reason}" for address, reason in run.failures.items())
         raise Lost(reasons)
 

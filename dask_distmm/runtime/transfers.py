@@ -39,7 +39,7 @@ from dask_distmm.planning import EVERYWHERE, Placement, Plan, Problem, Worker
 from dask_distmm.planning.footprint import chunk_bytes
 from dask_distmm.planning.placement import Where
 from dask_distmm.runtime.keys import barrier_name
-from dask_distmm.runtime.messages import DropReplicas, Fetch, Freed, FreeReplicas, Message, ask
+from dask_distmm.runtime.messages import Fetch, Message, Released, ReleaseReplica, ReleaseReplicas, ask
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -265,14 +265,14 @@ def _array_of(problem: Problem, matrix: str) -> str:
 def _by_place(problem: Problem, matrix: str, chunks: Mapping[int, Any]) -> Kept:
     """Return a matrix' chunks by row and column of its array, of which the matrix may be the transpose."""
     _, count = problem.chunk_counts(matrix)
-    turned = problem.is_turned(matrix)
+    transposed = problem.is_transposed(matrix)
     places = ((*divmod(number, count), chunk) for number, chunk in chunks.items())
-    return {(j, i) if turned else (i, j): chunk.T if turned else chunk for i, j, chunk in places}
+    return {(j, i) if transposed else (i, j): chunk.T if transposed else chunk for i, j, chunk in places}
 
 
 def _seen(problem: Problem, operand: str, kept: Kept) -> Kept:
     """Return an array's chunks by row and column of the operand, which may be its transpose."""
-    return {(j, i): chunk.T for (i, j), chunk in kept.items()} if problem.is_turned(operand) else kept
+    return {(j, i): chunk.T for (i, j), chunk in kept.items()} if problem.is_transposed(operand) else kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -306,12 +306,12 @@ class Replicas:
         holders = {worker.address for worker in made.participants[: made.replicas]}
         for matrix in made.kept:
             name = _array_of(made.problem, matrix)
-            rows, cols = made.problem.chunk_counts(matrix)[:: -1 if made.problem.is_turned(matrix) else 1]
+            rows, cols = made.problem.chunk_counts(matrix)[:: -1 if made.problem.is_transposed(matrix) else 1]
             before = self._held.get(name)
             tasks = [self._scheduler.tasks.get((name, i, j)) for i in range(rows) for j in range(cols)]
             self._held[name] = _Left(run_id, holders, [ts for ts in tasks if ts is not None])
             if before is not None:
-                self._tell(sorted(before.holders - holders), DropReplicas(name, before.run_id))
+                self._tell(sorted(before.holders - holders), ReleaseReplica(name, before.run_id))
             # The array may have been released while the run was ending.
             self._sweep_soon()
 
@@ -342,13 +342,13 @@ class Replicas:
         """Have the replicas of some arrays dropped."""
         for name in names:
             if (left := self._held.pop(name, None)) is not None:
-                self._tell(sorted(left.holders), DropReplicas(name, left.run_id))
+                self._tell(sorted(left.holders), ReleaseReplica(name, left.run_id))
 
-    async def free(self, request: FreeReplicas) -> Freed:
+    async def free(self, request: ReleaseReplicas) -> Released:
         """Drop the replicas of the arrays that a client names, or of all; return of how many there were any."""
         names = [name for name in self._held if request.names is None or name in request.names]
         self.drop(*names)
-        return Freed("OK", count=len(names))
+        return Released("OK", count=len(names))
 
     def lose(self, address: str) -> None:
         """Forget the replicas of a worker that is gone."""

@@ -103,14 +103,14 @@ class ChunkStore:
             names = keys.get(problem.source_of(operand), ())
             if len(names) != len(numbers):
                 raise ProtocolError(f"{len(names)} keys for {len(numbers)} chunks of {operand.upper()}")
-            turned = problem.is_turned(operand)
+            transposed = problem.is_transposed(operand)
             for number, key in zip(numbers, names, strict=True):
                 try:
                     chunk = data[key]
                 except KeyError:
                     missing.append(key)
                 else:
-                    chunks[operand, number] = chunk.T if turned else chunk
+                    chunks[operand, number] = chunk.T if transposed else chunk
         return chunks, missing
 
     def claim(self, run_id: int, plan: Placement, me: int, keys: Mapping[str, Sequence[Any]], job: Job[Any]) -> None:
@@ -222,7 +222,7 @@ class WorkerService:
             **answering(messages.Start, self.start, self._is_current),
             **answering(messages.Abort, self.abort, self._is_current),
             **answering(messages.Fetch, self.fetch, self._is_current),
-            **answering(messages.Release, self.release, self._is_current),
+            **answering(messages.ReleaseGroup, self.release, self._is_current),
         }
         self._dask_dump = worker.handlers.get("dump_state")
         if self._dask_dump:
@@ -232,10 +232,10 @@ class WorkerService:
         listeners: dict[type[Message], Callable[[Any], None]] = {
             messages.Abort: lambda abort: self.end(abort.run_id, abort.reason),
             messages.Finish: lambda finish: self.finish(finish.run_id),
-            messages.Forget: functools.partial(_forget, self.runs),
-            messages.Gone: self.gone,
-            messages.Abandon: self.abandon,
-            messages.DropReplicas: lambda drop: self.replicas.drop(drop.name, drop.run_id),
+            messages.ReleaseOperands: functools.partial(_release_operands, self.runs),
+            messages.WorkerLost: self.worker_lost,
+            messages.GroupLost: self.abandon,
+            messages.ReleaseReplica: lambda drop: self.replicas.drop(drop.name, drop.run_id),
         }
         for kind, handle in listeners.items():
             worker.stream_handlers.update(listening(kind, handle, lambda epoch: epoch == self.epoch))
@@ -393,14 +393,14 @@ class WorkerService:
                 self.worker.batched_send(post(messages.Progress(run_id, *now), epoch))
                 told = now
 
-    async def release(self, request: messages.Release) -> Reply:
+    async def release(self, request: messages.ReleaseGroup) -> Reply:
         """Free the memory that a group keeps between runs; the scheduler asks all ranks at the same time."""
         self._groups.discard((request.group, request.engine))
         if not self._closed:
             await asyncio.get_running_loop().run_in_executor(self.engine_thread, _release, request)
         return Reply("OK")
 
-    def abandon(self, message: messages.Abandon) -> None:
+    def abandon(self, message: messages.GroupLost) -> None:
         """Forget a group of which a rank is gone."""
         self._groups.discard((message.group, message.engine))
         self._abandon(message.group, message.engine)
@@ -443,7 +443,7 @@ class WorkerService:
         self.chunks.hand_over(run_id)
         self.replicas.end(run_id)
 
-    def gone(self, message: messages.Gone) -> None:
+    def worker_lost(self, message: messages.WorkerLost) -> None:
         """Let a run go on without a participant, which has left."""
         if message.run_id in self.runs:
             plan, job = self.runs[message.run_id]
@@ -526,12 +526,12 @@ def _process_facts(data: Any) -> messages.Description:
     )
 
 
-def _release(request: messages.Release) -> None:
+def _release(request: messages.ReleaseGroup) -> None:
     with Watchdog(max(_LEAST_GRACE, request.grace), f"freeing group {request.group} of engine {request.engine}"):
         get_engine(request.engine).release(request.group)
 
 
-def _forget(runs: Mapping[int, tuple[Placement, Job[Any]]], message: messages.Forget) -> None:
+def _release_operands(runs: Mapping[int, tuple[Placement, Job[Any]]], message: messages.ReleaseOperands) -> None:
     """Have a run's job release the chunks of operands that may be freed: all ranks have read them."""
     if message.run_id in runs:
         plan, job = runs[message.run_id]

@@ -615,9 +615,9 @@ def _version_cell(name: str, asked: Mapping[str, Mapping[str, Any]]) -> str:
 def _verdict(report: Report) -> str:
     findings = report.findings
     if not findings:
-        return "All is well."
+        return "No problems found."
     text = "\n".join(_finding(found, report) for found in findings)
-    return text if report.status else f"{text}\nAll is well."
+    return text if report.status else f"{text}\nNo problems found."
 
 
 def _finding(found: Finding, report: Report) -> str:

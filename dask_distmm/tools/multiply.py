@@ -242,7 +242,7 @@ def check_target(place: Place, overwrite: bool) -> None:
 def check_folder(what: object, folder: Path) -> None:
     """Make sure that files can be made in a folder."""
     if not folder.is_dir():
-        raise PlanError(f"{what} can't be written: there is no folder {folder}; make it, or pass another path")
+        raise PlanError(f"{what} can't be written: folder {folder} does not exist; make it, or pass another path")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PlanError(f"{what} can't be written: the folder {folder} is read-only for you; pass another path")
 
@@ -434,13 +434,13 @@ class FileProduct:
             name = next((name for name in needed if name.endswith("_aux")), None)
             if name is None:
                 raise PlanError(
-                    f"--aux is for the epilogs of a backward pass (drelu, dgelu, ...); found {self.epilog!r}: take one "
+                    f"--aux is for the epilogs of a backward pass (drelu, dgelu, ...), got {self.epilog!r}: take one "
                     "of them, or leave --aux out"
                 )
             given[name] = get(self.aux, None if name == "relu_aux" else self.dtype)
         if self.bias is not None and "bias" not in needed:
             raise PlanError(
-                f"--bias is for epilogs that add one (bias, relu_bias, ...); found {self.epilog!r}: take one of them, "
+                f"--bias is for epilogs that add one (bias, relu_bias, ...), got {self.epilog!r}: take one of them, "
                 "or leave --bias out"
             )
         missing = ["--bias" if name == "bias" else "--aux" for name in needed if name not in given]
@@ -531,7 +531,7 @@ def multiply_files(
     targets = [parse_place(out), *([parse_place(aux_out)] if aux_out is not None else [])]
     if aux_out is not None and not asked.kept:
         raise PlanError(
-            f"--aux-out is for epilogs with an auxiliary output (relu_aux, ...); found {asked.epilog!r}: take one of "
+            f"--aux-out is for epilogs with an auxiliary output (relu_aux, ...), got {asked.epilog!r}: take one of "
             "them, or leave --aux-out out"
         )
     if len({place.target for place in targets}) < len(targets):

@@ -638,7 +638,7 @@ def test_one_triangle_of_a_gram_matrix(make_peers, monkeypatch, nranks, dtype, m
     rows, cols = random_chunks(rng, k, 4), random_chunks(rng, n, 4)
     conjugated = np.dtype(x.dtype).kind == "c"
     problem = make_problem(
-        (cols, rows), (rows, cols), dtype, method=method, arrays=("x", "x"), turned=(True, False),
+        (cols, rows), (rows, cols), dtype, method=method, arrays=("x", "x"), transposed=(True, False),
         conjugated=(conjugated, False), out_chunks=(random_chunks(rng, n, 3), random_chunks(rng, n, 3)),
     )  # fmt: skip
     where = rng.integers(0, nranks, (len(rows), len(cols))).astype(np.int32)

@@ -99,10 +99,10 @@ def run(ranks, problem, a, b, nranks, kernels, *, x=None, others=0, threads=2, e
             parts = split(matrices[name], problem.chunks_of(name))
             for number in _needed_chunks(made, rank, name).tolist():
                 i, j = divmod(number, problem.chunk_counts(name)[1])
-                turned = problem.is_turned(name)
-                at = (name, i, j) if x is None else ("x", *((j, i) if turned else (i, j)))
+                transposed = problem.is_transposed(name)
+                at = (name, i, j) if x is None else ("x", *((j, i) if transposed else (i, j)))
                 part = parts[number]
-                part = part.T if turned else part
+                part = part.T if transposed else part
                 if at not in own:
                     own[at] = kernels.source((rank, at), part)
                 mine[name, number] = SourceChunk(own[at], lambda made_, n=name, k=number: _view(made, n, k, made_))
@@ -162,7 +162,7 @@ def test_little_room(make_peers, sizes, method, by_ranks):
     assert_product(a, b, d)
     for job in ranks.jobs:
         if job.rank is not None:
-            stream = streams.streams(made)[job.rank]
+            stream = streams.chunk_sources(made)[job.rank]
             assert 0 < job._multiplication.most_held <= stream.held_bytes
 
 
@@ -230,7 +230,7 @@ def gram_problem(rng, n, k, dtype, method, most, **changes):
     rows, cols = random_chunks(rng, k, most), random_chunks(rng, n, changes.pop("wide", 3))
     conjugated = np.dtype(dtype_from_name(dtype)).kind == "c"
     fields = {
-        "arrays": ("x", "x"), "turned": (True, False), "conjugated": (conjugated, False), "array": "cupy",
+        "arrays": ("x", "x"), "transposed": (True, False), "conjugated": (conjugated, False), "array": "cupy",
         "out_chunks": (random_chunks(rng, n, 3), random_chunks(rng, n, 3)), "by_ranks": (True, True), "method": method,
     }  # fmt: skip
     return make_problem((cols, rows), (rows, cols), dtype, **(fields | changes))
@@ -264,16 +264,16 @@ def test_gram_matrices(make_peers, sizes, monkeypatch, method, nranks, dtype, or
             assert all(halved)
 
 
-@pytest.mark.parametrize("turned", [(False, True), (True, False)])
-def test_gram_matrices_of_rows(make_peers, sizes, turned):
+@pytest.mark.parametrize("transposed", [(False, True), (True, False)])
+def test_gram_matrices_of_rows(make_peers, sizes, transposed):
     ranks, _ = make_peers()
     rng, kernels = np.random.default_rng(), Kernels()
     x = random_matrix(rng, (40, 150), np.dtype(complex), "C")
     rows, cols = (12, 28), random_chunks(rng, 150, 6)
-    conjugated = (False, True) if turned[1] else (True, False)
+    conjugated = (False, True) if transposed[1] else (True, False)
     chunks = ((rows, cols), (cols, rows))
     problem = make_problem(
-        *chunks, "complex128", arrays=("x", "x"), turned=turned, conjugated=conjugated, by_ranks=(True, True),
+        *chunks, "complex128", arrays=("x", "x"), transposed=transposed, conjugated=conjugated, by_ranks=(True, True),
         array="cupy", method="reducescatter",
     )  # fmt: skip
     a, b = x, x.T
@@ -301,7 +301,7 @@ def test_formula_and_earlier_sums(make_peers):
 
 def few_chunks(count=12, rows=10, **changes):
     k, n = (rows,) * count, (8,)
-    fields = {"arrays": ("x", "x"), "turned": (True, False), "by_ranks": (True, True), "array": "cupy"}
+    fields = {"arrays": ("x", "x"), "transposed": (True, False), "by_ranks": (True, True), "array": "cupy"}
     return make_problem((n, k), (k, n), "float64", **(fields | changes))
 
 
@@ -428,7 +428,7 @@ def test_few_chunks_are_there_at_a_time(make_peers, sizes, monkeypatch):
     with sizes(0.0, 2**14):
         made, d, _ = run(ranks, few_chunks(100, 65), x.T, x, 1, Kernels(), x=x, threads=2)
     assert_product(x.T, x, d)
-    (stream,) = streams.streams(made)
+    (stream,) = streams.chunk_sources(made)
     assert 0 < most[0] <= stream.held_bytes + stream.making_bytes < x.nbytes / 8
 
 

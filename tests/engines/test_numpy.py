@@ -220,7 +220,7 @@ def test_gram_matrices(monkeypatch, method, dtype, pack_below, own_out_chunks, b
     # Sums of bfloat16 have another type, and do not go on in place.
     begun &= dtype != "bfloat16"
     problem = make_problem(
-        (cols, rows), (rows, cols), dtype, method=method, arrays=("x", "x"), turned=(True, False),
+        (cols, rows), (rows, cols), dtype, method=method, arrays=("x", "x"), transposed=(True, False),
         conjugated=(complexes, False), out_chunks=(across, down),
         options=dataclasses.replace(read_options(), pack_below=pack_below),
         **({"formula": Formula(partial=True), "extras": (Extra("partial", (across, down), dtype),)} if begun else {}),

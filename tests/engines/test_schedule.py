@@ -85,10 +85,10 @@ def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, ki
             for load in step.loads:
                 # The load replaces the earlier content of this part of the buffer.
                 inside[load.slot, load.at] = load
-                extents, kk = schedule.slots[load.slot]
+                extents, depth_extent = schedule.slots[load.slot]
                 own, depth = (load.rect[:2], load.rect[2:]) if load.operand == 0 else (load.rect[2:], load.rect[:2])
                 assert load.at + own[1] - own[0] <= extents
-                assert depth[1] - depth[0] <= kk
+                assert depth[1] - depth[0] <= depth_extent
                 assert load.at % multiple == 0
                 covered = sum(piece.rows * piece.cols for piece in load.chunk_blocks)
                 assert covered == (own[1] - own[0]) * (depth[1] - depth[0])
@@ -134,7 +134,7 @@ def test_buffers_are_as_projected(seed, method, nranks, size):
     found = made(seed, method, nranks, "float64", size)
     for rank, block_schedule in enumerate(block_schedules(found)):
         schedule = make_schedule(found, rank, block_schedule, lies_as_planned(found, found.ranks[rank]))
-        used = sum(extent * kk * 8 for extent, kk in schedule.slots.values())
+        used = sum(extent * depth_extent * 8 for extent, depth_extent in schedule.slots.values())
         assert used <= block_schedule.buffer_bytes
         assert block_schedule.buffer_bytes <= size or block_schedule.width == 1 or len(block_schedule.parts) > 2
         assert found.projected_bytes[found.workers[rank]] >= block_schedule.buffer_bytes

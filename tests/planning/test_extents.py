@@ -50,11 +50,11 @@ def test_chunks_count_where_they_are_multiplied_as_they_are():
 def test_in_chunks_of_a_transpose_no_row_is_along_k():
     found = problem(4096, 4096, 4099)
     assert slowdown(found, in_chunks=True) == 6
-    turned = problem(4096, 4096, 4099, turned=(True, False))
-    assert slowdown(turned, in_chunks=True) == extent_multiple(turned) == 1
-    assert slowdown(problem(4096, 4099, 4096, turned=(True, False)), in_chunks=True) == 6
+    transposed = problem(4096, 4096, 4099, transposed=(True, False))
+    assert slowdown(transposed, in_chunks=True) == extent_multiple(transposed) == 1
+    assert slowdown(problem(4096, 4099, 4096, transposed=(True, False)), in_chunks=True) == 6
     # A library that lays matrices out anew may have rows along k.
-    assert slowdown(turned, in_chunks=False) == 6
+    assert slowdown(transposed, in_chunks=False) == 6
 
 
 def test_products_for_which_copies_take_longer_are_left_as_they_are():

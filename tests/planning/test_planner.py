@@ -222,7 +222,7 @@ def mangled(wire, path, value):
         (("replica_runs",), [0]),
         (("replicas",), 3),
         (("problem", "arrays"), ("x",)),
-        (("problem", "turned"), (True,)),
+        (("problem", "transposed"), (True,)),
         (("problem", "conjugated"), None),
         (("method",), "magic"),
         (("participants",), [(1, 2, 3)]),

@@ -80,7 +80,7 @@ def test_every_other_chunk_of_a_tall_matrix():
 
 
 def test_a_gram_product_moves_nothing_but_sums():
-    problem = make_problem(((8,), (10,) * 6), ((10,) * 6, (8,)), arrays=("x", "x"), turned=(True, False))
+    problem = make_problem(((8,), (10,) * 6), ((10,) * 6, (8,)), arrays=("x", "x"), transposed=(True, False))
     where = dict.fromkeys("ab", np.array([0, 1, 1, 0, 0, 1], np.int32))
     made, before = reorder(problem, by_holder(problem, where))
     assert made.shared

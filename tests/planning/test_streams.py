@@ -36,7 +36,7 @@ def gpus(count, limit=20e9, threads=1, host=2**36):
 
 def gram(rows, cols, size, **changes):
     k = (size,) * (rows // size)
-    fields = {"array": "cupy", "arrays": ("x", "x"), "turned": (True, False)}
+    fields = {"array": "cupy", "arrays": ("x", "x"), "transposed": (True, False)}
     return make_problem(((cols,), k), (k, (cols,)), "float64", **(fields | changes))
 
 
@@ -80,8 +80,8 @@ def test_buffers_are_as_projected(shape, sizes, count, by_ranks, seconds, room, 
         made = plan(problem, gpus(count), engine="peer")
         assert made.engine == "peer"
         size = block_schedule.multiplied_sizes(problem)[0]
-        for rank, stream in enumerate(streams.streams(made)):
-            own, along_k = streams.stream_cuts(made, rank, stream)
+        for rank, stream in enumerate(streams.chunk_sources(made)):
+            own, along_k = streams.source_cuts(made, rank, stream)
             needed, region = 0, made.region(rank)
             for operand in stream.made:
                 most = 0
@@ -94,7 +94,7 @@ def test_buffers_are_as_projected(shape, sizes, count, by_ranks, seconds, room, 
                 needed += block_schedule.PANELS * most * size
             assert needed <= stream.buffer_bytes
             assert stream.ahead > stream.threads >= 1
-        assert max(made.projected_bytes.values()) >= max(stream.bytes for stream in streams.streams(made))
+        assert max(made.projected_bytes.values()) >= max(stream.bytes for stream in streams.chunk_sources(made))
 
 
 @pytest.mark.parametrize("by_ranks", [(True, True), (True, False), (False, True)])
@@ -103,7 +103,7 @@ def test_buffers_are_as_projected(shape, sizes, count, by_ranks, seconds, room, 
 def test_what_ranks_make_is_counted_once_for_each(by_ranks, is_gram, method):
     rng = np.random.default_rng()
     m, k = (tuple(rng.integers(1, 9, count).tolist()) for count in (5, 7))
-    changes = {"arrays": ("x", "x"), "turned": (True, False)} if is_gram else {}
+    changes = {"arrays": ("x", "x"), "transposed": (True, False)} if is_gram else {}
     problem = make_problem((m, k), (k, m), array="cupy", by_ranks=by_ranks, method=method, **changes)
     made = plan(problem, gpus(4), engine="peer")
     sizes = np.multiply.outer(k, m) * 8
@@ -134,7 +134,7 @@ def test_a_long_gram_matrix_is_one_wave_and_ranks_share_k():
     assert Plan.from_wire(made.to_wire()).problem.by_ranks == (True, True)
     assert not any(read.any() for read in peer_reads(made, "ab").values())
     assert block_schedule.native(made, []) is None
-    (stream, other) = streams.streams(made)
+    (stream, other) = streams.chunk_sources(made)
     # A chunk is multiplied as it lies, and is its own other side.
     assert stream == other
     assert stream.twin
@@ -146,7 +146,7 @@ def test_a_long_gram_matrix_is_one_wave_and_ranks_share_k():
 def test_large_chunks_are_made_by_few_threads(size, threads):
     problem = dataclasses.replace(gram(2**22, 1024, size), by_ranks=(True, True))
     made = plan(problem, gpus(1, threads=8), engine="peer")
-    (stream,) = streams.streams(made)
+    (stream,) = streams.chunk_sources(made)
     assert stream.threads == threads
     assert stream.threads * size * 1024 * 8 <= max(25e9 / 12, size * 1024 * 8)
 
@@ -156,8 +156,8 @@ def test_small_chunks_are_joined():
     scheme = choose_scheme(problem, gpus(1), (True, True), BUDGET, COSTS, engine=BOTH, by_ranks=(True, True))
     assert scheme.by_ranks
     made = plan(wave_problem(problem, scheme, 0), gpus(1), engine="peer")
-    (stream,) = streams.streams(made)
-    steps = np.diff(streams.stream_cuts(made, 0, stream)[1])
+    (stream,) = streams.chunk_sources(made)
+    steps = np.diff(streams.source_cuts(made, 0, stream)[1])
     assert set(steps[:-1].tolist()) == {6 * 2**10}
     assert stream.ahead == 64
 

@@ -48,14 +48,14 @@ def test_rules_of_the_library(method, nranks, shape, orders, seed):
     op_x, op_y = tiles.ops
     stored = {"x": x.stored, "y": y.stored, "z": tiles.d.stored}
 
-    def turned(pair, op):
+    def transposed(pair, op):
         return pair if op == "N" else pair[::-1]
 
-    rows, inner = turned(stored["x"].shape, op_x)
-    same_inner, cols = turned(stored["y"].shape, op_y)
+    rows, inner = transposed(stored["x"].shape, op_x)
+    same_inner, cols = transposed(stored["y"].shape, op_y)
     assert inner == same_inner
     assert stored["z"].shape == ((rows, cols * ranks) if tiles.replicated else (rows, cols))
-    (mb, kb), (kb2, nb) = turned(stored["x"].blocks, op_x), turned(stored["y"].blocks, op_y)
+    (mb, kb), (kb2, nb) = transposed(stored["x"].blocks, op_x), transposed(stored["y"].blocks, op_y)
     assert (mb, nb) == stored["z"].blocks
     assert kb == kb2
     for matrix, tile in ((stored["x"], x), (stored["y"], y), (stored["z"], tiles.d)):
@@ -68,7 +68,7 @@ def test_rules_of_the_library(method, nranks, shape, orders, seed):
                     matrix.shape, matrix.blocks, (prow, pcol), (matrix.grid.nprow, matrix.grid.npcol), strict=True
                 )
             )
-            assert local == turned(tile.local(rank), "N" if tile.order == "F" else "T")
+            assert local == transposed(tile.local(rank), "N" if tile.order == "F" else "T")
             # Slabs are of one size, as the tuned paths demand.
             if made.method != "summa" and 1 not in (ranks,):
                 assert tile.local(rank) == tile.local(0)

@@ -37,7 +37,7 @@ def test_each_element_is_multiplied_once_or_copied(square, rows, cols, width):
 
 def gram(n=4096, dtype="float64", **changes):
     sizes = (n // 2,) * 2
-    fields = {"arrays": ("x", "x"), "turned": (True, False), "conjugated": (np.dtype(dtype).kind == "c", False)}
+    fields = {"arrays": ("x", "x"), "transposed": (True, False), "conjugated": (np.dtype(dtype).kind == "c", False)}
     return make_problem((sizes, (50, 50)), ((50, 50), sizes), dtype, method="local", **(fields | changes))
 
 
@@ -61,7 +61,7 @@ def test_squares_of_products_that_are_symmetric():
     [
         (gram(1024), None),
         (gram(arrays=("x", "y")), None),
-        (gram(turned=(False, False)), None),
+        (gram(transposed=(False, False)), None),
         (gram(dtype="complex64", conjugated=(False, False)), None),
         (gram(dtype="complex64", formula=Formula(alpha=(1.0, 1.0))), ""),
         (gram(), "relu"),

@@ -78,7 +78,7 @@ def test_waves_cover_the_product_once_and_fit(shape, chunks, count, limit, by_ra
 
 
 def gram(rows, cols, size):
-    return problem(cols, rows, cols, (cols, size, cols), arrays=("x", "x"), turned=(True, False))
+    return problem(cols, rows, cols, (cols, size, cols), arrays=("x", "x"), transposed=(True, False))
 
 
 @pytest.mark.parametrize(

@@ -616,7 +616,7 @@ Functions = dict[str, dict[str, bytes]]
 def _operator(x: Any, like: Any, name: str) -> tuple[Array, Functions]:
     """Return a square matrix in chunks of rows, cut as the axis that is in more chunks; or a function.
 
-    What is in the rows of a function is `like`, a vector or some, and stands in for the matrix.
+    `like`, a vector or several, stands in for the matrix where that is a function.
     """
     if (pickled := _pickled("A", x)) is not None:
         if like is None:

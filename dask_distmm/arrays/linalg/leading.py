@@ -109,14 +109,14 @@ def svd_compressed(
     if goes_by_rows(a, how):
         with left_beyond_memory(a):
             return compressed_by_rows(a, k, n_power_iter, n_oversamples, seed, how)
-    count, turned = min(k + n_oversamples, m, n), adjoint(a)
+    count, across = min(k + n_oversamples, m, n), adjoint(a)
     vectors = with_noise(da.zeros_like(a, shape=(n, count), chunks=(a.chunks[1], (count,))), 1.0, seed)
     q, _ = qr(times(a, vectors, how), **how)
     for _ in range(n_power_iter):
-        back, _ = qr(times(turned, q, how), **how)
+        back, _ = qr(times(across, q, how), **how)
         q, _ = qr(times(a, back, how), **how)
     # Of the tall matrix A^H Q, so that signs are those of the right singular vectors of A.
-    right, s, left = svd(times(turned, q, how), full_matrices=False, **how)
+    right, s, left = svd(times(across, q, how), full_matrices=False, **how)
     return times(q, adjoint(left[:k]), how), s[:k], adjoint(right[:, :k])
 
 

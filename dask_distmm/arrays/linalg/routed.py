@@ -39,15 +39,15 @@ from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import factor_by_tasks, factor_overhead, program_by_tasks
 from dask_distmm.runtime.client import current_client, recent_snapshot
 
-# Up to so many random numbers go with a graph.
+# The most random numbers that travel with a graph.
 _DRAWN = 2**17
-# How Dask's own function is: "good"; "poor": it may be wrong, or NumPy's is called on whole matrices in this process;
-# "none": it raises.
-Dasks = Literal["good", "poor", "none"]
+# How Dask's own function is. "partial": it may be wrong, or NumPy's is called on whole matrices in this process;
+# "absent": it raises.
+StockSupport = Literal["full", "partial", "absent"]
 
 
 def _cholesky(a: Any, lower: bool = False) -> Any:
-    return _take(lambda: factors.cholesky(a, lower=bool(lower)), a, dasks="good" if _blocks(a) else "none")
+    return _take(lambda: factors.cholesky(a, lower=bool(lower)), a, stock="full" if _blocks(a) else "absent")
 
 
 svd: Callable[..., Any] = spectral.svd
@@ -59,7 +59,7 @@ def _numpys_cholesky(a: Any, /, *, upper: bool = False) -> Any:
 
 
 def _lu(a: Any) -> Any:
-    return _take(lambda: factors.lu(a), a, dasks=_by_lu(a, _blocks(a)))
+    return _take(lambda: factors.lu(a), a, stock=_by_lu(a, _blocks(a)))
 
 
 def _qr(a: Any, mode: str = "reduced") -> Any:
@@ -69,36 +69,36 @@ def _qr(a: Any, mode: str = "reduced") -> Any:
     if plain and len(a.chunks[0]) == 1 and a.chunks[0][0] <= a.chunks[1][0]:
         # Q is that of the first chunk: no run is as fast.
         return NotImplemented
-    dasks: Dasks = "good" if plain and len(a.chunks[1]) == 1 else "none"
-    return _take(lambda: factors.qr(a, mode, check_finite=False), a, dasks=dasks)  # type: ignore[call-overload]
+    stock: StockSupport = "full" if plain and len(a.chunks[1]) == 1 else "absent"
+    return _take(lambda: factors.qr(a, mode, check_finite=False), a, stock=stock)  # type: ignore[call-overload]
 
 
 def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: Any = "gen") -> Any:
     if sym_pos is not None:
         return NotImplemented
     blocks = _blocks(a) if _chunks_match(a, b) else 0
-    dasks = _by_lu(a, blocks)
+    stock = _by_lu(a, blocks)
     if assume_a != "gen":
-        dasks = "good" if assume_a == "pos" and blocks else "none"
+        stock = "full" if assume_a == "pos" and blocks else "absent"
     # Stacks take no structure, so none is passed where none was.
     given = None if assume_a == "gen" else assume_a
-    return _take(lambda: solutions.solve(a, b, assume_a=given), a, b, dasks=dasks)
+    return _take(lambda: solutions.solve(a, b, assume_a=given), a, b, stock=stock)
 
 
 def _solve_triangular(a: Any, b: Any, lower: bool = False) -> Any:
-    dasks: Dasks = "good" if _chunks_match(a, b) else "none"
-    return _take(lambda: solutions.solve_triangular(a, b, lower=bool(lower)), a, b, dasks=dasks)
+    stock: StockSupport = "full" if _chunks_match(a, b) else "absent"
+    return _take(lambda: solutions.solve_triangular(a, b, lower=bool(lower)), a, b, stock=stock)
 
 
 def _inv(a: Any) -> Any:
     # Dask solves with an identity of float64.
     dtype = np.result_type(a.dtype, np.float64)
-    return _take(lambda: solutions.inv(a).astype(dtype), a, dasks=_by_lu(a, _blocks(a)))
+    return _take(lambda: solutions.inv(a).astype(dtype), a, stock=_by_lu(a, _blocks(a)))
 
 
 def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
     if not isinstance(a, Array) or a.ndim != 2:
-        return _take(lambda: solutions.lstsq(a, b, rcond), a, b, dasks="none", run=False)
+        return _take(lambda: solutions.lstsq(a, b, rcond), a, b, stock="absent", run=False)
     good = rcond is None and len(a.chunks[1]) == 1 and a.shape[0] >= a.shape[1]
     rows = _by_rows(a)
 
@@ -112,7 +112,7 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
 
     found = NotImplemented
     if rows or not good:
-        found = _take(make, a, b, dasks="good" if good else "none", run=rows or rcond is None)
+        found = _take(make, a, b, stock="full" if good else "absent", run=rows or rcond is None)
     # NumPy's argument, which Dask lacks.
     return dask_lstsq(a, b) if good and found is NotImplemented else found
 
@@ -120,15 +120,15 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
 def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, compute_uv: bool = True) -> Any:
     if not isinstance(a, Array) or a.ndim != 2 or full_matrices or not compute_uv:
         # Stacks, and NumPy's arguments, which Dask lacks.
-        return _take(lambda: svd(a, full_matrices, compute_uv, check_finite=False), a, dasks="none", run=False)
+        return _take(lambda: svd(a, full_matrices, compute_uv, check_finite=False), a, stock="absent", run=False)
     if 1 not in a.numblocks:
         make = functools.partial(spectral.svd, a, full_matrices=False)
-        return _take(make, a, dasks="none", run=False) if coerce_signs else NotImplemented
+        return _take(make, a, stock="absent", run=False) if coerce_signs else NotImplemented
     # Dask's signs are those of sums, which the rank that has R knows only of the right vectors of a tall matrix.
     if a.dtype.kind != "c" and a.numblocks[1] == 1 and _by_rows(a):
-        return _take(lambda: spectral.svd_by_rows(a, True, {}, by_sum=coerce_signs), a, dasks="good")
+        return _take(lambda: spectral.svd_by_rows(a, True, {}, by_sum=coerce_signs), a, stock="full")
     if not coerce_signs and a.numblocks[0] == 1 and _by_rows(a.T):
-        return _take(functools.partial(spectral.svd, a, full_matrices=False), a, dasks="good")
+        return _take(functools.partial(spectral.svd, a, full_matrices=False), a, stock="full")
     return NotImplemented
 
 
@@ -155,14 +155,14 @@ def _svd_compressed(
             vectors = drawn.astype(a.dtype).compute(scheduler="sync").tobytes()
             return leading.compressed_by_rows(a, k, n_power_iter, extra, vectors, {}, by_sum=coerce_signs)
 
-        return _take(make, a, dasks="good") if small and _by_rows(a) else NotImplemented
+        return _take(make, a, stock="full") if small and _by_rows(a) else NotImplemented
     # Dask's own makes NumPy's random vectors for any chunks.
     if not coerce_signs:
         return NotImplemented
     seed = int(np.random.default_rng(seed).integers(2**31)) if seed is None else int(seed)
     ours = leading.svd_compressed
     return _take(
-        lambda: ours(a, k, n_power_iter=n_power_iter, n_oversamples=extra, seed=seed), a, dasks="none", run=False
+        lambda: ours(a, k, n_power_iter=n_power_iter, n_oversamples=extra, seed=seed), a, stock="absent", run=False
     )
 
 
@@ -189,8 +189,8 @@ def _corrcoef(x: Any, y: Any = None, rowvar: bool = True) -> Any:
 def _covariances(make: Callable[[], Any], m: Any, y: Any, rowvar: Any, ddof: int) -> Any:
     if y is not None or not isinstance(m, Array) or m.ndim != 2 or not len(m.T if rowvar else m) > ddof:
         return NotImplemented
-    dasks: Dasks = "none" if sparse_package(m._meta) else "good"
-    return _take(make, m, dasks=dasks) if _by_rows(m.T if rowvar else m) else NotImplemented
+    stock: StockSupport = "absent" if sparse_package(m._meta) else "full"
+    return _take(make, m, stock=stock) if _by_rows(m.T if rowvar else m) else NotImplemented
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,7 +217,7 @@ def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> 
         or (x.ndim if axis is None else np.size(axis)) != 2
     ):
         return NotImplemented
-    return _take(lambda: norms.norm(x, ord, axis, keepdims), x, dasks="none", run=False)
+    return _take(lambda: norms.norm(x, ord, axis, keepdims), x, stock="absent", run=False)
 
 
 DASKS: Mapping[str, Callable[..., Any]] = {
@@ -231,15 +231,15 @@ def _pinv(a: Any, rcond: float | None = None, hermitian: bool = False, **given: 
     if rtol is None:
         # NumPy's limit, and that of the array API.
         rtol = max(a.shape[-2:]) * float(np.finfo(common_type({"a": a})).eps) if given else 1e-15
-    return _take(lambda: solutions.pinv(a, rtol, hermitian, check_finite=False), a, dasks="poor")
+    return _take(lambda: solutions.pinv(a, rtol, hermitian, check_finite=False), a, stock="partial")
 
 
 def _cond(x: Any, p: Any = None) -> Any:
     if p in (None, 2, -2):
-        return _take(lambda: norms.cond(x, p), x, dasks="poor")
+        return _take(lambda: norms.cond(x, p), x, stock="partial")
     # Of singular matrices these are infinite, too.
     return _take(
-        lambda: by_tasks("(m,m)->()", functools.partial(np.linalg.cond, p=p), {"x": x}), x, dasks="poor", run=False
+        lambda: by_tasks("(m,m)->()", functools.partial(np.linalg.cond, p=p), {"x": x}), x, stock="partial", run=False
     )
 
 
@@ -253,7 +253,7 @@ def _named_svd(a: Any, full_matrices: bool | None = None, compute_uv: bool = Tru
     if hermitian:
         return NotImplemented
     if full_matrices or not compute_uv or a.dtype.kind == "c":
-        return _take(lambda: svd(a, bool(full_matrices), compute_uv, check_finite=False), a, dasks="poor")
+        return _take(lambda: svd(a, bool(full_matrices), compute_uv, check_finite=False), a, stock="partial")
     return SVDResult(*da.linalg.svd(a))
 
 
@@ -266,7 +266,7 @@ def _numpys(ours: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(ours)
     def function(*args: Any, **kwargs: Any) -> Any:
-        return _take(lambda: ours(*args, **kwargs, **options), *args, dasks="poor", run=run, narrow=not run)
+        return _take(lambda: ours(*args, **kwargs, **options), *args, stock="partial", run=run, narrow=not run)
 
     return function
 
@@ -339,12 +339,12 @@ def _on_host(a: Any) -> bool:
     return isinstance(a, Array) and isinstance(a._meta, np.ndarray)
 
 
-def _by_lu(a: Any, blocks: int) -> Dasks:
+def _by_lu(a: Any, blocks: int) -> StockSupport:
     """Return how Dask's functions by LU are, of this many rows of square chunks."""
-    return "none" if not _on_host(a) or not blocks else "good" if blocks == 1 else "poor"
+    return "absent" if not _on_host(a) or not blocks else "full" if blocks == 1 else "partial"
 
 
-def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = True, narrow: bool = False) -> Any:
+def _take(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: bool = True, narrow: bool = False) -> Any:
     """Return what `make` returns, or NotImplemented where Dask's own function is to be called."""
     arrays = [x for x in operands if isinstance(x, Array)]
     # Of types of one or two bytes some of Dask's functions make float32, others float64.
@@ -361,27 +361,27 @@ def _take(make: Callable[[], Any], *operands: Any, dasks: Dasks, run: bool = Tru
     problem, raises = problem_of(made[0] if isinstance(made, tuple) else made), raises_beyond_memory()
     if problem is None:
         # Larger than the workers' memory: made of Dask's own tasks.
-        return NotImplemented if dasks == "good" else made
+        return NotImplemented if stock == "full" else made
     try:
-        return NotImplemented if _left(problem, dasks) else made
+        return NotImplemented if _left(problem, stock) else made
     except MissingEngineError:
         return NotImplemented
     except ProjectedMemoryError:
-        if dasks != "none" and not raises:
+        if stock != "absent" and not raises:
             return NotImplemented
         raise
 
 
-def _left(problem: FactorProblem | ProgramProblem, dasks: Dasks) -> bool:
+def _left(problem: FactorProblem | ProgramProblem, stock: StockSupport) -> bool:
     """Whether a factorization or a program is left to Dask's own function."""
     client, least = current_client(), minimum_flops()
-    if dasks == "good" and (client is None or problem.flops < (least or 1)):
+    if stock == "full" and (client is None or problem.flops < (least or 1)):
         return True
     known = recent_snapshot(client, problem) if client is not None else None
     if known is None:
         return False
     made = plan_computation(problem, known.workers, engine=known.engines)
-    if dasks != "good" or least is not None:
+    if stock != "full" or least is not None:
         return False
     costs, machine = dask_costs(), problem.machine_of_tasks(made.engine)
     by_tasks: Any = factor_by_tasks if isinstance(problem, FactorProblem) else program_by_tasks

@@ -28,7 +28,7 @@ from dask_distmm.engines.cublasmp.library import CublasMpState, Group
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.entry import CollectiveEntry
 from dask_distmm.engines.gpu.finishing import BiasCut, Finishing, NativeBias
-from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape, check_fp8
+from dask_distmm.engines.gpu.gemm import PLAIN, FusedEpilog, Gemm, GemmShape, GemmTypes, MatrixRef, check_fp8
 from dask_distmm.engines.gpu.host import in_type, to_host
 from dask_distmm.engines.gpu.operands import DeviceChunks, ld, mark, usable
 from dask_distmm.layout import Layout, Moves, redistribution
@@ -38,7 +38,7 @@ from dask_distmm.planning import Plan
 from dask_distmm.planning.cublasmp.model import all_reduced, native_epilog, own_kernel, returned_type, tile_chunk
 from dask_distmm.planning.cublasmp.tiles import Tile, Tiles, make_tiles
 from dask_distmm.planning.placement import EVERYWHERE
-from dask_distmm.planning.planner import ALONE_BYTES
+from dask_distmm.planning.planner import SINGLE_BYTES
 
 # The tiles of A, B and D on one rank, and how chunks become tiles and tiles become chunks
 
@@ -109,7 +109,7 @@ def make_replicas(plan: Plan, me: int, own: Mapping[int, Any], order: str) -> Fi
     copies, owner = redistribution(layout, layout), np.asarray(plan.ranks)[plan.owners]
     moves = Moves.to_each(copies, owner, dict.fromkeys(plan.ranks, every))
     arguments = moves, me, plan.ranks, own, chunks, order, device_bytes
-    return Filled(chunks, Shuffle(*arguments, skip_home=True, alone=ALONE_BYTES))
+    return Filled(chunks, Shuffle(*arguments, skip_home=True, single=SINGLE_BYTES))
 
 
 def named(chunks: Mapping[int, Any], owned: Collection[int]) -> dict[ResultKey, Any]:
@@ -148,7 +148,7 @@ class CublasMpJob(Job[Plan]):
         # The engine applies its part of the formula to sums that are not rounded yet.
         self.sum_type = returned_type(plan, self._tiles)
         # The types that the library takes and returns.
-        self.kinds = Kinds(*plan.problem.matrix_types, self.sum_type.name, plan.problem.compute)
+        self.kinds = GemmTypes(*plan.problem.matrix_types, self.sum_type.name, plan.problem.compute)
         self._ready, self._stream, self._groups = side.ready, engine.stream, engine.groups
         self._entry = CollectiveEntry(plan, self.rank, self.comm, self.ended)
 
@@ -241,16 +241,16 @@ class CublasMpJob(Job[Plan]):
         marks.append(mark(stream))
         tiles, types = self._tiles, self.kinds
         shape = (tiles.a.shape[0], tiles.b.shape[1], tiles.a.shape[1])
-        memories = [Memory(x.data.ptr, ld(x, tile.order)) for x, tile in ((a, tiles.a), (b, tiles.b), (d, tiles.d))]
+        memories = [MatrixRef(x.data.ptr, ld(x, tile.order)) for x, tile in ((a, tiles.a), (b, tiles.b), (d, tiles.d))]
         native = PLAIN
         if self._native is not None:
             bias = 0
             if isinstance(self._finishing, NativeBias):
                 self._finishing.convert(stream)
                 bias = int(self._finishing.vector.data.ptr)
-            native = Native(complex(*plan.problem.formula.alpha), self._native, bias)
+            native = FusedEpilog(complex(*plan.problem.formula.alpha), self._native, bias)
         if group is None:
-            Gemm(Shape(*shape, tiles.flipped, tiles.ops), types, *memories).run(stream)
+            Gemm(GemmShape(*shape, tiles.flipped, tiles.ops), types, *memories).run(stream)
         else:
             group.multiply(tiles, shape, types, *memories, native=native)
         marks.append(mark(stream))

@@ -17,7 +17,7 @@ import numpy as np
 from nvmath.bindings import cublasMp
 
 from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, nccl_version
-from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS, PLAIN, Kinds, Memory, Native, alpha_beta
+from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS, PLAIN, FusedEpilog, GemmTypes, MatrixRef, alpha_beta
 from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
 from dask_distmm.layout import Layout, ProcessGrid
@@ -94,12 +94,12 @@ class Group:
         self,
         tiles: Tiles,
         shape: tuple[int, int, int],
-        types: Kinds,
-        a: Memory,
-        b: Memory,
-        d: Memory,
+        types: GemmTypes,
+        a: MatrixRef,
+        b: MatrixRef,
+        d: MatrixRef,
         *,
-        native: Native = PLAIN,
+        native: FusedEpilog = PLAIN,
     ) -> None:
         """Put ``D = epilog(alpha A @ B)`` on the stream."""
         x, y = (b, a) if tiles.flipped else (a, b)
@@ -198,7 +198,9 @@ class Group:
 class _Multiply:
     """The descriptors of one kind of multiply."""
 
-    def __init__(self, group: Group, tiles: Tiles, types: Kinds, ldx: int, ldy: int, ldz: int, native: Native) -> None:
+    def __init__(
+        self, group: Group, tiles: Tiles, types: GemmTypes, ldx: int, ldy: int, ldz: int, native: FusedEpilog
+    ) -> None:
         kinds = (types.b, types.a) if tiles.flipped else (types.a, types.b)
         first, second = (tiles.b, tiles.a) if tiles.flipped else (tiles.a, tiles.b)
         stored = first.stored, second.stored, tiles.d.stored

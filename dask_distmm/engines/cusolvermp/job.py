@@ -58,7 +58,7 @@ from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
 from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan, factored
-from dask_distmm.planning.factor.planner import way_of
+from dask_distmm.planning.factor.planner import algorithm_of
 
 # What the ranks compute together, as calls of cuSOLVERMp and cuBLASMp
 
@@ -256,7 +256,7 @@ class CusolverMpJob(GpuFactorJob):
     def __init__(self, side: Side[FactorPlacement], engine: CusolverMpState) -> None:
         super().__init__(side, engine)
         self._state, self._shared = engine, len(self.plan.ranks) > 1
-        least = CUSOLVERMP.share(way_of(self.plan.problem.task), len(self.plan.ranks))
+        least = CUSOLVERMP.share(algorithm_of(self.plan.problem.task), len(self.plan.ranks))
         self._entry = CollectiveEntry(self.plan, self.rank, self.comm, self.ended, least)
         self._received = 0
 
@@ -346,7 +346,7 @@ class CusolverMpJob(GpuFactorJob):
         assert self.rank is not None
         plan, rank_of = self.plan, {index: rank for rank, index in enumerate(self.plan.ranks)}
         for number, name in enumerate(plan.problem.operands):
-            turned, target = plan.problem.task.turned(name), self._execution.held(number)
+            orientation, target = plan.problem.task.orientation(name), self._execution.held(number)
             copies: list[tuple[Copy, int, int]] = []
             src: dict[int, Any] = {}
             for peer in rank_of.values():
@@ -355,8 +355,9 @@ class CusolverMpJob(GpuFactorJob):
                     if holder in rank_of:
                         copies.append((copy, rank_of[holder], peer))
                     if holder == self.me:
-                        src[copy.src] = self.chunks[name, index].T if turned.transposed else self.chunks[name, index]
-            self._exchange(copies, src, {self.rank: target}, conjugated=turned.conjugated)
+                        chunk = self.chunks[name, index]
+                        src[copy.src] = chunk.T if orientation.transposed else chunk
+            self._exchange(copies, src, {self.rank: target}, conjugated=orientation.conjugated)
             for copy, _, peer in copies:
                 if peer == self.rank:
                     self._note(name, copy)
@@ -371,7 +372,7 @@ class CusolverMpJob(GpuFactorJob):
         ranks, size = range(len(self.plan.ranks)), max((x.itemsize for x in (*src.values(), *dst.values())), default=1)
         moves = Moves(*np.array([(*copy[:8], *owners) for copy, *owners in copies], np.int64).reshape(-1, 10).T)
         for some in moves.rounds(len(ranks), _BATCH_BYTES // size):
-            shuffle = Shuffle(some, self.rank, ranks, src, dst, "F", device_bytes, alone=_BATCH_BYTES)
+            shuffle = Shuffle(some, self.rank, ranks, src, dst, "F", device_bytes, single=_BATCH_BYTES)
             exchange = Exchange(shuffle)
             exchange.run(self._stream, self._group.comm)
             self._received += exchange.received_bytes
@@ -393,13 +394,13 @@ class CusolverMpJob(GpuFactorJob):
         assert self.rank is not None
         found: dict[ResultKey, Any] = self._group.together(lambda: self._blanks(output))
         described = self.plan.work.output(output.name)
-        turned, copies, dst = described.turned, list[tuple[Copy, int, int]](), dict[int, Any]()
+        orientation, copies, dst = described.orientation, list[tuple[Copy, int, int]](), dict[int, Any]()
         for peer in range(len(self.plan.ranks)):
             for index, copy in self._taken(output, peer):
                 copies.append((copy, copy.src, peer))
                 if peer == self.rank:
-                    dst[copy.dst] = found[output.name, index].T if turned.transposed else found[output.name, index]
-        self._exchange(copies, {self.rank: self._parts[output.name]}, dst, conjugated=turned.conjugated)
+                    dst[copy.dst] = found[output.name, index].T if orientation.transposed else found[output.name, index]
+        self._exchange(copies, {self.rank: self._parts[output.name]}, dst, conjugated=orientation.conjugated)
         for copy, _, peer in copies:
             if peer == self.rank:
                 place = dst[copy.dst][copy.dst_index]

@@ -8,7 +8,7 @@ import numpy as np
 
 from dask_distmm.layout.redistribute import Copy
 
-# Rows that are turned at once: 16 of float64 fill two lines of a cache in each column.
+# Rows that are transposed at once: 16 of float64 fill two lines of a cache in each column.
 _STRIP = 16
 
 

@@ -157,8 +157,8 @@ class SharedEigh:
         if self._exponent:
             with np.errstate(all="ignore"):
                 # Elements above the diagonal are arbitrary.
-                turned = a.T
-                turned *= math.ldexp(1.0, -self._exponent)
+                transposed = a.T
+                transposed *= math.ldexp(1.0, -self._exponent)
 
     def _largest(self, a: Any) -> float:
         """Return the largest modulus of a real or imaginary part in this rank's block columns; NaN if there is one."""
@@ -204,8 +204,8 @@ class SharedEigh:
         for at in range(0, vectors.shape[1], _STRIP):
             strip = vectors[:, at : at + _STRIP]
             # The transpose is in the order in which CuPy's kernels are fastest.
-            turned = strip.T
-            turned *= unit_factors(self._kernels, strip)[:, None]
+            transposed = strip.T
+            transposed *= unit_factors(self._kernels, strip)[:, None]
         self._note("reflect", vectors)
 
     def _note(self, name: str, made: Any) -> None:

@@ -257,8 +257,8 @@ class FactorJob(Job[FactorPlacement]):
     def _put(self, name: str, copy: Copy, part: Any) -> None:
         """Write a part of an operand to its place."""
         task = self.plan.problem.task
-        turned, target = task.turned(name), self._execution.held(self.plan.problem.operands.index(name))
-        put(target, copy, part, turned.transposed, turned.conjugated)
+        orientation, target = task.orientation(name), self._execution.held(self.plan.problem.operands.index(name))
+        put(target, copy, part, orientation.transposed, orientation.conjugated)
         self._note(name, copy)
 
     def _note(self, name: str, copy: Copy) -> None:
@@ -333,7 +333,7 @@ class FactorJob(Job[FactorPlacement]):
         """Yield the parts of an operand that a rank reads: each as a copy, and as a box of a chunk."""
         task, counts = self.plan.problem.task, self.plan.problem.chunk_counts(name)
         for copy in inside(task.read(name), self.plan.gathered(name).for_dst(rank)):
-            yield copy, box_of(copy, counts, transposed=task.turned(name).transposed)
+            yield copy, box_of(copy, counts, transposed=task.orientation(name).transposed)
 
     def _chunk(self, holder: int, name: str, index: int) -> Any:
         """Return a chunk of an operand whose memory this process can read, or None: it has to be fetched."""
@@ -376,7 +376,7 @@ class FactorJob(Job[FactorPlacement]):
         """Return new chunks for those of an output that this rank puts together."""
         assert self.rank is not None
         described, (rows, cols) = self.plan.work.output(output.name), output.chunks
-        order: Literal["C", "F"] = "C" if described.turned.transposed else "F"
+        order: Literal["C", "F"] = "C" if described.orientation.transposed else "F"
         places = {index: divmod(index, len(cols)) for index in self.plan.owned(output.name, self.rank)}
         return {
             (output.name, index): self._blank((rows[i], cols[j]), np.dtype(output.dtype), order, described.form)
@@ -390,14 +390,14 @@ class FactorJob(Job[FactorPlacement]):
         assert copies is not None
         for index in self.plan.owned(output.name, rank):
             i, j = divmod(index, len(cols))
-            held = j * len(rows) + i if described.turned.transposed else index
+            held = j * len(rows) + i if described.orientation.transposed else index
             yield from ((index, copy) for copy in inside(described.form, copies.for_dst(held)))
 
     def _store(self, output: Output, chunk: Any, copy: Copy, part: Any) -> None:
         """Write a part of a rank's block columns of an output to its place in a chunk."""
         described = self.plan.work.output(output.name)
         made = triangle_of(self.kernels, described.form, part, copy.row, copy.col)
-        put(chunk.T if described.turned.transposed else chunk, copy, made, False, described.turned.conjugated)
+        put(chunk.T if described.orientation.transposed else chunk, copy, made, False, described.orientation.conjugated)
 
     def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
         """Return a new chunk of an output, with zeros where no rank has a part of it."""

@@ -57,14 +57,14 @@ _MOST_ALIGNED = 256
 _IN_PLACE, _IN_COMPUTE_TYPE = 1, 2
 
 
-class Memory(NamedTuple):
+class MatrixRef(NamedTuple):
     """A local matrix: its address, and the distance of its columns (rows in C order) in elements."""
 
     pointer: int
     ld: int
 
 
-class Shape(NamedTuple):
+class GemmShape(NamedTuple):
     """Of one multiply: extents, whether the library computes D's transpose, and op of its first and second operand."""
 
     m: int
@@ -74,7 +74,7 @@ class Shape(NamedTuple):
     ops: tuple[str, str]
 
 
-class Kinds(NamedTuple):
+class GemmTypes(NamedTuple):
     """Types of A, B and D, and how they are multiplied (one of `COMPUTE_TYPES` or empty), by name."""
 
     a: str
@@ -97,7 +97,7 @@ class Kinds(NamedTuple):
         return int(found)
 
 
-class Native(NamedTuple):
+class FusedEpilog(NamedTuple):
     """The factor, the epilog (one of `NATIVE_EPILOGS` or empty) and the address of its bias that a library applies."""
 
     alpha: complex = 1.0
@@ -105,7 +105,7 @@ class Native(NamedTuple):
     bias: int = 0
 
 
-PLAIN = Native()
+PLAIN = FusedEpilog()
 
 
 def alpha_beta(dtype: str, alpha: complex = 1.0, beta: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
@@ -130,14 +130,14 @@ class Gemm:
 
     def __init__(
         self,
-        shape: Shape,
-        types: Kinds,
-        a: Memory,
-        b: Memory,
-        d: Memory,
+        shape: GemmShape,
+        types: GemmTypes,
+        a: MatrixRef,
+        b: MatrixRef,
+        d: MatrixRef,
         *,
         add: bool = False,
-        native: Native = PLAIN,
+        native: FusedEpilog = PLAIN,
     ) -> None:
         x, y, rows, cols = (b, a, shape.n, shape.m) if shape.flipped else (a, b, shape.m, shape.n)
         kinds = (types.b, types.a, types.d) if shape.flipped else types[:3]

@@ -178,7 +178,7 @@ def to_device(chunk: NDArray[Any], target: cp.ndarray, stream: cp.cuda.Stream, w
 
 def to_host(chunk: cp.ndarray, stream: cp.cuda.Stream) -> NDArray[Any]:
     """Return a device array as a NumPy array of the same memory order, after what is on the stream."""
-    source, turned = _dense(chunk)
+    source, transposed = _dense(chunk)
     result = np.empty(source.shape, source.dtype)
     flat = source.reshape(-1)
     buffers, at = _buffers("down"), 0
@@ -201,4 +201,4 @@ def to_host(chunk: cp.ndarray, stream: cp.cuda.Stream) -> NDArray[Any]:
         at += part.nbytes
     for copy in copies:
         copy.result()
-    return result.T if turned else result
+    return result.T if transposed else result

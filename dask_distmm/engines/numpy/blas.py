@@ -3,7 +3,7 @@
 NumPy's ``matmul`` can't add to its output; a sum over panels of k would read and write every result once
 more for each panel. BLAS can, and `routines` reaches it.
 
-Where B is A's own memory turned around, as in ``X.T @ X``, half of the operations are left out: the tiles on the
+Where B is A's own memory, transposed, as in ``X.T @ X``, half of the operations are left out: the tiles on the
 diagonal of the product are `syrk` or `herk`, and each of the others is added to its mirror image, too. A sum of such
 products needs that once: `add_lower` adds to the lower triangle, and `mirror` completes the sum.
 

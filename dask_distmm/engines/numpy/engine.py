@@ -147,8 +147,8 @@ class NumpyJob(Job[Plan]):
             before = (len(operands[0]), len(operands[1]))
         for one in asked:
             arrived = one.answer.wait(self.ended.check)
-            turned = [(piece, arrived[at].T) for piece, at in one.same]
-            for piece, data in [*zip(one.pieces, arrived, strict=True), *turned]:
+            transposed = [(piece, arrived[at].T) for piece, at in one.same]
+            for piece, data in [*zip(one.pieces, arrived, strict=True), *transposed]:
                 operands[piece.operand].append(placed_block(piece, data))
                 self._gathered.add(piece, data)
         a, b = operands

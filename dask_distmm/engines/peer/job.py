@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import Job, ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
-from dask_distmm.engines.gpu.gemm import Kinds, check_fp8
+from dask_distmm.engines.gpu.gemm import GemmTypes, check_fp8
 from dask_distmm.engines.gpu.operands import DeviceChunks, mark
 from dask_distmm.engines.peer.loads import Loads, OperandBuffers
 from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Expected, Offer
@@ -40,7 +40,7 @@ from dask_distmm.engines.peer.streaming import Streaming
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import Plan
 from dask_distmm.planning.peer.block_schedule import block_schedules, native, peer_reads, square_on_diagonal, sums_in
-from dask_distmm.planning.peer.streams import streams
+from dask_distmm.planning.peer.streams import chunk_sources
 
 
 class PeerJob(Job[Plan]):
@@ -50,12 +50,12 @@ class PeerJob(Job[Plan]):
         super().__init__(side)
         plan = self.plan
         self.engine, self._address = engine, plan.participants[self.me].address
-        self._gone: set[int] = set()
+        self._lost: set[int] = set()
         self._ready, self._stream = side.ready, engine.stream
         self._block_schedules = block_schedules(plan)
         self._sums = sums_in(plan, self._block_schedules)
         self._epilog = native(plan, self._block_schedules)
-        self._kinds = Kinds(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
+        self._kinds = GemmTypes(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
         self._expected: Expected | None = None
         self._multiplication: Multiplication | Streaming | None = None
         self._downloads: Downloads | None = None
@@ -115,13 +115,13 @@ class PeerJob(Job[Plan]):
         """Allocate buffers and D, and make all GEMMs."""
         assert self.rank is not None
         plan = self.plan
-        stream = streams(plan)[self.rank] if any(plan.problem.by_ranks) else None
-        self._buffers = OperandBuffers(plan, self._sources, None if stream is None else made_orders(plan))
+        source = chunk_sources(plan)[self.rank] if any(plan.problem.by_ranks) else None
+        self._buffers = OperandBuffers(plan, self._sources, None if source is None else made_orders(plan))
         if plan.from_host:
             self._sources.allocate()
         work: Schedule | StreamSteps
-        if stream is not None:
-            work = make_steps(plan, self.rank, stream, self._buffers.in_place)
+        if source is not None:
+            work = make_steps(plan, self.rank, source, self._buffers.in_place)
         else:
             work = make_schedule(plan, self.rank, self._block_schedules[self.rank], self._buffers.in_place)
         self._buffers.allocate(work.slots)
@@ -176,7 +176,7 @@ class PeerJob(Job[Plan]):
         if self._multiplication is None:
             return
         if self._expected is not None:
-            self._sources.remote = Remote(self.plan, self._expected.read(offers), self.engine, self._gone)
+            self._sources.remote = Remote(self.plan, self._expected.read(offers), self.engine, self._lost)
         self._multiplication.find_loads()
         self.timings["offers"] = time.perf_counter() - self._began
 
@@ -241,7 +241,7 @@ class PeerJob(Job[Plan]):
 
     def lose(self, participant: int) -> None:
         """Go on without a participant that is gone: what is mapped of its memory stays. Any thread."""
-        self._gone.add(participant)
+        self._lost.add(participant)
 
     def abort(self, error: BaseException) -> None:
         """End with `error`, before the next step. Any thread; may be repeated."""

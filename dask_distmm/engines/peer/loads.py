@@ -38,10 +38,10 @@ class OperandBuffers:
         """Allocate a buffer for each slot."""
         self.arrays = {slot: self._buffer(slot, *size) for slot, size in slots.items()}
 
-    def _buffer(self, slot: Slot, extent: int, kk: int) -> Any:
+    def _buffer(self, slot: Slot, extent: int, depth_extent: int) -> Any:
         """Return a buffer for parts of A (own axis x k) or of B (k x own axis)."""
         dtype = carried(self._plan.problem.matrix_types[slot[0]], "cupy")
-        shape, order = ((extent, kk) if slot[0] == 0 else (kk, extent)), self._orders[slot[0]]
+        shape, order = ((extent, depth_extent) if slot[0] == 0 else (depth_extent, extent)), self._orders[slot[0]]
         fast = 1 if order == "C" else 0
         full = [shape[0], shape[1]]
         full[fast] = padded(full[fast], ALIGNED)
@@ -87,20 +87,20 @@ class OperandBuffers:
         self._pad(load, stream)
         if self._plan.problem.conjugated[load.operand] and self._orders[load.operand] == "C":
             assert load.slot is not None
-            at, along_k = slice(load.at, load.at + load.own[1] - load.own[0]), slice(load.kk)
+            at, along_k = slice(load.at, load.at + load.own[1] - load.own[0]), slice(load.depth_extent)
             part = self.arrays[load.slot][(at, along_k) if load.operand == 0 else (along_k, at)]
             with stream:
                 cp.conjugate(part, out=part)
 
     def _pad(self, load: Load, stream: cp.cuda.Stream) -> None:
         """Set the padding of k to zero: GEMMs sum over it."""
-        multiple, kk = self._multiple, load.kk
-        if kk % multiple:
+        multiple, depth_extent = self._multiple, load.depth_extent
+        if depth_extent % multiple:
             assert load.slot is not None
-            buffer, more = self.arrays[load.slot], padded(kk, multiple)
+            buffer, more = self.arrays[load.slot], padded(depth_extent, multiple)
             at = slice(load.at, padded(load.at + load.own[1] - load.own[0], multiple))
             with stream:
-                buffer[(at, slice(kk, more)) if load.operand == 0 else (slice(kk, more), at)] = 0
+                buffer[(at, slice(depth_extent, more)) if load.operand == 0 else (slice(depth_extent, more), at)] = 0
 
 
 class Loads:

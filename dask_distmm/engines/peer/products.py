@@ -24,7 +24,7 @@ import numpy as np
 
 from dask_distmm.engines.base import log
 from dask_distmm.engines.gpu.finishing import NativeBias
-from dask_distmm.engines.gpu.gemm import PLAIN, Gemm, Kinds, Memory, Native, Shape
+from dask_distmm.engines.gpu.gemm import PLAIN, FusedEpilog, Gemm, GemmShape, GemmTypes, MatrixRef
 from dask_distmm.engines.gpu.operands import mark, record
 from dask_distmm.engines.peer.loads import Loads, OperandBuffers
 from dask_distmm.engines.peer.readable import DeviceView, Sources, moved
@@ -240,7 +240,7 @@ class Gemms:
     """Makes the GEMMs of one rank."""
 
     def __init__(
-        self, kinds: Kinds, buffers: OperandBuffers, result: Result, epilog: str | None, bias: NativeBias | None
+        self, kinds: GemmTypes, buffers: OperandBuffers, result: Result, epilog: str | None, bias: NativeBias | None
     ) -> None:
         self._problem, self._kinds, self._buffers = result.plan.problem, kinds, buffers
         self._blocks, self._triangle = result.blocks, result.triangle
@@ -252,9 +252,9 @@ class Gemms:
     def of(self, product: Product) -> list[Work]:
         """Return a product as GEMMs: one or some for each block of D that it is multiplied into."""
         a, b = self._buffers.view(product.a[0]), self._buffers.view(product.b[0])
-        return self.between(product.rect, product.a[0].kk, a, b, add=product.add)
+        return self.between(product.rect, product.a[0].depth_extent, a, b, add=product.add)
 
-    def between(self, rect: Rect, kk: int, a: DeviceView, b: DeviceView, *, add: bool) -> list[Work]:
+    def between(self, rect: Rect, depth_extent: int, a: DeviceView, b: DeviceView, *, add: bool) -> list[Work]:
         """Return the product of matrices on this GPU as GEMMs, as `of` does."""
         found = list[Work]()
         for number in self._touched(rect):
@@ -265,10 +265,10 @@ class Gemms:
                     moved(x, axis, at, self._buffers.itemsizes[axis])
                     for x, axis, at in ((a, 0, i0 - rect[0]), (b, 1, j0 - rect[2]))
                 )
-                m, n, k = (padded(extent, self._multiple) for extent in (i1 - i0, j1 - j0, kk))
-                shape = Shape(m, n, k, True, (self._op(1, b), self._op(0, a)))
+                m, n, k = (padded(extent, self._multiple) for extent in (i1 - i0, j1 - j0, depth_extent))
+                shape = GemmShape(m, n, k, True, (self._op(1, b), self._op(0, a)))
                 at = span_of(array).at(i0 - top, j0 - left)
-                d = Memory(at.pointer, max(1, at.row_stride // array.dtype.itemsize))
+                d = MatrixRef(at.pointer, max(1, at.row_stride // array.dtype.itemsize))
                 found.append(Gemm(shape, self._kinds, rows, cols, d, add=add, native=self._native(j0)))
         return found
 
@@ -281,7 +281,7 @@ class Gemms:
         found: list[int] = np.flatnonzero(here).tolist()
         return found
 
-    def _native(self, column: int) -> Native:
+    def _native(self, column: int) -> FusedEpilog:
         """Return the library's factor, epilog and bias for a product whose first column is this one of D."""
         if self._epilog is None:
             return PLAIN
@@ -289,7 +289,7 @@ class Gemms:
         if self._bias is not None:
             vector = self._bias.vector
             bias = int(vector.data.ptr) + (column - self._first_column) * vector.itemsize
-        return Native(complex(*self._problem.formula.alpha), self._epilog, bias)
+        return FusedEpilog(complex(*self._problem.formula.alpha), self._epilog, bias)
 
     def _op(self, operand: int, view: DeviceView) -> str:
         if view.order == "C":

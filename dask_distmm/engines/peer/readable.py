@@ -16,7 +16,7 @@ from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ChunkKey, Ended, wait_checked
 from dask_distmm.engines.gpu.copy_kernels import Launch, copy_rectangles
 from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
-from dask_distmm.engines.gpu.gemm import Memory
+from dask_distmm.engines.gpu.gemm import MatrixRef
 from dask_distmm.engines.gpu.host import Uploads, in_type, staging
 from dask_distmm.engines.gpu.operands import array_at, record
 from dask_distmm.engines.panels import ChunkBlock
@@ -179,10 +179,10 @@ class DeviceView(NamedTuple):
     order: str
 
 
-def moved(view: DeviceView, axis: int, by: int, size: int) -> Memory:
+def moved(view: DeviceView, axis: int, by: int, size: int) -> MatrixRef:
     """Return a matrix from a later row (axis 0) or column on, as the library wants it."""
     pointer, row, col = view.span.at(*((by, 0) if axis == 0 else (0, by)))
-    return Memory(pointer, max(1, (row if view.order == "C" else col) // size))
+    return MatrixRef(pointer, max(1, (row if view.order == "C" else col) // size))
 
 
 class Parts(NamedTuple):

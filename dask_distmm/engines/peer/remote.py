@@ -31,7 +31,7 @@ class Remote:
     def __init__(self, plan: Placement, offers: Offers, engine: PeerState, gone: Collection[int] = ()) -> None:
         self._plan, self._offers, self._engine = plan, offers, engine
         self.pulled_bytes = 0
-        self._gone = gone
+        self._lost = gone
         self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
         self._awake: set[int] = set()
         self._flags: dict[int, int] = {}
@@ -88,9 +88,9 @@ class Remote:
         except EngineError as error:
             # Mapped memory stays readable when its process dies; other memory of that process can't be mapped any more.
             end = time.monotonic() + _NEWS
-            while holder not in self._gone and time.monotonic() < end:
+            while holder not in self._lost and time.monotonic() < end:
                 time.sleep(_LOOK)
-            if holder not in self._gone:
+            if holder not in self._lost:
                 raise
             raise PeerLostError(f"{self._plan.participants[holder].address} is gone: {error}") from error
         self._bases[holder][number] = mapped
@@ -111,7 +111,7 @@ class Remote:
         most = options.transfer_timeout + self._plan.flops / options.machine(self._plan.engine).rate("other")
         end = time.monotonic() + most
         while True:
-            gone = holder in self._gone  # before the look: it may have raised it with its last breath
+            gone = holder in self._lost  # before the look: it may have raised it with its last breath
             try:
                 if self._look(holder, flag):
                     return True

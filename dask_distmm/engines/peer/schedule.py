@@ -23,7 +23,7 @@ from dask_distmm.engines.panels import ChunkBlock, blocks_between, chunk_blocks_
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import chunk_edges, full_side, padded, pieces_that_fill, unit
 from dask_distmm.planning.peer.block_schedule import PANELS, BlockSchedule, extent_multiple
-from dask_distmm.planning.peer.streams import Stream, stream_cuts
+from dask_distmm.planning.peer.streams import ChunkSource, source_cuts
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Rect
 
@@ -53,7 +53,7 @@ class StreamSteps(NamedTuple):
     # All that the rank needs of an operand whose chunks it does not make; None where it makes those of both.
     resident: Load | None
     # What they were made by.
-    stream: Stream
+    source: ChunkSource
 
 
 def made_orders(plan: Plan) -> tuple[str, str]:
@@ -64,7 +64,7 @@ def made_orders(plan: Plan) -> tuple[str, str]:
     return a, b
 
 
-def make_steps(plan: Plan, rank: int, stream: Stream, in_place: Callable[[int, Rect], bool]) -> StreamSteps:
+def make_steps(plan: Plan, rank: int, source: ChunkSource, in_place: Callable[[int, Rect], bool]) -> StreamSteps:
     """Return the steps of a rank."""
     problem, region, along_k = plan.problem, plan.region(rank), plan.k_range(rank)
     multiple, numbers = extent_multiple(problem), itertools.count()
@@ -89,15 +89,15 @@ def make_steps(plan: Plan, rank: int, stream: Stream, in_place: Callable[[int, R
         if not problem.by_ranks[operand]:
             rect = (*region[:2], *along_k) if operand == 0 else (*along_k, *region[2:])
             resident = load(operand, region, along_k, 0, in_place(operand, rect))
-    own_cuts, depth_cuts = (list(itertools.pairwise(cuts)) for cuts in stream_cuts(plan, rank, stream))
+    own_cuts, depth_cuts = (list(itertools.pairwise(cuts)) for cuts in source_cuts(plan, rank, source))
     steps = list[StreamStep]()
     for own, depth in itertools.product(own_cuts, depth_cuts):
         part = region
         if resident is not None:
-            part = (*own, *region[2:]) if stream.made[0] == 0 else (*region[:2], *own)
-        loads = tuple(load(operand, part, depth, len(steps) % PANELS) for operand in stream.made)
+            part = (*own, *region[2:]) if source.made[0] == 0 else (*region[:2], *own)
+        loads = tuple(load(operand, part, depth, len(steps) % PANELS) for operand in source.made)
         steps.append(StreamStep(loads, part, depth, depth != depth_cuts[0]))
-    return StreamSteps(steps, slots, resident, stream)
+    return StreamSteps(steps, slots, resident, source)
 
 
 def _edges(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -203,9 +203,10 @@ class _ScheduleBuilder:
         rect = (*own, *depth) if operand == 0 else (*depth, *own)
         chunks = (self.plan.problem.a_chunks, self.plan.problem.b_chunks)[operand]
         if slot is not None:
-            extent, kk = padded(at + own[1] - own[0], self.multiple), padded(depth[1] - depth[0], self.multiple)
             before = self.slots.get(slot, (0, 0))
-            self.slots[slot] = max(before[0], extent), max(before[1], kk)
+            extent, depth_extent = at + own[1] - own[0], depth[1] - depth[0]
+            extents = padded(extent, self.multiple), padded(depth_extent, self.multiple)
+            self.slots[slot] = max(before[0], extents[0]), max(before[1], extents[1])
         return Load(next(self.numbers), operand, rect, slot, at, chunk_blocks_of(chunks, operand, rect))
 
     def _stationary_loads(self, part: tuple[int, int], depth: tuple[int, int], epoch: int, width: int) -> list[Load]:
@@ -381,7 +382,7 @@ class Load(NamedTuple):
         return self.rect[2:] if self.operand == 0 else self.rect[:2]
 
     @property
-    def kk(self) -> int:
+    def depth_extent(self) -> int:
         """Its extent along k."""
         return self.depth[1] - self.depth[0]
 

@@ -59,7 +59,7 @@ class Streaming:
         trace: Trace,
     ) -> None:
         self.steps, self.rank = work.steps, result.rank
-        self._limits, self._buffers, self._gemms, self._result = work.stream, buffers, gemms, result
+        self._limits, self._buffers, self._gemms, self._result = work.source, buffers, gemms, result
         self._sources, self._engine, self._trace = sources, engine, trace
         self._resident, self._product, steps = work.resident, None, []
         if self._resident is not None and self._resident.slot is not None:

@@ -223,7 +223,7 @@ class IterationKernels:
         out[:, : s.shape[1]] = self.blas.host(s.conj().T @ s)
         out[:, s.shape[1] :] = self.blas.host(s.conj().T @ image)
 
-    def lobpcg_ritz(self, grams: Any, values: Any, turned: Any, *, largest: bool, eps: float) -> None:
+    def lobpcg_ritz(self, grams: Any, values: Any, rotation: Any, *, largest: bool, eps: float) -> None:
         """Have the wanted Ritz values, and the combinations of S that are X and the next step."""
         if not np.isfinite(grams).all():
             raise MatrixError(not_finite("a"))
@@ -249,12 +249,12 @@ class IterationKernels:
         with np.errstate(all="ignore"):
             step = step @ (y * np.where(squares > eps * max(squares[-1], eps), 1 / np.sqrt(squares), 0))
         values[0] = found[order]
-        turned[:, :k], turned[:, k:] = x * scale[:, None], step * scale[:, None]
+        rotation[:, :k], rotation[:, k:] = x * scale[:, None], step * scale[:, None]
 
-    def lobpcg_update(self, turned: Any, values: Any, s: Any, image: Any, r: Any) -> None:
+    def lobpcg_update(self, rotation: Any, values: Any, s: Any, image: Any, r: Any) -> None:
         """Have X, the last step and the residuals."""
         k = r.shape[1]
-        c = self.xp.asarray(turned, s.dtype)
+        c = self.xp.asarray(rotation, s.dtype)
         for one in (s, image):
             both = one @ c
             one[:, :k], one[:, 2 * k :] = both[:, :k], both[:, k:]
@@ -591,7 +591,7 @@ def lanczos_step(s: Any, first: Any, second: Any, inside: Any, small: Any, *, ep
     small[: at + 1, at], small[at, : at + 1] = column, column.conj()
     small[at, at] = column[at].real
     s.beta = np.sqrt(max(0.0, second[0, -1].real - (abs(second[0, : at + 1]) ** 2).sum()))
-    # What stays may be small only.
+    # The remainder may only be small.
     s.norm = max(s.norm, abs(small).max())
     s.broken = s.beta <= 10 * eps * s.norm or at + 1 >= n
     s.scale = 0.0 if s.broken else 1 / s.beta
@@ -695,8 +695,8 @@ def _separated(values: Any, y: Any, gap: float) -> tuple[Any, Any]:
     start = 0
     for stop in [*(np.flatnonzero(np.diff(values) > gap) + 1), len(values)]:
         if stop - start > 1:
-            turned = np.linalg.qr(y[-1:, start:stop].conj().T, mode="complete")[0][:, ::-1]
-            y[:, start:stop] = y[:, start:stop] @ turned
+            rotation = np.linalg.qr(y[-1:, start:stop].conj().T, mode="complete")[0][:, ::-1]
+            y[:, start:stop] = y[:, start:stop] @ rotation
             values[start:stop] = values[start:stop].mean()
         start = stop
     return values, y

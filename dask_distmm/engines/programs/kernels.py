@@ -534,9 +534,9 @@ class ProgramKernels(IterationKernels):
             self.blas.trsm(r, out.T, right=False, lower=False, op="T", unit=False)
             return
         # GPUs multiply many times as fast as they solve (1 H200, float64, 2097152 x 256: 4 ms, cuBLAS' trsm 50).
-        inverse, well = self._inverse_of(r)
+        inverse, well_conditioned = self._inverse_of(r)
         quotient = a @ inverse
-        if not well:
+        if not well_conditioned:
             # One step of iterative refinement, which is enough (Higham 2002, section 12.2).
             quotient += (a - quotient @ r) @ inverse
         out[...] = quotient

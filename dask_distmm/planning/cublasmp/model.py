@@ -27,7 +27,7 @@ from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.types import dtype_from_name, takes_on_gpus
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cublasmp.tiles import HALVES_STEP, Tile, Tiles, blocks_misfit, make_tiles, slab_step
-from dask_distmm.planning.cuts import Cuts, Way, by_rows, padded, slowdown, uniform_cut
+from dask_distmm.planning.cuts import Candidate, Cuts, by_rows, padded, slowdown, uniform_cut
 from dask_distmm.planning.footprint import Needs, chunk_bytes, spread, uploaded
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.placement import everywhere
@@ -202,7 +202,7 @@ class CublasmpModel(EngineModel):
         """Whether the library runs a problem in a certain way: it has no SUMMA for FP8."""
         return not (problem.fp8 and method == "summa")
 
-    def cuts(self, problem: Problem, way: Way) -> list[Cuts]:
+    def cuts(self, problem: Problem, way: Candidate) -> list[Cuts]:
         """Return slabs of one size."""
         (method, grid), step = way, slab_step(problem)
         extents = zip((problem.m, problem.n, problem.k), grid, strict=True)

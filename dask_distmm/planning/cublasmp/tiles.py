@@ -261,7 +261,7 @@ def blocks_misfit(problem: Problem, grid: tuple[int, int, int]) -> str | None:
     sizes = summa_blocks(problem, grid)
     for name, several in zip("mnk", sizes, strict=True):
         if len(several) > 1:
-            return f"blocks of {name} must agree, found {' and '.join(map(str, sorted(several)))}"
+            return f"blocks of {name} must agree, got {' and '.join(map(str, sorted(several)))}"
     (mb,), (nb,), _ = sizes
     for name, size, parts, length in (("m", mb, grid[0], problem.m), ("n", nb, grid[1], problem.n)):
         if parts > 1 and size * (parts - 1) >= length:

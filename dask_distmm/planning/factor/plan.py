@@ -80,8 +80,8 @@ class FactorPlacement(Placement):
 
     def gathered(self, operand: str) -> Copies:
         """Return the copies out of an operand's chunks, in the form that ranks hold, to its block columns."""
-        turned = self.problem.task.turned(operand).transposed
-        chunks = held_chunks(self.problem.chunks_of(operand), turned)
+        transposed = self.problem.task.orientation(operand).transposed
+        chunks = held_chunks(self.problem.chunks_of(operand), transposed)
         return redistribution(Layout.of_chunks(chunks), self.work.input_layout(operand))
 
     def delivered(self, output: str) -> Copies | None:
@@ -92,8 +92,8 @@ class FactorPlacement(Placement):
         layout = self.work.output_layout(output)
         if layout is None:
             return None
-        turned = self.work.output(output).turned.transposed
-        return redistribution(layout, Layout.of_chunks(held_chunks(self.problem.output(output).chunks, turned)))
+        transposed = self.work.output(output).orientation.transposed
+        return redistribution(layout, Layout.of_chunks(held_chunks(self.problem.output(output).chunks, transposed)))
 
     def owned(self, output: str, rank: int) -> list[int]:
         """Return the numbers of an output's chunks that a rank puts together."""
@@ -411,11 +411,11 @@ class FactorPlan:
         """Where block columns lie."""
         problem = self.problem
         m, n = problem.a_shape
-        a = (n, m) if problem.turned("a").transposed else (m, n)
+        a = (n, m) if problem.orientation("a").transposed else (m, n)
         second: tuple[int, int] | None = None
         if problem.b_shape is not None:
             rows, cols = problem.b_shape
-            second = (cols, rows) if problem.turned("b").transposed else (rows, cols)
+            second = (cols, rows) if problem.orientation("b").transposed else (rows, cols)
         elif problem.b_order is not None:
             second = (m if problem.kind == "qr" else problem.b_order, problem.b_order)
         elif problem.spectral and problem.vectors and self.collective:
@@ -468,7 +468,7 @@ class FactorPlan:
         return self.ranks
 
     def input_layout(self, name: str) -> Layout:
-        """Return the layout of ``"a"`` or ``"b"``, of the form of it that ranks are given (`Factorization.turned`)."""
+        """Return the layout of ``"a"`` or ``"b"``, in the form that ranks are given (`Factorization.orientation`)."""
         return self.columns.layout("ab".index(name))
 
     def output(self, name: str) -> TaskOutput:

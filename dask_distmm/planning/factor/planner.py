@@ -82,7 +82,7 @@ SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8}
 _REDUCTIONS = 4
 
 
-def way_of(task: Factorization) -> str:
+def algorithm_of(task: Factorization) -> str:
     """Return what A goes through, as shares of engines have it."""
     if task.spectral:
         return task.kind if task.vectors or task.decomposition.on_host else "values"
@@ -215,7 +215,7 @@ def _consider(
 
 def _work(made: FactorPlacement, moved: float) -> Work:
     """Return the work of a plan, given the bytes that move between workers."""
-    problem, work, model, way = made.problem, made.work, ENGINES[made.engine], way_of(made.problem.task)
+    problem, work, model, algorithm = made.problem, made.work, ENGINES[made.engine], algorithm_of(made.problem.task)
     count, panels, task = len(made.ranks), work.columns.matrices[0].count, problem.task
     one = task.decomposition if task.spectral else None
     rate = problem.options.machine("numpy" if one and one.on_host else made.engine).rate(task.dtype)
@@ -224,15 +224,15 @@ def _work(made: FactorPlacement, moved: float) -> Work:
         phases = _shared_phases(made)
     else:
         # One panel comes after the other, however many ranks there are.
-        least = panels * model.panel_seconds(way) if count > 1 else 0.0
-        share = one.shares[not task.vectors] if one else SHARES[way]
-        phases = [Phase(problem.flops, rate * (model.share(way, count) or share), least=least)]
+        least = panels * model.panel_seconds(algorithm) if count > 1 else 0.0
+        share = one.shares[not task.vectors] if one else SHARES[algorithm]
+        phases = [Phase(problem.flops, rate * (model.share(algorithm, count) or share), least=least)]
     return Work([*phases, Phase(waited={"ranks": moved / count, "messages": panels * (count > 1)})], moved=moved)
 
 
 def _in_held_order(made: FactorPlacement, name: str, table: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return the holders of an operand's chunks in the order of the form that ranks hold."""
-    if not made.problem.task.turned(name).transposed:
+    if not made.problem.task.orientation(name).transposed:
         return table
     return np.ascontiguousarray(table.reshape(made.problem.chunk_counts(name)).T).ravel()
 

@@ -260,7 +260,7 @@ Form = Literal[
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Turned:
+class Orientation:
     """Whether the transpose of a matrix is what ranks hold, and whether they hold its conjugate."""
 
     transposed: bool = False
@@ -282,13 +282,13 @@ class TaskOutput:
     # How it is taken out of what a rank holds.
     form: Form
     # How ranks hold it.
-    turned: Turned = Turned()
+    orientation: Orientation = Orientation()
 
     @property
     def held(self) -> tuple[int, int]:
         """Shape of the matrix whose block columns ranks hold."""
         rows, cols = self.shape
-        return (cols, rows) if self.turned.transposed else (rows, cols)
+        return (cols, rows) if self.orientation.transposed else (rows, cols)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -427,20 +427,20 @@ class Factorization:
         counts["solve"] = counts["inv"] = (n**3 / 3 if self.hermitian else lu) + 2 * n * n * nrhs
         return counts[self.kind] * complexes
 
-    def turned(self, name: str) -> Turned:
+    def orientation(self, name: str) -> Orientation:
         """Return which form of ``"a"`` or ``"b"`` ranks are given."""
         if self.kind == "eigh":
-            return Turned(not self.lower, not self.lower)
+            return Orientation(not self.lower, not self.lower)
         if name == "b":
             # X op(A) = B is op(A)^T X^T = B^T; and where op(A)^T is A's conjugate, A X^H = B^H.
-            return Turned(self.right, self.right and self.op == "C")
+            return Orientation(self.right, self.right and self.op == "C")
         if self.hermitian:
             # Its lower triangle is the conjugate transpose of the upper one, and its transpose is its conjugate.
             other = self.kind == "solve" and self.op == "T"
-            return Turned(not self.lower, self.lower == other)
+            return Orientation(not self.lower, self.lower == other)
         if self.kind == "solve":
-            return Turned(self.op != "N", self.op == "C")
-        return Turned(self._wide, self._wide)
+            return Orientation(self.op != "N", self.op == "C")
+        return Orientation(self._wide, self._wide)
 
     def read(self, name: str) -> Form:
         """Return which part of ``"a"`` or ``"b"`` is read, in the form that ranks are given: a triangle or all."""
@@ -463,15 +463,15 @@ class Factorization:
         (m, n), dtype, real = self.a_shape, self.dtype, np.zeros(0, self.dtype).real.dtype.name
         k = min(m, n)
         nrhs = self.b_shape[1] if self.b_shape is not None else self.b_order or 0
-        x = TaskOutput("x", (n, nrhs), dtype, 1, "full", self.turned("b"))
+        x = TaskOutput("x", (n, nrhs), dtype, 1, "full", self.orientation("b"))
         if self.right and self.b_shape is not None:
             x = dataclasses.replace(x, shape=self.b_shape)
         if self.kind == "pinv":
-            x = dataclasses.replace(x, shape=(n, m), turned=Turned(not self._wide, not self._wide))
+            x = dataclasses.replace(x, shape=(n, m), orientation=Orientation(not self._wide, not self._wide))
         if self.kind == "cholesky":
             # U is the conjugate transpose of the L that ranks compute.
-            name, turned = ("l", Turned()) if self.lower else ("u", Turned(True, True))
-            return (TaskOutput(name, (n, n), dtype, 0, "lower", turned),)
+            name, orientation = ("l", Orientation()) if self.lower else ("u", Orientation(True, True))
+            return (TaskOutput(name, (n, n), dtype, 0, "lower", orientation),)
         if self.kind == "lu":
             return (
                 TaskOutput("l", (m, k), dtype, 0, "unit lower"),

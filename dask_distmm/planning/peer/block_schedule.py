@@ -255,16 +255,16 @@ def _block_schedule(plan: Plan, rank: int) -> BlockSchedule:
     else:
         stationary = int(extents[1] * sizes[1] < extents[0] * sizes[0])
     room = problem.options.buffer_bytes
-    own, kk = extents[stationary], k1 - k0
-    rows, depth, stationary_bytes = own, kk, 0
+    own, depth_extent = extents[stationary], k1 - k0
+    rows, depth, stationary_bytes = own, depth_extent, 0
     if not in_place[stationary] or multiple > 1:
         # Each pass over the streamed operand reads host memory again: sums that take more memory cost less.
         wide = problem.sum_type != problem.compute_type and not plan.from_host
-        rows, depth = _fit(own, kk, sizes[stationary], room // 2, wide, multiple)
+        rows, depth = _fit(own, depth_extent, sizes[stationary], room // 2, wide, multiple)
     depth = min(depth, longest_depth(problem, extents))
     if not in_place[stationary] or multiple > 1:
         stationary_bytes = padded(rows, multiple) * padded(depth, multiple) * sizes[stationary]
-    parts, cuts = _even(r0 if stationary == 0 else c0, own, rows), _even(k0, kk, depth)
+    parts, cuts = _even(r0 if stationary == 0 else c0, own, rows), _even(k0, depth_extent, depth)
     streamed = 1 - stationary
     left = room - stationary_bytes * (2 if (len(parts) - 1) * (len(cuts) - 1) > 1 else 1)
     most = max(left, room // 4) // PANELS // max(1, padded(depth, multiple) * sizes[streamed])
@@ -316,18 +316,18 @@ def _lies(plan: Plan, operand: int, participant: int, part: Rect) -> bool:
     return grid.shape[1 - operand] == 1 and bool(np.isin(grid, (participant, EVERYWHERE)).all())
 
 
-def _fit(own: int, kk: int, size: int, room: int, wide: bool, multiple: int) -> tuple[int, int]:
+def _fit(own: int, depth_extent: int, size: int, room: int, wide: bool, multiple: int) -> tuple[int, int]:
     """Return the most rows (or columns) and the most of k that a stationary part may have."""
-    if own * kk * size <= room:
-        return own, kk
+    if own * depth_extent * size <= room:
+        return own, depth_extent
     room //= 2
-    rows = _down(room // (kk * size), multiple)
+    rows = _down(room // (depth_extent * size), multiple)
     if wide and rows >= min(own, _LEAST_ROWS):
-        return min(rows, own), kk
+        return min(rows, own), depth_extent
     depth = _down(room // (own * size), multiple)
-    if depth >= min(kk, _LEAST_DEPTH):
+    if depth >= min(depth_extent, _LEAST_DEPTH):
         return own, depth
-    depth = min(kk, padded(_LEAST_DEPTH, multiple))
+    depth = min(depth_extent, padded(_LEAST_DEPTH, multiple))
     return min(own, max(multiple, _down(room // (depth * size), multiple))), depth
 
 

@@ -32,7 +32,7 @@ from dask_distmm.planning.peer.block_schedule import (
     stored_again,
     sums_in,
 )
-from dask_distmm.planning.peer.streams import rate, streams
+from dask_distmm.planning.peer.streams import chunk_sources, rate
 from dask_distmm.planning.plan import Plan, Rect
 
 # Messages: see above.
@@ -98,7 +98,7 @@ class PeerModel(EngineModel):
         total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
         found = block_schedules(plan)
         sums = sums_in(plan, found).itemsize
-        buffers = [one.buffer_bytes for one in found] or [one.bytes for one in streams(plan)]
+        buffers = [one.buffer_bytes for one in found] or [one.bytes for one in chunk_sources(plan)]
         own = np.array(buffers, float)
         if not found:
             # All that they need of an operand that they do not make is there from the start.
@@ -131,7 +131,10 @@ class PeerModel(EngineModel):
         if any(problem.by_ranks) and problem.array == "numpy" and machine.host_bandwidth:
             # Chunks are copied to the GPU while others are multiplied.
             sizes = problem.itemsize("a"), problem.itemsize("b")
-            each = ([_elements(plan)[one][rank] * sizes[one] for one in x.made] for rank, x in enumerate(streams(plan)))
+            each = (
+                [_elements(plan)[one][rank] * sizes[one] for one in x.made]
+                for rank, x in enumerate(chunk_sources(plan))
+            )
             least = np.array([*map(sum, each)]) / machine.host_bandwidth
         # Chunks that ranks make belong to no worker.
         needed = sum(needed for needed, _ in needs.values()) - _bytes_of(plan, made=True)
@@ -182,7 +185,7 @@ class PeerModel(EngineModel):
     def describe(self, plan: Plan) -> list[str]:
         """Return the line that tells the stationary and the streamed operand of the rank with the largest buffers."""
         if any(plan.problem.by_ranks):
-            most = max(streams(plan), key=lambda one: one.bytes)
+            most = max(chunk_sources(plan), key=lambda one: one.bytes)
             made = " and ".join("AB"[operand] for operand in most.made)
             size, buffers = (format_bytes(n) for n in (most.held_bytes + most.making_bytes, most.buffer_bytes))
             return [f"  makes     chunks of {made}, up to {most.ahead} ahead, {size} at a time; buffers of {buffers}"]
@@ -199,13 +202,13 @@ class PeerModel(EngineModel):
             f"buffers of {format_bytes(schedule.buffer_bytes)}{padded}{read}"
         ]
 
-    def share(self, way: str, ranks: int) -> float:
+    def share(self, algorithm: str, ranks: int) -> float:
         """Return the share of a product's rate on one GPU."""
-        return _SHARES.get(way, 0.0) if ranks == 1 else 0.0
+        return _SHARES.get(algorithm, 0.0) if ranks == 1 else 0.0
 
-    def panel_seconds(self, way: str) -> float:
+    def panel_seconds(self, algorithm: str) -> float:
         """Return what a panel takes: itself, its way to another rank, what it is applied to first."""
-        return _PANEL_SECONDS.get(way, 0.0)
+        return _PANEL_SECONDS.get(algorithm, 0.0)
 
     def column_seconds(self) -> float:
         """Return what a column takes in the reduction to a tridiagonal matrix."""

@@ -43,7 +43,7 @@ _STEPS_HELD, _MOST_HELD = 2, 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stream:
+class ChunkSource:
     """The steps of one rank; the plan alone decides them."""
 
     # The operands (0 for A, 1 for B) whose chunks it makes; one of them where the other one is its transpose.
@@ -72,12 +72,12 @@ class Stream:
 
 
 @once
-def streams(plan: Plan) -> list[Stream]:
+def chunk_sources(plan: Plan) -> list[ChunkSource]:
     """Return the stream of each rank of a plan, in the order of the ranks."""
-    return [_stream(plan, rank) for rank in range(len(plan.ranks))]
+    return [_chunk_source(plan, rank) for rank in range(len(plan.ranks))]
 
 
-def _stream(plan: Plan, rank: int) -> Stream:
+def _chunk_source(plan: Plan, rank: int) -> ChunkSource:
     problem = plan.problem
     (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
     made = tuple(operand for operand in (0, 1) if problem.by_ranks[operand])
@@ -123,7 +123,7 @@ def _stream(plan: Plan, rank: int) -> Stream:
     share, step = int(_AHEAD * problem.options.buffer_bytes), max(place, panel if buffer else 0)
     ahead = max(made_ahead(threads), min(_MOST_AHEAD, share // largest))
     held = max(_STEPS_HELD * step, min(_MOST_HELD * step, share))
-    return Stream(made, twin, least, most, PANELS * buffer, threads, ahead, held, (ahead + threads) * largest)
+    return ChunkSource(made, twin, least, most, PANELS * buffer, threads, ahead, held, (ahead + threads) * largest)
 
 
 def _edges(plan: Plan, rank: int, operands: Sequence[int], own: int | None) -> NDArray[np.int64]:
@@ -145,13 +145,13 @@ def _joins(stretches: NDArray[np.int64], least: int) -> bool:
     return bool((small[:-1] & small[1:]).any())
 
 
-def stream_cuts(plan: Plan, rank: int, stream: Stream) -> tuple[Bounds, Bounds]:
+def source_cuts(plan: Plan, rank: int, source: ChunkSource) -> tuple[Bounds, Bounds]:
     """Return where a rank's own axis of the operand that it makes, and where its part of k, are cut into steps."""
-    along_k, own = _edges(plan, rank, stream.made, None), _edges(plan, rank, stream.made, stream.made[0])
+    along_k, own = _edges(plan, rank, source.made, None), _edges(plan, rank, source.made, source.made[0])
     if all(plan.problem.by_ranks):
-        return (int(own[0]), int(own[-1])), _cut(along_k.tolist(), stream.least[1], stream.most[1])
+        return (int(own[0]), int(own[-1])), _cut(along_k.tolist(), source.least[1], source.most[1])
     multiple, found = extent_multiple(plan.problem), []
-    for edges, least, most in zip((own, along_k), stream.least, stream.most, strict=True):
+    for edges, least, most in zip((own, along_k), source.least, source.most, strict=True):
         # The padding behind one part must be neither part of the next one nor multiplied with it.
         at = np.append(edges[0] + (edges[:-1] - edges[0]) // multiple * multiple, edges[-1])
         found.append(_cut(np.unique(at).tolist(), least, most // multiple * multiple, multiple))

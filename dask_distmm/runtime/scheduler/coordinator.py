@@ -40,19 +40,19 @@ from dask_distmm.runtime.messages import (
     Call,
     Done,
     Finish,
-    Forget,
     Gathered,
-    Gone,
     Message,
     Prepare,
-    Release,
+    ReleaseGroup,
+    ReleaseOperands,
     Reply,
     Start,
     Vote,
+    WorkerLost,
     ask,
     post,
 )
-from dask_distmm.runtime.run import Lost, Released, Replan, Run, TaskFailed, in_short, raise_if_ended, summarize
+from dask_distmm.runtime.run import Lost, Replan, Run, TaskFailed, Unwanted, in_short, raise_if_ended, summarize
 from dask_distmm.runtime.scheduler.freezing import (
     Barrier,
     Holders,
@@ -100,7 +100,7 @@ async def ask_all(
             raise_if_ended(run)
             for task in finished & tasks.keys():
                 address = tasks[task]
-                if address in run.gone or (isinstance(task.exception(), OSError) and lose(run, address)):
+                if address in run.lost or (isinstance(task.exception(), OSError) and lose(run, address)):
                     continue
                 answers[address] = _judge(run, address, task)
                 run.answer(address, run.run_id)
@@ -116,7 +116,7 @@ async def ask_all(
                 reason = f"no sign of life, and no progress of the run, for {silence:g} s (distmm.timeouts.silence)"
                 run.unresponsive.update(silent)
                 raise failed(run, reason, dict.fromkeys(silent, reason))
-        return {address: answer for address, answer in answers.items() if address not in run.gone}
+        return {address: answer for address, answer in answers.items() if address not in run.lost}
     finally:
         for task in (*tasks, over):
             task.cancel()
@@ -131,8 +131,8 @@ def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
     if error is not None:
         raise failed(run, in_words(error), {address: in_words(error)}) from error
     answer = task.result()
-    if run.gone and (answer is None or answer.status != "OK"):
-        raise Lost(f"{address} can't go on without {', '.join(sorted(run.gone))}")
+    if run.lost and (answer is None or answer.status != "OK"):
+        raise Lost(f"{address} can't go on without {', '.join(sorted(run.lost))}")
     if answer is None:
         raise EngineError(
             f"worker {address} has chunks of this product and lacks dask_distmm; install it there and start it again "
@@ -260,9 +260,9 @@ class Releases:
     async def _release(self, group: RankGroup, grace: float) -> None:
         async with self._queue.begin(f"group-{group.number}", "", frozenset(group.workers)) as run:
             # A rank that leaves ends it: the plugin has told the others, or they end themselves.
-            with contextlib.suppress(Lost, Released, OSError, TimeoutError):
+            with contextlib.suppress(Lost, Unwanted, OSError, TimeoutError):
                 await self._queue.turn(run)
-                request = Release(group.number, group.engine, grace)
+                request = ReleaseGroup(group.number, group.engine, grace)
                 asked = [ask(self._scheduler.rpc(address), request, self._queue.epoch) for address in group.workers]
                 # A watchdog kills a process whose rank is stuck after `grace`; do not wait for one that stands still.
                 await asyncio.wait_for(asyncio.gather(*asked), grace + _SLACK)
@@ -364,7 +364,7 @@ class Coordinator:
                     direct.lose(self.scheduler, frozen.consumed, f"distmm-consumed-{run.run_id}")
                     raise
                 barrier.losses = barrier.moves = 0
-            except Released:
+            except Unwanted:
                 await self._end(run, "its task was released")
                 self._event("released", run)
             except Replan as reason:
@@ -440,10 +440,10 @@ class Coordinator:
         finally:
             self.tell(list(answers), Finish(run.run_id))
         if missing:
-            if not run.gone:
+            if not run.lost:
                 raise Lost(f"{missing} chunks are gone with the workers that had them")
             done = f"{len(frozen.wanted) - missing} of {len(frozen.wanted)} chunks are done"
-            raise Lost(f"{', '.join(sorted(run.gone))} left the cluster; {done}")
+            raise Lost(f"{', '.join(sorted(run.lost))} left the cluster; {done}")
         self.replicas.add(run.run_id, made)
         figures = summarize(answers)
         log.info("run %d of %s done in %s", run.run_id, run.name, in_short(figures))
@@ -458,7 +458,7 @@ class Coordinator:
         run = self.queue.get(message.run_id)
         if run is not None and run.gathered(message.worker) and (ts := self.scheduler.tasks.get(run.key)) is not None:
             direct.give_up(self.scheduler, ts, run.donated, f"distmm-given-up-{run.run_id}")
-            self.tell(sorted(run.participants - run.gone), Forget(run.run_id))
+            self.tell(sorted(run.participants - run.lost), ReleaseOperands(run.run_id))
 
     async def _end(self, run: Run, reason: str) -> dict[str, str]:
         """Make all participants drop a run that did not succeed; return their histories of it by address."""
@@ -487,9 +487,9 @@ class Coordinator:
     def lose(self, run: Run, worker: str) -> bool:
         """Let a run end, or continue without a worker that is gone; return whether it continues."""
         if run.lose([worker]):
-            self.tell(sorted(run.participants - run.gone) if run.gone else [], Gone(run.run_id, worker))
+            self.tell(sorted(run.participants - run.lost) if run.lost else [], WorkerLost(run.run_id, worker))
             self.queue.changed_soon()
-        return worker in run.gone
+        return worker in run.lost
 
     def _ask(self, address: str, request: Call[A]) -> Awaitable[A | None]:
         return ask(self.scheduler.rpc(address), request, self.queue.epoch)

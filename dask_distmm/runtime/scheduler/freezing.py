@@ -423,7 +423,7 @@ class RunPlanner:
             keys = {name: [keys[name][number] for number in before[name].tolist()] for name in keys}
             where = {name: where[name][before[name]] for name in where}
             held = where
-        expected = {name: "F" if problem.is_turned(name) else "C" for name in "ab"}
+        expected = {name: "F" if problem.is_transposed(name) else "C" for name in "ab"}
         order_a, order_b = (self._orders.get(_lasting_array_of(barrier, name), expected[name]) for name in "ab")
         made = await asyncio.to_thread(
             plan,

@@ -440,8 +440,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.admission = Admission(scheduler, self.roster, self._waiting)
         scheduler.handlers |= {
             **answering(messages.RosterQuestion, self.answer_roster),
-            **answering(messages.Free, self.free),
-            **answering(messages.FreeReplicas, self.replicas.free),
+            **answering(messages.ReleaseWorkspaces, self.free),
+            **answering(messages.ReleaseReplicas, self.replicas.free),
             **answering(messages.ProgressQuestion, self.answer_progress),
         }
         for kind, handle in ((messages.Progress, self.hear_progress), (messages.Gathered, self.coordinator.gathered)):
@@ -488,11 +488,11 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Return how far multiplies are."""
         return answer_progress(self.scheduler, self.queue.values(), self.records, question)
 
-    async def free(self, request: messages.Free) -> messages.Freed:
+    async def free(self, request: messages.ReleaseWorkspaces) -> messages.Released:
         """Free the memory that engines keep on the workers between runs; return how many groups there were."""
         groups = self.groups.surplus(0)
         await asyncio.gather(*self.coordinator.releases.begin(groups, request.grace))
-        return messages.Freed("OK", count=len(groups))
+        return messages.Released("OK", count=len(groups))
 
     def hear_progress(self, message: messages.Progress) -> None:
         """Note how far a participant is."""
@@ -595,7 +595,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.replicas.lose(worker)
         for group in self.groups.lose(worker):
             left = [address for address in group.workers if address != worker]
-            self.coordinator.tell(left, messages.Abandon(group.number, group.engine))
+            self.coordinator.tell(left, messages.GroupLost(group.number, group.engine))
         for run in self.queue.values():
             self.coordinator.lose(run, worker)
 
