@@ -34,6 +34,8 @@ _STILL = (
 )
 # Pixels of the table: ten rows; further ones are scrolled to.
 _TABLE = 280
+# The least height of a row of plots, which has room for the legend of a program.
+_FIGURES = 240
 # Number of products in waves that have a line.
 _PRODUCTS = 4
 _OUTCOME = """<span style="color:
@@ -73,8 +75,8 @@ class Page:
             self._waves,
             self._table(),
             self._chosen,
-            row(self._timeline(), self._memory_plot(), sizing_mode="stretch_both"),
-            row(self._bytes_plot(), self._rate_plot(), sizing_mode="stretch_both"),
+            row(self._timeline(), self._memory_plot(), sizing_mode="stretch_both", min_height=_FIGURES),
+            row(self._bytes_plot(), self._rate_plot(), sizing_mode="stretch_both", min_height=_FIGURES),
             sizing_mode="stretch_both",
         )
 
@@ -103,7 +105,7 @@ class Page:
         )
 
     def _timeline(self) -> Any:
-        plot = _figure("Phases of each rank", 230, y_range=[], x_axis_label="seconds since the run began")
+        plot = _figure("Phases of each rank", y_range=[], x_axis_label="seconds since the run began")
         sides = {"y": "rank", "left": "left", "right": "right", "height": 0.8}
         plot.hbar(**sides, color="colour", legend_field="phase", source=self._phases)
         plot.x_range.start = 0
@@ -113,7 +115,7 @@ class Page:
         return plot
 
     def _memory_plot(self) -> Any:
-        plot = _figure("Memory of each worker", 230, y_range=[], x_axis_label="MiB")
+        plot = _figure("Memory of each worker", y_range=[], x_axis_label="MiB")
         projected = {"fill_color": None, "line_color": "#222222", "line_width": 2, "legend_label": "run, projected"}
         bars = {"y": "worker", "line_color": None, "source": self._memory}
         plot.hbar(**bars, right="process", height=0.8, color="#BBBBBB", legend_label="process now")
@@ -143,7 +145,7 @@ class Page:
         return plot
 
     def _by_run(self, title: str) -> Any:
-        plot = _figure(title, 170, x_range=[], x_axis_label="run")
+        plot = _figure(title, x_range=[], x_axis_label="run")
         plot.y_range.start = 0
         self._run_axes.append(plot.x_range)
         return plot
@@ -184,7 +186,6 @@ class Page:
             axis.factors = self._rates.data["run"]
 
 
-def _figure(title: str, least: int, **kwargs: Any) -> Any:
-    """Return a plot of at least this many pixels, which takes what the window has."""
-    options = {"tools": "", "toolbar_location": None, "sizing_mode": "stretch_both", "min_height": least}
-    return figure(title=title, **options, **kwargs)
+def _figure(title: str, **kwargs: Any) -> Any:
+    """Return a plot that takes what the window has."""
+    return figure(title=title, tools="", toolbar_location=None, sizing_mode="stretch_both", **kwargs)
