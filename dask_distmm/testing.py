@@ -27,20 +27,6 @@ from dask_distmm.numeric.types import dtype_from_name, operand_dtype
 from dask_distmm.planning import EVERYWHERE, Chunks, Placement, Plan, Problem, Worker, plan
 from dask_distmm.planning.distribution import FREE, Distributions
 
-__all__ = [
-    "LocalComm",
-    "RandomProblem",
-    "assert_large_product",
-    "assert_nothing_left",
-    "assert_product",
-    "conformance",
-    "make_problem",
-    "random_chunks",
-    "random_matrix",
-    "run_jobs",
-]
-
-
 # Random chunks and matrices of any supported type, and Problems of them
 
 

@@ -37,7 +37,7 @@ from dask_distmm.graph.waves import can_be_made
 from dask_distmm.numeric.epilogs import Formula, finish
 from dask_distmm.numeric.types import FP8, carried, decode, dtype_from_name, operand_dtype, stored, sum_dtype, typed
 from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Plan, Problem, Worker
-from dask_distmm.planning.many import Pool, Sizes, choose_batch_way, item_plan
+from dask_distmm.planning.many import Pool, Sizes, choose_batch_route, item_plan
 from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.tasks import product_overhead
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme
@@ -359,7 +359,7 @@ def _counted(client: Any) -> list[Worker]:
 
 
 def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) -> BatchPlan:
-    """Choose the way of a batch that can run."""
+    """Choose the route of a batch that can run."""
     one = as_one_product(request)
     runs = 1 if one else math.prod(request.batch_shape)
     single = one or item_of(request, (0,) * len(request.batch_shape))
@@ -380,8 +380,8 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
             if request.batch == "collective" or needed or not fits:
                 raise
     by_runs = None if plan is None else _estimated(plan, problem, runs)
-    way, reason = choose_batch_way(request.batch, by_items if fits else None, by_runs, needed)
-    if way == "items" and not fits:
+    route, reason = choose_batch_route(request.batch, by_items if fits else None, by_runs, needed)
+    if route == "items" and not fits:
         other = ["use batch='collective'"] if request.batch == "items" else []
         raise ProjectedMemoryError(
             f"one item of the batch would hold {format_bytes(batch.held_bytes)} in its task, a worker may hold "
@@ -390,9 +390,9 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
             {worker.address: batch.held_bytes for worker in workers},
             {worker.address: pool.memory for worker in workers},
         )
-    if way == "collective" and not one and not fit_together([request.a, request.b], made_bytes([request]), workers):
+    if route == "collective" and not one and not fit_together([request.a, request.b], made_bytes([request]), workers):
         reason += "; one after the other, if they are lazy, since they do not fit into memory together"
-    return BatchPlan(batch, way, reason, chunks, by_items, by_runs, runs, plan)
+    return BatchPlan(batch, route, reason, chunks, by_items, by_runs, runs, plan)
 
 
 def _estimated(plan: Plan | WavePlan, problem: Problem, runs: int) -> BatchEstimate | None:

@@ -65,11 +65,9 @@ def takes(
         shown = inspect.signature(function)
         own = [one for one in shown.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
         listed = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=_annotation_text(known[name])
-            )
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=text)
             for name, value in {**DEFAULTS, "overwrite_a": False, "check_finite": True}.items()
-            if name in known
+            if (text := str(getattr(known.get(name), "__forward_arg__", "")).replace(" | NoOther", ""))
         ]
         names = [one.name for one in (*own, *listed)]
 
@@ -84,8 +82,3 @@ def takes(
         return checked
 
     return decorate
-
-
-def _annotation_text(annotation: Any) -> str:
-    """Return an annotation as it is written."""
-    return str(getattr(annotation, "__forward_arg__", annotation)).replace(" | NoOther", "")

@@ -421,17 +421,17 @@ class BatchPlan(Explanation):
 
     @property
     def estimate(self) -> BatchEstimate | None:
-        """The cost model's view of the way that is taken."""
+        """The cost model's view of the route that is taken."""
         return self.items if self.route == "items" else self.collective
 
     @property
     def method(self) -> str:
-        """The way that is taken."""
+        """The route that is taken."""
         return self.route
 
     @property
     def seconds(self) -> float | None:
-        """Estimated seconds of the way that is taken; None where nothing was estimated."""
+        """Estimated seconds of the route that is taken; None where nothing was estimated."""
         return self.estimate.seconds if self.estimate else None
 
     @property
@@ -440,10 +440,10 @@ class BatchPlan(Explanation):
         return self.estimate.bytes_moved if self.estimate else None
 
 
-def choose_batch_way(
+def choose_batch_route(
     wanted: str, items: BatchEstimate | None, collective: BatchEstimate | None, demands: Sequence[str] = ()
 ) -> tuple[str, str]:
-    """Return the way to take, and why."""
+    """Return the route to take, and why."""
     if wanted == "items" and demands:
         raise PlanError(f"batch='items' and {demands[0]}: plain tasks run where Dask puts them; leave one of them out")
     if wanted != "auto":

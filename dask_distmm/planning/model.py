@@ -158,8 +158,8 @@ class EngineModel:
         """Whether it has a method for a problem."""
         return True
 
-    def cuts(self, problem: Any, way: Any) -> list[Any]:
-        """Return the cuts of m, n and k, and of D or None, by which a way may be run; none for the planner's own."""
+    def cuts(self, problem: Any, candidate: Any) -> list[Any]:
+        """Return the cuts of m, n and k, and of D or None, that a candidate may have; none for the planner's own."""
         return []
 
     def tiles(self, plan: Any) -> Any:

@@ -3,7 +3,7 @@
 Bytes received depend on where the chunks already lie: ranks are matched to workers so that as many bytes as possible
 are at home (a linear assignment problem). `plan_computation` plans all kinds of computations.
 
-The tiles of each way, for distributions that were asked for, on cuBLASMp (`tiles.py` says why) and on the other
+The tiles of each candidate, for distributions that were asked for, on cuBLASMp (`tiles.py` says why) and on the other
 engines, numpy and peer:
 
 ===============  ============================================  =======================  =======================
@@ -71,7 +71,7 @@ def candidates(problem: Problem, nworkers: int, method: str = "auto") -> Iterato
 
 
 def grids(m: int, n: int, k: int, count: int, method: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield the ways that take exactly `count` workers."""
+    """Yield the candidates that take exactly `count` workers."""
 
     def wanted(name: str) -> bool:
         # On one worker all methods are the same thing; by choice it is called by its name.
@@ -131,10 +131,10 @@ def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[tuple[str, 
             seen.append(f"{method} {' x '.join(map(str, grid))} has {text}{reason and f' ({reason})'}")
     if found:
         return found
-    ways = "; ".join(seen) or f"method {problem.method!r} does not fit the shapes"
+    candidates = "; ".join(seen) or f"method {problem.method!r} does not fit the shapes"
     raise PlanError(
         f"distributions: no way to multiply on {nworkers} workers with engine {engine!r} has {_asked_text(problem)}. "
-        f"{ways}. Ask for one of these, or for less (None)"
+        f"{candidates}. Ask for one of these, or for less (None)"
     )
 
 
@@ -143,18 +143,18 @@ def _shapes(problem: Problem) -> dict[str, tuple[int, int]]:
 
 
 def _asked_ways(problem: Problem, count: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield the ways that `count` workers can take, with those grids that were asked for."""
-    ways = list(grids(problem.m, problem.n, problem.k, count, problem.method))
+    """Yield the candidates that `count` workers can take, with those grids that were asked for."""
+    candidates = list(grids(problem.m, problem.n, problem.k, count, problem.method))
     for asked in problem.distributions:
         if isinstance(asked, BlockCyclic) and problem.method in ("auto", "summa") and count > 1:
             p, q = asked.grid
             if p <= problem.m and q <= problem.n and (problem.method == "summa" or min(p, q) > 1):
-                ways.append(("summa", (p, q, 1)))
-    yield from dict.fromkeys(ways)
+                candidates.append(("summa", (p, q, 1)))
+    yield from dict.fromkeys(candidates)
 
 
 def _tiles(problem: Problem, engine: str, method: str, grid: tuple[int, int, int]) -> dict[str, _Need]:
-    """Return what tiles a way has of A, B and D."""
+    """Return what tiles a candidate has of A, B and D."""
     p, q, s = grid
     count, (m, n, k) = p * q * s, (problem.m, problem.n, problem.k)
 
@@ -193,7 +193,7 @@ def _tiles(problem: Problem, engine: str, method: str, grid: tuple[int, int, int
 def _misfit(
     problem: Problem, engine: str, method: str, grid: tuple[int, int, int], count: int, have: Mapping[str, _Need]
 ) -> str | None:
-    """Return None if a way has what was asked for, else a reason (empty where what it has says it)."""
+    """Return None if a candidate has what was asked for, else a reason (empty where what it has says it)."""
     shapes = _shapes(problem)
     for (operand, need), asked in zip(have.items(), problem.distributions, strict=True):
         if asked is None or need is None:
@@ -215,7 +215,7 @@ def _asked_text(problem: Problem) -> str:
 
 
 def _need_text(need: _Need) -> str:
-    """Say in words what tiles a way has."""
+    """Say in words what tiles a candidate has."""
     if need is None:
         return "anywhere"
     texts = []
@@ -354,7 +354,7 @@ def _operand_replicas(made: Plan, operand: str, count: int) -> tuple[NDArray[np.
 
 # The expected seconds of the product for which one more candidate is examined; the least number of candidates; and the
 # share of the chunks from which one worker may best do it all.
-_SECONDS_A_WAY, _LEAST_WAYS, _LARGE_SHARE = 0.012, 2, 0.75
+_SECONDS_A_CANDIDATE, _LEAST_CANDIDATES, _LARGE_SHARE = 0.012, 2, 0.75
 # A new communicator takes about this long (seconds, spread over the runs that will use it).
 _NEW_GROUP_SECONDS = 0.05
 # Weight of bytes of earlier sums, relative to bytes of inputs, where ranks are matched to workers.
@@ -382,10 +382,10 @@ def plan(
     anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
     raw_a, raw_b, raw_sums = _raw(where)
     situation = Situation(tuple(roster), tuple(sources), raw_a, raw_b, orders, tuple(sorted(groups)), raw_sums)
-    ways = _shortlist(anonymous, situation, names) if shortlisted else dict.fromkeys(names)
-    for name in ways:
+    candidates = _shortlist(anonymous, situation, names) if shortlisted else dict.fromkeys(names)
+    for name in candidates:
         try:
-            made = _plan(anonymous, situation, name, ways[name])
+            made = _plan(anonymous, situation, name, candidates[name])
         except (PlanError, ProjectedMemoryError) as error:
             # The reason of the last engine counts: the others are there to be faster where they can.
             failure = error
@@ -417,7 +417,7 @@ def _raw(where: Where) -> tuple[bytes | None, bytes | None, bytes | None]:
 
 
 def _shortlist(problem: Problem, situation: Situation, names: Sequence[str]) -> dict[str, frozenset[Candidate] | None]:
-    """Return the engines and ways that are worth a look; None for all ways of an engine."""
+    """Return the engines and candidates that are worth a look; None for all of an engine."""
     placed = [table for table in situation.where.values() if not everywhere(table)]
     if not placed or problem.method != "auto" or problem.grid is not None or any(problem.distributions):
         return dict.fromkeys(names)
@@ -430,13 +430,13 @@ def _shortlist(problem: Problem, situation: Situation, names: Sequence[str]) -> 
             return dict.fromkeys(names)
         ranked += [(found.seconds, engine, (found.method, found.grid)) for found in rough.alternatives]
     ranked.sort()
-    count = max(_LEAST_WAYS, int(ranked[0][0] / _SECONDS_A_WAY))
+    count = max(_LEAST_CANDIDATES, int(ranked[0][0] / _SECONDS_A_CANDIDATE))
     kept: dict[str, set[Candidate]] = {}
-    for number, (_, engine, way) in enumerate(ranked):
+    for number, (_, engine, candidate) in enumerate(ranked):
         share = max(np.bincount(table).max() / len(table) for table in placed)
-        if number < count or (way[0] == "local" and share >= _LARGE_SHARE):
-            kept.setdefault(engine, set()).add(way)
-    return {engine: frozenset(ways) for engine, ways in kept.items()}
+        if number < count or (candidate[0] == "local" and share >= _LARGE_SHARE):
+            kept.setdefault(engine, set()).add(candidate)
+    return {engine: frozenset(candidates) for engine, candidates in kept.items()}
 
 
 @functools.lru_cache(maxsize=64)
@@ -449,9 +449,9 @@ def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[C
     if 0 in (problem.m, problem.n, problem.k):
         raise PlanError(f"nothing to plan: m, n, k = {problem.m}, {problem.n}, {problem.k}")
     found = [
-        _consider(problem, situation, engine, way)
-        for way in _ways(problem, len(roster), engine)
-        if (only is None or way in only) and model.has_method(problem, way[0])
+        _consider(problem, situation, engine, candidate)
+        for candidate in _candidates(problem, len(roster), engine)
+        if (only is None or candidate in only) and model.has_method(problem, candidate[0])
     ]
     if not found and not model.has_method(problem, problem.method):
         raise PlanError(f"engine {engine!r} has no method {problem.method!r} for FP8; use method='auto'")
@@ -480,7 +480,7 @@ def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[C
     raise AssertionError("unreachable")
 
 
-def _ways(problem: Problem, nworkers: int, engine: str) -> Iterable[tuple[str, tuple[int, int, int]]]:
+def _candidates(problem: Problem, nworkers: int, engine: str) -> Iterable[tuple[str, tuple[int, int, int]]]:
     """Return the methods and grids to look at."""
     if problem.grid is not None:
         if np.prod(problem.grid) > nworkers:
@@ -509,14 +509,14 @@ def product_remedies(problem: Problem) -> list[str]:
     return found
 
 
-def _consider(problem: Problem, situation: Situation, engine: str, way: Candidate) -> Plan:
+def _consider(problem: Problem, situation: Situation, engine: str, candidate: Candidate) -> Plan:
     """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
-    every = ENGINES[engine].cuts(problem, way) or [
-        (*grid_cuts(problem, way[1]), None),
+    every = ENGINES[engine].cuts(problem, candidate) or [
+        (*grid_cuts(problem, candidate[1]), None),
         # Moving nothing may be faster than sharing the work evenly.
-        *((*cuts, None) for cuts in [holder_cuts(problem, situation.where, way[1])] if cuts is not None),
+        *((*cuts, None) for cuts in [holder_cuts(problem, situation.where, candidate[1])] if cuts is not None),
     ]
-    found = [_cut(problem, situation, engine, way[0], *cuts) for cuts in every]
+    found = [_cut(problem, situation, engine, candidate[0], *cuts) for cuts in every]
     return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
 
 

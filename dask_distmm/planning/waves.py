@@ -270,8 +270,8 @@ def choose_blocks(
     sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
     edges = common_edges(problem, "m"), common_edges(problem, "n")
     counts = [sorted({min(len(along) - 1, count) for count in BLOCKS}) for along in edges]
-    ways = [way for way in itertools.product(*counts) if way != (1, 1)]
-    for rows, cols in sorted(ways, key=lambda way: (sizes[0] * way[1] + sizes[1] * way[0], way)):
+    splits = [split for split in itertools.product(*counts) if split != (1, 1)]
+    for rows, cols in sorted(splits, key=lambda split: (sizes[0] * split[1] + sizes[1] * split[0], split)):
         cuts = (itertools.pairwise(grouped(*one)) for one in zip(edges, (rows, cols), strict=True))
         blocks = enumerate(itertools.product(*cuts))
         waves = tuple(Wave(down, across, (0, problem.k), True, True, visit) for visit, (down, across) in blocks)
@@ -442,9 +442,9 @@ def _schemes(problem: Problem, lazy: tuple[bool, bool]) -> Iterator[_Sketch]:
     rows, cols = common_edges(problem, "m"), common_edges(problem, "n")
     sizes = problem.m * problem.k * problem.itemsize("a") * lazy[0], problem.n * problem.k * problem.itemsize("b")
     counts = [sorted({min(len(edges) - 1, x) for x in BLOCKS}) for edges in (rows, cols)]
-    ways = [way for way in itertools.product(*counts) if way != (1, 1)]
-    ways.sort(key=lambda way: (sizes[0] * way[1] + sizes[1] * lazy[1] * way[0], math.prod(way)))
-    for p, q in ways:
+    splits = [split for split in itertools.product(*counts) if split != (1, 1)]
+    splits.sort(key=lambda split: (sizes[0] * split[1] + sizes[1] * lazy[1] * split[0], math.prod(split)))
+    for p, q in splits:
         yield _Sketch("blocks", grouped(rows, p), grouped(cols, q), problem.k, "k", lazy)
 
 

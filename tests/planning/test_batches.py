@@ -17,7 +17,7 @@ from dask_distmm.planning.many import (
     Batch,
     BatchEstimate,
     Pool,
-    choose_batch_way,
+    choose_batch_route,
     efficiency,
     item_plan,
     long_products,
@@ -108,14 +108,14 @@ def estimate(way, seconds):
 
 def test_the_choice():
     quick, slow = estimate("items", 1.0), estimate("collective", 2.0)
-    assert choose_batch_way("auto", quick, slow)[0] == "items"
-    assert choose_batch_way("auto", estimate("items", 3.0), slow)[0] == "collective"
-    assert choose_batch_way("auto", quick, None)[0] == "items"
-    assert choose_batch_way("auto", None, slow)[0] == "collective"
-    assert choose_batch_way("collective", quick, slow) == ("collective", "batch='collective' was asked for")
-    assert choose_batch_way("auto", quick, slow, ["method='summa'"])[0] == "collective"
+    assert choose_batch_route("auto", quick, slow)[0] == "items"
+    assert choose_batch_route("auto", estimate("items", 3.0), slow)[0] == "collective"
+    assert choose_batch_route("auto", quick, None)[0] == "items"
+    assert choose_batch_route("auto", None, slow)[0] == "collective"
+    assert choose_batch_route("collective", quick, slow) == ("collective", "batch='collective' was asked for")
+    assert choose_batch_route("auto", quick, slow, ["method='summa'"])[0] == "collective"
     with pytest.raises(PlanError, match="batch='items' and method='summa'"):
-        choose_batch_way("items", quick, slow, ["method='summa'"])
+        choose_batch_route("items", quick, slow, ["method='summa'"])
 
 
 @given(

@@ -223,13 +223,7 @@ def public(options: type, cost: Cost = PANELS) -> Callable[[Callable[P, T]], Cal
         shown = takes(options, _HINTS)(cast(Callable[P, T], checked))
         listed = inspect.signature(shown).parameters
         defaults = {name: listed[name].default for name in typing.get_type_hints(options)}
-
-        @functools.wraps(shown)
-        def called(*args: P.args, **kwargs: P.kwargs) -> T:
-            with named(function.__name__):
-                return shown(*args, **kwargs)
-
-        return called
+        return named(function.__name__)(shown)
 
     return decorate
 

@@ -76,8 +76,8 @@ class _Buffers:
 
 
 @functools.lru_cache(maxsize=3)
-def _buffers(way: str) -> _Buffers:
-    """Return the buffers of a way, ``"up"``, ``"down"`` or ``"made"``: one thread at a time uses each."""
+def _buffers(direction: str) -> _Buffers:
+    """Return the buffers of a direction, ``"up"``, ``"down"`` or ``"made"``: one thread at a time uses each."""
     return _Buffers()
 
 
@@ -117,8 +117,8 @@ class _Piece(NamedTuple):
 class Uploads:
     """Copies NumPy matrices to the device in their order: a few pieces are filled while an earlier one travels."""
 
-    def __init__(self, stream: cp.cuda.Stream, staged: cp.ndarray | None = None, way: str = "up") -> None:
-        self._stream, self._staged, self._way = stream, staged, way
+    def __init__(self, stream: cp.cuda.Stream, staged: cp.ndarray | None = None, direction: str = "up") -> None:
+        self._stream, self._staged, self._direction = stream, staged, direction
         self._waiting: collections.deque[_Piece] = collections.deque()
 
     def put(self, source: NDArray[Any], target: cp.ndarray, type_name: str = "") -> None:
@@ -127,7 +127,7 @@ class Uploads:
             source, target = source.T, target.T
         if source.flags.c_contiguous and target.flags.c_contiguous:
             source, target = source.reshape(1, -1), target.reshape(1, -1)
-        buffers, most = _buffers(self._way), _BUFFER_BYTES // source.itemsize
+        buffers, most = _buffers(self._direction), _BUFFER_BYTES // source.itemsize
         width = min(most, source.shape[1])
         height = max(1, most // max(1, width))
         for row, col in itertools.product(range(0, source.shape[0], height), range(0, source.shape[1], width)):
@@ -169,9 +169,9 @@ class Uploads:
         one.event.record(stream)
 
 
-def to_device(chunk: NDArray[Any], target: cp.ndarray, stream: cp.cuda.Stream, way: str = "up") -> None:
+def to_device(chunk: NDArray[Any], target: cp.ndarray, stream: cp.cuda.Stream, direction: str = "up") -> None:
     """Copy a NumPy array into what `device_like` gave for it, on a stream."""
-    uploads = Uploads(stream, way=way)
+    uploads = Uploads(stream, direction=direction)
     uploads.put(chunk, target)
     uploads.finish()
 

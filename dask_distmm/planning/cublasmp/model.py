@@ -202,9 +202,9 @@ class CublasmpModel(EngineModel):
         """Whether the library runs a problem in a certain way: it has no SUMMA for FP8."""
         return not (problem.fp8 and method == "summa")
 
-    def cuts(self, problem: Problem, way: Candidate) -> list[Cuts]:
+    def cuts(self, problem: Problem, candidate: Candidate) -> list[Cuts]:
         """Return slabs of one size."""
-        (method, grid), step = way, slab_step(problem)
+        (method, grid), step = candidate, slab_step(problem)
         extents = zip((problem.m, problem.n, problem.k), grid, strict=True)
         rows, cols, depth = (uniform_cut(length, parts, step) for length, parts in extents)
         if method != "reducescatter" or len(depth) == 2:

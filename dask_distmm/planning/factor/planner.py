@@ -106,8 +106,8 @@ def plan_factorization(
             "or 'local'"
         )
     where = where or {}
-    ways = sorted(_ways(problem, len(roster), engine))
-    found = [_consider(problem, roster, sources, where, engine, *way) for way in ways]
+    candidates = sorted(_candidates(problem, len(roster), engine))
+    found = [_consider(problem, roster, sources, where, engine, *candidate) for candidate in candidates]
     # The order says how eigenvalues are computed; the other way is taken where memory is short.
     large = _shares_eigh(problem, len(roster), engine)
     found.sort(key=lambda one: (one.work.shared != large, one.estimate.seconds if one.estimate else 0.0))
@@ -131,7 +131,7 @@ def _remedies(problem: FactorProblem, workers: int, engine: str) -> list[str]:
     smaller = {"svd": "full_matrices=False", "qr": "mode='reduced'"} if problem.task.mode == "complete" else {}
     found = [f"pass {smaller[problem.task.kind]}"] if problem.task.kind in smaller else []
     free = dataclasses.replace(problem, method="auto")
-    if max(count for count, _ in _ways(free, max(2, workers), engine)) == 1:
+    if max(count for count, _ in _candidates(free, max(2, workers), engine)) == 1:
         return found
     if problem.method == "local":
         return [*found, "use method='auto', by which workers share it"]
@@ -144,7 +144,7 @@ def _shares_eigh(problem: FactorProblem, workers: int, engine: str) -> bool:
     return least is not None and task.shareable and task.a_shape[0] >= least
 
 
-def _ways(problem: FactorProblem, workers: int, engine: str) -> set[tuple[int, bool]]:
+def _candidates(problem: FactorProblem, workers: int, engine: str) -> set[tuple[int, bool]]:
     """Return the numbers of ranks that are considered, and whether they share eigenvalues, as one can, too."""
     if _alone(problem, engine):
         return {(1, False)}
