@@ -577,7 +577,7 @@ def _results(asked: FileProduct, found: Any, count: int) -> list[da.Array]:
 
 def _speed(plan: Explanation, seconds: float) -> str:
     flops = plan.flops if isinstance(plan, Plan) else 0
-    rate = f", {flops / seconds / 1e9:.1f} GFLOP/s" if flops else ""
+    rate = f", {flops / seconds / 1e9:.3g} GFLOP/s" if flops else ""
     return f"read and multiplied in {format_time(seconds)}{rate}"
 
 
