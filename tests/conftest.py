@@ -21,6 +21,7 @@ import dask
 import dask.array as da
 import pytest
 from distributed import Client, LocalCluster
+from distributed.utils import get_mp_context
 from faults import remove_faults
 from hypothesis import settings
 from leaks import no_leaks
@@ -38,6 +39,15 @@ LONG = [
     *["test_random_programs", "test_network", "test_batched", "test_peer_eigh_processes", "test_narrow", "test_epilog"],
     *["test_solver_peer", "test_chaos", "test_preload", "test_stops", "test_faults", "test_cublasmp_emulated"],
 ]
+
+# Worker processes of clusters are forked from a process that has the libraries: they start in a tenth of the time that
+# imports of NumPy, numba and pandas take in each. The package itself each of them imports. What users start as programs
+# or by commands does all that itself in the tests, too.
+dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+get_mp_context().set_forkserver_preload(["distributed.nanny", "dask.array", "scipy.linalg", "scipy.sparse"])
+
+# Four processes of tests share two cores: programs that they start multiply in one thread, as worker processes do.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # No test looks at profiles or ticks of all workers; with these, idle clusters of the session take a third of two cores.
 dask.config.set({
