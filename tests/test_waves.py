@@ -38,8 +38,8 @@ def in_waves(a, b, name="sums", lazy=(True, True), by_ranks=False, **options):
     """A product in waves of a certain scheme, as workers would make it that have so little memory that it is taken."""
     request = parse(a, b, **options)
     problem = problem_of_request(request)
-    for exponent in range(28, 60):
-        workers = [Worker(f"w{number}", 1, int(2 ** (exponent / 2))) for number in range(2)]
+    for exponent in range(14, 30):
+        workers = [Worker(f"w{number}", 1, 2**exponent) for number in range(2)]
         try:
             scheme = choose_scheme(
                 problem, workers, lazy, Budget(0.6, 0.7, 1e6), dask_costs(), by_ranks=(by_ranks, by_ranks)
@@ -62,7 +62,7 @@ def lazy(x, chunks):
     return da.from_array(x, chunks=chunks).map_blocks(np.copy, dtype=x.dtype)
 
 
-SHAPES = {"sums": (60, 4000, 50), "rows": (4000, 60, 50), "cols": (50, 60, 4000), "blocks": (240, 240, 240)}
+SHAPES = {"sums": (60, 4000, 50), "rows": (4000, 60, 50), "cols": (50, 60, 4000), "blocks": (180, 180, 180)}
 
 
 @pytest.mark.parametrize(
