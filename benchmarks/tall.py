@@ -4,6 +4,9 @@ For each function and shape, the time from the call to all results in memory, th
 that are in memory: stock Dask, under ``enable()``, ``dask_distmm.linalg``, and the kernels alone: two processes at once
 do to half of the rows what a rank does, in plain NumPy and SciPy, without messages. The aim is 1.25 times these, and 50
 ms more. With ``--gpu`` chunks are CuPy's, on two GPUs, without the kernels alone.
+
+``--stored 10`` measures in place of these a matrix of 10 GB in a Zarr store, on workers of 500 MiB: reading it once, a
+PCA and ridge regression, by turns, out of files that the system has not cached.
 """
 
 from __future__ import annotations
@@ -15,10 +18,14 @@ for _name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
+import functools  # noqa: E402
+import json  # noqa: E402
 import multiprocessing  # noqa: E402
 import secrets  # noqa: E402
+import tempfile  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import dask  # noqa: E402
@@ -28,13 +35,19 @@ import scipy.linalg  # noqa: E402
 from distributed import Client, LocalCluster, futures_of, wait  # noqa: E402
 
 import dask_distmm  # noqa: E402
+from benchmarks.harness import environment  # noqa: E402
+from benchmarks.revision import revision  # noqa: E402
+from benchmarks.waves import measure as measure_alone  # noqa: E402
 from dask_distmm import linalg  # noqa: E402
+from dask_distmm.planning.program import ProgramPlacement  # noqa: E402
 
 # Rows, columns, chunks.
 SHAPES = [(200_000, 256, 8), (1_000_000, 50, 16), (20_000, 64, 8)]
 GPU_SHAPES = [(400_000, 512, 8), (4_000_000, 64, 16), (2_000_000, 256, 8)]
 ROUNDS = 5
 AIM = 1.25, 0.05
+# Of the stored matrix: columns, rows of a chunk, memory of a worker, and deviations of its first columns.
+COLS, CHUNK, MEMORY, DEVIATIONS = 256, 8192, 500 * 2**20, np.array([10.0, 8.0, 6.0, 4.0, 2.0])
 
 Matrix = Any
 
@@ -190,13 +203,92 @@ def measure(shape: tuple[int, int, int], names: list[str], client: Client, gpu: 
         print(f"  {name:16}{figures}{alone * 1e3:9.1f}{aim * 1e3:8.0f}{verdict}", flush=True)
 
 
+def _uncache(folder: Path) -> None:
+    """Have the system forget the contents of files."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _from_store(build: Callable[[da.Array], Any], folder: str) -> Any:
+    return build(da.from_zarr(folder))
+
+
+def _passes(result: da.Array) -> float:
+    """Return how many times A is read."""
+    plan = linalg.explain(result)
+    assert isinstance(plan, ProgramPlacement)
+    return float(plan.cost.passes)
+
+
+def measure_stored(gigabytes: float, rounds: int) -> dict[str, Any]:
+    """Print and return what functions of a matrix in a Zarr store take, beside reading it once."""
+    rows = int(gigabytes * 1e9 / 8 / COLS) // CHUNK * CHUNK
+    found: dict[str, Any] = {}
+
+    def read(x: da.Array) -> da.Array:
+        return x.map_blocks(lambda chunk: chunk[:1, :1], chunks=(1, 1)).sum()
+
+    def pca(x: da.Array) -> Callable[[], da.Array]:
+        results = linalg.pca(x, len(DEVIATIONS))
+        found["pca, 5"]["passes"] = _passes(results[0])
+
+        def run() -> da.Array:
+            _, variances, _ = dask.compute(*results)
+            np.testing.assert_allclose(variances, DEVIATIONS**2, rtol=0.01)
+            return da.ones(1)
+
+        return run
+
+    def ridge(x: da.Array) -> da.Array:
+        y = da.random.default_rng(2).standard_normal((rows, 1), chunks=(CHUNK, 1))
+        weights = linalg.ridge(x, y, list(range(20)))
+        found["ridge, 20 values of alpha"]["passes"] = _passes(weights)
+        return weights
+
+    cases: dict[str, Callable[[da.Array], Any]] = {"read": read, "pca, 5": pca, "ridge, 20 values of alpha": ridge}
+    found |= {name: {"passes": 1, "seconds": [], "grown": []} for name in cases}
+    with tempfile.TemporaryDirectory() as folder:
+        scale = np.r_[DEVIATIONS, np.ones(COLS - len(DEVIATIONS))]
+        x = da.random.default_rng(1).standard_normal((rows, COLS), chunks=(CHUNK, COLS)) * scale + 3
+        with dask.config.set(scheduler="threads"):
+            da.to_zarr(x, folder, compressors=None)
+        for _ in range(rounds):
+            for name, build in cases.items():
+                _uncache(Path(folder))
+                figures = measure_alone(functools.partial(_from_store, build, folder), MEMORY, 600.0)
+                assert figures["outcome"] == "done", figures
+                for key in ("seconds", "grown"):
+                    found[name][key].append(figures[key])
+    alone = min(found["read"]["seconds"])
+    for name, one in found.items():
+        best, grown = min(one["seconds"]), max(one["grown"])
+        print(
+            f"{name:26}{best:8.1f} s of {', '.join(f'{seconds:.1f}' for seconds in one['seconds'])}  passes "
+            f"{one['passes']:g}  {best / alone / one['passes']:5.2f} x reading  {grown / 2**20:5.0f} MiB more"
+        )
+    return {"rows": rows, "cols": COLS, "chunk": CHUNK, "memory": MEMORY, "cases": found}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--functions", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--shapes", nargs="*", type=int, default=list(range(len(SHAPES))), help="numbers of shapes")
     parser.add_argument("--gpu", action="store_true", help="CuPy chunks on two GPUs")
     parser.add_argument("--protocol", default="ucx", help="of the cluster of GPUs")
+    parser.add_argument("--stored", type=float, metavar="GB", help="a matrix in a Zarr store, in place of these")
+    parser.add_argument("--rounds", type=int, default=3, help="of a stored matrix")
+    parser.add_argument("--json", help="file for the figures of a stored matrix")
     arguments = parser.parse_args()
+    if arguments.stored:
+        figures = measure_stored(arguments.stored, arguments.rounds)
+        if arguments.json:
+            software = environment.software("numpy", "dask", "distributed", "dask_distmm", "zarr")
+            about = {"hardware": environment.hardware(), "software": software, "revision": revision()}
+            Path(arguments.json).write_text(json.dumps({**about, **figures}, indent=1) + "\n")
+        raise SystemExit
     with contextlib.ExitStack() as stack:
         if arguments.gpu:
             from dask_cuda import LocalCUDACluster

@@ -43,10 +43,11 @@ _SAMPLED = 0.05
 
 
 def sample(dask_worker: Any) -> None:
-    """Begin to note the most memory that this worker's process holds, and the most that it has spilled."""
+    """Begin to note the most memory that this worker's process holds, beside what it holds before, and has spilled."""
     import psutil
 
-    process, found = psutil.Process(), {"peak": 0, "spilled": 0}
+    process = psutil.Process()
+    found = {"before": (held := process.memory_info().rss), "peak": held, "spilled": 0}
     end = threading.Event()
 
     def look() -> None:
@@ -99,7 +100,8 @@ def measure(build: Callable[[], Any], memory: int, limit: float) -> dict[str, An
         if client.run(os.getpid) != pids:
             return {**found, "outcome": f"{found['outcome']}, workers were killed"}
         figures = client.run(sampled).values()
-        return {**found, **{name: max(one[name] for one in figures) for name in ("peak", "spilled")}}
+        grown = max(one["peak"] - one["before"] for one in figures)
+        return {**found, "grown": grown, **{name: max(one[name] for one in figures) for name in ("peak", "spilled")}}
 
 
 def cases(options: argparse.Namespace, folder: Path) -> Iterator[Case]:

@@ -166,13 +166,13 @@ def assert_nothing_left(client: Any, timeout: float = 20.0) -> None:
     """
     deadline = time.monotonic() + timeout
     while True:
-        gc.collect()
         found = {**client.run(_left_on_worker), "scheduler": client.run_on_scheduler(_left_on_scheduler)}
         left = {where: what for where, what in found.items() if any(what.values())}
         if not left:
             return
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)
+        gc.collect()
 
 
 # A network in memory, and runs of a plan over it with a thread for each participant

@@ -21,6 +21,7 @@ import dask
 import dask.array as da
 import pytest
 from distributed import Client, LocalCluster
+from distributed.utils import get_mp_context
 from faults import remove_faults
 from hypothesis import settings
 from leaks import no_leaks
@@ -32,12 +33,23 @@ from dask_distmm.testing import assert_nothing_left
 
 # Files that take longest; processes share them out in this order, so that none is left over at the end. Before them
 # the one that looks at a setting of the whole process, which runs of other tests change.
-LONG = [
-    "test_blas",
-    *["test_dask_suite", "test_peer_eigh_emulated", "test_peer_processes", "test_demo", "test_peer_emulated"],
-    *["test_random_programs", "test_network", "test_batched", "test_peer_eigh_processes", "test_narrow", "test_epilog"],
-    *["test_solver_peer", "test_chaos", "test_preload", "test_stops", "test_faults", "test_cublasmp_emulated"],
-]
+LONG = (
+    "test_blas test_waves test_peer_eigh_emulated test_docs test_iterative test_spectral test_demo test_peer_emulated "
+    "test_narrow test_batched test_peer_processes test_beyond_memory test_stacks test_rewritten test_dask_suite "
+    "test_benchmarks test_operator test_arguments test_epilog test_linalg test_recipes test_stops test_chaos "
+    "test_faults test_preload test_network test_peer_eigh_processes test_solver_peer test_numbers test_routed "
+    "test_random_programs test_cluster test_stateful test_series test_integrations test_overwrite test_odd_operands "
+    "test_numpy_meaning test_replicas test_factorizations test_structure test_user_errors"
+).split()
+
+# Worker processes of clusters are forked from a process that has the libraries: they start in a tenth of the time that
+# imports of NumPy, numba and pandas take in each. The package itself each of them imports. What users start as programs
+# or by commands does all that itself in the tests, too.
+dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+get_mp_context().set_forkserver_preload(["distributed.nanny", "dask.array", "scipy.linalg", "scipy.sparse"])
+
+# Four processes of tests share two cores: programs that they start multiply in one thread, as worker processes do.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # No test looks at profiles or ticks of all workers; with these, idle clusters of the session take a third of two cores.
 dask.config.set({
@@ -73,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what collection has made out of the garbage collector's sight, which each test calls at its end."""
+    """Take what collection has made out of the sight of the garbage collector, which tests call."""
     gc.collect()
     gc.freeze()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import batches, cpu, stateful
 from benchmarks.harness import report, runner, suite
 from benchmarks.harness.protocol import Case, Sample, scaled_error, uniform_matrix
 from benchmarks.harness.runner import Measured, measure_all
@@ -149,12 +149,11 @@ def test_bars_of_one_round_are_drawn(tmp_path: Path) -> None:
         report.plot(report.document(measured, ["base"]), tmp_path / "plot.png")
 
 
-def test_command_measures_numpy_and_dask(tmp_path: Path) -> None:
+def test_command_measures_numpy_and_dask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "results" / "cpu.json"
-    command = [sys.executable, "-m", "benchmarks.cpu", "--peers", "numpy", "dask", "--out", str(out)]
-    settings = ["--size", "256", "--repeat", "2", "--chunks", "2", "4"]
-    done = subprocess.run([*command, *settings], cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
+    peers, settings = ["--peers", "numpy", "dask"], ["--size", "256", "--repeat", "2", "--chunks", "2", "4"]
+    assert cpu.main([*peers, *settings, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
     found = json.loads(out.read_text())
     assert found["schema_version"] == report.SCHEMA_VERSION
     assert found["settings"]["size"] == [256]
@@ -172,7 +171,7 @@ def test_command_measures_numpy_and_dask(tmp_path: Path) -> None:
         assert 0 < one["min"] <= one["median"] <= one["max"]
         assert one["error"] <= 1
         assert set(one["ratios"]) == {"numpy", "dask@best", "dask@2x2", "dask@4x4"}
-        assert one["peer"] in done.stdout
+        assert one["peer"] in printed
     if sys.platform == "linux":
         for one in found["results"][1:]:
             assert all(len(details["memory"]) == 2 for details in one["details"])
@@ -183,9 +182,7 @@ def test_command_measures_numpy_and_dask(tmp_path: Path) -> None:
 
 def test_the_stateful_benchmark(tmp_path: Path) -> None:
     out = tmp_path / "stateful.json"
-    command = [sys.executable, "-m", "benchmarks.stateful", "--cpu", "--size", "96", "--repeat", "3", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=170)
-    assert done.returncode == 0, done.stderr
+    assert stateful.main(["--cpu", "--size", "96", "--repeat", "3", "--out", str(out)]) == 0
     (one,) = json.loads(out.read_text())["results"]
     assert one["error"] <= 1
     for way in ("stateless", "execute", "reset"):
@@ -195,17 +192,16 @@ def test_the_stateful_benchmark(tmp_path: Path) -> None:
     assert str(tmp_path) not in out.read_text()
 
 
-def test_the_batches_are_measured(tmp_path: Path) -> None:
+def test_the_batches_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "batches.json"
-    command = [sys.executable, "-m", "benchmarks.batches", "--smoke", "--repeat", "1", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=150)
-    assert done.returncode == 0, done.stderr
+    assert batches.main(["--smoke", "--repeat", "1", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
     found = json.loads(out.read_text())
     assert len(found["results"]) == 3
     for one in found["results"]:
         assert one["ratio_seconds"] > 0
         assert max(one["dask"]["error"], one["distmm"]["error"]) <= 1
-        assert one["case"] in done.stdout
+        assert one["case"] in printed
     assert str(ROOT) not in out.read_text()
 
 

@@ -122,8 +122,8 @@ def _fail(block: Any, block_info: Any = None) -> Any:
 
 
 def noise_with_mean() -> da.Array:
-    """Return 534 MiB of random numbers."""
-    return da.random.default_rng(5).standard_normal((700_000, 100), chunks=(12_500, 50)) + 3
+    """Return 343 MiB of random numbers."""
+    return da.random.default_rng(5).standard_normal((450_000, 100), chunks=(12_500, 50)) + 3
 
 
 def test_workers_with_little_memory() -> None:
@@ -135,7 +135,7 @@ def test_workers_with_little_memory() -> None:
         da.ones(10, chunks=5).sum().compute()
         before = client.run(_peak)
         a = noise_with_mean()
-        y = da.random.default_rng(6).standard_normal((700_000, 1), chunks=(12_500, 1))
+        y = da.random.default_rng(6).standard_normal((450_000, 1), chunks=(12_500, 1))
         assert "made by the ranks for each pass" in str(linalg.explain(linalg.pca(a, 3)[0]))
         r, (components, variances, mean), weights = da.compute(
             linalg.qr(a - 3, "r"), linalg.pca(a, 3), linalg.ridge(a, y, np.arange(20.0))

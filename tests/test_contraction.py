@@ -82,6 +82,12 @@ def test_chunks_and_parts(inproc_client, take_all, products):
         np.testing.assert_allclose(found.compute(), expected, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(found[5:, :3].compute(), expected[5:, :3], rtol=1e-12, atol=1e-12)
     assert len(products) == 4
+    # More axes than einsum has small letters.
+    a, b = noise(rng, (5, *(1,) * 24, 2, 3, 4), "float64"), noise(rng, (*(1,) * 24, 2, 3, 4), "float64")
+    with dask_distmm.enabled():
+        found = da.tensordot(da.from_array(a, chunks=2), da.from_array(b, chunks=2), axes=27)
+    assert len(products) == 5
+    np.testing.assert_allclose(found.compute(), np.tensordot(a, b, axes=27))
     # Chunks that do not match are cut, as Dask cuts them; unknown ones are Dask's.
     with dask_distmm.enabled():
         np.testing.assert_allclose(da.tensordot(x, y.rechunk(2), axes=2).compute(), expected, rtol=1e-12, atol=1e-12)

@@ -340,20 +340,22 @@ def test_phases_by_rank_are_in_the_events(client):
     assert all(0 < one["timings"]["multiply"] <= one["seconds"] <= done["seconds"] for one in done["ranks"].values())
 
 
-def test_metrics(process_cluster, client):
+def test_metrics():
+    """Of the scheduler that a process has started last."""
     pytest.importorskip("prometheus_client")
 
     def scraped():
-        lines = get(process_cluster, "/metrics").splitlines()
+        lines = get(cluster, "/metrics").splitlines()
         found = (line.rsplit(" ", 1) for line in lines if line.startswith("dask_distmm_"))
         return {name: float(value) for name, value in found}
 
-    x = da.random.random((200, 200), chunks=100)
-    matmul(x, x).compute()
-    before = scraped()
-    y = da.random.random((300, 300), chunks=100)
-    matmul(y, y, method="summa").compute()
-    after = scraped()
+    with LocalCluster(2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster, Client(cluster):
+        x = da.random.random((200, 200), chunks=100)
+        matmul(x, x).compute()
+        before = scraped()
+        y = da.random.random((300, 300), chunks=100)
+        matmul(y, y, method="summa").compute()
+        after = scraped()
     assert after['dask_distmm_runs_total{outcome="done"}'] == before['dask_distmm_runs_total{outcome="done"}'] + 1
     assert after["dask_distmm_flops_total"] - before["dask_distmm_flops_total"] == 2 * 300**3
     assert after["dask_distmm_received_bytes_total"] > before["dask_distmm_received_bytes_total"]

@@ -69,22 +69,16 @@ def works(client) -> None:
     assert_product(a, b, client.compute(c).result(timeout=60))
 
 
-def test_preload(tmp_path):
-    with CommandLine(tmp_path) as made, Client(scheduler_file=str(made.file)) as client:
-        client.wait_for_workers(2, timeout=60)
-        assert client.run_on_scheduler(lambda dask_scheduler: "distmm" in dask_scheduler.plugins)
-        assert all(client.run(lambda dask_worker: "distmm" in dask_worker.plugins).values())
-        works(client)
-        assert_nothing_left(client)
-
-
 @pytest.mark.timeout(300)
 def test_the_scheduler_is_killed_and_started_again(tmp_path):
-    """Workers in the middle of a run end with it, all of them; the new cluster multiplies."""
+    """--preload is enough. Workers in the middle of a run end with the scheduler; the new cluster multiplies."""
     with CommandLine(tmp_path) as made:
         with Client(scheduler_file=str(made.file)) as client:
             client.wait_for_workers(2, timeout=60)
+            assert client.run_on_scheduler(lambda dask_scheduler: "distmm" in dask_scheduler.plugins)
+            assert all(client.run(lambda dask_worker: "distmm" in dask_worker.plugins).values())
             works(client)
+            assert_nothing_left(client)
             pids = [*client.run(os.getpid).values(), made.processes["worker"].pid]
             for address in client.nthreads():
                 client.run(inject, "execute", "sleep", 0, 3.0, workers=[address])

@@ -44,7 +44,7 @@ def factors():
 def waves():
     """Lazy products in waves, behind gates and by ranks, their values and operands."""
     rng = da.random.default_rng(next(_seeds))
-    for name, (m, k, n), cut in (("blocks", (240, 240, 240), 60), ("rows", (4000, 60, 50), 300)):
+    for name, (m, k, n), cut in (("blocks", (180, 180, 180), 60), ("rows", (4000, 60, 50), 300)):
         a, b = (rng.integers(-9, 9, shape, chunks=cut).astype(float) for shape in ((m, k), (k, n)))
         with dask.config.set({"distmm.numpy.pack-below": 0}):
             d = in_waves(a, b, name, by_ranks=name == "rows")

@@ -277,8 +277,8 @@ class Line:
     kernel: str
     seconds: float
     flops: float
-    # How many times A is read: its chunks on this rank, by those calls that read them first.
-    passes: float
+    # Chunks of A on this rank that these calls read, if they read them first.
+    reads: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -323,7 +323,9 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
                 now[rank] = ready
                 moved, messages = moved + times * size, messages + times
     lines = _lines(lists[0], rates, flags)
-    return Cost(max(now), max(waited), flops, messages, moved, sum(line.passes for line in lines), lines)
+    chunks = {step.buffer.name for step in lists[0] if isinstance(step, Make) and step.operand == "a"}
+    passes = sum(line.reads for line in lines) / max(1, len(chunks))
+    return Cost(max(now), max(waited), flops, messages, moved, passes, lines)
 
 
 def _turns(turns: int, step: FlatStep) -> int:
@@ -343,7 +345,6 @@ def _lines(steps: Sequence[Step], rates: Rates, flags: Mapping[str, bool]) -> tu
 
     A chunk is read once by all calls between two messages.
     """
-    chunks = {step.buffer.name for step in steps if isinstance(step, Make) and step.operand == "a"}
     lines: dict[tuple[int, str], Line] = {}
     stage, seen, times = 0, set[str](), 1
     for step in flatten(steps, flags):
@@ -351,10 +352,9 @@ def _lines(steps: Sequence[Step], rates: Rates, flags: Mapping[str, bool]) -> tu
         if isinstance(step, Call):
             new = {one.name for one in step.arguments if one.name.startswith("a.")} - seen
             seen |= new
-            line = lines.get((stage, step.kernel), Line(step.kernel, 0.0, 0.0, 0.0))
-            passes = line.passes + times * len(new) / max(1, len(chunks))
+            line = lines.get((stage, step.kernel), Line(step.kernel, 0.0, 0.0, 0))
             seconds, work = line.seconds + times * _seconds(step, rates), line.flops + times * flops_of(step)
-            lines[stage, step.kernel] = Line(step.kernel, seconds, work, passes)
+            lines[stage, step.kernel] = Line(step.kernel, seconds, work, line.reads + times * len(new))
         elif isinstance(step, Publish | Pull | If | Turn):
             stage, seen = stage + 1, set()
     return tuple(lines.values())

@@ -364,11 +364,10 @@ def program_text(plan: ProgramPlacement) -> str:
         f"  work      {cost.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved in {cost.messages} messages",
     ]
     lines += _memory_and_time(plan, "waiting for others")
-    reads = {0.0: ""}
     steps = [
-        f"{line.kernel:20}{format_time(line.seconds):>12}  {line.flops:8.2g} flops{reads.get(line.passes, '  reads A')}"
+        f"{line.kernel:20}{format_time(line.seconds):>12}  {line.flops:8.2g} flops" + "  reads A" * bool(line.reads)
         for line in cost.lines
-        if line.flops or line.passes
+        if line.flops or line.reads
     ]
     return "\n".join([*lines, "  steps     " + "\n            ".join(steps)])
 

@@ -56,7 +56,7 @@ def eigh(factorize, reduction, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nranks", [1, 2, 3])
 def test_types_and_ranks(eigh, nranks, dtype):
-    n = int(np.random.default_rng().integers(50, 80))
+    n = int(np.random.default_rng().integers(34, 68))
     a = hermitian("random", n, dtype)
     assert_eigh(a, *eigh(a, nranks))
 
