@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.factor import Execution, Kernels, PanelExchange
+from dask_distmm.engines.exchange import RankExchange
+from dask_distmm.engines.factor import Execution, Kernels
 from dask_distmm.engines.factor.job import block_columns, whole
 from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.lapack import LapackKernels
@@ -26,7 +27,7 @@ class LocalPanels:
     received_bytes = 0
 
     def __init__(self, copies: bool) -> None:
-        self.exchanges: list[PanelExchange] = []
+        self.exchanges: list[RankExchange] = []
         self._copies = copies
 
     def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[Any]]:
@@ -37,7 +38,7 @@ class LocalPanels:
             arrays = published.result()
             answer.set_result([x.copy(order="K") for x in arrays] if self._copies else arrays)
 
-        self.exchanges[peer].published(boxes).add_done_callback(hand_over)
+        self.exchanges[peer].published(kind, boxes).add_done_callback(hand_over)
         return answer
 
 
@@ -73,7 +74,7 @@ def run_factorization(
         The ranks hang.
     """
     kernels, failed, comm = kernels or LapackKernels(), threading.Event(), LocalPanels(copies)
-    comm.exchanges += [PanelExchange(range(plan.ranks), comm) for _ in range(plan.ranks)]
+    comm.exchanges += [RankExchange(range(plan.ranks), comm) for _ in range(plan.ranks)]
 
     def check() -> None:
         if failed.is_set():

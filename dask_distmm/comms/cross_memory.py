@@ -4,6 +4,9 @@ The process that has the arrays lends them: it tells where they lie, and keeps t
 run. The other one borrows: it copies them into memory of its own. So a matrix is copied once, where a socket copies it
 twice and takes both event loops. Both processes must be of one user, one host and one PID namespace; where the system
 forbids such reads, as containers may, `process_name` is empty from the first attempt on.
+
+A loan comes with the answer to a request. Or the lender notes it on a `Board`, and borrowers wait until it is there:
+then nobody sends anything, and a thread that waits is woken by the system (a futex), not by an event loop.
 """
 
 from __future__ import annotations
@@ -12,10 +15,15 @@ import ctypes
 import errno
 import functools
 import itertools
+import mmap
 import os
+import platform
 import secrets
+import struct
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +40,8 @@ _STRETCHES = 1024
 # One thread copies 4 to 6 GB/s, and two twice as much: parts of this many bytes are read by at most this many threads,
 # which leave most cores to others.
 _PART_BYTES, _MOST_READERS, _CORES_A_READER = 2**24, 4, 4
+# Dense arrays of up to this many bytes each are read together, by one call.
+_SMALL_BYTES = 2**20
 # prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY): if Yama lets only ancestors read, this lets all processes of the user.
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
@@ -96,6 +106,11 @@ def _admit() -> None:
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
+@functools.cache
+def _name(dtype: np.dtype) -> str:
+    return dtype.name
+
+
 def _describe_array(array: NDArray[Any]) -> tuple[int, list[int], str, str, int] | None:
     """Return one array of a loan; None if its memory is in stretches that are too short."""
     if not isinstance(array, np.ndarray) or array.ndim > 2:
@@ -109,7 +124,7 @@ def _describe_array(array: NDArray[Any]) -> tuple[int, list[int], str, str, int]
                 return None
         else:
             continue
-        return array.ctypes.data, list(array.shape), array.dtype.name, order, step
+        return array.__array_interface__["data"][0], list(array.shape), _name(array.dtype), order, step
     return None
 
 
@@ -118,14 +133,40 @@ def borrow(loan: Loan) -> list[NDArray[Any]]:
     global _refused
     process, address, proof, described = loan
     try:
+        # What is small and dense comes in one call with the proof.
         found = np.empty(len(proof), np.uint8)
-        _read(process, found, np.array([[address, found.nbytes]], np.uint64))
+        targets: list[NDArray[Any] | None] = [_dense(*one) for one in described]
+        pieces = [(found, address), *((x, one[0]) for x, one in zip(targets, described, strict=True) if x is not None)]
+        if not _read_pieces(process, pieces):
+            _read(process, found, np.array([[address, found.nbytes]], np.uint64))
+            targets = [None] * len(described)
         if found.tobytes() != proof:
             raise PermissionError(errno.EPERM, f"process {process} is not the one that lends")
-        return [_read_array(process, *one) for one in described]
+        return [_read_array(process, *one) if x is None else x for x, one in zip(targets, described, strict=True)]
     except OSError as error:
         _refused |= error.errno in (errno.EPERM, errno.ENOSYS)
         raise
+
+
+def _dense(_: int, shape: Sequence[int], dtype: str, order: Any, step: int) -> NDArray[Any] | None:
+    """Return memory for a lent array that one stretch of few bytes fills, or None."""
+    out = np.empty(shape, dtype_from_name(dtype), order=order)
+    line = out.itemsize * (shape[-1] if order == "C" else shape[0])
+    return out if out.nbytes <= _SMALL_BYTES and step in (0, line) else None
+
+
+def _read_pieces(process: int, pieces: Sequence[tuple[NDArray[Any], int]]) -> bool:
+    """Fill arrays from addresses of another process by one call; return False if that has not read all of them."""
+    local, remote = (
+        (ctypes.c_uint64 * (2 * len(pieces)))(*itertools.chain(*addresses))
+        for addresses in zip(
+            *(((x.__array_interface__["data"][0], x.nbytes), (start, x.nbytes)) for x, start in pieces), strict=True
+        )
+    )
+    count = ctypes.c_ulong(len(pieces))
+    addresses = (ctypes.c_void_p(ctypes.addressof(x)) for x in (local, remote))
+    done = _libc().process_vm_readv(process, next(addresses), count, next(addresses), count, ctypes.c_ulong(0))
+    return bool(done == sum(x.nbytes for x, _ in pieces))
 
 
 def _read_array(process: int, address: int, shape: Sequence[int], dtype: str, order: Any, step: int) -> NDArray[Any]:
@@ -202,3 +243,158 @@ def _read_part(process: int, target: NDArray[np.uint8], stretches: NDArray[np.ui
             if begun:
                 some[0] += np.array([begun, 0], np.uint64)
                 some[0, 1] -= np.uint64(begun)
+
+
+# Boards: loans that nobody asks for
+
+
+# A record is one array of a loan: the loan's key (a text of so many bytes and a number), how many arrays of it follow,
+# or -1 where borrowers must ask for them; address, axes, rows, columns, step, type, memory order.
+_KEY_BYTES = 16
+_RECORD = struct.Struct(f"<{_KEY_BYTES}s q q Q 4q 23s c")
+# A board begins with a proof and the number of records so far. It has room for this many of the last ones, of which a
+# loan may be so many.
+_COUNT, _COUNT_AT, _FIRST = struct.Struct("<Q"), len(_PROOF), 64
+_RECORDS, _MOST_ARRAYS = 4096, 64
+_BOARD_BYTES = _FIRST + _RECORDS * _RECORD.size
+# System calls of futexes. Of other processors the numbers are not known here: they have no boards.
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
+_FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 2**31 - 1
+# A borrower looks so often before it sleeps, and sleeps no longer than this before it looks whether its run was ended.
+# (2 cores, two processes that answer each other: 1 us if the answer comes while it looks, else 10 to 40.)
+_LOOKS, _SLEEP_NS = 50, 200_000_000
+_FENCE = threading.Lock()
+
+
+def _fence() -> None:
+    """Have all reads and writes before this done before those after it, on any processor."""
+    for _ in range(2):
+        with _FENCE:
+            pass
+
+
+class Board:
+    """What a process lends to others of its host during a run: a log in memory that they map, and can't write to."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("distmm-board")
+        self._close_file = weakref.finalize(self, os.close, self._file)
+        os.ftruncate(self._file, _BOARD_BYTES)
+        self._memory = mmap.mmap(self._file, _BOARD_BYTES)
+        self._memory[:_COUNT_AT] = _PROOF.tobytes()
+        self._counter = ctypes.addressof(ctypes.c_char.from_buffer(self._memory, _COUNT_AT))
+        self._count = 0
+        _admit()
+
+    def close(self) -> None:
+        """Free it; who has mapped it keeps what is there."""
+        self._memory.close()
+        self._close_file()
+
+    @staticmethod
+    def possible() -> bool:
+        """Whether this process can have one."""
+        return bool(_FUTEX and process_name())
+
+    def offer(self) -> list[Any]:
+        """Return where it is, in plain types."""
+        return [_home(), os.getpid(), self._file, _PROOF.ctypes.data, _PROOF.tobytes()]
+
+    def lend(self, key: tuple[str, int], arrays: Sequence[Any]) -> None:
+        """Lend arrays, which stay as they are until all who need them have them; those that can't be read are noted."""
+        described = [_describe_array(x) if type(x) is np.ndarray else None for x in arrays]
+        name, number, left = key[0].encode(), key[1], len(arrays) - 1
+        if None in described or not 0 <= left < _MOST_ARRAYS:
+            described, left = [(0, [0], "", "C", 0)], -1
+        for one in described:
+            assert one is not None
+            address, shape, dtype, order, step = one
+            at, axes = _FIRST + self._count % _RECORDS * _RECORD.size, len(shape)
+            rows, cols = (*shape, 0, 0)[:2]
+            record = name, number, left, address, axes, rows, cols, step, dtype.encode(), order.encode()
+            _RECORD.pack_into(self._memory, at, *record)
+            self._count, left = self._count + 1, left - 1
+        _fence()
+        _COUNT.pack_into(self._memory, _COUNT_AT, self._count)
+        _libc().syscall(_FUTEX, ctypes.c_void_p(self._counter), _FUTEX_WAKE, _ALL, None, None, 0)
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class BoardReader:
+    """Another process' board. OSError where this process can't read it."""
+
+    def __init__(self, offer: Sequence[Any]) -> None:
+        home, self._process, number, address, proof = offer
+        if not Board.possible() or home != _home():
+            raise PermissionError(errno.EPERM, "it is on another host, or of another user")
+        with open(f"/proc/{self._process}/fd/{number}", "rb") as file:
+            self._memory = mmap.mmap(file.fileno(), _BOARD_BYTES, prot=mmap.PROT_READ)
+        if self._memory[:_COUNT_AT] != proof:
+            raise PermissionError(errno.EPERM, f"process {self._process} is not the one that lends")
+        self._loan = self._process, address, proof
+        self._counter = np.frombuffer(self._memory, np.uint8).ctypes.data + _COUNT_AT
+        # Records read so far; loans that are there and were not borrowed yet, by key; whether some were not read.
+        self._seen, self._missed = 0, False
+        self._lent: dict[tuple[bytes, int], list[tuple[Any, ...]]] = {}
+
+    def close(self) -> None:
+        """Free it."""
+        self._memory.close()
+
+    def borrow(self, key: tuple[str, int], check: Callable[[], None]) -> list[NDArray[Any]] | None:
+        """Return copies of what is lent under a key, once it is; None if it has to be asked for.
+
+        `check` raises if the run is over.
+        """
+        wanted, looks = (key[0].encode(), key[1]), 0
+        while (found := self._lent.pop(wanted, None)) is None:
+            (count,) = _COUNT.unpack_from(self._memory, _COUNT_AT)
+            if count > self._seen:
+                self._read(count)
+            elif self._missed:
+                return None
+            elif looks < _LOOKS:
+                looks += 1
+                os.sched_yield()
+            else:
+                check()
+                self._sleep(count)
+        if found[0][2] < 0:
+            return None
+        try:
+            return borrow((*self._loan, [_described(*one[3:]) for one in found]))
+        except OSError:
+            self._missed = True
+            return None
+
+    def _read(self, count: int) -> None:
+        """Read the records up to a number of them; those that were overwritten meanwhile are missed."""
+        _fence()
+        places = range(self._seen, count) if count - self._seen <= _RECORDS - _MOST_ARRAYS else ()
+        records = [_RECORD.unpack_from(self._memory, _FIRST + x % _RECORDS * _RECORD.size) for x in places]
+        _fence()
+        (later,) = _COUNT.unpack_from(self._memory, _COUNT_AT)
+        if not places or later - self._seen > _RECORDS - _MOST_ARRAYS:
+            self._missed, records = True, []
+        self._seen = count
+        for record in records:
+            self._lent.setdefault((record[0].rstrip(b"\0"), record[1]), []).append(record)
+        for key in [*itertools.islice(self._lent, max(0, len(self._lent) - _RECORDS))]:
+            del self._lent[key]
+            self._missed = True
+
+    def _sleep(self, count: int) -> None:
+        """Sleep until there are more records, or for some time."""
+        until = ctypes.byref(_Time(0, _SLEEP_NS))
+        counter, low = ctypes.c_void_p(self._counter), ctypes.c_uint(count % 2**32)
+        _libc().syscall(_FUTEX, counter, _FUTEX_WAIT, low, until, None, 0)
+
+
+def _described(
+    address: int, axes: int, rows: int, cols: int, step: int, dtype: bytes, order: bytes
+) -> tuple[int, list[int], str, str, int]:
+    """Return what a record says of an array as `_describe_array` does."""
+    return address, [rows, cols][:axes], dtype.rstrip(b"\0").decode(), order.decode(), step

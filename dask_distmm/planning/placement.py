@@ -214,9 +214,10 @@ class Placement(Explanation, Wired):
             raise ProtocolError(f"unknown kind of request {kind!r}, or an empty one")
         if kind == "enter" and not 0 < boxes[0, 0] < len(self.ranks):
             raise ProtocolError(f"rank {boxes[0, 0]} of {len(self.ranks)} wants to enter")
-        if kind in ("part", "panel") and (len(boxes) != 1 or not self.has_part(*boxes[0, :2].tolist())):
-            raise ProtocolError(f"part {boxes[:, :2].tolist()} does not exist")
-        for matrix, number, r0, r1, c0, c1 in boxes.tolist() if kind in ("input", "partial", "final") else ():
+        boxed = kind in ("input", "partial", "final")
+        if not boxed and kind != "enter" and (len(boxes) != 1 or not self.has_part(kind, int(boxes[0, 0]))):
+            raise ProtocolError(f"{kind} {boxes[:, 0].tolist()} does not exist")
+        for matrix, number, r0, r1, c0, c1 in boxes.tolist() if boxed else ():
             shape = self.shape_of(kind, matrix, number)
             if shape is None:
                 raise ProtocolError(f"{kind} {number} of matrix {matrix} does not exist")
@@ -224,8 +225,8 @@ class Placement(Explanation, Wired):
             if not whole and not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
                 raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
 
-    def has_part(self, part: int, number: int) -> bool:
-        """Whether ranks publish something under these numbers."""
+    def has_part(self, kind: str, number: int) -> bool:
+        """Whether ranks publish something of a kind under this number."""
         return False
 
     def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:

@@ -29,6 +29,8 @@ from dask_distmm.programs.steps import Step
 
 # A message over Dask's comms takes this at least (seconds), whatever the engine's own links do.
 _LATENCY = 2e-3
+# What ranks ask each other for by the number under which it is published.
+PART = "part"
 # The end of a range of rows whose number is not known.
 _ALL = 2**62
 
@@ -128,7 +130,7 @@ class ProgramProblem(Computation):
 class ProgramPlacement(Placement):
     """How a ProgramProblem runs."""
 
-    asked_for: ClassVar[tuple[str, ...]] = ("input", "part")
+    asked_for: ClassVar[tuple[str, ...]] = ("input", PART)
     problem: ProgramProblem
     # For each chunk of rows the rank that has it.
     owners: tuple[int, ...]
@@ -181,9 +183,9 @@ class ProgramPlacement(Placement):
             if tuple(box) != self.whole(self.problem.operands[operand], number):
                 raise ProtocolError(f"part {box} of chunk {number} of operand {operand} does not exist")
 
-    def has_part(self, part: int, number: int) -> bool:
+    def has_part(self, kind: str, number: int) -> bool:
         """Whether ranks may publish something under a key."""
-        return part >= 0
+        return number >= 0
 
     def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
         """Return the shape of a chunk of an operand."""

@@ -41,8 +41,8 @@ import numpy as np
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ResultKey, Side, wait_checked
 from dask_distmm.engines.cusolvermp.library import LEFT, LOWER, CusolverMpState, Group, Matrix, Shared
+from dask_distmm.engines.exchange import RankExchange
 from dask_distmm.engines.factor.copies import assign
-from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.execution import Execution, indefinite, singular
 from dask_distmm.engines.factor.job import triangle_of
 from dask_distmm.engines.factor.kernels import Kernels
@@ -59,6 +59,7 @@ from dask_distmm.planning.computation import Output
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
 from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan, factored
 from dask_distmm.planning.factor.planner import algorithm_of
+from dask_distmm.planning.factor.steps import Key
 
 # What the ranks compute together, as calls of cuSOLVERMp and cuBLASMp
 
@@ -71,7 +72,7 @@ class SharedExecution(Execution):
         plan: FactorPlan,
         rank: int,
         kernels: Kernels,
-        exchange: PanelExchange,
+        exchange: RankExchange[Key],
         check: Callable[[], None],
         progress: Callable[[float], None],
         array: Any,

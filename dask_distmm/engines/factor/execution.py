@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.engines.exchange import Messages, RankExchange
 from dask_distmm.engines.factor.copies import assign
-from dask_distmm.engines.factor.exchange import Messages, PanelExchange
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.operations import apply, factor_panel, is_short, update_lower
 from dask_distmm.engines.factor.spectral import decompose, not_finite, unit_factors
@@ -255,7 +255,7 @@ class Execution:
         plan: FactorPlan,
         rank: int,
         kernels: Kernels,
-        exchange: PanelExchange,
+        exchange: RankExchange[Key],
         check: Callable[[], None] = lambda: None,
         progress: Callable[[float], None] = lambda share: None,
         array: Any = None,

@@ -4,10 +4,10 @@
 
     prepare()   the rank's block columns are allocated
     execute()   parts of the operands' chunks are fetched from their holders and written into the block columns
-                the program's steps; panels are fetched from their owners (`PanelExchange`)
+                the program's steps; panels are fetched from their owners (`RankExchange`)
                 the rank's chunks of the outputs are put together from all ranks' block columns
 
-Ranks exchange matrices by `Comm.fetch`, as for products: ``"input"``, ``"panel"`` and ``"final"``.
+Ranks exchange matrices by `Comm.fetch`, as for products: ``"input"``, parts of panels and ``"final"``.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import Job, ResultKey, Side, wait_checked
+from dask_distmm.engines.exchange import RankExchange
 from dask_distmm.engines.factor.copies import assign, put
-from dask_distmm.engines.factor.exchange import PanelExchange
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.spectral import not_finite
 from dask_distmm.errors import MatrixError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import Output
-from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan
+from dask_distmm.planning.factor.plan import PARTS, FactorPlacement, FactorPlan
 from dask_distmm.planning.factor.problem import TaskOutput
+from dask_distmm.planning.factor.steps import Key
 
 # The results that a rank holds after its program
 
@@ -214,7 +215,7 @@ class FactorJob(Job[FactorPlacement]):
     def __init__(self, side: Side[FactorPlacement], kernels: Kernels) -> None:
         super().__init__(side)
         self.kernels = kernels
-        self.exchange = PanelExchange(self.plan.ranks, self.comm)
+        self.exchange = RankExchange[Key](self.plan.ranks, self.comm)
         self._parts: dict[str, NDArray[Any]] = {}
         # Parts of the operands that are to be finite, where they are, and their sums.
         self._sums: list[tuple[str, Copy, Any, Any]] = []
@@ -227,28 +228,34 @@ class FactorJob(Job[FactorPlacement]):
             self._execution = Execution(
                 self.plan.work, self.rank, self.kernels, self.exchange, self.ended.check, self.progress
             )
+            self.offer = self.exchange.offer(self.plan)
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Take what all participants offer."""
+        self.exchange.accept(offers)
 
     def execute(self) -> dict[ResultKey, Any]:
         """Gather the operands, run the program, put the outputs together."""
         if self.rank is None:
             return {}
-        marks = [time.perf_counter()]
-        self._gather()
-        self._mark(marks)
-        self._refuse(self._unfit())
-        self.on_gathered()
-        self._execution.execute()
-        self._mark(marks)
-        self._complete_parts()
-        made: dict[ResultKey, Any] = {}
-        for number, output in enumerate(self.plan.problem.outputs):
-            made |= self._assemble(number, output)
-        self._mark(marks)
-        for name, first, last in zip(("gather", "factor", "deliver"), marks[:-1], marks[1:], strict=True):
-            self.timings[name] = last - first
-        self.timings |= self._execution.eigen.timings
-        self.timings |= self._execution.timings or {"compute": self.timings["factor"]}
-        return made
+        with self.exchange:
+            marks = [time.perf_counter()]
+            self._gather()
+            self._mark(marks)
+            self._refuse(self._unfit())
+            self.on_gathered()
+            self._execution.execute()
+            self._mark(marks)
+            self._complete_parts()
+            made: dict[ResultKey, Any] = {}
+            for number, output in enumerate(self.plan.problem.outputs):
+                made |= self._assemble(number, output)
+            self._mark(marks)
+            for name, first, last in zip(("gather", "factor", "deliver"), marks[:-1], marks[1:], strict=True):
+                self.timings[name] = last - first
+            self.timings |= self._execution.eigen.timings
+            self.timings |= self._execution.timings or {"compute": self.timings["factor"]}
+            return made
 
     def _mark(self, marks: list[float]) -> None:
         """Note the time when all work so far is done."""
@@ -417,8 +424,8 @@ class FactorJob(Job[FactorPlacement]):
 
     def available(self, kind: str, boxes: Boxes) -> Future[Any]:
         """Return the future that says when `serve` can answer."""
-        if kind == "panel":
-            return self.exchange.published(boxes)
+        if kind in PARTS:
+            return self.exchange.published(kind, boxes)
         return self._inputs if kind == "input" else self._final
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
@@ -426,7 +433,7 @@ class FactorJob(Job[FactorPlacement]):
         if kind == "input":
             return super().serve(kind, boxes, flat)
         self.ended.check()
-        return list(self.exchange.published(boxes).result()) if kind == "panel" else self._boxes(boxes)
+        return list(self.exchange.published(kind, boxes).result()) if kind in PARTS else self._boxes(boxes)
 
     def _boxes(self, boxes: Boxes) -> list[Any]:
         outputs = self.plan.problem.outputs

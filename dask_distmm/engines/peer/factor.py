@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ResultKey, Side
-from dask_distmm.engines.factor.exchange import PanelExchange
+from dask_distmm.engines.exchange import RankExchange
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.job import needs_copy, output_part
 from dask_distmm.engines.factor.kernels import Kernels
@@ -97,7 +97,7 @@ class _Asked(NamedTuple):
     key: Key
 
 
-class PulledPanels(PanelExchange):
+class PulledPanels(RankExchange[Key]):
     """The exchange of one rank's panels by pulls from other GPUs' memory."""
 
     def __init__(
@@ -331,6 +331,8 @@ class PeerFactorJob(GpuFactorJob):
         cp.cuda.Stream.null.synchronize()
         offer.alive = exporter.alive()
         self.offer = offer.to_wire() if len(self.plan.participants) > 1 else None
+        if self.rank is not None and self.offer is not None:
+            self.offer |= self.exchange.offer(self.plan)
 
     def _allocate(self, offer: Offer) -> None:
         """Allocate all that this rank works in, and offer the memory that others read."""
@@ -381,6 +383,7 @@ class PeerFactorJob(GpuFactorJob):
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer."""
+        super().accept(offers)
         if self.rank is not None and self.offer is not None:
             plan, problem = self.plan, self.plan.problem
             participants = np.arange(len(plan.participants))[:, None]
@@ -454,14 +457,9 @@ class PeerFactorJob(GpuFactorJob):
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return boxes of the chunks that are here, or pivots, for peers that ask over Dask's comms."""
-        if kind == "panel" and isinstance(self.exchange, PulledPanels):
-            key = self.exchange.key_of(boxes)
-            self.ended.check()
-            found = list(self.exchange.published(boxes).result())
-            if key.part != "pivots":
-                return found
-            self.exchange.made[key].synchronize()
-            return [x.get() for x in found]
+        if kind == "pivots" and isinstance(self.exchange, PulledPanels):
+            self.exchange.made[Key("pivots", int(boxes[0, 0]))].synchronize()
+            return [x.get() for x in super().serve(kind, boxes, flat)]
         return super().serve(kind, boxes, flat)
 
     def abort(self, error: BaseException) -> None:

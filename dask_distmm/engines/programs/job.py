@@ -1,6 +1,6 @@
 """One participant's side of a program: its rank's steps, one after the other.
 
-What a rank publishes others get by `Comm.fetch`, as soon as it is there; chunks of operands that are elsewhere are
+What a rank publishes others get by a `RankExchange`, as soon as it is there; chunks of operands that are elsewhere are
 asked for before the first step. Those that this rank makes are made in threads, some ahead of the steps, once for each
 pass over the operand, and dropped.
 """
@@ -18,12 +18,13 @@ import numpy as np
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checked
+from dask_distmm.engines.exchange import RankExchange
 from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.planning.footprint import made_ahead
-from dask_distmm.planning.program import ProgramPlacement
+from dask_distmm.planning.program import PART, ProgramPlacement
 from dask_distmm.programs.steps import TURN, Buffer, Call, Drop, If, Loop, Make, New, Publish, Pull, Step, Store
 
 # Number of messages that are requested before they are needed: then they come as soon as they are there.
@@ -40,15 +41,14 @@ class ProgramJob(Job[ProgramPlacement]):
         self._arrays: dict[str, Any] = {}
         # Rows of chunks of operands by their names, also when they are gone.
         self._lengths: dict[str, int] = {}
-        self._published: dict[int, Future[Sequence[Any]]] = {}
+        self.exchange = RankExchange[tuple[str, int]](self.plan.ranks, self.comm)
         # Keys published so far, in order; the turns of all loops so far; the offset of numbers of messages.
         self._held: dict[int, None] = {}
         self._turns = self._offset = 0
         self._asked: dict[ChunkKey, Future[Sequence[Any]]] = {}
         # By rank and number.
-        self._pulls: dict[tuple[int, int], Future[Sequence[Any]]] = {}
+        self._pulls: dict[tuple[int, int], Any] = {}
         self._result: dict[ResultKey, Any] = {}
-        self._error: BaseException | None = None
         # Chunks of operands that were here before the run, and are still needed.
         self._operands: set[str] = set()
 
@@ -56,6 +56,11 @@ class ProgramJob(Job[ProgramPlacement]):
         """Record this rank's steps."""
         if self.rank is not None:
             self._steps = self.plan.steps(self.rank)
+            self.offer = self.exchange.offer(self.plan)
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Take what all participants offer."""
+        self.exchange.accept(offers)
 
     def execute(self) -> dict[ResultKey, Any]:
         """Take all steps."""
@@ -67,7 +72,7 @@ class ProgramJob(Job[ProgramPlacement]):
         began = time.perf_counter()
         self.timings |= {"wait": 0.0} | ({"load": 0.0} if any(self.plan.problem.by_ranks) else {})
         # Infinities and NaN are checked for where they matter.
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), self.exchange:
             self._take_all(self._steps, 0.0, 1.0)
         self._complete()
         self.timings["work"] = time.perf_counter() - began - self.timings["wait"] - self.timings.get("load", 0.0)
@@ -151,7 +156,8 @@ class ProgramJob(Job[ProgramPlacement]):
             # In a turn all wait for each other: others have what was published before it.
             for key in held:
                 if key in self._held:
-                    del self._held[key], self._published[key]
+                    del self._held[key]
+                    self.exchange.forget((PART, key))
             come = before + share * max(self.kernels.reached, (turn + 1) / loop.most)
             self.progress(come)
         self._offset = outside
@@ -173,10 +179,12 @@ class ProgramJob(Job[ProgramPlacement]):
                 self._begin(step, self._chunk(operand, number))
             case Publish(key, buffers):
                 self._held[key + self._offset] = None
-                self._future(key + self._offset).set_result([self._lent(arrays[buffer.name]) for buffer in buffers])
+                self.exchange.publish(
+                    (PART, key + self._offset), [self._lent(arrays[buffer.name]) for buffer in buffers]
+                )
             case Pull(owner, key, buffers):
                 began = time.perf_counter()
-                found = wait_checked(self._pulls.pop((owner, key + self._offset)), self.ended.check)
+                found = self.exchange.get(self._pulls.pop((owner, key + self._offset)), self.ended.check)
                 self.timings["wait"] += time.perf_counter() - began
                 for buffer, part in zip(buffers, found, strict=True):
                     self._fill(arrays[buffer.name], part)
@@ -192,8 +200,7 @@ class ProgramJob(Job[ProgramPlacement]):
     def _ask_for(self, pull: Pull) -> None:
         """Ask for what another rank publishes, now or later."""
         key = pull.key + self._offset
-        request = np.array([[key, 0, 0, 0, 0, 0]], np.int64)
-        self._pulls[pull.owner, key] = self.comm.fetch(self.plan.ranks[pull.owner], "part", request, False)
+        self._pulls[pull.owner, key] = self.exchange.ask(pull.owner, (PART, key))
 
     def _new(self, buffer: Buffer) -> Any:
         rows, cols = buffer.shape
@@ -240,7 +247,7 @@ class ProgramJob(Job[ProgramPlacement]):
 
     def available(self, kind: str, boxes: Boxes) -> Future[Any]:
         """Return the future that says when `serve` can answer."""
-        return self._future(int(boxes[0, 0])) if kind == "part" else self._inputs
+        return self.exchange.published(kind, boxes) if kind == PART else self._inputs
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return chunks of operands, or what this rank has published."""
@@ -248,19 +255,9 @@ class ProgramJob(Job[ProgramPlacement]):
             found = [self.chunks[self.plan.problem.operands[operand], number] for operand, number, *_ in boxes.tolist()]
             return [part for x in found for part in ([x.data, x.indices, x.indptr] if sparse_package(x) else [x])]
         self.ended.check()
-        return list(self._future(int(boxes[0, 0])).result())
-
-    def _future(self, key: int) -> Future[Sequence[Any]]:
-        # It is published in the engine's thread, and asked for in that of the event loop.
-        future = self._published.setdefault(key, Future())
-        if self._error is not None and not future.done():
-            future.set_exception(self._error)
-        return future
+        return list(self.exchange.published(kind, boxes).result())
 
     def abort(self, error: BaseException) -> None:
         """End everything with `error`."""
         super().abort(error)
-        self._error = error
-        for future in list(self._published.values()):
-            if not future.done():
-                future.set_exception(error)
+        self.exchange.abort(error)

@@ -48,7 +48,7 @@ from dask_distmm.planning.placement import Placement, in_range
 # The plan of a factorization on a cluster: its placement, and as work the program of steps
 
 
-# In a request for a panel, the part of it by its number.
+# What a rank asks another for by the number of a panel.
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -56,7 +56,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 class FactorPlacement(Placement):
     """How a FactorProblem runs."""
 
-    asked_for: ClassVar[tuple[str, ...]] = ("input", "panel", "final", "enter")
+    asked_for: ClassVar[tuple[str, ...]] = ("input", "final", "enter", *PARTS)
     problem: FactorProblem
     # Columns of a block.
     width: int
@@ -100,9 +100,9 @@ class FactorPlacement(Placement):
         found: list[int] = np.flatnonzero(self.owners[output] == rank).tolist()
         return found
 
-    def has_part(self, part: int, number: int) -> bool:
+    def has_part(self, kind: str, number: int) -> bool:
         """Whether ranks publish such a part of a panel of this number."""
-        return 0 <= part < len(PARTS) and 0 <= number < self.work.numbers(PARTS[part])
+        return any(part == kind and 0 <= number < self.work.numbers(part) for part in PARTS)
 
     def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
         """Return the shape of a chunk of an operand, or of a rank's part of an output."""

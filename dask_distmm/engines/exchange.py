@@ -1,0 +1,137 @@
+"""What ranks of one run publish, and how others get it: out of their memory, or over `Comm`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.comms.cross_memory import Board, BoardReader
+from dask_distmm.engines.base import log, wait_checked
+from dask_distmm.errors import ProtocolError
+from dask_distmm.planning.factor.steps import Key, Part
+from dask_distmm.planning.placement import Placement
+
+# Under which something is published: what it is, and a number.
+K = TypeVar("K", bound=tuple[str, int])
+
+
+class RankExchange(Generic[K]):
+    """Hands arrays of one rank to others, and gets theirs, as soon as their owner has published them."""
+
+    def __init__(self, ranks: Sequence[int], comm: Comm) -> None:
+        self._ranks, self._comm = ranks, comm
+        self._futures: dict[tuple[str, int], Future[Sequence[Any]]] = {}
+        self._error: BaseException | None = None
+        self._board: Board | None = None
+        # Of other ranks, those that can be read.
+        self._readers: dict[int, BoardReader] = {}
+
+    def offer(self, plan: Placement) -> dict[str, Any]:
+        """Return what lets other ranks of this host read what this one publishes, in plain types."""
+        if len(self._ranks) > 1 and plan.problem.options.cross_memory and Board.possible():
+            self._board = Board()
+        return {"board": self._board.offer()} if self._board is not None else {}
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Take the offers of all participants."""
+        for rank, participant in enumerate(self._ranks):
+            offer = offers[participant]
+            if self._board is None or not isinstance(offer, Mapping) or "board" not in offer:
+                continue
+            try:
+                self._readers[rank] = BoardReader(offer["board"])
+            except OSError as error:
+                log.info("rank %d sends what can't be read in its memory: %s", rank, error)
+            except (TypeError, ValueError) as error:
+                raise ProtocolError(f"malformed board of rank {rank}: {error}") from error
+
+    def __enter__(self) -> None:
+        """Begin the work of this rank."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End it. What this rank has published stays, unless it has failed: then all do."""
+        for reader in self._readers.values():
+            reader.close()
+        if kind is not None and self._board is not None:
+            self._board.close()
+
+    def publish(self, key: K, arrays: Sequence[Any]) -> None:
+        """Let others have `arrays` from now on. They don't change any more until the end of the run."""
+        future = self._future(key)
+        if not future.done():
+            future.set_result(arrays)
+            if self._board is not None:
+                self._board.lend(key, arrays)
+
+    def ask(self, owner: int, key: K) -> Any:
+        """Ask rank `owner` for what it publishes under `key`, now or later, without waiting; return what `get` takes.
+
+        Nothing is sent to a rank that can be read.
+        """
+        return (owner, key) if owner in self._readers else self._fetch(owner, key)
+
+    def _fetch(self, owner: int, key: K) -> Future[Sequence[Any]]:
+        return self._comm.fetch(self._ranks[owner], key[0], np.array([[key[1], 0, 0, 0, 0, 0]], np.int64), False)
+
+    def get(self, asked: Any, check: Callable[[], None]) -> Sequence[Any]:
+        """Return the arrays that `ask` was for, once they are here; `check` raises if the run is over."""
+        found: Sequence[Any] | None
+        if isinstance(asked, tuple):
+            owner, key = asked
+            found = self._readers[owner].borrow(key, check)
+            if found is not None:
+                self._comm.received_bytes += sum(x.nbytes for x in found)
+                return found
+            asked = self._fetch(owner, key)
+        found = wait_checked(asked, check)
+        return found
+
+    def drop(self, key: K) -> None:
+        """Free the memory of what is another rank's, which this one does not need any more: here Python does."""
+
+    def forget(self, key: K) -> None:
+        """Free what was published and all others have got."""
+        self._futures.pop(key, None)
+
+    def published(self, kind: str, boxes: Boxes) -> Future[Sequence[Any]]:
+        """Return the future of what a peer asks for."""
+        return self._future((kind, int(boxes[0, 0])))
+
+    def _future(self, key: tuple[str, int]) -> Future[Sequence[Any]]:
+        # One for each key: it is published in the engine's thread, and asked for in that of the event loop.
+        future = self._futures.setdefault(key, Future())
+        if self._error is not None and not future.done():
+            future.set_exception(self._error)
+        return future
+
+    def abort(self, error: BaseException) -> None:
+        """End all requests that wait."""
+        self._error = error
+        for future in list(self._futures.values()):
+            if not future.done():
+                future.set_exception(error)
+
+
+class Messages:
+    """Small arrays on the host between the ranks of one run, named by what they are and a number."""
+
+    def __init__(self, exchange: RankExchange[Key], check: Callable[[], None]) -> None:
+        self._exchange, self._check = exchange, check
+
+    def publish(self, part: Part, number: int, arrays: Sequence[NDArray[Any]]) -> None:
+        """Let other ranks have arrays. They don't change any more."""
+        self._exchange.publish(Key(part, number), tuple(arrays))
+
+    def fetch(self, part: Part, number: int, owner: int) -> Sequence[NDArray[Any]]:
+        """Return arrays that a rank publishes, now or later."""
+        key = Key(part, number)
+        return self._exchange.get(self._exchange.ask(owner, key), self._check)
+
+    def forget(self, part: Part, number: int) -> None:
+        """Free arrays of this rank that all others have got."""
+        self._exchange.forget(Key(part, number))
