@@ -249,7 +249,8 @@ def _read_part(process: int, target: NDArray[np.uint8], stretches: NDArray[np.ui
 
 
 # A record is one array of a loan: the loan's key (a text of so many bytes and a number), how many arrays of it follow,
-# or -1 where borrowers must ask for them; address, axes, rows, columns, step, type, memory order.
+# or -1 where borrowers must ask for them; address, axes, rows, columns, step, type, memory order. It has no type where
+# a loan has no array.
 _KEY_BYTES = 16
 _RECORD = struct.Struct(f"<{_KEY_BYTES}s q q Q 4q 23s c")
 # A board begins with a proof and the number of records so far. It has room for this many of the last ones, of which a
@@ -260,9 +261,9 @@ _BOARD_BYTES = _FIRST + _RECORDS * _RECORD.size
 # System calls of futexes. Of other processors the numbers are not known here: they have no boards.
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), 0)
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 2**31 - 1
-# A borrower looks so often before it sleeps, and sleeps no longer than this before it looks whether its run was ended.
-# (2 cores, two processes that answer each other: 1 us if the answer comes while it looks, else 10 to 40.)
-_LOOKS, _SLEEP_NS = 50, 200_000_000
+# A borrower looks so often before it sleeps (some 30 us, as long as it takes to be woken), and sleeps no longer than
+# this before it looks whether its run was ended.
+_LOOKS, _SLEEP_NS = 100, 200_000_000
 _FENCE = threading.Lock()
 
 
@@ -303,10 +304,10 @@ class Board:
     def lend(self, key: tuple[str, int], arrays: Sequence[Any]) -> None:
         """Lend arrays, which stay as they are until all who need them have them; those that can't be read are noted."""
         described = [_describe_array(x) if type(x) is np.ndarray else None for x in arrays]
-        name, number, left = key[0].encode(), key[1], len(arrays) - 1
-        if None in described or not 0 <= left < _MOST_ARRAYS:
-            described, left = [(0, [0], "", "C", 0)], -1
-        for one in described:
+        name, number, left = key[0].encode(), key[1], max(0, len(arrays) - 1)
+        if None in described or len(arrays) > _MOST_ARRAYS:
+            described, left = [], -1
+        for one in described or [(0, [0], "", "C", 0)]:
             assert one is not None
             address, shape, dtype, order, step = one
             at, axes = _FIRST + self._count % _RECORDS * _RECORD.size, len(shape)
@@ -358,14 +359,13 @@ class BoardReader:
                 return None
             elif looks < _LOOKS:
                 looks += 1
-                os.sched_yield()
             else:
                 check()
                 self._sleep(count)
         if found[0][2] < 0:
             return None
         try:
-            return borrow((*self._loan, [_described(*one[3:]) for one in found]))
+            return borrow((*self._loan, [_described(*one[3:]) for one in found if one[-2].strip(b"\0")]))
         except OSError:
             self._missed = True
             return None

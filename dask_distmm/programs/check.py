@@ -116,6 +116,10 @@ def _holding(steps: Sequence[Step], held: _Held) -> _Held:
         match step:
             case New(buffer):
                 held.live += buffer.nbytes
+            case Publish(_, buffers, copied=True):
+                held.count += 1
+                held.kept[held.count] = sum(buffer.nbytes for buffer in buffers)
+                held.live += held.kept[held.count]
             case Publish(_, buffers):
                 held.published |= {buffer.name for buffer in buffers}
             case Drop(buffer) if buffer.name in held.published:
@@ -187,16 +191,14 @@ class _State:
                     written.add(buffer.name)
                     if role != "r":
                         self._from_root.discard((rank, buffer.name))
-                if step.kernel == "copy" and (rank, names[0]) in self._from_root:
-                    self._from_root.add((rank, names[1]))
-            case Publish(key, buffers):
+            case Publish(key, buffers, copied):
                 _expect((rank, key) not in self._lent, f"{key} is published twice")
                 self._lent[rank, key] = buffers
                 self._known_then[rank, key] = list(self._known[rank])
                 self._held[rank].append(key)
                 for buffer in buffers:
                     self._has(rank, buffer, written=True)
-                    fixed.add(buffer.name)
+                    fixed.update(() if copied else [buffer.name])
             case Pull(owner, key, buffers):
                 there = self._lent[owner, key]
                 _expect(owner != rank, "a rank pulls from itself")

@@ -8,6 +8,7 @@ alike, from sums in the same order.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -81,6 +82,11 @@ class Vectors:
         for owner, size in zip(p.rows.owners, p.rows.sizes, strict=True):
             self.places.append((owner, at[owner], size))
             at[owner] += size
+        # The same for chunks of one rank that follow each other.
+        self.runs: list[tuple[int, int, int]] = []
+        for owner, chunks in itertools.groupby(self.places, key=operator.itemgetter(0)):
+            (_, first, size), *more = chunks
+            self.runs.append((owner, first, size + sum(one[2] for one in more)))
         # The first row of each chunk; numbers of this rank's chunks.
         self.firsts = list(itertools.accumulate(p.rows.sizes, initial=0))
         self.mine = [number for number, _ in p.numbered(Tall("", 1))]
@@ -127,7 +133,7 @@ class Vectors:
         whole = into or self.p.small(sum(self.p.rows.sizes), part.shape[1])
         if into is None:
             self.p.new(whole)
-        self.p.call("assemble", whole, *parts, places=tuple(self.places))
+        self.p.call("assemble", whole, *parts, places=tuple(self.runs))
         self.p.drop(*(one for one in parts if one != part))
         return whole
 

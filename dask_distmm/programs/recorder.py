@@ -233,26 +233,15 @@ class Recorder:
         if self.rows.ranks == 1:
             return [buffers]
         found: list[tuple[Buffer, ...]] = []
-        passed = [dataclasses.replace(flag, name=f"{flag.name}!") for flag in flags]
-        sent = [dataclasses.replace(buffer, name=f"{buffer.name}!") for buffer in buffers]
-        sent += passed if self.me == 0 else []
-        self.new(*sent)
-        for buffer, copy in zip((*buffers, *flags), sent, strict=False):
-            self.call("copy", buffer, copy)
-        self.steps.append(Publish(key, tuple(sent)))
-        self.drop(*sent)
+        self.steps.append(Publish(key, (*buffers, *(() if self.me else flags)), copied=True))
         for rank in range(self.rows.ranks):
             if rank == self.me:
                 found.append(buffers)
                 continue
-            theirs = [self._of(rank, buffer) for buffer in buffers]
-            flags_too = passed if rank == 0 else []
-            self.new(*theirs, *flags_too)
-            self.steps.append(Pull(rank, key, (*theirs, *flags_too)))
-            for flag, copy in zip(flags, flags_too, strict=bool(flags_too)):
-                self.call("copy", copy, flag)
-            self.drop(*flags_too)
-            found.append(tuple(theirs))
+            theirs = tuple(self._of(rank, buffer) for buffer in buffers)
+            self.new(*theirs)
+            self.steps.append(Pull(rank, key, (*theirs, *(() if rank else flags))))
+            found.append(theirs)
         return found
 
     def _of(self, rank: int, buffer: Buffer) -> Buffer:

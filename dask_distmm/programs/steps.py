@@ -75,10 +75,14 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Publish:
-    """Let other ranks have buffers, under a number that is the same on all ranks; they don't change any more."""
+    """Let other ranks have buffers, under a number that is the same on all ranks; they don't change any more.
+
+    `copied`: others get them as they are, and they may change.
+    """
 
     key: int
     buffers: tuple[Buffer, ...]
+    copied: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -158,14 +158,14 @@ def test_mutations_are_found(case):
 
 def test_loops_that_run_ahead_are_found():
     """A rank that does not wait for others in a turn would free what they still need."""
-    go, copy, back = Buffer("s0", (1, 1), "bool"), Buffer("s0!", (1, 1), "bool"), Buffer("s1", (1, 1), "bool")
+    go, back = Buffer("s0", (1, 1), "bool"), Buffer("s1", (1, 1), "bool")
 
     def turn(rank: int, *, waiting: bool) -> tuple[Step, ...]:
         if rank == 0:
             answer = (New(back), Pull(1, 9, (back,)), Drop(back)) if waiting else ()
-            return New(copy), Call("copy", (go, copy), {}), Publish(1, (copy,)), Drop(copy), *answer
+            return Publish(1, (go,), copied=True), *answer
         answer = (New(back, zero=True), Publish(9, (back,)), Drop(back)) if waiting else ()
-        return New(copy), Pull(0, 1, (copy,)), Call("copy", (copy, go), {}), Drop(copy), *answer
+        return Pull(0, 1, (go,)), *answer
 
     for waiting in (True, False):
         lists = [

@@ -84,9 +84,11 @@ class GpuProgramJob(ProgramJob):
         self._stream.wait_event(record(cp.cuda.Stream.null))
         return made
 
-    def _lent(self, array: Any) -> Any:
-        """Return a copy on the host."""
-        return array if isinstance(array, np.ndarray) else array.get(stream=self._stream)
+    def _lent(self, array: Any, *, copied: bool) -> Any:
+        """Return a copy on the host, which an array of numbers that don't change needs not be."""
+        if isinstance(array, np.ndarray):
+            return super()._lent(array, copied=copied)
+        return array.get(stream=self._stream)
 
     def _fill(self, target: Any, part: Any) -> None:
         """Write what another rank has lent."""

@@ -177,11 +177,10 @@ class ProgramJob(Job[ProgramPlacement]):
                     arrays[buffer.name][...] = 0
             case Make(_, operand, number):
                 self._begin(step, self._chunk(operand, number))
-            case Publish(key, buffers):
+            case Publish(key, buffers, copied):
                 self._held[key + self._offset] = None
-                self.exchange.publish(
-                    (PART, key + self._offset), [self._lent(arrays[buffer.name]) for buffer in buffers]
-                )
+                lent = [self._lent(arrays[buffer.name], copied=copied) for buffer in buffers]
+                self.exchange.publish((PART, key + self._offset), lent)
             case Pull(owner, key, buffers):
                 began = time.perf_counter()
                 found = self.exchange.get(self._pulls.pop((owner, key + self._offset)), self.ended.check)
@@ -231,9 +230,9 @@ class ProgramJob(Job[ProgramPlacement]):
         """Free a buffer."""
         del arrays[buffer.name]
 
-    def _lent(self, array: Any) -> Any:
-        """Return what others get of an array."""
-        return array
+    def _lent(self, array: Any, *, copied: bool) -> Any:
+        """Return what others get of an array, or a copy of it."""
+        return array.copy(order="K") if copied else array
 
     def _fill(self, target: Any, part: Any) -> None:
         """Write what another rank has lent."""
