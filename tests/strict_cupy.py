@@ -81,6 +81,9 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801 - as CuPy's
     def __reduce__(self) -> Any:
         return ndarray, (self._held,)
 
+    def item(self) -> Any:
+        return self.get().item()
+
     def get(self, *args: Any, **kwargs: Any) -> Any:
         return self._held.copy()
 

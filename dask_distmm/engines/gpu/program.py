@@ -85,14 +85,15 @@ class GpuProgramJob(ProgramJob):
         return made
 
     def _lent(self, array: Any, *, copied: bool) -> Any:
-        """Return a copy on the host, which an array of numbers that don't change needs not be."""
-        if isinstance(array, np.ndarray):
-            return super()._lent(array, copied=copied)
-        return array.get(stream=self._stream)
+        """Return what others get of an array: on the host."""
+        return array.get(stream=self._stream) if isinstance(array, cp.ndarray) else super()._lent(array, copied=copied)
 
     def _fill(self, target: Any, part: Any) -> None:
         """Write what another rank has lent."""
-        target[...] = part if isinstance(target, np.ndarray) else cp.asarray(part)
+        if isinstance(target, cp.ndarray):
+            target.set(part, stream=self._stream)
+        else:
+            target[...] = part
 
     def _handed_over(self, array: Any, *, tall: bool) -> Any:
         """Return a chunk of an output as the user has given those of the operands: CuPy's, or NumPy's."""
