@@ -7,6 +7,7 @@ import errno
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,7 +20,7 @@ from distributed import Client
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm import matmul
+from dask_distmm import linalg, matmul
 from dask_distmm.comms import cross_memory
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.testing import assert_product
@@ -182,6 +183,137 @@ def test_the_system_forbids_it(lender, monkeypatch):
     with pytest.raises(PermissionError, match="can't be read"):
         cross_memory.borrow(loan)
     assert cross_memory.process_name() == ""
+
+
+# Boards
+
+
+def _shower(pipe: Any) -> None:
+    """Lend on a board what is asked for, and answer on it what another board has."""
+    board = cross_memory.Board()
+    pipe.send(board.offer())
+    reader = cross_memory.BoardReader(pipe.recv())
+    kept = []
+    while (what := pipe.recv()) is not None:
+        if what == "arrays":
+            kept.append(_arrays(7))
+            board.lend(("part", 5), kept[-1])
+            board.lend(("part", -6), [])
+            board.lend(("other", 5), [kept[-1][0][:, ::2]])
+            board.lend(("other", 6), [np.ones((2, 2, 2))])
+            board.lend(("other", 7), [np.ones(1)] * 100)
+        elif what == "many":
+            kept.append(np.arange(9000.0))
+            for number in range(9000):
+                board.lend(("many", number), [kept[-1][number : number + 1]])
+        else:
+            for number in range(what):
+                kept.append(reader.borrow(("there", number), lambda: None))
+                board.lend(("back", number), kept[-1])
+        pipe.send("done")
+
+
+@pytest.fixture
+def shown() -> Iterator[tuple[Any, cross_memory.Board, cross_memory.BoardReader]]:
+    """Another process with a board, by a pipe; a board here, and the reader of the other one."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_shower, args=(there,), daemon=True)
+    process.start()
+    board = cross_memory.Board()
+    here.send(board.offer())
+    yield here, board, cross_memory.BoardReader(here.recv())
+    here.send(None)
+    process.join(30)
+
+
+def never() -> None:
+    """Let a borrower wait."""
+
+
+def test_a_board_has_arrays_by_their_keys(shown):
+    pipe, _, reader = shown
+    pipe.send("arrays")
+    assert reader.borrow(("other", 5), never) is None, "they have to be asked for"
+    assert reader.borrow(("other", 6), never) is None
+    assert reader.borrow(("other", 7), never) is None
+    assert reader.borrow(("part", -6), never) == []
+    for found, one in zip(reader.borrow(("part", 5), never), _arrays(7), strict=True):
+        assert found.dtype == one.dtype
+        assert found.shape == one.shape
+        assert found.tobytes() == one.tobytes()
+    pipe.recv()
+
+
+def test_processes_answer_each_other(shown):
+    pipe, board, reader = shown
+    numbers = np.random.default_rng().random((200, 3))
+    pipe.send(200)
+    for number, row in enumerate(numbers):
+        if number % 50 == 0:
+            time.sleep(0.01)  # the other one sleeps, and is woken
+        board.lend(("there", number), [row, row[:1]])
+        found = reader.borrow(("back", number), never)
+        np.testing.assert_array_equal(found[0], row)
+        np.testing.assert_array_equal(found[1], row[:1])
+    pipe.recv()
+
+
+def test_what_a_board_has_no_room_for_is_asked_for(shown):
+    pipe, _, reader = shown
+    pipe.send("many")
+    pipe.recv()
+    assert reader.borrow(("many", 3), never) is None
+    pipe.send("many")
+    pipe.recv()
+    assert reader.borrow(("many", 8999), never) is None
+
+
+def test_a_run_that_is_over_ends_the_waiting(shown):
+    _, _, reader = shown
+    over = threading.Event()
+
+    def check() -> None:
+        if over.is_set():
+            raise InterruptedError("the run was ended")
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(reader.borrow, ("part", 1), check)
+        time.sleep(0.05)
+        assert not waiting.done()
+        over.set()
+        with pytest.raises(InterruptedError):
+            waiting.result(10)
+
+
+def test_boards_of_others_are_refused(shown):
+    board = cross_memory.Board()
+    home, *place = board.offer()
+    with pytest.raises(PermissionError, match="another host"):
+        cross_memory.BoardReader([f"{home} elsewhere", *place])
+    with pytest.raises(PermissionError, match="not the one that lends"):
+        cross_memory.BoardReader([home, *place[:-1], bytes(16)])
+    reader = cross_memory.BoardReader(board.offer())
+    board.lend(("part", 1), [np.ones(3)])
+    board.close()
+    with pytest.raises(FileNotFoundError):
+        cross_memory.BoardReader([home, *place])
+    with open("/dev/zero", "rb") as file, pytest.raises(PermissionError, match="not the one that lends"):
+        cross_memory.BoardReader([home, place[0], file.fileno(), *place[2:]])
+    # It is read as long as it is mapped, but not out of a process that is another one.
+    reader._loan = reader._loan[0], reader._loan[1], bytes(16)
+    assert reader.borrow(("part", 1), never) is None
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_ranks_ask_for_what_they_can_not_read(client, allowed):
+    a = np.random.default_rng().random((300, 20))
+    x = da.from_array(a, chunks=(60, -1))
+    with dask.config.set({"distmm.numpy.cross-memory": allowed}):
+        r = linalg.qr(client.persist(x), "r").compute()
+        g = linalg.cholesky(client.persist(da.from_array(a.T @ a, chunks=(7, 7))), method="columns").compute()
+    np.testing.assert_allclose(r.T @ r, a.T @ a)
+    np.testing.assert_allclose(g @ g.T, a.T @ a)
 
 
 # Workers

@@ -295,7 +295,7 @@ class Board:
     @staticmethod
     def possible() -> bool:
         """Whether this process can have one."""
-        return bool(_FUTEX and process_name())
+        return bool(_FUTEX and hasattr(os, "memfd_create") and process_name())
 
     def offer(self) -> list[Any]:
         """Return where it is, in plain types."""
@@ -331,10 +331,14 @@ class BoardReader:
         home, self._process, number, address, proof = offer
         if not Board.possible() or home != _home():
             raise PermissionError(errno.EPERM, "it is on another host, or of another user")
-        with open(f"/proc/{self._process}/fd/{number}", "rb") as file:
-            self._memory = mmap.mmap(file.fileno(), _BOARD_BYTES, prot=mmap.PROT_READ)
-        if self._memory[:_COUNT_AT] != proof:
-            raise PermissionError(errno.EPERM, f"process {self._process} is not the one that lends")
+        # If the board was closed, the number may be that of any file, a pipe too.
+        file = os.open(f"/proc/{self._process}/fd/{number}", os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            if os.fstat(file).st_size != _BOARD_BYTES or os.pread(file, _COUNT_AT, 0) != proof:
+                raise PermissionError(errno.EPERM, f"process {self._process} is not the one that lends")
+            self._memory = mmap.mmap(file, _BOARD_BYTES, prot=mmap.PROT_READ)
+        finally:
+            os.close(file)
         self._loan = self._process, address, proof
         self._counter = np.frombuffer(self._memory, np.uint8).ctypes.data + _COUNT_AT
         # Records read so far; loans that are there and were not borrowed yet, by key; whether some were not read.
