@@ -157,16 +157,17 @@ def _dense(_: int, shape: Sequence[int], dtype: str, order: Any, step: int) -> N
 
 def _read_pieces(process: int, pieces: Sequence[tuple[NDArray[Any], int]]) -> bool:
     """Fill arrays from addresses of another process by one call; return False if that has not read all of them."""
-    local, remote = (
-        (ctypes.c_uint64 * (2 * len(pieces)))(*itertools.chain(*addresses))
-        for addresses in zip(
-            *(((x.__array_interface__["data"][0], x.nbytes), (start, x.nbytes)) for x, start in pieces), strict=True
-        )
-    )
-    count = ctypes.c_ulong(len(pieces))
-    addresses = (ctypes.c_void_p(ctypes.addressof(x)) for x in (local, remote))
-    done = _libc().process_vm_readv(process, next(addresses), count, next(addresses), count, ctypes.c_ulong(0))
-    return bool(done == sum(x.nbytes for x, _ in pieces))
+    local, remote, wanted = [], [], 0
+    for target, start in pieces:
+        size = target.nbytes
+        local += target.__array_interface__["data"][0], size
+        remote += start, size
+        wanted += size
+    stretches, count = ctypes.c_uint64 * len(local), ctypes.c_ulong(len(pieces))
+    to, of = stretches(*local), stretches(*remote)
+    places = ctypes.c_void_p(ctypes.addressof(to)), ctypes.c_void_p(ctypes.addressof(of))
+    done = _libc().process_vm_readv(process, places[0], count, places[1], count, ctypes.c_ulong(0))
+    return bool(done == wanted)
 
 
 def _read_array(process: int, address: int, shape: Sequence[int], dtype: str, order: Any, step: int) -> NDArray[Any]:
