@@ -27,8 +27,9 @@ from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows
 from dask_distmm.programs.steps import Step
 
-# A message over Dask's comms takes this at least (seconds), whatever the engine's own links do.
-_LATENCY = 2e-3
+# Seconds of a message: over Dask's comms at least, whatever the engine's own links do; and between ranks of one host,
+# which read each other's memory (2 cores, two workers: 20 us where nothing else runs).
+_LATENCY, _NEAR = 2e-3, 1e-4
 # What ranks ask each other for by the number under which it is published.
 PART = "part"
 # The end of a range of rows whose number is not known.
@@ -159,7 +160,9 @@ class ProgramPlacement(Placement):
         threads = min((self.participants[index].nthreads for index in self.ranks), default=1)
         hosts = {self.participants[index].host for index in self.ranks}
         rate = machine.rate(self.problem.compute_type) * threads
-        return Rates(rate, machine.memory_bandwidth, speeds(machine, hosts)["ranks"], max(_LATENCY, machine.latency))
+        near = len(hosts) == 1 and self.problem.options.cross_memory
+        latency = _NEAR if near else max(_LATENCY, machine.latency)
+        return Rates(rate, machine.memory_bandwidth, speeds(machine, hosts)["ranks"], latency)
 
     @property
     def grid(self) -> tuple[int, int, int]:
