@@ -157,7 +157,9 @@ def _dense(_: int, shape: Sequence[int], dtype: str, order: Any, step: int) -> N
 
 def _read_pieces(process: int, pieces: Sequence[tuple[NDArray[Any], int]]) -> bool:
     """Fill arrays from addresses of another process by one call; return False if that has not read all of them."""
-    local, remote, wanted = [], [], 0
+    local: list[int] = []
+    remote: list[int] = []
+    wanted = 0
     for target, start in pieces:
         size = target.nbytes
         local += target.__array_interface__["data"][0], size
