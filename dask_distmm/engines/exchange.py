@@ -30,8 +30,6 @@ class RankExchange(Generic[K]):
         self._board: Board | None = None
         # Of other ranks, those that can be read.
         self._readers: dict[int, BoardReader] = {}
-        # What this one has had and freed: if it needs that again, it asks the owner.
-        self._dropped: set[K] = set()
 
     def offer(self, plan: Placement) -> dict[str, Any]:
         """Return what lets other ranks of this host read what this one publishes, in plain types."""
@@ -75,7 +73,7 @@ class RankExchange(Generic[K]):
 
         Nothing is sent to a rank that can be read.
         """
-        return (owner, key) if owner in self._readers and key not in self._dropped else self._fetch(owner, key)
+        return (owner, key) if owner in self._readers else self._fetch(owner, key)
 
     def _fetch(self, owner: int, key: K) -> Future[Sequence[Any]]:
         return self._comm.fetch(self._ranks[owner], key[0], np.array([[key[1], 0, 0, 0, 0, 0]], np.int64), False)
@@ -94,8 +92,7 @@ class RankExchange(Generic[K]):
         return found
 
     def drop(self, key: K) -> None:
-        """Free the memory of what is another rank's, which this one does not need for now: here Python does."""
-        self._dropped.add(key)
+        """Free the memory of what is another rank's, which this one does not need any more: here Python does."""
 
     def forget(self, key: K) -> None:
         """Free what was published and all others have got."""
