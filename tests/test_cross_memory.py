@@ -238,10 +238,11 @@ def test_a_board_has_arrays_by_their_keys(shown):
     assert reader.borrow(("other", 6), never) is None
     assert reader.borrow(("other", 7), never) is None
     assert reader.borrow(("part", -6), never) == []
-    for found, one in zip(reader.borrow(("part", 5), never), _arrays(7), strict=True):
-        assert found.dtype == one.dtype
-        assert found.shape == one.shape
-        assert found.tobytes() == one.tobytes()
+    for again in (True, False):
+        for found, one in zip(reader.borrow(("part", 5), never, again=again), _arrays(7), strict=True):
+            assert found.dtype == one.dtype
+            assert found.shape == one.shape
+            assert found.tobytes() == one.tobytes()
     pipe.recv()
 
 

@@ -352,13 +352,14 @@ class BoardReader:
         """Free it."""
         self._memory.close()
 
-    def borrow(self, key: tuple[str, int], check: Callable[[], None]) -> list[NDArray[Any]] | None:
+    def borrow(self, key: tuple[str, int], check: Callable[[], None], *, again: bool = False) -> list[Any] | None:
         """Return copies of what is lent under a key, once it is; None if it has to be asked for.
 
-        `check` raises if the run is over.
+        `check` raises if the run is over. `again`: it may be borrowed another time.
         """
         wanted, looks = (key[0].encode(), key[1]), 0
-        while (found := self._lent.pop(wanted, None)) is None:
+        take = self._lent.get if again else self._lent.pop
+        while (found := take(wanted, None)) is None:
             (count,) = _COUNT.unpack_from(self._memory, _COUNT_AT)
             if count > self._seen:
                 self._read(count)

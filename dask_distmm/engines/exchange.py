@@ -78,12 +78,15 @@ class RankExchange(Generic[K]):
     def _fetch(self, owner: int, key: K) -> Future[Sequence[Any]]:
         return self._comm.fetch(self._ranks[owner], key[0], np.array([[key[1], 0, 0, 0, 0, 0]], np.int64), False)
 
-    def get(self, asked: Any, check: Callable[[], None]) -> Sequence[Any]:
-        """Return the arrays that `ask` was for, once they are here; `check` raises if the run is over."""
+    def get(self, asked: Any, check: Callable[[], None], *, again: bool = False) -> Sequence[Any]:
+        """Return the arrays that `ask` was for, once they are here; `check` raises if the run is over.
+
+        `again`: they may be asked for another time.
+        """
         found: Sequence[Any] | None
         if isinstance(asked, tuple):
             owner, key = asked
-            found = self._readers[owner].borrow(key, check)
+            found = self._readers[owner].borrow(key, check, again=again)
             if found is not None:
                 self._comm.received_bytes += sum(x.nbytes for x in found)
                 return found

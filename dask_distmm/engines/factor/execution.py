@@ -345,7 +345,7 @@ class Execution:
             case Ask(key, owner):
                 self._asked[key] = self.exchange.ask(owner, key)
             case Get(key):
-                arrays = self.exchange.get(self._asked.pop(key), self._check)
+                arrays = self.exchange.get(self._asked.pop(key), self._check, again=True)
                 if key.part == "pivots":
                     self.pivots[key.panel] = tuple(arrays)
                 elif key.part == "carried":

@@ -20,7 +20,6 @@ then has a copy engine pull the panel, while the GEMMs of the panel before run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import cupy as cp
@@ -147,10 +146,10 @@ class PulledPanels(RankExchange[Key]):
         """Note what is to be pulled: it begins as soon as `get` finds the flag up."""
         return _Asked(owner, key) if key.part in ("lower", "upper") else super().ask(owner, key)
 
-    def get(self, asked: Future[Sequence[Any]] | _Asked, check: Callable[[], None]) -> Sequence[Any]:
+    def get(self, asked: Any, check: Callable[[], None], *, again: bool = False) -> Sequence[Any]:
         """Pull a panel; the stream of the work waits for it, this thread only for its flag."""
         if not isinstance(asked, _Asked):
-            return super().get(asked, check)
+            return super().get(asked, check, again=again)
         plan, (owner, key) = self._plan, asked
         holder, work = plan.ranks[owner], plan.work
         self.remote.wait(holder, flag_of(plan, key), check)
