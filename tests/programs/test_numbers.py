@@ -15,6 +15,7 @@ from residuals import assert_least_squares, assert_qr
 
 from dask_distmm import PlanError, linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.errors import MatrixError
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
@@ -294,3 +295,25 @@ def test_covariances_and_polar_factors(dtype):
     assert (found["h"] == found["h"].conj().T).all()
     for one, theirs in zip(linalg.polar(y.T, "left"), scipy.linalg.polar(a.T, "left"), strict=True):
         np.testing.assert_allclose(one.compute(), theirs, atol=1e-12)
+
+
+def test_broadcast_chunks_are_copied(monkeypatch):
+    """BLAS can't read them, and NumPy is slow without it."""
+    seen = []
+    kernel = ProgramKernels.adjoint_times
+
+    def noted(self, a, b, c, **at):
+        seen.extend([*a.strides, *b.strides])
+        kernel(self, a, b, c, **at)
+
+    monkeypatch.setattr(ProgramKernels, "adjoint_times", noted)
+    rng = np.random.default_rng()
+    for a, b in (
+        (noise(rng, (60, 5), "float64"), np.broadcast_to(2.0, (60, 3))),
+        (np.broadcast_to(noise(rng, (5,), "float64"), (60, 5)), noise(rng, (60, 3), "float64")),
+    ):
+        results = linalg.ridge(da.from_array(a, chunks=(20, -1)), da.from_array(b, chunks=(20, -1)), 0.5)
+        found = on_ranks([results], {"a": a, "b": b})["x"]
+        np.testing.assert_allclose(found, np.linalg.solve(a.T @ a + 0.5 * np.eye(5), a.T @ b), rtol=1e-9, atol=1e-12)
+    assert len(seen) >= 2 * 3 * 4
+    assert 0 not in seen
