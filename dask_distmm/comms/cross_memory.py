@@ -133,7 +133,7 @@ def borrow(loan: Loan) -> list[NDArray[Any]]:
     global _refused
     process, address, proof, described = loan
     try:
-        # What is small and dense comes in one call with the proof.
+        # Small dense arrays come in one call with the proof.
         found = np.empty(len(proof), np.uint8)
         targets: list[NDArray[Any] | None] = [_dense(*one) for one in described]
         pieces = [(found, address), *((x, one[0]) for x, one in zip(targets, described, strict=True) if x is not None)]
@@ -251,13 +251,13 @@ def _read_part(process: int, target: NDArray[np.uint8], stretches: NDArray[np.ui
 # Boards: loans that nobody asks for
 
 
-# A record is one array of a loan: the loan's key (a text of so many bytes and a number), how many arrays of it follow,
+# A record is one array of a loan: the loan's key (a text of up to 16 bytes, and a number), how many arrays of it follow,
 # or -1 where borrowers must ask for them; address, axes, rows, columns, step, type, memory order. It has no type where
 # a loan has no array.
 _KEY_BYTES = 16
 _RECORD = struct.Struct(f"<{_KEY_BYTES}s q q Q 4q 23s c")
-# A board begins with a proof and the number of records so far. It has room for this many of the last ones, of which a
-# loan may be so many.
+# A board begins with a proof and the number of records so far. It has room for the last 4096, and for loans of up to 64
+# arrays.
 _COUNT, _COUNT_AT, _FIRST = struct.Struct("<Q"), len(_PROOF), 64
 _RECORDS, _MOST_ARRAYS = 4096, 64
 _BOARD_BYTES = _FIRST + _RECORDS * _RECORD.size

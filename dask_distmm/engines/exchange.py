@@ -1,4 +1,4 @@
-"""What ranks of one run publish, and how others get it: out of their memory, or over `Comm`."""
+"""Messages between the ranks of one run: a reader takes them out of their owner's memory, or asks over `Comm`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RankExchange(Generic[K]):
         """Begin the work of this rank."""
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End it. What this rank has published stays, unless it has failed: then all do."""
+        """End it. Published arrays stay readable, unless this rank has failed: then all ranks fail."""
         for reader in self._readers.values():
             reader.close()
         if kind is not None and self._board is not None:

@@ -30,7 +30,7 @@ from dask_distmm.programs.steps import Step
 # Seconds of a message: over Dask's comms at least, whatever the engine's own links do; and between ranks of one host,
 # which read each other's memory (2 cores, two workers: 20 us where nothing else runs).
 _LATENCY, _NEAR = 2e-3, 1e-4
-# What ranks ask each other for by the number under which it is published.
+# The kind of request for a message, by the number under which it is published.
 PART = "part"
 # The end of a range of rows whose number is not known.
 _ALL = 2**62
