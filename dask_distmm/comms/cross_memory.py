@@ -251,7 +251,7 @@ def _read_part(process: int, target: NDArray[np.uint8], stretches: NDArray[np.ui
 # Boards: loans that nobody asks for
 
 
-# A record is one array of a loan: the loan's key (a text of up to 16 bytes, and a number), how many arrays of it follow,
+# A record is one array of a loan: the loan's key (a text of up to 16 bytes, a number), how many arrays of it follow,
 # or -1 where borrowers must ask for them; address, axes, rows, columns, step, type, memory order. It has no type where
 # a loan has no array.
 _KEY_BYTES = 16
