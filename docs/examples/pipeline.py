@@ -38,7 +38,7 @@ def main() -> None:
     options = parser.parse_args()
     folder, backend = options.folder, "cupy" if options.cupy else "numpy"
     with Client(scheduler_file=str(folder / "scheduler.json")) as client:
-        client.wait_for_workers(options.workers)
+        client.wait_for_workers(options.workers, timeout=120)
         truth = make(folder)
 
         x, w, y = (da.from_zarr(folder / f"{name}.zarr").to_backend(backend) for name in "xwy")
