@@ -413,7 +413,7 @@ def test_what_can_not_be_gathered(client):
     ):
         with pytest.raises(PlanError, match="gathered"):
             matmul(x, y, **options)
-    with pytest.raises(PlanError, match="matrices"):
+    with pytest.raises(PlanError, match="2-D, got 3-D"):
         dask_distmm.replicate(stack)
 
 
