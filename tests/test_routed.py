@@ -107,6 +107,8 @@ def test_random_projections_are_dasks(routed, dtype):
         assert problem_of(da.linalg.svd_compressed(x, 4, seed=seed)[0]) is None
 
 
+# SciPy 1.18 deprecates what Dask's functions pass on to it.
+@pytest.mark.filterwarnings("ignore:Calling .* with arguments of dtype=bool:DeprecationWarning")
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "int16"])
 @pytest.mark.parametrize("function", [da.linalg.solve, da.linalg.solve_triangular, np.linalg.solve])
 def test_narrow_integers_stay_dasks(function, dtype):
