@@ -8,15 +8,14 @@ multiply half of the rows by a vector, NumPy's or CuPy's, without messages.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import time
-from typing import Any
 
 import dask.array as da
 import numpy as np
-from distributed import Client, LocalCluster, wait
+from distributed import Client, wait
 
+from benchmarks.harness.cluster import started
 from dask_distmm import linalg
 
 FEW, MANY, ROUNDS = 50, 450, 5
@@ -76,14 +75,7 @@ def main() -> None:
     parser.add_argument("--functions", nargs="+", default=["cg", "minres"], choices=["cg", "minres"])
     parser.add_argument("--gpu", action="store_true", help="two GPUs")
     options = parser.parse_args()
-    start: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
-    cluster_type: Any = LocalCluster
-    if options.gpu:
-        from dask_cuda import LocalCUDACluster
-
-        start, cluster_type = {"n_workers": 2, "protocol": "ucx", "dashboard_address": None}, LocalCUDACluster
-    with contextlib.ExitStack() as stack:
-        client = stack.enter_context(Client(stack.enter_context(cluster_type(**start))))
+    with started(gpu=options.gpu) as client:
         print("milliseconds: an iteration, the kernels alone, what is more")
         for size in options.size:
             for name in options.functions:

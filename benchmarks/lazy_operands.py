@@ -25,10 +25,11 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import zarr
-from distributed import Client, LocalCluster, futures_of, wait
+from distributed import futures_of, wait
 
 import dask_distmm
 from benchmarks.harness import environment
+from benchmarks.harness.cluster import started
 from benchmarks.revision import revision
 
 # A program may be so much slower, and take so many seconds more.
@@ -133,15 +134,9 @@ def main() -> None:
     parser.add_argument("--json", help="file for all figures")
     options = parser.parse_args()
     found, worse = {}, []
-    start: dict[str, Any] = {"n_workers": options.workers, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
-    if options.gpu:
-        from dask_cuda import LocalCUDACluster
-
-        start = {"n_workers": options.workers, "protocol": "ucx", "dashboard_address": None}
     with (
         tempfile.TemporaryDirectory() as folder,
-        (LocalCUDACluster if options.gpu else LocalCluster)(**start) as cluster,
-        Client(cluster),
+        started(gpu=options.gpu, workers=options.workers, dashboard_address="127.0.0.1:0"),
     ):
         print(f"{'milliseconds':44s} {'with':>9s} {'without':>9s} {'ratio':>6s}")
         for name, make, compute in programs(options, folder):

@@ -17,7 +17,6 @@ for _name in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ[_name] = "1"
 
 import argparse  # noqa: E402
-import contextlib  # noqa: E402
 import functools  # noqa: E402
 import json  # noqa: E402
 import multiprocessing  # noqa: E402
@@ -32,10 +31,11 @@ import dask  # noqa: E402
 import dask.array as da  # noqa: E402
 import numpy as np  # noqa: E402
 import scipy.linalg  # noqa: E402
-from distributed import Client, LocalCluster, futures_of, get_client, wait  # noqa: E402
+from distributed import Client, futures_of, get_client, wait  # noqa: E402
 
 import dask_distmm  # noqa: E402
 from benchmarks.harness import environment  # noqa: E402
+from benchmarks.harness.cluster import started, synchronize  # noqa: E402
 from benchmarks.revision import revision  # noqa: E402
 from benchmarks.waves import measure as measure_alone  # noqa: E402
 from dask_distmm import linalg  # noqa: E402
@@ -149,19 +149,13 @@ def _fresh(rows: int, cols: int, chunks: int, gpu: bool) -> da.Array:
     return made
 
 
-def _synchronize() -> None:
-    import cupy
-
-    cupy.cuda.Device().synchronize()
-
-
 def _seconds(
     function: Callable[..., Any], shape: tuple[int, int, int], number: int, client: Client, gpu: bool
 ) -> float:
     """Return the seconds of one call on fresh chunks; NaN if it fails, as some of Dask's do of CuPy chunks."""
     a, b = _fresh(*shape, gpu), _fresh(shape[0], 1, shape[2], gpu)
     if gpu:
-        client.run(_synchronize)
+        client.run(synchronize)
     began = time.perf_counter()
     try:
         found = function(a, b, number)
@@ -172,7 +166,7 @@ def _seconds(
     except Exception:
         return float("nan")
     if gpu:
-        client.run(_synchronize)
+        client.run(synchronize)
     return time.perf_counter() - began
 
 
@@ -297,15 +291,7 @@ if __name__ == "__main__":
             about = {"hardware": environment.hardware(), "software": software, "revision": revision()}
             Path(arguments.json).write_text(json.dumps({**about, **figures}, indent=1) + "\n")
         raise SystemExit
-    with contextlib.ExitStack() as stack:
-        if arguments.gpu:
-            from dask_cuda import LocalCUDACluster
-
-            started = LocalCUDACluster(
-                n_workers=2, protocol=arguments.protocol, dashboard_address=None, silence_logs=50
-            )
-        else:
-            started = LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=0)
-        owner = stack.enter_context(Client(stack.enter_context(started)))
+    kept: dict[str, Any] = {"silence_logs": 50} if arguments.gpu else {"memory_limit": 0}
+    with started(gpu=arguments.gpu, protocol=arguments.protocol, **kept) as owner:
         for one in arguments.shapes:
             measure((GPU_SHAPES if arguments.gpu else SHAPES)[one], arguments.functions, owner, arguments.gpu)

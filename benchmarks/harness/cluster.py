@@ -12,7 +12,7 @@ from typing import Any
 
 import dask.array as da
 import numpy as np
-from distributed import Client, wait
+from distributed import Client, LocalCluster, wait
 
 from benchmarks.harness.environment import blas_pools
 from benchmarks.harness.protocol import Case, Contender, Sample, sample_rows, scaled_error
@@ -53,6 +53,20 @@ def synchronize() -> None:
     import cupy
 
     cupy.cuda.Device().synchronize()
+
+
+@contextlib.contextmanager
+def started(*, gpu: bool, workers: int = 2, protocol: str = "ucx", **options: Any) -> Iterator[Client]:
+    """Yield the client of new workers of one thread each, of one GPU each if there are to be any."""
+    options = {"n_workers": workers, "dashboard_address": None, **options}
+    if gpu:
+        from dask_cuda import LocalCUDACluster
+
+        made = LocalCUDACluster(protocol=protocol, **options)
+    else:
+        made = LocalCluster(threads_per_worker=1, **options)
+    with made as cluster, Client(cluster) as client:
+        yield client
 
 
 class Session:
