@@ -111,9 +111,10 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     """Import what a public name stands for, once."""
     if name in _MODULES:
-        found = _options_checked(getattr(importlib.import_module(_MODULES[name]), name))
+        module = importlib.import_module(_MODULES[name])
+        found = _options_checked(getattr(module, name))
         # The same object there, or it could not be pickled.
-        setattr(importlib.import_module(_MODULES[name]), name, found)
+        setattr(module, name, found)
     elif name in ("linalg", "typing"):
         found = importlib.import_module(f"{__name__}.{name}")
     else:
