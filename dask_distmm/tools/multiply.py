@@ -9,9 +9,11 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import signal
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ import dask
 import dask.array as da
 import numpy as np
 from dask.utils import format_bytes, format_time
-from distributed import Client, as_completed, futures_of
+from distributed import Client, as_completed, futures_of, wait
 
 from dask_distmm import Explanation, Plan, explain, matmul, progress
 from dask_distmm.errors import DistMMError, PlanError
@@ -296,8 +298,10 @@ def staged(place: Place, overwrite: bool) -> Iterator[Path]:
     target, home = place.target, place.file.parent
     inside = target != place.file
     prefix, suffix = f".{target.name}.", ".partial"
-    with tempfile.TemporaryDirectory(prefix=prefix, suffix=suffix, dir=home, ignore_cleanup_errors=True) as text:
-        folder = Path(text)
+    with _uninterrupted():
+        temporary = tempfile.TemporaryDirectory(prefix=prefix, suffix=suffix, dir=home, ignore_cleanup_errors=True)
+    try:
+        folder = Path(temporary.name)
         # As open as the target's folder: workers may be other users.
         folder.chmod(stat.S_IMODE(home.stat().st_mode) | stat.S_IRWXU)
         yield folder / target.name
@@ -313,6 +317,25 @@ def staged(place: Place, overwrite: bool) -> Iterator[Path]:
         (folder / target.name).replace(target)
         if inside and store.metadata.consolidated_metadata is not None:
             zarr.consolidate_metadata(str(place.file))
+    finally:
+        with _uninterrupted():
+            temporary.cleanup()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Have Ctrl-C wait for the end of a block: who presses it again while files are removed would keep some."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 def write(client: Client, array: da.Array, path: Path, place: Place) -> None:
@@ -360,13 +383,16 @@ def make_zarr(path: Path, place: Place, array: da.Array) -> Any:
 
 def _by_workers(client: Client, array: da.Array, target: Any) -> None:
     """Have the workers write; after an error or Ctrl-C wait for the tasks that write, whose files are removed then."""
-    done = client.compute(da.store(array, target, lock=False, compute=False))
+    with _uninterrupted():
+        done = client.compute(da.store(array, target, lock=False, compute=False))
     try:
         done.result()
     except BaseException:
-        done.cancel()
         deadline = time.monotonic() + _STOP_SECONDS
-        with contextlib.suppress(Exception):
+        with _uninterrupted(), contextlib.suppress(Exception):
+            done.cancel()
+            # Tasks that the scheduler has sent before it heard of the end arrive before these.
+            wait([client.submit(int, workers=[worker], pure=False) for worker in client.nthreads()], _STOP_SECONDS)
             while any(client.run(_running).values()) and time.monotonic() < deadline:
                 time.sleep(0.05)
         raise
