@@ -131,7 +131,8 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
 def _by_tensordot(a: Array, left: str, b: Array, right: str, out: str) -> Any:
     """Return a contraction of Dask's tasks that call BLAS: chunk by chunk ``einsum`` is much slower."""
     batch, _, _, summed = _roles(a, left, b, right, out)
-    if not summed or batch or planning() or np.result_type(a, b).kind not in "fc":
+    plain = all(array_kind(x._meta) in ("numpy", "cupy") for x in (a, b))
+    if not summed or batch or planning() or not plain or np.result_type(a, b).kind not in "fc":
         return NotImplemented
     found = dask_tensordot(a, b, axes=([left.index(x) for x in summed], [right.index(x) for x in summed]))
     return _merged(found, "".join(x for x in left + right if x not in summed), list(out))
