@@ -41,11 +41,13 @@ from numbers import Integral
 from string import ascii_letters
 from typing import Any
 
+import dask
 import dask.array
 import dask.array as da
 import dask.array.routines
 import numpy as np
 from dask._task_spec import Task, TaskRef
+from dask.array._shuffle import _calculate_new_chunksizes
 from dask.array.chunk_types import is_valid_chunk_type
 from dask.array.core import Array, unify_chunks
 from dask.array.einsumfuncs import einsum as dask_einsum
@@ -104,6 +106,7 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
     Of two operands that is NotImplemented.
     """
     terms, out = spec.split("->")
+    arrays = _cut(terms.split(","), out, arrays)
     left = list(zip(terms.split(","), arrays, strict=True))
     path: list[tuple[int, ...]] = [(0, 1)]
     if len(left) > 2:
@@ -126,6 +129,22 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
             made = dask_einsum(",".join(one for one, _ in taken) + "->" + letters, *(x for _, x in taken))
         left.append((letters, made))
     return left[0][1]
+
+
+def _cut(terms: Sequence[str], out: str, arrays: Sequence[Array]) -> Sequence[Array]:
+    """Return operands in chunks of which those of the result are as Dask's: hardly larger than the largest of them."""
+    largest, kept = max(1, *(math.prod(map(max, x.chunks)) for x in arrays)), dict.fromkeys(out, 1)
+    for letters, x in zip(terms, arrays, strict=True):
+        kept |= {one: max(kept[one], *sizes) for one, sizes in zip(letters, x.chunks, strict=True) if one in kept}
+    growth = math.prod(kept.values()) / (largest * dask.config.get("array.chunk-size-tolerance"))
+    if not (out and growth > 1):
+        return arrays
+    found = []
+    for letters, x in zip(terms, arrays, strict=True):
+        axes = {i for i, one in enumerate(letters) if one in kept}
+        most = math.prod(map(max, x.chunks)) / growth ** (len(axes) / len(out))
+        found.append(x.rechunk(tuple(_calculate_new_chunksizes(x.chunks, list(x.chunks), axes, most))))
+    return found
 
 
 def _by_tensordot(a: Array, left: str, b: Array, right: str, out: str) -> Any:
