@@ -57,7 +57,15 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from dask_distmm.arrays.fallback import added_in_64_bits, dask_tensordot, is_sparse, multiply_sparse, why_leave
+from dask_distmm.arrays.fallback import (
+    added_in_64_bits,
+    dask_tensordot,
+    is_sparse,
+    multiply_sparse,
+    sparse_in_einsum,
+    takes_sparse,
+    why_leave,
+)
 from dask_distmm.arrays.kinds import COMPAT_LINALG, any_kind, as_array, kind_of, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.linalg.array_api import chain, power
@@ -490,7 +498,7 @@ def _einsum(*args: Any, **kwargs: Any) -> Any:
     """Take contractions that are products, of two operands or of more, one after the other."""
     # How Dask would go about it says nothing of ours.
     asked = None if set(kwargs) - {"optimize", "split_every"} else parsed(args)
-    return NotImplemented if asked is None else einsum(*asked, _product)
+    return NotImplemented if asked is None or sparse_in_einsum(*asked[1]) else einsum(*asked, _product)
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -502,7 +510,7 @@ def _product(a: Any, b: Any) -> Any:
     if planning():
         return multiply(parse(a, b))
     if is_sparse(a) or is_sparse(b):
-        return multiply_sparse(a, b) if max(a.ndim, b.ndim) < 3 else NotImplemented
+        return multiply_sparse(a, b) if takes_sparse(a, b) else NotImplemented
     if why_leave(a, b, minimum_flops()) is not None:
         return NotImplemented
     raises = raises_beyond_memory()

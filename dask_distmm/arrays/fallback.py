@@ -38,6 +38,22 @@ def is_sparse(x: Array) -> bool:
     return bool(sparse_package(x._meta))
 
 
+def takes_sparse(a: Array, b: Array) -> bool:
+    """Whether ``a @ b`` of sparse chunks is made here under `enable`: Dask has none of SciPy's, but unknown sizes."""
+    # Those of the package sparse Dask multiplies as others.
+    narrow = added_in_64_bits(np.result_type(a.dtype, b.dtype)) and "sparse" in _packages(a, b)
+    return max(a.ndim, b.ndim) < 3 and a.shape[-1] == b.shape[-2 if b.ndim > 1 else 0] and not narrow
+
+
+def sparse_in_einsum(*arrays: Array) -> bool:
+    """Whether Dask's own ``einsum`` has sparse chunks where a product is dense."""
+    return {"sparse", ""} <= _packages(*arrays)
+
+
+def _packages(*arrays: Array) -> set[str]:
+    return {sparse_package(x._meta) for x in arrays}
+
+
 def multiply_sparse(a: Array, b: Array) -> Array:
     """Return ``a @ b`` of matrices and vectors, of which one or both have sparse chunks: dense unless both have."""
     if max(a.ndim, b.ndim) > 2 or 0 in (a.ndim, b.ndim):
