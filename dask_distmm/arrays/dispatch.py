@@ -61,6 +61,7 @@ from dask_distmm.arrays.fallback import (
     added_in_64_bits,
     dask_tensordot,
     is_sparse,
+    left_to_dask,
     multiply_sparse,
     sparse_in_einsum,
     takes_sparse,
@@ -73,8 +74,7 @@ from dask_distmm.arrays.outputs import rechunk
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
-from dask_distmm.engines.base import log
-from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
+from dask_distmm.errors import EngineError, PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.runtime.chunks import array_kind
 
 # Contractions
@@ -516,10 +516,9 @@ def _product(a: Any, b: Any) -> Any:
     raises = raises_beyond_memory()
     try:
         return multiply(parse(a, b), enabled=True)
-    except MissingEngineError:
-        return NotImplemented  # no worker can: CuPy chunks on a cluster without the GPU engine
+    except (EngineError, ProtocolError) as error:
+        return left_to_dask(error)
     except ProjectedMemoryError as error:
         if raises:
             raise
-        log.warning("left to Dask's own tasks: %s", error)
-        return NotImplemented
+        return left_to_dask(error)

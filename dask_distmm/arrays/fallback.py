@@ -23,7 +23,8 @@ from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from dask_distmm.errors import PlanError
+from dask_distmm.engines.base import log
+from dask_distmm.errors import MissingEngineError, PlanError
 from dask_distmm.numeric.sparse import compressed, dense, multiply, sparse_package, total
 from dask_distmm.numeric.types import FP8, Types, supported
 from dask_distmm.planning import ENGINES
@@ -157,6 +158,13 @@ def why_leave(a: da.Array, b: da.Array, minimum_flops: float | None, *, cluster:
     if minimum_flops is not None and flops < minimum_flops:
         return f"{flops:.3g} flops are too little work to pay (config distmm.minimum-flops: {minimum_flops:.3g})"
     return None
+
+
+def left_to_dask(error: Exception) -> Any:
+    """Return NotImplemented for a cluster on which nothing runs, and log why, unless an engine is missing there."""
+    if not isinstance(error, MissingEngineError):
+        log.warning("left to Dask's own tasks: %s", error)
+    return NotImplemented
 
 
 def added_in_64_bits(dtype: np.dtype[Any]) -> bool:

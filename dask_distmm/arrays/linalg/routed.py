@@ -26,12 +26,13 @@ from dask.array.core import Array
 from dask.array.linalg import compression_level
 from dask.array.linalg import lstsq as dask_lstsq
 
+from dask_distmm.arrays.fallback import left_to_dask
 from dask_distmm.arrays.linalg import array_api, factors, leading, norms, solutions, spectral
 from dask_distmm.arrays.linalg.factorize import common_type, goes_by_rows, problem_of
 from dask_distmm.arrays.linalg.public import QRResult, SVDResult, named
 from dask_distmm.arrays.linalg.stacks import by_tasks
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
-from dask_distmm.errors import MissingEngineError, NotSquareError, PlanError, ProjectedMemoryError
+from dask_distmm.errors import EngineError, NotSquareError, PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.planner import plan_computation
@@ -364,8 +365,8 @@ def _take(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: boo
         return NotImplemented if stock == "full" else made
     try:
         return NotImplemented if _left(problem, stock) else made
-    except MissingEngineError:
-        return NotImplemented
+    except (EngineError, ProtocolError) as error:
+        return left_to_dask(error)
     except ProjectedMemoryError:
         if stock != "absent" and not raises:
             return NotImplemented
