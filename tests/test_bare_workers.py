@@ -140,6 +140,8 @@ def test_where_the_scheduler_lacks_it(blocked: dict[str, str], tmp_path: Path) -
             x = da.from_array(a, chunks=20)
             with enabled():
                 found = x.T @ x, da.linalg.qr(x.rechunk((20, 40)))[1], np.linalg.det(x.T @ x)
+                covariance = da.cov(x.rechunk((20, 40)), rowvar=False)
+            np.testing.assert_allclose(covariance.compute(), np.cov(a, rowvar=False))
             assert_product(a.T, a, found[0].compute())
             np.testing.assert_allclose(abs(found[1]).compute(), abs(np.linalg.qr(a)[1]))
             np.testing.assert_allclose(found[2], np.linalg.det(a.T @ a))

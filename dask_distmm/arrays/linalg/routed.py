@@ -357,6 +357,8 @@ def _take(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: boo
         raise  # Dask's own error names arguments of a function inside of it.
     except PlanError:
         return NotImplemented  # Dask's own function has the error to raise.
+    except (EngineError, ProtocolError) as error:
+        return left_to_dask(error)
     if not run:
         return made
     problem, raises = problem_of(made[0] if isinstance(made, tuple) else made), raises_beyond_memory()
