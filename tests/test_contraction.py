@@ -75,12 +75,24 @@ def test_outer_products_keep_chunks_small(products):
     """Chunks of the result are not the products of those of the operands, which may not fit into memory."""
     rng = np.random.default_rng()
     x, y = (da.from_array(noise(rng, (4, 12, 10), "float64"), chunks=(2, 6, 10)) for _ in "xy")
-    for spec, given in (("aij,akl->ijkl", [x, y]), ("aij,aik->jk", [x, y]), ("aij,akl,km->ijlm", [x, y, x[0]])):
+    z = da.from_array(noise(rng, (50, 2, 4, 2, 4), "float64"))
+    specs = {"aij,akl->ijkl": [x, y], "aij,aik->jk": [x, y], "aij,akl,km->ijlm": [x, y, x[0]]}
+    specs["abcde,bfc,dfe->acef"] = [z, x[:2, :, :4].rechunk(-1), y[:2, :, :4].rechunk(-1)]
+    for spec, given in specs.items():
         expected = da.einsum(spec, *given)
         with dask_distmm.enabled():
             found = da.einsum(spec, *given)
         assert found.chunks == expected.chunks, spec
         np.testing.assert_allclose(found.compute(), expected.compute(), atol=1e-12)
+
+
+def test_einsum_of_unknown_sizes_is_dasks(products):
+    x = da.from_array(noise(np.random.default_rng(), (12, 6), "float64"), chunks=4)
+    rows = x[x[:, 0] > 0]
+    with dask_distmm.enabled():
+        found = da.einsum("ij,jk,kl->il", rows, x[:6], x[:6])
+    known = rows.compute()
+    np.testing.assert_allclose(found.compute(), known @ x[:6].compute() @ x[:6].compute())
 
 
 @pytest.mark.filterwarnings("ignore:Increasing number of chunks:dask.array.core.PerformanceWarning")

@@ -111,8 +111,10 @@ def contract(a: Array, left: str, b: Array, right: str, out: str, product: Produ
 def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
     """Return a contraction of arrays, two at a time in the cheapest order; other pairs are left to Dask.
 
-    Of two operands that is NotImplemented.
+    Of two operands that is NotImplemented, and so are unknown sizes.
     """
+    if np.isnan([*itertools.chain(*(x.shape for x in arrays))]).any():
+        return NotImplemented
     terms, out = spec.split("->")
     arrays = _cut(terms.split(","), out, arrays)
     left = list(zip(terms.split(","), arrays, strict=True))
@@ -136,7 +138,9 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
                 return NotImplemented
             made = dask_einsum(",".join(one for one, _ in taken) + "->" + letters, *(x for _, x in taken))
         left.append((letters, made))
-    return left[0][1]
+    # Those between may have been cut, as they may be larger.
+    sizes, _ = unify_chunks(*itertools.chain(*zip(arrays, terms.split(","), strict=True)), warn=False)
+    return left[0][1].rechunk(tuple(sizes[one] for one in out))
 
 
 def _cut(terms: Sequence[str], out: str, arrays: Sequence[Array]) -> Sequence[Array]:
