@@ -150,9 +150,9 @@ PROGRAMS: dict[str, tuple[tuple[int, int, int], Callable[[da.Array], Numbers]]] 
     "sgkit: PCA, tsqr": ((60_000, 128, 8), _sgkit_pca("tsqr")),
     "sgkit: PCA, randomized": ((60_000, 128, 8), _sgkit_pca("randomized")),
     "sgkit: regression of each variant": ((20_000, 128, 8), _sgkit_regression),
-    "hyperspy: SVD, full": ((200_000, 128, 8), _hyperspy),
-    "scanpy: PCA": ((200_000, 128, 8), _scanpy),
-    "scanpy: PCA, sparse": ((100_000, 512, 8), _scanpy_sparse),
+    "hyperspy: SVD, full": ((60_000, 128, 8), _hyperspy),
+    "scanpy: PCA": ((60_000, 128, 8), _scanpy),
+    "scanpy: PCA, sparse": ((60_000, 512, 8), _scanpy_sparse),
 }
 
 
