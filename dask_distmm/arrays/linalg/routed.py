@@ -25,6 +25,7 @@ import numpy as np
 from dask.array.core import Array
 from dask.array.linalg import compression_level
 from dask.array.linalg import lstsq as dask_lstsq
+from dask.array.utils import svd_flip
 
 from dask_distmm.arrays.fallback import left_to_dask
 from dask_distmm.arrays.linalg import array_api, factors, leading, norms, solutions, spectral
@@ -125,11 +126,15 @@ def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, comp
     if 1 not in a.numblocks:
         make = functools.partial(spectral.svd, a, full_matrices=False)
         return _take(make, a, stock="absent", run=False) if coerce_signs else NotImplemented
-    # Dask's signs are those of sums, which the rank that has R knows only of the right vectors of a tall matrix.
+    # Dask's signs are those of sums of right vectors: of a tall matrix the rank that has R knows them.
     if a.dtype.kind != "c" and a.numblocks[1] == 1 and _by_rows(a):
         return _take(lambda: spectral.svd_by_rows(a, True, {}, by_sum=coerce_signs), a, stock="full")
-    if not coerce_signs and a.numblocks[0] == 1 and _by_rows(a.T):
-        return _take(functools.partial(spectral.svd, a, full_matrices=False), a, stock="full")
+    if (a.dtype.kind != "c" or not coerce_signs) and a.numblocks[0] == 1 and _by_rows(a.T):
+        found = _take(functools.partial(spectral.svd, a, full_matrices=False), a, stock="full")
+        if not coerce_signs or found is NotImplemented:
+            return found
+        u, v = svd_flip(found[0], found[2])
+        return u, found[1], v
     return NotImplemented
 
 
