@@ -28,8 +28,8 @@ from dask.base import tokenize
 from dask.utils import format_bytes, parse_bytes
 
 from dask_distmm.arrays.choice import decide
-from dask_distmm.arrays.outputs import as_they_lie, operand_sum, output_meta
-from dask_distmm.arrays.request import Request, problem_of_request
+from dask_distmm.arrays.outputs import as_pair, operand_sum, output_meta
+from dask_distmm.arrays.request import Request
 from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.config import dask_costs, parsed, read_options, wave_budget
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError, advice
@@ -107,7 +107,7 @@ def by_items(request: Request, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
         own = labels[ndim - array.ndim :]
         arguments += [whole, {"a": (*own[:-1], ndim), "b": (*own[:-2], ndim, ndim - 1)}.get(name, own)]
     held = carried(request.types.d, request.kind)
-    meta = meta_from_array(b._meta if request.kind == array_kind(b._meta) else a._meta, ndim=ndim, dtype=held)
+    meta = meta_from_array(request.prototype, ndim=ndim, dtype=held)
     several = bool(formula.per_element)
     made = da.blockwise(
         multiply_items,
@@ -131,7 +131,7 @@ def by_items(request: Request, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
             aux[name] = _output(request, made, name, number)
         made = made.map_blocks(operator.itemgetter(0), dtype=held, meta=meta)
     if formula.operand_sum:
-        aux[formula.operand_sum] = operand_sum(formula, a, b, request.dtype)
+        aux[formula.operand_sum] = operand_sum(request)
     return made, aux
 
 
@@ -209,14 +209,14 @@ def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> tupl
     outputs: dict[str, dict[Sizes, da.Array]] = {}
     places = list(itertools.product(*map(range, batch)))
     for index, found in zip(places, run([item_of(request, index) for index in places]), strict=True):
-        items[index], aux = found if isinstance(found, tuple) else (found, {})
+        items[index], aux = as_pair(found)
         for name, array in aux.items():
             outputs.setdefault(name, {})[index] = array
     stacked = {name: _stack(arrays, batch) for name, arrays in outputs.items()}
     if formula.amax:
         stacked["result_amax"] = stacked["result_amax"].max()
     if formula.operand_sum:
-        stacked[formula.operand_sum] = operand_sum(formula, request.a, request.b, request.dtype)
+        stacked[formula.operand_sum] = operand_sum(request)
     return _stack(items, batch), stacked
 
 
@@ -235,11 +235,10 @@ def in_series(requests: Sequence[Request], sources: Sequence[tuple[da.Array, da.
     client = current_client()
     if client is None or len(requests) < 2:
         return None
-    first = problem_of_request(requests[0])
-    known = recent_snapshot(client, first)
+    known = recent_snapshot(client, requests[0].problem)
     if known is None or fit_together([x for pair in sources for x in pair], made_bytes(requests), known.workers):
         return None
-    return _schemes(requests, [first, *map(problem_of_request, requests[1:])], client, sources)
+    return _schemes(requests, client, sources)
 
 
 def fit_together(arrays: Sequence[da.Array], more: float, workers: Sequence[Worker]) -> bool:
@@ -255,13 +254,10 @@ def made_bytes(requests: Sequence[Request]) -> float:
 
 
 def _schemes(
-    requests: Sequence[Request],
-    problems: Sequence[Problem],
-    client: Client,
-    sources: Sequence[tuple[da.Array, da.Array]],
+    requests: Sequence[Request], client: Client, sources: Sequence[tuple[da.Array, da.Array]]
 ) -> list[Scheme] | None:
     """Return the waves of products that follow one another; None if these can't be, or fit at once after all."""
-    distinct = {array.name: array for pair in sources for array in pair}
+    problems, distinct = [x.problem for x in requests], {array.name: array for pair in sources for array in pair}
     known, budget = ask_roster(client, problems[0].demand, list(distinct.values())), wave_budget()
     if known is None or budget is None or len({problem.demand for problem in problems}) > 1:
         return None
@@ -272,53 +268,33 @@ def _schemes(
     if fit_together([x for name, x in distinct.items() if name not in there], made_bytes(requests), workers):
         return None
     lazy = [(a.name not in there, b.name not in there) for a, b in sources]
+    # For A and for B whether ranks can make the chunks of all products.
+    can_a, can_b = (
+        can_be_made(*(x.lying[name] for x, is_lazy in zip(requests, lazy, strict=True) if is_lazy[at]))
+        for at, name in enumerate("ab")
+    )
     try:
-        for able in (_can_be_made(requests, problems, lazy), (False, False)):
-            chosen: dict[Any, Scheme] = {}
-            for problem, is_lazy in zip(problems, lazy, strict=True):
-                if (key := _alike(problem, is_lazy)) not in chosen:
-                    chosen[key] = choose_scheme(
-                        problem, workers, is_lazy, budget, dask_costs(),
-                        engine=known.engines, by_ranks=able, products=len(problems),
-                    )  # fmt: skip
-            if len({scheme.by_ranks for scheme in chosen.values()}) == 1:
+        for able in ((can_a, can_b), (False, False)):
+            schemes = [
+                choose_scheme(
+                    problem, workers, is_lazy, budget, dask_costs(),
+                    engine=known.engines, by_ranks=able, products=len(problems),
+                )
+                for problem, is_lazy in zip(problems, lazy, strict=True)
+            ]  # fmt: skip
+            if len({scheme.by_ranks for scheme in schemes}) == 1:
                 break
     except (PlanError, ProjectedMemoryError) as error:
         requests[0].logger.info("%s", error)
         return None
-    return _numbered([chosen[_alike(*one)] for one in zip(problems, lazy, strict=True)], problems)
+    series = f"matmul-{tokenize([problem.name for problem in problems])}"
+    before = itertools.accumulate((len(scheme.waves) for scheme in schemes), initial=0)
+    return [dataclasses.replace(scheme, series=series, before=at) for scheme, at in zip(schemes, before, strict=False)]
 
 
 def _less(worker: Worker, held: float) -> Worker:
     limit = max(1, int(worker.memory_limit - held)) if worker.memory_limit else 0
     return dataclasses.replace(worker, memory_limit=limit)
-
-
-def _can_be_made(
-    requests: Sequence[Request], problems: Sequence[Problem], lazy: Sequence[tuple[bool, bool]]
-) -> tuple[bool, bool]:
-    """Return for A and for B whether ranks can make the chunks of all products."""
-    lying = [as_they_lie(problem, one.a, one.b, ()) for one, problem in zip(requests, problems, strict=True)]
-
-    def can(at: int) -> bool:
-        return can_be_made(*(arrays["ab"[at]] for arrays, is_lazy in zip(lying, lazy, strict=True) if is_lazy[at]))
-
-    return can(0), can(1)
-
-
-def _alike(problem: Problem, lazy: tuple[bool, bool]) -> Any:
-    """Return a key that products have in common which have the same waves."""
-    chunks = problem.a_chunks, problem.b_chunks, problem.out_chunks
-    return chunks, problem.a_dtype, problem.b_dtype, problem.dtype, problem.shared, lazy
-
-
-def _numbered(schemes: Sequence[Scheme], problems: Sequence[Problem]) -> list[Scheme]:
-    """Return schemes with the name of their series and their place there."""
-    series, before, found = f"matmul-{tokenize([problem.name for problem in problems])}", 0, []
-    for scheme in schemes:
-        found.append(dataclasses.replace(scheme, series=series, before=before))
-        before += len(scheme.waves)
-    return found
 
 
 # The choice
@@ -363,7 +339,7 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     one = as_one_product(request)
     runs = 1 if one else math.prod(request.batch_shape)
     single = one or item_of(request, (0,) * len(request.batch_shape))
-    problem = problem_of_request(single)
+    problem = single.problem
     workers, known = known_workers(problem, imagined)
     task_bytes, overhead = task_options()
     read = read_options()
@@ -375,7 +351,7 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     plan: Plan | WavePlan | None = None
     if known is not None:
         try:
-            plan = decide(single, problem, None if imagined else current_client(), known).made(problem)
+            plan = decide(single, None if imagined else current_client(), known).made(problem)
         except (PlanError, ProjectedMemoryError):
             if request.batch == "collective" or needed or not fits:
                 raise

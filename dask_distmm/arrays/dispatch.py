@@ -14,7 +14,7 @@ While enabled, these names hold functions of ours, which pass all other calls on
 functions of ``dask.array.linalg`` in `dask_distmm.arrays.linalg.routed`, in which most of NumPy's of the same names
 end. Others of ``np.linalg``, which Dask lacks or which mean something else there, go by ``Array.__array_function__``.
 Arrays of other kinds, which have names of their own, are in `dask_distmm.arrays.kinds`. ``rechunk`` does what it did,
-and is noted for products (`dask_distmm.arrays.outputs`).
+and is noted for products (`dask_distmm.arrays.request`).
 
 Contractions of arrays of any number of dimensions are products of matrices, each of whose axes stands for several. The
 kept axes of a chunk of A become its rows and the summed ones its columns; of B's the other way around. Elements of
@@ -59,9 +59,8 @@ from dask_distmm.arrays.fallback import added_in_64_bits, dask_tensordot, is_spa
 from dask_distmm.arrays.kinds import COMPAT_LINALG, any_kind, as_array, kind_of, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.linalg.array_api import chain, power
-from dask_distmm.arrays.outputs import rechunk
 from dask_distmm.arrays.product import multiply
-from dask_distmm.arrays.request import parse
+from dask_distmm.arrays.request import parse, rechunk
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
 from dask_distmm.engines.base import log
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError

@@ -24,9 +24,8 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_distmm.arrays.kinds import any_kind, as_array
-from dask_distmm.arrays.outputs import view_of
 from dask_distmm.arrays.product import multiply
-from dask_distmm.arrays.request import check_workers, parse, why_not_input
+from dask_distmm.arrays.request import check_workers, parse, view_of, why_not_input
 from dask_distmm.config import read_options, setting
 from dask_distmm.errors import EngineError, PlanError
 from dask_distmm.layout import Layout, redistribution

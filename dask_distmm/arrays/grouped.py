@@ -18,10 +18,9 @@ from dask.utils import format_bytes
 from dask_distmm.arrays.batched import known_workers, multiply_items, task_options
 from dask_distmm.arrays.choice import decide, why_not_run
 from dask_distmm.arrays.options import takes
-from dask_distmm.arrays.outputs import view_of
 from dask_distmm.arrays.product import multiply, multiply_all
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse, problem_of_request
+from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse, view_of
 from dask_distmm.config import Machine, dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
@@ -236,9 +235,9 @@ class _Member:
         """Return the seconds of a collective run; None where none is possible, which is an error if it is forced."""
         if self.snapshot is None:
             return None
-        problem = problem_of_request(self.request)
+        problem = self.request.problem
         try:
-            found = decide(self.request, problem, current_client(), self.snapshot).made(problem)
+            found = decide(self.request, current_client(), self.snapshot).made(problem)
         except (PlanError, ProjectedMemoryError):
             if forced:
                 raise
@@ -254,7 +253,7 @@ def _members(requests: Sequence[Request]) -> list[_Member]:
     for request in requests:
         key = (request.kind, request.a.dtype.name, request.b.dtype.name)
         if key not in known:
-            known[key] = known_workers(problem_of_request(request), None)
+            known[key] = known_workers(request.problem, None)
         workers, snapshot = known[key]
         machine, pool = read.machine(engine_alone(request.kind)), Pool.of(workers, read.limit_fraction, request.kind)
         found.append(_Member(request, machine, pool, snapshot))
@@ -290,8 +289,7 @@ def _by_slabs(request: Request, share: Share) -> da.Array:
         )
         for i in range(len(share.rows))
     }
-    kind = b._meta if "cupy" in type(b._meta).__module__ else a._meta
-    meta = meta_from_array(kind, ndim=2, dtype=request.dtype)
+    meta = meta_from_array(request.prototype, ndim=2, dtype=request.dtype)
     graph = HighLevelGraph.from_collections(name, TasksLayer(layer), dependencies=[a, b])
     return da.Array(graph, name, (share.rows, (request.shape[1],)), meta=meta)
 

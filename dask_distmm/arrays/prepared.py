@@ -26,9 +26,9 @@ import numpy as np
 from dask_distmm.arrays.distribute import place_chunks
 from dask_distmm.arrays.fallback import why_not
 from dask_distmm.arrays.options import takes
-from dask_distmm.arrays.outputs import apply_op, operands_under, run_outputs
+from dask_distmm.arrays.outputs import as_pair, run_outputs
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.request import Request, parse, problem_of_request, unfit, why_not_input
+from dask_distmm.arrays.request import Request, apply_op, parse, unfit, why_not_input
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import Types
 from dask_distmm.planning import ENGINES, Chunks, Plan, Problem, plan
@@ -102,7 +102,7 @@ class Layout:
         # The ranks, and after them the workers that multiply nothing but are to have all of D.
         others = [worker.address for worker in self.known.workers if worker.address not in made.workers]
         workers = (*made.workers, *(others if request.formula.replicated else ()))
-        return dataclasses.replace(request, method=made.method, engine=made.engine, workers=workers)
+        return dataclasses.replace(request, method=made.method, engine=made.engine, workers=workers, grid=made.grid)
 
     def plan_on_tiles(self, problem: Problem) -> Plan:
         """Return the plan of an execution: the tiles lie where `Operands.lay_out` has put them."""
@@ -249,7 +249,7 @@ class Matmul:
         self._asked["method"], self._asked["engine"] = cast(Method, request.method), cast(Engine, request.engine)
         self._layout: Layout | None = None
         # Of the next execution; None before `plan`, and while operands are missing.
-        self._run: tuple[Problem, Request] | None = None
+        self._run: Request | None = None
         client = current_client()
         self._client = weakref.ref(client) if client is not None else lambda: None
 
@@ -282,16 +282,16 @@ class Matmul:
         inputs = {name: da.asanyarray(value) for name, value in (epilog_inputs or {}).items()}
         asked: AllOptions = {**self._asked, "epilog": epilog, "bias_axis": bias_axis, "result_amax": result_amax}
         request = _parse(self._operands.arrays, inputs, asked, self._types)
-        problem = problem_of_request(request)
-        known = ask_roster(client, problem.demand, operands_under(request.a, request.b, problem))
+        problem = request.problem
+        known = ask_roster(client, problem.demand, [request.lying["a"], request.lying["b"]])
         if known is None:
             raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
         self._layout = Layout(known.plan(problem), known)
         # Later plans start from tiles; the result keeps the chunks that the operands have given it.
         self._asked = {**asked, "out_chunks": problem.out_chunks}
         self._operands.replace_inputs(inputs)
-        problem = self._lay_out(client, self._layout, dataclasses.replace(request, out_chunks=problem.out_chunks))
-        tiled = self._layout.plan_on_tiles(problem)
+        fixed = self._lay_out(client, self._layout, dataclasses.replace(request, out_chunks=problem.out_chunks))
+        tiled = self._layout.plan_on_tiles(fixed.problem)
         self._log.info("Matmul: planned, operands laid out\n%r", tiled)
         return tiled
 
@@ -322,7 +322,10 @@ class Matmul:
             raise PlanError("nothing is planned: call plan() before execute()")
         self._operands.need_all()
         assert self._run is not None
-        d, aux = _start(client, *self._run)
+        # There is nothing in this graph that the optimizer could improve.
+        d, aux = as_pair(run_outputs(dataclasses.replace(self._run, name=f"matmul-{uuid.uuid4().hex}")))
+        d, *others = client.persist([d, *aux.values()], optimize_graph=False)
+        aux = dict(zip(aux, others, strict=True))
         self._log.info("Matmul: execution %s on %d workers", d.name, len(self._layout.plan.ranks))
         if release_workspace:
             from distributed import wait
@@ -421,12 +424,10 @@ class Matmul:
             raise PlanError("the client of this Matmul is closed, and its operands are released: make another one")
         return client
 
-    def _lay_out(self, client: Client, layout: Layout, request: Request) -> Problem:
-        """Lay out the arrays that are not yet; return the problem of the next executions."""
-        request = layout.fixed(self._operands.lay_out(client, layout, request))
-        problem = dataclasses.replace(problem_of_request(request), grid=layout.plan.grid)
-        self._run = problem, request
-        return problem
+    def _lay_out(self, client: Client, layout: Layout, request: Request) -> Request:
+        """Lay out the arrays that are not yet; return the request of the next executions."""
+        self._run = layout.fixed(self._operands.lay_out(client, layout, request))
+        return self._run
 
 
 def _parse(
@@ -452,13 +453,3 @@ def _check_collective(arrays: Mapping[str, da.Array], request: Request) -> None:
         reason = f"c: {wrong}"
     if reason is not None:
         raise PlanError(f"a Matmul can't be made here: {reason}")
-
-
-def _start(client: Client, problem: Problem, request: Request) -> tuple[da.Array, dict[str, da.Array]]:
-    """Start a run of its own; return D and the auxiliary outputs, which are on their way."""
-    problem = dataclasses.replace(problem, name=f"matmul-{uuid.uuid4().hex}")
-    found = run_outputs(problem, request.a, request.b, [array for _, array in request.extras])
-    d, aux = found if isinstance(found, tuple) else (found, {})
-    # There is nothing in this graph that the optimizer could improve.
-    d, *others = client.persist([d, *aux.values()], optimize_graph=False)
-    return d, dict(zip(aux, others, strict=True))

@@ -1,25 +1,36 @@
 """The request of a user, parsed and checked once; and the Problem that it makes.
 
 The formula ``D = F(alpha * op(A) @ op(B) + beta * C)`` as a user gives it: checked, with the arrays it reads.
+
+The chunks of the array underneath are multiplied, transposed without a copy, and BLAS conjugates while it multiplies.
+So ``A.conj().T @ B`` makes no conjugated copy of A, and needs no task for it.
+
+Nothing of a graph is interpreted. Dask gives an array a name that follows from what it is made of: if ``x`` depends on
+only one array, and the transpose of that array would have the name of ``x``, then ``x`` is its transpose. What was cut
+otherwise can't be seen in this way: while `enable` is in force the names of arrays that are rechunked are noted. A run
+takes any chunks, so nothing has to be cut for it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import dask.array as da
 import numpy as np
-from dask.array.core import normalize_chunks
+from dask.array.core import Array, normalize_chunks
 from dask.base import tokenize
+from distributed import Future
 from distributed.protocol.pickle import dumps
 
+from dask_distmm.arrays.fallback import dask_rechunk
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.options import DEFAULTS
-from dask_distmm.arrays.outputs import Extras, apply_op, view_of
 from dask_distmm.arrays.quantize import as_operands, with_scales
 from dask_distmm.config import read_options, setting
 from dask_distmm.engines.base import log
@@ -30,6 +41,105 @@ from dask_distmm.planning import ENGINES, METHODS, Chunks, Extra, Problem
 from dask_distmm.planning.distribution import FREE, Distribution, Distributions
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.typing import AllOptions
+
+# Operands as they lie: the array under a lazy ``A.T``, ``A.conj()`` or ``A.rechunk(...)``
+
+
+# Arrays beside A and B by name, each of two dimensions, or more for a batch.
+Extras = Sequence[tuple[str, da.Array]]
+
+
+class Source(NamedTuple):
+    """What a view is made of, by name."""
+
+    name: str
+    # Its chunks, where they do not follow from those of the view.
+    chunks: Chunks | None = None
+    transposed: bool = False
+    conjugated: bool = False
+
+
+# By the names of views; the latest ones.
+_sources: collections.OrderedDict[str, Source] = collections.OrderedDict()
+_NOTED = 10_000
+
+
+class MatrixView(NamedTuple):
+    """A matrix as the transpose, the conjugate, or both, of another one."""
+
+    # The other one, (m, n).
+    array: da.Array
+    # Whether the matrix is its transpose, (n, m).
+    transposed: bool
+    # Whether it is its conjugate; never for real types.
+    conjugated: bool
+
+
+def apply_op(name: str, array: da.Array, op: str) -> da.Array:
+    """Return op(array): lazily, so that `view_of` sees through it."""
+    if op not in ("N", "T", "C"):
+        raise PlanError(f"op_{name}={op!r}; expected 'N', 'T' or 'C'")
+    if op == "N":
+        return array
+    if array.ndim < 2:
+        raise PlanError(f"op_{name}={op!r}: {name.upper()} has one dimension, matrices have two; leave op_{name} out")
+    transposed = array.T if array.ndim == 2 else array.swapaxes(-1, -2)
+    return transposed.conj() if op == "C" and array.dtype.kind == "c" else transposed
+
+
+def rechunk(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Cut an array as Dask does, and note of what it is made."""
+    if not isinstance(x, Array):
+        return NotImplemented
+    found = dask_rechunk(x, *args, **kwargs)
+    if x.ndim == 2 and found.name != x.name:
+        _note(found.name, Source(x.name, x.chunks))
+    return found
+
+
+def _note(name: str, source: Source) -> Source:
+    _sources[name] = source
+    while len(_sources) > _NOTED:
+        _sources.popitem(last=False)
+    return source
+
+
+def under(x: da.Array, name: str, chunks: Chunks) -> da.Array:
+    """Return the array of that name and these chunks, which is under a matrix."""
+    return x if x.name == name else Array(x.dask, name, chunks, meta=x._meta)
+
+
+def is_lazy(x: da.Array) -> bool:
+    """Whether an array's chunks are still to be made, as far as its graph tells: they are neither futures nor data."""
+    layer = x.dask.layers.get(x.name)
+    if layer is None or not layer.is_materialized():
+        return True
+    first = next(iter(layer.values()), None)
+    return not isinstance(first, Future) and not hasattr(first, "shape")
+
+
+def view_of(x: da.Array) -> MatrixView:
+    """Return the array of which a matrix is a view; the matrix itself if that can't be seen."""
+    transposed = conjugated = False
+    # The array may have been computed meanwhile.
+    while (source := _sources.get(x.name) or _source_of(x)) is not None and source.name in x.dask.layers:
+        x = under(x, source.name, source.chunks or (x.chunks[::-1] if source.transposed else x.chunks))
+        transposed, conjugated = transposed != source.transposed, conjugated != source.conjugated
+    return MatrixView(x, transposed, conjugated and x.dtype.kind == "c")
+
+
+def _source_of(x: da.Array) -> Source | None:
+    """Return what a matrix is the transpose or the conjugate of; None if it is neither."""
+    needs = x.dask.dependencies.get(x.name, ()) if x.name.startswith(("transpose-", "conjugate-")) else ()
+    if len(needs) != 1:
+        return None
+    name = next(iter(needs))
+    if under(x, name, x.chunks[::-1]).T.name == x.name:
+        return _note(x.name, Source(name, transposed=True))
+    if under(x, name, x.chunks).conj().name == x.name:
+        return _note(x.name, Source(name, conjugated=True))
+    return None
+
 
 # The formula ``D = F(alpha * op(A) @ op(B) + beta * C)`` as a user gives it: checked, with the arrays it reads
 
@@ -214,6 +324,9 @@ class Request:
     named: tuple[str, ...] = ()
     # The operand that all workers are to keep, ``"a"`` or ``"b"``; empty for none.
     gathered: str = ""
+    # Name of D, where it does not follow from all else; and the only p x q x s that may be taken.
+    name: str = ""
+    grid: tuple[int, int, int] | None = None
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -237,9 +350,14 @@ class Request:
         return dtype_from_name(self.types.d)
 
     @property
+    def prototype(self) -> Any:
+        """The meta of an operand whose chunks are of the kind that D's are."""
+        return (self.b if array_kind(self.b._meta) == "cupy" else self.a)._meta
+
+    @property
     def kind(self) -> str:
         """The kind of D's chunks: ``"numpy"`` or ``"cupy"``."""
-        return "cupy" if "cupy" in (array_kind(self.a._meta), array_kind(self.b._meta)) else "numpy"
+        return "cupy" if array_kind(self.prototype) == "cupy" else "numpy"
 
     @property
     def empty(self) -> bool:
@@ -262,6 +380,45 @@ class Request:
             found += [f"workers={self.workers!r}"] * (self.workers is not None)
             found += [f"distributions={self.distributions!r}"] * any(self.distributions)
         return found + [f"compute_type={self.compute_type!r}"] * (self.compute_type is not None)
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The Problem of multiplying two matrices."""
+        a, b, types, formula, options = self.a, self.b, self.types, self.formula, read_options()
+        chunks = result_chunks(a, b, self.out_chunks)
+        views = view_of(a), view_of(b)
+        of_a, of_b = (view.array.chunks[::-1] if view.transposed else view.array.chunks for view in views)
+        fields = (of_a, of_b, chunks, types.a, types.b, types.d, self.method, self.engine, self.workers)
+        found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in self.extras)
+        transposed, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
+        names = (a.name, b.name, *(array.name for _, array in self.extras))
+        # Plain values, all of them: their text says all, and is made in a tenth of the time in which they are walked.
+        more = self.distributions, transposed, conjugated, self.gathered
+        same = a.name == b.name and types.a == types.b
+        return Problem(
+            self.name or f"matmul-{tokenize(repr((names, fields, types, options, formula, *more)))}",
+            *(*fields, same, options, self.kind, found, formula, types.compute),
+            distributions=self.distributions,
+            grid=self.grid,
+            arrays=(views[0].array.name, views[1].array.name),
+            transposed=transposed,
+            conjugated=conjugated,
+            gathered=self.gathered,
+        )
+
+    @functools.cached_property
+    def lying(self) -> dict[str, da.Array]:
+        """The operands of a run by name; of A and B the arrays whose chunks are multiplied, transposed or not."""
+        problem = self.problem
+        chunks = zip((problem.a_chunks, problem.b_chunks), problem.transposed, strict=True)
+        under_them = zip((self.a, self.b), problem.arrays, chunks, strict=True)
+        found = [under(x, name, sizes[::-1] if transposed else sizes) for x, name, (sizes, transposed) in under_them]
+        return dict(zip("ab", found, strict=True)) | dict(self.extras)
+
+    @functools.cached_property
+    def lazy(self) -> tuple[bool, bool]:
+        """Whether the chunks of A and of B are still to be made."""
+        return is_lazy(self.lying["a"]), is_lazy(self.lying["b"])
 
     def without_dropped(self, d: da.Array) -> da.Array:
         """Return D without the axes that no operand has."""
@@ -316,31 +473,6 @@ def _named(**options: Any) -> tuple[str, ...]:
 def as_matrices(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array]:
     """Return the operands with vectors as matrices of one row, and of one column."""
     return (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
-
-
-def problem_of_request(request: Request) -> Problem:
-    """Return the Problem of multiplying two matrices."""
-    a, b, types, formula = request.a, request.b, request.types, request.formula
-    options = read_options()
-    chunks = result_chunks(a, b, request.out_chunks)
-    views = view_of(a), view_of(b)
-    of_a, of_b = (view.array.chunks[::-1] if view.transposed else view.array.chunks for view in views)
-    fields = (of_a, of_b, chunks, types.a, types.b, types.d, request.method, request.engine, request.workers)
-    found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in request.extras)
-    transposed, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
-    names = (a.name, b.name, *(array.name for _, array in request.extras))
-    # Plain values, all of them: their text says all, and is made in a tenth of the time in which they are walked.
-    more = request.distributions, transposed, conjugated, request.gathered
-    token = tokenize(repr((names, fields, types, options, formula, *more)))
-    same = a.name == b.name and types.a == types.b
-    return Problem(
-        *(f"matmul-{token}", *fields, same, options, request.kind, found, formula, types.compute),
-        distributions=request.distributions,
-        arrays=(views[0].array.name, views[1].array.name),
-        transposed=transposed,
-        conjugated=conjugated,
-        gathered=request.gathered,
-    )
 
 
 def check_batch(batch: str | None, *, is_batch: bool) -> str:
