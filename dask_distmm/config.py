@@ -157,6 +157,11 @@ class DaskCosts:
 
 def dask_costs() -> DaskCosts:
     """Read the costs of Dask's own side of a run."""
+    return _dask_costs(repr(dask.config.get("distmm.dask", None)))
+
+
+@functools.lru_cache(maxsize=16)
+def _dask_costs(config: str) -> DaskCosts:
     return DaskCosts(*(float(parsed(f"dask.{field.name}", parse_timedelta)) for field in dataclasses.fields(DaskCosts)))
 
 

@@ -91,8 +91,7 @@ def decide_now(request: Request, *, enabled: bool = False) -> Decision:
     found = Decision(known=known)
     if enabled and (left := _why_streamed(request, found)):
         return Decision(left=left)
-    informed = request.logger.isEnabledFor(logging.INFO)
-    if informed or not _fits_easily(request, client, known):
+    if request.logger.isEnabledFor(logging.INFO) or not _fits_easily(request, client, known):
         found = decide(request, client, known)
         request.logger.info("%s, lazy\n%r", request.problem.name, found.made(request.problem))
         return dataclasses.replace(found, left=why_left(request, found) if enabled else "")
@@ -139,23 +138,22 @@ def by_tasks(request: Request, known: Snapshot | None) -> DaskTasks | None:
 
 def _fits_easily(request: Request, client: Client, known: Snapshot) -> bool:
     """Whether one run of any kind has room in memory, and no way to multiply was asked for that may not be there."""
-    if request.method != "auto" or any(request.distributions) or _loading(request, client, known) >= _LONG:
+    budget, fraction = wave_budget(), request.problem.options.limit_fraction
+    if request.method != "auto" or any(request.distributions):
         return False
-    fraction = request.problem.options.limit_fraction
-    budget = wave_budget() or Budget(fraction, fraction, 1.0)
-    workers = [place for worker in (*known.workers, *known.sources) for place in (worker, in_host(worker))]
-    return fits_easily(request.problem, min(map(budget.of, workers)))
+    if budget is not None and _loading(request, client, known, budget) >= _LONG:
+        return False
+    room = (budget or Budget(fraction, fraction, 1.0)).of
+    workers = (*known.workers, *known.sources)
+    return fits_easily(request.problem, min(min(room(worker), room(in_host(worker))) for worker in workers))
 
 
-def _loading(request: Request, client: Client, known: Snapshot) -> float:
-    """Return the seconds in which workers make the chunks that are not there; 0 where waves are off."""
-    budget, problem = wave_budget(), request.problem
-    if budget is None:
-        return 0.0
-    sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
-    lazy = _not_there(request, client)
-    found = sum(size for size, yes in zip(sizes, (lazy[0], lazy[1] and not problem.shared), strict=True) if yes)
-    return found / (len(known.workers) + len(known.sources)) / budget.rate(problem.array)
+def _loading(request: Request, client: Client, known: Snapshot, budget: Budget) -> float:
+    """Return the seconds in which workers make the chunks that are not there."""
+    problem, (lazy_a, lazy_b) = request.problem, _not_there(request, client)
+    a_bytes, b_bytes = problem.m * problem.itemsize("a"), problem.n * problem.itemsize("b")
+    size = problem.k * (a_bytes * lazy_a + b_bytes * (lazy_b and not problem.shared))
+    return size / (len(known.workers) + len(known.sources)) / budget.rate(problem.array)
 
 
 def _not_there(request: Request, client: Client) -> tuple[bool, bool]:
@@ -190,7 +188,7 @@ def _scheme_by_ranks(request: Request, client: Client, known: Snapshot, plan: Pl
 
     It takes less memory, too: chunks are dropped as soon as they are multiplied.
     """
-    loading = _loading(request, client, known)
+    loading = _loading(request, client, known, budget)
     if loading < _LONG or not all(one.makes for one in models_of([plan.engine])):
         return None
     lazy_a, lazy_b = both = _not_there(request, client)

@@ -128,7 +128,7 @@ def why_leave(a: da.Array, b: da.Array, minimum_flops: float | None, *, cluster:
         return reason
     if added_in_64_bits(np.result_type(a.dtype, b.dtype)):
         return "it adds integers of fewer than 64 bits in 64 bits; dask_distmm.matmul keeps their type"
-    if any(np.isnan(size) for size in itertools.chain(*a.chunks, *b.chunks)):
+    if has_unknown_chunks(a) or has_unknown_chunks(b):
         return "the chunk sizes are unknown; call compute_chunk_sizes()"
     if a.shape[-1] != b.shape[-2 if b.ndim > 1 else 0]:
         return "the shapes don't match"
@@ -141,6 +141,11 @@ def why_leave(a: da.Array, b: da.Array, minimum_flops: float | None, *, cluster:
     if minimum_flops is not None and flops < minimum_flops:
         return f"{flops:.3g} flops are too little work to pay (config distmm.minimum-flops: {minimum_flops:.3g})"
     return None
+
+
+def has_unknown_chunks(x: da.Array) -> bool:
+    """Whether chunk sizes are unknown, as after selecting rows by a mask."""
+    return any(map(math.isnan, x.shape))
 
 
 def added_in_64_bits(dtype: np.dtype[Any]) -> bool:

@@ -50,11 +50,12 @@ class NotCollective(Explanation):
 def multiply(request: Request, *, enabled: bool = False) -> Any:
     """Return D, and the auxiliary outputs if there are any.
 
-    Under `enable` it is NotImplemented where a product of matrices is better left to Dask's own function.
+    Under `enable`, of a product that can run (`why_leave`), it is NotImplemented where a product of matrices is better
+    left to Dask's own function.
     """
     if request.is_batch:
         check_planned("batches need more of Dask than it has there")
-    reason = check_planned(why_not_run(request, cluster=request.is_batch or not planning()))
+    reason = None if enabled else check_planned(why_not_run(request, cluster=request.is_batch or not planning()))
     if reason is not None or request.empty:
         return _delivered(request, _without_a_run(request, possible=reason is None))
     if request.is_batch:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
@@ -28,11 +27,11 @@ from dask.base import tokenize
 from distributed import Future
 from distributed.protocol.pickle import dumps
 
-from dask_distmm.arrays.fallback import dask_rechunk
+from dask_distmm.arrays.fallback import dask_rechunk, has_unknown_chunks
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.options import DEFAULTS
 from dask_distmm.arrays.quantize import as_operands, with_scales
-from dask_distmm.config import read_options, setting
+from dask_distmm.config import Options, read_options, setting
 from dask_distmm.engines.base import log
 from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.numeric.epilogs import PLAIN, Epilog, Formula
@@ -272,7 +271,7 @@ def why_not_input(array: da.Array) -> str | None:
     """Return why an input can't take part in a run, or None if it can."""
     if array_kind(array._meta) not in ("numpy", "cupy") or not supported(array.dtype):
         return f"no engine takes {array_kind(array._meta)} arrays of {array.dtype}"
-    if any(np.isnan(size) for sizes in array.chunks for size in sizes):
+    if has_unknown_chunks(array):
         return "its chunk sizes are unknown"
     return None
 
@@ -283,6 +282,13 @@ def unfit(extras: Extras) -> str | None:
 
 
 # The request of a user, parsed and checked once; and the Problem that it makes
+
+
+# The text of plain values says all, and is made in a tenth of the time in which they are walked. That of the
+# options would be most of it.
+@functools.lru_cache(maxsize=16)
+def _token(options: Options) -> str:
+    return str(tokenize(repr(options)))
 
 
 # The ways to multiply a batch.
@@ -392,11 +398,10 @@ class Request:
         found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in self.extras)
         transposed, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
         names = (a.name, b.name, *(array.name for _, array in self.extras))
-        # Plain values, all of them: their text says all, and is made in a tenth of the time in which they are walked.
         more = self.distributions, transposed, conjugated, self.gathered
         same = a.name == b.name and types.a == types.b
         return Problem(
-            self.name or f"matmul-{tokenize(repr((names, fields, types, options, formula, *more)))}",
+            self.name or f"matmul-{tokenize(repr((names, fields, types, _token(options), formula, *more)))}",
             *(*fields, same, options, self.kind, found, formula, types.compute),
             distributions=self.distributions,
             grid=self.grid,
@@ -557,7 +562,7 @@ def check_shapes(a: da.Array, b: da.Array) -> None:
     for name, array in (("first", a), ("second", b)):
         if array.ndim == 0:
             raise PlanError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
-        if any(np.isnan(size) for size in itertools.chain(*array.chunks)):
+        if has_unknown_chunks(array):
             raise UnknownChunksError(
                 f"the {name} operand has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first"
             )
