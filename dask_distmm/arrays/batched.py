@@ -28,7 +28,7 @@ from dask.base import tokenize
 from dask.utils import format_bytes, parse_bytes
 
 from dask_distmm.arrays.choice import decide
-from dask_distmm.arrays.outputs import as_pair, operand_sum, output_meta
+from dask_distmm.arrays.outputs import as_pair, finished, operand_sum, output_meta
 from dask_distmm.arrays.request import Request
 from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.config import dask_costs, parsed, read_options, wave_budget
@@ -126,34 +126,21 @@ def by_items(request: Request, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[s
         several=several,
     )
     aux: dict[str, da.Array] = {}
+    for number, name in enumerate(formula.per_element, start=1):
+        dtype = formula.dtype_of(name, request.dtype)
+        sizes = zip(made.chunks, (name != "result_amax",) * (ndim - 2) + formula.keeps(name), strict=True)
+        parts = made.map_blocks(
+            operator.itemgetter(number),
+            dtype=dtype,
+            chunks=tuple(own if kept else (1,) * len(own) for own, kept in sizes),
+            meta=output_meta(made, dtype),
+        )
+        aux[name] = finished(request, name, parts)
     if several:
-        for number, name in enumerate(formula.per_element, start=1):
-            aux[name] = _output(request, made, name, number)
         made = made.map_blocks(operator.itemgetter(0), dtype=held, meta=meta)
     if formula.operand_sum:
         aux[formula.operand_sum] = operand_sum(request)
     return made, aux
-
-
-def _output(request: Request, made: da.Array, name: str, number: int) -> da.Array:
-    """Return one auxiliary output of tasks that return tuples."""
-    formula = request.formula
-    dtype = formula.dtype_of(name, request.dtype)
-    keeps = formula.keeps(name)
-    chunks = [sizes if kept else (1,) * len(sizes) for sizes, kept in zip(made.chunks[-2:], keeps, strict=True)]
-    batch = made.chunks[:-2] if name != "result_amax" else tuple((1,) * len(sizes) for sizes in made.chunks[:-2])
-    array = made.map_blocks(
-        operator.itemgetter(number),
-        dtype=dtype,
-        chunks=(*batch, *chunks),
-        meta=output_meta(made, dtype),
-    )
-    if name == "result_amax":
-        return array.max()
-    if name != formula.sums:
-        return array
-    array = array.squeeze(formula.sum_axis - 2)
-    return array if request.types.d in FP8 else array.astype(request.dtype)
 
 
 # Collective runs

@@ -23,12 +23,10 @@ from dask_distmm.numeric.types import FP8, carried, compute_dtype, dtype_from_na
 from dask_distmm.planning.waves import Scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.keys import output_name
-
-# D, and the auxiliary outputs by name.
-Outputs = tuple[da.Array, dict[str, da.Array]]
+from dask_distmm.typing import WithAux
 
 
-def as_pair(found: Outputs | da.Array) -> Outputs:
+def as_pair(found: WithAux | da.Array) -> WithAux:
     """Return D and the auxiliary outputs, also where there are none."""
     return found if isinstance(found, tuple) else (found, {})
 
@@ -38,7 +36,7 @@ def run_outputs(
     scheme: Scheme | None = None,
     waves: HighLevelGraph | None = None,
     by_tasks: DaskTasks | None = None,
-) -> Outputs | da.Array:
+) -> WithAux | da.Array:
     """Return D of a run of two matrices, and the auxiliary outputs if there are any.
 
     With a scheme it is a sequence of runs; `waves` has these, and others, if they are in a graph already. With
@@ -57,13 +55,21 @@ def run_outputs(
         output = problem.output(name)
         meta = output_meta(d, dtype_from_name(output.dtype))
         graph = build_output(problem, name, d) if scheme is None else build_wave_output(d.dask, problem, scheme, name)
-        array = reducible(Array(graph, output_name(problem.name, name), output.chunks, meta=meta))
-        if name == formula.sums:
-            array = array.sum(axis=formula.sum_axis, dtype=meta.dtype).astype(problem.result_type)
-        found[name] = array.max() if name == "result_amax" else array
+        found[name] = finished(request, name, Array(graph, output_name(problem.name, name), output.chunks, meta=meta))
     if formula.operand_sum:
         found[formula.operand_sum] = operand_sum(request)
     return (d, found) if found else d
+
+
+def finished(request: Request, name: str, parts: da.Array) -> da.Array:
+    """Return an auxiliary output from what was made of each chunk of D."""
+    array = reducible(parts)
+    if name == "result_amax":
+        return array.max()
+    if name != request.formula.sums:
+        return array
+    array = array.sum(axis=request.formula.sum_axis - 2, dtype=parts.dtype)
+    return array if request.types.d in FP8 else array.astype(request.dtype)
 
 
 def output_meta(d: da.Array, dtype: np.dtype) -> Any:
@@ -89,7 +95,7 @@ def operand_sum(request: Request) -> da.Array:
     return reducible(array).astype(dtype).sum(axis=axis).astype(request.dtype)
 
 
-def without_a_run(request: Request) -> Outputs | da.Array:
+def without_a_run(request: Request) -> WithAux | da.Array:
     """Return D and the auxiliary outputs, made by Dask's own operations where no run is possible."""
     a, b, formula, extras, types = request.a, request.b, request.formula, request.extras, request.types
     dtype = request.dtype

@@ -294,7 +294,8 @@ def test_a_larger_share_of_the_memory_is_advised_where_that_would_do():
 )
 def test_the_short_choice_is_that_of_plans(problem, engine, types, nworkers, scale, shared):
     """It is faster if the fastest plan is; what fits easily fits in all ways, whatever is large of it."""
-    chunks = [[tuple(2**scale * size for size in sizes) for sizes in x] for x in (problem.a_chunks, problem.b_chunks)]
+    scaled = [[tuple(2**scale * size for size in sizes) for sizes in x] for x in (problem.a_chunks, problem.b_chunks)]
+    chunks = [tuple(x) for x in scaled]
     a, b, d = types
     changes = {"a_dtype": a, "b_dtype": b, "dtype": d, "array": "numpy" if engine == "numpy" else "cupy"}
     if shared:
