@@ -14,35 +14,32 @@ Products that are asked for together are one series of waves where they do not f
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dask.array as da
 import numpy as np
-from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.utils import format_bytes, parse_bytes
 
 from dask_distmm.arrays.choice import decide
-from dask_distmm.arrays.outputs import as_pair, finished, operand_sum, output_meta
+from dask_distmm.arrays.outputs import as_kind, as_pair, finish_chunk, in_chunks, operand_sum, plain_tasks
 from dask_distmm.arrays.request import Request
-from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.config import dask_costs, parsed, read_options, wave_budget
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError, advice
 from dask_distmm.graph.waves import can_be_made
-from dask_distmm.numeric.epilogs import Formula, finish
-from dask_distmm.numeric.types import FP8, carried, decode, dtype_from_name, operand_dtype, stored, sum_dtype, typed
+from dask_distmm.numeric.epilogs import Formula
+from dask_distmm.numeric.types import FP8, decode, dtype_from_name, operand_dtype, sum_dtype, typed
 from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Plan, Problem, Worker
 from dask_distmm.planning.many import Pool, Sizes, choose_batch_route, item_plan
 from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.tasks import product_overhead
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme
-from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.client import Snapshot, ask_roster, current_client, recent_snapshot
+from dask_distmm.typing import WithAux
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -51,33 +48,20 @@ if TYPE_CHECKING:
 
 
 def multiply_items(
-    a: Any, b: Any, *extras: Any, dtypes: tuple[str, ...], names: tuple[str, ...], formula: Formula, several: bool
+    a: Any, b: Any, *extras: Any, dtypes: tuple[str, ...], names: tuple[str, ...], formula: Formula
 ) -> Any:
     """Multiply chunks of whole items. Runs on a worker, as a plain task."""
     arrays = []
-    for chunk, name in zip((a, b, *extras), dtypes[1:], strict=True):
+    for chunk, name in zip((a, b), dtypes[1:], strict=False):
         while isinstance(chunk, list):
             (chunk,) = chunk  # noqa: PLW2901
         arrays.append(typed(chunk, name))
-    xp: Any = np
-    if any(array_kind(array) == "cupy" for array in arrays):
-        xp = importlib.import_module("cupy")
-        arrays = [array if array_kind(array) == "cupy" else xp.asarray(array) for array in arrays]
-    register_serializers()
-    dtype = dtype_from_name(dtypes[0])
+    xp = array_module(next((x for x in (*arrays, *extras) if array_kind(x) == "cupy"), arrays[0]))
     operand = operand_dtype(*map(dtype_from_name, dtypes[1:3]))
-    inner = sum_dtype(operand, dtype, max(1, arrays[0].shape[-1]))
-    acc = xp.matmul(
-        *(_in_compute_type(xp, array, name, inner) for array, name in zip(arrays[:2], dtypes[1:], strict=False))
-    )
-    aux: dict[str, Any] = {}
-    with np.errstate(all="ignore"):
-        if not formula.trivial:
-            acc, aux = finish(xp, formula, acc, dict(zip(names, arrays[2:], strict=True)))
-        d = stored(xp, acc, dtypes[0], fp8_bytes=xp is not np)
-    if not several:
-        return d
-    return (d, *(aux[name].astype(formula.dtype_of(name, dtype), copy=False) for name in formula.per_element))
+    inner = sum_dtype(operand, dtype_from_name(dtypes[0]), max(1, arrays[0].shape[-1]))
+    pair = zip(arrays, dtypes[1:], strict=False)
+    acc = xp.matmul(*(_in_compute_type(xp, as_kind(xp, array), name, inner) for array, name in pair))
+    return finish_chunk(acc, *extras, dtypes=(dtypes[0], inner.name, *dtypes[3:]), names=names, formula=formula)
 
 
 def _in_compute_type(xp: Any, array: Any, name: str, dtype: np.dtype) -> Any:
@@ -87,60 +71,15 @@ def _in_compute_type(xp: Any, array: Any, name: str, dtype: np.dtype) -> Any:
     return array.astype(dtype, copy=False)
 
 
-def by_items(request: Request, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[str, da.Array]]:
+def by_items(request: Request, cut: tuple[Sizes, ...]) -> WithAux:
     """Return D and the auxiliary outputs, by tasks that multiply some items each."""
-    a, b, formula, ndim = request.a, request.b, request.formula, len(request.shape)
+    a, b, types, ndim = request.a, request.b, request.types, len(request.shape)
     chunks = (*cut, (request.shape[-2],), (request.shape[-1],))
     # Labels of axes: those of D, and one for k.
-    labels = tuple(range(ndim))
-    arguments: list[Any] = []
-    for name, array in (("a", a), ("b", b), *request.extras):
-        wanted = {
-            axis: sizes if array.shape[axis] != 1 else (1,)
-            for axis, sizes in zip(range(-array.ndim, -2), chunks[ndim - array.ndim :], strict=False)
-        }
-        # All at once they could not be used apart, and a shuffle of Dask's can't take CuPy chunks.
-        whole = array.rechunk(
-            {axis % array.ndim: sizes for axis, sizes in wanted.items()} | {array.ndim - 2: -1, array.ndim - 1: -1},
-            method="tasks",
-        )
-        own = labels[ndim - array.ndim :]
-        arguments += [whole, {"a": (*own[:-1], ndim), "b": (*own[:-2], ndim, ndim - 1)}.get(name, own)]
-    held = carried(request.types.d, request.kind)
-    meta = meta_from_array(request.prototype, ndim=ndim, dtype=held)
-    several = bool(formula.per_element)
-    made = da.blockwise(
-        multiply_items,
-        labels,
-        *arguments,
-        name=None,
-        token="matmul-items",
-        adjust_chunks=dict(enumerate(chunks)),
-        align_arrays=False,
-        concatenate=False,
-        meta=meta,
-        dtype=held,
-        dtypes=(request.types.d, request.types.a, request.types.b, *(x.dtype.name for _, x in request.extras)),
-        names=tuple(name for name, _ in request.extras),
-        formula=formula,
-        several=several,
-    )
-    aux: dict[str, da.Array] = {}
-    for number, name in enumerate(formula.per_element, start=1):
-        dtype = formula.dtype_of(name, request.dtype)
-        sizes = zip(made.chunks, (name != "result_amax",) * (ndim - 2) + formula.keeps(name), strict=True)
-        parts = made.map_blocks(
-            operator.itemgetter(number),
-            dtype=dtype,
-            chunks=tuple(own if kept else (1,) * len(own) for own, kept in sizes),
-            meta=output_meta(made, dtype),
-        )
-        aux[name] = finished(request, name, parts)
-    if several:
-        made = made.map_blocks(operator.itemgetter(0), dtype=held, meta=meta)
-    if formula.operand_sum:
-        aux[formula.operand_sum] = operand_sum(request)
-    return made, aux
+    first, second = (tuple(range(ndim - array.ndim, ndim)) for array in (a, b))
+    whole = [in_chunks(x, (*cut[len(cut) + 2 - x.ndim :], x.shape[-2:-1], x.shape[-1:])) for x in (a, b)]
+    operands = [(whole[0], (*first[:-1], ndim)), (whole[1], (*second[:-2], ndim, ndim - 1))]
+    return plain_tasks(request, multiply_items, chunks, operands, (types.d, types.a, types.b))
 
 
 # Collective runs
@@ -187,7 +126,7 @@ def item_of(request: Request, index: Sizes) -> Request:
     return _of_matrices(request, item(request.a), item(request.b), extras)
 
 
-def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> tuple[da.Array, dict[str, da.Array]]:
+def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> WithAux:
     """Return D and the auxiliary outputs, by collective runs: `run` returns the products of pairs of matrices."""
     formula, batch = request.formula, request.batch_shape
     if (one := as_one_product(request)) is not None:

@@ -282,7 +282,7 @@ def _by_slabs(request: Request, share: Share) -> da.Array:
     dtypes = (request.dtype.name, a.dtype.name, b.dtype.name)
     token = tokenize(a.name, b.name, dtypes, dataclasses.astuple(request.formula), share.rows)
     name = group_name(token, share.rank, share.seconds)
-    settings = {"dtypes": dtypes, "names": (), "formula": request.formula, "several": False}
+    settings = {"dtypes": dtypes, "names": (), "formula": request.formula}
     layer = {
         (name, i, 0): RunTask(
             (name, i, 0), multiply_items, TaskRef((a.name, i, 0)), TaskRef((b.name, 0, 0)), **settings

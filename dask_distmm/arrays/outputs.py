@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dask.array as da
 import numpy as np
+from dask.array.blockwise import blockwise
 from dask.array.core import Array
 from dask.array.utils import meta_from_array
 from dask.highlevelgraph import HighLevelGraph
@@ -14,12 +17,12 @@ from dask.highlevelgraph import HighLevelGraph
 from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.arrays.kinds import reducible
 from dask_distmm.arrays.quantize import widened
-from dask_distmm.arrays.request import Extras, Request
+from dask_distmm.arrays.request import Request
 from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.graph.build import DaskTasks, build_graph, build_output
 from dask_distmm.graph.waves import build_wave_output, build_waves
-from dask_distmm.numeric.epilogs import Formula, elementwise, reductions, scaled
-from dask_distmm.numeric.types import FP8, carried, compute_dtype, dtype_from_name, stored, sum_dtype
+from dask_distmm.numeric.epilogs import Formula, finish
+from dask_distmm.numeric.types import FP8, carried, compute_dtype, dtype_from_name, stored, sum_dtype, typed
 from dask_distmm.planning.waves import Scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.keys import output_name
@@ -78,16 +81,6 @@ def output_meta(d: da.Array, dtype: np.dtype) -> Any:
     return meta_from_array(d._meta if dtype.kind == "c" else d._meta.real, dtype=dtype)
 
 
-def _mapped(formula: Formula, x: da.Array, extras: Extras) -> da.Array:
-    """Apply a user's function chunk by chunk, as a run does."""
-    names = [name for name, _ in extras]
-
-    def apply(part: Any, *inputs: Any) -> Any:
-        return elementwise(np, formula, part, dict(zip(names, inputs, strict=True)))[0]
-
-    return da.core.elemwise(apply, x, *(array for _, array in extras), dtype=x.dtype)
-
-
 def operand_sum(request: Request) -> da.Array:
     """Return op(A) or op(B) summed over k, in the type of D."""
     array, axis = (request.a, -1) if request.formula.operand_sum == "bgrada" else (request.b, -2)
@@ -95,38 +88,88 @@ def operand_sum(request: Request) -> da.Array:
     return reducible(array).astype(dtype).sum(axis=axis).astype(request.dtype)
 
 
-def without_a_run(request: Request) -> WithAux | da.Array:
-    """Return D and the auxiliary outputs, made by Dask's own operations where no run is possible."""
-    a, b, formula, extras, types = request.a, request.b, request.formula, request.extras, request.types
-    dtype = request.dtype
-    inner = sum_dtype(types.operand, dtype, max(1, a.shape[-1]))
-    if types.usual:
-        wide = dask_matmul(a, b).astype(inner)
-    else:
-        wide = dask_matmul(widened(a, types.a, inner), widened(b, types.b, inner))
-    if formula.function:
-        d, *saved = [_mapped(formula, wide, extras)]
-    else:
-        d, *saved = elementwise(da, formula, wide, dict(extras))
-    aux = dict(zip([formula.saved], saved, strict=False)) | reductions(da, dataclasses.replace(formula, amax=False), d)
-    found = {
-        name: array.astype(dtype if name == formula.sums and types.d not in FP8 else formula.dtype_of(name, dtype))
-        for name, array in aux.items()
-    }
-    if formula.sums:
-        found[formula.sums] = found[formula.sums].squeeze(formula.sum_axis - 2)
-    if formula.amax:
-        found["result_amax"] = abs(d).max() if d.size else da.zeros((), dtype=abs(d).dtype)
-    d = scaled(formula, d, dict(extras))
-    kind = array_kind(d._meta)
-    meta = meta_from_array(d._meta, dtype=carried(types.d, kind))
-    d = da.map_blocks(_in_stored_type, d, to=types.d, dtype=meta.dtype, meta=meta)
+# By plain tasks
+
+
+def plain_tasks(
+    request: Request,
+    function: Callable[..., Any],
+    chunks: tuple[tuple[int, ...], ...],
+    operands: Sequence[tuple[da.Array, tuple[int, ...]]],
+    dtypes: tuple[str, ...],
+) -> WithAux:
+    """Return D in some chunks, and the auxiliary outputs: a task each, of parts of some arrays and of the formula's.
+
+    `operands` come with the axes of D that theirs are; `dtypes` are the names of the types of D and of them.
+    """
+    formula, ndim, arguments = request.formula, len(chunks), list(itertools.chain(*operands))
+    for _, array in request.extras:
+        first = ndim - array.ndim
+        arguments += [in_chunks(array, chunks[first:]), tuple(range(first, ndim))]
+    dtype = carried(request.types.d, request.kind)
+    meta = meta_from_array(request.prototype, ndim=ndim, dtype=dtype)
+    made = blockwise(
+        function,
+        tuple(range(ndim)),
+        *arguments,
+        token="matmul-items",
+        adjust_chunks=dict(enumerate(chunks)),
+        align_arrays=False,
+        concatenate=False,
+        meta=meta,
+        dtype=dtype,
+        dtypes=(*dtypes, *(array.dtype.name for _, array in request.extras)),
+        names=tuple(name for name, _ in request.extras),
+        formula=formula,
+    )
+    aux: dict[str, da.Array] = {}
+    for number, name in enumerate(formula.per_element, start=1):
+        kind = formula.dtype_of(name, request.dtype)
+        sizes = zip(chunks, (name != "result_amax",) * (ndim - 2) + formula.keeps(name), strict=True)
+        parts = made.map_blocks(
+            operator.itemgetter(number),
+            dtype=kind,
+            chunks=tuple(own if kept else (1,) * len(own) for own, kept in sizes),
+            meta=output_meta(made, kind),
+        )
+        aux[name] = finished(request, name, parts)
+    d = made.map_blocks(operator.itemgetter(0), dtype=dtype, meta=meta) if aux else made
     if formula.operand_sum:
-        found[formula.operand_sum] = operand_sum(request)
-    return (d, found) if found else d
+        aux[formula.operand_sum] = operand_sum(request)
+    return d, aux
 
 
-def _in_stored_type(x: Any, to: str) -> Any:
+def in_chunks(array: da.Array, chunks: Sequence[tuple[int, ...]]) -> da.Array:
+    """Return an array in chunks of D, but along axes of length 1."""
+    wanted = tuple(sizes if n != 1 else (1,) for n, sizes in zip(array.shape, chunks, strict=True))
+    # A shuffle of Dask's can't take CuPy chunks, and makes all parts at once, which could not be used apart.
+    return array if array.chunks == wanted else array.rechunk(wanted, method="tasks")
+
+
+def finish_chunk(acc: Any, *extras: Any, dtypes: tuple[str, ...], names: tuple[str, ...], formula: Formula) -> Any:
+    """Apply a formula to a chunk of a product; return D, with the auxiliary outputs if there are any."""
     register_serializers()
-    xp = array_module(x)
-    return stored(xp, x, to, fp8_bytes=xp is not np)
+    xp, dtype, aux = array_module(acc), dtype_from_name(dtypes[0]), dict[str, Any]()
+    inputs = {key: typed(x, name) for key, x, name in zip(names, extras, dtypes[2:], strict=True)}
+    with np.errstate(all="ignore"):
+        if not formula.trivial:
+            acc, aux = finish(xp, formula, acc, {key: as_kind(xp, x) for key, x in inputs.items()})
+        d = stored(xp, acc, dtypes[0], fp8_bytes=xp is not np)
+    found = [aux[name].astype(formula.dtype_of(name, dtype), copy=False) for name in formula.per_element]
+    return (d, *found) if found else d
+
+
+def as_kind(xp: Any, x: Any) -> Any:
+    """Return a chunk as one of CuPy's if others are."""
+    return x if xp is np or array_kind(x) == "cupy" else xp.asarray(x)
+
+
+def without_a_run(request: Request) -> WithAux:
+    """Return D and the auxiliary outputs, of Dask's own product where no run is possible."""
+    a, b, types = request.a, request.b, request.types
+    dtype = sum_dtype(types.operand, request.dtype, max(1, a.shape[-1]))
+    if types.usual:
+        wide = dask_matmul(a, b).astype(dtype)
+    else:
+        wide = dask_matmul(widened(a, types.a, dtype), widened(b, types.b, dtype))
+    return plain_tasks(request, finish_chunk, wide.chunks, [(wide, tuple(range(wide.ndim)))], (types.d, dtype.name))
