@@ -20,18 +20,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dask.array as da
-import numpy as np
 from dask.base import tokenize
 from dask.utils import format_bytes, parse_bytes
 
 from dask_distmm.arrays.choice import decide
 from dask_distmm.arrays.outputs import as_kind, as_pair, finish_chunk, in_chunks, operand_sum, plain_tasks
+from dask_distmm.arrays.quantize import widen_chunk
 from dask_distmm.arrays.request import Request
 from dask_distmm.config import dask_costs, parsed, read_options, wave_budget
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError, advice
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.numeric.types import FP8, decode, dtype_from_name, operand_dtype, sum_dtype, typed
+from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype, typed
 from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Plan, Problem, Worker
 from dask_distmm.planning.many import Pool, Sizes, choose_batch_route, item_plan
 from dask_distmm.planning.model import engine_alone
@@ -60,15 +60,8 @@ def multiply_items(
     operand = operand_dtype(*map(dtype_from_name, dtypes[1:3]))
     inner = sum_dtype(operand, dtype_from_name(dtypes[0]), max(1, arrays[0].shape[-1]))
     pair = zip(arrays, dtypes[1:], strict=False)
-    acc = xp.matmul(*(_in_compute_type(xp, as_kind(xp, array), name, inner) for array, name in pair))
+    acc = xp.matmul(*(widen_chunk(as_kind(xp, array), name, inner) for array, name in pair))
     return finish_chunk(acc, *extras, dtypes=(dtypes[0], inner.name, *dtypes[3:]), names=names, formula=formula)
-
-
-def _in_compute_type(xp: Any, array: Any, name: str, dtype: np.dtype) -> Any:
-    """Return A or B in the type that is multiplied and summed in, which has all numbers of FP8."""
-    if name in FP8 and array.dtype == np.uint8:
-        return decode(xp, array, name, dtype)
-    return array.astype(dtype, copy=False)
 
 
 def by_items(request: Request, cut: tuple[Sizes, ...]) -> WithAux:
@@ -156,8 +149,12 @@ def _stack(arrays: Mapping[Sizes, da.Array], batch: Sizes, before: Sizes = ()) -
 # Series of waves
 
 
-def in_series(requests: Sequence[Request], sources: Sequence[tuple[da.Array, da.Array]]) -> list[Scheme] | None:
-    """Return the waves of products that do not fit into memory at once; None if they are runs of their own."""
+def in_series(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] | None) -> list[Scheme] | None:
+    """Return the waves of products that do not fit into memory at once; None if they are runs of their own.
+
+    `arrays` are those of which all are items; None if they have arrays of their own.
+    """
+    sources = [arrays or (x.lying["a"], x.lying["b"]) for x in requests]
     client = current_client()
     if client is None or len(requests) < 2:
         return None
@@ -226,11 +223,6 @@ def _less(worker: Worker, held: float) -> Worker:
 # The choice
 
 
-def task_options() -> tuple[int, float]:
-    """Return how many bytes a plain task may hold, and what it costs in seconds."""
-    return int(parsed("batch.task-bytes", parse_bytes)), dask_costs().task
-
-
 def known_workers(problem: Problem, imagined: int | None) -> tuple[list[Worker], Snapshot | None]:
     """Return the workers, and the scheduler's answer for a collective run; None if the scheduler can't be asked."""
     if imagined is not None:
@@ -267,7 +259,7 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     single = one or item_of(request, (0,) * len(request.batch_shape))
     problem = single.problem
     workers, known = known_workers(problem, imagined)
-    task_bytes, overhead = task_options()
+    task_bytes, overhead = int(parsed("batch.task-bytes", parse_bytes)), dask_costs().task
     read = read_options()
     batch = _batch_of(request)
     pool = Pool.of(workers, read.limit_fraction, request.kind)
@@ -285,16 +277,24 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     route, reason = choose_batch_route(request.batch, by_items if fits else None, by_runs, needed)
     if route == "items" and not fits:
         other = ["use batch='collective'"] if request.batch == "items" else []
-        raise ProjectedMemoryError(
-            f"one item of the batch would hold {format_bytes(batch.held_bytes)} in its task, a worker may hold "
-            f"{format_bytes(pool.memory)} for each task that it runs at a time. "
-            f"{advice([*other, 'use workers with more memory'])}",
-            {worker.address: batch.held_bytes for worker in workers},
-            {worker.address: pool.memory for worker in workers},
-        )
+        check_task_memory("one item of the batch", batch, pool, other, [worker.address for worker in workers])
     if route == "collective" and not one and not fit_together([request.a, request.b], made_bytes([request]), workers):
         reason += "; one after the other, if they are lazy, since they do not fit into memory together"
     return BatchPlan(batch, route, reason, chunks, by_items, by_runs, runs, plan)
+
+
+def check_task_memory(
+    what: str, batch: Batch, pool: Pool, remedies: Sequence[str], addresses: Sequence[str] = ("",)
+) -> None:
+    """Refuse tasks of one item that no worker can hold."""
+    held = batch.held_bytes
+    if pool.memory and held > pool.memory:
+        raise ProjectedMemoryError(
+            f"{what} would hold {format_bytes(held)} in its task, a worker may hold {format_bytes(pool.memory)} for "
+            f"each task that it runs at a time. {advice([*remedies, 'use workers with more memory'])}",
+            dict.fromkeys(addresses, held),
+            dict.fromkeys(addresses, pool.memory),
+        )
 
 
 def _estimated(plan: Plan | WavePlan, problem: Problem, runs: int) -> BatchEstimate | None:

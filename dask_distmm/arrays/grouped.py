@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack, cast
@@ -13,19 +12,18 @@ from dask._task_spec import TaskRef
 from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
-from dask.utils import format_bytes
 
-from dask_distmm.arrays.batched import known_workers, multiply_items, task_options
+from dask_distmm.arrays.batched import check_task_memory, known_workers, multiply_items
 from dask_distmm.arrays.choice import decide, why_not_run
 from dask_distmm.arrays.options import takes
 from dask_distmm.arrays.product import multiply, multiply_all
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse, view_of
-from dask_distmm.config import Machine, dask_costs, read_options
+from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse
+from dask_distmm.config import dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning import Batch, GroupPlan, Share, Worker
+from dask_distmm.planning import Batch, GroupPlan, Share
 from dask_distmm.planning.many import Pool, item_seconds, long_products, share_out
 from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.tasks import product_overhead
@@ -92,10 +90,7 @@ def matmul_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unpa
     if any(share is not None and not share.collective for share in found.shares):
         _order_by_size()
     runs = [i for i, share in enumerate(found.shares) if share is not None and share.collective]
-    by_runs = multiply_all(
-        [requests[i] for i in runs], [(view_of(requests[i].a).array, view_of(requests[i].b).array) for i in runs]
-    )
-    made = dict(zip(runs, by_runs, strict=True))
+    made = dict(zip(runs, multiply_all([requests[i] for i in runs]), strict=True))
     return [
         made[i] if i in made else multiply(request) if share is None else _by_slabs(request, share)
         for i, (request, share) in enumerate(zip(requests, found.shares, strict=True))
@@ -161,13 +156,12 @@ def _plan_groups(requests: Sequence[Request]) -> GroupPlan:
     if wanted == "items" and needed:
         raise PlanError(f"batch='items' and {needed[0]}: plain tasks run where Dask puts them; leave one of them out")
     shapes = tuple((request.shape[0], request.shape[1], request.a.shape[1]) for request in requests)
+    shares: list[Share | None] = [None] * len(requests)
     ours = [i for i, each in enumerate(requests) if not each.empty and _runs(i, each)]
     if not ours:
-        return GroupPlan(shapes, (None,) * len(requests), 0, 0.0)
-    _, overhead = task_options()
-    members = _members([requests[i] for i in ours])
-    slots = min(member.pool.slots for member in members)
-    seconds, spread = [member.slot_seconds for member in members], [member.spread_seconds for member in members]
+        return GroupPlan(shapes, tuple(shares), 0, 0.0)
+    members = [_member(requests[i]) for i in ours]
+    slots, seconds = min(member.pool.slots for member in members), [member.seconds for member in members]
     forced = [
         {"items": False, "collective": True}.get(wanted, True if needed or member.too_large else None)
         for member in members
@@ -177,11 +171,13 @@ def _plan_groups(requests: Sequence[Request]) -> GroupPlan:
         member.run_seconds(forced=must is True) if must or (at in long and must is None) else None
         for at, (member, must) in enumerate(zip(members, forced, strict=True))
     ]
-    rows = [member.request.a.chunks[0] for member in members]
-    found, total = share_out(seconds, rows, collective, slots, overhead, forced, spread)
-    shares: list[Share | None] = [None] * len(requests)
+    rows, spread = [member.request.a.chunks[0] for member in members], [member.spread for member in members]
+    found, total = share_out(seconds, rows, collective, slots, dask_costs().task, forced, spread)
     for i, member, share in zip(ours, members, found, strict=True):
-        _check_memory(member.work, member.pool, share)
+        if not share.collective:
+            work = dataclasses.replace(member.work, m=max(share.rows))
+            task = f"a task of {work.m} rows of a product of {member.work.m} x {work.k} by {work.k} x {work.n}"
+            check_task_memory(task, work, member.pool, ["leave batch='items' out"])
         shares[i] = share
     return GroupPlan(shapes, tuple(shares), slots, total)
 
@@ -198,33 +194,17 @@ def _runs(number: int, request: Request) -> bool:
 class _Member:
     """One product of a group, and the workers that could make it."""
 
-    # The product.
     request: Request
-    # Constants of the engine that would run.
-    machine: Machine
+    # The product as a batch of one item.
+    work: Batch
     # The workers, as plain tasks see them.
     pool: Pool
     # The scheduler's answer for a collective run; None if the scheduler can't be asked.
-    snapshot: Snapshot | None
-
-    @functools.cached_property
-    def work(self) -> Batch:
-        """The product as a batch of one item."""
-        (m, n), k = self.request.shape, self.request.a.shape[1]
-        names = (self.request.a.dtype.name, self.request.b.dtype.name, self.request.dtype.name)
-        return Batch((), (), (), (), m, n, k, *names)
-
-    @property
-    def slot_seconds(self) -> float:
-        """Seconds that the product takes one slot."""
-        gathered = sum(self.work.item_bytes[:2]) * (1 - 1 / self.pool.workers) / self.machine.bandwidth
-        return item_seconds(self.work, self.machine) + gathered
-
-    @property
-    def spread_seconds(self) -> float:
-        """Seconds that each slot waits for B if the product is cut: one worker puts B together and sends it on."""
-        sent = 2 * (1 - 1 / self.pool.workers) / self.machine.bandwidth
-        return self.work.item_bytes[1] * (sent + 1 / self.machine.memory_bandwidth)
+    known: Snapshot | None
+    # Seconds that the product takes one slot; and that each slot waits for B if the product is cut: one worker puts B
+    # together and sends it on.
+    seconds: float
+    spread: float
 
     @property
     def too_large(self) -> bool:
@@ -233,11 +213,11 @@ class _Member:
 
     def run_seconds(self, *, forced: bool) -> float | None:
         """Return the seconds of a collective run; None where none is possible, which is an error if it is forced."""
-        if self.snapshot is None:
-            return None
         problem = self.request.problem
+        if self.known is None:
+            return None
         try:
-            found = decide(self.request, current_client(), self.snapshot).made(problem)
+            found = decide(self.request, current_client(), self.known).made(problem)
         except (PlanError, ProjectedMemoryError):
             if forced:
                 raise
@@ -245,34 +225,15 @@ class _Member:
         return None if found.seconds is None else found.seconds + product_overhead(problem, dask_costs())
 
 
-def _members(requests: Sequence[Request]) -> list[_Member]:
-    """Ask the scheduler for workers, once for all products of the same types."""
-    read = read_options()
-    known: dict[tuple[str, ...], tuple[list[Worker], Snapshot | None]] = {}
-    found = []
-    for request in requests:
-        key = (request.kind, request.a.dtype.name, request.b.dtype.name)
-        if key not in known:
-            known[key] = known_workers(request.problem, None)
-        workers, snapshot = known[key]
-        machine, pool = read.machine(engine_alone(request.kind)), Pool.of(workers, read.limit_fraction, request.kind)
-        found.append(_Member(request, machine, pool, snapshot))
-    return found
-
-
-def _check_memory(work: Batch, pool: Pool, share: Share) -> None:
-    """Refuse tasks that no worker can hold."""
-    if share.collective or not pool.memory:
-        return
-    held = dataclasses.replace(work, m=max(share.rows)).held_bytes
-    if held > pool.memory:
-        raise ProjectedMemoryError(
-            f"a task of {max(share.rows)} rows of a product of {work.m} x {work.k} by {work.k} x {work.n} would hold "
-            f"{format_bytes(held)}; a worker may hold {format_bytes(pool.memory)} for each task that it runs at a "
-            "time. Leave batch='items' out, or use workers with more memory",
-            {"": held},
-            {"": pool.memory},
-        )
+def _member(request: Request) -> _Member:
+    """Return a product with what it takes."""
+    options, (workers, known) = read_options(), known_workers(request.problem, None)
+    machine, pool = options.machine(engine_alone(request.kind)), Pool.of(workers, options.limit_fraction, request.kind)
+    (m, n), k = request.shape, request.a.shape[1]
+    work = Batch((), (), (), (), m, n, k, request.a.dtype.name, request.b.dtype.name, request.dtype.name)
+    (a_bytes, b_bytes, _), foreign = work.item_bytes, (1 - 1 / pool.workers) / machine.bandwidth
+    seconds = item_seconds(work, machine) + (a_bytes + b_bytes) * foreign
+    return _Member(request, work, pool, known, seconds, b_bytes * (2 * foreign + 1 / machine.memory_bandwidth))
 
 
 def _by_slabs(request: Request, share: Share) -> da.Array:

@@ -18,7 +18,7 @@ from dask_distmm.arrays.choice import by_tasks, decide, decide_now, why_left, wh
 from dask_distmm.arrays.fallback import dask_matmul, why_leave
 from dask_distmm.arrays.kinds import check_planned, planning
 from dask_distmm.arrays.outputs import as_pair, run_outputs, without_a_run
-from dask_distmm.arrays.request import Request, result_chunks
+from dask_distmm.arrays.request import Request
 from dask_distmm.config import minimum_flops
 from dask_distmm.graph.waves import build_waves
 from dask_distmm.planning import Worker
@@ -63,8 +63,7 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
         if made.route == "items":
             request.logger.info("a batch, lazy\n%r", made)
             return _delivered(request, by_items(request, made.chunks))
-        sources = request.a, request.b
-        return _delivered(request, by_runs(request, lambda items: multiply_all(items, [sources] * len(items))))
+        return _delivered(request, by_runs(request, lambda items: multiply_all(items, (request.a, request.b))))
     decision = decide_now(request, enabled=enabled)
     if decision.left:
         return NotImplemented
@@ -73,9 +72,12 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
     return request.without_dropped(found) if request.dropped else found
 
 
-def multiply_all(requests: Sequence[Request], sources: Sequence[tuple[da.Array, da.Array]]) -> list[Any]:
-    """Return D, and the auxiliary outputs if there are any, of each of some products of matrices that can run."""
-    if planning() or (schemes := in_series(requests, sources)) is None:
+def multiply_all(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] | None = None) -> list[Any]:
+    """Return D, and the auxiliary outputs if there are any, of each of some products of matrices that can run.
+
+    All may be items of two arrays.
+    """
+    if planning() or (schemes := in_series(requests, arrays)) is None:
         return list(map(multiply, requests))
     first = WavePlan(requests[0].problem, schemes[0])
     requests[0].logger.info("%d products one after the other, lazy\n%r", len(requests), first)
@@ -90,8 +92,7 @@ def _without_a_run(request: Request, *, possible: bool) -> Any:
     if not request.plain:
         return without_a_run(request)
     if request.empty and (possible or request.is_batch):
-        chunks = {} if request.is_batch else {"chunks": result_chunks(a, b, request.out_chunks)}
-        return da.zeros(request.shape, dtype=request.dtype, **chunks)
+        return da.zeros(request.shape, dtype=request.dtype, chunks="auto" if request.is_batch else request.chunks)
     # The very function that Dask would have called.
     return dask_matmul(a, b).astype(request.dtype)
 

@@ -351,6 +351,11 @@ class Request:
         return bool(max(self.a.ndim, self.b.ndim) > 2)
 
     @property
+    def chunks(self) -> Any:
+        """Chunks of D, as asked for or as the operands of a product of matrices have them."""
+        return (self.a.chunks[0], self.b.chunks[1]) if self.out_chunks is None else self.out_chunks
+
+    @property
     def dtype(self) -> np.dtype:
         """Type of D."""
         return dtype_from_name(self.types.d)
@@ -378,23 +383,16 @@ class Request:
     @property
     def demands(self) -> list[str]:
         """The options that only collective runs can meet, as text; for plain tasks only those of the call itself."""
-        if self.batch == "items":
-            found = list(self.named)
-        else:
-            found = [f"{name}={value!r}" for name, value in (("method", self.method), ("engine", self.engine))]
-            found = [text for text in found if not text.endswith("='auto'")]
-            found += [f"workers={self.workers!r}"] * (self.workers is not None)
-            found += [f"distributions={self.distributions!r}"] * any(self.distributions)
-        return found + [f"compute_type={self.compute_type!r}"] * (self.compute_type is not None)
+        choice = _named(method=self.method, engine=self.engine, workers=self.workers, distributions=self.distributions)
+        return [*(self.named if self.batch == "items" else choice), *_named(compute_type=self.compute_type)]
 
     @functools.cached_property
     def problem(self) -> Problem:
         """The Problem of multiplying two matrices."""
         a, b, types, formula, options = self.a, self.b, self.types, self.formula, read_options()
-        chunks = result_chunks(a, b, self.out_chunks)
         views = view_of(a), view_of(b)
         of_a, of_b = (view.array.chunks[::-1] if view.transposed else view.array.chunks for view in views)
-        fields = (of_a, of_b, chunks, types.a, types.b, types.d, self.method, self.engine, self.workers)
+        fields = (of_a, of_b, self.chunks, types.a, types.b, types.d, self.method, self.engine, self.workers)
         found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in self.extras)
         transposed, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
         names = (a.name, b.name, *(array.name for _, array in self.extras))
@@ -436,10 +434,8 @@ def parse(a: Any, b: Any, c: Any = None, **options: Unpack[AllOptions]) -> Reque
     """Return the request of a user, checked."""
     asked: dict[str, Any] = {**DEFAULTS, **options}
     a, b = as_operands(a, b)
-    check_numbers(a, b)
     batch = check_batch(asked["batch"], is_batch=max(a.ndim, b.ndim) > 2)
     distributions = check_distributions(asked["distributions"])
-    named = _named(**{name: asked[name] for name in ("method", "engine", "workers", "distributions")})
     method, engine = check_names(asked["method"], asked["engine"])
     a, b = apply_op("a", a, asked["op_a"]), apply_op("b", b, asked["op_b"])
     check_shapes(a, b)
@@ -448,10 +444,15 @@ def parse(a: Any, b: Any, c: Any = None, **options: Unpack[AllOptions]) -> Reque
     formula, extras = _parse_formula(a, b, c, asked, types)
     gathered = check_gathered(asked["gathered"], (a, b), types)
     dropped = tuple(axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1)
-    a, b = as_matrices(a, b)
-    named += _named(compute_type=asked["compute_type"] if types.compute else None)
-    named += _named(batch=batch if batch == "collective" else None, epilog="allreduce" if formula.replicated else None)
-    named += _named(gathered=asked["gathered"])
+    # Vectors as matrices of one row, and of one column.
+    a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
+    named = _named(
+        **{name: asked[name] for name in ("method", "engine", "workers", "distributions")},
+        compute_type=asked["compute_type"] if types.compute else None,
+        batch=batch if batch == "collective" else None,
+        epilog="allreduce" if formula.replicated else None,
+        gathered=asked["gathered"],
+    )
     out_chunks, workers = asked["out_chunks"], check_workers(asked["workers"])
     found = Request(
         a, b, types, formula, extras, method, engine, workers, distributions, asked["compute_type"], out_chunks, batch,
@@ -473,11 +474,6 @@ def _named(**options: Any) -> tuple[str, ...]:
     given = {name: value for name, value in options.items() if value is not None and value != "auto"}
     given = {name: value for name, value in given.items() if name != "distributions" or any(value)}
     return tuple(f"{name}={value!r}" for name, value in given.items())
-
-
-def as_matrices(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array]:
-    """Return the operands with vectors as matrices of one row, and of one column."""
-    return (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
 
 
 def check_batch(batch: str | None, *, is_batch: bool) -> str:
@@ -547,19 +543,14 @@ def check_names(method: str | None, engine: str | None, kind: str = "product") -
     return method, engine
 
 
-def check_numbers(a: da.Array, b: da.Array) -> None:
-    """Refuse arrays that hold no numbers: nobody multiplies those. Objects may be numbers."""
+def check_shapes(a: da.Array, b: da.Array) -> None:
+    """Refuse what are no numbers (objects may be), scalars, unknown chunk sizes, and axes that do not match."""
     for name, array in (("first", a), ("second", b)):
         if array.dtype.kind in "MmSUT" or array.dtype.type is np.void:
             raise PlanError(
                 f"the {name} operand has the type {array.dtype}; expected numbers: convert it, as by "
                 "astype('float64'), or leave out what is none"
             )
-
-
-def check_shapes(a: da.Array, b: da.Array) -> None:
-    """Refuse scalars, unknown chunk sizes, and axes that do not match."""
-    for name, array in (("first", a), ("second", b)):
         if array.ndim == 0:
             raise PlanError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
         if has_unknown_chunks(array):
@@ -579,15 +570,6 @@ def check_shapes(a: da.Array, b: da.Array) -> None:
             f"shapes {a.shape} and {b.shape} don't match: their batch axes {a.shape[:-2]} and {b.shape[:-2]} "
             "must be equal, or 1 where they differ"
         ) from None
-
-
-def result_chunks(a: da.Array, b: da.Array, out_chunks: Any) -> Chunks:
-    """Return the chunks of the product of two matrices, as asked for or as the operands have them."""
-    if out_chunks is None:
-        return a.chunks[0], b.chunks[1]
-    # As normalized by `parse`, or as given.
-    rows, cols = _normalized(out_chunks, (a.shape[0], b.shape[1]), a.dtype)
-    return rows, cols
 
 
 def _normalized(out_chunks: Any, shape: tuple[int, ...], dtype: np.dtype) -> tuple[tuple[int, ...], ...]:

@@ -34,29 +34,14 @@ NATIVE_EPILOGS = ("relu", "gelu", "bias", "relu_bias", "gelu_bias")
 
 def library_epilog(problem: Problem) -> str | None:
     """Return the epilog that NVIDIA's libraries have for a formula, ``""`` for only a factor, or None."""
-    formula = problem.formula
-    if (
-        formula.trivial
-        or formula.function
-        or formula.amax
-        or formula.partial
-        or complex(*formula.beta) != 0
-        or formula.scales
-        or formula.scale_d != 1
-    ):
-        return None
-    if problem.matrix_types != (problem.dtype,) * 2:
+    formula, dtype = problem.formula, problem.result_type
+    more = formula.function or formula.amax or formula.partial or formula.scales or formula.scale_d != 1
+    if formula.trivial or more or complex(*formula.beta) != 0 or problem.matrix_types != (problem.dtype,) * 2:
         return None
     if not formula.epilog or formula.operand_sum:
         return ""
-    dtype = problem.result_type
-    if (
-        formula.epilog not in NATIVE_EPILOGS
-        or dtype.kind == "c"
-        or (dtype == np.float64 and formula.activation == "gelu")
-    ):
-        return None
-    return str(formula.epilog)
+    inexact = dtype.kind == "c" or (dtype == np.float64 and formula.activation == "gelu")
+    return None if inexact or formula.epilog not in NATIVE_EPILOGS else str(formula.epilog)
 
 
 # A part of a multiply as a problem of its own: where only some chunks of D are wanted, or others are there already
