@@ -331,19 +331,9 @@ def _batch_of(request: Request) -> Batch:
         cut = all(sizes in ((1,), want) for sizes, want in zip(found, chunks, strict=True))
         return cut and x.numblocks[-2:] == (1, 1)
 
+    chunk_count = a.npartitions + b.npartitions + sum(array.npartitions for _, array in request.extras)
+    extra_bytes = sum(array.itemsize * math.prod(array.shape[-2:]) for _, array in request.extras)
     return Batch(
-        batch,
-        a_shape,
-        b_shape,
-        chunks,
-        a.shape[-2],
-        b.shape[-1],
-        a.shape[-1],
-        request.types.a,
-        request.types.b,
-        request.types.d,
-        whole(a, a_chunks),
-        whole(b, b_chunks),
-        a.npartitions + b.npartitions + sum(array.npartitions for _, array in request.extras),
-        sum(array.itemsize * math.prod(array.shape[-2:]) for _, array in request.extras),
-    )
+        batch, a_shape, b_shape, chunks, a.shape[-2], b.shape[-1], a.shape[-1], *request.types[:3],
+        whole(a, a_chunks), whole(b, b_chunks), chunk_count, extra_bytes,
+    )  # fmt: skip

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from typing import TYPE_CHECKING
 
 from dask.utils import format_time
 
-from dask_distmm.arrays.fallback import why_not
+from dask_distmm.arrays.fallback import added_in_64_bits, why_not
 from dask_distmm.arrays.request import Request, unfit
 from dask_distmm.config import Budget, dask_costs, minimum_flops, wave_budget
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
@@ -73,6 +74,16 @@ def why_not_run(request: Request, *, cluster: bool) -> str | None:
             "Dask's own function multiplies"
         )
     return reason
+
+
+def why_leave(request: Request) -> str:
+    """Return why ``@`` under `enable` leaves a product that can run to Dask, whatever the cluster is; empty if not."""
+    if added_in_64_bits(request.dtype):
+        return "it adds integers of fewer than 64 bits in 64 bits; dask_distmm.matmul keeps their type"
+    least, flops = minimum_flops(), 2.0 * math.prod(request.shape) * request.a.shape[-1]
+    if least is not None and flops < least:
+        return f"{flops:.3g} flops are too little work to pay (config distmm.minimum-flops: {least:.3g})"
+    return ""
 
 
 def decide_now(request: Request, *, enabled: bool = False) -> Decision:

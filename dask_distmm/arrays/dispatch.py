@@ -55,12 +55,13 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from dask_distmm.arrays.fallback import added_in_64_bits, dask_tensordot, is_sparse, multiply_sparse, why_leave
+from dask_distmm.arrays.choice import why_leave
+from dask_distmm.arrays.fallback import added_in_64_bits, dask_tensordot, is_sparse, multiply_sparse, why_not
 from dask_distmm.arrays.kinds import COMPAT_LINALG, any_kind, as_array, kind_of, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.linalg.array_api import chain, power
 from dask_distmm.arrays.product import multiply
-from dask_distmm.arrays.request import parse, rechunk
+from dask_distmm.arrays.request import UnfitOperandsError, parse, rechunk
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
 from dask_distmm.engines.base import log
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
@@ -482,13 +483,15 @@ def _product(a: Any, b: Any) -> Any:
         return multiply(parse(a, b))
     if is_sparse(a) or is_sparse(b):
         return multiply_sparse(a, b) if max(a.ndim, b.ndim) < 3 else NotImplemented
-    if why_leave(a, b, minimum_flops()) is not None:
+    if why_not(a, b, most=max(a.ndim, b.ndim)) is not None:
         return NotImplemented
     raises = raises_beyond_memory()
     try:
-        return multiply(parse(a, b), enabled=True)
-    except MissingEngineError:
-        return NotImplemented  # no worker can: CuPy chunks on a cluster without the GPU engine
+        request = parse(a, b)
+        return NotImplemented if why_leave(request) else multiply(request, enabled=True)
+    except (MissingEngineError, UnfitOperandsError):
+        # No worker can, as of CuPy chunks on a cluster without the GPU engine; or Dask has an error to raise.
+        return NotImplemented
     except ProjectedMemoryError as error:
         if raises:
             raise

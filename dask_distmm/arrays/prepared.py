@@ -18,7 +18,7 @@ import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 import dask.array as da
 import numpy as np
@@ -28,7 +28,7 @@ from dask_distmm.arrays.fallback import why_not
 from dask_distmm.arrays.options import takes
 from dask_distmm.arrays.outputs import as_pair, run_outputs
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.request import Request, apply_op, parse, unfit, why_not_input
+from dask_distmm.arrays.request import Request, apply_op, parse, unfit
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import Types
 from dask_distmm.planning import ENGINES, Plan, plan
@@ -49,37 +49,6 @@ from dask_distmm.typing import (
 
 if TYPE_CHECKING:
     from distributed import Client
-
-# Operands of a `Matmul`, checked when others take their place
-
-
-@dataclasses.dataclass(frozen=True)
-class Signature:
-    """Shape, type, chunk sizes and kind of chunks (``"numpy"`` or ``"cupy"``) for which an operand was prepared."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    chunks: tuple[tuple[int, ...], ...]
-    array: str
-
-    @classmethod
-    def of(cls, array: da.Array) -> Signature:
-        """Return the signature of an array."""
-        return cls(array.shape, array.dtype, array.chunks, array_kind(array._meta))
-
-    def check(self, name: str, array: da.Array) -> None:
-        """Raise `PlanError` if an array differs; `name` is its name in the message."""
-        other = Signature.of(array)
-        for field in ("shape", "dtype", "chunks", "array"):
-            mine, theirs = getattr(self, field), getattr(other, field)
-            if mine != theirs:
-                raise PlanError(
-                    f"{name} has the {field} {theirs}; this Matmul was made for {mine}. Make another one for it"
-                    + (f", or rechunk it to {mine}" if field == "chunks" else "")
-                )
-
-
-# ``Matmul``: the same multiply many times, prepared once
 
 
 class Matmul:
@@ -124,7 +93,7 @@ class Matmul:
     ) -> None:
         given = dict(zip("ab", as_operands(a, b), strict=True)) | ({} if c is None else {"c": da.asanyarray(c)})
         self._ops = {"a": cast(Op, options.pop("op_a", "N")), "b": cast(Op, options.pop("op_b", "N"))}
-        self._signatures = {name: Signature.of(array) for name, array in given.items()}
+        self._signatures = {name: _signature(array) for name, array in given.items()}
         # As they go into a run: op() is applied, they are tiles once there is a plan. And those that are tiles.
         self._arrays, self._placed = self._transposed(given), set[str]()
         self._finalizer = weakref.finalize(self, self._arrays.clear)
@@ -183,7 +152,7 @@ class Matmul:
         for name in self._inputs:
             del self._arrays[name]
         self._arrays.update(inputs)
-        self._signatures |= {name: Signature.of(array) for name, array in inputs.items()}
+        self._signatures |= {name: _signature(array) for name, array in inputs.items()}
         self._inputs = tuple(inputs)
         self._placed.clear()
         fixed = self._lay_out(client, made, known, dataclasses.replace(request, out_chunks=problem.out_chunks)).problem
@@ -269,7 +238,12 @@ class Matmul:
             known = ", ".join(map(repr, self._inputs)) or "none"
             raise PlanError(f"epilog_inputs has {unknown[0]!r}; the planned epilog's inputs are: {known}")
         for name, array in {**given, **inputs}.items():
-            self._signatures[name].check(name, array)
+            for field, theirs in _signature(array).items():
+                if theirs != (mine := self._signatures[name][field]):
+                    raise PlanError(
+                        f"{name} has the {field} {theirs}; this Matmul was made for {mine}. Make another one for it"
+                        + (f", or rechunk it to {mine}" if field == "chunks" else "")
+                    )
         arrays = {**self._arrays, **self._transposed(given), **inputs}
         asked: AllOptions = {**self._asked}
         if alpha is not None:
@@ -319,7 +293,7 @@ class Matmul:
     def __repr__(self) -> str:
         a, b = self._signatures["a"], self._signatures["b"]
         state = "freed" if not self._finalizer.alive else "planned" if self._made is not None else "not planned"
-        return f"<Matmul {a.shape} {a.dtype} by {b.shape} {b.dtype}, {state}>"
+        return f"<Matmul {a['shape']} {a['dtype']} by {b['shape']} {b['dtype']}, {state}>"
 
     def _open(self) -> Client:
         """Return the client; refuse to go on once it is closed, or the `Matmul` was freed."""
@@ -375,6 +349,11 @@ class Matmul:
         return self._run
 
 
+def _signature(array: da.Array) -> dict[str, Any]:
+    """Return what an operand and all that take its place have in common."""
+    return {"shape": array.shape, "dtype": array.dtype, "chunks": array.chunks, "array": array_kind(array._meta)}
+
+
 def _check_collective(arrays: Mapping[str, da.Array], request: Request) -> None:
     """Refuse a product that no run can make."""
     a, b = arrays["a"], arrays["b"]
@@ -383,7 +362,5 @@ def _check_collective(arrays: Mapping[str, da.Array], request: Request) -> None:
         reason = f"the operands have {a.ndim} and {b.ndim} dimensions; it takes matrices"
     if reason is None and request.empty:
         reason = "the product is empty or all zeros"
-    if reason is None and "c" in arrays and (wrong := why_not_input(arrays["c"])):
-        reason = f"c: {wrong}"
     if reason is not None:
         raise PlanError(f"a Matmul can't be made here: {reason}")

@@ -14,12 +14,11 @@ from typing import Any
 import dask.array as da
 
 from dask_distmm.arrays.batched import by_items, by_runs, in_series, plan_batch
-from dask_distmm.arrays.choice import by_tasks, decide, decide_now, why_left, why_not_run
-from dask_distmm.arrays.fallback import dask_matmul, why_leave
+from dask_distmm.arrays.choice import by_tasks, decide, decide_now, why_leave, why_left, why_not_run
+from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.arrays.kinds import check_planned, planning
 from dask_distmm.arrays.outputs import as_pair, run_outputs, without_a_run
 from dask_distmm.arrays.request import Request
-from dask_distmm.config import minimum_flops
 from dask_distmm.graph.waves import build_waves
 from dask_distmm.planning import Worker
 from dask_distmm.planning.placement import Explanation
@@ -50,7 +49,7 @@ class NotCollective(Explanation):
 def multiply(request: Request, *, enabled: bool = False) -> Any:
     """Return D, and the auxiliary outputs if there are any.
 
-    Under `enable`, of a product that can run (`why_leave`), it is NotImplemented where a product of matrices is better
+    Under `enable`, of a product that can run (`why_not`), it is NotImplemented where a product of matrices is better
     left to Dask's own function.
     """
     if request.is_batch:
@@ -131,5 +130,5 @@ def explain_product(request: Request) -> Explanation:
     found = decision.made(problem)
     if isinstance(found, WavePlan) or not request.plain or request.named:
         return found
-    left = why_leave(request.a, request.b, minimum_flops(), cluster=False) or why_left(request, decision)
+    left = why_leave(request) or why_left(request, decision)
     return dataclasses.replace(found, left=left)

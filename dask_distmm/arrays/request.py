@@ -295,7 +295,11 @@ def _token(options: Options) -> str:
 _BATCH = ("auto", "items", "collective")
 
 
-class UnknownChunksError(PlanError):
+class UnfitOperandsError(PlanError):
+    """No function multiplies such operands."""
+
+
+class UnknownChunksError(UnfitOperandsError):
     """Chunk sizes are unknown, as after selecting rows by a mask."""
 
 
@@ -552,13 +556,13 @@ def check_shapes(a: da.Array, b: da.Array) -> None:
                 "astype('float64'), or leave out what is none"
             )
         if array.ndim == 0:
-            raise PlanError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
+            raise UnfitOperandsError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
         if has_unknown_chunks(array):
             raise UnknownChunksError(
                 f"the {name} operand has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first"
             )
     if a.shape[-1] != (b.shape[-2] if b.ndim > 1 else b.shape[0]):
-        raise PlanError(
+        raise UnfitOperandsError(
             f"shapes {a.shape} and {b.shape} don't match: the last axis of the first and "
             f"{'the last but one' if b.ndim > 1 else 'the only'} axis of the second must be equal; transpose one, as "
             "by op_a='T' or op_b='T', if that is meant"
@@ -566,7 +570,7 @@ def check_shapes(a: da.Array, b: da.Array) -> None:
     try:
         np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except ValueError:
-        raise PlanError(
+        raise UnfitOperandsError(
             f"shapes {a.shape} and {b.shape} don't match: their batch axes {a.shape[:-2]} and {b.shape[:-2]} "
             "must be equal, or 1 where they differ"
         ) from None
