@@ -239,6 +239,12 @@ def wave_budget() -> Budget | None:
 
     Dask's own thresholds are those of its configuration here.
     """
+    read = "distmm.waves", "distmm.memory", "distributed.worker.memory"
+    return _wave_budget(repr([dask.config.get(key, None) for key in read]))
+
+
+@functools.lru_cache(maxsize=16)
+def _wave_budget(config: str) -> Budget | None:
     mode = setting("waves.mode")
     if mode not in ("auto", "off"):
         raise PlanError(f"config distmm.waves.mode is {mode!r}; expected 'auto' or 'off'")

@@ -291,6 +291,9 @@ def _token(options: Options) -> str:
     return str(tokenize(repr(options)))
 
 
+# Of a product that says nothing of types: they are hashable, and few.
+_usual_types = functools.lru_cache(maxsize=256)(resolve_types)
+
 # The ways to multiply a batch.
 _BATCH = ("auto", "items", "collective")
 
@@ -444,7 +447,8 @@ def parse(a: Any, b: Any, c: Any = None, **options: Unpack[AllOptions]) -> Reque
     a, b = apply_op("a", a, asked["op_a"]), apply_op("b", b, asked["op_b"])
     check_shapes(a, b)
     wanted = asked["a_type"], asked["b_type"], asked["result_type"], asked["compute_type"]
-    types = resolve_types(a.dtype, b.dtype, *wanted, setting("compute-type"))
+    resolve = _usual_types if wanted == (None,) * 4 else resolve_types
+    types = resolve(a.dtype, b.dtype, *wanted, setting("compute-type"))
     formula, extras = _parse_formula(a, b, c, asked, types)
     gathered = check_gathered(asked["gathered"], (a, b), types)
     dropped = tuple(axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1)
