@@ -24,7 +24,7 @@ from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Batch, GroupPlan, Share
-from dask_distmm.planning.many import Pool, item_seconds, long_products, share_out
+from dask_distmm.planning.many import GroupedProduct, Pool, item_seconds, long_products, share_out
 from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.tasks import product_overhead
 from dask_distmm.runtime.client import Snapshot, current_client
@@ -160,19 +160,13 @@ def _plan_groups(requests: Sequence[Request]) -> GroupPlan:
     ours = [i for i, each in enumerate(requests) if not each.empty and _runs(i, each)]
     if not ours:
         return GroupPlan(shapes, tuple(shares), 0, 0.0)
-    members = [_member(requests[i]) for i in ours]
-    slots, seconds = min(member.pool.slots for member in members), [member.seconds for member in members]
-    forced = [
-        {"items": False, "collective": True}.get(wanted, True if needed or member.too_large else None)
-        for member in members
-    ]
-    long = set(long_products(seconds, slots))
-    collective = [
-        member.run_seconds(forced=must is True) if must or (at in long and must is None) else None
-        for at, (member, must) in enumerate(zip(members, forced, strict=True))
-    ]
-    rows, spread = [member.request.a.chunks[0] for member in members], [member.spread for member in members]
-    found, total = share_out(seconds, rows, collective, slots, dask_costs().task, forced, spread)
+    members = [_member(requests[i], wanted, needed) for i in ours]
+    slots = min(member.pool.slots for member in members)
+    long = long_products([member.seconds for member in members], slots)
+    for at, (i, member) in enumerate(zip(ours, members, strict=True)):
+        if member.forced or (at in long and member.forced is None):
+            member.run = _run_seconds(requests[i], member)
+    found, total = share_out(members, slots, dask_costs().task)
     for i, member, share in zip(ours, members, found, strict=True):
         if not share.collective:
             work = dataclasses.replace(member.work, m=max(share.rows))
@@ -190,50 +184,50 @@ def _runs(number: int, request: Request) -> bool:
         raise PlanError(f"product {number}: {error}") from error
 
 
-@dataclasses.dataclass
-class _Member:
+@dataclasses.dataclass(kw_only=True)
+class _Member(GroupedProduct):
     """One product of a group, and the workers that could make it."""
 
-    request: Request
     # The product as a batch of one item.
     work: Batch
     # The workers, as plain tasks see them.
     pool: Pool
     # The scheduler's answer for a collective run; None if the scheduler can't be asked.
     known: Snapshot | None
-    # Seconds that the product takes one slot; and that each slot waits for B if the product is cut: one worker puts B
-    # together and sends it on.
-    seconds: float
-    spread: float
-
-    @property
-    def too_large(self) -> bool:
-        """Whether the product as one task holds more than a worker may."""
-        return bool(self.pool.memory) and self.work.held_bytes > self.pool.memory
-
-    def run_seconds(self, *, forced: bool) -> float | None:
-        """Return the seconds of a collective run; None where none is possible, which is an error if it is forced."""
-        problem = self.request.problem
-        if self.known is None:
-            return None
-        try:
-            found = decide(self.request, current_client(), self.known).made(problem)
-        except (PlanError, ProjectedMemoryError):
-            if forced:
-                raise
-            return None
-        return None if found.seconds is None else found.seconds + product_overhead(problem, dask_costs())
 
 
-def _member(request: Request) -> _Member:
+def _member(request: Request, wanted: str, needed: Sequence[str]) -> _Member:
     """Return a product with what it takes."""
     options, (workers, known) = read_options(), known_workers(request.problem, None)
     machine, pool = options.machine(engine_alone(request.kind)), Pool.of(workers, options.limit_fraction, request.kind)
     (m, n), k = request.shape, request.a.shape[1]
     work = Batch((), (), (), (), m, n, k, request.a.dtype.name, request.b.dtype.name, request.dtype.name)
     (a_bytes, b_bytes, _), foreign = work.item_bytes, (1 - 1 / pool.workers) / machine.bandwidth
-    seconds = item_seconds(work, machine) + (a_bytes + b_bytes) * foreign
-    return _Member(request, work, pool, known, seconds, b_bytes * (2 * foreign + 1 / machine.memory_bandwidth))
+    too_large = bool(pool.memory) and work.held_bytes > pool.memory
+    return _Member(
+        rows=request.a.chunks[0],
+        seconds=item_seconds(work, machine) + (a_bytes + b_bytes) * foreign,
+        # One worker puts B together and sends it on.
+        spread=b_bytes * (2 * foreign + 1 / machine.memory_bandwidth),
+        forced={"items": False, "collective": True}.get(wanted, True if needed or too_large else None),
+        work=work,
+        pool=pool,
+        known=known,
+    )
+
+
+def _run_seconds(request: Request, member: _Member) -> float | None:
+    """Return the seconds of a collective run; None where none is possible, which is an error if it is forced."""
+    problem = request.problem
+    if member.known is None:
+        return None
+    try:
+        found = decide(request, current_client(), member.known).made(problem)
+    except (PlanError, ProjectedMemoryError):
+        if member.forced:
+            raise
+        return None
+    return None if found.seconds is None else found.seconds + product_overhead(problem, dask_costs())
 
 
 def _by_slabs(request: Request, share: Share) -> da.Array:

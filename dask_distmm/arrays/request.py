@@ -552,7 +552,7 @@ def check_names(method: str | None, engine: str | None, kind: str = "product") -
 
 
 def check_shapes(a: da.Array, b: da.Array) -> None:
-    """Refuse what are no numbers (objects may be), scalars, unknown chunk sizes, and axes that do not match."""
+    """Refuse types that are not numbers, scalars, unknown chunk sizes, and axes that do not match."""
     for name, array in (("first", a), ("second", b)):
         if array.dtype.kind in "MmSUT" or array.dtype.type is np.void:
             raise PlanError(

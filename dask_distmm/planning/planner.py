@@ -435,7 +435,7 @@ _COPIES, _LIBRARY_BYTES = 8, 2**28
 
 
 def fits_easily(problem: Problem, room: float) -> bool:
-    """Whether no way to run a problem holds more than so many bytes on a worker."""
+    """Whether no way to run a problem holds more than this number of bytes on a worker."""
     types = *map(dtype_from_name, problem.dtypes_of_work), problem.compute_type
     elements = problem.m * problem.k + problem.k * problem.n + problem.m * problem.n
     extras = sum(math.prod(map(sum, extra.chunks)) * dtype_from_name(extra.dtype).itemsize for extra in problem.extras)
