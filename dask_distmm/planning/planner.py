@@ -36,6 +36,8 @@ from numpy.typing import NDArray
 
 from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.layout import ProcessGrid
+from dask_distmm.numeric.epilogs import Formula
+from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Worker
 from dask_distmm.planning.cuts import Bounds, Candidate, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
 from dask_distmm.planning.distribution import BlockCyclic, Slab
@@ -46,7 +48,7 @@ from dask_distmm.planning.footprint import Needs, chunk_bytes, operand_needs, pa
 from dask_distmm.planning.model import ENGINES, estimate, models_of
 from dask_distmm.planning.placement import Placement, Where, check_memory, everywhere, match_ranks, over_limit
 from dask_distmm.planning.plan import Packing, Plan
-from dask_distmm.planning.problem import METHODS, Problem
+from dask_distmm.planning.problem import METHODS, Problem, is_gram
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
 
 # Distributions
@@ -398,6 +400,63 @@ def plan(
         assert failure is not None
         raise failure
     return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
+
+
+def is_faster(problem: Problem, roster: Sequence[Worker], limits: Mapping[str, float]) -> bool:
+    """Whether some engine runs a problem within the seconds that it is given; how much memory that takes is not asked.
+
+    `plan` would say the same. Ways to run it are looked at only if the least and the most that a run can take do not
+    decide.
+    """
+    anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
+    return any(_is_faster(anonymous, Situation(tuple(roster)), name, limit) for name, limit in limits.items())
+
+
+# The best way to run a problem takes at most this many times the seconds of the smallest product, of its operations on
+# all workers, and of a copy of all matrices by the slowest link: extents may be bad for GEMMs, shares uneven, and
+# messages many.
+_MOST = 12
+# No way holds more on a worker than this many copies of all matrices, and the buffers of a library.
+_COPIES, _LIBRARY_BYTES = 8, 2**28
+
+
+@functools.lru_cache(maxsize=64)
+def _is_faster(problem: Problem, situation: Situation, engine: str, limit: float) -> bool:
+    one, machine, roster = ((1,), (1,)), problem.options.machine(engine), situation.roster
+    smallest = dataclasses.replace(
+        problem, a_chunks=one, b_chunks=one, out_chunks=one, extras=(), formula=Formula(), gathered=""
+    )
+    least, threads = _plan(smallest, situation, engine, None).seconds, [max(1, worker.nthreads) for worker in roster]
+    names = problem.compute_type.name, problem.operand_type.name, problem.compute or problem.operand_type.name
+    rates = [*map(machine.rate, names), *([machine.rate("float8")] if problem.fp8 else [])]
+    if problem.method == "auto":
+        parts = min(len(roster), max(problem.m, problem.n))
+        operations = problem.flops / (min(rates) * min(threads) * parts)
+        links = machine.bandwidth, machine.network_bandwidth, machine.dask_bandwidth, machine.host_bandwidth
+        copies = _all_bytes(problem) / min(filter(None, (*links, machine.memory_bandwidth)))
+        if _MOST * (least + operations + copies) <= limit:
+            return True
+    seconds = problem.flops * (0.5 if is_gram(problem) else 1) / max(rates)
+    threads.sort(reverse=True)
+    return any(
+        found.estimate is not None and found.estimate.seconds <= limit
+        for candidate in _candidates(problem, len(roster), engine)
+        if least + seconds / sum(threads[: math.prod(candidate[1])]) <= limit
+        for found in [_consider(problem, situation, engine, candidate)]
+    )
+
+
+def fits_easily(problem: Problem, room: float) -> bool:
+    """Whether no way to run a problem holds more than this number of bytes on a worker."""
+    return _COPIES * _all_bytes(problem) + _LIBRARY_BYTES <= room
+
+
+def _all_bytes(problem: Problem) -> int:
+    """Return the bytes of all matrices of a problem, each in the largest of its types."""
+    types = *map(dtype_from_name, problem.dtypes_of_work), problem.compute_type
+    elements = problem.m * problem.k + problem.k * problem.n + problem.m * problem.n
+    extras = sum(math.prod(map(sum, extra.chunks)) * dtype_from_name(extra.dtype).itemsize for extra in problem.extras)
+    return elements * max(dtype.itemsize for dtype in types) + extras
 
 
 def _able(problem: Problem, names: tuple[str, ...]) -> tuple[str, ...]:
