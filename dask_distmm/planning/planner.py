@@ -438,7 +438,7 @@ def _is_faster(problem: Problem, situation: Situation, engine: str, limit: float
             return True
     seconds = problem.flops * (0.5 if is_gram(problem) else 1) / max(rates)
     threads.sort(reverse=True)
-    return any(
+    return least + seconds / sum(threads) <= limit and any(
         found.estimate is not None and found.estimate.seconds <= limit
         for candidate in _candidates(problem, len(roster), engine)
         if least + seconds / sum(threads[: math.prod(candidate[1])]) <= limit
