@@ -133,6 +133,29 @@ def test_chunks_of_a_subclass(inproc_client, take_all, tmp_path):
         (masked.T @ masked).compute()
 
 
+@pytest.mark.filterwarnings("ignore:The `numpy:FutureWarning")
+@pytest.mark.parametrize("rows", [2, 30])
+def test_factors_of_unknown_sizes_are_dasks(inproc_client, take_all, rows):
+    """The shapes of results depend on whether there are fewer rows than columns."""
+    rng = np.random.default_rng()
+    x, y = (
+        da.from_array(rng.standard_normal(shape), chunks=(max(1, rows // 2), 10)[: len(shape)])
+        for shape in ((rows, 10), (rows,))
+    )
+    chosen = da.from_array(np.ones(rows, bool), chunks=rows // 2)
+
+    def made():
+        a, b = x[chosen], y[chosen]
+        solved = da.linalg.lstsq(a, b)[:2] if rows > 10 else ()
+        return [abs(da.linalg.qr(a)[1]), np.linalg.svdvals(a), da.cov(a, rowvar=False), da.corrcoef(a.T), *solved]
+
+    expected = made()
+    with dask_distmm.enabled():
+        found = made()
+    for one, other in zip(dask.compute(*found), dask.compute(*expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-12, strict=True)
+
+
 def test_masked_chunks_are_dasks():
     x = da.from_array(np.random.default_rng().standard_normal((12, 8)), chunks=4).map_blocks(np.ma.masked_greater, 0)
     spec, given = ("ij,kj->ik", [x, x]) if np.random.default_rng().integers(2) else ("ij,kj,kl->il", [x, x, x])

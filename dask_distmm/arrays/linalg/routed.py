@@ -193,7 +193,7 @@ def _corrcoef(x: Any, y: Any = None, rowvar: bool = True) -> Any:
 
 
 def _covariances(make: Callable[[], Any], m: Any, y: Any, rowvar: Any, ddof: int) -> Any:
-    if y is not None or not isinstance(m, Array) or m.ndim != 2 or not len(m.T if rowvar else m) > ddof:
+    if y is not None or not isinstance(m, Array) or m.ndim != 2 or not m.shape[bool(rowvar)] > ddof:
         return NotImplemented
     stock: StockSupport = "absent" if sparse_package(m._meta) else "full"
     return _take(make, m, stock=stock) if _by_rows(m.T if rowvar else m) else NotImplemented
@@ -355,6 +355,9 @@ def _take(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: boo
     arrays = [x for x in operands if isinstance(x, Array)]
     # Of types of one or two bytes some of Dask's functions make float32, others float64.
     if not arrays or (not narrow and arrays[0].dtype.itemsize < 4):
+        return NotImplemented
+    # Of as many rows as columns or more, or of fewer: shapes of results depend on it.
+    if np.isnan([size for x in arrays for size in x.shape]).any():
         return NotImplemented
     try:
         made = make()
