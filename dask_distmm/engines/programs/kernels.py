@@ -33,9 +33,9 @@ _AROUND = 8
 _FILLED = 1 / 14
 # The Gram matrix of sparse rows is made in this many blocks of columns, if they have as many columns at least.
 _BLOCKS, _BLOCK_COLUMNS = 8, 64
-# Eigenvectors are computed without the others if there are so many times as many of these (n = 2,000, one core: twice
-# as fast for k = 50, as fast for n / 2).
-_FEW = 10
+# Up to this share of all eigenvectors, they are computed without the others (n = 2,000, one core: 50 of them twice as
+# fast, half of them as fast).
+_FEW = 1 / 10
 # A product with an inverse loses this factor against a solution at most.
 _WELL = 16
 
@@ -378,7 +378,7 @@ class ProgramKernels(IterationKernels):
         if not self._is_finite(lower):
             good[...] = False
             return
-        wanted = (n - k, n - 1) if k * _FEW <= n else None
+        wanted = (n - k, n - 1) if k <= _FEW * n else None
         w, v = self.blas.eigh(self._copy(lower + self.xp.tril(g, -1).conj().T), wanted, vectors=True)
         w, v = w[::-1][:k], v[:, ::-1][:, :k]
         squares = self.blas.host(w)
