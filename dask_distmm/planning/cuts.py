@@ -27,6 +27,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,11 +184,35 @@ def chunk_edges(sizes: tuple[int, ...]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
+@functools.lru_cache(maxsize=1024)
+def touched(sizes: tuple[int, ...], start: int, stop: int) -> slice:
+    """Return which chunks of certain sizes overlap a range that is not empty."""
+    edges = chunk_edges(sizes)
+    return slice(int(edges[1:].searchsorted(start, "right")), int(edges[:-1].searchsorted(stop)))
+
+
 def overlap_sizes(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
     """Return how much of each chunk (rows) of certain sizes is in each part of `cuts` (columns); negative: nothing."""
     edges, bounds = chunk_edges(tuple(sizes)), np.asarray(cuts)
     low, high = np.maximum(edges[:-1, None], bounds[:-1]), np.minimum(edges[1:, None], bounds[1:])
     return np.asarray(high - low)
+
+
+@functools.lru_cache(maxsize=256)
+def _pairs(sizes: tuple[int, ...], cuts: Bounds) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return all pairs of a chunk and a part of `cuts` that overlap: both numbers, and by how much."""
+    found = overlap_sizes(sizes, cuts)
+    chunk, part = np.nonzero(found > 0)
+    return chunk, part, found[chunk, part]
+
+
+def traffic(chunks: Chunks, cuts: tuple[Bounds, Bounds], holders: NDArray[Any], count: int) -> NDArray[np.float64]:
+    """Return how many elements each of `count` holders (rows) has of each part of a matrix after cuts (columns)."""
+    (i, p, down), (j, q, across) = (_pairs(*axis) for axis in zip(chunks, cuts, strict=True))
+    ncols, nparts = len(cuts[1]) - 1, (len(cuts[0]) - 1) * (len(cuts[1]) - 1)
+    at = holders.reshape(len(chunks[0]), len(chunks[1]))[i[:, None], j] * nparts + np.add.outer(p * ncols, q)
+    sizes = np.multiply.outer(down, across).astype(float)
+    return np.bincount(at.ravel(), sizes.ravel(), count * nparts).astype(float).reshape(count, nparts)
 
 
 def largest_overlap(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:

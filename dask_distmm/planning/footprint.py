@@ -6,7 +6,6 @@ C-ordered, unless they are small or have another type than is computed in.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import chunk_elements
-from dask_distmm.planning.cuts import Bounds, chunk_edges, free_axes
+from dask_distmm.planning.cuts import Bounds, chunk_edges, free_axes, traffic
 from dask_distmm.planning.model import ENGINES, Phase
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Packing, Plan
@@ -70,13 +69,15 @@ Needs = tuple[NDArray[np.float64], NDArray[np.float64]]
 def operand_needs(plan: Plan, operand: str) -> Needs:
     """Return the bytes of A or B that each rank needs, and how many of these each participant has."""
     problem, npart = plan.problem, len(plan.participants)
-    where, tiles, number = plan.where.get(operand), ENGINES[plan.engine].tiles(plan), "ab".index(operand)
-    layout: Layout
-    layout = operand_grids(plan)[number] if tiles is None else (tiles.a, tiles.b)[number].layout
-    needed = np.array([math.prod(layout.local_shape(part)) for part in range(layout.grid.size)], float)
-    parts, (_, q, s) = np.arange(len(plan.ranks)), plan.grid
+    where, tiles, (_, q, s) = plan.where.get(operand), ENGINES[plan.engine].tiles(plan), plan.grid
+    parts, chunks = np.arange(len(plan.ranks)), problem.chunks_of(operand)
     if tiles is None:
+        cuts = (plan.rows, plan.depth) if operand == "a" else (plan.depth, plan.cols)
+        needed = np.multiply.outer(*map(np.diff, cuts)).ravel().astype(float)
         parts = parts // (q * s) * s + parts % s if operand == "a" else parts % s * q + parts // s % q
+    else:
+        layout = tiles.a.layout if operand == "a" else tiles.b.layout
+        needed = layout.elements.astype(float)
     held: NDArray[np.float64]
     if is_by_ranks(problem, operand):
         # They come from their source as others come from other workers.
@@ -86,8 +87,10 @@ def operand_needs(plan: Plan, operand: str) -> Needs:
         np.fill_diagonal(held, needed)
     elif where is None or everywhere(where):
         held = np.broadcast_to(needed / (npart if where is None else 1), (npart, len(needed)))
+    elif tiles is None:
+        held = traffic(chunks, cuts, where, npart)
     else:
-        held = redistribution(Layout.of_chunks(problem.chunks_of(operand)), layout).traffic(where, npart).astype(float)
+        held = redistribution(Layout.of_chunks(chunks), layout).traffic(where, npart).astype(float)
     itemsize = float(problem.itemsize(operand))
     return needed[parts] * itemsize, held[:, parts] * itemsize
 

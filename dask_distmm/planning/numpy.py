@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.numeric.types import takes_on_cpus
 from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, is_by_ranks, panel_width, spread
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
@@ -19,10 +18,6 @@ _HALF = 0.55
 
 class NumpyModel(EngineModel):
     """The model of engines that multiply in the memory of hosts."""
-
-    def takes(self, array: str, dtypes: Sequence[str]) -> bool:
-        """Whether it multiplies such arrays."""
-        return takes_on_cpus(array, dtypes)
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
         """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of others."""

@@ -37,14 +37,14 @@ from numpy.typing import NDArray
 from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.planning.computation import Chunks, Computation, Worker
-from dask_distmm.planning.cuts import Bounds, Candidate, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
+from dask_distmm.planning.cuts import Candidate, Cuts, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
 from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.planning.factor.planner import plan_factorization
 from dask_distmm.planning.factor.problem import FactorProblem
-from dask_distmm.planning.footprint import Needs, chunk_bytes, operand_needs, packing, spread
-from dask_distmm.planning.model import ENGINES, estimate, models_of
-from dask_distmm.planning.placement import Placement, Where, check_memory, everywhere, match_ranks, over_limit
+from dask_distmm.planning.footprint import chunk_bytes, operand_needs, packing, spread
+from dask_distmm.planning.model import ENGINES, Phase, Work, models_of
+from dask_distmm.planning.placement import Placement, Where, choose, estimated, match_ranks, over_limit
 from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
@@ -249,43 +249,6 @@ def operand_tiles(plan: Plan) -> dict[str, tuple[Chunks, NDArray[np.int64]]]:
     return {"a": ((rows, along), number[:, : len(along)].ravel()), "b": ((down, cols), number[: len(down)].ravel())}
 
 
-# ``plan(problem, roster)``: look at every way to run a problem, take the fastest that fits into memory
-
-
-# The cluster
-
-
-@dataclasses.dataclass(frozen=True)
-class Situation:
-    """The workers, and where the chunks of A, B and earlier sums are. Hashable: plans are cached by it."""
-
-    # Workers that can be ranks.
-    roster: tuple[Worker, ...]
-    # Workers that hold chunks but can't be ranks.
-    sources: tuple[Worker, ...] = ()
-    # For each chunk of A and B in C order, the worker that holds it, as an index into ``[*roster, *sources]``: the
-    # bytes of an int32 array. None where that is not known.
-    raw_a: bytes | None = None
-    raw_b: bytes | None = None
-    # Memory order of (most of) the chunks of A and B.
-    orders: tuple[str, str] = ("C", "C")
-    # Addresses of ranks, in their order, that have a communicator already.
-    groups: tuple[tuple[str, ...], ...] = ()
-    # As `raw_a`, for earlier sums that the product is added to (`Formula.partial`).
-    raw_sums: bytes | None = None
-
-    @property
-    def participants(self) -> tuple[Worker, ...]:
-        """All workers, those of the roster first."""
-        return (*self.roster, *self.sources)
-
-    @functools.cached_property
-    def where(self) -> Where:
-        """The holders of the chunks of A, B and earlier sums, where they are known."""
-        raw = {"a": self.raw_a, "b": self.raw_b, "partial": self.raw_sums}
-        return {name: np.frombuffer(found, np.int32) for name, found in raw.items() if found is not None}
-
-
 # Replicas
 
 
@@ -293,41 +256,19 @@ class Situation:
 SINGLE_BYTES = 2**16
 
 
-def with_replicas(made: Plan, count: int) -> Plan:
-    """Return a plan after whose run the first `count` participants keep all of `Plan.kept`, with estimate and memory.
-
-    Each gets the chunks that it lacks from those who have them.
-    """
-    if not made.kept:
-        return made
-    found = [
-        _result_replicas(made, count) if matrix == "d" else _operand_replicas(made, matrix, count)
-        for matrix in made.kept
-    ]
+def _replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the bytes that participants hold, and get, so that the first `count` have all of `Plan.kept`."""
+    found = [_result_replicas(made) if matrix == "d" else _operand_replicas(made, matrix) for matrix in made.kept]
     held, moved = (np.sum(sizes, axis=0) for sizes in zip(*found, strict=True))
-    projected = {
-        worker.address: made.projected_bytes[worker.address] + int(size)
-        for worker, size in zip(made.participants, held, strict=True)
-    }
-    assert made.estimate is not None
-    machine = made.problem.options.machine(made.engine)
-    seconds = float(moved.max()) / machine.bandwidth
-    found_estimate = dataclasses.replace(
-        made.estimate,
-        seconds=made.estimate.seconds + seconds + (machine.latency if seconds else 0.0),
-        transfer_seconds=made.estimate.transfer_seconds + seconds,
-        bytes_moved=made.estimate.bytes_moved + int(moved.sum()),
-        peak_bytes=max(projected.values()),
-    )
-    return dataclasses.replace(made, replicas=count, projected_bytes=projected, estimate=found_estimate)
+    held[count:] = moved[count:] = 0
+    return held, moved
 
 
-def _result_replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _result_replicas(made: Plan) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the bytes that each participant holds, and gets, more than without replicas of D."""
     sizes = chunk_bytes(made.problem, "d")
     missing = np.full(len(made.participants), float(sizes.sum()))
     missing[list(made.ranks)] -= np.bincount(made.owners, sizes, len(made.ranks))
-    missing[count:] = 0
     held = missing.copy()
     engine = ENGINES[made.engine]
     if engine.all_reduced(made):
@@ -340,11 +281,10 @@ def _result_replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArr
     return held, missing
 
 
-def _operand_replicas(made: Plan, operand: str, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _operand_replicas(made: Plan, operand: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the bytes that each participant holds, and gets, more than without replicas of A or B."""
     sizes = chunk_bytes(made.problem, operand)
     held = np.maximum(sizes.sum() - spread(made, operand, sizes), 0.0)
-    held[count:] = 0
     moved = held.copy()
     if ENGINES[made.engine].by_panels:
         needed, at = operand_needs(made, operand)
@@ -352,9 +292,9 @@ def _operand_replicas(made: Plan, operand: str, count: int) -> tuple[NDArray[np.
     return held, np.maximum(moved, 0.0)
 
 
-# The expected seconds of the product for which one more candidate is examined; the least number of candidates; and the
-# share of the chunks from which one worker may best do it all.
-_SECONDS_A_CANDIDATE, _LEAST_CANDIDATES, _LARGE_SHARE = 0.012, 2, 0.75
+# ``plan(problem, roster)``: look at every way to run a problem, take the fastest that fits into memory
+
+
 # A new communicator takes about this long (seconds, spread over the runs that will use it).
 _NEW_GROUP_SECONDS = 0.05
 # Weight of bytes of earlier sums, relative to bytes of inputs, where ranks are matched to workers.
@@ -367,117 +307,96 @@ def plan(
     where: Where | None = None,
     *,
     engine: str | Sequence[str] = "numpy",
-    shortlisted: bool = False,
     sources: Sequence[Worker] = (),
     orders: tuple[str, str] = ("C", "C"),
     groups: Sequence[tuple[str, ...]] = (),
     replica_runs: tuple[int, int] = (0, 0),
 ) -> Plan:
-    """Choose how `problem` runs on the workers of `roster`."""
-    where = where or {}
-    found: list[Plan] = []
-    failure: PlanError | ProjectedMemoryError | None = None
-    names = _able(problem, (engine,) if isinstance(engine, str) else tuple(engine))
-    # The same multiply comes again and again in a loop: only its name differs.
-    anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
-    raw_a, raw_b, raw_sums = _raw(where)
-    situation = Situation(tuple(roster), tuple(sources), raw_a, raw_b, orders, tuple(sorted(groups)), raw_sums)
-    candidates = _shortlist(anonymous, situation, names) if shortlisted else dict.fromkeys(names)
-    for name in candidates:
-        try:
-            made = _plan(anonymous, situation, name, candidates[name])
-        except (PlanError, ProjectedMemoryError) as error:
-            # The reason of the last engine counts: the others are there to be faster where they can.
-            failure = error
-            continue
-        found.append(dataclasses.replace(made, problem=problem, where=where, replica_runs=replica_runs))
-    if not found and shortlisted:
-        more: dict[str, Any] = {"sources": sources, "orders": orders, "groups": groups, "replica_runs": replica_runs}
-        return plan(problem, roster, where, engine=engine, **more)
-    if not found:
-        assert failure is not None
-        raise failure
-    return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
+    """Choose how `problem` runs on the workers of `roster`.
 
-
-def _able(problem: Problem, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of some engines that can make chunks, if a problem asks for it; all if it does not."""
-    found = tuple(one.name for one in models_of(names) if one.makes or not any(problem.by_ranks))
-    if names and not found:
+    `sources` hold chunks, but can't be ranks; `where` counts them after the roster. `orders` are those of (most of) the
+    chunks of A and B in memory. `groups` are addresses of ranks, in their order, that have a communicator already.
+    """
+    where, names = where or {}, (engine,) if isinstance(engine, str) else tuple(engine)
+    able = [one.name for one in models_of(names) if one.makes or not any(problem.by_ranks)]
+    if not able:
         raise PlanError(
             f"chunks of {problem.name} were to be made by the ranks that multiply them, which engine {names[0]!r} does "
             "not do: make the product anew on the cluster as it is now"
         )
-    return found
-
-
-def _raw(where: Where) -> tuple[bytes | None, bytes | None, bytes | None]:
-    a, b, sums = (where[name].tobytes() if name in where else None for name in ("a", "b", "partial"))
-    return a, b, sums
-
-
-def _shortlist(problem: Problem, situation: Situation, names: Sequence[str]) -> dict[str, frozenset[Candidate] | None]:
-    """Return the engines and candidates that are worth a look; None for all of an engine."""
-    placed = [table for table in situation.where.values() if not everywhere(table)]
-    if not placed or problem.method != "auto" or problem.grid is not None or any(problem.distributions):
-        return dict.fromkeys(names)
-    nowhere = dataclasses.replace(situation, sources=(), raw_a=None, raw_b=None)
-    ranked: list[tuple[float, str, Candidate]] = []
-    for engine in names:
+    # The same multiply comes again and again in a loop: only its name differs.
+    anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
+    raw = tuple((name, where[name].tobytes()) for name in ("a", "b", "partial") if name in where)
+    cluster = tuple(roster), tuple(sources), raw, orders, tuple(sorted(groups))
+    found: list[Plan] = []
+    for name in able:
         try:
-            rough = _plan(problem, nowhere, engine, None)
-        except (PlanError, ProjectedMemoryError):
-            return dict.fromkeys(names)
-        ranked += [(found.seconds, engine, (found.method, found.grid)) for found in rough.alternatives]
-    ranked.sort()
-    count = max(_LEAST_CANDIDATES, int(ranked[0][0] / _SECONDS_A_CANDIDATE))
-    kept: dict[str, set[Candidate]] = {}
-    for number, (_, engine, candidate) in enumerate(ranked):
-        share = max(np.bincount(table).max() / len(table) for table in placed)
-        if number < count or (candidate[0] == "local" and share >= _LARGE_SHARE):
-            kept.setdefault(engine, set()).add(candidate)
-    return {engine: frozenset(candidates) for engine, candidates in kept.items()}
+            found.append(_plan(anonymous, name, *cluster))
+        except (PlanError, ProjectedMemoryError) as error:
+            # The reason of the last engine counts: the others are there to be faster where they can.
+            if name == able[-1] and not found:
+                raise error
+    best = min(found, key=_seconds)
+    return dataclasses.replace(best, problem=problem, where=where, replica_runs=replica_runs)
+
+
+def _seconds(made: Plan) -> float:
+    return made.estimate.seconds if made.estimate else 0.0
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[Candidate] | None) -> Plan:
-    roster, model = situation.roster, ENGINES[engine]
+def _plan(
+    problem: Problem,
+    engine: str,
+    roster: tuple[Worker, ...],
+    sources: tuple[Worker, ...],
+    raw: tuple[tuple[str, bytes], ...],
+    orders: tuple[str, str],
+    groups: tuple[tuple[str, ...], ...],
+) -> Plan:
+    model, (m, n, k) = ENGINES[engine], (problem.m, problem.n, problem.k)
     if not roster:
         raise PlanError("no worker can take part: start workers, or name some of the cluster's with workers=")
     if problem.method not in ("auto", *METHODS):
         raise PlanError(f"unknown method {problem.method!r}; known are 'auto', {', '.join(map(repr, METHODS))}")
-    if 0 in (problem.m, problem.n, problem.k):
-        raise PlanError(f"nothing to plan: m, n, k = {problem.m}, {problem.n}, {problem.k}")
-    found = [
-        _consider(problem, situation, engine, candidate)
-        for candidate in _candidates(problem, len(roster), engine)
-        if (only is None or candidate in only) and model.has_method(problem, candidate[0])
-    ]
-    if not found and not model.has_method(problem, problem.method):
+    if 0 in (m, n, k):
+        raise PlanError(f"nothing to plan: m, n, k = {m}, {n}, {k}")
+    every = _candidates(problem, len(roster), engine)
+    some = [candidate for candidate in every if model.has_method(problem, candidate[0])]
+    if not some and not model.has_method(problem, problem.method):
         raise PlanError(f"engine {engine!r} has no method {problem.method!r} for FP8; use method='auto'")
-    if not found:
+    if not some:
         raise PlanError(
-            f"method {problem.method!r} does not fit m, n, k = {problem.m}, {problem.n}, {problem.k} "
-            f"on {len(roster)} workers; use method='auto'"
+            f"method {problem.method!r} does not fit m, n, k = {m}, {n}, {k} on {len(roster)} workers; "
+            "use method='auto'"
         )
-    if problem.replicated:
-        found = [with_replicas(one, len(roster)) for one in found]
-    found.sort(key=lambda p: (p.estimate.seconds, p.estimate.peak_bytes) if p.estimate else (0.0, 0))
-    alternatives = tuple(p.estimate for p in found if p.estimate)
-    for chosen in found:
-        if not over_limit(chosen):
-            return dataclasses.replace(chosen, alternatives=alternatives)
-    leanest = min(found, key=lambda p: max(p.projected_bytes.values()))
-    chosen_as = "the leanest there is" if problem.method == "auto" else "as asked for"
-    kept = [f"all of {name.upper()} is to be on each worker" for name in leanest.kept]
-    check_memory(
-        leanest,
-        f"the multiply of {problem.m} x {problem.k} by {problem.k} x {problem.n} ({problem.dtype})",
-        product_remedies(problem),
-        why=f" with method {leanest.method!r}, {chosen_as}{', since ' * bool(kept)}{' and '.join(kept)}",
-        on_gpus=model.on_gpus,
+    where = {name: np.frombuffer(table, np.int32) for name, table in raw}
+    order_a, order_b = orders
+    start = functools.partial(
+        Plan,
+        problem=problem,
+        engine=engine,
+        participants=(*roster, *sources),
+        where=where,
+        order_a=order_a,
+        order_b=order_b,
     )
-    raise AssertionError("unreachable")
+
+    def considered(candidate: Candidate) -> Plan:
+        cuts = model.cuts(problem, candidate) or [
+            (*grid_cuts(problem, candidate[1]), None),
+            # Moving nothing may be faster than sharing the work evenly.
+            *((*cuts, None) for cuts in [holder_cuts(problem, where, candidate[1])] if cuts is not None),
+        ]
+        return min((_cut(start, candidate[0], one, len(roster), groups) for one in cuts), key=_seconds)
+
+    def why(made: Plan) -> str:
+        kept = " and ".join(f"all of {name.upper()} is to be on each worker" for name in made.kept)
+        chosen_as = "the leanest there is" if problem.method == "auto" else "as asked for"
+        return f" with method {made.method!r}, {chosen_as}{', since ' * bool(kept)}{kept}"
+
+    found = sorted(map(considered, some), key=lambda one: (_seconds(one), max(one.projected_bytes.values())))
+    return choose(found, f"the multiply of {m} x {k} by {k} x {n} ({problem.dtype})", product_remedies(problem), why)
 
 
 def _candidates(problem: Problem, nworkers: int, engine: str) -> Iterable[tuple[str, tuple[int, int, int]]]:
@@ -509,64 +428,41 @@ def product_remedies(problem: Problem) -> list[str]:
     return found
 
 
-def _consider(problem: Problem, situation: Situation, engine: str, candidate: Candidate) -> Plan:
-    """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
-    every = ENGINES[engine].cuts(problem, candidate) or [
-        (*grid_cuts(problem, candidate[1]), None),
-        # Moving nothing may be faster than sharing the work evenly.
-        *((*cuts, None) for cuts in [holder_cuts(problem, situation.where, candidate[1])] if cuts is not None),
-    ]
-    found = [_cut(problem, situation, engine, candidate[0], *cuts) for cuts in every]
-    return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
-
-
 def _cut(
-    problem: Problem,
-    situation: Situation,
-    engine: str,
-    method: str,
-    rows: Bounds,
-    cols: Bounds,
-    depth: Bounds,
-    d_cuts: tuple[Bounds, Bounds] | None,
+    start: functools.partial[Plan], method: str, cuts: Cuts, nroster: int, groups: Sequence[tuple[str, ...]]
 ) -> Plan:
-    """Return the plan with certain cuts of m, n and k, and of D."""
-    model, s, count = ENGINES[engine], len(depth) - 1, len(situation.roster)
+    """Return the plan with certain cuts of m, n and k, and of D, with its estimate and its memory."""
+    rows, cols, depth, d_cuts = cuts
+    problem, model, s = start.keywords["problem"], ENGINES[start.keywords["engine"]], len(depth) - 1
     nranks = (len(rows) - 1) * (len(cols) - 1) * s
-    made = Plan(
-        problem=problem,
-        engine=engine,
+    finals = d_cuts or ((rows, cols) if s == 1 else reduce_cuts(problem, s))
+    made: Plan = start(
         method="local" if nranks == 1 and model.collective else method,
-        participants=situation.participants,
         ranks=tuple(range(nranks)),
         rows=rows,
         cols=cols,
         depth=depth,
-        owners=chunk_owners(problem, method, d_cuts or ((rows, cols) if s == 1 else reduce_cuts(problem, s)), nranks),
-        where=situation.where,
-        packing=packing(problem, (rows, cols, depth)) if model.by_panels else Packing(),
-        order_a=situation.orders[0],
-        order_b=situation.orders[1],
         d_cuts=d_cuts,
+        owners=chunk_owners(problem, method, finals, nranks),
+        packing=packing(problem, (rows, cols, depth)) if model.by_panels else Packing(),
     )
     needs = {operand: operand_needs(made, operand) for operand in "ab"}
-    held = (needs["a"][1] + needs["b"][1])[:count].T
-    made = dataclasses.replace(made, ranks=_matched(made, held, situation.groups))
-    made.projected_bytes.update(_projected(made, needs))
+    held = (needs["a"][1] + needs["b"][1])[:nroster].T
+    made = dataclasses.replace(made, ranks=_matched(made, held, groups), replicas=nroster if made.kept else 0)
+
+    def finished(made: Plan) -> Plan:
+        memory, work = model.memory(made, needs), model.work(made, needs)
+        if made.kept:
+            more, moved = _replicas(made, nroster)
+            memory, phases = memory + more, [*work.phases, Phase(waited={"ranks": moved})]
+            work = Work(phases, work.messages + bool(moved.any()), work.seconds, work.moved + moved.sum())
+        return estimated(made, memory, work)
+
+    made = finished(made)
     if model.reads_peers and _may_stay(problem) and (over_limit(made) or len(made.participants) == 1):
         # A rank that is alone reads each chunk once, either way: it need not wait for all of them.
-        made = dataclasses.replace(made, from_host=True, projected_bytes={})
-        made.projected_bytes.update(_projected(made, needs))
-    hosts = {made.participants[index].host for index in made.ranks}
-    peak, machine = max(made.projected_bytes.values()), problem.options.machine(engine)
-    found = estimate(model.work(made, needs), machine, made.method, made.grid, peak, hosts)
-    return dataclasses.replace(made, estimate=found)
-
-
-def _projected(made: Plan, needs: Mapping[str, Needs]) -> dict[str, int]:
-    """Return the bytes that each participant holds at most, by its address."""
-    held = ENGINES[made.engine].memory(made, needs)
-    return {worker.address: int(size) for worker, size in zip(made.participants, held, strict=True)}
+        made = finished(dataclasses.replace(made, from_host=True))
+    return made
 
 
 def _matched(made: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
@@ -641,7 +537,7 @@ def plan_computation(
     A factorization or a program is for the first engine that can run it in the memory that there is.
     """
     if isinstance(problem, Problem):
-        return plan(problem, roster, where, engine=engine, sources=sources, shortlisted=True)
+        return plan(problem, roster, where, engine=engine, sources=sources)
     assert isinstance(problem, FactorProblem | ProgramProblem)
     planned: Any = plan_factorization if isinstance(problem, FactorProblem) else plan_program
     *first, last = engine

@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.factor.plan import factored
-from dask_distmm.planning.factor.planner import SHARES
 from dask_distmm.planning.factor.problem import FactorProblem
-from dask_distmm.planning.model import Estimate, Phase, Work, estimate
+from dask_distmm.planning.model import EngineModel, Estimate, Phase, Work, estimate
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.program import ProgramProblem
@@ -117,7 +116,7 @@ def factor_by_tasks(problem: FactorProblem, workers: Sequence[Worker], machine: 
         elements = rows // blocks * (cols // blocks if name else -(-columns // right))
     threads = sum(worker.nthreads for worker in workers)
     moved = (1 - 1 / len(workers)) * (products * elements + rows * cols * (name == "cholesky")) * problem.dtype.itemsize
-    rate = machine.rate(problem.task.dtype) * min(threads, blocks) * SHARES[name]
+    rate = machine.rate(problem.task.dtype) * min(threads, blocks) * EngineModel.shares[name][0]
     phases = [Phase(problem.flops, rate), Phase(waited={"dask": moved / len(workers)})]
     work = Work(phases, seconds=costs.start + (products + others) * costs.task, moved=moved)
     return estimate(work, machine, "dask", (blocks, blocks, blocks))

@@ -266,6 +266,8 @@ def choose_blocks(
 ) -> Scheme | None:
     """Return the blocks that read the fewest bytes, of those that fit on the GPUs; None if none do."""
     names = [one.name for one in models_of([engine] if isinstance(engine, str) else engine) if one.reads_peers]
+    if not names:
+        return None
     some = [dataclasses.replace(worker, memory_limit=int(_SHARE * worker.memory_limit)) for worker in workers]
     sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
     edges = common_edges(problem, "m"), common_edges(problem, "n")

@@ -17,17 +17,18 @@ it returns D in the type that is summed in, and does no epilog.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.layout import Layout, redistribution
-from dask_distmm.numeric.types import dtype_from_name, takes_on_gpus
+from dask_distmm.layout import Axis, Layout, redistribution
+from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cublasmp.tiles import HALVES_STEP, Tile, Tiles, blocks_misfit, make_tiles, slab_step
-from dask_distmm.planning.cuts import Candidate, Cuts, by_rows, padded, slowdown, uniform_cut
+from dask_distmm.planning.cuts import Candidate, Cuts, by_rows, chunk_edges, padded, slowdown, uniform_cut
 from dask_distmm.planning.footprint import Needs, chunk_bytes, spread, uploaded
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.placement import everywhere
@@ -134,33 +135,37 @@ class _Moved:
 
 def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
     """Return the number of the chunk that is exactly a rank's tile, as it is stored, or None if no single one is."""
-    shape = tile.layout.local_shape(rank)
-    if tile.local(rank) != shape or 0 in shape or tile.conjugated:
+    (rows, cols), (i, j) = tile.layout.local_shape(rank), tile.layout.grid.coords(rank)
+    if tile.local(rank) != (rows, cols) or 0 in (rows, cols) or tile.conjugated:
         return None
-    index, layout = 0, tile.layout
-    for axis, part, sizes in zip((layout.rows, layout.cols), layout.grid.coords(rank), chunks, strict=True):
-        segments = axis.local_to_global(part)
-        edges = np.concatenate([[0], np.cumsum(sizes)])
-        if len(segments) != 1:
-            return None
-        start, _, size = segments[0]
-        stop = start + size
-        at = int(np.searchsorted(edges[1:], start, side="right"))
-        if at >= len(sizes) or edges[at] != start or edges[at + 1] != stop:
-            return None
-        index = index * len(sizes) + at
-    return index
+    numbers = zip((tile.layout.rows, tile.layout.cols), chunks, (i, j), strict=True)
+    row, col = (_chunk_numbers(axis, sizes)[part] for axis, sizes, part in numbers)
+    return None if min(row, col) < 0 else row * len(chunks[1]) + col
+
+
+@functools.lru_cache(maxsize=64)
+def _chunk_numbers(axis: Axis, sizes: tuple[int, ...]) -> list[int]:
+    """Return for each part of an axis the number of the chunk that is the same range, -1 where none is."""
+    edges, found = chunk_edges(sizes), np.full(axis.nparts, -1)
+    start, stop = axis.bounds[:-1], axis.bounds[1:]
+    at = edges[1:].searchsorted(start, "right").clip(max=len(sizes) - 1)
+    alone = np.bincount(axis.part, minlength=axis.nparts)[axis.part] == 1
+    same = alone & (edges[at] == start) & (edges[at + 1] == stop)
+    found[axis.part[same]] = at[same]
+    numbers: list[int] = found.tolist()
+    return numbers
 
 
 @once
-def _lying(plan: Plan) -> dict[str, list[bool]]:
-    """Return for A, B and D whether each rank's tile is one chunk as it is stored."""
-    tiles, ranks = make_tiles(plan), range(len(plan.ranks))
-    each = {"a": tiles.a, "b": tiles.b, "d": tiles.d}
-    return {
-        name: [tile_chunk(tile, rank, plan.problem.chunks_of(name)) is not None for rank in ranks]
-        for name, tile in each.items()
-    }
+def _loose(plan: Plan) -> dict[str, NDArray[np.bool_]]:
+    """Return for A, B and D whether each rank's tile is anything but one chunk as it is stored."""
+    found = {}
+    for name in "abd":
+        tile: Tile = getattr(make_tiles(plan), name)
+        axes = zip((tile.layout.rows, tile.layout.cols), plan.problem.chunks_of(name), strict=True)
+        chunks = np.logical_and.outer(*(np.array(_chunk_numbers(*axis)) >= 0 for axis in axes)).ravel()
+        found[name] = ~chunks | (tile.layout.elements != tile.elements) | tile.conjugated
+    return found
 
 
 def _given(problem: Problem) -> dict[str, int]:
@@ -181,22 +186,18 @@ def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
     if plan.method == "allgather":
         gathered, item = (tiles.b, given["b"]) if q == 1 else (tiles.a, given["a"])
         copies = 1 if gathered.order == tiles.d.order else 2
-        return int(np.prod(gathered.shape)) * item * copies + _LIBRARY_BYTES
+        return math.prod(gathered.shape) * item * copies + _LIBRARY_BYTES
     accumulated = problem.compute_type.itemsize
     if plan.method == "allreduce":
         return 2 * problem.m * problem.n * accumulated + _LIBRARY_BYTES
     if plan.method == "reducescatter":
-        return int(np.prod(tiles.d.shape)) * (accumulated + problem.sum_type.itemsize) + _LIBRARY_BYTES
+        return math.prod(tiles.d.shape) * (accumulated + problem.sum_type.itemsize) + _LIBRARY_BYTES
     (mb, kb), nb = tiles.a.layout.blocks, tiles.b.layout.blocks[1]
     return int(2 * (mb * kb * given["a"] + kb * nb * given["b"])) + _SUMMA_BYTES
 
 
 class CublasmpModel(EngineModel):
     """The model of the engine."""
-
-    def takes(self, array: str, dtypes: Sequence[str]) -> bool:
-        """Whether it multiplies such arrays."""
-        return takes_on_gpus(array, dtypes)
 
     def has_method(self, problem: Problem, method: str) -> bool:
         """Whether the library runs a problem in a certain way: it has no SUMMA for FP8."""
@@ -253,15 +254,13 @@ class CublasmpModel(EngineModel):
                 # Chunks are converted first.
                 sizes = chunk_bytes(problem, operand) // problem.itemsize(operand) * given[operand]
                 total += spread(plan, operand, sizes)
-        for rank, index in enumerate(plan.ranks):
-            for operand, tile in (("a", tiles.a), ("b", tiles.b)):
-                if not _lying(plan)[operand][rank]:
-                    total[index] += np.prod(tile.local(rank)) * given[operand]
-            total[index] += np.prod(tiles.d.local(rank)) * sums + workspace_bytes(plan, tiles)
-            if kept:
-                total[index] += owned[rank] * (sums / problem.itemsize("d") + bool(problem.formula.saved))
-            if tiles.replicated or not _lying(plan)["d"][rank]:
-                total[index] += owned[rank] + moved.d_sent[rank] + moved.d_received[rank]
+        loose = _loose(plan)
+        own = tiles.d.elements * float(sums) + workspace_bytes(plan, tiles)
+        own += loose["a"] * tiles.a.elements * given["a"] + loose["b"] * tiles.b.elements * given["b"]
+        if kept:
+            own += owned * (sums / problem.itemsize("d") + bool(problem.formula.saved))
+        own += np.where(tiles.replicated | loose["d"], owned + moved.d_sent + moved.d_received, 0)
+        total[list(plan.ranks)] += own
         return total
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
@@ -271,7 +270,7 @@ class CublasmpModel(EngineModel):
         # The library's reduce-scatter sums in the type that is computed in.
         sizes = given["a"], given["b"], problem.compute_type.itemsize
         a_bytes, b_bytes, d_bytes = (
-            float(np.prod(tile.shape)) * size for tile, size in zip((tiles.a, tiles.b, tiles.d), sizes, strict=True)
+            float(math.prod(tile.shape)) * size for tile, size in zip((tiles.a, tiles.b, tiles.d), sizes, strict=True)
         )
         share = (nranks - 1) / nranks
         library = {
@@ -292,14 +291,12 @@ class CublasmpModel(EngineModel):
         ranks = list(plan.ranks)
         inside = sum((received[ranks] for _, received in moved.operands), -moved.outside)
         copied = 0.0
-        for operand, tile in (("a", tiles.a), ("b", tiles.b), ("d", tiles.d)):
-            if not all(_lying(plan)[operand]):
-                largest = max(float(np.prod(tile.local(rank))) for rank in range(nranks))
-                copied += 2.0 * largest * problem.itemsize(operand)
+        for operand, loose in _loose(plan).items():
+            copied += 2.0 * loose.any() * getattr(tiles, operand).elements.max() * problem.itemsize(operand)
         if own_kernel(plan, tiles):
             # One kernel reads the sums and writes D.
             each = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.formula.saved else 1)
-            copied += max(float(np.prod(tiles.d.local(rank))) for rank in range(nranks)) * each
+            copied += float(tiles.d.elements.max()) * each
         return Work(
             [
                 Phase(waited={"ranks": inside, "dask": moved.outside}),

@@ -37,6 +37,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dask_distmm.layout import Layout, ProcessGrid
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.cuts import ALIGNED_BYTES, padded
@@ -69,6 +72,15 @@ class Tile:
     def local(self, rank: int) -> tuple[int, int]:
         """Rows and columns of the tile of a rank, padding included."""
         return self.local_shape or self.layout.local_shape(rank)
+
+    @property
+    def elements(self) -> NDArray[np.int64]:
+        """Elements of each rank's tile, padding included."""
+        return (
+            self.layout.elements
+            if self.local_shape is None
+            else np.full(self.layout.grid.size, math.prod(self.local_shape))
+        )
 
     @property
     def stored(self) -> Layout:

@@ -34,7 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.cuts import Bounds, overlaps, padded, slowdown, unit
+from dask_distmm.planning.computation import chunk_elements
+from dask_distmm.planning.cuts import Bounds, chunk_edges, overlap_sizes, overlaps, padded, slowdown, touched, unit
 from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan, Rect, once
@@ -108,7 +109,7 @@ def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]
         if name in ("a", "b"):
             reads = np.zeros((len(plan.participants), len(sizes[0]), len(sizes[1])), bool)
             for rank, index in enumerate(plan.ranks):
-                reads[index] |= _reads(plan, rank, name)
+                reads[index][_read(plan, rank, name)] = True
             flat = reads.reshape(len(reads), -1)
             needed = flat.sum(0) > flat
         else:
@@ -123,38 +124,29 @@ def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]
     return found
 
 
-def others_chunks(plan: Plan, rank: int) -> tuple[float, float]:
-    """Return the numbers of chunks of A and of B that a rank reads and another participant has.
-
-    Chunks in host memory count as those of others. The numbers are averages, and no whole numbers, if the plan does not
-    know where the chunks are.
-    """
-
-    def count(name: str) -> float:
-        reads, where, me = _reads(plan, rank, name).ravel(), plan.where.get(name), plan.ranks[rank]
-        if plan.from_host:
-            return float(reads.sum())
-        if where is None:
-            return float(reads.sum()) * (1 - 1 / len(plan.participants))
-        return float((reads & (where != me) & (where != EVERYWHERE)).sum())
-
-    return count("a"), count("b")
-
-
-def _reads(plan: Plan, rank: int, name: str) -> NDArray[np.bool_]:
-    """Return, by row and column of chunks, whether a rank multiplies a part of a chunk of A or B."""
+def _read(plan: Plan, rank: int, name: str) -> tuple[slice, slice]:
+    """Return the rows and the columns of chunks of A or B of which a rank multiplies parts."""
     (r0, r1, c0, c1), depth = plan.region(rank), plan.k_range(rank)
-    part = ((r0, r1), depth) if name == "a" else (depth, (c0, c1))
-    rows, cols = (_touched(axis, *cut) for axis, cut in zip(plan.problem.chunks_of(name), part, strict=True))
-    found: NDArray[np.bool_] = np.logical_and.outer(rows, cols)
-    return found
+    (rows, cols), (down, across) = plan.problem.chunks_of(name), ((r0, r1), depth) if name == "a" else (depth, (c0, c1))
+    return touched(rows, *down), touched(cols, *across)
 
 
-def _touched(sizes: Sequence[int], start: int, stop: int) -> NDArray[np.bool_]:
-    """Whether each chunk along an axis overlaps a part of the axis."""
-    ends: NDArray[np.int64] = np.cumsum(sizes)
-    found: NDArray[np.bool_] = (ends > start) & (ends - np.asarray(sizes) < stop)
-    return found
+def _held(plan: Plan, rank: int, operand: int) -> tuple[float, bool]:
+    """Return how many chunks of A or B a rank reads that others have, and whether it has all, in chunks that span k.
+
+    Chunks in host memory count as those of others. The number is an average, and may not be a whole number, if the plan
+    does not know where the chunks are.
+    """
+    name, (rows, cols) = "ab"[operand], _read(plan, rank, "ab"[operand])
+    where = plan.where.get(name)
+    if where is None or plan.from_host:
+        count = (rows.stop - rows.start) * (cols.stop - cols.start)
+        return count * (1.0 if plan.from_host else 1 - 1 / len(plan.participants)), False
+    chunks = where.reshape(plan.problem.chunk_counts(name))[rows, cols]
+    others = float(np.count_nonzero((chunks != plan.ranks[rank]) & (chunks != EVERYWHERE)))
+    # The library conjugates only operands that it transposes; other ones are copied first.
+    copied = plan.problem.conjugated[operand] and plan.orders[name] == "C"
+    return others, not others and not copied and chunks.shape[1 - operand] == 1
 
 
 # The order in which one GPU computes its block of D, and the buffers that this order needs. Pure
@@ -234,17 +226,16 @@ def block_schedules(plan: Plan) -> list[BlockSchedule]:
     """Return the block schedule of each rank of a plan, in the order of the ranks; none where they make chunks."""
     if any(plan.problem.by_ranks):
         return []  # see `streams`
-    return [_block_schedule(plan, rank) for rank in range(len(plan.ranks))]
+    multiple = extent_multiple(plan.problem)
+    return [_block_schedule(plan, rank, multiple) for rank in range(len(plan.ranks))]
 
 
-def _block_schedule(plan: Plan, rank: int) -> BlockSchedule:
+def _block_schedule(plan: Plan, rank: int, multiple: int) -> BlockSchedule:
     problem, (p, q, s) = plan.problem, plan.grid
     (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
-    extents, sizes, multiple = (r1 - r0, c1 - c0), multiplied_sizes(problem), extent_multiple(problem)
-    in_place = (
-        _lies(plan, 0, plan.ranks[rank], (r0, r1, k0, k1)),
-        _lies(plan, 1, plan.ranks[rank], (k0, k1, c0, c1)),
-    )
+    extents, sizes = (r1 - r0, c1 - c0), multiplied_sizes(problem)
+    (others_a, lies_a), (others_b, lies_b) = _held(plan, rank, 0), _held(plan, rank, 1)
+    others, in_place = (others_a, others_b), (lies_a, lies_b)
     if s > 1 and plan.method == "reducescatter":
         # A panel belongs to the slab of D that one rank adds up.
         stationary = 1 if _slabs_by_rows(plan) else 0
@@ -268,7 +259,6 @@ def _block_schedule(plan: Plan, rank: int) -> BlockSchedule:
     streamed = 1 - stationary
     left = room - stationary_bytes * (2 if (len(parts) - 1) * (len(cuts) - 1) > 1 else 1)
     most = max(left, room // 4) // PANELS // max(1, padded(depth, multiple) * sizes[streamed])
-    others = others_chunks(plan, rank)
     # One panel is fastest if the rank pulls nothing.
     fewest = max(_FEWEST_PANELS, len(plan.ranks)) if s > 1 or any(others) else 1
     wanted = max(-(-extents[streamed] // fewest), min(_LEAST_WIDTH, extents[streamed]))
@@ -295,25 +285,6 @@ def multiplied_sizes(problem: Problem) -> tuple[int, int]:
 
 def _slabs_by_rows(plan: Plan) -> bool:
     return plan.final_rects(0)[0][3] == plan.problem.n
-
-
-def _lies(plan: Plan, operand: int, participant: int, part: Rect) -> bool:
-    """Whether one participant has a part of an operand, in chunks that span the part along k."""
-    problem, where = plan.problem, plan.where.get("ab"[operand])
-    if where is None or plan.from_host:
-        return False
-    if problem.conjugated[operand] and (plan.order_a, plan.order_b)[operand] == "C":
-        # The library conjugates only operands that it transposes; other ones are copied first.
-        return False
-    sizes = (problem.a_chunks, problem.b_chunks)[operand]
-    ends = [np.cumsum(axis) for axis in sizes]
-    # Chunks along both axes that overlap the part; empty chunks at its edges do not matter.
-    (i0, i1), (j0, j1) = (
-        (int(np.searchsorted(end, start, "right")), int(np.searchsorted(end, stop, "left")) + 1)
-        for end, start, stop in zip(ends, part[::2], part[1::2], strict=True)
-    )
-    grid = where.reshape(len(sizes[0]), len(sizes[1]))[i0:i1, j0:j1]
-    return grid.shape[1 - operand] == 1 and bool(np.isin(grid, (participant, EVERYWHERE)).all())
 
 
 def _fit(own: int, depth_extent: int, size: int, room: int, wide: bool, multiple: int) -> tuple[int, int]:
@@ -372,22 +343,55 @@ def stored_again(plan: Plan, found: Sequence[BlockSchedule], sums: int) -> bool:
     return sums != plan.problem.itemsize("d") or (plan.problem.finished and native(plan, found) is None)
 
 
+@once
+def in_chunks(plan: Plan) -> NDArray[np.bool_]:
+    """Return for each row and column of ranks whether they store D in the chunks of the result: if all are large.
+
+    With several sums per element other ranks read an incomplete block, and padded products need a larger array.
+    """
+    if plan.grid[2] > 1 or extent_multiple(plan.problem) > 1:
+        return np.zeros(plan.grid[:2], bool)
+    small = []
+    for sizes, cuts in zip(plan.problem.out_chunks, (plan.rows, plan.cols), strict=True):
+        parts = overlap_sizes(sizes, cuts)
+        least = np.where(parts > 0, parts, _LEAST_BLOCK).min(axis=0)
+        small.append((np.count_nonzero(parts > 0, axis=0) > 1) & (least < _LEAST_BLOCK))
+    found: NDArray[np.bool_] = ~np.logical_or.outer(*small)
+    return found
+
+
 def blocks(plan: Plan, rank: int) -> list[Rect]:
     """Return the rectangles in which a rank stores its block of D; all participants compute the same ones.
 
     They are the chunks of the result, or parts of chunks, if all of these are large; else one rectangle.
     """
-    region = plan.region(rank)
-    if plan.grid[2] > 1 or extent_multiple(plan.problem) > 1:
+    region, (i, j, _), (rows, cols) = plan.region(rank), plan.coords(rank), plan.chunk_cuts
+    if not in_chunks(plan)[i, j]:
         return [region]
-    rows, cols = plan.chunk_cuts
     down, across = overlaps(rows, *region[:2]), overlaps(cols, *region[2:])
-    if any(len(axis) > 1 and min(b - a for _, a, b in axis) < _LEAST_BLOCK for axis in (down, across)):
-        return [region]
     return [(r0, r1, c0, c1) for _, r0, r1 in down for _, c0, c1 in across]
 
 
 def in_place(plan: Plan, rank: int) -> set[Rect]:
     """Return the rectangles of `blocks` that the GEMMs may write straight into a chunk of D, if the rank owns it."""
-    # With several sums per element other ranks read an incomplete block, and padded products need a larger array.
     return set() if plan.grid[2] > 1 or extent_multiple(plan.problem) > 1 else set(blocks(plan, rank))
+
+
+def copied_again(plan: Plan, *, stored: bool) -> NDArray[np.float64]:
+    """Elements of D that each rank copies once more: from its sums to its chunks, and, if so, to store these."""
+    problem, q = plan.problem, plan.grid[1]
+    times = np.full(problem.chunk_counts("d"), 1.0 + stored)
+    if plan.grid[2] == 1 and extent_multiple(problem) == 1:
+        at = divmod(plan.owners.reshape(times.shape), q)
+        inside = whole = np.ones(times.shape, bool)
+        for which, cuts, sizes, shape in zip(
+            at, (plan.rows, plan.cols), problem.out_chunks, ((-1, 1), (1, -1)), strict=True
+        ):
+            begin, end = (edges.reshape(shape) for edges in (chunk_edges(sizes)[:-1], chunk_edges(sizes)[1:]))
+            first, last = np.take(cuts, which), np.take(cuts, which + 1)
+            inside = inside & (first <= begin) & (end <= last)
+            whole = whole & (first == begin) & (end == last)
+        # GEMMs write whole chunks that are the rank's own.
+        times -= whole | (inside & in_chunks(plan)[at])
+    weights = (chunk_elements(problem.out_chunks) * times.ravel()).astype(float)
+    return np.bincount(plan.owners, weights, len(plan.ranks)).astype(float)

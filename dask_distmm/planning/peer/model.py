@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from dask.utils import format_bytes
 from numpy.typing import NDArray
 
-from dask_distmm.numeric.types import takes_on_gpus
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.cuts import pieces_that_fill, slowdown
 from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, is_by_ranks, spread, uploaded
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.peer.block_schedule import (
     block_schedules,
+    copied_again,
     extent_multiple,
-    in_place,
     multiplied_sizes,
     native,
     peer_reads,
@@ -37,12 +36,6 @@ from dask_distmm.planning.plan import Plan, Rect
 
 # Messages: see above.
 _ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY, _GRID = 2.0, 4.0, 2.0, 1.0, 0.75, 0.5
-# Shares of the rate of a product on one GPU: H200, float64, N = 32768.
-_SHARES = {"cholesky": 0.75, "lu": 0.55, "qr": 0.72}
-# Panels of 512 columns: two H200, float64, N = 16384 and 32768.
-_PANEL_SECONDS = {"cholesky": 1.8e-3, "lu": 3.5e-3, "qr": 6e-3}
-# What a column takes in the reduction to a tridiagonal matrix, beside its reads: two H200, float64, N = 16384, 32768.
-_COLUMN_SECONDS = 4e-5
 
 
 def reaches(reader: Worker, other: Worker) -> bool:
@@ -53,9 +46,12 @@ def reaches(reader: Worker, other: Worker) -> bool:
 class PeerModel(EngineModel):
     """The model of the engine."""
 
-    def takes(self, array: str, dtypes: Sequence[str]) -> bool:
-        """Whether it multiplies such arrays."""
-        return takes_on_gpus(array, dtypes)
+    # One GPU: H200, float64, N = 32768.
+    shares: ClassVar = {**EngineModel.shares, "cholesky": (0.75, 0.85), "lu": (0.55, 0.75), "qr": (0.72, 0.7)}
+    # A panel of 512 columns, its way to another rank, what it is applied to first: two H200, float64, N = 16384, 32768.
+    panel_seconds: ClassVar = {"cholesky": 1.8e-3, "lu": 3.5e-3, "qr": 6e-3}
+    # Exchanges included: two H200, float64, N = 16384 and 32768.
+    column_seconds: ClassVar = 4e-5
 
     def unfit(self, workers: Sequence[Worker]) -> str:
         """Say why not every worker's GPU can read the memory of all others; empty if it can."""
@@ -105,7 +101,7 @@ class PeerModel(EngineModel):
             own += _bytes_of(plan, made=False)
         owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), len(plan.ranks))
         height, width, _ = plan.extents
-        own += (height * width + _copied_again(plan, stored=False)) * sums
+        own += (height * width + copied_again(plan, stored=False)) * sums
         if stored_again(plan, found, sums):
             own += owned * (2 if problem.formula.saved else 1)
         if plan.grid[2] > 1:
@@ -153,7 +149,7 @@ class PeerModel(EngineModel):
             cut = np.array([pieces_that_fill(problem, one.parts[1] - one.parts[0], one.width) for one in found])
             begin = away**2 * np.array([one.stationary_bytes + one.panel_bytes for one in found]) / cut
         arriving = delivered(plan) * sums
-        passes = 3.0 * partial + 2.0 * sums * _copied_again(plan, stored=stored_again(plan, found, sums))
+        passes = 3.0 * partial + 2.0 * sums * copied_again(plan, stored=stored_again(plan, found, sums))
         between, last = partial * (s > 1) * (s - 2) / max(1, s - 1), partial / max(1, s - 1) + arriving
         together: dict[str, NDArray[np.float64]] = {link: pulled}
         waited = {link: begin, "memory": passes}
@@ -202,18 +198,6 @@ class PeerModel(EngineModel):
             f"buffers of {format_bytes(schedule.buffer_bytes)}{padded}{read}"
         ]
 
-    def share(self, algorithm: str, ranks: int) -> float:
-        """Return the share of a product's rate on one GPU."""
-        return _SHARES.get(algorithm, 0.0) if ranks == 1 else 0.0
-
-    def panel_seconds(self, algorithm: str) -> float:
-        """Return what a panel takes: itself, its way to another rank, what it is applied to first."""
-        return _PANEL_SECONDS.get(algorithm, 0.0)
-
-    def column_seconds(self) -> float:
-        """Return what a column takes in the reduction to a tridiagonal matrix."""
-        return _COLUMN_SECONDS
-
     def shares_eigh_from(self, dtype: str, workers: int) -> int | None:
         """Return from which order on eigenvalues are there sooner than by cuSOLVER on one GPU.
 
@@ -248,16 +232,6 @@ def _bytes_of(plan: Plan, *, made: bool) -> NDArray[np.float64]:
     every = zip(_elements(plan), sizes, problem.by_ranks, strict=True)
     found = [count * float(size) for count, size, by_rank in every if by_rank == made]
     return np.asarray(sum(found, start=0.0) + np.zeros(len(plan.ranks)))
-
-
-def _copied_again(plan: Plan, *, stored: bool) -> NDArray[np.float64]:
-    """Elements of D that each rank copies once more: from its sums to its chunks, and, if so, to store these."""
-    elements = []
-    for rank in range(len(plan.ranks)):
-        lying = in_place(plan, rank)
-        owned = [plan.chunk_rect(number) for number in plan.owned(rank).tolist()]
-        elements.append(sum(_area(rect) * (stored + (rect not in lying)) for rect in owned))
-    return np.array(elements, float)
 
 
 PEER = PeerModel(
