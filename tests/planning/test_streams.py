@@ -133,7 +133,7 @@ def test_a_long_gram_matrix_is_one_wave_and_ranks_share_k():
     assert made.engine == "peer"
     assert Plan.from_wire(made.to_wire()).problem.by_ranks == (True, True)
     assert not any(read.any() for read in peer_reads(made, "ab").values())
-    assert block_schedule.native(made, []) is None
+    assert block_schedule.native(made) is None
     (stream, other) = streams.chunk_sources(made)
     # A chunk is multiplied as it lies, and is its own other side.
     assert stream == other

@@ -53,8 +53,8 @@ class PeerJob(Job[Plan]):
         self._lost: set[int] = set()
         self._ready, self._stream = side.ready, engine.stream
         self._block_schedules = block_schedules(plan)
-        self._sums = sums_in(plan, self._block_schedules)
-        self._epilog = native(plan, self._block_schedules)
+        self._sums = sums_in(plan)
+        self._epilog = native(plan)
         self._kinds = GemmTypes(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
         self._expected: Expected | None = None
         self._multiplication: Multiplication | Streaming | None = None

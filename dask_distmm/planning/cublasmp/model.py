@@ -38,99 +38,62 @@ from dask_distmm.planning.problem import Problem, library_epilog
 # The part of a plan's formula that cuBLASMp does itself, inside of a multiply. Pure
 
 
-def native_epilog(plan: Plan, tiles: Tiles | None = None) -> str | None:
-    """Return the epilog that cuBLASMp does, ``""`` for only a factor; None where it can't do all of the formula."""
-    if len(plan.ranks) == 1:
-        return None
-    formula, found = plan.problem.formula, library_epilog(plan.problem)
-    if found is None or _rounds_parts(plan, tiles):
-        return None
-    if not found:
-        return found
-    if plan.method not in ("allgather", "reducescatter"):
-        return None
-    dtype = plan.problem.result_type
-    if dtype.itemsize == 2 and plan.method == "allgather" and formula.epilog != "relu":
-        return None
-    if "bias" in formula.inputs:
-        by_rows = not (tiles or make_tiles(plan)).flipped
-        rows, cols = (sum(sizes) for sizes in plan.problem.chunks_of("bias"))
-        if (rows, cols) != ((plan.problem.m, 1) if by_rows else (1, plan.problem.n)):
-            return None
-    return found
-
-
-def returned_type(plan: Plan, tiles: Tiles | None = None) -> np.dtype:
+def returned_type(plan: Plan) -> np.dtype:
     """Return the type in which cuBLASMp returns D: its own, or the one that is summed in if more is done to it."""
-    if _rounds_parts(plan, tiles):
+    if _rounds_parts(plan):
         return plan.problem.compute_type
-    return plan.problem.sum_type if native_epilog(plan, tiles) is None else plan.problem.result_type
+    return plan.problem.sum_type if CUBLASMP.native_epilog(plan) is None else plan.problem.result_type
 
 
-def own_kernel(plan: Plan, tiles: Tiles | None = None) -> bool:
+def own_kernel(plan: Plan) -> bool:
     """Whether what cuBLASMp returns is finished, or rounded, by the engine's own kernel."""
-    return native_epilog(plan, tiles) is None and (plan.problem.finished or _rounds_parts(plan, tiles))
+    return CUBLASMP.native_epilog(plan) is None and (plan.problem.finished or _rounds_parts(plan))
 
 
-def _rounds_parts(plan: Plan, tiles: Tiles | None) -> bool:
+def _rounds_parts(plan: Plan) -> bool:
     """Whether the library might add up parts of k in a 16-bit D."""
     if len(plan.ranks) == 1 or plan.method not in ("allgather", "summa"):
         return False
     if plan.problem.result_type.itemsize != 2 or plan.problem.result_type.kind in "iu":
         return False
-    found = tiles or make_tiles(plan)
+    found = make_tiles(plan)
     if plan.method == "summa" and found.a.layout.blocks[1] < plan.problem.k:
         return True
     lengths = [x for tile in (found.a, found.b, found.d) for x in (*tile.shape, *tile.layout.blocks)]
     return any(length % HALVES_STEP for length in lengths)
 
 
-def all_reduced(plan: Plan) -> bool:
-    """Whether a plan's multiply itself leaves all of D, as it will be stored, on every rank."""
-    return plan.method == "allreduce" and len(plan.ranks) > 1 and not own_kernel(plan)
-
-
 # cuBLASMp 0.10's own buffers beside the matrices that it gathers: as its log and buffer sizes say.
 _LIBRARY_BYTES = 96 * 2**20
 _SUMMA_BYTES = 32 * 2**20
+_Bytes = NDArray[np.float64]
 # Latency of a run of several ranks beside its work, in messages: as two H200 took for small products.
 _MESSAGES = 8
-_Elements = NDArray[np.float64]
 
 
 @once
-class _Moved:
-    """Bytes that each participant sends and receives to make A's and B's tiles and D's chunks."""
+def _moved(plan: Plan, needs: Mapping[str, Needs]) -> tuple[list[_Bytes], _Bytes, _Bytes, _Bytes, _Bytes]:
+    """Return the bytes that make A's and B's tiles, and D's chunks.
 
-    def __init__(self, made: Plan, needs: Mapping[str, Needs]) -> None:
-        problem, ranks, tiles = made.problem, list(made.ranks), make_tiles(made)
-        self.operands = []
-        # Of what each rank receives, the bytes from workers that are not ranks: these have no communicator, and send by
-        # Dask's own connections.
-        self.outside: _Elements = np.zeros(len(ranks))
-        for operand, (needed, held) in needs.items():
-            sent, received = np.zeros(len(made.participants)), np.zeros(len(made.participants))
-            self.operands.append((sent, received))
-            if everywhere(made.where.get(operand)):
-                continue
-            sent += held.sum(axis=1)
-            at_home = held[ranks, range(len(ranks))]
-            sent[ranks] -= at_home
-            received[ranks] = needed - at_home
-            self.outside += needed - held[ranks].sum(axis=0)
-        self.d_sent: _Elements = np.zeros(len(ranks))
-        self.d_received: _Elements = self.d_sent
-        if not tiles.replicated:
-            chunks = Layout.of_chunks(problem.out_chunks)
-            owned = redistribution(chunks, tiles.d.layout).traffic(made.owners, len(ranks))
-            owned = owned.astype(float) * returned_type(made, tiles).itemsize
-            self.d_received = np.asarray(owned.sum(axis=1) - np.diagonal(owned), float)
-            self.d_sent = np.asarray(owned.sum(axis=0) - np.diagonal(owned), float)
-
-    @property
-    def total(self) -> int:
-        """All bytes together."""
-        return int(sum(received.sum() for _, received in self.operands) + self.d_received.sum())
+    What each participant sends and receives of A, and of B; what each rank receives of both, and how much of that comes
+    from workers that are not ranks, which have no communicator, and send by Dask's own connections; what each rank
+    sends of D, and receives.
+    """
+    ranks, buffers = list(plan.ranks), [np.zeros(len(plan.participants))]
+    received, outside, sent_of_d, received_of_d = (np.zeros(len(ranks)) for _ in range(4))
+    for operand, (needed, held) in needs.items():
+        if everywhere(plan.where.get(operand)):
+            continue
+        home = held[ranks, range(len(ranks))]
+        buffers.append(held.sum(axis=1))
+        buffers[-1][ranks] += needed - 2 * home
+        received += needed - home
+        outside += needed - held[ranks].sum(axis=0)
+    if not make_tiles(plan).replicated:
+        chunks = redistribution(Layout.of_chunks(plan.problem.out_chunks), make_tiles(plan).d.layout)
+        owned = chunks.traffic(plan.owners, len(ranks)) * float(returned_type(plan).itemsize)
+        sent_of_d, received_of_d = (owned.sum(axis=axis) - np.diagonal(owned) for axis in (0, 1))
+    return buffers, received, outside, sent_of_d, received_of_d
 
 
 def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
@@ -224,30 +187,43 @@ class CublasmpModel(EngineModel):
         return blocks_misfit(problem, grid)
 
     def native_epilog(self, plan: Plan) -> str | None:
-        """Return the epilog that cuBLASMp does."""
-        return native_epilog(plan)
+        """Return the epilog that cuBLASMp does, ``""`` for only a factor; None where it can't do all of the formula."""
+        formula, found = plan.problem.formula, library_epilog(plan.problem)
+        if len(plan.ranks) == 1 or found is None or _rounds_parts(plan):
+            return None
+        if not found:
+            return found
+        if plan.method not in ("allgather", "reducescatter"):
+            return None
+        if plan.problem.result_type.itemsize == 2 and plan.method == "allgather" and formula.epilog != "relu":
+            return None
+        if "bias" in formula.inputs:
+            shape = tuple(map(sum, plan.problem.chunks_of("bias")))
+            if shape != ((1, plan.problem.n) if make_tiles(plan).flipped else (plan.problem.m, 1)):
+                return None
+        return found
 
     def all_reduced(self, plan: Plan) -> bool:
-        """Whether the multiply itself leaves all of D on every rank."""
-        return all_reduced(plan)
+        """Whether the multiply itself leaves all of D, as it will be stored, on every rank."""
+        return plan.method == "allreduce" and len(plan.ranks) > 1 and not own_kernel(plan)
 
-    def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> _Elements:
+    def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> _Bytes:
         """Return the bytes of device memory that each participant holds at most.
 
         Counted are chunks of A and B, tiles that are not chunks already, buffers of what is sent and received, the
         library's workspace, D's tile and D's chunks.
         """
         problem, npart, tiles = plan.problem, len(plan.participants), make_tiles(plan)
-        moved, given = _Moved(plan, needs), _given(problem)
+        (buffers, _, _, sent_of_d, received_of_d), given = _moved(plan, needs), _given(problem)
         total = np.zeros(npart)
         for operand in "a" if problem.shared else "ab":
             total += spread(plan, operand, chunk_bytes(problem, operand))
         # A's buffers are free again before B's are needed.
-        total += np.max([sent + received for sent, received in moved.operands], axis=0)
+        total += np.max(buffers, axis=0)
         # Where these lie is not looked at.
         total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
         # The library stores what it has finished itself; else sums are kept until they are finished.
-        kept, sums = own_kernel(plan, tiles), returned_type(plan, tiles).itemsize
+        kept, sums = own_kernel(plan), returned_type(plan).itemsize
         owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), len(plan.ranks))
         for operand in "ab":
             if given[operand] != problem.itemsize(operand):
@@ -259,14 +235,15 @@ class CublasmpModel(EngineModel):
         own += loose["a"] * tiles.a.elements * given["a"] + loose["b"] * tiles.b.elements * given["b"]
         if kept:
             own += owned * (sums / problem.itemsize("d") + bool(problem.formula.saved))
-        own += np.where(tiles.replicated | loose["d"], owned + moved.d_sent + moved.d_received, 0)
+        own += np.where(tiles.replicated | loose["d"], owned + sent_of_d + received_of_d, 0)
         total[list(plan.ranks)] += own
         return total
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
         """Return the work of a plan: operands are redistributed, multiplied by the library, and D is redistributed."""
         problem, machine, tiles = plan.problem, plan.problem.options.machine(plan.engine), make_tiles(plan)
-        moved, given, nranks, (p, q, _) = _Moved(plan, needs), _given(problem), len(plan.ranks), plan.grid
+        given, nranks, (p, q, _) = _given(problem), len(plan.ranks), plan.grid
+        _, received, outside, _, received_of_d = _moved(plan, needs)
         # The library's reduce-scatter sums in the type that is computed in.
         sizes = given["a"], given["b"], problem.compute_type.itemsize
         a_bytes, b_bytes, d_bytes = (
@@ -288,29 +265,27 @@ class CublasmpModel(EngineModel):
         if slab_step(problem) == 1 or plan.method == "summa":
             # Chunks have been put together to tiles, without padding.
             flops *= slowdown(problem, in_chunks=False)
-        ranks = list(plan.ranks)
-        inside = sum((received[ranks] for _, received in moved.operands), -moved.outside)
         copied = 0.0
         for operand, loose in _loose(plan).items():
             copied += 2.0 * loose.any() * getattr(tiles, operand).elements.max() * problem.itemsize(operand)
-        if own_kernel(plan, tiles):
+        if own_kernel(plan):
             # One kernel reads the sums and writes D.
             each = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.formula.saved else 1)
             copied += float(tiles.d.elements.max()) * each
         return Work(
             [
-                Phase(waited={"ranks": inside, "dask": moved.outside}),
+                Phase(waited={"ranks": received - outside, "dask": outside}),
                 Phase(
                     flops,
                     machine.rate(_rate(problem)),
                     waited={"ranks": dict(machine.exposed).get(plan.method, 1.0) * library},
                 ),
-                Phase(waited={"ranks": moved.d_received}),
+                Phase(waited={"ranks": received_of_d}),
                 Phase(waited={"memory": copied}),
                 uploaded(plan),
             ],
             messages=_MESSAGES if nranks > 1 else 2,
-            moved=moved.total + int(library * nranks),
+            moved=int(received.sum() + received_of_d.sum()) + int(library * nranks),
         )
 
 

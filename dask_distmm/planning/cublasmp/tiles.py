@@ -129,7 +129,7 @@ def slab_step(problem: Problem) -> int:
 @once
 def make_tiles(plan: Plan) -> Tiles:
     """Return how A, B and D are distributed for a plan."""
-    tiles = _unconjugated(plan)
+    tiles = _blocks(plan) if plan.method == "summa" and math.prod(plan.grid) > 1 else _slabs(plan)
     if not any(plan.problem.conjugated):
         return tiles
     # The all-reduce wants op T and N; else a transposed operand is conjugated by the library, for nothing.
@@ -140,99 +140,52 @@ def make_tiles(plan: Plan) -> Tiles:
     return dataclasses.replace(tiles, a=found[0], b=found[1], conjugated=(by_library[0], by_library[1]))
 
 
-def _unconjugated(plan: Plan) -> Tiles:
-    """Return the tiles of a plan whose operands are not conjugated."""
-    if math.prod(plan.grid) == 1:
-        return _local(plan)
-    makers = {"allgather": _allgather, "reducescatter": _reducescatter, "allreduce": _allreduce}
-    return makers.get(plan.method, _summa)(plan)
-
-
-def _extents(plan: Plan) -> tuple[int, int, int]:
-    return plan.problem.m, plan.problem.n, plan.problem.k
-
-
-def _orders(plan: Plan) -> tuple[str, str]:
-    """Return the memory orders in which the library is given A and B."""
-    return ("C", "F") if plan.problem.fp8 else (plan.order_a, plan.order_b)
-
-
-def _slabs(order: str, shape: tuple[int, int], blocks: tuple[int, int], grid: ProcessGrid, zeroed: bool) -> Tile:
-    """Return the tile of a matrix in slabs of one size: a block for each process."""
-    whole = (blocks[0] * grid.nprow, blocks[1] * grid.npcol)
-    return Tile(order, Layout(shape, blocks, grid), whole, blocks, zeroed)
-
-
-def _local(plan: Plan) -> Tiles:
-    (m, n, k), (order_a, order_b), one = _extents(plan), _orders(plan), ProcessGrid(1, 1)
-    rows, cols, inner = (padded(length, slab_step(plan.problem)) for length in (m, n, k))
+def _slabs(plan: Plan) -> Tiles:
+    """Return slabs of one size for all ranks; the other axis of a matrix is as long as all slabs of another one."""
+    problem, nranks, step = plan.problem, math.prod(plan.grid), slab_step(plan.problem)
+    lengths, cuts, finals = (problem.m, problem.n, problem.k), (plan.rows, plan.cols, plan.depth), plan.d_cuts
+    for length, found in zip((*lengths, *lengths[: 2 if finals else 0]), (*cuts, *(finals or ())), strict=True):
+        size = padded(length, step, len(found) - 1)
+        if found != tuple(min(i * size, length) for i in range(len(found))):
+            raise ValueError(f"{length} is cut at {found}, expected {len(found) - 1} slabs of {size}")
+    by_rows, reduces = len((finals or cuts)[0]) > 2, len(plan.depth) > 2
+    # Whether A has slabs of m and B those of n, each rank all of D, and there is a slab of m, n, k for each rank.
+    both, replicated = nranks > 1 and not reduces, reduces and plan.method == "allreduce"
+    slabs = both or by_rows, both or (reduces and not replicated and not by_rows), reduces
+    mb, nb, kb = (padded(x, step, nranks if cut else 1) for x, cut in zip(lengths, slabs, strict=True))
+    m, n, k = (size * (nranks if cut else 1) for size, cut in zip((mb, nb, kb), slabs, strict=True))
+    row, col = ProcessGrid(nranks, 1), ProcessGrid(1, nranks)
+    order_a, order_b = ("C", "F") if problem.fp8 or replicated else (plan.order_a, plan.order_b)
     order = order_a if order_a == order_b else "C"
-    return Tiles(
-        _slabs(order_a, (m, k), (rows, inner), one, inner != k),
-        _slabs(order_b, (k, n), (inner, cols), one, inner != k),
-        _slabs(order, (m, n), (rows, cols), one, False),
-    )
+    if nranks > 1:
+        order = "C" if replicated or by_rows != both else "F"
+
+    def tile(
+        order: str, shape: tuple[int, int], block: tuple[int, int], whole: tuple[int, int], grid: ProcessGrid
+    ) -> Tile:
+        return Tile(order, Layout(shape, block, grid), whole, (whole[0] // grid.nprow, whole[1] // grid.npcol))
+
+    a = tile(order_a, (problem.m, problem.k), (mb, kb), (m, k), col if reduces else row)
+    b = tile(order_b, (problem.k, problem.n), (kb, nb), (k, n), row if reduces else col)
+    # D^T is n x m; of replicas the library sees all side by side.
+    d = tile(order, (problem.m, problem.n), (mb, nb), (m, n), row if by_rows or replicated else col)
+    if replicated:
+        d = tile(order, (m * nranks, n), (m, n), (m * nranks, n), row)
+    zeroed = k != problem.k
+    return Tiles(dataclasses.replace(a, zeroed=zeroed), dataclasses.replace(b, zeroed=zeroed), d, replicated)
 
 
-def _allgather(plan: Plan) -> Tiles:
-    (m, n, k), (order_a, order_b), (nranks, step) = _extents(plan), _orders(plan), _ranks_and_step(plan)
-    by_rows, inner = plan.grid[1] == 1, padded(k, step)
-    mb, nb = padded(m, step, nranks), padded(n, step, nranks)
-    row, col = ProcessGrid(nranks, 1), ProcessGrid(1, nranks)
-    layout = Layout((m, n), (mb, nb), row if by_rows else col)
-    _check(plan.rows if by_rows else plan.cols, m if by_rows else n, nranks, step)
-    return Tiles(
-        _slabs(order_a, (m, k), (mb, inner), row, inner != k),
-        _slabs(order_b, (k, n), (inner, nb), col, inner != k),
-        # The other dimension of D is as long as the gathered operand, padding included.
-        _widen(Tile("F" if by_rows else "C", layout, (m, n), None), (mb * nranks, nb * nranks)),
-    )
-
-
-def _reducescatter(plan: Plan) -> Tiles:
-    assert plan.d_cuts is not None
-    (m, n, k), (order_a, order_b), (nranks, step) = _extents(plan), _orders(plan), _ranks_and_step(plan)
-    by_rows = len(plan.d_cuts[0]) > 2
-    _check(plan.depth, k, nranks, step)
-    _check(plan.d_cuts[0] if by_rows else plan.d_cuts[1], m if by_rows else n, nranks, step)
-    mb, nb, kb = (padded(length, step, nranks) for length in (m, n, k))
-    height, width = (mb * nranks, padded(n, step)) if by_rows else (padded(m, step), nb * nranks)
-    blocks = (mb, padded(n, step)) if by_rows else (padded(m, step), nb)
-    row, col = ProcessGrid(nranks, 1), ProcessGrid(1, nranks)
-    return Tiles(
-        _widen(_slabs(order_a, (m, k), (blocks[0], kb), col, kb * nranks != k), (height, kb * nranks)),
-        _widen(_slabs(order_b, (k, n), (kb, blocks[1]), row, kb * nranks != k), (kb * nranks, width)),
-        _slabs("C" if by_rows else "F", (m, n), blocks, row if by_rows else col, False),
-    )
-
-
-def _allreduce(plan: Plan) -> Tiles:
-    (m, n, k), (nranks, step) = _extents(plan), _ranks_and_step(plan)
-    rows, cols, kb = padded(m, step), padded(n, step), padded(k, step, nranks)
-    row, col = ProcessGrid(nranks, 1), ProcessGrid(1, nranks)
-    _check(plan.depth, k, nranks, step)
-    return Tiles(
-        _slabs("C", (m, k), (rows, kb), col, kb * nranks != k),
-        _slabs("F", (k, n), (kb, cols), row, kb * nranks != k),
-        # D^T is n x m; the library sees nranks of them side by side.
-        Tile("C", Layout((rows * nranks, cols), (rows, cols), row), (rows * nranks, cols), (rows, cols)),
-        replicated=True,
-    )
-
-
-def _summa(plan: Plan) -> Tiles:
-    (m, n, k), grid = _extents(plan), ProcessGrid(*plan.grid[:2])
+def _blocks(plan: Plan) -> Tiles:
+    """Return the blocks of SUMMA."""
+    problem, grid = plan.problem, ProcessGrid(*plan.grid[:2])
     order = plan.order_a if plan.order_a == plan.order_b else "C"
-    (mb,), (nb,), (kb,) = summa_blocks(plan.problem, plan.grid)
-    return Tiles(
-        Tile(order, Layout((m, k), (mb, kb), grid), (m, k), None),
-        Tile(order, Layout((k, n), (kb, nb), grid), (k, n), None),
-        Tile(order, Layout((m, n), (mb, nb), grid), (m, n), None),
-    )
+    (mb,), (nb,), (kb,) = summa_blocks(problem, plan.grid)
 
+    def tile(shape: tuple[int, int], block: tuple[int, int]) -> Tile:
+        return Tile(order, Layout(shape, block, grid), shape, None)
 
-def _ranks_and_step(plan: Plan) -> tuple[int, int]:
-    return math.prod(plan.grid), slab_step(plan.problem)
+    m, n, k = problem.m, problem.n, problem.k
+    return Tiles(tile((m, k), (mb, kb)), tile((k, n), (kb, nb)), tile((m, n), (mb, nb)))
 
 
 def summa_blocks(problem: Problem, grid: tuple[int, int, int]) -> tuple[set[int], set[int], set[int]]:
@@ -254,18 +207,6 @@ def summa_blocks(problem: Problem, grid: tuple[int, int, int]) -> tuple[set[int]
     panel = k if problem.sum_type.itemsize == 2 else min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
     step = slab_step(problem)
     return asked["m"] or {padded(m, step, p)}, asked["n"] or {padded(n, step, q)}, asked["k"] or {panel}
-
-
-def _widen(tile: Tile, shape: tuple[int, int]) -> Tile:
-    """Pad a dimension that is not distributed, for the sake of the other matrices."""
-    grid = tile.layout.grid
-    return dataclasses.replace(tile, shape=shape, local_shape=(shape[0] // grid.nprow, shape[1] // grid.npcol))
-
-
-def _check(cuts: tuple[int, ...], length: int, parts: int, step: int) -> None:
-    size = padded(length, step, parts)
-    if cuts != tuple(min(i * size, length) for i in range(parts + 1)):
-        raise ValueError(f"{length} is cut at {cuts}, expected {parts} slabs of {size}")
 
 
 def blocks_misfit(problem: Problem, grid: tuple[int, int, int]) -> str | None:

@@ -312,23 +312,24 @@ def _even(start: int, length: int, most: int) -> Bounds:
     return (*range(start, start + length, most), start + length)
 
 
-def sums_in(plan: Plan, found: Sequence[BlockSchedule]) -> np.dtype:
+def sums_in(plan: Plan) -> np.dtype:
     """Return the type in which all ranks sum: D's own type, unless several products are added to an element of D."""
-    if _several(plan, found):
+    if _several(plan):
         return plan.problem.compute_type
-    return plan.problem.sum_type if native(plan, found) is None else plan.problem.result_type
+    return plan.problem.sum_type if native(plan) is None else plan.problem.result_type
 
 
-def _several(plan: Plan, found: Sequence[BlockSchedule]) -> bool:
+def _several(plan: Plan) -> bool:
     """Whether an element of D is the sum of several products."""
-    by_steps = any(plan.problem.by_ranks) or any(len(one.depth) > 2 for one in found)
-    return plan.grid[2] > 1 or by_steps
+    cut = plan.grid[2] > 1 or any(plan.problem.by_ranks)
+    return cut or any(len(one.depth) > 2 for one in block_schedules(plan))
 
 
-def native(plan: Plan, found: Sequence[BlockSchedule]) -> str | None:
+@once
+def native(plan: Plan) -> str | None:
     """Return the epilog that cuBLASLt does with each product, ``""`` for a factor only; None if it can't do all."""
     problem = plan.problem
-    if _several(plan, found) or extent_multiple(problem) > 1:
+    if _several(plan) or extent_multiple(problem) > 1:
         return None
     epilog = library_epilog(problem)
     if epilog and (problem.compute or problem.result_type.itemsize == 2):
@@ -338,9 +339,10 @@ def native(plan: Plan, found: Sequence[BlockSchedule]) -> str | None:
     return epilog
 
 
-def stored_again(plan: Plan, found: Sequence[BlockSchedule], sums: int) -> bool:
-    """Whether D is written once more after its sums (`sums` bytes an element), to apply the formula or to round."""
-    return sums != plan.problem.itemsize("d") or (plan.problem.finished and native(plan, found) is None)
+def stored_again(plan: Plan) -> bool:
+    """Whether D is written once more after its sums, to apply the formula or to round."""
+    rounded = sums_in(plan).itemsize != plan.problem.itemsize("d")
+    return rounded or (plan.problem.finished and native(plan) is None)
 
 
 @once

@@ -93,7 +93,7 @@ class PeerModel(EngineModel):
         # Inputs of the formula count as spread evenly; each rank has copies of the parts that its chunks need.
         total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
         found = block_schedules(plan)
-        sums = sums_in(plan, found).itemsize
+        sums = sums_in(plan).itemsize
         buffers = [one.buffer_bytes for one in found] or [one.bytes for one in chunk_sources(plan)]
         own = np.array(buffers, float)
         if not found:
@@ -102,7 +102,7 @@ class PeerModel(EngineModel):
         owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), len(plan.ranks))
         height, width, _ = plan.extents
         own += (height * width + copied_again(plan, stored=False)) * sums
-        if stored_again(plan, found, sums):
+        if stored_again(plan):
             own += owned * (2 if problem.formula.saved else 1)
         if plan.grid[2] > 1:
             own += 2 * np.minimum(plan.final_elements * sums, problem.options.buffer_bytes // 4)
@@ -117,7 +117,7 @@ class PeerModel(EngineModel):
         """
         problem, machine, s = plan.problem, plan.problem.options.machine(plan.engine), plan.grid[2]
         ranks, found = range(len(plan.ranks)), block_schedules(plan)
-        sums, epilog = sums_in(plan, found).itemsize, native(plan, found)
+        sums, epilog = sums_in(plan).itemsize, native(plan)
         depth = plan.extents[2].astype(float)
         area = np.array([_multiplied(plan, rank, epilog) for rank in ranks], float)
         flops = problem.flops * area * depth / (problem.m * problem.n * problem.k)
@@ -149,7 +149,7 @@ class PeerModel(EngineModel):
             cut = np.array([pieces_that_fill(problem, one.parts[1] - one.parts[0], one.width) for one in found])
             begin = away**2 * np.array([one.stationary_bytes + one.panel_bytes for one in found]) / cut
         arriving = delivered(plan) * sums
-        passes = 3.0 * partial + 2.0 * sums * copied_again(plan, stored=stored_again(plan, found, sums))
+        passes = 3.0 * partial + 2.0 * sums * copied_again(plan, stored=stored_again(plan))
         between, last = partial * (s > 1) * (s - 2) / max(1, s - 1), partial / max(1, s - 1) + arriving
         together: dict[str, NDArray[np.float64]] = {link: pulled}
         waited = {link: begin, "memory": passes}
@@ -166,7 +166,7 @@ class PeerModel(EngineModel):
 
     def native_epilog(self, plan: Plan) -> str | None:
         """Return the epilog that cuBLASLt does."""
-        return native(plan, block_schedules(plan))
+        return native(plan)
 
     def independent(self, plan: Plan) -> bool:
         """Whether each rank can make its own chunks of D from the chunks that are offered before the run starts.
