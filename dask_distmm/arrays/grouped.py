@@ -29,7 +29,7 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Batch, GroupPlan, Share, Worker
 from dask_distmm.planning.many import Pool, item_seconds, long_products, share_out
 from dask_distmm.planning.model import engine_alone
-from dask_distmm.planning.tasks import product_overhead
+from dask_distmm.planning.tasks import run_overhead
 from dask_distmm.runtime.client import Snapshot, current_client
 from dask_distmm.runtime.keys import RunTask, group_name
 from dask_distmm.runtime.scheduler.plugin import GroupOrder
@@ -243,7 +243,7 @@ class _Member:
             if forced:
                 raise
             return None
-        return None if found.seconds is None else found.seconds + product_overhead(problem, dask_costs())
+        return None if found.seconds is None else found.seconds + run_overhead(problem, dask_costs())
 
 
 def _members(requests: Sequence[Request]) -> list[_Member]:

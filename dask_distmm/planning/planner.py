@@ -99,7 +99,6 @@ def grids(m: int, n: int, k: int, count: int, method: str) -> Iterator[tuple[str
 
 _Side = tuple[int, int | None]  # parts along an axis, and the size of a block; None for any
 _Need = tuple[tuple[_Side, _Side], ...] | None  # one of these; None for anything
-_ALL: _Side = (1, None)
 
 
 def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[tuple[str, tuple[int, int, int]]]:
@@ -155,38 +154,27 @@ def _asked_ways(problem: Problem, count: int) -> Iterator[tuple[str, tuple[int, 
 
 def _tiles(problem: Problem, engine: str, method: str, grid: tuple[int, int, int]) -> dict[str, _Need]:
     """Return what tiles a candidate has of A, B and D."""
-    p, q, s = grid
-    count, (m, n, k) = p * q * s, (problem.m, problem.n, problem.k)
+    (p, q, s), axes, shapes = grid, {"a": "mk", "b": "kn", "d": "mn"}, _shapes(problem)
+    count, blocks, by_rows = p * q * s, not ENGINES[engine].collective, q == 1
+    row, col = (count, 1), (1, count)
+    # The axes along which blocks have one size: that of slabs.
+    exact = "mnk" if method != "summa" else "mn" if blocks else ""
+    have: dict[str, list[tuple[int, int]] | None] = {name: [(p, q)] for name in "abd"}
+    if method == "allgather" and count > 1:
+        have = {"a": [row], "b": [col], "d": [row if by_rows else col]}
+        if blocks:
+            # What is gathered may be anywhere.
+            have["b" if by_rows else "a"] = None
+    elif s > 1:
+        slabs = [row] * (count <= problem.m) + [col] * (count <= problem.n)
+        have = {"a": [col], "b": [row], "d": slabs if method == "reducescatter" else []}
 
-    def rows(length: int) -> tuple[_Side, _Side]:
-        return (count, -(-length // count)), _ALL
+    def side(axis: str, parts: int, length: int) -> _Side:
+        return parts, -(-length // parts) if axis in exact and parts > 1 else None
 
-    def cols(length: int) -> tuple[_Side, _Side]:
-        return _ALL, (count, -(-length // count))
-
-    if count == 1:
-        alone = ((_ALL, _ALL),)
-        return {"a": alone, "b": alone, "d": alone}
-    blocks = not ENGINES[engine].collective
-    if method == "allgather":
-        by_rows = q == 1
-        return {
-            "a": None if blocks and not by_rows else (rows(m),),
-            "b": None if blocks and by_rows else (cols(n),),
-            "d": (rows(m),) if by_rows else (cols(n),),
-        }
-    if method in ("reducescatter", "allreduce"):
-        slabs = [rows(m)] * (count <= m) + [cols(n)] * (count <= n)
-        return {"a": (cols(k),), "b": (rows(k),), "d": tuple(slabs) if method == "reducescatter" else ()}
-
-    def side(parts: int, length: int) -> _Side:
-        return (parts, -(-length // parts) if blocks and parts > 1 else None)
-
-    any_k = [(p, None), (q, None)]
     return {
-        "a": ((side(p, m), any_k[1]),),
-        "b": ((any_k[0], side(q, n)),),
-        "d": ((side(p, m), side(q, n)),),
+        name: grids and tuple(tuple(map(side, axes[name], parts, shapes[name])) for parts in grids)  # type: ignore[misc]
+        for name, grids in have.items()
     }
 
 

@@ -36,7 +36,7 @@ from dask_distmm.planning.placement import Explanation
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan, product_remedies
 from dask_distmm.planning.problem import METHODS, Extra, Problem
-from dask_distmm.planning.tasks import product_overhead
+from dask_distmm.planning.tasks import run_overhead
 
 # A scheme: the waves of a product, and the problem of each of them. Pure
 
@@ -77,12 +77,12 @@ class Scheme:
     panel_bytes: int
     buffer_bytes: int
     # Bytes that are loaded in all; estimated seconds of that, and of the runs.
-    read_bytes: int
-    read_seconds: float
-    run_seconds: float
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    run_seconds: float = 0.0
     # Projected peak of a worker's memory, and what it may hold.
-    peak_bytes: int
-    budget_bytes: int
+    peak_bytes: int = 0
+    budget_bytes: int = 0
     # Where the waves of several products follow one another: the name of them all, empty for a single product, and the
     # number of waves of the products before.
     series: str = ""
@@ -277,9 +277,9 @@ def choose_blocks(
         cuts = (itertools.pairwise(grouped(*one)) for one in zip(edges, (rows, cols), strict=True))
         blocks = enumerate(itertools.product(*cuts))
         waves = tuple(Wave(down, across, (0, problem.k), True, True, visit) for visit, (down, across) in blocks)
-        read = sizes[0] * cols + sizes[1] * rows
-        how = "host", waves, (False, False), False, problem.method
-        scheme = Scheme(*how, problem.options.panel_bytes, problem.options.buffer_bytes, read, 0.0, 0.0, 0, 0)
+        read, options = sizes[0] * cols + sizes[1] * rows, problem.options
+        how = "host", waves, (False, False), False, problem.method, options.panel_bytes, options.buffer_bytes
+        scheme = Scheme(*how, read)
         areas = [np.prod([stop - start for start, stop in (wave.rows, wave.cols)]) for wave in waves]
         try:
             made = plan(wave_problem(problem, scheme, int(np.argmax(areas))), some, engine=names)
@@ -291,8 +291,8 @@ def choose_blocks(
             scheme,
             method=made.method,
             read_seconds=read / (len(made.ranks) * speeds(machine)["host"]),
-            run_seconds=seconds * float(sum(areas) / max(areas)) + len(waves) * product_overhead(made.problem, costs),
-            peak_bytes=max(made.projected_bytes.values()),
+            run_seconds=seconds * float(sum(areas) / max(areas)) + len(waves) * run_overhead(made.problem, costs),
+            peak_bytes=_peak(made),
             budget_bytes=int(min(worker.memory_limit for worker in workers) * fraction),
         )
     return None
@@ -362,7 +362,7 @@ def _choose(
     fewest = -(-_FEWEST // products)
     names = [one.name for one in models_of(engine)]
     makers = [name for name in names if ENGINES[name].makes]
-    for sketch in _sketches(problem, lazy, _makeable(problem, makers, by_ranks)):
+    for sketch in _sketches(problem, lazy, makers, by_ranks):
         if (products > 1 and sketch.streamed != lazy) or (only_by_ranks and not sketch.by_ranks):
             continue
         if only_by_ranks and found and sketch.name == "blocks":
@@ -405,49 +405,42 @@ class _Sketch:
     name: str
     rows: tuple[int, ...]
     cols: tuple[int, ...]
-    k: int
     axis: str
     streamed: tuple[bool, bool]
     by_ranks: bool = False
 
 
-def _makeable(problem: Problem, makers: Sequence[str], by_ranks: tuple[bool, bool]) -> tuple[bool, bool]:
-    """Return for A and B whether its chunks can be made by ranks of some engines, and are fit for that."""
-    # BLAS is slow on chunks one by one that are small, where the engine does not join them.
-    joined = not any(ENGINES[name].by_panels for name in makers)
-    sizes = zip(by_ranks, (problem.a_chunks, problem.b_chunks), strict=True)
-    a, b = (bool(makers) and can and (joined or _are_large(problem, chunks)) for can, chunks in sizes)
-    return a, b
+def _sketches(
+    problem: Problem, lazy: tuple[bool, bool], makers: Sequence[str], able: tuple[bool, bool]
+) -> Iterator[_Sketch]:
+    """Yield the schemes to look at, those of blocks by the bytes that they read.
 
+    First come those in which ranks make the chunks that are streamed, if ranks of some engines can, and these are fit.
+    """
 
-def _sketches(problem: Problem, lazy: tuple[bool, bool], able: tuple[bool, bool]) -> Iterator[_Sketch]:
-    """Yield the schemes to look at, those first in which ranks make the chunks that are streamed."""
-    for sketch in _schemes(problem, lazy):
-        if all(can for can, streamed in zip(able, sketch.streamed, strict=True) if streamed):
-            yield dataclasses.replace(sketch, by_ranks=True)
-        yield sketch
+    def fit(chunks: Chunks) -> bool:
+        # BLAS is slow on chunks one by one that are small on average, where the engine does not join them.
+        large = all(len(sizes) == 1 or sum(sizes) >= problem.options.pack_below * len(sizes) for sizes in chunks)
+        return large or not any(ENGINES[name].by_panels for name in makers)
 
-
-def _are_large(problem: Problem, chunks: Chunks) -> bool:
-    """Whether chunks are as large on average as those that the engine uses as they lie."""
-    return all(len(sizes) == 1 or sum(sizes) >= problem.options.pack_below * len(sizes) for sizes in chunks)
-
-
-def _schemes(problem: Problem, lazy: tuple[bool, bool]) -> Iterator[_Sketch]:
-    """Yield the schemes to look at; those of blocks by the bytes that they read."""
-    m, n = (0, problem.m), (0, problem.n)
-    yield _Sketch("sums", m, n, problem.k, "k", lazy)
-    if lazy[0]:
-        yield _Sketch("rows", m, n, problem.k, "m", (True, False))
-    if lazy[1]:
-        yield _Sketch("cols", m, n, problem.k, "n", (False, True))
-    rows, cols = common_edges(problem, "m"), common_edges(problem, "n")
+    made = [
+        bool(makers) and can and fit(chunks)
+        for can, chunks in zip(able, (problem.a_chunks, problem.b_chunks), strict=True)
+    ]
+    m, n, rows, cols = (0, problem.m), (0, problem.n), common_edges(problem, "m"), common_edges(problem, "n")
+    found = [_Sketch("sums", m, n, "k", lazy)]
+    found += [_Sketch("rows", m, n, "m", (True, False))] * lazy[0] + [_Sketch("cols", m, n, "n", (False, True))] * lazy[
+        1
+    ]
     sizes = problem.m * problem.k * problem.itemsize("a") * lazy[0], problem.n * problem.k * problem.itemsize("b")
     counts = [sorted({min(len(edges) - 1, x) for x in BLOCKS}) for edges in (rows, cols)]
     splits = [split for split in itertools.product(*counts) if split != (1, 1)]
     splits.sort(key=lambda split: (sizes[0] * split[1] + sizes[1] * lazy[1] * split[0], math.prod(split)))
-    for p, q in splits:
-        yield _Sketch("blocks", grouped(rows, p), grouped(cols, q), problem.k, "k", lazy)
+    blocks = (_Sketch("blocks", grouped(rows, p), grouped(cols, q), "k", lazy) for p, q in splits)
+    for sketch in itertools.chain(found, blocks):
+        if all(can for can, streamed in zip(made, sketch.streamed, strict=True) if streamed):
+            yield dataclasses.replace(sketch, by_ranks=True)
+        yield sketch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -472,11 +465,6 @@ class _Fitting:
     @functools.cached_property
     def _room(self) -> float:
         return min(self.budget.of(worker) for worker in self.holders)
-
-    @property
-    def _read_bandwidth(self) -> float:
-        """Bytes of chunks that a worker loads or makes in a second."""
-        return self.budget.rate(self.problem.array)
 
     @property
     def _apart(self) -> bool:
@@ -524,14 +512,14 @@ class _Fitting:
 
     def _try(self, count: int, method: str) -> Scheme | None:
         """Return the scheme with `count` waves along the axis, or None if it does not fit."""
-        waves = tuple(_waves(self.sketch, grouped(self._edges, count)))
+        waves = tuple(_waves(self.sketch, grouped(self._edges, count), self.problem.k))
         options = self.problem.options
         panel = int(min(options.panel_bytes, self._room / _PANEL_SHARE))
         most = min((worker.memory_limit for worker in self.workers if worker.memory_limit), default=math.inf)
         buffers = int(min(options.buffer_bytes, most / _BUFFER_SHARE))
         room = int(self._room) if math.isfinite(self._room) else 0
         how = self.sketch.name, waves, self.sketch.streamed, self.sketch.by_ranks
-        scheme = Scheme(*how, method, panel, buffers, 0, 0.0, 0.0, 0, room)
+        scheme = Scheme(*how, method, panel, buffers, budget_bytes=room)
         largest = max(range(len(waves)), key=lambda w: (_volume(waves[w]), not waves[w].first))
         beside = self._beside(scheme, largest)
         # The run has what is left.
@@ -581,52 +569,49 @@ class _Fitting:
             total += chunk_bytes(problem, "d").mean()
         return total
 
-    def _peak(self, made: Plan) -> float:
-        """Return the most bytes that a worker holds for a run, of the memory in which chunks are."""
-        return float(held_bytes(made).max()) if self._apart else max(made.projected_bytes.values())
-
     def _estimated(self, scheme: Scheme, plans: Sequence[Plan], beside: float) -> Scheme:
         problem, count = self.problem, len(self.workers)
         one, estimate = plans[0].problem, plans[0].estimate
         share = sum(map(_volume, scheme.waves)) / (float(one.m) * one.n * one.k)
         read = made_bytes(plans[0]) * share if scheme.by_ranks else 0.0
-        shares = {
-            "a": [(wave.rows, wave.depth) for wave in scheme.waves],
-            "b": [(wave.depth, wave.cols) for wave in scheme.waves],
-        }
-        for operand, lazy, streamed in zip("ab", self.lazy, scheme.streamed, strict=True):
+        for operand, lazy, streamed, axis in zip("ab", self.lazy, scheme.streamed, ("rows", "cols"), strict=True):
             if not lazy or (operand == "b" and problem.shared and scheme.name == "sums"):
                 continue
+            boxes = [(getattr(wave, axis), wave.depth) for wave in scheme.waves]
             if streamed and not scheme.by_ranks:
-                elements = sum(math.prod(stop - start for start, stop in box) for box in shares[operand])
+                elements = sum(math.prod(stop - start for start, stop in box) for box in boxes)
                 read += float(elements) * problem.itemsize(operand)
             elif not streamed:
                 read += float(chunk_bytes(problem, operand).sum())
         run = 0.0 if estimate is None else estimate.compute_seconds if scheme.by_ranks else estimate.seconds
         run *= share
-        around_all = len(scheme.waves) * product_overhead(one, self.costs)
+        around_all = len(scheme.waves) * run_overhead(one, self.costs)
         return dataclasses.replace(
             scheme,
             read_bytes=int(read),
-            read_seconds=read / ((len(plans[0].ranks) if scheme.by_ranks else count) * self._read_bandwidth),
+            read_seconds=read / ((len(plans[0].ranks) if scheme.by_ranks else count) * self.budget.rate(problem.array)),
             run_seconds=run + around_all,
-            peak_bytes=int(beside + max(self._peak(made) for made in plans)),
+            peak_bytes=int(beside + max(held_bytes(x).max() if self._apart else _peak(x) for x in plans)),
         )
 
 
-def _waves(sketch: _Sketch, edges: Sequence[int]) -> Iterator[Wave]:
+def _waves(sketch: _Sketch, edges: Sequence[int], depth: int) -> Iterator[Wave]:
     """Yield the waves of a sketch that is cut at certain edges of its axis."""
     steps = list(itertools.pairwise(edges))
     if sketch.axis in "mn":
         rows, cols = (sketch.rows[0], sketch.rows[-1]), (sketch.cols[0], sketch.cols[-1])
         for step in steps:
             along = (step, cols) if sketch.axis == "m" else (rows, step)
-            yield Wave(*along, (0, sketch.k), True, True, 0)
+            yield Wave(*along, (0, depth), True, True, 0)
         return
     blocks = itertools.product(itertools.pairwise(sketch.rows), itertools.pairwise(sketch.cols))
     for visit, (rows, cols) in enumerate(blocks):
         for step in steps:
             yield Wave(rows, cols, step, step == steps[0], step == steps[-1], visit)
+
+
+def _peak(made: Plan) -> int:
+    return max(made.projected_bytes.values())
 
 
 def _volume(wave: Wave) -> float:
