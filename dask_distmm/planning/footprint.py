@@ -130,24 +130,49 @@ def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.flo
     return np.bincount(where, sizes, npart).astype(np.float64)
 
 
+def multiplied_sizes(problem: Problem) -> tuple[int, int]:
+    """Return the bytes of an element of A and of B as a GPU library is given them."""
+    a, b = (dtype_from_name(name).itemsize for name in problem.matrix_types)
+    return a, b
+
+
+def multiply_rate(plan: Plan) -> float:
+    """Return the operations that a GPU does in a second."""
+    problem = plan.problem
+    return plan.machine.rate(problem.compute or ("float8" if problem.fp8 else problem.matrix_types[0]))
+
+
 def uploaded(plan: Plan) -> Phase:
     """Return the copying of NumPy chunks to GPUs before a run of an engine that works there."""
     problem = plan.problem
-    if problem.array != "numpy" or plan.from_host or not problem.options.machine(plan.engine).host_bandwidth:
+    if problem.array != "numpy" or plan.from_host or not plan.machine.host_bandwidth:
         return Phase()
     # Those that ranks make are copied while others are multiplied.
     before = [name for name in ("a" if problem.shared else "ab") if not is_by_ranks(problem, name)]
     return Phase(waited={"host": sum((spread(plan, name, chunk_bytes(problem, name)) for name in before), np.zeros(1))})
 
 
+def held_operands(plan: Plan, *, on_gpus: bool = False) -> NDArray[np.float64]:
+    """Return the bytes of chunks of A and B that each participant has.
+
+    On GPUs also in the types in which they are multiplied, and without those that ranks make.
+    """
+    problem, total = plan.problem, np.zeros(len(plan.participants))
+    for operand, given in zip("ab", multiplied_sizes(problem), strict=True):
+        sizes, size = chunk_bytes(problem, operand), problem.itemsize(operand)
+        if on_gpus and is_by_ranks(problem, operand):
+            continue
+        if operand == "a" or not problem.shared:
+            total += spread(plan, operand, sizes)
+        if on_gpus and given != size:
+            total += spread(plan, operand, sizes // size * given)
+    return total
+
+
 def held_bytes(plan: Plan) -> NDArray[np.float64]:
     """Return the bytes of chunks of A, B and D that each participant has."""
-    problem = plan.problem
-    found = spread(plan, "a", chunk_bytes(problem, "a"))
-    if not problem.shared:
-        found = found + spread(plan, "b", chunk_bytes(problem, "b"))
     owners = np.asarray(plan.ranks)[plan.owners]
-    return found + np.bincount(owners, chunk_bytes(problem, "d"), len(plan.participants))
+    return held_operands(plan) + np.bincount(owners, chunk_bytes(plan.problem, "d"), len(plan.participants))
 
 
 def _in_the_making(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, is_by_ranks, panel_width, spread
+from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, held_operands, is_by_ranks, panel_width
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import accumulates_in_place, is_gram
@@ -21,7 +21,7 @@ class NumpyModel(EngineModel):
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
         """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of others."""
-        problem, machine, ranks = plan.problem, plan.problem.options.machine(plan.engine), range(len(plan.ranks))
+        problem, machine, ranks = plan.problem, plan.machine, range(len(plan.ranks))
         p, q, s = plan.grid
         threads = np.array([plan.participants[index].nthreads for index in plan.ranks])
         height, width, k = plan.extents
@@ -55,9 +55,7 @@ class NumpyModel(EngineModel):
         """
         problem, npart, nranks = plan.problem, len(plan.participants), len(plan.ranks)
         compute, (height, width, k) = problem.compute_type.itemsize, plan.extents
-        total = np.zeros(npart)
-        for operand in "a" if problem.shared else "ab":
-            total += spread(plan, operand, chunk_bytes(problem, operand))
+        total = held_operands(plan)
         # Where these lie is not looked at; the parts of them that a rank fetches are chunks' parts, one at a time.
         inputs = [extra.name for extra in problem.extras if extra.name != "partial"]
         total += sum(float(chunk_bytes(problem, name).sum()) for name in inputs) / npart

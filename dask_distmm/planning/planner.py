@@ -461,7 +461,7 @@ def _matched(made: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, 
     number = {worker.address: index for index, worker in enumerate(made.participants[: held.shape[1]])}
     fitting = [group for group in groups if len(group) == len(best) and number.keys() >= set(group)]
     orders = [tuple(number[address] for address in group) for group in fitting]
-    worth = _NEW_GROUP_SECONDS * made.problem.options.machine(made.engine).bandwidth * len(best)
+    worth = _NEW_GROUP_SECONDS * made.machine.bandwidth * len(best)
     known = [order for order in orders if held[ranks, best].sum() - held[ranks, order].sum() < worth]
     return max(known, key=lambda order: held[ranks, order].sum(), default=best)
 

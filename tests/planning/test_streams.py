@@ -15,7 +15,7 @@ from dask_distmm import PlanError
 from dask_distmm.config import DaskCosts
 from dask_distmm.engines.panels import chunk_blocks_of
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.footprint import made_bytes
+from dask_distmm.planning.footprint import made_bytes, multiplied_sizes
 from dask_distmm.planning.peer import block_schedule, streams
 from dask_distmm.planning.peer.block_schedule import peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
@@ -79,7 +79,7 @@ def test_buffers_are_as_projected(shape, sizes, count, by_ranks, seconds, room, 
         problem = make_problem((rows, depth), (depth, cols), dtype, array="cupy", by_ranks=by_ranks)
         made = plan(problem, gpus(count), engine="peer")
         assert made.engine == "peer"
-        size = block_schedule.multiplied_sizes(problem)[0]
+        size = multiplied_sizes(problem)[0]
         for rank, stream in enumerate(streams.chunk_sources(made)):
             own, along_k = streams.source_cuts(made, rank, stream)
             needed, region = 0, made.region(rank)

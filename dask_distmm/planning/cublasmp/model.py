@@ -25,11 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.layout import Axis, Layout, redistribution
-from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cublasmp.tiles import HALVES_STEP, Tile, Tiles, blocks_misfit, make_tiles, slab_step
 from dask_distmm.planning.cuts import Candidate, Cuts, by_rows, chunk_edges, padded, slowdown, uniform_cut
-from dask_distmm.planning.footprint import Needs, chunk_bytes, spread, uploaded
+from dask_distmm.planning.footprint import Needs, chunk_bytes, held_operands, multiplied_sizes, multiply_rate, uploaded
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Plan, once
@@ -131,23 +130,13 @@ def _loose(plan: Plan) -> dict[str, NDArray[np.bool_]]:
     return found
 
 
-def _given(problem: Problem) -> dict[str, int]:
-    """Return the bytes of an element of A and B as the library is given them."""
-    return {op: dtype_from_name(name).itemsize for op, name in zip("ab", problem.matrix_types, strict=True)}
-
-
-def _rate(problem: Problem) -> str:
-    """Return the name of the rate at which a problem is multiplied."""
-    return problem.compute or ("float8" if problem.fp8 else problem.matrix_types[0])
-
-
 def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
     """Estimate the workspace that cuBLASMp 0.10 asks for, in bytes."""
-    problem, q, given = plan.problem, plan.grid[1], _given(plan.problem)
+    problem, q, (a_size, b_size) = plan.problem, plan.grid[1], multiplied_sizes(plan.problem)
     if plan.method == "local":
         return 0
     if plan.method == "allgather":
-        gathered, item = (tiles.b, given["b"]) if q == 1 else (tiles.a, given["a"])
+        gathered, item = (tiles.b, b_size) if q == 1 else (tiles.a, a_size)
         copies = 1 if gathered.order == tiles.d.order else 2
         return math.prod(gathered.shape) * item * copies + _LIBRARY_BYTES
     accumulated = problem.compute_type.itemsize
@@ -156,7 +145,7 @@ def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
     if plan.method == "reducescatter":
         return math.prod(tiles.d.shape) * (accumulated + problem.sum_type.itemsize) + _LIBRARY_BYTES
     (mb, kb), nb = tiles.a.layout.blocks, tiles.b.layout.blocks[1]
-    return int(2 * (mb * kb * given["a"] + kb * nb * given["b"])) + _SUMMA_BYTES
+    return int(2 * (mb * kb * a_size + kb * nb * b_size)) + _SUMMA_BYTES
 
 
 class CublasmpModel(EngineModel):
@@ -214,10 +203,8 @@ class CublasmpModel(EngineModel):
         library's workspace, D's tile and D's chunks.
         """
         problem, npart, tiles = plan.problem, len(plan.participants), make_tiles(plan)
-        (buffers, _, _, sent_of_d, received_of_d), given = _moved(plan, needs), _given(problem)
-        total = np.zeros(npart)
-        for operand in "a" if problem.shared else "ab":
-            total += spread(plan, operand, chunk_bytes(problem, operand))
+        (buffers, _, _, sent_of_d, received_of_d), (a_size, b_size) = _moved(plan, needs), multiplied_sizes(problem)
+        total = held_operands(plan, on_gpus=True)
         # A's buffers are free again before B's are needed.
         total += np.max(buffers, axis=0)
         # Where these lie is not looked at.
@@ -225,14 +212,9 @@ class CublasmpModel(EngineModel):
         # The library stores what it has finished itself; else sums are kept until they are finished.
         kept, sums = own_kernel(plan), returned_type(plan).itemsize
         owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), len(plan.ranks))
-        for operand in "ab":
-            if given[operand] != problem.itemsize(operand):
-                # Chunks are converted first.
-                sizes = chunk_bytes(problem, operand) // problem.itemsize(operand) * given[operand]
-                total += spread(plan, operand, sizes)
         loose = _loose(plan)
         own = tiles.d.elements * float(sums) + workspace_bytes(plan, tiles)
-        own += loose["a"] * tiles.a.elements * given["a"] + loose["b"] * tiles.b.elements * given["b"]
+        own += loose["a"] * tiles.a.elements * a_size + loose["b"] * tiles.b.elements * b_size
         if kept:
             own += owned * (sums / problem.itemsize("d") + bool(problem.formula.saved))
         own += np.where(tiles.replicated | loose["d"], owned + sent_of_d + received_of_d, 0)
@@ -241,11 +223,11 @@ class CublasmpModel(EngineModel):
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
         """Return the work of a plan: operands are redistributed, multiplied by the library, and D is redistributed."""
-        problem, machine, tiles = plan.problem, plan.problem.options.machine(plan.engine), make_tiles(plan)
-        given, nranks, (p, q, _) = _given(problem), len(plan.ranks), plan.grid
+        problem, machine, tiles = plan.problem, plan.machine, make_tiles(plan)
+        (a_size, b_size), nranks, (p, q, _) = multiplied_sizes(problem), len(plan.ranks), plan.grid
         _, received, outside, _, received_of_d = _moved(plan, needs)
         # The library's reduce-scatter sums in the type that is computed in.
-        sizes = given["a"], given["b"], problem.compute_type.itemsize
+        sizes = a_size, b_size, problem.compute_type.itemsize
         a_bytes, b_bytes, d_bytes = (
             float(math.prod(tile.shape)) * size for tile, size in zip((tiles.a, tiles.b, tiles.d), sizes, strict=True)
         )
@@ -277,7 +259,7 @@ class CublasmpModel(EngineModel):
                 Phase(waited={"ranks": received - outside, "dask": outside}),
                 Phase(
                     flops,
-                    machine.rate(_rate(problem)),
+                    multiply_rate(plan),
                     waited={"ranks": dict(machine.exposed).get(plan.method, 1.0) * library},
                 ),
                 Phase(waited={"ranks": received_of_d}),

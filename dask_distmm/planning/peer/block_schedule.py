@@ -33,10 +33,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.cuts import Bounds, chunk_edges, overlap_sizes, overlaps, padded, slowdown, touched, unit
-from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks
+from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks, multiplied_sizes
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan, Rect, once
 from dask_distmm.planning.problem import Problem, is_gram, library_epilog
@@ -275,12 +274,6 @@ def longest_depth(problem: Problem, extents: tuple[int, int]) -> int:
     """Return the longest k of a GEMM into a block of D of certain extents."""
     large = 2 in multiplied_sizes(problem) and extents[0] * extents[1] >= _LEAST_BLOCK**2
     return min(problem.k, _MOST_DEPTH) if large else problem.k
-
-
-def multiplied_sizes(problem: Problem) -> tuple[int, int]:
-    """Return the bytes of an element of A and of B in the types in which they are multiplied."""
-    a, b = (dtype_from_name(name).itemsize for name in problem.matrix_types)
-    return a, b
 
 
 def _slabs_by_rows(plan: Plan) -> bool:

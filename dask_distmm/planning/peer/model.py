@@ -18,20 +18,27 @@ from numpy.typing import NDArray
 
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.cuts import pieces_that_fill, slowdown
-from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, is_by_ranks, spread, uploaded
+from dask_distmm.planning.footprint import (
+    Needs,
+    chunk_bytes,
+    delivered,
+    held_operands,
+    multiplied_sizes,
+    multiply_rate,
+    uploaded,
+)
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.peer.block_schedule import (
     block_schedules,
     copied_again,
     extent_multiple,
-    multiplied_sizes,
     native,
     peer_reads,
     square_on_diagonal,
     stored_again,
     sums_in,
 )
-from dask_distmm.planning.peer.streams import chunk_sources, rate
+from dask_distmm.planning.peer.streams import chunk_sources
 from dask_distmm.planning.plan import Plan, Rect
 
 # Messages: see above.
@@ -77,13 +84,7 @@ class PeerModel(EngineModel):
         memory, buffers, the sums, and D; of operands whose chunks ranks make themselves those that are there at a time.
         """
         problem, npart = plan.problem, len(plan.participants)
-        total = np.zeros(npart)
-        for operand, given in zip("ab" * (not plan.from_host), multiplied_sizes(problem), strict=False):
-            if is_by_ranks(problem, operand):
-                continue
-            size, sizes = problem.itemsize(operand), chunk_bytes(problem, operand)
-            converted = sizes // size * given if given != size else 0 * sizes
-            total += spread(plan, operand, converted if operand == "b" and problem.shared else sizes + converted)
+        total = np.zeros(npart) if plan.from_host else held_operands(plan, on_gpus=True)
         copied = np.array([worker.address.startswith("ucx") for worker in plan.participants])
         if copied.any():
             # Chunks that others read are copied into memory that UCX does not map: see the engine's `memory`.
@@ -115,7 +116,7 @@ class PeerModel(EngineModel):
         Pulled is what others have. A rank waits for what must be here before its first GEMM, if it has none of it, and
         at the end for the last partial sums and chunks of D, and passes over D.
         """
-        problem, machine, s = plan.problem, plan.problem.options.machine(plan.engine), plan.grid[2]
+        problem, machine, s = plan.problem, plan.machine, plan.grid[2]
         ranks, found = range(len(plan.ranks)), block_schedules(plan)
         sums, epilog = sums_in(plan).itemsize, native(plan)
         depth = plan.extents[2].astype(float)
@@ -126,12 +127,9 @@ class PeerModel(EngineModel):
         least: Any = 0.0
         if any(problem.by_ranks) and problem.array == "numpy" and machine.host_bandwidth:
             # Chunks are copied to the GPU while others are multiplied.
-            sizes = problem.itemsize("a"), problem.itemsize("b")
-            each = (
-                [_elements(plan)[one][rank] * sizes[one] for one in x.made]
-                for rank, x in enumerate(chunk_sources(plan))
-            )
-            least = np.array([*map(sum, each)]) / machine.host_bandwidth
+            sizes = [count * problem.itemsize(name) for count, name in zip(_elements(plan), "ab", strict=True)]
+            copied = [sum(sizes[one][rank] for one in x.made) for rank, x in enumerate(chunk_sources(plan))]
+            least = np.array(copied) / machine.host_bandwidth
         # Chunks that ranks make belong to no worker.
         needed = sum(needed for needed, _ in needs.values()) - _bytes_of(plan, made=True)
         home = sum(held[list(plan.ranks), ranks] for _, held in needs.values())
@@ -151,17 +149,16 @@ class PeerModel(EngineModel):
         arriving = delivered(plan) * sums
         passes = 3.0 * partial + 2.0 * sums * copied_again(plan, stored=stored_again(plan))
         between, last = partial * (s > 1) * (s - 2) / max(1, s - 1), partial / max(1, s - 1) + arriving
-        together: dict[str, NDArray[np.float64]] = {link: pulled}
-        waited = {link: begin, "memory": passes}
-        together["ranks"] = together.get("ranks", 0.0) + between
-        waited["ranks"] = waited.get("ranks", 0.0) + last
+        by_ranks = link == "ranks"
+        together = {link: pulled, "ranks": between + by_ranks * pulled}
+        waited = {link: begin, "memory": passes, "ranks": last + by_ranks * begin}
         chunks = max((one.others for one in found), key=sum, default=(0.0, 0.0))
         several, messages = len(ranks) > 1, _ALONE
         if several or any(chunks):
             messages = _TOGETHER + _SUMS * (s > 1) + _BOTH * (several and all(chunks))
             messages += _TWICE_AS_MANY * math.log2(max(1.0, sum(chunks))) + _GRID * (min(plan.grid[:2]) > 1)
         exposed = dict(machine.exposed).get(plan.method, 1.0)
-        phase = Phase(flops, rate(plan), least=least, pulled=together, waited=waited, exposed=exposed)
+        phase = Phase(flops, multiply_rate(plan), least=least, pulled=together, waited=waited, exposed=exposed)
         return Work([phase, uploaded(plan)], messages, moved=(pulled + partial + arriving).sum())
 
     def native_epilog(self, plan: Plan) -> str | None:

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.planning.cuts import Bounds, chunk_edges, padded
-from dask_distmm.planning.footprint import made_ahead
-from dask_distmm.planning.peer.block_schedule import PANELS, extent_multiple, longest_depth, multiplied_sizes
+from dask_distmm.planning.footprint import made_ahead, multiplied_sizes, multiply_rate
+from dask_distmm.planning.peer.block_schedule import PANELS, extent_multiple, longest_depth
 from dask_distmm.planning.plan import Plan, once
 from dask_distmm.planning.problem import is_gram
 
@@ -179,15 +179,8 @@ def _cut(edges: Sequence[int], least: int, most: int, step: int = 1) -> Bounds:
     return tuple(found)
 
 
-def rate(plan: Plan) -> float:
-    """Return the operations that a GPU does in a second."""
-    problem = plan.problem
-    name = problem.compute or ("float8" if problem.fp8 else problem.matrix_types[0])
-    return problem.options.machine(plan.engine).rate(name)
-
-
 def _seconds(plan: Plan, products: float, size: float) -> float:
     """Return the seconds for this many multiplications and additions that read this many bytes."""
     problem = plan.problem
     operations = problem.flops / (float(problem.m) * problem.n * problem.k)
-    return max(operations * products / rate(plan), size / problem.options.machine(plan.engine).memory_bandwidth)
+    return max(operations * products / multiply_rate(plan), size / plan.machine.memory_bandwidth)
