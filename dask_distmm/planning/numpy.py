@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ _HALF = 0.55
 
 class NumpyModel(EngineModel):
     """The model of engines that multiply in the memory of hosts."""
+
+    # Seconds of processor time, float64, N = 250 to 1000: 0.15, 0.16, 0.2 ms on each of two ranks.
+    column_seconds: ClassVar = 1.5e-4
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
         """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of others."""
