@@ -6,7 +6,6 @@ C-ordered, unless they are small or have another type than is computed in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import chunk_elements
+from dask_distmm.planning.computation import Chunks, chunk_elements
 from dask_distmm.planning.cuts import Bounds, chunk_edges, free_axes, traffic
 from dask_distmm.planning.model import ENGINES, Phase
 from dask_distmm.planning.placement import everywhere
@@ -27,26 +26,21 @@ _LEAST_WIDTH = 384
 
 def packing(problem: Problem, cuts: tuple[Bounds, Bounds, Bounds]) -> Packing:
     """Decide which operands are packed, from the sizes of their chunks and their types."""
-    # BLAS on small blocks loses more than the copy costs.
     m, n, k = (int(np.diff(cut).max()) for cut in cuts)
 
-    def small(sizes: Sequence[int], extent: int) -> bool:
-        mean = sum(sizes) / max(1, sum(size > 0 for size in sizes))
-        return mean < min(problem.options.pack_below, extent)
+    def packed(chunks: Chunks, extents: tuple[int, int], dtype: np.dtype) -> bool:
+        # BLAS on small blocks loses more than the copy costs.
+        means = [sum(sizes) / max(1, sum(size > 0 for size in sizes)) for sizes in chunks]
+        small = [mean < min(problem.options.pack_below, x) for mean, x in zip(means, extents, strict=True)]
+        return any(small) or dtype != problem.compute_type
 
-    compute = problem.compute_type
     # Rounded on the way into a panel.
     rounded = problem.compute == "tf32"
+    a, b = (dtype_from_name(name) for name in (problem.a_dtype, problem.b_dtype))
     return Packing(
-        a=rounded
-        or dtype_from_name(problem.a_dtype) != compute
-        or small(problem.a_chunks[0], m)
-        or small(problem.a_chunks[1], k),
-        b=rounded
-        or dtype_from_name(problem.b_dtype) != compute
-        or small(problem.b_chunks[0], k)
-        or small(problem.b_chunks[1], n),
-        d=problem.result_type != compute or small(problem.out_chunks[0], m) or small(problem.out_chunks[1], n),
+        rounded or packed(problem.a_chunks, (m, k), a),
+        rounded or packed(problem.b_chunks, (k, n), b),
+        packed(problem.out_chunks, (m, n), problem.result_type),
     )
 
 

@@ -29,7 +29,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -289,6 +289,25 @@ _NEW_GROUP_SECONDS = 0.05
 _BEGUN = 4
 
 
+class Situation(NamedTuple):
+    """The workers, and where the chunks of A, B and earlier sums are. Hashable: plans are cached by it."""
+
+    # Workers that can be ranks, and others that hold chunks.
+    roster: tuple[Worker, ...]
+    sources: tuple[Worker, ...] = ()
+    # For ``"a"``, ``"b"`` and ``"partial"``, where that is known, the worker that holds each chunk: an int32 array.
+    raw: tuple[tuple[str, bytes], ...] = ()
+    # Memory order of (most of) the chunks of A and B.
+    orders: tuple[str, str] = ("C", "C")
+    # Addresses of ranks, in their order, that have a communicator already.
+    groups: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def where(self) -> Where:
+        """The holders of chunks."""
+        return {name: np.frombuffer(table, np.int32) for name, table in self.raw}
+
+
 def plan(
     problem: Problem,
     roster: Sequence[Worker],
@@ -300,11 +319,7 @@ def plan(
     groups: Sequence[tuple[str, ...]] = (),
     replica_runs: tuple[int, int] = (0, 0),
 ) -> Plan:
-    """Choose how `problem` runs on the workers of `roster`.
-
-    `sources` hold chunks, but can't be ranks; `where` counts them after the roster. `orders` are those of (most of) the
-    chunks of A and B in memory. `groups` are addresses of ranks, in their order, that have a communicator already.
-    """
+    """Choose how `problem` runs on the workers of `roster`; `where` counts `sources` after these."""
     where, names = where or {}, (engine,) if isinstance(engine, str) else tuple(engine)
     able = [one.name for one in models_of(names) if one.makes or not any(problem.by_ranks)]
     if not able:
@@ -315,11 +330,11 @@ def plan(
     # The same multiply comes again and again in a loop: only its name differs.
     anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
     raw = tuple((name, where[name].tobytes()) for name in ("a", "b", "partial") if name in where)
-    cluster = tuple(roster), tuple(sources), raw, orders, tuple(sorted(groups))
+    situation = Situation(tuple(roster), tuple(sources), raw, orders, tuple(sorted(groups)))
     found: list[Plan] = []
     for name in able:
         try:
-            found.append(_plan(anonymous, name, *cluster))
+            found.append(_plan(anonymous, situation, name))
         except (PlanError, ProjectedMemoryError) as error:
             # The reason of the last engine counts: the others are there to be faster where they can.
             if name == able[-1] and not found:
@@ -333,15 +348,8 @@ def _seconds(made: Plan) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(
-    problem: Problem,
-    engine: str,
-    roster: tuple[Worker, ...],
-    sources: tuple[Worker, ...],
-    raw: tuple[tuple[str, bytes], ...],
-    orders: tuple[str, str],
-    groups: tuple[tuple[str, ...], ...],
-) -> Plan:
+def _plan(problem: Problem, situation: Situation, engine: str) -> Plan:
+    roster = situation.roster
     model, (m, n, k) = ENGINES[engine], (problem.m, problem.n, problem.k)
     if not roster:
         raise PlanError("no worker can take part: start workers, or name some of the cluster's with workers=")
@@ -358,32 +366,14 @@ def _plan(
             f"method {problem.method!r} does not fit m, n, k = {m}, {n}, {k} on {len(roster)} workers; "
             "use method='auto'"
         )
-    where = {name: np.frombuffer(table, np.int32) for name, table in raw}
-    order_a, order_b = orders
-    start = functools.partial(
-        Plan,
-        problem=problem,
-        engine=engine,
-        participants=(*roster, *sources),
-        where=where,
-        order_a=order_a,
-        order_b=order_b,
-    )
-
-    def considered(candidate: Candidate) -> Plan:
-        cuts = model.cuts(problem, candidate) or [
-            (*grid_cuts(problem, candidate[1]), None),
-            # Moving nothing may be faster than sharing the work evenly.
-            *((*cuts, None) for cuts in [holder_cuts(problem, where, candidate[1])] if cuts is not None),
-        ]
-        return min((_cut(start, candidate[0], one, len(roster), groups) for one in cuts), key=_seconds)
 
     def why(made: Plan) -> str:
         kept = " and ".join(f"all of {name.upper()} is to be on each worker" for name in made.kept)
         chosen_as = "the leanest there is" if problem.method == "auto" else "as asked for"
         return f" with method {made.method!r}, {chosen_as}{', since ' * bool(kept)}{kept}"
 
-    found = sorted(map(considered, some), key=lambda one: (_seconds(one), max(one.projected_bytes.values())))
+    found = [_consider(problem, situation, engine, candidate) for candidate in some]
+    found.sort(key=lambda one: (_seconds(one), max(one.projected_bytes.values())))
     return choose(found, f"the multiply of {m} x {k} by {k} x {n} ({problem.dtype})", product_remedies(problem), why)
 
 
@@ -416,15 +406,29 @@ def product_remedies(problem: Problem) -> list[str]:
     return found
 
 
-def _cut(
-    start: functools.partial[Plan], method: str, cuts: Cuts, nroster: int, groups: Sequence[tuple[str, ...]]
-) -> Plan:
-    """Return the plan with certain cuts of m, n and k, and of D, with its estimate and its memory."""
+def _consider(problem: Problem, situation: Situation, engine: str, candidate: Candidate) -> Plan:
+    """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
+    every = ENGINES[engine].cuts(problem, candidate) or [
+        (*grid_cuts(problem, candidate[1]), None),
+        # Moving nothing may be faster than sharing the work evenly.
+        *((*cuts, None) for cuts in [holder_cuts(problem, situation.where, candidate[1])] if cuts is not None),
+    ]
+    return min((_cut(problem, situation, engine, candidate[0], cuts) for cuts in every), key=_seconds)
+
+
+def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts: Cuts) -> Plan:
+    """Return the plan with certain cuts of m, n and k, and of D."""
     rows, cols, depth, d_cuts = cuts
-    problem, model, s = start.keywords["problem"], ENGINES[start.keywords["engine"]], len(depth) - 1
+    model, s, nroster = ENGINES[engine], len(depth) - 1, len(situation.roster)
     nranks = (len(rows) - 1) * (len(cols) - 1) * s
     finals = d_cuts or ((rows, cols) if s == 1 else reduce_cuts(problem, s))
-    made: Plan = start(
+    made = Plan(
+        problem=problem,
+        engine=engine,
+        participants=(*situation.roster, *situation.sources),
+        where=situation.where,
+        order_a=situation.orders[0],
+        order_b=situation.orders[1],
         method="local" if nranks == 1 and model.collective else method,
         ranks=tuple(range(nranks)),
         rows=rows,
@@ -436,7 +440,7 @@ def _cut(
     )
     needs = {operand: operand_needs(made, operand) for operand in "ab"}
     held = (needs["a"][1] + needs["b"][1])[:nroster].T
-    made = dataclasses.replace(made, ranks=_matched(made, held, groups), replicas=nroster if made.kept else 0)
+    made = dataclasses.replace(made, ranks=_matched(made, held, situation.groups), replicas=nroster if made.kept else 0)
 
     def finished(made: Plan) -> Plan:
         memory, work = model.memory(made, needs), model.work(made, needs)
@@ -447,8 +451,9 @@ def _cut(
         return estimated(made, memory, work)
 
     made = finished(made)
-    if model.reads_peers and _may_stay(problem) and (over_limit(made) or len(made.participants) == 1):
-        # A rank that is alone reads each chunk once, either way: it need not wait for all of them.
+    # Chunks of A and B may stay in host memory. A rank that is alone reads each once, and need not wait for all.
+    may_stay = model.reads_peers and problem.array == "numpy" and not problem.replicated and not any(problem.by_ranks)
+    if may_stay and (over_limit(made) or len(made.participants) == 1):
         made = finished(dataclasses.replace(made, from_host=True))
     return made
 
@@ -456,7 +461,11 @@ def _cut(
 def _matched(made: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
     """Match ranks (rows) to workers so that most bytes lie right; a group that exists already saves making one."""
     if not ENGINES[made.engine].collective:
-        return tuple(match_ranks(-held - _begun(made, held.shape[1])))
+        begun = np.zeros((len(made.ranks), len(made.participants)))
+        if "partial" in made.where:
+            # Earlier sums of a rank would not only move: they could not grow in place.
+            np.add.at(begun, (made.owners, made.where["partial"]), _BEGUN * chunk_bytes(made.problem, "partial"))
+        return tuple(match_ranks(-held - begun[:, : held.shape[1]]))
     best, ranks = tuple(match_ranks(-held)), range(len(held))
     number = {worker.address: index for index, worker in enumerate(made.participants[: held.shape[1]])}
     fitting = [group for group in groups if len(group) == len(best) and number.keys() >= set(group)]
@@ -464,20 +473,6 @@ def _matched(made: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, 
     worth = _NEW_GROUP_SECONDS * made.machine.bandwidth * len(best)
     known = [order for order in orders if held[ranks, best].sum() - held[ranks, order].sum() < worth]
     return max(known, key=lambda order: held[ranks, order].sum(), default=best)
-
-
-def _may_stay(problem: Problem) -> bool:
-    """Whether chunks of A and B are in host memory, and are not to be copied to all GPUs."""
-    return problem.array == "numpy" and not problem.replicated and not any(problem.by_ranks)
-
-
-def _begun(made: Plan, nroster: int) -> NDArray[np.float64]:
-    """Return for each rank and worker of the roster how much it would cost to have earlier sums of the rank's there."""
-    costs_of = np.zeros((len(made.ranks), len(made.participants)))
-    if "partial" in made.where:
-        np.add.at(costs_of, (made.owners, made.where["partial"]), chunk_bytes(made.problem, "partial"))
-    # They would not only move: they could not grow in place.
-    return _BEGUN * costs_of[:, :nroster]
 
 
 # The kinds of computations: which class a message means, and who plans it
