@@ -3,7 +3,7 @@
 Bytes received depend on where the chunks already lie: ranks are matched to workers so that as many bytes as possible
 are at home (a linear assignment problem). `plan_computation` plans all kinds of computations.
 
-The tiles of each candidate, for distributions that were asked for, on cuBLASMp (`tiles.py` says why) and on the other
+The tiles of each candidate, for distributions that were asked for, on cuBLASMp (`cublasmp.py` says why) and on the other
 engines, numpy and peer:
 
 ===============  ============================================  =======================  =======================

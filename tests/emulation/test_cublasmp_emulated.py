@@ -14,8 +14,7 @@ from epilog_cases import ALL, Case, run_case
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Extra, Worker, plan
-from dask_distmm.planning.cublasmp.model import CUBLASMP
-from dask_distmm.planning.cublasmp.tiles import make_tiles
+from dask_distmm.planning.cublasmp import CUBLASMP, make_tiles
 from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.testing import conformance, make_problem
 

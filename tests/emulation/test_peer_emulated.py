@@ -20,9 +20,9 @@ from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Worker, plan
+from dask_distmm.planning import schedule as block_schedule
+from dask_distmm.planning import schedule as schedules
 from dask_distmm.planning.distribution import BlockCyclic, Slab
-from dask_distmm.planning.peer import block_schedule
-from dask_distmm.planning.peer import block_schedule as schedules
 from dask_distmm.testing import assert_product, conformance, make_problem, random_chunks, random_matrix, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]

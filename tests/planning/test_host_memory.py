@@ -10,8 +10,8 @@ import pytest
 from dask_distmm import PlanError, ProjectedMemoryError
 from dask_distmm.config import DaskCosts
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.peer.block_schedule import block_schedules, peer_reads
-from dask_distmm.planning.peer.model import PEER
+from dask_distmm.planning.peer import PEER
+from dask_distmm.planning.schedule import block_schedules, peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 from dask_distmm.runtime.client import Snapshot
 from dask_distmm.testing import make_problem

@@ -35,8 +35,7 @@ from dask_distmm.layout import Layout, Moves, redistribution
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import Plan
-from dask_distmm.planning.cublasmp.model import CUBLASMP, own_kernel, returned_type, tile_chunk
-from dask_distmm.planning.cublasmp.tiles import Tile, Tiles, make_tiles
+from dask_distmm.planning.cublasmp import CUBLASMP, Tile, Tiles, make_tiles, own_kernel, returned_type, tile_chunk
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.planner import SINGLE_BYTES
 

@@ -39,8 +39,14 @@ from dask_distmm.engines.peer.state import PeerState, Trace
 from dask_distmm.engines.peer.streaming import Streaming
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import Plan
-from dask_distmm.planning.peer.block_schedule import block_schedules, native, peer_reads, square_on_diagonal, sums_in
-from dask_distmm.planning.peer.streams import chunk_sources
+from dask_distmm.planning.schedule import (
+    block_schedules,
+    chunk_sources,
+    native,
+    peer_reads,
+    square_on_diagonal,
+    sums_in,
+)
 
 
 class PeerJob(Job[Plan]):

@@ -28,8 +28,10 @@ from dask_distmm.planning.footprint import (
     uploaded,
 )
 from dask_distmm.planning.model import EngineModel, Phase, Work
-from dask_distmm.planning.peer.block_schedule import (
+from dask_distmm.planning.plan import Plan, Rect
+from dask_distmm.planning.schedule import (
     block_schedules,
+    chunk_sources,
     copied_again,
     extent_multiple,
     native,
@@ -38,8 +40,6 @@ from dask_distmm.planning.peer.block_schedule import (
     stored_again,
     sums_in,
 )
-from dask_distmm.planning.peer.streams import chunk_sources
-from dask_distmm.planning.plan import Plan, Rect
 
 # Messages: see above.
 _ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY, _GRID = 2.0, 4.0, 2.0, 1.0, 0.75, 0.5
