@@ -112,9 +112,9 @@ def estimate(
         own = np.maximum(phase.flops / phase.rate + phase.touched / speed["memory"], phase.least)
         pulled = coming(phase.pulled)
         moving = np.maximum(pulled - own, 0.0) + phase.exposed * pulled + coming(phase.waited)
-        own, moving = np.broadcast_arrays(own, moving)
         worst = np.argmax(own + moving)
-        compute, transfer = compute + float(own.flat[worst]), transfer + float(moving.flat[worst])
+        own, moving = (x.flat[worst] if np.size(x) > 1 else np.max(x) for x in (own, moving))
+        compute, transfer = compute + float(own), transfer + float(moving)
     seconds = compute + transfer + work.messages * machine.latency + work.seconds
     return Estimate(method, grid, seconds, compute, transfer, int(work.moved), int(peak))
 

@@ -16,7 +16,7 @@ import numpy as np
 from dask.utils import format_bytes
 from numpy.typing import NDArray
 
-from dask_distmm.planning.computation import Worker
+from dask_distmm.planning.computation import Worker, chunk_elements
 from dask_distmm.planning.cuts import pieces_that_fill, slowdown
 from dask_distmm.planning.footprint import (
     Needs,
@@ -102,7 +102,7 @@ class PeerModel(EngineModel):
             own += _bytes_of(plan, made=False)
         owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), len(plan.ranks))
         height, width, _ = plan.extents
-        own += (height * width + copied_again(plan, stored=False)) * sums
+        own += (height * width + copied_again(plan)) * sums
         if stored_again(plan):
             own += owned * (2 if problem.formula.saved else 1)
         if plan.grid[2] > 1:
@@ -141,13 +141,14 @@ class PeerModel(EngineModel):
         if found:
             again = np.array([len(one.parts) - 1 for one in found])
             streamed = np.array([_elements(plan)[1 - one.stationary][rank] for rank, one in enumerate(found)], float)
-            streamed *= [multiplied_sizes(problem)[1 - one.stationary] for one in found]
+            streamed *= np.take(multiplied_sizes(problem), [1 - one.stationary for one in found])
             pulled = pulled + away * (again - 1) * streamed
             # The first GEMM needs one piece of the stationary part and one piece of a panel.
             cut = np.array([pieces_that_fill(problem, one.parts[1] - one.parts[0], one.width) for one in found])
             begin = away**2 * np.array([one.stationary_bytes + one.panel_bytes for one in found]) / cut
         arriving = delivered(plan) * sums
-        passes = 3.0 * partial + 2.0 * sums * copied_again(plan, stored=stored_again(plan))
+        stored = stored_again(plan) * np.bincount(plan.owners, chunk_elements(problem.out_chunks), len(ranks))
+        passes = 3.0 * partial + 2.0 * sums * (copied_again(plan) + stored)
         between, last = partial * (s > 1) * (s - 2) / max(1, s - 1), partial / max(1, s - 1) + arriving
         by_ranks = link == "ranks"
         together = {link: pulled, "ranks": between + by_ranks * pulled}

@@ -3,8 +3,8 @@
 Bytes received depend on where the chunks already lie: ranks are matched to workers so that as many bytes as possible
 are at home (a linear assignment problem). `plan_computation` plans all kinds of computations.
 
-The tiles of each candidate, for distributions that were asked for, on cuBLASMp (`cublasmp.py` says why) and on the other
-engines, numpy and peer:
+The tiles of each candidate, for distributions that were asked for, on cuBLASMp (`cublasmp.py` says why) and on the
+other engines, numpy and peer:
 
 ===============  ============================================  =======================  =======================
 method, grid     A                                             B                        D
@@ -467,6 +467,8 @@ def _matched(made: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, 
             np.add.at(begun, (made.owners, made.where["partial"]), _BEGUN * chunk_bytes(made.problem, "partial"))
         return tuple(match_ranks(-held - begun[:, : held.shape[1]]))
     best, ranks = tuple(match_ranks(-held)), range(len(held))
+    if not groups:
+        return best
     number = {worker.address: index for index, worker in enumerate(made.participants[: held.shape[1]])}
     fitting = [group for group in groups if len(group) == len(best) and number.keys() >= set(group)]
     orders = [tuple(number[address] for address in group) for group in fitting]

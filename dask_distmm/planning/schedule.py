@@ -240,14 +240,14 @@ def block_schedules(plan: Plan) -> list[BlockSchedule]:
     """Return the block schedule of each rank of a plan, in the order of the ranks; none where they make chunks."""
     if any(plan.problem.by_ranks):
         return []  # see `chunk_sources`
-    multiple = extent_multiple(plan.problem)
-    return [_block_schedule(plan, rank, multiple) for rank in range(len(plan.ranks))]
+    multiple, sizes = extent_multiple(plan.problem), multiplied_sizes(plan.problem)
+    return [_block_schedule(plan, rank, multiple, sizes) for rank in range(len(plan.ranks))]
 
 
-def _block_schedule(plan: Plan, rank: int, multiple: int) -> BlockSchedule:
+def _block_schedule(plan: Plan, rank: int, multiple: int, sizes: tuple[int, int]) -> BlockSchedule:
     problem, (p, q, s) = plan.problem, plan.grid
     (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
-    extents, sizes = (r1 - r0, c1 - c0), multiplied_sizes(problem)
+    extents = (r1 - r0, c1 - c0)
     (others_a, lies_a), (others_b, lies_b) = _held(plan, rank, 0), _held(plan, rank, 1)
     others, in_place = (others_a, others_b), (lies_a, lies_b)
     if s > 1 and plan.method == "reducescatter":
@@ -287,7 +287,7 @@ def _block_schedule(plan: Plan, rank: int, multiple: int) -> BlockSchedule:
 
 def longest_depth(problem: Problem, extents: tuple[int, int]) -> int:
     """Return the longest k of a GEMM into a block of D of certain extents."""
-    large = 2 in multiplied_sizes(problem) and extents[0] * extents[1] >= _LEAST_BLOCK**2
+    large = extents[0] * extents[1] >= _LEAST_BLOCK**2 and 2 in multiplied_sizes(problem)
     return min(problem.k, _MOST_DEPTH) if large else problem.k
 
 
@@ -387,10 +387,11 @@ def in_place(plan: Plan, rank: int) -> set[Rect]:
     return set() if plan.grid[2] > 1 or extent_multiple(plan.problem) > 1 else set(blocks(plan, rank))
 
 
-def copied_again(plan: Plan, *, stored: bool) -> NDArray[np.float64]:
-    """Elements of D that each rank copies once more: from its sums to its chunks, and, if so, to store these."""
+@once
+def copied_again(plan: Plan) -> NDArray[np.float64]:
+    """Return the elements of D that each rank copies from its sums to its chunks."""
     problem, q = plan.problem, plan.grid[1]
-    times = np.full(problem.chunk_counts("d"), 1.0 + stored)
+    times = np.ones(problem.chunk_counts("d"))
     if plan.grid[2] == 1 and extent_multiple(problem) == 1:
         at = divmod(plan.owners.reshape(times.shape), q)
         inside = whole = np.ones(times.shape, bool)
