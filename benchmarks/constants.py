@@ -25,7 +25,7 @@ from threadpoolctl import threadpool_limits
 from benchmarks.overhead import extents, operands, seconds
 from dask_distmm import matmul
 from dask_distmm.arrays.fallback import dask_matmul
-from dask_distmm.arrays.request import parse, problem_of_request
+from dask_distmm.arrays.request import parse
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.engines.numpy.blas import gemm
 from dask_distmm.numeric.types import dtype_from_name
@@ -110,7 +110,7 @@ def problem_of(count: int) -> Problem:
     """Return the problem of a tiny product."""
     n, sizes = extents(count)
     a, b = (da.ones((n, n), chunks=sizes) for _ in "ab")
-    return problem_of_request(parse(a, b))
+    return parse(a, b).problem
 
 
 def fetch(address: str, key: str) -> float:

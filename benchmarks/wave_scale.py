@@ -19,7 +19,7 @@ from distributed.protocol.pickle import dumps
 
 from benchmarks.harness import environment
 from benchmarks.revision import revision
-from dask_distmm.arrays.request import parse, problem_of_request
+from dask_distmm.arrays.request import parse
 from dask_distmm.config import dask_costs, wave_budget
 from dask_distmm.graph.waves import WavesLayer, build_waves
 from dask_distmm.planning import Worker, plan
@@ -36,7 +36,7 @@ def measure(count: int, chunks: int) -> dict[str, float]:
     # Not of random numbers: to make and to name a million generators takes Dask longer than all that is measured.
     x = da.ones((chunks * _ROWS, _COLS), chunks=(_ROWS, _COLS))
     request = parse(x.T, x)
-    problem = problem_of_request(request)
+    problem = request.problem
     budget = wave_budget()
     assert budget is not None, "distmm.waves.mode is off"
     found: dict[str, float] = {"workers": count, "chunks": chunks}

@@ -157,6 +157,11 @@ class DaskCosts:
 
 def dask_costs() -> DaskCosts:
     """Read the costs of Dask's own side of a run."""
+    return _dask_costs(repr(dask.config.get("distmm.dask", None)))
+
+
+@functools.lru_cache(maxsize=16)
+def _dask_costs(config: str) -> DaskCosts:
     return DaskCosts(*(float(parsed(f"dask.{field.name}", parse_timedelta)) for field in dataclasses.fields(DaskCosts)))
 
 
@@ -234,6 +239,12 @@ def wave_budget() -> Budget | None:
 
     Dask's own thresholds are those of its configuration here.
     """
+    read = "distmm.waves", "distmm.memory", "distributed.worker.memory"
+    return _wave_budget(repr([dask.config.get(key, None) for key in read]))
+
+
+@functools.lru_cache(maxsize=16)
+def _wave_budget(config: str) -> Budget | None:
     mode = setting("waves.mode")
     if mode not in ("auto", "off"):
         raise PlanError(f"config distmm.waves.mode is {mode!r}; expected 'auto' or 'off'")

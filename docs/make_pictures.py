@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
 from dask_distmm.arrays.request import parse
-from dask_distmm.arrays.request import problem_of_request as problem_of
 from dask_distmm.engines.panels import panels, split_at_chunks
 from dask_distmm.graph.build import build_graph
 from dask_distmm.layout import Layout, ProcessGrid, redistribution
@@ -131,7 +130,7 @@ def task_counts(n: int) -> tuple[int, int]:
     a, b = da.zeros((8 * n, 8 * n), chunks=8), da.ones((8 * n, 8 * n), chunks=8)
     with warnings.catch_warnings(action="ignore"):  # Dask's PerformanceWarning: n times as many chunks
         stock = len((a @ b).__dask_graph__()) - 2 * n * n
-    problem = problem_of(parse(a, b))
+    problem = parse(a, b).problem
     return stock, len(build_graph(problem, a, b).layers[problem.name])
 
 

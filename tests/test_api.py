@@ -16,7 +16,7 @@ from distributed import Client, wait
 
 import dask_distmm
 from dask_distmm import Matmul, NotCollective, PlanError, ProjectedMemoryError, Slab, explain, linalg, matmul
-from dask_distmm.arrays.request import parse, problem_of_request
+from dask_distmm.arrays.request import parse
 from dask_distmm.graph.build import build_graph
 from dask_distmm.testing import assert_product
 
@@ -229,7 +229,7 @@ def test_inside_a_running_event_loop(inproc_client):
 
 def unchecked(a, b, **options):
     """Make the product without what `matmul` checks against the cluster at the call."""
-    problem = problem_of_request(parse(a, b, workers=options.get("workers")))
+    problem = parse(a, b, workers=options.get("workers")).problem
     return da.Array(build_graph(problem, a, b), problem.name, problem.out_chunks, dtype=problem.result_type)
 
 

@@ -41,7 +41,7 @@ class FakeCuPy(types.ModuleType):
 def test_cupy_chunks_stay_cupy(monkeypatch, epilog):
     monkeypatch.setitem(sys.modules, "cupy", FakeCuPy("cupy"))
     # Nothing is sent, and Dask's serializers would be registered for the stand-in.
-    monkeypatch.setattr("dask_distmm.arrays.batched.register_serializers", lambda: None)
+    monkeypatch.setattr("dask_distmm.arrays.outputs.register_serializers", lambda: None)
     case = Case(epilog, "float32")
     formula = Formula(epilog=epilog, amax=True)
     inputs = [np.atleast_2d(x).view(devices.ndarray) for x in case.inputs.values()]
@@ -52,7 +52,6 @@ def test_cupy_chunks_stay_cupy(monkeypatch, epilog):
         dtypes=("float32",) * (3 + len(inputs)) if formula.gradient != "relu" else ("float32",) * 3 + ("bool",),
         names=tuple(case.inputs),
         formula=formula,
-        several=True,
     )
     assert all(type(x) is devices.ndarray for x in found)
     d, *aux = (x.view(np.ndarray) for x in found)
@@ -64,7 +63,7 @@ def test_cupy_chunks_stay_cupy(monkeypatch, epilog):
 def test_bfloat16_that_lost_its_name():
     rng = np.random.default_rng()
     a, b = (random_matrix(rng, shape, dtype_from_name("bfloat16"), "C") for shape in ((9, 8), (8, 7)))
-    d = multiply_items(a.view("V2"), b, dtypes=("bfloat16",) * 3, names=(), formula=Formula(), several=False)
+    d = multiply_items(a.view("V2"), b, dtypes=("bfloat16",) * 3, names=(), formula=Formula())
     assert_product(a, b, d)
 
 
@@ -73,7 +72,7 @@ def test_fp8_on_cupy_chunks_is_bytes(monkeypatch, to):
     """Whole items on a GPU: bytes go in, and bytes come out where the result is FP8."""
     monkeypatch.setitem(sys.modules, "cupy", FakeCuPy("cupy"))
     # Nothing is sent, and Dask's serializers would be registered for the stand-in.
-    monkeypatch.setattr("dask_distmm.arrays.batched.register_serializers", lambda: None)
+    monkeypatch.setattr("dask_distmm.arrays.outputs.register_serializers", lambda: None)
     rng = np.random.default_rng()
     pair = "float8_e4m3fn", "float8_e5m2"
     a, b = (random_fp8(rng, shape, name) for shape, name in zip(((3, 9, 8), (3, 8, 7)), pair, strict=True))
@@ -85,7 +84,6 @@ def test_fp8_on_cupy_chunks_is_bytes(monkeypatch, to):
         dtypes=(to, *pair, "float32"),
         names=("scale_a",),
         formula=formula,
-        several=True,
     )
     assert type(d) is type(amax) is devices.ndarray
     d = d.view(np.ndarray)

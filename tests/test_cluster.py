@@ -188,11 +188,11 @@ def test_within_a_task_without_the_cluster(client):
         import dask
         import dask.array as da
 
-        from dask_distmm.arrays.request import parse, problem_of_request
+        from dask_distmm.arrays.request import parse
         from dask_distmm.graph.build import build_graph
 
         x, y = da.from_array(a, chunks=30), da.from_array(b, chunks=40)
-        problem = problem_of_request(parse(x, y))
+        problem = parse(x, y).problem
         d = da.Array(build_graph(problem, x, y), problem.name, problem.out_chunks, dtype=float)
         with dask.config.set(scheduler="sync"):
             return d.compute()

@@ -19,7 +19,7 @@ from run_events import events, events_after, newest_run
 
 from dask_distmm import matmul
 from dask_distmm._version import TESTED_DASK
-from dask_distmm.arrays.request import parse, problem_of_request
+from dask_distmm.arrays.request import parse
 from dask_distmm.errors import NoWorkersError
 from dask_distmm.graph.build import build_graph
 from dask_distmm.runtime import direct
@@ -42,9 +42,9 @@ def test_ordering_apart():
     counts = []
     for chunks in (8, 16):
         x = da.random.random((chunks * 4,) * 2, chunks=4)
-        problem = problem_of_request(parse(x, x + 1))
+        problem = parse(x, x + 1).problem
         d = da.Array(build_graph(problem, x, x + 1), problem.name, problem.out_chunks, dtype=float)
-        again = problem_of_request(parse(d, x))
+        again = parse(d, x).problem
         e = da.Array(build_graph(again, d, x), again.name, again.out_chunks, dtype=float) * 2
         graph = convert_legacy_graph(dict(e.dask))
         profile = cProfile.Profile()

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_distmm.arrays import outputs
-from dask_distmm.arrays.request import parse, problem_of_request
+from dask_distmm.arrays.request import parse
 from dask_distmm.graph.build import DaskTasks, ProductLayer, build_graph, pieces_of
 from dask_distmm.runtime.keys import barrier_key, barrier_name, operand_keys
 
 
 def lazy(a, b, **options):
-    problem = problem_of_request(parse(a, b))
+    problem = parse(a, b).problem
     return da.Array(build_graph(problem, a, b), problem.name, problem.out_chunks, dtype=problem.result_type)
 
 
@@ -71,7 +71,7 @@ def test_any_chunks_of_the_result(data, nrows, ncols, optimized):
 def test_blocks_that_have_nothing_in_common_are_runs_of_their_own():
     """If that saves enough work: the diagonal blocks of a large product, and not of a small one."""
     for chunk, runs in ((1000, 3), (10, 1)):
-        problem = problem_of_request(parse(*(da.zeros((3 * chunk,) * 2, chunks=chunk) for _ in "ab")))
+        problem = parse(*(da.zeros((3 * chunk,) * 2, chunks=chunk) for _ in "ab")).problem
         pieces = pieces_of(problem, [0, 4, 8])
         assert len(pieces) == runs
         assert sorted(number for piece in pieces for number in piece.wanted) == [0, 4, 8]
@@ -87,9 +87,9 @@ def test_operands_of_dasks_own_tasks():
         annotated = plain * 2
     right = da.from_array(y.T, chunks=(30, 20)).conj().T
     for a, value, inside in ((plain, abs(x) + 1j, True), (annotated, 2 * (abs(x) + 1j), False)):
-        problem = problem_of_request(parse(a, right))
+        request = parse(a, right)
+        problem, under = request.problem, [request.lying[name] for name in "ab"]
         arrays = {name: (problem.arrays[at], problem.transposed[at]) for at, name in enumerate("ab")}
-        under = outputs.operands_under(a, right, problem)
         for upstream, known in (((None, None), {*under[0].dask, *under[1].dask}), (tuple(x.dask for x in under), ())):
             key = (problem.name, np.int64(1), np.int64(0))
             tasks = DaskTasks((), (), None, upstream).tasks(problem, arrays, [key])
@@ -102,8 +102,7 @@ def test_operands_of_dasks_own_tasks():
 
 def test_an_auxiliary_output_needs_the_barrier_of_all():
     a = da.from_array(np.random.default_rng().standard_normal((40, 40)), chunks=10)
-    problem = problem_of_request(parse(a, a, epilog="relu_aux"))
-    d, aux = outputs.run_outputs(problem, a, a, [])
+    d, aux = outputs.run_outputs(parse(a, a, epilog="relu_aux"))
     both = [d[:10, :10], aux["relu_aux"][:10, :10]]
     graph = optimize(HighLevelGraph.merge(*(x.dask for x in both)), [x.__dask_keys__() for x in both])
     (barrier,) = barriers_of(graph).values()

@@ -18,7 +18,7 @@ from matrices import until
 
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, explain, matmul
-from dask_distmm.arrays.request import parse, problem_of_request
+from dask_distmm.arrays.request import parse
 from dask_distmm.graph.build import build_graph
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.scheduler import freezing, plugin
@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(client, no_waves):
     for ask in (matmul, explain):
         with pytest.raises(ProjectedMemoryError, match=r"process holds anyway; it may hold .*A @ B under enable\(\)"):
             ask(x.T, x)
-    problem = problem_of_request(parse(x.T, x))
+    problem = parse(x.T, x).problem
     graph = build_graph(problem, x, x)
     d = da.Array(graph, problem.name, problem.out_chunks, dtype=float)
     pids = client.run(lambda dask_worker: id(dask_worker))

@@ -160,10 +160,10 @@ def test_what_is_bound_waits():
     x, lazy = matrix()
     lazy = lazy.map_blocks(noted, "operand", dtype=float)
     before = da.ones(3, chunks=1).map_blocks(noted, "before", dtype=float, meta=np.ones(1))
-    from dask_distmm.arrays.request import parse, problem_of_request
+    from dask_distmm.arrays.request import parse
     from dask_distmm.graph.build import build_graph
 
-    problem = problem_of_request(parse(lazy, lazy))
+    problem = parse(lazy, lazy).problem
     d = da.Array(build_graph(problem, lazy, lazy), problem.name, problem.out_chunks, dtype=float)
     made.clear()
     np.testing.assert_array_equal(bind(d, before).compute(scheduler="sync"), x @ x)

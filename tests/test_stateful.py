@@ -55,9 +55,7 @@ def test_executions_move_what_the_method_moves(client, method):
         operands = ((q - 1) * 130 * 110 + (p - 1) * 110 * 90) * 8
         if s == 1:
             assert made.bytes_moved >= operands
-            assert (
-                made.workers == dask_distmm.explain(*(mm._operands.arrays[x] for x in "ab"), method=made.method).workers
-            )
+            assert made.workers == dask_distmm.explain(*(mm._arrays[x] for x in "ab"), method=made.method).workers
         mm.reset_operands(a=a * 2)
         assert_product(a.compute() * 2, b.compute(), mm.execute().compute())
         assert runs(client)[-1]["received_bytes"] == made.bytes_moved
@@ -101,9 +99,9 @@ def test_formula_and_resets(client):
         np.testing.assert_allclose(d.compute(), wanted, rtol=1e-10, atol=1e-10)
         np.testing.assert_array_equal(aux["relu_aux"].compute(), d.compute() > 0)
         assert aux["result_amax"].compute() == d.compute().max()
-        before = {name: array.name for name, array in mm._operands.arrays.items()}
+        before = {name: array.name for name, array in mm._arrays.items()}
         mm.reset_operands(b=b + 1, alpha=-1.0, epilog_inputs={"bias": bias + 1})
-        after = {name: array.name for name, array in mm._operands.arrays.items()}
+        after = {name: array.name for name, array in mm._arrays.items()}
         assert {name for name in before if before[name] != after[name]} == {"b", "bias"}
         d, _ = mm.execute()
         wanted = expected(-1.0, 0.5, bias + 1, an @ (bn + 1))
@@ -194,7 +192,7 @@ def test_tiles_stay_and_go(client):
     a, b = fresh(60, 60, chunks=20), fresh(60, 60, chunks=20)
     mm = Matmul(a, b)
     mm.plan(epilog="bias", epilog_inputs={"bias": np.ones(60)})
-    wait(list(mm._operands.arrays.values()))
+    wait(list(mm._arrays.values()))
     assert tiles(client)[1] >= 2
     wait(mm.execute())
     assert tiles(client)[1] >= 2
@@ -241,7 +239,7 @@ def test_freed_on_error_and_when_forgotten(client):
     gone(client)
     other = Matmul(a, a)
     other.plan()
-    wait(list(other._operands.arrays.values()))
+    wait(list(other._arrays.values()))
     del other
     gone(client)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dask_distmm
 from dask_distmm import explain, matmul
-from dask_distmm.arrays.outputs import view_of
+from dask_distmm.arrays.request import view_of
 from dask_distmm.runtime.keys import barrier_name, operand_keys
 from dask_distmm.testing import assert_product
 

@@ -25,7 +25,7 @@ from distributed import Client, LocalCluster, SchedulerPlugin, get_worker, wait
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, matmul
 from dask_distmm.arrays.outputs import run_outputs
-from dask_distmm.arrays.request import parse, problem_of_request
+from dask_distmm.arrays.request import parse
 from dask_distmm.config import dask_costs
 from dask_distmm.graph.waves import WaveOutputLayer, can_be_made
 from dask_distmm.planning import Plan, Worker
@@ -37,7 +37,7 @@ from dask_distmm.testing import assert_nothing_left, assert_product
 def in_waves(a, b, name="sums", lazy=(True, True), by_ranks=False, **options):
     """A product in waves of a certain scheme, as workers would make it that have so little memory that it is taken."""
     request = parse(a, b, **options)
-    problem = problem_of_request(request)
+    problem = request.problem
     for exponent in range(14, 30):
         workers = [Worker(f"w{number}", 1, 2**exponent) for number in range(2)]
         try:
@@ -47,7 +47,7 @@ def in_waves(a, b, name="sums", lazy=(True, True), by_ranks=False, **options):
         except ProjectedMemoryError:
             continue
         if scheme.name == name and len(scheme.waves) > 2 and scheme.by_ranks == by_ranks:
-            return run_outputs(problem, request.a, request.b, [x for _, x in request.extras], scheme)
+            return run_outputs(request, scheme)
     raise AssertionError(f"never in {name}")
 
 

@@ -14,35 +14,32 @@ Products that are asked for together are one series of waves where they do not f
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dask.array as da
-import numpy as np
-from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.utils import format_bytes, parse_bytes
 
 from dask_distmm.arrays.choice import decide
-from dask_distmm.arrays.outputs import as_they_lie, operand_sum, output_meta
-from dask_distmm.arrays.request import Request, problem_of_request
-from dask_distmm.comms.serializers import register_serializers
+from dask_distmm.arrays.outputs import as_kind, as_pair, finish_chunk, in_chunks, operand_sum, plain_tasks
+from dask_distmm.arrays.quantize import widen_chunk
+from dask_distmm.arrays.request import Request
 from dask_distmm.config import dask_costs, parsed, read_options, wave_budget
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError, advice
 from dask_distmm.graph.waves import can_be_made
-from dask_distmm.numeric.epilogs import Formula, finish
-from dask_distmm.numeric.types import FP8, carried, decode, dtype_from_name, operand_dtype, stored, sum_dtype, typed
+from dask_distmm.numeric.epilogs import Formula
+from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype, typed
 from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Plan, Problem, Worker
 from dask_distmm.planning.many import Pool, Sizes, choose_batch_route, item_plan
 from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.tasks import run_overhead
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme
-from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.client import Snapshot, ask_roster, current_client, recent_snapshot
+from dask_distmm.typing import WithAux
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -51,109 +48,31 @@ if TYPE_CHECKING:
 
 
 def multiply_items(
-    a: Any, b: Any, *extras: Any, dtypes: tuple[str, ...], names: tuple[str, ...], formula: Formula, several: bool
+    a: Any, b: Any, *extras: Any, dtypes: tuple[str, ...], names: tuple[str, ...], formula: Formula
 ) -> Any:
     """Multiply chunks of whole items. Runs on a worker, as a plain task."""
     arrays = []
-    for chunk, name in zip((a, b, *extras), dtypes[1:], strict=True):
+    for chunk, name in zip((a, b), dtypes[1:], strict=False):
         while isinstance(chunk, list):
             (chunk,) = chunk  # noqa: PLW2901
         arrays.append(typed(chunk, name))
-    xp: Any = np
-    if any(array_kind(array) == "cupy" for array in arrays):
-        xp = importlib.import_module("cupy")
-        arrays = [array if array_kind(array) == "cupy" else xp.asarray(array) for array in arrays]
-    register_serializers()
-    dtype = dtype_from_name(dtypes[0])
+    xp = array_module(next((x for x in (*arrays, *extras) if array_kind(x) == "cupy"), arrays[0]))
     operand = operand_dtype(*map(dtype_from_name, dtypes[1:3]))
-    inner = sum_dtype(operand, dtype, max(1, arrays[0].shape[-1]))
-    acc = xp.matmul(
-        *(_in_compute_type(xp, array, name, inner) for array, name in zip(arrays[:2], dtypes[1:], strict=False))
-    )
-    aux: dict[str, Any] = {}
-    with np.errstate(all="ignore"):
-        if not formula.trivial:
-            acc, aux = finish(xp, formula, acc, dict(zip(names, arrays[2:], strict=True)))
-        d = stored(xp, acc, dtypes[0], fp8_bytes=xp is not np)
-    if not several:
-        return d
-    return (d, *(aux[name].astype(formula.dtype_of(name, dtype), copy=False) for name in formula.per_element))
+    inner = sum_dtype(operand, dtype_from_name(dtypes[0]), max(1, arrays[0].shape[-1]))
+    pair = zip(arrays, dtypes[1:], strict=False)
+    acc = xp.matmul(*(widen_chunk(as_kind(xp, array), name, inner) for array, name in pair))
+    return finish_chunk(acc, *extras, dtypes=(dtypes[0], inner.name, *dtypes[3:]), names=names, formula=formula)
 
 
-def _in_compute_type(xp: Any, array: Any, name: str, dtype: np.dtype) -> Any:
-    """Return A or B in the type that is multiplied and summed in, which has all numbers of FP8."""
-    if name in FP8 and array.dtype == np.uint8:
-        return decode(xp, array, name, dtype)
-    return array.astype(dtype, copy=False)
-
-
-def by_items(request: Request, cut: tuple[Sizes, ...]) -> tuple[da.Array, dict[str, da.Array]]:
+def by_items(request: Request, cut: tuple[Sizes, ...]) -> WithAux:
     """Return D and the auxiliary outputs, by tasks that multiply some items each."""
-    a, b, formula, ndim = request.a, request.b, request.formula, len(request.shape)
+    a, b, types, ndim = request.a, request.b, request.types, len(request.shape)
     chunks = (*cut, (request.shape[-2],), (request.shape[-1],))
     # Labels of axes: those of D, and one for k.
-    labels = tuple(range(ndim))
-    arguments: list[Any] = []
-    for name, array in (("a", a), ("b", b), *request.extras):
-        wanted = {
-            axis: sizes if array.shape[axis] != 1 else (1,)
-            for axis, sizes in zip(range(-array.ndim, -2), chunks[ndim - array.ndim :], strict=False)
-        }
-        # All at once they could not be used apart, and a shuffle of Dask's can't take CuPy chunks.
-        whole = array.rechunk(
-            {axis % array.ndim: sizes for axis, sizes in wanted.items()} | {array.ndim - 2: -1, array.ndim - 1: -1},
-            method="tasks",
-        )
-        own = labels[ndim - array.ndim :]
-        arguments += [whole, {"a": (*own[:-1], ndim), "b": (*own[:-2], ndim, ndim - 1)}.get(name, own)]
-    held = carried(request.types.d, request.kind)
-    meta = meta_from_array(b._meta if request.kind == array_kind(b._meta) else a._meta, ndim=ndim, dtype=held)
-    several = bool(formula.per_element)
-    made = da.blockwise(
-        multiply_items,
-        labels,
-        *arguments,
-        name=None,
-        token="matmul-items",
-        adjust_chunks=dict(enumerate(chunks)),
-        align_arrays=False,
-        concatenate=False,
-        meta=meta,
-        dtype=held,
-        dtypes=(request.types.d, request.types.a, request.types.b, *(x.dtype.name for _, x in request.extras)),
-        names=tuple(name for name, _ in request.extras),
-        formula=formula,
-        several=several,
-    )
-    aux: dict[str, da.Array] = {}
-    if several:
-        for number, name in enumerate(formula.per_element, start=1):
-            aux[name] = _output(request, made, name, number)
-        made = made.map_blocks(operator.itemgetter(0), dtype=held, meta=meta)
-    if formula.operand_sum:
-        aux[formula.operand_sum] = operand_sum(formula, a, b, request.dtype)
-    return made, aux
-
-
-def _output(request: Request, made: da.Array, name: str, number: int) -> da.Array:
-    """Return one auxiliary output of tasks that return tuples."""
-    formula = request.formula
-    dtype = formula.dtype_of(name, request.dtype)
-    keeps = formula.keeps(name)
-    chunks = [sizes if kept else (1,) * len(sizes) for sizes, kept in zip(made.chunks[-2:], keeps, strict=True)]
-    batch = made.chunks[:-2] if name != "result_amax" else tuple((1,) * len(sizes) for sizes in made.chunks[:-2])
-    array = made.map_blocks(
-        operator.itemgetter(number),
-        dtype=dtype,
-        chunks=(*batch, *chunks),
-        meta=output_meta(made, dtype),
-    )
-    if name == "result_amax":
-        return array.max()
-    if name != formula.sums:
-        return array
-    array = array.squeeze(formula.sum_axis - 2)
-    return array if request.types.d in FP8 else array.astype(request.dtype)
+    first, second = (tuple(range(ndim - array.ndim, ndim)) for array in (a, b))
+    whole = [in_chunks(x, (*cut[len(cut) + 2 - x.ndim :], x.shape[-2:-1], x.shape[-1:])) for x in (a, b)]
+    operands = [(whole[0], (*first[:-1], ndim)), (whole[1], (*second[:-2], ndim, ndim - 1))]
+    return plain_tasks(request, multiply_items, chunks, operands, (types.d, types.a, types.b))
 
 
 # Collective runs
@@ -200,7 +119,7 @@ def item_of(request: Request, index: Sizes) -> Request:
     return _of_matrices(request, item(request.a), item(request.b), extras)
 
 
-def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> tuple[da.Array, dict[str, da.Array]]:
+def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> WithAux:
     """Return D and the auxiliary outputs, by collective runs: `run` returns the products of pairs of matrices."""
     formula, batch = request.formula, request.batch_shape
     if (one := as_one_product(request)) is not None:
@@ -209,14 +128,14 @@ def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> tupl
     outputs: dict[str, dict[Sizes, da.Array]] = {}
     places = list(itertools.product(*map(range, batch)))
     for index, found in zip(places, run([item_of(request, index) for index in places]), strict=True):
-        items[index], aux = found if isinstance(found, tuple) else (found, {})
+        items[index], aux = as_pair(found)
         for name, array in aux.items():
             outputs.setdefault(name, {})[index] = array
     stacked = {name: _stack(arrays, batch) for name, arrays in outputs.items()}
     if formula.amax:
         stacked["result_amax"] = stacked["result_amax"].max()
     if formula.operand_sum:
-        stacked[formula.operand_sum] = operand_sum(formula, request.a, request.b, request.dtype)
+        stacked[formula.operand_sum] = operand_sum(request)
     return _stack(items, batch), stacked
 
 
@@ -230,16 +149,19 @@ def _stack(arrays: Mapping[Sizes, da.Array], batch: Sizes, before: Sizes = ()) -
 # Series of waves
 
 
-def in_series(requests: Sequence[Request], sources: Sequence[tuple[da.Array, da.Array]]) -> list[Scheme] | None:
-    """Return the waves of products that do not fit into memory at once; None if they are runs of their own."""
+def in_series(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] | None) -> list[Scheme] | None:
+    """Return the waves of products that do not fit into memory at once; None if they are runs of their own.
+
+    `arrays` are those of which all are items; None if they have arrays of their own.
+    """
+    sources = [arrays or (x.lying["a"], x.lying["b"]) for x in requests]
     client = current_client()
     if client is None or len(requests) < 2:
         return None
-    first = problem_of_request(requests[0])
-    known = recent_snapshot(client, first)
+    known = recent_snapshot(client, requests[0].problem)
     if known is None or fit_together([x for pair in sources for x in pair], made_bytes(requests), known.workers):
         return None
-    return _schemes(requests, [first, *map(problem_of_request, requests[1:])], client, sources)
+    return _schemes(requests, client, sources)
 
 
 def fit_together(arrays: Sequence[da.Array], more: float, workers: Sequence[Worker]) -> bool:
@@ -255,13 +177,10 @@ def made_bytes(requests: Sequence[Request]) -> float:
 
 
 def _schemes(
-    requests: Sequence[Request],
-    problems: Sequence[Problem],
-    client: Client,
-    sources: Sequence[tuple[da.Array, da.Array]],
+    requests: Sequence[Request], client: Client, sources: Sequence[tuple[da.Array, da.Array]]
 ) -> list[Scheme] | None:
     """Return the waves of products that follow one another; None if these can't be, or fit at once after all."""
-    distinct = {array.name: array for pair in sources for array in pair}
+    problems, distinct = [x.problem for x in requests], {array.name: array for pair in sources for array in pair}
     known, budget = ask_roster(client, problems[0].demand, list(distinct.values())), wave_budget()
     if known is None or budget is None or len({problem.demand for problem in problems}) > 1:
         return None
@@ -272,21 +191,28 @@ def _schemes(
     if fit_together([x for name, x in distinct.items() if name not in there], made_bytes(requests), workers):
         return None
     lazy = [(a.name not in there, b.name not in there) for a, b in sources]
+    # For A and for B whether ranks can make the chunks of all products.
+    can_a, can_b = (
+        can_be_made(*(x.lying[name] for x, is_lazy in zip(requests, lazy, strict=True) if is_lazy[at]))
+        for at, name in enumerate("ab")
+    )
     try:
-        for able in (_can_be_made(requests, problems, lazy), (False, False)):
-            chosen: dict[Any, Scheme] = {}
-            for problem, is_lazy in zip(problems, lazy, strict=True):
-                if (key := _alike(problem, is_lazy)) not in chosen:
-                    chosen[key] = choose_scheme(
-                        problem, workers, is_lazy, budget, dask_costs(),
-                        engine=known.engines, by_ranks=able, products=len(problems),
-                    )  # fmt: skip
-            if len({scheme.by_ranks for scheme in chosen.values()}) == 1:
+        for able in ((can_a, can_b), (False, False)):
+            schemes = [
+                choose_scheme(
+                    problem, workers, is_lazy, budget, dask_costs(),
+                    engine=known.engines, by_ranks=able, products=len(problems),
+                )
+                for problem, is_lazy in zip(problems, lazy, strict=True)
+            ]  # fmt: skip
+            if len({scheme.by_ranks for scheme in schemes}) == 1:
                 break
     except (PlanError, ProjectedMemoryError) as error:
         requests[0].logger.info("%s", error)
         return None
-    return _numbered([chosen[_alike(*one)] for one in zip(problems, lazy, strict=True)], problems)
+    series = f"matmul-{tokenize([problem.name for problem in problems])}"
+    before = itertools.accumulate((len(scheme.waves) for scheme in schemes), initial=0)
+    return [dataclasses.replace(scheme, series=series, before=at) for scheme, at in zip(schemes, before, strict=False)]
 
 
 def _less(worker: Worker, held: float) -> Worker:
@@ -294,39 +220,7 @@ def _less(worker: Worker, held: float) -> Worker:
     return dataclasses.replace(worker, memory_limit=limit)
 
 
-def _can_be_made(
-    requests: Sequence[Request], problems: Sequence[Problem], lazy: Sequence[tuple[bool, bool]]
-) -> tuple[bool, bool]:
-    """Return for A and for B whether ranks can make the chunks of all products."""
-    lying = [as_they_lie(problem, one.a, one.b, ()) for one, problem in zip(requests, problems, strict=True)]
-
-    def can(at: int) -> bool:
-        return can_be_made(*(arrays["ab"[at]] for arrays, is_lazy in zip(lying, lazy, strict=True) if is_lazy[at]))
-
-    return can(0), can(1)
-
-
-def _alike(problem: Problem, lazy: tuple[bool, bool]) -> Any:
-    """Return a key that products have in common which have the same waves."""
-    chunks = problem.a_chunks, problem.b_chunks, problem.out_chunks
-    return chunks, problem.a_dtype, problem.b_dtype, problem.dtype, problem.shared, lazy
-
-
-def _numbered(schemes: Sequence[Scheme], problems: Sequence[Problem]) -> list[Scheme]:
-    """Return schemes with the name of their series and their place there."""
-    series, before, found = f"matmul-{tokenize([problem.name for problem in problems])}", 0, []
-    for scheme in schemes:
-        found.append(dataclasses.replace(scheme, series=series, before=before))
-        before += len(scheme.waves)
-    return found
-
-
 # The choice
-
-
-def task_options() -> tuple[int, float]:
-    """Return how many bytes a plain task may hold, and what it costs in seconds."""
-    return int(parsed("batch.task-bytes", parse_bytes)), dask_costs().task
 
 
 def known_workers(problem: Problem, imagined: int | None) -> tuple[list[Worker], Snapshot | None]:
@@ -363,9 +257,9 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     one = as_one_product(request)
     runs = 1 if one else math.prod(request.batch_shape)
     single = one or item_of(request, (0,) * len(request.batch_shape))
-    problem = problem_of_request(single)
+    problem = single.problem
     workers, known = known_workers(problem, imagined)
-    task_bytes, overhead = task_options()
+    task_bytes, overhead = int(parsed("batch.task-bytes", parse_bytes)), dask_costs().task
     read = read_options()
     batch = _batch_of(request)
     pool = Pool.of(workers, read.limit_fraction, request.kind)
@@ -375,7 +269,7 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     plan: Plan | WavePlan | None = None
     if known is not None:
         try:
-            plan = decide(single, problem, None if imagined else current_client(), known).made(problem)
+            plan = decide(single, None if imagined else current_client(), known).made(problem)
         except (PlanError, ProjectedMemoryError):
             if request.batch == "collective" or needed or not fits:
                 raise
@@ -383,16 +277,24 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     route, reason = choose_batch_route(request.batch, by_items if fits else None, by_runs, needed)
     if route == "items" and not fits:
         other = ["use batch='collective'"] if request.batch == "items" else []
-        raise ProjectedMemoryError(
-            f"one item of the batch would hold {format_bytes(batch.held_bytes)} in its task, a worker may hold "
-            f"{format_bytes(pool.memory)} for each task that it runs at a time. "
-            f"{advice([*other, 'use workers with more memory'])}",
-            {worker.address: batch.held_bytes for worker in workers},
-            {worker.address: pool.memory for worker in workers},
-        )
+        check_task_memory("one item of the batch", batch, pool, other, [worker.address for worker in workers])
     if route == "collective" and not one and not fit_together([request.a, request.b], made_bytes([request]), workers):
         reason += "; one after the other, if they are lazy, since they do not fit into memory together"
     return BatchPlan(batch, route, reason, chunks, by_items, by_runs, runs, plan)
+
+
+def check_task_memory(
+    what: str, batch: Batch, pool: Pool, remedies: Sequence[str], addresses: Sequence[str] = ("",)
+) -> None:
+    """Refuse tasks of one item that no worker can hold."""
+    held = batch.held_bytes
+    if pool.memory and held > pool.memory:
+        raise ProjectedMemoryError(
+            f"{what} would hold {format_bytes(held)} in its task, a worker may hold {format_bytes(pool.memory)} for "
+            f"each task that it runs at a time. {advice([*remedies, 'use workers with more memory'])}",
+            dict.fromkeys(addresses, held),
+            dict.fromkeys(addresses, pool.memory),
+        )
 
 
 def _estimated(plan: Plan | WavePlan, problem: Problem, runs: int) -> BatchEstimate | None:
@@ -429,19 +331,9 @@ def _batch_of(request: Request) -> Batch:
         cut = all(sizes in ((1,), want) for sizes, want in zip(found, chunks, strict=True))
         return cut and x.numblocks[-2:] == (1, 1)
 
+    chunk_count = a.npartitions + b.npartitions + sum(array.npartitions for _, array in request.extras)
+    extra_bytes = sum(array.itemsize * math.prod(array.shape[-2:]) for _, array in request.extras)
     return Batch(
-        batch,
-        a_shape,
-        b_shape,
-        chunks,
-        a.shape[-2],
-        b.shape[-1],
-        a.shape[-1],
-        request.types.a,
-        request.types.b,
-        request.types.d,
-        whole(a, a_chunks),
-        whole(b, b_chunks),
-        a.npartitions + b.npartitions + sum(array.npartitions for _, array in request.extras),
-        sum(array.itemsize * math.prod(array.shape[-2:]) for _, array in request.extras),
-    )
+        batch, a_shape, b_shape, chunks, a.shape[-2], b.shape[-1], a.shape[-1], *request.types[:3],
+        whole(a, a_chunks), whole(b, b_chunks), chunk_count, extra_bytes,
+    )  # fmt: skip

@@ -5,15 +5,14 @@ Waves are for operands that do not fit into memory together, or that ranks make 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
+import logging
+import math
 from typing import TYPE_CHECKING
 
 from dask.utils import format_time
 
-from dask_distmm.arrays.fallback import why_not
-from dask_distmm.arrays.outputs import is_lazy, operands_under
+from dask_distmm.arrays.fallback import added_in_64_bits, why_not
 from dask_distmm.arrays.request import Request, unfit
 from dask_distmm.config import Budget, dask_costs, minimum_flops, wave_budget
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
@@ -22,6 +21,7 @@ from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.footprint import held_bytes
 from dask_distmm.planning.model import models_of
+from dask_distmm.planning.planner import fits_easily
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme, in_host, in_host_memory
 from dask_distmm.runtime.client import Snapshot, ask_roster, current_client, recent_snapshot
 
@@ -76,98 +76,140 @@ def why_not_run(request: Request, *, cluster: bool) -> str | None:
     return reason
 
 
-def decide_now(request: Request, problem: Problem, *, enabled: bool = False) -> Decision:
+def why_leave(request: Request) -> str:
+    """Return why ``@`` under `enable` leaves a product that can run to Dask, whatever the cluster is; empty if not."""
+    if added_in_64_bits(request.dtype):
+        return "it adds integers of fewer than 64 bits in 64 bits; dask_distmm.matmul keeps their type"
+    least, flops = minimum_flops(), 2.0 * math.prod(request.shape) * request.a.shape[-1]
+    if least is not None and flops < least:
+        return f"{flops:.3g} flops are too little work to pay (config distmm.minimum-flops: {least:.3g})"
+    return ""
+
+
+def decide_now(request: Request, *, enabled: bool = False) -> Decision:
     """Return how a product is made on the cluster as it is now, and log it; no decision if no scheduler can be asked.
 
-    Under `enable` a product may be left to Dask.
+    Under `enable` a product may be left to Dask. No plan is made if nobody reads it: if all fits into memory in any
+    way, and the ways of one run need not be compared with each other.
     """
     client = current_client()
     try:
-        known = recent_snapshot(client, problem) if client is not None else None
+        known = recent_snapshot(client, request.problem) if client is not None else None
     except NoWorkersError:
         return Decision()  # There may be some when it is computed.
     if client is None or known is None:
         return Decision()
-    if enabled and (left := why_left(request, problem, Decision(known=known))):
+    found = Decision(known=known)
+    if enabled and (left := _why_streamed(request, found)):
         return Decision(left=left)
-    found = decide(request, problem, client, known)
-    request.logger.info("%s, lazy\n%r", problem.name, found.made(problem))
-    return dataclasses.replace(found, left=why_left(request, problem, found) if enabled else "")
+    if request.logger.isEnabledFor(logging.INFO) or not _fits_easily(request, client, known):
+        found = decide(request, client, known)
+        request.logger.info("%s, lazy\n%r", request.problem.name, found.made(request.problem))
+        return dataclasses.replace(found, left=why_left(request, found) if enabled else "")
+    if enabled and minimum_flops() is None and not known.is_faster(request.problem, lazy=any(request.lazy)):
+        return Decision(left="its own tasks are expected to take no longer")
+    return found
 
 
-def why_left(request: Request, problem: Problem, found: Decision) -> str:
+def why_left(request: Request, found: Decision) -> str:
     """Return why ``@`` under `enable` leaves a product that could run to Dask's own tasks; empty if it does not."""
-    rows, cols = problem.chunk_counts("d")
-    # With a number of operations as the limit nobody chooses by time or memory.
-    by_itself = minimum_flops() is None
-    lazy = tuple(map(is_lazy, operands_under(request.a, request.b, problem)))
-    if by_itself and not found.on_gpus and any(lazy) and (cols == 1 or not lazy[0]) and (rows == 1 or not lazy[1]):
-        return f"chunks are still to be made, and {_ONCE}"
+    if left := _why_streamed(request, found):
+        return left
     plan, scheme = found.plan, found.scheme
     if plan is not None and plan.by_tasks is not None and not plan.worth_it:
         seconds = format_time(plan.by_tasks.seconds), format_time(plan.seconds)
         return "its own tasks are expected to take {}, a run {}".format(*seconds)
     # Ranks on GPUs that make the chunks themselves are faster: they need no task for each, and GPUs multiply meanwhile.
-    if not by_itself or plan is not None or scheme is None or (scheme.by_ranks and found.on_gpus):
+    if minimum_flops() is not None or plan is not None or scheme is None or (scheme.by_ranks and found.on_gpus):
         return ""
-    alone = scheme.name in ("rows", "cols") or (scheme.name == "sums" and (rows, cols) == (1, 1))
-    return f"it does not fit into memory, and {_ONCE}" if alone else ""
+    single = scheme.name == "sums" and request.problem.chunk_counts("d") == (1, 1)
+    return f"it does not fit into memory, and {_ONCE}" if single or scheme.name in ("rows", "cols") else ""
 
 
-def by_tasks(request: Request, problem: Problem, known: Snapshot | None) -> DaskTasks | None:
+def _why_streamed(request: Request, found: Decision) -> str:
+    """Return why a product of chunks that are still to be made is left to Dask; empty if it is not."""
+    # With a number of operations as the limit nobody chooses by time or memory.
+    if not any(request.lazy) or found.on_gpus or minimum_flops() is not None:
+        return ""
+    # How often the chunks of A and those of B are used.
+    rows, cols = request.problem.chunk_counts("d")
+    once = all(count == 1 or not lazy for count, lazy in zip((cols, rows), request.lazy, strict=True))
+    return f"chunks are still to be made, and {_ONCE}" if once else ""
+
+
+def by_tasks(request: Request, known: Snapshot | None) -> DaskTasks | None:
     """Return what decides about Dask's own tasks for parts of D; None if there are to be runs."""
+    problem = request.problem
     cut_otherwise = problem.out_chunks != (problem.a_chunks[0], problem.b_chunks[1])
     if known is None or request.demands or cut_otherwise or minimum_flops() is not None:
         return None
-    graph_a, graph_b = (x.dask if is_lazy(x) else None for x in operands_under(request.a, request.b, problem))
-    return DaskTasks(tuple(known.workers), known.engines, dask_costs(), (graph_a, graph_b))
+    graphs = [request.lying[name].dask if lazy else None for name, lazy in zip("ab", request.lazy, strict=True)]
+    return DaskTasks(tuple(known.workers), known.engines, dask_costs(), (graphs[0], graphs[1]))
 
 
-def decide(
-    request: Request, problem: Problem, client: Client | None, known: Snapshot, *, reordered: bool = False
-) -> Decision:
+def _fits_easily(request: Request, client: Client, known: Snapshot) -> bool:
+    """Whether one run of any kind has room in memory, and no way to multiply was asked for that may not be there."""
+    budget, fraction = wave_budget(), request.problem.options.limit_fraction
+    if request.method != "auto" or any(request.distributions):
+        return False
+    if budget is not None and _loading(request, client, known, budget) >= _LONG:
+        return False
+    room = (budget or Budget(fraction, fraction, 1.0)).of
+    workers = (*known.workers, *known.sources)
+    return fits_easily(request.problem, min(min(room(worker), room(in_host(worker))) for worker in workers))
+
+
+def _loading(request: Request, client: Client, known: Snapshot, budget: Budget) -> float:
+    """Return the seconds in which workers make the chunks that are not there."""
+    problem, (lazy_a, lazy_b) = request.problem, _not_there(request, client)
+    a_bytes, b_bytes = problem.m * problem.itemsize("a"), problem.n * problem.itemsize("b")
+    size = problem.k * (a_bytes * lazy_a + b_bytes * (lazy_b and not problem.shared))
+    return size / (len(known.workers) + len(known.sources)) / budget.rate(problem.array)
+
+
+def _not_there(request: Request, client: Client) -> tuple[bool, bool]:
+    """Return whether A and B are to be made: a chunk that is lazy here may be in memory for another collection."""
+    there = [(request.lying[name].name, 0, 0) in client.futures for name in "ab"]
+    return request.lazy[0] and not there[0], request.lazy[1] and not there[1]
+
+
+def decide(request: Request, client: Client | None, known: Snapshot, *, reordered: bool = False) -> Decision:
     """Return how a product is made; without a client workers are only imagined."""
     failure: ProjectedMemoryError | None = None
     plan: Plan | None = None
     scheme: Scheme | None = None
-    # Of imagined workers nothing is known, nor of what they hold.
-    lazy = client is not None and any(map(is_lazy, operands_under(request.a, request.b, problem)))
     try:
-        plan = known.plan(problem, reordered=reordered, lazy=lazy)
+        # Of imagined workers nothing is known, nor of what they hold.
+        plan = known.plan(request.problem, reordered=reordered, lazy=client is not None and any(request.lazy))
     except ProjectedMemoryError as error:
         failure = error
     budget = None if client is None else wave_budget()
     if client is not None and budget is not None:
         if plan is None or _spills(plan, budget):
-            scheme = _scheme(request, problem, client, budget)
+            scheme = _scheme(request, client, budget)
         if scheme is None and plan is not None:
-            scheme = _scheme_by_ranks(request, problem, client, known, plan, budget)
+            scheme = _scheme_by_ranks(request, client, known, plan, budget)
     if failure is not None and scheme is None:
         raise failure
     return Decision(plan, scheme, known)
 
 
-def _scheme_by_ranks(
-    request: Request, problem: Problem, client: Client, known: Snapshot, plan: Plan, budget: Budget
-) -> Scheme | None:
+def _scheme_by_ranks(request: Request, client: Client, known: Snapshot, plan: Plan, budget: Budget) -> Scheme | None:
     """Return waves in which ranks make the chunks of a product that fits, unless that is expected to take longer.
 
     It takes less memory, too: chunks are dropped as soon as they are multiplied.
     """
-    arrays = operands_under(request.a, request.b, problem)
-    # A chunk that is lazy here may be in memory for another collection of the same name.
-    lazy_a, lazy_b = (is_lazy(x) and (x.name, 0, 0) not in client.futures for x in arrays)
-    lazy = [lazy_a, not problem.shared and lazy_b]
-    sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
-    loading = sum(itertools.compress(sizes, lazy)) / (len(plan.participants) * budget.rate(problem.array))
+    loading = _loading(request, client, known, budget)
     if loading < _LONG or not all(one.makes for one in models_of([plan.engine])):
         return None
-    if not all(can_be_made(x, sampled=True) for x, yes in zip(arrays, lazy, strict=True) if yes):
+    lazy_a, lazy_b = both = _not_there(request, client)
+    made = [request.lying[name] for name, yes in (("a", lazy_a), ("b", lazy_b and not request.problem.shared)) if yes]
+    if not all(can_be_made(x, sampled=True) for x in made):
         return None
-    asked, both, engines = dataclasses.replace(problem, method=plan.method), (lazy_a, lazy_b), known.engines
+    asked = dataclasses.replace(request.problem, method=plan.method)
     try:
         scheme = choose_scheme(
-            asked, known.workers, both, budget, dask_costs(), engine=engines, by_ranks=both, only_by_ranks=True
+            asked, known.workers, both, budget, dask_costs(), engine=known.engines, by_ranks=both, only_by_ranks=True
         )
     except (PlanError, ProjectedMemoryError) as error:
         request.logger.info("%s", error)
@@ -183,25 +225,21 @@ def _spills(made: Plan, budget: Budget) -> bool:
     return any(made.projected_bytes[worker.address] > budget.of(worker) for worker in made.participants)
 
 
-def _scheme(request: Request, problem: Problem, client: Client, budget: Budget) -> Scheme | None:
+def _scheme(request: Request, client: Client, budget: Budget) -> Scheme | None:
     """Return the waves of a product; None if it can't be made in waves, or does not fit in them either."""
-    arrays = operands_under(request.a, request.b, problem)
-    known = ask_roster(client, problem.demand, arrays)
+    problem, a, b = request.problem, request.lying["a"], request.lying["b"]
+    known = ask_roster(client, problem.demand, [a, b])
     if known is None:
         return None
     lazy_a, lazy_b = (where is None for where in known.placed)
-    can_a = lazy_a and can_be_made(arrays[0])
-    can_b = can_a if problem.shared else lazy_b and can_be_made(arrays[1])
-    given = problem, known.workers
-    try:
-        return choose_scheme(
-            *given, (lazy_a, lazy_b), budget, dask_costs(), engine=known.engines, by_ranks=(can_a, can_b)
-        )
-    except (PlanError, ProjectedMemoryError) as error:
-        reason = error
-    if not (lazy_a and lazy_b):
-        # Results that have no room in memory are on disk: Dask reads back those of a wave, and spills others for them.
-        with contextlib.suppress(PlanError, ProjectedMemoryError):
-            return choose_scheme(*given, (True, True), budget, dask_costs(), engine=known.engines)
-    request.logger.info("%s", reason)
+    can_a = lazy_a and can_be_made(a)
+    can_b = can_a if problem.shared else lazy_b and can_be_made(b)
+    tries = [((lazy_a, lazy_b), (can_a, can_b))]
+    # Results that have no room in memory are on disk: Dask reads back those of a wave, and spills others for them.
+    tries += [((True, True), (False, False))] * (not (lazy_a and lazy_b))
+    for lazy, can in tries:
+        try:
+            return choose_scheme(problem, known.workers, lazy, budget, dask_costs(), engine=known.engines, by_ranks=can)
+        except (PlanError, ProjectedMemoryError) as error:
+            request.logger.info("%s", error)
     return None

@@ -14,7 +14,7 @@ While enabled, these names hold functions of ours, which pass all other calls on
 functions of ``dask.array.linalg`` in `dask_distmm.arrays.linalg.routed`, in which most of NumPy's of the same names
 end. Others of ``np.linalg``, which Dask lacks or which mean something else there, go by ``Array.__array_function__``.
 Arrays of other kinds, which have names of their own, are in `dask_distmm.arrays.kinds`. ``rechunk`` does what it did,
-and is noted for products (`dask_distmm.arrays.outputs`).
+and is noted for products (`dask_distmm.arrays.request`).
 
 Contractions of arrays of any number of dimensions are products of matrices, each of whose axes stands for several. The
 kept axes of a chunk of A become its rows and the summed ones its columns; of B's the other way around. Elements of
@@ -55,13 +55,13 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from numpy.lib.array_utils import normalize_axis_tuple
 
-from dask_distmm.arrays.fallback import added_in_64_bits, dask_tensordot, is_sparse, multiply_sparse, why_leave
+from dask_distmm.arrays.choice import why_leave
+from dask_distmm.arrays.fallback import added_in_64_bits, dask_tensordot, is_sparse, multiply_sparse, why_not
 from dask_distmm.arrays.kinds import COMPAT_LINALG, any_kind, as_array, kind_of, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.linalg.array_api import chain, power
-from dask_distmm.arrays.outputs import rechunk
 from dask_distmm.arrays.product import multiply
-from dask_distmm.arrays.request import parse
+from dask_distmm.arrays.request import UnfitOperandsError, parse, rechunk
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
 from dask_distmm.engines.base import log
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
@@ -483,13 +483,15 @@ def _product(a: Any, b: Any) -> Any:
         return multiply(parse(a, b))
     if is_sparse(a) or is_sparse(b):
         return multiply_sparse(a, b) if max(a.ndim, b.ndim) < 3 else NotImplemented
-    if why_leave(a, b, minimum_flops()) is not None:
+    if why_not(a, b, most=max(a.ndim, b.ndim)) is not None:
         return NotImplemented
     raises = raises_beyond_memory()
     try:
-        return multiply(parse(a, b), enabled=True)
-    except MissingEngineError:
-        return NotImplemented  # no worker can: CuPy chunks on a cluster without the GPU engine
+        request = parse(a, b)
+        return NotImplemented if why_leave(request) else multiply(request, enabled=True)
+    except (MissingEngineError, UnfitOperandsError):
+        # No worker can, as of CuPy chunks on a cluster without the GPU engine; or Dask has an error to raise.
+        return NotImplemented
     except ProjectedMemoryError as error:
         if raises:
             raise

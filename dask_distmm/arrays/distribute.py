@@ -24,9 +24,8 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_distmm.arrays.kinds import any_kind, as_array
-from dask_distmm.arrays.outputs import view_of
 from dask_distmm.arrays.product import multiply
-from dask_distmm.arrays.request import check_workers, parse, why_not_input
+from dask_distmm.arrays.request import check_workers, parse, view_of, why_not_input
 from dask_distmm.config import read_options, setting
 from dask_distmm.errors import EngineError, PlanError
 from dask_distmm.layout import Layout, redistribution
@@ -171,7 +170,8 @@ def distribute(a: ArrayLike, distribution: Distribution, *, workers: Sequence[st
     if known is None:
         raise PlanError("an asynchronous client can't be asked for its workers here; distribute with a synchronous one")
     ranks = _rank_addresses(distribution, known)
-    chunks, owners = distribution.layout(_matrix_shape(array), len(ranks)).as_chunks()
+    m, n = map(int, array.shape)
+    chunks, owners = distribution.layout((m, n), len(ranks)).as_chunks()
     return place_chunks(client, array, chunks, [ranks[owner] for owner in owners.tolist()])
 
 
@@ -235,7 +235,3 @@ def _owns(part: Any) -> bool:
     """Whether an array is most of the larger one that it would keep in memory."""
     base = getattr(part, "base", None)
     return base is None or getattr(base, "nbytes", part.nbytes) <= part.nbytes
-
-
-def _matrix_shape(array: da.Array) -> tuple[int, int]:
-    return int(array.shape[0]), int(array.shape[1])

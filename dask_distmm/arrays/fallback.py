@@ -121,26 +121,9 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
     return None
 
 
-def why_leave(a: da.Array, b: da.Array, minimum_flops: float | None, *, cluster: bool = True) -> str | None:
-    """Return why ``a @ b`` under `enable` is left to Dask's own function, or None if it is taken."""
-    reason = why_not(a, b, cluster=cluster, most=max(a.ndim, b.ndim))
-    if reason is not None:
-        return reason
-    if added_in_64_bits(np.result_type(a.dtype, b.dtype)):
-        return "it adds integers of fewer than 64 bits in 64 bits; dask_distmm.matmul keeps their type"
-    if any(np.isnan(size) for size in itertools.chain(*a.chunks, *b.chunks)):
-        return "the chunk sizes are unknown; call compute_chunk_sizes()"
-    if a.shape[-1] != b.shape[-2 if b.ndim > 1 else 0]:
-        return "the shapes don't match"
-    try:
-        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    except ValueError:
-        return "the shapes don't match"
-    m, n = (a.shape[-2] if a.ndim > 1 else 1), (b.shape[-1] if b.ndim > 1 else 1)
-    flops = 2.0 * math.prod(batch) * m * n * a.shape[-1]
-    if minimum_flops is not None and flops < minimum_flops:
-        return f"{flops:.3g} flops are too little work to pay (config distmm.minimum-flops: {minimum_flops:.3g})"
-    return None
+def has_unknown_chunks(x: da.Array) -> bool:
+    """Whether chunk sizes are unknown, as after selecting rows by a mask."""
+    return any(map(math.isnan, x.shape))
 
 
 def added_in_64_bits(dtype: np.dtype[Any]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack, cast
@@ -13,21 +12,19 @@ from dask._task_spec import TaskRef
 from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
-from dask.utils import format_bytes
 
-from dask_distmm.arrays.batched import known_workers, multiply_items, task_options
+from dask_distmm.arrays.batched import check_task_memory, known_workers, multiply_items
 from dask_distmm.arrays.choice import decide, why_not_run
 from dask_distmm.arrays.options import takes
-from dask_distmm.arrays.outputs import view_of
 from dask_distmm.arrays.product import multiply, multiply_all
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse, problem_of_request
-from dask_distmm.config import Machine, dask_costs, read_options
+from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse
+from dask_distmm.config import dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning import Batch, GroupPlan, Share, Worker
-from dask_distmm.planning.many import Pool, item_seconds, long_products, share_out
+from dask_distmm.planning import Batch, GroupPlan, Share
+from dask_distmm.planning.many import GroupedProduct, Pool, item_seconds, long_products, share_out
 from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.tasks import run_overhead
 from dask_distmm.runtime.client import Snapshot, current_client
@@ -93,10 +90,7 @@ def matmul_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unpa
     if any(share is not None and not share.collective for share in found.shares):
         _order_by_size()
     runs = [i for i, share in enumerate(found.shares) if share is not None and share.collective]
-    by_runs = multiply_all(
-        [requests[i] for i in runs], [(view_of(requests[i].a).array, view_of(requests[i].b).array) for i in runs]
-    )
-    made = dict(zip(runs, by_runs, strict=True))
+    made = dict(zip(runs, multiply_all([requests[i] for i in runs]), strict=True))
     return [
         made[i] if i in made else multiply(request) if share is None else _by_slabs(request, share)
         for i, (request, share) in enumerate(zip(requests, found.shares, strict=True))
@@ -162,27 +156,22 @@ def _plan_groups(requests: Sequence[Request]) -> GroupPlan:
     if wanted == "items" and needed:
         raise PlanError(f"batch='items' and {needed[0]}: plain tasks run where Dask puts them; leave one of them out")
     shapes = tuple((request.shape[0], request.shape[1], request.a.shape[1]) for request in requests)
+    shares: list[Share | None] = [None] * len(requests)
     ours = [i for i, each in enumerate(requests) if not each.empty and _runs(i, each)]
     if not ours:
-        return GroupPlan(shapes, (None,) * len(requests), 0, 0.0)
-    _, overhead = task_options()
-    members = _members([requests[i] for i in ours])
+        return GroupPlan(shapes, tuple(shares), 0, 0.0)
+    members = [_member(requests[i], wanted, needed) for i in ours]
     slots = min(member.pool.slots for member in members)
-    seconds, spread = [member.slot_seconds for member in members], [member.spread_seconds for member in members]
-    forced = [
-        {"items": False, "collective": True}.get(wanted, True if needed or member.too_large else None)
-        for member in members
-    ]
-    long = set(long_products(seconds, slots))
-    collective = [
-        member.run_seconds(forced=must is True) if must or (at in long and must is None) else None
-        for at, (member, must) in enumerate(zip(members, forced, strict=True))
-    ]
-    rows = [member.request.a.chunks[0] for member in members]
-    found, total = share_out(seconds, rows, collective, slots, overhead, forced, spread)
-    shares: list[Share | None] = [None] * len(requests)
+    long = long_products([member.seconds for member in members], slots)
+    for at, (i, member) in enumerate(zip(ours, members, strict=True)):
+        if member.forced or (at in long and member.forced is None):
+            member.run = _run_seconds(requests[i], member)
+    found, total = share_out(members, slots, dask_costs().task)
     for i, member, share in zip(ours, members, found, strict=True):
-        _check_memory(member.work, member.pool, share)
+        if not share.collective:
+            work = dataclasses.replace(member.work, m=max(share.rows))
+            task = f"a task of {work.m} rows of a product of {member.work.m} x {work.k} by {work.k} x {work.n}"
+            check_task_memory(task, work, member.pool, ["leave batch='items' out"])
         shares[i] = share
     return GroupPlan(shapes, tuple(shares), slots, total)
 
@@ -195,85 +184,50 @@ def _runs(number: int, request: Request) -> bool:
         raise PlanError(f"product {number}: {error}") from error
 
 
-@dataclasses.dataclass
-class _Member:
+@dataclasses.dataclass(kw_only=True)
+class _Member(GroupedProduct):
     """One product of a group, and the workers that could make it."""
 
-    # The product.
-    request: Request
-    # Constants of the engine that would run.
-    machine: Machine
+    # The product as a batch of one item.
+    work: Batch
     # The workers, as plain tasks see them.
     pool: Pool
     # The scheduler's answer for a collective run; None if the scheduler can't be asked.
-    snapshot: Snapshot | None
-
-    @functools.cached_property
-    def work(self) -> Batch:
-        """The product as a batch of one item."""
-        (m, n), k = self.request.shape, self.request.a.shape[1]
-        names = (self.request.a.dtype.name, self.request.b.dtype.name, self.request.dtype.name)
-        return Batch((), (), (), (), m, n, k, *names)
-
-    @property
-    def slot_seconds(self) -> float:
-        """Seconds that the product takes one slot."""
-        gathered = sum(self.work.item_bytes[:2]) * (1 - 1 / self.pool.workers) / self.machine.bandwidth
-        return item_seconds(self.work, self.machine) + gathered
-
-    @property
-    def spread_seconds(self) -> float:
-        """Seconds that each slot waits for B if the product is cut: one worker puts B together and sends it on."""
-        sent = 2 * (1 - 1 / self.pool.workers) / self.machine.bandwidth
-        return self.work.item_bytes[1] * (sent + 1 / self.machine.memory_bandwidth)
-
-    @property
-    def too_large(self) -> bool:
-        """Whether the product as one task holds more than a worker may."""
-        return bool(self.pool.memory) and self.work.held_bytes > self.pool.memory
-
-    def run_seconds(self, *, forced: bool) -> float | None:
-        """Return the seconds of a collective run; None where none is possible, which is an error if it is forced."""
-        if self.snapshot is None:
-            return None
-        problem = problem_of_request(self.request)
-        try:
-            found = decide(self.request, problem, current_client(), self.snapshot).made(problem)
-        except (PlanError, ProjectedMemoryError):
-            if forced:
-                raise
-            return None
-        return None if found.seconds is None else found.seconds + run_overhead(problem, dask_costs())
+    known: Snapshot | None
 
 
-def _members(requests: Sequence[Request]) -> list[_Member]:
-    """Ask the scheduler for workers, once for all products of the same types."""
-    read = read_options()
-    known: dict[tuple[str, ...], tuple[list[Worker], Snapshot | None]] = {}
-    found = []
-    for request in requests:
-        key = (request.kind, request.a.dtype.name, request.b.dtype.name)
-        if key not in known:
-            known[key] = known_workers(problem_of_request(request), None)
-        workers, snapshot = known[key]
-        machine, pool = read.machine(engine_alone(request.kind)), Pool.of(workers, read.limit_fraction, request.kind)
-        found.append(_Member(request, machine, pool, snapshot))
-    return found
+def _member(request: Request, wanted: str, needed: Sequence[str]) -> _Member:
+    """Return a product with what it takes."""
+    options, (workers, known) = read_options(), known_workers(request.problem, None)
+    machine, pool = options.machine(engine_alone(request.kind)), Pool.of(workers, options.limit_fraction, request.kind)
+    (m, n), k = request.shape, request.a.shape[1]
+    work = Batch((), (), (), (), m, n, k, request.a.dtype.name, request.b.dtype.name, request.dtype.name)
+    (a_bytes, b_bytes, _), foreign = work.item_bytes, (1 - 1 / pool.workers) / machine.bandwidth
+    too_large = bool(pool.memory) and work.held_bytes > pool.memory
+    return _Member(
+        rows=request.a.chunks[0],
+        seconds=item_seconds(work, machine) + (a_bytes + b_bytes) * foreign,
+        # One worker puts B together and sends it on.
+        spread=b_bytes * (2 * foreign + 1 / machine.memory_bandwidth),
+        forced={"items": False, "collective": True}.get(wanted, True if needed or too_large else None),
+        work=work,
+        pool=pool,
+        known=known,
+    )
 
 
-def _check_memory(work: Batch, pool: Pool, share: Share) -> None:
-    """Refuse tasks that no worker can hold."""
-    if share.collective or not pool.memory:
-        return
-    held = dataclasses.replace(work, m=max(share.rows)).held_bytes
-    if held > pool.memory:
-        raise ProjectedMemoryError(
-            f"a task of {max(share.rows)} rows of a product of {work.m} x {work.k} by {work.k} x {work.n} would hold "
-            f"{format_bytes(held)}; a worker may hold {format_bytes(pool.memory)} for each task that it runs at a "
-            "time. Leave batch='items' out, or use workers with more memory",
-            {"": held},
-            {"": pool.memory},
-        )
+def _run_seconds(request: Request, member: _Member) -> float | None:
+    """Return the seconds of a collective run; None where none is possible, which is an error if it is forced."""
+    problem = request.problem
+    if member.known is None:
+        return None
+    try:
+        found = decide(request, current_client(), member.known).made(problem)
+    except (PlanError, ProjectedMemoryError):
+        if member.forced:
+            raise
+        return None
+    return None if found.seconds is None else found.seconds + run_overhead(problem, dask_costs())
 
 
 def _by_slabs(request: Request, share: Share) -> da.Array:
@@ -283,15 +237,14 @@ def _by_slabs(request: Request, share: Share) -> da.Array:
     dtypes = (request.dtype.name, a.dtype.name, b.dtype.name)
     token = tokenize(a.name, b.name, dtypes, dataclasses.astuple(request.formula), share.rows)
     name = group_name(token, share.rank, share.seconds)
-    settings = {"dtypes": dtypes, "names": (), "formula": request.formula, "several": False}
+    settings = {"dtypes": dtypes, "names": (), "formula": request.formula}
     layer = {
         (name, i, 0): RunTask(
             (name, i, 0), multiply_items, TaskRef((a.name, i, 0)), TaskRef((b.name, 0, 0)), **settings
         )
         for i in range(len(share.rows))
     }
-    kind = b._meta if "cupy" in type(b._meta).__module__ else a._meta
-    meta = meta_from_array(kind, ndim=2, dtype=request.dtype)
+    meta = meta_from_array(request.prototype, ndim=2, dtype=request.dtype)
     graph = HighLevelGraph.from_collections(name, TasksLayer(layer), dependencies=[a, b])
     return da.Array(graph, name, (share.rows, (request.shape[1],)), meta=meta)
 

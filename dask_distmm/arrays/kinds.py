@@ -200,7 +200,7 @@ def plain(x: Any) -> Any:
         meta = shared_array(x._meta)
         return x.map_blocks(shared_array, dtype=meta.dtype, meta=meta)
     if not kind:
-        return shared_array(x)
+        return x if isinstance(x, Array) else shared_array(x)
     found = x.optimize()
     (name, *_) = next(iter(flatten(found.__dask_keys__())))
     return Array(HighLevelGraph.from_collections(name, dict(found.__dask_graph__())), name, found.chunks, meta=x._meta)
@@ -208,6 +208,8 @@ def plain(x: Any) -> Any:
 
 def as_array(x: Any) -> Array:
     """Return a ``dask.array.core.Array`` of an array of any kind or an array_like."""
+    if isinstance(x, Array) and not kind_of(x):
+        return x
     if sparse_package(x):
         return dask.array.core.from_array(compressed(x), chunks=x.shape, asarray=False)
     return dask.array.core.asanyarray(plain(x))

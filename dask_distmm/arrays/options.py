@@ -14,29 +14,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # In the order in which signatures show them.
-DEFAULTS: AllOptions = {
-    "alpha": 1.0,
-    "beta": None,
-    "op_a": "N",
-    "op_b": "N",
-    "epilog": None,
-    "epilog_inputs": None,
-    "bias_axis": -1,
-    "result_amax": False,
-    "a_type": None,
-    "b_type": None,
-    "result_type": None,
-    "quantization_scales": None,
-    "compute_type": None,
-    "method": None,
-    "engine": None,
-    "out_chunks": None,
-    "workers": None,
-    "distributions": None,
-    "logger": None,
-    "batch": None,
-    "gathered": None,
-}
+_NAMES = (
+    "alpha beta op_a op_b epilog epilog_inputs bias_axis result_amax a_type b_type result_type quantization_scales "
+    "compute_type method engine out_chunks workers distributions logger batch gathered"
+)
+_NOT_NONE = {"alpha": 1.0, "op_a": "N", "op_b": "N", "bias_axis": -1, "result_amax": False}
+DEFAULTS = cast(AllOptions, {name: _NOT_NONE.get(name) for name in _NAMES.split()})
 
 
 # Names that similar functions have, and how the same is written here.

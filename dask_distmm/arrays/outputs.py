@@ -1,202 +1,78 @@
-"""D and the auxiliary outputs as Dask arrays: of a run, or of Dask's own operations where no run is possible.
-
-The chunks of the array underneath are multiplied, transposed without a copy, and BLAS conjugates while it multiplies.
-So ``A.conj().T @ B`` makes no conjugated copy of A, and needs no task for it.
-
-Nothing of a graph is interpreted. Dask gives an array a name that follows from what it is made of: if ``x`` depends on
-only one array, and the transpose of that array would have the name of ``x``, then ``x`` is its transpose. What was cut
-otherwise can't be seen in this way: while `enable` is in force the names of arrays that are rechunked are noted. A run
-takes any chunks, so nothing has to be cut for it.
-"""
+"""D and the auxiliary outputs as Dask arrays: of a run, or of Dask's own operations where no run is possible."""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import dask.array as da
 import numpy as np
+from dask.array.blockwise import blockwise
 from dask.array.core import Array
 from dask.array.utils import meta_from_array
 from dask.highlevelgraph import HighLevelGraph
-from distributed import Future
 
-from dask_distmm.arrays.fallback import dask_matmul, dask_rechunk
+from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.arrays.kinds import reducible
 from dask_distmm.arrays.quantize import widened
+from dask_distmm.arrays.request import Request
 from dask_distmm.comms.serializers import register_serializers
-from dask_distmm.errors import PlanError
 from dask_distmm.graph.build import DaskTasks, build_graph, build_output
 from dask_distmm.graph.waves import build_wave_output, build_waves
-from dask_distmm.numeric.epilogs import Formula, elementwise, reductions, scaled
-from dask_distmm.numeric.types import FP8, Types, carried, compute_dtype, dtype_from_name, stored, sum_dtype
-from dask_distmm.planning import Chunks, Problem
+from dask_distmm.numeric.epilogs import Formula, finish
+from dask_distmm.numeric.types import FP8, carried, compute_dtype, dtype_from_name, stored, sum_dtype, typed
 from dask_distmm.planning.waves import Scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.keys import output_name
-
-# Operands as they lie: the array under a lazy ``A.T``, ``A.conj()`` or ``A.rechunk(...)``
-
-
-# Arrays beside A and B by name, each of two dimensions, or more for a batch.
-Extras = Sequence[tuple[str, da.Array]]
+from dask_distmm.typing import WithAux
 
 
-class Source(NamedTuple):
-    """What a view is made of, by name."""
-
-    name: str
-    # Its chunks, where they do not follow from those of the view.
-    chunks: Chunks | None = None
-    transposed: bool = False
-    conjugated: bool = False
-
-
-# By the names of views; the latest ones.
-_sources: collections.OrderedDict[str, Source] = collections.OrderedDict()
-_NOTED = 10_000
-
-
-class MatrixView(NamedTuple):
-    """A matrix as the transpose, the conjugate, or both, of another one."""
-
-    # The other one, (m, n).
-    array: da.Array
-    # Whether the matrix is its transpose, (n, m).
-    transposed: bool
-    # Whether it is its conjugate; never for real types.
-    conjugated: bool
-
-
-def apply_op(name: str, array: da.Array, op: str) -> da.Array:
-    """Return op(array): lazily, so that `view_of` sees through it."""
-    if op not in ("N", "T", "C"):
-        raise PlanError(f"op_{name}={op!r}; expected 'N', 'T' or 'C'")
-    if op == "N":
-        return array
-    if array.ndim < 2:
-        raise PlanError(f"op_{name}={op!r}: {name.upper()} has one dimension, matrices have two; leave op_{name} out")
-    transposed = array.T if array.ndim == 2 else array.swapaxes(-1, -2)
-    return transposed.conj() if op == "C" and array.dtype.kind == "c" else transposed
-
-
-def rechunk(x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Cut an array as Dask does, and note of what it is made."""
-    if not isinstance(x, Array):
-        return NotImplemented
-    found = dask_rechunk(x, *args, **kwargs)
-    if x.ndim == 2 and found.name != x.name:
-        _note(found.name, Source(x.name, x.chunks))
-    return found
-
-
-def _note(name: str, source: Source) -> Source:
-    _sources[name] = source
-    while len(_sources) > _NOTED:
-        _sources.popitem(last=False)
-    return source
-
-
-def under(x: da.Array, name: str, chunks: Chunks) -> da.Array:
-    """Return the array of that name and these chunks, which is under a matrix."""
-    return x if x.name == name else Array(x.dask, name, chunks, meta=x._meta)
-
-
-def operands_under(a: da.Array, b: da.Array, problem: Problem) -> list[da.Array]:
-    """Return the arrays whose chunks are multiplied: those that `view_of` has found under A and B."""
-    chunks = problem.a_chunks, problem.b_chunks
-    found = zip((a, b), problem.arrays, chunks, problem.transposed, strict=True)
-    return [under(x, name, sizes[::-1] if transposed else sizes) for x, name, sizes, transposed in found]
-
-
-def is_lazy(x: da.Array) -> bool:
-    """Whether an array's chunks are still to be made, as far as its graph tells: they are neither futures nor data."""
-    layer = x.dask.layers.get(x.name)
-    if layer is None or not layer.is_materialized():
-        return True
-    first = next(iter(layer.values()), None)
-    return not isinstance(first, Future) and not hasattr(first, "shape")
-
-
-def view_of(x: da.Array) -> MatrixView:
-    """Return the array of which a matrix is a view; the matrix itself if that can't be seen."""
-    transposed = conjugated = False
-    # The array may have been computed meanwhile.
-    while (source := _sources.get(x.name) or _source_of(x)) is not None and source.name in x.dask.layers:
-        x = under(x, source.name, source.chunks or (x.chunks[::-1] if source.transposed else x.chunks))
-        transposed, conjugated = transposed != source.transposed, conjugated != source.conjugated
-    return MatrixView(x, transposed, conjugated and x.dtype.kind == "c")
-
-
-def _source_of(x: da.Array) -> Source | None:
-    """Return what a matrix is the transpose or the conjugate of; None if it is neither."""
-    needs = x.dask.dependencies.get(x.name, ()) if x.name.startswith(("transpose-", "conjugate-")) else ()
-    if len(needs) != 1:
-        return None
-    name = next(iter(needs))
-    if under(x, name, x.chunks[::-1]).T.name == x.name:
-        return _note(x.name, Source(name, transposed=True))
-    if under(x, name, x.chunks).conj().name == x.name:
-        return _note(x.name, Source(name, conjugated=True))
-    return None
-
-
-# D and the auxiliary outputs as Dask arrays: of a run, or of Dask's own operations where no run is possible
+def as_pair(found: WithAux | da.Array) -> WithAux:
+    """Return D and the auxiliary outputs, also where there are none."""
+    return found if isinstance(found, tuple) else (found, {})
 
 
 def run_outputs(
-    problem: Problem,
-    a: da.Array,
-    b: da.Array,
-    extras: Sequence[da.Array],
+    request: Request,
     scheme: Scheme | None = None,
     waves: HighLevelGraph | None = None,
     by_tasks: DaskTasks | None = None,
-) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
-    """Return D of a run, and the auxiliary outputs if there are any.
+) -> WithAux | da.Array:
+    """Return D of a run of two matrices, and the auxiliary outputs if there are any.
 
-    A and B are those of `problem_of_request`. With a scheme it is a sequence of runs; `waves` has these, and others, if
-    they are in a graph already. With `by_tasks` parts of D may be left to Dask's own tasks.
+    With a scheme it is a sequence of runs; `waves` has these, and others, if they are in a graph already. With
+    `by_tasks` parts of D may be left to Dask's own tasks.
     """
-    prototype = b._meta if array_kind(b._meta) == "cupy" else a._meta
-    meta = meta_from_array(prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
-    operands = as_they_lie(problem, a, b, extras)
+    problem, formula, (a, b, *extras) = request.problem, request.formula, request.lying.values()
+    meta = meta_from_array(request.prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
     if scheme is None:
-        graph = build_graph(problem, operands["a"], operands["b"], extras, by_tasks)
+        graph = build_graph(problem, a, b, extras, by_tasks)
     else:
-        graph = build_wave_output(waves or build_waves([(problem, scheme, operands)]), problem, scheme, "", by_tasks)
+        waves = waves or build_waves([(problem, scheme, request.lying)])
+        graph = build_wave_output(waves, problem, scheme, "", by_tasks)
     d = Array(graph, problem.name, problem.out_chunks, meta=meta)
-    return d if problem.formula.plain else _outputs(problem, d, a, b, scheme)
-
-
-def as_they_lie(problem: Problem, a: da.Array, b: da.Array, extras: Sequence[da.Array]) -> dict[str, da.Array]:
-    """Return the operands of a run by name; of A and B the arrays whose chunks are multiplied, transposed or not."""
-    return dict(zip(problem.operands, [*operands_under(a, b, problem), *extras], strict=False))
-
-
-def _outputs(
-    problem: Problem, d: da.Array, a: da.Array, b: da.Array, scheme: Scheme | None
-) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
-    """Return D and the auxiliary outputs of a run by name; D alone if there are none."""
-    formula = problem.formula
     found: dict[str, da.Array] = {}
     for name in formula.per_element:
-        dtype = formula.dtype_of(name, problem.result_type)
-        chunks = tuple(
-            sizes if kept else (1,) * len(sizes)
-            for sizes, kept in zip(problem.out_chunks, formula.keeps(name), strict=True)
-        )
-        meta = output_meta(d, dtype)
+        output = problem.output(name)
+        meta = output_meta(d, dtype_from_name(output.dtype))
         graph = build_output(problem, name, d) if scheme is None else build_wave_output(d.dask, problem, scheme, name)
-        array = reducible(Array(graph, output_name(problem.name, name), chunks, meta=meta))
-        if name == formula.sums:
-            array = array.sum(axis=formula.sum_axis, dtype=dtype).astype(problem.result_type)
-        found[name] = array.max() if name == "result_amax" else array
+        found[name] = finished(request, name, Array(graph, output_name(problem.name, name), output.chunks, meta=meta))
     if formula.operand_sum:
-        found[formula.operand_sum] = operand_sum(formula, a, b, problem.result_type)
+        found[formula.operand_sum] = operand_sum(request)
     return (d, found) if found else d
+
+
+def finished(request: Request, name: str, parts: da.Array) -> da.Array:
+    """Return an auxiliary output from what was made of each chunk of D."""
+    array = reducible(parts)
+    if name == "result_amax":
+        return array.max()
+    if name != request.formula.sums:
+        return array
+    array = array.sum(axis=request.formula.sum_axis - 2, dtype=parts.dtype)
+    return array if request.types.d in FP8 else array.astype(request.dtype)
 
 
 def output_meta(d: da.Array, dtype: np.dtype) -> Any:
@@ -205,55 +81,95 @@ def output_meta(d: da.Array, dtype: np.dtype) -> Any:
     return meta_from_array(d._meta if dtype.kind == "c" else d._meta.real, dtype=dtype)
 
 
-def _mapped(formula: Formula, x: da.Array, extras: Extras) -> da.Array:
-    """Apply a user's function chunk by chunk, as a run does."""
-    names = [name for name, _ in extras]
-
-    def apply(part: Any, *inputs: Any) -> Any:
-        return elementwise(np, formula, part, dict(zip(names, inputs, strict=True)))[0]
-
-    return da.core.elemwise(apply, x, *(array for _, array in extras), dtype=x.dtype)
-
-
-def operand_sum(formula: Formula, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
+def operand_sum(request: Request) -> da.Array:
     """Return op(A) or op(B) summed over k, in the type of D."""
-    array, axis = (a, -1) if formula.operand_sum == "bgrada" else (b, -2)
-    return reducible(array).astype(compute_dtype(dtype, a.shape[-1])).sum(axis=axis).astype(dtype)
+    array, axis = (request.a, -1) if request.formula.operand_sum == "bgrada" else (request.b, -2)
+    dtype = compute_dtype(request.dtype, request.a.shape[-1])
+    return reducible(array).astype(dtype).sum(axis=axis).astype(request.dtype)
 
 
-def without_a_run(
-    a: da.Array, b: da.Array, formula: Formula, extras: Extras, types: Types
-) -> tuple[da.Array, dict[str, da.Array]] | da.Array:
-    """Return D and the auxiliary outputs, made by Dask's own operations where no run is possible."""
-    dtype = dtype_from_name(types.d)
-    inner = sum_dtype(types.operand, dtype, max(1, a.shape[-1]))
-    if types.usual:
-        wide = dask_matmul(a, b).astype(inner)
-    else:
-        wide = dask_matmul(widened(a, types.a, inner), widened(b, types.b, inner))
-    if formula.function:
-        d, *saved = [_mapped(formula, wide, extras)]
-    else:
-        d, *saved = elementwise(da, formula, wide, dict(extras))
-    aux = dict(zip([formula.saved], saved, strict=False)) | reductions(da, dataclasses.replace(formula, amax=False), d)
-    found = {
-        name: array.astype(dtype if name == formula.sums and types.d not in FP8 else formula.dtype_of(name, dtype))
-        for name, array in aux.items()
-    }
-    if formula.sums:
-        found[formula.sums] = found[formula.sums].squeeze(formula.sum_axis - 2)
-    if formula.amax:
-        found["result_amax"] = abs(d).max() if d.size else da.zeros((), dtype=abs(d).dtype)
-    d = scaled(formula, d, dict(extras))
-    kind = array_kind(d._meta)
-    meta = meta_from_array(d._meta, dtype=carried(types.d, kind))
-    d = da.map_blocks(_in_stored_type, d, to=types.d, dtype=meta.dtype, meta=meta)
+# By plain tasks
+
+
+def plain_tasks(
+    request: Request,
+    function: Callable[..., Any],
+    chunks: tuple[tuple[int, ...], ...],
+    operands: Sequence[tuple[da.Array, tuple[int, ...]]],
+    dtypes: tuple[str, ...],
+) -> WithAux:
+    """Return D in some chunks, and the auxiliary outputs: a task each, of parts of some arrays and of the formula's.
+
+    `operands` come with the axes of D that theirs are; `dtypes` are the names of the types of D and of them.
+    """
+    formula, ndim, arguments = request.formula, len(chunks), list(itertools.chain(*operands))
+    for _, array in request.extras:
+        first = ndim - array.ndim
+        arguments += [in_chunks(array, chunks[first:]), tuple(range(first, ndim))]
+    dtype = carried(request.types.d, request.kind)
+    meta = meta_from_array(request.prototype, ndim=ndim, dtype=dtype)
+    made = blockwise(
+        function,
+        tuple(range(ndim)),
+        *arguments,
+        token="matmul-items",
+        adjust_chunks=dict(enumerate(chunks)),
+        align_arrays=False,
+        concatenate=False,
+        meta=meta,
+        dtype=dtype,
+        dtypes=(*dtypes, *(array.dtype.name for _, array in request.extras)),
+        names=tuple(name for name, _ in request.extras),
+        formula=formula,
+    )
+    aux: dict[str, da.Array] = {}
+    for number, name in enumerate(formula.per_element, start=1):
+        kind = formula.dtype_of(name, request.dtype)
+        sizes = zip(chunks, (name != "result_amax",) * (ndim - 2) + formula.keeps(name), strict=True)
+        parts = made.map_blocks(
+            operator.itemgetter(number),
+            dtype=kind,
+            chunks=tuple(own if kept else (1,) * len(own) for own, kept in sizes),
+            meta=output_meta(made, kind),
+        )
+        aux[name] = finished(request, name, parts)
+    d = made.map_blocks(operator.itemgetter(0), dtype=dtype, meta=meta) if aux else made
     if formula.operand_sum:
-        found[formula.operand_sum] = operand_sum(formula, a, b, dtype)
-    return (d, found) if found else d
+        aux[formula.operand_sum] = operand_sum(request)
+    return d, aux
 
 
-def _in_stored_type(x: Any, to: str) -> Any:
+def in_chunks(array: da.Array, chunks: Sequence[tuple[int, ...]]) -> da.Array:
+    """Return an array in chunks of D, but along axes of length 1."""
+    wanted = tuple(sizes if n != 1 else (1,) for n, sizes in zip(array.shape, chunks, strict=True))
+    # A shuffle of Dask's can't take CuPy chunks, and makes all parts at once, which could not be used apart.
+    return array if array.chunks == wanted else array.rechunk(wanted, method="tasks")
+
+
+def finish_chunk(acc: Any, *extras: Any, dtypes: tuple[str, ...], names: tuple[str, ...], formula: Formula) -> Any:
+    """Apply a formula to a chunk of a product; return D, with the auxiliary outputs if there are any."""
     register_serializers()
-    xp = array_module(x)
-    return stored(xp, x, to, fp8_bytes=xp is not np)
+    xp, dtype, aux = array_module(acc), dtype_from_name(dtypes[0]), dict[str, Any]()
+    inputs = {key: typed(x, name) for key, x, name in zip(names, extras, dtypes[2:], strict=True)}
+    with np.errstate(all="ignore"):
+        if not formula.trivial:
+            acc, aux = finish(xp, formula, acc, {key: as_kind(xp, x) for key, x in inputs.items()})
+        d = stored(xp, acc, dtypes[0], fp8_bytes=xp is not np)
+    found = [aux[name].astype(formula.dtype_of(name, dtype), copy=False) for name in formula.per_element]
+    return (d, *found) if found else d
+
+
+def as_kind(xp: Any, x: Any) -> Any:
+    """Return a chunk as one of CuPy's if others are."""
+    return x if xp is np or array_kind(x) == "cupy" else xp.asarray(x)
+
+
+def without_a_run(request: Request) -> WithAux:
+    """Return D and the auxiliary outputs, of Dask's own product where no run is possible."""
+    a, b, types = request.a, request.b, request.types
+    dtype = sum_dtype(types.operand, request.dtype, max(1, a.shape[-1]))
+    if types.usual:
+        wide = dask_matmul(a, b).astype(dtype)
+    else:
+        wide = dask_matmul(widened(a, types.a, dtype), widened(b, types.b, dtype))
+    return plain_tasks(request, finish_chunk, wide.chunks, [(wide, tuple(range(wide.ndim)))], (types.d, dtype.name))

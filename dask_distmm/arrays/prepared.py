@@ -16,9 +16,9 @@ from __future__ import annotations
 import dataclasses
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 import dask.array as da
 import numpy as np
@@ -26,12 +26,12 @@ import numpy as np
 from dask_distmm.arrays.distribute import place_chunks
 from dask_distmm.arrays.fallback import why_not
 from dask_distmm.arrays.options import takes
-from dask_distmm.arrays.outputs import apply_op, operands_under, run_outputs
+from dask_distmm.arrays.outputs import as_pair, run_outputs
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.request import Request, parse, problem_of_request, unfit, why_not_input
+from dask_distmm.arrays.request import Request, apply_op, parse, unfit
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import Types
-from dask_distmm.planning import ENGINES, Chunks, Plan, Problem, plan
+from dask_distmm.planning import ENGINES, Plan, plan
 from dask_distmm.planning.planner import operand_tiles
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import Snapshot, ask_roster, current_client, free_workspaces
@@ -49,151 +49,6 @@ from dask_distmm.typing import (
 
 if TYPE_CHECKING:
     from distributed import Client
-
-# Operands of a `Matmul`: kept by name, checked when others take their place, laid out as tiles on the workers
-
-
-@dataclasses.dataclass(frozen=True)
-class Signature:
-    """Shape, type, chunk sizes and kind of chunks (``"numpy"`` or ``"cupy"``) for which an operand was prepared."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    chunks: tuple[tuple[int, ...], ...]
-    array: str
-
-    @classmethod
-    def of(cls, array: da.Array) -> Signature:
-        """Return the signature of an array."""
-        return cls(array.shape, array.dtype, array.chunks, array_kind(array._meta))
-
-    def check(self, name: str, array: da.Array) -> None:
-        """Raise `PlanError` if an array differs; `name` is its name in the message."""
-        other = Signature.of(array)
-        for field in ("shape", "dtype", "chunks", "array"):
-            mine, theirs = getattr(self, field), getattr(other, field)
-            if mine != theirs:
-                raise PlanError(
-                    f"{name} has the {field} {theirs}; this Matmul was made for {mine}. Make another one for it"
-                    + (f", or rechunk it to {mine}" if field == "chunks" else "")
-                )
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """The plan that holds for all executions, and with it where their operands lie."""
-
-    # Of the operands as they were given.
-    plan: Plan
-    # The cluster when the plan was made.
-    known: Snapshot
-
-    def place_input(self, client: Client, array: da.Array, chunks: Chunks) -> da.Array:
-        """Lay C or an epilog's input out: in the chunks of D and beside them, if it is as large as D."""
-        problem = self.plan.problem
-        if array.shape != (problem.m, problem.n):
-            small: da.Array = client.persist(array)
-            return small
-        return place_chunks(client, array, chunks, [self.plan.workers[rank] for rank in self.plan.owners.tolist()])
-
-    def fixed(self, request: Request) -> Request:
-        """Return a request that leaves no choice: the method, the engine and the workers are those of the plan."""
-        made = self.plan
-        # The ranks, and after them the workers that multiply nothing but are to have all of D.
-        others = [worker.address for worker in self.known.workers if worker.address not in made.workers]
-        workers = (*made.workers, *(others if request.formula.replicated else ()))
-        return dataclasses.replace(request, method=made.method, engine=made.engine, workers=workers)
-
-    def plan_on_tiles(self, problem: Problem) -> Plan:
-        """Return the plan of an execution: the tiles lie where `Operands.lay_out` has put them."""
-        workers = {worker.address: worker for worker in self.known.workers}
-        addresses = problem.workers if isinstance(problem.workers, tuple) else ()
-        tiles = operand_tiles(self.plan)
-        return plan(
-            problem,
-            [workers[address] for address in addresses],
-            {name: tiles[name][1].astype(np.int32) for name in "ab"},
-            engine=self.plan.engine,
-            groups=self.known.groups,
-        )
-
-
-class Operands:
-    """The arrays of a `Matmul` by name, as they go into a run: op() is applied, they are tiles once there is a plan."""
-
-    def __init__(self, given: Mapping[str, da.Array], ops: Mapping[str, str]) -> None:
-        self._ops = ops
-        self.signatures = {name: Signature.of(array) for name, array in given.items()}
-        self.arrays = self._transposed(given)
-        # Names of the planned epilog's inputs.
-        self.inputs: tuple[str, ...] = ()
-        self._placed: set[str] = set()
-
-    def matching(
-        self, operands: Mapping[str, da.Array], inputs: Mapping[str, da.Array]
-    ) -> tuple[dict[str, da.Array], list[str]]:
-        """Return all arrays with some of them replaced, and the names of the new ones; nothing is changed yet."""
-        for name, array in operands.items():
-            if name not in self.signatures:
-                raise PlanError("c was given; this Matmul was made without one: make another one with c and beta")
-            self.signatures[name].check(name, array)
-        for name, array in inputs.items():
-            if name not in self.inputs:
-                known = ", ".join(map(repr, self.inputs)) or "none"
-                raise PlanError(f"epilog_inputs has {name!r}; the planned epilog's inputs are: {known}")
-            self.signatures[name].check(name, array)
-        return {**self.arrays, **self._transposed(operands), **inputs}, [*operands, *inputs]
-
-    def replace(self, arrays: Mapping[str, da.Array], new: list[str]) -> None:
-        """Take the arrays that `matching` has returned."""
-        self.arrays.update(arrays)
-        self._placed.difference_update(new)
-
-    def replace_inputs(self, inputs: Mapping[str, da.Array]) -> None:
-        """Take the inputs of another epilog, for another plan: all arrays are to be laid out again."""
-        for name in self.inputs:
-            del self.arrays[name]
-        self.arrays.update(inputs)
-        self.signatures.update({name: Signature.of(array) for name, array in inputs.items()})
-        self.inputs = tuple(inputs)
-        self._placed.clear()
-
-    def missing(self, arrays: Mapping[str, da.Array] | None = None) -> list[str]:
-        """Return the names of the arrays that were released and not given again."""
-        expected = ("a", "b", *(("c",) if "c" in self.signatures else ()), *self.inputs)
-        return [name for name in expected if name not in (self.arrays if arrays is None else arrays)]
-
-    def need_all(self) -> None:
-        """Refuse to go on without arrays that were released."""
-        if missing := self.missing():
-            raise PlanError(f"{', '.join(missing)} released: pass them again with reset_operands()")
-
-    def lay_out(self, client: Client, layout: Layout, request: Request) -> Request:
-        """Lay the arrays out that are not yet; return the request with all of them laid out."""
-        made = layout.plan
-        for name, (chunks, ranks) in operand_tiles(made).items():
-            if name not in self._placed:
-                addresses = [made.workers[rank] for rank in ranks.tolist()]
-                self.arrays[name] = place_chunks(client, self.arrays[name], chunks, addresses)
-                self._placed.add(name)
-        for name, array in request.extras:
-            if name not in self._placed:
-                self.arrays[name] = layout.place_input(client, array, request.out_chunks)
-                self._placed.add(name)
-        extras = [(name, self.arrays[name]) for name, _ in request.extras]
-        return dataclasses.replace(request, a=self.arrays["a"], b=self.arrays["b"], extras=extras)
-
-    def release(self) -> None:
-        """Let go of all arrays: Dask frees their tiles."""
-        self.arrays.clear()
-        self._placed.clear()
-
-    def _transposed(self, given: Mapping[str, da.Array]) -> dict[str, da.Array]:
-        """Apply op() to those of A and B that are given."""
-        return {name: apply_op(name, x, self._ops[name]) if name in self._ops else x for name, x in given.items()}
-
-
-# ``Matmul``: the same multiply many times, prepared once
 
 
 class Matmul:
@@ -236,20 +91,24 @@ class Matmul:
     def __init__(
         self, a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[PreparedOptions]
     ) -> None:
-        arrays = dict(zip("ab", as_operands(a, b), strict=True)) | ({} if c is None else {"c": da.asanyarray(c)})
-        ops = {"a": cast(Op, options.pop("op_a", "N")), "b": cast(Op, options.pop("op_b", "N"))}
-        self._operands = Operands(arrays, ops)
-        self._finalizer = weakref.finalize(self, self._operands.release)
-        # Arguments of `parse` beside the arrays, to which op() is applied already.
-        self._asked = cast(AllOptions, options)
-        request = _parse(self._operands.arrays, {}, self._asked)
-        _check_collective(self._operands.arrays, request)
+        given = dict(zip("ab", as_operands(a, b), strict=True)) | ({} if c is None else {"c": da.asanyarray(c)})
+        self._ops = {"a": cast(Op, options.pop("op_a", "N")), "b": cast(Op, options.pop("op_b", "N"))}
+        self._signatures = {name: _signature(array) for name, array in given.items()}
+        # As they go into a run: op() is applied, they are tiles once there is a plan. And those that are tiles.
+        self._arrays, self._placed = self._transposed(given), set[str]()
+        self._finalizer = weakref.finalize(self, self._arrays.clear)
+        # Names of the planned epilog's inputs, and arguments of `parse` beside the arrays.
+        self._inputs: tuple[str, ...] = ()
+        self._asked, self._types = cast(AllOptions, options), cast(Types | None, None)
+        request = self._request(self._arrays, (), self._asked)
+        _check_collective(self._arrays, request)
         # The configuration is read once: `plan` may be called under another one.
         self._types, self._log = request.types, request.logger
         self._asked["method"], self._asked["engine"] = cast(Method, request.method), cast(Engine, request.engine)
-        self._layout: Layout | None = None
+        # The plan that holds for all executions, of the operands as they were given, and the cluster when it was made.
+        self._made: tuple[Plan, Snapshot] | None = None
         # Of the next execution; None before `plan`, and while operands are missing.
-        self._run: tuple[Problem, Request] | None = None
+        self._run: Request | None = None
         client = current_client()
         self._client = weakref.ref(client) if client is not None else lambda: None
 
@@ -278,20 +137,29 @@ class Matmul:
             As `dask_distmm.matmul`; also if operands were released or the client is closed.
         """
         client = self._open()
-        self._operands.need_all()
+        self._need_all()
         inputs = {name: da.asanyarray(value) for name, value in (epilog_inputs or {}).items()}
         asked: AllOptions = {**self._asked, "epilog": epilog, "bias_axis": bias_axis, "result_amax": result_amax}
-        request = _parse(self._operands.arrays, inputs, asked, self._types)
-        problem = problem_of_request(request)
-        known = ask_roster(client, problem.demand, operands_under(request.a, request.b, problem))
+        request = self._request(self._arrays | inputs, tuple(inputs), asked)
+        problem = request.problem
+        known = ask_roster(client, problem.demand, [request.lying["a"], request.lying["b"]])
         if known is None:
             raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
-        self._layout = Layout(known.plan(problem), known)
+        made = known.plan(problem)
+        self._made = made, known
         # Later plans start from tiles; the result keeps the chunks that the operands have given it.
         self._asked = {**asked, "out_chunks": problem.out_chunks}
-        self._operands.replace_inputs(inputs)
-        problem = self._lay_out(client, self._layout, dataclasses.replace(request, out_chunks=problem.out_chunks))
-        tiled = self._layout.plan_on_tiles(problem)
+        for name in self._inputs:
+            del self._arrays[name]
+        self._arrays.update(inputs)
+        self._signatures |= {name: _signature(array) for name, array in inputs.items()}
+        self._inputs = tuple(inputs)
+        self._placed.clear()
+        fixed = self._lay_out(client, made, known, dataclasses.replace(request, out_chunks=problem.out_chunks)).problem
+        workers, tiles = {worker.address: worker for worker in known.workers}, operand_tiles(made)
+        roster = [workers[address] for address in cast(tuple[str, ...], fixed.workers)]
+        where = {name: tiles[name][1].astype(np.int32) for name in "ab"}
+        tiled = plan(fixed, roster, where, engine=made.engine, groups=known.groups)
         self._log.info("Matmul: planned, operands laid out\n%r", tiled)
         return tiled
 
@@ -318,12 +186,15 @@ class Matmul:
             is gone is named by the error of the result: call `plan` again.
         """
         client = self._open()
-        if self._layout is None:
+        if self._made is None:
             raise PlanError("nothing is planned: call plan() before execute()")
-        self._operands.need_all()
+        self._need_all()
         assert self._run is not None
-        d, aux = _start(client, *self._run)
-        self._log.info("Matmul: execution %s on %d workers", d.name, len(self._layout.plan.ranks))
+        # There is nothing in this graph that the optimizer could improve.
+        d, aux = as_pair(run_outputs(dataclasses.replace(self._run, name=f"matmul-{uuid.uuid4().hex}")))
+        d, *others = client.persist([d, *aux.values()], optimize_graph=False)
+        aux = dict(zip(aux, others, strict=True))
+        self._log.info("Matmul: execution %s on %d workers", d.name, len(self._made[0].ranks))
         if release_workspace:
             from distributed import wait
 
@@ -361,19 +232,30 @@ class Matmul:
         client = self._open()
         given = {name: da.asanyarray(x) for name, x in (("a", a), ("b", b), ("c", c)) if x is not None}
         inputs = {name: da.asanyarray(x) for name, x in (epilog_inputs or {}).items()}
-        arrays, new = self._operands.matching(given, inputs)
+        if "c" in given and "c" not in self._signatures:
+            raise PlanError("c was given; this Matmul was made without one: make another one with c and beta")
+        if unknown := [name for name in inputs if name not in self._inputs]:
+            known = ", ".join(map(repr, self._inputs)) or "none"
+            raise PlanError(f"epilog_inputs has {unknown[0]!r}; the planned epilog's inputs are: {known}")
+        for name, array in {**given, **inputs}.items():
+            for field, theirs in _signature(array).items():
+                if theirs != (mine := self._signatures[name][field]):
+                    raise PlanError(
+                        f"{name} has the {field} {theirs}; this Matmul was made for {mine}. Make another one for it"
+                        + (f", or rechunk it to {mine}" if field == "chunks" else "")
+                    )
+        arrays = {**self._arrays, **self._transposed(given), **inputs}
         asked: AllOptions = {**self._asked}
         if alpha is not None:
             asked["alpha"] = alpha
         if beta is not None:
             asked["beta"] = beta
-        request = None
-        if not self._operands.missing(arrays):
-            request = _parse(arrays, {name: arrays[name] for name in self._operands.inputs}, asked, self._types)
-        self._operands.replace(arrays, new)
+        request = None if self._missing(arrays) else self._request(arrays, self._inputs, asked)
+        self._arrays.update(arrays)
+        self._placed.difference_update(given, inputs)
         self._asked = asked
-        if request is not None and self._layout is not None:
-            self._lay_out(client, self._layout, request)
+        if request is not None and self._made is not None:
+            self._lay_out(client, *self._made, request)
 
     def release_operands(self) -> None:
         """Let go of all operands, to make room: their tiles go from the workers. The plan stays.
@@ -381,7 +263,8 @@ class Matmul:
         `reset_operands` must give all of them again, also C and the epilog's inputs, before the next execution.
         """
         self._open()
-        self._operands.release()
+        self._arrays.clear()
+        self._placed.clear()
         self._run = None
 
     def free(self) -> None:
@@ -393,8 +276,8 @@ class Matmul:
             return
         self._finalizer()
         client = self._client()
-        layout, self._layout, self._run = self._layout, None, None
-        kept = layout is not None and ENGINES[layout.plan.engine].on_gpus
+        made, self._made, self._run = self._made, None, None
+        kept = made is not None and ENGINES[made[0].engine].on_gpus
         if kept and client is not None and client.status == "running":
             free_workspaces(client)
 
@@ -408,9 +291,9 @@ class Matmul:
         self.free()
 
     def __repr__(self) -> str:
-        a, b = self._operands.signatures["a"], self._operands.signatures["b"]
-        state = "freed" if not self._finalizer.alive else "planned" if self._layout is not None else "not planned"
-        return f"<Matmul {a.shape} {a.dtype} by {b.shape} {b.dtype}, {state}>"
+        a, b = self._signatures["a"], self._signatures["b"]
+        state = "freed" if not self._finalizer.alive else "planned" if self._made is not None else "not planned"
+        return f"<Matmul {a['shape']} {a['dtype']} by {b['shape']} {b['dtype']}, {state}>"
 
     def _open(self) -> Client:
         """Return the client; refuse to go on once it is closed, or the `Matmul` was freed."""
@@ -421,23 +304,54 @@ class Matmul:
             raise PlanError("the client of this Matmul is closed, and its operands are released: make another one")
         return client
 
-    def _lay_out(self, client: Client, layout: Layout, request: Request) -> Problem:
-        """Lay out the arrays that are not yet; return the problem of the next executions."""
-        request = layout.fixed(self._operands.lay_out(client, layout, request))
-        problem = dataclasses.replace(problem_of_request(request), grid=layout.plan.grid)
-        self._run = problem, request
-        return problem
+    def _transposed(self, given: Mapping[str, da.Array]) -> dict[str, da.Array]:
+        """Apply op() to those of A and B that are given."""
+        return {name: apply_op(name, x, self._ops[name]) if name in self._ops else x for name, x in given.items()}
+
+    def _missing(self, arrays: Mapping[str, da.Array]) -> list[str]:
+        """Return the names of the arrays that were released and not given again."""
+        expected = ("a", "b", *(("c",) if "c" in self._signatures else ()), *self._inputs)
+        return [name for name in expected if name not in arrays]
+
+    def _need_all(self) -> None:
+        """Refuse to go on without arrays that were released."""
+        if missing := self._missing(self._arrays):
+            raise PlanError(f"{', '.join(missing)} released: pass them again with reset_operands()")
+
+    def _request(self, arrays: Mapping[str, da.Array], inputs: Sequence[str], asked: AllOptions) -> Request:
+        """Return the request of arrays to which op() is applied; of the types that were settled when this was made."""
+        options: AllOptions = {**asked, "epilog_inputs": {name: arrays[name] for name in inputs}}
+        request = parse(arrays["a"], arrays["b"], arrays.get("c"), **options)
+        if reason := unfit(request.extras):
+            raise PlanError(reason)
+        return dataclasses.replace(request, types=self._types or request.types)
+
+    def _lay_out(self, client: Client, made: Plan, known: Snapshot, request: Request) -> Request:
+        """Lay out the arrays that are not yet; return the request of the next executions, which leaves no choice."""
+        tiles = operand_tiles(made)
+        for name, array in (("a", request.a), ("b", request.b), *request.extras):
+            if name in self._placed:
+                continue
+            # C and the epilog's inputs go in the chunks of D and beside them, if they are as large as D.
+            chunks, ranks = tiles.get(name, (request.out_chunks, made.owners))
+            addresses = [made.workers[rank] for rank in ranks.tolist()]
+            laid_out = name in tiles or array.shape == request.shape
+            self._arrays[name] = place_chunks(client, array, chunks, addresses) if laid_out else client.persist(array)
+            self._placed.add(name)
+        # The ranks, and after them the workers that multiply nothing but are to have all of D.
+        others = [worker.address for worker in known.workers if worker.address not in made.workers]
+        workers = (*made.workers, *(others if request.formula.replicated else ()))
+        extras = [(name, self._arrays[name]) for name, _ in request.extras]
+        self._run = dataclasses.replace(
+            request, a=self._arrays["a"], b=self._arrays["b"], extras=extras,
+            method=made.method, engine=made.engine, grid=made.grid, workers=workers,
+        )  # fmt: skip
+        return self._run
 
 
-def _parse(
-    arrays: Mapping[str, da.Array], inputs: Mapping[str, da.Array], asked: AllOptions, types: Types | None = None
-) -> Request:
-    """Return the request of arrays to which op() is applied already; of these types, if they were settled before."""
-    options: AllOptions = {**asked, "epilog_inputs": inputs}
-    request = parse(arrays["a"], arrays["b"], arrays.get("c"), **options)
-    if reason := unfit(request.extras):
-        raise PlanError(reason)
-    return request if types is None else dataclasses.replace(request, types=types)
+def _signature(array: da.Array) -> dict[str, Any]:
+    """Return what an operand and all that take its place have in common."""
+    return {"shape": array.shape, "dtype": array.dtype, "chunks": array.chunks, "array": array_kind(array._meta)}
 
 
 def _check_collective(arrays: Mapping[str, da.Array], request: Request) -> None:
@@ -448,17 +362,5 @@ def _check_collective(arrays: Mapping[str, da.Array], request: Request) -> None:
         reason = f"the operands have {a.ndim} and {b.ndim} dimensions; it takes matrices"
     if reason is None and request.empty:
         reason = "the product is empty or all zeros"
-    if reason is None and "c" in arrays and (wrong := why_not_input(arrays["c"])):
-        reason = f"c: {wrong}"
     if reason is not None:
         raise PlanError(f"a Matmul can't be made here: {reason}")
-
-
-def _start(client: Client, problem: Problem, request: Request) -> tuple[da.Array, dict[str, da.Array]]:
-    """Start a run of its own; return D and the auxiliary outputs, which are on their way."""
-    problem = dataclasses.replace(problem, name=f"matmul-{uuid.uuid4().hex}")
-    found = run_outputs(problem, request.a, request.b, [array for _, array in request.extras])
-    d, aux = found if isinstance(found, tuple) else (found, {})
-    # There is nothing in this graph that the optimizer could improve.
-    d, *others = client.persist([d, *aux.values()], optimize_graph=False)
-    return d, dict(zip(aux, others, strict=True))

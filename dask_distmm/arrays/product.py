@@ -14,12 +14,11 @@ from typing import Any
 import dask.array as da
 
 from dask_distmm.arrays.batched import by_items, by_runs, in_series, plan_batch
-from dask_distmm.arrays.choice import by_tasks, decide, decide_now, why_left, why_not_run
-from dask_distmm.arrays.fallback import dask_matmul, why_leave
+from dask_distmm.arrays.choice import by_tasks, decide, decide_now, why_leave, why_left, why_not_run
+from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.arrays.kinds import check_planned, planning
-from dask_distmm.arrays.outputs import as_they_lie, operands_under, run_outputs, without_a_run
-from dask_distmm.arrays.request import Request, problem_of_request, result_chunks
-from dask_distmm.config import minimum_flops
+from dask_distmm.arrays.outputs import as_pair, run_outputs, without_a_run
+from dask_distmm.arrays.request import Request
 from dask_distmm.graph.waves import build_waves
 from dask_distmm.planning import Worker
 from dask_distmm.planning.placement import Explanation
@@ -50,11 +49,12 @@ class NotCollective(Explanation):
 def multiply(request: Request, *, enabled: bool = False) -> Any:
     """Return D, and the auxiliary outputs if there are any.
 
-    Under `enable` it is NotImplemented where a product of matrices is better left to Dask's own function.
+    Under `enable`, of a product that can run (`why_not`), it is NotImplemented where a product of matrices is better
+    left to Dask's own function.
     """
     if request.is_batch:
         check_planned("batches need more of Dask than it has there")
-    reason = check_planned(why_not_run(request, cluster=request.is_batch or not planning()))
+    reason = None if enabled else check_planned(why_not_run(request, cluster=request.is_batch or not planning()))
     if reason is not None or request.empty:
         return _delivered(request, _without_a_run(request, possible=reason is None))
     if request.is_batch:
@@ -62,49 +62,43 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
         if made.route == "items":
             request.logger.info("a batch, lazy\n%r", made)
             return _delivered(request, by_items(request, made.chunks))
-        sources = request.a, request.b
-        return _delivered(request, by_runs(request, lambda items: multiply_all(items, [sources] * len(items))))
-    problem = problem_of_request(request)
-    decision = decide_now(request, problem, enabled=enabled)
+        return _delivered(request, by_runs(request, lambda items: multiply_all(items, (request.a, request.b))))
+    decision = decide_now(request, enabled=enabled)
     if decision.left:
         return NotImplemented
-    parts = by_tasks(request, problem, decision.known) if enabled else None
-    extras = [array for _, array in request.extras]
-    found = run_outputs(problem, request.a, request.b, extras, decision.scheme, by_tasks=parts)
+    parts = by_tasks(request, decision.known) if enabled else None
+    found = run_outputs(request, decision.scheme, by_tasks=parts)
     return request.without_dropped(found) if request.dropped else found
 
 
-def multiply_all(requests: Sequence[Request], sources: Sequence[tuple[da.Array, da.Array]]) -> list[Any]:
-    """Return D, and the auxiliary outputs if there are any, of each of some products of matrices that can run."""
-    if planning() or (schemes := in_series(requests, sources)) is None:
+def multiply_all(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] | None = None) -> list[Any]:
+    """Return D, and the auxiliary outputs if there are any, of each of some products of matrices that can run.
+
+    All may be items of two arrays.
+    """
+    if planning() or (schemes := in_series(requests, arrays)) is None:
         return list(map(multiply, requests))
-    problems = list(map(problem_of_request, requests))
-    requests[0].logger.info(
-        "%d products one after the other, lazy\n%r", len(requests), WavePlan(problems[0], schemes[0])
-    )
-    extras = [[array for _, array in request.extras] for request in requests]
-    every = list(zip(requests, problems, schemes, extras, strict=True))
-    waves = build_waves([(problem, scheme, as_they_lie(problem, x.a, x.b, more)) for x, problem, scheme, more in every])
-    return [
-        x.without_dropped(run_outputs(problem, x.a, x.b, more, scheme, waves)) for x, problem, scheme, more in every
-    ]
+    first = WavePlan(requests[0].problem, schemes[0])
+    requests[0].logger.info("%d products one after the other, lazy\n%r", len(requests), first)
+    every = list(zip(requests, schemes, strict=True))
+    waves = build_waves([(x.problem, scheme, x.lying) for x, scheme in every])
+    return [x.without_dropped(run_outputs(x, scheme, waves)) for x, scheme in every]
 
 
 def _without_a_run(request: Request, *, possible: bool) -> Any:
     """Return what Dask's own operations make where nothing is multiplied here, though that may be possible."""
     a, b = request.a, request.b
     if not request.plain:
-        return without_a_run(a, b, request.formula, request.extras, request.types)
+        return without_a_run(request)
     if request.empty and (possible or request.is_batch):
-        chunks = {} if request.is_batch else {"chunks": result_chunks(a, b, request.out_chunks)}
-        return da.zeros(request.shape, dtype=request.dtype, **chunks)
+        return da.zeros(request.shape, dtype=request.dtype, chunks="auto" if request.is_batch else request.chunks)
     # The very function that Dask would have called.
     return dask_matmul(a, b).astype(request.dtype)
 
 
 def _delivered(request: Request, found: Any) -> Any:
     """Return D in the axes and chunks that were asked for, and the auxiliary outputs if there are any."""
-    d, aux = found if isinstance(found, tuple) else (found, {})
+    d, aux = as_pair(found)
     d = request.without_dropped(d)
     if request.out_chunks is not None:
         d = d.rechunk(request.out_chunks, method="tasks")
@@ -123,18 +117,18 @@ def explain_product(request: Request) -> Explanation:
     if request.is_batch:
         needed = [text for text in request.demands if imagined is None or not text.startswith("workers=")]
         return plan_batch(request, needed, imagined)
-    problem = problem_of_request(request)
+    problem = request.problem
     if imagined is not None:
         imaginary = [Worker(f"worker-{i}") for i in range(imagined)]
         known: Snapshot | None = Snapshot(imaginary, [], [None, None], [problem.engine_alone], [])
     else:
         assert client is not None
-        known = ask_roster(client, problem.demand, operands_under(request.a, request.b, problem))
+        known = ask_roster(client, problem.demand, [request.lying["a"], request.lying["b"]])
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
-    decision = decide(request, problem, client, known, reordered=True)
+    decision = decide(request, client, known, reordered=True)
     found = decision.made(problem)
     if isinstance(found, WavePlan) or not request.plain or request.named:
         return found
-    left = why_leave(request.a, request.b, minimum_flops(), cluster=False) or why_left(request, problem, decision)
+    left = why_leave(request) or why_left(request, decision)
     return dataclasses.replace(found, left=left)

@@ -184,7 +184,7 @@ def widened(array: da.Array, name: str, dtype: np.dtype) -> da.Array:
     if name not in FP8:
         return array.astype(dtype)
     meta = meta_from_array(array._meta, dtype=dtype)
-    return da.map_blocks(_widened, array, held=name, wide=dtype, dtype=dtype, meta=meta)
+    return da.map_blocks(widen_chunk, array, held=name, wide=dtype, dtype=dtype, meta=meta)
 
 
 def as_operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
@@ -275,8 +275,11 @@ def _quantized(x: Any, scale: Any, to: str) -> Any:
         return stored(xp, x / xp.asarray(scale, np.float32), to, fp8_bytes=xp is not np)
 
 
-def _widened(x: Any, held: str, wide: np.dtype) -> Any:
-    return x.astype(wide) if x.dtype != np.uint8 else decode(array_module(x), x, held, wide)
+def widen_chunk(x: Any, held: str, wide: np.dtype) -> Any:
+    """Return a chunk in a type that has all numbers of the one that it holds."""
+    if held in FP8 and x.dtype == np.uint8:
+        return decode(array_module(x), x, held, wide)
+    return x.astype(wide, copy=False)
 
 
 def _rescaled(x: Any, scale: Any) -> Any:

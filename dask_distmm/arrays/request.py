@@ -1,27 +1,37 @@
 """The request of a user, parsed and checked once; and the Problem that it makes.
 
 The formula ``D = F(alpha * op(A) @ op(B) + beta * C)`` as a user gives it: checked, with the arrays it reads.
+
+The chunks of the array underneath are multiplied, transposed without a copy, and BLAS conjugates while it multiplies.
+So ``A.conj().T @ B`` makes no conjugated copy of A, and needs no task for it.
+
+Nothing of a graph is interpreted. Dask gives an array a name that follows from what it is made of: if ``x`` depends on
+only one array, and the transpose of that array would have the name of ``x``, then ``x`` is its transpose. What was cut
+otherwise can't be seen in this way: while `enable` is in force the names of arrays that are rechunked are noted. A run
+takes any chunks, so nothing has to be cut for it.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import itertools
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import dask.array as da
 import numpy as np
-from dask.array.core import normalize_chunks
+from dask.array.core import Array, normalize_chunks
 from dask.base import tokenize
+from distributed import Future
 from distributed.protocol.pickle import dumps
 
+from dask_distmm.arrays.fallback import dask_rechunk, has_unknown_chunks
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.options import DEFAULTS
-from dask_distmm.arrays.outputs import Extras, apply_op, view_of
 from dask_distmm.arrays.quantize import as_operands, with_scales
-from dask_distmm.config import read_options, setting
+from dask_distmm.config import Options, read_options, setting
 from dask_distmm.engines.base import log
 from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.numeric.epilogs import PLAIN, Epilog, Formula
@@ -30,6 +40,105 @@ from dask_distmm.planning import ENGINES, METHODS, Chunks, Extra, Problem
 from dask_distmm.planning.distribution import FREE, Distribution, Distributions
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.typing import AllOptions
+
+# Operands as they lie: the array under a lazy ``A.T``, ``A.conj()`` or ``A.rechunk(...)``
+
+
+# Arrays beside A and B by name, each of two dimensions, or more for a batch.
+Extras = Sequence[tuple[str, da.Array]]
+
+
+class Source(NamedTuple):
+    """What a view is made of, by name."""
+
+    name: str
+    # Its chunks, where they do not follow from those of the view.
+    chunks: Chunks | None = None
+    transposed: bool = False
+    conjugated: bool = False
+
+
+# By the names of views; the latest ones.
+_sources: collections.OrderedDict[str, Source] = collections.OrderedDict()
+_NOTED = 10_000
+
+
+class MatrixView(NamedTuple):
+    """A matrix as the transpose, the conjugate, or both, of another one."""
+
+    # The other one, (m, n).
+    array: da.Array
+    # Whether the matrix is its transpose, (n, m).
+    transposed: bool
+    # Whether it is its conjugate; never for real types.
+    conjugated: bool
+
+
+def apply_op(name: str, array: da.Array, op: str) -> da.Array:
+    """Return op(array): lazily, so that `view_of` sees through it."""
+    if op not in ("N", "T", "C"):
+        raise PlanError(f"op_{name}={op!r}; expected 'N', 'T' or 'C'")
+    if op == "N":
+        return array
+    if array.ndim < 2:
+        raise PlanError(f"op_{name}={op!r}: {name.upper()} has one dimension, matrices have two; leave op_{name} out")
+    transposed = array.T if array.ndim == 2 else array.swapaxes(-1, -2)
+    return transposed.conj() if op == "C" and array.dtype.kind == "c" else transposed
+
+
+def rechunk(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Cut an array as Dask does, and note of what it is made."""
+    if not isinstance(x, Array):
+        return NotImplemented
+    found = dask_rechunk(x, *args, **kwargs)
+    if x.ndim == 2 and found.name != x.name:
+        _note(found.name, Source(x.name, x.chunks))
+    return found
+
+
+def _note(name: str, source: Source) -> Source:
+    _sources[name] = source
+    while len(_sources) > _NOTED:
+        _sources.popitem(last=False)
+    return source
+
+
+def under(x: da.Array, name: str, chunks: Chunks) -> da.Array:
+    """Return the array of that name and these chunks, which is under a matrix."""
+    return x if x.name == name else Array(x.dask, name, chunks, meta=x._meta)
+
+
+def is_lazy(x: da.Array) -> bool:
+    """Whether an array's chunks are still to be made, as far as its graph tells: they are neither futures nor data."""
+    layer = x.dask.layers.get(x.name)
+    if layer is None or not layer.is_materialized():
+        return True
+    first = next(iter(layer.values()), None)
+    return not isinstance(first, Future) and not hasattr(first, "shape")
+
+
+def view_of(x: da.Array) -> MatrixView:
+    """Return the array of which a matrix is a view; the matrix itself if that can't be seen."""
+    transposed = conjugated = False
+    # The array may have been computed meanwhile.
+    while (source := _sources.get(x.name) or _source_of(x)) is not None and source.name in x.dask.layers:
+        x = under(x, source.name, source.chunks or (x.chunks[::-1] if source.transposed else x.chunks))
+        transposed, conjugated = transposed != source.transposed, conjugated != source.conjugated
+    return MatrixView(x, transposed, conjugated and x.dtype.kind == "c")
+
+
+def _source_of(x: da.Array) -> Source | None:
+    """Return what a matrix is the transpose or the conjugate of; None if it is neither."""
+    needs = x.dask.dependencies.get(x.name, ()) if x.name.startswith(("transpose-", "conjugate-")) else ()
+    if len(needs) != 1:
+        return None
+    name = next(iter(needs))
+    if under(x, name, x.chunks[::-1]).T.name == x.name:
+        return _note(x.name, Source(name, transposed=True))
+    if under(x, name, x.chunks).conj().name == x.name:
+        return _note(x.name, Source(name, conjugated=True))
+    return None
+
 
 # The formula ``D = F(alpha * op(A) @ op(B) + beta * C)`` as a user gives it: checked, with the arrays it reads
 
@@ -162,7 +271,7 @@ def why_not_input(array: da.Array) -> str | None:
     """Return why an input can't take part in a run, or None if it can."""
     if array_kind(array._meta) not in ("numpy", "cupy") or not supported(array.dtype):
         return f"no engine takes {array_kind(array._meta)} arrays of {array.dtype}"
-    if any(np.isnan(size) for sizes in array.chunks for size in sizes):
+    if has_unknown_chunks(array):
         return "its chunk sizes are unknown"
     return None
 
@@ -175,11 +284,25 @@ def unfit(extras: Extras) -> str | None:
 # The request of a user, parsed and checked once; and the Problem that it makes
 
 
+# The text of plain values says all, and is made in a tenth of the time in which they are walked. That of the
+# options would be most of it.
+@functools.lru_cache(maxsize=16)
+def _token(options: Options) -> str:
+    return str(tokenize(repr(options)))
+
+
+# Of a product that says nothing of types: they are hashable, and few.
+_usual_types = functools.lru_cache(maxsize=256)(resolve_types)
+
 # The ways to multiply a batch.
 _BATCH = ("auto", "items", "collective")
 
 
-class UnknownChunksError(PlanError):
+class UnfitOperandsError(PlanError):
+    """No function multiplies such operands."""
+
+
+class UnknownChunksError(UnfitOperandsError):
     """Chunk sizes are unknown, as after selecting rows by a mask."""
 
 
@@ -214,6 +337,9 @@ class Request:
     named: tuple[str, ...] = ()
     # The operand that all workers are to keep, ``"a"`` or ``"b"``; empty for none.
     gathered: str = ""
+    # Name of D, where it does not follow from all else; and the only p x q x s that may be taken.
+    name: str = ""
+    grid: tuple[int, int, int] | None = None
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -232,14 +358,24 @@ class Request:
         return bool(max(self.a.ndim, self.b.ndim) > 2)
 
     @property
+    def chunks(self) -> Any:
+        """Chunks of D, as asked for or as the operands of a product of matrices have them."""
+        return (self.a.chunks[0], self.b.chunks[1]) if self.out_chunks is None else self.out_chunks
+
+    @property
     def dtype(self) -> np.dtype:
         """Type of D."""
         return dtype_from_name(self.types.d)
 
     @property
+    def prototype(self) -> Any:
+        """The meta of an operand whose chunks are of the kind that D's are."""
+        return (self.b if array_kind(self.b._meta) == "cupy" else self.a)._meta
+
+    @property
     def kind(self) -> str:
         """The kind of D's chunks: ``"numpy"`` or ``"cupy"``."""
-        return "cupy" if "cupy" in (array_kind(self.a._meta), array_kind(self.b._meta)) else "numpy"
+        return "cupy" if array_kind(self.prototype) == "cupy" else "numpy"
 
     @property
     def empty(self) -> bool:
@@ -254,14 +390,45 @@ class Request:
     @property
     def demands(self) -> list[str]:
         """The options that only collective runs can meet, as text; for plain tasks only those of the call itself."""
-        if self.batch == "items":
-            found = list(self.named)
-        else:
-            found = [f"{name}={value!r}" for name, value in (("method", self.method), ("engine", self.engine))]
-            found = [text for text in found if not text.endswith("='auto'")]
-            found += [f"workers={self.workers!r}"] * (self.workers is not None)
-            found += [f"distributions={self.distributions!r}"] * any(self.distributions)
-        return found + [f"compute_type={self.compute_type!r}"] * (self.compute_type is not None)
+        choice = _named(method=self.method, engine=self.engine, workers=self.workers, distributions=self.distributions)
+        return [*(self.named if self.batch == "items" else choice), *_named(compute_type=self.compute_type)]
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The Problem of multiplying two matrices."""
+        a, b, types, formula, options = self.a, self.b, self.types, self.formula, read_options()
+        views = view_of(a), view_of(b)
+        of_a, of_b = (view.array.chunks[::-1] if view.transposed else view.array.chunks for view in views)
+        fields = (of_a, of_b, self.chunks, types.a, types.b, types.d, self.method, self.engine, self.workers)
+        found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in self.extras)
+        transposed, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
+        names = (a.name, b.name, *(array.name for _, array in self.extras))
+        more = self.distributions, transposed, conjugated, self.gathered
+        same = a.name == b.name and types.a == types.b
+        return Problem(
+            self.name or f"matmul-{tokenize(repr((names, fields, types, _token(options), formula, *more)))}",
+            *(*fields, same, options, self.kind, found, formula, types.compute),
+            distributions=self.distributions,
+            grid=self.grid,
+            arrays=(views[0].array.name, views[1].array.name),
+            transposed=transposed,
+            conjugated=conjugated,
+            gathered=self.gathered,
+        )
+
+    @functools.cached_property
+    def lying(self) -> dict[str, da.Array]:
+        """The operands of a run by name; of A and B the arrays whose chunks are multiplied, transposed or not."""
+        problem = self.problem
+        chunks = zip((problem.a_chunks, problem.b_chunks), problem.transposed, strict=True)
+        under_them = zip((self.a, self.b), problem.arrays, chunks, strict=True)
+        found = [under(x, name, sizes[::-1] if transposed else sizes) for x, name, (sizes, transposed) in under_them]
+        return dict(zip("ab", found, strict=True)) | dict(self.extras)
+
+    @functools.cached_property
+    def lazy(self) -> tuple[bool, bool]:
+        """Whether the chunks of A and of B are still to be made."""
+        return is_lazy(self.lying["a"]), is_lazy(self.lying["b"])
 
     def without_dropped(self, d: da.Array) -> da.Array:
         """Return D without the axes that no operand has."""
@@ -274,22 +441,26 @@ def parse(a: Any, b: Any, c: Any = None, **options: Unpack[AllOptions]) -> Reque
     """Return the request of a user, checked."""
     asked: dict[str, Any] = {**DEFAULTS, **options}
     a, b = as_operands(a, b)
-    check_numbers(a, b)
     batch = check_batch(asked["batch"], is_batch=max(a.ndim, b.ndim) > 2)
     distributions = check_distributions(asked["distributions"])
-    named = _named(**{name: asked[name] for name in ("method", "engine", "workers", "distributions")})
     method, engine = check_names(asked["method"], asked["engine"])
     a, b = apply_op("a", a, asked["op_a"]), apply_op("b", b, asked["op_b"])
     check_shapes(a, b)
     wanted = asked["a_type"], asked["b_type"], asked["result_type"], asked["compute_type"]
-    types = resolve_types(a.dtype, b.dtype, *wanted, setting("compute-type"))
+    resolve = _usual_types if wanted == (None,) * 4 else resolve_types
+    types = resolve(a.dtype, b.dtype, *wanted, setting("compute-type"))
     formula, extras = _parse_formula(a, b, c, asked, types)
     gathered = check_gathered(asked["gathered"], (a, b), types)
     dropped = tuple(axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1)
-    a, b = as_matrices(a, b)
-    named += _named(compute_type=asked["compute_type"] if types.compute else None)
-    named += _named(batch=batch if batch == "collective" else None, epilog="allreduce" if formula.replicated else None)
-    named += _named(gathered=asked["gathered"])
+    # Vectors as matrices of one row, and of one column.
+    a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
+    named = _named(
+        **{name: asked[name] for name in ("method", "engine", "workers", "distributions")},
+        compute_type=asked["compute_type"] if types.compute else None,
+        batch=batch if batch == "collective" else None,
+        epilog="allreduce" if formula.replicated else None,
+        gathered=asked["gathered"],
+    )
     out_chunks, workers = asked["out_chunks"], check_workers(asked["workers"])
     found = Request(
         a, b, types, formula, extras, method, engine, workers, distributions, asked["compute_type"], out_chunks, batch,
@@ -311,36 +482,6 @@ def _named(**options: Any) -> tuple[str, ...]:
     given = {name: value for name, value in options.items() if value is not None and value != "auto"}
     given = {name: value for name, value in given.items() if name != "distributions" or any(value)}
     return tuple(f"{name}={value!r}" for name, value in given.items())
-
-
-def as_matrices(a: da.Array, b: da.Array) -> tuple[da.Array, da.Array]:
-    """Return the operands with vectors as matrices of one row, and of one column."""
-    return (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
-
-
-def problem_of_request(request: Request) -> Problem:
-    """Return the Problem of multiplying two matrices."""
-    a, b, types, formula = request.a, request.b, request.types, request.formula
-    options = read_options()
-    chunks = result_chunks(a, b, request.out_chunks)
-    views = view_of(a), view_of(b)
-    of_a, of_b = (view.array.chunks[::-1] if view.transposed else view.array.chunks for view in views)
-    fields = (of_a, of_b, chunks, types.a, types.b, types.d, request.method, request.engine, request.workers)
-    found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in request.extras)
-    transposed, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
-    names = (a.name, b.name, *(array.name for _, array in request.extras))
-    # Plain values, all of them: their text says all, and is made in a tenth of the time in which they are walked.
-    more = request.distributions, transposed, conjugated, request.gathered
-    token = tokenize(repr((names, fields, types, options, formula, *more)))
-    same = a.name == b.name and types.a == types.b
-    return Problem(
-        *(f"matmul-{token}", *fields, same, options, request.kind, found, formula, types.compute),
-        distributions=request.distributions,
-        arrays=(views[0].array.name, views[1].array.name),
-        transposed=transposed,
-        conjugated=conjugated,
-        gathered=request.gathered,
-    )
 
 
 def check_batch(batch: str | None, *, is_batch: bool) -> str:
@@ -410,27 +551,22 @@ def check_names(method: str | None, engine: str | None, kind: str = "product") -
     return method, engine
 
 
-def check_numbers(a: da.Array, b: da.Array) -> None:
-    """Refuse arrays that hold no numbers: nobody multiplies those. Objects may be numbers."""
+def check_shapes(a: da.Array, b: da.Array) -> None:
+    """Refuse types that are not numbers, scalars, unknown chunk sizes, and axes that do not match."""
     for name, array in (("first", a), ("second", b)):
         if array.dtype.kind in "MmSUT" or array.dtype.type is np.void:
             raise PlanError(
                 f"the {name} operand has the type {array.dtype}; expected numbers: convert it, as by "
                 "astype('float64'), or leave out what is none"
             )
-
-
-def check_shapes(a: da.Array, b: da.Array) -> None:
-    """Refuse scalars, unknown chunk sizes, and axes that do not match."""
-    for name, array in (("first", a), ("second", b)):
         if array.ndim == 0:
-            raise PlanError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
-        if any(np.isnan(size) for size in itertools.chain(*array.chunks)):
+            raise UnfitOperandsError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
+        if has_unknown_chunks(array):
             raise UnknownChunksError(
                 f"the {name} operand has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first"
             )
     if a.shape[-1] != (b.shape[-2] if b.ndim > 1 else b.shape[0]):
-        raise PlanError(
+        raise UnfitOperandsError(
             f"shapes {a.shape} and {b.shape} don't match: the last axis of the first and "
             f"{'the last but one' if b.ndim > 1 else 'the only'} axis of the second must be equal; transpose one, as "
             "by op_a='T' or op_b='T', if that is meant"
@@ -438,19 +574,10 @@ def check_shapes(a: da.Array, b: da.Array) -> None:
     try:
         np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except ValueError:
-        raise PlanError(
+        raise UnfitOperandsError(
             f"shapes {a.shape} and {b.shape} don't match: their batch axes {a.shape[:-2]} and {b.shape[:-2]} "
             "must be equal, or 1 where they differ"
         ) from None
-
-
-def result_chunks(a: da.Array, b: da.Array, out_chunks: Any) -> Chunks:
-    """Return the chunks of the product of two matrices, as asked for or as the operands have them."""
-    if out_chunks is None:
-        return a.chunks[0], b.chunks[1]
-    # As normalized by `parse`, or as given.
-    rows, cols = _normalized(out_chunks, (a.shape[0], b.shape[1]), a.dtype)
-    return rows, cols
 
 
 def _normalized(out_chunks: Any, shape: tuple[int, ...], dtype: np.dtype) -> tuple[tuple[int, ...], ...]:

@@ -80,64 +80,55 @@ class Share:
     seconds: float
 
 
+@dataclasses.dataclass(kw_only=True)
+class GroupedProduct:
+    """What one product of a group takes."""
+
+    # Chunks of A along its rows.
+    rows: Sizes
+    # Seconds that it takes one slot; and that each slot waits for B if it is cut.
+    seconds: float
+    spread: float = 0.0
+    # Seconds of a collective run; None where none is possible, or worth a look.
+    run: float | None = None
+    # Whether it has to be a collective run, or plain tasks; None for what is sooner done.
+    forced: bool | None = None
+
+
 def long_products(seconds: Sequence[float], slots: int) -> list[int]:
     """Return the products that would take one slot longer than its share of all, the longest first."""
     share = sum(seconds) / slots
     return sorted((i for i, each in enumerate(seconds) if each > share), key=lambda i: -seconds[i])
 
 
-def share_out(
-    seconds: Sequence[float],
-    rows: Sequence[Sizes],
-    collective: Sequence[float | None],
-    slots: int,
-    overhead: float,
-    forced: Sequence[bool | None],
-    spread: Sequence[float],
-) -> tuple[list[Share], float]:
-    """Share a group of products out."""
-    order = sorted(range(len(seconds)), key=lambda i: (-seconds[i], i))
-    must = [i for i in order if forced[i] is True]
-    may = [i for i in order if forced[i] is None and collective[i] is not None]
-    tries = [
-        _try(seconds, rows, collective, slots, overhead, {*must, *may[:count]}, spread) for count in range(len(may) + 1)
-    ]
-    total, shares = min(tries, key=lambda pair: pair[0])
+def share_out(products: Sequence[GroupedProduct], slots: int, overhead: float) -> tuple[list[Share], float]:
+    """Share a group of products out; a plain task costs `overhead` seconds."""
+    order = sorted(range(len(products)), key=lambda i: (-products[i].seconds, i))
+    must = [i for i in order if products[i].forced is True]
+    may = [i for i in order if products[i].forced is None and products[i].run is not None]
+
+    def tried(runs: set[int]) -> tuple[float, list[Share]]:
+        """Return the time of all, and the shares, if just `runs` are collective."""
+        separate = {i: one for i, one in enumerate(products) if i not in runs}
+        share = sum(one.seconds for one in separate.values()) / slots
+        found = {i: Share(True, (), 0, products[i].run or 0.0) for i in runs}
+        total, pieces = sum(one.seconds for one in found.values()), []
+        for i, one in separate.items():
+            m = sum(one.rows)
+            wanted = math.ceil(one.seconds / (share * _LARGEST_PIECE)) if share else 1
+            most = min(m // _LEAST_ROWS, int(one.seconds / (overhead * WORTH)) if overhead else m)
+            count = max(1, min(wanted, most, slots * 4))
+            cut = resize(one.rows, -(-m // count)) if count > 1 else (m,)
+            waits = one.spread * min(1.0, slots / len(cut)) if len(cut) > 1 else 0.0
+            each = [one.seconds * size / m + waits if m else 0.0 for size in cut]
+            found[i] = Share(False, cut, 0, max(each))
+            pieces += [piece + overhead for piece in each]
+        for rank, i in enumerate(sorted(separate, key=lambda i: (-found[i].seconds, i))):
+            found[i] = dataclasses.replace(found[i], rank=rank)
+        return total + _makespan(pieces, slots), [found[i] for i in range(len(products))]
+
+    total, shares = min((tried({*must, *may[:count]}) for count in range(len(may) + 1)), key=lambda pair: pair[0])
     return shares, total
-
-
-def _try(
-    seconds: Sequence[float],
-    rows: Sequence[Sizes],
-    collective: Sequence[float | None],
-    slots: int,
-    overhead: float,
-    runs: set[int],
-    spread: Sequence[float],
-) -> tuple[float, list[Share]]:
-    """Return the time of all, and the shares, if just `runs` are collective."""
-    separate = [i for i in range(len(seconds)) if i not in runs]
-    share = sum(seconds[i] for i in separate) / slots
-    cuts: dict[int, Sizes] = {}
-    longest: dict[int, float] = {}
-    pieces: list[float] = []
-    for i in separate:
-        m = sum(rows[i])
-        wanted = math.ceil(seconds[i] / (share * _LARGEST_PIECE)) if share else 1
-        most = min(m // _LEAST_ROWS, int(seconds[i] / (overhead * WORTH)) if overhead else m)
-        count = max(1, min(wanted, most, slots * 4))
-        cuts[i] = resize(rows[i], -(-m // count)) if count > 1 else (m,)
-        waits = spread[i] * min(1.0, slots / len(cuts[i])) if len(cuts[i]) > 1 else 0.0
-        found = [seconds[i] * size / m + waits if m else 0.0 for size in cuts[i]]
-        longest[i] = max(found)
-        pieces += [each + overhead for each in found]
-    order = sorted(separate, key=lambda i: (-longest[i], i))
-    ranks = {i: rank for rank, i in enumerate(order)}
-    shares = [
-        Share(True, (), 0, collective[i] or 0.0) if i in runs else Share(False, cuts[i], ranks[i], longest[i])
-        for i in range(len(seconds))
-    ]
-    return sum(collective[i] or 0.0 for i in runs) + _makespan(pieces, slots), shares
 
 
 def _makespan(pieces: Sequence[float], slots: int) -> float:
@@ -229,11 +220,8 @@ class Batch:
     @property
     def item_bytes(self) -> tuple[int, int, int]:
         """Bytes of one item of A, B and D."""
-        return (
-            self.m * self.k * dtype_from_name(self.a_dtype).itemsize,
-            self.k * self.n * dtype_from_name(self.b_dtype).itemsize,
-            self.m * self.n * dtype_from_name(self.dtype).itemsize,
-        )
+        a, b, d = (dtype_from_name(name).itemsize for name in (self.a_dtype, self.b_dtype, self.dtype))
+        return self.m * self.k * a, self.k * self.n * b, self.m * self.n * d
 
     @property
     def copied_bytes(self) -> int:

@@ -36,6 +36,8 @@ from numpy.typing import NDArray
 
 from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.layout import ProcessGrid
+from dask_distmm.numeric.epilogs import Formula
+from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Worker
 from dask_distmm.planning.cuts import Candidate, Cuts, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
 from dask_distmm.planning.distribution import BlockCyclic, Slab
@@ -46,7 +48,7 @@ from dask_distmm.planning.footprint import chunk_bytes, operand_needs, packing, 
 from dask_distmm.planning.model import ENGINES, Phase, Work, models_of
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, match_ranks, over_limit
 from dask_distmm.planning.plan import Packing, Plan
-from dask_distmm.planning.problem import METHODS, Problem
+from dask_distmm.planning.problem import METHODS, Problem, is_gram
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
 
 # Distributions
@@ -341,6 +343,46 @@ def plan(
                 raise error
     best = min(found, key=_seconds)
     return dataclasses.replace(best, problem=problem, where=where, replica_runs=replica_runs)
+
+
+def is_faster(problem: Problem, roster: Sequence[Worker], limits: Mapping[str, float]) -> bool:
+    """Whether some engine runs a problem within the seconds that it is given; how much memory that takes is not asked.
+
+    `plan` would say the same. No way to run it is looked at if the least that a run can take is too long.
+    """
+    anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
+    return any(_is_faster(anonymous, Situation(tuple(roster)), name, limit) for name, limit in limits.items())
+
+
+@functools.lru_cache(maxsize=64)
+def _is_faster(problem: Problem, situation: Situation, engine: str, limit: float) -> bool:
+    one, machine = ((1,), (1,)), problem.options.machine(engine)
+    smallest = dataclasses.replace(
+        problem, a_chunks=one, b_chunks=one, out_chunks=one, extras=(), formula=Formula(), gathered=""
+    )
+    # The least that a run takes: that of the smallest product, and the operations at the full rate of all its ranks.
+    least = _plan(smallest, situation, engine).seconds
+    rate = max(map(machine.rate, (problem.compute_type.name, problem.operand_type.name, problem.compute, "float8")))
+    seconds = problem.flops * (0.5 if is_gram(problem) else 1) / rate
+    threads = sorted((max(1, worker.nthreads) for worker in situation.roster), reverse=True)
+    return any(
+        found.estimate is not None and found.estimate.seconds <= limit
+        for candidate in _candidates(problem, len(situation.roster), engine)
+        if least + seconds / sum(threads[: math.prod(candidate[1])]) <= limit
+        for found in [_consider(problem, situation, engine, candidate)]
+    )
+
+
+# No engine holds more on a worker than this many copies of all matrices, and the buffers of a library.
+_COPIES, _LIBRARY_BYTES = 8, 2**28
+
+
+def fits_easily(problem: Problem, room: float) -> bool:
+    """Whether no way to run a problem holds more than this number of bytes on a worker."""
+    types = *map(dtype_from_name, problem.dtypes_of_work), problem.compute_type
+    elements = problem.m * problem.k + problem.k * problem.n + problem.m * problem.n
+    extras = sum(math.prod(map(sum, extra.chunks)) * dtype_from_name(extra.dtype).itemsize for extra in problem.extras)
+    return _COPIES * (elements * max(dtype.itemsize for dtype in types) + extras) + _LIBRARY_BYTES <= room
 
 
 def _seconds(made: Plan) -> float:

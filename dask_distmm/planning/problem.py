@@ -34,29 +34,14 @@ NATIVE_EPILOGS = ("relu", "gelu", "bias", "relu_bias", "gelu_bias")
 
 def library_epilog(problem: Problem) -> str | None:
     """Return the epilog that NVIDIA's libraries have for a formula, ``""`` for only a factor, or None."""
-    formula = problem.formula
-    if (
-        formula.trivial
-        or formula.function
-        or formula.amax
-        or formula.partial
-        or complex(*formula.beta) != 0
-        or formula.scales
-        or formula.scale_d != 1
-    ):
-        return None
-    if problem.matrix_types != (problem.dtype,) * 2:
+    formula, dtype = problem.formula, problem.result_type
+    more = formula.function or formula.amax or formula.partial or formula.scales or formula.scale_d != 1
+    if formula.trivial or more or complex(*formula.beta) != 0 or problem.matrix_types != (problem.dtype,) * 2:
         return None
     if not formula.epilog or formula.operand_sum:
         return ""
-    dtype = problem.result_type
-    if (
-        formula.epilog not in NATIVE_EPILOGS
-        or dtype.kind == "c"
-        or (dtype == np.float64 and formula.activation == "gelu")
-    ):
-        return None
-    return str(formula.epilog)
+    inexact = dtype.kind == "c" or (dtype == np.float64 and formula.activation == "gelu")
+    return None if inexact or formula.epilog not in NATIVE_EPILOGS else str(formula.epilog)
 
 
 # A part of a multiply as a problem of its own: where only some chunks of D are wanted, or others are there already
@@ -88,39 +73,32 @@ def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
     if all(mask.all() for mask in marks):
         return None
 
-    def taken(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        found = []
-        for axis, chunking in enumerate(problem.chunks_of(name)):
+    def cut(name: str) -> tuple[Chunks, tuple[str, tuple[int, ...], tuple[int, ...], int]]:
+        """Return the chunks that are left of a matrix, and which of the user's they are."""
+        chunks, kept = problem.chunks_of(name), []
+        for axis, chunking in enumerate(chunks):
             # Neither k nor what is broadcast is cut.
-            cut = axis != _AXIS_OF_K.get(name) and sum(chunking) == len(marks[axis])
+            along = axis != _AXIS_OF_K.get(name) and sum(chunking) == len(marks[axis])
             starts = np.cumsum(chunking) - chunking
-            found.append(tuple(np.flatnonzero(marks[axis][starts]).tolist() if cut else range(len(chunking))))
-        return found[0], found[1]
-
-    names = (*problem.operands, "d")
-    numbers = {name: taken(name) for name in names}
-
-    def of_user(name: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        (rows, cols), ncols = numbers[name], problem.chunk_counts(name)[1]
+            kept.append(np.flatnonzero(marks[axis][starts]).tolist() if along else range(len(chunking)))
+        rows, cols = (tuple(chunking[i] for i in own) for chunking, own in zip(chunks, kept, strict=True))
         if problem.part is None:
-            return rows, cols, ncols
+            return (rows, cols), (name, tuple(kept[0]), tuple(kept[1]), len(chunks[1]))
         whole_rows, whole_cols, ncols = problem.part.of(name)
-        return tuple(whole_rows[i] for i in rows), tuple(whole_cols[j] for j in cols), ncols
+        numbers = tuple(whole_rows[i] for i in kept[0]), tuple(whole_cols[j] for j in kept[1])
+        return (rows, cols), (name, *numbers, ncols)
 
-    def sizes_of(name: str) -> Chunks:
-        (rows, cols), (of_rows, of_cols) = problem.chunks_of(name), numbers[name]
-        return tuple(rows[i] for i in of_rows), tuple(cols[j] for j in of_cols)
-
+    cuts = {name: cut(name) for name in (*problem.operands, "d")}
     return dataclasses.replace(
         problem,
-        a_chunks=sizes_of("a"),
-        b_chunks=sizes_of("b"),
-        out_chunks=sizes_of("d"),
-        extras=tuple(dataclasses.replace(extra, chunks=sizes_of(extra.name)) for extra in problem.extras),
+        a_chunks=cuts["a"][0],
+        b_chunks=cuts["b"][0],
+        out_chunks=cuts["d"][0],
+        extras=tuple(dataclasses.replace(extra, chunks=cuts[extra.name][0]) for extra in problem.extras),
         method="auto",
         same=False,
         arrays=("", ""),
-        part=Part(tuple((name, *of_user(name)) for name in names), problem.result_name),
+        part=Part(tuple(numbers for _, numbers in cuts.values()), problem.result_name),
     )
 
 

@@ -17,7 +17,9 @@ from dask_distmm.installing import install_command
 from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.cuts import by_holder, reorder
-from dask_distmm.planning.tasks import with_tasks
+from dask_distmm.planning.placement import CLEARLY
+from dask_distmm.planning.planner import is_faster
+from dask_distmm.planning.tasks import run_overhead, tasks_estimate, with_tasks
 from dask_distmm.runtime.messages import ReleaseWorkspaces, RosterQuestion, ask
 
 if TYPE_CHECKING:
@@ -68,6 +70,16 @@ class Snapshot:
         )
         # With a number of operations as the limit nobody chooses by time.
         return with_tasks(made, self.workers, dask_costs(), lazy=lazy, by_tasks=setting("minimum-flops") is None)
+
+    def is_faster(self, problem: Problem, *, lazy: bool) -> bool:
+        """Whether a run on these workers is expected to be over clearly before Dask's own tasks: see `plan`."""
+        costs = dask_costs()
+        around = run_overhead(problem, costs) + lazy * costs.start
+        limits = {}
+        for name in self.engines:
+            own = tasks_estimate(problem, self.workers, problem.machine_of_tasks(name), costs)
+            limits[name] = CLEARLY * own.seconds - around
+        return is_faster(problem, self.workers, limits)
 
 
 def _transposed(problem: Problem, operand: str, where: NDArray[np.int32] | None) -> NDArray[np.int32] | None:

@@ -22,7 +22,7 @@ from run_events import events
 import dask_distmm
 from dask_distmm import ProjectedMemoryError
 from dask_distmm.arrays.outputs import run_outputs
-from dask_distmm.arrays.request import parse, problem_of_request
+from dask_distmm.arrays.request import parse
 from dask_distmm.config import dask_costs
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Worker
@@ -201,7 +201,7 @@ def streamed(x, y=None, **options):
     """Return a product in waves whose chunks ranks make, as of GPU workers with little host memory, and the waves."""
     a, b = (x.T, x) if y is None else (x, y)
     request = parse(a, b, engine="peer", **options)
-    problem = problem_of_request(request)
+    problem = request.problem
     can = tuple(map(can_be_made, (a, b)))
     for exponent in range(32, 60):
         names = ["0", "1", "2"]
@@ -212,7 +212,7 @@ def streamed(x, y=None, **options):
                 problem, workers, can, Budget(0.6, 0.7, 1e6), dask_costs(), engine="peer", by_ranks=can
             )
             if scheme.by_ranks:
-                return run_outputs(problem, request.a, request.b, [], scheme), scheme
+                return run_outputs(request, scheme), scheme
     raise AssertionError("never by ranks")
 
 

@@ -16,7 +16,7 @@ from run_events import events
 
 import dask_distmm
 from dask_distmm.arrays.outputs import run_outputs
-from dask_distmm.arrays.request import parse, problem_of_request
+from dask_distmm.arrays.request import parse
 from dask_distmm.config import dask_costs
 from dask_distmm.errors import ProjectedMemoryError
 from dask_distmm.graph.waves import can_be_made
@@ -180,14 +180,14 @@ def test_two_operands(little, options):
 def as_planned(client, x, host_limit, nworkers):
     """Return the Gram matrix of NumPy chunks as GPU workers with so little host memory would make it."""
     request = parse(x.T, x)
-    problem = problem_of_request(request)
+    problem = request.problem
     names = [str(number) for number in range(nworkers)]
     workers = [Worker(f"tcp://{n}", 1, 2**36, "host", n, tuple({*names} - {n}), host_limit=host_limit) for n in names]
     scheme = choose_scheme(
         problem, workers, (True, True), Budget(0.6, 0.7, 1e9), dask_costs(), engine="peer", by_ranks=(True, True)
     )
     assert scheme.by_ranks
-    return run_outputs(problem, request.a, request.b, [], scheme)
+    return run_outputs(request, scheme)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])

@@ -16,6 +16,7 @@ from dask_distmm.config import read_options
 from dask_distmm.planning.many import (
     Batch,
     BatchEstimate,
+    GroupedProduct,
     Pool,
     choose_batch_route,
     efficiency,
@@ -129,7 +130,9 @@ def test_groups_are_shared_out(seconds, slots, data):
     long = long_products(seconds, slots)
     assert len(long) < max(2, slots)
     collective = [each / slots + 0.02 if i in long else None for i, each in enumerate(seconds)]
-    shares, total = share_out(seconds, rows, collective, slots, 5e-4, [None] * len(seconds), [0.0] * len(seconds))
+    every = zip(rows, seconds, collective, strict=True)
+    products = [GroupedProduct(rows=sizes, seconds=each, run=run) for sizes, each, run in every]
+    shares, total = share_out(products, slots, 5e-4)
     tasks = [i for i, share in enumerate(shares) if not share.collective]
     assert {i for i, share in enumerate(shares) if share.collective} <= set(long)
     assert all(sum(shares[i].rows) == sum(rows[i]) for i in tasks)
@@ -145,13 +148,14 @@ def test_groups_are_shared_out(seconds, slots, data):
 
 
 def test_long_products_are_runs_or_slabs():
-    rows = [(1000, 1000)] + [(100,)] * 9
-    shares, _ = share_out([10.0] + [0.1] * 9, rows, [4.0] + [None] * 9, 4, 5e-4, [None] * 10, [0.1] * 10)
-    assert len(shares[0].rows) > 4
-    shares, _ = share_out([10.0] + [0.1] * 9, rows, [2.0] + [None] * 9, 4, 5e-4, [None] * 10, [0.1] * 10)
-    assert shares[0].collective
-    shares, _ = share_out([10.0] + [0.1] * 9, rows, [2.0] + [None] * 9, 4, 5e-4, [False] * 10, [0.1] * 10)
-    assert not any(share.collective for share in shares)
+    def shared(run, forced=None):
+        large = GroupedProduct(rows=(1000, 1000), seconds=10.0, spread=0.1, run=run, forced=forced)
+        small = GroupedProduct(rows=(100,), seconds=0.1, spread=0.1, forced=forced)
+        return share_out([large] + [small] * 9, 4, 5e-4)[0]
+
+    assert len(shared(4.0)[0].rows) > 4
+    assert shared(2.0)[0].collective
+    assert not any(share.collective for share in shared(2.0, forced=False))
 
 
 def test_priorities_are_dealt_out_by_rank():

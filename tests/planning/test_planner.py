@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dask_distmm.config import read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.planning import METHODS, Plan, Worker, plan
+from dask_distmm.planning.planner import fits_easily, is_faster
 from dask_distmm.testing import make_problem, random_chunks
 
 
@@ -280,3 +281,30 @@ def test_a_larger_share_of_the_memory_is_advised_where_that_would_do():
     cupy = make_problem(((16,) * 4,) * 2, ((16,) * 4,) * 2, array="cupy")
     with pytest.raises(ProjectedMemoryError, match="Use more workers, .*use GPUs with more memory"):
         plan(cupy, roster(2, memory_limit=2000), engine="cublasmp")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    problems(),
+    st.sampled_from(["numpy", "peer", "cublasmp"]),
+    st.sampled_from([("float32",) * 3, ("float64",) * 3, ("bfloat16",) * 3, ("complex128",) * 3, ("int8",) * 3]),
+    st.integers(1, 9),
+    st.integers(0, 12),
+    st.booleans(),
+)
+def test_the_short_choice_is_that_of_plans(problem, engine, types, nworkers, scale, shared):
+    """It is faster if the fastest plan is; what fits easily fits in all ways, whatever is large of it."""
+    scaled = [[tuple(2**scale * size for size in sizes) for sizes in x] for x in (problem.a_chunks, problem.b_chunks)]
+    chunks = [tuple(x) for x in scaled]
+    a, b, d = types
+    changes = {"a_dtype": a, "b_dtype": b, "dtype": d, "array": "numpy" if engine == "numpy" else "cupy"}
+    if shared:
+        changes |= {"arrays": ("x", "x"), "transposed": (True, False)}
+        chunks[1] = chunks[0][::-1]
+    problem = make_problem(*chunks, **changes)
+    workers = [Worker(f"tcp://10.0.0.{i}:1", 1, host="host", device=str(i)) for i in range(nworkers)]
+    made = plan(problem, workers, engine=engine)
+    for factor in (0.5, 0.999, 1.001, 2.0):
+        assert is_faster(problem, workers, {engine: factor * made.seconds}) == (factor > 1)
+    held = max(one.peak_bytes for one in made.alternatives)
+    assert not fits_easily(problem, held - 1)

@@ -19,9 +19,8 @@ from dask.highlevelgraph import MaterializedLayer
 
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.public import FactorOptions, ProductOptions, RunOptions, SolveOptions
-from dask_distmm.arrays.outputs import is_lazy
 from dask_distmm.arrays.product import multiply
-from dask_distmm.arrays.request import check_names, check_workers, parse
+from dask_distmm.arrays.request import check_names, check_workers, is_lazy, parse
 from dask_distmm.config import read_options, wave_budget
 from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError
