@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import Machine
-from dask_distmm.errors import ProjectedMemoryError, ProtocolError, advice
+from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.model import ENGINES, Estimate, Work, estimate
 from dask_distmm.planning.wire import HERE, Wired
@@ -304,6 +304,12 @@ def estimated(plan: P, held: NDArray[np.float64], work: Work) -> P:
     peak = max(held_by.values())
     found = estimate(work, plan.machine, plan.method, plan.grid, peak, plan.hosts)
     return dataclasses.replace(plan, projected_bytes=held_by, estimate=found)
+
+
+def need_workers(roster: Sequence[Worker]) -> None:
+    """Raise if there are no workers."""
+    if not roster:
+        raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
 
 
 def over_limit(plan: Placement) -> dict[str, int]:
