@@ -30,12 +30,13 @@ from dask_distmm.config import Budget, DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError, advice
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning.computation import Chunks, Part, Worker
+from dask_distmm.planning.cuts import part_of
 from dask_distmm.planning.footprint import chunk_bytes, held_bytes, made_bytes
 from dask_distmm.planning.model import ENGINES, models_of, speeds
 from dask_distmm.planning.placement import Explanation
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan, product_remedies
-from dask_distmm.planning.problem import METHODS, Extra, Problem
+from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.tasks import run_overhead
 
 # A scheme: the waves of a product, and the problem of each of them. Pure
@@ -161,57 +162,39 @@ def _kept(problem: Problem, part: Part) -> list[NDArray[np.bool_]]:
 def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | None = None) -> Problem:
     """Return one wave of a product, or of its part, as a problem called ``...-wave-00012`` after it or the series."""
     wave = scheme.waves[number]
-    axes = {"m": wave.rows, "n": wave.cols, "k": wave.depth}
-    extents = {"m": problem.m, "n": problem.n}
-    inputs = problem.extras if wave.last else ()
-    numbers, chunks = [], {}
+    axes, extents = {"m": wave.rows, "n": wave.cols, "k": wave.depth}, {"m": problem.m, "n": problem.n}
 
-    def take(name: str, sizes: Chunks, along: str) -> None:
+    def take(name: str, sizes: Chunks, along: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         taken = []
         for axis, own in zip(along, sizes, strict=True):
-            start, stop = axes[axis]
+            ends, (start, stop) = np.cumsum(own), axes[axis]
             if name not in ("a", "b", "d", "partial") and sum(own) != extents[axis]:
                 start, stop = 0, sum(own)  # broadcast
-            ends = np.cumsum(own)
             taken.append(tuple(np.flatnonzero((ends > start) & (ends <= stop)).tolist()))
         if part is not None:
             kept = part.of("d" if name == "partial" else name)
             taken = [tuple(x for x in mine if x in of) for mine, of in zip(taken, kept[:2], strict=True)]
-        rows, cols = taken
-        numbers.append((name, rows, cols, len(sizes[1])))
-        chunks[name] = tuple(sizes[0][i] for i in rows), tuple(sizes[1][j] for j in cols)
+        return taken[0], taken[1]
 
-    take("a", problem.a_chunks, "mk")
-    take("b", problem.b_chunks, "kn")
-    for extra in inputs:
-        take(extra.name, extra.chunks, "mn")
-    if not wave.first:
-        take("partial", problem.out_chunks, "mn")
-    take("d", problem.out_chunks, "mn")
-    extras = [dataclasses.replace(extra, chunks=chunks[extra.name]) for extra in inputs]
-    sums = problem.compute_type.name
-    if not wave.first:
-        extras.append(Extra("partial", chunks["partial"], sums))
+    taken = {"a": take("a", problem.a_chunks, "mk"), "b": take("b", problem.b_chunks, "kn")}
+    taken |= {extra.name: take(extra.name, extra.chunks, "mn") for extra in problem.extras if wave.last}
+    of_d = {name: take(name, problem.out_chunks, "mn") for name in ("partial",) * (not wave.first) + ("d",)}
     formula = problem.formula if wave.last else Formula()
     # The same chunks, as in X.T @ X: transposed once, and in the same columns.
-    across = problem.transposed in ((True, False), (False, True)) and numbers[0][1] == numbers[1][2]
+    across = problem.transposed in ((True, False), (False, True)) and taken["a"][0] == taken["b"][1]
     shared = problem.shared and across
     series, number = scheme.series or problem.name, scheme.before + number
-    whole = problem.name if wave.last else f"{series}-sum-{number:05d}"
-    return dataclasses.replace(
+    return part_of(
         problem,
+        taken | of_d,
+        problem.name if wave.last else f"{series}-sum-{number:05d}",
         name=f"{series}-wave-{number:05d}",
-        a_chunks=chunks["a"],
-        b_chunks=chunks["b"],
-        out_chunks=chunks["d"],
-        dtype=problem.dtype if wave.last else sums,
+        dtype=problem.dtype if wave.last else problem.compute_type.name,
         method=scheme.method,
         same=False,
         options=dataclasses.replace(problem.options, panel_bytes=scheme.panel_bytes, buffer_bytes=scheme.buffer_bytes),
-        extras=tuple(extras),
         formula=dataclasses.replace(formula, partial=not wave.first),
         arrays=(f"{problem.name}-stream",) * 2 if shared else ("", ""),
-        part=Part(tuple(numbers), whole),
         stationary=not (wave.first and wave.last),
         by_ranks=scheme.streamed if scheme.by_ranks else (False, False),
     )
