@@ -335,11 +335,8 @@ def choose(found: Sequence[P], what: str, remedies: Sequence[str], why: Callable
         if not over_limit(plan):
             return dataclasses.replace(plan, alternatives=tuple(one.estimate for one in found if one.estimate))
     plan = min(found, key=lambda one: max(one.projected_bytes.values()))
-    workers, fraction, over = (
-        {x.address: x for x in plan.participants},
-        plan.problem.options.limit_fraction,
-        over_limit(plan),
-    )
+    workers, over = {worker.address: worker for worker in plan.participants}, over_limit(plan)
+    fraction = plan.problem.options.limit_fraction
     limit = {address: int(worker.memory_limit * fraction) for address, worker in workers.items()}
     worst = max(over, key=lambda address: over[address] / limit[address])
     used, on_gpus = workers[worst].used, ENGINES[plan.engine].on_gpus
