@@ -218,7 +218,7 @@ class EngineModel:
         return bool(task.shareable) and not self.collective
 
     def share(self, algorithm: str, ranks: int) -> float:
-        """Return the share of a product's rate at which a factorization runs on `ranks` ranks; 0 where LAPACK's is."""
+        """Return the share of a product's rate at which a factorization runs on some ranks; 0 where none is known."""
         return self.shares.get(algorithm, (0.0, 0.0))[ranks > 1]
 
     def workspace(self, work: Any, rank: int) -> int:

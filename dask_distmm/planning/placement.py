@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import Machine
-from dask_distmm.errors import ProjectedMemoryError, ProtocolError, advice
+from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.model import ENGINES, Estimate, Work, estimate
 from dask_distmm.planning.wire import HERE, Wired
@@ -306,6 +306,12 @@ def estimated(plan: P, held: NDArray[np.float64], work: Work) -> P:
     return dataclasses.replace(plan, projected_bytes=held_by, estimate=found)
 
 
+def need_workers(roster: Sequence[Worker]) -> None:
+    """Raise if there are no workers."""
+    if not roster:
+        raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
+
+
 def over_limit(plan: Placement) -> dict[str, int]:
     """Return the projected bytes of workers that may not hold so much, with those that their processes hold anyway."""
     fraction = plan.problem.options.limit_fraction
@@ -329,11 +335,8 @@ def choose(found: Sequence[P], what: str, remedies: Sequence[str], why: Callable
         if not over_limit(plan):
             return dataclasses.replace(plan, alternatives=tuple(one.estimate for one in found if one.estimate))
     plan = min(found, key=lambda one: max(one.projected_bytes.values()))
-    workers, fraction, over = (
-        {x.address: x for x in plan.participants},
-        plan.problem.options.limit_fraction,
-        over_limit(plan),
-    )
+    workers, over = {worker.address: worker for worker in plan.participants}, over_limit(plan)
+    fraction = plan.problem.options.limit_fraction
     limit = {address: int(worker.memory_limit * fraction) for address, worker in workers.items()}
     worst = max(over, key=lambda address: over[address] / limit[address])
     used, on_gpus = workers[worst].used, ENGINES[plan.engine].on_gpus

@@ -28,7 +28,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,28 +51,10 @@ from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import METHODS, Problem, is_gram
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
 
-# Distributions
-
-
 # Candidates
 
 
-def candidates(problem: Problem, nworkers: int, method: str = "auto") -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield the (method, p x q x s) that can run a problem on up to `nworkers` workers.
-
-    With ``method="auto"`` also on fewer: 1 and the powers of two, since a small product is faster on few
-    workers. A method that is asked for takes as many workers as have something to do.
-    """
-    m, n, k = problem.m, problem.n, problem.k
-    counts = {nworkers, 1} | {2**e for e in range(nworkers.bit_length()) if 2**e < nworkers}
-    for count in sorted(counts if method == "auto" else range(1, nworkers + 1), reverse=True):
-        found = list(grids(m, n, k, count, method))
-        yield from found
-        if found and method != "auto":
-            return
-
-
-def grids(m: int, n: int, k: int, count: int, method: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
+def grids(m: int, n: int, k: int, count: int, method: str) -> Iterator[Candidate]:
     """Yield the candidates that take exactly `count` workers."""
 
     def wanted(name: str) -> bool:
@@ -103,7 +85,7 @@ _Side = tuple[int, int | None]  # parts along an axis, and the size of a block; 
 _Need = tuple[tuple[_Side, _Side], ...] | None  # one of these; None for anything
 
 
-def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[tuple[str, tuple[int, int, int]]]:
+def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
     """Return the (method, p x q x s) whose tiles of A, B and D are those that were asked for.
 
     As many workers as the grids asked for have, or as there are.
@@ -143,7 +125,7 @@ def _shapes(problem: Problem) -> dict[str, tuple[int, int]]:
     return {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "d": (problem.m, problem.n)}
 
 
-def _asked_ways(problem: Problem, count: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+def _asked_ways(problem: Problem, count: int) -> Iterator[Candidate]:
     """Yield the candidates that `count` workers can take, with those grids that were asked for."""
     candidates = list(grids(problem.m, problem.n, problem.k, count, problem.method))
     for asked in problem.distributions:
@@ -341,7 +323,7 @@ def plan(
             # The reason of the last engine counts: the others are there to be faster where they can.
             if name == able[-1] and not found:
                 raise error
-    best = min(found, key=_seconds)
+    best = min(found, key=lambda one: one.seconds)
     return dataclasses.replace(best, problem=problem, where=where, replica_runs=replica_runs)
 
 
@@ -385,10 +367,6 @@ def fits_easily(problem: Problem, room: float) -> bool:
     return _COPIES * (elements * max(dtype.itemsize for dtype in types) + extras) + _LIBRARY_BYTES <= room
 
 
-def _seconds(made: Plan) -> float:
-    return made.estimate.seconds if made.estimate else 0.0
-
-
 @functools.lru_cache(maxsize=64)
 def _plan(problem: Problem, situation: Situation, engine: str) -> Plan:
     roster = situation.roster
@@ -415,19 +393,28 @@ def _plan(problem: Problem, situation: Situation, engine: str) -> Plan:
         return f" with method {made.method!r}, {chosen_as}{', since ' * bool(kept)}{kept}"
 
     found = [_consider(problem, situation, engine, candidate) for candidate in some]
-    found.sort(key=lambda one: (_seconds(one), max(one.projected_bytes.values())))
+    found.sort(key=lambda one: (one.seconds, max(one.projected_bytes.values())))
     return choose(found, f"the multiply of {m} x {k} by {k} x {n} ({problem.dtype})", product_remedies(problem), why)
 
 
-def _candidates(problem: Problem, nworkers: int, engine: str) -> Iterable[tuple[str, tuple[int, int, int]]]:
-    """Return the methods and grids to look at."""
+def _candidates(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
+    """Return the methods and grids to look at.
+
+    With ``method="auto"`` also on fewer workers: 1 and the powers of two, since a small product is faster on few. A
+    method that is asked for takes as many workers as have something to do.
+    """
     if problem.grid is not None:
-        if np.prod(problem.grid) > nworkers:
+        if math.prod(problem.grid) > nworkers:
             raise PlanError(f"a grid of {problem.grid} was asked for, and there are {nworkers} workers")
         return [(problem.method, problem.grid)]
     if any(problem.distributions):
         return asked_ways(problem, nworkers, engine)
-    return candidates(problem, nworkers, problem.method)
+    auto, found = problem.method == "auto", list[Candidate]()
+    counts = {nworkers, 1} | {2**e for e in range(nworkers.bit_length()) if 2**e < nworkers}
+    for count in sorted(counts if auto else range(1, nworkers + 1), reverse=True):
+        if auto or not found:
+            found += grids(problem.m, problem.n, problem.k, count, problem.method)
+    return found
 
 
 def product_remedies(problem: Problem) -> list[str]:
@@ -455,7 +442,8 @@ def _consider(problem: Problem, situation: Situation, engine: str, candidate: Ca
         # Moving nothing may be faster than sharing the work evenly.
         *((*cuts, None) for cuts in [holder_cuts(problem, situation.where, candidate[1])] if cuts is not None),
     ]
-    return min((_cut(problem, situation, engine, candidate[0], cuts) for cuts in every), key=_seconds)
+    found = [_cut(problem, situation, engine, candidate[0], cuts) for cuts in every]
+    return min(found, key=lambda one: one.seconds)
 
 
 def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts: Cuts) -> Plan:
@@ -537,11 +525,7 @@ def problem_from_wire(wire: Any) -> Computation:
 
 def plan_from_wire(wire: Any) -> Placement:
     """Make a plan from what its ``to_wire`` gave, checked."""
-    try:
-        problem = wire["problem"]
-    except (KeyError, TypeError) as error:
-        raise ProtocolError(f"malformed plan: {error!r}") from error
-    return _classes(problem)[1].from_wire(wire)
+    return _classes(wire.get("problem") if isinstance(wire, dict) else None)[1].from_wire(wire)
 
 
 def _classes(wire: Any) -> tuple[type[Problem | FactorProblem | ProgramProblem], type[Placement]]:

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import Options
-from dask_distmm.errors import NoWorkersError, ProtocolError
+from dask_distmm.errors import ProtocolError
 from dask_distmm.numeric.sparse import SHARE
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output, Part, Worker, chunk_elements
 from dask_distmm.planning.footprint import is_by_ranks, made_ahead
 from dask_distmm.planning.model import Phase, Work, speeds
-from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range
+from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
 from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows
@@ -207,8 +207,7 @@ def plan_program(
     sources: Sequence[Worker] = (),
 ) -> ProgramPlacement:
     """Plan a program: chunks stay on those workers of `roster` that have them."""
-    if not roster:
-        raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
+    need_workers(roster)
     where, participants = where or {}, (*roster, *sources)
     workers = _workers_of_rows(problem, len(roster), where.get("a", where.get("b")))
     ranks = tuple(sorted(set(workers)))

@@ -89,8 +89,10 @@ def test_blocks_of_d_cover_it_once_and_fit(count, limit):
 
 
 def test_what_can_not_be_made_in_blocks_says_why():
-    with pytest.raises(ProjectedMemoryError, match="GPUs may hold"):
-        choose_scheme(problem(), gpus(1, GIB // 8), (False, False), BUDGET, COSTS, engine="peer")
+    # Ranks of cublasmp do not read host memory.
+    for engine, limit in (("peer", GIB // 8), ("cublasmp", GIB)):
+        with pytest.raises(ProjectedMemoryError, match="GPUs may hold"):
+            choose_scheme(problem(), gpus(1, limit), (False, False), BUDGET, COSTS, engine=engine)
     with pytest.raises(PlanError, match="in memory already"):
         choose_scheme(problem(array="cupy"), gpus(1, GIB), (False, False), BUDGET, COSTS, engine="peer")
 

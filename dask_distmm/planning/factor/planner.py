@@ -26,13 +26,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import NoWorkersError, PlanError
+from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Worker, chunk_elements
 from dask_distmm.planning.factor.plan import FactorPlacement, block_width, factored, work_of
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem
 from dask_distmm.planning.model import ENGINES, Phase, Work
-from dask_distmm.planning.placement import Where, choose, estimated
+from dask_distmm.planning.placement import Where, choose, estimated, need_workers
 
 # What it costs that several ranks share the eigenvalues of a Hermitian matrix, by way of a tridiagonal one. Pure
 
@@ -96,8 +96,7 @@ def plan_factorization(
     sources: Sequence[Worker] = (),
 ) -> FactorPlacement:
     """Choose how many of the workers of `roster` compute `problem`, and which."""
-    if not roster:
-        raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
+    need_workers(roster)
     if problem.method == "columns" and _alone(problem, engine) and problem.task.a_shape[0]:
         raise PlanError(
             f"{problem.task.kind} in this form is computed by one worker of engine {engine!r}: expected method 'auto' "
@@ -108,7 +107,7 @@ def plan_factorization(
     found = [_consider(problem, roster, sources, where, engine, *candidate) for candidate in candidates]
     # The order says how eigenvalues are computed; the other way is taken where memory is short.
     large = _shares_eigh(problem, len(roster), engine)
-    found.sort(key=lambda one: (one.work.shared != large, one.estimate.seconds if one.estimate else 0.0))
+    found.sort(key=lambda one: (one.work.shared != large, one.seconds))
     rows, cols = problem.task.a_shape
     what = f"{problem.task.kind} of a matrix of {rows} x {cols} ({problem.task.dtype})"
     return choose(found, what, _remedies(problem, len(roster), engine))
