@@ -330,41 +330,58 @@ def plan(
 def is_faster(problem: Problem, roster: Sequence[Worker], limits: Mapping[str, float]) -> bool:
     """Whether some engine runs a problem within the seconds that it is given; how much memory that takes is not asked.
 
-    `plan` would say the same. No way to run it is looked at if the least that a run can take is too long.
+    `plan` would say the same. Ways to run it are looked at only if the least and the most that a run can take do not
+    decide.
     """
     anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
     return any(_is_faster(anonymous, Situation(tuple(roster)), name, limit) for name, limit in limits.items())
 
 
+# The best way to run a problem takes at most this many times the seconds of the smallest product, of its operations on
+# all workers, and of a copy of all matrices by the slowest link: extents may be bad for GEMMs, shares uneven, and
+# messages many.
+_MOST = 12
+# No way holds more on a worker than this many copies of all matrices, and the buffers of a library.
+_COPIES, _LIBRARY_BYTES = 8, 2**28
+
+
 @functools.lru_cache(maxsize=64)
 def _is_faster(problem: Problem, situation: Situation, engine: str, limit: float) -> bool:
-    one, machine = ((1,), (1,)), problem.options.machine(engine)
+    one, machine, roster = ((1,), (1,)), problem.options.machine(engine), situation.roster
     smallest = dataclasses.replace(
         problem, a_chunks=one, b_chunks=one, out_chunks=one, extras=(), formula=Formula(), gathered=""
     )
-    # The least that a run takes: that of the smallest product, and the operations at the full rate of all its ranks.
-    least = _plan(smallest, situation, engine).seconds
-    rate = max(map(machine.rate, (problem.compute_type.name, problem.operand_type.name, problem.compute, "float8")))
-    seconds = problem.flops * (0.5 if is_gram(problem) else 1) / rate
-    threads = sorted((max(1, worker.nthreads) for worker in situation.roster), reverse=True)
-    return any(
+    least, threads = _plan(smallest, situation, engine).seconds, [max(1, worker.nthreads) for worker in roster]
+    names = problem.compute_type.name, problem.operand_type.name, problem.compute or problem.operand_type.name
+    rates = [*map(machine.rate, names), *([machine.rate("float8")] if problem.fp8 else [])]
+    if problem.method == "auto":
+        parts = min(len(roster), max(problem.m, problem.n))
+        operations = problem.flops / (min(rates) * min(threads) * parts)
+        links = machine.bandwidth, machine.network_bandwidth, machine.dask_bandwidth, machine.host_bandwidth
+        copies = _all_bytes(problem) / min(filter(None, (*links, machine.memory_bandwidth)))
+        if _MOST * (least + operations + copies) <= limit:
+            return True
+    seconds = problem.flops * (0.5 if is_gram(problem) else 1) / max(rates)
+    threads.sort(reverse=True)
+    return least + seconds / sum(threads) <= limit and any(
         found.estimate is not None and found.estimate.seconds <= limit
-        for candidate in _candidates(problem, len(situation.roster), engine)
+        for candidate in _candidates(problem, len(roster), engine)
         if least + seconds / sum(threads[: math.prod(candidate[1])]) <= limit
         for found in [_consider(problem, situation, engine, candidate)]
     )
 
 
-# No engine holds more on a worker than this many copies of all matrices, and the buffers of a library.
-_COPIES, _LIBRARY_BYTES = 8, 2**28
-
-
 def fits_easily(problem: Problem, room: float) -> bool:
     """Whether no way to run a problem holds more than this number of bytes on a worker."""
+    return _COPIES * _all_bytes(problem) + _LIBRARY_BYTES <= room
+
+
+def _all_bytes(problem: Problem) -> int:
+    """Return the bytes of all matrices of a problem, each in the largest of its types."""
     types = *map(dtype_from_name, problem.dtypes_of_work), problem.compute_type
     elements = problem.m * problem.k + problem.k * problem.n + problem.m * problem.n
     extras = sum(math.prod(map(sum, extra.chunks)) * dtype_from_name(extra.dtype).itemsize for extra in problem.extras)
-    return _COPIES * (elements * max(dtype.itemsize for dtype in types) + extras) + _LIBRARY_BYTES <= room
+    return elements * max(dtype.itemsize for dtype in types) + extras
 
 
 @functools.lru_cache(maxsize=64)
