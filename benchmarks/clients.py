@@ -1,7 +1,8 @@
 """Programs of other libraries, unchanged, with and without ``enable()``: ``python -m benchmarks.clients``.
 
 Each program gets fresh chunks that are in memory, ways take turns, and the best of some rounds counts; both results are
-compared. A library that is not installed is named and left out: ``pip install dask-ml dask-glm xeofs eofs``.
+compared. A library that is not installed is named and left out: ``pip install dask-ml dask-glm xeofs eofs sgkit
+hyperspy scanpy``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 from distributed import Client, LocalCluster, wait
@@ -27,7 +29,7 @@ from benchmarks.harness import environment
 from benchmarks.revision import revision
 
 ROUNDS = 5
-LIBRARIES = ("dask-ml", "dask-glm", "xeofs", "eofs", "scikit-learn")
+LIBRARIES = ("dask-ml", "dask-glm", "xeofs", "eofs", "sgkit", "hyperspy", "scanpy", "scikit-learn")
 # What results may differ by, relative to the largest element: randomized methods are as good as their spectrum.
 LIMIT = 1e-5
 
@@ -81,6 +83,57 @@ def _eofs(x: da.Array) -> Numbers:
     return {"variances": np.asarray(solver.eigenvalues(5))}
 
 
+def _genotypes(x: da.Array, **more: Any) -> Any:
+    import xarray
+
+    # Dask can't send masked arrays of smaller integers.
+    counts = (x > 2).astype(np.int32) + (x > 6)
+    return xarray.Dataset({"call_alternate_allele_count": (("variants", "samples"), counts), **more})
+
+
+def _sgkit_pca(algorithm: str) -> Callable[[da.Array], Numbers]:
+    def fit(x: da.Array) -> Numbers:
+        options = {"n_components": 8, "ploidy": 2, "algorithm": algorithm, "n_iter": 4, "check_missing": False}
+        found = importlib.import_module("sgkit").pca(_genotypes(x), **options)
+        names = {"variances": "sample_pca_explained_variance", "scores": "sample_pca_projection"}
+        values = dask.compute(*(found[name].data for name in names.values()))
+        return dict(zip(names, values, strict=True))
+
+    return fit
+
+
+def _sgkit_regression(x: da.Array) -> Numbers:
+    genotypes, samples = _genotypes(x.T), np.random.default_rng(1)
+    dosage = genotypes.call_alternate_allele_count.astype(float)
+    covariates, traits = (samples.standard_normal((x.shape[0], count)) for count in (8, 2))
+    data = genotypes.assign(
+        dosage=dosage, ages=(("samples", "covariates"), covariates), heights=(("samples", "traits"), traits)
+    )
+    options = {"dosage": "dosage", "covariates": "ages", "traits": "heights"}
+    found = importlib.import_module("sgkit").gwas_linear_regression(data, **options)
+    return {"coefficients": found.variant_linreg_beta.compute(), "t": found.variant_linreg_t_value.compute()}
+
+
+def _hyperspy(x: da.Array) -> Numbers:
+    spectra = importlib.import_module("hyperspy.api").signals.Signal1D(x.reshape((40, -1, x.shape[1]))).as_lazy()
+    options = {"algorithm": "SVD", "output_dimension": 8, "centre": "navigation", "print_info": False}
+    # By default it is by Dask's scheduler of one thread, which can't read what workers have.
+    spectra.decomposition(svd_solver="full", **options)
+    results = spectra.learning_results
+    return {"variances": np.asarray(results.explained_variance)[:8], "factors": np.asarray(results.factors)}
+
+
+def _scanpy(x: da.Array) -> Numbers:
+    options = {"n_comps": 8, "return_info": True, "dtype": "float64"}
+    scores, components, _, variances = importlib.import_module("scanpy").pp.pca(x, **options)
+    return {"scores": scores.compute(), "components": components, "variances": variances}
+
+
+def _scanpy_sparse(x: da.Array) -> Numbers:
+    csr = importlib.import_module("scipy.sparse").csr_matrix
+    return _scanpy((x * (x > 20)).map_blocks(csr).persist())
+
+
 # By name: the shape and the number of chunks of rows, and what is done.
 PROGRAMS: dict[str, tuple[tuple[int, int, int], Callable[[da.Array], Numbers]]] = {
     "dask-ml: PCA, full": ((200_000, 128, 8), _dask_ml("PCA", n_components=8, svd_solver="full")),
@@ -94,6 +147,12 @@ PROGRAMS: dict[str, tuple[tuple[int, int, int], Callable[[da.Array], Numbers]]] 
     "dask-glm: logistic regression, newton": ((200_000, 64, 8), _regression),
     "xeofs: EOF": ((20_000, 256, 8), _xeofs),
     "eofs: EOF": ((20_000, 256, 8), _eofs),
+    "sgkit: PCA, tsqr": ((60_000, 128, 8), _sgkit_pca("tsqr")),
+    "sgkit: PCA, randomized": ((60_000, 128, 8), _sgkit_pca("randomized")),
+    "sgkit: regression of each variant": ((20_000, 128, 8), _sgkit_regression),
+    "hyperspy: SVD, full": ((60_000, 128, 8), _hyperspy),
+    "scanpy: PCA": ((60_000, 128, 8), _scanpy),
+    "scanpy: PCA, sparse": ((60_000, 512, 8), _scanpy_sparse),
 }
 
 

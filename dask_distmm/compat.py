@@ -67,6 +67,9 @@ MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "dask._task_spec": dict.fromkeys(
         ("Alias", "DataNode", "DependenciesMapping", "GraphNode", "List", "Task", "TaskRef", "convert_legacy_graph"), ()
     ),
+    "dask.array._shuffle": {
+        "_calculate_new_chunksizes": ("input_chunks", "new_chunks", "changeable_dimensions", "maximum_chunk")
+    },
     "dask.array.core": {"_HANDLED_FUNCTIONS": ()},
     "dask.array.optimization": {"optimize": ("dsk", "keys")},
     "dask.array.routines": {"matmul": ()},

@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -18,9 +21,10 @@ from dask._task_spec import Task
 from distributed import Client, LocalCluster, wait
 from matrices import until
 
-from dask_distmm import EngineError, matmul, quantize
+from dask_distmm import EngineError, enabled, matmul, quantize
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.scheduler.plugin import needs_package
+from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.runtime.worker import for_any_worker
 from dask_distmm.testing import assert_product
 from dask_distmm.tools.cli import main
@@ -118,6 +122,48 @@ def test_where_no_worker_has_it(blocked: dict[str, str], tmp_path: Path) -> None
             assert len(client.nthreads()) == 1
         finally:
             stop(process)
+
+
+@pytest.mark.filterwarnings("ignore:The `numpy:FutureWarning")
+def test_where_the_scheduler_lacks_it(blocked: dict[str, str], tmp_path: Path) -> None:
+    """Programs go on under ``enable()``; what asks for a run by name says what to install."""
+    file = tmp_path / "scheduler.json"
+    command = [sys.executable, "-m", "distributed.cli.dask_scheduler", "--port", "0", "--host", "127.0.0.1"]
+    options = ["--no-dashboard", "--scheduler-file", str(file)]
+    processes = [subprocess.Popen([*command, *options], env=blocked, stderr=subprocess.DEVNULL)]
+    try:
+        until(file.exists)
+        with Client(scheduler_file=str(file)) as client, dask.config.set({"distmm.minimum-flops": 0}):
+            processes.append(start(client.scheduler.address, "bare", blocked, tmp_path))
+            client.wait_for_workers(1, timeout=60)
+            a = np.random.default_rng().standard_normal((60, 40))
+            x = da.from_array(a, chunks=20)
+            with enabled():
+                found = x.T @ x, da.linalg.qr(x.rechunk((20, 40)))[1], np.linalg.det(x.T @ x)
+                covariance = da.cov(x.rechunk((20, 40)), rowvar=False)
+            np.testing.assert_allclose(covariance.compute(), np.cov(a, rowvar=False))
+            assert_product(a.T, a, found[0].compute())
+            np.testing.assert_allclose(abs(found[1]).compute(), abs(np.linalg.qr(a)[1]))
+            np.testing.assert_allclose(found[2], np.linalg.det(a.T @ a))
+            with pytest.raises(EngineError, match="the scheduler can't import dask_distmm"):
+                matmul(x.T, x)
+    finally:
+        for process in processes[::-1]:
+            stop(process)
+
+
+def test_where_workers_do_not_fit_together(inproc_client: Client, monkeypatch: Any, caplog: Any) -> None:
+    def refuse(*given: object) -> None:
+        raise EngineError("workers have different versions of numpy")
+
+    monkeypatch.setattr(Roster, "_check_versions", refuse)
+    monkeypatch.setattr("dask_distmm.runtime.client._said", weakref.WeakKeyDictionary())
+    a = np.random.default_rng().standard_normal((60, 40))
+    x = da.from_array(a, chunks=20)
+    with enabled(), dask.config.set({"distmm.minimum-flops": 0}):
+        assert_product(a.T, a, (x.T @ x).compute())
+        np.testing.assert_allclose(np.linalg.inv(x.T @ x), np.linalg.inv(a.T @ a))
+    assert "left to Dask's own tasks: workers have different versions" in caplog.text
 
 
 def test_which_tasks_need_it() -> None:

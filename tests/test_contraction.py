@@ -63,12 +63,39 @@ def test_einsum(inproc_client, take_all, products):
         with dask_distmm.enabled():
             found = np.einsum(spec, *lazy) if rng.integers(2) else da.einsum(spec, *lazy)
         assert len(products) == count, spec
+        assert found.chunks == da.einsum(spec, *lazy).chunks, spec
         expected, bound = np.einsum(spec, *given), np.einsum(spec, *map(np.abs, given))
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         eps = 0 if dtype == "int64" else np.finfo(dtype).eps
         assert (np.abs(found.compute() - expected) <= 64 * eps * bound).all(), (spec, dtype)
 
 
+@pytest.mark.filterwarnings("ignore:Increasing number of chunks:dask.array.core.PerformanceWarning")
+def test_outer_products_keep_chunks_small(products):
+    """Chunks of the result are not the products of those of the operands, which may not fit into memory."""
+    rng = np.random.default_rng()
+    x, y = (da.from_array(noise(rng, (4, 12, 10), "float64"), chunks=(2, 6, 10)) for _ in "xy")
+    z = da.from_array(noise(rng, (50, 2, 4, 2, 4), "float64"))
+    specs = {"aij,akl->ijkl": [x, y], "aij,aik->jk": [x, y], "aij,akl,km->ijlm": [x, y, x[0]]}
+    specs["abcde,bfc,dfe->acef"] = [z, x[:2, :, :4].rechunk(-1), y[:2, :, :4].rechunk(-1)]
+    for spec, given in specs.items():
+        expected = da.einsum(spec, *given)
+        with dask_distmm.enabled():
+            found = da.einsum(spec, *given)
+        assert found.chunks == expected.chunks, spec
+        np.testing.assert_allclose(found.compute(), expected.compute(), atol=1e-12)
+
+
+def test_einsum_of_unknown_sizes_is_dasks(products):
+    x = da.from_array(noise(np.random.default_rng(), (12, 6), "float64"), chunks=4)
+    rows = x[x[:, 0] > 0]
+    with dask_distmm.enabled():
+        found = da.einsum("ij,jk,kl->il", rows, x[:6], x[:6])
+    known = rows.compute()
+    np.testing.assert_allclose(found.compute(), known @ x[:6].compute() @ x[:6].compute())
+
+
+@pytest.mark.filterwarnings("ignore:Increasing number of chunks:dask.array.core.PerformanceWarning")
 def test_chunks_and_parts(inproc_client, take_all, products):
     """Chunks are those that Dask gives; a part is a part."""
     rng = np.random.default_rng()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import uuid
+
 import dask
 import dask.array as da
 import numpy as np
+import pytest
 import scipy.sparse.linalg
+from distributed import get_worker
 from faults import inject
+from matrices import until
 from run_events import events_after, newest_run, runs_after
 
 from dask_distmm import linalg
@@ -30,6 +35,31 @@ def test_on_worker_processes(client):
         assert info == 0
         np.testing.assert_allclose(found, expected, atol=1e-8 * abs(expected).max())
         assert runs_after(client, moment) == 1
+
+
+def test_a_callback_tells_the_client(client):
+    """It finds its worker; one that raises ends the iteration."""
+    topic = uuid.uuid4().hex
+
+    def tell(norm):
+        get_worker().log_event(topic, norm)
+        if norm < 1e-3:
+            raise ArithmeticError("near enough")
+
+    a = poisson(8)
+    b = np.random.default_rng().standard_normal(len(a))
+    x, y = (da.from_array(one, chunks=(len(a) // 4, len(a))[: one.ndim]) for one in (a, b))
+    with pytest.raises(ArithmeticError, match="near enough"):
+        dask.compute(*linalg.gmres(x, y, rtol=1e-8, callback=tell, callback_type="pr_norm"))
+    norms: list[float] = []
+
+    def told():
+        norms[:] = [norm for _, norm in client.get_events(topic)]
+        return norms and norms[-1] < 1e-3
+
+    until(told)
+    assert sorted(norms, reverse=True) == norms
+    assert norms[-1] < 1e-3 <= norms[-2]
 
 
 def test_a_worker_dies_in_a_turn(fault_client):

@@ -112,6 +112,60 @@ def test_chunks_of_another_type_than_the_array_says(inproc_client, take_all):
         np.testing.assert_array_equal(x.compute(), small)
 
 
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+def test_chunks_of_a_subclass(inproc_client, take_all, tmp_path):
+    """Tasks that read files make memory maps, whose array says nothing of them."""
+    x, read = np.random.default_rng().standard_normal((40, 30)), dask.delayed(np.load)
+    np.save(tmp_path / "x.npy", x)
+    blocks = [da.from_delayed(read(tmp_path / "x.npy", mmap_mode="r"), x.shape, x.dtype) for _ in range(2)]
+    mapped, whole = da.concatenate(blocks), np.concatenate([x, x])
+    for given in (mapped, mapped.persist(), mapped.map_blocks(np.ma.asarray, meta=np.empty((0, 0)))):
+        with dask_distmm.enabled():
+            product = given.T @ given
+            solved = da.linalg.inv((given.T @ given).map_blocks(np.asmatrix, meta=np.empty((0, 0))))
+        assert is_collective(product)
+        found = product.compute()
+        assert type(found) is np.ndarray
+        assert_product(whole.T, whole, found)
+        np.testing.assert_allclose(solved.compute() @ whole.T @ whole, np.eye(30), atol=1e-8)
+    masked = mapped.map_blocks(np.ma.masked_greater, 0, meta=np.empty((0, 0)))
+    with dask_distmm.enabled(), pytest.raises(dask_distmm.RunFailedError, match="MaskedArray.*meta="):
+        (masked.T @ masked).compute()
+
+
+@pytest.mark.filterwarnings("ignore:The `numpy:FutureWarning")
+@pytest.mark.parametrize("rows", [2, 30])
+def test_factors_of_unknown_sizes_are_dasks(inproc_client, take_all, rows):
+    """The shapes of results depend on whether there are fewer rows than columns."""
+    rng = np.random.default_rng()
+    x, y = (
+        da.from_array(rng.standard_normal(shape), chunks=(max(1, rows // 2), 10)[: len(shape)])
+        for shape in ((rows, 10), (rows,))
+    )
+    chosen = da.from_array(np.ones(rows, bool), chunks=rows // 2)
+
+    def made():
+        a, b = x[chosen], y[chosen]
+        solved = da.linalg.lstsq(a, b)[:2] if rows > 10 else ()
+        return [abs(da.linalg.qr(a)[1]), np.linalg.svdvals(a), da.cov(a, rowvar=False), da.corrcoef(a.T), *solved]
+
+    expected = made()
+    with dask_distmm.enabled():
+        found = made()
+    for one, other in zip(dask.compute(*found), dask.compute(*expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-8, atol=1e-12, strict=True)
+
+
+def test_masked_chunks_are_dasks():
+    x = da.from_array(np.random.default_rng().standard_normal((12, 8)), chunks=4).map_blocks(np.ma.masked_greater, 0)
+    spec, given = ("ij,kj->ik", [x, x]) if np.random.default_rng().integers(2) else ("ij,kj,kl->il", [x, x, x])
+    expected = da.einsum(spec, *given).compute()
+    with dask_distmm.enabled():
+        found = da.einsum(spec, *given).compute()
+    assert type(found) is type(expected)
+    np.testing.assert_allclose(found, expected)
+
+
 @pytest.mark.filterwarnings("ignore:The `numpy:FutureWarning")
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "int32", "int64"])
 def test_integers_are_added_as_without(inproc_client, take_all, dtype):

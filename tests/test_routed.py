@@ -150,6 +150,23 @@ def test_singular_values_of_any_chunks(routed):
         assert routed(*da.linalg.svd(cut(a, *chunks)))[0] == 0, "Dask's own"
 
 
+@pytest.mark.parametrize("wide", [True, False])
+def test_signs_of_singular_vectors_are_dasks(routed, wide):
+    """One run of a matrix in chunks of rows, or of columns."""
+    a = random(600, 20) * np.geomspace(1, 9, 20)
+    x = (cut(a, 100, 20).T if wide else cut(a, 100, 20)).persist()
+    with dask.config.set({"distmm.enabled": False}):
+        lazy = da.linalg.svd(x)
+        expected = dask.compute(*lazy)
+    with dask.config.set({"distmm.minimum-flops": 0}):
+        made = da.linalg.svd(x)
+    assert [one.chunks for one in made] == [one.chunks for one in lazy]
+    runs, *found = routed(*made)
+    assert runs == 1
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12 * abs(other).max())
+
+
 def test_chunks_that_dask_refuses(routed):
     a, s, b = random(40, 30), positive(30), random(40)
     runs, q, r = routed(*da.linalg.qr(cut(a, 15, 20)))

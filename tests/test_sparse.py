@@ -109,6 +109,24 @@ def test_compressed_chunks_of_the_package_sparse():
     close(dense(both), a @ a.T, np.float64)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int32"])
+def test_what_dask_has_of_the_package_sparse_is_as_without(dtype):
+    """Sums of narrow integers in 64 bits, unknown sizes of what is summed over, and einsum, which is sparse."""
+    rng = np.random.default_rng()
+    s = da.from_array(rng.integers(-1, 2, (12, 8)).astype(dtype), chunks=4).map_blocks(sparse.COO.from_numpy)
+    w = da.from_array(rng.integers(-9, 9, (8, 5)).astype(dtype), chunks=3)
+    chosen = da.from_array(rng.random(12) < 0.5, chunks=4)
+
+    def made():
+        return s @ w, s[chosen].T @ s[chosen], da.einsum("ij,jk->ik", s, w), da.einsum("ij,kj->ik", s, s)
+
+    with enabled():
+        ours = made()
+    for found, expected in zip(dask.compute(*ours), dask.compute(*made()), strict=True):
+        assert (type(found), found.dtype) == (type(expected), expected.dtype)
+        np.testing.assert_array_equal(*(x.todense() if hasattr(x, "todense") else x for x in (found, expected)))
+
+
 def test_products_on_workers(inproc_client):
     check_products(sp.csr_array, np.float64)
     s, x = chunked(np.eye(300), sp.csr_array), da.ones((300, 3))

@@ -41,11 +41,13 @@ from numbers import Integral
 from string import ascii_letters
 from typing import Any
 
+import dask
 import dask.array
 import dask.array as da
 import dask.array.routines
 import numpy as np
 from dask._task_spec import Task, TaskRef
+from dask.array._shuffle import _calculate_new_chunksizes
 from dask.array.chunk_types import is_valid_chunk_type
 from dask.array.core import Array, unify_chunks
 from dask.array.einsumfuncs import einsum as dask_einsum
@@ -56,15 +58,23 @@ from dask.highlevelgraph import HighLevelGraph
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from dask_distmm.arrays.choice import why_leave
-from dask_distmm.arrays.fallback import added_in_64_bits, dask_tensordot, is_sparse, multiply_sparse, why_not
+from dask_distmm.arrays.fallback import (
+    added_in_64_bits,
+    dask_tensordot,
+    is_sparse,
+    left_to_dask,
+    multiply_sparse,
+    sparse_in_einsum,
+    takes_sparse,
+    why_not,
+)
 from dask_distmm.arrays.kinds import COMPAT_LINALG, any_kind, as_array, kind_of, kinds, ndim_of, owners, planning
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.linalg.array_api import chain, power
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import UnfitOperandsError, parse, rechunk
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
-from dask_distmm.engines.base import log
-from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError
+from dask_distmm.errors import EngineError, PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.runtime.chunks import array_kind
 
 # Contractions
@@ -101,9 +111,12 @@ def contract(a: Array, left: str, b: Array, right: str, out: str, product: Produ
 def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
     """Return a contraction of arrays, two at a time in the cheapest order; other pairs are left to Dask.
 
-    Of two operands that is NotImplemented.
+    Of two operands that is NotImplemented, and so are unknown sizes.
     """
+    if np.isnan([*itertools.chain(*(x.shape for x in arrays))]).any():
+        return NotImplemented
     terms, out = spec.split("->")
+    arrays = _cut(terms.split(","), out, arrays)
     left = list(zip(terms.split(","), arrays, strict=True))
     path: list[tuple[int, ...]] = [(0, 1)]
     if len(left) > 2:
@@ -125,13 +138,32 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
                 return NotImplemented
             made = dask_einsum(",".join(one for one, _ in taken) + "->" + letters, *(x for _, x in taken))
         left.append((letters, made))
-    return left[0][1]
+    # Those between may have been cut, as they may be larger.
+    sizes, _ = unify_chunks(*itertools.chain(*zip(arrays, terms.split(","), strict=True)), warn=False)
+    return left[0][1].rechunk(tuple(sizes[one] for one in out))
+
+
+def _cut(terms: Sequence[str], out: str, arrays: Sequence[Array]) -> Sequence[Array]:
+    """Return operands in chunks of which those of the result are as Dask's: hardly larger than the largest of them."""
+    largest, kept = max(1, *(math.prod(map(max, x.chunks)) for x in arrays)), dict.fromkeys(out, 1)
+    for letters, x in zip(terms, arrays, strict=True):
+        kept |= {one: max(kept[one], *sizes) for one, sizes in zip(letters, x.chunks, strict=True) if one in kept}
+    growth = math.prod(kept.values()) / (largest * dask.config.get("array.chunk-size-tolerance"))
+    if not (out and growth > 1):
+        return arrays
+    found = []
+    for letters, x in zip(terms, arrays, strict=True):
+        axes = {i for i, one in enumerate(letters) if one in kept}
+        most = math.prod(map(max, x.chunks)) / growth ** (len(axes) / len(out))
+        found.append(x.rechunk(tuple(_calculate_new_chunksizes(x.chunks, list(x.chunks), axes, most))))
+    return found
 
 
 def _by_tensordot(a: Array, left: str, b: Array, right: str, out: str) -> Any:
     """Return a contraction of Dask's tasks that call BLAS: chunk by chunk ``einsum`` is much slower."""
     batch, _, _, summed = _roles(a, left, b, right, out)
-    if not summed or batch or planning() or np.result_type(a, b).kind not in "fc":
+    plain = all(array_kind(x._meta) in ("numpy", "cupy") for x in (a, b))
+    if not summed or batch or planning() or not plain or np.result_type(a, b).kind not in "fc":
         return NotImplemented
     found = dask_tensordot(a, b, axes=([left.index(x) for x in summed], [right.index(x) for x in summed]))
     return _merged(found, "".join(x for x in left + right if x not in summed), list(out))
@@ -470,7 +502,7 @@ def _einsum(*args: Any, **kwargs: Any) -> Any:
     """Take contractions that are products, of two operands or of more, one after the other."""
     # How Dask would go about it says nothing of ours.
     asked = None if set(kwargs) - {"optimize", "split_every"} else parsed(args)
-    return NotImplemented if asked is None else einsum(*asked, _product)
+    return NotImplemented if asked is None or sparse_in_einsum(*asked[1]) else einsum(*asked, _product)
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -482,18 +514,19 @@ def _product(a: Any, b: Any) -> Any:
     if planning():
         return multiply(parse(a, b))
     if is_sparse(a) or is_sparse(b):
-        return multiply_sparse(a, b) if max(a.ndim, b.ndim) < 3 else NotImplemented
+        return multiply_sparse(a, b) if takes_sparse(a, b) else NotImplemented
     if why_not(a, b, most=max(a.ndim, b.ndim)) is not None:
         return NotImplemented
     raises = raises_beyond_memory()
     try:
         request = parse(a, b)
         return NotImplemented if why_leave(request) else multiply(request, enabled=True)
-    except (MissingEngineError, UnfitOperandsError):
-        # No worker can, as of CuPy chunks on a cluster without the GPU engine; or Dask has an error to raise.
+    except UnfitOperandsError:
+        # Dask has an error to raise.
         return NotImplemented
+    except (EngineError, ProtocolError) as error:
+        return left_to_dask(error)
     except ProjectedMemoryError as error:
         if raises:
             raise
-        log.warning("left to Dask's own tasks: %s", error)
-        return NotImplemented
+        return left_to_dask(error)

@@ -23,7 +23,8 @@ from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from dask_distmm.errors import PlanError
+from dask_distmm.engines.base import log
+from dask_distmm.errors import MissingEngineError, PlanError
 from dask_distmm.numeric.sparse import compressed, dense, multiply, sparse_package, total
 from dask_distmm.numeric.types import FP8, Types, supported
 from dask_distmm.planning import ENGINES
@@ -36,6 +37,22 @@ from dask_distmm.runtime.client import current_client
 def is_sparse(x: Array) -> bool:
     """Whether an array says that its chunks are sparse."""
     return bool(sparse_package(x._meta))
+
+
+def takes_sparse(a: Array, b: Array) -> bool:
+    """Whether ``a @ b`` of sparse chunks is made here under `enable`: Dask has none of SciPy's, but unknown sizes."""
+    # Those of the package sparse Dask multiplies as others.
+    narrow = added_in_64_bits(np.result_type(a.dtype, b.dtype)) and "sparse" in _packages(a, b)
+    return max(a.ndim, b.ndim) < 3 and a.shape[-1] == b.shape[-2 if b.ndim > 1 else 0] and not narrow
+
+
+def sparse_in_einsum(*arrays: Array) -> bool:
+    """Whether Dask's own ``einsum`` has sparse chunks where a product is dense."""
+    return {"sparse", ""} <= _packages(*arrays)
+
+
+def _packages(*arrays: Array) -> set[str]:
+    return {sparse_package(x._meta) for x in arrays}
 
 
 def multiply_sparse(a: Array, b: Array) -> Array:
@@ -124,6 +141,13 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
 def has_unknown_chunks(x: da.Array) -> bool:
     """Whether chunk sizes are unknown, as after selecting rows by a mask."""
     return any(map(math.isnan, x.shape))
+
+
+def left_to_dask(error: Exception) -> Any:
+    """Return NotImplemented for a cluster on which nothing runs, and log why, unless an engine is missing there."""
+    if not isinstance(error, MissingEngineError):
+        log.warning("left to Dask's own tasks: %s", error)
+    return NotImplemented
 
 
 def added_in_64_bits(dtype: np.dtype[Any]) -> bool:

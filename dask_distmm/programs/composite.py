@@ -615,9 +615,9 @@ def record(
     """Return the steps of rank `me`; `cols` has the columns of each operand by name, `made` those that ranks make."""
     options = dict(options)
     p = Recorder(me, rows, dtype, finite=options.pop("finite", True))
-    functions = options.pop("functions", {})
-    operands = {name: Tall(name, size, operand=True, made=name in made) for name, size in cols.items()}
+    functions, size = options.pop("functions", {}), options.pop("columns", sum(rows.sizes))
+    operands = {name: Tall(name, count, operand=True, made=name in made) for name, count in cols.items()}
     p.make(*operands.values())
-    operands |= {name: Tall(name, sum(rows.sizes), function=function) for name, function in functions.items()}
+    operands |= {name: Tall(name, size, function=function) for name, function in functions.items()}
     BUILDERS[kind](p, operands, wanted, **options)
     return p.end()

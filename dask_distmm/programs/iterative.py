@@ -40,7 +40,7 @@ LSMR = (
 )
 
 # The column of a basis that is next is the first number.
-GMRES = ("column", "scale", "keep", "met", "count", "residual", "goal", "factor", "limit", "broken", "start")
+GMRES = ("column", "scale", "keep", "met", "count", "residual", "goal", "factor", "limit", "broken", "start", "normb")
 LANCZOS = ("column", "scale", "beta", "broken", "count", "kept", "turns", "norm")
 
 # Powers of two: what A, its square and its cube are multiplied by; squares that are to come.
@@ -141,13 +141,17 @@ class Vectors:
         """Return the product of a matrix and a vector that all ranks have."""
         product, matrix = self.new(cols=whole.shape[1]), self.operands[operand]
         for number, chunk in self.p.numbered(matrix):
-            _, start, size = self.places[number]
             if matrix.function:
-                where = {"at": start, "first": self.firsts[number], "size": size}
-                self.p.call("apply", whole, product, function=matrix.function, role=operand.upper(), **where)
+                self.p.call("apply", whole, product, **self.applied(matrix, operand.upper(), number))
             else:
-                self.p.call("times", chunk, whole, product, at=start)
+                self.p.call("times", chunk, whole, product, at=self.places[number][1])
         return product
+
+    def applied(self, matrix: Tall, role: str, number: int) -> dict[str, Any]:
+        """Return the options with which a user's function is called for a chunk of rows."""
+        _, start, size = self.places[number]
+        where = {"at": start, "first": self.firsts[number], "size": size}
+        return {"function": matrix.function, "role": role, **where}
 
     def product(self, part: Buffer, whole: Buffer) -> Buffer:
         """Return the product of a matrix in the rows of a rank and one that all ranks have."""
@@ -202,6 +206,18 @@ class Vectors:
         self.p.call("orthogonalize", sums, state, basis, w)
         return sums
 
+    def tell(self, x: Buffer) -> None:
+        """Have rank 0 call the user's callback, if there is one, with all of x."""
+        if "callback" in self.operands:
+            whole = self.whole(x)
+            self.call_back("callback", whole)
+            self.p.drop(whole)
+
+    def call_back(self, name: str, given: Buffer, **options: Any) -> None:
+        """Have rank 0 call a function of the user's, if there is one, with what all ranks have, or a number of it."""
+        if name in self.operands and self.p.me == 0:
+            self.p.call("call_back", given, function=self.operands[name].function, **options)
+
     def residual(self, b: Buffer, x: Buffer) -> Buffer:
         """Return b - A x."""
         r = self.new(b)
@@ -233,6 +249,7 @@ def cg(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float, atol: fl
         sums = v.dots((d, q))
         _advance(p, "cg_step", [sums], state)
         p.call("axpy", state, d, x, sign=1)
+        v.tell(x)
         p.call("axpy", state, q, r, sign=-1)
         p.drop(q, sums)
         z = v.preconditioned(r)
@@ -283,6 +300,7 @@ def minres(
         p.call("copy", now, before)
         p.call("copy", new, now)
         p.call("axpy", state, now, x, at=at("phi"))
+        v.tell(x)
         p.drop(sums, new)
         sums = v.dots((x, x))
         _advance(p, "minres_test", [sums], state, go, rtol=rtol, eps=eps, maxiter=maxiter)
@@ -300,6 +318,7 @@ class Bidiagonal:
 
     def __init__(self, p: Recorder, operands: Operands, names: tuple[str, ...], start: str) -> None:
         self.p, self.vectors, self.cols = p, Vectors(p, operands), operands["a"].cols
+        self.adjoint = operands.get("adjoint")
         self.state, self.go, self.v = p.numbers(len(names), "float64"), p.flag(), self.zeros()
         p.new(self.state, self.go, zero=True)
         b = self.vectors.load("b")
@@ -342,7 +361,11 @@ class Bidiagonal:
     def _adjoint(self, b: Buffer) -> None:
         p, product, sums = self.p, self.zeros(), self.p.numbers(2)
         for number, chunk in p.numbered(self.vectors.operands["a"]):
-            p.call("adjoint_times", chunk, self.u, product, at=self.vectors.places[number][1])
+            if self.adjoint:
+                options = self.vectors.applied(self.adjoint, "the adjoint of A", number)
+                p.call("add_applied", self.u, product, **options)
+            else:
+                p.call("adjoint_times", chunk, self.u, product, at=self.vectors.places[number][1])
         p.new(sums)
         p.call("dots", sums, self.u, self.u, *((b, b) if b != self.u else (b, self.u)))
         parts = p.share(product, sums, flags=(self.go,))
@@ -433,6 +456,7 @@ def gmres(
         w = v.preconditioned(product)
         first, second = (v.orthogonal(state, basis, w) for _ in range(2))
         _advance(p, "gmres_rotate", [first, second], state, inside, triangle, rotations, side, eps=eps)
+        v.call_back("pr_norm", state, ratio=(at("residual"), at("normb")))
         p.call("scale", state, w, at=at("scale"))
         p.call("put_column", state, w, basis)
         v.whole(w, inside, into=whole)
@@ -443,6 +467,7 @@ def gmres(
         _advance(p, "gmres_solve", [triangle, side], state, y)
         p.call("basis_add", y, basis, x)
         v.whole(x, into=whole)
+        v.call_back("callback", whole)
         product, r = v.times("a", whole), v.new(b)
         p.call("subtract", product, r)
         z = v.preconditioned(r)

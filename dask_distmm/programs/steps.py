@@ -267,6 +267,8 @@ CONTRACTS: dict[str, Contract] = {
     "put": Contract("rw", _none),
     "take": Contract("rw", _none),
     "apply": Contract("rw", _none),
+    "add_applied": Contract("ru", _none),
+    "call_back": Contract("r", _none),
     "assemble": Contract("wr", _none),
     "total": Contract("wr", _none),
     "dots": Contract("wr", lambda out, *x: sum(2 * one[0] * one[1] for one in x[::2])),

@@ -92,12 +92,19 @@ def other_orders(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[str, s
     return found
 
 
+def _plain(chunk: Any) -> Any:
+    """Return a chunk of a subclass of NumPy's array that computes as NumPy does (a memory map) as such an array."""
+    computes_alike = getattr(type(chunk), "__array_ufunc__", None) is np.ndarray.__array_ufunc__
+    return np.asarray(chunk) if computes_alike and not np.ma.is_masked(chunk) else chunk
+
+
 def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, Any]:
     """Return the chunks, in the types that the graph says.
 
     Some arrays have chunks of another type than they say: Dask's Cholesky factors of integers have integers for
     zeros, its LU factors of narrow integers float64 instead of float32. Such chunks are converted within their kind,
     as NumPy's functions with ``dtype`` do (``same_kind``). Sparse chunks are for programs, in compressed rows.
+    Tasks that read files may make memory maps.
     """
     problem = plan.problem
     checked = {}
@@ -113,6 +120,7 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
                     "dense by map_blocks(lambda x: x.toarray())"
                 )
             chunk = compressed(chunk)  # noqa: PLW2901
+        chunk = _plain(chunk)  # noqa: PLW2901
         chunk, expected = typed(chunk, dtype), carried(dtype, array_kind(chunk))  # noqa: PLW2901
         found_shape = getattr(chunk, "shape", ())
         # -1 stands for what is not known.

@@ -151,14 +151,15 @@ def _install_plugin(client: Client) -> None:
         raise MissingEngineError(refusal)
     try:
         client.register_plugin(DistMMSchedulerPlugin())
-    except MissingEngineError as error:
-        _refused[client] = time.monotonic(), str(error)
-        raise
-    except ImportError as error:
-        raise EngineError(
-            f"the scheduler can't import dask_distmm ({error}); install it there, and start it again: "
-            f"{install_command(elsewhere=True)}"
-        ) from error
+    except (MissingEngineError, ImportError) as error:
+        refusal = str(error)
+        if isinstance(error, ImportError):
+            refusal = (
+                f"the scheduler can't import dask_distmm ({error}); install it there, and start it again: "
+                f"{install_command(elsewhere=True)}"
+            )
+        _refused[client] = time.monotonic(), refusal
+        raise MissingEngineError(refusal) from error
     _installed.add(client)
 
 

@@ -214,8 +214,9 @@ class WorkerService:
         self._groups: set[tuple[int, str]] = set()
         # Numbers of runs that are over. Messages that come late for them, as this process stood still, are refused.
         self._over: collections.deque[int] = collections.deque(maxlen=1000)
-        # One thread, so that two collectives can never cross.
-        self.engine_thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-engine")
+        # One thread, so that two collectives can never cross. Functions of users in it find the worker, as tasks do.
+        as_task = functools.partial(direct.act_as_task, worker)
+        self.engine_thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-engine", initializer=as_task)
         self.handlers: dict[str, Callable[..., Any]] = {
             **answering(messages.Describe, self.describe),
             **answering(messages.Prepare, self.prepare, self._is_current),

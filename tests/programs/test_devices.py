@@ -69,5 +69,11 @@ def test_kernels_of_iterations_do_not_mix(monkeypatch):
     ):  # fmt: skip
         run_strictly(monkeypatch, made, operands)
     operands["a"] = b
-    for made in (linalg.cg(lambda x, rows: 3 * x[rows], y)[0], linalg.lobpcg(lambda x, rows: x[rows], y)[0]):
+    functions = (lambda x, rows: 3 * x[rows], lambda u, rows: sys.modules["cupy"].zeros((20, 1)) + u[0])
+    for made in (
+        linalg.cg(functions[0], y)[0], linalg.lobpcg(lambda x, rows: x[rows], y)[0],
+        linalg.lsqr(functions, y, x0=y[:, 0])[1], linalg.cg(functions[0], y, callback=abs)[0],
+        linalg.gmres(functions[0], y, callback=abs, callback_type="x")[0],
+        linalg.gmres(functions[0], y, callback=abs, callback_type="pr_norm")[0],
+    ):  # fmt: skip
         run_strictly(monkeypatch, made, operands)

@@ -401,6 +401,62 @@ def test_functions_in_place_of_matrices(dtype):
     np.testing.assert_allclose(w, exact[:3], atol=tight * 100)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("m", "n"), [(90, 30), (30, 50)])
+def test_two_functions_in_place_of_a_matrix(m, n, dtype):
+    """The same results as of the matrix: of solvers that multiply by its adjoint, too."""
+    rng, eps = np.random.default_rng(), np.finfo(dtype).eps
+    b, x0 = noise(rng, (m,), dtype), noise(rng, (n,), dtype)
+    u, _, vh = np.linalg.svd(noise(rng, (m, n), dtype), full_matrices=False)
+    a = ((u * np.geomspace(1, 3, min(m, n))) @ vh).astype(dtype)
+    functions = (lambda x, rows: a[rows] @ x, lambda u, rows: (a[rows].conj().T @ u)[:, 0])
+    y = da.from_array(b, chunks=13)
+    for solver, start, damp in itertools.product((linalg.lsqr, linalg.lsmr), (x0, np.zeros(n, dtype)), (0, 0.3)):
+        options = {"damp": damp, "x0": da.from_array(start, chunks=20), "conlim": 0, "atol": 10 * eps, "btol": 10 * eps}
+        expected = dask.compute(*solver(da.from_array(a, chunks=(13, n)), y, **options))
+        results = solver(functions, y, **options)
+        assert results[0].chunks == options["x0"].chunks
+        found = dask.compute(*results)
+        right = (b - a @ start)[:, None]
+        of_ranks = on_ranks(results, {"a": b[:, None], "b": b[:, None], "g": right})
+        for x, count in ((found[0], found[2]), (of_ranks["x"][:, 0] + start, of_ranks["numbers"][0, 1])):
+            assert x.dtype == dtype
+            assert np.linalg.norm(x - expected[0]) <= 1e4 * eps * np.linalg.norm(expected[0])
+            assert abs(count - expected[2]) <= 0.3 * expected[2]
+
+
+# What `see` was called with. Pickled by its name, it is the same one where it is called.
+SEEN: list[object] = []
+
+
+def see(given):
+    SEEN.append(given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("function", "kind"), [("cg", ""), ("minres", ""), ("gmres", "x"), ("gmres", "pr_norm")])
+def test_callbacks(function, kind, dtype):
+    """They are called with what SciPy's are called with, as often, on one rank of several."""
+    rng, eps = np.random.default_rng(), np.finfo(dtype).eps
+    if function == "minres":
+        dtype = np.empty(0, dtype).real.dtype  # SciPy's does not conjugate
+    a, b, x0 = hermitian(rng, dtype, np.geomspace(1, 3, N)), noise(rng, (N,), dtype), noise(rng, (N,), dtype)
+    options = {"rtol": 1e-4} | ({"callback_type": kind, "restart": 5} if kind else {})
+    expected = []
+    getattr(scipy.sparse.linalg, function)(a, b, x0, callback=lambda x: expected.append(np.copy(x)), **options)
+    results = getattr(linalg, function)(
+        da.from_array(a, chunks=(17, 23)), da.from_array(b, chunks=13), da.from_array(x0), callback=see, **options
+    )
+    for run in (lambda: dask.compute(*results), lambda: on_ranks(results, {"a": a, "b": b[:, None], "g": x0[:, None]})):
+        SEEN.clear()
+        run()
+        assert len(SEEN) == len(expected) > 1
+        for found, one in zip(SEEN, expected, strict=True):
+            assert (np.shape(found), type(found)) == ((), float) if kind == "pr_norm" else ((N,), np.ndarray)
+            assert kind == "pr_norm" or found.dtype == b.dtype
+            assert np.linalg.norm(found - one) <= 1e4 * eps * max(np.linalg.norm(one), 1e-2)
+
+
 def test_functions_that_fail():
     """A user's error arrives as it is; what is returned has to fit."""
     b = da.ones(6, chunks=3)
@@ -410,6 +466,8 @@ def test_functions_that_fail():
 
     with pytest.raises(LookupError, match="rows 0"):
         dask.compute(*linalg.cg(broken, b))
+    with pytest.raises(LookupError, match="rows 0"):
+        dask.compute(*linalg.cg(da.eye(6, chunks=3), b, callback=lambda x: broken(x, slice(int(x[0]) - 1, 6))))
     with pytest.raises(ValueError, match="read-only"):
         dask.compute(*linalg.cg(lambda x, rows: x.__setitem__(0, 1), b))
     for function, said in (
@@ -418,6 +476,15 @@ def test_functions_that_fail():
     ):
         with pytest.raises(MatrixError, match=said):
             dask.compute(*linalg.cg(function, b))
+    x0 = da.zeros(4)
+    for functions, error, said in (
+        ((lambda x, rows: x[rows], broken), LookupError, "rows 0"),
+        ((lambda x, rows: np.ones((3, 1)), lambda u, rows: u), MatrixError, r"the adjoint of A .* shape \(4, 1\)"),
+    ):
+        with pytest.raises(error, match=said):
+            dask.compute(*linalg.lsqr(functions, b, x0=da.zeros(6) if error is LookupError else x0))
+    with pytest.raises(PlanError, match="A is two functions, so x0 must be passed"):
+        linalg.lsmr((broken, broken), b)
     with pytest.raises(PlanError, match="A is a function, so v0 must be passed"):
         linalg.eigsh(laplacian, 2)
 
@@ -460,7 +527,8 @@ def test_arguments_that_are_refused():
         ),
         ((a, b), {"maxiter": 0}, "maxiter must be at least 1, got 0"),
         ((a, b), {"rtol": -1.0}, "rtol must be at least 0"),
-        ((a, b), {"callback": print}, "callback must be None: workers can't call"),
+        ((a, b), {"callback": 1}, "callback must be a function or None, got 1"),
+        ((a, b), {"callback": [].append}, "callback is append of a list of this process, of which a worker would have"),
         ((a, b), {"method": "columns"}, "method='columns' is not for iterative solvers"),
     ):
         with pytest.raises(PlanError, match=f"^cg.*{said}"):
@@ -468,12 +536,20 @@ def test_arguments_that_are_refused():
     for solver, arguments, options, said in (
         (linalg.minres, (a, b), {"show": True}, "show must be False"),
         (linalg.minres, (a, b), {"check": True}, "check must be False"),
+        (linalg.gmres, (a, b), {"callback": print}, "callback_type must be 'x' or 'pr_norm' if there is a callback"),
+        (linalg.gmres, (a, b), {"callback_type": "legacy"}, "unknown callback_type 'legacy'"),
         (linalg.lsqr, (a, b), {"show": True}, "show must be False"),
         (linalg.lsqr, (a[:, :0], b), {}, "A must have rows and columns, got 6 x 0"),
         (linalg.lsmr, (a, b[:5]), {}, r"so b must have shape \(6,\)"),
         (linalg.lsmr, (a[:, :4], b), {"x0": b}, r"A is 6 x 4, so x0 must have shape \(4,\); it has \(6,\)"),
         (linalg.lsmr, (a, b), {"damp": -1.0}, "damp must be at least 0"),
-        (linalg.lsqr, (lambda x: x, b), {}, "A is a function; expected an array"),
+        (linalg.lsqr, (lambda x: x, b), {}, "A is a function; expected an array, or two functions"),
+        (
+            linalg.lsmr,
+            (scipy.sparse.linalg.aslinearoperator(np.eye(6)), b),
+            {},
+            "A is a MatrixLinearOperator; expected",
+        ),
     ):
         with pytest.raises(PlanError, match=f"^{solver.__name__}.*{said}"):
             solver(*arguments, **options)

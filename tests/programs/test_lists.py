@@ -34,6 +34,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("ridge", {"alphas": (1.0, 2.0)}, ("x",)),
     ("cg", {"rtol": 1e-5, "atol": 0.0, "maxiter": 9}, ("x", "info")),
     ("cg", {"rtol": 1e-5, "atol": 0.0, "maxiter": 9, "functions": {"a": b"f", "m": b"f"}}, ("x", "info")),
+    ("cg", {"rtol": 1e-5, "atol": 0.0, "maxiter": 9, "functions": {"callback": b"f"}}, ("x", "info")),
     ("minres", {"rtol": 1e-5, "shift": 1.0, "maxiter": 9, "eps": 1e-16}, ("x", "info")),
     ("gmres", {"rtol": 1e-5, "atol": 0.0, "restart": 4, "maxiter": 9, "eps": 1e-16}, ("x", "info")),
     (
@@ -45,6 +46,11 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("lobpcg", {"tol": 1e-3, "maxiter": 9, "largest": True, "eps": 1e-16}, ("w", "v")),
     ("lsqr", {"damp": 0.0, "maxiter": 9, "calc_var": True, "eps": 1e-16, **LIMITS}, ("x", "var", "numbers")),
     ("lsmr", {"damp": 0.0, "maxiter": 9, **LIMITS}, ("x", "numbers")),
+    (
+        "lsmr",
+        {"damp": 0.0, "maxiter": 9, "functions": {"a": b"f", "adjoint": b"f"}, "columns": 5, **LIMITS},
+        ("x", "numbers"),
+    ),
 ]
 # The columns of operands beside A; as many as A has rows where there are -1.
 SQUARE = ["cg", "minres", "gmres", "eigsh", "expm", "lobpcg"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
 import secrets
-from typing import Any, Literal, Unpack
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, Unpack, cast
 
 import numpy as np
 from dask.array import zeros_like
@@ -14,6 +17,7 @@ from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix,
 from dask_distmm.arrays.linalg.norms import norm
 from dask_distmm.arrays.linalg.public import TURNS, RunOptions, TurnOptions, public
 from dask_distmm.errors import PlanError, check_square
+from dask_distmm.numeric.epilogs import call_function
 from dask_distmm.planning.computation import Chunks
 
 
@@ -52,8 +56,10 @@ def cg(
     M : array, (n, n) or (n,), or function, optional
         A preconditioner: an approximation of the inverse of A, Hermitian and positive definite; (n,) stands for the
         diagonal of a diagonal one. Or a function, as A can be.
-    callback : None
-        Workers can't call a function of the client: pass maxiter, look at x, and go on with ``x0=x``.
+    callback : function, optional
+        One of the workers calls ``callback(xk)`` after each iteration, with a copy of x, (n,), for which all workers
+        get its rows. The client does not see what the function changes there; the function can send numbers to it, by
+        ``distributed.get_worker().log_event``. An error that it raises ends the iteration, and arrives as it is.
 
     Returns
     -------
@@ -76,7 +82,7 @@ def cg(
     >>> linalg.cg([[2.0, 0.0], [0.0, 4.0]], [1.0, 1.0])[0].compute()
     array([0.5 , 0.25])
     """
-    return _solved("cg", A, b, x0, M, callback, 10, maxiter, how, rtol=rtol, atol=atol)
+    return _solved("cg", A, b, x0, M, {"callback": callback}, 10, maxiter, how, rtol=rtol, atol=atol)
 
 
 @public(TurnOptions, TURNS)
@@ -114,8 +120,8 @@ def minres(
         The most iterations; 5 n by default.
     M : array, (n, n) or (n,), or function, optional
         A preconditioner, as of `cg`.
-    callback : None
-        As of `cg`.
+    callback : function, optional
+        Called with x after each iteration, as of `cg`.
     show, check : False
         Workers print nothing, and do not test for symmetry.
 
@@ -140,7 +146,7 @@ def minres(
     array([ 0.5 , -0.25])
     """
     _check_false(show=show, check=check)
-    return _solved("minres", A, b, x0, M, callback, 5, maxiter, how, rtol=rtol, shift=shift)
+    return _solved("minres", A, b, x0, M, {"callback": callback}, 5, maxiter, how, rtol=rtol, shift=shift)
 
 
 @public(TurnOptions, TURNS)
@@ -155,7 +161,7 @@ def gmres(
     maxiter: int | None = None,
     M: Any = None,
     callback: Any = None,
-    callback_type: str | None = None,
+    callback_type: Literal["x", "pr_norm"] | None = None,
     **how: Unpack[TurnOptions],
 ) -> tuple[Any, Any]:
     """Solve ``A @ x = b`` for any square matrix by GMRES with restarts, as SciPy's ``gmres`` does.
@@ -178,8 +184,11 @@ def gmres(
         The most restarts; 10 n by default.
     M : array, (n, n) or (n,), or function, optional
         A preconditioner, as of `cg`, of any kind.
-    callback, callback_type : None
-        As of `cg`.
+    callback : function, optional
+        Called by one of the workers, as of `cg`.
+    callback_type : {"x", "pr_norm"}, optional
+        What `callback` is called with: x after each restart, or the norm of the preconditioned residual relative to b's
+        after each iteration. It must be passed with `callback`: SciPy's default counts `maxiter` in another way.
 
     Returns
     -------
@@ -201,12 +210,13 @@ def gmres(
     >>> linalg.gmres([[2.0, 0.0], [0.0, 4.0]], [1.0, 1.0])[0].compute()
     array([0.5 , 0.25])
     """
-    if callback_type is not None:
-        raise PlanError("callback_type must be None: callbacks are not supported")
+    if callback is not None and callback_type is None:
+        raise PlanError("callback_type must be 'x' or 'pr_norm' if there is a callback, got None")
     if restart is not None and restart < 1:
         raise PlanError(f"restart must be at least 1, got {restart}")
+    functions = {"pr_norm" if callback_type == "pr_norm" else "callback": callback}
     options = {"rtol": rtol, "atol": atol, "restart": restart or 20}
-    return _solved("gmres", A, b, x0, M, callback, 10, maxiter, how, **options)
+    return _solved("gmres", A, b, x0, M, functions, 10, maxiter, how, **options)
 
 
 @public(RunOptions, TURNS)
@@ -282,7 +292,7 @@ def eigsh(
     for name, value in {"M": M, "sigma": sigma, "Minv": Minv, "OPinv": OPinv}.items():
         if value is not None:
             raise PlanError(f"{name} must be None: use eigh for pairs of matrices and eigenvalues near a number")
-    _check(None, how, maxiter, tol=tol)
+    _check(how, maxiter, tol=tol)
     a, functions = _operator(A, v0, "v0")
     n, dtype = len(a), common_type({"A": a})
     if not 1 <= k < n:
@@ -370,7 +380,7 @@ def lobpcg(
     if verbosityLevel:
         raise PlanError(f"verbosityLevel must be 0: workers print nothing; got {verbosityLevel}")
     _check_false(retLambdaHistory=retLambdaHistory, retResidualNormsHistory=retResidualNormsHistory)
-    _check(None, how, maxiter, tol=tol or 0)
+    _check(how, maxiter, tol=tol or 0)
     (a, functions), x = _operator(A, X, "X"), matrix("X", X)
     n, k = len(a), x.shape[1]
     if len(x) != n or not 1 <= k <= n // 5:
@@ -411,8 +421,9 @@ def lsqr(
 
     Parameters
     ----------
-    A : array, (m, n)
-        The matrix, of any shape and chunks.
+    A : array, (m, n), or two functions
+        The matrix, of any shape and chunks. Or a function ``A(x, rows)``, as of `cg`, and one for the adjoint, in a
+        tuple: ``adjoint(u, rows)`` returns ``A[rows].conj().T @ u``, (n, 1), of the rows `rows` of a vector.
     b : array, (m,) or (m, 1)
         The right-hand side.
     damp : float
@@ -426,7 +437,7 @@ def lsqr(
     calc_var : bool
         Whether to estimate the diagonal of the inverse of ``A.T @ A + damp**2 * I``.
     x0 : array, (n,) or (n, 1), optional
-        Where to start; zeros by default.
+        Where to start; zeros by default. It must be passed if A is functions: it says how many columns A has.
 
     Returns
     -------
@@ -469,8 +480,8 @@ def lsmr(
 
     Parameters
     ----------
-    A : array, (m, n)
-        The matrix, of any shape and chunks.
+    A : array, (m, n), or two functions
+        The matrix, of any shape and chunks, or two functions, as of `lsqr`.
     b : array, (m,) or (m, 1)
         The right-hand side.
     damp : float
@@ -482,7 +493,8 @@ def lsmr(
     show : False
         Workers print nothing.
     x0 : array, (n,) or (n, 1), optional
-        Where to start; zeros by default. The tests have the norm of ``x - x0`` where SciPy's have that of x.
+        Where to start; zeros by default, as of `lsqr`. The tests have the norm of ``x - x0`` where SciPy's have
+        that of x.
 
     Returns
     -------
@@ -518,24 +530,28 @@ def _least_squares(
     **options: Any,
 ) -> tuple[Array, Array, Array]:
     """Return x, the estimate of variances and some numbers; by default up to `most` n iterations, or min(m, n)."""
-    if callable(a):
-        raise PlanError(
-            f"A is a {type(a).__name__}; expected an array: workers multiply by its rows and by their adjoint"
-        )
-    a = matrix("A", a)
-    _check(None, how, maxiter, **limits)
-    if not min(a.shape):
-        raise PlanError(f"A must have rows and columns, got {a.shape[0]} x {a.shape[1]}")
-    right, (m, n), columns = _vector("b", b, a).rechunk((a.chunks[0], -1)), a.shape, a.chunks[1]
+    start = None if x0 is None else matrix("x0", x0, vector=True)
+    a, functions = _two_functions(a, b, start) or (matrix("A", a), {})
+    (m, n), columns = a.shape, a.chunks[1]
+    if functions:
+        n, columns = functions["columns"], cast(Array, start).chunks[0]
+    _check(how, maxiter, **limits)
+    if not m or not n:
+        raise PlanError(f"A must have rows and columns, got {m} x {n}")
+    right = _vector("b", b, a).rechunk((a.chunks[0], -1))
     dtype = common_type({"A": a, "b": right})
-    given, start = {"a": rows_of(a), "b": right}, None
-    if x0 is not None:
-        start = matrix("x0", x0, vector=True)
+    given = {"a": rows_of(a), "b": right}
+    if start is not None:
         if start.shape != (n, 1):
             raise PlanError(f"A is {m} x {n}, so x0 must have shape ({n},); it has {operand('x0', x0).shape}")
         dtype = np.result_type(dtype, np.complex64) if start.dtype.kind == "c" else dtype
         start = start.astype(dtype)
-        given["g"] = (right - times(a.astype(dtype), start, how)).rechunk(right.chunks)
+        if functions:
+            function, whole = functions["functions"]["a"], start.rechunk(-1)
+            product = right.map_blocks(_rows_by, whole, function=function, dtype=dtype, meta=start._meta)
+        else:
+            product = times(a.astype(dtype), start, how)
+        given["g"] = (right - product).rechunk(right.chunks)
     wanted: dict[str, tuple[Chunks, str]] = {
         "x": (((n,), (1,)), dtype.name),
         "numbers": (((1,), (count,)), "float64"),
@@ -546,10 +562,32 @@ def _least_squares(
     if maxiter is None:
         maxiter = min(m, n) if most is None else most * n
     operands = {name: x.astype(dtype) for name, x in given.items()}
-    found = by_program(kind, operands, wanted, how=how, maxiter=maxiter, **limits, **options)
+    found = by_program(kind, operands, wanted, how=how, maxiter=maxiter, **limits, **options, **functions)
     x = found["x"][:, 0] if start is None else found["x"][:, 0] + start[:, 0]
     var = found["var"][:, 0] if more else zeros_like(x)
     return x.rechunk((columns,)), var.rechunk((columns,)), found["numbers"][0]
+
+
+def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Array, dict[str, Any]] | None:
+    """Return b in place of a matrix of which two functions are given, and these; None for an array."""
+    if isinstance(a, tuple) and len(a) == 2 and all(map(callable, a)):
+        if start is None:
+            raise PlanError("A is two functions, so x0 must be passed: it says how many columns A has")
+        names = zip(("a", "adjoint"), ("A", "the adjoint of A"), a, strict=True)
+        pickled = {name: _pickled(role, function) for name, role, function in names}
+        rows = matrix("b", b, vector=True)
+        return rows.rechunk((rows.chunks[0], -1)), {"functions": pickled, "columns": len(start)}
+    if callable(a) or hasattr(a, "matvec"):
+        raise PlanError(
+            f"A is a {type(a).__name__}; expected an array, or two functions: lambda x, rows: (A @ x)[rows], and "
+            "lambda u, rows: A[rows].conj().T @ u of the rows u of a vector"
+        )
+    return None
+
+
+def _rows_by(block: Any, x: Any, *, function: bytes, block_info: Any) -> Any:
+    """Return rows of A x of a user's function, like a chunk of b."""
+    return call_function(function, "A", x, slice(*block_info[0]["array-location"][0])).reshape(block.shape)
 
 
 def _check_false(**options: bool) -> None:
@@ -564,15 +602,19 @@ def _solved(
     b: Any,
     x0: Any,
     m: Any,
-    callback: Any,
+    callbacks: Mapping[str, Any],
     most: int,
     maxiter: int | None,
     how: RunOptions,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Return x and info of a square matrix; by default up to `most` n iterations."""
-    _check(callback, how, maxiter, **options)
+    _check(how, maxiter, **options)
     a, functions = _operator(a, b, "b")
+    for name, function in callbacks.items():
+        _check_callback(function)
+        if function is not None:
+            functions.setdefault("functions", {})[name] = dumps(function)
     n = len(a)
     given = {"b": _vector("b", b, a)}
     given |= {"g": _vector("x0", x0, a)} if x0 is not None else {}
@@ -593,12 +635,18 @@ def _solved(
     return found["x"][:, 0], found["info"][0, 0]
 
 
-def _check(callback: Any, how: RunOptions, maxiter: int | None, **limits: float) -> None:
-    if callback is not None:
+def _check_callback(function: Any) -> None:
+    if function is not None and not callable(function):
+        raise PlanError(f"callback must be a function or None, got {reprlib.repr(function)}")
+    if isinstance(function, types.BuiltinMethodType) and not isinstance(function.__self__, types.ModuleType):
         raise PlanError(
-            "callback must be None: workers can't call a function of the client; pass maxiter=, and go on with x0= "
-            "from what was returned"
+            f"callback is {function.__name__} of a {type(function.__self__).__name__} of this process, of which a "
+            "worker would have a copy: pass a function that sends what it is called with, for example by "
+            "distributed.get_worker().log_event"
         )
+
+
+def _check(how: RunOptions, maxiter: int | None, **limits: float) -> None:
     method = how.get("method") or "auto"
     if method not in ("auto", "rows"):
         raise PlanError(f"method={method!r} is not for iterative solvers: pass 'rows', or leave it out")

@@ -24,13 +24,15 @@ import numpy as np
 from dask.array.core import Array
 from dask.array.linalg import compression_level
 from dask.array.linalg import lstsq as dask_lstsq
+from dask.array.utils import svd_flip
 
+from dask_distmm.arrays.fallback import left_to_dask
 from dask_distmm.arrays.linalg import array_api, factors, leading, norms, solutions, spectral
 from dask_distmm.arrays.linalg.factorize import common_type, goes_by_rows, problem_of
 from dask_distmm.arrays.linalg.public import QRResult, SVDResult, named
 from dask_distmm.arrays.linalg.stacks import by_tasks
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
-from dask_distmm.errors import MissingEngineError, NotSquareError, PlanError, ProjectedMemoryError
+from dask_distmm.errors import EngineError, NotSquareError, PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.planner import plan_computation
@@ -123,11 +125,15 @@ def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, comp
     if 1 not in a.numblocks:
         make = functools.partial(spectral.svd, a, full_matrices=False)
         return _take(make, a, stock="absent", run=False) if coerce_signs else NotImplemented
-    # Dask's signs are those of sums, which the rank that has R knows only of the right vectors of a tall matrix.
+    # Dask's signs are those of sums of right vectors: of a tall matrix the rank that has R knows them.
     if a.dtype.kind != "c" and a.numblocks[1] == 1 and _by_rows(a):
         return _take(lambda: spectral.svd_by_rows(a, True, {}, by_sum=coerce_signs), a, stock="full")
-    if not coerce_signs and a.numblocks[0] == 1 and _by_rows(a.T):
-        return _take(functools.partial(spectral.svd, a, full_matrices=False), a, stock="full")
+    if (a.dtype.kind != "c" or not coerce_signs) and a.numblocks[0] == 1 and _by_rows(a.T):
+        found = _take(functools.partial(spectral.svd, a, full_matrices=False), a, stock="full")
+        if not coerce_signs or found is NotImplemented:
+            return found
+        u, v = svd_flip(found[0], found[2])
+        return u, found[1], v
     return NotImplemented
 
 
@@ -186,7 +192,7 @@ def _corrcoef(x: Any, y: Any = None, rowvar: bool = True) -> Any:
 
 
 def _covariances(make: Callable[[], Any], m: Any, y: Any, rowvar: Any, ddof: int) -> Any:
-    if y is not None or not isinstance(m, Array) or m.ndim != 2 or not len(m.T if rowvar else m) > ddof:
+    if y is not None or not isinstance(m, Array) or m.ndim != 2 or not m.shape[bool(rowvar)] > ddof:
         return NotImplemented
     stock: StockSupport = "absent" if sparse_package(m._meta) else "full"
     return _take(make, m, stock=stock) if _by_rows(m.T if rowvar else m) else NotImplemented
@@ -349,12 +355,17 @@ def _take(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: boo
     # Of types of one or two bytes some of Dask's functions make float32, others float64.
     if not arrays or (not narrow and arrays[0].dtype.itemsize < 4):
         return NotImplemented
+    # Of as many rows as columns or more, or of fewer: shapes of results depend on it.
+    if np.isnan([size for x in arrays for size in x.shape]).any():
+        return NotImplemented
     try:
         made = make()
     except NotSquareError:
         raise  # Dask's own error names arguments of a function inside of it.
     except PlanError:
         return NotImplemented  # Dask's own function has the error to raise.
+    except (EngineError, ProtocolError) as error:
+        return left_to_dask(error)
     if not run:
         return made
     problem, raises = problem_of(made[0] if isinstance(made, tuple) else made), raises_beyond_memory()
@@ -363,8 +374,8 @@ def _take(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: boo
         return NotImplemented if stock == "full" else made
     try:
         return NotImplemented if _left(problem, stock) else made
-    except MissingEngineError:
-        return NotImplemented
+    except (EngineError, ProtocolError) as error:
+        return left_to_dask(error)
     except ProjectedMemoryError:
         if stock != "absent" and not raises:
             return NotImplemented

@@ -313,7 +313,8 @@ class NumpyEngine(Engine):
             if made and (not fits or chunk.ndim != 2):
                 raise EngineError(
                     f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the numpy engine needs "
-                    "2-D numpy.ndarray chunks: convert them with map_blocks(numpy.asarray)"
+                    "2-D numpy.ndarray chunks: convert them with map_blocks(numpy.asarray), or pass meta= where the "
+                    "array is made, so that it says what its chunks are and Dask's own tasks multiply"
                 )
         if isinstance(side.plan, Plan):
             return NumpyJob(side)

@@ -48,20 +48,33 @@ class IterationKernels:
         """Copy a chunk of rows from its place in a rank's rows, of as many columns as it has."""
         piece[...] = part[at : at + len(piece), : piece.shape[1]]
 
-    def apply(self, x: Any, y: Any, *, function: bytes, role: str, at: int, first: int, size: int) -> None:
+    def apply(self, x: Any, y: Any, *, at: int, size: int, **given: Any) -> None:
         """Y = A X of a user's function in place of A, in the rows of a chunk."""
-        rows, shape = slice(first, first + size), (size, x.shape[1])
-        given = x.view()
+        y[at : at + size] = self._applied(x, (size, x.shape[1]), y.dtype, size=size, **given)
+
+    def add_applied(self, x: Any, y: Any, *, at: int, size: int, **given: Any) -> None:
+        """Y += A^H X of a user's function in place of A^H, of the rows of a chunk."""
+        y += self._applied(x[at : at + size], y.shape, y.dtype, size=size, **given)
+
+    def _applied(
+        self, x: Any, shape: tuple[int, int], dtype: Any, *, function: bytes, role: str, first: int, size: int
+    ) -> Any:
+        """Return what a user's function makes of X for some rows, which has to have a shape and a type."""
+        rows, given = slice(first, first + size), x.view()
         if self.xp is np:
             given.flags.writeable = False
         found = call_function(function, role, given, rows)
-        fits = found.shape == shape or (shape[1] == 1 and found.shape == (size,))
-        if not fits or not np.can_cast(found.dtype, y.dtype, "same_kind"):
+        fits = found.shape == shape or (shape[1] == 1 and found.shape == shape[:1])
+        if not fits or not np.can_cast(found.dtype, dtype, "same_kind"):
             raise MatrixError(
                 f"the function given as {role} returned {found.dtype} of shape {found.shape} for rows {first} to "
-                f"{first + size} and x of shape {x.shape}; expected {y.dtype} of shape {shape}"
+                f"{first + size} and x of shape {x.shape}; expected {dtype} of shape {shape}"
             )
-        y[at : at + size] = found.reshape(shape)
+        return found.reshape(shape)
+
+    def call_back(self, x: Any, *, function: bytes, ratio: tuple[int, int] | None = None) -> None:
+        """Call a user's function with a copy of a vector, or with the ratio of two numbers of a solver."""
+        call_function(function, "callback", float(x[0, ratio[0]] / x[0, ratio[1]]) if ratio else x[:, 0].copy())
 
     def assemble(self, whole: Any, *parts: Any, places: Sequence[tuple[int, int, int]]) -> None:
         """Copy chunks of rows from the parts of ranks, in their order."""
@@ -513,7 +526,7 @@ def lsmr_test(s: Any, square: Any, go: Any, *, atol: float, btol: float, conlim:
 def gmres_start(s: Any, sums: Any, go: Any, inside: Any, *, rtol: float, atol: float) -> None:
     """Numbers from the squares of |b|, |r|, |M r| and |M b|."""
     b, r, z, right = np.sqrt(sums[0].real)
-    s.limit, s.factor = max(np.float64(atol), rtol * b), 1.0
+    s.limit, s.factor, s.normb = max(np.float64(atol), rtol * b), 1.0, b
     s.goal = right * min(1.0, s.limit / b)
     s.keep = b / b if b else 0.0
     s.start, s.scale = z, 1 / z if z else 0.0
