@@ -30,7 +30,7 @@ from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.engines.numpy.blas import gemm
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Problem, Worker
-from dask_distmm.planning.tasks import product_by_tasks
+from dask_distmm.planning.tasks import tasks_estimate
 
 # A machine on which work costs nothing, and Dask takes a second for each task: what is left is their number.
 _FREE = Machine((("other", 1e30),), 1e30, 1e30, 0.0)
@@ -95,7 +95,7 @@ def dask_seconds(client: Client, repeat: int) -> dict[str, str]:
     around, own = ([measured(way, count) for count in (few, few, many)][1:] for way in (matmul, dask_matmul))
     sizes = [problem_of(count) for count in (few, many)]
     chunk = (around[1] - around[0]) / (3 * (many**2 - few**2))
-    tasks = [product_by_tasks(problem, [Worker("a"), Worker("b")], _FREE, _ONE_A_TASK).seconds for problem in sizes]
+    tasks = [tasks_estimate(problem, [Worker("a"), Worker("b")], _FREE, _ONE_A_TASK).seconds for problem in sizes]
     task = (own[1] - own[0]) / (tasks[1] - tasks[0])
     found = {
         "run": around[0] - 3 * few**2 * chunk,

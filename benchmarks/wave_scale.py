@@ -59,7 +59,7 @@ def measure(count: int, chunks: int) -> dict[str, float]:
     lap("seconds to make the graph, traced")
     found["tasks that Dask sees"] = len(tasks)
     one = wave_problem(problem, scheme, 1)
-    made = plan(one, workers, shortlisted=True)
+    made = plan(one, workers)
     lap("seconds to plan a wave")
     wire = made.to_wire()
     sources = {name: tasks[barrier_key(one.name)].args[1].tasks for name in "ab"}

@@ -16,8 +16,7 @@ from dask_distmm import BlockCyclic, PlanError, Slab, distribute, explain, matmu
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.planning import Plan, Problem, Worker, plan
-from dask_distmm.planning.cublasmp.model import own_kernel, returned_type
-from dask_distmm.planning.cublasmp.tiles import make_tiles
+from dask_distmm.planning.cublasmp import make_tiles, own_kernel, returned_type
 from dask_distmm.planning.planner import operand_tiles
 from dask_distmm.testing import assert_product, make_problem
 

@@ -10,7 +10,7 @@ import pytest
 
 from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError
 from dask_distmm.planning import Demand, Worker, plan
-from dask_distmm.planning.peer.model import PEER
+from dask_distmm.planning.peer import PEER
 from dask_distmm.runtime.messages import Description
 from dask_distmm.runtime.scheduler.roster import Allowed, Roster
 from dask_distmm.testing import make_problem

@@ -25,7 +25,7 @@ from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.config import DaskCosts, read_options
 from dask_distmm.planning import Worker
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem
-from dask_distmm.planning.tasks import factor_by_tasks, factor_overhead
+from dask_distmm.planning.tasks import run_overhead, tasks_estimate
 
 COSTS = DaskCosts(0.01, 0.00015, 0.01, 0.0005)
 
@@ -323,7 +323,7 @@ def test_costs_grow_with_the_work(kind, blocks, workers):
 
     machine = read_options().machine("numpy")
     roster = [Worker(str(i)) for i in range(workers)]
-    seconds = factor_by_tasks(problem(blocks, 100), roster, machine, COSTS).seconds
-    assert COSTS.start < seconds < factor_by_tasks(problem(blocks, 200), roster, machine, COSTS).seconds
-    assert seconds < factor_by_tasks(problem(blocks + 1, 100), roster, machine, COSTS).seconds
-    assert COSTS.run < factor_overhead(problem(blocks, 100), COSTS) < factor_overhead(problem(blocks + 1, 100), COSTS)
+    seconds = tasks_estimate(problem(blocks, 100), roster, machine, COSTS).seconds
+    assert COSTS.start < seconds < tasks_estimate(problem(blocks, 200), roster, machine, COSTS).seconds
+    assert seconds < tasks_estimate(problem(blocks + 1, 100), roster, machine, COSTS).seconds
+    assert COSTS.run < run_overhead(problem(blocks, 100), COSTS) < run_overhead(problem(blocks + 1, 100), COSTS)

@@ -35,7 +35,7 @@ from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype,
 from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Plan, Problem, Worker
 from dask_distmm.planning.many import Pool, Sizes, choose_batch_route, item_plan
 from dask_distmm.planning.model import engine_alone
-from dask_distmm.planning.tasks import product_overhead
+from dask_distmm.planning.tasks import run_overhead
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.client import Snapshot, ask_roster, current_client, recent_snapshot
@@ -300,7 +300,7 @@ def check_task_memory(
 def _estimated(plan: Plan | WavePlan, problem: Problem, runs: int) -> BatchEstimate | None:
     """Return the cost model's view of runs like one that is planned, one after the other."""
     tasks = runs * (1 + math.prod(problem.chunk_counts("d")))
-    overhead = runs * product_overhead(problem, dask_costs())
+    overhead = runs * run_overhead(problem, dask_costs())
     if isinstance(plan, WavePlan):
         scheme = plan.scheme
         compute, beside, peak, moved = scheme.run_seconds, scheme.seconds - scheme.run_seconds, scheme.peak_bytes, 0

@@ -26,7 +26,7 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Batch, GroupPlan, Share
 from dask_distmm.planning.many import GroupedProduct, Pool, item_seconds, long_products, share_out
 from dask_distmm.planning.model import engine_alone
-from dask_distmm.planning.tasks import product_overhead
+from dask_distmm.planning.tasks import run_overhead
 from dask_distmm.runtime.client import Snapshot, current_client
 from dask_distmm.runtime.keys import RunTask, group_name
 from dask_distmm.runtime.scheduler.plugin import GroupOrder
@@ -227,7 +227,7 @@ def _run_seconds(request: Request, member: _Member) -> float | None:
         if member.forced:
             raise
         return None
-    return None if found.seconds is None else found.seconds + product_overhead(problem, dask_costs())
+    return None if found.seconds is None else found.seconds + run_overhead(problem, dask_costs())
 
 
 def _by_slabs(request: Request, share: Share) -> da.Array:

@@ -124,7 +124,7 @@ class Job(Generic[P]):
     def lose(self, participant: int) -> None:
         """Go on without a participant that is gone, while `execute` runs. Any thread.
 
-        Called where ranks need only chunks that others offered before the run (`planning.peer.reads.independent`).
+        Called where ranks need only chunks that others offered before the run (`EngineModel.independent`).
         """
 
     def forget(self, operands: Sequence[str]) -> None:

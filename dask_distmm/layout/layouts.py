@@ -177,6 +177,12 @@ class Layout:
         prow, pcol = self.grid.coords(part)
         return self.rows.local_sizes[prow], self.cols.local_sizes[pcol]
 
+    @property
+    def elements(self) -> Index:
+        """Elements of each part."""
+        found = np.multiply.outer(self.rows.local_sizes, self.cols.local_sizes)
+        return (found if self.grid.order == "row" else found.T).ravel()
+
     def owner(self, i: int, j: int) -> int:
         """Return the part which holds element ``(i, j)``, counted from 0."""
         return int(self.grid.ranks(self.rows.locate(i)[0], self.cols.locate(j)[0]))

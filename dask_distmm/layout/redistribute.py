@@ -82,8 +82,9 @@ class AxisCopies:
         first, last = np.searchsorted(parts, [part, part + 1])
         return order[first:last]
 
+    @functools.cached_property
     def pairs(self) -> tuple[Index, Index, Index]:
-        """Sum the copies up by pairs of parts."""
+        """The copies summed up by pairs of parts: both parts, and elements."""
         ndst = int(self.dst_part.max(initial=0)) + 1
         key, which = np.unique(self.src_part * ndst + self.dst_part, return_inverse=True)
         elements = np.zeros(len(key), dtype=np.int64)
@@ -280,8 +281,8 @@ class Copies:
         """
         owner = np.arange(self.src.grid.size) if src_owner is None else np.asarray(src_owner, np.int64)
         nowners = int(owner.max(initial=-1)) + 1 if nowners is None else nowners
-        row_src, row_dst, nrows = self.rows.pairs()
-        col_src, col_dst, ncols = self.cols.pairs()
+        row_src, row_dst, nrows = self.rows.pairs
+        col_src, col_dst, ncols = self.cols.pairs
         ndst = self.dst.grid.size
         traffic = np.zeros(nowners * ndst, dtype=np.int64)
         # The overlap of two parts is the product of their overlaps in the two dimensions.

@@ -152,30 +152,21 @@ class Computation(Wired):
     kind: ClassVar[str]
 
     if TYPE_CHECKING:
+        # Names the main output's array, and the computation everywhere.
+        name: str
+        # Name of the engine as asked for; ``"auto"`` leaves the choice to the cost model.
+        engine: str
+        # The kind of the chunks: ``"numpy"`` or ``"cupy"``.
+        array: str
+        # Addresses to use, or their number, or None for all.
+        workers: tuple[str, ...] | int | None
+        # The configuration that the run needs.
+        options: Options
+
         # Fields of a dataclass in some subclasses, which would take a property here for their defaults.
-        @property
-        def name(self) -> str:
-            """Name of the main output's array; names the computation everywhere."""
-
-        @property
-        def engine(self) -> str:
-            """Name of the engine as asked for; ``"auto"`` leaves the choice to the cost model."""
-
-        @property
-        def array(self) -> str:
-            """The kind of the chunks: ``"numpy"`` or ``"cupy"``."""
-
-        @property
-        def workers(self) -> tuple[str, ...] | int | None:
-            """Addresses to use, or their number, or None for all."""
-
         @property
         def overwrite_a(self) -> bool:
             """Whether the user gives A up."""
-
-        @property
-        def options(self) -> Options:
-            """The configuration that the run needs."""
 
         @property
         def part(self) -> Part | None:

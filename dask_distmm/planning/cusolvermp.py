@@ -9,32 +9,31 @@ syevd has, distributed over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import ClassVar
 
-from dask_distmm.numeric.types import takes_on_gpus
 from dask_distmm.planning.factor.plan import FactorPlan
 from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.planning.model import EngineModel
 
-_SINGLE_RANK_RATE = {"cholesky": 0.72, "lu": 0.54, "qr": 0.51, "": 0.70, "eigh": 0.20, "svd": 0.023, "values": 0.10}
-_SEVERAL_RANKS_RATE = {"cholesky": 0.55, "lu": 0.20, "qr": 0.36, "": 0.50, "eigh": 0.085, "values": 0.05}
 _PANELS, _MATRICES, _VALUES = 6, 4, 2
 
 
 class CusolvermpModel(EngineModel):
     """The model of the engine."""
 
-    def takes(self, array: str, dtypes: Sequence[str]) -> bool:
-        """Whether it factorizes such arrays."""
-        return takes_on_gpus(array, dtypes)
+    shares: ClassVar = {
+        "cholesky": (0.72, 0.55),
+        "lu": (0.54, 0.20),
+        "qr": (0.51, 0.36),
+        "": (0.70, 0.50),
+        "eigh": (0.20, 0.085),
+        "svd": (0.023, 0.0),
+        "values": (0.10, 0.05),
+    }
 
     def decomposes(self, task: Factorization) -> bool:
         """Whether ranks compute a spectral decomposition together: all eigenvalues of one matrix (syevd)."""
         return task.kind == "eigh" and task.b_shape is None and task.subset is None
-
-    def share(self, algorithm: str, ranks: int) -> float:
-        """Return the share of a product's rate at which a factorization runs on `ranks` ranks."""
-        return (_SINGLE_RANK_RATE if ranks == 1 else _SEVERAL_RANKS_RATE).get(algorithm, 0.0)
 
     def workspace(self, work: FactorPlan, rank: int) -> int:
         """Return the elements that the library holds on a rank beside its matrices."""

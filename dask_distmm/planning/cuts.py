@@ -27,6 +27,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ from numpy.typing import NDArray
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Part
 from dask_distmm.planning.placement import Where
-from dask_distmm.planning.problem import Problem
+from dask_distmm.planning.problem import Extra, Problem
 
 # The extents that GEMMs of NVIDIA's libraries are fast with. Pure
 
@@ -183,11 +184,35 @@ def chunk_edges(sizes: tuple[int, ...]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
+@functools.lru_cache(maxsize=1024)
+def touched(sizes: tuple[int, ...], start: int, stop: int) -> slice:
+    """Return which chunks of certain sizes overlap a range that is not empty."""
+    edges = chunk_edges(sizes)
+    return slice(int(edges[1:].searchsorted(start, "right")), int(edges[:-1].searchsorted(stop)))
+
+
 def overlap_sizes(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
     """Return how much of each chunk (rows) of certain sizes is in each part of `cuts` (columns); negative: nothing."""
     edges, bounds = chunk_edges(tuple(sizes)), np.asarray(cuts)
     low, high = np.maximum(edges[:-1, None], bounds[:-1]), np.minimum(edges[1:, None], bounds[1:])
     return np.asarray(high - low)
+
+
+@functools.lru_cache(maxsize=256)
+def _pairs(sizes: tuple[int, ...], cuts: Bounds) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return all pairs of a chunk and a part of `cuts` that overlap: both numbers, and by how much."""
+    found = overlap_sizes(sizes, cuts)
+    chunk, part = np.nonzero(found > 0)
+    return chunk, part, found[chunk, part]
+
+
+def traffic(chunks: Chunks, cuts: tuple[Bounds, Bounds], holders: NDArray[Any], count: int) -> NDArray[np.float64]:
+    """Return how many elements each of `count` holders (rows) has of each part of a matrix after cuts (columns)."""
+    (i, p, down), (j, q, across) = (_pairs(*axis) for axis in zip(chunks, cuts, strict=True))
+    ncols, nparts = len(cuts[1]) - 1, (len(cuts[0]) - 1) * (len(cuts[1]) - 1)
+    at = holders.reshape(len(chunks[0]), len(chunks[1]))[i[:, None], j] * nparts + np.add.outer(p * ncols, q)
+    sizes = np.multiply.outer(down, across).astype(float)
+    return np.bincount(at.ravel(), sizes.ravel(), count * nparts).astype(float).reshape(count, nparts)
 
 
 def largest_overlap(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
@@ -287,33 +312,42 @@ def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> t
 
 
 def reorder(problem: Problem, orders: Mapping[str, Sequence[int]]) -> tuple[Problem, dict[str, NDArray[np.int64]]]:
-    """Return the same problem with the chunks along some axes in another order."""
+    """Return the same problem with the chunks along some axes in another order, and which chunks these were before."""
     if not orders:
         return problem, {name: np.arange(math.prod(problem.chunk_counts(name))) for name in (*problem.operands, "d")}
-    lengths = {"m": len(problem.out_chunks[0]), "n": len(problem.out_chunks[1])}
-    numbers, before = [], {}
-    chunks: dict[str, Chunks] = {}
+    lengths, taken, before = {"m": len(problem.out_chunks[0]), "n": len(problem.out_chunks[1])}, {}, {}
     for name in (*problem.operands, "d"):
-        own = problem.chunks_of(name)
-        every = np.arange(len(own[0]) * len(own[1])).reshape(len(own[0]), len(own[1]))
-        of_whole = (range(len(own[0])), range(len(own[1])), len(own[1]))
-        rows, cols, ncols = of_whole if problem.part is None else problem.part.of(name)
-        taken = []
-        for sizes, axis in zip(own, _AXES.get(name, "mn"), strict=True):
-            # An input that is broadcast along an axis has one chunk there.
-            moved = axis in orders and len(sizes) == lengths.get(axis, len(sizes))
-            taken.append(list(orders[axis]) if moved else list(range(len(sizes))))
-        before[name] = every[np.ix_(*taken)].ravel()
-        numbers.append((name, tuple(rows[i] for i in taken[0]), tuple(cols[j] for j in taken[1]), ncols))
-        chunks[name] = tuple(own[0][i] for i in taken[0]), tuple(own[1][j] for j in taken[1])
-    made = dataclasses.replace(
+        counts, axes = problem.chunk_counts(name), _AXES.get(name, "mn")
+        # An input that is broadcast along an axis has one chunk there.
+        moved = [axis in orders and count == lengths.get(axis, count) for axis, count in zip(axes, counts, strict=True)]
+        rows, cols = (
+            tuple(orders[axis] if yes else range(count)) for axis, count, yes in zip(axes, counts, moved, strict=True)
+        )
+        taken[name] = rows, cols
+        before[name] = np.arange(math.prod(counts)).reshape(counts)[np.ix_(rows, cols)].ravel()
+    return part_of(problem, taken, problem.result_name, same=False, arrays=problem.anonymous), before
+
+
+def part_of(
+    problem: Problem, taken: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], whole: str, **changes: Any
+) -> Problem:
+    """Return the problem of some rows and columns of chunks of its matrices; inputs that are not named are left out."""
+    numbers, chunks = [], {}
+    for name, (rows, cols) in taken.items():
+        own = problem.out_chunks if name == "partial" and name not in problem.operands else problem.chunks_of(name)
+        before = (range(len(own[0])), range(len(own[1])), len(own[1]))
+        of_rows, of_cols, ncols = before if problem.part is None else problem.part.of(name)
+        numbers.append((name, tuple(of_rows[i] for i in rows), tuple(of_cols[j] for j in cols), ncols))
+        chunks[name] = tuple(own[0][i] for i in rows), tuple(own[1][j] for j in cols)
+    extras = [dataclasses.replace(one, chunks=chunks[one.name]) for one in problem.extras if one.name in chunks]
+    if "partial" in chunks and "partial" not in problem.operands:
+        extras.append(Extra("partial", chunks["partial"], problem.compute_type.name))
+    return dataclasses.replace(
         problem,
         a_chunks=chunks["a"],
         b_chunks=chunks["b"],
         out_chunks=chunks["d"],
-        extras=tuple(dataclasses.replace(extra, chunks=chunks[extra.name]) for extra in problem.extras),
-        same=False,
-        arrays=problem.anonymous,
-        part=Part(tuple(numbers), problem.result_name),
+        extras=tuple(extras),
+        part=Part(tuple(numbers), whole),
+        **changes,
     )
-    return made, before

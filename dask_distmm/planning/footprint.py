@@ -6,8 +6,6 @@ C-ordered, unless they are small or have another type than is computed in.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,8 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import chunk_elements
-from dask_distmm.planning.cuts import Bounds, chunk_edges, free_axes
+from dask_distmm.planning.computation import Chunks, chunk_elements
+from dask_distmm.planning.cuts import Bounds, chunk_edges, free_axes, traffic
 from dask_distmm.planning.model import ENGINES, Phase
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Packing, Plan
@@ -28,26 +26,21 @@ _LEAST_WIDTH = 384
 
 def packing(problem: Problem, cuts: tuple[Bounds, Bounds, Bounds]) -> Packing:
     """Decide which operands are packed, from the sizes of their chunks and their types."""
-    # BLAS on small blocks loses more than the copy costs.
     m, n, k = (int(np.diff(cut).max()) for cut in cuts)
 
-    def small(sizes: Sequence[int], extent: int) -> bool:
-        mean = sum(sizes) / max(1, sum(size > 0 for size in sizes))
-        return mean < min(problem.options.pack_below, extent)
+    def packed(chunks: Chunks, extents: tuple[int, int], dtype: np.dtype) -> bool:
+        # BLAS on small blocks loses more than the copy costs.
+        means = [sum(sizes) / max(1, sum(size > 0 for size in sizes)) for sizes in chunks]
+        small = [mean < min(problem.options.pack_below, x) for mean, x in zip(means, extents, strict=True)]
+        return any(small) or dtype != problem.compute_type
 
-    compute = problem.compute_type
     # Rounded on the way into a panel.
     rounded = problem.compute == "tf32"
+    a, b = (dtype_from_name(name) for name in (problem.a_dtype, problem.b_dtype))
     return Packing(
-        a=rounded
-        or dtype_from_name(problem.a_dtype) != compute
-        or small(problem.a_chunks[0], m)
-        or small(problem.a_chunks[1], k),
-        b=rounded
-        or dtype_from_name(problem.b_dtype) != compute
-        or small(problem.b_chunks[0], k)
-        or small(problem.b_chunks[1], n),
-        d=problem.result_type != compute or small(problem.out_chunks[0], m) or small(problem.out_chunks[1], n),
+        rounded or packed(problem.a_chunks, (m, k), a),
+        rounded or packed(problem.b_chunks, (k, n), b),
+        packed(problem.out_chunks, (m, n), problem.result_type),
     )
 
 
@@ -70,13 +63,15 @@ Needs = tuple[NDArray[np.float64], NDArray[np.float64]]
 def operand_needs(plan: Plan, operand: str) -> Needs:
     """Return the bytes of A or B that each rank needs, and how many of these each participant has."""
     problem, npart = plan.problem, len(plan.participants)
-    where, tiles, number = plan.where.get(operand), ENGINES[plan.engine].tiles(plan), "ab".index(operand)
-    layout: Layout
-    layout = operand_grids(plan)[number] if tiles is None else (tiles.a, tiles.b)[number].layout
-    needed = np.array([math.prod(layout.local_shape(part)) for part in range(layout.grid.size)], float)
-    parts, (_, q, s) = np.arange(len(plan.ranks)), plan.grid
+    where, tiles, (_, q, s) = plan.where.get(operand), ENGINES[plan.engine].tiles(plan), plan.grid
+    parts, chunks = np.arange(len(plan.ranks)), problem.chunks_of(operand)
     if tiles is None:
+        cuts = (plan.rows, plan.depth) if operand == "a" else (plan.depth, plan.cols)
+        needed = np.multiply.outer(*map(np.diff, cuts)).ravel().astype(float)
         parts = parts // (q * s) * s + parts % s if operand == "a" else parts % s * q + parts // s % q
+    else:
+        layout = tiles.a.layout if operand == "a" else tiles.b.layout
+        needed = layout.elements.astype(float)
     held: NDArray[np.float64]
     if is_by_ranks(problem, operand):
         # They come from their source as others come from other workers.
@@ -86,8 +81,10 @@ def operand_needs(plan: Plan, operand: str) -> Needs:
         np.fill_diagonal(held, needed)
     elif where is None or everywhere(where):
         held = np.broadcast_to(needed / (npart if where is None else 1), (npart, len(needed)))
+    elif tiles is None:
+        held = traffic(chunks, cuts, where, npart)
     else:
-        held = redistribution(Layout.of_chunks(problem.chunks_of(operand)), layout).traffic(where, npart).astype(float)
+        held = redistribution(Layout.of_chunks(chunks), layout).traffic(where, npart).astype(float)
     itemsize = float(problem.itemsize(operand))
     return needed[parts] * itemsize, held[:, parts] * itemsize
 
@@ -127,24 +124,49 @@ def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.flo
     return np.bincount(where, sizes, npart).astype(np.float64)
 
 
+def multiplied_sizes(problem: Problem) -> tuple[int, int]:
+    """Return the bytes of an element of A and of B as a GPU library is given them."""
+    a, b = (dtype_from_name(name).itemsize for name in problem.matrix_types)
+    return a, b
+
+
+def multiply_rate(plan: Plan) -> float:
+    """Return the operations that a GPU does in a second."""
+    problem = plan.problem
+    return plan.machine.rate(problem.compute or ("float8" if problem.fp8 else problem.matrix_types[0]))
+
+
 def uploaded(plan: Plan) -> Phase:
     """Return the copying of NumPy chunks to GPUs before a run of an engine that works there."""
     problem = plan.problem
-    if problem.array != "numpy" or plan.from_host or not problem.options.machine(plan.engine).host_bandwidth:
+    if problem.array != "numpy" or plan.from_host or not plan.machine.host_bandwidth:
         return Phase()
     # Those that ranks make are copied while others are multiplied.
     before = [name for name in ("a" if problem.shared else "ab") if not is_by_ranks(problem, name)]
     return Phase(waited={"host": sum((spread(plan, name, chunk_bytes(problem, name)) for name in before), np.zeros(1))})
 
 
+def held_operands(plan: Plan, *, on_gpus: bool = False) -> NDArray[np.float64]:
+    """Return the bytes of chunks of A and B that each participant has.
+
+    On GPUs also in the types in which they are multiplied, and without those that ranks make.
+    """
+    problem, total = plan.problem, np.zeros(len(plan.participants))
+    for operand, given in zip("ab", multiplied_sizes(problem), strict=True):
+        sizes, size = chunk_bytes(problem, operand), problem.itemsize(operand)
+        if on_gpus and is_by_ranks(problem, operand):
+            continue
+        if operand == "a" or not problem.shared:
+            total += spread(plan, operand, sizes)
+        if on_gpus and given != size:
+            total += spread(plan, operand, sizes // size * given)
+    return total
+
+
 def held_bytes(plan: Plan) -> NDArray[np.float64]:
     """Return the bytes of chunks of A, B and D that each participant has."""
-    problem = plan.problem
-    found = spread(plan, "a", chunk_bytes(problem, "a"))
-    if not problem.shared:
-        found = found + spread(plan, "b", chunk_bytes(problem, "b"))
     owners = np.asarray(plan.ranks)[plan.owners]
-    return found + np.bincount(owners, chunk_bytes(problem, "d"), len(plan.participants))
+    return held_operands(plan) + np.bincount(owners, chunk_bytes(plan.problem, "d"), len(plan.participants))
 
 
 def _in_the_making(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:

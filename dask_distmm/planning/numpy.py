@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.numeric.types import takes_on_cpus
-from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, is_by_ranks, panel_width, spread
+from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, held_operands, is_by_ranks, panel_width
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import accumulates_in_place, is_gram
@@ -20,13 +20,12 @@ _HALF = 0.55
 class NumpyModel(EngineModel):
     """The model of engines that multiply in the memory of hosts."""
 
-    def takes(self, array: str, dtypes: Sequence[str]) -> bool:
-        """Whether it multiplies such arrays."""
-        return takes_on_cpus(array, dtypes)
+    # Seconds of processor time, float64, N = 250 to 1000: 0.15, 0.16, 0.2 ms on each of two ranks.
+    column_seconds: ClassVar = 1.5e-4
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
         """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of others."""
-        problem, machine, ranks = plan.problem, plan.problem.options.machine(plan.engine), range(len(plan.ranks))
+        problem, machine, ranks = plan.problem, plan.machine, range(len(plan.ranks))
         p, q, s = plan.grid
         threads = np.array([plan.participants[index].nthreads for index in plan.ranks])
         height, width, k = plan.extents
@@ -60,9 +59,7 @@ class NumpyModel(EngineModel):
         """
         problem, npart, nranks = plan.problem, len(plan.participants), len(plan.ranks)
         compute, (height, width, k) = problem.compute_type.itemsize, plan.extents
-        total = np.zeros(npart)
-        for operand in "a" if problem.shared else "ab":
-            total += spread(plan, operand, chunk_bytes(problem, operand))
+        total = held_operands(plan)
         # Where these lie is not looked at; the parts of them that a rank fetches are chunks' parts, one at a time.
         inputs = [extra.name for extra in problem.extras if extra.name != "partial"]
         total += sum(float(chunk_bytes(problem, name).sum()) for name in inputs) / npart

@@ -13,14 +13,15 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import ProjectedMemoryError, ProtocolError, advice
+from dask_distmm.config import Machine
+from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.planning.computation import Computation, Worker
-from dask_distmm.planning.model import Estimate
+from dask_distmm.planning.model import ENGINES, Estimate, Work, estimate
 from dask_distmm.planning.wire import HERE, Wired
 
 # The attributes that all plans have, and how plans show themselves
@@ -95,6 +96,9 @@ Where = Mapping[str, NDArray[np.int32]]
 EVERYWHERE = -1
 # Estimates are not more accurate: a choice counts as faster if it is expected to take this share of the other's time.
 CLEARLY = 0.9
+# Seconds of a message: over Dask's comms at least, whatever the engine's own links do; and between ranks of one host,
+# which read each other's memory (2 cores, two workers: 20 us where nothing else runs).
+_LATENCY, _NEAR = 2e-3, 1e-4
 
 
 def everywhere(where: NDArray[np.int32] | None) -> bool:
@@ -175,6 +179,27 @@ class Placement(Explanation, Wired):
         return tuple(self.participants[index].address for index in self.ranks)
 
     @property
+    def hosts(self) -> set[str]:
+        """Names of the ranks' hosts."""
+        return {self.participants[index].host for index in self.ranks}
+
+    @property
+    def machine(self) -> Machine:
+        """Constants of the machine that the engine runs on."""
+        return self.problem.options.machine(self.engine)
+
+    @property
+    def threads(self) -> NDArray[np.int64]:
+        """Threads of each rank."""
+        return np.array([self.participants[index].nthreads for index in self.ranks])
+
+    @property
+    def message_seconds(self) -> float:
+        """Seconds of a message between ranks: over Dask's comms, or out of each other's memory on one host."""
+        near = len(self.hosts) == 1 and self.problem.options.cross_memory
+        return _NEAR if near else max(_LATENCY, self.machine.latency)
+
+    @property
     def bytes_moved(self) -> int:
         """Estimated bytes that travel between workers."""
         return self.estimate.bytes_moved if self.estimate else 0
@@ -187,8 +212,7 @@ class Placement(Explanation, Wired):
     @property
     def bound(self) -> float:
         """Floating-point operations that all ranks could do in a second, by the rates of the cost model."""
-        rate = self.problem.options.machine(self.engine).rate(self.compute_type)
-        return rate * sum(self.participants[index].nthreads for index in self.ranks)
+        return self.machine.rate(self.compute_type) * int(self.threads.sum())
 
     @property
     def worth_it(self) -> bool:
@@ -271,6 +295,23 @@ def in_range(values: NDArray[np.int32], size: int, stop: int) -> bool:
     return values.size == size and (size == 0 or bool(values.min() >= 0 and values.max() < stop))
 
 
+P = TypeVar("P", bound=Placement)
+
+
+def estimated(plan: P, held: NDArray[np.float64], work: Work) -> P:
+    """Return a plan with the bytes that its participants hold, and with the estimate of its work."""
+    held_by = {worker.address: int(size) for worker, size in zip(plan.participants, held, strict=True)}
+    peak = max(held_by.values())
+    found = estimate(work, plan.machine, plan.method, plan.grid, peak, plan.hosts)
+    return dataclasses.replace(plan, projected_bytes=held_by, estimate=found)
+
+
+def need_workers(roster: Sequence[Worker]) -> None:
+    """Raise if there are no workers."""
+    if not roster:
+        raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
+
+
 def over_limit(plan: Placement) -> dict[str, int]:
     """Return the projected bytes of workers that may not hold so much, with those that their processes hold anyway."""
     fraction = plan.problem.options.limit_fraction
@@ -282,22 +323,30 @@ def over_limit(plan: Placement) -> dict[str, int]:
     }
 
 
-def check_memory(plan: Placement, what: str, remedies: Sequence[str], *, why: str = "", on_gpus: bool = False) -> None:
-    """Raise `ProjectedMemoryError` if a plan projects more than a worker may hold; `remedies` begin with verbs."""
-    over = over_limit(plan)
-    if not over:
-        return
-    workers, fraction = {worker.address: worker for worker in plan.participants}, plan.problem.options.limit_fraction
+def choose(found: Sequence[P], what: str, remedies: Sequence[str], why: Callable[[P], str] = lambda plan: "") -> P:
+    """Return the first plan that fits into memory, with the estimates of all.
+
+    Raises
+    ------
+    ProjectedMemoryError
+        None does. It tells about the leanest one; `remedies` begin with verbs.
+    """
+    for plan in found:
+        if not over_limit(plan):
+            return dataclasses.replace(plan, alternatives=tuple(one.estimate for one in found if one.estimate))
+    plan = min(found, key=lambda one: max(one.projected_bytes.values()))
+    workers, over = {worker.address: worker for worker in plan.participants}, over_limit(plan)
+    fraction = plan.problem.options.limit_fraction
     limit = {address: int(worker.memory_limit * fraction) for address, worker in workers.items()}
     worst = max(over, key=lambda address: over[address] / limit[address])
-    used = workers[worst].used
+    used, on_gpus = workers[worst].used, ENGINES[plan.engine].on_gpus
     beside = f", {_gib(used)} of it what its process holds anyway" if used else ""
-    found = [*remedies, "use GPUs with more memory" if on_gpus else "use a higher memory_limit"]
+    advised = [*remedies, "use GPUs with more memory" if on_gpus else "use a higher memory_limit"]
     if all(size <= workers[address].memory_limit for address, size in over.items()):
-        found.append("raise the config distmm.memory.limit-fraction")
+        advised.append("raise the config distmm.memory.limit-fraction")
     raise ProjectedMemoryError(
-        f"{what} would hold {_gib(over[worst])} on worker {worst}{why}{beside}; it may hold {_gib(limit[worst])} "
-        f"({fraction:.0%} of its memory{'' if on_gpus else ' limit'}). {advice(found)}",
+        f"{what} would hold {_gib(over[worst])} on worker {worst}{why(plan)}{beside}; it may hold {_gib(limit[worst])} "
+        f"({fraction:.0%} of its memory{'' if on_gpus else ' limit'}). {advice(advised)}",
         plan.projected_bytes,
         limit,
     )

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning.computation import chunk_elements
-from dask_distmm.planning.cuts import Bounds, overlap_sizes, overlaps, reduce_cuts
+from dask_distmm.planning.cuts import Bounds, overlaps, reduce_cuts, traffic
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.wire import HERE
@@ -138,19 +138,11 @@ class Plan(Placement):
         return np.multiply.outer(np.diff(rows), np.diff(cols)).ravel()
 
     @functools.cached_property
-    def final_traffic(self) -> NDArray[np.int64]:
+    def final_traffic(self) -> NDArray[np.float64]:
         """Elements of the chunks of each rank (rows) that each rank (columns) has in full."""
-        nranks = len(self.ranks)
         if self.grid[2] > 1 and self.method == "allreduce":
-            return np.diag(self.final_elements)
-        rows, cols = (
-            np.maximum(overlap_sizes(sizes, bounds), 0)
-            for sizes, bounds in zip(self.problem.out_chunks, self.final_cuts, strict=True)
-        )
-        of_rows = np.zeros((len(rows), nranks, cols.shape[1]), np.int64)
-        np.add.at(of_rows, (np.arange(len(rows))[:, None], self.owners.reshape(len(rows), len(cols))), cols)
-        traffic: NDArray[np.int64] = np.einsum("ip,irq->rpq", rows, of_rows).reshape(nranks, -1)
-        return traffic
+            return np.diag(self.final_elements.astype(float))
+        return traffic(self.problem.out_chunks, self.final_cuts, self.owners, len(self.ranks))
 
     def coords(self, rank: int) -> tuple[int, int, int]:
         """Return (i, j, l) of a rank; l varies fastest."""

@@ -3,8 +3,8 @@
 Bytes received depend on where the chunks already lie: ranks are matched to workers so that as many bytes as possible
 are at home (a linear assignment problem). `plan_computation` plans all kinds of computations.
 
-The tiles of each candidate, for distributions that were asked for, on cuBLASMp (`tiles.py` says why) and on the other
-engines, numpy and peer:
+The tiles of each candidate, for distributions that were asked for, on cuBLASMp (`cublasmp.py` says why) and on the
+other engines, numpy and peer:
 
 ===============  ============================================  =======================  =======================
 method, grid     A                                             B                        D
@@ -28,8 +28,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,40 +39,22 @@ from dask_distmm.layout import ProcessGrid
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Worker
-from dask_distmm.planning.cuts import Bounds, Candidate, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
+from dask_distmm.planning.cuts import Candidate, Cuts, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
 from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.planning.factor.planner import plan_factorization
 from dask_distmm.planning.factor.problem import FactorProblem
-from dask_distmm.planning.footprint import Needs, chunk_bytes, operand_needs, packing, spread
-from dask_distmm.planning.model import ENGINES, estimate, models_of
-from dask_distmm.planning.placement import Placement, Where, check_memory, everywhere, match_ranks, over_limit
+from dask_distmm.planning.footprint import chunk_bytes, operand_needs, packing, spread
+from dask_distmm.planning.model import ENGINES, Phase, Work, models_of
+from dask_distmm.planning.placement import Placement, Where, choose, estimated, match_ranks, over_limit
 from dask_distmm.planning.plan import Packing, Plan
 from dask_distmm.planning.problem import METHODS, Problem, is_gram
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
 
-# Distributions
-
-
 # Candidates
 
 
-def candidates(problem: Problem, nworkers: int, method: str = "auto") -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yield the (method, p x q x s) that can run a problem on up to `nworkers` workers.
-
-    With ``method="auto"`` also on fewer: 1 and the powers of two, since a small product is faster on few
-    workers. A method that is asked for takes as many workers as have something to do.
-    """
-    m, n, k = problem.m, problem.n, problem.k
-    counts = {nworkers, 1} | {2**e for e in range(nworkers.bit_length()) if 2**e < nworkers}
-    for count in sorted(counts if method == "auto" else range(1, nworkers + 1), reverse=True):
-        found = list(grids(m, n, k, count, method))
-        yield from found
-        if found and method != "auto":
-            return
-
-
-def grids(m: int, n: int, k: int, count: int, method: str) -> Iterator[tuple[str, tuple[int, int, int]]]:
+def grids(m: int, n: int, k: int, count: int, method: str) -> Iterator[Candidate]:
     """Yield the candidates that take exactly `count` workers."""
 
     def wanted(name: str) -> bool:
@@ -101,10 +83,9 @@ def grids(m: int, n: int, k: int, count: int, method: str) -> Iterator[tuple[str
 
 _Side = tuple[int, int | None]  # parts along an axis, and the size of a block; None for any
 _Need = tuple[tuple[_Side, _Side], ...] | None  # one of these; None for anything
-_ALL: _Side = (1, None)
 
 
-def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[tuple[str, tuple[int, int, int]]]:
+def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
     """Return the (method, p x q x s) whose tiles of A, B and D are those that were asked for.
 
     As many workers as the grids asked for have, or as there are.
@@ -144,7 +125,7 @@ def _shapes(problem: Problem) -> dict[str, tuple[int, int]]:
     return {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "d": (problem.m, problem.n)}
 
 
-def _asked_ways(problem: Problem, count: int) -> Iterator[tuple[str, tuple[int, int, int]]]:
+def _asked_ways(problem: Problem, count: int) -> Iterator[Candidate]:
     """Yield the candidates that `count` workers can take, with those grids that were asked for."""
     candidates = list(grids(problem.m, problem.n, problem.k, count, problem.method))
     for asked in problem.distributions:
@@ -157,38 +138,27 @@ def _asked_ways(problem: Problem, count: int) -> Iterator[tuple[str, tuple[int, 
 
 def _tiles(problem: Problem, engine: str, method: str, grid: tuple[int, int, int]) -> dict[str, _Need]:
     """Return what tiles a candidate has of A, B and D."""
-    p, q, s = grid
-    count, (m, n, k) = p * q * s, (problem.m, problem.n, problem.k)
+    (p, q, s), axes, shapes = grid, {"a": "mk", "b": "kn", "d": "mn"}, _shapes(problem)
+    count, blocks, by_rows = p * q * s, not ENGINES[engine].collective, q == 1
+    row, col = (count, 1), (1, count)
+    # The axes along which blocks have one size: that of slabs.
+    exact = "mnk" if method != "summa" else "mn" if blocks else ""
+    have: dict[str, list[tuple[int, int]] | None] = {name: [(p, q)] for name in "abd"}
+    if method == "allgather" and count > 1:
+        have = {"a": [row], "b": [col], "d": [row if by_rows else col]}
+        if blocks:
+            # What is gathered may be anywhere.
+            have["b" if by_rows else "a"] = None
+    elif s > 1:
+        slabs = [row] * (count <= problem.m) + [col] * (count <= problem.n)
+        have = {"a": [col], "b": [row], "d": slabs if method == "reducescatter" else []}
 
-    def rows(length: int) -> tuple[_Side, _Side]:
-        return (count, -(-length // count)), _ALL
+    def side(axis: str, parts: int, length: int) -> _Side:
+        return parts, -(-length // parts) if axis in exact and parts > 1 else None
 
-    def cols(length: int) -> tuple[_Side, _Side]:
-        return _ALL, (count, -(-length // count))
-
-    if count == 1:
-        alone = ((_ALL, _ALL),)
-        return {"a": alone, "b": alone, "d": alone}
-    blocks = not ENGINES[engine].collective
-    if method == "allgather":
-        by_rows = q == 1
-        return {
-            "a": None if blocks and not by_rows else (rows(m),),
-            "b": None if blocks and by_rows else (cols(n),),
-            "d": (rows(m),) if by_rows else (cols(n),),
-        }
-    if method in ("reducescatter", "allreduce"):
-        slabs = [rows(m)] * (count <= m) + [cols(n)] * (count <= n)
-        return {"a": (cols(k),), "b": (rows(k),), "d": tuple(slabs) if method == "reducescatter" else ()}
-
-    def side(parts: int, length: int) -> _Side:
-        return (parts, -(-length // parts) if blocks and parts > 1 else None)
-
-    any_k = [(p, None), (q, None)]
     return {
-        "a": ((side(p, m), any_k[1]),),
-        "b": ((any_k[0], side(q, n)),),
-        "d": ((side(p, m), side(q, n)),),
+        name: grids and tuple(tuple(map(side, axes[name], parts, shapes[name])) for parts in grids)  # type: ignore[misc]
+        for name, grids in have.items()
     }
 
 
@@ -251,43 +221,6 @@ def operand_tiles(plan: Plan) -> dict[str, tuple[Chunks, NDArray[np.int64]]]:
     return {"a": ((rows, along), number[:, : len(along)].ravel()), "b": ((down, cols), number[: len(down)].ravel())}
 
 
-# ``plan(problem, roster)``: look at every way to run a problem, take the fastest that fits into memory
-
-
-# The cluster
-
-
-@dataclasses.dataclass(frozen=True)
-class Situation:
-    """The workers, and where the chunks of A, B and earlier sums are. Hashable: plans are cached by it."""
-
-    # Workers that can be ranks.
-    roster: tuple[Worker, ...]
-    # Workers that hold chunks but can't be ranks.
-    sources: tuple[Worker, ...] = ()
-    # For each chunk of A and B in C order, the worker that holds it, as an index into ``[*roster, *sources]``: the
-    # bytes of an int32 array. None where that is not known.
-    raw_a: bytes | None = None
-    raw_b: bytes | None = None
-    # Memory order of (most of) the chunks of A and B.
-    orders: tuple[str, str] = ("C", "C")
-    # Addresses of ranks, in their order, that have a communicator already.
-    groups: tuple[tuple[str, ...], ...] = ()
-    # As `raw_a`, for earlier sums that the product is added to (`Formula.partial`).
-    raw_sums: bytes | None = None
-
-    @property
-    def participants(self) -> tuple[Worker, ...]:
-        """All workers, those of the roster first."""
-        return (*self.roster, *self.sources)
-
-    @functools.cached_property
-    def where(self) -> Where:
-        """The holders of the chunks of A, B and earlier sums, where they are known."""
-        raw = {"a": self.raw_a, "b": self.raw_b, "partial": self.raw_sums}
-        return {name: np.frombuffer(found, np.int32) for name, found in raw.items() if found is not None}
-
-
 # Replicas
 
 
@@ -295,41 +228,19 @@ class Situation:
 SINGLE_BYTES = 2**16
 
 
-def with_replicas(made: Plan, count: int) -> Plan:
-    """Return a plan after whose run the first `count` participants keep all of `Plan.kept`, with estimate and memory.
-
-    Each gets the chunks that it lacks from those who have them.
-    """
-    if not made.kept:
-        return made
-    found = [
-        _result_replicas(made, count) if matrix == "d" else _operand_replicas(made, matrix, count)
-        for matrix in made.kept
-    ]
+def _replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the bytes that participants hold, and get, so that the first `count` have all of `Plan.kept`."""
+    found = [_result_replicas(made) if matrix == "d" else _operand_replicas(made, matrix) for matrix in made.kept]
     held, moved = (np.sum(sizes, axis=0) for sizes in zip(*found, strict=True))
-    projected = {
-        worker.address: made.projected_bytes[worker.address] + int(size)
-        for worker, size in zip(made.participants, held, strict=True)
-    }
-    assert made.estimate is not None
-    machine = made.problem.options.machine(made.engine)
-    seconds = float(moved.max()) / machine.bandwidth
-    found_estimate = dataclasses.replace(
-        made.estimate,
-        seconds=made.estimate.seconds + seconds + (machine.latency if seconds else 0.0),
-        transfer_seconds=made.estimate.transfer_seconds + seconds,
-        bytes_moved=made.estimate.bytes_moved + int(moved.sum()),
-        peak_bytes=max(projected.values()),
-    )
-    return dataclasses.replace(made, replicas=count, projected_bytes=projected, estimate=found_estimate)
+    held[count:] = moved[count:] = 0
+    return held, moved
 
 
-def _result_replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _result_replicas(made: Plan) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the bytes that each participant holds, and gets, more than without replicas of D."""
     sizes = chunk_bytes(made.problem, "d")
     missing = np.full(len(made.participants), float(sizes.sum()))
     missing[list(made.ranks)] -= np.bincount(made.owners, sizes, len(made.ranks))
-    missing[count:] = 0
     held = missing.copy()
     engine = ENGINES[made.engine]
     if engine.all_reduced(made):
@@ -342,11 +253,10 @@ def _result_replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArr
     return held, missing
 
 
-def _operand_replicas(made: Plan, operand: str, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _operand_replicas(made: Plan, operand: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the bytes that each participant holds, and gets, more than without replicas of A or B."""
     sizes = chunk_bytes(made.problem, operand)
     held = np.maximum(sizes.sum() - spread(made, operand, sizes), 0.0)
-    held[count:] = 0
     moved = held.copy()
     if ENGINES[made.engine].by_panels:
         needed, at = operand_needs(made, operand)
@@ -354,13 +264,32 @@ def _operand_replicas(made: Plan, operand: str, count: int) -> tuple[NDArray[np.
     return held, np.maximum(moved, 0.0)
 
 
-# The expected seconds of the product for which one more candidate is examined; the least number of candidates; and the
-# share of the chunks from which one worker may best do it all.
-_SECONDS_A_CANDIDATE, _LEAST_CANDIDATES, _LARGE_SHARE = 0.012, 2, 0.75
+# ``plan(problem, roster)``: look at every way to run a problem, take the fastest that fits into memory
+
+
 # A new communicator takes about this long (seconds, spread over the runs that will use it).
 _NEW_GROUP_SECONDS = 0.05
 # Weight of bytes of earlier sums, relative to bytes of inputs, where ranks are matched to workers.
 _BEGUN = 4
+
+
+class Situation(NamedTuple):
+    """The workers, and where the chunks of A, B and earlier sums are. Hashable: plans are cached by it."""
+
+    # Workers that can be ranks, and others that hold chunks.
+    roster: tuple[Worker, ...]
+    sources: tuple[Worker, ...] = ()
+    # For ``"a"``, ``"b"`` and ``"partial"``, where that is known, the worker that holds each chunk: an int32 array.
+    raw: tuple[tuple[str, bytes], ...] = ()
+    # Memory order of (most of) the chunks of A and B.
+    orders: tuple[str, str] = ("C", "C")
+    # Addresses of ranks, in their order, that have a communicator already.
+    groups: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def where(self) -> Where:
+        """The holders of chunks."""
+        return {name: np.frombuffer(table, np.int32) for name, table in self.raw}
 
 
 def plan(
@@ -369,37 +298,33 @@ def plan(
     where: Where | None = None,
     *,
     engine: str | Sequence[str] = "numpy",
-    shortlisted: bool = False,
     sources: Sequence[Worker] = (),
     orders: tuple[str, str] = ("C", "C"),
     groups: Sequence[tuple[str, ...]] = (),
     replica_runs: tuple[int, int] = (0, 0),
 ) -> Plan:
-    """Choose how `problem` runs on the workers of `roster`."""
-    where = where or {}
-    found: list[Plan] = []
-    failure: PlanError | ProjectedMemoryError | None = None
-    names = _able(problem, (engine,) if isinstance(engine, str) else tuple(engine))
+    """Choose how `problem` runs on the workers of `roster`; `where` counts `sources` after these."""
+    where, names = where or {}, (engine,) if isinstance(engine, str) else tuple(engine)
+    able = [one.name for one in models_of(names) if one.makes or not any(problem.by_ranks)]
+    if not able:
+        raise PlanError(
+            f"chunks of {problem.name} were to be made by the ranks that multiply them, which engine {names[0]!r} does "
+            "not do: make the product anew on the cluster as it is now"
+        )
     # The same multiply comes again and again in a loop: only its name differs.
     anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
-    raw_a, raw_b, raw_sums = _raw(where)
-    situation = Situation(tuple(roster), tuple(sources), raw_a, raw_b, orders, tuple(sorted(groups)), raw_sums)
-    candidates = _shortlist(anonymous, situation, names) if shortlisted else dict.fromkeys(names)
-    for name in candidates:
+    raw = tuple((name, where[name].tobytes()) for name in ("a", "b", "partial") if name in where)
+    situation = Situation(tuple(roster), tuple(sources), raw, orders, tuple(sorted(groups)))
+    found: list[Plan] = []
+    for name in able:
         try:
-            made = _plan(anonymous, situation, name, candidates[name])
+            found.append(_plan(anonymous, situation, name))
         except (PlanError, ProjectedMemoryError) as error:
             # The reason of the last engine counts: the others are there to be faster where they can.
-            failure = error
-            continue
-        found.append(dataclasses.replace(made, problem=problem, where=where, replica_runs=replica_runs))
-    if not found and shortlisted:
-        more: dict[str, Any] = {"sources": sources, "orders": orders, "groups": groups, "replica_runs": replica_runs}
-        return plan(problem, roster, where, engine=engine, **more)
-    if not found:
-        assert failure is not None
-        raise failure
-    return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
+            if name == able[-1] and not found:
+                raise error
+    best = min(found, key=lambda one: one.seconds)
+    return dataclasses.replace(best, problem=problem, where=where, replica_runs=replica_runs)
 
 
 def is_faster(problem: Problem, roster: Sequence[Worker], limits: Mapping[str, float]) -> bool:
@@ -426,7 +351,7 @@ def _is_faster(problem: Problem, situation: Situation, engine: str, limit: float
     smallest = dataclasses.replace(
         problem, a_chunks=one, b_chunks=one, out_chunks=one, extras=(), formula=Formula(), gathered=""
     )
-    least, threads = _plan(smallest, situation, engine, None).seconds, [max(1, worker.nthreads) for worker in roster]
+    least, threads = _plan(smallest, situation, engine).seconds, [max(1, worker.nthreads) for worker in roster]
     names = problem.compute_type.name, problem.operand_type.name, problem.compute or problem.operand_type.name
     rates = [*map(machine.rate, names), *([machine.rate("float8")] if problem.fp8 else [])]
     if problem.method == "auto":
@@ -459,95 +384,54 @@ def _all_bytes(problem: Problem) -> int:
     return elements * max(dtype.itemsize for dtype in types) + extras
 
 
-def _able(problem: Problem, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of some engines that can make chunks, if a problem asks for it; all if it does not."""
-    found = tuple(one.name for one in models_of(names) if one.makes or not any(problem.by_ranks))
-    if names and not found:
-        raise PlanError(
-            f"chunks of {problem.name} were to be made by the ranks that multiply them, which engine {names[0]!r} does "
-            "not do: make the product anew on the cluster as it is now"
-        )
-    return found
-
-
-def _raw(where: Where) -> tuple[bytes | None, bytes | None, bytes | None]:
-    a, b, sums = (where[name].tobytes() if name in where else None for name in ("a", "b", "partial"))
-    return a, b, sums
-
-
-def _shortlist(problem: Problem, situation: Situation, names: Sequence[str]) -> dict[str, frozenset[Candidate] | None]:
-    """Return the engines and candidates that are worth a look; None for all of an engine."""
-    placed = [table for table in situation.where.values() if not everywhere(table)]
-    if not placed or problem.method != "auto" or problem.grid is not None or any(problem.distributions):
-        return dict.fromkeys(names)
-    nowhere = dataclasses.replace(situation, sources=(), raw_a=None, raw_b=None)
-    ranked: list[tuple[float, str, Candidate]] = []
-    for engine in names:
-        try:
-            rough = _plan(problem, nowhere, engine, None)
-        except (PlanError, ProjectedMemoryError):
-            return dict.fromkeys(names)
-        ranked += [(found.seconds, engine, (found.method, found.grid)) for found in rough.alternatives]
-    ranked.sort()
-    count = max(_LEAST_CANDIDATES, int(ranked[0][0] / _SECONDS_A_CANDIDATE))
-    kept: dict[str, set[Candidate]] = {}
-    for number, (_, engine, candidate) in enumerate(ranked):
-        share = max(np.bincount(table).max() / len(table) for table in placed)
-        if number < count or (candidate[0] == "local" and share >= _LARGE_SHARE):
-            kept.setdefault(engine, set()).add(candidate)
-    return {engine: frozenset(candidates) for engine, candidates in kept.items()}
-
-
 @functools.lru_cache(maxsize=64)
-def _plan(problem: Problem, situation: Situation, engine: str, only: frozenset[Candidate] | None) -> Plan:
-    roster, model = situation.roster, ENGINES[engine]
+def _plan(problem: Problem, situation: Situation, engine: str) -> Plan:
+    roster = situation.roster
+    model, (m, n, k) = ENGINES[engine], (problem.m, problem.n, problem.k)
     if not roster:
         raise PlanError("no worker can take part: start workers, or name some of the cluster's with workers=")
     if problem.method not in ("auto", *METHODS):
         raise PlanError(f"unknown method {problem.method!r}; known are 'auto', {', '.join(map(repr, METHODS))}")
-    if 0 in (problem.m, problem.n, problem.k):
-        raise PlanError(f"nothing to plan: m, n, k = {problem.m}, {problem.n}, {problem.k}")
-    found = [
-        _consider(problem, situation, engine, candidate)
-        for candidate in _candidates(problem, len(roster), engine)
-        if (only is None or candidate in only) and model.has_method(problem, candidate[0])
-    ]
-    if not found and not model.has_method(problem, problem.method):
+    if 0 in (m, n, k):
+        raise PlanError(f"nothing to plan: m, n, k = {m}, {n}, {k}")
+    every = _candidates(problem, len(roster), engine)
+    some = [candidate for candidate in every if model.has_method(problem, candidate[0])]
+    if not some and not model.has_method(problem, problem.method):
         raise PlanError(f"engine {engine!r} has no method {problem.method!r} for FP8; use method='auto'")
-    if not found:
+    if not some:
         raise PlanError(
-            f"method {problem.method!r} does not fit m, n, k = {problem.m}, {problem.n}, {problem.k} "
-            f"on {len(roster)} workers; use method='auto'"
+            f"method {problem.method!r} does not fit m, n, k = {m}, {n}, {k} on {len(roster)} workers; "
+            "use method='auto'"
         )
-    if problem.replicated:
-        found = [with_replicas(one, len(roster)) for one in found]
-    found.sort(key=lambda p: (p.estimate.seconds, p.estimate.peak_bytes) if p.estimate else (0.0, 0))
-    alternatives = tuple(p.estimate for p in found if p.estimate)
-    for chosen in found:
-        if not over_limit(chosen):
-            return dataclasses.replace(chosen, alternatives=alternatives)
-    leanest = min(found, key=lambda p: max(p.projected_bytes.values()))
-    chosen_as = "the leanest there is" if problem.method == "auto" else "as asked for"
-    kept = [f"all of {name.upper()} is to be on each worker" for name in leanest.kept]
-    check_memory(
-        leanest,
-        f"the multiply of {problem.m} x {problem.k} by {problem.k} x {problem.n} ({problem.dtype})",
-        product_remedies(problem),
-        why=f" with method {leanest.method!r}, {chosen_as}{', since ' * bool(kept)}{' and '.join(kept)}",
-        on_gpus=model.on_gpus,
-    )
-    raise AssertionError("unreachable")
+
+    def why(made: Plan) -> str:
+        kept = " and ".join(f"all of {name.upper()} is to be on each worker" for name in made.kept)
+        chosen_as = "the leanest there is" if problem.method == "auto" else "as asked for"
+        return f" with method {made.method!r}, {chosen_as}{', since ' * bool(kept)}{kept}"
+
+    found = [_consider(problem, situation, engine, candidate) for candidate in some]
+    found.sort(key=lambda one: (one.seconds, max(one.projected_bytes.values())))
+    return choose(found, f"the multiply of {m} x {k} by {k} x {n} ({problem.dtype})", product_remedies(problem), why)
 
 
-def _candidates(problem: Problem, nworkers: int, engine: str) -> Iterable[tuple[str, tuple[int, int, int]]]:
-    """Return the methods and grids to look at."""
+def _candidates(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
+    """Return the methods and grids to look at.
+
+    With ``method="auto"`` also on fewer workers: 1 and the powers of two, since a small product is faster on few. A
+    method that is asked for takes as many workers as have something to do.
+    """
     if problem.grid is not None:
-        if np.prod(problem.grid) > nworkers:
+        if math.prod(problem.grid) > nworkers:
             raise PlanError(f"a grid of {problem.grid} was asked for, and there are {nworkers} workers")
         return [(problem.method, problem.grid)]
     if any(problem.distributions):
         return asked_ways(problem, nworkers, engine)
-    return candidates(problem, nworkers, problem.method)
+    auto, found = problem.method == "auto", list[Candidate]()
+    counts = {nworkers, 1} | {2**e for e in range(nworkers.bit_length()) if 2**e < nworkers}
+    for count in sorted(counts if auto else range(1, nworkers + 1), reverse=True):
+        if auto or not found:
+            found += grids(problem.m, problem.n, problem.k, count, problem.method)
+    return found
 
 
 def product_remedies(problem: Problem) -> list[str]:
@@ -575,84 +459,69 @@ def _consider(problem: Problem, situation: Situation, engine: str, candidate: Ca
         # Moving nothing may be faster than sharing the work evenly.
         *((*cuts, None) for cuts in [holder_cuts(problem, situation.where, candidate[1])] if cuts is not None),
     ]
-    found = [_cut(problem, situation, engine, candidate[0], *cuts) for cuts in every]
-    return min(found, key=lambda one: one.estimate.seconds if one.estimate else 0.0)
+    found = [_cut(problem, situation, engine, candidate[0], cuts) for cuts in every]
+    return min(found, key=lambda one: one.seconds)
 
 
-def _cut(
-    problem: Problem,
-    situation: Situation,
-    engine: str,
-    method: str,
-    rows: Bounds,
-    cols: Bounds,
-    depth: Bounds,
-    d_cuts: tuple[Bounds, Bounds] | None,
-) -> Plan:
+def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts: Cuts) -> Plan:
     """Return the plan with certain cuts of m, n and k, and of D."""
-    model, s, count = ENGINES[engine], len(depth) - 1, len(situation.roster)
+    rows, cols, depth, d_cuts = cuts
+    model, s, nroster = ENGINES[engine], len(depth) - 1, len(situation.roster)
     nranks = (len(rows) - 1) * (len(cols) - 1) * s
+    finals = d_cuts or ((rows, cols) if s == 1 else reduce_cuts(problem, s))
     made = Plan(
         problem=problem,
         engine=engine,
+        participants=(*situation.roster, *situation.sources),
+        where=situation.where,
+        order_a=situation.orders[0],
+        order_b=situation.orders[1],
         method="local" if nranks == 1 and model.collective else method,
-        participants=situation.participants,
         ranks=tuple(range(nranks)),
         rows=rows,
         cols=cols,
         depth=depth,
-        owners=chunk_owners(problem, method, d_cuts or ((rows, cols) if s == 1 else reduce_cuts(problem, s)), nranks),
-        where=situation.where,
-        packing=packing(problem, (rows, cols, depth)) if model.by_panels else Packing(),
-        order_a=situation.orders[0],
-        order_b=situation.orders[1],
         d_cuts=d_cuts,
+        owners=chunk_owners(problem, method, finals, nranks),
+        packing=packing(problem, (rows, cols, depth)) if model.by_panels else Packing(),
     )
     needs = {operand: operand_needs(made, operand) for operand in "ab"}
-    held = (needs["a"][1] + needs["b"][1])[:count].T
-    made = dataclasses.replace(made, ranks=_matched(made, held, situation.groups))
-    made.projected_bytes.update(_projected(made, needs))
-    if model.reads_peers and _may_stay(problem) and (over_limit(made) or len(made.participants) == 1):
-        # A rank that is alone reads each chunk once, either way: it need not wait for all of them.
-        made = dataclasses.replace(made, from_host=True, projected_bytes={})
-        made.projected_bytes.update(_projected(made, needs))
-    hosts = {made.participants[index].host for index in made.ranks}
-    peak, machine = max(made.projected_bytes.values()), problem.options.machine(engine)
-    found = estimate(model.work(made, needs), machine, made.method, made.grid, peak, hosts)
-    return dataclasses.replace(made, estimate=found)
+    held = (needs["a"][1] + needs["b"][1])[:nroster].T
+    made = dataclasses.replace(made, ranks=_matched(made, held, situation.groups), replicas=nroster if made.kept else 0)
 
+    def finished(made: Plan) -> Plan:
+        memory, work = model.memory(made, needs), model.work(made, needs)
+        if made.kept:
+            more, moved = _replicas(made, nroster)
+            memory, phases = memory + more, [*work.phases, Phase(waited={"ranks": moved})]
+            work = Work(phases, work.messages + bool(moved.any()), work.seconds, work.moved + moved.sum())
+        return estimated(made, memory, work)
 
-def _projected(made: Plan, needs: Mapping[str, Needs]) -> dict[str, int]:
-    """Return the bytes that each participant holds at most, by its address."""
-    held = ENGINES[made.engine].memory(made, needs)
-    return {worker.address: int(size) for worker, size in zip(made.participants, held, strict=True)}
+    made = finished(made)
+    # Chunks of A and B may stay in host memory. A rank that is alone reads each once, and need not wait for all.
+    may_stay = model.reads_peers and problem.array == "numpy" and not problem.replicated and not any(problem.by_ranks)
+    if may_stay and (over_limit(made) or len(made.participants) == 1):
+        made = finished(dataclasses.replace(made, from_host=True))
+    return made
 
 
 def _matched(made: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
     """Match ranks (rows) to workers so that most bytes lie right; a group that exists already saves making one."""
     if not ENGINES[made.engine].collective:
-        return tuple(match_ranks(-held - _begun(made, held.shape[1])))
+        begun = np.zeros((len(made.ranks), len(made.participants)))
+        if "partial" in made.where:
+            # Earlier sums of a rank would not only move: they could not grow in place.
+            np.add.at(begun, (made.owners, made.where["partial"]), _BEGUN * chunk_bytes(made.problem, "partial"))
+        return tuple(match_ranks(-held - begun[:, : held.shape[1]]))
     best, ranks = tuple(match_ranks(-held)), range(len(held))
+    if not groups:
+        return best
     number = {worker.address: index for index, worker in enumerate(made.participants[: held.shape[1]])}
     fitting = [group for group in groups if len(group) == len(best) and number.keys() >= set(group)]
     orders = [tuple(number[address] for address in group) for group in fitting]
-    worth = _NEW_GROUP_SECONDS * made.problem.options.machine(made.engine).bandwidth * len(best)
+    worth = _NEW_GROUP_SECONDS * made.machine.bandwidth * len(best)
     known = [order for order in orders if held[ranks, best].sum() - held[ranks, order].sum() < worth]
     return max(known, key=lambda order: held[ranks, order].sum(), default=best)
-
-
-def _may_stay(problem: Problem) -> bool:
-    """Whether chunks of A and B are in host memory, and are not to be copied to all GPUs."""
-    return problem.array == "numpy" and not problem.replicated and not any(problem.by_ranks)
-
-
-def _begun(made: Plan, nroster: int) -> NDArray[np.float64]:
-    """Return for each rank and worker of the roster how much it would cost to have earlier sums of the rank's there."""
-    costs_of = np.zeros((len(made.ranks), len(made.participants)))
-    if "partial" in made.where:
-        np.add.at(costs_of, (made.owners, made.where["partial"]), chunk_bytes(made.problem, "partial"))
-    # They would not only move: they could not grow in place.
-    return _BEGUN * costs_of[:, :nroster]
 
 
 # The kinds of computations: which class a message means, and who plans it
@@ -673,11 +542,7 @@ def problem_from_wire(wire: Any) -> Computation:
 
 def plan_from_wire(wire: Any) -> Placement:
     """Make a plan from what its ``to_wire`` gave, checked."""
-    try:
-        problem = wire["problem"]
-    except (KeyError, TypeError) as error:
-        raise ProtocolError(f"malformed plan: {error!r}") from error
-    return _classes(problem)[1].from_wire(wire)
+    return _classes(wire.get("problem") if isinstance(wire, dict) else None)[1].from_wire(wire)
 
 
 def _classes(wire: Any) -> tuple[type[Problem | FactorProblem | ProgramProblem], type[Placement]]:
@@ -700,7 +565,7 @@ def plan_computation(
     A factorization or a program is for the first engine that can run it in the memory that there is.
     """
     if isinstance(problem, Problem):
-        return plan(problem, roster, where, engine=engine, sources=sources, shortlisted=True)
+        return plan(problem, roster, where, engine=engine, sources=sources)
     assert isinstance(problem, FactorProblem | ProgramProblem)
     planned: Any = plan_factorization if isinstance(problem, FactorProblem) else plan_program
     *first, last = engine

@@ -3,7 +3,7 @@
 It is a frozen value, which crosses the network.
 
 The peer engine's products are cuBLASLt's. It computes the transpose of D, so a value for each column of D is native to
-it; and an element of D must be computed in one go (see `block_schedule.native`). With 16-bit types its epilogs are not
+it; and an element of D must be computed in one go (see `schedule.native`). With 16-bit types its epilogs are not
 exact either where extents or addresses are odd (measured: some algorithms round the product first, up to 31 times the
 bound, some make 0 of relu(NaN), some refuse); with float32 and float64 they are.
 """

@@ -15,21 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import Options
-from dask_distmm.errors import NoWorkersError, ProtocolError
+from dask_distmm.errors import ProtocolError
 from dask_distmm.numeric.sparse import SHARE
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Output, Part, Worker, chunk_elements
 from dask_distmm.planning.footprint import is_by_ranks, made_ahead
-from dask_distmm.planning.model import Estimate, speeds
-from dask_distmm.planning.placement import Placement, Where, check_memory, in_range
+from dask_distmm.planning.model import Phase, Work, speeds
+from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
 from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows
 from dask_distmm.programs.steps import Step
 
-# Seconds of a message: over Dask's comms at least, whatever the engine's own links do; and between ranks of one host,
-# which read each other's memory (2 cores, two workers: 20 us where nothing else runs).
-_LATENCY, _NEAR = 2e-3, 1e-4
 # The kind of request for a message, by the number under which it is published.
 PART = "part"
 # The end of a range of rows whose number is not known.
@@ -156,13 +153,11 @@ class ProgramPlacement(Placement):
         return cost([self.steps(rank) for rank in range(len(self.ranks))], self._rates(), spans=spans)
 
     def _rates(self) -> Rates:
-        machine = self.problem.options.machine(self.engine)
-        threads = min((self.participants[index].nthreads for index in self.ranks), default=1)
-        hosts = {self.participants[index].host for index in self.ranks}
-        rate = machine.rate(self.problem.compute_type) * threads
-        near = len(hosts) == 1 and self.problem.options.cross_memory
-        latency = _NEAR if near else max(_LATENCY, machine.latency)
-        return Rates(rate, machine.memory_bandwidth, speeds(machine, hosts)["ranks"], latency)
+        machine, threads = self.machine, int(self.threads.min(initial=2**31 if len(self.ranks) else 1))
+        bandwidth = speeds(machine, self.hosts)["ranks"]
+        return Rates(
+            machine.rate(self.compute_type) * threads, machine.memory_bandwidth, bandwidth, self.message_seconds
+        )
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -212,8 +207,7 @@ def plan_program(
     sources: Sequence[Worker] = (),
 ) -> ProgramPlacement:
     """Plan a program: chunks stay on those workers of `roster` that have them."""
-    if not roster:
-        raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
+    need_workers(roster)
     where, participants = where or {}, (*roster, *sources)
     workers = _workers_of_rows(problem, len(roster), where.get("a", where.get("b")))
     ranks = tuple(sorted(set(workers)))
@@ -227,22 +221,11 @@ def plan_program(
         owners=tuple(map(ranks.index, workers)),
     )
     lists = [plan.steps(rank) for rank in range(len(ranks))]
-    projected, moved = _project(plan, lists)
-    plan.projected_bytes.update(projected)
+    (held, moved), taken = _memory(plan, lists), plan.cost
+    own, waited = Phase(least=taken.seconds - taken.waiting), {"seconds": taken.waiting, "ranks": moved}
+    plan = estimated(plan, held, Work([own, Phase(waited=waited)], moved=taken.bytes_moved + moved))
     remedies = ["use more workers"] if problem.workers is None else ["name more workers by workers="]
-    check_memory(plan, f"{problem.builder} of a matrix in {len(workers)} chunks of rows", remedies)
-    rates = plan._rates()
-    fetched, taken = moved / rates.bandwidth, cost(lists, rates)
-    estimate = Estimate(
-        method=plan.method,
-        grid=plan.grid,
-        seconds=taken.seconds + fetched,
-        compute_seconds=taken.seconds - taken.waiting,
-        transfer_seconds=taken.waiting + fetched,
-        bytes_moved=taken.bytes_moved + moved,
-        peak_bytes=max(plan.projected_bytes.values()),
-    )
-    return dataclasses.replace(plan, estimate=estimate)
+    return choose([plan], f"{problem.builder} of a matrix in {len(workers)} chunks of rows", remedies)
 
 
 def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int32] | None) -> list[int]:
@@ -259,7 +242,7 @@ def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int3
     return found
 
 
-def _project(plan: ProgramPlacement, lists: Sequence[Sequence[Step]]) -> tuple[dict[str, int], int]:
+def _memory(plan: ProgramPlacement, lists: Sequence[Sequence[Step]]) -> tuple[NDArray[np.float64], int]:
     """Return the bytes that participants hold at most, and those of operands that are fetched."""
     problem, fetched = plan.problem, 0
     held = np.zeros(len(plan.participants))
@@ -285,4 +268,4 @@ def _project(plan: ProgramPlacement, lists: Sequence[Sequence[Step]]) -> tuple[d
         held += np.bincount(owners, np.where(copied, elements * (problem.dtype.itemsize * share), 0), len(held))
     for index, steps in zip(plan.ranks, lists, strict=True):
         held[index] += peak_bytes(steps)
-    return {worker.address: int(size) for worker, size in zip(plan.participants, held, strict=True)}, fetched
+    return held, fetched

@@ -12,15 +12,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from dask_distmm.config import DaskCosts, Machine
-from dask_distmm.planning.computation import Worker
+from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.factor.plan import factored
-from dask_distmm.planning.factor.planner import SHARES
 from dask_distmm.planning.factor.problem import FactorProblem
-from dask_distmm.planning.model import Estimate, Phase, Work, estimate
-from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.footprint import is_by_ranks
+from dask_distmm.planning.model import EngineModel, Estimate, Phase, Work, estimate
+from dask_distmm.planning.placement import P
 from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.program import ProgramProblem
 
@@ -30,21 +31,36 @@ _SUMMED = 4
 _QR_SHARE, _QR_TASKS = 0.25, 6
 
 
-def product_overhead(problem: Problem, costs: DaskCosts) -> float:
+def run_overhead(problem: Computation, costs: DaskCosts) -> float:
     """Return the seconds that Dask takes around a run; it knows nothing of chunks that ranks make."""
-    made = {name for name, yes in zip("ab", problem.by_ranks, strict=True) if yes}
-    names = (*(name for name in problem.inputs if name not in made and (name != "b" or not problem.shared)), "d")
-    return costs.run + costs.chunk * sum(math.prod(problem.chunk_counts(name)) for name in names)
-
-
-def factor_overhead(problem: FactorProblem | ProgramProblem, costs: DaskCosts) -> float:
-    """Return the seconds that Dask takes around a run."""
-    given = sum(math.prod(problem.chunk_counts(name)) for name in problem.operands)
+    shared = isinstance(problem, Problem) and problem.shared
+    names = [name for name in problem.inputs if not (is_by_ranks(problem, name) or (name == "b" and shared))]
+    given = sum(math.prod(problem.chunk_counts(name)) for name in names)
     return costs.run + costs.chunk * (given + sum(output.count for output in problem.outputs))
 
 
-def product_by_tasks(problem: Problem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
-    """Return what the product would take as Dask's own tasks."""
+def with_tasks(made: P, workers: Sequence[Worker], costs: DaskCosts, *, lazy: bool = False, by_tasks: bool = True) -> P:
+    """Return a plan with the seconds that Dask takes around its run, and unless nobody asks those of its own tasks."""
+    problem = made.problem
+    around = run_overhead(problem, costs) + lazy * costs.start
+    own = tasks_estimate(problem, workers, problem.machine_of_tasks(made.engine), costs) if by_tasks else None
+    return dataclasses.replace(made, around=around, by_tasks=own)
+
+
+def tasks_estimate(problem: Any, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
+    """Return what Dask's own tasks would take for a computation of any kind."""
+    kinds: dict[str, Callable[..., _Tasks]] = {"product": _product, "factorization": _factor, "program": _program}
+    grid, tasks, own, received, moved, held = kinds[problem.kind](problem, workers, machine)
+    phases = [own, Phase(waited={"dask": received})]
+    work = Work(phases, seconds=costs.start + tasks * costs.task, moved=moved)
+    return estimate(work, machine, "dask", grid, held)
+
+
+# Numbers of blocks and of tasks; what a worker computes; bytes that a worker receives, that all move, a worker holds.
+_Tasks = tuple[tuple[int, int, int], int, Phase, float, float, float]
+
+
+def _product(problem: Problem, workers: Sequence[Worker], machine: Machine) -> _Tasks:
     count, threads = len(workers), sum(worker.nthreads for worker in workers)
     rows, cols = len(problem.a_chunks[0]), len(problem.b_chunks[1])
     edges = [set(itertools.accumulate(sizes)) for sizes in (problem.a_chunks[1], problem.b_chunks[0])]
@@ -57,50 +73,36 @@ def product_by_tasks(problem: Problem, workers: Sequence[Worker], machine: Machi
     d_bytes = problem.itemsize("d") * problem.m * problem.n
     flops = math.ceil(products / threads) * problem.flops / products
     added = (depth > 1) * depth * d_bytes / count
-    foreign = 1 - 1 / count
-    received = foreign * (min(a_bytes, b_bytes) * (1 + bool(again)) + added)
+    received = (1 - 1 / count) * (min(a_bytes, b_bytes) * (1 + bool(again)) + added)
     held = (a_bytes + b_bytes + (1 + (depth > 1) * min(depth, _SUMMED)) * d_bytes) / count + received
-    phases = [Phase(flops, machine.rate(problem.compute_type.name), added), Phase(waited={"dask": received})]
-    work = Work(phases, seconds=costs.start + (products + sums + again) * costs.task, moved=received * count)
-    return estimate(work, machine, "dask", (rows, cols, depth), held)
+    own = Phase(flops, machine.rate(problem.compute_type.name), added)
+    return (rows, cols, depth), products + sums + again, own, received, received * count, held
 
 
-def with_tasks(made: Plan, workers: Sequence[Worker], costs: DaskCosts, *, lazy: bool, by_tasks: bool = True) -> Plan:
-    """Return a plan with the seconds that Dask takes around its run, and unless nobody asks those of its own tasks."""
-    problem = made.problem
-    around = product_overhead(problem, costs) + lazy * costs.start
-    own = product_by_tasks(problem, workers, problem.machine_of_tasks(made.engine), costs) if by_tasks else None
-    return dataclasses.replace(made, around=around, by_tasks=own)
-
-
-def program_by_tasks(
-    problem: ProgramProblem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts
-) -> Estimate:
-    """Return what Dask's own tasks would take for a program: QR of each chunk, and of all R; or products."""
+def _program(problem: ProgramProblem, workers: Sequence[Worker], machine: Machine) -> _Tasks:
+    """QR of each chunk, and of all R; or products."""
     rows, cols = (sum(sizes) for sizes in problem.chunks["a"])
-    chunks, threads = len(problem.chunks["a"][0]), sum(worker.nthreads for worker in workers)
-    flops = 4 * (rows + chunks * cols) * cols**2 * (4 if problem.dtype.kind == "c" else 1)
-    moved = chunks * cols**2 * problem.dtype.itemsize
-    rate, touched = machine.rate(problem.compute_type) * min(threads, chunks), 0.0
-    tasks = _QR_TASKS
+    chunks, threads, size = (
+        len(problem.chunks["a"][0]),
+        sum(worker.nthreads for worker in workers),
+        problem.dtype.itemsize,
+    )
+    flops, tasks = 4 * (rows + chunks * cols) * cols**2 * (4 if problem.dtype.kind == "c" else 1), _QR_TASKS
+    rate, touched, moved = machine.rate(problem.compute_type) * min(threads, chunks), 0.0, chunks * cols**2
     if problem.builder == "svd_compressed":
         # Products by narrow matrices, QR of the last one, and the products that make U.
         width, passes = problem.options_of_builder["width"], 2 + 2 * problem.options_of_builder["iterations"]
         flops, tasks = rows * width * (2 * passes * cols + 6 * width), 2 * passes + 2 * _QR_TASKS
-        touched = float(passes * rows * cols * problem.dtype.itemsize)
-        moved = chunks * passes * cols * width * problem.dtype.itemsize
+        touched, moved = float(passes * rows * cols * size), chunks * passes * cols * width
     elif problem.builder == "cov":
         # Means, differences and their transposes are read and written beside the product.
-        flops, touched = flops // 2, 4.0 * rows * cols * problem.dtype.itemsize
+        flops, touched = flops // 2, 4.0 * rows * cols * size
     else:
         rate *= _QR_SHARE
-    phases = [Phase(flops, rate, touched), Phase(waited={"dask": moved})]
-    work = Work(phases, seconds=costs.start + chunks * tasks * costs.task, moved=moved)
-    return estimate(work, machine, "dask", (chunks, 1, 1))
+    return (chunks, 1, 1), chunks * tasks, Phase(flops, rate, touched), moved * size, moved * size, 0.0
 
 
-def factor_by_tasks(problem: FactorProblem, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
-    """Return what Dask's own tasks would take."""
+def _factor(problem: FactorProblem, workers: Sequence[Worker], machine: Machine) -> _Tasks:
     blocks, (rows, cols) = len(problem.chunks[0][0]), problem.task.a_shape
     name, right, columns = factored(problem.task), 0, 0
     if problem.task.b_shape is not None:
@@ -117,7 +119,6 @@ def factor_by_tasks(problem: FactorProblem, workers: Sequence[Worker], machine: 
         elements = rows // blocks * (cols // blocks if name else -(-columns // right))
     threads = sum(worker.nthreads for worker in workers)
     moved = (1 - 1 / len(workers)) * (products * elements + rows * cols * (name == "cholesky")) * problem.dtype.itemsize
-    rate = machine.rate(problem.task.dtype) * min(threads, blocks) * SHARES[name]
-    phases = [Phase(problem.flops, rate), Phase(waited={"dask": moved / len(workers)})]
-    work = Work(phases, seconds=costs.start + (products + others) * costs.task, moved=moved)
-    return estimate(work, machine, "dask", (blocks, blocks, blocks))
+    rate = machine.rate(problem.task.dtype) * min(threads, blocks) * EngineModel.shares[name][0]
+    own = Phase(problem.flops, rate)
+    return (blocks, blocks, blocks), products + others, own, moved / len(workers), moved, 0.0

@@ -30,13 +30,14 @@ from dask_distmm.config import Budget, DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError, advice
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning.computation import Chunks, Part, Worker
+from dask_distmm.planning.cuts import part_of
 from dask_distmm.planning.footprint import chunk_bytes, held_bytes, made_bytes
 from dask_distmm.planning.model import ENGINES, models_of, speeds
 from dask_distmm.planning.placement import Explanation
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan, product_remedies
-from dask_distmm.planning.problem import METHODS, Extra, Problem
-from dask_distmm.planning.tasks import product_overhead
+from dask_distmm.planning.problem import METHODS, Problem
+from dask_distmm.planning.tasks import run_overhead
 
 # A scheme: the waves of a product, and the problem of each of them. Pure
 
@@ -77,12 +78,12 @@ class Scheme:
     panel_bytes: int
     buffer_bytes: int
     # Bytes that are loaded in all; estimated seconds of that, and of the runs.
-    read_bytes: int
-    read_seconds: float
-    run_seconds: float
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    run_seconds: float = 0.0
     # Projected peak of a worker's memory, and what it may hold.
-    peak_bytes: int
-    budget_bytes: int
+    peak_bytes: int = 0
+    budget_bytes: int = 0
     # Where the waves of several products follow one another: the name of them all, empty for a single product, and the
     # number of waves of the products before.
     series: str = ""
@@ -161,57 +162,39 @@ def _kept(problem: Problem, part: Part) -> list[NDArray[np.bool_]]:
 def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | None = None) -> Problem:
     """Return one wave of a product, or of its part, as a problem called ``...-wave-00012`` after it or the series."""
     wave = scheme.waves[number]
-    axes = {"m": wave.rows, "n": wave.cols, "k": wave.depth}
-    extents = {"m": problem.m, "n": problem.n}
-    inputs = problem.extras if wave.last else ()
-    numbers, chunks = [], {}
+    axes, extents = {"m": wave.rows, "n": wave.cols, "k": wave.depth}, {"m": problem.m, "n": problem.n}
 
-    def take(name: str, sizes: Chunks, along: str) -> None:
+    def take(name: str, sizes: Chunks, along: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         taken = []
         for axis, own in zip(along, sizes, strict=True):
-            start, stop = axes[axis]
+            ends, (start, stop) = np.cumsum(own), axes[axis]
             if name not in ("a", "b", "d", "partial") and sum(own) != extents[axis]:
                 start, stop = 0, sum(own)  # broadcast
-            ends = np.cumsum(own)
             taken.append(tuple(np.flatnonzero((ends > start) & (ends <= stop)).tolist()))
         if part is not None:
             kept = part.of("d" if name == "partial" else name)
             taken = [tuple(x for x in mine if x in of) for mine, of in zip(taken, kept[:2], strict=True)]
-        rows, cols = taken
-        numbers.append((name, rows, cols, len(sizes[1])))
-        chunks[name] = tuple(sizes[0][i] for i in rows), tuple(sizes[1][j] for j in cols)
+        return taken[0], taken[1]
 
-    take("a", problem.a_chunks, "mk")
-    take("b", problem.b_chunks, "kn")
-    for extra in inputs:
-        take(extra.name, extra.chunks, "mn")
-    if not wave.first:
-        take("partial", problem.out_chunks, "mn")
-    take("d", problem.out_chunks, "mn")
-    extras = [dataclasses.replace(extra, chunks=chunks[extra.name]) for extra in inputs]
-    sums = problem.compute_type.name
-    if not wave.first:
-        extras.append(Extra("partial", chunks["partial"], sums))
+    taken = {"a": take("a", problem.a_chunks, "mk"), "b": take("b", problem.b_chunks, "kn")}
+    taken |= {extra.name: take(extra.name, extra.chunks, "mn") for extra in problem.extras if wave.last}
+    of_d = {name: take(name, problem.out_chunks, "mn") for name in ("partial",) * (not wave.first) + ("d",)}
     formula = problem.formula if wave.last else Formula()
     # The same chunks, as in X.T @ X: transposed once, and in the same columns.
-    across = problem.transposed in ((True, False), (False, True)) and numbers[0][1] == numbers[1][2]
+    across = problem.transposed in ((True, False), (False, True)) and taken["a"][0] == taken["b"][1]
     shared = problem.shared and across
     series, number = scheme.series or problem.name, scheme.before + number
-    whole = problem.name if wave.last else f"{series}-sum-{number:05d}"
-    return dataclasses.replace(
+    return part_of(
         problem,
+        taken | of_d,
+        problem.name if wave.last else f"{series}-sum-{number:05d}",
         name=f"{series}-wave-{number:05d}",
-        a_chunks=chunks["a"],
-        b_chunks=chunks["b"],
-        out_chunks=chunks["d"],
-        dtype=problem.dtype if wave.last else sums,
+        dtype=problem.dtype if wave.last else problem.compute_type.name,
         method=scheme.method,
         same=False,
         options=dataclasses.replace(problem.options, panel_bytes=scheme.panel_bytes, buffer_bytes=scheme.buffer_bytes),
-        extras=tuple(extras),
         formula=dataclasses.replace(formula, partial=not wave.first),
         arrays=(f"{problem.name}-stream",) * 2 if shared else ("", ""),
-        part=Part(tuple(numbers), whole),
         stationary=not (wave.first and wave.last),
         by_ranks=scheme.streamed if scheme.by_ranks else (False, False),
     )
@@ -266,21 +249,17 @@ def choose_blocks(
 ) -> Scheme | None:
     """Return the blocks that read the fewest bytes, of those that fit on the GPUs; None if none do."""
     names = [one.name for one in models_of([engine] if isinstance(engine, str) else engine) if one.reads_peers]
+    if not names:
+        return None
     some = [dataclasses.replace(worker, memory_limit=int(_SHARE * worker.memory_limit)) for worker in workers]
     sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
-    edges = common_edges(problem, "m"), common_edges(problem, "n")
-    counts = [sorted({min(len(along) - 1, count) for count in BLOCKS}) for along in edges]
-    splits = [split for split in itertools.product(*counts) if split != (1, 1)]
-    for rows, cols in sorted(splits, key=lambda split: (sizes[0] * split[1] + sizes[1] * split[0], split)):
-        cuts = (itertools.pairwise(grouped(*one)) for one in zip(edges, (rows, cols), strict=True))
-        blocks = enumerate(itertools.product(*cuts))
-        waves = tuple(Wave(down, across, (0, problem.k), True, True, visit) for visit, (down, across) in blocks)
-        read = sizes[0] * cols + sizes[1] * rows
-        how = "host", waves, (False, False), False, problem.method
-        scheme = Scheme(*how, problem.options.panel_bytes, problem.options.buffer_bytes, read, 0.0, 0.0, 0, 0)
-        areas = [np.prod([stop - start for start, stop in (wave.rows, wave.cols)]) for wave in waves]
+    for rows, cols in _splits(problem, *sizes):
+        waves, options = tuple(_waves(rows, cols, (0, problem.k))), problem.options
+        read = sizes[0] * (len(cols) - 1) + sizes[1] * (len(rows) - 1)
+        how = "host", waves, (False, False), False, problem.method, options.panel_bytes, options.buffer_bytes
+        scheme, volumes = Scheme(*how, read), [_volume(wave) for wave in waves]
         try:
-            made = plan(wave_problem(problem, scheme, int(np.argmax(areas))), some, engine=names)
+            made = plan(wave_problem(problem, scheme, int(np.argmax(volumes))), some, engine=names)
         except (PlanError, ProjectedMemoryError):
             continue
         machine, fraction = problem.options.machine(made.engine), problem.options.limit_fraction
@@ -289,8 +268,8 @@ def choose_blocks(
             scheme,
             method=made.method,
             read_seconds=read / (len(made.ranks) * speeds(machine)["host"]),
-            run_seconds=seconds * float(sum(areas) / max(areas)) + len(waves) * product_overhead(made.problem, costs),
-            peak_bytes=max(made.projected_bytes.values()),
+            run_seconds=seconds * sum(volumes) / max(volumes) + len(waves) * run_overhead(made.problem, costs),
+            peak_bytes=_peak(made),
             budget_bytes=int(min(worker.memory_limit for worker in workers) * fraction),
         )
     return None
@@ -360,7 +339,7 @@ def _choose(
     fewest = -(-_FEWEST // products)
     names = [one.name for one in models_of(engine)]
     makers = [name for name in names if ENGINES[name].makes]
-    for sketch in _sketches(problem, lazy, _makeable(problem, makers, by_ranks)):
+    for sketch in _sketches(problem, lazy, makers, by_ranks):
         if (products > 1 and sketch.streamed != lazy) or (only_by_ranks and not sketch.by_ranks):
             continue
         if only_by_ranks and found and sketch.name == "blocks":
@@ -396,6 +375,16 @@ def _why_whole(problem: Problem, lazy: tuple[bool, bool], *, apart: bool) -> str
     return ""
 
 
+def _splits(problem: Problem, a_bytes: int, b_bytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the edges of blocks of D along rows and columns; those first by which fewest bytes are read."""
+    edges = common_edges(problem, "m"), common_edges(problem, "n")
+    counts = [sorted({min(len(along) - 1, count) for count in BLOCKS}) for along in edges]
+    splits = [split for split in itertools.product(*counts) if split != (1, 1)]
+    splits.sort(key=lambda split: (a_bytes * split[1] + b_bytes * split[0], math.prod(split)))
+    for p, q in splits:
+        yield grouped(edges[0], p), grouped(edges[1], q)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sketch:
     """A scheme but for the size of its waves: the edges of D's blocks, and the axis along which waves follow."""
@@ -403,49 +392,39 @@ class _Sketch:
     name: str
     rows: tuple[int, ...]
     cols: tuple[int, ...]
-    k: int
     axis: str
     streamed: tuple[bool, bool]
     by_ranks: bool = False
 
 
-def _makeable(problem: Problem, makers: Sequence[str], by_ranks: tuple[bool, bool]) -> tuple[bool, bool]:
-    """Return for A and B whether its chunks can be made by ranks of some engines, and are fit for that."""
-    # BLAS is slow on chunks one by one that are small, where the engine does not join them.
-    joined = not any(ENGINES[name].by_panels for name in makers)
-    sizes = zip(by_ranks, (problem.a_chunks, problem.b_chunks), strict=True)
-    a, b = (bool(makers) and can and (joined or _are_large(problem, chunks)) for can, chunks in sizes)
-    return a, b
+def _sketches(
+    problem: Problem, lazy: tuple[bool, bool], makers: Sequence[str], able: tuple[bool, bool]
+) -> Iterator[_Sketch]:
+    """Yield the schemes to look at, those of blocks by the bytes that they read.
 
+    First come those in which ranks make the chunks that are streamed, if ranks of some engines can, and these are fit.
+    """
 
-def _sketches(problem: Problem, lazy: tuple[bool, bool], able: tuple[bool, bool]) -> Iterator[_Sketch]:
-    """Yield the schemes to look at, those first in which ranks make the chunks that are streamed."""
-    for sketch in _schemes(problem, lazy):
-        if all(can for can, streamed in zip(able, sketch.streamed, strict=True) if streamed):
+    def fit(chunks: Chunks) -> bool:
+        # BLAS is slow on chunks one by one that are small on average, where the engine does not join them.
+        large = all(len(sizes) == 1 or sum(sizes) >= problem.options.pack_below * len(sizes) for sizes in chunks)
+        return large or not any(ENGINES[name].by_panels for name in makers)
+
+    made = [
+        bool(makers) and can and fit(chunks)
+        for can, chunks in zip(able, (problem.a_chunks, problem.b_chunks), strict=True)
+    ]
+    m, n = (0, problem.m), (0, problem.n)
+    found = [_Sketch("sums", m, n, "k", lazy)]
+    found += [_Sketch("rows", m, n, "m", (True, False))] * lazy[0] + [_Sketch("cols", m, n, "n", (False, True))] * lazy[
+        1
+    ]
+    sizes = problem.m * problem.k * problem.itemsize("a") * lazy[0], problem.n * problem.k * problem.itemsize("b")
+    blocks = (_Sketch("blocks", rows, cols, "k", lazy) for rows, cols in _splits(problem, sizes[0], sizes[1] * lazy[1]))
+    for sketch in itertools.chain(found, blocks):
+        if all(can for can, streamed in zip(made, sketch.streamed, strict=True) if streamed):
             yield dataclasses.replace(sketch, by_ranks=True)
         yield sketch
-
-
-def _are_large(problem: Problem, chunks: Chunks) -> bool:
-    """Whether chunks are as large on average as those that the engine uses as they lie."""
-    return all(len(sizes) == 1 or sum(sizes) >= problem.options.pack_below * len(sizes) for sizes in chunks)
-
-
-def _schemes(problem: Problem, lazy: tuple[bool, bool]) -> Iterator[_Sketch]:
-    """Yield the schemes to look at; those of blocks by the bytes that they read."""
-    m, n = (0, problem.m), (0, problem.n)
-    yield _Sketch("sums", m, n, problem.k, "k", lazy)
-    if lazy[0]:
-        yield _Sketch("rows", m, n, problem.k, "m", (True, False))
-    if lazy[1]:
-        yield _Sketch("cols", m, n, problem.k, "n", (False, True))
-    rows, cols = common_edges(problem, "m"), common_edges(problem, "n")
-    sizes = problem.m * problem.k * problem.itemsize("a") * lazy[0], problem.n * problem.k * problem.itemsize("b")
-    counts = [sorted({min(len(edges) - 1, x) for x in BLOCKS}) for edges in (rows, cols)]
-    splits = [split for split in itertools.product(*counts) if split != (1, 1)]
-    splits.sort(key=lambda split: (sizes[0] * split[1] + sizes[1] * lazy[1] * split[0], math.prod(split)))
-    for p, q in splits:
-        yield _Sketch("blocks", grouped(rows, p), grouped(cols, q), problem.k, "k", lazy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -470,11 +449,6 @@ class _Fitting:
     @functools.cached_property
     def _room(self) -> float:
         return min(self.budget.of(worker) for worker in self.holders)
-
-    @property
-    def _read_bandwidth(self) -> float:
-        """Bytes of chunks that a worker loads or makes in a second."""
-        return self.budget.rate(self.problem.array)
 
     @property
     def _apart(self) -> bool:
@@ -522,14 +496,16 @@ class _Fitting:
 
     def _try(self, count: int, method: str) -> Scheme | None:
         """Return the scheme with `count` waves along the axis, or None if it does not fit."""
-        waves = tuple(_waves(self.sketch, grouped(self._edges, count)))
+        sketch, edges = self.sketch, grouped(self._edges, count)
+        whole = {"m": sketch.rows, "n": sketch.cols, "k": (0, self.problem.k)}
+        waves = tuple(_waves(*(whole | {sketch.axis: edges}).values(), again=sketch.axis == "k"))
         options = self.problem.options
         panel = int(min(options.panel_bytes, self._room / _PANEL_SHARE))
         most = min((worker.memory_limit for worker in self.workers if worker.memory_limit), default=math.inf)
         buffers = int(min(options.buffer_bytes, most / _BUFFER_SHARE))
         room = int(self._room) if math.isfinite(self._room) else 0
         how = self.sketch.name, waves, self.sketch.streamed, self.sketch.by_ranks
-        scheme = Scheme(*how, method, panel, buffers, 0, 0.0, 0.0, 0, room)
+        scheme = Scheme(*how, method, panel, buffers, budget_bytes=room)
         largest = max(range(len(waves)), key=lambda w: (_volume(waves[w]), not waves[w].first))
         beside = self._beside(scheme, largest)
         # The run has what is left.
@@ -579,52 +555,42 @@ class _Fitting:
             total += chunk_bytes(problem, "d").mean()
         return total
 
-    def _peak(self, made: Plan) -> float:
-        """Return the most bytes that a worker holds for a run, of the memory in which chunks are."""
-        return float(held_bytes(made).max()) if self._apart else max(made.projected_bytes.values())
-
     def _estimated(self, scheme: Scheme, plans: Sequence[Plan], beside: float) -> Scheme:
         problem, count = self.problem, len(self.workers)
         one, estimate = plans[0].problem, plans[0].estimate
         share = sum(map(_volume, scheme.waves)) / (float(one.m) * one.n * one.k)
         read = made_bytes(plans[0]) * share if scheme.by_ranks else 0.0
-        shares = {
-            "a": [(wave.rows, wave.depth) for wave in scheme.waves],
-            "b": [(wave.depth, wave.cols) for wave in scheme.waves],
-        }
-        for operand, lazy, streamed in zip("ab", self.lazy, scheme.streamed, strict=True):
+        for operand, lazy, streamed, axis in zip("ab", self.lazy, scheme.streamed, ("rows", "cols"), strict=True):
             if not lazy or (operand == "b" and problem.shared and scheme.name == "sums"):
                 continue
+            boxes = [(getattr(wave, axis), wave.depth) for wave in scheme.waves]
             if streamed and not scheme.by_ranks:
-                elements = sum(math.prod(stop - start for start, stop in box) for box in shares[operand])
+                elements = sum(math.prod(stop - start for start, stop in box) for box in boxes)
                 read += float(elements) * problem.itemsize(operand)
             elif not streamed:
                 read += float(chunk_bytes(problem, operand).sum())
         run = 0.0 if estimate is None else estimate.compute_seconds if scheme.by_ranks else estimate.seconds
         run *= share
-        around_all = len(scheme.waves) * product_overhead(one, self.costs)
+        around_all = len(scheme.waves) * run_overhead(one, self.costs)
         return dataclasses.replace(
             scheme,
             read_bytes=int(read),
-            read_seconds=read / ((len(plans[0].ranks) if scheme.by_ranks else count) * self._read_bandwidth),
+            read_seconds=read / ((len(plans[0].ranks) if scheme.by_ranks else count) * self.budget.rate(problem.array)),
             run_seconds=run + around_all,
-            peak_bytes=int(beside + max(self._peak(made) for made in plans)),
+            peak_bytes=int(beside + max(held_bytes(x).max() if self._apart else _peak(x) for x in plans)),
         )
 
 
-def _waves(sketch: _Sketch, edges: Sequence[int]) -> Iterator[Wave]:
-    """Yield the waves of a sketch that is cut at certain edges of its axis."""
-    steps = list(itertools.pairwise(edges))
-    if sketch.axis in "mn":
-        rows, cols = (sketch.rows[0], sketch.rows[-1]), (sketch.cols[0], sketch.cols[-1])
+def _waves(rows: Sequence[int], cols: Sequence[int], depth: Sequence[int], *, again: bool = True) -> Iterator[Wave]:
+    """Yield the waves of blocks of D that are cut at certain edges; `again`: each block has chunks loaded anew."""
+    steps = list(itertools.pairwise(depth))
+    for visit, (down, across) in enumerate(itertools.product(itertools.pairwise(rows), itertools.pairwise(cols))):
         for step in steps:
-            along = (step, cols) if sketch.axis == "m" else (rows, step)
-            yield Wave(*along, (0, sketch.k), True, True, 0)
-        return
-    blocks = itertools.product(itertools.pairwise(sketch.rows), itertools.pairwise(sketch.cols))
-    for visit, (rows, cols) in enumerate(blocks):
-        for step in steps:
-            yield Wave(rows, cols, step, step == steps[0], step == steps[-1], visit)
+            yield Wave(down, across, step, step == steps[0], step == steps[-1], visit * again)
+
+
+def _peak(made: Plan) -> int:
+    return max(made.projected_bytes.values())
 
 
 def _volume(wave: Wave) -> float:

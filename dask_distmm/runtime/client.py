@@ -19,7 +19,7 @@ from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.planner import is_faster
-from dask_distmm.planning.tasks import product_by_tasks, product_overhead, with_tasks
+from dask_distmm.planning.tasks import run_overhead, tasks_estimate, with_tasks
 from dask_distmm.runtime.messages import ReleaseWorkspaces, RosterQuestion, ask
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ class Snapshot:
     def is_faster(self, problem: Problem, *, lazy: bool) -> bool:
         """Whether a run on these workers is expected to be over clearly before Dask's own tasks: see `plan`."""
         costs = dask_costs()
-        around = product_overhead(problem, costs) + lazy * costs.start
+        around = run_overhead(problem, costs) + lazy * costs.start
         limits = {}
         for name in self.engines:
-            own = product_by_tasks(problem, self.workers, problem.machine_of_tasks(name), costs)
+            own = tasks_estimate(problem, self.workers, problem.machine_of_tasks(name), costs)
             limits[name] = CLEARLY * own.seconds - around
         return is_faster(problem, self.workers, limits)
 

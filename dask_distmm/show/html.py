@@ -15,7 +15,7 @@ import numpy as np
 from dask.utils import format_bytes, format_time
 from numpy.typing import NDArray
 
-from dask_distmm.planning.cublasmp.tiles import Tile
+from dask_distmm.planning.cublasmp import Tile
 from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan
 from dask_distmm.planning.model import ENGINES, Estimate

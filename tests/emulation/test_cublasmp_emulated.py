@@ -14,8 +14,7 @@ from epilog_cases import ALL, Case, run_case
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Extra, Worker, plan
-from dask_distmm.planning.cublasmp.model import native_epilog
-from dask_distmm.planning.cublasmp.tiles import make_tiles
+from dask_distmm.planning.cublasmp import CUBLASMP, make_tiles
 from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.testing import conformance, make_problem
 
@@ -188,7 +187,7 @@ def test_what_the_library_does_itself(make, method, bias, epilog, dtype):
     ranks, world = make()
     case = Case(epilog, dtype, bias=bias, alpha=-1.5)
     case.check(*run_case(ranks, case, method, 3, 1, False, amax=False))
-    name = native_epilog(ranks.jobs[-1].plan)
+    name = CUBLASMP.native_epilog(ranks.jobs[-1].plan)
     kinds = set(world.epilogs)
     if not epilog:
         # SUMMA returns products of 16-bit matrices of odd extents before they are rounded.
@@ -214,7 +213,7 @@ def test_the_bias_decides_which_way_is_cheaper():
         )
         made = plan(problem, [Worker(f"w{i}") for i in range(4)], engine="cublasmp")
         assert made.grid == grid
-        assert native_epilog(made) == "relu_bias"
+        assert CUBLASMP.native_epilog(made) == "relu_bias"
         assert "by cuBLASMp's epilog RELU_BIAS" in repr(made)
 
 

@@ -20,9 +20,9 @@ from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Worker, plan
+from dask_distmm.planning import schedule as block_schedule
+from dask_distmm.planning import schedule as schedules
 from dask_distmm.planning.distribution import BlockCyclic, Slab
-from dask_distmm.planning.peer import block_schedule
-from dask_distmm.planning.peer import block_schedule as schedules
 from dask_distmm.testing import assert_product, conformance, make_problem, random_chunks, random_matrix, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -208,7 +208,7 @@ def test_what_the_library_does_itself(make_peers, method, bias, epilog, dtype):
     del world.epilogs[:]
     case.check(*run_case(ranks, case, method, 3, 1, False, amax=False))
     made = ranks.jobs[-1].plan
-    name = schedules.native(made, schedules.block_schedules(made))
+    name = schedules.native(made)
     exact = dtype == "float32" or (dtype == "float64" and "gelu" not in epilog)
     possible = made.grid[2] == 1 and (not epilog or (exact and ("bias" not in epilog or bias == "column")))
     assert (name == epilog) if possible else name is None
@@ -227,7 +227,7 @@ def test_long_sums_of_16_bit_types_are_cut(make_peers, monkeypatch, method, dtyp
         end - start for schedule in schedules.block_schedules(made) for start, end in itertools.pairwise(schedule.depth)
     ]
     assert (max(depths) <= 32) == (dtype != "float32")
-    assert schedules.sums_in(made, schedules.block_schedules(made)) == "float32"
+    assert schedules.sums_in(made) == "float32"
 
 
 @pytest.mark.parametrize("epilog", ["relu_bias", "gelu"])

@@ -20,8 +20,8 @@ from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Extra, Worker, plan
-from dask_distmm.planning.peer import block_schedule, streams
-from dask_distmm.planning.peer import block_schedule as schedules
+from dask_distmm.planning import schedule as block_schedule
+from dask_distmm.planning import schedule as schedules
 from dask_distmm.runtime.chunks import _needed_chunks, _view
 from dask_distmm.testing import assert_product, make_problem, random_chunks, random_matrix, run_jobs
 
@@ -33,8 +33,8 @@ def sizes(monkeypatch):
     """Set from which size on chunks are joined (seconds of a product), and how large buffers are."""
 
     def set_to(seconds, buffers=2**31):
-        monkeypatch.setattr(streams, "_LEAST_SECONDS", seconds)
-        monkeypatch.setattr(streams, "_LEAST_EXTENT", 8)
+        monkeypatch.setattr(block_schedule, "_LEAST_SECONDS", seconds)
+        monkeypatch.setattr(block_schedule, "_LEAST_EXTENT", 8)
         return dask.config.set({"distmm.peer.buffer-bytes": buffers})
 
     return set_to
@@ -162,7 +162,7 @@ def test_little_room(make_peers, sizes, method, by_ranks):
     assert_product(a, b, d)
     for job in ranks.jobs:
         if job.rank is not None:
-            stream = streams.chunk_sources(made)[job.rank]
+            stream = block_schedule.chunk_sources(made)[job.rank]
             assert 0 < job._multiplication.most_held <= stream.held_bytes
 
 
@@ -428,7 +428,7 @@ def test_few_chunks_are_there_at_a_time(make_peers, sizes, monkeypatch):
     with sizes(0.0, 2**14):
         made, d, _ = run(ranks, few_chunks(100, 65), x.T, x, 1, Kernels(), x=x, threads=2)
     assert_product(x.T, x, d)
-    (stream,) = streams.chunk_sources(made)
+    (stream,) = block_schedule.chunk_sources(made)
     assert 0 < most[0] <= stream.held_bytes + stream.making_bytes < x.nbytes / 8
 
 

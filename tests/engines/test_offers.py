@@ -12,7 +12,7 @@ from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Allocation, Expected,
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning import Worker, plan
-from dask_distmm.planning.peer.block_schedule import peer_reads
+from dask_distmm.planning.schedule import peer_reads
 from dask_distmm.testing import make_problem
 
 # Bytes of a float32.

@@ -16,9 +16,9 @@ from benchmarks.gpu.model import lies_in_one
 from dask_distmm.engines.peer.schedule import make_schedule, merged, pending_loads
 from dask_distmm.planning import METHODS, Worker, plan
 from dask_distmm.planning import cuts as extents
-from dask_distmm.planning.peer import block_schedule as reads
-from dask_distmm.planning.peer import block_schedule as schedules
-from dask_distmm.planning.peer.block_schedule import PANELS, block_schedules, extent_multiple
+from dask_distmm.planning import schedule as reads
+from dask_distmm.planning import schedule as schedules
+from dask_distmm.planning.schedule import PANELS, block_schedules, extent_multiple
 from dask_distmm.testing import make_problem, random_chunks
 
 SMALL = {"_LEAST_DEPTH": 16, "_LEAST_WIDTH": 8, "_LEAST_BLOCK": 8, "_LEAST_ROWS": 4}

@@ -116,7 +116,7 @@ def clusters(tmp_path_factory):
     def cut_into_pieces():
         # Products of these sizes fill no GPU, so that what is pulled would never be cut.
         from dask_distmm.planning import cuts as extents
-        from dask_distmm.planning.peer import block_schedule
+        from dask_distmm.planning import schedule as block_schedule
 
         extents._FULL = (16, 16)
         # And triangles of symmetric products into strips.

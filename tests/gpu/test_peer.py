@@ -16,7 +16,7 @@ from run_events import events
 
 import dask_distmm
 from dask_distmm.errors import RunFailedError
-from dask_distmm.planning.peer.block_schedule import extent_multiple
+from dask_distmm.planning.schedule import extent_multiple
 from dask_distmm.testing import assert_large_product, assert_nothing_left, conformance
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.engines("peer")]

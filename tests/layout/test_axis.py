@@ -172,7 +172,7 @@ def test_copies_by_part(pair: tuple[Axis, Axis]) -> None:
     sums: dict[tuple[int, int], int] = {}
     for sp, _, dp, _, _, size in tuples:
         sums[sp, dp] = sums.get((sp, dp), 0) + size
-    src, dst, elements = copies.pairs()
+    src, dst, elements = copies.pairs
     assert dict(zip(zip(src.tolist(), dst.tolist(), strict=True), elements.tolist(), strict=True)) == sums
     assert len(elements) == len(sums)
 

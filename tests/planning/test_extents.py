@@ -7,7 +7,7 @@ import pytest
 
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.cuts import slowdown, unit
-from dask_distmm.planning.peer.block_schedule import block_schedules, extent_multiple
+from dask_distmm.planning.schedule import block_schedules, extent_multiple
 from dask_distmm.show.text import plan_text
 from dask_distmm.testing import make_problem
 

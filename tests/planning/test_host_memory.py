@@ -10,8 +10,8 @@ import pytest
 from dask_distmm import PlanError, ProjectedMemoryError
 from dask_distmm.config import DaskCosts
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.peer.block_schedule import block_schedules, peer_reads
-from dask_distmm.planning.peer.model import PEER
+from dask_distmm.planning.peer import PEER
+from dask_distmm.planning.schedule import block_schedules, peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 from dask_distmm.runtime.client import Snapshot
 from dask_distmm.testing import make_problem
@@ -89,8 +89,10 @@ def test_blocks_of_d_cover_it_once_and_fit(count, limit):
 
 
 def test_what_can_not_be_made_in_blocks_says_why():
-    with pytest.raises(ProjectedMemoryError, match="GPUs may hold"):
-        choose_scheme(problem(), gpus(1, GIB // 8), (False, False), BUDGET, COSTS, engine="peer")
+    # Ranks of cublasmp do not read host memory.
+    for engine, limit in (("peer", GIB // 8), ("cublasmp", GIB)):
+        with pytest.raises(ProjectedMemoryError, match="GPUs may hold"):
+            choose_scheme(problem(), gpus(1, limit), (False, False), BUDGET, COSTS, engine=engine)
     with pytest.raises(PlanError, match="in memory already"):
         choose_scheme(problem(array="cupy"), gpus(1, GIB), (False, False), BUDGET, COSTS, engine="peer")
 

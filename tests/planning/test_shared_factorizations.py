@@ -80,6 +80,19 @@ def test_the_network_counts():
     assert apart.compute_seconds == together.compute_seconds
 
 
+@pytest.mark.parametrize("n", [500, 2000])
+def test_ranks_of_one_host_exchange_columns_without_dask(n):
+    """Each column takes two messages; beside them both take the same."""
+    task, times = problem(linalg.eigh, (n, n), method="columns"), []
+    for hosts in (("x", "x"), ("x", "y")):
+        made = plan_computation(task, [Worker(f"{i}", host=host) for i, host in enumerate(hosts)], engine=("numpy",))
+        assert (len(made.ranks), made.work.shared) == (2, True)
+        times.append(made.seconds)
+    near, far = times
+    assert far - near == pytest.approx(n * 2 * 1.9e-3)
+    assert near < 1.2e-3 * n
+
+
 def test_eigenvalues_that_one_gpu_can_not_hold_are_shared():
     task = problem(linalg.eigh, (8192, 8192))
     for gib, expected in ((40, "local"), (2, "columns")):

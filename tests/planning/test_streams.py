@@ -15,9 +15,9 @@ from dask_distmm import PlanError
 from dask_distmm.config import DaskCosts
 from dask_distmm.engines.panels import chunk_blocks_of
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.footprint import made_bytes
-from dask_distmm.planning.peer import block_schedule, streams
-from dask_distmm.planning.peer.block_schedule import peer_reads
+from dask_distmm.planning import schedule as block_schedule
+from dask_distmm.planning.footprint import made_bytes, multiplied_sizes
+from dask_distmm.planning.schedule import peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 from dask_distmm.runtime.chunks import _needed_chunks
 from dask_distmm.testing import make_problem
@@ -49,7 +49,7 @@ def gram(rows, cols, size, **changes):
 def test_chunks_are_joined_and_cut(lengths, least, most, step):
     edges = np.cumsum([0, *(length * step for length in lengths)]).tolist()
     most = most // step * step
-    cuts = streams._cut(edges, least, most, step)
+    cuts = block_schedule._cut(edges, least, most, step)
     assert (cuts[0], cuts[-1]) == (edges[0], edges[-1])
     sizes = np.diff(cuts)
     assert (sizes > 0).all()
@@ -74,14 +74,14 @@ def test_buffers_are_as_projected(shape, sizes, count, by_ranks, seconds, room, 
         for extent, size in zip(shape, sizes, strict=True)
     )
     with pytest.MonkeyPatch.context() as patch, dask.config.set({"distmm.peer.buffer-bytes": room}):
-        patch.setattr(streams, "_LEAST_SECONDS", seconds)
-        patch.setattr(streams, "_LEAST_EXTENT", 8)
+        patch.setattr(block_schedule, "_LEAST_SECONDS", seconds)
+        patch.setattr(block_schedule, "_LEAST_EXTENT", 8)
         problem = make_problem((rows, depth), (depth, cols), dtype, array="cupy", by_ranks=by_ranks)
         made = plan(problem, gpus(count), engine="peer")
         assert made.engine == "peer"
-        size = block_schedule.multiplied_sizes(problem)[0]
-        for rank, stream in enumerate(streams.chunk_sources(made)):
-            own, along_k = streams.source_cuts(made, rank, stream)
+        size = multiplied_sizes(problem)[0]
+        for rank, stream in enumerate(block_schedule.chunk_sources(made)):
+            own, along_k = block_schedule.source_cuts(made, rank, stream)
             needed, region = 0, made.region(rank)
             for operand in stream.made:
                 most = 0
@@ -94,7 +94,7 @@ def test_buffers_are_as_projected(shape, sizes, count, by_ranks, seconds, room, 
                 needed += block_schedule.PANELS * most * size
             assert needed <= stream.buffer_bytes
             assert stream.ahead > stream.threads >= 1
-        assert max(made.projected_bytes.values()) >= max(stream.bytes for stream in streams.chunk_sources(made))
+        assert max(made.projected_bytes.values()) >= max(stream.bytes for stream in block_schedule.chunk_sources(made))
 
 
 @pytest.mark.parametrize("by_ranks", [(True, True), (True, False), (False, True)])
@@ -133,8 +133,8 @@ def test_a_long_gram_matrix_is_one_wave_and_ranks_share_k():
     assert made.engine == "peer"
     assert Plan.from_wire(made.to_wire()).problem.by_ranks == (True, True)
     assert not any(read.any() for read in peer_reads(made, "ab").values())
-    assert block_schedule.native(made, []) is None
-    (stream, other) = streams.chunk_sources(made)
+    assert block_schedule.native(made) is None
+    (stream, other) = block_schedule.chunk_sources(made)
     # A chunk is multiplied as it lies, and is its own other side.
     assert stream == other
     assert stream.twin
@@ -146,7 +146,7 @@ def test_a_long_gram_matrix_is_one_wave_and_ranks_share_k():
 def test_large_chunks_are_made_by_few_threads(size, threads):
     problem = dataclasses.replace(gram(2**22, 1024, size), by_ranks=(True, True))
     made = plan(problem, gpus(1, threads=8), engine="peer")
-    (stream,) = streams.chunk_sources(made)
+    (stream,) = block_schedule.chunk_sources(made)
     assert stream.threads == threads
     assert stream.threads * size * 1024 * 8 <= max(25e9 / 12, size * 1024 * 8)
 
@@ -156,8 +156,8 @@ def test_small_chunks_are_joined():
     scheme = choose_scheme(problem, gpus(1), (True, True), BUDGET, COSTS, engine=BOTH, by_ranks=(True, True))
     assert scheme.by_ranks
     made = plan(wave_problem(problem, scheme, 0), gpus(1), engine="peer")
-    (stream,) = streams.chunk_sources(made)
-    steps = np.diff(streams.source_cuts(made, 0, stream)[1])
+    (stream,) = block_schedule.chunk_sources(made)
+    steps = np.diff(block_schedule.source_cuts(made, 0, stream)[1])
     assert set(steps[:-1].tolist()) == {6 * 2**10}
     assert stream.ahead == 64
 

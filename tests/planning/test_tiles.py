@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from matrices import numroc
 
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.cublasmp.model import tile_chunk
-from dask_distmm.planning.cublasmp.tiles import make_tiles
+from dask_distmm.planning.cublasmp import make_tiles, tile_chunk
 from dask_distmm.planning.cuts import uniform_cut
 from dask_distmm.testing import make_problem, random_chunks
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import Worker, plan
+from dask_distmm.planning import schedule as block_schedule
 from dask_distmm.planning.cuts import reorder
-from dask_distmm.planning.peer import block_schedule
-from dask_distmm.planning.peer.block_schedule import Triangle, square_on_diagonal
+from dask_distmm.planning.schedule import Triangle, square_on_diagonal
 from dask_distmm.testing import make_problem
 
 EXTENTS = st.integers(0, 60)

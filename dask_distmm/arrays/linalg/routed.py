@@ -14,7 +14,6 @@ refuse them, and computed under NumPy's.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.planner import plan_computation
 from dask_distmm.planning.program import ProgramProblem
-from dask_distmm.planning.tasks import factor_by_tasks, factor_overhead, program_by_tasks
+from dask_distmm.planning.tasks import with_tasks
 from dask_distmm.runtime.client import current_client, recent_snapshot
 
 # The most random numbers that travel with a graph.
@@ -394,7 +393,4 @@ def _left(problem: FactorProblem | ProgramProblem, stock: StockSupport) -> bool:
     made = plan_computation(problem, known.workers, engine=known.engines)
     if stock != "full" or least is not None:
         return False
-    costs, machine = dask_costs(), problem.machine_of_tasks(made.engine)
-    by_tasks: Any = factor_by_tasks if isinstance(problem, FactorProblem) else program_by_tasks
-    own = by_tasks(problem, known.workers, machine, costs)
-    return not dataclasses.replace(made, around=factor_overhead(problem, costs), by_tasks=own).worth_it
+    return not with_tasks(made, known.workers, dask_costs()).worth_it

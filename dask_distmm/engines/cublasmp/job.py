@@ -35,8 +35,7 @@ from dask_distmm.layout import Layout, Moves, redistribution
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import Plan
-from dask_distmm.planning.cublasmp.model import all_reduced, native_epilog, own_kernel, returned_type, tile_chunk
-from dask_distmm.planning.cublasmp.tiles import Tile, Tiles, make_tiles
+from dask_distmm.planning.cublasmp import CUBLASMP, Tile, Tiles, make_tiles, own_kernel, returned_type, tile_chunk
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.planner import SINGLE_BYTES
 
@@ -83,7 +82,7 @@ def make_result(plan: Plan, me: int, tiles: Tiles, dtype: np.dtype) -> tuple[Any
     rank, tile, sizes = plan.ranks.index(me), tiles.d, plan.problem.out_chunks
     owned = plan.owned(rank).tolist()
     if tiles.replicated:
-        if "d" in plan.kept and all_reduced(plan):
+        if "d" in plan.kept and CUBLASMP.all_reduced(plan):
             owned = list(range(len(plan.owners)))
         # All of D is here.
         whole = Layout.of_chunks(((plan.problem.m,), (plan.problem.n,)))
@@ -144,9 +143,9 @@ class CublasMpJob(Job[Plan]):
         super().__init__(side)
         plan = self.plan
         self._tiles = make_tiles(plan)
-        self._native = native_epilog(plan, self._tiles)
+        self._native = CUBLASMP.native_epilog(plan)
         # The engine applies its part of the formula to sums that are not rounded yet.
-        self.sum_type = returned_type(plan, self._tiles)
+        self.sum_type = returned_type(plan)
         # The types that the library takes and returns.
         self.kinds = GemmTypes(*plan.problem.matrix_types, self.sum_type.name, plan.problem.compute)
         self._ready, self._stream, self._groups = side.ready, engine.stream, engine.groups
@@ -176,14 +175,14 @@ class CublasMpJob(Job[Plan]):
         if self._native is not None and "bias" in problem.formula.inputs:
             cut = cut_bias(self._tiles.d, self.rank, len(self.plan.ranks))
             self._finishing = NativeBias(self.plan, self.me, self.rank, self.chunks, cut)
-        elif own_kernel(self.plan, self._tiles):
+        elif own_kernel(self.plan):
             self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
         for one in self._finishing.inputs if self._finishing is not None else ():
             among, outside = one.moves.among(self.plan.ranks, self.me)
             shuffle = Shuffle(among, self.me, self.plan.ranks, one.arrays, one.parts, "C", device_bytes)
             self._filled[one.name] = Filled(one.parts, shuffle, outside)
         self._replicas = Filled({}, None)
-        if "d" in self.plan.kept and len(self.plan.ranks) > 1 and not all_reduced(self.plan):
+        if "d" in self.plan.kept and len(self.plan.ranks) > 1 and not CUBLASMP.all_reduced(self.plan):
             made = self._finishing.d if isinstance(self._finishing, Finishing) else self._result.arrays
             own = {index: made[index] for index in self.plan.owned(self.rank).tolist()}
             self._replicas = make_replicas(self.plan, self.me, own, self._tiles.d.order)

@@ -22,7 +22,7 @@ from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
 from dask_distmm.layout import Layout, ProcessGrid
 from dask_distmm.numeric.types import FP8
-from dask_distmm.planning.cublasmp.tiles import Tiles
+from dask_distmm.planning.cublasmp import Tiles
 
 # The stream and the communicators that a process keeps between its runs
 

@@ -39,8 +39,14 @@ from dask_distmm.engines.peer.state import PeerState, Trace
 from dask_distmm.engines.peer.streaming import Streaming
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import Plan
-from dask_distmm.planning.peer.block_schedule import block_schedules, native, peer_reads, square_on_diagonal, sums_in
-from dask_distmm.planning.peer.streams import chunk_sources
+from dask_distmm.planning.schedule import (
+    block_schedules,
+    chunk_sources,
+    native,
+    peer_reads,
+    square_on_diagonal,
+    sums_in,
+)
 
 
 class PeerJob(Job[Plan]):
@@ -53,8 +59,8 @@ class PeerJob(Job[Plan]):
         self._lost: set[int] = set()
         self._ready, self._stream = side.ready, engine.stream
         self._block_schedules = block_schedules(plan)
-        self._sums = sums_in(plan, self._block_schedules)
-        self._epilog = native(plan, self._block_schedules)
+        self._sums = sums_in(plan)
+        self._epilog = native(plan)
         self._kinds = GemmTypes(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
         self._expected: Expected | None = None
         self._multiplication: Multiplication | Streaming | None = None

@@ -20,8 +20,8 @@ from dask_distmm.layout.rectangles import span_of
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import padded
-from dask_distmm.planning.peer.block_schedule import extent_multiple
 from dask_distmm.planning.plan import Rect
+from dask_distmm.planning.schedule import extent_multiple
 
 
 class OperandBuffers:

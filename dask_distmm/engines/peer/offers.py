@@ -18,8 +18,8 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Placement, Plan
-from dask_distmm.planning.peer.block_schedule import blocks
-from dask_distmm.planning.peer.model import reaches
+from dask_distmm.planning.peer import reaches
+from dask_distmm.planning.schedule import blocks
 
 # The numbers, in place of an operand's, of what ranks offer beside chunks: blocks of D, or block columns; and a row of
 # flags. A product has one for each rank (its part of the partial sums is done), and one for the rank's block of D.

@@ -33,8 +33,8 @@ from dask_distmm.engines.peer.schedule import Product, ScheduleStep
 from dask_distmm.engines.peer.state import Trace
 from dask_distmm.layout.rectangles import span_of
 from dask_distmm.planning.cuts import padded
-from dask_distmm.planning.peer.block_schedule import PANELS, extent_multiple
 from dask_distmm.planning.plan import Rect
+from dask_distmm.planning.schedule import PANELS, extent_multiple
 
 # The steps of one rank's schedule, issued on streams: loads, GEMMs, and the sums of other ranks
 

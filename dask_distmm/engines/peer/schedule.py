@@ -22,12 +22,11 @@ from typing import NamedTuple
 from dask_distmm.engines.panels import ChunkBlock, blocks_between, chunk_blocks_of, coalesce
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import chunk_edges, full_side, padded, pieces_that_fill, unit
-from dask_distmm.planning.peer.block_schedule import PANELS, BlockSchedule, extent_multiple
-from dask_distmm.planning.peer.streams import ChunkSource, source_cuts
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Rect
+from dask_distmm.planning.schedule import PANELS, BlockSchedule, ChunkSource, extent_multiple, source_cuts
 
-# The steps of a rank that makes chunks itself (`planning.peer.streams`), applied to these chunks. Pure
+# The steps of a rank that makes chunks itself (`planning.schedule`), applied to these chunks. Pure
 
 
 class StreamStep(NamedTuple):

@@ -12,7 +12,7 @@
 
     seconds    = reads + columns + products
     reads      = n^3 / 6 elements, of one triangle for each column that is eliminated  / (ranks * memory bandwidth)
-    columns    = n * what a column takes beside that: launches, and an exchange between ranks
+    columns    = n * (what a column takes beside that, and two messages between ranks)
     products   = updates of the triangle, merges, reflectors: at a share of a product's rate
 """
 
@@ -26,13 +26,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import NoWorkersError, PlanError
+from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Worker, chunk_elements
 from dask_distmm.planning.factor.plan import FactorPlacement, block_width, factored, work_of
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem
-from dask_distmm.planning.model import ENGINES, Phase, Work, estimate
-from dask_distmm.planning.placement import Where, check_memory, over_limit
+from dask_distmm.planning.model import ENGINES, Phase, Work
+from dask_distmm.planning.placement import Where, choose, estimated, need_workers
 
 # What it costs that several ranks share the eigenvalues of a Hermitian matrix, by way of a tridiagonal one. Pure
 
@@ -48,10 +48,10 @@ _PANEL_ELEMENTS = 2**26
 
 def _shared_phases(made: FactorPlacement) -> list[Phase]:
     """Return the computation itself: reads of one triangle for each column that is eliminated, columns, products."""
-    task, ranks, machine = made.problem.task, len(made.ranks), made.problem.options.machine(made.engine)
-    threads = sum(made.participants[index].nthreads for index in made.ranks) * _SHARE
+    task, ranks, machine, model = made.problem.task, len(made.ranks), made.machine, ENGINES[made.engine]
+    threads = made.threads.sum() * _SHARE
     n, complexes = float(task.a_shape[0]), 4 if task.dtype.startswith("complex") else 1
-    column = ENGINES[made.engine].column_seconds() or (2 * machine.latency if ranks > 1 else 0.0)
+    column = model.column_seconds + (ranks > 1 and not model.reads_peers) * 2 * made.message_seconds
     flops, vectors = (2 / 3 + 2 * task.vectors) * complexes * n**3, 4 / 3 * n**3 * task.vectors
     return [
         Phase(touched=n**3 / 6 * made.problem.dtype.itemsize / ranks),
@@ -76,8 +76,6 @@ def shared_bytes(task: Factorization, ranks: int, itemsize: int, width: int) -> 
 # Who computes a factorization: how many of the workers, and which; its time and its memory as projected
 
 
-# A factorization runs at this share of a product's rate: 2 workers of one thread, float64, N = 4096 and 8192.
-SHARES = {"cholesky": 0.85, "lu": 0.75, "qr": 0.7, "": 0.8}
 # A reduction to tridiagonal form, and the way back of the vectors, move this many times what a factorization does.
 _REDUCTIONS = 4
 
@@ -98,8 +96,7 @@ def plan_factorization(
     sources: Sequence[Worker] = (),
 ) -> FactorPlacement:
     """Choose how many of the workers of `roster` compute `problem`, and which."""
-    if not roster:
-        raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
+    need_workers(roster)
     if problem.method == "columns" and _alone(problem, engine) and problem.task.a_shape[0]:
         raise PlanError(
             f"{problem.task.kind} in this form is computed by one worker of engine {engine!r}: expected method 'auto' "
@@ -110,20 +107,10 @@ def plan_factorization(
     found = [_consider(problem, roster, sources, where, engine, *candidate) for candidate in candidates]
     # The order says how eigenvalues are computed; the other way is taken where memory is short.
     large = _shares_eigh(problem, len(roster), engine)
-    found.sort(key=lambda one: (one.work.shared != large, one.estimate.seconds if one.estimate else 0.0))
-    alternatives = tuple(one.estimate for one in found if one.estimate)
-    for one in found:
-        if not over_limit(one):
-            return dataclasses.replace(one, alternatives=alternatives)
-    leanest = min(found, key=lambda one: max(one.projected_bytes.values()))
+    found.sort(key=lambda one: (one.work.shared != large, one.seconds))
     rows, cols = problem.task.a_shape
-    check_memory(
-        leanest,
-        f"{problem.task.kind} of a matrix of {rows} x {cols} ({problem.task.dtype})",
-        _remedies(problem, len(roster), engine),
-        on_gpus=ENGINES[engine].on_gpus,
-    )
-    raise AssertionError("unreachable")
+    what = f"{problem.task.kind} of a matrix of {rows} x {cols} ({problem.task.dtype})"
+    return choose(found, what, _remedies(problem, len(roster), engine))
 
 
 def _remedies(problem: FactorProblem, workers: int, engine: str) -> list[str]:
@@ -206,27 +193,22 @@ def _consider(
     streamed = (count - 1) * given / 2 * phases
     results = sum(math.prod(map(sum, one.chunks)) for one in problem.outputs)
     moved = (given - home + streamed + results * (1 - 1 / count)) * size
-    made.projected_bytes.update(_projected(made))
-    hosts = {made.participants[index].host for index in made.ranks}
-    machine, peak = problem.options.machine(engine), max(made.projected_bytes.values())
-    found = estimate(_work(made, moved), machine, made.method, made.grid, peak, hosts)
-    return dataclasses.replace(made, estimate=found)
+    return estimated(made, _memory(made), _work(made, moved))
 
 
 def _work(made: FactorPlacement, moved: float) -> Work:
     """Return the work of a plan, given the bytes that move between workers."""
     problem, work, model, algorithm = made.problem, made.work, ENGINES[made.engine], algorithm_of(made.problem.task)
     count, panels, task = len(made.ranks), work.columns.matrices[0].count, problem.task
-    one = task.decomposition if task.spectral else None
-    rate = problem.options.machine("numpy" if one and one.on_host else made.engine).rate(task.dtype)
-    rate *= sum(made.participants[index].nthreads for index in made.ranks)
     if work.shared:
         phases = _shared_phases(made)
     else:
         # One panel comes after the other, however many ranks there are.
-        least = panels * model.panel_seconds(algorithm) if count > 1 else 0.0
-        share = one.shares[not task.vectors] if one else SHARES[algorithm]
-        phases = [Phase(problem.flops, rate * (model.share(algorithm, count) or share), least=least)]
+        least = panels * model.panel_seconds.get(algorithm, 0.0) if count > 1 else 0.0
+        one = task.decomposition if task.spectral else None
+        machine = problem.options.machine("numpy") if one and one.on_host else made.machine
+        share = model.share(algorithm, count) or (one.shares[not task.vectors] if one else 0.0)
+        phases = [Phase(problem.flops, machine.rate(task.dtype) * made.threads.sum() * share, least=least)]
     return Work([*phases, Phase(waited={"ranks": moved / count, "messages": panels * (count > 1)})], moved=moved)
 
 
@@ -253,7 +235,7 @@ def _owners(made: FactorPlacement) -> dict[str, NDArray[np.int32]]:
     return found
 
 
-def _projected(made: FactorPlacement) -> dict[str, int]:
+def _memory(made: FactorPlacement) -> NDArray[np.float64]:
     """Return the bytes that each participant holds at most.
 
     Its chunks of the operands; a rank also its block columns, two panels that are under way, and at the end its part
@@ -292,5 +274,4 @@ def _projected(made: FactorPlacement) -> dict[str, int]:
                 results += math.prod(layout.local_shape(rank)) * size
         total[index] += array * size + beside
         at_the_end[index] = results
-    total += np.maximum(going, at_the_end) if problem.donated else at_the_end
-    return {worker.address: int(total[index]) for index, worker in enumerate(made.participants)}
+    return total + (np.maximum(going, at_the_end) if problem.donated else at_the_end)

@@ -24,6 +24,7 @@ class FactorProblem(Computation):
 
     kind: ClassVar[str] = "factorization"
     part: ClassVar[Part | None] = None
+    by_ranks: ClassVar[tuple[bool, bool]] = (False, False)
 
     # Names the computation everywhere; the arrays of its outputs are called after it.
     name: str

@@ -435,7 +435,6 @@ class RunPlanner:
             orders=(order_a, order_b),
             groups=self._groups.orders(engines),
             replica_runs=replica_runs,
-            shortlisted=True,
         )
         return made, keys, held
 

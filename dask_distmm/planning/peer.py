@@ -10,39 +10,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from dask.utils import format_bytes
 from numpy.typing import NDArray
 
-from dask_distmm.numeric.types import takes_on_gpus
-from dask_distmm.planning.computation import Worker
+from dask_distmm.planning.computation import Worker, chunk_elements
 from dask_distmm.planning.cuts import pieces_that_fill, slowdown
-from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, is_by_ranks, spread, uploaded
-from dask_distmm.planning.model import EngineModel, Phase, Work
-from dask_distmm.planning.peer.block_schedule import (
-    block_schedules,
-    extent_multiple,
-    in_place,
+from dask_distmm.planning.footprint import (
+    Needs,
+    chunk_bytes,
+    delivered,
+    held_operands,
     multiplied_sizes,
+    multiply_rate,
+    uploaded,
+)
+from dask_distmm.planning.model import EngineModel, Phase, Work
+from dask_distmm.planning.plan import Plan, Rect
+from dask_distmm.planning.schedule import (
+    block_schedules,
+    chunk_sources,
+    copied_again,
+    extent_multiple,
     native,
     peer_reads,
     square_on_diagonal,
     stored_again,
     sums_in,
 )
-from dask_distmm.planning.peer.streams import chunk_sources, rate
-from dask_distmm.planning.plan import Plan, Rect
 
 # Messages: see above.
 _ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY, _GRID = 2.0, 4.0, 2.0, 1.0, 0.75, 0.5
-# Shares of the rate of a product on one GPU: H200, float64, N = 32768.
-_SHARES = {"cholesky": 0.75, "lu": 0.55, "qr": 0.72}
-# Panels of 512 columns: two H200, float64, N = 16384 and 32768.
-_PANEL_SECONDS = {"cholesky": 1.8e-3, "lu": 3.5e-3, "qr": 6e-3}
-# What a column takes in the reduction to a tridiagonal matrix, beside its reads: two H200, float64, N = 16384, 32768.
-_COLUMN_SECONDS = 4e-5
 
 
 def reaches(reader: Worker, other: Worker) -> bool:
@@ -53,9 +53,12 @@ def reaches(reader: Worker, other: Worker) -> bool:
 class PeerModel(EngineModel):
     """The model of the engine."""
 
-    def takes(self, array: str, dtypes: Sequence[str]) -> bool:
-        """Whether it multiplies such arrays."""
-        return takes_on_gpus(array, dtypes)
+    # One GPU: H200, float64, N = 32768.
+    shares: ClassVar = {**EngineModel.shares, "cholesky": (0.75, 0.85), "lu": (0.55, 0.75), "qr": (0.72, 0.7)}
+    # A panel of 512 columns, its way to another rank, what it is applied to first: two H200, float64, N = 16384, 32768.
+    panel_seconds: ClassVar = {"cholesky": 1.8e-3, "lu": 3.5e-3, "qr": 6e-3}
+    # Exchanges included: two H200, float64, N = 16384 and 32768.
+    column_seconds: ClassVar = 4e-5
 
     def unfit(self, workers: Sequence[Worker]) -> str:
         """Say why not every worker's GPU can read the memory of all others; empty if it can."""
@@ -81,13 +84,7 @@ class PeerModel(EngineModel):
         memory, buffers, the sums, and D; of operands whose chunks ranks make themselves those that are there at a time.
         """
         problem, npart = plan.problem, len(plan.participants)
-        total = np.zeros(npart)
-        for operand, given in zip("ab" * (not plan.from_host), multiplied_sizes(problem), strict=False):
-            if is_by_ranks(problem, operand):
-                continue
-            size, sizes = problem.itemsize(operand), chunk_bytes(problem, operand)
-            converted = sizes // size * given if given != size else 0 * sizes
-            total += spread(plan, operand, converted if operand == "b" and problem.shared else sizes + converted)
+        total = np.zeros(npart) if plan.from_host else held_operands(plan, on_gpus=True)
         copied = np.array([worker.address.startswith("ucx") for worker in plan.participants])
         if copied.any():
             # Chunks that others read are copied into memory that UCX does not map: see the engine's `memory`.
@@ -97,7 +94,7 @@ class PeerModel(EngineModel):
         # Inputs of the formula count as spread evenly; each rank has copies of the parts that its chunks need.
         total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
         found = block_schedules(plan)
-        sums = sums_in(plan, found).itemsize
+        sums = sums_in(plan).itemsize
         buffers = [one.buffer_bytes for one in found] or [one.bytes for one in chunk_sources(plan)]
         own = np.array(buffers, float)
         if not found:
@@ -105,8 +102,8 @@ class PeerModel(EngineModel):
             own += _bytes_of(plan, made=False)
         owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), len(plan.ranks))
         height, width, _ = plan.extents
-        own += (height * width + _copied_again(plan, stored=False)) * sums
-        if stored_again(plan, found, sums):
+        own += (height * width + copied_again(plan)) * sums
+        if stored_again(plan):
             own += owned * (2 if problem.formula.saved else 1)
         if plan.grid[2] > 1:
             own += 2 * np.minimum(plan.final_elements * sums, problem.options.buffer_bytes // 4)
@@ -119,9 +116,9 @@ class PeerModel(EngineModel):
         Pulled is what others have. A rank waits for what must be here before its first GEMM, if it has none of it, and
         at the end for the last partial sums and chunks of D, and passes over D.
         """
-        problem, machine, s = plan.problem, plan.problem.options.machine(plan.engine), plan.grid[2]
+        problem, machine, s = plan.problem, plan.machine, plan.grid[2]
         ranks, found = range(len(plan.ranks)), block_schedules(plan)
-        sums, epilog = sums_in(plan, found).itemsize, native(plan, found)
+        sums, epilog = sums_in(plan).itemsize, native(plan)
         depth = plan.extents[2].astype(float)
         area = np.array([_multiplied(plan, rank, epilog) for rank in ranks], float)
         flops = problem.flops * area * depth / (problem.m * problem.n * problem.k)
@@ -130,12 +127,9 @@ class PeerModel(EngineModel):
         least: Any = 0.0
         if any(problem.by_ranks) and problem.array == "numpy" and machine.host_bandwidth:
             # Chunks are copied to the GPU while others are multiplied.
-            sizes = problem.itemsize("a"), problem.itemsize("b")
-            each = (
-                [_elements(plan)[one][rank] * sizes[one] for one in x.made]
-                for rank, x in enumerate(chunk_sources(plan))
-            )
-            least = np.array([*map(sum, each)]) / machine.host_bandwidth
+            sizes = [count * problem.itemsize(name) for count, name in zip(_elements(plan), "ab", strict=True)]
+            copied = [sum(sizes[one][rank] for one in x.made) for rank, x in enumerate(chunk_sources(plan))]
+            least = np.array(copied) / machine.host_bandwidth
         # Chunks that ranks make belong to no worker.
         needed = sum(needed for needed, _ in needs.values()) - _bytes_of(plan, made=True)
         home = sum(held[list(plan.ranks), ranks] for _, held in needs.values())
@@ -147,30 +141,30 @@ class PeerModel(EngineModel):
         if found:
             again = np.array([len(one.parts) - 1 for one in found])
             streamed = np.array([_elements(plan)[1 - one.stationary][rank] for rank, one in enumerate(found)], float)
-            streamed *= [multiplied_sizes(problem)[1 - one.stationary] for one in found]
+            streamed *= np.take(multiplied_sizes(problem), [1 - one.stationary for one in found])
             pulled = pulled + away * (again - 1) * streamed
             # The first GEMM needs one piece of the stationary part and one piece of a panel.
             cut = np.array([pieces_that_fill(problem, one.parts[1] - one.parts[0], one.width) for one in found])
             begin = away**2 * np.array([one.stationary_bytes + one.panel_bytes for one in found]) / cut
         arriving = delivered(plan) * sums
-        passes = 3.0 * partial + 2.0 * sums * _copied_again(plan, stored=stored_again(plan, found, sums))
+        stored = stored_again(plan) * np.bincount(plan.owners, chunk_elements(problem.out_chunks), len(ranks))
+        passes = 3.0 * partial + 2.0 * sums * (copied_again(plan) + stored)
         between, last = partial * (s > 1) * (s - 2) / max(1, s - 1), partial / max(1, s - 1) + arriving
-        together: dict[str, NDArray[np.float64]] = {link: pulled}
-        waited = {link: begin, "memory": passes}
-        together["ranks"] = together.get("ranks", 0.0) + between
-        waited["ranks"] = waited.get("ranks", 0.0) + last
+        by_ranks = link == "ranks"
+        together = {link: pulled, "ranks": between + by_ranks * pulled}
+        waited = {link: begin, "memory": passes, "ranks": last + by_ranks * begin}
         chunks = max((one.others for one in found), key=sum, default=(0.0, 0.0))
         several, messages = len(ranks) > 1, _ALONE
         if several or any(chunks):
             messages = _TOGETHER + _SUMS * (s > 1) + _BOTH * (several and all(chunks))
             messages += _TWICE_AS_MANY * math.log2(max(1.0, sum(chunks))) + _GRID * (min(plan.grid[:2]) > 1)
         exposed = dict(machine.exposed).get(plan.method, 1.0)
-        phase = Phase(flops, rate(plan), least=least, pulled=together, waited=waited, exposed=exposed)
+        phase = Phase(flops, multiply_rate(plan), least=least, pulled=together, waited=waited, exposed=exposed)
         return Work([phase, uploaded(plan)], messages, moved=(pulled + partial + arriving).sum())
 
     def native_epilog(self, plan: Plan) -> str | None:
         """Return the epilog that cuBLASLt does."""
-        return native(plan, block_schedules(plan))
+        return native(plan)
 
     def independent(self, plan: Plan) -> bool:
         """Whether each rank can make its own chunks of D from the chunks that are offered before the run starts.
@@ -201,18 +195,6 @@ class PeerModel(EngineModel):
             f"  pulls     {names[0]} held{cut}{stored}, {names[1]} in panels of up to {schedule.width} {what[0]}; "
             f"buffers of {format_bytes(schedule.buffer_bytes)}{padded}{read}"
         ]
-
-    def share(self, algorithm: str, ranks: int) -> float:
-        """Return the share of a product's rate on one GPU."""
-        return _SHARES.get(algorithm, 0.0) if ranks == 1 else 0.0
-
-    def panel_seconds(self, algorithm: str) -> float:
-        """Return what a panel takes: itself, its way to another rank, what it is applied to first."""
-        return _PANEL_SECONDS.get(algorithm, 0.0)
-
-    def column_seconds(self) -> float:
-        """Return what a column takes in the reduction to a tridiagonal matrix."""
-        return _COLUMN_SECONDS
 
     def shares_eigh_from(self, dtype: str, workers: int) -> int | None:
         """Return from which order on eigenvalues are there sooner than by cuSOLVER on one GPU.
@@ -248,16 +230,6 @@ def _bytes_of(plan: Plan, *, made: bool) -> NDArray[np.float64]:
     every = zip(_elements(plan), sizes, problem.by_ranks, strict=True)
     found = [count * float(size) for count, size, by_rank in every if by_rank == made]
     return np.asarray(sum(found, start=0.0) + np.zeros(len(plan.ranks)))
-
-
-def _copied_again(plan: Plan, *, stored: bool) -> NDArray[np.float64]:
-    """Elements of D that each rank copies once more: from its sums to its chunks, and, if so, to store these."""
-    elements = []
-    for rank in range(len(plan.ranks)):
-        lying = in_place(plan, rank)
-        owned = [plan.chunk_rect(number) for number in plan.owned(rank).tolist()]
-        elements.append(sum(_area(rect) * (stored + (rect not in lying)) for rect in owned))
-    return np.array(elements, float)
 
 
 PEER = PeerModel(

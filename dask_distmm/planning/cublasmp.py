@@ -1,0 +1,495 @@
+"""The model of the engine `cublasmp`: a multiply by the library between two redistributions. Pure.
+
+`exposed` in the configuration is the share of the library's own transfers that its method does not hide, as measured.
+
+cuBLASMp 0.10 has epilogs on its tuned all-gather and reduce-scatter paths only, where they save a pass over D: the
+activations relu and gelu, a bias of one value for each row of the matrix that it computes, and both. That matrix is D
+where D's tiles are in F order and the transpose of D where they are in C order (see below): so a value for each
+column of D is native to an all-gather of A and to a reduce-scatter into rows, a value for each row to the others.
+Factors of the product are native to every method.
+
+Not all that the library offers is as good as the engine's own kernel (measured, docs/gpu-validation.md): its gelu of
+float64 is off by up to 3e-10, and its all-gather with 16-bit types rounds the product before it adds a bias or applies
+gelu. These are not left to it. And where extents of 16-bit matrices are not multiples of 16 bytes, its all-gather and
+SUMMA may round parts of the sums (see below), as SUMMA does after each panel of k wherever there are several: there
+it returns D in the type that is summed in, and does no epilog.
+
+How A, B and D lie on the ranks for a collective library: block-cyclic tiles, memory orders and op(). Pure.
+
+cuBLASMp works on column-major local matrices and computes ``Z = op(X) @ op(Y)``. A C-ordered matrix is the
+column-major matrix of its transpose, so nothing is ever transposed for the sake of the library:
+
+* D in F order:  ``Z = D``,    ``X = A``,    ``Y = B``
+* D in C order:  ``Z = D^T``,  ``X = B^T``,  ``Y = A^T``
+
+and an operand is taken with op N if it has D's memory order, with op T if it has the other one. The library's
+tuned 1-D paths want the operands in slabs (found from its log, docs/gpu-validation.md):
+
+===============  ==================  ================  ==========================================
+method, grid     A                   B                 D
+===============  ==================  ================  ==========================================
+allgather P x 1  row slabs           column slabs      row slabs, F order
+allgather 1 x P  row slabs           column slabs      column slabs, C order
+reducescatter    column slabs (of k) row slabs (of k)  row slabs, C order; or column slabs, F order
+allreduce        column slabs, C     row slabs, F      all of D on every rank, C order
+summa p x q      p x q blocks        p x q blocks      p x q blocks; all of one order
+===============  ==================  ================  ==========================================
+
+The slabs must be of one size, so all are as large as the largest: the last rank's tile has rows or columns
+that stand for nothing. Where these would be summed over (k), they are filled with zeros.
+
+FP8 wants op T for the first operand and op N for the second, k being the fast axis of both: A in C order, B in F order.
+And m, n and k of each rank's own multiply must be multiples of 16: slabs are, and other dimensions are padded.
+SUMMA and the fallback have no FP8.
+
+Of 16-bit types they are multiples of 8, which are 16 bytes, for another reason: where they are not, cuBLASMp's
+all-gather and SUMMA may cut k and add the parts up in D, rounded each time (docs/gpu-validation.md), and all methods
+take 3 to 6 times as long. Blocks that the caller asked for, and the last blocks of SUMMA, can't be padded: their D is
+returned in the type of the sums; see `returned_type`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.layout import Axis, Layout, ProcessGrid, redistribution
+from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning.computation import Chunks
+from dask_distmm.planning.cuts import (
+    ALIGNED_BYTES,
+    Candidate,
+    Cuts,
+    by_rows,
+    chunk_edges,
+    padded,
+    slowdown,
+    uniform_cut,
+)
+from dask_distmm.planning.footprint import Needs, chunk_bytes, held_operands, multiplied_sizes, multiply_rate, uploaded
+from dask_distmm.planning.model import EngineModel, Phase, Work
+from dask_distmm.planning.placement import everywhere
+from dask_distmm.planning.plan import Plan, once
+from dask_distmm.planning.problem import Problem, library_epilog
+
+# SUMMA multiplies a panel of k at a time; wider ones are faster and need more workspace.
+_WIDEST_PANEL = 16384
+# Elements of a 16-bit type.
+HALVES_STEP = ALIGNED_BYTES // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How one of A, B and D is distributed."""
+
+    # Memory order of each rank's tile, ``"C"`` or ``"F"``.
+    order: str
+    # Which element is where, without padding; its parts are the ranks. None where every rank has all.
+    layout: Layout
+    # The whole, padding included.
+    shape: tuple[int, int]
+    # Rows and columns of a rank's tile, padding included; None where they differ between ranks.
+    local_shape: tuple[int, int] | None
+    # The padding is summed over and must be zero.
+    zeroed: bool = False
+    # It holds the conjugate of the operand's chunks.
+    conjugated: bool = False
+
+    def local(self, rank: int) -> tuple[int, int]:
+        """Rows and columns of the tile of a rank, padding included."""
+        return self.local_shape or self.layout.local_shape(rank)
+
+    @property
+    def elements(self) -> NDArray[np.int64]:
+        """Elements of each rank's tile, padding included."""
+        return (
+            self.layout.elements
+            if self.local_shape is None
+            else np.full(self.layout.grid.size, math.prod(self.local_shape))
+        )
+
+    @property
+    def stored(self) -> Layout:
+        """The whole as the library sees it, padding included: the transpose of a C-ordered matrix is column-major."""
+        (m, n), (mb, nb), grid = self.shape, self.layout.blocks, self.layout.grid
+        return Layout((m, n), (mb, nb), grid) if self.order == "F" else Layout((n, m), (nb, mb), grid.transpose())
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The three matrices of a plan."""
+
+    # How they are distributed.
+    a: Tile
+    b: Tile
+    d: Tile
+    # Every rank ends up with all of D (``d`` then describes the library's view, one copy beside the other).
+    replicated: bool = False
+    # Whether the library conjugates A and B, which it does by op C, for those that it transposes.
+    conjugated: tuple[bool, bool] = (False, False)
+
+    @property
+    def flipped(self) -> bool:
+        """Whether the library computes the transpose of D."""
+        return self.d.order == "C"
+
+    @property
+    def ops(self) -> tuple[str, str]:
+        """Op of the library's first and second operand, ``"N"``, ``"T"`` or ``"C"``."""
+        ops = tuple(
+            "C" if conjugated else "N" if tile.order == self.d.order else "T"
+            for tile, conjugated in zip((self.a, self.b), self.conjugated, strict=True)
+        )
+        return (ops[1], ops[0]) if self.flipped else (ops[0], ops[1])
+
+
+def slab_step(problem: Problem) -> int:
+    """Return what the sizes of slabs, and other dimensions, are padded to multiples of."""
+    if problem.fp8:
+        return 16
+    # Distributions that were asked for are as they are.
+    halves = dtype_from_name(problem.matrix_types[0]).itemsize == 2
+    return HALVES_STEP if halves and not any(problem.distributions) else 1
+
+
+@once
+def make_tiles(plan: Plan) -> Tiles:
+    """Return how A, B and D are distributed for a plan."""
+    tiles = _blocks(plan) if plan.method == "summa" and math.prod(plan.grid) > 1 else _slabs(plan)
+    if not any(plan.problem.conjugated):
+        return tiles
+    # The all-reduce wants op T and N; else a transposed operand is conjugated by the library, for nothing.
+    found, by_library = [], []
+    for tile, wanted in zip((tiles.a, tiles.b), plan.problem.conjugated, strict=True):
+        by_library.append(wanted and tile.order != tiles.d.order and not tiles.replicated)
+        found.append(dataclasses.replace(tile, conjugated=wanted and not by_library[-1]))
+    return dataclasses.replace(tiles, a=found[0], b=found[1], conjugated=(by_library[0], by_library[1]))
+
+
+def _slabs(plan: Plan) -> Tiles:
+    """Return slabs of one size for all ranks; the other axis of a matrix is as long as all slabs of another one."""
+    problem, nranks, step = plan.problem, math.prod(plan.grid), slab_step(plan.problem)
+    lengths, cuts, finals = (problem.m, problem.n, problem.k), (plan.rows, plan.cols, plan.depth), plan.d_cuts
+    for length, found in zip((*lengths, *lengths[: 2 if finals else 0]), (*cuts, *(finals or ())), strict=True):
+        size = padded(length, step, len(found) - 1)
+        if found != tuple(min(i * size, length) for i in range(len(found))):
+            raise ValueError(f"{length} is cut at {found}, expected {len(found) - 1} slabs of {size}")
+    by_rows, reduces = len((finals or cuts)[0]) > 2, len(plan.depth) > 2
+    # Whether A has slabs of m and B those of n, each rank all of D, and there is a slab of m, n, k for each rank.
+    both, replicated = nranks > 1 and not reduces, reduces and plan.method == "allreduce"
+    slabs = both or by_rows, both or (reduces and not replicated and not by_rows), reduces
+    mb, nb, kb = (padded(x, step, nranks if cut else 1) for x, cut in zip(lengths, slabs, strict=True))
+    m, n, k = (size * (nranks if cut else 1) for size, cut in zip((mb, nb, kb), slabs, strict=True))
+    row, col = ProcessGrid(nranks, 1), ProcessGrid(1, nranks)
+    order_a, order_b = ("C", "F") if problem.fp8 or replicated else (plan.order_a, plan.order_b)
+    order = order_a if order_a == order_b else "C"
+    if nranks > 1:
+        order = "C" if replicated or by_rows != both else "F"
+
+    def tile(
+        order: str, shape: tuple[int, int], block: tuple[int, int], whole: tuple[int, int], grid: ProcessGrid
+    ) -> Tile:
+        return Tile(order, Layout(shape, block, grid), whole, (whole[0] // grid.nprow, whole[1] // grid.npcol))
+
+    a = tile(order_a, (problem.m, problem.k), (mb, kb), (m, k), col if reduces else row)
+    b = tile(order_b, (problem.k, problem.n), (kb, nb), (k, n), row if reduces else col)
+    # D^T is n x m; of replicas the library sees all side by side.
+    d = tile(order, (problem.m, problem.n), (mb, nb), (m, n), row if by_rows or replicated else col)
+    if replicated:
+        d = tile(order, (m * nranks, n), (m, n), (m * nranks, n), row)
+    zeroed = k != problem.k
+    return Tiles(dataclasses.replace(a, zeroed=zeroed), dataclasses.replace(b, zeroed=zeroed), d, replicated)
+
+
+def _blocks(plan: Plan) -> Tiles:
+    """Return the blocks of SUMMA."""
+    problem, grid = plan.problem, ProcessGrid(*plan.grid[:2])
+    order = plan.order_a if plan.order_a == plan.order_b else "C"
+    (mb,), (nb,), (kb,) = summa_blocks(problem, plan.grid)
+
+    def tile(shape: tuple[int, int], block: tuple[int, int]) -> Tile:
+        return Tile(order, Layout(shape, block, grid), shape, None)
+
+    m, n, k = problem.m, problem.n, problem.k
+    return Tiles(tile((m, k), (mb, kb)), tile((k, n), (kb, nb)), tile((m, n), (mb, nb)))
+
+
+def summa_blocks(problem: Problem, grid: tuple[int, int, int]) -> tuple[set[int], set[int], set[int]]:
+    """Return the block sizes of m, n and k on a grid: those that were asked for, or one that does.
+
+    There may be several of each, if the distributions of two matrices do not agree.
+    """
+    (p, q, _), (m, n, k) = grid, (problem.m, problem.n, problem.k)
+    a, b, d = problem.distributions
+    asked: dict[str, set[int]] = {"m": set(), "n": set(), "k": set()}
+    for found, (rows, cols), (nprow, npcol) in ((a, "mk", (p, q)), (b, "kn", (p, q)), (d, "mn", (p, q))):
+        if found is not None:
+            shape = {"m": m, "n": n, "k": k}
+            blocks = found.layout((shape[rows], shape[cols]), p * q).blocks
+            # Along a side of one rank blocks of all sizes are the same thing.
+            asked[rows] |= {blocks[0]} if nprow > 1 else set()
+            asked[cols] |= {blocks[1]} if npcol > 1 else set()
+    # The library rounds D after each panel of k: 16-bit types have one, if no others were asked for.
+    panel = k if problem.sum_type.itemsize == 2 else min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
+    step = slab_step(problem)
+    return asked["m"] or {padded(m, step, p)}, asked["n"] or {padded(n, step, q)}, asked["k"] or {panel}
+
+
+def blocks_misfit(problem: Problem, grid: tuple[int, int, int]) -> str | None:
+    """Return why SUMMA can't have the blocks that were asked for, or None."""
+    sizes = summa_blocks(problem, grid)
+    for name, several in zip("mnk", sizes, strict=True):
+        if len(several) > 1:
+            return f"blocks of {name} must agree, got {' and '.join(map(str, sorted(several)))}"
+    (mb,), (nb,), _ = sizes
+    for name, size, parts, length in (("m", mb, grid[0], problem.m), ("n", nb, grid[1], problem.n)):
+        if parts > 1 and size * (parts - 1) >= length:
+            return f"blocks of {size} of {name} leave ranks without any of {length}"
+    return None
+
+
+# The part of a plan's formula that cuBLASMp does itself, inside of a multiply. Pure
+
+
+def returned_type(plan: Plan) -> np.dtype:
+    """Return the type in which cuBLASMp returns D: its own, or the one that is summed in if more is done to it."""
+    if _rounds_parts(plan):
+        return plan.problem.compute_type
+    return plan.problem.sum_type if CUBLASMP.native_epilog(plan) is None else plan.problem.result_type
+
+
+def own_kernel(plan: Plan) -> bool:
+    """Whether what cuBLASMp returns is finished, or rounded, by the engine's own kernel."""
+    return CUBLASMP.native_epilog(plan) is None and (plan.problem.finished or _rounds_parts(plan))
+
+
+def _rounds_parts(plan: Plan) -> bool:
+    """Whether the library might add up parts of k in a 16-bit D."""
+    if len(plan.ranks) == 1 or plan.method not in ("allgather", "summa"):
+        return False
+    if plan.problem.result_type.itemsize != 2 or plan.problem.result_type.kind in "iu":
+        return False
+    found = make_tiles(plan)
+    if plan.method == "summa" and found.a.layout.blocks[1] < plan.problem.k:
+        return True
+    lengths = [x for tile in (found.a, found.b, found.d) for x in (*tile.shape, *tile.layout.blocks)]
+    return any(length % HALVES_STEP for length in lengths)
+
+
+# cuBLASMp 0.10's own buffers beside the matrices that it gathers: as its log and buffer sizes say.
+_LIBRARY_BYTES = 96 * 2**20
+_SUMMA_BYTES = 32 * 2**20
+_Bytes = NDArray[np.float64]
+# Latency of a run of several ranks beside its work, in messages: as two H200 took for small products.
+_MESSAGES = 8
+
+
+@once
+def _moved(plan: Plan, needs: Mapping[str, Needs]) -> tuple[list[_Bytes], _Bytes, _Bytes, _Bytes, _Bytes]:
+    """Return the bytes that make A's and B's tiles, and D's chunks.
+
+    What each participant sends and receives of A, and of B; what each rank receives of both, and how much of that comes
+    from workers that are not ranks, which have no communicator, and send by Dask's own connections; what each rank
+    sends of D, and receives.
+    """
+    ranks, buffers = list(plan.ranks), [np.zeros(len(plan.participants))]
+    received, outside, sent_of_d, received_of_d = (np.zeros(len(ranks)) for _ in range(4))
+    for operand, (needed, held) in needs.items():
+        if everywhere(plan.where.get(operand)):
+            continue
+        home = held[ranks, range(len(ranks))]
+        buffers.append(held.sum(axis=1))
+        buffers[-1][ranks] += needed - 2 * home
+        received += needed - home
+        outside += needed - held[ranks].sum(axis=0)
+    if not make_tiles(plan).replicated:
+        chunks = redistribution(Layout.of_chunks(plan.problem.out_chunks), make_tiles(plan).d.layout)
+        owned = chunks.traffic(plan.owners, len(ranks)) * float(returned_type(plan).itemsize)
+        sent_of_d, received_of_d = (owned.sum(axis=axis) - np.diagonal(owned) for axis in (0, 1))
+    return buffers, received, outside, sent_of_d, received_of_d
+
+
+def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
+    """Return the number of the chunk that is exactly a rank's tile, as it is stored, or None if no single one is."""
+    (rows, cols), (i, j) = tile.layout.local_shape(rank), tile.layout.grid.coords(rank)
+    if tile.local(rank) != (rows, cols) or 0 in (rows, cols) or tile.conjugated:
+        return None
+    numbers = zip((tile.layout.rows, tile.layout.cols), chunks, (i, j), strict=True)
+    row, col = (_chunk_numbers(axis, sizes)[part] for axis, sizes, part in numbers)
+    return None if min(row, col) < 0 else row * len(chunks[1]) + col
+
+
+@functools.lru_cache(maxsize=64)
+def _chunk_numbers(axis: Axis, sizes: tuple[int, ...]) -> list[int]:
+    """Return for each part of an axis the number of the chunk that is the same range, -1 where none is."""
+    edges, found = chunk_edges(sizes), np.full(axis.nparts, -1)
+    start, stop = axis.bounds[:-1], axis.bounds[1:]
+    at = edges[1:].searchsorted(start, "right").clip(max=len(sizes) - 1)
+    alone = np.bincount(axis.part, minlength=axis.nparts)[axis.part] == 1
+    same = alone & (edges[at] == start) & (edges[at + 1] == stop)
+    found[axis.part[same]] = at[same]
+    numbers: list[int] = found.tolist()
+    return numbers
+
+
+@once
+def _loose(plan: Plan) -> dict[str, NDArray[np.bool_]]:
+    """Return for A, B and D whether each rank's tile is anything but one chunk as it is stored."""
+    found = {}
+    for name in "abd":
+        tile: Tile = getattr(make_tiles(plan), name)
+        axes = zip((tile.layout.rows, tile.layout.cols), plan.problem.chunks_of(name), strict=True)
+        chunks = np.logical_and.outer(*(np.array(_chunk_numbers(*axis)) >= 0 for axis in axes)).ravel()
+        found[name] = ~chunks | (tile.layout.elements != tile.elements) | tile.conjugated
+    return found
+
+
+def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
+    """Estimate the workspace that cuBLASMp 0.10 asks for, in bytes."""
+    problem, q, (a_size, b_size) = plan.problem, plan.grid[1], multiplied_sizes(plan.problem)
+    if plan.method == "local":
+        return 0
+    if plan.method == "allgather":
+        gathered, item = (tiles.b, b_size) if q == 1 else (tiles.a, a_size)
+        copies = 1 if gathered.order == tiles.d.order else 2
+        return math.prod(gathered.shape) * item * copies + _LIBRARY_BYTES
+    accumulated = problem.compute_type.itemsize
+    if plan.method == "allreduce":
+        return 2 * problem.m * problem.n * accumulated + _LIBRARY_BYTES
+    if plan.method == "reducescatter":
+        return math.prod(tiles.d.shape) * (accumulated + problem.sum_type.itemsize) + _LIBRARY_BYTES
+    (mb, kb), nb = tiles.a.layout.blocks, tiles.b.layout.blocks[1]
+    return int(2 * (mb * kb * a_size + kb * nb * b_size)) + _SUMMA_BYTES
+
+
+class CublasmpModel(EngineModel):
+    """The model of the engine."""
+
+    def has_method(self, problem: Problem, method: str) -> bool:
+        """Whether the library runs a problem in a certain way: it has no SUMMA for FP8."""
+        return not (problem.fp8 and method == "summa")
+
+    def cuts(self, problem: Problem, candidate: Candidate) -> list[Cuts]:
+        """Return slabs of one size."""
+        (method, grid), step = candidate, slab_step(problem)
+        extents = zip((problem.m, problem.n, problem.k), grid, strict=True)
+        rows, cols, depth = (uniform_cut(length, parts, step) for length, parts in extents)
+        if method != "reducescatter" or len(depth) == 2:
+            return [(rows, cols, depth, None)]
+        rowwise, nranks = by_rows(problem, problem.m >= problem.n), len(depth) - 1
+        length = problem.m if rowwise else problem.n
+        slabs = tuple(min(i * padded(length, step, nranks), length) for i in range(nranks + 1))
+        return [(rows, cols, depth, (slabs, (0, problem.n)) if rowwise else ((0, problem.m), slabs))]
+
+    def tiles(self, plan: Plan) -> Tiles:
+        """Return the tiles of A, B and D."""
+        return make_tiles(plan)
+
+    def misfit(self, problem: Problem, grid: tuple[int, int, int]) -> str | None:
+        """Return why SUMMA can't have the blocks that were asked for, or None."""
+        return blocks_misfit(problem, grid)
+
+    def native_epilog(self, plan: Plan) -> str | None:
+        """Return the epilog that cuBLASMp does, ``""`` for only a factor; None where it can't do all of the formula."""
+        formula, found = plan.problem.formula, library_epilog(plan.problem)
+        if len(plan.ranks) == 1 or found is None or _rounds_parts(plan):
+            return None
+        if not found:
+            return found
+        if plan.method not in ("allgather", "reducescatter"):
+            return None
+        if plan.problem.result_type.itemsize == 2 and plan.method == "allgather" and formula.epilog != "relu":
+            return None
+        if "bias" in formula.inputs:
+            shape = tuple(map(sum, plan.problem.chunks_of("bias")))
+            if shape != ((1, plan.problem.n) if make_tiles(plan).flipped else (plan.problem.m, 1)):
+                return None
+        return found
+
+    def all_reduced(self, plan: Plan) -> bool:
+        """Whether the multiply itself leaves all of D, as it will be stored, on every rank."""
+        return plan.method == "allreduce" and len(plan.ranks) > 1 and not own_kernel(plan)
+
+    def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> _Bytes:
+        """Return the bytes of device memory that each participant holds at most.
+
+        Counted are chunks of A and B, tiles that are not chunks already, buffers of what is sent and received, the
+        library's workspace, D's tile and D's chunks.
+        """
+        problem, npart, tiles = plan.problem, len(plan.participants), make_tiles(plan)
+        (buffers, _, _, sent_of_d, received_of_d), (a_size, b_size) = _moved(plan, needs), multiplied_sizes(problem)
+        total = held_operands(plan, on_gpus=True)
+        # A's buffers are free again before B's are needed.
+        total += np.max(buffers, axis=0)
+        # Where these lie is not looked at.
+        total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
+        # The library stores what it has finished itself; else sums are kept until they are finished.
+        kept, sums = own_kernel(plan), returned_type(plan).itemsize
+        owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), len(plan.ranks))
+        loose = _loose(plan)
+        own = tiles.d.elements * float(sums) + workspace_bytes(plan, tiles)
+        own += loose["a"] * tiles.a.elements * a_size + loose["b"] * tiles.b.elements * b_size
+        if kept:
+            own += owned * (sums / problem.itemsize("d") + bool(problem.formula.saved))
+        own += np.where(tiles.replicated | loose["d"], owned + sent_of_d + received_of_d, 0)
+        total[list(plan.ranks)] += own
+        return total
+
+    def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
+        """Return the work of a plan: operands are redistributed, multiplied by the library, and D is redistributed."""
+        problem, machine, tiles = plan.problem, plan.machine, make_tiles(plan)
+        (a_size, b_size), nranks, (p, q, _) = multiplied_sizes(problem), len(plan.ranks), plan.grid
+        _, received, outside, _, received_of_d = _moved(plan, needs)
+        # The library's reduce-scatter sums in the type that is computed in.
+        sizes = a_size, b_size, problem.compute_type.itemsize
+        a_bytes, b_bytes, d_bytes = (
+            float(math.prod(tile.shape)) * size for tile, size in zip((tiles.a, tiles.b, tiles.d), sizes, strict=True)
+        )
+        share = (nranks - 1) / nranks
+        library = {
+            "local": 0.0,
+            "allgather": share * (b_bytes if q == 1 else a_bytes),
+            "reducescatter": share * d_bytes,
+            "allreduce": 2 * share * problem.m * problem.n * problem.sum_type.itemsize,
+            "summa": a_bytes / p * (q - 1) / q + b_bytes / q * (p - 1) / p,
+        }[plan.method]
+        # Slabs of equal size: the largest decides.
+        flops = problem.flops * math.prod(
+            float(extents.max()) / length
+            for extents, length in zip(plan.extents, (problem.m, problem.n, problem.k), strict=True)
+        )
+        if slab_step(problem) == 1 or plan.method == "summa":
+            # Chunks have been put together to tiles, without padding.
+            flops *= slowdown(problem, in_chunks=False)
+        copied = 0.0
+        for operand, loose in _loose(plan).items():
+            copied += 2.0 * loose.any() * getattr(tiles, operand).elements.max() * problem.itemsize(operand)
+        if own_kernel(plan):
+            # One kernel reads the sums and writes D.
+            each = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.formula.saved else 1)
+            copied += float(tiles.d.elements.max()) * each
+        return Work(
+            [
+                Phase(waited={"ranks": received - outside, "dask": outside}),
+                Phase(
+                    flops,
+                    multiply_rate(plan),
+                    waited={"ranks": dict(machine.exposed).get(plan.method, 1.0) * library},
+                ),
+                Phase(waited={"ranks": received_of_d}),
+                Phase(waited={"memory": copied}),
+                uploaded(plan),
+            ],
+            messages=_MESSAGES if nranks > 1 else 2,
+            moved=int(received.sum() + received_of_d.sum()) + int(library * nranks),
+        )
+
+
+CUBLASMP = CublasmpModel(
+    "cublasmp", "dask_distmm.engines.cublasmp.engine", on_gpus=True, collective=True, library="cuBLASMp"
+)

@@ -1,1 +1,0 @@
-"""Plans of the engine `cublasmp`: tiles and their grids, epilogs, costs. Pure."""
