@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from dask_distmm import linalg, matmul
 from dask_distmm.comms import cross_memory
+from dask_distmm.errors import ProtocolError
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.testing import assert_product
 
@@ -285,6 +286,13 @@ def test_a_run_that_is_over_ends_the_waiting(shown):
         over.set()
         with pytest.raises(InterruptedError):
             waiting.result(10)
+
+
+def test_keys_that_a_board_has_no_room_for_are_refused(shown):
+    _, board, _ = shown
+    board.lend(("k" * 16, 1), [np.ones(3)])
+    with pytest.raises(ProtocolError, match="'kkkkkkkkkkkkkkkkk' has 17 bytes: expected a kind of at most 16 bytes"):
+        board.lend(("k" * 17, 1), [np.ones(3)])
 
 
 def test_boards_of_others_are_refused(shown):

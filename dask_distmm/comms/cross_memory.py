@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.errors import ProtocolError
 from dask_distmm.numeric.types import dtype_from_name
 
 # Less than this is sent with the answer (bytes in all, and in each stretch of memory: the system looks up its pages).
@@ -165,11 +166,19 @@ def _read_pieces(process: int, pieces: Sequence[tuple[NDArray[Any], int]]) -> bo
         local += target.__array_interface__["data"][0], size
         remote += start, size
         wanted += size
-    stretches, count = ctypes.c_uint64 * len(local), ctypes.c_ulong(len(pieces))
+    stretches = ctypes.c_uint64 * len(local)
     to, of = stretches(*local), stretches(*remote)
-    places = ctypes.c_void_p(ctypes.addressof(to)), ctypes.c_void_p(ctypes.addressof(of))
-    done = _libc().process_vm_readv(process, places[0], count, places[1], count, ctypes.c_ulong(0))
-    return bool(done == wanted)
+    return _readv(process, (ctypes.addressof(to), len(pieces)), (ctypes.addressof(of), len(pieces))) == wanted
+
+
+def _readv(process: int, local: tuple[int, int], remote: tuple[int, int]) -> int:
+    """Fill stretches of memory from those of another process; return how many bytes were read, or -1.
+
+    Both are given as the address and the number of pairs of an address and bytes.
+    """
+    pointer, count = ctypes.c_void_p, ctypes.c_ulong
+    lists = pointer(local[0]), count(local[1]), pointer(remote[0]), count(remote[1])
+    return int(_libc().process_vm_readv(process, *lists, count(0)))
 
 
 def _read_array(process: int, address: int, shape: Sequence[int], dtype: str, order: Any, step: int) -> NDArray[Any]:
@@ -226,14 +235,7 @@ def _read_part(process: int, target: NDArray[np.uint8], stretches: NDArray[np.ui
         while len(some):
             wanted = int(some[:, 1].sum())
             local = np.array([[target.ctypes.data + at, wanted]], np.uint64)
-            done = _libc().process_vm_readv(
-                process,
-                ctypes.c_void_p(local.ctypes.data),
-                ctypes.c_ulong(1),
-                ctypes.c_void_p(some.ctypes.data),
-                ctypes.c_ulong(len(some)),
-                ctypes.c_ulong(0),
-            )
+            done = _readv(process, (local.ctypes.data, 1), (some.ctypes.data, len(some)))
             if done <= 0:
                 number = ctypes.get_errno() if done else errno.EFAULT
                 raise OSError(number, f"process {process} can't be read: {os.strerror(number)}")
@@ -308,6 +310,8 @@ class Board:
         """Lend arrays, which stay as they are until all who need them have them; those that can't be read are noted."""
         described = [_describe_array(x) if type(x) is np.ndarray else None for x in arrays]
         name, number, left = key[0].encode(), key[1], max(0, len(arrays) - 1)
+        if len(name) > _KEY_BYTES:
+            raise ProtocolError(f"{key[0]!r} has {len(name)} bytes: expected a kind of at most {_KEY_BYTES} bytes")
         if None in described or len(arrays) > _MOST_ARRAYS:
             described, left = [], -1
         for one in described or [(0, [0], "", "C", 0)]:
