@@ -27,8 +27,9 @@ from dask_distmm.layout import Layout, ProcessGrid, redistribution
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.factor.plan import FactorPlan, factor_plan
 from dask_distmm.planning.factor.problem import Factorization
-from dask_distmm.planning.factor.steps import Apply, Factor, Get, Publish, Step
 from dask_distmm.planning.footprint import operand_grids
+from dask_distmm.programs.check import walk as in_any_order
+from dask_distmm.programs.steps import Call, Publish, Pull, flops_of
 from dask_distmm.testing import make_problem
 
 # Okabe and Ito's colours; rank r has the same one in every picture.
@@ -386,55 +387,56 @@ def blocks() -> Page:
     return page
 
 
-def seconds(program: FactorPlan, rank: int, step: Step) -> float:
-    """Return how long a step of a factorization takes, in some unit; panels have a fifth of a product's rate."""
-    columns, each = program.columns, program.width**2
-    if isinstance(step, Factor):
-        return 5 * each * (columns.rows - columns.place(step.panel).start)
-    if isinstance(step, Apply):
-        blocks = len(columns.owned(rank, step.first, step.stop))
-        return 2 * each * blocks * (columns.rows - columns.place(step.key.panel).start)
-    return 0
+@dataclasses.dataclass
+class Work:
+    """What a rank does with a panel: it is factorized, or applied."""
+
+    rank: int
+    panel: int
+    factors: bool
+    ahead: bool
+    begin: float
+    end: float
 
 
-def timeline(program: FactorPlan) -> list[tuple[int, Step, float, float]]:
-    """Return rank, step, begin and end of all work, if each rank takes its steps as soon as it can."""
-    programs = [list(program.steps(rank)) for rank in range(program.ranks)]
-    clocks, published = [0.0] * program.ranks, dict[Any, float]()
-    found: list[tuple[int, Step, float, float]] = []
-    while any(programs):
-        for rank, steps in enumerate(programs):
-            while steps and not (isinstance(steps[0], Get) and steps[0].key not in published):
-                step, begin = steps.pop(0), clocks[rank]
-                if isinstance(step, Get):
-                    clocks[rank] = max(begin, published[step.key])
-                elif isinstance(step, Publish):
-                    published[step.key] = begin
-                elif isinstance(step, Factor | Apply):
-                    clocks[rank] = begin + seconds(program, rank, step)
-                    found.append((rank, step, begin, clocks[rank]))
-    return found
+def timeline(program: FactorPlan) -> list[Work]:
+    """Return all work of an LU factorization, if each rank takes its steps as soon as it can."""
+    clocks, published, found = [0.0] * program.ranks, dict[Any, float](), dict[int, list[Work]]()
+    for rank, step in in_any_order([program.steps(rank) for rank in range(program.ranks)], {}):
+        if isinstance(step, Pull):
+            clocks[rank] = max(clocks[rank], published[step.key])
+        elif isinstance(step, Publish):
+            published[step.key] = clocks[rank]
+        elif isinstance(step, Call) and flops_of(step) + (step.kernel == "laswp"):
+            factors, work = step.kernel == "getrf", found.setdefault(rank, [])
+            if factors or step.kernel == "laswp":
+                extra = step.makes[0] if factors else step.arguments[1]
+                ahead = step.lane in ("ahead", "panel")
+                work.append(Work(rank, int(extra.name.split(".")[1]), factors, ahead, clocks[rank], clocks[rank]))
+            # Panels have a fifth of a product's rate.
+            clocks[rank] += flops_of(step) * (5 if factors else 1)
+            work[-1].end = clocks[rank]
+    return [one for work in found.values() for one in work]
 
 
 def lookahead() -> Page:
     """Draw when each rank takes the steps of an LU factorization."""
     program = factor_plan(Factorization("lu", (120, 120), "float64"), 3, 10)
     work, page, top, height = timeline(program), Page(310), 92, 46
-    last, columns = max(end for *_, end in work), program.columns
+    last, columns = max(one.end for one in work), program.columns
     page.title(20, 28, "The steps of an LU factorization of 12 block columns on 3 ranks")
     page.text(20, 52, "F3: panel 3 is factorized. 3: it is applied. Thick frames: steps that the next panel waits for.")
     page.text(20, 68, "Colour: the rank that has the panel. White: the rank waits.")
     for rank in range(program.ranks):
         page.disc(34, top + 62 * rank + height / 2, rank)
-    for rank, step, begin, end in work:
-        x, y, width = 60 + 720 * begin / last, top + 62 * rank, 720 * (end - begin) / last
-        panel = step.panel if isinstance(step, Factor) else step.key.panel if isinstance(step, Apply) else 0
-        owner, ahead = columns.owner(panel), isinstance(step, Factor) or (isinstance(step, Apply) and step.ahead)
-        page.box(x, y, width, height, RANKS[owner] if isinstance(step, Factor) else tint(owner), 1.6 if ahead else 0.5)
-        letter = "F" if isinstance(step, Factor) else ""
+    for one in work:
+        x, y, width = 60 + 720 * one.begin / last, top + 62 * one.rank, 720 * (one.end - one.begin) / last
+        owner = columns.owner(one.panel)
+        page.box(x, y, width, height, RANKS[owner] if one.factors else tint(owner), 1.6 if one.ahead else 0.5)
+        letter = "F" if one.factors else ""
         if width > 11:
             color = on(owner) if letter else INK
-            page.text(x + width / 2, y + height / 2, f"{letter}{panel}", 8, "center", color=color)
+            page.text(x + width / 2, y + height / 2, f"{letter}{one.panel}", 8, "center", color=color)
     page.arrow((60, 280), (780, 280))
     page.text(780, 294, "time", 9, "right")
     return page

@@ -27,7 +27,7 @@ FAULT_POINTS = {
     "solver": ("dask_distmm.engines.cusolvermp.library", "Group", "call"),
     "panel": ("dask_distmm.engines.peer.products", "Multiplication", "_multiply"),
     "step": ("dask_distmm.engines.peer.streaming", "Streaming", "_multiply"),
-    "program": ("dask_distmm.engines.programs.job", "ProgramJob", "_take"),
+    "program": ("dask_distmm.engines.programs.executor", "Executor", "_take"),
     "workspace": ("dask_distmm.engines.cublasmp.library", "Group", "allocate"),
 }
 

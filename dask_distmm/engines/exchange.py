@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,14 +13,11 @@ from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.comms.cross_memory import Board, BoardReader
 from dask_distmm.engines.base import log, wait_checked
 from dask_distmm.errors import ProtocolError
-from dask_distmm.planning.factor.steps import Key, Part
 from dask_distmm.planning.placement import Placement
-
-# Under which something is published: what it is, and a number.
-K = TypeVar("K", bound=tuple[str, int])
+from dask_distmm.programs.steps import Key
 
 
-class RankExchange(Generic[K]):
+class RankExchange:
     """Hands arrays of one rank to others, and gets theirs, as soon as their owner has published them."""
 
     def __init__(self, ranks: Sequence[int], comm: Comm) -> None:
@@ -60,7 +57,7 @@ class RankExchange(Generic[K]):
         if kind is not None and self._board is not None:
             self._board.close()
 
-    def publish(self, key: K, arrays: Sequence[Any]) -> None:
+    def publish(self, key: Key, arrays: Sequence[Any]) -> None:
         """Let others have `arrays` from now on. They don't change any more until the end of the run."""
         future = self._future(key)
         if not future.done():
@@ -68,14 +65,14 @@ class RankExchange(Generic[K]):
             if self._board is not None:
                 self._board.lend(key, arrays)
 
-    def ask(self, owner: int, key: K) -> Any:
+    def ask(self, owner: int, key: Key) -> Any:
         """Ask rank `owner` for what it publishes under `key`, now or later, without waiting; return what `get` takes.
 
         Nothing is sent to a rank that can be read.
         """
         return (owner, key) if owner in self._readers else self._fetch(owner, key)
 
-    def _fetch(self, owner: int, key: K) -> Future[Sequence[Any]]:
+    def _fetch(self, owner: int, key: Key) -> Future[Sequence[Any]]:
         return self._comm.fetch(self._ranks[owner], key[0], np.array([[key[1], 0, 0, 0, 0, 0]], np.int64), False)
 
     def get(self, asked: Any, check: Callable[[], None], *, again: bool = False) -> Sequence[Any]:
@@ -94,10 +91,10 @@ class RankExchange(Generic[K]):
         found = wait_checked(asked, check)
         return found
 
-    def drop(self, key: K) -> None:
+    def drop(self, key: Key) -> None:
         """Free the memory of what is another rank's, which this one does not need any more: here Python does."""
 
-    def forget(self, key: K) -> None:
+    def forget(self, key: Key) -> None:
         """Free what was published and all others have got."""
         self._futures.pop(key, None)
 
@@ -123,18 +120,18 @@ class RankExchange(Generic[K]):
 class Messages:
     """Small arrays on the host between the ranks of one run, named by what they are and a number."""
 
-    def __init__(self, exchange: RankExchange[Key], check: Callable[[], None]) -> None:
+    def __init__(self, exchange: RankExchange, check: Callable[[], None]) -> None:
         self._exchange, self._check = exchange, check
 
-    def publish(self, part: Part, number: int, arrays: Sequence[NDArray[Any]]) -> None:
+    def publish(self, part: str, number: int, arrays: Sequence[NDArray[Any]]) -> None:
         """Let other ranks have arrays. They don't change any more."""
         self._exchange.publish(Key(part, number), tuple(arrays))
 
-    def fetch(self, part: Part, number: int, owner: int) -> Sequence[NDArray[Any]]:
+    def fetch(self, part: str, number: int, owner: int) -> Sequence[NDArray[Any]]:
         """Return arrays that a rank publishes, now or later."""
         key = Key(part, number)
         return self._exchange.get(self._exchange.ask(owner, key), self._check)
 
-    def forget(self, part: Part, number: int) -> None:
+    def forget(self, part: str, number: int) -> None:
         """Free arrays of this rank that all others have got."""
         self._exchange.forget(Key(part, number))

@@ -25,10 +25,8 @@ from dask_distmm.planning.placement import Placement, Where, choose, estimated, 
 from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows
-from dask_distmm.programs.steps import Step
+from dask_distmm.programs.steps import PART, Step
 
-# The kind of request for a message, by the number under which it is published.
-PART = "part"
 # The end of a range of rows whose number is not known.
 _ALL = 2**62
 

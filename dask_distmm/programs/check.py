@@ -13,15 +13,18 @@ What a kernel takes follows from its contract, what a message takes from its buf
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from dask_distmm.programs.steps import (
+    Box,
     Buffer,
     Call,
     Drop,
     FlatStep,
     If,
+    Key,
     Loop,
     Make,
     New,
@@ -30,6 +33,7 @@ from dask_distmm.programs.steps import (
     Step,
     Store,
     Turn,
+    View,
     flags_of,
     flatten,
     flops_of,
@@ -58,7 +62,7 @@ def all_flags(lists: Lists) -> Iterator[dict[str, bool]]:
 def walk(lists: Lists, flags: Mapping[str, bool], turns: int = 1) -> Iterator[tuple[int, FlatStep]]:
     """Yield all steps of all ranks, each when it can be taken."""
     todo = [list(flatten(steps, flags, turns)) for steps in lists]
-    at, published = [0] * len(todo), set[tuple[int, int]]()
+    at, published = [0] * len(todo), set[tuple[int, Key]]()
     while any(at[rank] < len(steps) for rank, steps in enumerate(todo)):
         before = sum(at)
         for rank, steps in enumerate(todo):
@@ -116,6 +120,8 @@ def _holding(steps: Sequence[Step], held: _Held) -> _Held:
         match step:
             case New(buffer):
                 held.live += buffer.nbytes
+            case Call(makes=buffers) | Pull(buffers=buffers, taken=True):
+                held.live += sum(buffer.nbytes for buffer in buffers)
             case Publish(_, buffers, copied=True):
                 held.count += 1
                 held.kept[held.count] = sum(buffer.nbytes for buffer in buffers)
@@ -153,21 +159,33 @@ def _expect(good: bool, what: str) -> None:
         raise ProgramError(what)
 
 
+def _crossing(one: Box, other: Box) -> bool:
+    """Whether two rectangles of a buffer have elements in common."""
+    # The rows of a chunk may not be known.
+    apart = one[0] >= other[1] or other[0] >= one[1] or one[2] >= other[3] or other[2] >= one[3]
+    return one == other or not apart
+
+
+def _overlap(one: Buffer | View, other: Buffer | View) -> bool:
+    return one.name == other.name and _crossing(one.box, other.box)
+
+
 class _State:
     """The buffers of all ranks, as far as a walk has come."""
 
     def __init__(self, ranks: int) -> None:
         self.here: list[dict[str, Buffer]] = [{} for _ in range(ranks)]
         self._written: list[set[str]] = [set() for _ in range(ranks)]
-        self._fixed: list[set[str]] = [set() for _ in range(ranks)]
-        self._lent: dict[tuple[int, int], tuple[Buffer, ...]] = {}
+        # The rectangles of each that must not change any more.
+        self._fixed: list[dict[str, list[Box]]] = [{} for _ in range(ranks)]
+        self._lent: dict[tuple[int, Key], tuple[Buffer | View, ...]] = {}
         # What each rank knows of the others: how many of its steps each has done at least. As of the moment of
         # publishing; and by rank and key the steps by which it was pulled.
         self._known = [[0] * ranks for _ in range(ranks)]
-        self._known_then: dict[tuple[int, int], list[int]] = {}
-        self._pulled: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._known_then: dict[tuple[int, Key], list[int]] = {}
+        self._pulled: dict[tuple[int, Key], list[tuple[int, int]]] = {}
         # What each rank has published and not freed, and how much of that at the starts of turns.
-        self._held: list[list[int]] = [[] for _ in range(ranks)]
+        self._held: list[list[Key]] = [[] for _ in range(ranks)]
         self._before: list[list[int]] = [[] for _ in range(ranks)]
         # By rank and flag, whether it came from rank 0.
         self._from_root: set[tuple[int, str]] = set()
@@ -177,20 +195,23 @@ class _State:
         here, written, fixed = self.here[rank], self._written[rank], self._fixed[rank]
         self._known[rank][rank] += 1
         match step:
-            case New(buffer) | Make(buffer):
-                _expect(buffer.name not in here, f"{buffer.name} is there already")
-                here[buffer.name] = buffer
-                (fixed.add if isinstance(step, Make) else fixed.discard)(buffer.name)
-                (written.add if isinstance(step, Make) or step.zero else written.discard)(buffer.name)
+            case New(made, zero):
+                self._begin(rank, made, written=zero)
+            case Make(made, donated=donated):
+                self._begin(rank, made, written=True)
+                if not donated:
+                    fixed[made.name] = [made.box]
             case Call():
-                names = [buffer.name for buffer in step.arguments]
+                changed = [buffer for buffer, role in roles_of(step) if role != "r"]
                 for buffer, role in roles_of(step):
-                    _expect(role == "r" or names.count(buffer.name) == 1, f"{buffer.name} is written and given twice")
+                    once = sum(map(functools.partial(_overlap, buffer), step.arguments)) == 1
+                    _expect(role == "r" or once, f"{buffer.name} is written and given twice")
                     self._has(rank, buffer, written=role != "w")
-                    _expect(role == "r" or buffer.name not in fixed, f"{buffer.name} must not change")
-                    written.add(buffer.name)
-                    if role != "r":
-                        self._from_root.discard((rank, buffer.name))
+                for buffer in changed:
+                    self._change(rank, buffer)
+                    self._from_root.discard((rank, buffer.name))
+                for buffer in step.makes:
+                    self._begin(rank, buffer, written=True)
             case Publish(key, buffers, copied):
                 _expect((rank, key) not in self._lent, f"{key} is published twice")
                 self._lent[rank, key] = buffers
@@ -198,8 +219,9 @@ class _State:
                 self._held[rank].append(key)
                 for buffer in buffers:
                     self._has(rank, buffer, written=True)
-                    fixed.update(() if copied else [buffer.name])
-            case Pull(owner, key, buffers):
+                    if not copied:
+                        fixed.setdefault(buffer.name, []).append(buffer.box)
+            case Pull(owner, key, buffers, taken):
                 there = self._lent[owner, key]
                 _expect(owner != rank, "a rank pulls from itself")
                 _expect(key in self._held[owner], f"{key} was freed before")
@@ -208,9 +230,10 @@ class _State:
                 shapes = [[(one.shape, one.dtype) for one in some] for some in (there, buffers)]
                 _expect(shapes[0] == shapes[1], f"{there} is pulled as {buffers}")
                 for source, buffer in zip(there, buffers, strict=True):
+                    if taken:
+                        self._begin(rank, buffer, written=True)
                     self._has(rank, buffer, written=False)
-                    _expect(buffer.name not in fixed, f"{buffer.name} must not change")
-                    written.add(buffer.name)
+                    self._change(rank, buffer)
                     if owner == 0 and source.name == buffer.name:
                         self._from_root.add((rank, buffer.name))
             case Turn(_, starts=True):
@@ -220,10 +243,24 @@ class _State:
             case If(flag) | Loop(flag):
                 self._has(rank, flag, written=True)
                 _expect(rank == 0 or (rank, flag.name) in self._from_root, f"{flag.name} is not from rank 0")
-            case Store(buffer) | Drop(buffer):
-                self._has(rank, buffer, written=isinstance(step, Store))
-                del here[buffer.name]
-                written.discard(buffer.name)
+            case Store(made) | Drop(made):
+                self._has(rank, made, written=isinstance(step, Store))
+                del here[made.name]
+                written.discard(made.name)
+
+    def _begin(self, rank: int, buffer: Buffer | View, *, written: bool) -> None:
+        """Have a buffer that was not there."""
+        _expect(buffer.name not in self.here[rank], f"{buffer.name} is there already")
+        assert isinstance(buffer, Buffer), buffer
+        self.here[rank][buffer.name] = buffer
+        self._fixed[rank].pop(buffer.name, None)
+        (self._written[rank].add if written else self._written[rank].discard)(buffer.name)
+
+    def _change(self, rank: int, buffer: Buffer | View) -> None:
+        """Write to a buffer, or a part of one."""
+        kept = self._fixed[rank].get(buffer.name, ())
+        _expect(not any(_crossing(buffer.box, box) for box in kept), f"{buffer.name} must not change")
+        self._written[rank].add(buffer.name)
 
     def _free(self, rank: int, count: int) -> None:
         """Free the first of what a rank has published: everybody must have pulled them, and the rank know it."""
@@ -233,7 +270,8 @@ class _State:
         self._held[rank][:count] = []
         self._before[rank] = [max(0, one - count) for one in self._before[rank]]
 
-    def _has(self, rank: int, buffer: Buffer, *, written: bool) -> None:
+    def _has(self, rank: int, place: Buffer | View, *, written: bool) -> None:
+        buffer = place.buffer if isinstance(place, View) else place
         found = self.here[rank].get(buffer.name)
         _expect(found == buffer, f"{buffer} is not there, but {found}")
         _expect(not written or buffer.name in self._written[rank], f"{buffer.name} was not written")
@@ -305,7 +343,7 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
     """
     flags, spans = flags or {}, [] if spans is None else spans
     now, waited = [0.0] * len(lists), [0.0] * len(lists)
-    published: dict[tuple[int, int], float] = {}
+    published: dict[tuple[int, Key], float] = {}
     moved = messages = 0
     flops, turns = 0.0, [1] * len(lists)
     for rank, step in walk(lists, flags):

@@ -14,7 +14,22 @@ from typing import Any
 
 import numpy as np
 
-from dask_distmm.programs.steps import FLAG, Buffer, Call, Drop, If, Loop, Make, New, Publish, Pull, Step, Store
+from dask_distmm.programs.steps import (
+    FLAG,
+    PART,
+    Buffer,
+    Call,
+    Drop,
+    If,
+    Key,
+    Loop,
+    Make,
+    New,
+    Publish,
+    Pull,
+    Step,
+    Store,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +78,7 @@ class Recorder:
             sum(itertools.compress(rows.sizes, (x == rank for x in rows.owners))) for rank in range(rows.ranks)
         ]
         self.steps: list[Step] = []
-        self._names, self._keys = itertools.count(), itertools.count()
+        self._names, self._keys = itertools.count(), (Key(PART, number) for number in itertools.count())
         self._here: set[Buffer] = set()
         self._mine = [number for number, owner in enumerate(rows.owners) if owner == me]
 

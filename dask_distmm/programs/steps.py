@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,21 @@ import numpy as np
 
 # The types of flags, and of numbers of rows: they are on the host.
 FLAG, COUNT = "bool", "int32"
+# The kind of messages of programs without names of their own for them.
+PART = "part"
 # The number of a message of a later turn of a loop is this many times the number of turns before it larger.
 TURN = 1 << 32
+
+
+# Rows and columns, from the first to the last + 1.
+Box = tuple[int, int, int, int]
+
+
+class Key(NamedTuple):
+    """Names what a rank publishes: a kind and a number; it is the same until the end of the run."""
+
+    part: str
+    number: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +59,48 @@ class Buffer:
         """Whether it is a chunk of an operand, which is named by the operand and its number."""
         return self.name[0] in "abgm"
 
+    @property
+    def box(self) -> Box:
+        """All of it."""
+        return 0, self.shape[0], 0, self.shape[1]
+
+    def __getitem__(self, index: tuple[slice, slice]) -> View:
+        return View(self, self.box)[index]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """A rectangle of a buffer, cut by slices as NumPy cuts."""
+
+    buffer: Buffer
+    box: Box
+
+    @property
+    def name(self) -> str:
+        """Name of the buffer."""
+        return self.buffer.name
+
+    @property
+    def dtype(self) -> str:
+        """Name of the type."""
+        return self.buffer.dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.box[1] - self.box[0], self.box[3] - self.box[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def __getitem__(self, index: tuple[slice, slice]) -> View:
+        top, bottom, left, right = self.box
+        first, stop, _ = index[0].indices(bottom - top)
+        begin, end, _ = index[1].indices(right - left)
+        return View(self.buffer, (top + first, top + max(first, stop), left + begin, left + max(begin, end)))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class New:
@@ -57,41 +112,57 @@ class New:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Make:
-    """Take a chunk of an operand: one that is in memory here, or elsewhere, or is still to be made."""
+    """Take a chunk of an operand: one that is in memory here, or elsewhere, or is still to be made.
+
+    `donated`: it may be overwritten.
+    """
 
     buffer: Buffer
     operand: str
     number: int
+    donated: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """Call a kernel: all arithmetic. `arguments` are in the order of its contract."""
+    """Call a kernel: all arithmetic. `arguments` are in the order of its contract; it returns what it `makes`."""
 
     kernel: str
-    arguments: tuple[Buffer, ...]
+    arguments: tuple[Buffer | View, ...]
     options: Mapping[str, Any]
+    makes: tuple[Buffer, ...] = ()
+    lane: Lane = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Publish:
-    """Let other ranks have buffers, under a number that is the same on all ranks; they don't change any more.
+    """Let other ranks have buffers, under a key that is the same on all ranks; they don't change any more.
 
     `copied`: others get them as they are, and they may change.
     """
 
-    key: int
-    buffers: tuple[Buffer, ...]
+    key: Key
+    buffers: tuple[Buffer | View, ...]
     copied: bool = False
+    lane: Lane = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pull:
-    """Copy what another rank publishes under a number, now or later: one message."""
+    """Copy what another rank publishes under a key, now or later: one message.
+
+    `taken`: buffers begin as what arrives, without another copy.
+    """
 
     owner: int
-    key: int
-    buffers: tuple[Buffer, ...]
+    key: Key
+    buffers: tuple[Buffer | View, ...]
+    taken: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return sum(buffer.nbytes for buffer in self.buffers)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,6 +212,9 @@ class Drop:
     buffer: Buffer
 
 
+# Where calls are queued, what runs beside what. "": one after the other. "ahead": beside those that follow, after all
+# before it. "panel": beside them, after only what was ahead. "join": as "", after all that was ahead.
+Lane = Literal["", "ahead", "panel", "join"]
 Step = New | Make | Call | Publish | Pull | If | Loop | Store | Drop
 FlatStep = Step | Turn
 
@@ -158,7 +232,7 @@ def _flat(
 ) -> Iterator[FlatStep]:
     for step in steps:
         if isinstance(step, Publish | Pull) and offset:
-            yield dataclasses.replace(step, key=step.key + offset)
+            yield dataclasses.replace(step, key=step.key._replace(number=step.key.number + offset))
             continue
         yield step
         entered = isinstance(step, If | Loop) and flags.get(step.flag.name, True)
@@ -301,10 +375,36 @@ CONTRACTS: dict[str, Contract] = {
     "block_products": Contract("wrr", lambda out, s, w: 2 * w[0] * w[1] ** 2),
     "subtract_block": Contract("rru", lambda g, s, w: 2 * w[0] * w[1] ** 2),
     "put_block": Contract("ru", _none),
+    # Factorizations in block columns, in place; what a kernel returns is named behind a colon.
+    # L : info. L U : pivots. R and reflectors V : T, with I - V T V^H.
+    "potrf": Contract("u", lambda a: a[1] ** 3 / 3),
+    "getrf": Contract("u", lambda a: a[0] * a[1] * min(a) - (a[0] + a[1]) * min(a) ** 2 / 2 + min(a) ** 3 / 3),
+    "geqrt": Contract("u", lambda a: 2 * a[0] * a[1] ** 2 - 2 * a[1] ** 3 / 3),
+    # B = op(A)^-1 B, or B op(A)^-1; C = alpha op(A) op(B) + beta C; B with rows swapped; B = (I - V T V^H) B, or by ^H.
+    "trsm": Contract("ru", lambda a, b: a[0] * b[0] * b[1]),
+    "gemm": Contract("rru", lambda a, b, c: 2 * math.sqrt(math.prod(a + b + c))),
+    "laswp": Contract("ur", _none),
+    "larfb": Contract("rru", lambda v, t, b: 4 * v[0] * v[1] * b[1]),
+    # Block columns of the lower triangle of A - V V^H: half of what the first one has, on average.
+    "update_lower": Contract("ru", lambda v, b: v[0] * v[1] * b[1]),
+    # Raise if a matrix is not positive definite, by potrf's info; or is singular, by the diagonal of a factor.
+    "check_minor": Contract("r", _none),
+    "check_diagonal": Contract("r", _none),
+    # : a copy; : the diagonal. Zeros; an identity's columns.
+    "copied": Contract("r", _none),
+    "diagonal": Contract("r", _none),
+    "clear": Contract("u", _none),
+    "identity": Contract("u", _none),
+    # Of the whole matrix: eigenvalues and the like. Of all ranks' block columns: T of the reflectors; eigenvalues, and
+    # the eigenvectors of a tridiagonal matrix; their phases.
+    "decompose": Contract("u", _none),
+    "tridiagonalize": Contract("u", lambda a: 4 / 3 * a[0] ** 2 * a[1]),
+    "diagonalize": Contract("u", _none),
+    "normalize_phases": Contract("u", _none),
 }
 
 
-def roles_of(call: Call) -> Iterator[tuple[Buffer, str]]:
+def roles_of(call: Call) -> Iterator[tuple[Buffer | View, str]]:
     """Yield the arguments of a call, and what becomes of each: r, u or w."""
     roles = "r" * call.options.get("reads", 0) + CONTRACTS[call.kernel].roles
     roles += roles[-1] * (len(call.arguments) - len(roles))

@@ -285,7 +285,7 @@ def factor_text(plan: FactorPlacement) -> str:
     """Return the text of a plan."""
     problem, work = plan.problem, plan.work
     blocks = sum(matrix.count for matrix in work.columns.matrices)
-    dealt = work.phases or work.collective or work.shared
+    dealt = work.sweeps or work.collective or work.shared
     matrices = [
         f"  {name.upper():10}{sum(rows)} x {sum(cols)} {problem.task.dtype}, {len(rows)} x {len(cols)} chunks"
         for name, (rows, cols) in zip(problem.operands, problem.chunks, strict=True)

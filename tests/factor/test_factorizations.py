@@ -22,11 +22,11 @@ from residuals import (
 )
 
 from dask_distmm.engines.factor import operations
-from dask_distmm.engines.factor.operations import is_short
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor.plan import factor_plan
 from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.programs.factor import is_short
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 RANKS = [1, 2, 3, 4, 5, 6, 8]

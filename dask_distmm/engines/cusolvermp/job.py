@@ -42,16 +42,16 @@ from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ResultKey, Side, wait_checked
 from dask_distmm.engines.cusolvermp.library import LEFT, LOWER, CusolverMpState, Group, Matrix, Shared
 from dask_distmm.engines.exchange import RankExchange
-from dask_distmm.engines.factor.copies import assign
-from dask_distmm.engines.factor.execution import Execution, indefinite, singular
+from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.job import triangle_of
-from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.factor.kernels import Kernels, assign
+from dask_distmm.engines.factor.operations import indefinite, singular
 from dask_distmm.engines.factor.spectral import not_finite, unit_factors
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.entry import CollectiveEntry
-from dask_distmm.engines.gpu.factor import GpuFactorJob
 from dask_distmm.engines.gpu.gemm import OPS
 from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.gpu.program import GpuFactorJob
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
@@ -59,7 +59,6 @@ from dask_distmm.planning.computation import Output
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
 from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan, factored
 from dask_distmm.planning.factor.planner import algorithm_of
-from dask_distmm.planning.factor.steps import Key
 
 # What the ranks compute together, as calls of cuSOLVERMp and cuBLASMp
 
@@ -72,7 +71,7 @@ class SharedExecution(Execution):
         plan: FactorPlan,
         rank: int,
         kernels: Kernels,
-        exchange: RankExchange[Key],
+        exchange: RankExchange,
         check: Callable[[], None],
         progress: Callable[[float], None],
         array: Any,
@@ -82,7 +81,7 @@ class SharedExecution(Execution):
 
     def execute(self) -> None:
         """Call the library."""
-        self._complete_second()
+        self.take(self._steps, 0.0, 0.0)
         problem = self.plan.problem
         with Shared(self.group, problem.dtype) as shared:
             a, b = self._matrix(0), self._matrix(1) if len(self.columns.matrices) > 1 else None
@@ -150,7 +149,8 @@ class SharedExecution(Execution):
         for panel in range(self.columns.matrices[0].count):
             start, stop, _ = self.columns.place(panel)
             if start < stop:
-                self.pivots[panel] = (found[start:stop] - start).astype(np.int32), diagonal[start:stop]
+                self.arrays[f"pivots.{panel}"] = (found[start:stop] - start).astype(np.int32)
+                self.arrays[f"diagonal.{panel}"] = diagonal[start:stop]
 
     def _qr(self, shared: Shared, a: Matrix, b: Matrix | None) -> None:
         problem, (m, n), k = self.plan.problem, a.shape, min(a.shape)
@@ -195,7 +195,7 @@ class SharedExecution(Execution):
         vectors = b or a
         if shared.solver("syevd", ctypes.addressof(job), LOWER, n, a, int(w.data.ptr), vectors):
             raise MatrixError(f"eigh of A, {a.shape}: the iteration has not converged; scale A, or use a wider type")
-        self.decomposed = {"w": w}
+        self.arrays["result.w"] = w
         for _, _, vectors_here in self._blocks(1) if b is not None else ():
             vectors_here[...] *= unit_factors(self.kernels, vectors_here)
 
@@ -268,7 +268,7 @@ class CusolverMpJob(GpuFactorJob):
 
     def prepare(self) -> None:
         """Bring chunks to the device, and allocate this rank's block columns."""
-        self._upload()
+        self._upload(self.plan.problem.dtype)
         if self.rank is None or not self._shared:
             super().prepare()
             return

@@ -1,8 +1,7 @@
 """Runs the programs of factorizations; for all engines.
 
-`kernels` is the arithmetic that an engine brings, `operations` how a panel is made and applied, `spectral` has the
-eigenvalues and singular values of a whole matrix, `execution` one rank's run, `outputs` the results that it holds in
-the end.
+`kernels` is the arithmetic that an engine brings, `operations` what is made of it, `spectral` has the eigenvalues and
+singular values of a whole matrix, `execution` one rank's run, `job` the operands and results.
 """
 
 from dask_distmm.engines.factor.execution import Execution

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_distmm.engines.factor.copies import assign
-from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.factor.kernels import Kernels, assign
 
 # If Q1^H Q1 differs from the identity by less in the 2-norm, Q is orthonormal up to rounding (section 3 there). The
 # norm of Frobenius, which is computed, is not below that.

@@ -23,18 +23,16 @@ import scipy.linalg
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import Job, ResultKey, Side, wait_checked
-from dask_distmm.engines.exchange import RankExchange
-from dask_distmm.engines.factor.copies import assign, put
+from dask_distmm.engines.base import ResultKey, Side, wait_checked
 from dask_distmm.engines.factor.execution import Execution
-from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.factor.kernels import Kernels, assign, put
 from dask_distmm.engines.factor.spectral import not_finite
+from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.errors import MatrixError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import Output
-from dask_distmm.planning.factor.plan import PARTS, FactorPlacement, FactorPlan
+from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan
 from dask_distmm.planning.factor.problem import TaskOutput
-from dask_distmm.planning.factor.steps import Key
 
 # The results that a rank holds after its program
 
@@ -176,7 +174,7 @@ def whole(execution: Execution, output: TaskOutput) -> Any:
     The rank is one of `FactorPlan.holders`.
     """
     if output.form == "spectral":
-        return execution.decomposed[output.name]
+        return execution.arrays[f"result.{output.name}"]
     pivots = _pivots(execution)
     if output.form == "pivots":
         return pivots
@@ -209,13 +207,12 @@ def _pivots(execution: Execution) -> NDArray[np.int32]:
 # One participant's side of a factorization: operands are gathered, the program runs, outputs are put together
 
 
-class FactorJob(Job[FactorPlacement]):
+class FactorJob(ProgramJob[FactorPlacement]):
     """One participant's side of one run. See the module's text."""
 
     def __init__(self, side: Side[FactorPlacement], kernels: Kernels) -> None:
         super().__init__(side)
         self.kernels = kernels
-        self.exchange = RankExchange[Key](self.plan.ranks, self.comm)
         self._parts: dict[str, NDArray[Any]] = {}
         # Parts of the operands that are to be finite, where they are, and their sums.
         self._sums: list[tuple[str, Copy, Any, Any]] = []
@@ -224,15 +221,11 @@ class FactorJob(Job[FactorPlacement]):
 
     def prepare(self) -> None:
         """Allocate this rank's block columns."""
+        super().prepare()
         if self.rank is not None:
             self._execution = Execution(
                 self.plan.work, self.rank, self.kernels, self.exchange, self.ended.check, self.progress
             )
-            self.offer = self.exchange.offer(self.plan)
-
-    def accept(self, offers: Sequence[Any]) -> None:
-        """Take what all participants offer."""
-        self.exchange.accept(offers)
 
     def execute(self) -> dict[ResultKey, Any]:
         """Gather the operands, run the program, put the outputs together."""
@@ -253,8 +246,9 @@ class FactorJob(Job[FactorPlacement]):
             self._mark(marks)
             for name, first, last in zip(("gather", "factor", "deliver"), marks[:-1], marks[1:], strict=True):
                 self.timings[name] = last - first
-            self.timings |= self._execution.eigen.timings
-            self.timings |= self._execution.timings or {"compute": self.timings["factor"]}
+            self.timings |= self._execution.kernels.timings
+            queued = self.kernels.asynchronous
+            self.timings |= {"compute": self.timings["factor"]} if queued else self._execution.timings
             return made
 
     def _mark(self, marks: list[float]) -> None:
@@ -424,16 +418,14 @@ class FactorJob(Job[FactorPlacement]):
 
     def available(self, kind: str, boxes: Boxes) -> Future[Any]:
         """Return the future that says when `serve` can answer."""
-        if kind in PARTS:
-            return self.exchange.published(kind, boxes)
-        return self._inputs if kind == "input" else self._final
+        return self._final if kind == "final" else super().available(kind, boxes)
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return boxes of the chunks that are here, a panel, or boxes of this rank's part of an output."""
-        if kind == "input":
+        if kind != "final":
             return super().serve(kind, boxes, flat)
         self.ended.check()
-        return list(self.exchange.published(kind, boxes).result()) if kind in PARTS else self._boxes(boxes)
+        return self._boxes(boxes)
 
     def _boxes(self, boxes: Boxes) -> list[Any]:
         outputs = self.plan.problem.outputs
@@ -444,7 +436,6 @@ class FactorJob(Job[FactorPlacement]):
     def abort(self, error: BaseException) -> None:
         """End everything with `error`."""
         super().abort(error)
-        self.exchange.abort(error)
         if not self._final.done():
             self._final.set_exception(error)
 

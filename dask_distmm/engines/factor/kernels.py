@@ -1,4 +1,7 @@
-"""The arithmetic of the steps, on one rank's part of a matrix: BLAS and LAPACK, in place. A protocol."""
+"""The arithmetic of the steps, on one rank's part of a matrix: BLAS and LAPACK, in place. A protocol.
+
+Copies of parts of matrices, on CPUs and GPUs, between memory of either order.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.tridiagonal.kernels import Merging
+from dask_distmm.layout.redistribute import Copy
+from dask_distmm.programs.steps import Lane
 
 
 class Kernels(Protocol):
@@ -39,15 +44,8 @@ class Kernels(Protocol):
         """LAPACK on the host, for what no library of GPUs has: these kernels, with `gees` and `trsyl`."""
         ...
 
-    def ahead(self, *, further: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Let the calls inside of a ``with`` block run beside those outside that follow; after those before it.
-
-        With `further` they are after those alone that were made ahead, and those that these are after.
-        """
-        ...
-
-    def join(self) -> None:
-        """Let the calls that follow run after all that were made ahead."""
+    def on(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+        """Queue the calls inside of a ``with`` block on a lane."""
         ...
 
     def empty(self, shape: tuple[int, int], dtype: np.dtype) -> Any:
@@ -127,3 +125,34 @@ def solve_by_halves(kernels: Kernels, a: Any, b: Any, *, right: bool, lower: boo
     else:
         kernels.gemm(beside, known, left, op, alpha=-1, beta=1)
     kernels.trsm(a[j, j], left, right=right, lower=lower, op=op, unit=unit)
+
+
+# Copies of parts of matrices
+
+
+# Rows that are transposed at once: 16 of float64 fill two lines of a cache in each column.
+_STRIP = 16
+
+
+def assign(target: Any, source: Any) -> None:
+    """Write a matrix, or one number, to all of a matrix.
+
+    CuPy goes through rows, whatever the order of the memory. So column-major matrices are written as their transposes
+    (1 H200, 32768 x 512 of float64: 0.06 ms, and 0.44 ms otherwise).
+    """
+    if target.strides[0] < target.strides[-1]:
+        target, source = target.T, source.T if np.ndim(source) == 2 else source
+    target[...] = source
+
+
+def put(target: Any, copy: Copy, part: Any, transposed: bool, conjugated: bool) -> None:
+    """Write a part to its place."""
+    part = part.T if transposed else part
+    part, place = part.conj() if conjugated else part, target[copy.dst_index]
+    across = part.ndim == 2 and (part.strides[0] < part.strides[1]) != (place.strides[0] < place.strides[1])
+    if not across or not isinstance(part, np.ndarray):
+        assign(place, part)
+        return
+    # NumPy turns a matrix slowly where columns are far apart: what it reads and writes has to stay in the caches.
+    for row in range(0, len(part), _STRIP):
+        place[row : row + _STRIP] = part[row : row + _STRIP]

@@ -19,6 +19,7 @@ from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
 from dask_distmm.engines.gpu.merging import DeviceMerging
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.programs.steps import Lane
 
 _WORKSPACE_BYTES = 2**25
 # Triangles of a larger order are solved with by halves, where there are this many unknowns that the calls do not count
@@ -93,20 +94,19 @@ class SolverKernels:
         return self._main.stream, self._ahead.stream
 
     @contextlib.contextmanager
-    def ahead(self, *, further: bool = False) -> Iterator[None]:
-        """Let the calls inside run beside those outside that follow; after those before, or only after those ahead."""
-        if not further:
+    def on(self, lane: Lane) -> Iterator[None]:
+        """Queue the calls inside on a lane: the stream of the work, or that of the work ahead."""
+        if lane == "ahead":
             self._ahead.stream.wait_event(record(self._main.stream))
-        self._now = self._ahead
+        elif lane == "join":
+            self._main.stream.wait_event(record(self._ahead.stream))
+        handles = self._ahead if lane in ("ahead", "panel") else self._main
+        self._now = handles
         try:
-            with self._ahead.stream:
+            with handles.stream:
                 yield
         finally:
             self._now = self._main
-
-    def join(self) -> None:
-        """Let the calls that follow run after all that were made ahead."""
-        self._main.stream.wait_event(record(self._ahead.stream))
 
     def empty(self, shape: tuple[int, int], dtype: np.dtype) -> Any:
         """Return a column-major matrix whose elements may be anything."""

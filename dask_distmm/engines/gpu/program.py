@@ -1,43 +1,125 @@
-"""One participant's side of a program on a GPU: kernels are queued on one stream, what is small goes by the host."""
+"""One participant's side of a program on a GPU.
+
+For tall matrices, kernels are queued on one stream, and what is small goes by the host. For a factorization, chunks are
+there and results are made there, however its ranks get at each other's matrices.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import cupy as cp
 import numpy as np
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ResultKey, Side, contiguous
-from dask_distmm.engines.gpu.factor import SolverState
+from dask_distmm.engines.factor.job import TRIANGLES, FactorJob
+from dask_distmm.engines.factor.kernels import Kernels, assign
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.engines.programs.job import ProgramJob, TallJob
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.numeric.sparse import rows_from, sparse_package
+from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.program import ProgramPlacement
-from dask_distmm.programs.steps import Buffer
+from dask_distmm.programs.steps import PART, Buffer
 
 
-class GpuProgramJob(ProgramJob):
+class SolverState(Protocol):
+    """What an engine keeps between factorizations."""
+
+    @property
+    def stream(self) -> cp.cuda.Stream:
+        """The stream of the work."""
+        ...
+
+    def solver(self) -> Kernels:
+        """Return the kernels, on that stream."""
+        ...
+
+
+class _GpuJob(ProgramJob[Any]):
+    _ready: Sequence[Any]
+    _stream: cp.cuda.Stream
+
+    def _upload(self, dtype: np.dtype | None = None) -> None:
+        """Bring the chunks to the device."""
+        for event in self._ready:
+            cp.cuda.Stream.null.wait_event(event)
+        self.chunks = {
+            key: chunk if isinstance(chunk, SourceChunk) else _on_device(chunk, dtype)
+            for key, chunk in self.chunks.items()
+        }
+
+    def _on_default_stream(self, make: Callable[[], Any]) -> Any:
+        """Return new memory, which others use on the default stream, and free there."""
+        with cp.cuda.Stream.null:
+            made = make()
+        # Whoever has freed this memory may still have kernels on that stream that use it.
+        self._stream.wait_event(record(cp.cuda.Stream.null))
+        return made
+
+    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+        """Return what is on the device for peers that ask over Dask's comms, or what was published on the host."""
+        found = super().serve(kind, boxes, flat)
+        if kind == PART:
+            return found
+        found = contiguous(found)
+        cp.cuda.Stream.null.synchronize()
+        return found
+
+
+class GpuFactorJob(_GpuJob, FactorJob):
+    """One participant's side of a factorization on a GPU."""
+
+    def __init__(self, side: Side[FactorPlacement], state: SolverState) -> None:
+        FactorJob.__init__(self, side, state.solver())
+        self._ready, self._stream = side.ready, state.stream
+
+    def _mark(self, marks: list[float]) -> None:
+        self._stream.synchronize()
+        super()._mark(marks)
+
+    def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
+        """Return a new chunk of an output, with zeros where no rank has a part of it."""
+
+        def make() -> Any:
+            try:
+                return cp.empty(shape, dtype, order=order)
+            except cp.cuda.memory.OutOfMemoryError:
+                self._make_room()
+                return cp.empty(shape, dtype, order=order)
+
+        chunk = self._on_default_stream(make)
+        if form in TRIANGLES:
+            assign(chunk, 0)
+        return chunk
+
+    def _make_room(self) -> None:
+        """Free what the engine keeps for its next run, if memory is short."""
+
+    def _given_back(self, made: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Return chunks of outputs as the user has given those of the operands: CuPy's, or NumPy's."""
+        if self.plan.problem.array == "numpy":
+            return {key: chunk.get(stream=self._stream) for key, chunk in made.items()}
+        return dict(made)
+
+
+class GpuTallJob(_GpuJob, TallJob):
     """One participant's side of one run. See the module's text."""
 
     lends = True
 
     def __init__(self, side: Side[ProgramPlacement], state: SolverState) -> None:
-        super().__init__(side, state.solver())
+        TallJob.__init__(self, side, state.solver())
         self._ready, self._stream = side.ready, state.stream
 
     def prepare(self) -> None:
         """Bring the chunks to the device."""
         super().prepare()
-        for event in self._ready:
-            cp.cuda.Stream.null.wait_event(event)
-        self.chunks = {
-            key: chunk if isinstance(chunk, SourceChunk) else _on_device(chunk) for key, chunk in self.chunks.items()
-        }
+        self._upload()
         # Others may ask for them from the vote on.
         cp.cuda.Stream.null.synchronize()
 
@@ -60,29 +142,21 @@ class GpuProgramJob(ProgramJob):
         make = functools.partial(_made_on_device, self.plan.problem.dtype)
         return ChunkLoader(uses, threads, ahead, make, cp.cuda.Device().use)
 
-    def _taken(self, loads: ChunkLoader, chunk: SourceChunk) -> Any:
-        made, complete = super()._taken(loads, chunk)
+    def _made(self, loads: ChunkLoader, chunk: SourceChunk) -> Any:
+        made, complete = super()._made(loads, chunk)
         self._stream.wait_event(complete)
         return made
 
-    def _free(self, arrays: dict[str, Any], buffer: Buffer) -> None:
+    def _free(self, buffer: Buffer) -> None:
         if buffer.is_operand and buffer.name not in self._operands:
             # Its memory goes to the next chunk that is made.
             cp.cuda.Stream.null.wait_event(record(self._stream))
-        super()._free(arrays, buffer)
+        super()._free(buffer)
 
     def _new(self, buffer: Buffer) -> Any:
         # Chunks of outputs are freed by others, on the stream that these use.
         make = functools.partial(super()._new, buffer)
         return self._on_default_stream(make) if buffer.like else make()
-
-    def _on_default_stream(self, make: Callable[[], Any]) -> Any:
-        """Return new memory, which others use on the default stream, and free there."""
-        with cp.cuda.Stream.null:
-            made = make()
-        # Whoever has freed this memory may still have kernels on that stream that use it.
-        self._stream.wait_event(record(cp.cuda.Stream.null))
-        return made
 
     def _lent(self, array: Any, *, copied: bool) -> Any:
         """Return what others get of an array: on the host."""
@@ -105,14 +179,6 @@ class GpuProgramJob(ProgramJob):
         made = self._on_default_stream(functools.partial(cp.empty, array.shape, array.dtype))
         made[...] = array
         return made
-
-    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
-        """Return chunks of operands, or what this rank has published."""
-        found = super().serve(kind, boxes, flat)
-        if kind == "input":
-            found = contiguous(found)
-            cp.cuda.Stream.null.synchronize()
-        return found
 
 
 def _made_on_device(

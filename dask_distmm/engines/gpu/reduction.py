@@ -21,13 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import log
-from dask_distmm.engines.factor.copies import assign
-from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.factor.kernels import Kernels, assign
 from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.tridiagonal.reduction import TINY, Tridiagonal, panel_width
 from dask_distmm.errors import EngineError, PlanError
-from dask_distmm.planning.factor.steps import Columns
+from dask_distmm.programs.factor import Columns
 
 # As tridiagonal.cu has them.
 _NARROW, _ROWS, _THREADS, _COLS, _WARPS, _MOST_TILES, _HEADER = 64, 512, 128, 8, 8, 1024, 256

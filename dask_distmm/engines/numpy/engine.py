@@ -319,10 +319,10 @@ class NumpyEngine(Engine):
         if isinstance(side.plan, Plan):
             return NumpyJob(side)
         # Workers that only multiply import none of it.
-        from dask_distmm.engines.numpy.factor import NumpyFactorJob, NumpyProgramJob
+        from dask_distmm.engines.numpy.factor import NumpyFactorJob, NumpyTallJob
         from dask_distmm.engines.numpy.lapack import LapackKernels
 
-        kind: Any = NumpyProgramJob if isinstance(side.plan, ProgramPlacement) else NumpyFactorJob
+        kind: Any = NumpyTallJob if isinstance(side.plan, ProgramPlacement) else NumpyFactorJob
         job: Job[Any] = kind(side, LapackKernels())
         return job
 

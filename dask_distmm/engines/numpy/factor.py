@@ -7,7 +7,7 @@ from typing import Any
 from dask_distmm.engines.base import ResultKey
 from dask_distmm.engines.factor.job import FactorJob
 from dask_distmm.engines.numpy.blas import blas_threads
-from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.engines.programs.job import TallJob
 
 
 class NumpyFactorJob(FactorJob):
@@ -21,7 +21,7 @@ class NumpyFactorJob(FactorJob):
             return super().execute()
 
 
-class NumpyProgramJob(ProgramJob):
+class NumpyTallJob(TallJob):
     """One participant's side of a program on CPUs."""
 
     lends = True

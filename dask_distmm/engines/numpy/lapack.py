@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from dask_distmm.engines.factor.kernels import solve_by_halves
 from dask_distmm.engines.numpy.blas import column_major, ld_of, routine
 from dask_distmm.engines.tridiagonal.kernels import HostMerging
 from dask_distmm.errors import EngineError
+from dask_distmm.programs.steps import Lane
 
 _ref = ctypes.byref
 _Integers = ctypes.POINTER(ctypes.c_int)
@@ -34,13 +35,9 @@ class LapackKernels:
         """Return these kernels."""
         return self
 
-    @contextlib.contextmanager
-    def ahead(self, *, further: bool = False) -> Iterator[None]:
+    def on(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Do nothing: a call is done when it returns."""
-        yield
-
-    def join(self) -> None:
-        """Do nothing: a call is done when it returns."""
+        return contextlib.nullcontext()
 
     def empty(self, shape: tuple[int, int], dtype: np.dtype) -> NDArray[Any]:
         """Return a column-major matrix whose elements may be anything."""

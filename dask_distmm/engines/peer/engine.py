@@ -18,7 +18,7 @@ import numpy as np
 
 from dask_distmm.engines.base import Engine, Side
 from dask_distmm.engines.gpu.operands import check_arrays, check_gpu
-from dask_distmm.engines.gpu.program import GpuProgramJob
+from dask_distmm.engines.gpu.program import GpuTallJob
 from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.job import PeerJob
 from dask_distmm.engines.peer.state import PeerState
@@ -58,14 +58,14 @@ class PeerEngine(PeerState, Engine):
         )
         return str(runtime.deviceGetPCIBusId(mine)), reach
 
-    def job(self, side: Side[Any]) -> PeerJob | PeerFactorJob | GpuProgramJob:
+    def job(self, side: Side[Any]) -> PeerJob | PeerFactorJob | GpuTallJob:
         """Return what does a participant's part of a run."""
         chunks = {key: chunk for key, chunk in side.chunks.items() if not isinstance(chunk, SourceChunk)}
         check_arrays(self.name, chunks, sparse=isinstance(side.plan, ProgramPlacement))
         if isinstance(side.plan, FactorPlacement):
             return PeerFactorJob(side, self)
         if isinstance(side.plan, ProgramPlacement):
-            return GpuProgramJob(side, self)
+            return GpuTallJob(side, self)
         return PeerJob(side, self)
 
     def release(self, group: int) -> None:

@@ -32,8 +32,8 @@ from dask_distmm.engines.exchange import RankExchange
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.job import needs_copy, output_part
 from dask_distmm.engines.factor.kernels import Kernels
-from dask_distmm.engines.gpu.factor import GpuFactorJob
 from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.gpu.program import GpuFactorJob
 from dask_distmm.engines.gpu.reduction import DeviceReduction, Peers, exchange_bytes
 from dask_distmm.engines.peer.memory import Exporter
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected, Offer
@@ -43,8 +43,9 @@ from dask_distmm.engines.tridiagonal.conquer import row_bounds
 from dask_distmm.engines.tridiagonal.reduction import Tridiagonal
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import chunk_elements
-from dask_distmm.planning.factor.plan import PARTS, FactorPlacement
-from dask_distmm.planning.factor.steps import Key
+from dask_distmm.planning.factor.plan import FactorPlacement
+from dask_distmm.programs.factor import PARTS
+from dask_distmm.programs.steps import Key
 
 # Panels and block columns in the memory of other GPUs: what each rank offers, and pulls of it
 
@@ -59,7 +60,7 @@ ROWS_COMPLETE = 1
 def flag_of(plan: FactorPlacement, key: Key | None) -> int:
     """Return the number of the flag of a part of a panel; of the end for None."""
     count = plan.work.columns.count
-    return 2 * count if key is None else PARTS.index(key.part) * count + key.panel
+    return 2 * count if key is None else PARTS.index(key.part) * count + key.number
 
 
 def flag_count(plan: FactorPlacement) -> int:
@@ -72,7 +73,7 @@ def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     work = plan.work
     panels = -(-(work.columns.count - rank) // len(plan.ranks))
     # Of Cholesky a number, of LU the pivots of a panel, of QR and of reflectors its T.
-    factored, size = work.phases[0].operation.name if work.phases else "", plan.problem.dtype.itemsize
+    factored, size = (*work.sweeps, "")[0], plan.problem.dtype.itemsize
     triangle = size * work.width**2
     each = {"cholesky": 4, "lu": 4 * work.width, "qr": triangle, "reflect": triangle}.get(factored, 0)
     found = [(work.columns.rows, work.columns.local_cols(rank), size), (-(-each // 16) * 16, max(1, panels), 1)]
@@ -96,7 +97,7 @@ class _Asked(NamedTuple):
     key: Key
 
 
-class PulledPanels(RankExchange[Key]):
+class PulledPanels(RankExchange):
     """The exchange of one rank's panels by pulls from other GPUs' memory."""
 
     def __init__(
@@ -132,7 +133,7 @@ class PulledPanels(RankExchange[Key]):
             return
         if len(arrays) > 1:
             extra = arrays[1].ravel(order="F")
-            slot = self._slot(self._extras, key.panel, extra.dtype)
+            slot = self._slot(self._extras, key.number, extra.dtype)
             slot[: extra.size] = extra
         pointer = self._flags.data.ptr + flag_of(self._plan, key) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, current.ptr)
@@ -155,9 +156,9 @@ class PulledPanels(RankExchange[Key]):
         self.remote.wait(holder, flag_of(plan, key), check)
         dtype = plan.problem.dtype
         shape = work.columns.rows, work.columns.local_cols(owner)
-        columns = work.columns.local(owner, key.panel, key.panel + 1)
+        columns = work.columns.local(owner, key.number, key.number + 1)
         source = self.remote.view(holder, BLOCKS, COLUMNS, shape, dtype)[:, columns]
-        start, stop, order = work.columns.place(key.panel)
+        start, stop, order = work.columns.place(key.number)
         source = source[start:] if key.part == "lower" else source[:stop]
         panel = self._pull(key, source)
         if key.part == "upper" or not self._extra_bytes:
@@ -167,9 +168,9 @@ class PulledPanels(RankExchange[Key]):
         rows, count, _ = offered_by(plan, owner)[EXTRAS].tolist()
         extras = self.remote.view(holder, BLOCKS, EXTRAS, (rows, count), np.dtype(np.uint8))
         # LU's pivots, Cholesky's info or QR's T.
-        size = {"lu": min(panel.shape), "cholesky": 1}.get(plan.work.phases[0].operation.name)
+        size = {"lu": min(panel.shape), "cholesky": 1}.get(plan.work.sweeps[0])
         kind = dtype if size is None else np.dtype(np.int32)
-        taken = self._pull(key, self._slot(extras, key.panel, kind)[: size or width * width][:, None])
+        taken = self._pull(key, self._slot(extras, key.number, kind)[: size or width * width][:, None])
         self._ready()
         extra = taken[:, 0]
         return panel, (extra.reshape((width, width), order="F") if size is None else extra)
@@ -319,7 +320,7 @@ class PeerFactorJob(GpuFactorJob):
         """Bring chunks to the device, allocate, and make the offer."""
         problem, exporter = self.plan.problem, self._state.exporter
         exporter.begin(self._address, problem.options.keep_workspace_bytes)
-        self._upload()
+        self._upload(self.plan.problem.dtype)
         offer = Offer(exporter.process)
         if len(self.plan.participants) > 1:
             for (name, index), chunk in self.chunks.items():
@@ -349,7 +350,7 @@ class PeerFactorJob(GpuFactorJob):
         self._flags = flags
         if work.shared:
             self._shares = PeerShares(plan, self.rank, self.kernels, exporter, flags)
-            self._execution.eigen.shares = self._shares
+            self._execution.kernels.shares = self._shares  # type: ignore[attr-defined]
         for shape, output in zip(shapes[RESULTS:], plan.problem.outputs, strict=True):
             if work.output_layout(output.name) is None:
                 continue

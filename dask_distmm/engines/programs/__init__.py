@@ -1,4 +1,5 @@
 """Runs programs (`dask_distmm.programs`); for all engines.
 
-`kernels` has what their contracts promise, on the BLAS and LAPACK that an engine brings, `job` one rank's run.
+`executor` takes the steps of one rank, `job` has one participant's side of a run, and `kernels` what contracts promise
+for tall matrices, on the BLAS and LAPACK that an engine brings.
 """

@@ -1,4 +1,4 @@
-"""One participant's side of a program: its rank's steps, one after the other.
+"""One participant's side of a run in which ranks take the steps of a program; of one on tall matrices.
 
 What a rank publishes others get by a `RankExchange`, as soon as it is there; chunks of operands that are elsewhere are
 asked for before the first step. Those that this rank makes are made in threads, some ahead of the steps, once for each
@@ -8,11 +8,10 @@ pass over the operand, and dropped.
 from __future__ import annotations
 
 import collections
-import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -20,47 +19,73 @@ from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checked
 from dask_distmm.engines.exchange import RankExchange
 from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.programs.executor import Executor
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.planning.footprint import made_ahead
-from dask_distmm.planning.program import PART, ProgramPlacement
-from dask_distmm.programs.steps import TURN, Buffer, Call, Drop, If, Loop, Make, New, Publish, Pull, Step, Store
+from dask_distmm.planning.placement import Placement
+from dask_distmm.planning.program import ProgramPlacement
+from dask_distmm.programs.steps import Buffer, Make, Step, Store
 
-# Number of messages that are requested before they are needed: then they come as soon as they are there.
-_AHEAD = 4
+P = TypeVar("P", bound=Placement)
 
 
-class ProgramJob(Job[ProgramPlacement]):
-    """One participant's side of one run. See the module's text."""
+class ProgramJob(Job[P]):
+    """One participant's side of a run whose ranks publish what others need."""
 
-    def __init__(self, side: Side[ProgramPlacement], kernels: Kernels) -> None:
+    def __init__(self, side: Side[P]) -> None:
         super().__init__(side)
-        self.kernels = ProgramKernels(kernels)
-        self._steps: tuple[Step, ...] = ()
-        self._arrays: dict[str, Any] = {}
-        # Rows of chunks of operands by their names, also when they are gone.
-        self._lengths: dict[str, int] = {}
-        self.exchange = RankExchange[tuple[str, int]](self.plan.ranks, self.comm)
-        # Keys published so far, in order; the turns of all loops so far; the offset of numbers of messages.
-        self._held: dict[int, None] = {}
-        self._turns = self._offset = 0
-        self._asked: dict[ChunkKey, Future[Sequence[Any]]] = {}
-        # By rank and number.
-        self._pulls: dict[tuple[int, int], Any] = {}
-        self._result: dict[ResultKey, Any] = {}
-        # Chunks of operands that were here before the run, and are still needed.
-        self._operands: set[str] = set()
+        self.exchange = RankExchange(self.plan.ranks, self.comm)
 
     def prepare(self) -> None:
-        """Record this rank's steps."""
+        """Offer what lets other ranks read what this one publishes."""
         if self.rank is not None:
-            self._steps = self.plan.steps(self.rank)
             self.offer = self.exchange.offer(self.plan)
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer."""
         self.exchange.accept(offers)
+
+    def available(self, kind: str, boxes: Boxes) -> Future[Any]:
+        """Return the future that says when `serve` can answer."""
+        return self._inputs if kind == "input" else self.exchange.published(kind, boxes)
+
+    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+        """Return boxes of the chunks that are here, or what this rank has published."""
+        if kind == "input":
+            return super().serve(kind, boxes, flat)
+        self.ended.check()
+        return list(self.exchange.published(kind, boxes).result())
+
+    def abort(self, error: BaseException) -> None:
+        """End everything with `error`."""
+        super().abort(error)
+        self.exchange.abort(error)
+
+
+class TallJob(ProgramJob[ProgramPlacement], Executor):
+    """One participant's side of a program on tall matrices."""
+
+    def __init__(self, side: Side[ProgramPlacement], kernels: Kernels) -> None:
+        super().__init__(side)
+        Executor.__init__(self, ProgramKernels(kernels), self.exchange, self.ended.check, self.progress)
+        self._steps: tuple[Step, ...] = ()
+        # Rows of chunks of operands by their names, also when they are gone.
+        self._lengths: dict[str, int] = {}
+        self._asked: dict[ChunkKey, Future[Sequence[Any]]] = {}
+        self._result: dict[ResultKey, Any] = {}
+        # Chunks of operands that were here before the run, and are still needed.
+        self._operands: set[str] = set()
+        # The loader of chunks in the order of the steps, and those chunks.
+        self._loads: ChunkLoader | None = None
+        self._uses = collections.deque[SourceChunk]()
+
+    def prepare(self) -> None:
+        """Record this rank's steps."""
+        super().prepare()
+        if self.rank is not None:
+            self._steps = self.plan.steps(self.rank)
 
     def execute(self) -> dict[ResultKey, Any]:
         """Take all steps."""
@@ -73,7 +98,7 @@ class ProgramJob(Job[ProgramPlacement]):
         self.timings |= {"wait": 0.0} | ({"load": 0.0} if any(self.plan.problem.by_ranks) else {})
         # Infinities and NaN are checked for where they matter.
         with np.errstate(all="ignore"), self.exchange:
-            self._take_all(self._steps, 0.0, 1.0)
+            self.take(self._steps)
         self._complete()
         self.timings["work"] = time.perf_counter() - began - self.timings["wait"] - self.timings.get("load", 0.0)
         if self.kernels.blas.asynchronous:
@@ -83,31 +108,19 @@ class ProgramJob(Job[ProgramPlacement]):
     def _complete(self) -> None:
         """Wait until all is done."""
 
-    def _take_all(self, steps: Sequence[Step], before: float, share: float) -> None:
-        pulls = (step for step in steps if isinstance(step, Pull))
-        for pull in itertools.islice(pulls, _AHEAD):
-            self._ask_for(pull)
+    def take(self, steps: Sequence[Step], *shares: Any) -> None:
+        """Take steps; some chunks are made ahead of them."""
         uses = [self.chunks[step.operand, step.number].again() for step in steps if self._is_made(step)]
-        loads, made = self._loader(uses) if uses else None, collections.deque(uses)
+        if not uses:
+            super().take(steps, *shares)
+            return
+        outside, loads = (self._loads, self._uses), self._loader(uses)
+        self._loads, self._uses = loads, collections.deque(uses)
         try:
-            for number, step in enumerate(steps, start=1):
-                self.ended.check()
-                if isinstance(step, If):
-                    branch = step.then if self._arrays[step.flag.name].all() else step.otherwise
-                    self._take_all(branch, before + share * (number - 1) / len(steps), share / len(steps))
-                elif isinstance(step, Loop):
-                    self._repeat(step, before + share * (number - 1) / len(steps), share / len(steps))
-                elif loads is not None and self._is_made(step):
-                    self._begin(step, self._taken(loads, made.popleft()))
-                else:
-                    self._take(step)
-                    if isinstance(step, Pull):
-                        for pull in itertools.islice(pulls, 1):
-                            self._ask_for(pull)
-                self.progress(before + share * number / len(steps))
+            super().take(steps, *shares)
         finally:
-            if loads is not None:
-                loads.close()
+            loads.close()
+            self._loads, self._uses = outside
 
     def _is_made(self, step: Step) -> TypeGuard[Make]:
         """Whether a step takes a chunk that this rank makes."""
@@ -118,7 +131,7 @@ class ProgramJob(Job[ProgramPlacement]):
         threads = self.plan.participants[self.me].nthreads
         return ChunkLoader(uses, threads, made_ahead(threads) * sum(self.plan.problem.by_ranks))
 
-    def _taken(self, loads: ChunkLoader, chunk: SourceChunk) -> Any:
+    def _made(self, loads: ChunkLoader, chunk: SourceChunk) -> Any:
         """Return a chunk once it is made."""
         began = time.perf_counter()
         found = loads.take(chunk, self.ended.check)
@@ -130,78 +143,22 @@ class ProgramJob(Job[ProgramPlacement]):
         name = step.buffer.name
         dtype = self.plan.problem.dtype
         if sparse_package(chunk):
-            self._arrays[name] = chunk if chunk.dtype == dtype else chunk.astype(dtype)
+            self.arrays[name] = chunk if chunk.dtype == dtype else chunk.astype(dtype)
         else:
             array = self.kernels.xp.asarray(chunk, dtype)
             # BLAS reads no broadcast rows, as those of `da.zeros`; what NumPy does instead takes 15 times as long.
-            self._arrays[name] = array.copy() if 0 in array.strides else array
+            self.arrays[name] = array.copy() if 0 in array.strides else array
         self._lengths[name] = chunk.shape[0]
 
-    def _repeat(self, loop: Loop, before: float, share: float) -> None:
-        outside, flag, come = self._offset, self._arrays[loop.flag.name], before
-        pulls = [step for step in loop.body if isinstance(step, Pull)]
-        for turn in range(loop.most):
-            if not flag.all():
-                break
-            self._turns += 1
-            self._offset, held = self._turns * TURN, list(self._held)
-            for pull in pulls:
-                self._ask_for(pull)
-            for step in loop.body:
-                self.ended.check()
-                if isinstance(step, If):
-                    self._take_all(step.then if self._arrays[step.flag.name].all() else step.otherwise, come, 0.0)
-                elif isinstance(step, Loop):
-                    self._repeat(step, come, 0.0)
-                else:
-                    self._take(step)
-            # In a turn all wait for each other: others have what was published before it.
-            for key in held:
-                if key in self._held:
-                    del self._held[key]
-                    self.exchange.forget((PART, key))
-            come = before + share * max(self.kernels.reached, (turn + 1) / loop.most)
-            self.progress(come)
-        self._offset = outside
+    def _make(self, step: Make) -> None:
+        if self._loads is not None and self._is_made(step):
+            self._begin(step, self._made(self._loads, self._uses.popleft()))
+        else:
+            self._begin(step, self._chunk(step.operand, step.number))
 
-    def _take(self, step: Step) -> None:
-        arrays = self._arrays
-        match step:
-            case Call(kernel, arguments, options):
-                began = time.perf_counter()
-                getattr(self.kernels, kernel)(*[arrays[buffer.name] for buffer in arguments], **options)
-                if not self.kernels.blas.asynchronous:
-                    phase = f"{kernel}()"
-                    self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - began
-            case New(buffer, zero):
-                arrays[buffer.name] = self._new(buffer)
-                if zero:
-                    arrays[buffer.name][...] = 0
-            case Make(_, operand, number):
-                self._begin(step, self._chunk(operand, number))
-            case Publish(key, buffers, copied):
-                self._held[key + self._offset] = None
-                lent = [self._lent(arrays[buffer.name], copied=copied) for buffer in buffers]
-                self.exchange.publish((PART, key + self._offset), lent)
-            case Pull(owner, key, buffers):
-                began = time.perf_counter()
-                found = self.exchange.get(self._pulls.pop((owner, key + self._offset)), self.ended.check)
-                self.timings["wait"] += time.perf_counter() - began
-                for buffer, part in zip(buffers, found, strict=True):
-                    self._fill(arrays[buffer.name], part)
-            case Store(buffer, output, number):
-                self._result[output, number] = self._handed_over(arrays.pop(buffer.name), tall=bool(buffer.like))
-            case Drop(buffer):
-                self._free(arrays, buffer)
-                if buffer.name in self._operands:
-                    self._operands.discard(buffer.name)
-                    if not self._operands:
-                        self.on_gathered()
-
-    def _ask_for(self, pull: Pull) -> None:
-        """Ask for what another rank publishes, now or later."""
-        key = pull.key + self._offset
-        self._pulls[pull.owner, key] = self.exchange.ask(pull.owner, (PART, key))
+    def _store(self, step: Store) -> None:
+        array = self.arrays.pop(step.buffer.name)
+        self._result[step.output, step.number] = self._handed_over(array, tall=bool(step.buffer.like))
 
     def _new(self, buffer: Buffer) -> Any:
         rows, cols = buffer.shape
@@ -228,37 +185,20 @@ class ProgramJob(Job[ProgramPlacement]):
             chunk = self.chunks[operand, number]
         return chunk
 
-    def _free(self, arrays: dict[str, Any], buffer: Buffer) -> None:
-        """Free a buffer."""
-        del arrays[buffer.name]
-
-    def _lent(self, array: Any, *, copied: bool) -> Any:
-        """Return what others get of an array, or a copy of it."""
-        return array.copy(order="K") if copied else array
-
-    def _fill(self, target: Any, part: Any) -> None:
-        """Write what another rank has lent."""
-        target[...] = part
+    def _free(self, buffer: Buffer) -> None:
+        super()._free(buffer)
+        if buffer.name in self._operands:
+            self._operands.discard(buffer.name)
+            if not self._operands:
+                self.on_gathered()
 
     def _handed_over(self, array: Any, *, tall: bool) -> Any:
         """Return a chunk of an output as Dask gets it."""
         return np.ascontiguousarray(array)
 
-    # For peers
-
-    def available(self, kind: str, boxes: Boxes) -> Future[Any]:
-        """Return the future that says when `serve` can answer."""
-        return self.exchange.published(kind, boxes) if kind == PART else self._inputs
-
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
-        """Return chunks of operands, or what this rank has published."""
-        if kind == "input":
-            found = [self.chunks[self.plan.problem.operands[operand], number] for operand, number, *_ in boxes.tolist()]
-            return [part for x in found for part in ([x.data, x.indices, x.indptr] if sparse_package(x) else [x])]
-        self.ended.check()
-        return list(self.exchange.published(kind, boxes).result())
-
-    def abort(self, error: BaseException) -> None:
-        """End everything with `error`."""
-        super().abort(error)
-        self.exchange.abort(error)
+        """Return chunks of operands, which are asked for whole, or what this rank has published."""
+        if kind != "input":
+            return super().serve(kind, boxes, flat)
+        found = [self.chunks[self.plan.problem.operands[operand], number] for operand, number, *_ in boxes.tolist()]
+        return [part for x in found for part in ([x.data, x.indices, x.indptr] if sparse_package(x) else [x])]

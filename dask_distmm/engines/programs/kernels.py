@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from dask_distmm.engines.factor.execution import singular
 from dask_distmm.engines.factor.gram import add_gram, is_near, strips_of, upper_of
 from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.factor.operations import singular
 from dask_distmm.engines.factor.spectral import not_finite, unit_factors
 from dask_distmm.engines.programs.iterations import IterationKernels
 from dask_distmm.errors import MatrixError

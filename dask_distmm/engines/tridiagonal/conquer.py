@@ -29,15 +29,15 @@ nothing is summed in an order that a library chooses.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.engines.exchange import Messages
 from dask_distmm.engines.tridiagonal.kernels import Merging, Solved
-from dask_distmm.planning.factor.steps import Part
 
 # The first half of a merge in divide and conquer: what of ``diag(d) + rho z z^T`` is solved already. Pure
 
@@ -157,18 +157,6 @@ class Ends(NamedTuple):
     row: Vector
 
 
-class RankComm(Protocol):
-    """The way of small arrays between ranks; they are named by what they are and a number."""
-
-    def publish(self, part: Part, number: int, arrays: Sequence[Vector]) -> None:
-        """Let other ranks have arrays."""
-        ...
-
-    def fetch(self, part: Part, number: int, owner: int) -> Sequence[Vector]:
-        """Return arrays that a rank publishes, now or later."""
-        ...
-
-
 class Products(Protocol):
     """The products of matrices, as `dask_distmm.engines.factor.Kernels` has them."""
 
@@ -211,7 +199,7 @@ class DivideAndConquer:
     def __init__(
         self,
         kernels: Products,
-        talk: RankComm,
+        talk: Messages,
         place: tuple[int, int],
         matrix: tuple[Vector, Vector],
         memory: tuple[Any, Any],
@@ -262,7 +250,7 @@ class DivideAndConquer:
         values = self._across(*mine, leaves)
         start, cut, stop = self._bounds[low], self._bounds[middle], self._bounds[high]
         ends = []
-        sides: tuple[tuple[Part, int, int, slice], ...] = (
+        sides: tuple[tuple[str, int, int, slice], ...] = (
             ("above", middle - 1, cut - 1, slice(start, cut)),
             ("below", middle, cut, slice(cut, stop)),
         )

@@ -12,13 +12,14 @@ The owner alone decides on a reflector, and tells the others: the same sums else
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.planning.factor.steps import Columns, Part
+from dask_distmm.engines.exchange import Messages
+from dask_distmm.programs.factor import Columns
 
 # Columns of a narrow panel.
 _NARROW = 64
@@ -36,22 +37,6 @@ class Tridiagonal(NamedTuple):
     factors: NDArray[Any]
 
 
-class RankComm(Protocol):
-    """The way of arrays between ranks; they are named by what they are and a number."""
-
-    def publish(self, part: Part, number: int, arrays: Sequence[NDArray[Any]]) -> None:
-        """Let other ranks have arrays."""
-        ...
-
-    def fetch(self, part: Part, number: int, owner: int) -> Sequence[NDArray[Any]]:
-        """Return arrays that a rank publishes, now or later."""
-        ...
-
-    def forget(self, part: Part, number: int) -> None:
-        """Free arrays of this rank that all others have got."""
-        ...
-
-
 def panel_width(width: int) -> int:
     """Return the columns of a narrow panel, of which a block column of a width has a whole number."""
     return width if width <= _NARROW else math.gcd(width, _NARROW)
@@ -65,7 +50,7 @@ class HostReduction:
         columns: Columns,
         rank: int,
         array: NDArray[Any],
-        talk: RankComm,
+        talk: Messages,
         check: Callable[[], None] = lambda: None,
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:

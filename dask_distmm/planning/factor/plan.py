@@ -1,19 +1,11 @@
-"""How a Factorization is computed by this many ranks.
-
-A panel can be factorized as soon as all panels before it have been applied to its own block column. So the owner of the
-next panel applies this one to that block column first, factorizes it, publishes it, and only then updates its other
-blocks. Meanwhile the other ranks update theirs, and the next panel travels::
-
-    rank 0   F0 |  A0 to its blocks               | A1 to 2 | F2 | A1 to the rest
-    rank 1      | A0 to 1 | F1 | A0 to the rest   |    A1 to its blocks
-"""
+"""How a Factorization is computed by this many ranks: the layout of its matrices, and each rank's program."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,34 +14,14 @@ from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.layout.redistribute import Copies
 from dask_distmm.planning.computation import Chunks
-from dask_distmm.planning.factor.problem import Factorization, FactorProblem, TaskOutput
-from dask_distmm.planning.factor.steps import (
-    Apply,
-    Ask,
-    Check,
-    Columns,
-    Decompose,
-    Diagonalize,
-    Drop,
-    Factor,
-    Get,
-    Key,
-    Matrix,
-    NormalizePhases,
-    Operation,
-    Part,
-    Publish,
-    Step,
-    Tridiagonalize,
-)
+from dask_distmm.planning.factor.problem import Factorization, FactorProblem, TaskOutput, as_matrix
 from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import Placement, in_range
+from dask_distmm.programs import factor
+from dask_distmm.programs.factor import PANEL_PARTS, PARTS, Columns, Matrix, Panels
+from dask_distmm.programs.steps import Buffer, Step
 
 # The plan of a factorization on a cluster: its placement, and as work the program of steps
-
-
-# What a rank asks another for by the number of a panel.
-PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -124,7 +96,8 @@ class FactorPlacement(Placement):
 def work_of(problem: FactorProblem, engine: str, count: int, width: int, method: str) -> FactorPlan:
     """Return the layout and the steps of the given number of ranks of an engine."""
     model, shared = ENGINES[engine], method == "columns"
-    return factor_plan(problem.task, count, width, carries=model.by_panels, collective=model.collective, shared=shared)
+    ways = {"carries": model.by_panels, "collective": model.collective, "queued": model.on_gpus}
+    return factor_plan(problem.task, count, width, shared=shared, **ways)
 
 
 def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:
@@ -132,32 +105,7 @@ def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:
     return (chunks[1], chunks[0]) if transposed else chunks
 
 
-# The phases of each kind of problem: which panels, in which order, are applied to which block columns
-
-
-_FACTORS = ("cholesky", "lu", "qr")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Phase:
-    """Panels that are applied to block columns, one panel after the other."""
-
-    # How a panel changes a block column. Of a factorization, each panel is factorized by its owner first.
-    operation: Operation
-    # Which part of the panel is needed.
-    part: Part
-    # Numbers of the panels in their order.
-    panels: tuple[int, ...]
-    # For each panel, the first and the last + 1 of the block columns that it is applied to.
-    targets: tuple[tuple[int, int], ...]
-    # Whether the one block column that panels are applied to goes from owner to owner of these, and home again.
-    # Otherwise its rank gets all panels, which is far more than one right-hand side.
-    carried: bool = False
-
-    @property
-    def factors(self) -> bool:
-        """Whether panels are factorized."""
-        return self.operation.name in _FACTORS
+# How a Factorization is computed by this many ranks
 
 
 def factored(problem: Factorization) -> str:
@@ -167,180 +115,6 @@ def factored(problem: Factorization) -> str:
     if problem.kind == "solve_triangular" or problem.spectral:
         return ""
     return "cholesky" if problem.hermitian else "lu"
-
-
-def phases(problem: Factorization, columns: Columns) -> tuple[Phase, ...]:
-    """Return the phases of a problem; a decomposition on one rank has none.
-
-    Where eigenvalues are shared out, the reflectors of the tridiagonal reduction are applied to eigenvectors.
-    """
-    name, last, count = factored(problem), columns.first(1), columns.count
-    second = len(columns.matrices) > 1
-    if problem.spectral:
-        reflectors = columns.matrices[0].shape[0] - 1 if columns.below and second else 0
-        order = tuple(range(-(-reflectors // columns.matrices[0].width)))[::-1]
-        return (Phase(Operation("reflect"), "lower", order, ((last, count),) * len(order)),) if order else ()
-    panels = tuple(range(-(-min(columns.matrices[0].shape) // columns.matrices[0].width)))
-    # Right-hand sides go through the factorization with A; but not the columns that are to become Q, or a solution of
-    # an underdetermined system.
-    together = second and problem.kind != "qr" and not problem.by_adjoint
-    found = []
-    if name:
-        stop = count if together else last
-        found.append(Phase(Operation(name), "lower", panels, tuple((panel + 1, stop) for panel in panels)))
-    others = ((last, count),) * len(panels)
-    if problem.kind == "solve_triangular":
-        found.append(_substitution(problem.lower, problem.substituted, problem.unit_diagonal, panels, others))
-    elif second and problem.kind != "qr":
-        if name == "cholesky":
-            found.append(_substitution(True, "C", False, panels, others))
-        else:
-            found.append(_substitution(False, "C" if problem.by_adjoint else "N", False, panels, others))
-    if second and (problem.kind == "qr" or problem.by_adjoint):
-        # The columns of Q before a panel's first one are those of the identity in its rows: they stay as they are.
-        reflected = tuple((last + panel, count) for panel in panels) if problem.kind == "qr" else others
-        found.append(Phase(Operation("reflect"), "lower", panels[::-1], reflected[::-1]))
-    return tuple(found)
-
-
-def carrying(found: tuple[Phase, ...], columns: Columns) -> tuple[Phase, ...]:
-    """Return the phases, with a single right-hand side carried in substitutions."""
-    first = columns.first(1)
-    if columns.ranks == 1 or columns.count != first + 1 or columns.blocks[first].stop > 1:
-        return found
-    return tuple(dataclasses.replace(one, carried=one.operation.name == "substitute") for one in found)
-
-
-def _substitution(
-    lower: bool, op: str, unit: bool, panels: tuple[int, ...], targets: tuple[tuple[int, int], ...]
-) -> Phase:
-    """Return the solution of a triangular system: from the first block row to the last one, or from the last one."""
-    order = panels if lower == (op == "N") else panels[::-1]
-    return Phase(Operation("substitute", lower, op, unit), "lower" if lower else "upper", order, targets)
-
-
-# The steps of one rank, from the phases: with one panel of lookahead
-
-
-def steps_of(
-    rank: int, phases: Sequence[Phase], columns: Columns, *, check: str = "", pivots_on: Sequence[int] = ()
-) -> tuple[Step, ...]:
-    """Return the steps of a rank in their order."""
-    return tuple(_Builder(rank, phases, columns, check, frozenset(pivots_on)).build())
-
-
-def launch_order(steps: Iterable[Step], is_short: Callable[[Apply], bool] = lambda step: False) -> Iterator[Step]:
-    """Yield the steps of a rank in an order for devices that only put them on streams, and panels that are waited for.
-
-    What a panel is applied to besides the next one comes before that is factorized, so that the device has it to do
-    while the thread waits.
-    """
-    later: list[Step] = []
-    ahead: Apply | None = None
-    for step in steps:
-        if ahead and isinstance(step, Factor | Check | Publish):
-            later.append(step)
-            continue
-        rest = ahead is not None and isinstance(step, Apply) and step[:2] == ahead[:2] and not is_short(step)
-        if rest:
-            yield step
-        yield from later
-        if not rest:
-            yield step
-        later, ahead = [], step if isinstance(step, Apply) and step.ahead else None
-    yield from later
-
-
-class _Builder:
-    def __init__(
-        self, rank: int, phases: Sequence[Phase], columns: Columns, check: str, pivots_on: frozenset[int]
-    ) -> None:
-        self.rank, self.phases, self.columns = rank, phases, columns
-        self.check, self.pivots_on = check, pivots_on
-
-    def build(self) -> Iterator[Step]:
-        if self.phases and not self.phases[0].factors:
-            for panel in self.phases[0].panels:
-                if self.mine(panel):
-                    yield from self.complete(panel)
-        for phase in self.phases:
-            yield from self.phase(phase)
-        if self.rank in self.pivots_on:
-            # Pivots come with the panels that are applied here.
-            applied = {
-                panel
-                for panel, targets in zip(self.phases[0].panels, self.phases[0].targets, strict=True)
-                if self.columns.owned(self.rank, *targets)
-            }
-            missing = [panel for panel in self.phases[0].panels if not self.mine(panel) and panel not in applied]
-            keys = [(Key("pivots", panel), self.columns.owner(panel)) for panel in missing]
-            yield from (Ask(key, owner) for key, owner in keys)
-            yield from (Get(key) for key, _ in keys)
-
-    def mine(self, block: int) -> bool:
-        return self.columns.owner(block) == self.rank
-
-    def phase(self, phase: Phase) -> Iterator[Step]:
-        if phase.carried:
-            yield from self.carry(phase)
-            return
-        todo = list(zip(phase.panels, phase.targets, strict=True))
-        if todo:
-            yield from self.begin(phase, *todo[0])
-        for at, (panel, (begin, stop)) in enumerate(todo):
-            first, key = begin, Key(phase.part, panel)
-            remote = bool(self.columns.owned(self.rank, first, stop)) and not self.mine(panel)
-            if remote:
-                yield Get(key)
-            if at + 1 < len(todo):
-                following, targets = todo[at + 1]
-                ahead = phase.factors and self.mine(following)
-                if ahead:
-                    yield Apply(phase.operation, key, following, following + 1, ahead=True)
-                    first = following + 1
-                yield from self.begin(phase, following, targets)
-            if self.columns.owned(self.rank, first, stop):
-                yield Apply(phase.operation, key, first, stop)
-            if remote:
-                yield Drop(key)
-
-    def carry(self, phase: Phase) -> Iterator[Step]:
-        """Apply the rank's own panels to the right-hand side when it comes, and hand it on."""
-        home = self.columns.first(1)
-        holder = self.columns.owner(home)
-        for panel in (*phase.panels, home):
-            key, owner = Key("carried", panel), self.columns.owner(panel)
-            if owner != holder and self.rank == holder:
-                yield Publish(key)
-            elif owner != holder and self.rank == owner:
-                yield Ask(key, holder)
-                yield Get(key)
-            if panel != home and self.rank == owner:
-                yield Apply(phase.operation, Key(phase.part, panel), home, home + 1)
-            holder = owner
-
-    def begin(self, phase: Phase, panel: int, targets: tuple[int, int]) -> Iterator[Step]:
-        """Make a panel, or ask for it."""
-        if not self.mine(panel):
-            if self.columns.owned(self.rank, *targets):
-                yield Ask(Key(phase.part, panel), self.columns.owner(panel))
-        elif phase.factors:
-            yield Factor(phase.operation, panel)
-            yield from self.complete(panel)
-
-    def complete(self, panel: int) -> Iterator[Step]:
-        """Check and publish a panel of this rank that does not change any more."""
-        if self.check:
-            yield Check(panel, self.check == "rank")
-        parts = {phase.part for phase in self.phases if not phase.carried}
-        for part in ("lower", "upper"):
-            if part in parts and self.columns.ranks > 1:
-                yield Publish(Key(part, panel))
-        if self.pivots_on - {self.rank}:
-            yield Publish(Key("pivots", panel))
-
-
-# How a Factorization is computed by this many ranks
 
 
 # The least and the most columns of a block on CPUs: wide enough for BLAS.
@@ -376,6 +150,7 @@ def factor_plan(
     carries: bool = False,
     collective: bool = False,
     shared: bool = False,
+    queued: bool = False,
 ) -> FactorPlan:
     """Return how `ranks` ranks compute `problem`, in blocks of `width` columns; 0 is for `block_width`."""
     shared = shared and problem.shareable and not collective
@@ -384,7 +159,7 @@ def factor_plan(
     if ranks < 1 or width < 0:
         raise PlanError(f"{ranks} ranks, blocks of {width} columns: expected at least one rank and a width above 0")
     width = width or block_width(problem, ranks, shared=shared)
-    return FactorPlan(problem, ranks, width, carries, collective and ranks > 1, shared)
+    return FactorPlan(problem, ranks, width, carries, collective and ranks > 1, shared, queued)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,7 +172,7 @@ class FactorPlan:
     ranks: int
     # Columns of a block of A.
     width: int
-    # Whether a single right-hand side may go from rank to rank in a substitution (`Phase.carried`).
+    # Whether a single right-hand side may go from rank to rank in a substitution (`FactorPlan.carried`).
     carries: bool = False
     # Whether a library computes on all ranks together, on matrices of square blocks that begin on rank 0. It takes no
     # steps, and a spectral decomposition has block columns, too.
@@ -405,6 +180,8 @@ class FactorPlan:
     # Whether the block columns of a matrix whose eigenvalues are wanted are distributed, for ranks that take steps;
     # otherwise one rank has it all.
     shared: bool = False
+    # Whether calls are queued, so that updates come before a panel that the thread waits for.
+    queued: bool = False
 
     @functools.cached_property
     def columns(self) -> Columns:
@@ -432,10 +209,26 @@ class FactorPlan:
         return Columns(matrices, self.ranks, aligned=self.collective, below=below)
 
     @functools.cached_property
-    def phases(self) -> tuple[Phase, ...]:
-        """Which panels are applied to which block columns, in which order."""
-        found = phases(self.problem, self.columns)
-        return carrying(found, self.columns) if self.carries else found
+    def sweeps(self) -> tuple[str, ...]:
+        """How often all panels are applied, one after the other: a factorization, substitution, or reflections."""
+        second, name = len(self.columns.matrices) > 1, factored(self.problem)
+        if self.problem.spectral:
+            return ("reflect",) if self.shared and second and self.panels else ()
+        substituted = second and self.problem.kind != "qr"
+        reflected = second and (self.problem.kind == "qr" or self.problem.by_adjoint)
+        return (*[name] * bool(name), *["substitute"] * substituted, *["reflect"] * reflected)
+
+    @functools.cached_property
+    def panels(self) -> range:
+        """Numbers of the panels of A: one fewer reflector than columns leads to a tridiagonal matrix."""
+        return range(-(-(min(self.columns.matrices[0].shape) - self.columns.below) // self.width))
+
+    @functools.cached_property
+    def carried(self) -> bool:
+        """Whether a single right-hand side goes from rank to rank in a substitution, which is far less than panels."""
+        first = self.columns.first(1)
+        single = self.columns.count == first + 1 and self.columns.blocks[first].stop <= 1
+        return self.carries and self.ranks > 1 and single and "substitute" in self.sweeps
 
     @property
     def holders(self) -> range:
@@ -447,21 +240,63 @@ class FactorPlan:
     @functools.lru_cache(maxsize=16)  # noqa: B019 - plans are few, and small
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the program of a rank."""
-        if self.shared:
-            applied = steps_of(rank, self.phases, self.columns)
-            return (Tridiagonalize(), Diagonalize(), *applied, *([NormalizePhases()] if self.problem.vectors else []))
-        if self.problem.spectral:
-            return (Decompose(),)
-        kind, checked = self.problem.kind, ""
-        if kind in ("lstsq", "pinv"):
-            checked = "rank"
-        elif kind in ("solve", "inv", "solve_triangular") and not self.problem.unit_diagonal:
-            checked = "zero" if factored(self.problem) != "cholesky" else ""
-        return steps_of(rank, self.phases, self.columns, check=checked, pivots_on=self.holders)
+        task, columns, panels = self.problem, self.columns, self.panels
+        name, last, count = factored(task), columns.first(1), columns.count
+        substitution: dict[str, Any] = {"lower": task.lower, "op": task.substituted, "unit": task.unit_diagonal}
+        if name:
+            adjoint = name == "cholesky" or task.by_adjoint
+            substitution = {"lower": name == "cholesky", "op": "C" if adjoint else "N"}
+        parts = {"lower"} if name or "reflect" in self.sweeps else set()
+        if "substitute" in self.sweeps and not self.carried:
+            parts.add("lower" if substitution["lower"] else "upper")
+        p = Panels(
+            rank,
+            columns,
+            task.dtype,
+            factored=name or ("reflect" if self.shared else ""),
+            parts=sorted(parts),
+            check=self._check,
+            holders=() if task.spectral else self.holders,
+            queued=self.queued and name == "qr",
+        )
+        if len(columns.matrices) > 1 and not self.shared:
+            factor.complete_second(p, identity=task.b_order is not None)
+        if self.collective:
+            return p.end()
+        if task.spectral:
+            results = [Buffer(f"result.{one.name}", as_matrix(one.shape), one.dtype) for one in task.outputs]
+            if self.shared:
+                factor.eigenvalues(p, panels if self.sweeps else (), results[:1], vectors=task.vectors)
+            else:
+                factor.decompose(p, results)
+            return p.end()
+        # Right-hand sides go through the factorization with A; but not the columns that are to become Q, or a solution
+        # of an underdetermined system.
+        together = len(columns.matrices) > 1 and task.kind != "qr" and not task.by_adjoint
+        if name:
+            {"cholesky": factor.cholesky, "lu": factor.lu, "qr": factor.qr}[name](
+                p, panels, count if together else last
+            )
+        else:
+            p.complete(panels)
+        if "substitute" in self.sweeps:
+            factor.substitute(p, panels, carried=self.carried, **substitution)
+        if "reflect" in self.sweeps:
+            # The columns of Q before a panel's first one are those of the identity in its rows: they stay as they are.
+            factor.reflect(p, panels, lambda k: last + k if task.kind == "qr" else last)
+        return p.end()
 
-    def numbers(self, part: Part) -> int:
+    @property
+    def _check(self) -> str:
+        """What the diagonal of a factor must not have: ``"zero"``, ``"rank"``, or ``""`` for nothing to look for."""
+        if self.problem.kind in ("lstsq", "pinv"):
+            return "rank"
+        solved = self.problem.kind in ("solve", "inv", "solve_triangular") and not self.problem.unit_diagonal
+        return "zero" if solved and factored(self.problem) != "cholesky" else ""
+
+    def numbers(self, part: str) -> int:
         """Return how many arrays there are of what ranks ask each other for; they are numbered from 0."""
-        if part in ("lower", "upper", "pivots", "carried"):
+        if part in PANEL_PARTS:
             return self.columns.count
         if part in ("vector", "product", "reflectors"):
             return self.problem.a_shape[0]

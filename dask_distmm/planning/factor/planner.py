@@ -189,8 +189,8 @@ def _consider(
     given = sum(math.prod(map(sum, chunks)) for chunks in problem.chunks)
     home = held[range(count), list(made.ranks)].sum() if held.any() else given / len(participants)
     by_library = problem.task.spectral and work.collective
-    phases = _REDUCTIONS if by_library else sum(not phase.carried for phase in work.phases)
-    streamed = (count - 1) * given / 2 * phases
+    sweeps = _REDUCTIONS if by_library else len(work.sweeps) - work.carried
+    streamed = (count - 1) * given / 2 * sweeps
     results = sum(math.prod(map(sum, one.chunks)) for one in problem.outputs)
     moved = (given - home + streamed + results * (1 - 1 / count)) * size
     return estimated(made, _memory(made), _work(made, moved))

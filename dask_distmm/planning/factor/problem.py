@@ -109,9 +109,10 @@ class FactorProblem(Computation):
             raise ValueError(f"method {self.method!r}")
 
 
-def as_matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
+def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the shape of an output as a matrix: a vector is a row, a number is a matrix of one element."""
-    return (*(1,) * (2 - len(shape)), *shape)
+    rows, cols = (*(1,) * (2 - len(shape)), *shape)
+    return rows, cols
 
 
 # What one rank makes of a whole matrix by one call of LAPACK

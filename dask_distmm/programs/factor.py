@@ -1,0 +1,558 @@
+"""Factorizations in block columns, in place: the layout, and the builders of each rank's program.
+
+A factorization works on the matrix A and often on a second one with as many rows: right-hand sides, or an identity that
+becomes Q. Both are cut into block columns, which are numbered on: A's first, then the second one's. Block ``g`` belongs
+to rank ``g mod P``. Here A has four blocks, B two, and there are three ranks::
+
+    block       0   1   2   3 | 4   5
+    rank        0   1   2   0 | 1   2
+    rank 0     [0][3]
+    rank 1     [1][4]
+    rank 2     [2][5]
+
+All rows of a block column are on one rank. So a panel is factorized without any message, pivots are searched for over
+the whole column, and rows are swapped at home.
+
+A panel can be factorized as soon as all panels before it have been applied to its own block column. So the owner of the
+next panel applies this one to that block column first, factorizes it, publishes it, and only then updates its other
+blocks. Meanwhile the other ranks update theirs, and the next panel travels::
+
+    rank 0   F0 |  A0 to its blocks               | A1 to 2 | F2 | A1 to the rest
+    rank 1      | A0 to 1 | F1 | A0 to the rest   |    A1 to its blocks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.layout import Layout, ProcessGrid
+from dask_distmm.programs.steps import Buffer, Call, Drop, Key, Lane, Make, New, Publish, Pull, Step, Store, View
+
+# Where block columns lie: distributed round-robin over the ranks, each rank's side by side in one array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix that is cut into block columns."""
+
+    # Its rows and columns.
+    shape: tuple[int, int]
+    # Columns of a block; the last one may have fewer.
+    width: int
+
+    @property
+    def count(self) -> int:
+        """Number of its blocks."""
+        return -(-self.shape[1] // self.width)
+
+
+class BlockColumn(NamedTuple):
+    """A block column."""
+
+    # 0 for A, 1 for the second one.
+    matrix: int
+    # Its columns of that matrix.
+    start: int
+    stop: int
+
+
+class DiagonalBlock(NamedTuple):
+    """Where the diagonal block of a panel is."""
+
+    # Its rows and columns. In the last panel of a matrix with more columns than rows the panel continues beyond `stop`.
+    start: int
+    stop: int
+    # Number of diagonal elements of the matrix.
+    order: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Block columns of one or two matrices over `ranks` ranks."""
+
+    # A, and the second matrix if there is one.
+    matrices: tuple[Matrix, ...]
+    # Number of ranks.
+    ranks: int
+    # Whether the second matrix begins on rank 0, too, as libraries want it: between the two there are as many blocks
+    # without columns as it takes.
+    aligned: bool = False
+    # Rows below the diagonal at which panels begin: 1 for the reflectors of a tridiagonal reduction.
+    below: int = 0
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Rows of each rank's array: those of the longest matrix."""
+        return max(matrix.shape[0] for matrix in self.matrices)
+
+    @functools.cached_property
+    def count(self) -> int:
+        """Number of all blocks."""
+        return self.first(len(self.matrices))
+
+    def first(self, matrix: int) -> int:
+        """Return the number of the first block of a matrix, and behind the last matrix the number of all blocks."""
+        found = 0
+        for number, one in enumerate(self.matrices[:matrix], start=1):
+            found += one.count
+            if self.aligned and number < len(self.matrices):
+                found = -(-found // self.ranks) * self.ranks
+        return found
+
+    def owner(self, block: int) -> int:
+        """Return the rank that has a block."""
+        return block % self.ranks
+
+    @functools.cached_property
+    def blocks(self) -> tuple[BlockColumn, ...]:
+        """All blocks in the order of their numbers."""
+        found: list[BlockColumn] = []
+        for number, matrix in enumerate(self.matrices):
+            cols = matrix.shape[1]
+            found += (BlockColumn(number, at, min(at + matrix.width, cols)) for at in range(0, cols, matrix.width))
+            found += [BlockColumn(number, cols, cols)] * (self.first(number + 1) - len(found))
+        return tuple(found)
+
+    def place(self, panel: int) -> DiagonalBlock:
+        """Return where the diagonal block of a panel of A is, or the block `below` it."""
+        order = min(self.matrices[0].shape)
+        _, start, stop = self.blocks[panel]
+        return DiagonalBlock(start + self.below, min(stop + self.below, order), order)
+
+    def owned(self, rank: int, first: int = 0, stop: int | None = None) -> range:
+        """Return the numbers of a rank's blocks in ``range(first, stop)``; without `stop`, of all from `first`."""
+        return range(first + (rank - first) % self.ranks, self.count if stop is None else stop, self.ranks)
+
+    @functools.cached_property
+    def _starts(self) -> tuple[int, ...]:
+        """For each block, the column of its rank's array at which it begins; behind the last one the ranks' columns."""
+        ends = [0] * self.ranks
+        found = []
+        for number, block in enumerate(self.blocks):
+            found.append(ends[self.owner(number)])
+            ends[self.owner(number)] += block.stop - block.start
+        return (*found, *ends)
+
+    def local_cols(self, rank: int) -> int:
+        """Return the number of columns of a rank's array."""
+        return self._starts[self.count + rank]
+
+    def local(self, rank: int, first: int, stop: int) -> slice:
+        """Return the columns of a rank's array that hold its blocks in ``range(first, stop)``, which are neighbours."""
+        owned = self.owned(rank, first, stop)
+        if not owned:
+            return slice(0, 0)
+        last = self.blocks[owned[-1]]
+        return slice(self._starts[owned[0]], self._starts[owned[-1]] + last.stop - last.start)
+
+    def held(self, matrix: int, rank: int) -> NDArray[np.int64]:
+        """Return which columns of a matrix a rank's array has, in the order in which they lie there."""
+        blocks = (self.blocks[block] for block in self.owned(rank, self.first(matrix), self.first(matrix + 1)))
+        return np.concatenate([np.arange(0), *(np.arange(start, stop) for _, start, stop in blocks)])
+
+    def layout(self, matrix: int, shape: tuple[int, int] | None = None) -> Layout:
+        """Return the layout of a matrix, or of one of `shape` whose block columns lie as those of that matrix do."""
+        rows, cols = shape or self.matrices[matrix].shape
+        width = self.matrices[matrix].width
+        return Layout(
+            (rows, cols), (max(1, rows), width), ProcessGrid(1, self.ranks), (0, self.first(matrix) % self.ranks)
+        )
+
+
+# The steps of one rank
+
+
+# The kinds of messages between ranks. Of a panel, "lower": its rows from the diagonal on, with what goes with them;
+# "upper": its rows up to and with the diagonal block; "pivots": only pivots and diagonal. "carried": the right-hand
+# side on its way to the owner of the panel, or to its own rank under its own number.
+#
+# Of shared eigenvalues, each kind with numbers of its own. "size": the largest element of a rank's block columns.
+# "vector": the reflector of a column; "product": the matrix times that, a rank's part; "reflectors": those of a narrow
+# panel. "above" and "below": what a merge needs of the parts on both sides of a rank's first row; "values": all
+# eigenvalues; "rows": a rank's rows of eigenvectors, in the columns of another one.
+PANEL_PARTS = "lower", "upper", "pivots", "carried"
+PARTS = *PANEL_PARTS, "size", "vector", "product", "reflectors", "above", "below", "values", "rows"
+# Operations, for each column of a panel, of an update that takes no longer than what the other ranks wait for
+# meanwhile: the next panel, alone, and its way to them (1 H200, 512 columns: 1.3, 2.7 and 4.5 ms).
+_SHORT = {"cholesky": 1.3e8, "lu": 2.7e8, "qr": 4.5e8}
+_EACH = {"cholesky": 1, "lu": 2, "qr": 4}
+
+
+def is_short(name: str, rows: int, columns: int) -> bool:
+    """Whether an update by a panel takes no longer than the panel after it, alone.
+
+    Then a device gains nothing from doing both at once, as others wait for the panel, which takes twice as long so.
+    """
+    return _EACH[name] * rows * columns < _SHORT[name]
+
+
+# They record how a panel is factorized, and how it is applied to a rank's block columns from the first to the last + 1.
+Factor = Callable[[int], None]
+Update = Callable[[int, int, int], None]
+
+
+class Panels:
+    """Records the steps of rank `me` on its block columns, which are side by side in one array."""
+
+    def __init__(
+        self,
+        me: int,
+        columns: Columns,
+        dtype: str,
+        *,
+        factored: str = "",
+        parts: Sequence[str] = (),
+        check: str = "",
+        holders: Sequence[int] = (),
+        queued: bool = False,
+    ) -> None:
+        self.me, self.columns, self.dtype = me, columns, dtype
+        # What panels are of: ``"cholesky"``, ``"lu"``, ``"qr"``, ``"reflect"`` for reflectors, or nothing; the parts
+        # of them that others need; what a diagonal must not have, ``"zero"`` or ``"rank"``: rounding of its column;
+        # the ranks that have all pivots in the end; whether updates are queued before a panel that is waited for.
+        self._factored, self._parts, self._check, self._holders, self._queued = factored, parts, check, holders, queued
+        self.array = Buffer("x", (columns.rows, columns.local_cols(me)), dtype)
+        self.steps: list[Step] = [Make(self.array, "", me, donated=True)]
+        self._lane: Lane = ""
+        # Whether a panel was made since the last call that came after all that was ahead; the panel that all panels
+        # before it have been applied to ahead.
+        self._fresh, self._next = False, -1
+
+    # Steps
+
+    def call(self, kernel: str, *arguments: Buffer | View, makes: Sequence[Buffer] = (), **options: Any) -> None:
+        """Call a kernel."""
+        self._add(Call(kernel, arguments, options, tuple(makes), self._lane))
+
+    def publish(self, part: str, k: int, *buffers: Buffer | View, copied: bool = False) -> None:
+        """Let other ranks have a part of a panel."""
+        self._add(Publish(Key(part, k), buffers, copied, self._lane))
+
+    def _add(self, step: Step) -> None:
+        self.steps.append(step)
+        if isinstance(step, Call | Publish):
+            # Steps after the first one of a lane need not wait for more.
+            self._lane = {"ahead": "panel", "join": ""}.get(self._lane, self._lane)  # type: ignore[assignment]
+
+    @contextlib.contextmanager
+    def _on(self, lane: Lane) -> Iterator[None]:
+        """Record steps of a lane."""
+        self._lane = lane
+        yield
+        self._lane = ""
+
+    def end(self) -> tuple[Step, ...]:
+        """Hand over all that is left: the array, and what was made with it."""
+        left = dict[Any, None]()
+        for step in self.steps:
+            if isinstance(step, Drop):
+                del left[step.buffer]
+            elif isinstance(step, Make | New):
+                left[step.buffer] = None
+            elif isinstance(step, Call) or (isinstance(step, Pull) and step.taken):
+                left |= dict.fromkeys(step.makes if isinstance(step, Call) else step.buffers)
+        return (*self.steps, *(Store(buffer, buffer.name, self.me) for buffer in left))
+
+    # Block columns, and parts of panels
+
+    def mine(self, block: int) -> bool:
+        """Whether this rank has a block column."""
+        return self.columns.owner(block) == self.me
+
+    def blocks(self, first: int, stop: int) -> View:
+        """Return this rank's block columns in ``range(first, stop)``, which are neighbours: all rows."""
+        return self.array[:, self.columns.local(self.me, first, stop)]
+
+    def matrix(self, number: int) -> View:
+        """Return this rank's columns of A (0) or the second matrix (1), with the rows that this matrix has."""
+        rows = self.columns.matrices[number].shape[0]
+        return self.blocks(self.columns.first(number), self.columns.first(number + 1))[:rows, :]
+
+    def whole(self, k: int, part: str) -> Buffer | View:
+        """Return a part of a panel with all its columns: this rank's own, or as it has come from another one."""
+        (start, stop, _), (_, left, right) = self.columns.place(k), self.columns.blocks[k]
+        if self.mine(k):
+            return self.blocks(k, k + 1)[(slice(start, None) if part == "lower" else slice(stop)), :]
+        return Buffer(f"{part}.{k}", (self.columns.rows - start if part == "lower" else stop, right - left), self.dtype)
+
+    def panel(self, k: int, part: str = "lower") -> View:
+        """Return a part of a panel, as wide as its diagonal block."""
+        start, stop, _ = self.columns.place(k)
+        return self.whole(k, part)[:, : stop - start]
+
+    def extra(self, k: int) -> Buffer:
+        """Return what goes with a panel: info of potrf, pivots of getrf, or T of reflectors."""
+        start, stop, _ = self.columns.place(k)
+        if self._factored in ("cholesky", "lu"):
+            rows = 1 if self._factored == "cholesky" else min(self.whole(k, "lower").shape)
+            return Buffer(f"extra.{k}", (rows, 1), "int32")
+        return Buffer(f"extra.{k}", (stop - start, stop - start), self.dtype)
+
+    def _with_extra(self, k: int, part: str) -> tuple[Any, ...]:
+        return self.whole(k, part), *([self.extra(k)] if part == "lower" and self._factored else [])
+
+    # Panel after panel
+
+    def sweep(
+        self,
+        order: Iterable[int],
+        targets: Callable[[int], tuple[int, int]],
+        update: Update,
+        part: str = "lower",
+        factor: Factor | None = None,
+    ) -> None:
+        """Apply panels to block columns; if panels are factorized, the next one before the others are updated."""
+        todo = [(k, *targets(k)) for k in order]
+        if factor and todo and self.mine(todo[0][0]):
+            self._make(todo[0][0], factor)
+        for at, (k, first, stop) in enumerate(todo):
+            remote = not self.mine(k) and bool(self._owned(first, stop))
+            if remote:
+                self._add(Pull(self.columns.owner(k), Key(part, k), self._with_extra(k, part), taken=True))
+                if factor:
+                    self._note(k)
+            following = todo[at + 1][0] if at + 1 < len(todo) else self.columns.count
+            ahead = factor is not None and at + 1 < len(todo) and self.mine(following)
+            if ahead:
+                with self._on("ahead"):
+                    update(k, following, following + 1)
+                self._next = following
+            rest = first + ahead, stop
+            short = factor is not None and self._is_short(k, *rest)
+            late = self._queued and not short and bool(self._owned(*rest))
+            if factor and ahead and not late:
+                self._make(following, factor)
+            if self._owned(*rest):
+                with self._joining(k, short=short):
+                    update(k, *rest)
+            if factor and ahead and late:
+                self._make(following, factor)
+            if remote:
+                self.steps += map(Drop, self._with_extra(k, part))
+
+    def _owned(self, first: int, stop: int) -> range:
+        return self.columns.owned(self.me, first, stop)
+
+    def _is_short(self, k: int, first: int, stop: int) -> bool:
+        rows = self.columns.rows - self.columns.place(k).start
+        return is_short(self._factored, rows, self.blocks(first, stop).shape[1])
+
+    @contextlib.contextmanager
+    def _joining(self, k: int, *, short: bool = False) -> Iterator[None]:
+        """Apply a panel after it was made ahead; or after the next one, which others wait for and has the device."""
+        join = self._fresh and (self.mine(k) or short)
+        with self._on("join" if join else ""):
+            yield
+        self._fresh &= not join
+
+    def _make(self, k: int, factor: Factor) -> None:
+        """Factorize a panel of this rank."""
+        with self._on("panel" if k == self._next else "ahead"):
+            factor(k)
+            self._fresh = True
+            if self._holders:
+                self.call("diagonal", self.panel(k), makes=[self._diagonal(k)])
+            self._complete(k)
+
+    def _diagonal(self, k: int) -> Buffer:
+        return Buffer(f"diagonal.{k}", (self.panel(k).shape[1], 1), self.dtype)
+
+    def _pivots(self, k: int) -> tuple[Buffer, Buffer]:
+        """Return the pivots and the diagonal of another rank's panel, which stay here."""
+        return dataclasses.replace(self.extra(k), name=f"pivots.{k}"), self._diagonal(k)
+
+    def _note(self, k: int) -> None:
+        """Look at a panel that has come: it goes, its pivots stay."""
+        if self._factored == "lu" and self.me in self._holders:
+            pivots, diagonal = self._pivots(k)
+            self.call("diagonal", self.panel(k), makes=[diagonal])
+            self.call("copied", self.extra(k), makes=[pivots])
+        elif self._factored == "cholesky":
+            # So that all ranks name the same minor, the first: those after it are wrong, too.
+            self.call("check_minor", self.extra(k), start=self.columns.place(k).start, copied=True)
+
+    def _complete(self, k: int) -> None:
+        """Look at a panel of this rank that does not change any more, and publish it."""
+        start, stop, _ = self.columns.place(k)
+        if self._check:
+            rows = self.blocks(k, k + 1)[:, : stop - start]
+            self.call("check_diagonal", rows, start=start, rank=self._check == "rank")
+        for part in self._parts if self.columns.ranks > 1 else ():
+            self.publish(part, k, *self._with_extra(k, part))
+        if set(self._holders) - {self.me}:
+            self.publish("pivots", k, self.extra(k), self._diagonal(k))
+
+    def complete(self, order: Iterable[int]) -> None:
+        """Publish this rank's panels, which are there from the beginning."""
+        for k in order:
+            if self.mine(k):
+                with self._on("ahead"):
+                    self._complete(k)
+
+    def pivots(self, order: Iterable[int], last: int) -> None:
+        """Get the pivots that have not come with panels, where all are wanted."""
+        for k in order:
+            if self.me in self._holders and not self.mine(k) and not self._owned(k + 1, last):
+                self._add(Pull(self.columns.owner(k), Key("pivots", k), self._pivots(k), taken=True))
+
+    def carry(self, order: Iterable[int], update: Callable[[int, Buffer | View], None]) -> None:
+        """Apply each rank's own panels to a single right-hand side when it comes, and hand it on."""
+        home = self.columns.first(1)
+        holder = self.columns.owner(home)
+        away, begun = Buffer("carried", (self.columns.rows, 1), self.dtype), False
+        side: Buffer | View = self.blocks(home, home + 1) if self.mine(home) else away
+        for k in (*order, home):
+            owner = self.columns.owner(k)
+            if owner != holder and self.me == holder:
+                self.publish("carried", k, side, copied=True)
+            elif owner != holder and self.me == owner:
+                if side is away and not begun:
+                    self._add(New(away))
+                    begun = True
+                self._add(Pull(holder, Key("carried", k), (side,)))
+            if k != home and self.me == owner:
+                with self._joining(k):
+                    update(k, side)
+            holder = owner
+
+
+# Factorizations, and what is done with their factors
+
+
+def cholesky(p: Panels, order: Sequence[int], last: int) -> None:
+    """Factorize A = L L^H, of which the lower triangle is read; right-hand sides before block `last` become L^-1 B."""
+
+    def factor(k: int) -> None:
+        panel = p.panel(k)
+        size = panel.shape[1]
+        diagonal, below = panel[:size, :], panel[size:, :]
+        p.call("potrf", diagonal, makes=[p.extra(k)])
+        p.call("check_minor", p.extra(k), start=p.columns.place(k).start)
+        p.call("trsm", diagonal, below, right=True, lower=True, op="C", unit=False)
+
+    def update(k: int, first: int, stop: int) -> None:
+        start, end = p.columns.place(k).start, min(stop, p.columns.first(1))
+        if owned := p.columns.owned(p.me, first, end):
+            top = p.columns.blocks[owned[0]].start
+            blocks = [(b.start - top, b.stop - top) for b in map(p.columns.blocks.__getitem__, owned)]
+            p.call("update_lower", p.panel(k)[top - start :, :], p.blocks(first, end)[top:, :], blocks=blocks)
+        if p.columns.owned(p.me, max(first, end), stop):
+            substitute_block(p, k, p.blocks(max(first, end), stop), lower=True)
+
+    p.sweep(order, lambda k: (k + 1, last), update, factor=factor)
+
+
+def lu(p: Panels, order: Sequence[int], last: int) -> None:
+    """Factorize P A = L U with partial pivoting; right-hand sides before block `last` become L^-1 P B."""
+
+    def factor(k: int) -> None:
+        p.call("getrf", p.whole(k, "lower"), makes=[p.extra(k)])
+
+    def update(k: int, first: int, stop: int) -> None:
+        panel, columns = p.panel(k), p.blocks(first, stop)[p.columns.place(k).start :, :]
+        size = panel.shape[1]
+        p.call("laswp", columns, p.extra(k))
+        p.call("trsm", panel[:size, :], columns[:size, :], right=False, lower=True, op="N", unit=True)
+        p.call("gemm", panel[size:, :], columns[:size, :], columns[size:, :], alpha=-1, beta=1)
+
+    p.sweep(order, lambda k: (k + 1, last), update, factor=factor)
+    p.pivots(order, last)
+
+
+def qr(p: Panels, order: Sequence[int], last: int) -> None:
+    """Factorize A = Q R by Householder's reflectors I - V T V^H; right-hand sides before block `last` become Q^H B."""
+
+    def factor(k: int) -> None:
+        panel, rest = p.panel(k), p.whole(k, "lower")[:, p.panel(k).shape[1] :]
+        p.call("geqrt", panel, makes=[p.extra(k)])
+        if rest.shape[1]:
+            p.call("larfb", panel, p.extra(k), rest, op="C")
+
+    def update(k: int, first: int, stop: int) -> None:
+        p.call("larfb", p.panel(k), p.extra(k), p.blocks(first, stop)[p.columns.place(k).start :, :], op="C")
+
+    p.sweep(order, lambda k: (k + 1, last), update, factor=factor)
+
+
+def reflect(p: Panels, order: Sequence[int], first: Callable[[int], int]) -> None:
+    """Multiply: B = Q B, with the reflectors of all panels, the last ones first: block columns of B from `first` on."""
+
+    def update(k: int, first: int, stop: int) -> None:
+        p.call("larfb", p.panel(k), p.extra(k), p.blocks(first, stop)[p.columns.place(k).start :, :], op="N")
+
+    p.sweep(order[::-1], lambda k: (first(k), p.columns.count), update)
+
+
+def substitute(
+    p: Panels, order: Sequence[int], *, lower: bool, op: str = "N", unit: bool = False, carried: bool = False
+) -> None:
+    """Solve: B = op(A)^-1 B of a triangle: from the first block row to the last one, or from the last one."""
+    order = order if lower == (op == "N") else order[::-1]
+    solve = functools.partial(substitute_block, p, lower=lower, op=op, unit=unit)
+    if carried:
+        p.carry(order, solve)
+        return
+    targets, part = (p.columns.first(1), p.columns.count), "lower" if lower else "upper"
+    p.sweep(order, lambda k: targets, lambda k, first, stop: solve(k, p.blocks(first, stop)), part)
+
+
+def substitute_block(
+    p: Panels, k: int, columns: Buffer | View, *, lower: bool, op: str = "N", unit: bool = False
+) -> None:
+    """Solve for the unknowns of a panel: one block row of op(A) X = B, in place.
+
+    With A itself the solution is then taken out of the equations that are left. Of its transpose the panel is a block
+    row: the solutions that are there are taken out of it first.
+    """
+    start, stop, order = p.columns.place(k)
+    rows, here = p.panel(k, "lower" if lower else "upper"), columns[start:stop, :]
+    if lower:
+        block, others, left = rows[: stop - start, :], rows[stop - start : order - start, :], columns[stop:order, :]
+    else:
+        block, others, left = rows[start:, :], rows[:start, :], columns[:start, :]
+    if op != "N":
+        p.call("gemm", others, left, here, op_a=op, alpha=-1, beta=1)
+    p.call("trsm", block, here, right=False, lower=lower, op=op, unit=unit)
+    if op == "N":
+        p.call("gemm", others, here, left, alpha=-1, beta=1)
+
+
+def complete_second(p: Panels, *, identity: bool) -> None:
+    """Set what no input has: the second matrix to an identity, or the rows below B to zero."""
+    first, count, rows = p.columns.first(1), p.columns.count, p.columns.matrices[1].shape[0]
+    if identity:
+        for block in p.columns.owned(p.me, first, count):
+            p.call("identity", p.blocks(block, block + 1), start=p.columns.blocks[block].start)
+    elif rows < p.columns.rows:
+        p.call("clear", p.blocks(first, count)[rows:, :])
+
+
+def eigenvalues(p: Panels, order: Sequence[int], results: Sequence[Buffer], *, vectors: bool) -> None:
+    """Decompose A V = V diag(w) of a Hermitian matrix, by all ranks together.
+
+    ::
+
+        tridiagonalize      Q^H A Q = T; block columns of A become those of reflectors
+        diagonalize         T = Z W Z^T by divide and conquer, where ranks have rows of Z; then block columns
+        reflect             V = Q Z, panel by panel
+        normalize_phases    the factors of modulus one that make vectors unique
+    """
+    p.call("tridiagonalize", p.matrix(0), makes=[p.extra(k) for k in order if p.mine(k)])
+    p.call("diagonalize", p.matrix(1) if vectors else p.matrix(0)[:, :0], vectors=vectors, makes=results)
+    if vectors:
+        p.complete(order)
+        last = p.columns.first(1)
+        reflect(p, order, lambda k: last)
+        p.call("normalize_phases", p.matrix(1))
+
+
+def decompose(p: Panels, results: Sequence[Buffer]) -> None:
+    """Have a spectral decomposition, or a function, of the whole matrix, by one call of LAPACK or the like."""
+    p.call("decompose", *(p.matrix(number) for number in range(len(p.columns.matrices))), makes=results)
