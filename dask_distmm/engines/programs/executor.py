@@ -53,15 +53,14 @@ class Executor:
 
     def take(self, steps: Sequence[Step], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
         """Take steps, which are this `share` of the work."""
-        pulls = [step for step in steps if isinstance(step, Pull)]
-        asked = collections.deque[Any]()
-        todo = iter(pulls)
-        following = next(todo, None)
+        pulls = collections.deque(step for step in steps if isinstance(step, Pull))
+        asked, most = collections.deque[Any](), _room(pulls, ahead)
         for number, step in enumerate(steps):
             self._check()
-            while following and len(asked) < (ahead if not following.taken or following.nbytes <= _LARGE else 1):
-                asked.append(self.exchange.ask(following.owner, self._numbered(following.key)))
-                following = next(todo, None)
+            while pulls and len(asked) < most:
+                pull = pulls.popleft()
+                asked.append(self.exchange.ask(pull.owner, self._numbered(pull.key)))
+                most = _room(pulls, ahead)
             done, part = before + share * number / len(steps), share / len(steps)
             if isinstance(step, If):
                 self.take(step.then if self._is_set(step.flag) else step.otherwise, done, part)
@@ -185,3 +184,8 @@ class Executor:
     def _fill(self, target: Any, part: Any) -> None:
         """Write what another rank has lent."""
         target[...] = part
+
+
+def _room(pulls: Sequence[Pull], ahead: int) -> int:
+    """Return how many messages may be on their way with the next one of these."""
+    return 1 if pulls and pulls[0].taken and pulls[0].nbytes > _LARGE else ahead
