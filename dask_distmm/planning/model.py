@@ -142,7 +142,7 @@ class EngineModel:
     makes: bool = False
     # Whether ranks multiply what they have in panels, as `numpy` does: they copy small chunks into panels
     # (`footprint.packing`), add to earlier sums where these lie, which are of no use once a run has begun, return the
-    # chunks of `Problem.gathered` that they fetch, and hand on a single right-hand side (`factor.phases`).
+    # chunks of `Problem.gathered` that they fetch, and hand on a single right-hand side (`FactorPlan.carried`).
     by_panels: bool = False
     # The library that does epilogs, for texts.
     library: str = ""
