@@ -72,9 +72,9 @@ from dask_distmm.arrays.kinds import COMPAT_LINALG, any_kind, as_array, kind_of,
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.linalg.array_api import chain, power
 from dask_distmm.arrays.product import multiply
-from dask_distmm.arrays.request import UnfitOperandsError, parse, rechunk
+from dask_distmm.arrays.request import parse, rechunk
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
-from dask_distmm.errors import EngineError, PlanError, ProjectedMemoryError, ProtocolError
+from dask_distmm.errors import EngineError, PlanError, ProjectedMemoryError, ProtocolError, UnfitOperandsError
 from dask_distmm.runtime.chunks import array_kind
 
 # Contractions

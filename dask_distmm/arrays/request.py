@@ -33,7 +33,7 @@ from dask_distmm.arrays.options import DEFAULTS
 from dask_distmm.arrays.quantize import as_operands, with_scales
 from dask_distmm.config import Options, read_options, setting
 from dask_distmm.engines.base import log
-from dask_distmm.errors import PlanError, unknown_name
+from dask_distmm.errors import PlanError, UnfitOperandsError, UnknownChunksError, unknown_name
 from dask_distmm.numeric.epilogs import PLAIN, Epilog, Formula
 from dask_distmm.numeric.types import Types, dtype_from_name, resolve_types, sum_dtype, supported
 from dask_distmm.planning import ENGINES, METHODS, Chunks, Extra, Problem
@@ -296,14 +296,6 @@ _usual_types = functools.lru_cache(maxsize=256)(resolve_types)
 
 # The ways to multiply a batch.
 _BATCH = ("auto", "items", "collective")
-
-
-class UnfitOperandsError(PlanError):
-    """No function multiplies such operands."""
-
-
-class UnknownChunksError(UnfitOperandsError):
-    """Chunk sizes are unknown, as after selecting rows by a mask."""
 
 
 @dataclasses.dataclass(frozen=True)

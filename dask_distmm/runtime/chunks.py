@@ -95,7 +95,8 @@ def other_orders(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[str, s
 def _plain(chunk: Any) -> Any:
     """Return a chunk of a subclass of NumPy's array that computes as NumPy does (a memory map) as such an array."""
     computes_alike = getattr(type(chunk), "__array_ufunc__", None) is np.ndarray.__array_ufunc__
-    return np.asarray(chunk) if computes_alike and not np.ma.is_masked(chunk) else chunk
+    subclass = computes_alike and array_kind(chunk) not in ("numpy", "cupy")
+    return np.asarray(chunk) if subclass and not np.ma.is_masked(chunk) else chunk
 
 
 def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkKey, Any]:
