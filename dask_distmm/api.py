@@ -11,8 +11,7 @@ import dask.array as da
 from dask_distmm.arrays.kinds import any_kind
 from dask_distmm.arrays.options import HINTS, takes
 from dask_distmm.arrays.product import NotCollective, explain_product, multiply
-from dask_distmm.arrays.request import parse
-from dask_distmm.errors import UnknownChunksError
+from dask_distmm.arrays.request import UnknownChunksError, parse
 from dask_distmm.planning import Explanation
 from dask_distmm.typing import (
     AllOptions,

@@ -37,14 +37,6 @@ class PlanError(DistMMError, ValueError):
     """
 
 
-class UnfitOperandsError(PlanError):
-    """Operands that no function multiplies: scalars, shapes that don't match."""
-
-
-class UnknownChunksError(UnfitOperandsError):
-    """Operands whose chunk sizes are unknown, as after selecting rows by a mask."""
-
-
 class ProjectedMemoryError(DistMMError, MemoryError):
     """The projected memory of a worker is above its limit. Nothing was moved.
 

@@ -130,7 +130,7 @@ def test_ctrl_c_in_a_terminal(client: Client, files: dict[str, np.ndarray]) -> N
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("A.zarr A.zarr --out C.zarr", "UnfitOperandsError: shapes (90, 70) and (90, 70) don't match"),
+        ("A.zarr A.zarr --out C.zarr", "PlanError: shapes (90, 70) and (90, 70) don't match"),
         ("A.zarr B.npy --out C.zarr --epilog bias", "PlanError: epilog 'bias' needs --bias FILE"),
         ("A.zarr B.npy --out C.zarr --epilog dgelu", "PlanError: epilog 'dgelu' needs --aux FILE"),
         ("A.zarr B.npy --out C.zarr --aux bias.npy", "PlanError: --aux is for the epilogs of a backward pass"),

@@ -72,9 +72,9 @@ from dask_distmm.arrays.kinds import COMPAT_LINALG, any_kind, as_array, kind_of,
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.linalg.array_api import chain, power
 from dask_distmm.arrays.product import multiply
-from dask_distmm.arrays.request import parse, rechunk
+from dask_distmm.arrays.request import check_shapes, parse, rechunk
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
-from dask_distmm.errors import EngineError, PlanError, ProjectedMemoryError, ProtocolError, UnfitOperandsError
+from dask_distmm.errors import EngineError, PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.runtime.chunks import array_kind
 
 # Contractions
@@ -517,13 +517,15 @@ def _product(a: Any, b: Any) -> Any:
         return multiply_sparse(a, b) if takes_sparse(a, b) else NotImplemented
     if why_not(a, b, most=max(a.ndim, b.ndim)) is not None:
         return NotImplemented
+    try:
+        check_shapes(a, b)
+    except PlanError:
+        # Dask has an error to raise.
+        return NotImplemented
     raises = raises_beyond_memory()
     try:
         request = parse(a, b)
         return NotImplemented if why_leave(request) else multiply(request, enabled=True)
-    except UnfitOperandsError:
-        # Dask has an error to raise.
-        return NotImplemented
     except (EngineError, ProtocolError) as error:
         return left_to_dask(error)
     except ProjectedMemoryError as error:

@@ -33,7 +33,7 @@ from dask_distmm.arrays.options import DEFAULTS
 from dask_distmm.arrays.quantize import as_operands, with_scales
 from dask_distmm.config import Options, read_options, setting
 from dask_distmm.engines.base import log
-from dask_distmm.errors import PlanError, UnfitOperandsError, UnknownChunksError, unknown_name
+from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.numeric.epilogs import PLAIN, Epilog, Formula
 from dask_distmm.numeric.types import Types, dtype_from_name, resolve_types, sum_dtype, supported
 from dask_distmm.planning import ENGINES, METHODS, Chunks, Extra, Problem
@@ -298,6 +298,10 @@ _usual_types = functools.lru_cache(maxsize=256)(resolve_types)
 _BATCH = ("auto", "items", "collective")
 
 
+class UnknownChunksError(PlanError):
+    """Chunk sizes are unknown, as after selecting rows by a mask."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A product as a user asks for it, checked."""
@@ -552,13 +556,13 @@ def check_shapes(a: da.Array, b: da.Array) -> None:
                 "astype('float64'), or leave out what is none"
             )
         if array.ndim == 0:
-            raise UnfitOperandsError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
+            raise PlanError(f"matmul does not take scalars, and the {name} operand is one; use a * b")
         if has_unknown_chunks(array):
             raise UnknownChunksError(
                 f"the {name} operand has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first"
             )
     if a.shape[-1] != (b.shape[-2] if b.ndim > 1 else b.shape[0]):
-        raise UnfitOperandsError(
+        raise PlanError(
             f"shapes {a.shape} and {b.shape} don't match: the last axis of the first and "
             f"{'the last but one' if b.ndim > 1 else 'the only'} axis of the second must be equal; transpose one, as "
             "by op_a='T' or op_b='T', if that is meant"
@@ -566,7 +570,7 @@ def check_shapes(a: da.Array, b: da.Array) -> None:
     try:
         np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     except ValueError:
-        raise UnfitOperandsError(
+        raise PlanError(
             f"shapes {a.shape} and {b.shape} don't match: their batch axes {a.shape[:-2]} and {b.shape[:-2]} "
             "must be equal, or 1 where they differ"
         ) from None
