@@ -307,7 +307,7 @@ def estimated(plan: P, held: NDArray[np.float64], work: Work) -> P:
 
 
 def need_workers(roster: Sequence[Worker]) -> None:
-    """Raise if there are no workers."""
+    """Refuse an empty roster."""
     if not roster:
         raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
 

@@ -147,7 +147,7 @@ def _tiles(problem: Problem, engine: str, method: str, grid: tuple[int, int, int
     if method == "allgather" and count > 1:
         have = {"a": [row], "b": [col], "d": [row if by_rows else col]}
         if blocks:
-            # What is gathered may be anywhere.
+            # The operand that is gathered may be anywhere.
             have["b" if by_rows else "a"] = None
     elif s > 1:
         slabs = [row] * (count <= problem.m) + [col] * (count <= problem.n)

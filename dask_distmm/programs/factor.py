@@ -475,19 +475,17 @@ def qr(p: Panels, order: Sequence[int], last: int) -> None:
         if rest.shape[1]:
             p.call("larfb", panel, p.extra(k), rest, op="C")
 
-    def update(k: int, first: int, stop: int) -> None:
-        p.call("larfb", p.panel(k), p.extra(k), p.blocks(first, stop)[p.columns.place(k).start :, :], op="C")
-
-    p.sweep(order, lambda k: (k + 1, last), update, factor=factor)
+    p.sweep(order, lambda k: (k + 1, last), functools.partial(_reflect_blocks, p, op="C"), factor=factor)
 
 
 def reflect(p: Panels, order: Sequence[int], first: Callable[[int], int]) -> None:
     """Multiply: B = Q B, with the reflectors of all panels, the last ones first: block columns of B from `first` on."""
+    p.sweep(order[::-1], lambda k: (first(k), p.columns.count), functools.partial(_reflect_blocks, p, op="N"))
 
-    def update(k: int, first: int, stop: int) -> None:
-        p.call("larfb", p.panel(k), p.extra(k), p.blocks(first, stop)[p.columns.place(k).start :, :], op="N")
 
-    p.sweep(order[::-1], lambda k: (first(k), p.columns.count), update)
+def _reflect_blocks(p: Panels, k: int, first: int, stop: int, *, op: str) -> None:
+    """Multiply block columns by the reflectors of a panel, or by their conjugate transpose."""
+    p.call("larfb", p.panel(k), p.extra(k), p.blocks(first, stop)[p.columns.place(k).start :, :], op=op)
 
 
 def substitute(
