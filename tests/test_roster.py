@@ -102,6 +102,14 @@ def test_factorizations_of_one_host_and_of_several(array, dtype):
         assert choose(without, **asked) == (("numpy",), ["w0", "w1"])
 
 
+@pytest.mark.parametrize("array", ["cupy", "numpy"])
+def test_programs_run_on_gpus_that_can_not_read_each_other(array):
+    apart = roster(gpu(0, reach=[]), gpu(1, reach=[]), gpu(2, host="other"), gpu(3) | {"links": {}})
+    asked = {"array": array, "dtype": "float64", "kind": "program"}
+    assert choose(apart, **asked) == (("peer",), ["w0", "w1", "w2", "w3"])
+    assert choose(apart, "peer", **asked) == (("peer",), ["w0", "w1", "w2", "w3"])
+
+
 def test_matrices_do_not_leave_a_host_where_encryption_is_required():
     found = roster(gpu(0), gpu(1, host="other"))
     found._scheduler.security.require_encryption = True
@@ -143,8 +151,8 @@ def test_workers_that_are_named_and_can_not_take_part():
 
 def test_two_workers_on_one_gpu_reach_each_other():
     shared = Worker("a", host="h", device="gpu0"), Worker("b", host="h", device="gpu0")
-    assert PEER.unfit(shared) == ""
-    assert PEER.unfit(()) == ""
+    assert PEER.unfit(shared, "product") == ""
+    assert PEER.unfit((), "product") == ""
 
 
 @pytest.mark.parametrize("n", [256, 8192, 16384, 32768])

@@ -165,8 +165,8 @@ class EngineModel:
         """Whether it multiplies arrays of ``"numpy"`` or ``"cupy"`` chunks, with these types of A, B and D."""
         return (takes_on_gpus if self.on_gpus else takes_on_cpus)(array, dtypes)
 
-    def unfit(self, workers: Sequence[Any]) -> str:
-        """Return why it can't run on some workers (`Worker`) that have it; empty if it can."""
+    def unfit(self, workers: Sequence[Any], kind: str) -> str:
+        """Return why it can't run a kind of computation on some workers (`Worker`) that have it; empty if it can."""
         return ""
 
     # Products

@@ -60,8 +60,10 @@ class PeerModel(EngineModel):
     # Exchanges included: two H200, float64, N = 16384 and 32768.
     column_seconds: ClassVar = 4e-5
 
-    def unfit(self, workers: Sequence[Worker]) -> str:
-        """Say why not every worker's GPU can read the memory of all others; empty if it can."""
+    def unfit(self, workers: Sequence[Worker], kind: str) -> str:
+        """Say why not every worker's GPU can read the memory of all others; empty if it can, or need not."""
+        if kind == "program":  # what is small goes by the host
+            return ""
         for reader in workers:
             for other in workers:
                 if reader.host != other.host:

@@ -151,7 +151,7 @@ class Roster:
         """Return None if an engine can run on workers that have it; else why not, empty where there are none."""
         if not able:
             return ""
-        if not (reason := ENGINES[engine].unfit([self.worker(ws, engine) for ws in able])):
+        if not (reason := ENGINES[engine].unfit([self.worker(ws, engine) for ws in able], kind)):
             return None
         others = [one.name for one in ENGINES.values() if one.on_gpus and one.collective and kind in one.computes]
         return (
