@@ -158,6 +158,6 @@ class Kernels:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             result = found(*on_host(args), **{key: on_host(x) for key, x in kwargs.items()})
-            return result if name == "host" else wrapped(result)
+            return result if name in ("host", "dots") else wrapped(result)
 
         return call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 
 import dask.array as da
 import numpy as np
@@ -13,6 +14,7 @@ from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.base import Side
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.job import TallJob
+from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import plan_program
 
@@ -77,3 +79,11 @@ def test_kernels_of_iterations_do_not_mix(monkeypatch):
         linalg.gmres(functions[0], y, callback=abs, callback_type="pr_norm")[0],
     ):  # fmt: skip
         run_strictly(monkeypatch, made, operands)
+
+
+@pytest.mark.parametrize("shape", [(100_003, 3), (70_000, 1), (40, 5000), (1, 4), (0, 3), (5, 0)])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_sums_of_columns_are_put_together_from_parts_of_rows(shape, order):
+    x = np.asarray(np.random.default_rng().integers(-9, 9, shape), "float64", order=order)
+    kernels = ProgramKernels(types.SimpleNamespace(asynchronous=True, xp=np))
+    np.testing.assert_array_equal(kernels._column_sums(x), x.sum(axis=0))

@@ -267,7 +267,8 @@ class FactorJob(ProgramJob[FactorPlacement]):
         place = self._execution.held(self.plan.problem.operands.index(name))[copy.dst_index]
         if self.plan.problem.task.check_finite and place.dtype.kind in "fc":
             with np.errstate(all="ignore"):
-                self._sums.append((name, copy, place, place.T.sum()))
+                # CuPy has one block of threads for the sum of all, and one for each column.
+                self._sums.append((name, copy, place, place.sum(axis=0).sum()))
 
     def _unfit(self) -> str:
         """Return what is wrong with the elements of the operands that were read, or nothing."""

@@ -15,6 +15,9 @@ from dask_distmm.errors import MatrixError
 from dask_distmm.numeric.epilogs import call_function
 from dask_distmm.programs.iterative import EXPONENTIAL, LANCZOS, NUMBERS
 
+# Rows of a column that a GPU's block of threads adds up at least, and sums that there are of parts of rows.
+_SUMMED, _SUMS = 32, 2**16
+
 
 def _rotation(a: Any, b: Any) -> tuple[Any, Any, Any]:
     """Return c, s, r of a Givens rotation, stably (Choi 2006)."""
@@ -91,27 +94,28 @@ class IterationKernels:
 
     def dots(self, out: Any, *vectors: Any) -> None:
         """Dot products of pairs of vectors."""
-        # All are queued before the first one is waited for.
-        found = [self.xp.vdot(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
-        out[0] = [number.item() for number in found]
+        pairs = [(id(x), id(y)) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+        # Without a preconditioner some pairs are the same.
+        distinct = {pair: number for number, pair in enumerate(pairs)}
+        found = self.blas.dots(*(vectors[2 * number + which] for number in distinct.values() for which in (0, 1)))
+        numbers = dict(zip(distinct, found, strict=True))
+        out[0] = [numbers[pair] for pair in pairs]
 
     def axpy(self, numbers: Any, x: Any, y: Any, *, at: int = 0, sign: int = 1) -> None:
         """Y += a X, or Y -= a X."""
-        y += (sign * numbers[0, at].item()) * x
+        self.blas.axpby(sign * numbers[0, at].item(), x, 1, y)
 
     def xpay(self, numbers: Any, x: Any, y: Any, *, at: int = 0) -> None:
         """Y = X + a Y."""
-        y *= numbers[0, at].item()
-        y += x
+        self.blas.axpby(1, x, numbers[0, at].item(), y)
 
     def combine(self, numbers: Any, y: Any, *vectors: Any, at: int = 0) -> None:
         """Y = a X + b Z + ..."""
         for number, x in enumerate(vectors, at):
-            factor = numbers[0, number].item()
             if number == at:
-                self.xp.multiply(x, factor, out=y)
+                self.xp.multiply(x, numbers[0, number].item(), out=y)
             else:
-                y += factor * x
+                self.blas.axpby(numbers[0, number].item(), x, 1, y)
 
     def add_squares(self, numbers: Any, x: Any, y: Any, *, at: int = 0) -> None:
         """Y += (a X)^2, by elements."""
@@ -274,9 +278,17 @@ class IterationKernels:
             one[:, :k], one[:, 2 * k :] = both[:, :k], both[:, k:]
         r[...] = image[:, :k] - s[:, :k] * self.xp.asarray(values, s.real.dtype)
 
+    def _column_sums(self, x: Any) -> Any:
+        """Return the sums of columns. CuPy has a block of threads for each, or for some: parts of rows come first."""
+        (rows, cols), size = x.shape, max(_SUMMED, x.size // _SUMS)
+        if not self.blas.asynchronous or rows <= size or not x.flags.c_contiguous:
+            return x.sum(axis=0)
+        parts = rows // size
+        return x[: parts * size].reshape(parts, size, cols).sum(axis=1).sum(axis=0) + x[parts * size :].sum(axis=0)
+
     def column_squares(self, out: Any, r: Any) -> None:
         """Compute the squared norms of columns."""
-        out[0] = self.blas.host((abs(r) ** 2).sum(axis=0))
+        out[0] = self.blas.host(self._column_sums(abs(r) ** 2))
 
     def block_products(self, out: Any, s: Any, w: Any) -> None:
         """Compute X^H W."""

@@ -97,7 +97,7 @@ class ProgramKernels(IterationKernels):
 
     def square_norms(self, r: Any, s: Any) -> None:
         """Add the squared norms of columns to S."""
-        s += (r.real**2 + r.imag**2 if r.dtype.kind == "c" else r * r).sum(axis=0)
+        s += self._column_sums(r.real**2 + r.imag**2 if r.dtype.kind == "c" else r * r)
 
     def gram_of_quotient(self, r: Any, a: Any, g: Any) -> None:
         """G += B^H B of B = A R^-1, which is not kept."""
@@ -115,7 +115,7 @@ class ProgramKernels(IterationKernels):
     def divide(self, r: Any, q: Any) -> None:
         """Q = Q R^-1."""
         for rows in strips_of(self.blas, q):
-            self._divide_into(q[rows], r, q[rows])
+            self._divide_into(part := q[rows], r, part)
 
     def multiply(self, w: Any, q: Any) -> None:
         """Q = Q W."""
@@ -155,11 +155,11 @@ class ProgramKernels(IterationKernels):
         strips = list(strips_of(self.blas, a))
         for at in range(0, len(strips), _AROUND):
             some = strips[at : at + _AROUND]
-            own, rest, part = dense(a[some[0]]).mean(axis=0)[None], self._zeros(mean), self._zeros(g)
+            own, rest, part = self._means(dense(a[some[0]])), self._zeros(mean), self._zeros(g)
             for rows in some:
                 strip = dense(a[rows])
                 centred = self.xp.subtract(strip, own, out=self._scratch(strip))
-                rest += centred.sum(axis=0)
+                rest += self._column_sums(centred)
                 add_gram(self.blas, centred, part)
             # The first strip is an eighth of these rows, so its means cost a digit at most.
             size = a[some[0].start : some[-1].stop].shape[0]
@@ -481,6 +481,9 @@ class ProgramKernels(IterationKernels):
 
     # Helpers
 
+    def _means(self, x: Any) -> Any:
+        return self._column_sums(x)[None] / len(x)
+
     def _scratch(self, like: Any) -> Any:
         """Return memory for a matrix, row-major, which the next call may have too: new memory costs page faults."""
         if self.blas.asynchronous:
@@ -539,11 +542,12 @@ class ProgramKernels(IterationKernels):
             return
         # GPUs multiply many times as fast as they solve (1 H200, float64, 2097152 x 256: 4 ms, cuBLAS' trsm 50).
         inverse, well_conditioned = self._inverse_of(r)
-        quotient = a @ inverse
+        quotient = self.xp.matmul(a, inverse, out=None if out is a else out)
         if not well_conditioned:
             # One step of iterative refinement, which is enough (Higham 2002, section 12.2).
             quotient += (a - quotient @ r) @ inverse
-        out[...] = quotient
+        if quotient is not out:
+            out[...] = quotient
 
     def _inverse_of(self, r: Any) -> tuple[Any, bool]:
         """Return the inverse of a triangle, and whether a product with it is as good as a solution."""
