@@ -7,6 +7,7 @@ import types
 
 import dask.array as da
 import numpy as np
+import pytest
 import strict_cupy
 
 from dask_distmm import linalg
