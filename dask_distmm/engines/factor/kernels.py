@@ -94,6 +94,10 @@ class Kernels(Protocol):
         """Return the eigenvalues of a Hermitian matrix in ascending order, and the eigenvectors as columns."""
         ...
 
+    def svd(self, a: Any, *, vectors: bool, full: bool = False) -> tuple[Any, Any, Any]:
+        """Return U, values and V^H (None without `vectors`), thin or `full`; LinAlgError if that does not converge."""
+        ...
+
     def eig(self, a: Any, *, left: bool, right: bool) -> tuple[Any, Any, Any]:
         """Return complex eigenvalues of any matrix, and left and right eigenvectors, or None; `a` is overwritten."""
         ...

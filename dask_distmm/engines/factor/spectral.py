@@ -33,10 +33,9 @@ def decompose(kernels: Kernels, task: Factorization, a: Any, b: Any = None) -> d
 
 
 def _svd(kernels: Kernels, task: Factorization, a: Any) -> dict[str, Any]:
-    svd = kernels.xp.linalg.svd
+    u, s, vh = kernels.svd(a, vectors=task.vectors, full=task.mode == "complete")
     if not task.vectors:
-        return {"s": svd(a, compute_uv=False)}
-    u, s, vh = svd(a, full_matrices=task.mode == "complete")
+        return {"s": s}
     # Both vectors of a pair get the factor that makes the shorter one right: it cancels in u s v^H.
     pairs, (m, n) = len(s), a.shape
     left, right = unit_factors(kernels, u), unit_factors(kernels, vh.conj().T)

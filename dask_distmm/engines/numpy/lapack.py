@@ -150,6 +150,10 @@ class LapackKernels:
             return w, v
         return _some_eigenpairs(a, first, last)
 
+    def svd(self, a: NDArray[Any], *, vectors: bool, full: bool = False) -> tuple[Any, Any, Any]:
+        """Return U, values and V^H, thin or full; only values without `vectors`."""
+        return np.linalg.svd(a, full) if vectors else (None, np.linalg.svd(a, compute_uv=False), None)
+
     def eig(self, a: NDArray[Any], *, left: bool, right: bool) -> tuple[Any, Any, Any]:
         """Return eigenvalues, and left and right eigenvectors, or None; `a` is overwritten."""
         n, values = len(a), _values_of(a)

@@ -504,15 +504,14 @@ class ProgramKernels(IterationKernels):
 
     def _svd(self, r: Any) -> tuple[Any, Any, Any]:
         try:
-            found: tuple[Any, Any, Any] = self.xp.linalg.svd(r, full_matrices=False)
+            return self.blas.svd(r, vectors=True)
         except np.linalg.LinAlgError as error:
             raise MatrixError(f"svd of A: {error}; scale A, or compute in a wider type") from error
-        return found
 
     def _svdvals(self, r: Any) -> Any:
         if not self._is_finite(r):  # LAPACK has an error for these
             return self.xp.full(min(r.shape), np.nan, r.real.dtype)
-        return self.xp.linalg.svd(r, compute_uv=False)
+        return self.blas.svd(r, vectors=False)[1]
 
     def _inverted(self, s: Any, rtol: float) -> Any:
         """Return reciprocals, and zeros in place of those of what is not above `rtol` times the largest one."""
