@@ -28,8 +28,8 @@ RESULTS = HERE.parent / "benchmarks" / "results"
 SHOWN = (
     "batches", "compressed-cpu", "cpu-1024", "cpu-8192", "eigh-gpu-2", "enabled-cpu", "epilogs-cpu", "gpu-2-direct",
     "gpu-4-dask", "gpu-4-peer", "gpu-4-peer-32-64", "lazy-operands-cpu", "linalg-cpu", "linalg-gpu-1-float64",
-    "linalg-gpu-2-float64", "linalg-gpu-2-qr", "narrow-gpu-4", "overhead-cpu", "spectral-gpu-2", "stateful-cpu",
-    "stateful-gpu-4", "streams-2", "svd-gpu-2", "waves-cpu",
+    "linalg-gpu-2-float64", "linalg-gpu-2-qr", "narrow-gpu-4", "overhead-cpu", "scaling-gpu-4", "spectral-gpu-2",
+    "stateful-cpu", "stateful-gpu-4", "streams-2", "svd-gpu-2", "waves-cpu",
 )  # fmt: skip
 PAGES = (HERE / "performance.md", HERE / "index.md", HERE.parent / "README.md")
 # What a program computes, and the seconds of each way to do it; None where that is not measured or fails.
@@ -342,6 +342,18 @@ def linalg_gpu() -> Times:
     return found
 
 
+def scaling() -> Times:
+    """Return the times of programs and products on one, two and four GPUs."""
+    found: Times = {}
+    counts = {1: "one GPU", 2: "two GPUs", 4: "four GPUs"}
+    for one in load("scaling-gpu-4")["results"]:
+        tall = not one["share"]
+        size = f"{one['size'] // one['gpus']:,} x 512 a GPU" if tall else f"N = {one['size']}"
+        name = {"cholesky": "Cholesky", "lu": "LU", "qr": "QR, only R"}.get(one["name"], one["name"])
+        found.setdefault(f"{name}, {size}", dict.fromkeys(counts.values()))[counts[one["gpus"]]] = one["wall"]
+    return found
+
+
 def short() -> Times:
     """Return the times of the first page."""
     large = {(one["peer"], one["grid"]): one["median"] for one in measured(load("cpu-8192")["results"])}
@@ -383,7 +395,7 @@ def dots(make: Callable[[], Times]) -> Figure:
     times = make()
     ways = list(next(iter(times.values())))
     others = iter((BOUND, "#56B4E9"))
-    known = {"stock Dask": DASK, "dask_distmm": OURS, "dask_distmm, two GPUs": OURS}
+    known = {"stock Dask": DASK, "dask_distmm": OURS, "dask_distmm, two GPUs": OURS, "four GPUs": OURS}
     figure = Figure(figsize=(8.5, 0.9 + 0.21 * len(times)), layout="constrained")
     ax = figure.subplots()
     rows = np.arange(len(times))
@@ -439,6 +451,7 @@ def enabled() -> Figure:
 
 TIMES: Mapping[str, Callable[[], Times]] = {
     "short": short, "small": small, "tiny": tiny, "lazy": lazy, "waves": waves, "two-gpus": two_gpus,
+    "scaling": scaling,
     "linalg-cpu": linalg_cpu, "linalg-gpu": linalg_gpu,
 }  # fmt: skip
 
