@@ -58,13 +58,29 @@ def test_pivots_come_from_the_whole_column(routed):
     assert runs == 1
     assert_lu(a, low, up, p.argmax(axis=1))
     b = random(20)
-    for function in (da.linalg.solve, np.linalg.solve):
+    for function, expected in ((da.linalg.solve, 1), (np.linalg.solve, 0)):
         runs, x = routed(function(cut(a, 10, 10), cut(b, 10)))
-        assert runs == 1
+        assert runs == expected
         assert_solution(a, x[:, None], b[:, None])
-    runs, x = routed(np.linalg.inv(cut(a, 10, 10)))
-    assert runs == 1
-    np.testing.assert_allclose(x, np.linalg.inv(a), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["det", "eig", "eigh", "eigvalsh", "inv", "slogdet", "solve"])
+def test_numpys_functions_of_small_matrices_take_a_task_and_of_larger_ones_a_run(routed, name):
+    function = getattr(np.linalg, name)
+    for order, runs in ((23, 0), (520, 1)):
+        a = np.eye(order) + random(order, order) / (9 * order)
+        operands = ((a + a.T) / 2, random(order)) if name == "solve" else ((a + a.T) / 2,)
+        made = function(*(cut(x, *[order // 2] * x.ndim) for x in operands))
+        taken, *found = routed(*(made if isinstance(made, tuple) else (made,)))
+        assert taken == runs
+        if name in ("eig", "eigh"):
+            w, v = found
+            assert np.linalg.norm(operands[0] @ v - v * w) < 1e-12 * order
+            continue
+        expected = function(*operands)
+        for x, y in zip(found, expected if isinstance(expected, tuple) else (expected,), strict=True):
+            assert x.dtype == y.dtype
+            np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-10)
 
 
 def test_covariances(routed):

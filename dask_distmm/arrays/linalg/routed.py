@@ -30,7 +30,7 @@ from dask_distmm.arrays.fallback import left_to_dask
 from dask_distmm.arrays.linalg import array_api, factors, leading, norms, solutions, spectral
 from dask_distmm.arrays.linalg.factorize import common_type, goes_by_rows, problem_of
 from dask_distmm.arrays.linalg.public import QRResult, SVDResult, named
-from dask_distmm.arrays.linalg.stacks import by_tasks
+from dask_distmm.arrays.linalg.stacks import RULES, by_one_task, by_tasks
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
 from dask_distmm.errors import EngineError, NotSquareError, PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.numeric.sparse import sparse_package
@@ -42,6 +42,8 @@ from dask_distmm.runtime.client import current_client, recent_snapshot
 
 # The most random numbers that travel with a graph.
 _DRAWN = 2**17
+# Rows and columns of matrices for which a run, which begins after some 25 ms, takes longer than NumPy.
+_SMALL = 512
 # How Dask's own function is. "partial": it may be wrong, or NumPy's is called on whole matrices in this process;
 # "absent": it raises.
 StockSupport = Literal["full", "partial", "absent"]
@@ -271,6 +273,8 @@ def _numpys(ours: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(ours)
     def function(*args: Any, **kwargs: Any) -> Any:
+        if ours.__name__ in RULES and not kwargs and minimum_flops() is None and _are_small(*args):
+            return _take(lambda: by_one_task(ours.__name__, *args), *args, stock="partial", run=False)
         return _take(lambda: ours(*args, **kwargs, **options), *args, stock="partial", run=run, narrow=not run)
 
     return function
@@ -342,6 +346,13 @@ def _by_rows(a: Any) -> bool:
 def _on_host(a: Any) -> bool:
     """Whether chunks are NumPy's: some of Dask's functions combine them with NumPy's arrays, or pass them to SciPy."""
     return isinstance(a, Array) and isinstance(a._meta, np.ndarray)
+
+
+def _are_small(*operands: Any) -> bool:
+    """Whether NumPy, which stock Dask gives all chunks to, is done with matrices before a run would begin."""
+    return all(
+        isinstance(x, Array) and _on_host(x) and x.ndim < 3 and max(x.shape, default=0) <= _SMALL for x in operands
+    )
 
 
 def _by_lu(a: Any, blocks: int) -> StockSupport:

@@ -215,6 +215,12 @@ def of_stacks(function: Callable[P, T]) -> Callable[P, T]:
     return taken
 
 
+def by_one_task(name: str, *operands: Any) -> Any:
+    """Return what a function of the table returns of matrices, each of which one task can hold, without its options."""
+    arrays = dict(zip("ab", (operand(*pair) for pair in zip("ab", operands, strict=False)), strict=False))
+    return by_tasks(*RULES[name](*arrays.values()), arrays)
+
+
 def _ndim_of(x: Any) -> int:
     """Return the number of dimensions; 0 of what no array can be made of."""
     try:
