@@ -21,7 +21,7 @@ from dask_distmm.engines.factor.operations import singular
 from dask_distmm.engines.factor.spectral import not_finite, unit_factors
 from dask_distmm.engines.programs.iterations import IterationKernels
 from dask_distmm.errors import MatrixError
-from dask_distmm.numeric.sparse import dense, sparse_package
+from dask_distmm.numeric.sparse import dense, dense_product, sparse_package
 from dask_distmm.programs.steps import COUNT, FLAG
 
 # R of a Gram matrix is R of A up to rounding if the square of the condition of A's scaled columns is not above this;
@@ -31,8 +31,9 @@ _ONCE = 100
 _AROUND = 8
 # Sparse rows of which more is filled are multiplied faster as dense ones (float64, 2,000 columns, one core: at 0.07).
 _FILLED = 1 / 14
-# The Gram matrix of sparse rows is made in this many blocks of columns, if they have as many columns at least.
-_BLOCKS, _BLOCK_COLUMNS = 8, 64
+# The Gram matrix of sparse rows is made in this many blocks of rows, if they have as many rows at least; in more where
+# one would have more elements.
+_BLOCKS, _BLOCK_ROWS, _BLOCK_ELEMENTS = 4, 64, 2**22
 # Up to this share of all eigenvectors, they are computed without the others (n = 2,000, one core: 50 of them twice as
 # fast, half of them as fast).
 _FEW = 1 / 10
@@ -195,12 +196,12 @@ class ProgramKernels(IterationKernels):
 
     def _add_thin_gram(self, a: Any, g: Any) -> None:
         n = a.shape[1]
-        step = max(_BLOCK_COLUMNS, -(-n // _BLOCKS))
+        step = max(_BLOCK_ROWS, min(-(-n // _BLOCKS), _BLOCK_ELEMENTS // max(1, n)))
         # SciPy would compress columns of both operands, in each product.
         adjoint = (a.conj() if a.dtype.kind == "c" else a).T.tocsr()
         for start in range(0, n, step):
             stop = start + step
-            g[start:stop, :stop] += (adjoint[start:stop] @ a[:, :stop]).toarray()
+            g[start:stop, :stop] += dense_product(adjoint[start:stop], a[:, :stop])
 
     def _strips(self, a: Any) -> Iterator[tuple[slice, Any]]:
         """Yield slices of rows, and these rows, dense."""
