@@ -223,22 +223,22 @@ class SolverKernels:
         return w[first : last + 1], v[:, first : last + 1]
 
     def svd(self, a: Any, *, vectors: bool, full: bool = False) -> tuple[Any, Any, Any]:
-        """Return the singular value decomposition, of larger square matrices by way of the polar one.
+        """Return the singular value decomposition, of larger square matrices of float64 by way of the polar one.
 
-        cuSOLVER, H200, float64, ms: order 256 5 (gesvd 27), 512 12 (66), 1024 29 (166), with backward errors of 4e-15.
+        cuSOLVER, H200, ms: order 256 5 (gesvd 27), 512 12 (66), 1024 29 (166), with backward errors of 5e-15.
         """
         order = len(a)
-        if a.shape[1] == order and _POLAR[0] <= order <= _POLAR[1]:
-            kind, values = DATA_TYPES[a.dtype.name], DATA_TYPES[a.real.dtype.name]
+        if a.shape[1] == order and _POLAR[0] <= order <= _POLAR[1] and a.dtype == np.float64:
+            kind = DATA_TYPES[a.dtype.name]
             matrix, u, v = (self.empty(a.shape, a.dtype) for _ in range(3))
             matrix[...] = a
-            s, info = cp.empty(order, a.real.dtype), cp.zeros(1, np.int32)
-            places = kind, *_at(matrix), values, s.data.ptr, kind, *_at(u), kind, *_at(v), kind
+            s, info = cp.empty(order, a.dtype), cp.zeros(1, np.int32)
+            places = kind, *_at(matrix), kind, s.data.ptr, kind, *_at(u), kind, *_at(v), kind
             given = self._now.solver, self._parameters, int(vectors), 1, order, order, *places
             device, host = self._buffers(cusolverDn.xgesvdp_buffer_size(*given))
             # It has perturbed the matrix by more than rounding unless it says that it has by nothing.
             if cusolverDn.xgesvdp(*given, *_memory(device), *_memory(host), info.data.ptr) == 0 == self.host(info)[0]:
-                return (u, s, v.conj().T) if vectors else (None, s, None)
+                return (u, s, v.T) if vectors else (None, s, None)
         found = cp.linalg.svd(a, full_matrices=full, compute_uv=vectors)
         return found if vectors else (None, found, None)
 
