@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.exchange import RankExchange
-from dask_distmm.engines.factor import Execution, Kernels
+from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.job import block_columns, whole
+from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.errors import PlanError

@@ -17,10 +17,9 @@ from matrices import noise
 from residuals import assert_eigh
 from test_spectral import SPECTRA, hermitian
 
+from dask_distmm.engines import tridiagonal
 from dask_distmm.engines.numpy.lapack import LapackKernels
-from dask_distmm.engines.tridiagonal import conquer
-from dask_distmm.engines.tridiagonal.kernels import HostMerging
-from dask_distmm.engines.tridiagonal.reduction import HostReduction, panel_width
+from dask_distmm.engines.tridiagonal import HostMerging, HostReduction, panel_width
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.factor.plan import factor_plan
@@ -38,7 +37,7 @@ def reduction(peer_engine, monkeypatch):
         monkeypatch.setattr(module, name, value)
     smaller = {"#define ROWS 512": "#define ROWS 64", "#define THREADS 128": "#define THREADS 64"}
     monkeypatch.setattr(compiled, "CHANGED", smaller)
-    monkeypatch.setattr(conquer, "_LEAF", 16)
+    monkeypatch.setattr(tridiagonal, "_LEAF", 16)
     return module
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from matrices import noise
 
-from dask_distmm.engines.tridiagonal.kernels import HostMerging
-from dask_distmm.engines.tridiagonal.reduction import HostReduction
+from dask_distmm.engines.tridiagonal import HostMerging, HostReduction
 from dask_distmm.planning.factor.plan import factor_plan
 from dask_distmm.planning.factor.problem import Factorization
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_distmm.engines import tridiagonal
 from dask_distmm.engines.numpy.lapack import LapackKernels
-from dask_distmm.engines.tridiagonal import bisection, conquer
-from dask_distmm.engines.tridiagonal.conquer import DivideAndConquer, deflate, row_bounds
-from dask_distmm.engines.tridiagonal.kernels import Secular
+from dask_distmm.engines.tridiagonal import DivideAndConquer, Secular, deflate, eigenvalues, row_bounds
 
 EPS = np.finfo(float).eps
 # Residuals in units of n eps, in the 1-norm; LAPACK's tests allow 30.
@@ -105,7 +104,7 @@ def matrices(n, rng):
 @pytest.fixture(params=[3, 16, 256])
 def leaf(request, monkeypatch):
     """The order of what is not torn."""
-    monkeypatch.setattr(conquer, "_LEAF", request.param)
+    monkeypatch.setattr(tridiagonal, "_LEAF", request.param)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
@@ -143,9 +142,9 @@ def test_some_eigenvectors(leaf, ranks):
 
 
 def test_single_precision_deflates_more(monkeypatch):
-    monkeypatch.setattr(conquer, "_LEAF", 8)
+    monkeypatch.setattr(tridiagonal, "_LEAF", 8)
     made = []
-    monkeypatch.setattr(conquer, "deflate", lambda *args: made.append(deflate(*args)) or made[-1])
+    monkeypatch.setattr(tridiagonal, "deflate", lambda *args: made.append(deflate(*args)) or made[-1])
     rng, n = np.random.default_rng(), 200
     d, e = rng.standard_normal(n), rng.standard_normal(n - 1)
     w, v = decomposed(d, e, 2, rounding=2.0**-24)
@@ -219,7 +218,7 @@ def test_bisection(n):
     rng = np.random.default_rng()
     for name, d, e in matrices(n, rng):
         expected = np.linalg.eigvalsh(dense(d, e))
-        found = bisection.eigenvalues(d, e, 0, n - 1)
+        found = eigenvalues(d, e, 0, n - 1)
         assert abs(found - expected).max() <= GATE * n * EPS * norm(dense(d, e)) + 1e-300, name
         first, last = np.sort(rng.integers(0, n, 2)).tolist()
-        np.testing.assert_array_equal(bisection.eigenvalues(d, e, first, last), found[first : last + 1])
+        np.testing.assert_array_equal(eigenvalues(d, e, first, last), found[first : last + 1])

@@ -11,10 +11,10 @@ from matrices import noise
 from residuals import assert_eigh
 from test_spectral import SPECTRA, hermitian
 
+from dask_distmm.engines import tridiagonal
 from dask_distmm.engines.factor.execution import triangular_factor
 from dask_distmm.engines.numpy.lapack import LapackKernels
-from dask_distmm.engines.tridiagonal import conquer
-from dask_distmm.engines.tridiagonal.reduction import HostReduction, panel_width, reflector
+from dask_distmm.engines.tridiagonal import HostReduction, panel_width, reflector
 from dask_distmm.errors import MatrixError, PlanError
 from dask_distmm.planning.factor.plan import factor_plan
 from dask_distmm.planning.factor.problem import Factorization
@@ -24,7 +24,7 @@ DTYPES = ["float32", "float64", "complex64", "complex128"]
 
 @pytest.fixture(autouse=True)
 def small_leaves(monkeypatch):
-    monkeypatch.setattr(conquer, "_LEAF", 8)
+    monkeypatch.setattr(tridiagonal, "_LEAF", 8)
 
 
 def run(a, ranks, width, **options):

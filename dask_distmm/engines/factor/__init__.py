@@ -3,8 +3,3 @@
 `kernels` is the arithmetic that an engine brings, `operations` what is made of it, `spectral` has the eigenvalues and
 singular values of a whole matrix, `execution` one rank's run, `job` the operands and results.
 """
-
-from dask_distmm.engines.factor.execution import Execution
-from dask_distmm.engines.factor.kernels import Kernels
-
-__all__ = ["Execution", "Kernels"]

@@ -18,8 +18,7 @@ from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.factor.operations import FactorKernels
 from dask_distmm.engines.factor.spectral import not_finite, unit_factors
 from dask_distmm.engines.programs.executor import Executor
-from dask_distmm.engines.tridiagonal.conquer import DivideAndConquer, row_bounds
-from dask_distmm.engines.tridiagonal.reduction import HostReduction, Tridiagonal
+from dask_distmm.engines.tridiagonal import DivideAndConquer, HostReduction, Tridiagonal, row_bounds
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor.plan import FactorPlan
 from dask_distmm.programs.steps import Buffer, Call, Make, Store

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.tridiagonal.kernels import Merging
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.programs.steps import Lane
 
@@ -35,8 +34,8 @@ class Kernels(Protocol):
         ...
 
     @property
-    def merging(self) -> Merging:
-        """What divide and conquer takes beside products."""
+    def merging(self) -> Any:
+        """What divide and conquer takes beside products: `dask_distmm.engines.tridiagonal.HostMerging`."""
         ...
 
     @property

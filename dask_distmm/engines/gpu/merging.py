@@ -1,4 +1,4 @@
-"""The arithmetic of divide and conquer on GPUs, beside products: `dask_distmm.engines.tridiagonal.kernels.Merging`."""
+"""The arithmetic of divide and conquer on GPUs, beside products: `dask_distmm.engines.tridiagonal.HostMerging`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.gpu.host import kernel
-from dask_distmm.engines.tridiagonal.bisection import bounds
+from dask_distmm.engines.tridiagonal import bounds
 
 _THREADS = 256
 # Warps find one root each; this few are in a block that a small equation has many blocks.
@@ -21,7 +21,7 @@ Vector = NDArray[np.float64]
 
 
 class DeviceMerging:
-    """`Merging` for CuPy arrays; kernels run on the current stream."""
+    """`HostMerging` for CuPy arrays; kernels run on the current stream."""
 
     def secular(self, poles: Vector, weights: Vector, rho: float) -> DeviceSecular:
         """Solve the secular equation."""
@@ -43,10 +43,10 @@ class DeviceMerging:
 
     def eigenvalues(self, d: Vector, e: Vector, first: int, last: int) -> Vector:
         """Return eigenvalues by bisection."""
-        around, count = bounds(d, e), last - first + 1
+        count = last - first + 1
         values = cp.empty(count, np.float64)
         sizes = (np.int32(size) for size in (len(d), first, count))
-        limits = (np.float64(x) for x in (around.low, around.high, around.pivot, around.tolerance))
+        limits = map(np.float64, bounds(d, e))
         # An array of no elements has no address.
         squares = cp.asarray(np.append(e * e, 0.0))
         kernel("merging", "bisected_values")(
@@ -57,7 +57,7 @@ class DeviceMerging:
 
 
 class DeviceSecular:
-    """`dask_distmm.engines.tridiagonal.kernels.Secular` on a GPU."""
+    """`dask_distmm.engines.tridiagonal.Secular` on a GPU."""
 
     def __init__(self, poles: Vector, weights: Vector, rho: float) -> None:
         count, inverse = len(poles), 1.0 / rho

@@ -24,7 +24,7 @@ from dask_distmm.engines.base import log
 from dask_distmm.engines.factor.kernels import Kernels, assign
 from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.tridiagonal.reduction import TINY, Tridiagonal, panel_width
+from dask_distmm.engines.tridiagonal import TINY, Tridiagonal, panel_width
 from dask_distmm.errors import EngineError, PlanError
 from dask_distmm.programs.factor import Columns
 

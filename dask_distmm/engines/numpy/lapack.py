@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.engines.factor.kernels import solve_by_halves
 from dask_distmm.engines.numpy.blas import column_major, ld_of, routine
-from dask_distmm.engines.tridiagonal.kernels import HostMerging
+from dask_distmm.engines.tridiagonal import HostMerging
 from dask_distmm.errors import EngineError
 from dask_distmm.programs.steps import Lane
 

@@ -39,8 +39,7 @@ from dask_distmm.engines.peer.memory import Exporter
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected, Offer
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.state import PeerState
-from dask_distmm.engines.tridiagonal.conquer import row_bounds
-from dask_distmm.engines.tridiagonal.reduction import Tridiagonal
+from dask_distmm.engines.tridiagonal import Tridiagonal, row_bounds
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.factor.plan import FactorPlacement

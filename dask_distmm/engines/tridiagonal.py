@@ -1,0 +1,675 @@
+r"""Eigenvalues of a Hermitian matrix that several ranks have: by way of a tridiagonal one; for all engines.
+
+**Reduction**, where ranks talk over Dask's comms, with NumPy. Householder's reflectors ``H_j = I - tau v v^H``
+eliminate column after column: ``T = Q^H A Q`` with ``Q = H_0 H_1 ...``, as LAPACK's ``hetrd`` has them. Of a column the
+owner makes the reflector. Each rank multiplies its own block columns of the lower triangle by v, each element once for
+itself and once for its mirror image, and the owner adds the products up. The matrix is updated after a narrow panel of
+columns by ``A - V W^H - W V^H``; within a panel products are corrected for what has not been done yet (``latrd``). Only
+the owner decides on a reflector, and tells the others: the same sums elsewhere may be rounded differently.
+
+**Bisection** has eigenvalues without vectors. The number of negative pivots of ``T - x`` is that of the eigenvalues
+below x (Sturm). All eigenvalues are looked for at the same time, each in a bracket of its own; the kernel for GPUs has
+a thread for each. Counts as LAPACK's ``stebz`` has them.
+
+**Divide and conquer** has eigenvalues and eigenvectors. The matrix is torn in two, again and again, until the parts are
+small; these are solved by LAPACK. Then parts are merged by twos (J. J. M. Cuppen 1981): the eigenvectors Z of both are
+multiplied by those of the merge, ``Z := Z U``.
+
+Each rank has some rows of Z, of all columns. So it multiplies its own rows, and a merge needs from others nothing but
+the two rows of Z on both sides of the cut. The matrix is torn between ranks' rows first. Here four ranks have 40 rows::
+
+    rank 0   [ 0:10)  \
+    rank 1   [10:20)  /  cut at 10  \
+    rank 2   [20:30)  \              cut at 20, all ranks merge
+    rank 3   [30:40)  /  cut at 30  /
+
+Parts within a rank's own rows are merged by this rank only. For a cut between ranks both neighbours publish a row of Z,
+and the eigenvalues of their part. All ranks that merge take these very numbers, and so come to the same decisions. Each
+solves the secular equation for itself: where its roots differ by rounding, so do its rows of U.
+
+A tridiagonal matrix is torn at an element off its diagonal. With the eigenvectors of its two parts it becomes a
+diagonal matrix and one of rank one, ``diag(d) + rho z z^T``. *Deflation*: an eigenvalue does not change where z is
+zero, or where two elements of d are the same and a rotation makes one of theirs in z zero: M. Gu, S. C. Eisenstat, A
+divide-and-conquer algorithm for the symmetric tridiagonal eigenproblem, SIAM J. Matrix Anal. Appl. 16 (1995); LAPACK's
+``laed2``. Several ranks decide on the same numbers each for itself, and must come to the same decisions. So there are
+only sums, products, quotients, square roots and comparisons of single numbers, which IEEE 754 rounds alike everywhere;
+nothing is summed in an order that a library chooses.
+
+The other eigenvalues are the roots of the *secular equation* ``1/rho + sum_i z_i^2 / (d_i - x) = 0``: one between each
+pole and the next one, one above the last. A root is kept as the nearest pole and its distance from that, so that its
+distance from every pole has a small relative error. Of roots with any error there is a vector z' close to z for which
+they are exact (Gu and Eisenstat 1995)::
+
+    z'_i^2 = (x_i - d_i) prod_{j != i} (x_j - d_i) / (d_j - d_i)        (times a constant)
+
+The eigenvectors are ``z'_i / (d_i - x_j)``, which are orthogonal whatever the errors of the roots.
+
+Roots are found by rational interpolation: the function is replaced by ``c + s / (d_p - x) + S / (d_q - x)`` with the
+poles p and q on both sides of the root, the value and the derivatives of both sums (the *middle way*: R.-C. Li, LAPACK
+Working Note 89, 1993). A bracket guards the steps; one that leaves it halves it. The kernels for GPUs do the same with
+a group of threads for each root.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dask_distmm.engines.exchange import Messages
+from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.programs.factor import Columns
+
+Vector = NDArray[np.float64]
+Pair = tuple[Vector, Vector]
+
+# Reduction
+
+
+# Columns of a narrow panel.
+_NARROW = 64
+# Squares of lengths that count as zero, by the type of real numbers.
+TINY = {"float64": 2.0**-900, "float32": 2.0**-200}
+
+
+class Tridiagonal(NamedTuple):
+    """A tridiagonal matrix, and the reflectors that lead to it."""
+
+    # Its diagonal, (n,), and the elements beside it, (n - 1,), in float64 on the host.
+    d: NDArray[np.float64]
+    e: NDArray[np.float64]
+    # tau of each reflector, (n - 1,), on the host.
+    factors: NDArray[Any]
+
+
+def panel_width(width: int) -> int:
+    """Return the columns of a narrow panel, of which a block column of a width has a whole number."""
+    return width if width <= _NARROW else math.gcd(width, _NARROW)
+
+
+class HostReduction:
+    """One rank's part of a reduction."""
+
+    def __init__(
+        self,
+        columns: Columns,
+        rank: int,
+        array: NDArray[Any],
+        talk: Messages,
+        check: Callable[[], None] = lambda: None,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> None:
+        self._columns, self._rank, self._array, self._talk = columns, rank, array, talk
+        self._check, self._progress = check, progress
+        self._order, self._width = columns.matrices[0].shape[0], columns.matrices[0].width
+        self._d, self._e = np.zeros(self._order), np.zeros(max(0, self._order - 1))
+        self._factors = np.zeros(max(0, self._order - 1), array.dtype)
+
+    def reduce(self) -> Tridiagonal:
+        """Reduce the matrix, whose elements should be of about the size of 1."""
+        step = panel_width(self._width)
+        for number, start in enumerate(range(0, self._order, step)):
+            self._check()
+            stop, owner = min(start + step, self._order), self._columns.owner(start // self._width)
+            if owner == self._rank:
+                v, w = self._make(start, stop)
+                here = slice(start, stop)
+                if self._columns.ranks > 1:
+                    told = v, w, self._d[here], self._e[here], self._factors[here]
+                    self._talk.publish("reflectors", number, told)
+            else:
+                for column in range(start, min(stop, self._order - 1)):
+                    (vector,) = self._talk.fetch("vector", column, owner)
+                    self._talk.publish("product", column, (self._multiply(column, vector),))
+                    if column > start:
+                        self._talk.forget("product", column - 1)
+                v, w, *others = self._talk.fetch("reflectors", number, owner)
+                self._talk.forget("product", min(stop, self._order - 1) - 1)
+                for values, found in zip((self._d, self._e, self._factors), others, strict=True):
+                    values[start : start + len(found)] = found
+            self._update(stop, v[stop - start :], w[stop - start :])
+            self._progress(1 - (1 - stop / self._order) ** 3)
+        return Tridiagonal(self._d, self._e, self._factors)
+
+    def _make(self, start: int, stop: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Make the reflectors of a panel of this rank; return V and W, whose rows begin with the panel's diagonal."""
+        block = start // self._width
+        place = self._columns.local(self._rank, block, block + 1).start + start - block * self._width
+        columns = self._array[: self._order, place : place + stop - start]
+        panel = columns[start:]
+        v, w = (np.zeros(panel.shape, panel.dtype, order="F") for _ in range(2))
+        for at, column in enumerate(range(start, stop)):
+            x = panel[at:, at] - v[at:, :at] @ w[at, :at].conj() - w[at:, :at] @ v[at, :at].conj()
+            self._d[column] = x[0].real
+            if column == self._order - 1:
+                break
+            vector, tau, self._e[column] = reflector(x[1:])
+            v[at + 1 :, at], self._factors[column] = vector, tau
+            y = self._gather(column, vector)
+            before, beside = v[at + 1 :, :at], w[at + 1 :, :at]
+            y -= before @ (beside.conj().T @ vector) + beside @ (before.conj().T @ vector)
+            w[at + 1 :, at] = tau * y - abs(tau) ** 2 / 2 * np.vdot(vector, y).real * vector
+        panel[...] = v
+        # Later the reflectors of a whole block column are one panel.
+        columns[block * self._width : start] = 0
+        return v, w
+
+    def _gather(self, column: int, vector: NDArray[Any]) -> NDArray[Any]:
+        """Return the matrix, as it was before the panel, times the reflector of a column of this rank."""
+        if self._columns.ranks == 1:
+            return self._multiply(column, vector)
+        self._talk.publish("vector", column, (vector,))
+        found = self._multiply(column, vector)
+        owner = self._rank
+        for rank in (rank for rank in range(self._columns.ranks) if rank != owner):
+            found = found + self._talk.fetch("product", column, rank)[0]
+        self._talk.forget("vector", column)
+        return found
+
+    def _multiply(self, column: int, vector: NDArray[Any]) -> NDArray[Any]:
+        """Return this rank's part of the product with a reflector, which begins below the diagonal of a column."""
+        found, first = np.zeros_like(vector), column + 1
+        for start, stop, part in self._blocks(first):
+            size, here, below = stop - start, slice(start - first, stop - first), slice(stop - first, None)
+            corner = np.tril(part[:size], -1)
+            found[here] += part.diagonal()[:size].real * vector[here] + corner @ vector[here]
+            found[here] += corner.conj().T @ vector[here] + part[size:].conj().T @ vector[below]
+            found[below] += part[size:] @ vector[here]
+        return found
+
+    def _update(self, first: int, v: NDArray[Any], w: NDArray[Any]) -> None:
+        """Update the lower triangle of this rank's columns from one on."""
+        for start, stop, part in self._blocks(first):
+            here, below = slice(start - first, stop - first), slice(start - first, None)
+            change = v[below] @ w[here].conj().T + w[below] @ v[here].conj().T
+            np.subtract(part, change, out=part)
+
+    def _blocks(self, first: int) -> Iterator[tuple[int, int, NDArray[Any]]]:
+        """Yield this rank's block columns from a column on: first and last + 1, and the rows from the diagonal on."""
+        for block in self._columns.owned(self._rank, first // self._width, self._columns.first(1)):
+            _, start, stop = self._columns.blocks[block]
+            begin = max(start, first)
+            if begin < stop:
+                place = self._columns.local(self._rank, block, block + 1)
+                yield begin, stop, self._array[begin : self._order, place.start + begin - start : place.stop]
+
+
+def reflector(x: NDArray[Any]) -> tuple[NDArray[Any], Any, float]:
+    """Return v, tau and beta of ``(I - tau v v^H)^H x = beta e_0``; v begins with 1, and beta is real.
+
+    Numbers far below the rounding of a matrix of about the size of 1 count as zero.
+    """
+    wide = x.astype(np.result_type(x.dtype, np.float64))
+    head, rest = complex(wide[0]), wide[1:]
+    square = float((rest.real**2).sum() + (rest.imag**2).sum() + head.imag**2)
+    v = np.zeros_like(x)
+    v[0] = 1
+    if square <= TINY[x.real.dtype.name]:
+        return v, x.dtype.type(0), head.real
+    beta = -math.copysign(math.sqrt(head.real**2 + square), head.real)
+    factor = (beta - head) / beta
+    v[1:] = rest / (wide[0] - beta)
+    return v, x.dtype.type(factor if x.dtype.kind == "c" else factor.real), beta
+
+
+# Bisection
+
+
+_ROUNDING = 2.0**-52
+# More halvings than a bracket of finite numbers can have.
+_MOST_HALVINGS = 1200
+
+
+def bounds(d: Vector, e: Vector) -> tuple[float, float, float, float]:
+    """Return bounds of all eigenvalues of diagonal d, (n,) and not empty, and e beside it; least pivot; tolerance."""
+    beside = np.abs(e)
+    radius = np.concatenate([beside, [0.0]]) + np.concatenate([[0.0], beside])
+    low, high = float((d - radius).min()), float((d + radius).max())
+    size = max(abs(low), abs(high), float(np.finfo(float).tiny))
+    pivot = float(np.finfo(float).tiny) * max(1.0, float((e * e).max(initial=0.0)))
+    wider = 2 * size * _ROUNDING * len(d) + 2 * pivot
+    return low - wider, high + wider, pivot, _ROUNDING * size / 2
+
+
+def eigenvalues(d: Vector, e: Vector, first: int, last: int) -> Vector:
+    """Return the eigenvalues with numbers `first` to `last`, in ascending order."""
+    (least, most, pivot, tolerance), squares = bounds(d, e), e * e
+    numbers = np.arange(first, last + 1)
+    low, high = np.full(len(numbers), least), np.full(len(numbers), most)
+    for _ in range(_MOST_HALVINGS):
+        middle = low + (high - low) / 2
+        width = tolerance + _ROUNDING * np.maximum(np.abs(low), np.abs(high))
+        wide = high - low > width
+        if not wide.any():
+            break
+        above = _count(d, squares, middle, pivot) > numbers
+        low, high = np.where(wide & ~above, middle, low), np.where(wide & above, middle, high)
+    return np.sort(low + (high - low) / 2)
+
+
+def _count(d: Vector, squares: Vector, x: Vector, pivot: float) -> NDArray[np.int64]:
+    """Return how many eigenvalues are below each x."""
+    found, last = np.zeros(len(x), np.int64), np.ones(len(x))
+    for number, element in enumerate(d):
+        last = element - x - (squares[number - 1] / last if number else 0.0)
+        last = np.where(np.abs(last) < pivot, -pivot, last)
+        found += last < 0
+    return found
+
+
+# The secular equation
+
+
+_EPS = 2.0**-53
+# Elements of a matrix of all differences that are worked on at once.
+_ELEMENTS = 2**21
+# A root takes 4 to 8 steps.
+_MOST_STEPS = 100
+
+
+class Secular:
+    """Eigenvalues and eigenvectors of ``diag(poles) + rho weights weights^T``."""
+
+    def __init__(self, poles: Vector, weights: Vector, rho: float) -> None:
+        self._poles = poles
+        count = len(poles)
+        self._origins, self._shifts = np.empty(count, np.int64), np.empty(count)
+        step = max(1, _ELEMENTS // count)
+        for first in range(0, count, step):
+            some = slice(first, first + step)
+            which = np.arange(count)[some]
+            self._origins[some], self._shifts[some] = roots(poles, weights, rho, which)
+        self.values = poles[self._origins] + self._shifts
+        self._fitted = np.copysign(np.sqrt(self._squares(step)), weights)
+
+    def _squares(self, step: int) -> Vector:
+        """Return the squares of the weights for which the roots are exact."""
+        poles, count = self._poles, len(self._poles)
+        found = np.empty(count)
+        for first in range(0, count, step):
+            rows = np.arange(count)[first : first + step]
+            # Of each row i the distances of all roots j, and of all poles j, from pole i.
+            far = (poles[self._origins] - poles[rows, None]) + self._shifts
+            near = poles - poles[rows, None]
+            near[np.arange(len(rows)), rows] = 1.0
+            found[rows] = np.abs(np.prod(far / near, axis=1))
+        return found
+
+    def vectors(self, rows: NDArray[np.int64], which: NDArray[np.int64], out: Vector) -> None:
+        """Write some eigenvectors, of length 1, to the columns of `out`."""
+        difference = (self._poles[rows, None] - self._poles[self._origins[which]]) - self._shifts[which]
+        np.divide(self._fitted[rows, None], difference, out=out)
+        out /= np.sqrt((out * out).sum(axis=0))
+
+
+def roots(poles: Vector, weights: Vector, rho: float, which: NDArray[np.int64]) -> tuple[NDArray[np.int64], Vector]:
+    """Return some roots of the secular equation: for each the number of the nearest pole, and the distance from it."""
+    count, squares, inverse = len(poles), weights * weights, 1.0 / rho
+    if count == 1:
+        return np.zeros(len(which), np.int64), np.full(len(which), rho * squares[0])
+    with np.errstate(all="ignore"):
+        found = _Search(poles, squares, inverse, which)
+        found.run()
+    return found.origins, found.shifts
+
+
+class _Search:
+    """The search of some roots, all at the same time; those that are found are not changed further."""
+
+    def __init__(self, poles: Vector, squares: Vector, inverse: float, which: NDArray[np.int64]) -> None:
+        self._poles, self._squares, self._inverse = poles, squares, inverse
+        last = which == len(poles) - 1
+        # The poles of the model are those on both sides of a root, below the last root the last two.
+        self._below = np.minimum(which, len(poles) - 2)
+        self._last = last
+        p, q = squares[self._below], squares[self._below + 1]
+        gap = poles[self._below + 1] - poles[self._below]
+        # The sign in the middle of the two poles says which one is nearer.
+        self.origins, self.shifts = self._below.copy(), gap / 2
+        psi, phi, _, _ = self._sums(np.arange(len(which)))
+        middle = inverse + psi + phi
+        low = (middle >= 0) & ~last
+        self.origins = np.where(low, self._below, self._below + 1)
+        # With all other poles in the middle's place, the distance from the nearer pole solves a quadratic equation.
+        rest = middle + 2 * (p - q) / gap
+        near, far, rest = np.where(low, p, q), np.where(low, q, p), np.where(low, rest, -rest)
+        a, b = rest * gap + near + far, near * gap
+        guess = _root(a, b, rest, np.zeros(len(which), bool))
+        # The last root is not below that of the last pole by itself, nor above that with all weights on this pole.
+        guess = np.where(last, q / inverse, np.where(low, guess, -guess))
+        self._low = np.where(low | last, 0.0, -gap / 2)
+        self._high = np.where(last, squares.sum() / inverse, np.where(low, gap / 2, 0.0))
+        self.shifts = self._inside(guess, self._low, self._high)
+
+    def run(self) -> None:
+        """Find all roots."""
+        left = np.arange(len(self.shifts))
+        for step in range(_MOST_STEPS):
+            if not len(left):
+                return
+            shift, below = self.shifts[left], self._below[left]
+            psi, phi, dpsi, dphi = self._sums(left)
+            f, df = self._inverse + psi + phi, dpsi + dphi
+            self._low[left] = np.where(f < 0, shift, self._low[left])
+            self._high[left] = np.where(f < 0, self._high[left], shift)
+            noise = _EPS * (8 * (np.abs(psi) + np.abs(phi)) + self._inverse + np.abs(shift) * df)
+            base = self._poles[self.origins[left]]
+            p, q = (self._poles[below] - base) - shift, (self._poles[below + 1] - base) - shift
+            a, b, c = (p + q) * f - p * q * df, p * q * f, f - p * dpsi - q * dphi
+            move = _root(a, b, c, self._last[left])
+            # The function ascends.
+            move = np.where(f * move < 0, move, -f / df)
+            bisected = np.full(len(left), np.nan) if step > 8 and step % 2 else shift + move
+            moved = self._inside(bisected, self._low[left], self._high[left])
+            found = (np.abs(f) <= noise) | (np.abs(moved - shift) <= _EPS * np.abs(shift))
+            self.shifts[left] = np.where(found, shift, moved)
+            left = left[~found]
+
+    def _sums(self, some: NDArray[np.int64]) -> tuple[Vector, Vector, Vector, Vector]:
+        """Return the sums over the poles below some roots and above them, and the derivatives of these."""
+        distance = (self._poles[:, None] - self._poles[self.origins[some]]) - self.shifts[some]
+        terms = self._squares[:, None] / distance
+        slopes = terms / distance
+        below = np.arange(len(self._poles))[:, None] <= self._below[some]
+        return tuple(np.where(side, x, 0.0).sum(axis=0) for x in (terms, slopes) for side in (below, ~below))
+
+    @staticmethod
+    def _inside(shift: Vector, low: Vector, high: Vector) -> Vector:
+        """Return shifts, and in place of those outside of their brackets the middle: of orders of magnitude."""
+        # One end of a bracket is the pole itself, until a step has left it.
+        open_end = np.where(low == 0, high, low) / 32
+        middle = np.where((low == 0) | (high == 0), open_end, np.copysign(np.sqrt(low * high), high))
+        return np.where((shift > low) & (shift < high), shift, middle)
+
+
+def _root(a: Vector, b: Vector, c: Vector, larger: NDArray[np.bool_]) -> Vector:
+    """Return a root of ``c x^2 - a x + b``, without cancellation: the one that tends to ``b / a`` as c vanishes."""
+    root = np.sqrt(np.maximum(a * a - 4 * b * c, 0))
+    smaller = np.where(a > 0, 2 * b / (a + root), (a - root) / (2 * c))
+    return np.where(larger, np.where(a >= 0, (a + root) / (2 * c), 2 * b / (a - root)), smaller)
+
+
+class HostMerging:
+    """The parts of a merge beside products of matrices, which are column-major and in float64; here NumPy arrays."""
+
+    def secular(self, poles: Vector, weights: Vector, rho: float) -> Secular:
+        """Solve the secular equation of at least one pole."""
+        return Secular(poles, weights, rho)
+
+    def rotate(self, z: Vector, pairs: NDArray[np.int64], factors: Vector) -> None:
+        """Rotate pairs of columns in their order: column p becomes c p + s q, column q c q - s p."""
+        for (p, q), (c, s) in zip(pairs.tolist(), factors.tolist(), strict=True):
+            z[:, p], z[:, q] = c * z[:, p] + s * z[:, q], c * z[:, q] - s * z[:, p]
+
+    def take(self, source: Vector, columns: NDArray[np.int64], target: NDArray[Any]) -> None:
+        """Copy some columns of `source` to `target`, which may be of another type."""
+        target.T[...] = np.take(source.T, columns, axis=0)
+
+    def eigenvalues(self, d: Vector, e: Vector, first: int, last: int) -> Vector:
+        """Return eigenvalues of a tridiagonal matrix by bisection, on the host."""
+        return eigenvalues(d, e, first, last)
+
+
+# Deflation
+
+
+# The tolerance in units of rounding, as LAPACK has it.
+_TOLERANCE = 8.0
+# Where a column of eigenvectors is not zero: in the rows of the first part, of both, of the second one.
+_FIRST, _BOTH, _SECOND = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """The rest of ``diag(d) + rho z z^T`` after deflation, and the order of the columns of eigenvectors."""
+
+    # d and z of what is left, (k,); the poles ascend.
+    poles: NDArray[np.float64]
+    weights: NDArray[np.float64]
+    # The factor; positive.
+    rho: float
+    # Eigenvalues that are found, (n - k,).
+    deflated: NDArray[np.float64]
+    # The columns of the two parts, (n,): those that are not zero only in the first part's rows, those that are not
+    # in any, those only in the second part's rows; and those of `deflated`.
+    columns: NDArray[np.int64]
+    # How many columns the first three of these groups have; their sum is k.
+    counts: tuple[int, int, int]
+    # For each of the first k columns the number of its pole.
+    order: NDArray[np.int64]
+    # Rotations of columns that come before, in their order, (r, 2): column p becomes c p + s q, column q c q - s p.
+    pairs: NDArray[np.int64]
+    factors: NDArray[np.float64]
+
+
+def deflate(d: NDArray[np.float64], z: NDArray[np.float64], coupling: float, first: int, rounding: float) -> Merge:
+    """Return what is left of the merge of two parts."""
+    # z z^T of a vector of length 1.
+    z, rho = z * np.sqrt(0.5), 2.0 * coupling
+    size = np.abs(z)
+    tolerance = _TOLERANCE * rounding * max(np.abs(d).max(initial=0.0), size.max(initial=0.0))
+    order = np.argsort(d, kind="stable")
+    left = order[rho * size[order] > tolerance]
+    near, weights, kinds = d[left], z[left], np.where(left < first, _FIRST, _SECOND)
+    found = np.array(list(_rotated(near, weights, kinds, tolerance))).reshape(-1, 3)
+    rotated, kept = found[:, 0].astype(np.int64), np.ones(len(left), bool)
+    kept[rotated] = False
+    gone = np.setdiff1d(order, left[kept], assume_unique=True)
+    values = d.copy()
+    values[left] = near
+    kinds = kinds[kept]
+    grouped = np.argsort(kinds, kind="stable")
+    counts = tuple(int(np.count_nonzero(kinds == kind)) for kind in (_FIRST, _BOTH, _SECOND))
+    return Merge(
+        poles=near[kept],
+        weights=weights[kept],
+        rho=rho,
+        deflated=values[gone],
+        columns=np.concatenate([left[kept][grouped], gone]),
+        counts=counts,  # type: ignore[arg-type]
+        order=grouped,
+        pairs=left[np.stack([rotated, rotated + 1], 1)],
+        factors=found[:, 1:],
+    )
+
+
+def _rotated(d: Vector, z: Vector, kinds: NDArray[np.int64], tolerance: float) -> Iterator[tuple[int, float, float]]:
+    """Rotate pairs of neighbouring poles that are nearly the same, in place: the first one of each is deflated.
+
+    Yields its number, and the factors.
+    """
+    # Few pairs are close, and are looked for all at once. The second one of a pair that is rotated changes.
+    close = np.abs((d[1:] - d[:-1]) * z[1:] * z[:-1]) <= tolerance * (z[1:] * z[1:] + z[:-1] * z[:-1])
+    at = 0
+    for start in np.flatnonzero(close).tolist():
+        at = max(at, start)
+        while at + 1 < len(d):
+            p, q, gap = float(z[at]), float(z[at + 1]), float(d[at + 1] - d[at])
+            length = (p * p + q * q) ** 0.5
+            c, s = q / length, -p / length
+            if abs(gap * c * s) > tolerance:
+                break
+            z[at], z[at + 1] = 0.0, length
+            low, high = float(d[at]), float(d[at + 1])
+            d[at], d[at + 1] = low * c * c + high * s * s, low * s * s + high * c * c
+            if kinds[at] != kinds[at + 1]:
+                kinds[at + 1] = _BOTH
+            yield at, c, s
+            at += 1
+
+
+# Divide and conquer
+
+
+# Parts of at most this order are LAPACK's.
+_LEAF = 256
+# Elements of U that are made at once.
+_PANEL_ELEMENTS = 2**26
+# Small parts that are solved at the same time on a host of GPUs.
+_THREADS = 8
+
+
+def row_bounds(order: int, ranks: int) -> list[int]:
+    """Return the first row of each rank, and behind the last one the order of the matrix."""
+    return [order * rank // ranks for rank in range(ranks + 1)]
+
+
+class DivideAndConquer:
+    """One rank's part of divide and conquer."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        talk: Messages,
+        place: tuple[int, int],
+        matrix: tuple[Vector, Vector],
+        memory: tuple[Any, Any],
+        *,
+        rounding: float = 2.0**-53,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._kernels, self._talk, (self._rank, self._ranks), self._check = kernels, talk, place, check
+        # Deflation takes the largest element for about 1.
+        largest = max(np.abs(x).max(initial=0.0) for x in matrix)
+        self._unit = float(np.exp2(np.frexp(largest)[1])) if largest else 1.0
+        self._d, self._e = (x / self._unit for x in matrix)
+        self._z, self._spare = memory
+        self._rounding, self._order = rounding, len(self._d)
+        self._bounds = row_bounds(self._order, self._ranks)
+        self._rows = slice(self._bounds[self._rank], self._bounds[self._rank + 1])
+        self._wanted = 0, self._order
+
+    def solve(self, first: int, last: int) -> tuple[Vector, NDArray[np.int64]]:
+        """Compute some eigenvalues, and this rank's rows of their eigenvectors."""
+        self._wanted = first, last + 1
+        self._z.T[...] = 0
+        leaves = list(_leaves(self._rows.start, self._rows.stop))
+        for cut in {edge for leaf in leaves for edge in leaf} - {0, self._order}:
+            coupling = abs(self._e[cut - 1])
+            for side in (cut - 1, cut):
+                if self._rows.start <= side < self._rows.stop:
+                    self._d[side] -= coupling
+        # NumPy calls LAPACK without the interpreter's lock.
+        with ThreadPoolExecutor(_THREADS if self._kernels.asynchronous else 1) as pool:
+            found = dict(zip(leaves, pool.map(self._leaf, leaves), strict=True))
+        values = self._across(0, self._ranks, found)
+        columns = np.argsort(values, kind="stable")[first : last + 1]
+        return values[columns] * self._unit, columns
+
+    def _leaf(self, leaf: tuple[int, int]) -> Pair:
+        """Return eigenvalues and eigenvectors of a small part."""
+        d, e = self._d[slice(*leaf)], self._e[leaf[0] : leaf[1] - 1]
+        found = np.linalg.eigh(np.diag(d) + np.diag(e, -1))
+        return found[0], found[1]
+
+    def _across(self, low: int, high: int, leaves: Mapping[tuple[int, int], Pair]) -> Vector:
+        """Return the eigenvalues of the part of some ranks, of which this is one."""
+        if high - low == 1:
+            return self._local(self._rows.start, self._rows.stop, leaves)
+        middle = (low + high) // 2
+        mine = (low, middle) if self._rank < middle else (middle, high)
+        values = self._across(*mine, leaves)
+        start, cut, stop = self._bounds[low], self._bounds[middle], self._bounds[high]
+        ends: list[Sequence[Vector]] = []
+        sides: tuple[tuple[str, int, int, slice], ...] = (
+            ("above", middle - 1, cut - 1, slice(start, cut)),
+            ("below", middle, cut, slice(cut, stop)),
+        )
+        for part, owner, row, columns in sides:
+            if owner == self._rank:
+                ends.append((values, self._row(row, columns)))
+                self._talk.publish(part, middle, ends[-1])
+            else:
+                ends.append(self._talk.fetch(part, middle, owner))
+        return self._merge(start, cut, stop, *ends)
+
+    def _local(self, start: int, stop: int, leaves: Mapping[tuple[int, int], Pair]) -> Vector:
+        """Return the eigenvalues of a part all of whose rows this rank has."""
+        if (start, stop) in leaves:
+            values, vectors = leaves[start, stop]
+            rows = slice(start - self._rows.start, stop - self._rows.start)
+            self._z[rows, start:stop] = self._kernels.xp.asarray(vectors)
+            return values
+        middle = (start + stop) // 2
+        first, second = self._local(start, middle, leaves), self._local(middle, stop, leaves)
+        above, below = (
+            (first, self._row(middle - 1, slice(start, middle))),
+            (second, self._row(middle, slice(middle, stop))),
+        )
+        return self._merge(start, middle, stop, above, below)
+
+    def _row(self, row: int, columns: slice) -> Vector:
+        """Return a part of a row of eigenvectors, on the host."""
+        return np.array(self._kernels.host(self._z[row - self._rows.start, columns]))
+
+    def _merge(self, start: int, middle: int, stop: int, above: Sequence[Vector], below: Sequence[Vector]) -> Vector:
+        """Merge two parts; return the eigenvalues in the order of the columns of this rank's rows.
+
+        Each part comes as its eigenvalues, and its row of Z beside the cut.
+        """
+        self._check()
+        coupling, first = float(self._e[middle - 1]), middle - start
+        d, z = (
+            np.concatenate([above[0], below[0]]),
+            np.concatenate([above[1], below[1] if coupling >= 0 else -below[1]]),
+        )
+        merge = deflate(d, z, abs(coupling), first, self._rounding)
+        merging, here = self._kernels.merging, slice(*(max(0, edge - self._rows.start) for edge in (start, stop)))
+        mine, count = self._z[here, start:stop], len(merge.poles)
+        if len(merge.pairs):
+            merging.rotate(mine, merge.pairs, merge.factors)
+        merging.take(mine, merge.columns, spare := self._spare[: len(mine), : stop - start])
+        solved = merging.secular(merge.poles, merge.weights, merge.rho) if count else None
+        values = merge.deflated if solved is None else np.concatenate([solved.values, merge.deflated])
+        needed = slice(0, count)
+        if stop - start == self._order:
+            values = self._agreed(values)
+            wanted = np.argsort(values, kind="stable")[slice(*self._wanted)]
+            roots = np.sort(wanted[wanted < count])
+            needed = slice(int(roots[0]), int(roots[-1]) + 1) if len(roots) else slice(0, 0)
+        merging.take(spare[:, count:], np.arange(stop - start - count), mine[:, count:])
+        if solved is not None:
+            cut = min(max(0, middle - self._rows.start - here.start), len(mine))
+            self._multiply(merge, solved, (spare, mine), cut, needed)
+        return values
+
+    def _agreed(self, values: Vector) -> Vector:
+        """Return the eigenvalues of the whole matrix as the first rank has them."""
+        if self._ranks == 1:
+            return values
+        if self._rank == 0:
+            self._talk.publish("values", 0, (values,))
+            return values
+        return self._talk.fetch("values", 0, 0)[0]
+
+    def _multiply(self, merge: Merge, solved: Secular, matrices: tuple[Any, Any], cut: int, needed: slice) -> None:
+        """Multiply this rank's rows by the eigenvectors of a merge; `cut` of them are the first part's."""
+        source, target = matrices
+        count, (alone, both, _) = len(merge.poles), merge.counts
+        width = max(1, min(needed.stop - needed.start, _PANEL_ELEMENTS // count))
+        panel = self._kernels.empty((count, width), np.dtype(np.float64))
+        for column in range(needed.start, needed.stop, width):
+            which = np.arange(column, min(column + width, needed.stop))
+            u, places = panel[:, : len(which)], slice(column, column + len(which))
+            solved.vectors(merge.order, which, u)
+            # In the rows of each part the columns of the other one are zero.
+            for rows, some in ((slice(0, cut), slice(0, alone + both)), (slice(cut, None), slice(alone, count))):
+                if some.start < some.stop:
+                    self._kernels.gemm(source[rows, some], u[some], target[rows, places], alpha=1, beta=0)
+                else:
+                    target[rows, places].T[...] = 0
+
+
+def _leaves(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts that are not torn any more, as `DivideAndConquer._local` tears them."""
+    if stop - start <= _LEAF:
+        yield start, stop
+        return
+    middle = (start + stop) // 2
+    yield from _leaves(start, middle)
+    yield from _leaves(middle, stop)
