@@ -22,13 +22,13 @@ FAULT_POINTS = {
     "replicate": ("dask_distmm.runtime.transfers", "ReplicaStore", "gather"),
     "place": ("dask_distmm.runtime.worker", "ChunkStore", "place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
-    "library": ("dask_distmm.engines.cublasmp.library", "Group", "multiply"),
+    "library": ("dask_distmm.engines.cublasmp", "Group", "multiply"),
     "steps": ("dask_distmm.engines.factor.execution", "Execution", "execute"),
-    "solver": ("dask_distmm.engines.cusolvermp.library", "Group", "call"),
+    "solver": ("dask_distmm.engines.cusolvermp", "Group", "call"),
     "panel": ("dask_distmm.engines.peer.products", "Multiplication", "_multiply"),
     "step": ("dask_distmm.engines.peer.streaming", "Streaming", "_multiply"),
     "program": ("dask_distmm.engines.programs.executor", "Executor", "_take"),
-    "workspace": ("dask_distmm.engines.cublasmp.library", "Group", "allocate"),
+    "workspace": ("dask_distmm.engines.cublasmp", "Group", "allocate"),
 }
 
 

@@ -1,1 +1,1 @@
-"""Engines do the multiplying. `base` has the base classes; `numpy` runs on CPUs, on the chunks as they lie."""
+"""Engines do the multiplying. `base` has the base classes; `numpy` runs on CPUs, the others on GPUs."""

@@ -490,6 +490,4 @@ class CublasmpModel(EngineModel):
         )
 
 
-CUBLASMP = CublasmpModel(
-    "cublasmp", "dask_distmm.engines.cublasmp.engine", on_gpus=True, collective=True, library="cuBLASMp"
-)
+CUBLASMP = CublasmpModel("cublasmp", "dask_distmm.engines.cublasmp", on_gpus=True, collective=True, library="cuBLASMp")

@@ -45,7 +45,7 @@ class CusolvermpModel(EngineModel):
 
 CUSOLVERMP = CusolvermpModel(
     "cusolvermp",
-    "dask_distmm.engines.cusolvermp.engine",
+    "dask_distmm.engines.cusolvermp",
     frozenset(["factorization"]),
     (128, 1024),
     on_gpus=True,

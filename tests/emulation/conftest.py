@@ -72,7 +72,7 @@ class SolverRanks(Ranks):
     def job(self, side):
         if side.me not in self.engines:
             self.engines[side.me] = self.module.CusolverMpEngine()
-            self.engines[side.me]._solver = self.kernels
+            self.engines[side.me].solver = lambda: self.kernels
         return super().job(side)
 
 
@@ -184,7 +184,7 @@ def forget():
 def make(monkeypatch):
     def make(host=False, shares_memory=True):
         world = devices.install(monkeypatch, shares_memory)
-        engine = importlib.import_module("dask_distmm.engines.cublasmp.engine")
+        engine = importlib.import_module("dask_distmm.engines.cublasmp")
         _small_pinned_buffers(monkeypatch)
         return Ranks(engine, host), world
 
@@ -196,7 +196,7 @@ def make(monkeypatch):
 def make_solvers(monkeypatch):
     def make(host=False):
         world = devices.install(monkeypatch)
-        engine = importlib.import_module("dask_distmm.engines.cusolvermp.engine")
+        engine = importlib.import_module("dask_distmm.engines.cusolvermp")
         return SolverRanks(engine, host, DeviceKernels()), world
 
     yield make

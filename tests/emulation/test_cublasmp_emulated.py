@@ -262,7 +262,7 @@ def test_what_is_held_is_counted(make, method, dtype, size):
 
 def test_a_rank_without_room_stops_all_before_the_collective(make, monkeypatch):
     ranks, world = make()
-    from dask_distmm.engines.cublasmp.library import Group
+    from dask_distmm.engines.cublasmp import Group
     from dask_distmm.errors import EngineError
 
     real = Group.allocate

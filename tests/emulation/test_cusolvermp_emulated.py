@@ -228,7 +228,7 @@ def test_chunks_of_workers_that_are_no_ranks(factorize, host):
 def test_few_rows_more_columns_than_one_batch(factorize, monkeypatch):
     import sys
 
-    monkeypatch.setattr(sys.modules["dask_distmm.engines.cusolvermp.job"], "_BATCH_BYTES", 300)
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.cusolvermp"], "_BATCH_BYTES", 300)
     a = noise(np.random.default_rng(), (90, 90), "float64")
     found = factorize("lu", 3, a)
     assert_lu(a, found["l"], found["u"], found["p"][0])

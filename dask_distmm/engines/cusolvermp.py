@@ -1,4 +1,6 @@
-"""One participant's side of a factorization that all ranks compute together.
+"""The engine for factorizations on GPUs that can't read each other's memory: those of several hosts.
+
+One participant's side of a factorization that all ranks compute together.
 
 ::
 
@@ -25,40 +27,168 @@ eigh, eigvalsh      syevd
 
 The library has getrs without transposes, ormqr from the left, syevd of a lower triangle: the plan turns the matrices
 that way.
+
+A `Group` is what the ranks of a plan share and keep between runs. To make, to use or to free it is collective: all
+ranks do it in the same order, as they see the same runs in the same order. Matrices are column-major, in square blocks
+on one row of ranks, so that each rank has all rows of its block columns: then the size of the blocks' rows has no
+meaning for where elements lie, and the library wants it to be that of the columns.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib.metadata
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
+from nvmath.bindings import cublas, cublasMp, cusolverMp
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import ResultKey, Side, wait_checked
-from dask_distmm.engines.cusolvermp.library import LEFT, LOWER, CusolverMpState, Group, Matrix, Shared
-from dask_distmm.engines.exchange import RankExchange
+from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, nccl_version
+from dask_distmm.engines.base import Engine, ResultKey, Side, log, wait_checked
 from dask_distmm.engines.factor.execution import Execution
 from dask_distmm.engines.factor.job import triangle_of
-from dask_distmm.engines.factor.kernels import Kernels, assign
+from dask_distmm.engines.factor.kernels import assign
 from dask_distmm.engines.factor.operations import indefinite, singular
 from dask_distmm.engines.factor.spectral import not_finite, unit_factors
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.entry import CollectiveEntry
-from dask_distmm.engines.gpu.gemm import OPS
-from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
+from dask_distmm.engines.gpu.operands import check_arrays, check_gpu, record
 from dask_distmm.engines.gpu.program import GpuFactorJob
 from dask_distmm.errors import EngineError, MatrixError
+from dask_distmm.installing import install_command
 from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
-from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan, factored
+from dask_distmm.planning.factor.plan import FactorPlacement, factored
 from dask_distmm.planning.factor.planner import algorithm_of
+
+# cuSOLVERMp, and cuBLASMp's trsm, through their bindings: grids, descriptors, workspace, the calls
+
+
+_LEAST = 901  # 0.9.1
+# cublasFillMode_t, cublasSideMode_t, cublasDiagType_t
+LOWER, _UPPER, LEFT, _NON_UNIT, _UNIT = 0, 1, 0, 0, 1
+_COMPUTE_TYPES = {
+    **dict.fromkeys(("float32", "complex64"), int(cublas.ComputeType.COMPUTE_32F)),
+    **dict.fromkeys(("float64", "complex128"), int(cublas.ComputeType.COMPUTE_64F)),
+}
+
+
+def check_versions(handle: int) -> dict[str, str]:
+    """Return the versions that must agree between ranks."""
+    version, nccl = int(cusolverMp.get_version(handle)), nccl_version()
+    found, least = ".".join(map(str, nccl)), ".".join(map(str, LEAST_NCCL))
+    major = cp.cuda.runtime.runtimeGetVersion() // 1000
+    if version < _LEAST or nccl < LEAST_NCCL:
+        raise EngineError(
+            f"cuSOLVERMp {version} and NCCL {found} were found; needed are cuSOLVERMp 0.9.1 ({_LEAST}) and NCCL "
+            f"{least} or newer: {install_command(f'cu{major}')}"
+        )
+    return {"cusolvermp": str(version), "cublasmp": str(int(cublasMp.get_version())), "nccl": found}
+
+
+class Matrix(NamedTuple):
+    """A matrix that is distributed over the ranks by block columns."""
+
+    # Rows and columns of the whole matrix, and the columns of a block.
+    shape: tuple[int, int]
+    width: int
+    # This rank's columns; memory of any size where it has none.
+    local: Any
+    # Distance of its columns, in elements.
+    ld: int
+
+    @property
+    def pointer(self) -> int:
+        """Where the rank's columns begin."""
+        return int(self.local.data.ptr)
+
+
+class Group:
+    """The communicator and the grids of a group of ranks."""
+
+    def __init__(
+        self, nranks: int, rank: int, unique_id: bytes, names: tuple[str, ...], stream: cp.cuda.Stream, handle: int
+    ) -> None:
+        self.comm = NcclComm(nranks, rank, unique_id, stream)
+        self.names, self.stream, self.handle = names, stream, handle
+        by_columns = int(cusolverMp.GridMapping.COL_MAJOR)
+        self.grid = int(cusolverMp.create_device_grid(handle, self.comm.handle, 1, nranks, by_columns))
+        self._blas: tuple[int, int] | None = None
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        """Do something without the others; raise the same `EngineError` on all ranks if it fails on one."""
+        problem, found = "", None
+        try:
+            found = work()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problems := self.comm.agree(problem):
+            raise EngineError("; ".join(f"{self.names[rank]}: {text}" for rank, text in problems.items()))
+        return found
+
+    def refuse(self, problem: str) -> None:
+        """Raise the same `MatrixError` on all ranks if one of them has found something in its columns."""
+        if problems := self.comm.agree(problem):
+            raise MatrixError(next(iter(problems.values())))
+
+    def everywhere(self, values: Any, count: int) -> Any:
+        """Return the vectors of all ranks, ``(ranks, count)``, on the host. Each has at most `count` elements."""
+        comm, size = self.comm, count * values.itemsize
+        found = cp.zeros((comm.nranks, count), values.dtype)
+        found[comm.rank, : len(values)] = values
+        others = [rank for rank in range(comm.nranks) if rank != comm.rank]
+        comm.exchange(
+            [(rank, int(found[comm.rank].data.ptr), size) for rank in others],
+            [(rank, int(found[rank].data.ptr), size) for rank in others],
+        )
+        return found.get(stream=self.stream)
+
+    @property
+    def blas(self) -> tuple[int, int]:
+        """The handle of cuBLASMp and its grid, made when they are first needed."""
+        if self._blas is None:
+            handle = int(cublasMp.create(self.stream.ptr))
+            layout = int(cublasMp.GridLayout.COL_MAJOR)
+            self._blas = handle, int(cublasMp.grid_create(1, self.comm.nranks, layout, self.comm.handle))
+        return self._blas
+
+    def call(self, name: str, sizes: Callable[[], tuple[int, int]], routine: Callable[..., Any]) -> None:
+        """Call a routine on all ranks, with a workspace of the largest size that one of them asks for."""
+
+        def asked() -> tuple[int, int]:
+            try:
+                device, host = sizes()
+            except RuntimeError as error:
+                raise RuntimeError(f"{name}: {error}") from error
+            return max(1, int(device)), max(1, int(host))
+
+        device, host = map(self.comm.largest, self.together(asked))
+        memory = self.together(lambda: (cp.empty(device, np.uint8), np.empty(host, np.uint8)))
+
+        def run() -> None:
+            routine(int(memory[0].data.ptr), device, int(memory[1].ctypes.data), host)
+            self.stream.synchronize()
+
+        self.together(run)
+
+    def close(self) -> None:
+        """Free everything, on all ranks."""
+        if self._blas is not None:
+            handle, grid = self._blas
+            cublasMp.grid_destroy(grid)
+            cublasMp.destroy(handle)
+        cusolverMp.destroy_grid(self.grid)
+        self.comm.close()
+
 
 # What the ranks compute together, as calls of cuSOLVERMp and cuBLASMp
 
@@ -66,32 +196,25 @@ from dask_distmm.planning.factor.planner import algorithm_of
 class SharedExecution(Execution):
     """One rank's part of a computation of all ranks. `group` must be set before `execute`."""
 
-    def __init__(
-        self,
-        plan: FactorPlan,
-        rank: int,
-        kernels: Kernels,
-        exchange: RankExchange,
-        check: Callable[[], None],
-        progress: Callable[[float], None],
-        array: Any,
-    ) -> None:
-        super().__init__(plan, rank, kernels, exchange, check, progress, array)
-        self.group: Group
+    group: Group
 
     def execute(self) -> None:
         """Call the library."""
         self.take(self._steps, 0.0, 0.0)
         problem = self.plan.problem
-        with Shared(self.group, problem.dtype) as shared:
+        self._described: dict[tuple[tuple[int, int], int, int], int] = {}
+        try:
             a, b = self._matrix(0), self._matrix(1) if len(self.columns.matrices) > 1 else None
             if problem.spectral:
-                self._eigh(shared, a, b)
+                self._eigh(a, b)
             elif problem.kind == "solve_triangular":
                 assert b is not None
-                self._substitute(shared, a, b)
+                self._substitute(a, b)
             else:
-                {"cholesky": self._cholesky, "lu": self._lu, "qr": self._qr}[factored(problem)](shared, a, b)
+                {"cholesky": self._cholesky, "lu": self._lu, "qr": self._qr}[factored(problem)](a, b)
+        finally:
+            for descriptor in self._described.values():
+                cusolverMp.destroy_matrix_desc(descriptor)
         self._progress(1.0)
 
     def _matrix(self, number: int) -> Matrix:
@@ -102,11 +225,11 @@ class SharedExecution(Execution):
         rows = self.columns.rows if number else matrix.shape[0]
         return Matrix((rows, matrix.shape[1]), matrix.width, local if local.size else self.array, len(self.array))
 
-    def _cholesky(self, shared: Shared, a: Matrix, b: Matrix | None) -> None:
+    def _cholesky(self, a: Matrix, b: Matrix | None) -> None:
         n = a.shape[1]
         info, failure = 0, None
         try:
-            info = shared.solver("potrf", LOWER, n, a)
+            info = self._solver("potrf", LOWER, n, a)
         except EngineError as error:
             # Of a matrix that is not positive definite the library says INTERNAL_ERROR (0.9.1), on all ranks.
             failure = error
@@ -117,19 +240,19 @@ class SharedExecution(Execution):
         if failure is not None:
             raise failure
         if b is not None:
-            shared.solver("potrs", LOWER, n, b.shape[1], a, b)
+            self._solver("potrs", LOWER, n, b.shape[1], a, b)
 
-    def _lu(self, shared: Shared, a: Matrix, b: Matrix | None) -> None:
+    def _lu(self, a: Matrix, b: Matrix | None) -> None:
         # One for each of the rank's columns.
         pivots = cp.zeros(self.columns.local_cols(self.rank) + a.width, np.int64)
-        shared.solver("getrf", *a.shape, a, int(pivots.data.ptr))
+        self._solver("getrf", *a.shape, a, int(pivots.data.ptr))
         diagonal = self._diagonal()
         self._note_pivots(self._on_all(pivots), diagonal)
         if b is None:
             return
         if not diagonal.all():
             raise MatrixError(singular(int(np.argmin(diagonal != 0)), rank=False))
-        shared.solver("getrs", OPS["N"], a.shape[0], b.shape[1], a, int(pivots.data.ptr), b)
+        self._solver("getrs", OPS["N"], a.shape[0], b.shape[1], a, int(pivots.data.ptr), b)
 
     def _note_pivots(self, pivots: Any, diagonal: Any) -> None:
         """Keep the pivots as `Execution` has them: for each panel, counted from 0 and from its first row.
@@ -152,38 +275,38 @@ class SharedExecution(Execution):
                 self.arrays[f"pivots.{panel}"] = (found[start:stop] - start).astype(np.int32)
                 self.arrays[f"diagonal.{panel}"] = diagonal[start:stop]
 
-    def _qr(self, shared: Shared, a: Matrix, b: Matrix | None) -> None:
+    def _qr(self, a: Matrix, b: Matrix | None) -> None:
         problem, (m, n), k = self.plan.problem, a.shape, min(a.shape)
         # One for each of the rank's columns.
         tau = cp.zeros(self.columns.local_cols(self.rank) + a.width, problem.dtype)
-        shared.solver("geqrf", m, n, a, int(tau.data.ptr), for_size=(m, n, a))
+        self._solver("geqrf", m, n, a, int(tau.data.ptr), for_size=(m, n, a))
         if b is None:
             return
 
         def reflect(op: str) -> None:
             target = b._replace(shape=(m, b.shape[1]))
-            shared.solver("ormqr", LEFT, OPS[op], m, b.shape[1], k, a, int(tau.data.ptr), target)
+            self._solver("ormqr", LEFT, OPS[op], m, b.shape[1], k, a, int(tau.data.ptr), target)
 
         if problem.kind == "qr":
             reflect("N")
             return
         self._check_rank()
         if problem.by_adjoint:
-            shared.trsm(a, b, order=k, lower=False, op="C", unit=False)
+            self._trsm(a, b, order=k, lower=False, op="C", unit=False)
             reflect("N")
         else:
             # ormqr has the transpose of real types, and the conjugate transpose of complex ones.
             reflect("C" if problem.dtype.startswith("complex") else "T")
-            shared.trsm(a, b, order=k, lower=False, op="N", unit=False)
+            self._trsm(a, b, order=k, lower=False, op="N", unit=False)
 
-    def _substitute(self, shared: Shared, a: Matrix, b: Matrix) -> None:
+    def _substitute(self, a: Matrix, b: Matrix) -> None:
         problem = self.plan.problem
         if not problem.unit_diagonal and not (diagonal := self._diagonal()).all():
             raise MatrixError(singular(int(np.argmin(diagonal != 0)), rank=False))
         op, order = problem.substituted, a.shape[1]
-        shared.trsm(a, b, order=order, lower=problem.lower, op=op, unit=problem.unit_diagonal)
+        self._trsm(a, b, order=order, lower=problem.lower, op=op, unit=problem.unit_diagonal)
 
-    def _eigh(self, shared: Shared, a: Matrix, b: Matrix | None) -> None:
+    def _eigh(self, a: Matrix, b: Matrix | None) -> None:
         n, xp, finite = a.shape[1], self.kernels.xp, []
         for start, _, block in self._blocks(0):
             finite.append(xp.isfinite(xp.tril(block[start:])).all())
@@ -193,7 +316,7 @@ class SharedExecution(Execution):
         w = cp.zeros(n, np.zeros(0, self.plan.problem.dtype).real.dtype)
         # Without vectors nothing is written to Q: A is there for a place.
         vectors = b or a
-        if shared.solver("syevd", ctypes.addressof(job), LOWER, n, a, int(w.data.ptr), vectors):
+        if self._solver("syevd", ctypes.addressof(job), LOWER, n, a, int(w.data.ptr), vectors):
             raise MatrixError(f"eigh of A, {a.shape}: the iteration has not converged; scale A, or use a wider type")
         self.arrays["result.w"] = w
         for _, _, vectors_here in self._blocks(1) if b is not None else ():
@@ -241,6 +364,58 @@ class SharedExecution(Execution):
         if small.any():
             raise MatrixError(singular(int(np.argmax(small)), rank=True))
 
+    # Calls of the libraries
+
+    def _solver(self, name: str, *arguments: Any, for_size: Sequence[Any] | None = None) -> int:
+        """Call a routine of cuSOLVERMp and return what it says: 0 if all is well, else a number above 0."""
+        handle, kind, given = self.group.handle, DATA_TYPES[self.plan.problem.dtype], self._given(arguments)
+        asked = given if for_size is None else self._given(for_size)
+        info = cp.zeros(1, np.int32)
+        self.group.call(
+            name,
+            lambda: getattr(cusolverMp, f"{name}_buffer_size")(handle, *asked, kind),
+            lambda *memory: getattr(cusolverMp, name)(handle, *given, kind, *memory, int(info.data.ptr)),
+        )
+        found = int(info.get(stream=self.group.stream)[0])
+        if self.group.comm.largest(-found) > 0:
+            raise EngineError(f"cuSOLVERMp's {name} refuses argument {-found}")
+        return self.group.comm.largest(found)
+
+    def _trsm(self, a: Matrix, b: Matrix, *, order: int, lower: bool, op: str, unit: bool) -> None:
+        """Overwrite the first `order` rows of B with the solution of ``op(A) X = B``, A the triangle of that order."""
+        (handle, grid), dtype = self.group.blas, self.plan.problem.dtype
+        kind, one = DATA_TYPES[dtype], np.ones(1, dtype)
+        described = [
+            int(cublasMp.matrix_descriptor_create(*x.shape, x.width, x.width, 0, 0, x.ld, kind, grid)) for x in (a, b)
+        ]
+        modes = LEFT, LOWER if lower else _UPPER, OPS[op], _UNIT if unit else _NON_UNIT
+        places = a.pointer, 1, 1, described[0], b.pointer, 1, 1, described[1]
+        given = *modes, order, b.shape[1], int(one.ctypes.data), *places, _COMPUTE_TYPES[dtype]
+        try:
+            self.group.call(
+                "trsm",
+                lambda: cublasMp.trsm_buffer_size(handle, *given),
+                lambda *memory: cublasMp.trsm(handle, *given, *memory),
+            )
+        finally:
+            for descriptor in described:
+                cublasMp.matrix_descriptor_destroy(descriptor)
+
+    def _given(self, arguments: Sequence[Any]) -> list[int]:
+        found: list[int] = []
+        for one in arguments:
+            found += (one.pointer, 1, 1, self._descriptor(one)) if isinstance(one, Matrix) else (int(one),)
+        return found
+
+    def _descriptor(self, matrix: Matrix) -> int:
+        key = matrix.shape, matrix.width, matrix.ld
+        if key not in self._described:
+            kind, blocks = DATA_TYPES[self.plan.problem.dtype], (matrix.width, matrix.width)
+            self._described[key] = int(
+                cusolverMp.create_matrix_desc(self.group.grid, kind, *matrix.shape, *blocks, 0, 0, matrix.ld)
+            )
+        return self._described[key]
+
 
 # One participant's side of a factorization that all ranks compute together
 
@@ -254,7 +429,7 @@ _SETTLING, _LOOK = 5.0, 1e-3
 class CusolverMpJob(GpuFactorJob):
     """One participant's side of one run; see the text of the module."""
 
-    def __init__(self, side: Side[FactorPlacement], engine: CusolverMpState) -> None:
+    def __init__(self, side: Side[FactorPlacement], engine: CusolverMpEngine) -> None:
         super().__init__(side, engine)
         self._state, self._shared = engine, len(self.plan.ranks) > 1
         least = CUSOLVERMP.share(algorithm_of(self.plan.problem.task), len(self.plan.ranks))
@@ -426,3 +601,67 @@ class CusolverMpJob(GpuFactorJob):
         """End with `error`: at once before the gate; else when the library returns, or else with the process."""
         self._entry.abort(error)
         super().abort(error)
+
+
+class CusolverMpEngine(Engine):
+    """Factorizes on GPUs with cuSOLVERMp, one GPU a worker process."""
+
+    name = "cusolvermp"
+
+    def __init__(self) -> None:
+        # By number the groups of ranks that have a communicator.
+        self.groups: dict[int, Group] = {}
+
+    @functools.cached_property
+    def stream(self) -> cp.cuda.Stream:
+        """The engine's own stream, on the process' current device."""
+        return cp.cuda.Stream(non_blocking=True)
+
+    @functools.cached_property
+    def handle(self) -> int:
+        """The library's handle. One process may have no more than one for its GPU."""
+        return int(cusolverMp.create(int(cp.cuda.runtime.getDevice()), self.stream.ptr))
+
+    @functools.cached_property
+    def _kernels(self) -> Any:
+        # cuSOLVER is loaded by those who use it.
+        from dask_distmm.engines.gpu.lapack import SolverKernels
+
+        return SolverKernels(self.stream)
+
+    def solver(self) -> Any:
+        """Return the kernels of one GPU (`SolverKernels`), on the engine's stream."""
+        return self._kernels
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the libraries that must agree between workers."""
+        check_gpu()
+        try:
+            return {**check_versions(self.handle), "nvmath": importlib.metadata.version("nvmath-python")}
+        except (ImportError, RuntimeError) as error:
+            raise EngineError(
+                f"cuSOLVERMp or NCCL can't be loaded ({error}): {install_command('cu13')} (cu12 for CUDA 12)"
+            ) from error
+
+    def memory(self) -> int:
+        """Return the bytes of the device."""
+        return int(cp.cuda.runtime.memGetInfo()[1])
+
+    def job(self, side: Side[Any]) -> CusolverMpJob:
+        """Return what does a participant's part of a run."""
+        check_arrays(self.name, side.chunks)
+        return CusolverMpJob(side, self)
+
+    def release(self, group: int) -> None:
+        """Free the communicator of a group; all of its ranks do so at the same time."""
+        found = self.groups.pop(group, None)
+        if found is not None:
+            found.close()
+
+    def abandon(self, group: int) -> None:
+        """Forget a group that has lost a rank: its communicator can't be freed before this process ends."""
+        if self.groups.pop(group, None) is not None:
+            log.warning("a rank of group %s is gone: its communicator stays until the worker restarts", group)
+
+
+ENGINE = CusolverMpEngine()

@@ -1,6 +1,6 @@
-"""One participant's side of one run on GPUs.
+"""The engine for GPUs: one cuBLASMp multiply across dask-cuda workers, or cuBLAS where one GPU does.
 
-::
+One participant's side of one run::
 
     prepare()   tiles, D and buffers are allocated. An error here is a vote against the run
     execute()   chunks of workers that are not ranks are fetched
@@ -10,10 +10,18 @@
                 D's chunks are made from the tiles in the same way
 
 A chunk that is a rank's tile already is used as it is, and D's tile is the chunk where it is exactly one.
+
+A `Group` is what the ranks of a plan share and keep between runs: communicator, process grids, a registered workspace,
+descriptors. To make or to free one of these is collective, so all ranks do it in the same order: they see the same runs
+in the same order, and each decision rests only on these.
 """
 
 from __future__ import annotations
 
+import collections
+import functools
+import gc
+import importlib.metadata
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
@@ -21,23 +29,278 @@ from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
+from nvmath.bindings import cublasMp
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import REPLICA, ChunkKey, Job, ResultKey, Side, contiguous, is_of_d, wait_checked
-from dask_distmm.engines.cublasmp.library import CublasMpState, Group
+from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, nccl_version
+from dask_distmm.engines.base import (
+    REPLICA,
+    ChunkKey,
+    Engine,
+    Job,
+    ResultKey,
+    Side,
+    contiguous,
+    is_of_d,
+    log,
+    wait_checked,
+)
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.entry import CollectiveEntry
 from dask_distmm.engines.gpu.finishing import BiasCut, Finishing, NativeBias
-from dask_distmm.engines.gpu.gemm import PLAIN, FusedEpilog, Gemm, GemmShape, GemmTypes, MatrixRef, check_fp8
+from dask_distmm.engines.gpu.gemm import (
+    DATA_TYPES,
+    OPS,
+    PLAIN,
+    FusedEpilog,
+    Gemm,
+    GemmShape,
+    GemmTypes,
+    MatrixRef,
+    alpha_beta,
+    check_fp8,
+)
 from dask_distmm.engines.gpu.host import in_type, to_host
-from dask_distmm.engines.gpu.operands import DeviceChunks, ld, mark, usable
-from dask_distmm.layout import Layout, Moves, redistribution
+from dask_distmm.engines.gpu.operands import DeviceChunks, check_arrays, check_gpu, ld, mark, usable
+from dask_distmm.errors import EngineError
+from dask_distmm.installing import install_command
+from dask_distmm.layout import Layout, Moves, ProcessGrid, redistribution
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cublasmp import CUBLASMP, Tile, Tiles, make_tiles, own_kernel, returned_type, tile_chunk
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.planner import SINGLE_BYTES
+
+# cuBLASMp through its bindings: handles, descriptors, workspace, the calls
+
+
+_LEAST_CUBLASMP = 1000  # 0.10.0
+_MOST_DESCRIPTORS = 32
+
+_Attribute = cublasMp.MatmulDescriptorAttribute
+
+
+def check_versions() -> dict[str, str]:
+    """Return the versions that must agree between ranks."""
+    mp, nccl = int(cublasMp.get_version()), nccl_version()
+    found, least = ".".join(map(str, nccl)), ".".join(map(str, LEAST_NCCL))
+    major = cp.cuda.runtime.runtimeGetVersion() // 1000
+    if mp < _LEAST_CUBLASMP or nccl < LEAST_NCCL:
+        raise EngineError(
+            f"cuBLASMp {mp} and NCCL {found} were found; needed are cuBLASMp 0.10 (1000) and NCCL {least} or newer: "
+            f"{install_command(f'cu{major}')}"
+        )
+    return {
+        "cublasmp": str(mp),
+        "nccl": found,
+        "nvmath": importlib.metadata.version("nvmath-python"),
+    }
+
+
+class Group:
+    """The communicator, grids, workspace and descriptors of a group of ranks. Every call is collective."""
+
+    def __init__(
+        self, nranks: int, rank: int, unique_id: bytes, names: tuple[str, ...], stream: cp.cuda.Stream
+    ) -> None:
+        self.comm = NcclComm(nranks, rank, unique_id, stream)
+        self.names, self.stream = names, stream
+        self._handle = cublasMp.create(stream.ptr)
+        self._grids: dict[tuple[int, int, str], int] = {}
+        self._calls: collections.OrderedDict[Any, _Multiply] = collections.OrderedDict()
+        self._workspace, self._workspace_bytes = 0, 0
+        self._plain: Any = None
+        self._shared = self.comm.shares_memory
+        self.one = cp.asarray(np.ones(1, np.float32))
+
+    def agree(self, problem: str = "") -> None:
+        """Go on if no rank has a problem; otherwise raise the same `EngineError` on all."""
+        problems = self.comm.agree(problem)
+        if problems:
+            raise EngineError("; ".join(f"{self.names[rank]}: {text}" for rank, text in problems.items()))
+
+    def multiply(
+        self,
+        tiles: Tiles,
+        shape: tuple[int, int, int],
+        types: GemmTypes,
+        a: MatrixRef,
+        b: MatrixRef,
+        d: MatrixRef,
+        *,
+        native: FusedEpilog = PLAIN,
+    ) -> None:
+        """Put ``D = epilog(alpha A @ B)`` on the stream."""
+        x, y = (b, a) if tiles.flipped else (a, b)
+        key = (tiles, shape, types, x.ld, y.ld, d.ld, native._replace(bias=0))
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = _Multiply(self, tiles, types, x.ld, y.ld, d.ld, native)
+            if len(self._calls) > _MOST_DESCRIPTORS:
+                self._calls.popitem(last=False)[1].close()
+        self._calls.move_to_end(key)
+        call.set_bias(native.bias)
+        arguments = call.arguments(self._handle, x.pointer, y.pointer, d.pointer)
+        if call.workspace is None:
+            device_bytes, host_bytes = cublasMp.matmul_buffer_size(*arguments)
+            # Uneven tiles may need more on some ranks; what follows is collective.
+            call.workspace = self.comm.largest(device_bytes), host_bytes
+        device_bytes, host_bytes = call.workspace
+        workspace = self._reserve(device_bytes)
+        host = np.empty(host_bytes, np.uint8)
+        call.host = host
+        cublasMp.matmul(*arguments, workspace, device_bytes, host.ctypes.data if host_bytes else 0, host_bytes)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of device memory that the library works in."""
+        return self._workspace_bytes
+
+    def grid(self, grid: ProcessGrid) -> int:
+        """Return the library's handle of a process grid, made when it is first needed."""
+        order = grid.order if min(grid.nprow, grid.npcol) > 1 else "col"
+        key = (grid.nprow, grid.npcol, order)
+        if key not in self._grids:
+            self._drop_workspace()  # it is registered with all grids
+            layout = cublasMp.GridLayout.COL_MAJOR if order == "col" else cublasMp.GridLayout.ROW_MAJOR
+            self._grids[key] = cublasMp.grid_create(grid.nprow, grid.npcol, int(layout), self.comm.handle)
+        return self._grids[key]
+
+    def _reserve(self, size: int) -> int:
+        """Return a workspace of at least `size` bytes: registered where ranks share memory, else plain."""
+        if size <= self._workspace_bytes:
+            return self._workspace
+        self._drop_workspace()
+        problem = ""
+        try:
+            # The collective allocation below must not fail only on one rank: try for it here first.
+            self._plain = self.allocate(size)
+        except (cp.cuda.memory.OutOfMemoryError, cp.cuda.runtime.CUDARuntimeError) as error:
+            problem = f"no room for cuBLASMp's workspace of {size / 2**30:.2f} GiB: {error}"
+        self.agree(problem)
+        if self._plain is None:
+            first, *others = self._grids.values()
+            self._workspace = cublasMp.malloc(first, size)
+            for grid in others:
+                cublasMp.buffer_register(grid, self._workspace, size)
+        else:
+            self._workspace = self._plain.ptr
+        self._workspace_bytes = size
+        return self._workspace
+
+    def allocate(self, size: int) -> Any:
+        """Return plain memory where ranks share none; else only try whether there is so much."""
+        if not self._shared:
+            return cp.cuda.alloc(size)
+        _try_to_allocate(size)
+        return None
+
+    def _drop_workspace(self) -> None:
+        if not self._workspace_bytes:
+            return
+        self.stream.synchronize()
+        if self._shared:
+            first, *others = self._grids.values()
+            for grid in reversed(others):
+                cublasMp.buffer_deregister(grid, self._workspace)
+            cublasMp.free(first, self._workspace)
+        self._plain, self._workspace, self._workspace_bytes = None, 0, 0
+
+    def trim(self, keep: int) -> None:
+        """Free a workspace of more than `keep` bytes."""
+        if self._workspace_bytes > keep:
+            self._drop_workspace()
+
+    def close(self) -> None:
+        """Free everything, on all ranks."""
+        self._drop_workspace()
+        for call in self._calls.values():
+            call.close()
+        self._calls.clear()
+        for grid in self._grids.values():
+            cublasMp.grid_destroy(grid)
+        self._grids.clear()
+        cublasMp.destroy(self._handle)
+        self.comm.close()
+
+
+class _Multiply:
+    """The descriptors of one kind of multiply."""
+
+    def __init__(
+        self, group: Group, tiles: Tiles, types: GemmTypes, ldx: int, ldy: int, ldz: int, native: FusedEpilog
+    ) -> None:
+        kinds = (types.b, types.a) if tiles.flipped else (types.a, types.b)
+        first, second = (tiles.b, tiles.a) if tiles.flipped else (tiles.a, tiles.b)
+        stored = first.stored, second.stored, tiles.d.stored
+        self.workspace: tuple[int, int] | None = None
+        self.host: np.ndarray | None = None
+        op_x, op_y = tiles.ops
+        x, y, _ = stored
+        self._shape = (
+            x.shape[0] if op_x == "N" else x.shape[1],
+            y.shape[1] if op_y == "N" else y.shape[0],
+            x.shape[1] if op_x == "N" else x.shape[0],
+        )
+        self._alpha, self._beta = alpha_beta(types.a, native.alpha)
+        # All grids first: making one is collective and frees the workspace.
+        grids = [group.grid(matrix.grid) for matrix in stored]
+        self._matrices = [
+            _matrix_descriptor(matrix, ld, kind, grid)
+            for matrix, ld, kind, grid in zip(stored, (ldx, ldy, ldz), (*kinds, types.d), grids, strict=True)
+        ]
+        self._descriptor = cublasMp.matmul_descriptor_create(types.compute_type)
+        self._set(_Attribute.TRANSA, OPS[op_x])
+        self._set(_Attribute.TRANSB, OPS[op_y])
+        if types.a in FP8:
+            # The formula has the scales; the library demands some.
+            for operand in "AB":
+                mode, pointer = (getattr(_Attribute, f"{operand}_SCALE_{what}") for what in ("MODE", "POINTER"))
+                self._set(mode, int(cublasMp.MatmulMatrixScale.SCALAR_FP32))
+                self._set(pointer, int(group.one.data.ptr))
+        epilog = "allreduce" if tiles.replicated else native.epilog
+        if epilog:
+            self._set(_Attribute.EPILOGUE, int(getattr(cublasMp.MatmulEpilogue, epilog.upper())))
+
+    def arguments(self, handle: int, x: int, y: int, z: int) -> tuple[int, ...]:
+        """Return the arguments that cublasMpMatmul and its buffer size have in common."""
+        matrix_x, matrix_y, matrix_z = self._matrices
+        alpha, beta = self._alpha.ctypes.data, self._beta.ctypes.data
+        return (
+            *(handle, self._descriptor, *self._shape, alpha),
+            *(x, 1, 1, matrix_x, y, 1, 1, matrix_y, beta),
+            *(0, 1, 1, matrix_z, z, 1, 1, matrix_z),
+        )
+
+    def set_bias(self, pointer: int) -> None:
+        """Say where the bias of the next call is."""
+        if pointer:
+            self._set(_Attribute.BIAS_POINTER, pointer)
+
+    def _set(self, attribute: Any, value: int) -> None:
+        number = np.array([value], cublasMp.get_matmul_descriptor_attribute_dtype(int(attribute)))
+        cublasMp.matmul_descriptor_set_attribute(self._descriptor, int(attribute), number.ctypes.data, number.nbytes)
+
+    def close(self) -> None:
+        for matrix in self._matrices:
+            cublasMp.matrix_descriptor_destroy(matrix)
+        cublasMp.matmul_descriptor_destroy(self._descriptor)
+
+
+def _matrix_descriptor(matrix: Layout, ld: int, dtype: str, grid: int) -> int:
+    return int(cublasMp.matrix_descriptor_create(*matrix.shape, *matrix.blocks, 0, 0, ld, DATA_TYPES[dtype], grid))
+
+
+def _try_to_allocate(size: int) -> None:
+    """Raise if the device has not so much memory left, outside of any pool."""
+    if cp.cuda.runtime.memGetInfo()[0] < size:
+        # As CuPy does for its own arrays before it raises an error.
+        gc.collect()
+        cp.get_default_memory_pool().free_all_blocks()
+    pointer = cp.cuda.runtime.malloc(size)
+    cp.cuda.runtime.free(pointer)
+
 
 # The tiles of A, B and D on one rank, and how chunks become tiles and tiles become chunks
 
@@ -139,7 +402,7 @@ _LOOK = 2e-5
 class CublasMpJob(Job[Plan]):
     """One participant's side of one run; see the text of the module."""
 
-    def __init__(self, side: Side[Plan], engine: CublasMpState) -> None:
+    def __init__(self, side: Side[Plan], engine: CublasMpEngine) -> None:
         super().__init__(side)
         plan = self.plan
         self._tiles = make_tiles(plan)
@@ -340,3 +603,56 @@ class CublasMpJob(Job[Plan]):
     def abort(self, error: BaseException) -> None:
         """End with `error`: at once before the gate; else when the library returns, or else with the process."""
         self._entry.abort(error)
+
+
+class CublasMpEngine(Engine):
+    """Multiplies on GPUs with cuBLASMp, one GPU a worker process."""
+
+    name = "cublasmp"
+
+    def __init__(self) -> None:
+        # By number the groups of ranks that have a communicator.
+        self.groups: dict[int, Group] = {}
+
+    @functools.cached_property
+    def stream(self) -> cp.cuda.Stream:
+        """The engine's own stream, on the process' current device."""
+        return cp.cuda.Stream(non_blocking=True)
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the libraries that must agree between workers."""
+        check_gpu()
+        try:
+            return check_versions()
+        except (ImportError, RuntimeError) as error:
+            raise EngineError(
+                f"cuBLASMp or NCCL can't be loaded ({error}): {install_command('cu13')} (cu12 for CUDA 12)"
+            ) from error
+
+    def memory(self) -> int:
+        """Return the bytes of the device."""
+        return int(cp.cuda.runtime.memGetInfo()[1])
+
+    def job(self, side: Side[Any]) -> CublasMpJob:
+        """Return what does a participant's part of a run."""
+        check_arrays(self.name, side.chunks)
+        return CublasMpJob(side, self)
+
+    def release(self, group: int) -> None:
+        """Free the communicator and the workspace of a group; all of its ranks do so at the same time."""
+        found = self.groups.pop(group, None)
+        if found is not None:
+            found.close()
+
+    def abandon(self, group: int) -> None:
+        """Forget a group that has lost a rank: its shared memory can't be freed before this process ends."""
+        found = self.groups.pop(group, None)
+        if found is not None:
+            log.warning(
+                "a rank of group %s is gone: %d MiB of this GPU stay taken until the worker restarts",
+                group,
+                found.workspace_bytes >> 20,
+            )
+
+
+ENGINE = CublasMpEngine()

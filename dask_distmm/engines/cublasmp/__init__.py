@@ -1,1 +1,0 @@
-"""The engine that multiplies by cuBLASMp."""
