@@ -21,10 +21,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
 from dask_distmm.arrays.request import parse
-from dask_distmm.engines.panels import panels, split_at_chunks
+from dask_distmm.engines.panels import panels
 from dask_distmm.graph.build import build_graph
 from dask_distmm.layout import Layout, ProcessGrid, redistribution
 from dask_distmm.planning import Plan, Worker, plan
+from dask_distmm.planning.cuts import pieces_of
 from dask_distmm.planning.factor.plan import FactorPlan, factor_plan
 from dask_distmm.planning.factor.problem import Factorization
 from dask_distmm.planning.footprint import operand_grids
@@ -228,7 +229,7 @@ def cuts() -> Page:
         made, left = plan(make_problem((sizes, sizes), (sizes, sizes), method="summa"), FOUR), 25 + 262 * number
         page.title(left, 30, title)
         for rank in range(4):
-            for index, (r0, r1, c0, c1) in split_at_chunks(made, made.region(rank)):
+            for index, (r0, r1, c0, c1) in pieces_of(made.chunk_cuts, made.region(rank)):
                 x, y, w, h = left + c0 * scale, top + r0 * scale, (c1 - c0) * scale, (r1 - r0) * scale
                 page.box(x, y, w, h, tint(rank))
                 if made.owners[index] != rank:

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from benchmarks.gpu import cases
 from dask_distmm.engines.peer.schedule import make_schedule, pending_loads
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.cuts import full_side
-from dask_distmm.planning.plan import Rect
+from dask_distmm.planning.cuts import Rect, full_side
 from dask_distmm.planning.schedule import BlockSchedule, block_schedules, extent_multiple
 from dask_distmm.testing import make_problem
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from dask_distmm.layout import Layout, redistribution
 from dask_distmm.planning import Chunks, Plan
-from dask_distmm.planning.cuts import Bounds, overlaps, padded
-from dask_distmm.planning.footprint import operand_grids, panel_width
+from dask_distmm.planning.cuts import Rect, chunk_cuts, overlaps, padded, pieces_of
+from dask_distmm.planning.footprint import panel_width
 from dask_distmm.planning.placement import EVERYWHERE
-from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.problem import is_gram
 
 
@@ -26,6 +24,16 @@ class ChunkBlock(NamedTuple):
     cols: int
     row: int
     col: int
+
+    @property
+    def inside(self) -> tuple[slice, slice]:
+        """Where it is in the chunk."""
+        return slice(self.r0, self.r0 + self.rows), slice(self.c0, self.c0 + self.cols)
+
+    @property
+    def place(self) -> tuple[slice, slice]:
+        """Where it is in the whole matrix."""
+        return slice(self.row, self.row + self.rows), slice(self.col, self.col + self.cols)
 
 
 class Panel(NamedTuple):
@@ -67,13 +75,14 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
 
 def _pieces(plan: Plan, rank: int) -> list[ChunkBlock]:
     """Return the parts of chunks that a rank multiplies, first those of A."""
-    _, q, s = plan.grid
-    i, j, depth = plan.coords(rank)
-    grids, problem = operand_grids(plan), plan.problem
+    problem, (r0, r1, c0, c1), along_k = plan.problem, plan.region(rank), plan.k_range(rank)
     return [
-        ChunkBlock(operand, c.src, c.src_row, c.src_col, c.nrows, c.ncols, c.row, c.col)
-        for operand, chunks, part in ((0, problem.a_chunks, i * s + depth), (1, problem.b_chunks, depth * q + j))
-        for c in redistribution(Layout.of_chunks(chunks), grids[operand]).for_dst(part)
+        piece._replace(row=rect[0] + piece.row, col=rect[2] + piece.col)
+        for operand, chunks, rect in (
+            (0, problem.a_chunks, (r0, r1, *along_k)),
+            (1, problem.b_chunks, (*along_k, c0, c1)),
+        )
+        for piece in chunk_blocks_of(chunks, operand, rect)
     ]
 
 
@@ -147,27 +156,12 @@ def coalesce(edges: Sequence[int], width: int, step: int = 1) -> tuple[int, ...]
     return tuple(cuts)
 
 
-def split_at_chunks(plan: Plan, rect: Rect) -> Iterator[tuple[int, Rect]]:
-    """Cut a part of D at the chunks of the result; yield (number of the chunk, part of it)."""
-    rows, cols = plan.chunk_cuts
-    ncols = plan.problem.chunk_counts("d")[1]
-    for i, r0, r1 in overlaps(rows, rect[0], rect[1]):
-        for j, c0, c1 in overlaps(cols, rect[2], rect[3]):
-            yield i * ncols + j, (r0, r1, c0, c1)
-
-
 def chunk_blocks_of(chunks: Chunks, operand: int, rect: Rect) -> list[ChunkBlock]:
     """Cut a part of a matrix at its chunks; places are counted from the part's first element."""
-    rows, cols = (tuple(itertools.accumulate(sizes, initial=0)) for sizes in chunks)
-    return blocks_between((rows, cols), operand, rect)
-
-
-def blocks_between(edges: tuple[Bounds, Bounds], operand: int, rect: Rect) -> list[ChunkBlock]:
-    """Cut a part of a matrix as `chunk_blocks_of` does, at edges of chunks along rows and columns."""
-    rows, cols = edges
-    ncols = len(cols) - 1
-    return [
-        ChunkBlock(operand, i * ncols + j, r0 - rows[i], c0 - cols[j], r1 - r0, c1 - c0, r0 - rect[0], c0 - rect[2])
-        for i, r0, r1 in overlaps(rows, rect[0], rect[1])
-        for j, c0, c1 in overlaps(cols, rect[2], rect[3])
-    ]
+    rows, cols = chunk_cuts(chunks[0]), chunk_cuts(chunks[1])
+    found = []
+    for number, (r0, r1, c0, c1) in pieces_of((rows, cols), rect):
+        i, j = divmod(number, len(cols) - 1)
+        place = r1 - r0, c1 - c0, r0 - rect[0], c0 - rect[2]
+        found.append(ChunkBlock(operand, number, r0 - rows[i], c0 - cols[j], *place))
+    return found

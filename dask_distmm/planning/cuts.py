@@ -26,7 +26,7 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,7 @@ def slowdown(problem: Problem, *, in_chunks: bool) -> float:
 Candidate = tuple[str, tuple[int, int, int]]
 # The cuts of a range: strictly increasing, from 0 to its length.
 Bounds = tuple[int, ...]
+Rect = tuple[int, int, int, int]  # row start, row stop, column start, column stop
 # Of m, n and k; and of D's rows and columns, if ranks are to have other parts of it in the end than they compute.
 Cuts = tuple[Bounds, Bounds, Bounds, tuple[Bounds, Bounds] | None]
 
@@ -178,10 +179,24 @@ def overlaps(cuts: Bounds, start: int, stop: int) -> list[tuple[int, int, int]]:
     return found
 
 
+def pieces_of(cuts: tuple[Bounds, Bounds], rect: Rect) -> Iterator[tuple[int, Rect]]:
+    """Cut a part of a matrix at cuts of rows and columns; yield the number of each part, in C order, and its piece."""
+    rows, cols = cuts
+    for i, r0, r1 in overlaps(rows, rect[0], rect[1]):
+        for j, c0, c1 in overlaps(cols, rect[2], rect[3]):
+            yield i * (len(cols) - 1) + j, (r0, r1, c0, c1)
+
+
 @functools.lru_cache(maxsize=64)
 def chunk_edges(sizes: tuple[int, ...]) -> NDArray[np.int64]:
     """Return where chunks of certain sizes begin, from 0 on, and where the last one ends."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+@functools.lru_cache(maxsize=64)
+def chunk_cuts(sizes: tuple[int, ...]) -> Bounds:
+    """Return `chunk_edges` as cuts; an empty chunk repeats an edge."""
+    return tuple(chunk_edges(sizes).tolist())
 
 
 @functools.lru_cache(maxsize=1024)

@@ -50,12 +50,6 @@ def panel_width(problem: Problem, per_k: Any, depth: Any) -> Any:
     return np.maximum(1, np.minimum(depth, np.maximum(_LEAST_WIDTH, fitting)))
 
 
-def operand_grids(plan: Plan) -> tuple[Layout, Layout]:
-    """Return the parts of A and B that the ranks need: (rows x depth), (depth x cols)."""
-    rows, cols, depth = (tuple(np.diff(cut).tolist()) for cut in (plan.rows, plan.cols, plan.depth))
-    return Layout.of_chunks((rows, depth)), Layout.of_chunks((depth, cols))
-
-
 # The bytes of an operand that each rank needs, and those of them (columns) that each participant (rows) has.
 Needs = tuple[NDArray[np.float64], NDArray[np.float64]]
 

@@ -17,7 +17,7 @@ from dask.utils import format_bytes
 from numpy.typing import NDArray
 
 from dask_distmm.planning.computation import Worker, chunk_elements
-from dask_distmm.planning.cuts import pieces_that_fill, slowdown
+from dask_distmm.planning.cuts import Rect, pieces_that_fill, slowdown
 from dask_distmm.planning.footprint import (
     Needs,
     chunk_bytes,
@@ -28,7 +28,7 @@ from dask_distmm.planning.footprint import (
     uploaded,
 )
 from dask_distmm.planning.model import EngineModel, Phase, Work
-from dask_distmm.planning.plan import Plan, Rect
+from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.schedule import (
     block_schedules,
     chunk_sources,

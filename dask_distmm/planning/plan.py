@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
@@ -28,13 +27,12 @@ from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning.computation import chunk_elements
-from dask_distmm.planning.cuts import Bounds, overlaps, reduce_cuts, traffic
+from dask_distmm.planning.cuts import Bounds, Rect, chunk_cuts, pieces_of, reduce_cuts, traffic
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.wire import HERE
 
 T = TypeVar("T")
-Rect = tuple[int, int, int, int]  # row start, row stop, column start, column stop
 
 
 def once(function: Callable[..., T]) -> Callable[..., T]:
@@ -162,7 +160,7 @@ class Plan(Placement):
     @functools.cached_property
     def chunk_cuts(self) -> tuple[Bounds, Bounds]:
         """Edges of D's chunks along rows and columns, from 0; an empty chunk repeats an edge."""
-        rows, cols = (tuple(itertools.accumulate(c, initial=0)) for c in self.problem.out_chunks)
+        rows, cols = map(chunk_cuts, self.problem.out_chunks)
         return rows, cols
 
     def chunk_rect(self, index: int) -> Rect:
@@ -198,13 +196,7 @@ class Plan(Placement):
             return []
         if self.grid[2] > 1 and self.method == "allreduce":
             return [(int(self.owners[index]), rect)]
-        rows, cols = self.final_cuts
-        ncols = len(cols) - 1
-        return [
-            (i * ncols + j, (r0, r1, c0, c1))
-            for i, r0, r1 in overlaps(rows, rect[0], rect[1])
-            for j, c0, c1 in overlaps(cols, rect[2], rect[3])
-        ]
+        return list(pieces_of(self.final_cuts, rect))
 
     def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
         """Return the shape of a chunk of an operand, or of D."""

@@ -49,10 +49,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.planning.computation import chunk_elements
-from dask_distmm.planning.cuts import Bounds, chunk_edges, overlap_sizes, overlaps, padded, slowdown, touched, unit
+from dask_distmm.planning.cuts import (
+    Bounds,
+    Rect,
+    chunk_edges,
+    overlap_sizes,
+    padded,
+    pieces_of,
+    slowdown,
+    touched,
+    unit,
+)
 from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks, made_ahead, multiplied_sizes, multiply_rate
 from dask_distmm.planning.placement import EVERYWHERE
-from dask_distmm.planning.plan import Plan, Rect, once
+from dask_distmm.planning.plan import Plan, once
 from dask_distmm.planning.problem import Problem, is_gram, library_epilog
 
 # Of a symmetric or Hermitian D: the triangle that a rank multiplies, and the other one, which is copied from it. Pure
@@ -375,11 +385,8 @@ def blocks(plan: Plan, rank: int) -> list[Rect]:
 
     They are the chunks of the result, or parts of chunks, if all of these are large; else one rectangle.
     """
-    region, (i, j, _), (rows, cols) = plan.region(rank), plan.coords(rank), plan.chunk_cuts
-    if not in_chunks(plan)[i, j]:
-        return [region]
-    down, across = overlaps(rows, *region[:2]), overlaps(cols, *region[2:])
-    return [(r0, r1, c0, c1) for _, r0, r1 in down for _, c0, c1 in across]
+    region, (i, j, _) = plan.region(rank), plan.coords(rank)
+    return [piece for _, piece in pieces_of(plan.chunk_cuts, region)] if in_chunks(plan)[i, j] else [region]
 
 
 def in_place(plan: Plan, rank: int) -> set[Rect]:

@@ -10,7 +10,7 @@ import pytest
 
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import Side, get_engine
-from dask_distmm.engines.numpy import sums
+from dask_distmm.engines.numpy import engine
 from dask_distmm.engines.numpy.blas import gemm, is_symmetric
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import Formula
@@ -127,7 +127,7 @@ def setup(nranks=3, size=60, **changes):
 @pytest.mark.parametrize("method", ["allgather", "reducescatter", "summa"])
 def test_a_rank_that_fails_ends_all(method, monkeypatch):
     made, chunks = setup(method=method)
-    monkeypatch.setattr("dask_distmm.engines.numpy.sums.gemm", fail_in_one_thread())
+    monkeypatch.setattr("dask_distmm.engines.numpy.engine.gemm", fail_in_one_thread())
     with pytest.raises(ZeroDivisionError):
         run_jobs(ENGINE, made, chunks, timeout=20)
 
@@ -243,7 +243,7 @@ def test_gram_matrices(monkeypatch, method, dtype, pack_below, own_out_chunks, b
         counted.append(a.shape[0] * a.shape[1] * b.shape[1] * (not is_symmetric(a, b, conjugated)))
         gemm(a, b, c, conjugated)
 
-    monkeypatch.setattr(sums, "gemm", counting)
+    monkeypatch.setattr(engine, "gemm", counting)
     found = run_jobs(ENGINE, made, chunks)
     d = np.block([[found["", i * len(down) + j] for j in range(len(down))] for i in range(len(across))])
     if begun:

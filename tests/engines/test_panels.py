@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_distmm.config import read_options
-from dask_distmm.engines.panels import panels, split_at_chunks
+from dask_distmm.engines.panels import panels
 from dask_distmm.planning import METHODS, Worker, plan
+from dask_distmm.planning.cuts import pieces_of
 from dask_distmm.testing import make_problem, random_chunks
 
 
@@ -54,7 +55,7 @@ def test_every_needed_element_is_in_one_piece(seed, method, nworkers):
 
 @settings(deadline=None)
 @given(st.integers(0, 2**32))
-def test_split_at_chunks(seed):
+def test_pieces_of_chunks(seed):
     rng = np.random.default_rng(seed)
     m, n = (int(x) for x in rng.integers(1, 40, 2))
     problem = make_problem((random_chunks(rng, m, 5), (3,)), ((3,), random_chunks(rng, n, 5)))
@@ -62,7 +63,7 @@ def test_split_at_chunks(seed):
     r0, c0 = int(rng.integers(0, m)), int(rng.integers(0, n))
     rect = (r0, int(rng.integers(r0 + 1, m + 1)), c0, int(rng.integers(c0 + 1, n + 1)))
     count = np.zeros((m, n), int)
-    for index, (a0, a1, b0, b1) in split_at_chunks(made, rect):
+    for index, (a0, a1, b0, b1) in pieces_of(made.chunk_cuts, rect):
         e0, e1, f0, f1 = made.chunk_rect(index)
         assert e0 <= a0 < a1 <= e1
         assert f0 <= b0 < b1 <= f1

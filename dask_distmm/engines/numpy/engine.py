@@ -20,48 +20,189 @@ import dataclasses
 import functools
 import importlib.metadata
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import Engine, Job, ResultKey, Side
-from dask_distmm.engines.numpy.blas import blas_threads
-from dask_distmm.engines.numpy.sums import (
-    Answer,
-    Block,
-    GatheredChunks,
-    Inputs,
-    Streamed,
-    Sums,
-    chunk_part,
-    pack_blocks,
-    placed_block,
-)
-from dask_distmm.engines.panels import ChunkBlock, Panel, panels, twins
-from dask_distmm.engines.sources import SourceChunk
+from dask_distmm.engines.base import GATHERED, Engine, Job, ResultKey, Side, wait_checked
+from dask_distmm.engines.numpy.blas import add_lower, blas_threads, gemm, is_symmetric, mirror, reflect
+from dask_distmm.engines.panels import ChunkBlock, Panel, chunk_blocks_of, pairs, panels, twins
+from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import finish_by_rows, part_shape
 from dask_distmm.numeric.sparse import sparse_package
-from dask_distmm.numeric.types import dtype_from_name, stored
-from dask_distmm.planning import Plan
-from dask_distmm.planning.plan import Rect
-from dask_distmm.planning.problem import accumulates_in_place
+from dask_distmm.numeric.types import dtype_from_name, round_tf32, stored
+from dask_distmm.planning import Plan, Problem
+from dask_distmm.planning.cuts import Rect, pieces_of
+from dask_distmm.planning.footprint import made_ahead
+from dask_distmm.planning.problem import accumulates_in_place, is_gram
 from dask_distmm.planning.program import ProgramPlacement
 
 # Boxes smaller than this on average travel in one vector.
 _FLAT_BYTES = 2**20
 
+# Waits for matrices that a peer was asked for, and returns them.
+Answer = Callable[[], list[NDArray[Any]]]
+# Pieces that were asked for, those of A that are transposes of some of these (with their places), and the answer.
+Asked = tuple[list[ChunkBlock], list[tuple[ChunkBlock, int]], Answer]
 
-class _AskedPieces(NamedTuple):
-    """Pieces that were asked for, those of A that are transposes of some of these, and the answer."""
 
-    pieces: list[ChunkBlock]
-    same: list[tuple[ChunkBlock, int]]
-    answer: Answer
+# The memory that a rank sums its part of D into: one matrix, or right the chunks of the result
+
+
+class Block(NamedTuple):
+    """A matrix and its place: rows and columns of D, or of a panel."""
+
+    r0: int
+    r1: int
+    c0: int
+    c1: int
+    data: NDArray[Any]
+
+
+def placed_block(piece: ChunkBlock, data: NDArray[Any]) -> Block:
+    """Return the numbers of a part of a chunk with their place in the panel."""
+    return Block(piece.row, piece.row + piece.rows, piece.col, piece.col + piece.cols, data)
+
+
+def pack_blocks(blocks: list[Block], problem: Problem, *, conjugated: bool) -> Block:
+    """Copy blocks that cover a rectangle, or their conjugates, into one matrix of the type that is computed in."""
+    r0, r1 = min(b.r0 for b in blocks), max(b.r1 for b in blocks)
+    c0, c1 = min(b.c0 for b in blocks), max(b.c1 for b in blocks)
+    data = np.empty((r1 - r0, c1 - c0), problem.compute_type)
+    for block in blocks:
+        data[block.r0 - r0 : block.r1 - r0, block.c0 - c0 : block.c1 - c0] = block.data
+    if conjugated:
+        np.conjugate(data, out=data)
+    if problem.compute == "tf32":
+        round_tf32(data)
+    return Block(r0, r1, c0, c1, data)
+
+
+def _is_symmetric(plan: Plan, rank: int, begun: Container[int]) -> bool:
+    """Whether a rank's sums, all of D, are symmetric or Hermitian, with what has been begun, and D is cut likewise."""
+    (r0, r1, c0, c1), (rows, cols) = plan.region(rank), plan.chunk_cuts
+    if not is_gram(plan.problem) or (r0, r1) != (c0, c1) or tuple(rows) != tuple(cols):
+        return False
+    count = len(rows) - 1
+    return all((i * count + j in begun) == (j * count + i in begun) for i in range(count) for j in range(i))
+
+
+class Sums:
+    """One rank's sums, zero at first but for chunks that an earlier run has begun."""
+
+    def __init__(self, plan: Plan, rank: int, begun: Mapping[int, NDArray[Any]]) -> None:
+        self.plan = plan
+        self.chunks: dict[Any, NDArray[Any]] = {}
+        self._block_of: dict[int, Block] = {}
+        # Blocks, by number, of which only the lower triangle has been added to, and those that may not be symmetric.
+        self._lower: set[int] = set()
+        self._full: set[int] = set()
+        # Blocks above the diagonal that are made of those below it at the end.
+        self._mirrored: dict[int, int] = {}
+        self.symmetric = _is_symmetric(plan, rank, begun)
+        problem, region = plan.problem, plan.region(rank)
+        # BLAS conjugates, without a copy, the operand that is in the other order than D.
+        orders = zip(problem.conjugated, (plan.order_a, plan.order_b), strict=True)
+        order: Literal["C", "F"] = "F" if (True, "C") in orders else "C"
+        if plan.packing.d:
+            r0, r1, c0, c1 = region
+            self.blocks = [Block(*region, np.zeros((r1 - r0, c1 - c0), problem.compute_type, order))]
+            for index, cell in pieces_of(plan.chunk_cuts, region) if begun else ():
+                if index in begun:
+                    top, _, left, _ = plan.chunk_rect(index)
+                    self.view(cell)[...] = begun[index][cell[0] - top : cell[1] - top, cell[2] - left : cell[3] - left]
+            self._full = {0} if begun and not self.symmetric else set()
+            return
+        mine = set(plan.owned(rank).tolist())
+        for index in mine:
+            r0, r1, c0, c1 = plan.chunk_rect(index)
+            self.chunks[index] = (
+                begun[index] if index in begun else np.zeros((r1 - r0, c1 - c0), problem.result_type, order)
+            )
+        for index, (r0, r1, c0, c1) in pieces_of(plan.chunk_cuts, region):
+            if index in mine:
+                top, _, left, _ = plan.chunk_rect(index)
+                data = self.chunks[index][r0 - top : r1 - top, c0 - left : c1 - left]
+            else:
+                data = np.zeros((r1 - r0, c1 - c0), problem.result_type, order)
+            self._block_of[index] = Block(r0, r1, c0, c1, data)
+        self.blocks = list(self._block_of.values())
+        if self.symmetric:
+            at = {(block.r0, block.c0): number for number, block in enumerate(self.blocks)}
+            self._mirrored = {number: at[c0, r0] for (r0, c0), number in at.items() if r0 < c0}
+        elif begun and not is_gram(problem):
+            self._full = {number for number, index in enumerate(self._block_of) if index in begun}
+
+    def add(self, a: list[Block], b: list[Block], before: tuple[int, int], check: Callable[[], None]) -> None:
+        """Add the products of all pairs of blocks, but of the first ``before[0]`` of A and ``before[1]`` of B."""
+        conj_a, conj_b = self.plan.problem.conjugated
+        packing = self.plan.packing
+        conjugated = conj_a and not packing.a, conj_b and not packing.b
+        for i, left in enumerate(a):
+            for j, right in enumerate(b):
+                k0, k1 = max(left.c0, right.r0), min(left.c1, right.r1)
+                if k0 >= k1 or (i < before[0] and j < before[1]):
+                    continue
+                rows = left.data[:, k0 - left.c0 : k1 - left.c0]
+                cols = right.data[k0 - right.r0 : k1 - right.r0, :]
+                for number, block in enumerate(self.blocks):
+                    if number in self._mirrored:
+                        continue
+                    r0, r1 = max(block.r0, left.r0), min(block.r1, left.r1)
+                    c0, c1 = max(block.c0, right.c0), min(block.c1, right.c1)
+                    if r0 < r1 and c0 < c1 and not (self.symmetric and r1 <= c0):
+                        check()
+                        cell = r0 - block.r0, r1 - block.r0, c0 - block.c0, c1 - block.c0
+                        factors = rows[r0 - left.r0 : r1 - left.r0], cols[:, c0 - right.c0 : c1 - right.c0]
+                        self._add(number, cell, factors, conjugated)
+
+    def _add(
+        self, number: int, cell: Rect, factors: tuple[NDArray[Any], NDArray[Any]], conjugated: tuple[bool, bool]
+    ) -> None:
+        """Add a product to a part of a block; of a symmetric one of all of it the lower triangle, if that will do."""
+        data = self.blocks[number].data
+        target = data[cell[0] : cell[1], cell[2] : cell[3]]
+        whole = number not in self._full and target.shape == data.shape
+        if whole and is_symmetric(*factors, conjugated) and add_lower(factors[0], target):
+            self._lower.add(number)
+            return
+        if number in self._lower:
+            mirror(data)
+            self._lower.discard(number)
+        self._full.add(number)
+        gemm(*factors, target, conjugated)
+
+    def complete(self) -> None:
+        """Make the sums complete where only triangles have been added to."""
+        for number, block in enumerate(self.blocks):
+            if number in self._lower or (self.symmetric and block.r0 == block.c0):
+                mirror(block.data)
+        self._lower.clear()
+        for upper, lower in self._mirrored.items():
+            reflect(self.blocks[lower].data, self.blocks[upper].data)
+
+    def cells(self, rect: Rect) -> Iterator[Rect]:
+        """Cut a part of D so that each piece is in one block."""
+        if self.plan.packing.d:
+            yield rect
+        else:
+            yield from (cell for _, cell in pieces_of(self.plan.chunk_cuts, rect))
+
+    def view(self, rect: Rect) -> NDArray[Any]:
+        """Return the sums over a part of D that is in one block."""
+        if self.plan.packing.d:
+            block = self.blocks[0]
+        else:
+            block = self._block_of[next(index for index, _ in pieces_of(self.plan.chunk_cuts, rect))]
+        return block.data[rect[0] - block.r0 : rect[1] - block.r0, rect[2] - block.c0 : rect[3] - block.c0]
+
+
+# One participant's side of one run
 
 
 class NumpyJob(Job[Plan]):
@@ -74,7 +215,10 @@ class NumpyJob(Job[Plan]):
         self.compute_type = self.plan.problem.compute_type
         self.result: dict[ResultKey, NDArray[Any]] = {}
         self._sums: Sums
-        self._gathered = GatheredChunks(self.plan)
+        # Chunks of `Problem.gathered`, if the plan keeps it: put together from the pieces that are fetched to be
+        # multiplied. And how many of their elements are missing.
+        self._gathered: dict[int, NDArray[Any]] = {}
+        self._not_gathered: dict[int, int] = {}
         # Chunks of D that an earlier run has begun: sums go on in them.
         self._begun: dict[int, NDArray[Any]] = {}
         self._available: dict[str, Future[None]] = {"partial": Future(), "final": Future()}
@@ -111,46 +255,46 @@ class NumpyJob(Job[Plan]):
         if not self.plan.problem.formula.trivial:
             self._finish()
         self.timings["deliver"] = time.perf_counter() - started - self.timings["multiply"]
-        return self.result | self._gathered.complete()
+        whole = {number: chunk for number, chunk in self._gathered.items() if not self._not_gathered[number]}
+        return self.result | {(GATHERED, number): chunk for number, chunk in whole.items()}
 
     def _multiply(self) -> None:
         assert self.rank is not None
         if any(self.plan.problem.by_ranks):
-            streamed = Streamed(self.plan, self.me, self.chunks, self._ask, self.ended.check)
-            self.timings["load"] = streamed.multiply(self._sums, self.progress)
+            self._multiply_made()
             return
         todo = collections.deque(panels(self.plan, self.rank, self.me))
         total = max(1, len(todo))
-        in_flight: collections.deque[tuple[Panel, list[_AskedPieces]]] = collections.deque()
+        in_flight: collections.deque[tuple[Panel, list[Asked]]] = collections.deque()
         while todo or in_flight:
             while todo and len(in_flight) <= self.plan.problem.options.prefetch_panels:
                 panel = todo.popleft()
                 asked = []
                 for peer, needed in panel.remote.items():
                     pieces, same = twins(self.plan, needed)
-                    asked.append(_AskedPieces(pieces, same, self._ask(peer, pieces)))
+                    asked.append((pieces, same, self._ask(peer, pieces)))
                 in_flight.append((panel, asked))
             panel, asked = in_flight.popleft()
             self._multiply_panel(panel, asked)
             self.progress(1 - (len(todo) + len(in_flight)) / total)
         self._sums.complete()
 
-    def _multiply_panel(self, panel: Panel, asked: list[_AskedPieces]) -> None:
+    def _multiply_panel(self, panel: Panel, asked: list[Asked]) -> None:
         packing = self.plan.packing
         operands: tuple[list[Block], list[Block]] = ([], [])
         for piece in panel.local:
-            operands[piece.operand].append(placed_block(piece, chunk_part(self.chunks, piece)))
+            operands[piece.operand].append(placed_block(piece, self._here(piece)))
         before = (0, 0)
         if asked and not (packing.a or packing.b):
             # Chunks that are here need no waiting.
             self._sums.add(*operands, (0, 0), self.ended.check)
             before = (len(operands[0]), len(operands[1]))
-        for one in asked:
-            arrived = one.answer.wait(self.ended.check)
-            transposed = [(piece, arrived[at].T) for piece, at in one.same]
-            for piece, data in [*zip(one.pieces, arrived, strict=True), *transposed]:
+        for pieces, same, answer in asked:
+            arrived = answer()
+            transposed = [(piece, arrived[at].T) for piece, at in same]
+            for piece, data in [*zip(pieces, arrived, strict=True), *transposed]:
                 operands[piece.operand].append(placed_block(piece, data))
-                self._gathered.add(piece, data)
+                self._keep(piece, data)
         a, b = operands
         problem = self.plan.problem
         if packing.b:
@@ -161,6 +305,86 @@ class NumpyJob(Job[Plan]):
         elif packing.a:
             a = [pack_blocks(a, problem, conjugated=problem.conjugated[0])]
         self._sums.add(a, b, before, self.ended.check)
+
+    def _here(self, piece: ChunkBlock) -> NDArray[Any]:
+        """Return the numbers of a part of a chunk of A or B that is here."""
+        part: NDArray[Any] = self.chunks["ab"[piece.operand], piece.chunk][piece.inside]
+        return part
+
+    def _keep(self, piece: ChunkBlock, data: NDArray[Any]) -> None:
+        """Keep a piece that has arrived, of a gathered operand; no two pieces of a rank have an element in common."""
+        if (operand := self.plan.problem.operands[piece.operand]) not in self.plan.kept:
+            return
+        rows, cols = self.plan.problem.chunks_of(operand)
+        i, j = divmod(piece.chunk, len(cols))
+        shape, number = (rows[i], cols[j]), piece.chunk
+        if data.shape == shape:
+            self._gathered[number], self._not_gathered[number] = data, 0
+            return
+        if number not in self._gathered:
+            self._gathered[number], self._not_gathered[number] = np.empty(shape, data.dtype), rows[i] * cols[j]
+        self._gathered[number][piece.inside] = data
+        self._not_gathered[number] -= data.size
+
+    # Chunks that this rank makes itself: each is multiplied as soon as it is there, while the next ones are made
+
+    def _multiply_made(self) -> None:
+        """Add all products to the sums; those of operands that are not made are in memory somewhere."""
+        assert self.rank is not None
+        plan, steps, waited = self.plan, pairs(self.plan, self.rank), 0.0
+        threads = plan.participants[self.me].nthreads
+        uses = [self._source(piece) for own, others in steps for piece in (own, *others)]
+        loads = ChunkLoader([chunk for chunk in uses if chunk is not None], threads, made_ahead(threads))
+
+        def block(piece: ChunkBlock) -> Block:
+            """Return a part of a chunk with its place, once the chunk is there."""
+            nonlocal waited
+            if (chunk := self._source(piece)) is None:
+                return resident[piece]
+            started = time.perf_counter()
+            data = loads.take(chunk, self.ended.check)
+            waited += time.perf_counter() - started
+            return self._packed(piece, data[piece.inside])
+
+        try:
+            resident = self._resident({piece for _, others in steps for piece in others})
+            for number, (own, others) in enumerate(steps):
+                outer = block(own)
+                for piece in others:
+                    a, b = ([outer], [block(piece)])[:: 1 if own.operand == 0 else -1]
+                    self._sums.add(a, b, (0, 0), self.ended.check)
+                self.progress((number + 1) / len(steps))
+        finally:
+            loads.close()
+        self._sums.complete()
+        self.timings["load"] = waited
+
+    def _source(self, piece: ChunkBlock) -> SourceChunk | None:
+        found = self.chunks.get(("ab"[piece.operand], piece.chunk))
+        return found if isinstance(found, SourceChunk) else None
+
+    def _resident(self, pieces: Collection[ChunkBlock]) -> dict[ChunkBlock, Block]:
+        """Return those of some pieces that are in memory, here or on other workers."""
+        found: dict[ChunkBlock, NDArray[Any]] = {}
+        remote: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
+        for piece in pieces:
+            if ("ab"[piece.operand], piece.chunk) not in self.chunks:
+                remote[int(self.plan.where["ab"[piece.operand]][piece.chunk])].append(piece)
+            elif self._source(piece) is None:
+                found[piece] = self._here(piece)
+        for asked, answer in [(asked, self._ask(peer, asked)) for peer, asked in remote.items()]:
+            found |= zip(asked, answer(), strict=True)
+        return {piece: self._packed(piece, data) for piece, data in found.items()}
+
+    def _packed(self, piece: ChunkBlock, data: NDArray[Any]) -> Block:
+        """Return numbers with their place, copied to the type that is computed in where they have another one."""
+        packing, problem = self.plan.packing, self.plan.problem
+        block = placed_block(piece, data)
+        if (packing.a, packing.b)[piece.operand]:
+            return pack_blocks([block], problem, conjugated=problem.conjugated[piece.operand])
+        return block
+
+    # The chunks of D
 
     def _add_up(self) -> None:
         """Add the other ranks' partial sums to this rank's part of D, in an order that is the same every time."""
@@ -173,7 +397,7 @@ class NumpyJob(Job[Plan]):
         others = others[self.rank :] + others[: self.rank]
         answer = self._fetch(self.plan.ranks[others[0]], "partial", boxes, self.compute_type)
         for following in [*others[1:], None]:
-            arrived = answer.wait(self.ended.check)
+            arrived = answer()
             if following is not None:
                 answer = self._fetch(self.plan.ranks[following], "partial", boxes, self.compute_type)
             for cell, data in zip(cells, arrived, strict=True):
@@ -205,7 +429,7 @@ class NumpyJob(Job[Plan]):
             for rank, cells in remote.items()
         ]
         for cells, answer in asked:
-            for (index, rect), data in zip(cells, answer.wait(self.ended.check), strict=True):
+            for (index, rect), data in zip(cells, answer(), strict=True):
                 # Where k is cut the sums of others have what was begun here.
                 self._store(index, rect, data, onto=index in self._begun and plan.grid[2] == 1)
 
@@ -217,20 +441,15 @@ class NumpyJob(Job[Plan]):
         # Sums that were begun are complete now, and may be all there is to do.
         done = set(self._begun) if rest.trivial else set()
         chunks = [index for index in owned if self.result["", index].size and index not in done]
-        inputs = Inputs(self.plan, self.me, self.chunks, self._ask, self.ended.check)
-
-        def ask(index: int) -> list[Any]:
-            return inputs.ask(index, ("partial",) if index in self._begun else ())
-
-        asked = ask(chunks[0]) if chunks else []
+        asked = self._ask_inputs(chunks[0]) if chunks else {}
         for at, index in enumerate(chunks, start=1):
-            ahead = ask(chunks[at]) if at < len(chunks) else []
+            ahead = self._ask_inputs(chunks[at]) if at < len(chunks) else {}
             formula = rest if index in self._begun else problem.formula
             with np.errstate(all="ignore"):
                 acc = self.result["", index]
                 out = acc if acc.dtype == problem.result_type else np.empty(acc.shape, problem.result_type)
                 store = functools.partial(_round_rows_into, out)
-                aux = finish_by_rows(formula, acc, inputs.wait(asked), store)
+                aux = finish_by_rows(formula, acc, {name: wait() for name, wait in asked.items()}, store)
                 self.result["", index] = out
                 for name, values in aux.items():
                     dtype = problem.formula.dtype_of(name, problem.result_type)
@@ -242,6 +461,37 @@ class NumpyJob(Job[Plan]):
                 shape = part_shape(problem.formula.keeps(name), self.result["", index].shape)
                 self.result[name, index] = np.zeros(shape, problem.formula.dtype_of(name, problem.result_type))
 
+    def _ask_inputs(self, index: int) -> dict[str, Callable[[], NDArray[Any]]]:
+        """Ask for what the formula reads for a chunk of D; return by name the functions that wait for the inputs."""
+        return {
+            name: self._ask_input(number, name, self.plan.chunk_rect(index))
+            for number, name in enumerate(self.plan.problem.operands[2:], start=2)
+            if name != "partial" or index not in self._begun
+        }
+
+    def _ask_input(self, number: int, name: str, rect: Rect) -> Callable[[], NDArray[Any]]:
+        problem, where = self.plan.problem, self.plan.where[name]
+        sizes = problem.chunks_of(name)
+        # An axis of length 1 is broadcast.
+        top, bottom = rect[:2] if sum(sizes[0]) == problem.m else (0, 1)
+        left, right = rect[2:] if sum(sizes[1]) == problem.n else (0, 1)
+        data = np.empty((bottom - top, right - left), self.chunk_type(number))
+        pieces: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
+        for piece in chunk_blocks_of(sizes, number, (top, bottom, left, right)):
+            pieces[int(where[piece.chunk])].append(piece)
+        here = pieces.pop(self.me, [])
+        asked = [(some, self._ask(peer, some)) for peer, some in pieces.items()]
+
+        def wait() -> NDArray[Any]:
+            for piece in here:
+                data[piece.place] = self.chunks[name, piece.chunk][piece.inside]
+            for some, answer in asked:
+                for piece, arrived in zip(some, answer(), strict=True):
+                    data[piece.place] = arrived
+            return data
+
+        return wait
+
     def _store(self, index: int, rect: Rect, data: NDArray[Any], *, onto: bool = False) -> None:
         top, _, left, _ = self.plan.chunk_rect(index)
         target = self.result["", index][rect[0] - top : rect[1] - top, rect[2] - left : rect[3] - left]
@@ -250,6 +500,7 @@ class NumpyJob(Job[Plan]):
     # Matrices between participants
 
     def _ask(self, peer: int, pieces: list[ChunkBlock]) -> Answer:
+        """Ask a peer for parts of its chunks; return the function that waits for them."""
         boxes = np.array([(p.operand, p.chunk, p.r0, p.r0 + p.rows, p.c0, p.c0 + p.cols) for p in pieces], np.int64)
         dtypes = [self.chunk_type(piece.operand) for piece in pieces]
         return self._fetch(peer, "input", boxes, dtypes[0] if len(set(dtypes)) == 1 else None)
@@ -259,11 +510,23 @@ class NumpyJob(Job[Plan]):
         return dtype_from_name(self.plan.problem.dtype_of(self.plan.problem.operands[operand]))
 
     def _fetch(self, peer: int, kind: str, boxes: Boxes, dtype: np.dtype | None) -> Answer:
-        """Ask a peer; a vector for many small boxes needs them to be of one type."""
+        """Ask a peer; return the function that waits. A vector for many small boxes needs them to be of one type."""
         shapes = [(int(r), int(c)) for r, c in zip(boxes[:, 3] - boxes[:, 2], boxes[:, 5] - boxes[:, 4], strict=True)]
         size = sum(r * c for r, c in shapes) * (dtype.itemsize if dtype else 0)
         flat = dtype is not None and len(shapes) > 1 and size < _FLAT_BYTES * len(shapes)
-        return Answer(self.comm.fetch(peer, kind, boxes, flat), shapes, flat)
+        future = self.comm.fetch(peer, kind, boxes, flat)
+
+        def answer() -> list[NDArray[Any]]:
+            arrived = list(wait_checked(future, self.ended.check))
+            if flat and len(arrived) == 1:
+                ends = np.cumsum([rows * cols for rows, cols in shapes])
+                arrived = [x.reshape(shape) for x, shape in zip(np.split(arrived[0], ends[:-1]), shapes, strict=True)]
+            found = [x.shape for x in arrived]
+            if found != shapes:
+                raise EngineError(f"a peer sent matrices of shapes {found}, expected {shapes}")
+            return arrived
+
+        return answer
 
     def available(self, kind: str, boxes: Boxes) -> Future[None]:
         """Return the future that says when `serve` can answer."""
@@ -319,8 +582,7 @@ class NumpyEngine(Engine):
         if isinstance(side.plan, Plan):
             return NumpyJob(side)
         # Workers that only multiply import none of it.
-        from dask_distmm.engines.numpy.factor import NumpyFactorJob, NumpyTallJob
-        from dask_distmm.engines.numpy.lapack import LapackKernels
+        from dask_distmm.engines.numpy.lapack import LapackKernels, NumpyFactorJob, NumpyTallJob
 
         kind: Any = NumpyTallJob if isinstance(side.plan, ProgramPlacement) else NumpyFactorJob
         job: Job[Any] = kind(side, LapackKernels())

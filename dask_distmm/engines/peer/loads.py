@@ -19,8 +19,7 @@ from dask_distmm.engines.peer.state import Trace
 from dask_distmm.layout.rectangles import span_of
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
-from dask_distmm.planning.cuts import padded
-from dask_distmm.planning.plan import Rect
+from dask_distmm.planning.cuts import Rect, padded
 from dask_distmm.planning.schedule import extent_multiple
 
 

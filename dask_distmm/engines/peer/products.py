@@ -32,8 +32,7 @@ from dask_distmm.engines.peer.result import Downloads, Result
 from dask_distmm.engines.peer.schedule import Product, ScheduleStep
 from dask_distmm.engines.peer.state import Trace
 from dask_distmm.layout.rectangles import span_of
-from dask_distmm.planning.cuts import padded
-from dask_distmm.planning.plan import Rect
+from dask_distmm.planning.cuts import Rect, padded
 from dask_distmm.planning.schedule import PANELS, extent_multiple
 
 # The steps of one rank's schedule, issued on streams: loads, GEMMs, and the sums of other ranks

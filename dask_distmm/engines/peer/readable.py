@@ -36,7 +36,7 @@ from dask_distmm.layout.rectangles import (
 )
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import EVERYWHERE, Plan
-from dask_distmm.planning.plan import Rect
+from dask_distmm.planning.cuts import Rect
 
 if TYPE_CHECKING:
     from dask_distmm.engines.peer.remote import Remote

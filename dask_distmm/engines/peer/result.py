@@ -22,8 +22,7 @@ from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import typed
 from dask_distmm.planning import Plan
-from dask_distmm.planning.cuts import padded
-from dask_distmm.planning.plan import Rect
+from dask_distmm.planning.cuts import Rect, padded
 from dask_distmm.planning.schedule import Triangle, blocks, extent_multiple, in_place
 
 # Chunks of D to host memory, each as soon as it is complete, while others are still multiplied

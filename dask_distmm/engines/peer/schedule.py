@@ -19,11 +19,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dask_distmm.engines.panels import ChunkBlock, blocks_between, chunk_blocks_of, coalesce
+from dask_distmm.engines.panels import ChunkBlock, chunk_blocks_of, coalesce
 from dask_distmm.planning import Plan
-from dask_distmm.planning.cuts import chunk_edges, full_side, padded, pieces_that_fill, unit
+from dask_distmm.planning.cuts import Rect, full_side, padded, pieces_that_fill, unit
 from dask_distmm.planning.placement import EVERYWHERE
-from dask_distmm.planning.plan import Rect
 from dask_distmm.planning.schedule import PANELS, BlockSchedule, ChunkSource, extent_multiple, source_cuts
 
 # The steps of a rank that makes chunks itself (`planning.schedule`), applied to these chunks. Pure
@@ -67,14 +66,13 @@ def make_steps(plan: Plan, rank: int, source: ChunkSource, in_place: Callable[[i
     """Return the steps of a rank."""
     problem, region, along_k = plan.problem, plan.region(rank), plan.k_range(rank)
     multiple, numbers = extent_multiple(problem), itertools.count()
-    edges = [tuple(map(_edges, sizes)) for sizes in (problem.a_chunks, problem.b_chunks)]
     slots = dict[Slot, tuple[int, int]]()
 
     def load(operand: int, part: Rect, depth: tuple[int, int], buffer: int, in_place: bool | None = None) -> Load:
         """Return what a part of D needs of an operand: in a buffer of this number, unless it is used in place."""
         own = part[:2] if operand == 0 else part[2:]
         rect = (*own, *depth) if operand == 0 else (*depth, *own)
-        blocks = blocks_between((edges[operand][0], edges[operand][1]), operand, rect)
+        blocks = chunk_blocks_of((problem.a_chunks, problem.b_chunks)[operand], operand, rect)
         in_place = len(blocks) == 1 if in_place is None else in_place
         slot = None if in_place and multiple == 1 else (operand, buffer)
         if slot is not None:
@@ -97,10 +95,6 @@ def make_steps(plan: Plan, rank: int, source: ChunkSource, in_place: Callable[[i
         loads = tuple(load(operand, part, depth, len(steps) % PANELS) for operand in source.made)
         steps.append(StreamStep(loads, part, depth, depth != depth_cuts[0]))
     return StreamSteps(steps, slots, resident, source)
-
-
-def _edges(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(chunk_edges(sizes).tolist())
 
 
 # The work of one rank, in order: loads of parts of A and B, and the products that need them. Pure
