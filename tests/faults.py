@@ -26,7 +26,7 @@ FAULT_POINTS = {
     "steps": ("dask_distmm.engines.factor.execution", "Execution", "execute"),
     "solver": ("dask_distmm.engines.cusolvermp", "Group", "call"),
     "panel": ("dask_distmm.engines.peer.products", "Multiplication", "_multiply"),
-    "step": ("dask_distmm.engines.peer.streaming", "Streaming", "_multiply"),
+    "step": ("dask_distmm.engines.peer.loads", "Loads", "_make"),
     "program": ("dask_distmm.engines.programs.executor", "Executor", "_take"),
     "workspace": ("dask_distmm.engines.cublasmp", "Group", "allocate"),
 }

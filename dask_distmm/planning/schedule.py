@@ -25,7 +25,7 @@ GEMMs are large::
 
 How a rank multiplies chunks that it makes itself, and the memory that this takes. Pure.
 
-Each chunk is made by tasks that run in threads of the rank, a few ahead of its use (`engines.peer.streaming`). D's
+Each chunk is made by tasks that run in threads of the rank, a few ahead of its use (`engines.peer.loads`). D's
 block stays on the GPU and grows; an operand whose chunks the rank does not make is there from the start. A *step* is
 one product::
 

@@ -30,13 +30,12 @@ from dask_distmm.engines.gpu.gemm import GemmTypes, check_fp8
 from dask_distmm.engines.gpu.operands import DeviceChunks, mark
 from dask_distmm.engines.peer.loads import Loads, OperandBuffers
 from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Expected, Offer
-from dask_distmm.engines.peer.products import Gemms, Multiplication
+from dask_distmm.engines.peer.products import Multiplication
 from dask_distmm.engines.peer.readable import Sources
 from dask_distmm.engines.peer.remote import Remote
 from dask_distmm.engines.peer.result import Downloads, Result
-from dask_distmm.engines.peer.schedule import Schedule, StreamSteps, made_orders, make_schedule, make_steps
+from dask_distmm.engines.peer.schedule import make_schedule, make_source_schedule
 from dask_distmm.engines.peer.state import PeerState, Trace
-from dask_distmm.engines.peer.streaming import Streaming
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import Plan
 from dask_distmm.planning.schedule import (
@@ -63,7 +62,7 @@ class PeerJob(Job[Plan]):
         self._epilog = native(plan)
         self._kinds = GemmTypes(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
         self._expected: Expected | None = None
-        self._multiplication: Multiplication | Streaming | None = None
+        self._multiplication: Multiplication | None = None
         self._downloads: Downloads | None = None
         self.lends = plan.from_host
         self._trace = Trace(on=engine.trace is not None)
@@ -115,22 +114,21 @@ class PeerJob(Job[Plan]):
             stream.synchronize()
         if self._multiplication is not None:
             rate = problem.options.machine("peer").rate(self._kinds.compute or self._kinds.a)
-            self._multiplication.begin_early(rate, possible=self._bias is None)
+            self._multiplication.begin_early(rate)
 
     def _allocate(self) -> None:
         """Allocate buffers and D, and make all GEMMs."""
         assert self.rank is not None
         plan = self.plan
         source = chunk_sources(plan)[self.rank] if any(plan.problem.by_ranks) else None
-        self._buffers = OperandBuffers(plan, self._sources, None if source is None else made_orders(plan))
+        self._buffers = OperandBuffers(plan, self._sources)
         if plan.from_host:
             self._sources.allocate()
-        work: Schedule | StreamSteps
         if source is not None:
-            work = make_steps(plan, self.rank, source, self._buffers.in_place)
+            schedule = make_source_schedule(plan, self.rank, source, self._buffers.in_place)
         else:
-            work = make_schedule(plan, self.rank, self._block_schedules[self.rank], self._buffers.in_place)
-        self._buffers.allocate(work.slots)
+            schedule = make_schedule(plan, self.rank, self._block_schedules[self.rank], self._buffers.in_place)
+        self._buffers.allocate(schedule.slots)
         triangle = square_on_diagonal(plan, self.rank, self._epilog)
         by_library = self._epilog is not None
         self._result = Result(plan, self.rank, self._sums, by_library, self._sources, self.engine, triangle)
@@ -140,19 +138,13 @@ class PeerJob(Job[Plan]):
             parts = [plan.coords(rank)[1] for rank in range(len(plan.ranks))]
             cut = BiasCut(1, sizes, parts, sizes[parts[self.rank]])
             self._bias = NativeBias(plan, self.me, self.rank, self.chunks, cut)
-        gemms = Gemms(self._kinds, self._buffers, self._result, self._epilog, self._bias)
-        if isinstance(work, StreamSteps):
-            rects = [[step.rect] for step in work.steps]
-            self._multiplication = Streaming(
-                work, self._buffers, gemms, self._result, self._sources, self.engine, self._trace
-            )
-        else:
-            rects = [[product.rect for product in step.products] for step in work.steps]
-            loads = Loads(work.steps, self._buffers, self._sources, self._trace)
-            self._multiplication = Multiplication(
-                work.steps, loads, gemms, self._result, self._sources, self._stream, self._trace
-            )
+        making = self.engine.making(source.threads if source is not None else 0)
+        loads = Loads(schedule.steps, self._buffers, self._sources, self._trace, source, making)
+        self._multiplication = Multiplication(
+            loads, self._result, self._kinds, self._epilog, self._bias, self._stream, self._trace
+        )
         if plan.problem.array == "numpy":
+            rects = [[product.rect for product in step.products] for step in schedule.steps]
             self._downloads = Downloads(self._result, rects, self.engine.downloads)
 
     def _make_offer(self, read: Mapping[str, NDArray[np.bool_]]) -> dict[str, Any]:
@@ -195,7 +187,7 @@ class PeerJob(Job[Plan]):
         started = time.perf_counter()
         marks = [mark(self._stream)]
         try:
-            self._multiplication.run(self._bias, self.progress, self._downloads)
+            self._multiplication.run(self.progress, self._downloads)
             marks.append(mark(self._stream))
             outputs = self._result.deliver()
             self.missing = self._result.missing
@@ -212,8 +204,8 @@ class PeerJob(Job[Plan]):
                 stream.synchronize()
         for name, first, last in zip(("multiply", "deliver"), marks[:-1], marks[1:], strict=True):
             self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3
-        if isinstance(self._multiplication, Streaming):
-            self.timings["load"] = self._multiplication.waited
+        if any(self.plan.problem.by_ranks):
+            self.timings["load"] = self._multiplication.loads.waited
         early = self._multiplication.early
         if early is not None:
             seconds, self.timings["ahead"] = early.over(self._trace, self._began)
@@ -231,8 +223,8 @@ class PeerJob(Job[Plan]):
         buffers = self._buffers.arrays.values()
         arrays = [*self._on_device.all_arrays, *buffers, *self._sources.kept, *self._result.arrays]
         arrays += self._bias.arrays if self._bias is not None else []
-        streamed = self._multiplication.most_held if isinstance(self._multiplication, Streaming) else 0
-        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values()) + streamed
+        made = self._multiplication.loads.most_held if self._multiplication is not None else 0
+        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values()) + made
 
     # Messages between participants
 

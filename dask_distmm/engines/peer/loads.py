@@ -1,37 +1,65 @@
 """A and B on one rank: chunks that are multiplied in place, buffers for all other parts, and the loads that fill these.
 
-A load is the copies that bring a part of A or B into its buffer. They are issued in the order of the schedule.
+A load is the copies that bring a part of A or B into its buffer. They are issued in the order of the schedule. Of
+operands whose chunks a rank makes itself it waits for the tasks that make them, a few ahead, in threads.
+
+Each thread has a CUDA stream of its own, which is CuPy's current stream there. So the kernels of a task overlap with
+those of other threads and with GEMMs, and the thread puts the next task's kernels on its stream while they run. An
+event tells when a chunk is complete, and the stream of GEMMs waits for it.
+
+Memory. A chunk's memory comes from CuPy's pool in the order of its thread's stream (CuPy's own pool has free blocks for
+each stream; RMM's waits where a block goes from one stream to another). When the last reference is dropped, the pool
+may hand it to the next task of that thread at once, whose kernels come later *on that stream*, but not later than a
+GEMM on another one. So a reference is kept until the event behind the last work that reads the chunk is done, as the
+host has seen it (`Multiplication`). What a task allocates and frees itself is used only on its thread's stream; so are
+the original of a chunk that is converted, and what is copied to the GPU: all of that may be dropped at once.
+
+These streams and CUDA's default stream wait for each other (they are not created as non-blocking). Without that, tasks
+would be wrong that use libraries which work on the default stream (cuDF, Numba, PyTorch), or arrays that other tasks
+have made there. Streams of the engine are non-blocking: GEMMs do not wait for the default stream. With several threads,
+what one task leaves on the GPU for others, as in a cache, has to be complete when it leaves it: others run on other
+streams. A worker of dask-cuda has one thread unless it is told otherwise.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import cupy as cp
+import numpy as np
 
-from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.base import ChunkKey
+from dask_distmm.engines.gpu.host import device_like, in_type, to_device
+from dask_distmm.engines.gpu.operands import check_arrays, record
 from dask_distmm.engines.peer.readable import CopyBatch, DeviceView, Parts, Pull, Sources
 from dask_distmm.engines.peer.result import ALIGNED
-from dask_distmm.engines.peer.schedule import Load, PendingLoad, Product, ScheduleStep, Slot, pending_loads
+from dask_distmm.engines.peer.schedule import Load, PendingLoad, Product, ScheduleStep, Slot, made_orders, pending_loads
 from dask_distmm.engines.peer.state import Trace
-from dask_distmm.layout.rectangles import span_of
-from dask_distmm.numeric.types import carried
-from dask_distmm.planning import Plan
+from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
+from dask_distmm.layout.rectangles import Span, span_of
+from dask_distmm.numeric.types import FP8, carried
+from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.cuts import Rect, padded
-from dask_distmm.planning.schedule import extent_multiple
+from dask_distmm.planning.schedule import ChunkSource, extent_multiple
+
+# Chunks that are multiplied in place, and buffers
 
 
 class OperandBuffers:
     """Where the GEMMs of a rank find parts of A and B."""
 
-    def __init__(self, plan: Plan, sources: Sources, orders: tuple[str, str] | None = None) -> None:
+    def __init__(self, plan: Plan, sources: Sources) -> None:
         self._plan, self._sources = plan, sources
         self._multiple = extent_multiple(plan.problem)
-        self._orders = ("C", "F") if plan.problem.fp8 else orders or (plan.order_a, plan.order_b)
+        self._orders = ("C", "F") if plan.problem.fp8 else made_orders(plan)
         self.itemsizes = tuple(carried(name, "cupy").itemsize for name in plan.problem.matrix_types)
         self.arrays: dict[Slot, Any] = {}
+        # By the numbers of loads the chunks that were made, and are multiplied as they are.
+        self.made: dict[int, DeviceView] = {}
 
     def allocate(self, slots: Mapping[Slot, tuple[int, int]]) -> None:
         """Allocate a buffer for each slot."""
@@ -69,8 +97,16 @@ class OperandBuffers:
 
     def view(self, load: Load) -> DeviceView:
         """Return where the part of an operand is that a load describes: in its buffer, or in a chunk."""
+        if load.of is not None:
+            span, order = self.view(load.of)
+            if load.of.operand != load.operand:
+                return DeviceView(Span(span.pointer, span.col_stride, span.row_stride), "F" if order == "C" else "C")
+            along = load.depth[0] - load.of.depth[0]
+            return DeviceView(span.at(*((0, along) if load.operand == 0 else (along, 0))), order)
         if load.slot is not None:
             return self.target(load)
+        if load.made:
+            return self.made[load.number]
         found = self._sources.chunk_at(load.operand, load.rect, self.itemsizes[load.operand])
         assert found is not None
         return found[0]
@@ -102,11 +138,121 @@ class OperandBuffers:
                 buffer[(at, slice(depth_extent, more)) if load.operand == 0 else (slice(depth_extent, more), at)] = 0
 
 
-class Loads:
-    """All loads of a rank."""
+# Chunks that tasks make in threads of the rank, on the GPU, in the type in which they are multiplied
 
-    def __init__(self, steps: Sequence[ScheduleStep], buffers: OperandBuffers, sources: Sources, trace: Trace) -> None:
-        self.steps, self._buffers, self._sources, self._trace = steps, buffers, sources, trace
+
+# One thread at a time copies to the GPU: several have no more of the bus, and the pinned buffers are for one.
+_copying = threading.Lock()
+
+
+class Made(NamedTuple):
+    """A chunk on the GPU."""
+
+    # Keeps its memory.
+    array: Any
+    # Where it is.
+    view: DeviceView
+    # The event after which it may be read.
+    complete: cp.cuda.Event
+
+
+class DeviceMaker:
+    """What the threads of a `ChunkLoader` do for a rank."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        chunks: Mapping[ChunkKey, SourceChunk],
+        streams: Sequence[cp.cuda.Stream],
+        begin: cp.cuda.Event,
+    ) -> None:
+        self._problem, self._event = problem, begin
+        self._keys = {chunk: key for key, chunk in chunks.items()}
+        self._free, self._own = list(streams), threading.local()
+        # A thread begins with the first GPU that the process sees.
+        self._use_device = cp.cuda.Device().use
+
+    def begin(self) -> None:
+        """Give a thread its stream."""
+        self._use_device()
+        self._own.stream = self._free.pop()
+        self._own.stream.wait_event(self._event)
+
+    def make(self, source: Source, chunks: Sequence[SourceChunk]) -> dict[SourceChunk, Made]:
+        """Run the task of a source; return those of its chunks that are used."""
+        stream = self._own.stream
+        # Not by `use`: a task that has a stream of its own for a while would leave its thread on the default stream.
+        with stream:
+            made = source.make()
+            current = cp.cuda.get_current_stream()
+            if current.ptr != stream.ptr:
+                # The task has left its thread with another one.
+                stream.wait_event(record(current))
+            with stream:
+                arrays = {chunk: self._on_device(*self._keys[chunk], chunk.view(made), stream) for chunk in chunks}
+        complete = record(stream)
+        return {chunk: Made(*found, complete) for chunk, found in arrays.items()}
+
+    def _on_device(self, operand: str, number: int, chunk: Any, stream: cp.cuda.Stream) -> tuple[Any, DeviceView]:
+        """Return a chunk on the GPU, in the type and the memory order in which it is multiplied, and where it is."""
+        check_arrays("peer", {(operand, number): chunk})
+        problem, type_name = self._problem, self._problem.dtype_of(operand)
+        goal = problem.matrix_types["ab".index(operand)]
+        if not isinstance(chunk, cp.ndarray):
+            part = chunk.view(np.uint8) if type_name in FP8 else chunk
+            chunk = device_like(part)
+            with _copying:
+                to_device(part, chunk, stream, "made")
+        if type_name != goal:
+            order = "F" if lying(chunk, "F") and not lying(chunk, "C") else "C"
+            source, chunk = chunk, cp.empty(chunk.shape, carried(goal, "cupy"), order=order)
+            chunk[...] = in_type(source, type_name, chunk.dtype)
+        # The library conjugates what it transposes.
+        wanted = "F" if problem.conjugated["ab".index(operand)] else ""
+        if (view := lying(chunk, wanted)) is None:
+            source, chunk = chunk, cp.empty(chunk.shape, chunk.dtype, order=wanted or "C")
+            bits(chunk)[...] = bits(source)
+            view = lying(chunk, wanted)
+        assert view is not None
+        return chunk, view
+
+
+def bits(array: Any) -> Any:
+    """Return an array to be copied as it is: CuPy has no kernels for some types of two bytes."""
+    return array.view(np.uint16) if array.dtype.kind == "V" and array.dtype.itemsize == 2 else array
+
+
+def lying(array: Any, wanted: str = "") -> DeviceView | None:
+    """Return the storage of a matrix if its rows (order ``"C"``) or columns (``"F"``) are dense; None if not."""
+    (rows, cols), (down, across), size = array.shape, map(int, array.strides), int(array.itemsize)
+    pointer = int(array.data.ptr)
+    if pointer % size:
+        return None
+    # The stride along an axis of length 1 means nothing.
+    if wanted != "F" and (across == size or cols == 1) and (rows == 1 or (down >= cols * size and not down % size)):
+        return DeviceView(Span(pointer, down if rows > 1 else cols * size, size), "C")
+    if wanted != "C" and (down == size or rows == 1) and (cols == 1 or (across >= rows * size and not across % size)):
+        return DeviceView(Span(pointer, size, across if cols > 1 else rows * size), "F")
+    return None
+
+
+# All loads of a rank
+
+
+class Loads:
+    """All loads of a rank; `source` if it makes chunks itself."""
+
+    def __init__(
+        self,
+        steps: Sequence[ScheduleStep],
+        buffers: OperandBuffers,
+        sources: Sources,
+        trace: Trace,
+        source: ChunkSource | None,
+        making: Sequence[cp.cuda.Stream],
+    ) -> None:
+        self.steps, self.buffers, self.sources, self.source = steps, buffers, sources, source
+        self._trace, self._making = trace, making
         self.before_vote: set[int] = set()
         # For each other load its chunk blocks, and the copies of those on this GPU unless these copies are done.
         self._parts: dict[int, tuple[Parts, list[CopyBatch]]] = {}
@@ -114,6 +260,19 @@ class Loads:
         self._pending: collections.deque[PendingLoad] = collections.deque()
         self._done: dict[int, cp.cuda.Event] = {}
         self._last_use: dict[Any, cp.cuda.Event] = {}
+        # Chunks that this rank makes, with their bytes; those of the step that is issued, and how many steps that are
+        # not over read each one.
+        problem = sources.plan.problem
+        self._chunks = {key: chunk for key, chunk in sources.chunks.items() if isinstance(chunk, SourceChunk)}
+        self._sizes: dict[SourceChunk, int] = {}
+        for (name, number), chunk in self._chunks.items():
+            rows, cols = problem.chunks_of(name)
+            i, j = divmod(number, len(cols))
+            self._sizes[chunk] = rows[i] * cols[j] * buffers.itemsizes["ab".index(name)]
+        self._loader: ChunkLoader | None = None
+        self._taken: dict[SourceChunk, Made] = {}
+        self._held: collections.Counter[SourceChunk] = collections.Counter()
+        self._held_bytes, self.most_held, self.waited = 0, 0, 0.0
 
     def copy_own_chunks(self, me: int, stream: cp.cuda.Stream) -> None:
         """Find the chunk blocks of all loads; put on a stream the copies of own chunks into buffers that are free.
@@ -123,47 +282,63 @@ class Loads:
         used: set[Slot | None] = set()
         for step in self.steps:
             for load in step.loads:
-                target, size = self._buffers.target(load).span, self._buffers.itemsizes[load.operand]
-                parts = self._sources.parts(load.operand, load.chunk_blocks, target, size)
-                if self._sources.is_in_host(load.operand):
+                if load.made:
+                    continue
+                target, size = self.buffers.target(load).span, self.buffers.itemsizes[load.operand]
+                parts = self.sources.parts(load.operand, load.chunk_blocks, target, size)
+                if self.sources.is_in_host(load.operand):
                     self._parts[load.number] = parts, []
                     continue
-                own = self._sources.own_copies(parts)
+                own = self.sources.own_copies(parts)
                 if load.slot in used:
                     self._parts[load.number] = parts, [own]
                 elif (parts.holders == me).all():
                     self._put(load, Pull([own], {}, 0, {}), stream)
                     self.before_vote.add(load.number)
                 else:
-                    self._sources.run(own, stream)
+                    self.sources.run(own, stream)
                     self._parts[load.number] = parts, []
             used.update(load.slot for product in step.products for load in product.loaded)
 
     def find(self, at_first: Collection[int]) -> None:
         """Find all copies from other GPUs, and map the memory of these, once the offers have been read."""
-        self._found = self._sources.find(self._parts, at_first)
+        self._found = self.sources.find(self._parts, at_first)
 
     def begin(self) -> None:
         """Begin to issue: all loads that are not complete are pending."""
         self._pending.extend(one for one in pending_loads(self.steps) if one.load.number not in self.before_vote)
+        if self.source is not None:
+            begun = record(cp.cuda.get_current_stream())
+            maker = DeviceMaker(self.sources.plan.problem, self._chunks, self._making, begun)
+            uses = [chunk for step in self.steps for chunk in self._chunks_of(step)]
+            self._loader = ChunkLoader(uses, self.source.threads, self.source.ahead, maker.make, maker.begin)
+
+    def close(self, stream: cp.cuda.Stream) -> None:
+        """Make no more chunks; nobody gets the memory of those that were made while a stream reads it."""
+        if self._loader is not None:
+            self._loader.close()
+            for one in (self.sources.stream, stream):
+                one.synchronize()
 
     def issue_for(self, product: Product) -> None:
         """Issue pending loads, in their order, until those that a product needs are among them."""
-        needed = {load.number for load in product.loaded} - self.before_vote
+        needed = {load.number for load in product.needed} - self.before_vote
         while not needed <= self._done.keys():
             self._issue(self._pending.popleft().load)
 
     def issue_next(self, step: int) -> bool:
         """Issue the next pending load if its buffer is free after a step and no worker must be asked for chunks."""
         pending = self._pending
-        if not pending or pending[0].after > step or self._found[pending[0].load.number].outside:
+        if not pending or pending[0].load.made or pending[0].after > step:
+            return False
+        if self._found[pending[0].load.number].outside:
             return False
         self._issue(pending.popleft().load)
         return True
 
     def wait_for(self, product: Product, stream: cp.cuda.Stream) -> None:
         """Let a stream wait for the loads that a product needs."""
-        for load in product.loaded:
+        for load in product.needed:
             if load.number in self._done:
                 stream.wait_event(self._done[load.number])
 
@@ -172,12 +347,15 @@ class Loads:
         self._last_use |= {load.slot: over for product in step.products for load in product.loaded}
 
     def _issue(self, load: Load) -> None:
-        """Put the pulls of a load on their stream, where they wait until its buffer is free."""
-        stream, pull = self._sources.stream, self._found[load.number]
-        self._sources.ask(pull)
-        if self._pending:
+        """Put the pulls of a load on their stream, where they wait until its buffer is free; or have it made."""
+        if load.made:
+            self._done[load.number] = self._make(load)
+            return
+        stream, pull = self.sources.stream, self._found[load.number]
+        self.sources.ask(pull)
+        if self._pending and not self._pending[0].load.made:
             # While these parts are copied the next ones travel.
-            self._sources.ask(self._found[self._pending[0].load.number])
+            self.sources.ask(self._found[self._pending[0].load.number])
         if load.slot in self._last_use:
             stream.wait_event(self._last_use[load.slot])
         with self._trace.step("pull", load.number, float(pull.away), stream):
@@ -185,5 +363,61 @@ class Loads:
         self._done[load.number] = record(stream)
 
     def _put(self, load: Load, pull: Pull, stream: cp.cuda.Stream) -> None:
-        self._sources.pull(pull, stream)
-        self._buffers.complete(load, stream)
+        self.sources.pull(pull, stream)
+        self.buffers.complete(load, stream)
+
+    # Chunks that this rank makes
+
+    def _chunks_of(self, step: ScheduleStep) -> list[SourceChunk]:
+        """Return the chunks of which a step reads parts; one that it reads several parts of is there as often."""
+        return [chunk for load in step.loads if load.made for chunk in self._chunks_in(load)]
+
+    def _chunks_in(self, load: Load) -> list[SourceChunk]:
+        return [self._chunks["ab"[load.operand], block.chunk] for block in load.chunk_blocks]
+
+    def are_full(self, step: ScheduleStep) -> bool:
+        """Whether more chunks would be held with those of a step than may be."""
+        more = sum(self._sizes[chunk] for chunk in set(self._chunks_of(step)) if not self._held[chunk])
+        return self.source is not None and self._held_bytes + more > self.source.held_bytes
+
+    def _make(self, load: Load) -> cp.cuda.Event:
+        """Have the chunks of a load: one as it is, or parts side by side in a buffer; return when they are complete."""
+        stream, chunks = self.sources.stream, [self._take(chunk) for chunk in self._chunks_in(load)]
+        if load.slot is None:
+            (block,), (chunk,) = load.chunk_blocks, chunks
+            view = chunk.view
+            self.buffers.made[load.number] = view._replace(span=view.span.at(block.r0, block.c0))
+            return chunk.complete
+        if load.slot in self._last_use:
+            stream.wait_event(self._last_use[load.slot])
+        for block, chunk in zip(load.chunk_blocks, chunks, strict=True):
+            stream.wait_event(chunk.complete)
+            with stream:
+                bits(self.buffers.arrays[load.slot][block.place])[...] = bits(chunk.array[block.inside])
+        self.buffers.complete(load, stream)
+        return record(stream)
+
+    def _take(self, chunk: SourceChunk) -> Made:
+        """Return a chunk, when its task has returned."""
+        assert self._loader is not None
+        started = time.perf_counter()
+        found: Made = self._loader.take(chunk, self.sources.ended.check)
+        self.waited += time.perf_counter() - started
+        if chunk not in self._taken:
+            self._taken[chunk] = found
+            self._held_bytes += 0 if self._held[chunk] else self._sizes[chunk]
+            self._held[chunk] += 1
+            self.most_held = max(self.most_held, self._held_bytes)
+        return found
+
+    def taken(self) -> dict[SourceChunk, Made]:
+        """Return the chunks of the step that was issued, which must be kept until it is over, and then released."""
+        found, self._taken = self._taken, {}
+        return found
+
+    def release(self, chunks: Iterable[SourceChunk]) -> None:
+        """Hold the chunks of a step no longer that is over."""
+        for chunk in chunks:
+            self._held[chunk] -= 1
+            if not self._held[chunk]:
+                self._held_bytes -= self._sizes[chunk]

@@ -25,82 +25,90 @@ from dask_distmm.planning.cuts import Rect, full_side, padded, pieces_that_fill,
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.schedule import PANELS, BlockSchedule, ChunkSource, extent_multiple, source_cuts
 
-# The steps of a rank that makes chunks itself (`planning.schedule`), applied to these chunks. Pure
+Slot = tuple[int, int]  # operand and number of a buffer
 
 
-class StreamStep(NamedTuple):
-    """One product."""
+class Load(NamedTuple):
+    """A part of A or B that GEMMs need: copied into a buffer, or multiplied in place."""
 
-    # For each operand whose chunks are made what is multiplied: a part of one chunk as it is, or a buffer.
-    loads: tuple[Load, ...]
-    # The part of D that is multiplied into.
+    # Counts all loads of the schedule.
+    number: int
+    # 0 for A, 1 for B.
+    operand: int
+    # Rows and columns of the operand.
     rect: Rect
-    # The part of k.
-    depth: tuple[int, int]
-    # Whether the product is added to what D has there.
+    # The buffer that it is copied into; None if it is multiplied in place.
+    slot: Slot | None
+    # Where its own axis (rows of A, columns of B) begins in the buffer; k begins at 0.
+    at: int
+    # The rectangles of chunks that it consists of, placed relative to its first element.
+    chunk_blocks: list[ChunkBlock]
+    # Whether this rank makes these chunks itself, when it needs them.
+    made: bool = False
+    # The load of which it is a stretch along k, or, if that is of the other operand, the transpose.
+    of: Load | None = None
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """First index and end along its own axis: rows of A, columns of B."""
+        return self.rect[:2] if self.operand == 0 else self.rect[2:]
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """First index and end along k."""
+        return self.rect[2:] if self.operand == 0 else self.rect[:2]
+
+    @property
+    def depth_extent(self) -> int:
+        """Its extent along k."""
+        return self.depth[1] - self.depth[0]
+
+
+class Product(NamedTuple):
+    """One GEMM of loads of A with loads of B."""
+
+    # The loads of each operand: side by side in one buffer, or a single one that is multiplied in place.
+    a: tuple[Load, ...]
+    b: tuple[Load, ...]
+    # Whether the GEMM adds to D instead of overwriting it.
     add: bool
 
+    @property
+    def rect(self) -> Rect:
+        """The part of D that is multiplied into."""
+        return self.a[0].rect[0], self.a[-1].rect[1], self.b[0].rect[2], self.b[-1].rect[3]
 
-class StreamSteps(NamedTuple):
+    @property
+    def loaded(self) -> list[Load]:
+        """The loads of both operands that are copied into buffers."""
+        return [load for load in (*self.a, *self.b) if load.slot is not None]
+
+    @property
+    def needed(self) -> list[Load]:
+        """The loads that have to be issued before the product."""
+        return [load for load in (*self.a, *self.b) if load.slot is not None or load.made]
+
+
+class ScheduleStep(NamedTuple):
+    """The loads and products of one panel of the streamed operand; the first step may have several panels."""
+
+    # In the order in which they are issued.
+    loads: list[Load]
+    products: list[Product]
+    # Ranks whose part of the partial sums is complete after the step.
+    done: tuple[int, ...]
+
+
+class Schedule(NamedTuple):
     """The work of one rank."""
 
-    # In their order.
-    steps: list[StreamStep]
-    # For each buffer the largest extents (own axis, k) of what it holds.
+    # All steps in their order.
+    steps: list[ScheduleStep]
+    # For each buffer the largest extents (own axis, k) of the loads into it.
     slots: dict[Slot, tuple[int, int]]
-    # All that the rank needs of an operand whose chunks it does not make; None where it makes those of both.
-    resident: Load | None
-    # What they were made by.
-    source: ChunkSource
 
 
-def made_orders(plan: Plan) -> tuple[str, str]:
-    """Return the memory orders of buffers for A and B: the library conjugates what it transposes."""
-    problem = plan.problem
-    each = zip(problem.by_ranks, problem.conjugated, (plan.order_a, plan.order_b), strict=True)
-    a, b = ("F" if made and conjugated else order for made, conjugated, order in each)
-    return a, b
-
-
-def make_steps(plan: Plan, rank: int, source: ChunkSource, in_place: Callable[[int, Rect], bool]) -> StreamSteps:
-    """Return the steps of a rank."""
-    problem, region, along_k = plan.problem, plan.region(rank), plan.k_range(rank)
-    multiple, numbers = extent_multiple(problem), itertools.count()
-    slots = dict[Slot, tuple[int, int]]()
-
-    def load(operand: int, part: Rect, depth: tuple[int, int], buffer: int, in_place: bool | None = None) -> Load:
-        """Return what a part of D needs of an operand: in a buffer of this number, unless it is used in place."""
-        own = part[:2] if operand == 0 else part[2:]
-        rect = (*own, *depth) if operand == 0 else (*depth, *own)
-        blocks = chunk_blocks_of((problem.a_chunks, problem.b_chunks)[operand], operand, rect)
-        in_place = len(blocks) == 1 if in_place is None else in_place
-        slot = None if in_place and multiple == 1 else (operand, buffer)
-        if slot is not None:
-            size = padded(own[1] - own[0], multiple), padded(depth[1] - depth[0], multiple)
-            before = slots.get(slot, size)
-            slots[slot] = max(before[0], size[0]), max(before[1], size[1])
-        return Load(next(numbers), operand, rect, slot, 0, blocks)
-
-    resident = None
-    for operand in (0, 1):
-        if not problem.by_ranks[operand]:
-            rect = (*region[:2], *along_k) if operand == 0 else (*along_k, *region[2:])
-            resident = load(operand, region, along_k, 0, in_place(operand, rect))
-    own_cuts, depth_cuts = (list(itertools.pairwise(cuts)) for cuts in source_cuts(plan, rank, source))
-    steps = list[StreamStep]()
-    for own, depth in itertools.product(own_cuts, depth_cuts):
-        part = region
-        if resident is not None:
-            part = (*own, *region[2:]) if source.made[0] == 0 else (*region[:2], *own)
-        loads = tuple(load(operand, part, depth, len(steps) % PANELS) for operand in source.made)
-        steps.append(StreamStep(loads, part, depth, depth != depth_cuts[0]))
-    return StreamSteps(steps, slots, resident, source)
-
-
-# The work of one rank, in order: loads of parts of A and B, and the products that need them. Pure
-
-
-# All that one rank loads and multiplies, in order: its `BlockSchedule`, applied to the places of the chunks. Pure
+# The work of a rank whose chunks are there: its `BlockSchedule`, applied to the places of the chunks
 
 
 # A panel has only chunks of this GPU or only chunks of others, if no panel gets narrower than this part of the usual
@@ -342,81 +350,61 @@ def _side_by_side(resident: Sequence[Load]) -> list[tuple[Load, ...]]:
     return found
 
 
-# The work of one rank, in order: loads of parts of A and B, and the products that need them. Pure
+# The work of a rank that makes chunks itself: `planning.schedule` has the steps
 
 
-Slot = tuple[int, int]  # operand and number of a buffer
+def made_orders(plan: Plan) -> tuple[str, str]:
+    """Return the memory orders of buffers for A and B: the library conjugates what it transposes."""
+    problem = plan.problem
+    each = zip(problem.by_ranks, problem.conjugated, (plan.order_a, plan.order_b), strict=True)
+    a, b = ("F" if made and conjugated else order for made, conjugated, order in each)
+    return a, b
 
 
-class Load(NamedTuple):
-    """A part of A or B that GEMMs need: copied into a buffer, or multiplied in place."""
+def make_source_schedule(plan: Plan, rank: int, source: ChunkSource, in_place: Callable[[int, Rect], bool]) -> Schedule:
+    """Return the schedule of a rank that makes chunks: a step for each product, whose chunks are made for it."""
+    problem, region, along_k = plan.problem, plan.region(rank), plan.k_range(rank)
+    multiple, numbers = extent_multiple(problem), itertools.count()
+    slots = dict[Slot, tuple[int, int]]()
 
-    # Counts all loads of the schedule.
-    number: int
-    # 0 for A, 1 for B.
-    operand: int
-    # Rows and columns of the operand.
-    rect: Rect
-    # The buffer that it is copied into; None if it is multiplied in place.
-    slot: Slot | None
-    # Where its own axis (rows of A, columns of B) begins in the buffer; k begins at 0.
-    at: int
-    # The rectangles of chunks that it consists of, placed relative to its first element.
-    chunk_blocks: list[ChunkBlock]
+    def load(operand: int, part: Rect, depth: tuple[int, int], buffer: int) -> Load:
+        """Return what a part of D needs of an operand: in a buffer of this number, unless it is used in place."""
+        own, made = (part[:2] if operand == 0 else part[2:]), problem.by_ranks[operand]
+        rect = (*own, *depth) if operand == 0 else (*depth, *own)
+        blocks = chunk_blocks_of((problem.a_chunks, problem.b_chunks)[operand], operand, rect)
+        slot = None
+        if multiple > 1 or not (len(blocks) == 1 if made else in_place(operand, rect)):
+            slot, size = (operand, buffer), (padded(own[1] - own[0], multiple), padded(depth[1] - depth[0], multiple))
+            before = slots.get(slot, size)
+            slots[slot] = max(before[0], size[0]), max(before[1], size[1])
+        return Load(next(numbers), operand, rect, slot, 0, blocks, made)
 
-    @property
-    def own(self) -> tuple[int, int]:
-        """First index and end along its own axis: rows of A, columns of B."""
-        return self.rect[:2] if self.operand == 0 else self.rect[2:]
-
-    @property
-    def depth(self) -> tuple[int, int]:
-        """First index and end along k."""
-        return self.rect[2:] if self.operand == 0 else self.rect[:2]
-
-    @property
-    def depth_extent(self) -> int:
-        """Its extent along k."""
-        return self.depth[1] - self.depth[0]
-
-
-class Product(NamedTuple):
-    """One GEMM of loads of A with loads of B."""
-
-    # The loads of each operand: side by side in one buffer, or a single one that is multiplied in place.
-    a: tuple[Load, ...]
-    b: tuple[Load, ...]
-    # Whether the GEMM adds to D instead of overwriting it.
-    add: bool
-
-    @property
-    def rect(self) -> Rect:
-        """The part of D that is multiplied into."""
-        return self.a[0].rect[0], self.a[-1].rect[1], self.b[0].rect[2], self.b[-1].rect[3]
-
-    @property
-    def loaded(self) -> list[Load]:
-        """The loads of both operands that are copied into buffers."""
-        return [load for load in (*self.a, *self.b) if load.slot is not None]
+    # All that the rank needs of an operand whose chunks it does not make.
+    held = [load(operand, region, along_k, 0) for operand in (0, 1) if not problem.by_ranks[operand]]
+    own_cuts, depth_cuts = (list(itertools.pairwise(cuts)) for cuts in source_cuts(plan, rank, source))
+    steps = list[ScheduleStep]()
+    for own, depth in itertools.product(own_cuts, depth_cuts):
+        part = region
+        if held:
+            part = (*own, *region[2:]) if source.made[0] == 0 else (*region[:2], *own)
+        made = [load(operand, part, depth, len(steps) % PANELS) for operand in source.made]
+        pair = {one.operand: one for one in made}
+        for other in held:
+            rect = (*region[:2], *depth) if other.operand == 0 else (*depth, *region[2:])
+            pair[other.operand] = other._replace(rect=rect, slot=None if steps else other.slot, of=other)
+        if source.twin:
+            (one,) = made
+            pair[1 - one.operand] = Load(
+                one.number, 1 - one.operand, (*one.rect[2:], *one.rect[:2]), None, 0, [], of=one
+            )
+        first = [one for one in held if one.slot is not None] if not steps else []
+        steps.append(ScheduleStep([*first, *made], [Product((pair[0],), (pair[1],), depth != depth_cuts[0])], ()))
+    if plan.grid[2] > 1:
+        steps[-1] = steps[-1]._replace(done=tuple(range(len(plan.ranks))))
+    return Schedule(steps, slots)
 
 
-class ScheduleStep(NamedTuple):
-    """The loads and products of one panel of the streamed operand; the first step may have several panels."""
-
-    # In the order in which they are issued.
-    loads: list[Load]
-    products: list[Product]
-    # Ranks whose part of the partial sums is complete after the step.
-    done: tuple[int, ...]
-
-
-class Schedule(NamedTuple):
-    """The work of one rank."""
-
-    # All steps in their order.
-    steps: list[ScheduleStep]
-    # For each buffer the largest extents (own axis, k) of the loads into it.
-    slots: dict[Slot, tuple[int, int]]
+# What is derived from steps
 
 
 class PendingLoad(NamedTuple):

@@ -124,7 +124,7 @@ class PeerState:
         return self._pulling[:wanted]
 
     def making(self, threads: int) -> list[cp.cuda.Stream]:
-        """Return the streams of threads that make chunks, which wait for the default stream: see `making`."""
+        """Return the streams of threads that make chunks, which wait for the default stream: see `loads`."""
         self._making += [cp.cuda.Stream() for _ in range(threads - len(self._making))]
         return self._making[:threads]
 
