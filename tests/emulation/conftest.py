@@ -248,7 +248,7 @@ def factorize(make_peers, monkeypatch):
         return QueuedKernels(state.stream)
 
     streams = type("Streams", (), {"__getitem__": lambda self: ranks.engines[world.memory.process].stream})()
-    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.state"].PeerState, "solver", solver)
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.memory"].PeerState, "solver", solver)
 
     def run(kind, nranks, *matrices, sources=0, host=False, config=None, **options):
         ranks.host = host

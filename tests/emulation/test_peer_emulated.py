@@ -370,7 +370,7 @@ def test_a_trace_has_all_steps(make_peers):
 def test_what_is_multiplied_before_the_vote_is_over_when_a_run_is_given_up(make_peers, monkeypatch, method):
     """Its memory goes back to the pool then, and to somebody else."""
     ranks, _ = make_peers()
-    kind, looked_at = sys.modules["dask_distmm.engines.peer.job"].PeerJob, []
+    kind, looked_at = sys.modules["dask_distmm.engines.peer.engine"].PeerJob, []
 
     def accept(self, offers):
         if self._multiplication is not None and self._multiplication.early is not None:
@@ -425,7 +425,7 @@ def test_what_takes_too_little_or_too_much_is_not_begun_before_the_vote(make_pee
 
 def test_a_job_that_is_dropped_has_its_products_over_with(make_peers, monkeypatch):
     ranks, _ = make_peers()
-    kind = sys.modules["dask_distmm.engines.peer.job"].PeerJob
+    kind = sys.modules["dask_distmm.engines.peer.engine"].PeerJob
 
     def fail(self, offers):
         raise ZeroDivisionError("before it began")
@@ -517,7 +517,7 @@ def test_products_are_launched_as_soon_as_their_own_pulls_are(make_peers, monkey
 def test_a_rank_that_is_gone_is_missed_where_it_was_needed(make_peers, monkeypatch, when, dtype):
     """Its chunks are nobody's. Others lack those that it had to add to, unless it has done so; all else is right."""
     ranks, _ = make_peers()
-    kind, runtime = sys.modules["dask_distmm.engines.peer.job"].PeerJob, sys.modules["cupy"].cuda.runtime
+    kind, runtime = sys.modules["dask_distmm.engines.peer.engine"].PeerJob, sys.modules["cupy"].cuda.runtime
     execute, open_handle, dead = kind.execute, runtime.ipcOpenMemHandle, threading.Event()
 
     def die(self):

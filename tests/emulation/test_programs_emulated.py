@@ -24,7 +24,7 @@ from dask_distmm.testing import run_jobs
 @pytest.fixture
 def run(make_peers, monkeypatch):
     ranks, _ = make_peers()
-    state = sys.modules["dask_distmm.engines.peer.state"].PeerState
+    state = sys.modules["dask_distmm.engines.peer.memory"].PeerState
     monkeypatch.setattr(state, "solver", lambda self: QueuedKernels(self.stream))
 
     def run(results, *matrices, nranks=3, made=False):

@@ -20,7 +20,7 @@ then has a copy engine pull the panel, while the GEMMs of the panel before run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import cupy as cp
 import numpy as np
@@ -35,10 +35,8 @@ from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.gpu.program import GpuFactorJob
 from dask_distmm.engines.gpu.reduction import DeviceReduction, Peers, exchange_bytes
-from dask_distmm.engines.peer.memory import Exporter
+from dask_distmm.engines.peer.memory import Exporter, PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected, Offer
-from dask_distmm.engines.peer.remote import Remote
-from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.engines.tridiagonal import Tridiagonal, row_bounds
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import chunk_elements
@@ -54,6 +52,8 @@ from dask_distmm.programs.steps import Key
 COLUMNS, EXTRAS, EXCHANGE, ROWS, RESULTS = 0, 1, 2, 3, 4
 # The number of the flag that says that these rows are complete, from that of the end on.
 ROWS_COMPLETE = 1
+# The parts of panels that are pulled.
+_PANELS = "lower", "upper"
 
 
 def flag_of(plan: FactorPlacement, key: Key | None) -> int:
@@ -89,13 +89,6 @@ def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     return np.array(found, np.int64)
 
 
-class _Asked(NamedTuple):
-    """A panel that is to be pulled."""
-
-    owner: int
-    key: Key
-
-
 class PulledPanels(RankExchange):
     """The exchange of one rank's panels by pulls from other GPUs' memory."""
 
@@ -122,7 +115,7 @@ class PulledPanels(RankExchange):
 
     def publish(self, key: Key, arrays: Sequence[Any]) -> None:
         """Let others pull a panel after the work that is on the current stream now."""
-        if key.part not in ("lower", "upper", "pivots"):
+        if key.part not in (*_PANELS, "pivots"):
             super().publish(key, arrays)
             return
         current = cp.cuda.get_current_stream()
@@ -144,11 +137,11 @@ class PulledPanels(RankExchange):
 
     def ask(self, owner: int, key: Key) -> Any:
         """Note what is to be pulled: it begins as soon as `get` finds the flag up."""
-        return _Asked(owner, key) if key.part in ("lower", "upper") else super().ask(owner, key)
+        return (owner, key) if key.part in _PANELS else super().ask(owner, key)
 
     def get(self, asked: Any, check: Callable[[], None], *, again: bool = False) -> Sequence[Any]:
         """Pull a panel; the stream of the work waits for it, this thread only for its flag."""
-        if not isinstance(asked, _Asked):
+        if not isinstance(asked, tuple) or asked[1].part not in _PANELS:
             return super().get(asked, check, again=again)
         plan, (owner, key) = self._plan, asked
         holder, work = plan.ranks[owner], plan.work

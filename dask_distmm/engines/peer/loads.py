@@ -35,10 +35,10 @@ import numpy as np
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.gpu.host import device_like, in_type, to_device
 from dask_distmm.engines.gpu.operands import check_arrays, record
+from dask_distmm.engines.peer.memory import Trace
 from dask_distmm.engines.peer.readable import CopyBatch, DeviceView, Parts, Pull, Sources
 from dask_distmm.engines.peer.result import ALIGNED
 from dask_distmm.engines.peer.schedule import Load, PendingLoad, Product, ScheduleStep, Slot, made_orders, pending_loads
-from dask_distmm.engines.peer.state import Trace
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.layout.rectangles import Span, span_of
 from dask_distmm.numeric.types import FP8, carried

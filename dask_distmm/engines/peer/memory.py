@@ -1,5 +1,8 @@
 """Device memory of one process that others of its host read: handles, mappings, and what is said about them.
 
+Beside these a process keeps its streams between runs. `Remote` is the memory of others as one rank reads it in a run:
+mapped matrices, and flags that say what is ready.
+
 CUDA exports whole allocations (cudaIpcGetMemHandle), while arrays lie somewhere inside one, most of all in a memory
 pool. So an array is told as the handle of its allocation, an offset and strides. An allocation is known by the process
 that has it and by its buffer id, which no later allocation of that process gets, even at the same address.
@@ -14,22 +17,31 @@ know what the other one has. So with UCX others get copies, in memory that is ne
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import importlib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import cupy as cp
+import cupyx
 import numpy as np
 from cuda.bindings import driver
 from numpy.typing import NDArray
 
+from dask_distmm.comms.base import PeerLostError
 from dask_distmm.engines.base import log
-from dask_distmm.engines.peer.offers import Allocation, Offer
+from dask_distmm.engines.gpu.operands import array_at, mark
+from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Offer, Offers
 from dask_distmm.errors import EngineError
-from dask_distmm.layout.rectangles import span_of
+from dask_distmm.layout.rectangles import Span, span_of
+from dask_distmm.planning import Placement
+
+# Memory that this process lets others map, and memory of others that is mapped here
+
 
 # Allocations of one exporter that stay mapped between runs; the least recently used leave.
 _MOST_MAPPED = 1024
@@ -225,3 +237,255 @@ def close_quietly(pointer: int) -> None:
         cp.cuda.runtime.ipcCloseMemHandle(pointer)
     except cp.cuda.runtime.CUDARuntimeError as error:
         log.info("a mapping of another process' memory can't be closed: %s", error)
+
+
+# The times of the pulls and GEMMs of a run, to tune the engine
+
+
+class TracedOperation(NamedTuple):
+    """A pull or a GEMM of a traced run."""
+
+    # ``"pull"`` or ``"GEMM"``.
+    what: str
+    # The number of the load or of the step.
+    number: int
+    # Bytes, or floating-point operations.
+    amount: float
+    # Milliseconds from the start of the run on the GPU.
+    begin: float
+    end: float
+    # Milliseconds from the start of the run until the host began, and ended, to put it on its stream.
+    put: float
+    over: float
+
+
+class Trace:
+    """Steps of one run."""
+
+    def __init__(self, on: bool) -> None:
+        self._on = on
+        self._steps: list[tuple[str, int, float, Any, Any, float, float]] = []
+
+    @contextlib.contextmanager
+    def step(self, what: str, number: int, amount: float, stream: cp.cuda.Stream) -> Iterator[None]:
+        """Note a step that is put on a stream inside of the context, if it does anything."""
+        if not self._on or not amount:
+            yield
+            return
+        begin, put = mark(stream), time.perf_counter()
+        yield
+        over = time.perf_counter()
+        self._steps.append((what, number, amount, begin, mark(stream), put, over))
+
+    def add(self, what: str, number: int, amount: float, begin: cp.cuda.Event, end: cp.cuda.Event, put: float) -> None:
+        """Note a step between two events, which the host has put on its stream at some time."""
+        if self._on:
+            self._steps.append((what, number, amount, begin, end, put, put))
+
+    def steps(self, start: cp.cuda.Event, started: float) -> list[TracedOperation]:
+        """Return all steps, when they are over, with times from an event on, and from a time of the host on."""
+        elapsed = cp.cuda.get_elapsed_time
+        return [
+            TracedOperation(
+                what, n, x, elapsed(start, a), elapsed(start, b), 1e3 * (put - started), 1e3 * (over - started)
+            )
+            for what, n, x, a, b, put, over in self._steps
+        ]
+
+
+# The streams and mappings that a process keeps between its runs
+
+
+# Streams that pull at the same time: from each other GPU of a host of 8.
+_MOST_PULLING = 7
+# Bytes of the read that wakes a link.
+_WAKING_BYTES = 2**16
+
+
+class PeerState:
+    """Streams, memory that others have mapped, and others' memory that is mapped here."""
+
+    def __init__(self) -> None:
+        # For tuning: if it is a list, each run appends its operations with their times.
+        self.trace: list[list[TracedOperation]] | None = None
+        self.exporter = Exporter()
+        self.mappings = Mappings()
+        self._pulling: list[cp.cuda.Stream] = []
+        self._making: list[cp.cuda.Stream] = []
+        self._solver: Any = None
+        # The target of reads that only wake a link.
+        self._read: Any = None
+
+    @functools.cached_property
+    def stream(self) -> cp.cuda.Stream:
+        """The stream of GEMMs."""
+        return cp.cuda.Stream(non_blocking=True)
+
+    @functools.cached_property
+    def looking(self) -> cp.cuda.Stream:
+        """The stream of reads of flags, and of reads that wake links."""
+        return cp.cuda.Stream(non_blocking=True)
+
+    @functools.cached_property
+    def sums(self) -> cp.cuda.Stream:
+        """The stream of pulls of others' sums: they wait for products, and pulls of panels must not wait with them."""
+        return cp.cuda.Stream(non_blocking=True)
+
+    @functools.cached_property
+    def downloads(self) -> cp.cuda.Stream:
+        """The stream of copies to host memory."""
+        return cp.cuda.Stream(non_blocking=True)
+
+    def pulls(self, others: int) -> list[cp.cuda.Stream]:
+        """Return the streams that pull A, B and the inputs of the formula: one for each other GPU, up to a limit."""
+        wanted = min(max(1, others), _MOST_PULLING)
+        self._pulling += [cp.cuda.Stream(non_blocking=True) for _ in range(wanted - len(self._pulling))]
+        return self._pulling[:wanted]
+
+    def making(self, threads: int) -> list[cp.cuda.Stream]:
+        """Return the streams of threads that make chunks, which wait for the default stream: see `loads`."""
+        self._making += [cp.cuda.Stream() for _ in range(threads - len(self._making))]
+        return self._making[:threads]
+
+    def solver(self) -> Any:
+        """Return the kernels of factorizations (`SolverKernels`), on the stream of GEMMs."""
+        if self._solver is None:
+            # cuSOLVER is loaded by those who use it.
+            from dask_distmm.engines.gpu.lapack import SolverKernels
+
+            self._solver = SolverKernels(self.stream)
+        return self._solver
+
+    def wake(self, pointer: int, size: int) -> None:
+        """Read a little of mapped memory: after an idle moment the first pull takes up to 0.2 ms more (H200)."""
+        if self._read is None:
+            self._read = cp.empty(_WAKING_BYTES, np.uint8)
+        arguments = self._read.data.ptr, pointer, min(size, _WAKING_BYTES), cp.cuda.runtime.memcpyDefault
+        cp.cuda.runtime.memcpyAsync(*arguments, self.looking.ptr)
+
+
+# Others' memory, as one rank reads it
+
+
+# Between two looks at a flag (seconds).
+_LOOK = 2e-5
+# How long it may take until the news that a worker is gone has come (seconds).
+_NEWS = 2.0
+
+
+class Remote:
+    """The memory that all others offer, mapped when it is first needed."""
+
+    def __init__(self, plan: Placement, offers: Offers, engine: PeerState, gone: Collection[int] = ()) -> None:
+        self._plan, self._offers, self._engine = plan, offers, engine
+        self.pulled_bytes = 0
+        self._lost = gone
+        self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
+        self._awake: set[int] = set()
+        self._flags: dict[int, int] = {}
+        self._views: dict[tuple[int, int, int], Any] = {}
+        # Where all allocations are in this process, 0 if they are not mapped; those of each participant together.
+        self._bases = [np.empty(0, np.int64)] * len(offers.told)
+        for holder, told in enumerate(offers.told):
+            if told is None:
+                continue
+            if told.process == engine.exporter.process:
+                self._bases[holder] = told.numbers[:, 2].astype(np.int64)
+                continue
+            engine.mappings.begin(plan.group, told.process, told.alive)
+            self._bases[holder] = engine.mappings.known(told.process, told.numbers[:, 1].tolist())
+            for number in np.flatnonzero(self._bases[holder])[:1].tolist():
+                self._wake(holder, int(self._bases[holder][number]), told.allocation(number).size)
+
+    @property
+    def offering(self) -> NDArray[np.bool_]:
+        """Which participants let others map their memory."""
+        return np.array([one is not None for one in self._offers.told])
+
+    def spans(self, operand: int, holders: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where matrices of an operand are in this process: address, row stride and column stride of each."""
+        places = self._offers.places[operand][holders, numbers]
+        if (places[:, 0] < 0).any():
+            at = int(np.argmax(places[:, 0] < 0))
+            address = self._plan.participants[int(holders[at])].address
+            raise EngineError(f"{address} offers no matrix {numbers[at]} of {operand}")
+        found = places[:, 1:].copy()
+        for holder in np.unique(holders).tolist():
+            mine, bases = holders == holder, self._bases[holder]
+            used = places[mine, 0]
+            for number in np.unique(used[bases[used] == 0]).tolist():
+                self._map(holder, number)
+            found[mine, 0] += bases[used]
+        return found
+
+    def view(self, holder: int, operand: int, number: int, shape: tuple[int, int], dtype: np.dtype) -> Any:
+        """Return a matrix of another participant as an array over its memory; parameters and errors as of `spans`."""
+        key = holder, operand, number
+        if key not in self._views:
+            span = Span(*self.spans(operand, np.array([holder]), np.array([number]))[0].tolist())
+            self._views[key] = array_at(span, shape, dtype, self)
+        return self._views[key]
+
+    def _map(self, holder: int, number: int) -> None:
+        """Find out where an allocation of a participant is in this process."""
+        told = self._offers.told[holder]
+        assert told is not None
+        allocation = told.allocation(number)
+        try:
+            mapped = self._engine.mappings.open(told.process, allocation)
+        except EngineError as error:
+            # Mapped memory stays readable when its process dies; other memory of that process can't be mapped any more.
+            end = time.monotonic() + _NEWS
+            while holder not in self._lost and time.monotonic() < end:
+                time.sleep(_LOOK)
+            if holder not in self._lost:
+                raise
+            raise PeerLostError(f"{self._plan.participants[holder].address} is gone: {error}") from error
+        self._bases[holder][number] = mapped
+        self._wake(holder, mapped, allocation.size)
+
+    def _wake(self, holder: int, mapped: int, size: int) -> None:
+        """Wake the link to a participant's GPU, once."""
+        if holder not in self._awake:
+            self._awake.add(holder)
+            self._engine.wake(mapped, size)
+
+    def ready(self, holder: int, flag: int, check: Callable[[], None] | None = None) -> bool:
+        """Whether a participant has raised a flag.
+
+        With `check`, which raises if the run has been ended, wait until it has, or is gone.
+        """
+        options = self._plan.problem.options
+        most = options.transfer_timeout + self._plan.flops / options.machine(self._plan.engine).rate("other")
+        end = time.monotonic() + most
+        while True:
+            gone = holder in self._lost  # before the look: it may have raised it with its last breath
+            try:
+                if self._look(holder, flag):
+                    return True
+            except PeerLostError:
+                return False
+            if gone or check is None:
+                return False
+            check()
+            if time.monotonic() > end:
+                raise EngineError(
+                    f"worker {self._plan.participants[holder].address} has not finished its sums for {most:.0f} s, "
+                    "longer than the whole product could take (config distmm.timeouts.transfer)"
+                )
+            time.sleep(_LOOK)
+
+    def wait(self, holder: int, flag: int, check: Callable[[], None]) -> None:
+        """Wait until a participant has raised a flag; `check` raises if the run has been ended."""
+        while not self._look(holder, flag):
+            check()
+            time.sleep(_LOOK)
+
+    def _look(self, holder: int, flag: int) -> bool:
+        """Read a flag in another GPU's memory."""
+        if holder not in self._flags:
+            self._flags[holder] = int(self.spans(FLAGS, np.array([holder]), np.array([0]))[0, 0])
+        stream, runtime, at = self._engine.looking, cp.cuda.runtime, self._flags[holder] + flag * FLAG_BYTES
+        runtime.memcpyAsync(self._seen.ctypes.data, at, FLAG_BYTES, runtime.memcpyDefault, stream.ptr)
+        stream.synchronize()
+        return bool(self._seen[0])

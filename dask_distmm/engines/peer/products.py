@@ -37,10 +37,10 @@ from dask_distmm.engines.gpu.finishing import NativeBias
 from dask_distmm.engines.gpu.gemm import PLAIN, FusedEpilog, Gemm, GemmShape, GemmTypes, MatrixRef
 from dask_distmm.engines.gpu.operands import mark, record
 from dask_distmm.engines.peer.loads import Loads
+from dask_distmm.engines.peer.memory import Trace
 from dask_distmm.engines.peer.readable import DeviceView, moved
 from dask_distmm.engines.peer.result import Downloads, Result
 from dask_distmm.engines.peer.schedule import Product, ScheduleStep
-from dask_distmm.engines.peer.state import Trace
 from dask_distmm.layout.rectangles import span_of
 from dask_distmm.planning.cuts import Rect, padded
 from dask_distmm.planning.schedule import PANELS, extent_multiple

@@ -6,7 +6,7 @@ import collections
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
@@ -20,6 +20,7 @@ from dask_distmm.engines.gpu.gemm import MatrixRef
 from dask_distmm.engines.gpu.host import Uploads, in_type, staging
 from dask_distmm.engines.gpu.operands import array_at, record
 from dask_distmm.engines.panels import ChunkBlock
+from dask_distmm.engines.peer.memory import Remote
 from dask_distmm.engines.peer.offers import BLOCKS
 from dask_distmm.layout.rectangles import (
     DST,
@@ -37,9 +38,6 @@ from dask_distmm.layout.rectangles import (
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import EVERYWHERE, Plan
 from dask_distmm.planning.cuts import Rect
-
-if TYPE_CHECKING:
-    from dask_distmm.engines.peer.remote import Remote
 
 # Copies of rectangles into this GPU's memory: by copy engines where rows are dense, else by one kernel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import cupy as cp
 import numpy as np
@@ -16,9 +16,9 @@ from dask_distmm.engines.base import ResultKey
 from dask_distmm.engines.gpu.finishing import Finishing
 from dask_distmm.engines.gpu.host import to_host
 from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.peer.memory import PeerState
 from dask_distmm.engines.peer.readable import CopyBatch, Rectangle, Sources, make_copies, table_of
 from dask_distmm.engines.peer.schedule import merged
-from dask_distmm.engines.peer.state import PeerState
 from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import typed
 from dask_distmm.planning import Plan
@@ -79,18 +79,6 @@ ALIGNED = 16
 _ADDING = 2
 
 
-class _Sum(NamedTuple):
-    """Some rows of another rank's partial sums."""
-
-    # The number of the buffer that they are pulled into, and the part of it that they fill.
-    number: int
-    buffer: Any
-    # The pulls.
-    copies: CopyBatch
-    # The part of this rank's block that they are added to.
-    part: Any
-
-
 class Result:
     """The sums of one rank, and the chunks of D that it makes of them. All memory is allocated when it is made."""
 
@@ -145,7 +133,9 @@ class Result:
         if triangle is not None:
             (self._mirrored,) = make_copies([self._find_mirrored(triangle)], self.sums.itemsize, here=True)
         self._used, self._turn = dict[int, Any](), 0
-        self._next: list[_Sum] = []  # pulls of the partial sums that are added next
+        # Pulls of the partial sums that are added next: the number of the buffer and the part of it that they fill, the
+        # copies, and the part of this rank's block that they are added to.
+        self._next: list[tuple[int, Any, CopyBatch, Any]] = []
         self.missing: list[int] = []
         self.coming: collections.deque[int] = collections.deque()
         if plan.grid[2] > 1 and plan.final_rects(rank):
@@ -214,10 +204,10 @@ class Result:
             self._used[number] = record(self._stream)
         self._next = []
 
-    def _sums_of(self, rank: int) -> list[_Sum]:
+    def _sums_of(self, rank: int) -> list[tuple[int, Any, CopyBatch, Any]]:
         """Return the pulls of another rank's only block, and the parts of this rank's block that they are added to."""
         rect, own = self.blocks[0]
-        found, size = list[_Sum](), self.sums.itemsize
+        found, size = [], self.sums.itemsize
         for r0, r1, c0, c1 in merged(self.plan.final_rects(self.rank)):
             cols = c1 - c0
             most = max(1, self._adding[0].size // cols)
@@ -230,7 +220,7 @@ class Result:
                 copy = Rectangle(source.at(top - rect[0], c0 - rect[2]), span_of(buffer), rows, cols)
                 (copies,) = make_copies([table_of([copy], size)], size)
                 part = own[top - rect[0] : top + rows - rect[0], c0 - rect[2] : c1 - rect[2]]
-                found.append(_Sum(number, buffer, copies, part))
+                found.append((number, buffer, copies, part))
         return found
 
     def deliver(self) -> dict[ResultKey, Any]:
