@@ -22,7 +22,7 @@ from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.qdwh import weights
 from dask_distmm.errors import MatrixError, NotSquareError
 from dask_distmm.planning.computation import Worker
-from dask_distmm.planning.factor.planner import plan_factorization
+from dask_distmm.planning.factor.plan import plan_factorization
 from dask_distmm.programs import iterative
 from dask_distmm.testing import assert_nothing_left
 

@@ -94,18 +94,18 @@ def rank_of(made: Plan, rank: int, schedule: BlockSchedule) -> Rank:
     me, full = made.ranks[rank], full_side(made.problem)
     steps = make_schedule(made, rank, schedule, lambda operand, rect: lies_in_one(made, me, operand, rect)).steps
     pulls = []
-    for pending in pending_loads(steps):
-        name = "ab"[pending.load.operand]
+    for load, after in pending_loads(steps):
+        name = "ab"[load.operand]
         where, itemsize = made.where[name], made.problem.itemsize(name)
         assert where is not None
         held: dict[int, float] = {}
-        for piece in pending.load.chunk_blocks:
+        for piece in load.chunk_blocks:
             holder = int(where[piece.chunk])
             held[holder] = held.get(holder, 0.0) + piece.rows * piece.cols * itemsize
         held.pop(me, None)
         # The next rank first, as the engine has it.
         sources = sorted(held.items(), key=lambda one: (one[0] - me) % len(made.participants))
-        pulls.append(Pull(pending.load.number, sources, pending.after))
+        pulls.append(Pull(load.number, sources, after))
     products = []
     for number, step in enumerate(steps):
         for product in step.products:

@@ -67,8 +67,7 @@ from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
-from dask_distmm.planning.factor.plan import FactorPlacement, factored
-from dask_distmm.planning.factor.planner import algorithm_of
+from dask_distmm.planning.factor.plan import FactorPlacement, algorithm_of, factored
 
 # cuSOLVERMp, and cuBLASMp's trsm, through their bindings: grids, descriptors, workspace, the calls
 

@@ -17,7 +17,7 @@ from dask_distmm.planning.model import ENGINES, EngineModel, Estimate, register
 from dask_distmm.planning.numpy import NUMPY, NumpyModel
 from dask_distmm.planning.peer import PEER
 from dask_distmm.planning.placement import EVERYWHERE, Explanation, Placement, everywhere
-from dask_distmm.planning.plan import Packing, Plan
+from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan, plan_computation, plan_from_wire, problem_from_wire
 from dask_distmm.planning.problem import METHODS, Extra, Problem, restrict
 
@@ -38,7 +38,6 @@ __all__ = [
     "GroupPlan",
     "NumpyModel",
     "Output",
-    "Packing",
     "Placement",
     "Plan",
     "Problem",

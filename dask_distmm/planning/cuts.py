@@ -23,7 +23,6 @@ their holders, where each of them is on one worker::
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +32,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, Part
+from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.placement import Where
-from dask_distmm.planning.problem import Extra, Problem
+from dask_distmm.planning.problem import AXES, Problem, part_of
 
 # The extents that GEMMs of NVIDIA's libraries are fast with. Pure
 
@@ -249,8 +248,6 @@ def chunk_owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], ran
 
 # So large a share of what is along an axis must be whole on one worker, chunk by chunk of the axis.
 _WHOLE = 0.9
-# The axes of an operand; those of C and other inputs are D's.
-_AXES = {"a": "mk", "b": "kn"}
 
 
 def free_axes(problem: Problem) -> str:
@@ -287,11 +284,11 @@ def _amounts(problem: Problem, where: Where, axis: str) -> NDArray[np.float64] |
     """Return for each chunk of an axis how many bytes of A and B along it each holder has; None if nothing is known."""
     held = []
     for operand in "ab":
-        if axis not in _AXES[operand] or operand not in where or (where[operand] < 0).any():
+        if axis not in AXES[operand] or operand not in where or (where[operand] < 0).any():
             continue
         sizes = np.multiply.outer(*(np.asarray(x, float) for x in problem.chunks_of(operand)))
         table, weight = where[operand].reshape(sizes.shape), sizes * problem.itemsize(operand)
-        if _AXES[operand].index(axis):
+        if AXES[operand].index(axis):
             table, weight = table.T, weight.T
         held.append((table, weight))
     if not held:
@@ -332,7 +329,7 @@ def reorder(problem: Problem, orders: Mapping[str, Sequence[int]]) -> tuple[Prob
         return problem, {name: np.arange(math.prod(problem.chunk_counts(name))) for name in (*problem.operands, "d")}
     lengths, taken, before = {"m": len(problem.out_chunks[0]), "n": len(problem.out_chunks[1])}, {}, {}
     for name in (*problem.operands, "d"):
-        counts, axes = problem.chunk_counts(name), _AXES.get(name, "mn")
+        counts, axes = problem.chunk_counts(name), AXES.get(name, "mn")
         # An input that is broadcast along an axis has one chunk there.
         moved = [axis in orders and count == lengths.get(axis, count) for axis, count in zip(axes, counts, strict=True)]
         rows, cols = (
@@ -341,28 +338,3 @@ def reorder(problem: Problem, orders: Mapping[str, Sequence[int]]) -> tuple[Prob
         taken[name] = rows, cols
         before[name] = np.arange(math.prod(counts)).reshape(counts)[np.ix_(rows, cols)].ravel()
     return part_of(problem, taken, problem.result_name, same=False, arrays=problem.anonymous), before
-
-
-def part_of(
-    problem: Problem, taken: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], whole: str, **changes: Any
-) -> Problem:
-    """Return the problem of some rows and columns of chunks of its matrices; inputs that are not named are left out."""
-    numbers, chunks = [], {}
-    for name, (rows, cols) in taken.items():
-        own = problem.out_chunks if name == "partial" and name not in problem.operands else problem.chunks_of(name)
-        before = (range(len(own[0])), range(len(own[1])), len(own[1]))
-        of_rows, of_cols, ncols = before if problem.part is None else problem.part.of(name)
-        numbers.append((name, tuple(of_rows[i] for i in rows), tuple(of_cols[j] for j in cols), ncols))
-        chunks[name] = tuple(own[0][i] for i in rows), tuple(own[1][j] for j in cols)
-    extras = [dataclasses.replace(one, chunks=chunks[one.name]) for one in problem.extras if one.name in chunks]
-    if "partial" in chunks and "partial" not in problem.operands:
-        extras.append(Extra("partial", chunks["partial"], problem.compute_type.name))
-    return dataclasses.replace(
-        problem,
-        a_chunks=chunks["a"],
-        b_chunks=chunks["b"],
-        out_chunks=chunks["d"],
-        extras=tuple(extras),
-        part=Part(tuple(numbers), whole),
-        **changes,
-    )

@@ -17,14 +17,14 @@ from dask_distmm.planning.computation import Chunks, chunk_elements
 from dask_distmm.planning.cuts import Bounds, chunk_edges, free_axes, traffic
 from dask_distmm.planning.model import ENGINES, Phase
 from dask_distmm.planning.placement import everywhere
-from dask_distmm.planning.plan import Packing, Plan
+from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem, is_gram
 
 # A panel of k narrower than this keeps BLAS from its speed.
 _LEAST_WIDTH = 384
 
 
-def packing(problem: Problem, cuts: tuple[Bounds, Bounds, Bounds]) -> Packing:
+def packing(problem: Problem, cuts: tuple[Bounds, Bounds, Bounds]) -> str:
     """Decide which operands are packed, from the sizes of their chunks and their types."""
     m, n, k = (int(np.diff(cut).max()) for cut in cuts)
 
@@ -37,11 +37,9 @@ def packing(problem: Problem, cuts: tuple[Bounds, Bounds, Bounds]) -> Packing:
     # Rounded on the way into a panel.
     rounded = problem.compute == "tf32"
     a, b = (dtype_from_name(name) for name in (problem.a_dtype, problem.b_dtype))
-    return Packing(
-        rounded or packed(problem.a_chunks, (m, k), a),
-        rounded or packed(problem.b_chunks, (k, n), b),
-        packed(problem.out_chunks, (m, n), problem.result_type),
-    )
+    found = "a" if rounded or packed(problem.a_chunks, (m, k), a) else ""
+    found += "b" if rounded or packed(problem.b_chunks, (k, n), b) else ""
+    return found + ("d" if packed(problem.out_chunks, (m, n), problem.result_type) else "")
 
 
 def panel_width(problem: Problem, per_k: Any, depth: Any) -> Any:

@@ -31,10 +31,11 @@ class NumpyModel(EngineModel):
         height, width, k = plan.extents
         itemsize = problem.compute_type.itemsize
         flops = problem.flops * (height / problem.m) * (width / problem.n) * (k / problem.k)
-        packed = (plan.packing.a * height * k + plan.packing.b * k * width + plan.packing.d * height * width) * itemsize
+        sizes = {"a": height * k, "b": k * width, "d": height * width}
+        packed = sum((sizes[name] for name in plan.packing), np.zeros(len(ranks))) * itemsize
         fetched = sum((needed - held[list(plan.ranks), ranks] for needed, held in needs.values()), np.zeros(len(ranks)))
         # Complex operands that are packed are two matrices.
-        apart = problem.compute_type.kind == "c" and (plan.packing.a or plan.packing.b)
+        apart = problem.compute_type.kind == "c" and {*"ab"} & {*plan.packing}
         if is_gram(problem) and p == q == 1 and problem.out_chunks[0] == problem.out_chunks[1] and not apart:
             # A triangle of D is multiplied, and what is A's and B's arrives once.
             flops, fetched = _HALF * flops, fetched / 2
@@ -71,7 +72,7 @@ class NumpyModel(EngineModel):
         if plan.grid[2] > 1:
             # Another rank's partial sum of the part that is added up here, and the finished chunks.
             own += plan.final_elements * compute + owned
-        elif plan.packing.d:
+        elif "d" in plan.packing:
             own += owned
         else:
             # Chunks are summed into in place; parts of them that others compute come on top.
@@ -85,7 +86,7 @@ class NumpyModel(EngineModel):
             )
         else:
             panel = panel_width(problem, height + width, k)
-            own += panel * (plan.packing.a * height + plan.packing.b * width) * compute
+            own += panel * (("a" in plan.packing) * height + ("b" in plan.packing) * width) * compute
             if npart > 1:
                 # In flight towards this rank, and one on its way out.
                 flights = np.minimum(problem.options.prefetch_panels + 1, -(-k // panel))

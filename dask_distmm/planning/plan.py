@@ -49,15 +49,6 @@ def once(function: Callable[..., T]) -> Callable[..., T]:
     return kept
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Packing:
-    """Which operands are copied to one contiguous panel before they are multiplied (see `footprint.packing`)."""
-
-    a: bool = False
-    b: bool = False
-    d: bool = False
-
-
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Plan(Placement):
     """How a Problem runs.
@@ -69,7 +60,8 @@ class Plan(Placement):
     owners
         int32, one for each chunk of D: the rank that holds it.
     packing
-        Which operands are packed.
+        Which of A, B and D are copied to one contiguous panel before they are multiplied, as ``"ab"``
+        (`footprint.packing`).
     order_a, order_b
         Memory order of (most of) the chunks of A and B, ``"C"`` or ``"F"``.
     d_cuts
@@ -87,7 +79,7 @@ class Plan(Placement):
     cols: Bounds
     depth: Bounds
     owners: NDArray[np.int32]
-    packing: Packing
+    packing: str
     order_a: str = "C"
     order_b: str = "C"
     d_cuts: tuple[Bounds, Bounds] | None = None
@@ -216,6 +208,7 @@ class Plan(Placement):
         checks = {
             "method": self.method in METHODS,
             "orders": set(self.orders.values()) <= {"C", "F"},
+            "packing": set(self.packing) <= set("abd"),
             "owners": in_range(self.owners, int(np.prod(self.problem.chunk_counts("d"))), nranks),
         }
         for name, good in checks.items():

@@ -41,13 +41,12 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Worker
 from dask_distmm.planning.cuts import Candidate, Cuts, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
 from dask_distmm.planning.distribution import BlockCyclic, Slab
-from dask_distmm.planning.factor.plan import FactorPlacement
-from dask_distmm.planning.factor.planner import plan_factorization
+from dask_distmm.planning.factor.plan import FactorPlacement, plan_factorization
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.footprint import chunk_bytes, operand_needs, packing, spread
 from dask_distmm.planning.model import ENGINES, Phase, Work, models_of
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, match_ranks, over_limit
-from dask_distmm.planning.plan import Packing, Plan
+from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import METHODS, Problem, is_gram
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
 
@@ -483,7 +482,7 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
         depth=depth,
         d_cuts=d_cuts,
         owners=chunk_owners(problem, method, finals, nranks),
-        packing=packing(problem, (rows, cols, depth)) if model.by_panels else Packing(),
+        packing=packing(problem, (rows, cols, depth)) if model.by_panels else "",
     )
     needs = {operand: operand_needs(made, operand) for operand in "ab"}
     held = (needs["a"][1] + needs["b"][1])[:nroster].T

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,7 +47,8 @@ def library_epilog(problem: Problem) -> str | None:
 # A part of a multiply as a problem of its own: where only some chunks of D are wanted, or others are there already
 
 
-_AXIS_OF_K = {"a": 1, "b": 0}
+# The axes of an operand; those of C and other inputs are D's.
+AXES = {"a": "mk", "b": "kn"}
 
 
 def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
@@ -73,32 +74,42 @@ def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
     if all(mask.all() for mask in marks):
         return None
 
-    def cut(name: str) -> tuple[Chunks, tuple[str, tuple[int, ...], tuple[int, ...], int]]:
-        """Return the chunks that are left of a matrix, and which of the user's they are."""
-        chunks, kept = problem.chunks_of(name), []
-        for axis, chunking in enumerate(chunks):
+    def kept(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the rows and columns of chunks that are left of a matrix."""
+        found = []
+        for axis, along, chunking in zip((0, 1), AXES.get(name, "mn"), problem.chunks_of(name), strict=True):
             # Neither k nor what is broadcast is cut.
-            along = axis != _AXIS_OF_K.get(name) and sum(chunking) == len(marks[axis])
+            is_cut = along != "k" and sum(chunking) == len(marks[axis])
             starts = np.cumsum(chunking) - chunking
-            kept.append(np.flatnonzero(marks[axis][starts]).tolist() if along else range(len(chunking)))
-        rows, cols = (tuple(chunking[i] for i in own) for chunking, own in zip(chunks, kept, strict=True))
-        if problem.part is None:
-            return (rows, cols), (name, tuple(kept[0]), tuple(kept[1]), len(chunks[1]))
-        whole_rows, whole_cols, ncols = problem.part.of(name)
-        numbers = tuple(whole_rows[i] for i in kept[0]), tuple(whole_cols[j] for j in kept[1])
-        return (rows, cols), (name, *numbers, ncols)
+            found.append(np.flatnonzero(marks[axis][starts]) if is_cut else np.arange(len(chunking)))
+        return tuple(found[0].tolist()), tuple(found[1].tolist())
 
-    cuts = {name: cut(name) for name in (*problem.operands, "d")}
+    taken = {name: kept(name) for name in (*problem.operands, "d")}
+    return part_of(problem, taken, problem.result_name, method="auto", same=False, arrays=("", ""))
+
+
+def part_of(
+    problem: Problem, taken: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], whole: str, **changes: Any
+) -> Problem:
+    """Return the problem of some rows and columns of chunks of its matrices; inputs that are not named are left out."""
+    numbers, chunks = [], {}
+    for name, (rows, cols) in taken.items():
+        own = problem.out_chunks if name == "partial" and name not in problem.operands else problem.chunks_of(name)
+        before = (range(len(own[0])), range(len(own[1])), len(own[1]))
+        of_rows, of_cols, ncols = before if problem.part is None else problem.part.of(name)
+        numbers.append((name, tuple(of_rows[i] for i in rows), tuple(of_cols[j] for j in cols), ncols))
+        chunks[name] = tuple(own[0][i] for i in rows), tuple(own[1][j] for j in cols)
+    extras = [dataclasses.replace(one, chunks=chunks[one.name]) for one in problem.extras if one.name in chunks]
+    if "partial" in chunks and "partial" not in problem.operands:
+        extras.append(Extra("partial", chunks["partial"], problem.compute_type.name))
     return dataclasses.replace(
         problem,
-        a_chunks=cuts["a"][0],
-        b_chunks=cuts["b"][0],
-        out_chunks=cuts["d"][0],
-        extras=tuple(dataclasses.replace(extra, chunks=cuts[extra.name][0]) for extra in problem.extras),
-        method="auto",
-        same=False,
-        arrays=("", ""),
-        part=Part(tuple(numbers for _, numbers in cuts.values()), problem.result_name),
+        a_chunks=chunks["a"],
+        b_chunks=chunks["b"],
+        out_chunks=chunks["d"],
+        extras=tuple(extras),
+        part=Part(tuple(numbers), whole),
+        **changes,
     )
 
 

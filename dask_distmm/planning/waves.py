@@ -30,13 +30,12 @@ from dask_distmm.config import Budget, DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError, advice
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning.computation import Chunks, Part, Worker
-from dask_distmm.planning.cuts import part_of
 from dask_distmm.planning.footprint import chunk_bytes, held_bytes, made_bytes
 from dask_distmm.planning.model import ENGINES, models_of, speeds
 from dask_distmm.planning.placement import Explanation
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan, product_remedies
-from dask_distmm.planning.problem import METHODS, Problem
+from dask_distmm.planning.problem import AXES, METHODS, Problem, part_of
 from dask_distmm.planning.tasks import run_overhead
 
 # A scheme: the waves of a product, and the problem of each of them. Pure
@@ -176,7 +175,7 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | Non
             taken = [tuple(x for x in mine if x in of) for mine, of in zip(taken, kept[:2], strict=True)]
         return taken[0], taken[1]
 
-    taken = {"a": take("a", problem.a_chunks, "mk"), "b": take("b", problem.b_chunks, "kn")}
+    taken = {name: take(name, problem.chunks_of(name), AXES[name]) for name in "ab"}
     taken |= {extra.name: take(extra.name, extra.chunks, "mn") for extra in problem.extras if wave.last}
     of_d = {name: take(name, problem.out_chunks, "mn") for name in ("partial",) * (not wave.first) + ("d",)}
     formula = problem.formula if wave.last else Formula()
@@ -521,7 +520,7 @@ class _Fitting:
             return None
         if self._apart and any(beside + held_bytes(one).max() > self._room for one in plans):
             return None
-        if scheme.by_ranks and any(one.packing.a or one.packing.b for one in plans):
+        if scheme.by_ranks and any({*"ab"} & {*one.packing} for one in plans):
             return None  # they would be copied one by one
         return self._estimated(scheme, plans, beside)
 

@@ -78,7 +78,7 @@ def plan_text(plan: Plan) -> str:
         return f"{nrows} x {ncols} chunks{', read ' * bool(seen)}{' and '.join(seen)}"
 
     rows, cols, depth = plan.block_sizes
-    packed = [name for name, on in zip("ABD", (plan.packing.a, plan.packing.b, plan.packing.d), strict=True) if on]
+    packed = [name.upper() for name in plan.packing]
     lines = [
         f"Plan: {plan.method} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}",
         *([f"  @         left to Dask's own tasks under enable(): {plan.left}"] if plan.left else []),

@@ -21,8 +21,7 @@ from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import ENGINES, METHODS, Plan, Worker
 from dask_distmm.planning import cuts as extents
 from dask_distmm.planning.computation import Output
-from dask_distmm.planning.factor.plan import FactorPlacement
-from dask_distmm.planning.factor.planner import plan_factorization
+from dask_distmm.planning.factor.plan import FactorPlacement, plan_factorization
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem, as_matrix
 from dask_distmm.testing import conformance, random_chunks, run_jobs
 

@@ -24,8 +24,7 @@ from dask_distmm.config import read_options
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES, Worker
 from dask_distmm.planning.computation import Output
-from dask_distmm.planning.factor.plan import FactorPlacement
-from dask_distmm.planning.factor.planner import plan_factorization
+from dask_distmm.planning.factor.plan import FactorPlacement, plan_factorization
 from dask_distmm.planning.factor.problem import Factorization, FactorProblem, as_matrix
 from dask_distmm.testing import random_chunks, run_jobs
 

@@ -44,28 +44,28 @@ def read(wires, made, mine=0):
 
 def test_there_and_back(made):
     found = read(msgpack.unpackb(msgpack.packb([None, offer(made)])), made)
-    nothing, told = found.told
+    (nothing, told), places = found
     assert nothing is None
     assert told.process == b"p" * 16
     assert told.alive == [77, 2**63 + 5]
     assert told.allocation(0) == Allocation(b"h" * 64, 4096, 77, HERE)
     assert len(told.numbers) == 1
-    assert found.places[0][1].tolist() == [[-1] * 4, [0, 0, 24, 4]]
-    assert found.places[1][1].tolist() == [[0, 256 + 5 * 32, -32, 4]]
-    assert found.places[BLOCKS][1].tolist() == [[0, 1024, 64, 4]]
-    assert found.places[FLAGS][1].tolist() == [[0, 2048, 0, 4]]
-    assert (found.places[0][0] == -1).all()
+    assert places[0][1].tolist() == [[-1] * 4, [0, 0, 24, 4]]
+    assert places[1][1].tolist() == [[0, 256 + 5 * 32, -32, 4]]
+    assert places[BLOCKS][1].tolist() == [[0, 1024, 64, 4]]
+    assert places[FLAGS][1].tolist() == [[0, 2048, 0, 4]]
+    assert (places[0][0] == -1).all()
 
 
 def test_its_own_and_what_is_out_of_reach_are_not_read(made):
-    assert read([None, {"nonsense": 1}], made, mine=1).told == [None, None]
+    assert read([None, {"nonsense": 1}], made, mine=1)[0] == [None, None]
     near, far = Worker("w0", host="a", device="x", reach=("y",)), Worker("w1", host="b", device="y")
     apart = dataclasses.replace(made, participants=(near, far))
-    assert read([None, offer(made)], apart).told == [None, None]
+    assert read([None, offer(made)], apart)[0] == [None, None]
     together = dataclasses.replace(made, participants=(near, dataclasses.replace(far, host="a")))
-    assert read([None, offer(made)], together).told[1] is not None
+    assert read([None, offer(made)], together)[0][1] is not None
     # A participant whose memory nobody can map offers nothing.
-    assert read([None, None], made).told == [None, None]
+    assert read([None, None], made)[0] == [None, None]
 
 
 def change(key, value):
@@ -134,7 +134,7 @@ def test_what_is_malformed_or_outside_is_refused(made, spoil, what):
     wire = offer(made)
     spoil(wire)
     if what is None:  # odd, but nothing is outside of it
-        assert read([None, wire], made).told[1] is not None
+        assert read([None, wire], made)[0][1] is not None
         return
     with pytest.raises(ProtocolError, match=rf"malformed offer of w1: .*({what})"):
         read([None, wire], made)

@@ -291,12 +291,11 @@ def test_a_load_is_pending_until_the_last_use_of_its_buffer_and_before_its_first
         uses = [{f.number for product in step.products for f in (*product.a, *product.b)} for step in steps]
         slot = {load.number: load.slot for step in steps for load in step.loads}
         pending = pending_loads(steps)
-        assert [one.load for one in pending] == [load for step in steps for load in step.loads]
-        for one in pending:
-            mine = [number for number, used in enumerate(uses) if one.load.number in used]
-            assert one.step == mine[0]
-            before = [n for n, used in enumerate(uses[: one.step]) if any(slot.get(x) == one.load.slot for x in used)]
-            assert one.after == max(before, default=-1)
+        assert [load for load, _ in pending] == [load for step in steps for load in step.loads]
+        for load, after in pending:
+            first = next(number for number, used in enumerate(uses) if load.number in used)
+            before = [n for n, used in enumerate(uses[:first]) if any(slot.get(x) == load.slot for x in used)]
+            assert after == max(before, default=-1)
 
 
 def test_rectangles_that_are_one_are_put_together():

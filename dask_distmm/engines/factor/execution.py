@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,24 +29,8 @@ _MODERATE, _MOST = 16, {"float32": 100, "float64": 1000}
 _STRIP = 1024
 
 
-class Shares(Protocol):
-    """What an engine has for it: the reduction, and the way of rows of vectors between ranks."""
-
-    def reduce(self, array: Any, check: Callable[[], None], progress: Callable[[float], None]) -> Tridiagonal:
-        """Reduce the matrix whose block columns ranks have in `array`, which then has reflectors."""
-        ...
-
-    def memory(self) -> tuple[Any, Any]:
-        """Return memory for a rank's rows of all eigenvectors of the tridiagonal matrix, and as much more."""
-        ...
-
-    def deal(self, columns: NDArray[np.int64], target: Any) -> None:
-        """Fill block columns of vectors, after all ranks' rows are complete."""
-        ...
-
-
 class HostShares:
-    """`Shares` of ranks that talk over Dask's comms."""
+    """What an engine has for shared eigenvalues: the reduction, the way of rows of vectors; here over Dask's comms."""
 
     def __init__(self, plan: FactorPlan, rank: int, messages: Messages) -> None:
         self._plan, self._rank, self._messages = plan, rank, messages
@@ -55,17 +39,17 @@ class HostShares:
         self._rows: NDArray[np.float64]
 
     def reduce(self, array: Any, check: Callable[[], None], progress: Callable[[float], None]) -> Tridiagonal:
-        """Reduce the matrix."""
+        """Reduce the matrix whose block columns ranks have in `array`, which then has reflectors."""
         return HostReduction(self._plan.columns, self._rank, array, self._messages, check, progress).reduce()
 
     def memory(self) -> tuple[Any, Any]:
-        """Return memory for rows of vectors."""
+        """Return memory for a rank's rows of all eigenvectors of the tridiagonal matrix, and as much more."""
         shape = self._bounds[self._rank + 1] - self._bounds[self._rank], self._order
         self._rows, spare = (np.empty(shape, order="F") for _ in range(2))
         return self._rows, spare
 
     def deal(self, columns: NDArray[np.int64], target: Any) -> None:
-        """Send each rank its columns of this rank's rows, and get those of the others."""
+        """Fill block columns of vectors: each rank gets its columns of all ranks' rows."""
         for turn in range(self._plan.ranks):
             rank = (self._rank + turn) % self._plan.ranks
             held = columns[self._plan.columns.held(1, rank)]
@@ -94,7 +78,7 @@ class SharedEigh(FactorKernels):
         super().__init__(kernels, plan.problem)
         self._plan, self._rank, self._messages = plan, rank, messages
         self._check, self._progress = check, progress
-        self.shares: Shares = HostShares(plan, rank, messages)
+        self.shares: Any = HostShares(plan, rank, messages)
         self._exponent, self._reduced = 0, Tridiagonal(*(np.zeros(0) for _ in range(3)))
         self._last = 0.0
 

@@ -8,7 +8,7 @@ first, and each rank starts at another place, so that not all ask the same worke
     multiplied        [ 2 ]                      D += A[:, panel] @ B[panel, :]
     done         [ 0 ][ 1 ]
 
-D is summed up right in the chunks of the result where these are large enough (`Packing`). With several
+D is summed up right in the chunks of the result where these are large enough (`Plan.packing`). With several
 ranks along k, partial sums are then fetched from the others and added up where `Plan.final_rects` says;
 parts of chunks that other ranks computed come last.
 """
@@ -109,7 +109,7 @@ class Sums:
         # BLAS conjugates, without a copy, the operand that is in the other order than D.
         orders = zip(problem.conjugated, (plan.order_a, plan.order_b), strict=True)
         order: Literal["C", "F"] = "F" if (True, "C") in orders else "C"
-        if plan.packing.d:
+        if "d" in plan.packing:
             r0, r1, c0, c1 = region
             self.blocks = [Block(*region, np.zeros((r1 - r0, c1 - c0), problem.compute_type, order))]
             for index, cell in pieces_of(plan.chunk_cuts, region) if begun else ():
@@ -142,7 +142,7 @@ class Sums:
         """Add the products of all pairs of blocks, but of the first ``before[0]`` of A and ``before[1]`` of B."""
         conj_a, conj_b = self.plan.problem.conjugated
         packing = self.plan.packing
-        conjugated = conj_a and not packing.a, conj_b and not packing.b
+        conjugated = conj_a and "a" not in packing, conj_b and "b" not in packing
         for i, left in enumerate(a):
             for j, right in enumerate(b):
                 k0, k1 = max(left.c0, right.r0), min(left.c1, right.r1)
@@ -188,14 +188,14 @@ class Sums:
 
     def cells(self, rect: Rect) -> Iterator[Rect]:
         """Cut a part of D so that each piece is in one block."""
-        if self.plan.packing.d:
+        if "d" in self.plan.packing:
             yield rect
         else:
             yield from (cell for _, cell in pieces_of(self.plan.chunk_cuts, rect))
 
     def view(self, rect: Rect) -> NDArray[Any]:
         """Return the sums over a part of D that is in one block."""
-        if self.plan.packing.d:
+        if "d" in self.plan.packing:
             block = self.blocks[0]
         else:
             block = self._block_of[next(index for index, _ in pieces_of(self.plan.chunk_cuts, rect))]
@@ -285,7 +285,7 @@ class NumpyJob(Job[Plan]):
         for piece in panel.local:
             operands[piece.operand].append(placed_block(piece, self._here(piece)))
         before = (0, 0)
-        if asked and not (packing.a or packing.b):
+        if asked and not {*"ab"} & {*packing}:
             # Chunks that are here need no waiting.
             self._sums.add(*operands, (0, 0), self.ended.check)
             before = (len(operands[0]), len(operands[1]))
@@ -297,12 +297,12 @@ class NumpyJob(Job[Plan]):
                 self._keep(piece, data)
         a, b = operands
         problem = self.plan.problem
-        if packing.b:
+        if "b" in packing:
             b = [pack_blocks(b, problem, conjugated=problem.conjugated[1])]
-        if packing.a and packing.b and self._sums.symmetric and problem.compute_type.kind != "c":
+        if "a" in packing and "b" in packing and self._sums.symmetric and problem.compute_type.kind != "c":
             # The same numbers, in the same memory.
             a = [Block(b[0].c0, b[0].c1, b[0].r0, b[0].r1, b[0].data.T)]
-        elif packing.a:
+        elif "a" in packing:
             a = [pack_blocks(a, problem, conjugated=problem.conjugated[0])]
         self._sums.add(a, b, before, self.ended.check)
 
@@ -378,9 +378,8 @@ class NumpyJob(Job[Plan]):
 
     def _packed(self, piece: ChunkBlock, data: NDArray[Any]) -> Block:
         """Return numbers with their place, copied to the type that is computed in where they have another one."""
-        packing, problem = self.plan.packing, self.plan.problem
-        block = placed_block(piece, data)
-        if (packing.a, packing.b)[piece.operand]:
+        problem, block = self.plan.problem, placed_block(piece, data)
+        if "ab"[piece.operand] in self.plan.packing:
             return pack_blocks([block], problem, conjugated=problem.conjugated[piece.operand])
         return block
 
@@ -419,7 +418,7 @@ class NumpyJob(Job[Plan]):
             for rank, rect in plan.final_holders(index):
                 if rank != self.rank:
                     remote[rank].append((index, rect))
-                elif plan.packing.d:
+                elif "d" in plan.packing:
                     self._store(index, rect, self._sums.view(rect))
         asked = [
             (

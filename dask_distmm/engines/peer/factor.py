@@ -218,7 +218,7 @@ _WORDS = 256
 
 
 class PeerShares:
-    """`dask_distmm.engines.factor.execution.Shares` of one rank; all its memory is allocated when it is made."""
+    """`dask_distmm.engines.factor.execution.HostShares` of one rank; all its memory is allocated when it is made."""
 
     def __init__(self, plan: FactorPlacement, rank: int, kernels: Kernels, exporter: Exporter, flags: Any) -> None:
         self._plan, self._rank, self._kernels, self._flags = plan, rank, kernels, flags

@@ -38,7 +38,7 @@ from dask_distmm.engines.gpu.operands import check_arrays, record
 from dask_distmm.engines.peer.memory import Trace
 from dask_distmm.engines.peer.readable import CopyBatch, DeviceView, Parts, Pull, Sources
 from dask_distmm.engines.peer.result import ALIGNED
-from dask_distmm.engines.peer.schedule import Load, PendingLoad, Product, ScheduleStep, Slot, made_orders, pending_loads
+from dask_distmm.engines.peer.schedule import Load, Product, ScheduleStep, Slot, made_orders, pending_loads
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.layout.rectangles import Span, span_of
 from dask_distmm.numeric.types import FP8, carried
@@ -257,7 +257,7 @@ class Loads:
         # For each other load its chunk blocks, and the copies of those on this GPU unless these copies are done.
         self._parts: dict[int, tuple[Parts, list[CopyBatch]]] = {}
         self._found: dict[int, Pull] = {}
-        self._pending: collections.deque[PendingLoad] = collections.deque()
+        self._pending: collections.deque[tuple[Load, int]] = collections.deque()
         self._done: dict[int, cp.cuda.Event] = {}
         self._last_use: dict[Any, cp.cuda.Event] = {}
         # Chunks that this rank makes, with their bytes; those of the step that is issued, and how many steps that are
@@ -306,7 +306,7 @@ class Loads:
 
     def begin(self) -> None:
         """Begin to issue: all loads that are not complete are pending."""
-        self._pending.extend(one for one in pending_loads(self.steps) if one.load.number not in self.before_vote)
+        self._pending.extend(one for one in pending_loads(self.steps) if one[0].number not in self.before_vote)
         if self.source is not None:
             begun = record(cp.cuda.get_current_stream())
             maker = DeviceMaker(self.sources.plan.problem, self._chunks, self._making, begun)
@@ -324,16 +324,15 @@ class Loads:
         """Issue pending loads, in their order, until those that a product needs are among them."""
         needed = {load.number for load in product.needed} - self.before_vote
         while not needed <= self._done.keys():
-            self._issue(self._pending.popleft().load)
+            self._issue(self._pending.popleft()[0])
 
     def issue_next(self, step: int) -> bool:
         """Issue the next pending load if its buffer is free after a step and no worker must be asked for chunks."""
-        pending = self._pending
-        if not pending or pending[0].load.made or pending[0].after > step:
+        load, after = self._pending[0] if self._pending else (None, 0)
+        if load is None or load.made or after > step or self._found[load.number].outside:
             return False
-        if self._found[pending[0].load.number].outside:
-            return False
-        self._issue(pending.popleft().load)
+        self._pending.popleft()
+        self._issue(load)
         return True
 
     def wait_for(self, product: Product, stream: cp.cuda.Stream) -> None:
@@ -353,9 +352,9 @@ class Loads:
             return
         stream, pull = self.sources.stream, self._found[load.number]
         self.sources.ask(pull)
-        if self._pending and not self._pending[0].load.made:
+        if self._pending and not self._pending[0][0].made:
             # While these parts are copied the next ones travel.
-            self.sources.ask(self._found[self._pending[0].load.number])
+            self.sources.ask(self._found[self._pending[0][0].number])
         if load.slot in self._last_use:
             stream.wait_event(self._last_use[load.slot])
         with self._trace.step("pull", load.number, float(pull.away), stream):

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import PeerLostError
 from dask_distmm.engines.base import log
 from dask_distmm.engines.gpu.operands import array_at, mark
-from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Offer, Offers
+from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Offer, Places, Told
 from dask_distmm.errors import EngineError
 from dask_distmm.layout.rectangles import Span, span_of
 from dask_distmm.planning import Placement
@@ -376,8 +376,14 @@ _NEWS = 2.0
 class Remote:
     """The memory that all others offer, mapped when it is first needed."""
 
-    def __init__(self, plan: Placement, offers: Offers, engine: PeerState, gone: Collection[int] = ()) -> None:
-        self._plan, self._offers, self._engine = plan, offers, engine
+    def __init__(
+        self,
+        plan: Placement,
+        offers: tuple[Sequence[Told | None], Places],
+        engine: PeerState,
+        gone: Collection[int] = (),
+    ) -> None:
+        (self._told, self._places), self._plan, self._engine = offers, plan, engine
         self.pulled_bytes = 0
         self._lost = gone
         self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
@@ -385,8 +391,8 @@ class Remote:
         self._flags: dict[int, int] = {}
         self._views: dict[tuple[int, int, int], Any] = {}
         # Where all allocations are in this process, 0 if they are not mapped; those of each participant together.
-        self._bases = [np.empty(0, np.int64)] * len(offers.told)
-        for holder, told in enumerate(offers.told):
+        self._bases = [np.empty(0, np.int64)] * len(self._told)
+        for holder, told in enumerate(self._told):
             if told is None:
                 continue
             if told.process == engine.exporter.process:
@@ -400,11 +406,11 @@ class Remote:
     @property
     def offering(self) -> NDArray[np.bool_]:
         """Which participants let others map their memory."""
-        return np.array([one is not None for one in self._offers.told])
+        return np.array([one is not None for one in self._told])
 
     def spans(self, operand: int, holders: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where matrices of an operand are in this process: address, row stride and column stride of each."""
-        places = self._offers.places[operand][holders, numbers]
+        places = self._places[operand][holders, numbers]
         if (places[:, 0] < 0).any():
             at = int(np.argmax(places[:, 0] < 0))
             address = self._plan.participants[int(holders[at])].address
@@ -428,7 +434,7 @@ class Remote:
 
     def _map(self, holder: int, number: int) -> None:
         """Find out where an allocation of a participant is in this process."""
-        told = self._offers.told[holder]
+        told = self._told[holder]
         assert told is not None
         allocation = told.allocation(number)
         try:

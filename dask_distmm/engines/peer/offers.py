@@ -93,14 +93,9 @@ class Told(NamedTuple):
         return Allocation(self.handles[at : at + _HANDLE_BYTES], *self.numbers[number].tolist())
 
 
-class Offers(NamedTuple):
-    """The offers of all participants."""
-
-    # The offer of each participant; None for this one, for those out of reach, and for those that offer nothing.
-    told: list[Told | None]
-    # Where matrices lie, by operand (or `BLOCKS`, `FLAGS`): (participants, matrices, 4), with the number of the
-    # allocation (-1 if it is not offered), the offset of the first element there, and the strides, in bytes.
-    places: dict[int, NDArray[np.int64]]
+# Where matrices lie, by operand (or `BLOCKS`, `FLAGS`): (participants, matrices, 4), with the number of the allocation
+# (-1 if it is not offered), the offset of the first element there, and the strides, in bytes.
+Places = dict[int, NDArray[np.int64]]
 
 
 class Expected:
@@ -153,8 +148,11 @@ class Expected:
         found = [extents_of(x[:, 1] - x[:, 0], x[:, 3] - x[:, 2], sums) for x in rects]
         return cls(plan, mine, read, sizes, found, len(plan.ranks) + 1)
 
-    def read(self, wires: Sequence[Any]) -> Offers:
-        """Return what all participants offer, from what `Offer.to_wire` gave for each, or None."""
+    def read(self, wires: Sequence[Any]) -> tuple[list[Told | None], Places]:
+        """Return what all participants offer, from what `Offer.to_wire` gave for each, or None; and where matrices lie.
+
+        None is for this participant, for those out of reach, and for those that offer nothing.
+        """
         if len(wires) != len(self._read):
             raise ProtocolError(f"{len(wires)} offers for {len(self._read)} participants")
         told: list[Told | None] = []
@@ -172,14 +170,12 @@ class Expected:
                 owners.append(index)
             told.append(one)
         participant = np.repeat(np.array(owners, np.int64), [len(table) for table in tables[1:]])
-        return Offers(told, self._places(told, participant, np.concatenate(tables)))
+        return told, self._places(told, participant, np.concatenate(tables))
 
     def _malformed(self, index: int, what: str) -> ProtocolError:
         return ProtocolError(f"malformed offer of {self._addresses[index]}: {what}")
 
-    def _places(
-        self, told: Sequence[Told | None], participant: NDArray[np.int64], table: NDArray[np.int64]
-    ) -> dict[int, NDArray[np.int64]]:
+    def _places(self, told: Sequence[Told | None], participant: NDArray[np.int64], table: NDArray[np.int64]) -> Places:
         """Return where all matrices lie, of what each of some participants tells: operand, number, and the place."""
         operand, number = table[:, 0], table[:, 1]
         rows = len(self._count)
@@ -189,7 +185,7 @@ class Expected:
             at = int(np.argmin(known))
             raise self._malformed(int(participant[at]), f"matrix {number[at]} of operand {operand[at]} does not exist")
         self._check(told, participant, table[:, 2:], self._extents[self._first[operand, participant] + number])
-        found: dict[int, NDArray[np.int64]] = {}
+        found: Places = {}
         for key in range(BLOCKS, rows + BLOCKS):
             mine = operand == key
             dense = np.full((len(told), int(self._count[key].max()), _TOLD), -1, np.int64)

@@ -407,23 +407,15 @@ def make_source_schedule(plan: Plan, rank: int, source: ChunkSource, in_place: C
 # What is derived from steps
 
 
-class PendingLoad(NamedTuple):
-    """A load that is still to be issued."""
+def pending_loads(steps: Sequence[ScheduleStep]) -> list[tuple[Load, int]]:
+    """Return all loads of some steps in the order in which they are issued.
 
-    # The load.
-    load: Load
-    # The last step that multiplies the earlier load of its buffer; -1 if there is none.
-    after: int
-    # The step that needs it.
-    step: int
-
-
-def pending_loads(steps: Sequence[ScheduleStep]) -> list[PendingLoad]:
-    """Return all loads of some steps in the order in which they are issued."""
+    Each with the last step that multiplies the earlier load of its buffer; -1 if there is none.
+    """
     last: dict[Slot | None, int] = {}
-    found: list[PendingLoad] = []
+    found: list[tuple[Load, int]] = []
     for number, step in enumerate(steps):
-        found += [PendingLoad(load, last.get(load.slot, -1), number) for load in step.loads]
+        found += [(load, last.get(load.slot, -1)) for load in step.loads]
         last |= {load.slot: number for product in step.products for load in product.loaded}
     return found
 
