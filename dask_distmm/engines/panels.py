@@ -35,6 +35,11 @@ class ChunkBlock(NamedTuple):
         """Where it is in the whole matrix."""
         return slice(self.row, self.row + self.rows), slice(self.col, self.col + self.cols)
 
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Its range of k."""
+        return (self.col, self.col + self.cols) if self.operand == 0 else (self.row, self.row + self.rows)
+
 
 class Panel(NamedTuple):
     """A stretch of k: pieces that are at home, and pieces to ask each other participant for."""
@@ -55,14 +60,10 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
     pieces = _pieces(plan, rank)
     height, cols, depth = (int(extents[rank]) for extents in plan.extents)
     width = int(panel_width(plan.problem, height + cols, depth))
-    edges = {k0, k1}
-    for piece in pieces:
-        edges.add(piece.col if piece.operand == 0 else piece.row)
-    cuts = coalesce(sorted(edges), width)
+    cuts = coalesce(sorted({k0, k1, *(piece.depth[0] for piece in pieces)}), width)
     made = [Panel(low, high, [], {}) for low, high in itertools.pairwise(cuts)]
     for piece in pieces:
-        start = piece.col if piece.operand == 0 else piece.row
-        stop = start + (piece.cols if piece.operand == 0 else piece.rows)
+        start, stop = piece.depth
         holder = int(plan.where["ab"[piece.operand]][piece.chunk])
         for number, low, high in overlaps(cuts, start, stop):
             cut = _along_k(piece, low - start, high - low)
@@ -93,24 +94,12 @@ def pairs(plan: Plan, rank: int) -> list[tuple[ChunkBlock, list[ChunkBlock]]]:
     the same k, and all follow k.
     """
     outer = 0 if plan.problem.by_ranks[0] else 1
-    own, other = ([piece for piece in _pieces(plan, rank) if piece.operand == number] for number in (outer, 1 - outer))
-    own.sort(key=_start_along_k)
-    other.sort(key=_start_along_k)
+    pieces = sorted(_pieces(plan, rank), key=lambda piece: (piece.depth[0], piece.row + piece.col))
+    own, other = ([piece for piece in pieces if piece.operand == number] for number in (outer, 1 - outer))
     return [
-        (piece, [one for one in other if _depth(one)[0] < _depth(piece)[1] and _depth(piece)[0] < _depth(one)[1]])
+        (piece, [one for one in other if one.depth[0] < piece.depth[1] and piece.depth[0] < one.depth[1]])
         for piece in own
     ]
-
-
-def _start_along_k(piece: ChunkBlock) -> tuple[int, int]:
-    """Return where a part of a chunk begins, first along k."""
-    return (piece.col, piece.row) if piece.operand == 0 else (piece.row, piece.col)
-
-
-def _depth(piece: ChunkBlock) -> tuple[int, int]:
-    """Return the range of k of a part of a chunk."""
-    start, size = (piece.col, piece.cols) if piece.operand == 0 else (piece.row, piece.rows)
-    return start, start + size
 
 
 def twins(plan: Plan, pieces: Sequence[ChunkBlock]) -> tuple[list[ChunkBlock], list[tuple[ChunkBlock, int]]]:

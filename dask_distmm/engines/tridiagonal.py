@@ -312,79 +312,64 @@ def roots(poles: Vector, weights: Vector, rho: float, which: NDArray[np.int64]) 
     count, squares, inverse = len(poles), weights * weights, 1.0 / rho
     if count == 1:
         return np.zeros(len(which), np.int64), np.full(len(which), rho * squares[0])
+    left, last = np.arange(len(which)), which == count - 1
+    # The poles of the model are those on both sides of a root, below the last root the last two.
+    below = np.minimum(which, count - 2)
+    first, second = squares[below], squares[below + 1]
+    gap = poles[below + 1] - poles[below]
+    origins, shifts = below.copy(), gap / 2
+
+    def sums(some: NDArray[np.int64]) -> tuple[Vector, Vector, Vector, Vector]:
+        """Return the sums over the poles below some roots and above them, and the derivatives of these."""
+        distance = (poles[:, None] - poles[origins[some]]) - shifts[some]
+        terms = squares[:, None] / distance
+        slopes = terms / distance
+        lower = np.arange(count)[:, None] <= below[some]
+        return tuple(np.where(side, x, 0.0).sum(axis=0) for x in (terms, slopes) for side in (lower, ~lower))
+
     with np.errstate(all="ignore"):
-        found = _Search(poles, squares, inverse, which)
-        found.run()
-    return found.origins, found.shifts
-
-
-class _Search:
-    """The search of some roots, all at the same time; those that are found are not changed further."""
-
-    def __init__(self, poles: Vector, squares: Vector, inverse: float, which: NDArray[np.int64]) -> None:
-        self._poles, self._squares, self._inverse = poles, squares, inverse
-        last = which == len(poles) - 1
-        # The poles of the model are those on both sides of a root, below the last root the last two.
-        self._below = np.minimum(which, len(poles) - 2)
-        self._last = last
-        p, q = squares[self._below], squares[self._below + 1]
-        gap = poles[self._below + 1] - poles[self._below]
         # The sign in the middle of the two poles says which one is nearer.
-        self.origins, self.shifts = self._below.copy(), gap / 2
-        psi, phi, _, _ = self._sums(np.arange(len(which)))
+        psi, phi, _, _ = sums(left)
         middle = inverse + psi + phi
         low = (middle >= 0) & ~last
-        self.origins = np.where(low, self._below, self._below + 1)
+        origins = np.where(low, below, below + 1)
         # With all other poles in the middle's place, the distance from the nearer pole solves a quadratic equation.
-        rest = middle + 2 * (p - q) / gap
-        near, far, rest = np.where(low, p, q), np.where(low, q, p), np.where(low, rest, -rest)
-        a, b = rest * gap + near + far, near * gap
-        guess = _root(a, b, rest, np.zeros(len(which), bool))
+        rest = middle + 2 * (first - second) / gap
+        near, far = np.where(low, first, second), np.where(low, second, first)
+        rest = np.where(low, rest, -rest)
+        guess = _root(rest * gap + near + far, near * gap, rest, np.zeros(len(which), bool))
         # The last root is not below that of the last pole by itself, nor above that with all weights on this pole.
-        guess = np.where(last, q / inverse, np.where(low, guess, -guess))
-        self._low = np.where(low | last, 0.0, -gap / 2)
-        self._high = np.where(last, squares.sum() / inverse, np.where(low, gap / 2, 0.0))
-        self.shifts = self._inside(guess, self._low, self._high)
-
-    def run(self) -> None:
-        """Find all roots."""
-        left = np.arange(len(self.shifts))
+        guess = np.where(last, second / inverse, np.where(low, guess, -guess))
+        least = np.where(low | last, 0.0, -gap / 2)
+        most = np.where(last, squares.sum() / inverse, np.where(low, gap / 2, 0.0))
+        shifts = _inside(guess, least, most)
+        # Those that are found are not changed further.
         for step in range(_MOST_STEPS):
             if not len(left):
-                return
-            shift, below = self.shifts[left], self._below[left]
-            psi, phi, dpsi, dphi = self._sums(left)
-            f, df = self._inverse + psi + phi, dpsi + dphi
-            self._low[left] = np.where(f < 0, shift, self._low[left])
-            self._high[left] = np.where(f < 0, self._high[left], shift)
-            noise = _EPS * (8 * (np.abs(psi) + np.abs(phi)) + self._inverse + np.abs(shift) * df)
-            base = self._poles[self.origins[left]]
-            p, q = (self._poles[below] - base) - shift, (self._poles[below + 1] - base) - shift
-            a, b, c = (p + q) * f - p * q * df, p * q * f, f - p * dpsi - q * dphi
-            move = _root(a, b, c, self._last[left])
+                break
+            shift, (psi, phi, dpsi, dphi) = shifts[left], sums(left)
+            f, df = inverse + psi + phi, dpsi + dphi
+            least[left], most[left] = np.where(f < 0, shift, least[left]), np.where(f < 0, most[left], shift)
+            noise = _EPS * (8 * (np.abs(psi) + np.abs(phi)) + inverse + np.abs(shift) * df)
+            base = poles[origins[left]]
+            p, q = (poles[below[left]] - base) - shift, (poles[below[left] + 1] - base) - shift
+            move = _root((p + q) * f - p * q * df, p * q * f, f - p * dpsi - q * dphi, last[left])
             # The function ascends.
             move = np.where(f * move < 0, move, -f / df)
             bisected = np.full(len(left), np.nan) if step > 8 and step % 2 else shift + move
-            moved = self._inside(bisected, self._low[left], self._high[left])
+            moved = _inside(bisected, least[left], most[left])
             found = (np.abs(f) <= noise) | (np.abs(moved - shift) <= _EPS * np.abs(shift))
-            self.shifts[left] = np.where(found, shift, moved)
+            shifts[left] = np.where(found, shift, moved)
             left = left[~found]
+    return origins, shifts
 
-    def _sums(self, some: NDArray[np.int64]) -> tuple[Vector, Vector, Vector, Vector]:
-        """Return the sums over the poles below some roots and above them, and the derivatives of these."""
-        distance = (self._poles[:, None] - self._poles[self.origins[some]]) - self.shifts[some]
-        terms = self._squares[:, None] / distance
-        slopes = terms / distance
-        below = np.arange(len(self._poles))[:, None] <= self._below[some]
-        return tuple(np.where(side, x, 0.0).sum(axis=0) for x in (terms, slopes) for side in (below, ~below))
 
-    @staticmethod
-    def _inside(shift: Vector, low: Vector, high: Vector) -> Vector:
-        """Return shifts, and in place of those outside of their brackets the middle: of orders of magnitude."""
-        # One end of a bracket is the pole itself, until a step has left it.
-        open_end = np.where(low == 0, high, low) / 32
-        middle = np.where((low == 0) | (high == 0), open_end, np.copysign(np.sqrt(low * high), high))
-        return np.where((shift > low) & (shift < high), shift, middle)
+def _inside(shift: Vector, low: Vector, high: Vector) -> Vector:
+    """Return shifts, and in place of those outside of their brackets the middle: of orders of magnitude."""
+    # One end of a bracket is the pole itself, until a step has left it.
+    open_end = np.where(low == 0, high, low) / 32
+    middle = np.where((low == 0) | (high == 0), open_end, np.copysign(np.sqrt(low * high), high))
+    return np.where((shift > low) & (shift < high), shift, middle)
 
 
 def _root(a: Vector, b: Vector, c: Vector, larger: NDArray[np.bool_]) -> Vector:

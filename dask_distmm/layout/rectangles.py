@@ -49,20 +49,11 @@ def span_of(array: Any) -> Span:
     return Span(int(array.data.ptr), *map(int, array.strides))
 
 
-def pointers(
-    numbers: NDArray[np.int64], rows: NDArray[np.int64], cols: NDArray[np.int64], spans: dict[int, Span]
-) -> NDArray[np.int64]:
-    """Return the addresses of elements ``(rows, cols)`` of matrices by number."""
-    pointer, row_stride, col_stride = _look_up(numbers, spans)
-    found: NDArray[np.int64] = pointer + rows * row_stride + cols * col_stride
-    return found
-
-
-def are_dense(table: Table, itemsize: int) -> NDArray[np.bool_]:
-    """Whether the source of each rectangle is one piece of memory, in the destination's order."""
-    inner = (table[:, INNER] == 1) | (table[:, SRC_INNER] == itemsize)
-    outer = (table[:, OUTER] == 1) | (table[:, SRC_OUTER] == table[:, INNER] * itemsize)
-    return np.asarray(inner & outer, bool)
+def are_dense(table: Table, itemsize: int, side: int) -> NDArray[np.bool_]:
+    """Whether each rectangle is one piece of memory on a side, `SRC` or `DST`, in the destination's order."""
+    inner = (table[:, INNER] == 1) | (side == DST) | (table[:, SRC_INNER] == itemsize)
+    distance = table[:, SRC_OUTER if side == SRC else DST_OUTER]
+    return np.asarray(inner & ((table[:, OUTER] == 1) | (distance == table[:, INNER] * itemsize)), bool)
 
 
 def rectangles(moves: Moves, src: dict[int, Span], dst: dict[int, Span], order: str) -> Table:
@@ -148,7 +139,7 @@ class Shuffle:
         single: int | None = None,
     ) -> None:
         self.order, self._allocate, self._single = order, allocate, _SINGLE_BYTES if single is None else single
-        self._dst, self.itemsize = dst, max((x.dtype.itemsize for x in (*src.values(), *dst.values())), default=1)
+        self.itemsize = max((x.dtype.itemsize for x in (*src.values(), *dst.values())), default=1)
         self.buffers: list[Any] = []
         self.packing: list[Table] = []
         self.unpacking: list[Table] = []
@@ -159,56 +150,36 @@ class Shuffle:
         if len(home) and not skip_home:
             self.packing.append(rectangles(home, sources, targets, order))
         for rank, peer in others:
-            if len(leg := moves.between(me, peer)):
-                self._send(rank, leg, sources)
+            self._add(rank, moves.between(me, peer), sources, SRC)
         for rank, peer in others:
-            if len(leg := moves.between(peer, me)):
-                self._receive(rank, leg, targets)
+            self._add(rank, moves.between(peer, me), targets, DST)
 
     def _buffer(self, size: int) -> int:
         self.buffers.append(self._allocate(size))
         return int(self.buffers[-1].data.ptr)
 
-    def _send(self, rank: int, leg: Moves, sources: dict[int, Span]) -> None:
-        single, packed = self._split(leg)
-        sizes = single.sizes * self.itemsize
-        table = self._packing(single, sources, 0)
-        starts = table[:, SRC].copy()
-        if not (dense := are_dense(table, self.itemsize)).all():
-            # A rectangle that is not one piece of memory here is sent from a buffer.
-            buffer = self._buffer(int(sizes[~dense].sum()))
-            self.packing.append(self._packing(single.take(~dense), sources, buffer))
-            starts[~dense] = self.packing[-1][:, DST]
-        self.sends += [(rank, int(p), int(n)) for p, n in zip(starts, sizes, strict=True)]
-        if len(packed):
-            size = int(packed.sizes.sum()) * self.itemsize
-            buffer = self._buffer(size)
-            self.packing.append(self._packing(packed, sources, buffer))
-            self.sends.append((rank, buffer, size))
+    def _add(self, rank: int, leg: Moves, spans: dict[int, Span], side: int) -> None:
+        """Add the messages of one pair of ranks: large rectangles travel by themselves, others packed in one vector.
 
-    def _receive(self, rank: int, leg: Moves, targets: dict[int, Span]) -> None:
-        single, packed = self._split(leg)
+        A large one that is not one piece of memory here is sent from a buffer, or arrives there.
+        """
+        messages, tables = (self.sends, self.packing) if side == SRC else (self.receives, self.unpacking)
+        copies = self._packing if side == SRC else self._unpacking
+        large = leg.sizes * self.itemsize >= self._single
+        single, packed = leg.take(large), leg.take(~large)
         if len(single):
-            starts = pointers(single.dst, single.dst_row, single.dst_col, targets)
-            sizes = single.sizes * self.itemsize
-            fast, slow = (single.ncols, single.nrows) if self.order == "C" else (single.nrows, single.ncols)
-            extents = [self._dst[number].shape[self.order == "C"] for number in single.dst.tolist()]
-            whole = (fast == np.array(extents)) | (slow == 1)
-            if not whole.all():
-                buffer = self._buffer(int(sizes[~whole].sum()))
-                self.unpacking.append(self._unpacking(single.take(~whole), targets, buffer))
-                starts[~whole] = buffer + np.concatenate([[0], np.cumsum(sizes[~whole])[:-1]])
-            self.receives += [(rank, int(p), int(n)) for p, n in zip(starts, sizes, strict=True)]
+            sizes, table = single.sizes * self.itemsize, copies(single, spans, 0)
+            starts, loose = table[:, side].copy(), ~are_dense(table, self.itemsize, side)
+            if loose.any():
+                buffer = self._buffer(int(sizes[loose].sum()))
+                tables.append(copies(single.take(loose), spans, buffer))
+                starts[loose] = tables[-1][:, DST if side == SRC else SRC]
+            messages += [(rank, int(p), int(n)) for p, n in zip(starts, sizes, strict=True)]
         if len(packed):
             size = int(packed.sizes.sum()) * self.itemsize
             buffer = self._buffer(size)
-            self.unpacking.append(self._unpacking(packed, targets, buffer))
-            self.receives.append((rank, buffer, size))
-
-    def _split(self, leg: Moves) -> tuple[Moves, Moves]:
-        """Return the rectangles that travel by themselves, and those that travel packed."""
-        single = leg.sizes * self.itemsize >= self._single
-        return leg.take(single), leg.take(~single)
+            tables.append(copies(packed, spans, buffer))
+            messages.append((rank, buffer, size))
 
     def _packing(self, moves: Moves, sources: dict[int, Span], pointer: int) -> Table:
         """Return the copies of rectangles into a vector, each dense in the destination's order."""

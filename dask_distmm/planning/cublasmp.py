@@ -240,19 +240,6 @@ def summa_blocks(problem: Problem, grid: tuple[int, int, int]) -> tuple[set[int]
     return asked["m"] or {padded(m, step, p)}, asked["n"] or {padded(n, step, q)}, asked["k"] or {panel}
 
 
-def blocks_misfit(problem: Problem, grid: tuple[int, int, int]) -> str | None:
-    """Return why SUMMA can't have the blocks that were asked for, or None."""
-    sizes = summa_blocks(problem, grid)
-    for name, several in zip("mnk", sizes, strict=True):
-        if len(several) > 1:
-            return f"blocks of {name} must agree, got {' and '.join(map(str, sorted(several)))}"
-    (mb,), (nb,), _ = sizes
-    for name, size, parts, length in (("m", mb, grid[0], problem.m), ("n", nb, grid[1], problem.n)):
-        if parts > 1 and size * (parts - 1) >= length:
-            return f"blocks of {size} of {name} leave ranks without any of {length}"
-    return None
-
-
 # The part of a plan's formula that cuBLASMp does itself, inside of a multiply. Pure
 
 
@@ -392,7 +379,15 @@ class CublasmpModel(EngineModel):
 
     def misfit(self, problem: Problem, grid: tuple[int, int, int]) -> str | None:
         """Return why SUMMA can't have the blocks that were asked for, or None."""
-        return blocks_misfit(problem, grid)
+        sizes = summa_blocks(problem, grid)
+        for name, several in zip("mnk", sizes, strict=True):
+            if len(several) > 1:
+                return f"blocks of {name} must agree, got {' and '.join(map(str, sorted(several)))}"
+        (mb,), (nb,), _ = sizes
+        for name, size, parts, length in (("m", mb, grid[0], problem.m), ("n", nb, grid[1], problem.n)):
+            if parts > 1 and size * (parts - 1) >= length:
+                return f"blocks of {size} of {name} leave ranks without any of {length}"
+        return None
 
     def native_epilog(self, plan: Plan) -> str | None:
         """Return the epilog that cuBLASMp does, ``""`` for only a factor; None where it can't do all of the formula."""
