@@ -35,7 +35,6 @@ from dask_distmm.comms.base import Boxes
 from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, nccl_version
 from dask_distmm.engines.base import (
     REPLICA,
-    ChunkKey,
     Engine,
     Job,
     ResultKey,
@@ -68,7 +67,7 @@ from dask_distmm.layout import Layout, Moves, ProcessGrid, redistribution
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import Plan
-from dask_distmm.planning.cublasmp import CUBLASMP, Tile, Tiles, make_tiles, own_kernel, returned_type, tile_chunk
+from dask_distmm.planning.cublasmp import CUBLASMP, Tiles, make_tiles, own_kernel, returned_type, tile_chunk
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.planner import SINGLE_BYTES
 
@@ -316,82 +315,6 @@ class Filled(NamedTuple):
     outside: Moves | None = None
 
 
-def make_operand(
-    plan: Plan, me: int, name: str, tiles: Tiles, chunks: Mapping[ChunkKey, Any], dtype: np.dtype
-) -> Filled:
-    """Use a chunk as the tile of A or B in place, or allocate a tile and find the rectangles that fill it."""
-    rank, tile = plan.ranks.index(me), tiles.a if name == "a" else tiles.b
-    sizes, where = plan.problem.chunks_of(name), plan.where[name]
-    assert where is not None
-    arrays = {index: chunk for (op, index), chunk in chunks.items() if op == name}
-    index = tile_chunk(tile, rank, sizes)
-    # All ranks see the same plan, but only this rank sees the strides and the address of its chunk.
-    target = None
-    if index is not None and where[index] in (me, EVERYWHERE) and usable(arrays[index], tile.order):
-        target = arrays[index]
-    in_place = target is not None
-    if target is None:
-        make = cp.zeros if tile.zeroed else cp.empty
-        target = make(tile.local(rank), dtype, order=tile.order)
-    moves = Moves.of(redistribution(Layout.of_chunks(sizes), tile.layout), where, plan.ranks)
-    # Chunks of workers that are not ranks come over Dask's comms.
-    among, outside = moves.among(plan.ranks, me)
-    arguments = among, me, plan.ranks, arrays, {rank: target}, tile.order, device_bytes
-    return Filled({rank: target}, Shuffle(*arguments, skip_home=in_place), outside)
-
-
-def make_result(plan: Plan, me: int, tiles: Tiles, dtype: np.dtype) -> tuple[Any, Filled]:
-    """Allocate the tile of D that the library writes, and the rank's chunks of D that are not the tile itself."""
-    rank, tile, sizes = plan.ranks.index(me), tiles.d, plan.problem.out_chunks
-    owned = plan.owned(rank).tolist()
-    if tiles.replicated:
-        if "d" in plan.kept and CUBLASMP.all_reduced(plan):
-            owned = list(range(len(plan.owners)))
-        # All of D is here.
-        whole = Layout.of_chunks(((plan.problem.m,), (plan.problem.n,)))
-        moves = Moves.to_each(redistribution(whole, Layout.of_chunks(sizes)), [me], {me: owned})
-    else:
-        copies = redistribution(tile.layout, Layout.of_chunks(sizes))
-        moves = Moves.of(copies, plan.ranks, np.asarray(plan.ranks)[plan.owners])
-    target = cp.empty(tile.local(rank), dtype, order=tile.order)
-    index = None if tiles.replicated else tile_chunk(tile, rank, sizes)
-    if index is not None and owned == [index]:
-        return target, Filled({index: target}, None)
-    rects = {i: plan.chunk_rect(i) for i in owned}
-    chunks = {i: cp.empty((r[1] - r[0], r[3] - r[2]), dtype, order=tile.order) for i, r in rects.items()}
-    source = {0 if tiles.replicated else rank: target}
-    return target, Filled(chunks, Shuffle(moves, me, plan.ranks, source, chunks, tile.order, device_bytes))
-
-
-def make_replicas(plan: Plan, me: int, own: Mapping[int, Any], order: str) -> Filled:
-    """Allocate the finished chunks of D that this rank lacks: they come from the ranks that own them."""
-    layout, dtype = Layout.of_chunks(plan.problem.out_chunks), carried(plan.problem.dtype, "cupy")
-    every = range(layout.grid.size)
-    chunks = {index: cp.empty(layout.local_shape(index), dtype, order=order) for index in every if index not in own}
-    copies, owner = redistribution(layout, layout), np.asarray(plan.ranks)[plan.owners]
-    moves = Moves.to_each(copies, owner, dict.fromkeys(plan.ranks, every))
-    arguments = moves, me, plan.ranks, own, chunks, order, device_bytes
-    return Filled(chunks, Shuffle(*arguments, skip_home=True, single=SINGLE_BYTES))
-
-
-def named(chunks: Mapping[int, Any], owned: Collection[int]) -> dict[ResultKey, Any]:
-    """Return chunks of D as `Job.execute` has them: those that this rank does not own are replicas."""
-    return {("" if number in owned else REPLICA, number): array for number, array in chunks.items()}
-
-
-def _exchange(*filled: Filled) -> Exchange:
-    return Exchange(*(one.shuffle for one in filled if one.shuffle is not None))
-
-
-def cut_bias(tile: Tile, rank: int, nranks: int) -> BiasCut:
-    """Return the cut of a bias for each row of the tile of D, or for each column if the tile is in C order."""
-    axis, grid, ranks = (0 if tile.order == "F" else 1), tile.layout.grid, range(nranks)
-    lengths = tuple(tile.layout.local_shape(r)[axis] for r in ranks)
-    is_cut = (grid.nprow, grid.npcol)[axis] > 1
-    sizes, parts = (lengths, list(ranks)) if is_cut else (lengths[:1], [0 for _ in ranks])
-    return BiasCut(axis, sizes, parts, tile.local(rank)[axis])
-
-
 # One participant's side of one run on GPUs
 
 
@@ -429,32 +352,98 @@ class CublasMpJob(Job[Plan]):
         self._on_device = DeviceChunks(problem, self.chunks)
         self.chunks = self._on_device.arrays
         types = {"a": carried(self.kinds.a, "cupy"), "b": carried(self.kinds.b, "cupy")}
-        self._filled = {
-            name: make_operand(self.plan, self.me, name, self._tiles, self.chunks, dtype)
-            for name, dtype in types.items()
-        }
-        self._target, self._result = make_result(self.plan, self.me, self._tiles, self.sum_type)
+        self._filled = {name: self._operand(name, dtype) for name, dtype in types.items()}
+        self._target, self._result = self._result_of_tile()
         self._finishing: Finishing | NativeBias | None = None
         if self._native is not None and "bias" in problem.formula.inputs:
-            cut = cut_bias(self._tiles.d, self.rank, len(self.plan.ranks))
-            self._finishing = NativeBias(self.plan, self.me, self.rank, self.chunks, cut)
+            self._finishing = NativeBias(self.plan, self.me, self.rank, self.chunks, self._cut_of_bias())
         elif own_kernel(self.plan):
             self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
         for one in self._finishing.inputs if self._finishing is not None else ():
             among, outside = one.moves.among(self.plan.ranks, self.me)
-            shuffle = Shuffle(among, self.me, self.plan.ranks, one.arrays, one.parts, "C", device_bytes)
-            self._filled[one.name] = Filled(one.parts, shuffle, outside)
+            self._filled[one.name] = Filled(one.parts, self._shuffle(among, one.arrays, one.parts, "C"), outside)
         self._replicas = Filled({}, None)
         if "d" in self.plan.kept and len(self.plan.ranks) > 1 and not CUBLASMP.all_reduced(self.plan):
             made = self._finishing.d if isinstance(self._finishing, Finishing) else self._result.arrays
             own = {index: made[index] for index in self.plan.owned(self.rank).tolist()}
-            self._replicas = make_replicas(self.plan, self.me, own, self._tiles.d.order)
+            self._replicas = self._replicas_of(own)
+
+        def exchange(*filled: Filled) -> Exchange:
+            return Exchange(*(one.shuffle for one in filled if one.shuffle is not None))
+
         a, b, *inputs = self._filled.values()
         # Inputs of the formula apart: one may not be aligned well, and what one launch copies is all in the same units.
-        self._gather = [_exchange(a, b), *map(_exchange, inputs)]
-        self._deliver, self._replicate = _exchange(self._result), _exchange(self._replicas)
+        self._gather = [exchange(a, b), *map(exchange, inputs)]
+        self._deliver, self._replicate = exchange(self._result), exchange(self._replicas)
         self._allocated = cp.cuda.Event(disable_timing=True)
         self._allocated.record(cp.cuda.Stream.null)
+
+    def _shuffle(
+        self, moves: Moves, src: Mapping[int, Any], dst: Mapping[int, Any], order: str, **options: Any
+    ) -> Shuffle:
+        return Shuffle(moves, self.me, self.plan.ranks, src, dst, order, device_bytes, **options)
+
+    def _operand(self, name: str, dtype: np.dtype) -> Filled:
+        """Use a chunk as the tile of A or B in place, or allocate a tile and find the rectangles that fill it."""
+        assert self.rank is not None
+        plan, tile = self.plan, self._tiles.a if name == "a" else self._tiles.b
+        sizes, where = plan.problem.chunks_of(name), plan.where[name]
+        arrays = {index: chunk for (op, index), chunk in self.chunks.items() if op == name}
+        index = tile_chunk(tile, self.rank, sizes)
+        # All ranks see the same plan, but only this rank sees the strides and the address of its chunk.
+        in_place = index is not None and where[index] in (self.me, EVERYWHERE) and usable(arrays[index], tile.order)
+        if index is not None and in_place:
+            target = arrays[index]
+        else:
+            target = (cp.zeros if tile.zeroed else cp.empty)(tile.local(self.rank), dtype, order=tile.order)
+        moves = Moves.of(redistribution(Layout.of_chunks(sizes), tile.layout), where, plan.ranks)
+        # Chunks of workers that are not ranks come over Dask's comms.
+        among, outside = moves.among(plan.ranks, self.me)
+        held = {self.rank: target}
+        return Filled(held, self._shuffle(among, arrays, held, tile.order, skip_home=in_place), outside)
+
+    def _result_of_tile(self) -> tuple[Any, Filled]:
+        """Allocate the tile of D that the library writes, and the rank's chunks of D that are not the tile itself."""
+        assert self.rank is not None
+        plan, tiles, tile, sizes = self.plan, self._tiles, self._tiles.d, self.plan.problem.out_chunks
+        owned = plan.owned(self.rank).tolist()
+        if tiles.replicated:
+            if "d" in plan.kept and CUBLASMP.all_reduced(plan):
+                owned = list(range(len(plan.owners)))
+            # All of D is here.
+            whole = Layout.of_chunks(((plan.problem.m,), (plan.problem.n,)))
+            moves = Moves.to_each(redistribution(whole, Layout.of_chunks(sizes)), [self.me], {self.me: owned})
+        else:
+            copies = redistribution(tile.layout, Layout.of_chunks(sizes))
+            moves = Moves.of(copies, plan.ranks, np.asarray(plan.ranks)[plan.owners])
+        target = cp.empty(tile.local(self.rank), self.sum_type, order=tile.order)
+        index = None if tiles.replicated else tile_chunk(tile, self.rank, sizes)
+        if index is not None and owned == [index]:
+            return target, Filled({index: target}, None)
+        rects = {i: plan.chunk_rect(i) for i in owned}
+        chunks = {i: cp.empty((r[1] - r[0], r[3] - r[2]), self.sum_type, order=tile.order) for i, r in rects.items()}
+        source = {0 if tiles.replicated else self.rank: target}
+        return target, Filled(chunks, self._shuffle(moves, source, chunks, tile.order))
+
+    def _replicas_of(self, own: Mapping[int, Any]) -> Filled:
+        """Allocate the finished chunks of D that this rank lacks: they come from the ranks that own them."""
+        plan, order = self.plan, self._tiles.d.order
+        layout, dtype = Layout.of_chunks(plan.problem.out_chunks), carried(plan.problem.dtype, "cupy")
+        every = range(layout.grid.size)
+        chunks = {index: cp.empty(layout.local_shape(index), dtype, order=order) for index in every if index not in own}
+        copies, owner = redistribution(layout, layout), np.asarray(plan.ranks)[plan.owners]
+        moves = Moves.to_each(copies, owner, dict.fromkeys(plan.ranks, every))
+        return Filled(chunks, self._shuffle(moves, own, chunks, order, skip_home=True, single=SINGLE_BYTES))
+
+    def _cut_of_bias(self) -> BiasCut:
+        """Return the cut of a bias for each row of the tile of D, or for each column if the tile is in C order."""
+        assert self.rank is not None
+        tile, ranks = self._tiles.d, range(len(self.plan.ranks))
+        axis, grid = (0 if tile.order == "F" else 1), tile.layout.grid
+        lengths = tuple(tile.layout.local_shape(r)[axis] for r in ranks)
+        is_cut = (grid.nprow, grid.npcol)[axis] > 1
+        sizes, parts = (lengths, list(ranks)) if is_cut else (lengths[:1], [0 for _ in ranks])
+        return BiasCut(axis, sizes, parts, tile.local(self.rank)[axis])
 
     @property
     def received_bytes(self) -> int:
@@ -519,12 +508,12 @@ class CublasMpJob(Job[Plan]):
         self.held_bytes = self._count() + (group.workspace_bytes if group is not None else 0)
         self._deliver.run(stream, comm)
         owned = plan.owned(self.rank).tolist()
-        outputs = named(self._result.arrays, owned)
+        outputs = _named(self._result.arrays, owned)
         if isinstance(self._finishing, Finishing):
             outputs = self._finishing.apply(self._result.arrays, stream)
         marks.append(mark(stream))
         self._replicate.run(stream, comm)
-        outputs |= named(self._replicas.arrays, owned)
+        outputs |= _named(self._replicas.arrays, owned)
         marks.append(mark(stream))
         self._wait(marks[-1])
         parts = ("redistribute", "multiply", "deliver", "replicate")
@@ -603,6 +592,11 @@ class CublasMpJob(Job[Plan]):
     def abort(self, error: BaseException) -> None:
         """End with `error`: at once before the gate; else when the library returns, or else with the process."""
         self._entry.abort(error)
+
+
+def _named(chunks: Mapping[int, Any], owned: Collection[int]) -> dict[ResultKey, Any]:
+    """Return chunks of D as `Job.execute` has them: those that this rank does not own are replicas."""
+    return {("" if number in owned else REPLICA, number): array for number, array in chunks.items()}
 
 
 class CublasMpEngine(Engine):

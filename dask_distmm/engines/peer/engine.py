@@ -32,7 +32,7 @@ from dask_distmm.engines.gpu.operands import DeviceChunks, check_arrays, check_g
 from dask_distmm.engines.gpu.program import GpuTallJob
 from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.loads import Loads, OperandBuffers
-from dask_distmm.engines.peer.memory import PeerState, Remote, Trace
+from dask_distmm.engines.peer.memory import PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Expected, Offer
 from dask_distmm.engines.peer.products import Multiplication
 from dask_distmm.engines.peer.readable import Sources
@@ -48,7 +48,6 @@ from dask_distmm.planning.schedule import (
     chunk_sources,
     native,
     peer_reads,
-    square_on_diagonal,
     sums_in,
 )
 
@@ -62,18 +61,12 @@ class PeerJob(Job[Plan]):
         self.engine, self._address = engine, plan.participants[self.me].address
         self._lost: set[int] = set()
         self._ready, self._stream = side.ready, engine.stream
-        self._block_schedules = block_schedules(plan)
-        self._sums = sums_in(plan)
-        self._epilog = native(plan)
-        self._kinds = GemmTypes(*plan.problem.matrix_types, self._sums.name, plan.problem.compute)
+        self._kinds = GemmTypes(*plan.problem.matrix_types, sums_in(plan).name, plan.problem.compute)
         self._expected: Expected | None = None
         self._multiplication: Multiplication | None = None
         self._downloads: Downloads | None = None
         self.lends = plan.from_host
-        self._trace = Trace(on=engine.trace is not None)
-        self._sources = Sources(
-            plan, self.me, self.comm, self.chunks, engine.pulls(len(plan.participants) - 1), self.ended
-        )
+        self._sources = Sources(self, engine)
 
     @property
     def received_bytes(self) -> int:
@@ -112,7 +105,7 @@ class PeerJob(Job[Plan]):
                 read = peer_reads(self.plan, problem.operands)
                 self.offer = self._make_offer(read)
                 if self.rank is not None:
-                    self._expected = Expected.of_product(self.plan, self.me, self._sums.itemsize, read)
+                    self._expected = Expected.of_product(self.plan, self.me, sums_in(self.plan).itemsize, read)
         finally:
             # Others may read chunks from the vote on, so the chunks must be complete. And an abort may free memory, so
             # no copy into it may be under way.
@@ -126,31 +119,25 @@ class PeerJob(Job[Plan]):
         assert self.rank is not None
         plan = self.plan
         source = chunk_sources(plan)[self.rank] if any(plan.problem.by_ranks) else None
-        self._buffers = OperandBuffers(plan, self._sources)
+        self._buffers = OperandBuffers(self._sources)
         if plan.from_host:
             self._sources.allocate()
         if source is not None:
             schedule = make_source_schedule(plan, self.rank, source, self._buffers.in_place)
         else:
-            schedule = make_schedule(plan, self.rank, self._block_schedules[self.rank], self._buffers.in_place)
+            schedule = make_schedule(plan, self.rank, block_schedules(plan)[self.rank], self._buffers.in_place)
         self._buffers.allocate(schedule.slots)
-        triangle = square_on_diagonal(plan, self.rank, self._epilog)
-        by_library = self._epilog is not None
-        self._result = Result(plan, self.rank, self._sums, by_library, self._sources, self.engine, triangle)
+        self._result = Result(self.rank, self._sources)
         self._bias: NativeBias | None = None
-        if self._epilog is not None and "bias" in plan.problem.formula.inputs:
+        if native(plan) is not None and "bias" in plan.problem.formula.inputs:
             sizes = tuple(np.diff(plan.cols).tolist())
             parts = [plan.coords(rank)[1] for rank in range(len(plan.ranks))]
             cut = BiasCut(1, sizes, parts, sizes[parts[self.rank]])
             self._bias = NativeBias(plan, self.me, self.rank, self.chunks, cut)
-        making = self.engine.making(source.threads if source is not None else 0)
-        loads = Loads(schedule.steps, self._buffers, self._sources, self._trace, source, making)
-        self._multiplication = Multiplication(
-            loads, self._result, self._kinds, self._epilog, self._bias, self._stream, self._trace
-        )
+        loads = Loads(schedule.steps, self._buffers, source)
+        self._multiplication = Multiplication(loads, self._result, self._kinds, self._bias)
         if plan.problem.array == "numpy":
-            rects = [[product.rect for product in step.products] for step in schedule.steps]
-            self._downloads = Downloads(self._result, rects, self.engine.downloads)
+            self._downloads = Downloads(self._result, schedule.steps)
 
     def _make_offer(self, read: Mapping[str, NDArray[np.bool_]]) -> dict[str, Any]:
         """Offer all memory that others read; chunks in memory that can't be exported are copied once."""
@@ -213,10 +200,10 @@ class PeerJob(Job[Plan]):
             self.timings["load"] = self._multiplication.loads.waited
         early = self._multiplication.early
         if early is not None:
-            seconds, self.timings["ahead"] = early.over(self._trace, self._began)
+            seconds, self.timings["ahead"] = early.over(self._sources.trace, self._began)
             self.timings["multiply"] += seconds
         if self.engine.trace is not None:
-            self.engine.trace.append(self._trace.steps(marks[0], started))
+            self.engine.trace.append(self._sources.trace.steps(marks[0], started))
         self.timings["total"] = time.perf_counter() - started
         self.held_bytes = self._count()
         self.engine.mappings.trim()

@@ -35,14 +35,13 @@ import numpy as np
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.engines.gpu.host import device_like, in_type, to_device
 from dask_distmm.engines.gpu.operands import check_arrays, record
-from dask_distmm.engines.peer.memory import Trace
 from dask_distmm.engines.peer.readable import CopyBatch, DeviceView, Parts, Pull, Sources
 from dask_distmm.engines.peer.result import ALIGNED
 from dask_distmm.engines.peer.schedule import Load, Product, ScheduleStep, Slot, made_orders, pending_loads
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.layout.rectangles import Span, span_of
 from dask_distmm.numeric.types import FP8, carried
-from dask_distmm.planning import Plan, Problem
+from dask_distmm.planning import Problem
 from dask_distmm.planning.cuts import Rect, padded
 from dask_distmm.planning.schedule import ChunkSource, extent_multiple
 
@@ -52,9 +51,9 @@ from dask_distmm.planning.schedule import ChunkSource, extent_multiple
 class OperandBuffers:
     """Where the GEMMs of a rank find parts of A and B."""
 
-    def __init__(self, plan: Plan, sources: Sources) -> None:
-        self._plan, self._sources = plan, sources
-        self._multiple = extent_multiple(plan.problem)
+    def __init__(self, sources: Sources) -> None:
+        self._plan, self.sources = sources.plan, sources
+        self._multiple, plan = extent_multiple(sources.plan.problem), sources.plan
         self._orders = ("C", "F") if plan.problem.fp8 else made_orders(plan)
         self.itemsizes = tuple(carried(name, "cupy").itemsize for name in plan.problem.matrix_types)
         self.arrays: dict[Slot, Any] = {}
@@ -77,9 +76,9 @@ class OperandBuffers:
 
     def in_place(self, operand: int, rect: Rect) -> bool:
         """Whether a part of an operand is in one chunk of this GPU such that the library can multiply it in place."""
-        if self._sources.is_in_host(operand):
+        if self.sources.is_in_host(operand):
             return False
-        found = self._sources.chunk_at(operand, rect, self.itemsizes[operand])
+        found = self.sources.chunk_at(operand, rect, self.itemsizes[operand])
         if found is None:
             return False
         view, rows, cols = found
@@ -107,7 +106,7 @@ class OperandBuffers:
             return self.target(load)
         if load.made:
             return self.made[load.number]
-        found = self._sources.chunk_at(load.operand, load.rect, self.itemsizes[load.operand])
+        found = self.sources.chunk_at(load.operand, load.rect, self.itemsizes[load.operand])
         assert found is not None
         return found[0]
 
@@ -243,16 +242,10 @@ class Loads:
     """All loads of a rank; `source` if it makes chunks itself."""
 
     def __init__(
-        self,
-        steps: Sequence[ScheduleStep],
-        buffers: OperandBuffers,
-        sources: Sources,
-        trace: Trace,
-        source: ChunkSource | None,
-        making: Sequence[cp.cuda.Stream],
+        self, steps: Sequence[ScheduleStep], buffers: OperandBuffers, source: ChunkSource | None = None
     ) -> None:
-        self.steps, self.buffers, self.sources, self.source = steps, buffers, sources, source
-        self._trace, self._making = trace, making
+        self.steps, self.buffers, self.source = steps, buffers, source
+        self.sources = sources = buffers.sources
         self.before_vote: set[int] = set()
         # For each other load its chunk blocks, and the copies of those on this GPU unless these copies are done.
         self._parts: dict[int, tuple[Parts, list[CopyBatch]]] = {}
@@ -309,16 +302,17 @@ class Loads:
         self._pending.extend(one for one in pending_loads(self.steps) if one[0].number not in self.before_vote)
         if self.source is not None:
             begun = record(cp.cuda.get_current_stream())
-            maker = DeviceMaker(self.sources.plan.problem, self._chunks, self._making, begun)
+            making = self.sources.engine.making(self.source.threads)
+            maker = DeviceMaker(self.sources.plan.problem, self._chunks, making, begun)
             uses = [chunk for step in self.steps for chunk in self._chunks_of(step)]
             self._loader = ChunkLoader(uses, self.source.threads, self.source.ahead, maker.make, maker.begin)
 
-    def close(self, stream: cp.cuda.Stream) -> None:
+    def close(self) -> None:
         """Make no more chunks; nobody gets the memory of those that were made while a stream reads it."""
         if self._loader is not None:
             self._loader.close()
-            for one in (self.sources.stream, stream):
-                one.synchronize()
+            for stream in (self.sources.stream, self.sources.engine.stream):
+                stream.synchronize()
 
     def issue_for(self, product: Product) -> None:
         """Issue pending loads, in their order, until those that a product needs are among them."""
@@ -357,7 +351,7 @@ class Loads:
             self.sources.ask(self._found[self._pending[0][0].number])
         if load.slot in self._last_use:
             stream.wait_event(self._last_use[load.slot])
-        with self._trace.step("pull", load.number, float(pull.away), stream):
+        with self.sources.trace.step("pull", load.number, float(pull.away), stream):
             self._put(load, pull, stream)
         self._done[load.number] = record(stream)
 

@@ -43,7 +43,7 @@ from dask_distmm.engines.peer.result import Downloads, Result
 from dask_distmm.engines.peer.schedule import Product, ScheduleStep
 from dask_distmm.layout.rectangles import span_of
 from dask_distmm.planning.cuts import Rect, padded
-from dask_distmm.planning.schedule import PANELS, extent_multiple
+from dask_distmm.planning.schedule import PANELS, extent_multiple, native
 
 # The first products of a rank, whose operands are on its own GPU: begun before the vote, or captured in a graph
 
@@ -146,19 +146,11 @@ _MOST_STEPS = 8
 class Multiplication:
     """All steps of one rank, issued on streams: loads, GEMMs, and the sums of other ranks."""
 
-    def __init__(
-        self,
-        loads: Loads,
-        result: Result,
-        kinds: GemmTypes,
-        epilog: str | None,
-        bias: NativeBias | None,
-        stream: cp.cuda.Stream,
-        trace: Trace,
-    ) -> None:
+    def __init__(self, loads: Loads, result: Result, kinds: GemmTypes, bias: NativeBias | None) -> None:
         self.steps, self.loads, self.rank = loads.steps, loads, result.rank
-        self._result, self._kinds, self._epilog, self._bias = result, kinds, epilog, bias
-        self._ended, self._stream, self._trace = loads.sources.ended, stream, trace
+        self._result, self._kinds, self._epilog, self._bias = result, kinds, native(result.plan), bias
+        sources = loads.sources
+        self._ended, self._stream, self._trace = sources.ended, sources.engine.stream, sources.trace
         self._rects = np.array([rect for rect, _ in result.blocks], np.int64).reshape(-1, 4)
         self._multiple = extent_multiple(result.plan.problem)
         # Where chunks that are made lie is known only then.
@@ -233,7 +225,7 @@ class Multiplication:
             if self.loads.source is not None:
                 self._ended.wait(self._over[-1][0])
         finally:
-            self.loads.close(self._stream)
+            self.loads.close()
             self._over.clear()
 
     def _make_room(self, step: ScheduleStep) -> None:

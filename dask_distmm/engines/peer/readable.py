@@ -12,15 +12,15 @@ import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import ChunkKey, Ended, wait_checked
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import Job, wait_checked
 from dask_distmm.engines.gpu.copy_kernels import Launch, copy_rectangles
 from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import MatrixRef
 from dask_distmm.engines.gpu.host import Uploads, in_type, staging
 from dask_distmm.engines.gpu.operands import array_at, record
 from dask_distmm.engines.panels import ChunkBlock
-from dask_distmm.engines.peer.memory import Remote
+from dask_distmm.engines.peer.memory import PeerState, Remote, Trace
 from dask_distmm.engines.peer.offers import BLOCKS
 from dask_distmm.layout.rectangles import (
     DST,
@@ -230,21 +230,14 @@ class Pull(NamedTuple):
 class Sources:
     """All that one rank can read."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        me: int,
-        comm: Comm,
-        chunks: Mapping[ChunkKey, Any],
-        streams: Sequence[cp.cuda.Stream],
-        ended: Ended,
-    ) -> None:
-        self.plan, self.me, self.comm, self.chunks, self.ended = plan, me, comm, chunks, ended
+    def __init__(self, job: Job[Plan], engine: PeerState) -> None:
+        self.plan, self.me, self.comm, self.chunks, self.ended = job.plan, job.me, job.comm, job.chunks, job.ended
+        self.engine, self.streams = engine, engine.pulls(len(job.plan.participants) - 1)
+        self.trace = Trace(on=engine.trace is not None)
         self.remote: Remote | None = None
         self.kept: list[Any] = []
         # Kept until all is over.
         self._copies: list[CopyBatch] = []
-        self.streams = streams
         self._staging: cp.ndarray | None = None
 
     @property

@@ -16,14 +16,20 @@ from dask_distmm.engines.base import ResultKey
 from dask_distmm.engines.gpu.finishing import Finishing
 from dask_distmm.engines.gpu.host import to_host
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.peer.memory import PeerState
 from dask_distmm.engines.peer.readable import CopyBatch, Rectangle, Sources, make_copies, table_of
-from dask_distmm.engines.peer.schedule import merged
+from dask_distmm.engines.peer.schedule import ScheduleStep, merged
 from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import typed
-from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import Rect, padded
-from dask_distmm.planning.schedule import Triangle, blocks, extent_multiple, in_place
+from dask_distmm.planning.schedule import (
+    Triangle,
+    blocks,
+    extent_multiple,
+    in_place,
+    native,
+    square_on_diagonal,
+    sums_in,
+)
 
 # Chunks of D to host memory, each as soon as it is complete, while others are still multiplied
 
@@ -31,16 +37,16 @@ from dask_distmm.planning.schedule import Triangle, blocks, extent_multiple, in_
 class Downloads:
     """The copies of a rank's chunks of D to host memory, in a thread and on a stream of their own."""
 
-    def __init__(self, result: Result, steps: Sequence[Sequence[Rect]], stream: cp.cuda.Stream) -> None:
-        self._type, self._stream = result.plan.problem.dtype, stream
+    def __init__(self, result: Result, steps: Sequence[ScheduleStep]) -> None:
+        self._type, self._stream = result.plan.problem.dtype, result.engine.downloads
         # A thread begins with the first GPU that the process sees.
         use = cp.cuda.Device().use
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-download", initializer=use)
         self._begun: dict[int, Future[NDArray[Any]]] = {}
         # By the number of a step the chunks that no later step multiplies into.
         self._after: dict[int, list[tuple[int, Any]]] = collections.defaultdict(list)
-        rects = np.array([rect for step in steps for rect in step], np.int64).reshape(-1, 4)
-        numbers = np.repeat(np.arange(len(steps)), [len(step) for step in steps])
+        rects = np.array([product.rect for step in steps for product in step.products], np.int64).reshape(-1, 4)
+        numbers = np.repeat(np.arange(len(steps)), [len(step.products) for step in steps])
         for index, (top, bottom, left, right), chunk in result.complete_in_place():
             r0, r1, c0, c1 = rects.T
             touching = (r0 < bottom) & (r1 > top) & (c0 < right) & (c1 > left)
@@ -82,17 +88,10 @@ _ADDING = 2
 class Result:
     """The sums of one rank, and the chunks of D that it makes of them. All memory is allocated when it is made."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        sums: np.dtype,
-        by_library: bool,
-        sources: Sources,
-        engine: PeerState,
-        triangle: Triangle | None,
-    ) -> None:
-        self.plan, self.rank, self.sums, self._sources, self.triangle = plan, rank, sums, sources, triangle
+    def __init__(self, rank: int, sources: Sources) -> None:
+        self.plan, self.engine, self.rank, self._sources = sources.plan, sources.engine, rank, sources
+        plan, engine, epilog = sources.plan, sources.engine, native(sources.plan)
+        self.sums, self.triangle = sums_in(plan), square_on_diagonal(plan, rank, epilog)
         self._stream, self._pulls = engine.stream, engine.sums
         problem, multiple, empty = plan.problem, extent_multiple(plan.problem), engine.exporter.empty
         owned = {int(index): plan.chunk_rect(int(index)) for index in plan.owned(rank)}
@@ -113,7 +112,7 @@ class Result:
             if index not in self._chunks:
                 self._chunks[index] = cp.empty((rect[1] - rect[0], rect[3] - rect[2]), self.sums)
         self._finishing: Finishing | None = None
-        if problem.finished and not by_library:
+        if problem.finished and epilog is None:
             self._finishing = Finishing(plan, sources.me, rank, sources.chunks, "C")
         self._rounded: dict[int, Any] = {}
         if self._finishing is None and self.sums != problem.result_type:
@@ -130,8 +129,8 @@ class Result:
         (self._own,) = make_copies([table_of(self._find_own(), self.sums.itemsize)], self.sums.itemsize, here=True)
         self._upper: list[Any] = []
         self._mirrored: CopyBatch | None = None
-        if triangle is not None:
-            (self._mirrored,) = make_copies([self._find_mirrored(triangle)], self.sums.itemsize, here=True)
+        if self.triangle is not None:
+            (self._mirrored,) = make_copies([self._find_mirrored(self.triangle)], self.sums.itemsize, here=True)
         self._used, self._turn = dict[int, Any](), 0
         # Pulls of the partial sums that are added next: the number of the buffer and the part of it that they fill, the
         # copies, and the part of this rank's block that they are added to.
