@@ -206,6 +206,7 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | Non
 BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
+@functools.lru_cache(maxsize=16)
 def common_edges(problem: Problem, axis: str) -> tuple[int, ...]:
     """Return where an axis, of ``"m"``, ``"n"`` and ``"k"``, can be cut: at edges of all chunks along it."""
     inputs = [extra.chunks for extra in problem.extras]
@@ -305,63 +306,13 @@ def choose_scheme(
     # The same product comes again and again in a loop: only its name differs.
     anonymous = dataclasses.replace(problem, name="the product", arrays=problem.anonymous)
     engines = (engine,) if isinstance(engine, str) else tuple(engine)
-    return _choose(anonymous, tuple(workers), lazy, budget, costs, engines, by_ranks, products, only_by_ranks)
+    asked = anonymous, tuple(workers), lazy, budget, costs, engines, by_ranks, products, only_by_ranks
+    return _choose(_Choice(*asked))
 
 
 @functools.lru_cache(maxsize=64)
-def _choose(
-    problem: Problem,
-    workers: tuple[Worker, ...],
-    lazy: tuple[bool, bool],
-    budget: Budget,
-    costs: DaskCosts,
-    engine: tuple[str, ...],
-    by_ranks: tuple[bool, bool],
-    products: int,
-    only_by_ranks: bool,
-) -> Scheme:
-    apart = in_host_memory(problem, engine)
-    if reason := _why_whole(problem, lazy, apart=apart):
-        raise PlanError(f"{problem.name} can't be made in waves: {reason}")
-    if apart and not any(lazy):
-        if (blocks := choose_blocks(problem, workers, costs, engine)) is not None:
-            return blocks
-        raise ProjectedMemoryError(
-            f"{problem.name} does not fit in waves either: a chunk of D, and what is read for it, are more than the "
-            "GPUs may hold. Use smaller chunks or more workers",
-            {},
-            {worker.address: worker.memory_limit for worker in workers},
-        )
-    holders = [in_host(worker) for worker in workers] if apart else workers
-    found: list[Scheme] = []
-    methods = METHODS if problem.method == "auto" else (problem.method,)
-    fewest = -(-_FEWEST // products)
-    names = [one.name for one in models_of(engine)]
-    makers = [name for name in names if ENGINES[name].makes]
-    for sketch in _sketches(problem, lazy, makers, by_ranks):
-        if (products > 1 and sketch.streamed != lazy) or (only_by_ranks and not sketch.by_ranks):
-            continue
-        if only_by_ranks and found and sketch.name == "blocks":
-            break
-        similar = [one for one in found if one.name == sketch.name]
-        if any(one.by_ranks == sketch.by_ranks or sketch.name != "blocks" for one in similar):
-            continue  # it reads more blocks, or loads what ranks can make
-        fitting = _Fitting(
-            problem, workers, holders, budget, costs, makers if sketch.by_ranks else names, lazy, sketch, fewest
-        )
-        schemes = [fitting.scheme(method) for method in methods] if fitting.may_fit() else []
-        found += [scheme for scheme in schemes if scheme is not None]
-    if not found:
-        limits = {worker.address: int(budget.of(worker)) for worker in holders}
-        raise ProjectedMemoryError(
-            f"{problem.name} does not fit in waves either: two chunks of each operand along k, and what stays in "
-            f"memory, are more than the {min(limits.values()) / 2**20:.0f} MiB that a worker may hold without "
-            f"spilling. {advice(['use smaller chunks', *product_remedies(problem), 'use a higher memory_limit'])}",
-            {},
-            limits,
-        )
-    # Where one of loading and multiplying decides it, the other one may still be less.
-    return min(found, key=lambda scheme: (scheme.seconds, scheme.read_seconds + scheme.run_seconds))
+def _choose(choice: _Choice) -> Scheme:
+    return choice.best()
 
 
 def _why_whole(problem: Problem, lazy: tuple[bool, bool], *, apart: bool) -> str:
@@ -396,106 +347,149 @@ class _Sketch:
     by_ranks: bool = False
 
 
-def _sketches(
-    problem: Problem, lazy: tuple[bool, bool], makers: Sequence[str], able: tuple[bool, bool]
-) -> Iterator[_Sketch]:
-    """Yield the schemes to look at, those of blocks by the bytes that they read.
-
-    First come those in which ranks make the chunks that are streamed, if ranks of some engines can, and these are fit.
-    """
-
-    def fit(chunks: Chunks) -> bool:
-        # BLAS is slow on chunks one by one that are small on average, where the engine does not join them.
-        large = all(len(sizes) == 1 or sum(sizes) >= problem.options.pack_below * len(sizes) for sizes in chunks)
-        return large or not any(ENGINES[name].by_panels for name in makers)
-
-    made = [
-        bool(makers) and can and fit(chunks)
-        for can, chunks in zip(able, (problem.a_chunks, problem.b_chunks), strict=True)
-    ]
-    m, n = (0, problem.m), (0, problem.n)
-    found = [_Sketch("sums", m, n, "k", lazy)]
-    found += [_Sketch("rows", m, n, "m", (True, False))] * lazy[0] + [_Sketch("cols", m, n, "n", (False, True))] * lazy[
-        1
-    ]
-    sizes = problem.m * problem.k * problem.itemsize("a") * lazy[0], problem.n * problem.k * problem.itemsize("b")
-    blocks = (_Sketch("blocks", rows, cols, "k", lazy) for rows, cols in _splits(problem, sizes[0], sizes[1] * lazy[1]))
-    for sketch in itertools.chain(found, blocks):
-        if all(can for can, streamed in zip(made, sketch.streamed, strict=True) if streamed):
-            yield dataclasses.replace(sketch, by_ranks=True)
-        yield sketch
-
-
 @dataclasses.dataclass(frozen=True)
-class _Fitting:
-    """Finds the size of a sketch's waves."""
+class _Choice:
+    """The choice of a scheme; see `choose_scheme`."""
 
     problem: Problem
-    workers: Sequence[Worker]
-    # The same ones, with the memory in which chunks are.
-    holders: Sequence[Worker]
+    workers: tuple[Worker, ...]
+    lazy: tuple[bool, bool]
     budget: Budget
     costs: DaskCosts
-    engines: Sequence[str]
-    lazy: tuple[bool, bool]
-    sketch: _Sketch
-    fewest: int
+    engines: tuple[str, ...]
+    # The operands whose chunks ranks can make.
+    able: tuple[bool, bool]
+    products: int
+    only_by_ranks: bool
 
     @functools.cached_property
-    def _edges(self) -> tuple[int, ...]:
-        return common_edges(self.problem, self.sketch.axis)
+    def _apart(self) -> bool:
+        return in_host_memory(self.problem, self.engines)
+
+    @functools.cached_property
+    def _holders(self) -> Sequence[Worker]:
+        """The workers with the memory in which chunks are."""
+        return [in_host(worker) for worker in self.workers] if self._apart else self.workers
 
     @functools.cached_property
     def _room(self) -> float:
-        return min(self.budget.of(worker) for worker in self.holders)
+        return min(self.budget.of(worker) for worker in self._holders)
+
+    @functools.cached_property
+    def _makers(self) -> list[str]:
+        return [one.name for one in models_of(self.engines) if one.makes]
 
     @property
-    def _apart(self) -> bool:
-        return self.holders is not self.workers
+    def _fewest(self) -> int:
+        return -(-_FEWEST // self.products)
 
-    def may_fit(self) -> bool:
+    def best(self) -> Scheme:
+        """Return the fastest scheme of those that fit."""
+        problem, lazy = self.problem, self.lazy
+        if reason := _why_whole(problem, lazy, apart=self._apart):
+            raise PlanError(f"{problem.name} can't be made in waves: {reason}")
+        if self._apart and not any(lazy):
+            if (blocks := choose_blocks(problem, self.workers, self.costs, self.engines)) is not None:
+                return blocks
+            raise ProjectedMemoryError(
+                f"{problem.name} does not fit in waves either: a chunk of D, and what is read for it, are more than "
+                "the GPUs may hold. Use smaller chunks or more workers",
+                {},
+                {worker.address: worker.memory_limit for worker in self.workers},
+            )
+        found: list[Scheme] = []
+        methods = METHODS if problem.method == "auto" else (problem.method,)
+        for sketch in self._sketches():
+            if (self.products > 1 and sketch.streamed != lazy) or (self.only_by_ranks and not sketch.by_ranks):
+                continue
+            if self.only_by_ranks and found and sketch.name == "blocks":
+                break
+            similar = [one for one in found if one.name == sketch.name]
+            if any(one.by_ranks == sketch.by_ranks or sketch.name != "blocks" for one in similar):
+                continue  # it reads more blocks, or loads what ranks can make
+            schemes = [self._scheme(sketch, method) for method in methods] if self._may_fit(sketch) else []
+            found += [scheme for scheme in schemes if scheme is not None]
+        if not found:
+            limits = {worker.address: int(self.budget.of(worker)) for worker in self._holders}
+            raise ProjectedMemoryError(
+                f"{problem.name} does not fit in waves either: two chunks of each operand along k, and what stays in "
+                f"memory, are more than the {min(limits.values()) / 2**20:.0f} MiB that a worker may hold without "
+                f"spilling. {advice(['use smaller chunks', *product_remedies(problem), 'use a higher memory_limit'])}",
+                {},
+                limits,
+            )
+        # Where one of loading and multiplying decides it, the other one may still be less.
+        return min(found, key=lambda scheme: (scheme.seconds, scheme.read_seconds + scheme.run_seconds))
+
+    def _sketches(self) -> Iterator[_Sketch]:
+        """Yield the schemes to look at, those of blocks by the bytes that they read.
+
+        First come those in which ranks make the chunks that are streamed, if ranks of some engines can, and these are
+        fit.
+        """
+        problem, lazy = self.problem, self.lazy
+
+        def fit(chunks: Chunks) -> bool:
+            # BLAS is slow on chunks one by one that are small on average, where the engine does not join them.
+            large = all(len(sizes) == 1 or sum(sizes) >= problem.options.pack_below * len(sizes) for sizes in chunks)
+            return large or not any(ENGINES[name].by_panels for name in self._makers)
+
+        both = zip(self.able, (problem.a_chunks, problem.b_chunks), strict=True)
+        made = [bool(self._makers) and can and fit(chunks) for can, chunks in both]
+        m, n = (0, problem.m), (0, problem.n)
+        found = [_Sketch("sums", m, n, "k", lazy)]
+        found += [_Sketch("rows", m, n, "m", (True, False))] * lazy[0]
+        found += [_Sketch("cols", m, n, "n", (False, True))] * lazy[1]
+        read = problem.m * problem.k * problem.itemsize("a"), problem.n * problem.k * problem.itemsize("b")
+        splits = _splits(problem, read[0] * lazy[0], read[1] * lazy[1])
+        blocks = (_Sketch("blocks", rows, cols, "k", lazy) for rows, cols in splits)
+        for sketch in itertools.chain(found, blocks):
+            if all(can for can, streamed in zip(made, sketch.streamed, strict=True) if streamed):
+                yield dataclasses.replace(sketch, by_ranks=True)
+            yield sketch
+
+    def _may_fit(self, sketch: _Sketch) -> bool:
         """Whether D's block alone fits, before anything is planned."""
-        sketch = self.sketch
         if sketch.axis != "k":
             return True
         rows, cols = (max(np.diff(edges).tolist()) for edges in (sketch.rows, sketch.cols))
         return float(rows) * cols * self.problem.compute_type.itemsize < self._room * len(self.workers)
 
-    def scheme(self, method: str) -> Scheme | None:
+    def _scheme(self, sketch: _Sketch, method: str) -> Scheme | None:
         """Return the scheme with the largest waves that fit, of which there are enough; None if none fit."""
-        segments = len(self._edges) - 1
-        if segments < 2 and self.fewest == _FEWEST:
+        segments = len(common_edges(self.problem, sketch.axis)) - 1
+        if segments < 2 and self._fewest == _FEWEST:
             return None
         # Where ranks make chunks the largest waves mostly fit, too.
-        if segments <= _FEW and not self.sketch.by_ranks and self._try(segments, method) is None:
+        if segments <= _FEW and not sketch.by_ranks and self._try(sketch, segments, method) is None:
             return None
         # Numbers of waves along the axis: more fit sooner, and take longer to look at.
         low = high = 1
-        while (found := self._try(high, method)) is None:
+        while (found := self._try(sketch, high, method)) is None:
             if high == segments:
                 return None
             low, high = high + 1, min(segments, 2 * high)
         while low < high:
             middle = (low + high) // 2
-            if (smaller := self._try(middle, method)) is not None:
+            if (smaller := self._try(sketch, middle, method)) is not None:
                 found, high = smaller, middle
             else:
                 low = middle + 1
-        if self.sketch.by_ranks:
+        if sketch.by_ranks:
             # On GPUs a wave is over so soon that the time around the runs would count.
-            fewest = 1 if ENGINES[self.engines[0]].on_gpus else self.fewest // 2
+            fewest = 1 if ENGINES[self._makers[0]].on_gpus else self._fewest // 2
             fine = max(fewest, math.ceil(found.seconds / _LONGEST))
             # Each rank needs chunks of its own in each wave.
             fine = max(low, min(fine, max(1, segments // len(self.workers))))
-            return self._try(fine, method) or found
-        better = self._try(min(segments, max(self.fewest, low)), method)
+            return self._try(sketch, fine, method) or found
+        better = self._try(sketch, min(segments, max(self._fewest, low)), method)
         if better is not None and better.run_seconds / len(better.waves) > _SHORTEST:
             return better
         return found
 
-    def _try(self, count: int, method: str) -> Scheme | None:
+    def _try(self, sketch: _Sketch, count: int, method: str) -> Scheme | None:
         """Return the scheme with `count` waves along the axis, or None if it does not fit."""
-        sketch, edges = self.sketch, grouped(self._edges, count)
+        edges = grouped(common_edges(self.problem, sketch.axis), count)
         whole = {"m": sketch.rows, "n": sketch.cols, "k": (0, self.problem.k)}
         waves = tuple(_waves(*(whole | {sketch.axis: edges}).values(), again=sketch.axis == "k"))
         options = self.problem.options
@@ -503,7 +497,7 @@ class _Fitting:
         most = min((worker.memory_limit for worker in self.workers if worker.memory_limit), default=math.inf)
         buffers = int(min(options.buffer_bytes, most / _BUFFER_SHARE))
         room = int(self._room) if math.isfinite(self._room) else 0
-        how = self.sketch.name, waves, self.sketch.streamed, self.sketch.by_ranks
+        how = sketch.name, waves, sketch.streamed, sketch.by_ranks
         scheme = Scheme(*how, method, panel, buffers, budget_bytes=room)
         largest = max(range(len(waves)), key=lambda w: (_volume(waves[w]), not waves[w].first))
         beside = self._beside(scheme, largest)
@@ -528,7 +522,7 @@ class _Fitting:
         sub = wave_problem(self.problem, scheme, number)
         if not self._apart:
             sub = dataclasses.replace(sub, options=dataclasses.replace(sub.options, limit_fraction=1.0))
-        return plan(sub, workers, engine=self.engines)
+        return plan(sub, workers, engine=self._makers if scheme.by_ranks else self.engines)
 
     def _beside(self, scheme: Scheme, number: int) -> float:
         """Return the bytes on a worker that are not part of the largest run."""
