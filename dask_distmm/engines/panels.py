@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dask_distmm.planning import Chunks, Plan
-from dask_distmm.planning.cuts import Rect, chunk_cuts, overlaps, padded, pieces_of
+from dask_distmm.planning.cuts import Rect, chunk_cuts, overlaps, padded
 from dask_distmm.planning.footprint import panel_width
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.problem import is_gram
@@ -77,14 +77,8 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
 def _pieces(plan: Plan, rank: int) -> list[ChunkBlock]:
     """Return the parts of chunks that a rank multiplies, first those of A."""
     problem, (r0, r1, c0, c1), along_k = plan.problem, plan.region(rank), plan.k_range(rank)
-    return [
-        piece._replace(row=rect[0] + piece.row, col=rect[2] + piece.col)
-        for operand, chunks, rect in (
-            (0, problem.a_chunks, (r0, r1, *along_k)),
-            (1, problem.b_chunks, (*along_k, c0, c1)),
-        )
-        for piece in chunk_blocks_of(chunks, operand, rect)
-    ]
+    of_a = chunk_blocks_of(problem.a_chunks, 0, (r0, r1, *along_k), (0, 0))
+    return of_a + chunk_blocks_of(problem.b_chunks, 1, (*along_k, c0, c1), (0, 0))
 
 
 def pairs(plan: Plan, rank: int) -> list[tuple[ChunkBlock, list[ChunkBlock]]]:
@@ -145,12 +139,13 @@ def coalesce(edges: Sequence[int], width: int, step: int = 1) -> tuple[int, ...]
     return tuple(cuts)
 
 
-def chunk_blocks_of(chunks: Chunks, operand: int, rect: Rect) -> list[ChunkBlock]:
-    """Cut a part of a matrix at its chunks; places are counted from the part's first element."""
+def chunk_blocks_of(chunks: Chunks, operand: int, rect: Rect, start: tuple[int, int] | None = None) -> list[ChunkBlock]:
+    """Cut a part of a matrix at its chunks; places are counted from an element, else from the part's first one."""
     rows, cols = chunk_cuts(chunks[0]), chunk_cuts(chunks[1])
-    found = []
-    for number, (r0, r1, c0, c1) in pieces_of((rows, cols), rect):
-        i, j = divmod(number, len(cols) - 1)
-        place = r1 - r0, c1 - c0, r0 - rect[0], c0 - rect[2]
-        found.append(ChunkBlock(operand, number, r0 - rows[i], c0 - cols[j], *place))
-    return found
+    (top, left), ncols = start or (rect[0], rect[2]), len(cols) - 1
+    across = overlaps(cols, rect[2], rect[3])
+    return [
+        ChunkBlock(operand, i * ncols + j, r0 - rows[i], c0 - cols[j], r1 - r0, c1 - c0, r0 - top, c0 - left)
+        for i, r0, r1 in overlaps(rows, rect[0], rect[1])
+        for j, c0, c1 in across
+    ]

@@ -181,8 +181,9 @@ def overlaps(cuts: Bounds, start: int, stop: int) -> list[tuple[int, int, int]]:
 def pieces_of(cuts: tuple[Bounds, Bounds], rect: Rect) -> Iterator[tuple[int, Rect]]:
     """Cut a part of a matrix at cuts of rows and columns; yield the number of each part, in C order, and its piece."""
     rows, cols = cuts
+    across = overlaps(cols, rect[2], rect[3])
     for i, r0, r1 in overlaps(rows, rect[0], rect[1]):
-        for j, c0, c1 in overlaps(cols, rect[2], rect[3]):
+        for j, c0, c1 in across:
             yield i * (len(cols) - 1) + j, (r0, r1, c0, c1)
 
 
