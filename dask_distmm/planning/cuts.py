@@ -178,6 +178,12 @@ def overlaps(cuts: Bounds, start: int, stop: int) -> list[tuple[int, int, int]]:
     return found
 
 
+def common(one: Rect, other: Rect) -> Rect | None:
+    """Return the part that two rectangles have in common; None for nothing."""
+    r0, r1, c0, c1 = max(one[0], other[0]), min(one[1], other[1]), max(one[2], other[2]), min(one[3], other[3])
+    return (r0, r1, c0, c1) if r0 < r1 and c0 < c1 else None
+
+
 def pieces_of(cuts: tuple[Bounds, Bounds], rect: Rect) -> Iterator[tuple[int, Rect]]:
     """Cut a part of a matrix at cuts of rows and columns; yield the number of each part, in C order, and its piece."""
     rows, cols = cuts

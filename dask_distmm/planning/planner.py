@@ -53,8 +53,9 @@ from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_
 # Candidates
 
 
-def grids(m: int, n: int, k: int, count: int, method: str) -> Iterator[Candidate]:
+def grids(problem: Problem, count: int) -> Iterator[Candidate]:
     """Yield the candidates that take exactly `count` workers."""
+    m, n, k, method = problem.m, problem.n, problem.k, problem.method
 
     def wanted(name: str) -> bool:
         # On one worker all methods are the same thing; by choice it is called by its name.
@@ -126,7 +127,7 @@ def _shapes(problem: Problem) -> dict[str, tuple[int, int]]:
 
 def _asked_ways(problem: Problem, count: int) -> Iterator[Candidate]:
     """Yield the candidates that `count` workers can take, with those grids that were asked for."""
-    candidates = list(grids(problem.m, problem.n, problem.k, count, problem.method))
+    candidates = list(grids(problem, count))
     for asked in problem.distributions:
         if isinstance(asked, BlockCyclic) and problem.method in ("auto", "summa") and count > 1:
             p, q = asked.grid
@@ -429,7 +430,7 @@ def _candidates(problem: Problem, nworkers: int, engine: str) -> list[Candidate]
     counts = {nworkers, 1} | {2**e for e in range(nworkers.bit_length()) if 2**e < nworkers}
     for count in sorted(counts if auto else range(1, nworkers + 1), reverse=True):
         if auto or not found:
-            found += grids(problem.m, problem.n, problem.k, count, problem.method)
+            found += grids(problem, count)
     return found
 
 

@@ -109,30 +109,30 @@ class Sums:
         # BLAS conjugates, without a copy, the operand that is in the other order than D.
         orders = zip(problem.conjugated, (plan.order_a, plan.order_b), strict=True)
         order: Literal["C", "F"] = "F" if (True, "C") in orders else "C"
-        if "d" in plan.packing:
-            r0, r1, c0, c1 = region
-            self.blocks = [Block(*region, np.zeros((r1 - r0, c1 - c0), problem.compute_type, order))]
-            for index, cell in pieces_of(plan.chunk_cuts, region) if begun else ():
-                if index in begun:
-                    top, _, left, _ = plan.chunk_rect(index)
-                    self.view(cell)[...] = begun[index][cell[0] - top : cell[1] - top, cell[2] - left : cell[3] - left]
-            self._full = {0} if begun and not self.symmetric else set()
-            return
-        mine = set(plan.owned(rank).tolist())
+        packed = "d" in plan.packing
+        # One matrix, or a block for each part of a chunk.
+        self._cuts = (region[:2], region[2:]) if packed else plan.chunk_cuts
+        mine = set() if packed else set(plan.owned(rank).tolist())
         for index in mine:
             r0, r1, c0, c1 = plan.chunk_rect(index)
             self.chunks[index] = (
                 begun[index] if index in begun else np.zeros((r1 - r0, c1 - c0), problem.result_type, order)
             )
-        for index, (r0, r1, c0, c1) in pieces_of(plan.chunk_cuts, region):
+        for index, (r0, r1, c0, c1) in pieces_of(self._cuts, region):
             if index in mine:
                 top, _, left, _ = plan.chunk_rect(index)
                 data = self.chunks[index][r0 - top : r1 - top, c0 - left : c1 - left]
             else:
-                data = np.zeros((r1 - r0, c1 - c0), problem.result_type, order)
+                data = np.zeros((r1 - r0, c1 - c0), problem.compute_type if packed else problem.result_type, order)
             self._block_of[index] = Block(r0, r1, c0, c1, data)
         self.blocks = list(self._block_of.values())
-        if self.symmetric:
+        if packed:
+            for index, cell in pieces_of(plan.chunk_cuts, region) if begun else ():
+                if index in begun:
+                    top, _, left, _ = plan.chunk_rect(index)
+                    self.view(cell)[...] = begun[index][cell[0] - top : cell[1] - top, cell[2] - left : cell[3] - left]
+            self._full = {0} if begun and not self.symmetric else set()
+        elif self.symmetric:
             at = {(block.r0, block.c0): number for number, block in enumerate(self.blocks)}
             self._mirrored = {number: at[c0, r0] for (r0, c0), number in at.items() if r0 < c0}
         elif begun and not is_gram(problem):
@@ -188,17 +188,11 @@ class Sums:
 
     def cells(self, rect: Rect) -> Iterator[Rect]:
         """Cut a part of D so that each piece is in one block."""
-        if "d" in self.plan.packing:
-            yield rect
-        else:
-            yield from (cell for _, cell in pieces_of(self.plan.chunk_cuts, rect))
+        return (cell for _, cell in pieces_of(self._cuts, rect))
 
     def view(self, rect: Rect) -> NDArray[Any]:
         """Return the sums over a part of D that is in one block."""
-        if "d" in self.plan.packing:
-            block = self.blocks[0]
-        else:
-            block = self._block_of[next(index for index, _ in pieces_of(self.plan.chunk_cuts, rect))]
+        block = self._block_of[next(index for index, _ in pieces_of(self._cuts, rect))]
         return block.data[rect[0] - block.r0 : rect[1] - block.r0, rect[2] - block.c0 : rect[3] - block.c0]
 
 

@@ -20,7 +20,7 @@ from dask_distmm.engines.peer.readable import CopyBatch, Rectangle, Sources, mak
 from dask_distmm.engines.peer.schedule import ScheduleStep, merged
 from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import typed
-from dask_distmm.planning.cuts import Rect, padded
+from dask_distmm.planning.cuts import Rect, common, padded
 from dask_distmm.planning.schedule import (
     Triangle,
     blocks,
@@ -160,11 +160,11 @@ class Result:
         found = []
         for part in triangle.copied():
             for (top, bottom, left, right), target in self.blocks:
-                r0, r1, c0, c1 = max(part[0], top), min(part[1], bottom), max(part[2], left), min(part[3], right)
                 for (row, end, col, last), source in self.blocks:
                     # An element (i, j) is that at (j, i).
-                    i0, i1, j0, j1 = max(r0, col), min(r1, last), max(c0, row), min(c1, end)
-                    if i0 < i1 and j0 < j1:
+                    inside = common(part, (top, bottom, left, right))
+                    if inside is not None and (inside := common(inside, (col, last, row, end))) is not None:
+                        i0, i1, j0, j1 = inside
                         upper = target[i0 - top : i1 - top, j0 - left : j1 - left]
                         lower = source[j0 - row : j1 - row, i0 - col : i1 - col]
                         found.append(Rectangle(span_of(lower.T), span_of(upper), i1 - i0, j1 - j0))
@@ -270,7 +270,8 @@ class Result:
             return None
         try:
             for number, whole in enumerate(blocks(plan, rank)):
-                area = sum(_overlap(rect, whole) for _, rect in parts)
+                inside = [part for _, rect in parts if (part := common(rect, whole)) is not None]
+                area = sum((r1 - r0) * (c1 - c0) for r0, r1, c0, c1 in inside)
                 source = sources.block(plan.ranks[rank], number, area * self.sums.itemsize) if area else None
                 if source is not None:
                     found += [x for index, rect in parts for x in self._part(index, rect, whole, source)]
@@ -280,11 +281,9 @@ class Result:
 
     def _part(self, index: int, rect: Rect, whole: Rect, source: Span) -> list[Rectangle]:
         """Return the copy of a part of D that is in a block to a chunk of this rank, if they overlap."""
-        r0, r1 = max(rect[0], whole[0]), min(rect[1], whole[1])
-        c0, c1 = max(rect[2], whole[2]), min(rect[3], whole[3])
-        if r0 >= r1 or c0 >= c1:
+        if (part := common(rect, whole)) is None:
             return []
-        top, _, left, _ = self.plan.chunk_rect(index)
+        (r0, r1, c0, c1), (top, _, left, _) = part, self.plan.chunk_rect(index)
         target = span_of(self._chunks[index]).at(r0 - top, c0 - left)
         return [Rectangle(source.at(r0 - whole[0], c0 - whole[2]), target, r1 - r0, c1 - c0)]
 
@@ -293,9 +292,3 @@ class Result:
         """All device memory that it holds."""
         found = [*(array for _, array in self.blocks), *self._chunks.values(), *self._rounded.values(), *self._adding]
         return found + (self._finishing.arrays if self._finishing is not None else [])
-
-
-def _overlap(one: Rect, other: Rect) -> int:
-    """Return the elements that two rectangles have in common."""
-    rows, cols = (min(one[i + 1], other[i + 1]) - max(one[i], other[i]) for i in (0, 2))
-    return max(0, rows) * max(0, cols)
