@@ -4,13 +4,22 @@ Pure arithmetic on NumPy index arrays: nothing here knows of Dask, workers or ne
 touches matrix data.  A two-dimensional layout is the product of two one-dimensional ones, so the modules
 build on one another in this order:
 
-- `layouts`: one dimension cut into segments; a layout, its product with another one: chunks, slabs, blocks round-robin;
-- `redistribute`: the copies which turn one layout into another, also as one table with sender and receiver of each;
+- `redistribute`: one dimension cut into segments; a layout, its product with another one: chunks, slabs, blocks
+  round-robin; the copies which turn one layout into another, also as one table with sender and receiver of each;
 - `rectangles`: tables of rectangles for the kernels that copy.
 """
 
-from dask_distmm.layout.layouts import Axis, Layout, ProcessGrid
-from dask_distmm.layout.redistribute import AxisCopies, Copies, Copy, Moves, intersect, redistribution
+from dask_distmm.layout.redistribute import (
+    Axis,
+    AxisCopies,
+    Copies,
+    Copy,
+    Layout,
+    Moves,
+    ProcessGrid,
+    intersect,
+    redistribution,
+)
 
 __all__ = [
     "Axis",
