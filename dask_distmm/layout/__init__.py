@@ -9,26 +9,11 @@ build on one another in this order:
 - `rectangles`: tables of rectangles for the kernels that copy.
 """
 
-from dask_distmm.layout.redistribute import (
-    Axis,
-    AxisCopies,
-    Copies,
-    Copy,
-    Layout,
-    Moves,
-    ProcessGrid,
-    intersect,
-    redistribution,
-)
-
-__all__ = [
-    "Axis",
-    "AxisCopies",
-    "Copies",
-    "Copy",
-    "Layout",
-    "Moves",
-    "ProcessGrid",
-    "intersect",
-    "redistribution",
-]
+from dask_distmm.layout.redistribute import Axis as Axis
+from dask_distmm.layout.redistribute import AxisCopies as AxisCopies
+from dask_distmm.layout.redistribute import Copy as Copy
+from dask_distmm.layout.redistribute import Layout as Layout
+from dask_distmm.layout.redistribute import Moves as Moves
+from dask_distmm.layout.redistribute import ProcessGrid as ProcessGrid
+from dask_distmm.layout.redistribute import intersect as intersect
+from dask_distmm.layout.redistribute import redistribution as redistribution

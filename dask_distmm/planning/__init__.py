@@ -9,48 +9,34 @@ asked for, `footprint` what ranks need and hold, `planner` the choice, `tasks` t
 network.
 """
 
-from dask_distmm.planning.computation import Chunks, Computation, Demand, Output, Worker
+from dask_distmm.planning.computation import Chunks as Chunks
+from dask_distmm.planning.computation import Computation as Computation
+from dask_distmm.planning.computation import Demand as Demand
+from dask_distmm.planning.computation import Worker as Worker
 from dask_distmm.planning.cublasmp import CUBLASMP
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
-from dask_distmm.planning.many import Batch, BatchEstimate, BatchPlan, GroupPlan, Share
-from dask_distmm.planning.model import ENGINES, EngineModel, Estimate, register
-from dask_distmm.planning.numpy import NUMPY, NumpyModel
+from dask_distmm.planning.many import Batch as Batch
+from dask_distmm.planning.many import BatchEstimate as BatchEstimate
+from dask_distmm.planning.many import BatchPlan as BatchPlan
+from dask_distmm.planning.many import GroupPlan as GroupPlan
+from dask_distmm.planning.many import Share as Share
+from dask_distmm.planning.model import ENGINES as ENGINES
+from dask_distmm.planning.model import register
+from dask_distmm.planning.numpy import NUMPY
+from dask_distmm.planning.numpy import NumpyModel as NumpyModel
 from dask_distmm.planning.peer import PEER
-from dask_distmm.planning.placement import EVERYWHERE, Explanation, Placement, everywhere
-from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.planner import plan, plan_computation, plan_from_wire, problem_from_wire
-from dask_distmm.planning.problem import METHODS, Extra, Problem, restrict
-
-__all__ = [
-    "ENGINES",
-    "EVERYWHERE",
-    "METHODS",
-    "Batch",
-    "BatchEstimate",
-    "BatchPlan",
-    "Chunks",
-    "Computation",
-    "Demand",
-    "EngineModel",
-    "Estimate",
-    "Explanation",
-    "Extra",
-    "GroupPlan",
-    "NumpyModel",
-    "Output",
-    "Placement",
-    "Plan",
-    "Problem",
-    "Share",
-    "Worker",
-    "everywhere",
-    "plan",
-    "plan_computation",
-    "plan_from_wire",
-    "problem_from_wire",
-    "register",
-    "restrict",
-]
+from dask_distmm.planning.placement import EVERYWHERE as EVERYWHERE
+from dask_distmm.planning.placement import Explanation as Explanation
+from dask_distmm.planning.placement import Placement as Placement
+from dask_distmm.planning.plan import Plan as Plan
+from dask_distmm.planning.planner import plan as plan
+from dask_distmm.planning.planner import plan_computation as plan_computation
+from dask_distmm.planning.planner import plan_from_wire as plan_from_wire
+from dask_distmm.planning.planner import problem_from_wire as problem_from_wire
+from dask_distmm.planning.problem import METHODS as METHODS
+from dask_distmm.planning.problem import Extra as Extra
+from dask_distmm.planning.problem import Problem as Problem
+from dask_distmm.planning.problem import restrict as restrict
 
 # In the order in which they are preferred: GPUs that read each other's memory, other GPUs, CPUs.
 for _model in (PEER, CUBLASMP, CUSOLVERMP, NUMPY):
