@@ -25,10 +25,9 @@ from dask_distmm.engines.panels import panels
 from dask_distmm.graph.build import build_graph
 from dask_distmm.layout import Layout, ProcessGrid, redistribution
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.cuts import pieces_of
+from dask_distmm.planning.cuts import pieces_of, traffic
 from dask_distmm.planning.factor.plan import FactorPlan, factor_plan
 from dask_distmm.planning.factor.problem import Factorization
-from dask_distmm.planning.footprint import operand_grids
 from dask_distmm.programs.check import walk as in_any_order
 from dask_distmm.programs.steps import Call, Publish, Pull, flops_of
 from dask_distmm.testing import make_problem
@@ -311,9 +310,7 @@ def choice() -> Page:
     where[::7] = np.arange(10) % 4
     problem = make_problem(even(8, 1000), even(8, 1000), method="allgather")
     made = plan(problem, FOUR, {"a": where, "b": np.arange(64, dtype=np.int32) % 4})
-    moved = (
-        redistribution(Layout.of_chunks(made.problem.a_chunks), operand_grids(made)[0]).traffic(where, 4).T * 8 / 2**20
-    )
+    moved = traffic(made.problem.a_chunks, (made.rows, made.depth), where, 4).T * 8 / 2**20
     page.title(20, y, "MiB of A that a rank needs (rows) and a worker has (columns); outlined: the match")
     for rank, worker in itertools.product(range(4), repeat=2):
         x, top = 200 + 100 * worker, y + 36 + 26 * rank

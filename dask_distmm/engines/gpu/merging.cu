@@ -1,5 +1,5 @@
-// Kernels of divide and conquer in double precision: the same as engines/tridiagonal/secular.py and bisection.py have,
-// which say what is computed.
+// Kernels of divide and conquer in double precision: the same as engines/tridiagonal.py has,
+// which says what is computed.
 
 #define EPS 1.1102230246251565e-16
 #define MOST_STEPS 100

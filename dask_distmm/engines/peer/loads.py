@@ -313,6 +313,7 @@ class Loads:
             self._loader.close()
             for stream in (self.sources.stream, self.sources.engine.stream):
                 stream.synchronize()
+            self._taken.clear()
 
     def issue_for(self, product: Product) -> None:
         """Issue pending loads, in their order, until those that a product needs are among them."""
