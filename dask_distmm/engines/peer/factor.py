@@ -153,7 +153,7 @@ class PulledPanels(RankExchange):
         start, stop, order = work.columns.place(key.number)
         source = source[start:] if key.part == "lower" else source[:stop]
         panel = self._pull(key, source)
-        if key.part == "upper" or not self._extra_bytes:
+        if key.part == "upper" or not len(self._extras):
             self._ready()
             return (panel,)
         width = min(stop, order) - start
@@ -166,10 +166,6 @@ class PulledPanels(RankExchange):
         self._ready()
         extra = taken[:, 0]
         return panel, (extra.reshape((width, width), order="F") if size is None else extra)
-
-    @property
-    def _extra_bytes(self) -> int:
-        return len(self._extras)
 
     def _pull(self, key: Key, source: Any) -> Any:
         """Have a copy engine copy a matrix, column by column, into a buffer."""

@@ -384,7 +384,6 @@ class Remote:
         gone: Collection[int] = (),
     ) -> None:
         (self._told, self._places), self._plan, self._engine = offers, plan, engine
-        self.pulled_bytes = 0
         self._lost = gone
         self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
         self._awake: set[int] = set()

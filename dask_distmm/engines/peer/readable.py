@@ -235,6 +235,8 @@ class Sources:
         self.engine, self.streams = engine, engine.pulls(len(job.plan.participants) - 1)
         self.trace = Trace(on=engine.trace is not None)
         self.remote: Remote | None = None
+        # Bytes that were pulled from other participants.
+        self.pulled_bytes = 0
         self.kept: list[Any] = []
         # Kept until all is over.
         self._copies: list[CopyBatch] = []
@@ -244,11 +246,6 @@ class Sources:
     def stream(self) -> cp.cuda.Stream:
         """The first stream of pulls, which has their order."""
         return self.streams[0]
-
-    @property
-    def pulled_bytes(self) -> int:
-        """Bytes that were pulled from other participants."""
-        return self.remote.pulled_bytes if self.remote is not None else 0
 
     def run(self, copies: CopyBatch, stream: cp.cuda.Stream) -> None:
         """Put copies on a stream; they are kept until all is over."""
@@ -347,8 +344,7 @@ class Sources:
         """Put a pull on a stream."""
         for copies in pull.copies:
             self.run(copies, stream)
-        if self.remote is not None:
-            self.remote.pulled_bytes += pull.away
+        self.pulled_bytes += pull.away
         if pull.outside:
             self._upload(pull, stream)
 
@@ -356,7 +352,7 @@ class Sources:
         """Return where a block of another rank's is, mapped here, of which `size` bytes are wanted."""
         if self.remote is None or not self.remote.offering[holder]:
             return None
-        self.remote.pulled_bytes += size
+        self.pulled_bytes += size
         return Span(*self.remote.spans(BLOCKS, np.array([holder]), np.array([number]))[0].tolist())
 
     def is_in_host(self, operand: int) -> bool:
