@@ -246,7 +246,7 @@ class _Multiply:
         # All grids first: making one is collective and frees the workspace.
         grids = [group.grid(matrix.grid) for matrix in stored]
         self._matrices = [
-            _matrix_descriptor(matrix, ld, kind, grid)
+            int(cublasMp.matrix_descriptor_create(*matrix.shape, *matrix.blocks, 0, 0, ld, DATA_TYPES[kind], grid))
             for matrix, ld, kind, grid in zip(stored, (ldx, ldy, ldz), (*kinds, types.d), grids, strict=True)
         ]
         self._descriptor = cublasMp.matmul_descriptor_create(types.compute_type)
@@ -285,10 +285,6 @@ class _Multiply:
         for matrix in self._matrices:
             cublasMp.matrix_descriptor_destroy(matrix)
         cublasMp.matmul_descriptor_destroy(self._descriptor)
-
-
-def _matrix_descriptor(matrix: Layout, ld: int, dtype: str, grid: int) -> int:
-    return int(cublasMp.matrix_descriptor_create(*matrix.shape, *matrix.blocks, 0, 0, ld, DATA_TYPES[dtype], grid))
 
 
 def _try_to_allocate(size: int) -> None:

@@ -262,7 +262,7 @@ def _block_schedule(plan: Plan, rank: int, multiple: int, sizes: tuple[int, int]
     others, in_place = (others_a, others_b), (lies_a, lies_b)
     if s > 1 and plan.method == "reducescatter":
         # A panel belongs to the slab of D that one rank adds up.
-        stationary = 1 if _slabs_by_rows(plan) else 0
+        stationary = int(plan.final_rects(0)[0][3] == problem.n)
     elif q == 1 and p > 1:
         stationary = 0
     elif p == 1 and q > 1:
@@ -299,10 +299,6 @@ def longest_depth(problem: Problem, extents: tuple[int, int]) -> int:
     """Return the longest k of a GEMM into a block of D of certain extents."""
     large = extents[0] * extents[1] >= _LEAST_BLOCK**2 and 2 in multiplied_sizes(problem)
     return min(problem.k, _MOST_DEPTH) if large else problem.k
-
-
-def _slabs_by_rows(plan: Plan) -> bool:
-    return plan.final_rects(0)[0][3] == plan.problem.n
 
 
 def _fit(own: int, depth_extent: int, size: int, room: int, wide: bool, multiple: int) -> tuple[int, int]:

@@ -167,10 +167,10 @@ class _ScheduleBuilder:
             at_first = max(1, here) if fresh else 1
             last = {to: segment for segment, to in panels}
             for number, group in enumerate([panels[:at_first], *([panel] for panel in panels[at_first:])]):
-                loaded = [
-                    self._load(self.streamed, (segment.start, segment.stop), depth, self._panel_slot(segment), 0)
-                    for segment, _ in group
-                ]
+                loaded = []
+                for segment, _ in group:
+                    slot = None if segment.in_place else (self.streamed, next(self.panels) % PANELS)
+                    loaded.append(self._load(self.streamed, (segment.start, segment.stop), depth, slot, 0))
                 loads = [panel for panel in loaded if panel.slot is not None]
                 if number == 0:
                     loads = [*fresh[:1], *loads, *fresh[1:]]
@@ -196,9 +196,6 @@ class _ScheduleBuilder:
 
     def _product(self, stationary: tuple[Load, ...], panel: Load, add: bool) -> Product:
         return Product(stationary, (panel,), add) if self.stationary == 0 else Product((panel,), stationary, add)
-
-    def _panel_slot(self, segment: _Segment) -> Slot | None:
-        return None if segment.in_place else (self.streamed, next(self.panels) % PANELS)
 
     def _load(self, operand: int, own: tuple[int, int], depth: tuple[int, int], slot: Slot | None, at: int) -> Load:
         rect = (*own, *depth) if operand == 0 else (*depth, *own)
