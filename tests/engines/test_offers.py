@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Allocation, Expected, Offer
+from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Allocation, Expected, offer_of
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning import Worker, plan
@@ -30,12 +30,13 @@ def made():
 def offer(made):
     """The offer of participant 1: the second chunk of A, the one of B, a block of D."""
     allocation = Allocation(b"h" * 64, 4096, 77, HERE)
-    found = Offer(b"p" * 16, [77, 2**63 + 5])
-    found.add(0, 1, allocation, Span(HERE, 24, 4))
-    found.add(1, 0, allocation, Span(HERE + 256 + 5 * 32, -32, 4))
-    found.add(BLOCKS, 0, allocation, Span(HERE + 1024, 64, 4))
-    found.add(FLAGS, 0, allocation, Span(HERE + 2048, 0, 4))
-    return found.to_wire()
+    places = {
+        (0, 1): Span(HERE, 24, 4),
+        (1, 0): Span(HERE + 256 + 5 * 32, -32, 4),
+        (BLOCKS, 0): Span(HERE + 1024, 64, 4),
+        (FLAGS, 0): Span(HERE + 2048, 0, 4),
+    }
+    return offer_of(b"p" * 16, [77, 2**63 + 5], [(*which, allocation, span) for which, span in places.items()])
 
 
 def read(wires, made, mine=0):

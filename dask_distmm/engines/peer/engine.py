@@ -33,7 +33,7 @@ from dask_distmm.engines.gpu.program import GpuTallJob
 from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.loads import Loads, OperandBuffers
 from dask_distmm.engines.peer.memory import PeerState, Remote
-from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Expected, Offer
+from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Expected
 from dask_distmm.engines.peer.products import Multiplication
 from dask_distmm.engines.peer.readable import Sources
 from dask_distmm.engines.peer.result import Downloads, Result
@@ -141,24 +141,21 @@ class PeerJob(Job[Plan]):
 
     def _make_offer(self, read: Mapping[str, NDArray[np.bool_]]) -> dict[str, Any]:
         """Offer all memory that others read; chunks in memory that can't be exported are copied once."""
-        exporter, stream = self.engine.exporter, self._stream
-        offer, offered = Offer(exporter.process), dict[int, Any]()
+        exporter, stream, offered = self.engine.exporter, self._stream, dict[int, Any]()
+        matrices = []
         for number, name in enumerate(self.plan.problem.operands):
             for index in np.flatnonzero(read[name][self.me]).tolist():
                 array = self.chunks[name, index]
                 if id(array) not in offered:  # A and B may be the same
                     offered[id(array)] = exporter.exportable(array, stream)
-                exporter.tell(offer, number, index, offered[id(array)])
+                matrices.append((number, index, offered[id(array)]))
         if self.rank is not None:
-            for number, array in self._result.shared():
-                if array.size:
-                    exporter.tell(offer, BLOCKS, number, array)
+            matrices += [(BLOCKS, number, array) for number, array in self._result.shared() if array.size]
             flags = self._result.flags
-            exporter.tell(offer, FLAGS, 0, flags)
+            matrices.append((FLAGS, 0, flags))
             cp.cuda.runtime.memsetAsync(flags.data.ptr, 0, flags.nbytes, stream.ptr)
-        offer.alive = exporter.alive()
         self._sources.kept += offered.values()
-        return offer.to_wire()
+        return exporter.offer(matrices)
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer, and map what this rank needs of it."""

@@ -36,7 +36,7 @@ from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.gpu.program import GpuFactorJob
 from dask_distmm.engines.gpu.reduction import DeviceReduction, Peers, exchange_bytes
 from dask_distmm.engines.peer.memory import Exporter, PeerState, Remote
-from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected, Offer
+from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
 from dask_distmm.engines.tridiagonal import Tridiagonal, row_bounds
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import chunk_elements
@@ -291,7 +291,7 @@ class PeerFactorJob(GpuFactorJob):
         self._state = state
         self._streams: tuple[cp.cuda.Stream, ...] = state.solver().streams
         self._address = self.plan.participants[self.me].address
-        self._offered: list[tuple[int, Any]] = []
+        self._offered: list[tuple[int, int, Any]] = []
         self._remote: Remote | None = None
         # Where ranks share eigenvalues.
         self._shares: PeerShares | None = None
@@ -309,20 +309,18 @@ class PeerFactorJob(GpuFactorJob):
         problem, exporter = self.plan.problem, self._state.exporter
         exporter.begin(self._address, problem.options.keep_workspace_bytes)
         self._upload(self.plan.problem.dtype)
-        offer = Offer(exporter.process)
         if len(self.plan.participants) > 1:
             for (name, index), chunk in self.chunks.items():
-                self._offer(offer, problem.operands.index(name), index, exporter.exportable(chunk, cp.cuda.Stream.null))
+                self._offer(problem.operands.index(name), index, exporter.exportable(chunk, cp.cuda.Stream.null))
         if self.rank is not None:
-            self._allocate(offer)
+            self._allocate()
         # Others may read chunks from the vote on, so these must be complete.
         cp.cuda.Stream.null.synchronize()
-        offer.alive = exporter.alive()
-        self.offer = offer.to_wire() if len(self.plan.participants) > 1 else None
+        self.offer = exporter.offer(self._offered) if len(self.plan.participants) > 1 else None
         if self.rank is not None and self.offer is not None:
             self.offer |= self.exchange.offer(self.plan)
 
-    def _allocate(self, offer: Offer) -> None:
+    def _allocate(self) -> None:
         """Allocate all that this rank works in, and offer the memory that others read."""
         assert self.rank is not None
         plan, work, exporter = self.plan, self.plan.work, self._state.exporter
@@ -348,20 +346,19 @@ class PeerFactorJob(GpuFactorJob):
                 self._parts[output.name] = output_part(self._execution, output.name)
         if len(plan.participants) == 1:
             return
-        self._offer(offer, BLOCKS, COLUMNS, array)
-        self._offer(offer, BLOCKS, EXTRAS, extras)
+        self._offer(BLOCKS, COLUMNS, array)
+        self._offer(BLOCKS, EXTRAS, extras)
         if self._shares is not None:
-            self._offer(offer, BLOCKS, EXCHANGE, self._shares.exchange)
-            self._offer(offer, BLOCKS, ROWS, self._shares.rows)
+            self._offer(BLOCKS, EXCHANGE, self._shares.exchange)
+            self._offer(BLOCKS, ROWS, self._shares.rows)
         for number, output in enumerate(plan.problem.outputs):
             if output.name in self._parts:
-                self._offer(offer, BLOCKS, RESULTS + number, self._parts[output.name])
-        self._offer(offer, FLAGS, 0, flags)
+                self._offer(BLOCKS, RESULTS + number, self._parts[output.name])
+        self._offer(FLAGS, 0, flags)
 
-    def _offer(self, offer: Offer, operand: int, number: int, array: Any) -> None:
+    def _offer(self, operand: int, number: int, array: Any) -> None:
         if array.size:
-            self._state.exporter.tell(offer, operand, number, array)
-            self._offered.append((operand, array))
+            self._offered.append((operand, number, array))
 
     def forget(self, operands: Sequence[str]) -> None:
         """Hold the chunks of some operands no longer: all ranks have read them. Any thread."""
@@ -399,7 +396,7 @@ class PeerFactorJob(GpuFactorJob):
         finally:
             for one in (*self._streams, self._state.looking, *self._state.pulls(1)):
                 one.synchronize()
-        arrays = [self._execution.array, *(array for _, array in self._offered), *made.values()]
+        arrays = [self._execution.array, *(array for *_, array in self._offered), *made.values()]
         arrays += self._shares.arrays if self._shares is not None else []
         self.held_bytes = sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
         self._state.mappings.trim()

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import PeerLostError
 from dask_distmm.engines.base import log
 from dask_distmm.engines.gpu.operands import array_at, mark
-from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Offer, Places, Told
+from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Places, Told, offer_of
 from dask_distmm.errors import EngineError
 from dask_distmm.layout.rectangles import Span, span_of
 from dask_distmm.planning import Placement
@@ -99,11 +99,14 @@ class Exporter:
         }
         return [told.buffer_id for told in self._told.values()]
 
-    def tell(self, offer: Offer, operand: int, number: int, array: Any) -> None:
-        """Tell in an offer where a matrix is stored, which can be exported."""
-        allocation = self.find(array.data.ptr)
-        assert allocation is not None
-        offer.add(operand, number, allocation, span_of(array))
+    def offer(self, matrices: Iterable[tuple[int, int, Any]]) -> dict[str, Any]:
+        """Return the offer of matrices that can be exported, each with its operand and its number."""
+        told = []
+        for operand, number, array in matrices:
+            allocation = self.find(array.data.ptr)
+            assert allocation is not None
+            told.append((operand, number, allocation, span_of(array)))
+        return offer_of(self.process, self.alive(), told)
 
     def _buffer_id(self, address: int) -> int | None:
         return _attribute(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, address)

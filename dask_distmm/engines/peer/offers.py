@@ -46,38 +46,31 @@ class Allocation(NamedTuple):
     address: int
 
 
-class Offer:
-    """The offer of one participant, as the participant makes it."""
+def offer_of(
+    process: bytes, alive: Iterable[int], matrices: Iterable[tuple[int, int, Allocation, Span]]
+) -> dict[str, Any]:
+    """Return the offer of a process, as plain types: its matrices, each with operand, number, allocation and place.
 
-    def __init__(self, process: bytes, alive: Iterable[int] = ()) -> None:
-        self.process, self.alive = process, list(alive)
-        self._allocations: list[Allocation] = []
-        self._numbers: dict[int, int] = {}
-        self._rows: list[tuple[int, ...]] = []
-
-    def add(self, operand: int, number: int, allocation: Allocation, span: Span) -> None:
-        """Tell where a matrix is."""
-        at = self._numbers.setdefault(allocation.buffer_id, len(self._allocations))
-        if at == len(self._allocations):
-            self._allocations.append(allocation)
-        offset = span.pointer - allocation.address
-        self._rows.append((operand, number, at, offset, span.row_stride, span.col_stride))
-
-    def to_wire(self) -> dict[str, Any]:
-        """As plain types."""
-        table = np.array(self._rows, np.int64).reshape(-1, 2 + _TOLD)
-        numbers = np.array([one[1:] for one in self._allocations], np.uint64)
-        return {
-            "process": self.process,
-            "alive": np.array(self.alive, np.uint64).tobytes(),
-            "handles": b"".join(one.handle for one in self._allocations),
-            "allocations": numbers.tobytes(),
-            "places": table.tobytes(),
-        }
+    `alive` are the buffer ids of all allocations that were told and are still there.
+    """
+    allocations, numbers, rows = list[Allocation](), dict[int, int](), []
+    for operand, number, allocation, span in matrices:
+        if allocation.buffer_id not in numbers:
+            numbers[allocation.buffer_id] = len(allocations)
+            allocations.append(allocation)
+        place = numbers[allocation.buffer_id], span.pointer - allocation.address
+        rows.append((operand, number, *place, span.row_stride, span.col_stride))
+    return {
+        "process": process,
+        "alive": np.array([*alive], np.uint64).tobytes(),
+        "handles": b"".join(one.handle for one in allocations),
+        "allocations": np.array([one[1:] for one in allocations], np.uint64).tobytes(),
+        "places": np.array(rows, np.int64).reshape(-1, 2 + _TOLD).tobytes(),
+    }
 
 
 class Told(NamedTuple):
-    """The offer of a participant, as another one has read it; see `Offer`."""
+    """The offer of a participant, as another one has read it; see `offer_of`."""
 
     # As told.
     process: bytes
@@ -149,7 +142,7 @@ class Expected:
         return cls(plan, mine, read, sizes, found, len(plan.ranks) + 1)
 
     def read(self, wires: Sequence[Any]) -> tuple[list[Told | None], Places]:
-        """Return what all participants offer, from what `Offer.to_wire` gave for each, or None; and where matrices lie.
+        """Return what all participants offer, from what `offer_of` gave for each, or None; and where matrices lie.
 
         None is for this participant, for those out of reach, and for those that offer nothing.
         """
