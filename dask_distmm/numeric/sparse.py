@@ -63,14 +63,11 @@ def dense(x: Any) -> Any:
 
 
 def dense_product(a: Any, b: Any) -> Any:
-    """Return the product of SciPy's compressed rows as a dense matrix.
-
-    SciPy's operator counts the elements before it computes them, which takes as long; and what it calls is no public
-    name.
-    """
+    """Return the product of SciPy's compressed rows as a dense matrix."""
     import scipy.sparse
 
     rows, cols = a.shape[0], b.shape[1]
+    # SciPy's operator first counts elements, which takes as long as the rest; what it calls then may have another name.
     kernels: Any = getattr(scipy.sparse, "_sparsetools", None)
     parts = a.indptr, a.indices, b.indptr, b.indices
     if not hasattr(kernels, "csr_matmat") or not hasattr(kernels, "csr_todense") or a.dtype != b.dtype:

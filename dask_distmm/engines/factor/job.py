@@ -231,7 +231,7 @@ class FactorJob(ProgramJob[FactorPlacement]):
         """Gather the operands, run the program, put the outputs together."""
         if self.rank is None:
             return {}
-        with self.exchange:
+        with self.kernels.working(self.plan.participants[self.me].nthreads), self.exchange:
             marks = [time.perf_counter()]
             self._gather()
             self._mark(marks)

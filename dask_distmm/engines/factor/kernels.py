@@ -43,6 +43,10 @@ class Kernels(Protocol):
         """LAPACK on the host, for what no library of GPUs has: these kernels, with `gees` and `trsyl`."""
         ...
 
+    def working(self, threads: int) -> contextlib.AbstractContextManager[None]:
+        """Compute inside of a ``with`` block, with as many threads as a worker has."""
+        ...
+
     def on(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Queue the calls inside of a ``with`` block on a lane."""
         ...

@@ -95,6 +95,10 @@ class SolverKernels:
         """The stream of the work, and that of the work ahead, which goes first."""
         return self._main.stream, self._ahead.stream
 
+    def working(self, threads: int) -> contextlib.AbstractContextManager[None]:
+        """Do nothing."""
+        return contextlib.nullcontext()
+
     @contextlib.contextmanager
     def on(self, lane: Lane) -> Iterator[None]:
         """Queue the calls inside on a lane: the stream of the work, or that of the work ahead."""

@@ -74,6 +74,8 @@ class _GpuJob(ProgramJob[Any]):
 class GpuFactorJob(_GpuJob, FactorJob):
     """One participant's side of a factorization on a GPU."""
 
+    lends = False
+
     def __init__(self, side: Side[FactorPlacement], state: SolverState) -> None:
         FactorJob.__init__(self, side, state.solver())
         self._ready, self._stream = side.ready, state.stream
@@ -109,8 +111,6 @@ class GpuFactorJob(_GpuJob, FactorJob):
 
 class GpuTallJob(_GpuJob, TallJob):
     """One participant's side of one run. See the module's text."""
-
-    lends = True
 
     def __init__(self, side: Side[ProgramPlacement], state: SolverState) -> None:
         TallJob.__init__(self, side, state.solver())

@@ -575,9 +575,11 @@ class NumpyEngine(Engine):
         if isinstance(side.plan, Plan):
             return NumpyJob(side)
         # Workers that only multiply import none of it.
-        from dask_distmm.engines.numpy.lapack import LapackKernels, NumpyFactorJob, NumpyTallJob
+        from dask_distmm.engines.factor.job import FactorJob
+        from dask_distmm.engines.numpy.lapack import LapackKernels
+        from dask_distmm.engines.programs.job import TallJob
 
-        kind: Any = NumpyTallJob if isinstance(side.plan, ProgramPlacement) else NumpyFactorJob
+        kind: Any = TallJob if isinstance(side.plan, ProgramPlacement) else FactorJob
         job: Job[Any] = kind(side, LapackKernels())
         return job
 

@@ -1,4 +1,4 @@
-"""Factorizations and programs on CPUs: SciPy's BLAS and LAPACK, in place on parts of matrices."""
+"""The kernels of factorizations and programs on CPUs: SciPy's BLAS and LAPACK, in place on parts of matrices."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import ResultKey
-from dask_distmm.engines.factor.job import FactorJob
 from dask_distmm.engines.factor.kernels import solve_by_halves
 from dask_distmm.engines.numpy.blas import blas_threads, column_major, ld_of, routine
-from dask_distmm.engines.programs.job import TallJob
 from dask_distmm.engines.tridiagonal import HostMerging
 from dask_distmm.errors import EngineError
 from dask_distmm.programs.steps import Lane
@@ -37,6 +34,10 @@ class LapackKernels:
     def on_host(self) -> LapackKernels:
         """Return these kernels."""
         return self
+
+    def working(self, threads: int) -> contextlib.AbstractContextManager[None]:
+        """Compute with this many threads."""
+        return blas_threads(threads)
 
     def on(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         """Do nothing: a call is done when it returns."""
@@ -306,28 +307,3 @@ def _argument(value: Any) -> Any:
     if isinstance(value, bytes):
         return value
     return _ref(value if isinstance(value, ctypes.c_int) else ctypes.c_int(value))
-
-
-# Factorizations and programs on CPUs
-
-
-class NumpyFactorJob(FactorJob):
-    """One participant's side of a factorization on CPUs, with SciPy's LAPACK."""
-
-    lends = True
-
-    def execute(self) -> dict[ResultKey, Any]:
-        """Do this rank's part with as many threads as its worker has."""
-        with blas_threads(self.plan.participants[self.me].nthreads):
-            return super().execute()
-
-
-class NumpyTallJob(TallJob):
-    """One participant's side of a program on CPUs."""
-
-    lends = True
-
-    def execute(self) -> dict[ResultKey, Any]:
-        """Do this rank's part with as many threads as its worker has."""
-        with blas_threads(self.plan.participants[self.me].nthreads):
-            return super().execute()

@@ -34,6 +34,8 @@ P = TypeVar("P", bound=Placement)
 class ProgramJob(Job[P]):
     """One participant's side of a run whose ranks publish what others need."""
 
+    lends = True
+
     def __init__(self, side: Side[P]) -> None:
         super().__init__(side)
         self.exchange = RankExchange(self.plan.ranks, self.comm)
@@ -97,7 +99,8 @@ class TallJob(ProgramJob[ProgramPlacement], Executor):
         began = time.perf_counter()
         self.timings |= {"wait": 0.0} | ({"load": 0.0} if any(self.plan.problem.by_ranks) else {})
         # Infinities and NaN are checked for where they matter.
-        with np.errstate(all="ignore"), self.exchange:
+        threads = self.plan.participants[self.me].nthreads
+        with np.errstate(all="ignore"), self.kernels.blas.working(threads), self.exchange:
             self.take(self._steps)
         self._complete()
         self.timings["work"] = time.perf_counter() - began - self.timings["wait"] - self.timings.get("load", 0.0)
