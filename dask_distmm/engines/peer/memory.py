@@ -74,15 +74,16 @@ class Exporter:
 
     def find(self, pointer: int) -> Allocation | None:
         """Return the allocation that an address is in; None if CUDA can't export it."""
-        capable = _attribute(_Attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer)
-        if not capable:
-            return None
         error, base, size = driver.cuMemGetAddressRange(pointer)
         if int(error):
             return None
         address, buffer_id = int(base), self._buffer_id(int(base))
         known = self._told.get(address)
-        if buffer_id is None or (known is not None and known.buffer_id == buffer_id):
+        if known is not None and known.buffer_id == buffer_id:
+            return known
+        if not _attribute(_Attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer):
+            return None
+        if buffer_id is None:
             return known
         try:
             handle = bytes(cp.cuda.runtime.ipcGetMemHandle(address))
