@@ -346,26 +346,40 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
     published: dict[tuple[int, Key], float] = {}
     moved = messages = 0
     flops, turns = 0.0, [1] * len(lists)
+    # Of rank 0: its calls of one kernel on all chunks between two messages, which read a chunk once, and these chunks.
+    lines: dict[tuple[int, str], Line] = {}
+    stage, seen = 0, set[str]()
     for rank, step in walk(lists, flags):
         times = turns[rank] = _turns(turns[rank], step)
+        if rank == 0 and isinstance(step, Publish | Pull | If | Turn):
+            stage, seen = stage + 1, set()
         match step:
-            case Call():
-                spans.append((rank, step.kernel, now[rank], now[rank] + times * _seconds(step, rates)))
-                now[rank] = spans[-1][3]
-                flops += times * flops_of(step)
+            case Call(kernel):
+                work, touched = flops_of(step), sum(buffer.nbytes for buffer in step.arguments)
+                seconds = times * max(work / (rates.flops * _SHARES.get(kernel, 1.0)), touched / rates.memory)
+                work *= times
+                spans.append((rank, kernel, now[rank], now[rank] + seconds))
+                now[rank] += seconds
+                flops += work
+                if rank == 0:
+                    new = {one.name for one in step.arguments if one.name.startswith("a.")} - seen
+                    seen |= new
+                    line = lines.get((stage, kernel), Line(kernel, 0.0, 0.0, 0))
+                    lines[stage, kernel] = Line(
+                        kernel, line.seconds + seconds, line.flops + work, line.reads + times * len(new)
+                    )
             case Publish(key):
                 published[rank, key] = now[rank]
-            case Pull(owner, key, buffers):
-                size = sum(buffer.nbytes for buffer in buffers)
+            case Pull(owner, key):
+                size = step.nbytes
                 ready = max(now[rank], published[owner, key]) + times * (rates.latency + size / rates.bandwidth)
                 spans.append((rank, "wait", now[rank], ready))
                 waited[rank] += ready - now[rank]
                 now[rank] = ready
                 moved, messages = moved + times * size, messages + times
-    lines = _lines(lists[0], rates, flags)
     chunks = {step.buffer.name for step in lists[0] if isinstance(step, Make) and step.operand == "a"}
-    passes = sum(line.reads for line in lines) / max(1, len(chunks))
-    return Cost(max(now), max(waited), flops, messages, moved, passes, lines)
+    passes = sum(line.reads for line in lines.values()) / max(1, len(chunks))
+    return Cost(max(now), max(waited), flops, messages, moved, passes, tuple(lines.values()))
 
 
 def _turns(turns: int, step: FlatStep) -> int:
@@ -373,28 +387,3 @@ def _turns(turns: int, step: FlatStep) -> int:
     if not isinstance(step, Turn):
         return turns
     return turns * step.loop.expected if step.starts else turns // step.loop.expected
-
-
-def _seconds(call: Call, rates: Rates) -> float:
-    touched = sum(buffer.nbytes for buffer in call.arguments)
-    return max(flops_of(call) / (rates.flops * _SHARES.get(call.kernel, 1.0)), touched / rates.memory)
-
-
-def _lines(steps: Sequence[Step], rates: Rates, flags: Mapping[str, bool]) -> tuple[Line, ...]:
-    """Return the calls of a rank, those of one kernel on all chunks together.
-
-    A chunk is read once by all calls between two messages.
-    """
-    lines: dict[tuple[int, str], Line] = {}
-    stage, seen, times = 0, set[str](), 1
-    for step in flatten(steps, flags):
-        times = _turns(times, step)
-        if isinstance(step, Call):
-            new = {one.name for one in step.arguments if one.name.startswith("a.")} - seen
-            seen |= new
-            line = lines.get((stage, step.kernel), Line(step.kernel, 0.0, 0.0, 0))
-            seconds, work = line.seconds + times * _seconds(step, rates), line.flops + times * flops_of(step)
-            lines[stage, step.kernel] = Line(step.kernel, seconds, work, line.reads + times * len(new))
-        elif isinstance(step, Publish | Pull | If | Turn):
-            stage, seen = stage + 1, set()
-    return tuple(lines.values())

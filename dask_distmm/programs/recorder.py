@@ -79,7 +79,9 @@ class Recorder:
         ]
         self.steps: list[Step] = []
         self._names, self._keys = itertools.count(), (Key(PART, number) for number in itertools.count())
-        self._here: set[Buffer] = set()
+        # What is in memory, by name; the chunks of matrices.
+        self._here: dict[str, Buffer] = {}
+        self._pieces: dict[Tall, list[Buffer]] = {}
         self._mine = [number for number, owner in enumerate(rows.owners) if owner == me]
 
     # Names
@@ -96,34 +98,41 @@ class Recorder:
         """Return the name of a matrix in the same chunks of rows as the operands."""
         return Tall(f"t{next(self._names)}", cols)
 
-    def piece(self, matrix: Tall, number: int) -> Buffer:
-        """Return a chunk of rows."""
-        like = "" if matrix.operand else f"a.{number}"
-        return Buffer(f"{matrix.name}.{number}", (self.rows.sizes[number], matrix.cols), self.dtype, like)
+    def pieces(self, matrix: Tall) -> list[Buffer]:
+        """Return this rank's chunks of a matrix."""
+        found = self._pieces.get(matrix)
+        if found is None:
+            name, cols, sizes = matrix.name, matrix.cols, self.rows.sizes
+            found = self._pieces[matrix] = [
+                Buffer(f"{name}.{number}", (sizes[number], cols), self.dtype, "" if matrix.operand else f"a.{number}")
+                for number in self._mine
+            ]
+        return found
+
+    def numbered(self, matrix: Tall) -> Iterator[tuple[int, Buffer]]:
+        """Yield this rank's chunks of a matrix with their numbers."""
+        return zip(self._mine, self.pieces(matrix), strict=True)
 
     # Steps of this rank
 
     def make(self, *operands: Tall) -> None:
         """Take all chunks of operands that are not made one by one."""
-        for operand, number in itertools.product(operands, self._mine):
-            if not operand.made:
-                self._make(operand, number)
+        for operand in operands:
+            for number, piece in () if operand.made else self.numbered(operand):
+                self._make(operand, number, piece)
 
-    def _make(self, operand: Tall, number: int) -> None:
-        self.steps.append(Make(self._begin(self.piece(operand, number)), operand.name, number))
+    def _make(self, operand: Tall, number: int, piece: Buffer) -> None:
+        self._here[piece.name] = piece
+        self.steps.append(Make(piece, operand.name, number))
 
     def chunks(self, *matrices: Tall) -> Iterator[tuple[Buffer, ...]]:
         """Yield this rank's chunks of matrices: one that is made is there while it is looked at."""
-        made = [matrix for matrix in matrices if matrix.made]
-        for number in self._mine:
-            for matrix in made:
-                self._make(matrix, number)
-            yield tuple(self.piece(matrix, number) for matrix in matrices)
-            self.drop(*(self.piece(matrix, number) for matrix in made))
-
-    def numbered(self, matrix: Tall) -> Iterator[tuple[int, Buffer]]:
-        """Yield this rank's chunks of a matrix with their numbers."""
-        return ((number, self.piece(matrix, number)) for number in self._mine)
+        made = [(index, matrix) for index, matrix in enumerate(matrices) if matrix.made]
+        for number, *pieces in zip(self._mine, *map(self.pieces, matrices), strict=True):
+            for index, matrix in made:
+                self._make(matrix, number, pieces[index])
+            yield tuple(pieces)
+            self.drop(*(pieces[index] for index, _ in made))
 
     def call(self, kernel: str, *arguments: Buffer, **options: Any) -> None:
         """Call a kernel."""
@@ -131,7 +140,9 @@ class Recorder:
 
     def new(self, *buffers: Buffer, zero: bool = False) -> None:
         """Allocate buffers."""
-        self.steps += (New(self._begin(buffer), zero) for buffer in buffers)
+        for buffer in buffers:
+            self._here[buffer.name] = buffer
+            self.steps.append(New(buffer, zero))
 
     def zeros(self, rows: int, cols: int, dtype: str | None = None) -> Buffer:
         """Return a new small matrix of zeros on this rank, for a sum."""
@@ -141,31 +152,28 @@ class Recorder:
 
     def drop(self, *buffers: Buffer) -> None:
         """Free buffers, where they are."""
-        self.steps += (Drop(self._end(buffer)) for buffer in buffers if buffer in self._here)
+        here = self._here
+        for buffer in buffers:
+            if buffer.name in here:
+                del here[buffer.name]
+                self.steps.append(Drop(buffer))
 
     def drop_tall(self, *matrices: Tall) -> None:
         """Free this rank's chunks of matrices."""
-        self.drop(*(self.piece(matrix, number) for matrix in matrices for number in self._mine))
+        self.drop(*itertools.chain(*map(self.pieces, matrices)))
 
     def store(self, output: str, buffer: Buffer, number: int = 0) -> None:
         """Hand a buffer over as a chunk of an output: a small one from rank 0, others drop theirs."""
         if self.me and not buffer.like:
             self.drop(buffer)
         else:
-            self.steps.append(Store(self._end(buffer), output, number))
+            del self._here[buffer.name]
+            self.steps.append(Store(buffer, output, number))
 
     def store_tall(self, output: str, matrix: Tall) -> None:
         """Hand this rank's chunks over as those of an output."""
         for number, buffer in self.numbered(matrix):
             self.store(output, buffer, number)
-
-    def _begin(self, buffer: Buffer) -> Buffer:
-        self._here.add(buffer)
-        return buffer
-
-    def _end(self, buffer: Buffer) -> Buffer:
-        self._here.remove(buffer)
-        return buffer
 
     # Steps of all ranks
 
@@ -195,7 +203,7 @@ class Recorder:
     def on_root(self, kernel: str, reads: Sequence[Buffer], writes: Sequence[Buffer], **options: Any) -> None:
         """Call a kernel on rank 0, which then has what it writes."""
         if self.me == 0:
-            self.new(*(buffer for buffer in writes if buffer not in self._here))
+            self.new(*(buffer for buffer in writes if buffer.name not in self._here))
             self.call(kernel, *reads, *writes, **options)
 
     def give(self, *buffers: Buffer) -> None:
@@ -265,32 +273,29 @@ class Recorder:
 
     def loop(self, flag: Buffer, body: Callable[[], Any], most: int, expected: int) -> None:
         """Repeat steps while a flag is set that all ranks have from rank 0; a turn leaves the buffers that it found."""
-        outside, before = self.steps, set(self._here)
+        outside, before = self.steps, self._here.copy()
         self.steps = []
         body()
         self.steps, steps = outside, tuple(self.steps)
-        assert self._here == before, self._here ^ before
+        assert self._here == before, self._here.keys() ^ before.keys()
         self.steps.append(Loop(flag, steps, most, expected))
 
     def either(self, flag: Buffer, then: Callable[[], Any], otherwise: Callable[[], Any]) -> None:
         """Go on in one way or the other, by a flag that all ranks have; both leave the same buffers."""
-        outside, before, lists, ends = self.steps, set(self._here), [], []
+        outside, before, lists, ends = self.steps, self._here, [], []
         for branch in (then, otherwise):
-            self.steps, self._here = [], set(before)
+            self.steps, self._here = [], before.copy()
             branch()
-            lists.append(tuple(self.steps))
+            lists.append(self.steps)
             ends.append(self._here)
-        self.steps = outside
-        kept = ends[0] & ends[1]
+        kept = ends[0].keys() & ends[1].keys()
         # What only one of them leaves is of no use after it.
-        lists = [
-            (*steps, *map(Drop, sorted(end - kept, key=lambda one: one.name)))
-            for steps, end in zip(lists, ends, strict=True)
-        ]
-        self._here = kept
-        self.steps.append(If(flag, *lists))
+        for self.steps, self._here in zip(lists, ends, strict=True):
+            self.drop(*(self._here[name] for name in sorted(self._here.keys() - kept)))
+        self.steps = outside
+        self.steps.append(If(flag, *map(tuple, lists)))
 
     def end(self) -> tuple[Step, ...]:
         """Free what is left, and return the steps."""
-        self.drop(*sorted(self._here, key=lambda buffer: buffer.name))
+        self.drop(*(self._here[name] for name in sorted(self._here)))
         return tuple(self.steps)

@@ -413,6 +413,6 @@ def roles_of(call: Call) -> Iterator[tuple[Buffer | View, str]]:
 
 def flops_of(call: Call) -> float:
     """Return the floating-point operations of a call."""
-    shapes = [tuple(max(0, size) for size in buffer.shape) for buffer in call.arguments]
-    complexes = any(buffer.dtype.startswith("complex") for buffer in call.arguments)
-    return CONTRACTS[call.kernel].flops(*shapes) * (4 if complexes else 1)
+    shapes = [buffer.shape for buffer in call.arguments]
+    found = CONTRACTS[call.kernel].flops(*((max(0, rows), max(0, cols)) for rows, cols in shapes))
+    return found * 4 if any(buffer.dtype.startswith("complex") for buffer in call.arguments) else found
