@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import pickle
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -22,6 +23,7 @@ from dask_distmm.planning.computation import Chunks, Computation, Output, Part, 
 from dask_distmm.planning.footprint import is_by_ranks, made_ahead
 from dask_distmm.planning.model import Phase, Work, speeds
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
+from dask_distmm.planning.wire import HERE
 from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows
@@ -29,6 +31,47 @@ from dask_distmm.programs.steps import PART, Step
 
 # The end of a range of rows whose number is not known.
 _ALL = 2**62
+# How many programs a process remembers, each with at most this many bytes of arguments: those of many chunks are large,
+# and take long anyway.
+_REMEMBERED, _LONG = 16, 2048
+
+
+class Program:
+    """A builder with all its arguments, those of `programs.composite.record`, and what was worked out of it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments, self._key = arguments, pickle.dumps(arguments)
+        self._lists: dict[int, tuple[Step, ...]] = {}
+        self._figures: dict[tuple[int, Rates], tuple[Cost, list[int]]] = {}
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self._key == other._key
+
+    def remembered(self) -> Program:
+        """Return the same program with what was worked out of it before."""
+        return self if len(self._key) > _LONG else _first(self)
+
+    def steps(self, rank: int) -> tuple[Step, ...]:
+        """Return the steps of a rank."""
+        if rank not in self._lists:
+            self._lists[rank] = record(*self._arguments, me=rank)
+        return self._lists[rank]
+
+    def figures(self, ranks: int, rates: Rates) -> tuple[Cost, list[int]]:
+        """Return what it takes, where the matrix is well-conditioned, and the bytes that each rank holds at most."""
+        if (ranks, rates) not in self._figures:
+            lists = [record(*self._arguments, me=rank) for rank in range(ranks)]
+            self._figures[ranks, rates] = cost(lists, rates), list(map(peak_bytes, lists))
+        return self._figures[ranks, rates]
+
+
+@functools.lru_cache(_REMEMBERED)
+def _first(program: Program) -> Program:
+    """Return the first one of equal programs."""
+    return program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,8 +141,8 @@ class ProgramProblem(Computation):
     @property
     def flops(self) -> float:
         """Floating-point operations of the program, as on one rank."""
-        rows = len(self.chunks["a"][0])
-        return cost([self.steps((0,) * rows, 1, 0)], Rates(1.0, 1.0, 1.0, 0.0)).flops
+        owners = (0,) * len(self.chunks["a"][0])
+        return self.program(owners, 1).figures(1, Rates(1.0, 1.0, 1.0, 0.0))[0].flops
 
     def chunks_of(self, operand: str) -> Chunks:
         """Chunk sizes of an operand."""
@@ -109,17 +152,21 @@ class ProgramProblem(Computation):
         """Name of the type of an operand."""
         return self.dtypes[operand]
 
-    def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
-        """Return the steps of a rank, if `owners` have the chunks of rows."""
+    def program(self, owners: tuple[int, ...], ranks: int) -> Program:
+        """Return the program of all ranks, if `owners` have the chunks of rows."""
         rows, cols = Rows(self.chunks["a"][0], owners, ranks), {name: sum(x[1]) for name, x in self.chunks.items()}
         wanted = [one.name for one in self.wanted]
         made = [name for name in self.chunks if is_by_ranks(self, name)]
-        return record(self.builder, self.options_of_builder, rows, cols, self.compute_type, wanted, rank, made)
+        options = self.options_of_builder
+        return Program(self.builder, options, rows, cols, self.compute_type, wanted, made).remembered()
 
     def check(self) -> None:
         """Raise for a builder or an array that there is not; numbers of rows need not be known."""
         if self.builder not in BUILDERS or self.array not in ("numpy", "cupy") or "a" not in self.chunks:
             raise ValueError(f"builder {self.builder!r}, array {self.array!r}")
+
+
+_NOTHING = Cost(0.0, 0.0, 0.0, 0, 0, 0.0, ())
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -130,27 +177,32 @@ class ProgramPlacement(Placement):
     problem: ProgramProblem
     # For each chunk of rows the rank that has it.
     owners: tuple[int, ...]
+    # What the program takes, where the matrix is well-conditioned.
+    cost: Cost = dataclasses.field(default=_NOTHING, metadata=HERE)
+
+    @property
+    def program(self) -> Program:
+        """The program of all ranks."""
+        return self.problem.program(self.owners, len(self.ranks))
 
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank."""
-        return self.problem.steps(self.owners, len(self.ranks), rank)
+        return self.program.steps(rank)
 
-    @functools.cached_property
-    def cost(self) -> Cost:
-        """What the program takes, where the matrix is well-conditioned."""
-        return self._cost([])
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of all ranks, where the matrix is well-conditioned."""
+        return self.cost.flops
 
     @property
     def spans(self) -> list[Span]:
         """What each rank does when, where the matrix is well-conditioned."""
         found: list[Span] = []
-        self._cost(found)
+        cost([self.steps(rank) for rank in range(len(self.ranks))], self.rates(), spans=found)
         return found
 
-    def _cost(self, spans: list[Span]) -> Cost:
-        return cost([self.steps(rank) for rank in range(len(self.ranks))], self._rates(), spans=spans)
-
-    def _rates(self) -> Rates:
+    def rates(self) -> Rates:
+        """Return the constants of the machine for what ranks do."""
         machine, threads = self.machine, int(self.threads.min(initial=2**31 if len(self.ranks) else 1))
         bandwidth = speeds(machine, self.hosts)["ranks"]
         return Rates(
@@ -218,10 +270,11 @@ def plan_program(
         where=where,
         owners=tuple(map(ranks.index, workers)),
     )
-    lists = [plan.steps(rank) for rank in range(len(ranks))]
-    (held, moved), taken = _memory(plan, lists), plan.cost
+    taken, peaks = plan.program.figures(len(ranks), plan.rates())
+    held, moved = _memory(plan, peaks)
     own, waited = Phase(least=taken.seconds - taken.waiting), {"seconds": taken.waiting, "ranks": moved}
-    plan = estimated(plan, held, Work([own, Phase(waited=waited)], moved=taken.bytes_moved + moved))
+    work = Work([own, Phase(waited=waited)], moved=taken.bytes_moved + moved)
+    plan = estimated(dataclasses.replace(plan, cost=taken), held, work)
     remedies = ["use more workers"] if problem.workers is None else ["name more workers by workers="]
     return choose([plan], f"{problem.builder} of a matrix in {len(workers)} chunks of rows", remedies)
 
@@ -240,7 +293,7 @@ def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int3
     return found
 
 
-def _memory(plan: ProgramPlacement, lists: Sequence[Sequence[Step]]) -> tuple[NDArray[np.float64], int]:
+def _memory(plan: ProgramPlacement, peaks: Sequence[int]) -> tuple[NDArray[np.float64], int]:
     """Return the bytes that participants hold at most, and those of operands that are fetched."""
     problem, fetched = plan.problem, 0
     held = np.zeros(len(plan.participants))
@@ -264,6 +317,5 @@ def _memory(plan: ProgramPlacement, lists: Sequence[Sequence[Step]]) -> tuple[ND
         if problem.dtypes[name] != problem.compute_type:
             copied[:] = True
         held += np.bincount(owners, np.where(copied, elements * (problem.dtype.itemsize * share), 0), len(held))
-    for index, steps in zip(plan.ranks, lists, strict=True):
-        held[index] += peak_bytes(steps)
+    held[list(plan.ranks)] += peaks
     return held, fetched

@@ -609,8 +609,9 @@ def record(
     cols: Mapping[str, int],
     dtype: str,
     wanted: Wanted,
-    me: int,
     made: Wanted = (),
+    *,
+    me: int,
 ) -> tuple[Step, ...]:
     """Return the steps of rank `me`; `cols` has the columns of each operand by name, `made` those that ranks make."""
     options = dict(options)
