@@ -12,7 +12,7 @@ import importlib.resources
 import math
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import dask.config
 import yaml
@@ -63,6 +63,8 @@ class Machine:
 class Options:
     """The configuration of a run. Times in seconds, sizes in bytes."""
 
+    # They are the same in most messages (`planning.wire`).
+    as_text: ClassVar[bool] = True
     retries: int
     limit_fraction: float
     load_timeout: float

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import functools
+import json
 import operator
 import reprlib
 import types
@@ -22,7 +23,7 @@ from dask_distmm.errors import DistMMError, ProtocolError
 
 # The metadata of a field that stays where the value was made.
 HERE = {"here": True}
-_WRONG = (KeyError, TypeError, ValueError, AttributeError, DistMMError)
+_WRONG = (KeyError, TypeError, ValueError, AttributeError, RecursionError, DistMMError)
 _REQUIRED = object()
 _LISTS = (tuple, list)
 # Functions to a value's plain form, None where the value is plain already, and back, which may raise a `_WRONG`.
@@ -97,6 +98,8 @@ def _coder(hint: Any) -> _Coder:
     each: list[_Coder] = []
     if origin in (tuple, typing.Union, types.UnionType):
         each = [_coder(one) for one in inside if one is not Ellipsis]
+    if getattr(hint, "as_text", False):
+        return _text, functools.partial(_of_text, hint)
     if dataclasses.is_dataclass(hint):
         return _plain, functools.partial(_made, hint)
     if origin is Annotated:
@@ -131,6 +134,17 @@ def _coder(hint: Any) -> _Coder:
         bool: lambda wire: bool(_instance(bool | np.bool_, wire)),
     }
     return None, plain.get(hint) or functools.partial(_instance, hint)
+
+
+@functools.lru_cache(16)
+def _text(value: Any) -> str:
+    """Return a value that hardly ever changes as a text: receivers know those of the last ones."""
+    return json.dumps(_plain(value))
+
+
+@functools.lru_cache(16)
+def _of_text(kind: Any, text: str) -> Any:
+    return _made(kind, json.loads(_instance(str, text)))
 
 
 def _plain_if_nested(value: Any) -> Any:

@@ -79,7 +79,7 @@ class Recorder:
         ]
         self.steps: list[Step] = []
         self._names, self._keys = itertools.count(), (Key(PART, number) for number in itertools.count())
-        # What is in memory, by name; the chunks of matrices.
+        # Buffers in memory, by name; the chunks of matrices.
         self._here: dict[str, Buffer] = {}
         self._pieces: dict[Tall, list[Buffer]] = {}
         self._mine = [number for number, owner in enumerate(rows.owners) if owner == me]

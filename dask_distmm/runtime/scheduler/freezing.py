@@ -404,7 +404,9 @@ class RunPlanner:
         if tasks:
             terms = barrier.ts.retries, _at_once(barrier.ts, map(states.__getitem__, made.workers))
             packed = await asyncio.to_thread(pack_tasks, made, tasks, *terms)
-        return RunPlan(made, await asyncio.to_thread(_by_address, made, keys), states, wanted, packed)
+        few = sum(map(len, keys.values())) <= _SLICE
+        held_by = _by_address(made, keys) if few else await asyncio.to_thread(_by_address, made, keys)
+        return RunPlan(made, held_by, states, wanted, packed)
 
     async def _plan_product(
         self,
