@@ -20,7 +20,7 @@ those of all ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dask_distmm.programs.iterative import cg, eigsh, expm, gmres, lobpcg, lsmr, lsqr, minres
@@ -30,25 +30,21 @@ from dask_distmm.programs.steps import COUNT, Buffer, Step
 # QR of a matrix in chunks of rows: by Gram matrices where that is safe, otherwise by reflections
 
 
-ChunksOfRows = Callable[[], Iterator[Buffer]]
-
-
 def gram(p: Recorder, a: Tall) -> Buffer:
     """Return A^H A on rank 0."""
     g = p.zeros(a.cols, a.cols)
-    for (chunk,) in p.chunks(a):
-        p.call("gram", chunk, g)
+    p.each("gram", a, g)
     p.add_up(g)
     return g
 
 
 def tall_r(p: Recorder, a: Tall) -> Buffer:
     """Return R on rank 0; A is read once, twice or three times."""
-    return r_from_gram(p, lambda: (chunk for (chunk,) in p.chunks(a)), gram(p, a))
+    return r_from_gram(p, a, gram(p, a))
 
 
-def r_from_gram(p: Recorder, rows: ChunksOfRows, g: Buffer) -> Buffer:
-    """Return R on rank 0 of rows with this Gram matrix."""
+def r_from_gram(p: Recorder, a: Tall, g: Buffer) -> Buffer:
+    """Return R on rank 0 of a matrix with this Gram matrix."""
     n = g.shape[0]
     first, r, once, usable = p.small(n, n), p.small(n, n), p.flag(), p.flag()
     p.on_root("cholesky", [g], [first, once, usable])
@@ -58,28 +54,26 @@ def r_from_gram(p: Recorder, rows: ChunksOfRows, g: Buffer) -> Buffer:
     def twice() -> None:
         p.give(first)
         h, second, good = p.zeros(n, n), p.small(n, n), p.flag()
-        for chunk in rows():
-            p.call("gram_of_quotient", first, chunk, h)
+        p.each("gram_of_quotient", first, a, h)
         p.add_up(h)
         p.on_root("second_factor", [h, first], [second, r, good])
         p.drop(h, second)
         p.give(good)
-        p.either(good, lambda: None, lambda: reflected_r(p, rows, r))
+        p.either(good, lambda: None, lambda: reflected_r(p, a, r))
 
     p.either(
         once,
         lambda: p.on_root("copy", [first], [r]),
-        lambda: p.either(usable, twice, lambda: reflected_r(p, rows, r)),
+        lambda: p.either(usable, twice, lambda: reflected_r(p, a, r)),
     )
     p.drop(first)
     return r
 
 
-def reflected_r(p: Recorder, rows: ChunksOfRows, r: Buffer, cols: int | None = None) -> None:
+def reflected_r(p: Recorder, a: Tall, r: Buffer, cols: int | None = None) -> None:
     """Have R on rank 0 by reflections, as `r`; of its columns the first `cols` are those of A, others of B."""
     t = p.zeros(*r.shape)
-    for chunk in rows():
-        p.call("reflect", chunk, t)
+    p.each("reflect", a, t)
     p.add_up(t, op="reflect")
     p.on_root("copy", [t], [r])
     _check(p, r, cols)
@@ -103,9 +97,7 @@ def tall_qr(p: Recorder, a: Tall, q: Tall, r: Buffer, right: Callable[[], Buffer
 
     def by_gram() -> None:
         h, second, good = p.zeros(n, n), p.small(n, n), p.flag()
-        for chunk, part in p.chunks(a, q):
-            p.new(part)
-            p.call("quotient_and_gram", first, chunk, part, h)
+        p.each("quotient_and_gram", first, a, q, h)
         p.add_up(h)
         p.on_root("second_factor", [h, first], [second, r, good])
         p.drop(h)
@@ -114,7 +106,7 @@ def tall_qr(p: Recorder, a: Tall, q: Tall, r: Buffer, right: Callable[[], Buffer
 
     def finish(second: Buffer) -> None:
         if right is None:
-            divide(p, second, q)
+            p.each("divide", second, q)
         else:
             w = right()
             p.on_root("solve", [second], [w])
@@ -133,17 +125,10 @@ def tall_qr(p: Recorder, a: Tall, q: Tall, r: Buffer, right: Callable[[], Buffer
     p.drop(first)
 
 
-def divide(p: Recorder, r: Buffer, q: Tall) -> None:
-    """Have Q R^-1 in the place of Q; all ranks have R."""
-    for (part,) in p.chunks(q):
-        p.call("divide", r, part)
-
-
 def multiply(p: Recorder, w: Buffer, q: Tall) -> None:
     """Have Q W in the place of Q; W is square, and on rank 0."""
     p.give(w)
-    for (part,) in p.chunks(q):
-        p.call("multiply", w, part)
+    p.each("multiply", w, q)
     p.drop(w)
 
 
@@ -157,7 +142,7 @@ def tsqr(p: Recorder, a: Tall, q: Tall, r: Buffer) -> None:
 
     names = [triangle() for _ in p.rows.sizes]
     for (number, _), (chunk, part) in zip(p.numbered(a), p.chunks(a, q), strict=True):
-        p.new(part, *names[number])
+        p.new(*names[number])
         p.call("factor", chunk, part, *names[number])
         pairs.append(names[number])
     own, all_rows, top = triangle(), p.small(1, 1, COUNT), p.small(n, n)
@@ -315,9 +300,7 @@ def svd_compressed(
             p.on_root("solve", [divisor], [across])
         if "u" in wanted:
             p.give(across)
-            for part, target in p.chunks(basis, u):
-                p.new(target)
-                p.call("times", part, across, target)
+            p.each("times", basis, across, u)
 
     def again() -> None:
         q = p.tall(width)
@@ -330,9 +313,7 @@ def svd_compressed(
         p.give(once, usable, first)
         p.either(once, lambda: finish(y, first), again)
     else:
-        for chunk, part in p.chunks(a, y):
-            p.new(part)
-            p.call("times", chunk, x, part)
+        p.each("times", a, x, y)
         p.on_root("cholesky", [gram(p, y)], [first, once, usable])
         p.give(usable, first)
         again()
@@ -345,9 +326,7 @@ def svd_compressed(
 def _back_and_forth(p: Recorder, a: Tall, x: Buffer, y: Tall, factor: list[Buffer]) -> Buffer:
     """Have Y = A X, and its R on rank 0 with what that is good for; return A^H Y on rank 0."""
     g, product = p.zeros(y.cols, y.cols), p.zeros(*x.shape)
-    for chunk, part in p.chunks(a, y):
-        p.new(part)
-        p.call("back_and_forth", chunk, x, part, product, g)
+    p.each("back_and_forth", a, x, y, product, g)
     p.add_up(g, product)
     p.on_root("cholesky", [g], factor)
     return product
@@ -384,8 +363,7 @@ def _iterated(p: Recorder, a: Tall, x: Buffer) -> Buffer:
 def _adjoint_times(p: Recorder, a: Tall, q: Tall, z: Buffer) -> None:
     """Have Z = A^H Q on rank 0."""
     product = p.zeros(*z.shape)
-    for whole, part in p.chunks(a, q):
-        p.call("adjoint_times", whole, part, product)
+    p.each("adjoint_times", a, q, product)
     p.add_up(product)
     p.on_root("copy", [product], [z])
 
@@ -396,8 +374,7 @@ def _project(p: Recorder, a: Tall, y: Tall, q: Tall, z: Buffer, first: Buffer, u
 
     def by_gram() -> None:
         h, product, second, good = p.zeros(width, width), p.zeros(a.cols, width), p.small(width, width), p.flag()
-        for chunk, part, whole in p.chunks(y, q, a):
-            p.new(part)
+        for whole, chunk, part in p.chunks(a, y, q):
             p.call("quotient_and_gram", first, chunk, part, h)
             p.call("adjoint_times", whole, part, product)
         p.add_up(h, product)
@@ -405,7 +382,7 @@ def _project(p: Recorder, a: Tall, y: Tall, q: Tall, z: Buffer, first: Buffer, u
         p.on_root("quotient", [second, product], [z])
         p.drop(h, product)
         p.give(good, second)
-        p.either(good, lambda: divide(p, second, q), again)
+        p.either(good, lambda: p.each("divide", second, q), again)
 
     def again() -> None:
         p.drop_tall(q)
@@ -421,8 +398,7 @@ def _project(p: Recorder, a: Tall, y: Tall, q: Tall, z: Buffer, first: Buffer, u
 def _moments(p: Recorder, a: Tall) -> tuple[Buffer, Buffer, Buffer]:
     """Return on rank 0 the number of rows, the means of columns, and the Gram matrix of the centred rows."""
     count, mean, g = p.zeros(1, 1, p.real), p.zeros(1, a.cols), p.zeros(a.cols, a.cols)
-    for (chunk,) in p.chunks(a):
-        p.call("moments", chunk, count, mean, g)
+    p.each("moments", a, count, mean, g)
     p.add_up(count, mean, g, op="merge_moments")
     return count, mean, g
 
@@ -446,17 +422,9 @@ def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int, spread: int)
     p.on_root("principal", [count, g], [variances, components, good], spread=spread)
     p.give(good)
 
-    def centred() -> Iterator[Buffer]:
-        c = p.tall(n)
-        for chunk, part in p.chunks(a, c):
-            p.new(part)
-            p.call("centre", chunk, mean, part)
-            yield part
-            p.drop(part)
-
     def by_r() -> None:
         p.give(mean)
-        r = r_from_gram(p, centred, g)
+        r = r_from_gram(p, p.tall(n, "centre", a, mean), g)
         p.on_root("principal_of_r", [count, r], [variances, components])
 
     p.either(good, lambda: None, by_r)
@@ -484,14 +452,11 @@ def _check_right(p: Recorder, good: Buffer, c: Buffer) -> None:
 def _residuals(p: Recorder, operands: Operands, x: Buffer, *norms: Buffer) -> Buffer:
     """Return A^H (B - A X) on rank 0, and the squared norms of columns, of solutions that are side by side in X."""
     a, b = operands["a"], operands["b"]
-    rest, difference = p.tall(x.shape[1]), p.zeros(*x.shape)
-    for left, right, part in p.chunks(a, b, rest):
-        p.new(part)
-        p.call("residual", left, x, right, part)
-        p.call("adjoint_times", left, part, difference)
+    rest, difference = p.tall(x.shape[1], "residual", a, x, b), p.zeros(*x.shape)
+    for chunk, part in p.chunks(a, rest):
+        p.call("adjoint_times", chunk, part, difference)
         for total in norms:
             p.call("square_norms", part, total)
-        p.drop(part)
     p.add_up(difference, *norms)
     return difference
 
@@ -499,18 +464,8 @@ def _residuals(p: Recorder, operands: Operands, x: Buffer, *norms: Buffer) -> Bu
 def _r_of_both(p: Recorder, operands: Operands) -> Buffer:
     """Return R of [A B] on rank 0, by reflections."""
     a, b = operands["a"], operands["b"]
-    cols = a.cols + b.cols
-
-    def rows() -> Iterator[Buffer]:
-        both = p.tall(cols)
-        for left, right, part in p.chunks(a, b, both):
-            p.new(part)
-            p.call("append", left, right, part)
-            yield part
-            p.drop(part)
-
-    r = p.small(cols, cols)
-    reflected_r(p, rows, r, a.cols)
+    r = p.small(a.cols + b.cols, a.cols + b.cols)
+    reflected_r(p, p.tall(r.shape[1], "append", a, b), r, a.cols)
     return r
 
 

@@ -54,6 +54,8 @@ class Tall:
     cols: int
     operand: bool = False
     made: bool = False
+    # The kernel that makes each chunk when it is needed, and what that reads: buffers, and chunks of other matrices.
+    formula: tuple[Any, ...] = ()
     # A user's function that multiplies by some of its rows, pickled; it has no chunks.
     function: bytes = b""
 
@@ -94,9 +96,9 @@ class Recorder:
         """Return the name of a flag."""
         return self.small(1, 1, FLAG)
 
-    def tall(self, cols: int) -> Tall:
+    def tall(self, cols: int, *formula: Any) -> Tall:
         """Return the name of a matrix in the same chunks of rows as the operands."""
-        return Tall(f"t{next(self._names)}", cols)
+        return Tall(f"t{next(self._names)}", cols, formula=formula)
 
     def pieces(self, matrix: Tall) -> list[Buffer]:
         """Return this rank's chunks of a matrix."""
@@ -126,13 +128,37 @@ class Recorder:
         self.steps.append(Make(piece, operand.name, number))
 
     def chunks(self, *matrices: Tall) -> Iterator[tuple[Buffer, ...]]:
-        """Yield this rank's chunks of matrices: one that is made is there while it is looked at."""
-        made = [(index, matrix) for index, matrix in enumerate(matrices) if matrix.made]
-        for number, *pieces in zip(self._mine, *map(self.pieces, matrices), strict=True):
-            for index, matrix in made:
-                self._make(matrix, number, pieces[index])
-            yield tuple(pieces)
-            self.drop(*(pieces[index] for index, _ in made))
+        """Yield this rank's chunks of matrices, new ones where there are none.
+
+        One that is made when it is needed is there while it is looked at.
+        """
+        for index in range(len(self._mine)):
+            made: list[Buffer] = []
+            yield tuple(self._chunk(matrix, index, made) for matrix in matrices)
+            self.drop(*made)
+
+    def _chunk(self, matrix: Tall, index: int, made: list[Buffer]) -> Buffer:
+        piece = self.pieces(matrix)[index]
+        if piece.name in self._here:
+            return piece
+        if matrix.made:
+            self._make(matrix, self._mine[index], piece)
+        elif matrix.formula:
+            kernel, *reads = matrix.formula
+            reads = [self._chunk(one, index, made) if isinstance(one, Tall) else one for one in reads]
+            self.new(piece)
+            self.call(kernel, *reads, piece)
+        else:
+            self.new(piece)
+            return piece
+        made.append(piece)
+        return piece
+
+    def each(self, kernel: str, *arguments: Buffer | Tall) -> None:
+        """Call a kernel for each of this rank's chunks, which take the places of their matrices."""
+        for pieces in self.chunks(*(one for one in arguments if isinstance(one, Tall))):
+            chunks = iter(pieces)
+            self.call(kernel, *(next(chunks) if isinstance(one, Tall) else one for one in arguments))
 
     def call(self, kernel: str, *arguments: Buffer, **options: Any) -> None:
         """Call a kernel."""
