@@ -8,9 +8,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import hashlib
+import math
 import pickle
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,55 +25,32 @@ from dask_distmm.planning.computation import Chunks, Computation, Output, Part, 
 from dask_distmm.planning.footprint import is_by_ranks, made_ahead
 from dask_distmm.planning.model import Phase, Work, speeds
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
-from dask_distmm.planning.wire import HERE
 from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows
 from dask_distmm.programs.steps import PART, Step
 
+T = TypeVar("T")
 # The end of a range of rows whose number is not known.
 _ALL = 2**62
-# How many programs a process remembers, each with at most this many bytes of arguments: those of many chunks are large,
-# and take long anyway.
-_REMEMBERED, _LONG = 16, 2048
+# Steps of programs with more bytes of arguments are not kept: those of many chunks are large.
+_LONG = 2048
 
 
-class Program:
-    """A builder with all its arguments, those of `programs.composite.record`, and what was worked out of it."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self._arguments, self._key = arguments, pickle.dumps(arguments)
-        self._lists: dict[int, tuple[Step, ...]] = {}
-        self._figures: dict[tuple[int, Rates], tuple[Cost, list[int]]] = {}
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and self._key == other._key
-
-    def remembered(self) -> Program:
-        """Return the same program with what was worked out of it before."""
-        return self if len(self._key) > _LONG else _first(self)
-
-    def steps(self, rank: int) -> tuple[Step, ...]:
-        """Return the steps of a rank."""
-        if rank not in self._lists:
-            self._lists[rank] = record(*self._arguments, me=rank)
-        return self._lists[rank]
-
-    def figures(self, ranks: int, rates: Rates) -> tuple[Cost, list[int]]:
-        """Return what it takes, where the matrix is well-conditioned, and the bytes that each rank holds at most."""
-        if (ranks, rates) not in self._figures:
-            lists = [record(*self._arguments, me=rank) for rank in range(ranks)]
-            self._figures[ranks, rates] = cost(lists, rates), list(map(peak_bytes, lists))
-        return self._figures[ranks, rates]
+@functools.lru_cache(16)
+def _known(digest: bytes) -> dict[Any, Any]:
+    """Return what is known of the program with a digest, for the last few ones."""
+    return {}
 
 
-@functools.lru_cache(_REMEMBERED)
-def _first(program: Program) -> Program:
-    """Return the first one of equal programs."""
-    return program
+def _once(arguments: tuple[Any, ...], what: Any, make: Callable[[], T], most: float = math.inf) -> T:
+    """Return what is made of the program with some arguments of `record`, of at most so many bytes, from before."""
+    text = pickle.dumps(arguments)
+    known = _known(hashlib.sha256(text).digest()) if len(text) <= most else {}
+    if what not in known:
+        known[what] = make()
+    found: T = known[what]
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,7 +121,7 @@ class ProgramProblem(Computation):
     def flops(self) -> float:
         """Floating-point operations of the program, as on one rank."""
         owners = (0,) * len(self.chunks["a"][0])
-        return self.program(owners, 1).figures(1, Rates(1.0, 1.0, 1.0, 0.0))[0].flops
+        return self.figures(owners, 1, Rates(1.0, 1.0, 1.0, 0.0))[0].flops
 
     def chunks_of(self, operand: str) -> Chunks:
         """Chunk sizes of an operand."""
@@ -152,21 +131,32 @@ class ProgramProblem(Computation):
         """Name of the type of an operand."""
         return self.dtypes[operand]
 
-    def program(self, owners: tuple[int, ...], ranks: int) -> Program:
-        """Return the program of all ranks, if `owners` have the chunks of rows."""
+    def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
+        """Return the steps of a rank, if `owners` have the chunks of rows."""
+        arguments = self._arguments(owners, ranks)
+        return _once(arguments, rank, lambda: record(*arguments, me=rank), _LONG)
+
+    def figures(self, owners: tuple[int, ...], ranks: int, rates: Rates) -> tuple[Cost, list[int]]:
+        """Return what it takes, where the matrix is well-conditioned, and the most bytes that each rank holds."""
+        arguments = self._arguments(owners, ranks)
+
+        def made() -> tuple[Cost, list[int]]:
+            lists = [record(*arguments, me=rank) for rank in range(ranks)]
+            return cost(lists, rates), list(map(peak_bytes, lists))
+
+        return _once(arguments, rates, made)
+
+    def _arguments(self, owners: tuple[int, ...], ranks: int) -> tuple[Any, ...]:
+        """Return the arguments of `record`."""
         rows, cols = Rows(self.chunks["a"][0], owners, ranks), {name: sum(x[1]) for name, x in self.chunks.items()}
         wanted = [one.name for one in self.wanted]
         made = [name for name in self.chunks if is_by_ranks(self, name)]
-        options = self.options_of_builder
-        return Program(self.builder, options, rows, cols, self.compute_type, wanted, made).remembered()
+        return self.builder, self.options_of_builder, rows, cols, self.compute_type, wanted, made
 
     def check(self) -> None:
         """Raise for a builder or an array that there is not; numbers of rows need not be known."""
         if self.builder not in BUILDERS or self.array not in ("numpy", "cupy") or "a" not in self.chunks:
             raise ValueError(f"builder {self.builder!r}, array {self.array!r}")
-
-
-_NOTHING = Cost(0.0, 0.0, 0.0, 0, 0, 0.0, ())
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -177,17 +167,20 @@ class ProgramPlacement(Placement):
     problem: ProgramProblem
     # For each chunk of rows the rank that has it.
     owners: tuple[int, ...]
-    # What the program takes, where the matrix is well-conditioned.
-    cost: Cost = dataclasses.field(default=_NOTHING, metadata=HERE)
-
-    @property
-    def program(self) -> Program:
-        """The program of all ranks."""
-        return self.problem.program(self.owners, len(self.ranks))
 
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank."""
-        return self.program.steps(rank)
+        return self.problem.steps(self.owners, len(self.ranks), rank)
+
+    @property
+    def figures(self) -> tuple[Cost, list[int]]:
+        """What the program takes, where the matrix is well-conditioned, and the most bytes that each rank holds."""
+        return self.problem.figures(self.owners, len(self.ranks), self._rates())
+
+    @property
+    def cost(self) -> Cost:
+        """What the program takes, where the matrix is well-conditioned."""
+        return self.figures[0]
 
     @property
     def flops(self) -> float:
@@ -198,11 +191,10 @@ class ProgramPlacement(Placement):
     def spans(self) -> list[Span]:
         """What each rank does when, where the matrix is well-conditioned."""
         found: list[Span] = []
-        cost([self.steps(rank) for rank in range(len(self.ranks))], self.rates(), spans=found)
+        cost([self.steps(rank) for rank in range(len(self.ranks))], self._rates(), spans=found)
         return found
 
-    def rates(self) -> Rates:
-        """Return the constants of the machine for what ranks do."""
+    def _rates(self) -> Rates:
         machine, threads = self.machine, int(self.threads.min(initial=2**31 if len(self.ranks) else 1))
         bandwidth = speeds(machine, self.hosts)["ranks"]
         return Rates(
@@ -270,11 +262,9 @@ def plan_program(
         where=where,
         owners=tuple(map(ranks.index, workers)),
     )
-    taken, peaks = plan.program.figures(len(ranks), plan.rates())
-    held, moved = _memory(plan, peaks)
+    (held, moved), taken = _memory(plan), plan.cost
     own, waited = Phase(least=taken.seconds - taken.waiting), {"seconds": taken.waiting, "ranks": moved}
-    work = Work([own, Phase(waited=waited)], moved=taken.bytes_moved + moved)
-    plan = estimated(dataclasses.replace(plan, cost=taken), held, work)
+    plan = estimated(plan, held, Work([own, Phase(waited=waited)], moved=taken.bytes_moved + moved))
     remedies = ["use more workers"] if problem.workers is None else ["name more workers by workers="]
     return choose([plan], f"{problem.builder} of a matrix in {len(workers)} chunks of rows", remedies)
 
@@ -293,7 +283,7 @@ def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int3
     return found
 
 
-def _memory(plan: ProgramPlacement, peaks: Sequence[int]) -> tuple[NDArray[np.float64], int]:
+def _memory(plan: ProgramPlacement) -> tuple[NDArray[np.float64], int]:
     """Return the bytes that participants hold at most, and those of operands that are fetched."""
     problem, fetched = plan.problem, 0
     held = np.zeros(len(plan.participants))
@@ -317,5 +307,5 @@ def _memory(plan: ProgramPlacement, peaks: Sequence[int]) -> tuple[NDArray[np.fl
         if problem.dtypes[name] != problem.compute_type:
             copied[:] = True
         held += np.bincount(owners, np.where(copied, elements * (problem.dtype.itemsize * share), 0), len(held))
-    held[list(plan.ranks)] += peaks
+    held[list(plan.ranks)] += plan.figures[1]
     return held, fetched
