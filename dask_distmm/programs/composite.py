@@ -142,11 +142,9 @@ def tsqr(p: Recorder, a: Tall, q: Tall, r: Buffer) -> None:
 
     names = [triangle() for _ in p.rows.sizes]
     for (number, _), (chunk, part) in zip(p.numbered(a), p.chunks(a, q), strict=True):
-        p.new(*names[number])
         p.call("factor", chunk, part, *names[number])
         pairs.append(names[number])
     own, all_rows, top = triangle(), p.small(1, 1, COUNT), p.small(n, n)
-    p.new(*own, top)
     p.call("stack", *own, *itertools.chain(*pairs))
     of_ranks = p.collect(*own)
     p.on_root("stack", [], [r, all_rows, *itertools.chain(*of_ranks)])
@@ -259,7 +257,6 @@ def pinv(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None)
     p.give(w)
     for number, part in p.numbered(q):
         x = Buffer(f"x.{number}", (n, p.rows.sizes[number]), p.dtype, f"a.{number}")
-        p.new(x)
         p.call("times_adjoint", w, part, x)
         p.drop(part)
         p.store("x", x, number)
@@ -283,7 +280,6 @@ def svd_compressed(
     """
     a = operands["a"]
     n, x, y, u = a.cols, p.small(a.cols, width), p.tall(width), p.tall(k)
-    p.new(x)
     p.call("normal", x, seed=seed)
     for _ in range(iterations):
         x = _iterated(p, a, x)
@@ -343,10 +339,6 @@ def _iterated(p: Recorder, a: Tall, x: Buffer) -> Buffer:
     p.drop(x, product, first, once)
     p.give(usable, basis)
 
-    def by_gram() -> None:
-        p.new(found)
-        p.call("copy", basis, found)
-
     def by_reflections() -> None:
         q = p.tall(width)
         tsqr(p, y, q, p.small(width, width))
@@ -354,7 +346,7 @@ def _iterated(p: Recorder, a: Tall, x: Buffer) -> Buffer:
         p.on_root("orthonormalize", [z], [found])
         p.give(found)
 
-    p.either(usable, by_gram, by_reflections)
+    p.either(usable, lambda: p.call("copy", basis, found), by_reflections)
     p.drop_tall(y)
     p.drop(z, basis)
     return found

@@ -87,9 +87,8 @@ class Vectors:
         for owner, chunks in itertools.groupby(self.places, key=operator.itemgetter(0)):
             (_, first, size), *more = chunks
             self.runs.append((owner, first, size + sum(one[2] for one in more)))
-        # The first row of each chunk; numbers of this rank's chunks.
+        # The first row of each chunk.
         self.firsts = list(itertools.accumulate(p.rows.sizes, initial=0))
-        self.mine = [number for number, _ in p.numbered(Tall("", 1))]
 
     def new(self, like: Buffer | None = None, *, zero: bool = False, cols: int = 1) -> Buffer:
         """Return a new vector: a copy, zeros, or not written yet."""
@@ -104,7 +103,7 @@ class Vectors:
         if name not in self.operands:
             return self.new(zero=True)
         part = self.new(cols=self.operands[name].cols)
-        for number, (piece,) in zip(self.mine, self.p.chunks(self.operands[name]), strict=True):
+        for number, (piece,) in zip(self.p.mine, self.p.chunks(self.operands[name]), strict=True):
             self.p.call("put", piece, part, at=self.places[number][1])
         self.p.drop_tall(self.operands[name])
         return part
@@ -112,17 +111,16 @@ class Vectors:
     def drawn(self, seed: int) -> Buffer:
         """Return a vector of random numbers, which do not depend on ranks."""
         part = self.new()
-        for number, _ in self.p.numbered(Tall("", 1)):
+        for number in self.p.mine:
             _, start, size = self.places[number]
             self.p.call("draw", part, at=start, size=size, seed=(seed, number))
         return part
 
     def store(self, output: str, part: Buffer, cols: int = 1) -> None:
         """Hand a vector over as an output, or the first columns of a basis."""
-        for number, _ in self.p.numbered(Tall(output, 1)):
+        for number in self.p.mine:
             _, start, size = self.places[number]
             piece = Buffer(f"{output}.{number}", (size, cols), self.p.dtype, f"a.{number}")
-            self.p.new(piece)
             self.p.call("take", part, piece, at=start)
             self.p.store(output, piece, number)
         self.p.drop(part)
@@ -131,8 +129,6 @@ class Vectors:
         """Return all rows of a vector, on all ranks; flags come from rank 0 with them."""
         parts = [one for (one,) in self.p.share(part, flags=flags)]
         whole = into or self.p.small(sum(self.p.rows.sizes), part.shape[1])
-        if into is None:
-            self.p.new(whole)
         self.p.call("assemble", whole, *parts, places=tuple(self.runs))
         self.p.drop(*(one for one in parts if one != part))
         return whole
@@ -161,13 +157,12 @@ class Vectors:
 
     def add_polynomial(self, y: Buffer, factors: Sequence[float], *powers: Buffer) -> None:
         """Add multiples of the identity and of some matrices to one, all in the rows of a rank."""
-        places = tuple((self.places[number][1], self.firsts[number], self.places[number][2]) for number in self.mine)
+        places = tuple((self.places[number][1], self.firsts[number], self.places[number][2]) for number in self.p.mine)
         self.p.call("add_polynomial", y, *powers, factors=tuple(factors), places=places)
 
     def dots(self, *pairs: tuple[Buffer, Buffer]) -> Buffer:
         """Return the dot products of pairs of vectors, summed over all ranks."""
         own = self.p.numbers(len(pairs))
-        self.p.new(own)
         self.p.call("dots", own, *(one for pair in pairs for one in pair))
         return self.total(own)
 
@@ -177,7 +172,6 @@ class Vectors:
         if len(parts) == 1:
             return own
         total = self.p.numbers(own.shape[1], own.dtype, own.shape[0])
-        self.p.new(total)
         self.p.call("total", total, *parts)
         self.p.drop(*parts)
         return total
@@ -200,7 +194,6 @@ class Vectors:
     def orthogonal(self, state: Buffer, basis: Buffer, w: Buffer) -> Buffer:
         """Have W orthogonal to the columns of a basis; return the products with them, and then |W|^2 before."""
         own = self.p.numbers(basis.shape[1] + 1)
-        self.p.new(own)
         self.p.call("project", own, state, basis, w)
         sums = self.total(own)
         self.p.call("orthogonalize", sums, state, basis, w)
@@ -324,7 +317,6 @@ class Bidiagonal:
         b = self.vectors.load("b")
         self.u = self.vectors.load("g") if "g" in operands else self.vectors.new(b)
         self.product, self.sums, self.square = self.zeros(), p.numbers(2), p.numbers(1)
-        p.new(self.sums, self.square)
         self._adjoint(b)
         self.next_v()
         _advance(p, start, [self.sums], self.state, self.go)
@@ -366,7 +358,6 @@ class Bidiagonal:
                 p.call("add_applied", self.u, product, **options)
             else:
                 p.call("adjoint_times", chunk, self.u, product, at=self.vectors.places[number][1])
-        p.new(sums)
         p.call("dots", sums, self.u, self.u, *((b, b) if b != self.u else (b, self.u)))
         parts = p.share(product, sums, flags=(self.go,))
         for target, those in ((self.product, [one for one, _ in parts]), (self.sums, [one for _, one in parts])):
@@ -561,21 +552,18 @@ def lobpcg(
 
     def ritz() -> None:
         own = p.numbers(6 * k, rows=3 * k)
-        p.new(own)
         p.call("lobpcg_gram", own, s, image)
         grams = v.total(own)
         if p.me == 0:
             p.call("lobpcg_ritz", grams, values, rotation, largest=largest, eps=eps)
         p.share(flags=(values, rotation))
         r, own_norms = v.new(cols=k), p.numbers(k, "float64")
-        p.new(own_norms)
         p.call("lobpcg_update", rotation, values, s, image, r)
         p.call("column_squares", own_norms, r)
         norms = v.total(own_norms)
         _advance(p, "lobpcg_test", [norms], state, go, tol=tol)
         w = v.preconditioned(r)
         own = p.numbers(k, rows=k)
-        p.new(own)
         p.call("block_products", own, s, w)
         products = v.total(own)
         p.call("subtract_block", products, s, w)
@@ -605,7 +593,6 @@ def expm(p: Recorder, operands: Operands, wanted: Wanted) -> None:
     """
     v, at = Vectors(p, operands), EXPONENTIAL.index
     state, go, own = p.numbers(len(EXPONENTIAL), "float64"), p.flag(), p.numbers(operands["a"].cols, "float64", 3)
-    p.new(state, go, own)
     a = v.load("a")
     whole = v.whole(a)
     square = v.product(a, whole)

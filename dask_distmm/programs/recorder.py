@@ -29,6 +29,7 @@ from dask_distmm.programs.steps import (
     Pull,
     Step,
     Store,
+    roles_of,
 )
 
 
@@ -83,8 +84,9 @@ class Recorder:
         self._names, self._keys = itertools.count(), (Key(PART, number) for number in itertools.count())
         # Buffers in memory, by name; the chunks of matrices.
         self._here: dict[str, Buffer] = {}
-        self._pieces: dict[Tall, list[Buffer]] = {}
-        self._mine = [number for number, owner in enumerate(rows.owners) if owner == me]
+        self._pieces: dict[str, list[Buffer]] = {}
+        # The numbers of this rank's chunks.
+        self.mine = [number for number, owner in enumerate(rows.owners) if owner == me]
 
     # Names
 
@@ -102,18 +104,17 @@ class Recorder:
 
     def pieces(self, matrix: Tall) -> list[Buffer]:
         """Return this rank's chunks of a matrix."""
-        found = self._pieces.get(matrix)
-        if found is None:
+        if matrix.name not in self._pieces:
             name, cols, sizes = matrix.name, matrix.cols, self.rows.sizes
-            found = self._pieces[matrix] = [
+            self._pieces[name] = [
                 Buffer(f"{name}.{number}", (sizes[number], cols), self.dtype, "" if matrix.operand else f"a.{number}")
-                for number in self._mine
+                for number in self.mine
             ]
-        return found
+        return self._pieces[matrix.name]
 
     def numbered(self, matrix: Tall) -> Iterator[tuple[int, Buffer]]:
         """Yield this rank's chunks of a matrix with their numbers."""
-        return zip(self._mine, self.pieces(matrix), strict=True)
+        return zip(self.mine, self.pieces(matrix), strict=True)
 
     # Steps of this rank
 
@@ -127,42 +128,41 @@ class Recorder:
         self._here[piece.name] = piece
         self.steps.append(Make(piece, operand.name, number))
 
-    def chunks(self, *matrices: Tall) -> Iterator[tuple[Buffer, ...]]:
-        """Yield this rank's chunks of matrices, new ones where there are none.
+    def chunks(self, *arguments: Buffer | Tall) -> Iterator[list[Buffer]]:
+        """Yield arguments with each of this rank's chunks in the places of matrices.
 
-        One that is made when it is needed is there while it is looked at.
+        One that is made when it is needed is there until the next one.
         """
-        for index in range(len(self._mine)):
+        for index in range(len(self.mine)):
             made: list[Buffer] = []
-            yield tuple(self._chunk(matrix, index, made) for matrix in matrices)
+            yield [self._at(index, one, made) for one in arguments]
             self.drop(*made)
 
-    def _chunk(self, matrix: Tall, index: int, made: list[Buffer]) -> Buffer:
-        piece = self.pieces(matrix)[index]
-        if piece.name in self._here:
-            return piece
-        if matrix.made:
-            self._make(matrix, self._mine[index], piece)
-        elif matrix.formula:
-            kernel, *reads = matrix.formula
-            reads = [self._chunk(one, index, made) if isinstance(one, Tall) else one for one in reads]
-            self.new(piece)
-            self.call(kernel, *reads, piece)
-        else:
-            self.new(piece)
-            return piece
-        made.append(piece)
+    def _at(self, index: int, argument: Buffer | Tall, made: list[Buffer]) -> Buffer:
+        if isinstance(argument, Buffer):
+            return argument
+        piece = self.pieces(argument)[index]
+        if (argument.made or argument.formula) and piece.name not in self._here:
+            if argument.made:
+                self._make(argument, self.mine[index], piece)
+            else:
+                kernel, *reads = argument.formula
+                self.call(kernel, *(self._at(index, one, made) for one in reads), piece)
+            made.append(piece)
         return piece
 
     def each(self, kernel: str, *arguments: Buffer | Tall) -> None:
-        """Call a kernel for each of this rank's chunks, which take the places of their matrices."""
-        for pieces in self.chunks(*(one for one in arguments if isinstance(one, Tall))):
-            chunks = iter(pieces)
-            self.call(kernel, *(next(chunks) if isinstance(one, Tall) else one for one in arguments))
+        """Call a kernel for each of this rank's chunks."""
+        for given in self.chunks(*arguments):
+            self.call(kernel, *given)
 
     def call(self, kernel: str, *arguments: Buffer, **options: Any) -> None:
-        """Call a kernel."""
-        self.steps.append(Call(kernel, arguments, options))
+        """Call a kernel; what it writes is allocated, if it is not there."""
+        call, here = Call(kernel, arguments, options), self._here
+        for buffer in arguments:
+            if buffer.name not in here and (buffer, "w") in roles_of(call):
+                self.new(buffer)
+        self.steps.append(call)
 
     def new(self, *buffers: Buffer, zero: bool = False) -> None:
         """Allocate buffers."""
@@ -203,6 +203,10 @@ class Recorder:
 
     # Steps of all ranks
 
+    def _pull(self, owner: int, key: Key, buffers: tuple[Buffer, ...]) -> None:
+        self.new(*(buffer for buffer in buffers if buffer.name not in self._here))
+        self.steps.append(Pull(owner, key, buffers))
+
     def add_up(self, *buffers: Buffer, op: str = "") -> None:
         """Add buffers of all ranks up on rank 0, along a binary tree; others drop theirs.
 
@@ -216,8 +220,7 @@ class Recorder:
                 self.drop(*buffers)
             elif giver == 0 and self.me + step < ranks:
                 others = tuple(dataclasses.replace(buffer, name=f"{buffer.name}+{step}") for buffer in buffers)
-                self.new(*others)
-                self.steps.append(Pull(self.me + step, key, others))
+                self._pull(self.me + step, key, others)
                 if op:
                     self.call(op, *others, *buffers)
                 else:
@@ -229,7 +232,6 @@ class Recorder:
     def on_root(self, kernel: str, reads: Sequence[Buffer], writes: Sequence[Buffer], **options: Any) -> None:
         """Call a kernel on rank 0, which then has what it writes."""
         if self.me == 0:
-            self.new(*(buffer for buffer in writes if buffer.name not in self._here))
             self.call(kernel, *reads, *writes, **options)
 
     def give(self, *buffers: Buffer) -> None:
@@ -240,8 +242,7 @@ class Recorder:
         if self.me == 0:
             self.steps.append(Publish(key, buffers))
         else:
-            self.new(*buffers)
-            self.steps.append(Pull(0, key, buffers))
+            self._pull(0, key, buffers)
 
     def scatter(self, parts: Sequence[Buffer], own: Buffer) -> None:
         """Give each rank the one of rank 0's parts that has its number, as `own`."""
@@ -249,10 +250,9 @@ class Recorder:
         if self.me == 0:
             self.steps += (Publish(key, (part,)) for key, part in zip(keys[1:], parts[1:], strict=True))
             self.call("copy", parts[0], own)
-        else:
-            self.steps.append(Pull(0, keys[self.me], (own,)))
-        if self.me == 0:
             self.drop(*parts)
+        else:
+            self._pull(0, keys[self.me], (own,))
 
     def collect(self, *own: Buffer) -> list[tuple[Buffer, ...]]:
         """Return the buffers of each rank, on rank 0."""
@@ -260,10 +260,10 @@ class Recorder:
         keys = [next(self._keys) for _ in ranks]
         parts = [tuple(dataclasses.replace(one, name=f"{one.name}@{rank}") for one in own) for rank in ranks]
         if self.me == 0:
-            self.new(*itertools.chain(*parts))
             for one, part in zip(own, parts[0], strict=True):
                 self.call("copy", one, part)
-            self.steps += (Pull(rank, keys[rank], parts[rank]) for rank in ranks[1:])
+            for rank in ranks[1:]:
+                self._pull(rank, keys[rank], parts[rank])
         else:
             self.steps.append(Publish(keys[self.me], own))
         return parts
@@ -288,8 +288,7 @@ class Recorder:
                 found.append(buffers)
                 continue
             theirs = tuple(self._of(rank, buffer) for buffer in buffers)
-            self.new(*theirs)
-            self.steps.append(Pull(rank, key, (*theirs, *(() if rank else flags))))
+            self._pull(rank, key, (*theirs, *(() if rank else flags)))
             found.append(theirs)
         return found
 
