@@ -44,7 +44,7 @@ def _known(digest: bytes) -> dict[Any, Any]:
 
 
 def _once(arguments: tuple[Any, ...], what: Any, make: Callable[[], T], most: float = math.inf) -> T:
-    """Return what is made of the program with some arguments of `record`, once if these have at most this many bytes."""
+    """Return what is made of a program, by the arguments of `record`; only once if these are at most `most` bytes."""
     text = pickle.dumps(arguments)
     known = _known(hashlib.sha256(text).digest()) if len(text) <= most else {}
     if what not in known:

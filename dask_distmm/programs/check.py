@@ -350,7 +350,10 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
     lines: dict[tuple[int, str], Line] = {}
     stage, seen = 0, set[str]()
     for rank, step in walk(lists, flags):
-        times = turns[rank] = _turns(turns[rank], step)
+        if isinstance(step, Turn):
+            expected = step.loop.expected
+            turns[rank] = turns[rank] * expected if step.starts else turns[rank] // expected
+        times = turns[rank]
         if rank == 0 and isinstance(step, Publish | Pull | If | Turn):
             stage, seen = stage + 1, set()
         match step:
@@ -380,10 +383,3 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
     chunks = {step.buffer.name for step in lists[0] if isinstance(step, Make) and step.operand == "a"}
     passes = sum(line.reads for line in lines.values()) / max(1, len(chunks))
     return Cost(max(now), max(waited), flops, messages, moved, passes, tuple(lines.values()))
-
-
-def _turns(turns: int, step: FlatStep) -> int:
-    """Return how many times the steps after a step are done, if the step is done `turns` times."""
-    if not isinstance(step, Turn):
-        return turns
-    return turns * step.loop.expected if step.starts else turns // step.loop.expected

@@ -134,16 +134,16 @@ def multiply(p: Recorder, w: Buffer, q: Tall) -> None:
 
 def tsqr(p: Recorder, a: Tall, q: Tall, r: Buffer) -> None:
     """Have Q in the chunks of A, and R on rank 0, by reflections."""
-    n, pairs = a.cols, []
+    n = a.cols
 
     def triangle() -> tuple[Buffer, Buffer]:
         """Return the names of a triangle, and of the number of its rows, which may be less than n."""
         return p.small(n, n), p.small(1, 1, COUNT)
 
-    names = [triangle() for _ in p.rows.sizes]
-    for (number, _), (chunk, part) in zip(p.numbered(a), p.chunks(a, q), strict=True):
-        p.call("factor", chunk, part, *names[number])
-        pairs.append(names[number])
+    every = [triangle() for _ in p.rows.sizes]
+    pairs = [every[number] for number in p.mine]
+    for pair, (chunk, part) in zip(pairs, p.chunks(a, q), strict=True):
+        p.call("factor", chunk, part, *pair)
     own, all_rows, top = triangle(), p.small(1, 1, COUNT), p.small(n, n)
     p.call("stack", *own, *itertools.chain(*pairs))
     of_ranks = p.collect(*own)
@@ -163,28 +163,24 @@ def tsqr(p: Recorder, a: Tall, q: Tall, r: Buffer) -> None:
 Shape = tuple[int, int]
 
 
-def _end(p: Recorder, operands: Operands) -> None:
-    p.drop_tall(*(operand for operand in operands.values() if not operand.made))
-
-
 def qr(p: Recorder, operands: Operands, wanted: Wanted) -> None:
     """Factorize A = Q R."""
     a = operands["a"]
     if "q" in wanted:
         q, r = p.tall(a.cols), p.small(a.cols, a.cols)
         tall_qr(p, a, q, r)
-        _end(p, operands)
+        p.drop_tall(*operands.values())
         p.store_tall("q", q)
     else:
         r = tall_r(p, a)
-        _end(p, operands)
+        p.drop_tall(*operands.values())
     _store(p, wanted, r=r)
 
 
 def gram_matrix(p: Recorder, operands: Operands, wanted: Wanted) -> None:
     """Compute A^H A, of which only the lower triangle counts."""
     g = gram(p, operands["a"])
-    _end(p, operands)
+    p.drop_tall(*operands.values())
     _store(p, wanted, g=g)
 
 
@@ -201,11 +197,11 @@ def svd(p: Recorder, operands: Operands, wanted: Wanted, *, by_sum: bool = False
             return left
 
         tall_qr(p, a, q, r, right)
-        _end(p, operands)
+        p.drop_tall(*operands.values())
         p.store_tall("u", q)
     else:
         r = tall_r(p, a)
-        _end(p, operands)
+        p.drop_tall(*operands.values())
         if "vh" in wanted:
             p.on_root("singular_vectors", [r], [left, s, vh], by_sum=by_sum)
         else:
@@ -230,7 +226,7 @@ def polar(p: Recorder, operands: Operands, wanted: Wanted) -> None:
     else:
         r = tall_r(p, a)
         right()
-    _end(p, operands)
+    p.drop_tall(*operands.values())
     if "u" in wanted:
         p.store_tall("u", u)
     p.on_root("hermitian", [s, vh], [positive])
@@ -249,7 +245,7 @@ def pinv(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None)
         return left
 
     tall_qr(p, a, q, r, None if rtol is None else right)
-    _end(p, operands)
+    p.drop_tall(*operands.values())
     if rtol is None:
         p.on_root("inverse", [r], [w], rows=p.rows.count(n))
     else:
@@ -313,7 +309,7 @@ def svd_compressed(
         p.on_root("cholesky", [gram(p, y)], [first, once, usable])
         p.give(usable, first)
         again()
-    _end(p, operands)
+    p.drop_tall(*operands.values())
     if "u" in wanted:
         p.store_tall("u", u)
     _store(p, wanted, s=s, vh=vh)
@@ -400,7 +396,7 @@ def cov(p: Recorder, operands: Operands, wanted: Wanted, *, ddof: int, correlati
     a = operands["a"]
     c = p.small(a.cols, a.cols)
     count, _, g = _moments(p, a)
-    _end(p, operands)
+    p.drop_tall(*operands.values())
     p.on_root("covariance", [count, g], [c], ddof=ddof, correlation=correlation)
     _store(p, wanted, c=c)
 
@@ -420,7 +416,7 @@ def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int, spread: int)
         p.on_root("principal_of_r", [count, r], [variances, components])
 
     p.either(good, lambda: None, by_r)
-    _end(p, operands)
+    p.drop_tall(*operands.values())
     _store(p, wanted, variances=variances, components=components, mean=mean)
 
 
@@ -487,7 +483,7 @@ def lstsq(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None
         p.on_root("least_squares", [r], [x, residuals, rank, s], rows=p.rows.count(n), rtol=rtol)
 
     p.either(good, by_gram, by_reflections)
-    _end(p, operands)
+    p.drop_tall(*operands.values())
     _store(p, wanted, x=x, residuals=residuals, rank=rank, s=s)
 
 
@@ -516,7 +512,7 @@ def ridge(p: Recorder, operands: Operands, wanted: Wanted, *, alphas: tuple[floa
         lambda: p.on_root("copy", [first], [x]),
         lambda: p.either(good, refined, by_reflections),
     )
-    _end(p, operands)
+    p.drop_tall(*operands.values())
     _store(p, wanted, x=x)
 
 
