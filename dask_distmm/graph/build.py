@@ -55,11 +55,12 @@ from dask_distmm.planning import (
     problem_from_wire,
     restrict,
 )
+from dask_distmm.planning.computation import Output
 from dask_distmm.planning.factor.problem import FactorProblem
 from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import with_tasks
-from dask_distmm.runtime.chunks import check_chunks, order_of, ready_event
+from dask_distmm.runtime.chunks import arrays_of, check_chunks, order_of, ready_event
 from dask_distmm.runtime.keys import (
     ChunkTask,
     RunTask,
@@ -361,17 +362,14 @@ def build_graph(
 def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
     """Return the graph of an auxiliary output: chunks that the same run makes."""
     name, before = output_name(problem.name, output), barrier_key(problem.name)
-    tasks = output_tasks(name, output, problem.chunk_counts("d"), before)
+    tasks = output_tasks(name, problem.output(output), before)
     return HighLevelGraph.from_collections(name, TasksLayer(tasks), dependencies=[d])
 
 
-def output_tasks(name: str, output: str, counts: tuple[int, int], before: str) -> dict[Any, GraphNode]:
-    """Return the tasks of all chunks of an output, called `name`, that one run makes."""
-    places = itertools.product(*map(range, counts))
-    return {
-        (name, i, j): ChunkTask((name, i, j), chunk, output, index, TaskRef(before))
-        for index, (i, j) in enumerate(places)
-    }
+def output_tasks(name: str, output: Output, before: str) -> dict[Any, GraphNode]:
+    """Return the tasks of all chunks of an output, whose array is called `name`, that one run makes."""
+    keys = ((name, *output.place(number, output.counts[1])) for number in range(output.count))
+    return {key: ChunkTask(key, chunk, output.name, number, TaskRef(before)) for number, key in enumerate(keys)}
 
 
 # The tasks themselves, for where no scheduler's plugin takes them
@@ -435,7 +433,7 @@ def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | ChunkTasks
     job = get_engine(made.engine).job(Side(made, 0, chunks, _NoComm(), ready=ready_event(chunks.values())))
     job.prepare()
     job.accept([job.offer])
-    return Alone(job.execute())
+    return Alone(arrays_of(problem, job.execute()))
 
 
 class _NoComm:
@@ -472,7 +470,7 @@ def build_factor_graph(
     given = [array for name, array in zip(problem.operands, operands, strict=True) if name not in made]
     graph = HighLevelGraph.from_collections(before, run, dependencies=given)
     layers = {
-        name: TasksLayer(output_tasks(name, output.name, output.counts, before))
+        name: TasksLayer(output_tasks(name, output, before))
         for output in problem.outputs
         for name in [output_name(problem.name, output.name)]
     }

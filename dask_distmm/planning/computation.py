@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +123,7 @@ def chunk_elements(chunks: Chunks) -> NDArray[np.int64]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Output:
+class Output(Wired):
     """A matrix that a run makes."""
 
     # Its name beside the computation's own; empty for the output that has the computation's name.
@@ -132,6 +132,22 @@ class Output:
     chunks: Chunks
     # Name of its type.
     dtype: str
+    # The axes that its array has: a vector has one of them, along which the matrix is.
+    axes: tuple[int, ...] = (0, 1)
+
+    def check(self) -> None:
+        """Raise for axes that there are not."""
+        if self.axes not in ((0, 1), (0,), (1,)) or any(self.chunks[axis] != (1,) for axis in {0, 1} - {*self.axes}):
+            raise ValueError(f"an array of the axes {self.axes} of a matrix in chunks {self.chunks}")
+
+    def place(self, number: int, columns: int) -> tuple[int, ...]:
+        """Return the place in its array of a chunk, by its number in a matrix with so many columns of chunks."""
+        at = divmod(number, columns)
+        return at if len(self.axes) > 1 else (at[self.axes[0]],)
+
+    def array_of(self, chunk: Any) -> Any:
+        """Return a chunk of the matrix as one of the array."""
+        return chunk if len(self.axes) > 1 else chunk.reshape(-1)
 
     @property
     def counts(self) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import EngineError, call_user, in_words
 from dask_distmm.numeric.sparse import compressed, sparse_package
 from dask_distmm.numeric.types import carried, typed
-from dask_distmm.planning import ENGINES, Placement, Plan, Problem
+from dask_distmm.planning import ENGINES, Computation, Placement, Plan, Problem
 from dask_distmm.planning.cuts import overlaps
 from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem
@@ -139,11 +139,17 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
     return checked
 
 
+def arrays_of(problem: Computation, result: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:
+    """Return a run's chunks as those of its arrays, some of which are vectors."""
+    outputs = {output.name: output for output in problem.outputs}
+    return {key: outputs[key[0]].array_of(chunk) for key, chunk in result.items()}
+
+
 def numbered(plan: Placement, result: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:
     """Return a run's chunks under the numbers that they have for the user."""
-    problem = plan.problem
+    problem, result = plan.problem, arrays_of(plan.problem, result)
     if problem.part is None:
-        return dict(result)
+        return result
     numbers = {output.name: problem.numbers(output.name).tolist() for output in problem.outputs}
     return {(name, numbers[name][number]): chunk for (name, number), chunk in result.items()}
 

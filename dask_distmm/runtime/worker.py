@@ -149,11 +149,11 @@ class ChunkStore:
             skipped = set(np.frombuffer(raw, np.int64).tolist())
             values = {number: value for number, value in made.get(output, {}).items() if number not in skipped}
             sizes: list[int] = []
-            ncols, every = plan.problem.columns(output), list(values)
+            place, ncols, every = plan.problem.output(output).place, plan.problem.columns(output), list(values)
             for some in (every[at : at + _SLICE] for at in range(0, len(every), _SLICE)):
                 if not live():
                     raise EngineError(f"run {run_id} was ended")
-                keys = [(array, *divmod(number, ncols)) for number in some]
+                keys = [(array, *place(number, ncols)) for number in some]
                 self._placed.setdefault(run_id, []).extend(keys)
                 found = dict(zip(keys, (values[number] for number in some), strict=True))
                 sizes.extend(direct.keep(self._worker, found, f"distmm-run-{run_id}").values())

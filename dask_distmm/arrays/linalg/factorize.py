@@ -115,8 +115,13 @@ def inner_chunks(a: Array) -> tuple[int, ...]:
 
 
 def row_chunks(size: int) -> Chunks:
-    """Return the chunks of a vector of one chunk, as a row."""
-    return (1,), (size,)
+    """Return the chunks of a vector of one chunk, which is a row of a run; it has none along the axis that it lacks."""
+    return (), (size,)
+
+
+def _output(name: str, chunks: Chunks, dtype: str) -> Output:
+    rows, cols = ([-1 if np.isnan(size) else int(size) for size in sizes] or [1] for sizes in chunks)
+    return Output(name, (tuple(rows), tuple(cols)), dtype, tuple(axis for axis in (0, 1) if chunks[axis]))
 
 
 def computed(name: str, x: Any, *, vector: bool = False, sparse_rows: bool = False) -> Array:
@@ -158,7 +163,7 @@ def factorize(
     b_shape, finite = shapes[1] if len(shapes) > 1 else None, bool(how.get("check_finite", True))
     task = Factorization(kind, shapes[0], dtype.name, b_shape, check_finite=finite, **options)
     types = {one.name: one.dtype for one in task.outputs}
-    outputs = tuple(Output(name, chunks, types[name]) for name, chunks in wanted.items())
+    outputs = tuple(_output(name, chunks, types[name]) for name, chunks in wanted.items())
     method = how.get("method") or "auto"
     if method == "rows":
         raise PlanError("method='rows' is for qr, lstsq, and svd without full_matrices: pass 'columns' or 'local'")
@@ -186,7 +191,7 @@ def by_program(
     dtype, arrays = dtype or common_type(operands), _native(operands)
     chunks = {name: _known(array.chunks) for name, array in zip(operands, arrays, strict=True)}
     dtypes = {name: array.dtype.name for name, array in zip(operands, arrays, strict=True)}
-    outputs = tuple(Output(name, _known(sizes), kind) for name, (sizes, kind) in wanted.items())
+    outputs = tuple(_output(name, sizes, kind) for name, (sizes, kind) in wanted.items())
     request = _request(ProgramProblem.kind, arrays, how)
     options["finite"] = bool(how.get("check_finite", True))
     sparse = tuple(name for name, array in zip(operands, arrays, strict=True) if sparse_package(array._meta))
@@ -313,9 +318,11 @@ def _arrays(
         one.name: Array(
             graph,
             output_name(problem.name, one.name),
-            tuple(tuple(size if size >= 0 else np.nan for size in sizes) for sizes in one.chunks),
+            tuple(tuple(size if size >= 0 else np.nan for size in one.chunks[axis]) for axis in one.axes),
             # NumPy warns when complex numbers become real, even if there are none.
-            meta=meta_from_array(prototype if one.dtype.startswith("complex") else prototype.real, 2, dtype=one.dtype),
+            meta=meta_from_array(
+                prototype if one.dtype.startswith("complex") else prototype.real, len(one.axes), dtype=one.dtype
+            ),
         )
         for one in problem.outputs
     }

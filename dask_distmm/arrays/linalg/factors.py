@@ -112,9 +112,9 @@ def lu(a: Operand, permute_l: bool = False, *, p_indices: bool = False, **how: U
     """
     a = matrix("a", a)
     inner, (rows, cols) = inner_chunks(a), a.chunks
-    wanted: dict[str, Chunks] = {"p": ((1,), rows), "l": (rows, inner), "u": (inner, cols)}
+    wanted: dict[str, Chunks] = {"p": ((), rows), "l": (rows, inner), "u": (inner, cols)}
     found = factorize("lu", {"a": a}, wanted, how=how)
-    p, low, up = found["p"][0], found["l"], found["u"]
+    p, low, up = found["p"], found["l"], found["u"]
     if permute_l:
         return picked(low, p), up
     return p if p_indices else _permutation(p, low.dtype), low, up
@@ -168,7 +168,7 @@ def lu_factor(a: Operand, **how: Unpack[FactorOptions]) -> tuple[Array, Array]:
     a = matrix("a", a)
     wanted: dict[str, Chunks] = {"lu": a.chunks, "piv": row_chunks(min(a.shape))}
     found = factorize("lu", {"a": a}, wanted, how=how)
-    return found["lu"], found["piv"][0]
+    return found["lu"], found["piv"]
 
 
 def in_columns(q: Array, cols: tuple[int, ...]) -> Array:

@@ -13,7 +13,7 @@ from dask.array import zeros_like
 from dask.array.core import Array
 from distributed.protocol.pickle import dumps
 
-from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, rows_of, times
+from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, row_chunks, rows_of, times
 from dask_distmm.arrays.linalg.norms import norm
 from dask_distmm.arrays.linalg.public import TURNS, RunOptions, TurnOptions, public
 from dask_distmm.errors import PlanError, check_square
@@ -304,12 +304,12 @@ def eigsh(
     options = {"k": k, "ncv": ncv, "which": which, "tol": tol or eps, "maxiter": maxiter or 10 * n, "eps": eps}
     operands = {"a": a} if v0 is None else {"a": a, "g": _vector("v0", v0, a).rechunk((a.chunks[0], -1))}
     operands = {name: x.astype(dtype) for name, x in operands.items()}
-    wanted: dict[str, tuple[Chunks, str]] = {"w": (((1,), (k,)), "float64")}
+    wanted: dict[str, tuple[Chunks, str]] = {"w": (row_chunks(k), "float64")}
     if return_eigenvectors:
         wanted["v"] = (a.chunks[0], (k,)), dtype.name
     seed = secrets.randbits(64) if rng is None else rng
     found = by_program("eigsh", operands, wanted, how=how, seed=seed, **options, **functions)
-    w = found["w"][0].astype(np.empty(0, dtype).real.dtype)
+    w = found["w"].astype(np.empty(0, dtype).real.dtype)
     return (w, found["v"]) if return_eigenvectors else w
 
 
@@ -393,11 +393,11 @@ def lobpcg(
     eps = float(np.finfo(dtype).eps)
     options = {"tol": tol or eps**0.5 * n, "maxiter": maxiter or 20, "largest": largest, "eps": eps}
     wanted: dict[str, tuple[Chunks, str]] = {
-        "w": (((1,), (k,)), "float64"),
+        "w": (row_chunks(k), "float64"),
         "v": ((a.chunks[0], (k,)), dtype.name),
     }
     found = by_program("lobpcg", operands, wanted, how=how, **options, **functions)
-    return found["w"][0].astype(np.empty(0, dtype).real.dtype), found["v"]
+    return found["w"].astype(np.empty(0, dtype).real.dtype), found["v"]
 
 
 @public(TurnOptions, TURNS)
@@ -553,9 +553,9 @@ def _least_squares(
             product = times(a.astype(dtype), start, how)
         given["g"] = (right - product).rechunk(right.chunks)
     wanted: dict[str, tuple[Chunks, str]] = {
-        "x": (((n,), (1,)), dtype.name),
-        "numbers": (((1,), (count,)), "float64"),
-        **dict.fromkeys(more, (((n,), (1,)), dtype.name)),
+        "x": (((n,), ()), dtype.name),
+        "numbers": (row_chunks(count), "float64"),
+        **dict.fromkeys(more, (((n,), ()), dtype.name)),
     }
     if kind == "lsqr":
         options["eps"] = float(np.finfo(dtype).eps)
@@ -563,9 +563,9 @@ def _least_squares(
         maxiter = min(m, n) if most is None else most * n
     operands = {name: x.astype(dtype) for name, x in given.items()}
     found = by_program(kind, operands, wanted, how=how, maxiter=maxiter, **limits, **options, **functions)
-    x = found["x"][:, 0] if start is None else found["x"][:, 0] + start[:, 0]
-    var = found["var"][:, 0] if more else zeros_like(x)
-    return x.rechunk((columns,)), var.rechunk((columns,)), found["numbers"][0]
+    x = found["x"] if start is None else found["x"] + start[:, 0]
+    var = found["var"] if more else zeros_like(x)
+    return x.rechunk((columns,)), var.rechunk((columns,)), found["numbers"]
 
 
 def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Array, dict[str, Any]] | None:
@@ -624,7 +624,7 @@ def _solved(
     if any(x.dtype.kind == "c" for x in given.values()):
         dtype = np.result_type(dtype, np.complex64)
     operands = {name: x.astype(dtype) for name, x in {"a": a, **given}.items()}
-    wanted: dict[str, tuple[Chunks, str]] = {"x": ((a.chunks[0], (1,)), dtype.name), "info": (((1,), (1,)), "int64")}
+    wanted: dict[str, tuple[Chunks, str]] = {"x": ((a.chunks[0], ()), dtype.name), "info": (row_chunks(1), "int64")}
     if maxiter is None:
         maxiter = max(1, most * n)
     if "restart" in options:
@@ -632,7 +632,7 @@ def _solved(
     if kind != "cg":
         options["eps"] = float(np.finfo(dtype).eps)
     found = by_program(kind, operands, wanted, how=how, maxiter=maxiter, **options, **functions)
-    return found["x"][:, 0], found["info"][0, 0]
+    return found["x"], found["info"][0]
 
 
 def _check_callback(function: Any) -> None:

@@ -133,7 +133,7 @@ def compressed_by_rows(
     options: dict[str, Any] = {"k": k, "width": min(k + more, n), "iterations": iterations}
     options |= {"seed": seed, "by_sum": by_sum}
     found = by_program("svd_compressed", {"a": slabs}, wanted, how=how, **options)
-    return found["u"], found["s"][0], found["vh"].rechunk({1: a.chunks[1]})
+    return found["u"], found["s"], found["vh"].rechunk({1: a.chunks[1]})
 
 
 @public(RunOptions, COMPONENTS)
@@ -197,8 +197,8 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
             components = found["components"].astype(given).rechunk({1: a.chunks[1]})
             return (
                 components,
-                found["variances"][0].astype(np.empty(0, given).real.dtype),
-                found["mean"][0].astype(given),
+                found["variances"].astype(np.empty(0, given).real.dtype),
+                found["mean"].astype(given),
             )
     a = a.astype(dtype)
     mean = a.mean(axis=0)

@@ -232,9 +232,8 @@ def solve(
     options: dict[str, Any] = {"assume_a": "pos" if structure == "pos" else "gen", "op": "T" if transposed else "N"}
     if structure == "pos":
         options["lower"] = lower
-    chunks = a.chunks[0 if transposed else 1], columns.chunks[1]
-    x = factorize("solve", {"a": a, "b": columns}, {"x": chunks}, how=how, **options)["x"]
-    return x[:, 0] if b.ndim == 1 else x
+    chunks = a.chunks[0 if transposed else 1], columns.chunks[1] if b.ndim > 1 else ()
+    return factorize("solve", {"a": a, "b": columns}, {"x": chunks}, how=how, **options)["x"]
 
 
 @public(FactorOptions, PANELS)
@@ -283,11 +282,10 @@ def solve_triangular(
     """
     a, b = matrix("a", a), operand("b", b)
     columns = matrix("b", b, vector=not right)
-    chunks = (columns.chunks[0], a.chunks[0]) if right else (a.chunks[0], columns.chunks[1])
+    chunks = (columns.chunks[0], a.chunks[0]) if right else (a.chunks[0], columns.chunks[1] if b.ndim > 1 else ())
     options: dict[str, Any] = {"lower": lower, "op": op_of(trans), "unit_diagonal": unit_diagonal, "right": right}
     operands = {"a": a, "b": columns}
-    x = factorize("solve_triangular", operands, {"x": chunks}, how=how, **options)["x"]
-    return x[:, 0] if b.ndim == 1 else x
+    return factorize("solve_triangular", operands, {"x": chunks}, how=how, **options)["x"]
 
 
 @public(FactorOptions, PANELS)
@@ -345,7 +343,7 @@ def slogdet(a: Operand, **how: Unpack[FactorOptions]) -> SlogdetResult:
     a = matrix("a", a)
     wanted = {"sign": row_chunks(1), "logdet": row_chunks(1)}
     found = factorize("slogdet", {"a": a}, wanted, how=how)
-    return SlogdetResult(found["sign"][0, 0], found["logdet"][0, 0])
+    return SlogdetResult(found["sign"][0], found["logdet"][0])
 
 
 @public(FactorOptions, PANELS)
@@ -370,7 +368,7 @@ def det(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     8.0
     """
     a = matrix("a", a)
-    return factorize("det", {"a": a}, {"det": row_chunks(1)}, how=how)["det"][0, 0]
+    return factorize("det", {"a": a}, {"det": row_chunks(1)}, how=how)["det"][0]
 
 
 @public(FactorOptions, LEAST_SQUARES)
@@ -422,14 +420,17 @@ def lstsq(
     if rcond is not None:
         return least_squares_of_any_rank(a, b, rcond, how)
     columns, (m, n) = matrix("b", b, vector=True), a.shape
-    wanted: dict[str, Chunks] = {"x": (a.chunks[1], columns.chunks[1]), "r": (inner_chunks(a),) * 2}
+    wanted: dict[str, Chunks] = {
+        "x": (a.chunks[1], columns.chunks[1] if b.ndim > 1 else ()),
+        "r": (inner_chunks(a),) * 2,
+    }
     if m > n:
-        wanted["residuals"] = (1,), columns.chunks[1]
+        wanted["residuals"] = (), columns.chunks[1]
     found = factorize("lstsq", {"a": a, "b": columns}, wanted, how=how)
     x, r = found["x"], found["r"]
-    residuals = found["residuals"][0] if m > n else from_array(x._meta.real.ravel())
+    residuals = found["residuals"] if m > n else from_array(x._meta.real.ravel())
     s = r.rechunk(-1).map_blocks(_singular_values, drop_axis=1, meta=r._meta.real.ravel())
-    return x[:, 0] if b.ndim == 1 else x, residuals, min(m, n), s
+    return x, residuals, min(m, n), s
 
 
 def _singular_values(r: Any) -> Any:
@@ -445,18 +446,18 @@ def least_squares_by_rows(a: Array, b: Array, rcond: float | None, how: FactorOp
     dtype, k = common_type({"a": a, "b": b}), columns.shape[1]
     real = np.empty(0, dtype).real.dtype
     wanted: dict[str, tuple[Chunks, str]] = {
-        "x": (((n,), (k,)), dtype.name),
-        "residuals": (((1,), (k,)), real.name),
+        "x": (((n,), (k,) if b.ndim > 1 else ()), dtype.name),
+        "residuals": (row_chunks(k), real.name),
         "rank": (((1,), (1,)), "int64"),
-        "s": (((1,), (n,)), real.name),
+        "s": (row_chunks(n), real.name),
     }
     # LAPACK takes the machine precision in place of a negative one.
     rtol = float(np.finfo(real).eps) if rcond is not None and rcond < 0 else rcond
     found = by_program("lstsq", {"a": slabs, "b": columns}, wanted, how=how, rtol=rtol)
-    x = found["x"].rechunk((a.chunks[1], k if b.ndim == 1 else b.chunks[1]))
-    residuals = found["residuals"][0] if m > n else from_array(found["x"]._meta.real.ravel())
+    x = found["x"].rechunk((a.chunks[1], *b.chunks[1:]))
+    residuals = found["residuals"] if m > n else from_array(found["x"]._meta.real.ravel())
     rank = n if rcond is None else found["rank"][0, 0]
-    return x[:, 0] if b.ndim == 1 else x, residuals, rank, found["s"][0]
+    return x, residuals, rank, found["s"]
 
 
 def _same_rows(a: Array, b: Array) -> tuple[Array, Array]:

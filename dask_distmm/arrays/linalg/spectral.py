@@ -195,7 +195,7 @@ def _eigenpairs(
     if not vectors:
         del wanted["v"]
     found = factorize("eigh", operands, wanted, how=how, lower=lower, subset=subset, vectors=vectors)
-    return found["w"][0], found.get("v")
+    return found["w"], found.get("v")
 
 
 @overload
@@ -254,7 +254,7 @@ def eig(a: Operand, *, left: bool = False, right: bool = True, **how: Unpack[Fac
     sides = {"vl": left, "v": right}
     wanted: dict[str, Chunks] = {"w": row_chunks(a.shape[1]), **{name: a.chunks for name in sides if sides[name]}}
     found = factorize("eig", {"a": a}, wanted, how=how, left=left, vectors=right)
-    w, *vectors = found["w"][0], *(found[name] for name in sides if sides[name])
+    w, *vectors = found["w"], *(found[name] for name in sides if sides[name])
     if left:
         return (w, *vectors)
     return EigResult(w, *vectors) if right else w
@@ -560,7 +560,7 @@ def svd_by_rows(a: Array, vectors: bool, how: RunOptions | FactorOptions, **opti
     if vectors:
         wanted |= {"u": ((rows, whole), dtype.name), "vh": ((whole, whole), dtype.name)}
     found = by_program("svd", {"a": slabs}, wanted, how=how, **options)
-    s = found["s"][0]
+    s = found["s"]
     return (in_columns(found["u"], cols), s, found["vh"].rechunk((cols, cols))) if vectors else s
 
 
@@ -587,14 +587,14 @@ def _decomposed(a: Array, full: bool, vectors: bool, how: FactorOptions) -> Any:
     """Return the decomposition of a matrix by one worker."""
     inner, (rows, cols) = inner_chunks(a), a.chunks
     if not vectors:
-        return factorize("svd", {"a": a}, {"s": row_chunks(sum(inner))}, how=how, vectors=False)["s"][0]
+        return factorize("svd", {"a": a}, {"s": row_chunks(sum(inner))}, how=how, vectors=False)["s"]
     wanted: dict[str, Chunks] = {
         "u": (rows, rows if full else inner),
         "s": row_chunks(sum(inner)),
         "vh": (cols if full else inner, cols),
     }
     found = factorize("svd", {"a": a}, wanted, how=how, mode="complete" if full else "reduced")
-    return found["u"], found["s"][0], found["vh"]
+    return found["u"], found["s"], found["vh"]
 
 
 @public(FactorOptions, SINGULAR)

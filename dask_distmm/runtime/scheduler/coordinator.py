@@ -289,10 +289,10 @@ async def complete(
         total = sum(len(numbers) // 8 for _, numbers, _ in answer.placed)
         started, share = began, (ended - began) / max(1, total)
         for name, raw_numbers, raw_sizes in answer.placed:
-            ncols = barrier.problem.columns(outputs[name])
+            place, ncols = barrier.problem.output(outputs[name]).place, barrier.problem.columns(outputs[name])
             numbers, sizes = np.frombuffer(raw_numbers, np.int64), np.frombuffer(raw_sizes, np.int64)
             for number, nbytes in zip(numbers.tolist(), sizes.tolist(), strict=True):
-                key = (name, *divmod(number, ncols))
+                key = (name, *place(number, ncols))
                 ts = scheduler.tasks.get(key)
                 # Dask's dashboard gets an equal share of the run for each of a worker's chunks.
                 span = {"action": "compute", "start": started, "stop": started + share}

@@ -36,6 +36,7 @@ from dask_distmm.planning import (
     plan_computation,
     problem_from_wire,
 )
+from dask_distmm.planning.computation import Output
 from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import Where
 from dask_distmm.planning.problem import accumulates_in_place
@@ -84,19 +85,20 @@ class Barrier:
         Others get the event loop in between.
         """
         found: dict[Any, tuple[str, int]] = {}
-        numbers = {output.name: self.problem.numbers(output.name).tolist() for output in self.problem.outputs}
+        outputs = {one.name: (one, self.problem.numbers(one.name).tolist()) for one in self.problem.outputs}
         for at, ts in enumerate(list(self.ts.waiters or ())):
             if at and at % _LOOKED_UP == 0:
                 await asyncio.sleep(0)
-            found[ts.key] = self._chunk_of(ts, numbers)
+            found[ts.key] = self._chunk_of(ts, outputs)
         return found
 
-    def _chunk_of(self, ts: TaskState, numbers: Mapping[str, Sequence[int]]) -> tuple[str, int]:
+    def _chunk_of(self, ts: TaskState, outputs: Mapping[str, tuple[Output, Sequence[int]]]) -> tuple[str, int]:
         """Return which output's chunk, and which of its chunks, a task is; its key has the place in its array."""
         task = ts.run_spec
-        if isinstance(task, ChunkTask) and task.index < len(numbers.get(task.output, ())):
-            number = numbers[task.output][task.index]
-            if ts.key[1:] == divmod(number, self.problem.columns(task.output)):
+        if isinstance(task, ChunkTask) and task.output in outputs and task.index < len(outputs[task.output][1]):
+            output, numbers = outputs[task.output]
+            number = numbers[task.index]
+            if ts.key[1:] == output.place(number, self.problem.columns(task.output)):
                 return task.output, number
         raise ProtocolError(f"task {ts.key!r} depends on {self.key!r}, and is not a chunk of its result")
 
