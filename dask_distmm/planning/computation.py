@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,13 +141,9 @@ class Output(Wired):
             raise ValueError(f"an array of the axes {self.axes} of a matrix in chunks {self.chunks}")
 
     def place(self, number: int, columns: int) -> tuple[int, ...]:
-        """Return the place in its array of a chunk, by its number in a matrix with so many columns of chunks."""
+        """Return the place in its array of a chunk, by its number in the matrix with its columns of chunks."""
         at = divmod(number, columns)
         return at if len(self.axes) > 1 else (at[self.axes[0]],)
-
-    def array_of(self, chunk: Any) -> Any:
-        """Return a chunk of the matrix as one of the array."""
-        return chunk if len(self.axes) > 1 else chunk.reshape(-1)
 
     @property
     def counts(self) -> tuple[int, int]:

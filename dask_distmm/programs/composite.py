@@ -166,22 +166,17 @@ Shape = tuple[int, int]
 def qr(p: Recorder, operands: Operands, wanted: Wanted) -> None:
     """Factorize A = Q R."""
     a = operands["a"]
+    q, r = p.tall(a.cols), p.small(a.cols, a.cols)
     if "q" in wanted:
-        q, r = p.tall(a.cols), p.small(a.cols, a.cols)
         tall_qr(p, a, q, r)
-        p.drop_tall(*operands.values())
-        p.store_tall("q", q)
     else:
         r = tall_r(p, a)
-        p.drop_tall(*operands.values())
-    _store(p, wanted, r=r)
+    _finish(p, operands, wanted, q=q, r=r)
 
 
 def gram_matrix(p: Recorder, operands: Operands, wanted: Wanted) -> None:
     """Compute A^H A, of which only the lower triangle counts."""
-    g = gram(p, operands["a"])
-    p.drop_tall(*operands.values())
-    _store(p, wanted, g=g)
+    _finish(p, operands, wanted, g=gram(p, operands["a"]))
 
 
 def svd(p: Recorder, operands: Operands, wanted: Wanted, *, by_sum: bool = False) -> None:
@@ -189,24 +184,21 @@ def svd(p: Recorder, operands: Operands, wanted: Wanted, *, by_sum: bool = False
     a = operands["a"]
     n = a.cols
     left, s, vh = p.small(n, n), p.small(1, n, p.real), p.small(n, n)
+    u, r = p.tall(n), p.small(n, n)
+
+    def right() -> Buffer:
+        p.on_root("singular_vectors", [r], [left, s, vh], by_sum=by_sum)
+        return left
+
     if "u" in wanted:
-        q, r = p.tall(n), p.small(n, n)
-
-        def right() -> Buffer:
-            p.on_root("singular_vectors", [r], [left, s, vh], by_sum=by_sum)
-            return left
-
-        tall_qr(p, a, q, r, right)
-        p.drop_tall(*operands.values())
-        p.store_tall("u", q)
+        tall_qr(p, a, u, r, right)
     else:
         r = tall_r(p, a)
-        p.drop_tall(*operands.values())
         if "vh" in wanted:
-            p.on_root("singular_vectors", [r], [left, s, vh], by_sum=by_sum)
+            right()
         else:
             p.on_root("singular_values", [r], [s])
-    _store(p, wanted, s=s, vh=vh)
+    _finish(p, operands, wanted, u=u, s=s, vh=vh)
 
 
 def polar(p: Recorder, operands: Operands, wanted: Wanted) -> None:
@@ -226,11 +218,8 @@ def polar(p: Recorder, operands: Operands, wanted: Wanted) -> None:
     else:
         r = tall_r(p, a)
         right()
-    p.drop_tall(*operands.values())
-    if "u" in wanted:
-        p.store_tall("u", u)
     p.on_root("hermitian", [s, vh], [positive])
-    _store(p, wanted, h=positive)
+    _finish(p, operands, wanted, u=u, h=positive)
 
 
 def pinv(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None) -> None:
@@ -309,10 +298,7 @@ def svd_compressed(
         p.on_root("cholesky", [gram(p, y)], [first, once, usable])
         p.give(usable, first)
         again()
-    p.drop_tall(*operands.values())
-    if "u" in wanted:
-        p.store_tall("u", u)
-    _store(p, wanted, s=s, vh=vh)
+    _finish(p, operands, wanted, u=u, s=s, vh=vh)
 
 
 def _back_and_forth(p: Recorder, a: Tall, x: Buffer, y: Tall, factor: list[Buffer]) -> Buffer:
@@ -396,9 +382,8 @@ def cov(p: Recorder, operands: Operands, wanted: Wanted, *, ddof: int, correlati
     a = operands["a"]
     c = p.small(a.cols, a.cols)
     count, _, g = _moments(p, a)
-    p.drop_tall(*operands.values())
     p.on_root("covariance", [count, g], [c], ddof=ddof, correlation=correlation)
-    _store(p, wanted, c=c)
+    _finish(p, operands, wanted, c=c)
 
 
 def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int, spread: int) -> None:
@@ -416,8 +401,7 @@ def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int, spread: int)
         p.on_root("principal_of_r", [count, r], [variances, components])
 
     p.either(good, lambda: None, by_r)
-    p.drop_tall(*operands.values())
-    _store(p, wanted, variances=variances, components=components, mean=mean)
+    _finish(p, operands, wanted, variances=variances, components=components, mean=mean)
 
 
 def _both(p: Recorder, operands: Operands) -> tuple[Buffer, Buffer]:
@@ -483,8 +467,7 @@ def lstsq(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None
         p.on_root("least_squares", [r], [x, residuals, rank, s], rows=p.rows.count(n), rtol=rtol)
 
     p.either(good, by_gram, by_reflections)
-    p.drop_tall(*operands.values())
-    _store(p, wanted, x=x, residuals=residuals, rank=rank, s=s)
+    _finish(p, operands, wanted, x=x, residuals=residuals, rank=rank, s=s)
 
 
 def ridge(p: Recorder, operands: Operands, wanted: Wanted, *, alphas: tuple[float, ...]) -> None:
@@ -512,15 +495,17 @@ def ridge(p: Recorder, operands: Operands, wanted: Wanted, *, alphas: tuple[floa
         lambda: p.on_root("copy", [first], [x]),
         lambda: p.either(good, refined, by_reflections),
     )
+    _finish(p, operands, wanted, x=x)
+
+
+def _finish(p: Recorder, operands: Operands, wanted: Wanted, **outputs: Buffer | Tall) -> None:
+    """Free the operands, and hand over those of some matrices that are wanted."""
     p.drop_tall(*operands.values())
-    _store(p, wanted, x=x)
-
-
-def _store(p: Recorder, wanted: Wanted, **outputs: Buffer) -> None:
-    """Hand over those of some small matrices that are wanted."""
-    for name, buffer in outputs.items():
-        if name in wanted:
-            p.store(name, buffer)
+    for name, matrix in outputs.items():
+        if name in wanted and isinstance(matrix, Tall):
+            p.store_tall(name, matrix)
+        elif name in wanted:
+            p.store(name, matrix)
 
 
 BUILDERS: Mapping[str, Callable[..., None]] = {

@@ -141,8 +141,8 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
 
 def arrays_of(problem: Computation, result: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:
     """Return a run's chunks as those of its arrays, some of which are vectors."""
-    outputs = {output.name: output for output in problem.outputs}
-    return {key: outputs[key[0]].array_of(chunk) for key, chunk in result.items()}
+    vectors = {output.name for output in problem.outputs if len(output.axes) == 1}
+    return {key: chunk.reshape(-1) if key[0] in vectors else chunk for key, chunk in result.items()}
 
 
 def numbered(plan: Placement, result: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:

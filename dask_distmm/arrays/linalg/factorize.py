@@ -120,8 +120,8 @@ def row_chunks(size: int) -> Chunks:
 
 
 def _output(name: str, chunks: Chunks, dtype: str) -> Output:
-    rows, cols = ([-1 if np.isnan(size) else int(size) for size in sizes] or [1] for sizes in chunks)
-    return Output(name, (tuple(rows), tuple(cols)), dtype, tuple(axis for axis in (0, 1) if chunks[axis]))
+    axes, (rows, cols) = tuple(axis for axis in (0, 1) if chunks[axis]), _known(chunks)
+    return Output(name, (rows or (1,), cols or (1,)), dtype, axes)
 
 
 def computed(name: str, x: Any, *, vector: bool = False, sparse_rows: bool = False) -> Array:
