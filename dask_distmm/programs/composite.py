@@ -502,9 +502,7 @@ def _finish(p: Recorder, operands: Operands, wanted: Wanted, **outputs: Buffer |
     """Free the operands, and hand over those of some matrices that are wanted."""
     p.drop_tall(*operands.values())
     for name, matrix in outputs.items():
-        if name in wanted and isinstance(matrix, Tall):
-            p.store_tall(name, matrix)
-        elif name in wanted:
+        if name in wanted:
             p.store(name, matrix)
 
 

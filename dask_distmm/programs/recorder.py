@@ -188,18 +188,16 @@ class Recorder:
         """Free this rank's chunks of matrices."""
         self.drop(*itertools.chain(*map(self.pieces, matrices)))
 
-    def store(self, output: str, buffer: Buffer, number: int = 0) -> None:
-        """Hand a buffer over as a chunk of an output: a small one from rank 0, others drop theirs."""
-        if self.me and not buffer.like:
-            self.drop(buffer)
+    def store(self, output: str, matrix: Buffer | Tall, number: int = 0) -> None:
+        """Hand chunks over as those of an output: a small matrix is rank 0's, others drop theirs."""
+        if isinstance(matrix, Tall):
+            for own, piece in self.numbered(matrix):
+                self.store(output, piece, own)
+        elif self.me and not matrix.like:
+            self.drop(matrix)
         else:
-            del self._here[buffer.name]
-            self.steps.append(Store(buffer, output, number))
-
-    def store_tall(self, output: str, matrix: Tall) -> None:
-        """Hand this rank's chunks over as those of an output."""
-        for number, buffer in self.numbered(matrix):
-            self.store(output, buffer, number)
+            del self._here[matrix.name]
+            self.steps.append(Store(matrix, output, number))
 
     # Steps of all ranks
 
