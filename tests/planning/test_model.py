@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 
@@ -9,6 +12,8 @@ from dask_distmm import ProtocolError
 from dask_distmm.config import Machine
 from dask_distmm.planning import Demand, Worker
 from dask_distmm.planning.model import Phase, Work, estimate
+from dask_distmm.planning.problem import Problem
+from dask_distmm.testing import make_problem
 
 MACHINE = Machine((("other", 1.0),), bandwidth=10.0, memory_bandwidth=100.0, latency=0.5, network_bandwidth=5.0)
 
@@ -62,3 +67,17 @@ def test_one_of_several_types():
     for wire in (None, [], {}):
         with pytest.raises(ProtocolError, match="malformed demand: "):
             Demand.from_wire(wire)
+
+
+@pytest.mark.parametrize("bad", ["", "{", "[]", "null", "[" * 10**5, '{"retries": 1}', "1e", 7, None, b"{}", {}, []])
+def test_options_are_a_text_that_is_checked(bad):
+    problem = make_problem(((4,), (5,)), ((5,), (6,)))
+    again = dataclasses.replace(problem, options=dataclasses.replace(problem.options, grace_timeout=1 / 3))
+    wire = again.to_wire()
+    assert Problem.from_wire(wire) == again != problem
+    changed = json.loads(wire["options"])
+    for text in (bad, json.dumps(changed | {"retries": "1"}), json.dumps(changed | {"secret": 1})):
+        for _ in range(2):
+            with pytest.raises(ProtocolError, match="malformed problem: its field options is wrong"):
+                Problem.from_wire(wire | {"options": text})
+    assert Problem.from_wire(wire) == again

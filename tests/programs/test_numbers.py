@@ -13,10 +13,13 @@ from matrices import noise
 from ranks import on_ranks
 from residuals import assert_least_squares, assert_qr
 
-from dask_distmm import PlanError, linalg
+from dask_distmm import PlanError, ProtocolError, linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.errors import MatrixError
+from dask_distmm.planning import problem_from_wire
+from dask_distmm.programs.check import Rates
+from dask_distmm.runtime.keys import barrier_name
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 CONDITIONS = [1, 1e3, 1e8, 1e14, 1e30]
@@ -317,3 +320,41 @@ def test_broadcast_chunks_are_copied(monkeypatch):
         np.testing.assert_allclose(found, np.linalg.solve(a.T @ a + 0.5 * np.eye(5), a.T @ b), rtol=1e-9, atol=1e-12)
     assert len(seen) >= 2 * 3 * 4
     assert 0 not in seen
+
+
+def test_vectors_are_made_by_runs():
+    """No task of Dask takes them out of matrices."""
+    rng = np.random.default_rng()
+    a, b = (da.from_array(noise(rng, shape, "float64"), chunks=20) for shape in ((60, 5), (60,)))
+    spd = linalg.gram(a) + da.eye(5)
+    right = a.T @ b
+    results = [
+        *(linalg.svd(a, full_matrices=False)[1], linalg.svdvals(spd), *linalg.lstsq(a, b)[:2], linalg.pca(a, 2)[1]),
+        *(linalg.cg(spd, right)[0], linalg.solve(spd, right), linalg.lu_factor(spd)[1], linalg.eigvalsh(spd)),
+    ]
+    for x in results:
+        (before,) = x.dask.dependencies[x.name]
+        assert barrier_name(before) is not None
+        assert (x.ndim, x.compute().shape) == (1, x.shape)
+    wire = problem_of(results[0]).to_wire()
+    (s,) = (one for one in wire["wanted"] if one["name"] == "s")
+    for axes in ((), (0,), (1, 0), (2,), (0, 1, 1), "01", None):
+        with pytest.raises(ProtocolError):
+            problem_from_wire(wire | {"wanted": [s | {"axes": axes}]})
+
+
+def test_what_is_known_of_a_program_is_of_the_same_program():
+    a = da.from_array(noise(np.random.default_rng(), (60, 5), "float64"), chunks=(20, 5))
+    owners = (0, 1, 0)
+
+    def known(x):
+        problem = problem_of(x)
+        return problem.steps(owners, 2, 1), problem.figures(owners, 2, Rates(1.0, 1.0, 1.0, 1.0))
+
+    first, again = (known(linalg.svd_compressed(a, 2, seed=1)[1]) for _ in range(2))
+    assert all(one is other for one, other in zip(first, again, strict=True))
+    for other in (linalg.svd_compressed(a, 2, seed=2)[1], linalg.svd_compressed(a, 3, seed=1)[1]):
+        assert known(other)[0] != first[0]
+    # Of many chunks steps are not kept.
+    problem, owners = problem_of(linalg.qr(da.ones((4000, 2), chunks=(2, 2)), method="rows")[1]), (0,) * 2000
+    assert problem.steps(owners, 1, 0) is not problem.steps(owners, 1, 0)
