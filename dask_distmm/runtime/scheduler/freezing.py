@@ -116,10 +116,12 @@ def deliveries(problem: Computation, wanted: Mapping[Any, tuple[str, int]]) -> l
     arrays: dict[tuple[str, str], list[int]] = {}
     for (array, *_), (output, number) in wanted.items():
         arrays.setdefault((output, array), []).append(number)
-    return [
-        (output, array, np.setdiff1d(problem.numbers(output), np.array(numbers, np.int64)).tobytes())
-        for (output, array), numbers in arrays.items()
-    ]
+    found = []
+    for (output, array), numbers in arrays.items():
+        every = problem.numbers(output)
+        others = np.setdiff1d(every, np.array(numbers, np.int64)) if len(numbers) < len(every) else every[:0]
+        found.append((output, array, others.tobytes()))
+    return found
 
 
 # Which groups of workers share something costly between runs (a communicator, mappings), and when it goes. Pure
