@@ -420,6 +420,8 @@ class Coordinator:
 
     async def _start(self, run: Run, barrier: Barrier, frozen: RunPlan, offers: Sequence[Any]) -> None:
         made = frozen.plan
+        # It may have been ended while the last votes came.
+        raise_if_ended(run)
         run.begin_running(time())
         run.donated, run.reading = frozen.donated, set(made.workers)
         run.expected_bytes = 0 if ENGINES[made.engine].collective else made.bytes_moved
