@@ -159,10 +159,6 @@ def tsqr(p: Recorder, a: Tall, q: Tall, r: Buffer) -> None:
 # The functions of tall matrices that users call: one run each. Only the outputs that are wanted are computed
 
 
-# The sizes of a tall output along its two axes: -1 stands for the rows of the operands.
-Shape = tuple[int, int]
-
-
 def qr(p: Recorder, operands: Operands, wanted: Wanted) -> None:
     """Factorize A = Q R."""
     a = operands["a"]
