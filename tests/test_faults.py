@@ -15,6 +15,7 @@ from matrices import operands
 from run_events import events_after, newest_run
 
 from dask_distmm import RunFailedError, matmul
+from dask_distmm.runtime.scheduler.coordinator import Coordinator
 from dask_distmm.testing import assert_product
 
 pytestmark = pytest.mark.faults
@@ -208,3 +209,19 @@ def test_wrong_chunks_are_named(fault_client):
     wrong = x.map_blocks(lambda block: block[:-1], dtype=float, chunks=x.chunks, meta=np.empty((0, 0)))
     with pytest.raises(RunFailedError, match=r"chunk \(\d, \d\) of A is \(59, \d+\) float64.*says \(60, \d+\)"):
         fault_client.compute(matmul(wrong, y)).result(timeout=60)
+
+
+def test_a_run_that_is_ended_as_the_last_vote_comes_begins_again(inproc_client, monkeypatch):
+    vote, ended = Coordinator._vote, []
+
+    async def voted(self, run, *args):
+        offers = await vote(self, run, *args)
+        if not ended:
+            ended.append(run.run_id)
+            run.fail({"tcp://gone": "it left the cluster"})
+        return offers
+
+    monkeypatch.setattr(Coordinator, "_vote", voted)
+    a, b, x, y = operands()
+    assert_product(a, b, inproc_client.compute(matmul(x, y)).result(timeout=60))
+    assert ended
