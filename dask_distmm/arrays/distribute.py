@@ -33,9 +33,10 @@ from dask_distmm.numeric.types import typed
 from dask_distmm.planning import Chunks, Demand
 from dask_distmm.planning.distribution import BlockCyclic, Distribution
 from dask_distmm.runtime.chunks import array_kind
-from dask_distmm.runtime.client import Snapshot, ask_roster, current_client
+from dask_distmm.runtime.client import ask_roster, current_client
 from dask_distmm.runtime.keys import tile_name
-from dask_distmm.runtime.messages import ReleaseReplicas, ask
+from dask_distmm.runtime.messages import Snapshot, ask
+from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.typing import ArrayLike
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def free_replicas(*arrays: da.Array) -> int:
     if client is None:
         raise EngineError("no cluster is connected; create a distributed.Client")
     names = [view_of(as_array(array)).array.name for array in arrays] or None
-    answer = client.sync(ask, client.scheduler, ReleaseReplicas(names))
+    answer = client.sync(ask, client.scheduler, Replicas.free_replicas, "", names)
     # A scheduler that does not know the request has run nothing.
     return answer.count if answer is not None else 0
 

@@ -27,8 +27,9 @@ from dask_distmm.planning import Batch, GroupPlan, Share
 from dask_distmm.planning.many import GroupedProduct, Pool, item_seconds, long_products, share_out
 from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.tasks import run_overhead
-from dask_distmm.runtime.client import Snapshot, current_client
+from dask_distmm.runtime.client import current_client
 from dask_distmm.runtime.keys import RunTask, group_name
+from dask_distmm.runtime.messages import Snapshot
 from dask_distmm.runtime.scheduler.plugin import GroupOrder
 from dask_distmm.typing import AllOptions, ArrayLike, GroupedOptions
 

@@ -34,7 +34,8 @@ from dask_distmm.numeric.types import Types
 from dask_distmm.planning import ENGINES, Plan, plan
 from dask_distmm.planning.planner import operand_tiles
 from dask_distmm.runtime.chunks import array_kind
-from dask_distmm.runtime.client import Snapshot, ask_roster, current_client, free_workspaces
+from dask_distmm.runtime.client import ask_roster, current_client, free_workspaces, plan_on
+from dask_distmm.runtime.messages import Snapshot
 from dask_distmm.typing import (
     AllOptions,
     AnyEpilog,
@@ -145,7 +146,7 @@ class Matmul:
         known = ask_roster(client, problem.demand, [request.lying["a"], request.lying["b"]])
         if known is None:
             raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
-        made = known.plan(problem)
+        made = plan_on(known, problem)
         self._made = made, known
         # Later plans start from tiles; the result keeps the chunks that the operands have given it.
         self._asked = {**asked, "out_chunks": problem.out_chunks}

@@ -15,7 +15,8 @@ from dask.utils import format_bytes
 
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.runtime.keys import wave_of
-from dask_distmm.runtime.messages import ProgressLine, ProgressQuestion, ask
+from dask_distmm.runtime.messages import ProgressLine, ask
+from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -99,12 +100,10 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
     while True:
         done = sum(future.status != "pending" for future in futures)
         keys = [future.key for future in futures] if names is None else []
-        answer = await ask(client.scheduler, ProgressQuestion(names, keys))
+        answer = await ask(client.scheduler, DistMMSchedulerPlugin.answer_progress, "", names, keys)
         if answer is None:
             # No multiply has told the scheduler of us yet, so that it does not know the call.
             from distributed.protocol.pickle import dumps
-
-            from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
             made = DistMMSchedulerPlugin()
             await client.scheduler.register_scheduler_plugin(plugin=dumps(made), name=made.name, idempotent=True)

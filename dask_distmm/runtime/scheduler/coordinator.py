@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from distributed.metrics import time
@@ -35,23 +35,8 @@ from dask_distmm.planning import ENGINES, Computation, Problem
 from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import is_sum
-from dask_distmm.runtime.messages import (
-    Abort,
-    Call,
-    Done,
-    Finish,
-    Gathered,
-    Message,
-    Prepare,
-    ReleaseGroup,
-    ReleaseOperands,
-    Reply,
-    Start,
-    Vote,
-    WorkerLost,
-    ask,
-    post,
-)
+from dask_distmm.runtime.messages import Done, Reply, Vote, ask, post
+from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Replan, Run, TaskFailed, Unwanted, in_short, raise_if_ended, summarize
 from dask_distmm.runtime.scheduler.freezing import (
     Barrier,
@@ -63,7 +48,7 @@ from dask_distmm.runtime.scheduler.freezing import (
     deliveries,
 )
 from dask_distmm.runtime.scheduler.roster import Roster
-from dask_distmm.runtime.transfers import Replicas
+from dask_distmm.runtime.worker import WorkerService
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -262,8 +247,9 @@ class Releases:
             # A rank that leaves ends it: the plugin has told the others, or they end themselves.
             with contextlib.suppress(Lost, Unwanted, OSError, TimeoutError):
                 await self._queue.turn(run)
-                request = ReleaseGroup(group.number, group.engine, grace)
-                asked = [ask(self._scheduler.rpc(address), request, self._queue.epoch) for address in group.workers]
+                release, request = WorkerService.release, (group.number, group.engine, grace)
+                rpcs = map(self._scheduler.rpc, group.workers)
+                asked = [ask(rpc, release, self._queue.epoch, *request) for rpc in rpcs]
                 # A watchdog kills a process whose rank is stuck after `grace`; do not wait for one that stands still.
                 await asyncio.wait_for(asyncio.gather(*asked), grace + _SLACK)
 
@@ -316,6 +302,7 @@ async def complete(
 
 
 A = TypeVar("A", bound=Reply)
+P = ParamSpec("P")
 
 # Workers that do not even answer to an abort are not waited for longer than this (seconds).
 _ABORT_TIMEOUT = 5.0
@@ -331,7 +318,8 @@ class Coordinator:
         self.queue = RunQueue(scheduler)
         self.roster = Roster(scheduler, self.queue.epoch)
         self.groups = RankGroups()
-        self.replicas = Replicas(scheduler, self.tell)
+        release = WorkerService.release_replica
+        self.replicas = Replicas(scheduler, lambda told, name, run_id: self.tell(told, release, name, run_id))
         self.releases = Releases(scheduler, self.queue)
         self.holders = Holders(scheduler, self.roster)
         self._freezer = RunPlanner(scheduler, self.roster, self.groups, self.replicas, self.holders)
@@ -408,10 +396,9 @@ class Coordinator:
         number = {worker.address: index for index, worker in enumerate(made.participants)}
 
         def prepare(address: str) -> Awaitable[Vote | None]:
-            keys = frozen.keys.get(address, {})
-            sources = frozen.sources.get(address, b"")
-            request = Prepare(run.run_id, number[address], wire, keys, not barrier.moves, sources)
-            return self._ask(address, request)
+            keys, sources = frozen.keys.get(address, {}), frozen.sources.get(address, b"")
+            request = run.run_id, number[address], wire, keys, not barrier.moves, sources
+            return self._ask(address, WorkerService.prepare, *request)
 
         limit = made.problem.options.vote_timeout
         votes = await ask_all(self.scheduler, run, prepare, self.queue.ended(run), self.lose, timeout=limit)
@@ -427,10 +414,10 @@ class Coordinator:
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
         how = {"method": made.method, "grid": made.grid, "engine": made.engine, "flops": made.flops}
         self._event("start", run, **how, bound=made.bound, ranks=made.workers, projected_bytes=made.projected_bytes)
-        request = Start(run.run_id, offers, deliveries(made.problem, frozen.wanted))
+        deliver = deliveries(made.problem, frozen.wanted)
 
         def start(address: str) -> Awaitable[Done | None]:
-            return self._ask(address, request)
+            return self._ask(address, WorkerService.start, run.run_id, offers, deliver)
 
         limit = made.problem.options.silence_timeout
         answers = await ask_all(self.scheduler, run, start, self.queue.ended(run), self.lose, silence=limit)
@@ -438,7 +425,7 @@ class Coordinator:
         try:
             missing = await complete(self.scheduler, run.run_id, barrier, frozen, answers, began)
         finally:
-            self.tell(list(answers), Finish(run.run_id))
+            self.tell(list(answers), WorkerService.finish, run.run_id)
         if missing:
             if not run.lost:
                 raise Lost(f"{missing} chunks are gone with the workers that had them")
@@ -453,12 +440,15 @@ class Coordinator:
             self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout
         )
 
-    def gathered(self, message: Gathered) -> None:
-        """Note that a rank has read all it needs; when all have, chunks that may be freed are released."""
-        run = self.queue.get(message.run_id)
-        if run is not None and run.gathered(message.worker) and (ts := self.scheduler.tasks.get(run.key)) is not None:
+    def gathered(self, run_id: int, worker: str = "") -> None:
+        """Note that a rank has read all it needs; when all have, chunks that may be freed are released.
+
+        Dask adds the address of the `worker` on arrival.
+        """
+        run = self.queue.get(run_id)
+        if run is not None and run.gathered(worker) and (ts := self.scheduler.tasks.get(run.key)) is not None:
             direct.give_up(self.scheduler, ts, run.donated, f"distmm-given-up-{run.run_id}")
-            self.tell(sorted(run.participants - run.lost), ReleaseOperands(run.run_id))
+            self.tell(sorted(run.participants - run.lost), WorkerService.release_operands, run.run_id)
 
     async def _end(self, run: Run, reason: str) -> dict[str, str]:
         """Make all participants drop a run that did not succeed; return their histories of it by address."""
@@ -473,30 +463,36 @@ class Coordinator:
             if address in run.unresponsive:
                 return
             with contextlib.suppress(OSError, TimeoutError):
-                answer = await asyncio.wait_for(self._ask(address, Abort(run.run_id, reason)), _ABORT_TIMEOUT)
+                asked = self._ask(address, WorkerService.abort, run.run_id, reason)
+                answer = await asyncio.wait_for(asked, _ABORT_TIMEOUT)
                 answered.add(address)
                 told[address] = answer.message if answer is not None else "it does not know dask_distmm"
 
         await asyncio.gather(*map(abort, present))
         run.unresponsive.update(told.keys() - answered)
         # Those that do not answer now hear of it on Dask's own stream, when they listen again.
-        self.tell(present, Abort(run.run_id, reason))
+        self.tell(present, WorkerService.end, run.run_id, reason)
         await self.queue.changed()
         return told
 
     def lose(self, run: Run, worker: str) -> bool:
         """Let a run end, or continue without a worker that is gone; return whether it continues."""
         if run.lose([worker]):
-            self.tell(sorted(run.participants - run.lost) if run.lost else [], WorkerLost(run.run_id, worker))
+            left = sorted(run.participants - run.lost) if run.lost else []
+            self.tell(left, WorkerService.worker_lost, run.run_id, worker)
             self.queue.changed_soon()
         return worker in run.lost
 
-    def _ask(self, address: str, request: Call[A]) -> Awaitable[A | None]:
-        return ask(self.scheduler.rpc(address), request, self.queue.epoch)
+    def _ask(
+        self, address: str, handler: Callable[Concatenate[Any, P], Awaitable[A]], *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[A | None]:
+        return ask(self.scheduler.rpc(address), handler, self.queue.epoch, *args, **kwargs)
 
-    def tell(self, addresses: Sequence[str], message: Message) -> None:
-        """Send a message to the `WorkerService` of some workers."""
-        wire = post(message, self.queue.epoch)
+    def tell(
+        self, addresses: Sequence[str], handler: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call a method of the `WorkerService` of some workers, without an answer."""
+        wire = post(handler, self.queue.epoch, *args, **kwargs)
         for address in addresses:
             if address in self.roster and address in self.scheduler.workers:
                 self.scheduler.worker_send(address, wire)

@@ -42,9 +42,9 @@ from dask_distmm.planning.problem import accumulates_in_place
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunks import by_ranks, pack_tasks
 from dask_distmm.runtime.keys import ChunkTask, operand_keys, part_of
+from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Replan, Run, raise_if_ended
 from dask_distmm.runtime.scheduler.roster import Allowed, Roster
-from dask_distmm.runtime.transfers import Replicas
 
 if TYPE_CHECKING:
     from distributed import Scheduler

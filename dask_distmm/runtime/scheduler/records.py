@@ -14,7 +14,7 @@ from distributed.metrics import time
 from dask_distmm.errors import ProtocolError
 from dask_distmm.programs.steps import CONTRACTS
 from dask_distmm.runtime.keys import barrier_key, barrier_name, wave_name, wave_of
-from dask_distmm.runtime.messages import ProgressLine, ProgressQuestion, ProgressReply
+from dask_distmm.runtime.messages import ProgressLine, ProgressReply
 from dask_distmm.runtime.run import Run
 
 if TYPE_CHECKING:
@@ -27,15 +27,14 @@ _PHASES = {"planned": "waiting", "voting": "voting", "running": "multiplying"}
 
 
 def answer_progress(
-    scheduler: Scheduler, runs: Iterable[Run], records: Records, question: ProgressQuestion
+    scheduler: Scheduler, runs: Iterable[Run], records: Records, names: Sequence[str] | None, keys: Sequence[Any]
 ) -> ProgressReply:
-    """Return how far multiplies are."""
-    names: Sequence[str] | None = question.names
+    """Return how far the multiplies `names` are, or where that is None those that the tasks `keys` need."""
     try:
         # A graph that was submitted a moment ago may still be on its way.
-        known = names is not None or all(key in scheduler.tasks for key in question.keys)
+        known = names is not None or all(key in scheduler.tasks for key in keys)
         if names is None:
-            names = find_names(scheduler, question.keys)
+            names = find_names(scheduler, keys)
         lines = [progress_of(scheduler, list(runs), records, str(name)) for name in names]
     except TypeError as error:
         raise ProtocolError(f"malformed question: {error!r}") from error

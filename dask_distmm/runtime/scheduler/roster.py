@@ -18,7 +18,8 @@ from dask_distmm.errors import (
 )
 from dask_distmm.installing import install_command
 from dask_distmm.planning import ENGINES, Demand, Worker
-from dask_distmm.runtime.messages import Begin, Describe, Description, ask, post
+from dask_distmm.runtime.messages import Description, ask, post
+from dask_distmm.runtime.worker import WorkerService
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -235,7 +236,8 @@ class Roster:
 
         async def ask_one(address: str) -> None:
             try:
-                answer = await asyncio.wait_for(ask(self._scheduler.rpc(address), Describe()), _DESCRIBE_TIMEOUT)
+                asked = ask(self._scheduler.rpc(address), WorkerService.describe, "")
+                answer = await asyncio.wait_for(asked, _DESCRIBE_TIMEOUT)
             except (OSError, TimeoutError):
                 silent.add(address)
                 return
@@ -245,7 +247,7 @@ class Roster:
                 self._described[address] = answer
                 # A worker to which nothing of ours is attached does not know the message.
                 if answer.version:
-                    self._scheduler.worker_send(address, post(Begin(self._epoch)))
+                    self._scheduler.worker_send(address, post(WorkerService.begin, "", self._epoch))
 
         await asyncio.gather(*map(ask_one, addresses))
         return silent
