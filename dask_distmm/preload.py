@@ -13,7 +13,7 @@ async def dask_setup(server: Any) -> None:
     from dask_distmm.errors import MissingEngineError
     from dask_distmm.runtime.messages import NAME
     from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
-    from dask_distmm.runtime.worker import DistMMWorkerPlugin
+    from dask_distmm.runtime.worker import worker_plugin
 
     if isinstance(server, Scheduler):
         try:
@@ -21,4 +21,4 @@ async def dask_setup(server: Any) -> None:
         except MissingEngineError as error:
             log.warning("%s", error)
     elif isinstance(server, Worker):
-        await server.plugin_add(DistMMWorkerPlugin(), name=NAME, catch_errors=False)
+        await server.plugin_add(worker_plugin(), name=NAME, catch_errors=False)

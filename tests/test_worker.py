@@ -252,12 +252,12 @@ def test_requests_outside_of_a_chunk(side):
 
 
 def test_the_plugin_can_be_installed_twice(inproc_client):
-    from dask_distmm.runtime.worker import DistMMWorkerPlugin
+    from dask_distmm.runtime.worker import worker_plugin
 
     x = da.from_array(np.random.default_rng().standard_normal((40, 40)), chunks=10)
     matmul(x, x).compute()
     sides = inproc_client.run(lambda dask_worker: id(dask_worker.extensions[NAME]))
-    inproc_client.register_plugin(DistMMWorkerPlugin())
+    inproc_client.register_plugin(worker_plugin())
     assert inproc_client.run(lambda dask_worker: id(dask_worker.extensions[NAME])) == sides
     np.testing.assert_allclose(matmul(x, x.T).compute(), x.compute() @ x.compute().T, rtol=1e-9, atol=1e-9)
 

@@ -157,7 +157,7 @@ class Page:
     def update(self) -> None:
         """Show the latest records."""
         records = list(self._plugin.records)
-        self._summary.text = tables.summary(self._plugin.records.totals, records) + _STILL
+        self._summary.text = tables.summary(self._plugin.records) + _STILL
         self._waves.text = self._in_waves()
         table = tables.runs(records, time.time())
         if table != self._runs.data:

@@ -127,7 +127,7 @@ def answering(
         try:
             if is_current is not None and not await is_current(wire.pop(_EPOCH, "")):
                 raise _of_another_epoch(handle)
-            request = _read(handle, wire)
+            request = arguments_of(handle, wire)
         except ProtocolError as error:
             return Reply("refused", str(error)).to_wire()
         try:
@@ -153,7 +153,7 @@ def listening(
         try:
             if is_current is not None and not is_current(wire.pop(_EPOCH, "")):
                 raise _of_another_epoch(handle)
-            handle(**_read(handle, wire))
+            handle(**arguments_of(handle, wire))
         except ProtocolError as error:
             log.debug("dropped: %s", error)
         except Exception:
@@ -162,7 +162,7 @@ def listening(
     return {operation_of(handle): hear}
 
 
-def _read(handle: Callable[..., Any], wire: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(handle: Callable[..., Any], wire: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a message, checked."""
     # Of the function, as all methods of one class: what is kept must not keep objects.
     return dict(vars(_arguments(getattr(handle, "__func__", handle)).from_wire(wire)))

@@ -71,10 +71,6 @@ class Replan(Exception):
         self.orders = dict(orders or {})
 
 
-class Unwanted(Exception):
-    """Ends a run: no task waits for the result any more."""
-
-
 class TaskFailed(Exception):
     """Ends a run: a function of the user's has raised an error, which only the client opens."""
 
@@ -223,10 +219,8 @@ class Run:
 
 
 def raise_if_ended(run: Run) -> None:
-    """Raise `Lost` or `Unwanted` if the run was ended from outside."""
+    """Raise `Lost` if the run was ended from outside."""
     if run.phase == "failed":
-        if run.released:
-            raise Unwanted
         reasons = "; ".join(f"{address}: {reason}" for address, reason in run.failures.items())
         raise Lost(reasons)
 

@@ -696,27 +696,12 @@ def _user_fields(error: BaseException, what: str) -> dict[str, Any]:
 MISSING = f"{NAME}-missing"
 
 
-class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
-    """Puts a `WorkerService` on a worker. Installed by the scheduler's plugin, or by preload."""
-
-    name = NAME
-    idempotent = True
-
-    def setup(self, worker: Worker) -> None:
-        """Attach, once; a worker whose version of distributed lacks something says so when it describes itself."""
-        if missing := compat.missing_on_worker(worker):
-            _say_unfit(worker, compat.unsupported("on this worker", missing))
-        elif NAME not in worker.extensions:
-            worker.extensions[NAME] = WorkerService(worker)
-
-    def teardown(self, worker: Worker) -> None:
-        """Detach when the worker closes (a plugin that is only replaced keeps its `WorkerService`)."""
-        if compat.missing_on_worker(worker):
-            return
-        if worker.status.name in ("closing", "closing_gracefully", "closed", "failed"):
-            side = worker.extensions.pop(NAME, None)
-            if side is not None:
-                side.close()
+def attach(worker: Worker) -> None:
+    """Put a `WorkerService` on a worker, once; one whose distributed lacks something says so when it is asked."""
+    if missing := compat.missing_on_worker(worker):
+        _say_unfit(worker, compat.unsupported("on this worker", missing))
+    elif NAME not in worker.extensions:
+        worker.extensions[NAME] = WorkerService(worker)
 
 
 def _say_unfit(worker: Worker, reason: str) -> None:
@@ -732,30 +717,37 @@ def _say_unfit(worker: Worker, reason: str) -> None:
         worker.log_event(MISSING, {"worker": worker.address, "reason": reason})
 
 
-def for_any_worker() -> bytes:
-    """Return the plugin, pickled so that workers without this package can load it, too.
+def worker_plugin() -> WorkerPlugin:
+    """Return the worker's plugin, which workers without this package can load, too.
 
     Such a worker says so, under the topic `MISSING`. With a plugin that it can't load it would not start.
     """
-    topic = MISSING
+    key, topic = NAME, MISSING
 
     # Of a local class pickles have all, and not the name of the module that has it.
     class Installer(WorkerPlugin):  # type: ignore[misc]
+        name = key
         idempotent = True
-        plugin: WorkerPlugin | None = None
 
         def setup(self, worker: Worker) -> None:
             try:
-                from dask_distmm.runtime.worker import DistMMWorkerPlugin
+                from dask_distmm.runtime.worker import attach
             except ImportError as error:
                 worker.log_event(topic, {"worker": worker.address, "reason": str(error)})
-                return
-            self.plugin = DistMMWorkerPlugin()
-            self.plugin.setup(worker)
+            else:
+                attach(worker)
 
         def teardown(self, worker: Worker) -> None:
-            if self.plugin is not None:
-                self.plugin.teardown(worker)
+            # A plugin that is only replaced keeps its service.
+            if worker.status.name in ("closing", "closing_gracefully", "closed", "failed"):
+                side = getattr(worker, "extensions", {}).pop(key, None)
+                if side is not None:
+                    side.close()
 
-    made: bytes = cloudpickle.dumps(Installer())
-    return made
+    return Installer()
+
+
+def for_any_worker() -> bytes:
+    """Return `worker_plugin`, pickled as it is sent."""
+    pickled: bytes = cloudpickle.dumps(worker_plugin())
+    return pickled

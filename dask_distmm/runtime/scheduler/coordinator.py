@@ -37,10 +37,9 @@ from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import is_sum
 from dask_distmm.runtime.messages import Done, Reply, Vote, ask, post
 from dask_distmm.runtime.replicas import Replicas
-from dask_distmm.runtime.run import Lost, Replan, Run, TaskFailed, Unwanted, in_short, raise_if_ended, summarize
+from dask_distmm.runtime.run import Lost, Replan, Run, TaskFailed, in_short, raise_if_ended, summarize
 from dask_distmm.runtime.scheduler.freezing import (
     Barrier,
-    Holders,
     RankGroup,
     RankGroups,
     RunPlan,
@@ -219,41 +218,6 @@ class RunQueue(dict[int, Run]):
             tasks.call_soon(self.changed)
 
 
-# Frees the memory that groups of workers keep between runs, each group in its turn among the runs
-
-
-# A worker that stands still is not waited for longer than this beyond the grace time (seconds).
-_SLACK = 5.0
-
-
-class Releases:
-    """Releases of groups that are under way. On the scheduler's event loop."""
-
-    def __init__(self, scheduler: Scheduler, queue: RunQueue) -> None:
-        self._scheduler, self._queue = scheduler, queue
-        self._tasks: set[asyncio.Future[None]] = set()
-
-    def begin(self, groups: Sequence[RankGroup], grace: float) -> list[asyncio.Future[None]]:
-        """Have groups freed, each in its turn as if it were a run of its ranks; it continues in the background."""
-        tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(self._release(group, grace)) for group in groups]
-        # The event loop holds tasks weakly only.
-        self._tasks.update(tasks)
-        for task in tasks:
-            task.add_done_callback(self._tasks.discard)
-        return tasks
-
-    async def _release(self, group: RankGroup, grace: float) -> None:
-        async with self._queue.begin(f"group-{group.number}", "", frozenset(group.workers)) as run:
-            # A rank that leaves ends it: the plugin has told the others, or they end themselves.
-            with contextlib.suppress(Lost, Unwanted, OSError, TimeoutError):
-                await self._queue.turn(run)
-                release, request = WorkerService.release, (group.number, group.engine, grace)
-                rpcs = map(self._scheduler.rpc, group.workers)
-                asked = [ask(rpc, release, self._queue.epoch, *request) for rpc in rpcs]
-                # A watchdog kills a process whose rank is stuck after `grace`; do not wait for one that stands still.
-                await asyncio.wait_for(asyncio.gather(*asked), grace + _SLACK)
-
-
 # Completes D: its tasks go to memory, where participants have left their chunks
 
 
@@ -304,6 +268,8 @@ async def complete(
 A = TypeVar("A", bound=Reply)
 P = ParamSpec("P")
 
+# A worker that stands still is not waited for longer than this beyond the grace time of a release (seconds).
+_SLACK = 5.0
 # Workers that do not even answer to an abort are not waited for longer than this (seconds).
 _ABORT_TIMEOUT = 5.0
 # A plan is made again so often because chunks have moved, before that counts as a loss.
@@ -320,9 +286,8 @@ class Coordinator:
         self.groups = RankGroups()
         release = WorkerService.release_replica
         self.replicas = Replicas(scheduler, lambda told, name, run_id: self.tell(told, release, name, run_id))
-        self.releases = Releases(scheduler, self.queue)
-        self.holders = Holders(scheduler, self.roster)
-        self._freezer = RunPlanner(scheduler, self.roster, self.groups, self.replicas, self.holders)
+        self._releases: set[asyncio.Future[None]] = set()
+        self._freezer = RunPlanner(scheduler, self.roster, self.groups, self.replicas)
 
     async def drive(self, barrier: Barrier) -> None:
         """Run a parked barrier's multiply until all that waits for it is in memory, or it is not parked any more."""
@@ -352,9 +317,6 @@ class Coordinator:
                     direct.lose(self.scheduler, frozen.consumed, f"distmm-consumed-{run.run_id}")
                     raise
                 barrier.losses = barrier.moves = 0
-            except Unwanted:
-                await self._end(run, "its task was released")
-                self._event("released", run)
             except Replan as reason:
                 await self._end(run, str(reason))
                 self._freezer.note_orders(barrier, reason.orders)
@@ -363,6 +325,9 @@ class Coordinator:
                     self._lose(barrier, run, str(reason))
             except Lost as reason:
                 await self._end(run, str(reason))
+                if run.released:
+                    self._event("released", run)
+                    return
                 self.replicas.drop(*reason.replicas)
                 self._lose(barrier, run, str(reason), counts=not reason.replicas)
                 if run.donation_done:
@@ -376,7 +341,7 @@ class Coordinator:
                 self._event("restart" if again else "failed", run, reason=brief(str(error)))
                 if running and frozen is not None and (group := self.groups.drop(frozen.plan.group)):
                     # The ranks may be in the middle of a collective: the group is of no use any more.
-                    self.releases.begin([group], barrier.problem.options.grace_timeout)
+                    self.release([group], barrier.problem.options.grace_timeout)
                 if not again:
                     raise
 
@@ -436,9 +401,32 @@ class Coordinator:
         log.info("run %d of %s done in %s", run.run_id, run.name, in_short(figures))
         self._event("done", run, **figures, **_run_bytes(made.problem), projected_bytes=made.projected_bytes)
         options = made.problem.options
-        self.releases.begin(
-            self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout
-        )
+        self.release(self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout)
+
+    def release(self, groups: Sequence[RankGroup], grace: float) -> list[asyncio.Future[None]]:
+        """Free the memory of groups in the background, each in its turn as if that were a run of its ranks."""
+        tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(self._release(group, grace)) for group in groups]
+        # The event loop holds tasks weakly only.
+        self._releases.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._releases.discard)
+        return tasks
+
+    async def _release(self, group: RankGroup, grace: float) -> None:
+        async with self.queue.begin(f"group-{group.number}", "", frozenset(group.workers)) as run:
+            # A rank that leaves ends it: the plugin has told the others, or they end themselves.
+            with contextlib.suppress(Lost, OSError, TimeoutError):
+                await self.queue.turn(run)
+                request = group.number, group.engine, grace
+                asked = [self._ask(address, WorkerService.release, *request) for address in group.workers]
+                # A watchdog kills a process whose rank is stuck after `grace`; do not wait for one that stands still.
+                await asyncio.wait_for(asyncio.gather(*asked), grace + _SLACK)
+
+    async def release_all(self, grace: float) -> int:
+        """Free the memory that engines keep on the workers between runs; return how many groups there were."""
+        groups = self.groups.surplus(0)
+        await asyncio.gather(*self.release(groups, grace))
+        return len(groups)
 
     def gathered(self, run_id: int, worker: str = "") -> None:
         """Note that a rank has read all it needs; when all have, chunks that may be freed are released.

@@ -44,7 +44,7 @@ from dask_distmm.runtime.chunks import by_ranks, pack_tasks
 from dask_distmm.runtime.keys import ChunkTask, operand_keys, part_of
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.run import Lost, Replan, Run, raise_if_ended
-from dask_distmm.runtime.scheduler.roster import Allowed, Roster
+from dask_distmm.runtime.scheduler.roster import Roster
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -212,93 +212,91 @@ _LOOK_AT_HOLDERS = 0.01
 _HOLDERS_AT_ONCE = 5000
 
 
-class Holders:
-    """Finds the workers that hold chunks, beside those that can take part."""
+async def find_holders(
+    scheduler: Scheduler, roster: Roster, workers: Sequence[Worker], keys: Sequence[Sequence[Any]]
+) -> tuple[list[Worker], list[NDArray[np.int32]]]:
+    """Return who holds chunks beside the workers that can take part, and who holds each chunk."""
+    number = {worker.address: index for index, worker in enumerate(workers)}
+    if roster.bare:
+        await _bring(scheduler, roster, list(number), [key for operand in keys for key in operand])
+    tables = []
+    for operand in keys:
+        table, lost = await _locate(scheduler, roster, len(workers), number, operand)
+        if lost is not None:
+            raise Replan(f"chunk {lost!r} is not in memory any more")
+        tables.append(table)
+    others = list(number)[len(workers) :]
+    await roster.describe([address for address in others if address not in roster])
+    if gone := [address for address in others if address not in scheduler.workers]:
+        raise Replan(f"{gone[0]} left the cluster with chunks")
+    return [roster.worker(scheduler.workers[address], "") for address in others], tables
 
-    def __init__(self, scheduler: Scheduler, roster: Roster) -> None:
-        self._scheduler, self._roster = scheduler, roster
 
-    async def find(
-        self, workers: Sequence[Worker], keys: Sequence[Sequence[Any]]
-    ) -> tuple[list[Worker], list[NDArray[np.int32]]]:
-        """Return who holds chunks beside the workers that can take part, and who holds each chunk."""
-        number = {worker.address: index for index, worker in enumerate(workers)}
-        if self._roster.bare:
-            await self._bring(list(number), [key for operand in keys for key in operand])
-        others: dict[str, int] = {}
-        tables: list[NDArray[np.int32]] = []
-        for operand in keys:
-            table = np.empty(len(operand), np.int32)
-            for index, key in enumerate(operand):
-                if index and index % _HOLDERS_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-                ts = self._scheduler.tasks.get(key)
-                holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
-                if not holders:
-                    raise Replan(f"chunk {key!r} is not in memory any more")
-                found = next((number[address] for address in holders if address in number), None)
-                if found is None:
-                    address = next((address for address in holders if address in self._roster), holders[0])
-                    found = others.setdefault(address, len(workers) + len(others))
-                table[index] = found
-            tables.append(table)
-        await self._roster.describe([address for address in others if address not in self._roster])
-        if gone := [address for address in others if address not in self._scheduler.workers]:
-            raise Replan(f"{gone[0]} left the cluster with chunks")
-        return [self._roster.worker(self._scheduler.workers[address], "") for address in others], tables
+async def known_places(
+    scheduler: Scheduler,
+    roster: Roster,
+    workers: Sequence[Worker],
+    names: Sequence[str],
+    counts: Sequence[Sequence[int]],
+) -> tuple[list[Worker], list[bytes | None]]:
+    """Return where the chunks of some arrays are, None of those that are not all there."""
+    number = {worker.address: index for index, worker in enumerate(workers)}
+    placed: list[bytes | None] = []
+    for name, along in zip(names, counts, strict=True):
+        # An array of more chunks than there are tasks is not there.
+        if (count := math.prod(along)) > len(scheduler.tasks):
+            placed.append(None)
+            continue
+        keys = ((name, *place) for place in itertools.product(*map(range, along))) if count else ()
+        table, lost = await _locate(scheduler, roster, len(workers), number, keys)
+        placed.append(table.tobytes() if lost is None else None)
+    held = ((address, scheduler.workers.get(address)) for address in list(number)[len(workers) :])
+    return [Worker(address) if ws is None else roster.worker(ws, "") for address, ws in held], placed
 
-    async def _bring(self, ranks: Sequence[str], keys: Iterable[Any]) -> None:
-        """Have Dask copy chunks to the ranks that only workers without this package have: those can't send them."""
-        bare, tasks = self._roster.bare, self._scheduler.tasks
 
-        def stranded(key: Any) -> bool:
-            holders = {ws.address for ws in ts.who_has or ()} if (ts := tasks.get(key)) is not None else set()
-            return bool(holders) and holders <= bare.keys()
+async def _locate(
+    scheduler: Scheduler, roster: Roster, count: int, number: dict[str, int], keys: Iterable[Any]
+) -> tuple[NDArray[np.int32], Any]:
+    """Return who holds each chunk, up to the first that nobody holds, and the key of that one; None if all are held.
 
-        waiting = [key for key in dict.fromkeys(keys) if stranded(key)]
-        for index, address in enumerate(ranks):
-            if share := waiting[index :: len(ranks)]:
-                direct.copy_to(self._scheduler, address, share, f"distmm-bring-{time()}")
-        deadline = time() + _BRING_SECONDS
-        while waiting := [key for key in waiting if stranded(key)]:
-            if time() >= deadline:
-                raise EngineError(
-                    f"workers that lack dask_distmm have {len(waiting)} chunks of this product, which others did not "
-                    f"get within {_BRING_SECONDS:g} s; install it on {', '.join(sorted(bare))} and start them "
-                    f"again, by {install_command(elsewhere=True)}"
-                )
-            await asyncio.sleep(_LOOK_AT_HOLDERS)
+    `number` has the numbers of holders: of the `count` workers that can take part, and of others, which are added.
+    """
+    found: list[int] = []
+    for index, key in enumerate(keys):
+        if index and index % _HOLDERS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        ts = scheduler.tasks.get(key)
+        holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
+        if not holders:
+            return np.array(found, np.int32), key
+        holder = next((address for address in holders if number.get(address, count) < count), None)
+        if holder is None:
+            holder = next((address for address in holders if address in roster), holders[0])
+        found.append(number.setdefault(holder, len(number)))
+    return np.array(found, np.int32), None
 
-    async def known(
-        self, workers: Sequence[Worker], names: Sequence[str], counts: Sequence[Sequence[int]]
-    ) -> tuple[list[Worker], list[bytes | None]]:
-        """Return where the chunks of some arrays are; others get the event loop in between."""
-        number = {worker.address: index for index, worker in enumerate(workers)}
-        others: dict[str, int] = {}
-        sources: list[Worker] = []
-        placed: list[bytes | None] = []
-        looked_up = itertools.count(1)
-        for name, along in zip(names, counts, strict=True):
-            found: list[int] = []
-            # An array of more chunks than there are tasks is not there.
-            count = count if (count := math.prod(along)) <= len(self._scheduler.tasks) else None
-            for place in itertools.product(*map(range, along)) if count else ():
-                if next(looked_up) % _HOLDERS_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-                ts = self._scheduler.tasks.get((name, *place))
-                holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
-                known = [number[address] for address in holders if address in number]
-                if known:
-                    found.append(known[0])
-                elif holders:
-                    if holders[0] not in others:
-                        others[holders[0]] = len(workers) + len(others)
-                        sources.append(self._roster.worker(self._scheduler.workers[holders[0]], ""))
-                    found.append(others[holders[0]])
-                else:
-                    break
-            placed.append(np.array(found, np.int32).tobytes() if len(found) == count else None)
-        return sources, placed
+
+async def _bring(scheduler: Scheduler, roster: Roster, ranks: Sequence[str], keys: Iterable[Any]) -> None:
+    """Have Dask copy chunks to the ranks that only workers without this package have: those can't send them."""
+    bare, tasks = roster.bare, scheduler.tasks
+
+    def stranded(key: Any) -> bool:
+        holders = {ws.address for ws in ts.who_has or ()} if (ts := tasks.get(key)) is not None else set()
+        return bool(holders) and holders <= bare.keys()
+
+    waiting = [key for key in dict.fromkeys(keys) if stranded(key)]
+    for index, address in enumerate(ranks):
+        if share := waiting[index :: len(ranks)]:
+            direct.copy_to(scheduler, address, share, f"distmm-bring-{time()}")
+    deadline = time() + _BRING_SECONDS
+    while waiting := [key for key in waiting if stranded(key)]:
+        if time() >= deadline:
+            raise EngineError(
+                f"workers that lack dask_distmm have {len(waiting)} chunks of this product, which others did not "
+                f"get within {_BRING_SECONDS:g} s; install it on {', '.join(sorted(bare))} and start them "
+                f"again, by {install_command(elsewhere=True)}"
+            )
+        await asyncio.sleep(_LOOK_AT_HOLDERS)
 
 
 # Freezes a run: who takes part, which chunks lie where, and the plan that is made of both
@@ -345,11 +343,8 @@ class RunPlan:
 class RunPlanner:
     """Freezes runs. On the scheduler's event loop."""
 
-    def __init__(
-        self, scheduler: Scheduler, roster: Roster, groups: RankGroups, replicas: Replicas, holders: Holders
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, roster: Roster, groups: RankGroups, replicas: Replicas) -> None:
         self._scheduler, self._roster, self._groups, self._replicas = scheduler, roster, groups, replicas
-        self._holders = holders
         # Memory orders of arrays' chunks, where they are not as expected.
         self._orders: collections.OrderedDict[str, str] = collections.OrderedDict()
 
@@ -375,7 +370,7 @@ class RunPlanner:
         engines, workers = await self._workers(run, problem, wanted)
         made_there = by_ranks(problem)
         read = [name for name in keys if name not in made_there]
-        sources, found = await self._holders.find(workers, [keys[name] for name in read])
+        sources, found = await find_holders(self._scheduler, self._roster, workers, [keys[name] for name in read])
         given = dict(zip(read, found, strict=True))
         held: Where = {
             name: given[problem.source_of(name)] for name in problem.operands if problem.source_of(name) in given
@@ -468,8 +463,8 @@ class RunPlanner:
             await asyncio.sleep(_LOOK)
             raise_if_ended(run)
 
-    async def _allowed(self, wanted: Iterable[Any]) -> Allowed | None:
-        """Return the workers on which the user lets the wanted tasks run; None for any."""
+    async def _allowed(self, wanted: Iterable[Any]) -> tuple[set[str], str] | None:
+        """Return the workers on which the user lets the wanted tasks run, and how that was asked for; None for any."""
         found: set[str] | None = None
         asked: list[str] = []
         for at, key in enumerate(wanted):
@@ -488,7 +483,7 @@ class RunPlanner:
                         f"some, {asked[-1]} for others; ask for the same workers for all of them"
                     )
                 found = here if found is None else found & here
-        return None if found is None else Allowed(frozenset(found), " and ".join(dict.fromkeys(asked)))
+        return None if found is None else (found, " and ".join(dict.fromkeys(asked)))
 
 
 def _asked(ts: TaskState) -> str:

@@ -72,7 +72,7 @@ from dask_distmm.runtime.messages import (
 from dask_distmm.runtime.run import History, Run
 from dask_distmm.runtime.scheduler import attachments
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
-from dask_distmm.runtime.scheduler.freezing import Barrier
+from dask_distmm.runtime.scheduler.freezing import Barrier, known_places
 from dask_distmm.runtime.scheduler.records import Records, answer_progress
 from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.runtime.worker import MISSING, WorkerService, for_any_worker
@@ -201,22 +201,16 @@ def reconcile(
 # The order in which a group's products start: the longest first, on the scheduler
 
 
-class GroupOrder(SchedulerPlugin):  # type: ignore[misc]
-    """Lets products of a group start in the order of their ranks."""
-
-    name = "distmm-group-order"
-    idempotent = True
-
-    def update_graph(self, scheduler: Scheduler, *, tasks: Iterable[Any], **kwargs: Any) -> None:
-        """Reorder new tasks, before any of them starts."""
-        if not any(name.startswith(GROUP_PREFIX) for name in scheduler.task_prefixes):
-            return
-        ranks = {key: found for key in tasks if (found := parse_group_key(key)) is not None}
-        waiting = {key for key in tasks if scheduler.tasks[key].state in ("released", "waiting")}
-        needs = {key: [dts.key for dts in scheduler.tasks[key].dependencies if dts.key in waiting] for key in waiting}
-        priorities = {key: scheduler.tasks[key].priority for key in waiting}
-        for key, priority in new_priorities(ranks, needs, priorities).items():
-            scheduler.tasks[key].priority = priority
+def order_groups(scheduler: Scheduler, tasks: Collection[Any]) -> None:
+    """Let products of a group start in the order of their ranks: reorder new tasks, before any of them starts."""
+    if not any(name.startswith(GROUP_PREFIX) for name in scheduler.task_prefixes):
+        return
+    ranks = {key: found for key in tasks if (found := parse_group_key(key)) is not None}
+    waiting = {key for key in tasks if scheduler.tasks[key].state in ("released", "waiting")}
+    needs = {key: [dts.key for dts in scheduler.tasks[key].dependencies if dts.key in waiting] for key in waiting}
+    priorities = {key: scheduler.tasks[key].priority for key in waiting}
+    for key, priority in new_priorities(ranks, needs, priorities).items():
+        scheduler.tasks[key].priority = priority
 
 
 def new_priorities(
@@ -442,7 +436,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.coordinator = Coordinator(scheduler, self._event)
         self.queue, self.roster = self.coordinator.queue, self.coordinator.roster
         self.groups, self.replicas = self.coordinator.groups, self.coordinator.replicas
-        self.holders = self.coordinator.holders
         self.gates = Gates(scheduler)
         self.bare = WorkersWithoutPackage(scheduler, self.roster.bare)
         if before is not None:
@@ -476,8 +469,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         for task in driving:
             task.cancel("the scheduler's plugin was installed anew")
         await asyncio.gather(*driving, return_exceptions=True)
-        groups = self.groups.surplus(0)
-        await asyncio.gather(*self.coordinator.releases.begin(groups, read_options().grace_timeout))
+        await self.coordinator.release_all(read_options().grace_timeout)
 
     async def close(self) -> None:
         """Leave the process as it was."""
@@ -494,7 +486,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         `counts` says how many chunks each of the arrays `names` has along its axes.
         """
         engines, workers = await self.roster.choose(demand)
-        sources, placed = await self.holders.known(workers, names, counts)
+        sources, placed = await known_places(self.scheduler, self.roster, workers, names, counts)
         placed = self.replicas.everywhere(names, workers, placed)
         found = {"engines": engines, "workers": workers, "sources": sources, "placed": placed}
         return Snapshot("OK", groups=self.groups.orders(engines), **found)
@@ -505,9 +497,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def free_workspaces(self, grace: Seconds) -> Released:
         """Free the memory that engines keep on the workers between runs; return how many groups there were."""
-        groups = self.groups.surplus(0)
-        await asyncio.gather(*self.coordinator.releases.begin(groups, grace))
-        return Released("OK", count=len(groups))
+        return Released("OK", count=await self.coordinator.release_all(grace))
 
     def hear_progress(self, run_id: int, share: Share, received_bytes: Count = 0, worker: str = "") -> None:
         """Note which share of its work a participant has done, and how many bytes have arrived there so far.
@@ -527,6 +517,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def update_graph(self, scheduler: Scheduler, *, tasks: Iterable[Any], **kwargs: Any) -> None:
         """Let no worker run barriers; called before new tasks make their first transitions."""
         tasks = list(tasks)
+        order_groups(scheduler, tasks)
         self.bare.look(tasks)
         self.gates.close(tasks)
         for key in tasks:
@@ -628,8 +619,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
         async def free() -> None:
             if not scheduler.clients.keys() - {"fire-and-forget"}:
-                groups = self.groups.surplus(0)
-                await asyncio.gather(*self.coordinator.releases.begin(groups, read_options().grace_timeout))
+                await self.coordinator.release_all(read_options().grace_timeout)
 
         if len(self.groups) and not scheduler._ongoing_background_tasks.closed:
             scheduler._ongoing_background_tasks.call_later(_IDLE_TIME, free)

@@ -158,19 +158,6 @@ class Record:
 
 
 @dataclasses.dataclass(slots=True)
-class Totals:
-    """Sums over all runs since the scheduler started, whether their records are still kept or not."""
-
-    # How many ended, by outcome.
-    runs: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(_ENDED, 0))
-    # Of runs that are done.
-    flops: float = 0.0
-    received_bytes: int = 0
-    # Of runs that are done, by phase: of each run and phase the time of the slowest rank.
-    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-
-
-@dataclasses.dataclass(slots=True)
 class Waves:
     """The waves of one product."""
 
@@ -209,7 +196,11 @@ class Records:
     def __init__(self, most: int = 200) -> None:
         self._most = most
         self._runs: collections.OrderedDict[int, Record] = collections.OrderedDict()
-        self.totals = Totals()
+        # Sums over all runs since the scheduler started, also those whose records are not kept: how many ended, by
+        # outcome; of those that are done operations and bytes, and by phase the times of the slowest ranks.
+        self.ended = dict.fromkeys(_ENDED, 0)
+        self.flops, self.received_bytes = 0.0, 0
+        self.seconds = dict.fromkeys(PHASES, 0.0)
         # The last products in waves, by name.
         self.waves: collections.OrderedDict[str, Waves] = collections.OrderedDict()
 
@@ -268,13 +259,13 @@ class Records:
 
     def _end(self, record: Record, outcome: Outcome, reason: str = "") -> None:
         record.outcome, record.reason = outcome, reason
-        self.totals.runs[outcome] += 1
+        self.ended[outcome] += 1
         if outcome == "done":
-            self.totals.flops += record.flops
-            self.totals.received_bytes += record.received_bytes
+            self.flops += record.flops
+            self.received_bytes += record.received_bytes
             for phase in dict.fromkeys(itertools.chain(PHASES, *record.phases.values())):
                 slowest = max((found.get(phase, 0.0) for found in record.phases.values()), default=0.0)
-                self.totals.seconds[phase] = self.totals.seconds.get(phase, 0.0) + slowest
+                self.seconds[phase] = self.seconds.get(phase, 0.0) + slowest
 
     def of(self, name: str) -> Record | None:
         """Return the last run of a multiply."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from distributed.metrics import time
 
@@ -40,13 +40,6 @@ _UNKNOWN = Description("OK")
 _LISTED = 8
 
 
-class Allowed(NamedTuple):
-    """The workers on which the user lets a result lie, and how that was asked for."""
-
-    workers: frozenset[str]
-    asked: str
-
-
 class Roster:
     """The workers of a cluster and their descriptions, for which each is asked once."""
 
@@ -73,9 +66,12 @@ class Roster:
     async def choose(
         self,
         demand: Demand,
-        allowed: Allowed | None = None,
+        allowed: tuple[set[str], str] | None = None,
     ) -> tuple[tuple[str, ...], list[Worker]]:
-        """Return the engines that can multiply, and the workers that can take part, in the scheduler's order."""
+        """Return the engines that can multiply, and the workers that can take part, in the scheduler's order.
+
+        `allowed` are the workers on which the user lets a result lie, and how that was asked for.
+        """
         engine, array, dtypes, wanted = demand.engine, demand.array, demand.dtypes, demand.workers
         running = {address: ws for address, ws in self._scheduler.workers.items() if ws.status.name == "running"}
         if any(ws.status.name == "paused" for ws in self._scheduler.workers.values()):
@@ -88,10 +84,11 @@ class Roster:
                 raise NoWorkersError(f"workers={paused[0]!r} was asked for, and that worker is {status}")
             running = {address: running[address] for address in wanted}
         if allowed is not None:
-            there, running = running, {a: ws for a, ws in running.items() if a in allowed.workers}
+            (places, asked), there = allowed, running
+            running = {a: ws for a, ws in there.items() if a in places}
             if there and not running:
                 raise NoWorkersError(
-                    f"{allowed.asked} was asked for (dask.annotate, or client.compute(workers=)), and no such worker "
+                    f"{asked} was asked for (dask.annotate, or client.compute(workers=)), and no such worker "
                     f"is running; the cluster has {_listed(there)}"
                 )
         silent = await self.describe([address for address in running if address not in self._described])
