@@ -113,7 +113,7 @@ def free_replicas(*arrays: da.Array) -> int:
     client = current_client()
     if client is None:
         raise EngineError("no cluster is connected; create a distributed.Client")
-    names = [view_of(as_array(array)).array.name for array in arrays] or None
+    names = [view_of(as_array(array))[0].name for array in arrays] or None
     answer = client.sync(ask, client.scheduler, Replicas.free_replicas, "", names)
     # A scheduler that does not know the request has run nothing.
     return answer.count if answer is not None else 0

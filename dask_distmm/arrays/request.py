@@ -63,17 +63,6 @@ _sources: collections.OrderedDict[str, Source] = collections.OrderedDict()
 _NOTED = 10_000
 
 
-class MatrixView(NamedTuple):
-    """A matrix as the transpose, the conjugate, or both, of another one."""
-
-    # The other one, (m, n).
-    array: da.Array
-    # Whether the matrix is its transpose, (n, m).
-    transposed: bool
-    # Whether it is its conjugate; never for real types.
-    conjugated: bool
-
-
 def apply_op(name: str, array: da.Array, op: str) -> da.Array:
     """Return op(array): lazily, so that `view_of` sees through it."""
     if op not in ("N", "T", "C"):
@@ -117,14 +106,17 @@ def is_lazy(x: da.Array) -> bool:
     return not isinstance(first, Future) and not hasattr(first, "shape")
 
 
-def view_of(x: da.Array) -> MatrixView:
-    """Return the array of which a matrix is a view; the matrix itself if that can't be seen."""
+def view_of(x: da.Array) -> tuple[da.Array, bool, bool]:
+    """Return the array of which a matrix is a view, and whether it is its transpose, and its conjugate.
+
+    The matrix itself if that can't be seen. Of real types no matrix is a conjugate.
+    """
     transposed = conjugated = False
     # The array may have been computed meanwhile.
     while (source := _sources.get(x.name) or _source_of(x)) is not None and source.name in x.dask.layers:
         x = under(x, source.name, source.chunks or (x.chunks[::-1] if source.transposed else x.chunks))
         transposed, conjugated = transposed != source.transposed, conjugated != source.conjugated
-    return MatrixView(x, transposed, conjugated and x.dtype.kind == "c")
+    return x, transposed, conjugated and x.dtype.kind == "c"
 
 
 def _source_of(x: da.Array) -> Source | None:
@@ -393,11 +385,12 @@ class Request:
     def problem(self) -> Problem:
         """The Problem of multiplying two matrices."""
         a, b, types, formula, options = self.a, self.b, self.types, self.formula, read_options()
-        views = view_of(a), view_of(b)
-        of_a, of_b = (view.array.chunks[::-1] if view.transposed else view.array.chunks for view in views)
+        (under_a, *seen_a), (under_b, *seen_b) = view_of(a), view_of(b)
+        transposed, conjugated = (seen_a[0], seen_b[0]), (seen_a[1], seen_b[1])
+        lying = zip((under_a, under_b), transposed, strict=True)
+        of_a, of_b = (x.chunks[::-1] if turned else x.chunks for x, turned in lying)
         fields = (of_a, of_b, self.chunks, types.a, types.b, types.d, self.method, self.engine, self.workers)
         found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in self.extras)
-        transposed, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
         names = (a.name, b.name, *(array.name for _, array in self.extras))
         more = self.distributions, transposed, conjugated, self.gathered
         same = a.name == b.name and types.a == types.b
@@ -406,7 +399,7 @@ class Request:
             *(*fields, same, options, self.kind, found, formula, types.compute),
             distributions=self.distributions,
             grid=self.grid,
-            arrays=(views[0].array.name, views[1].array.name),
+            arrays=(under_a.name, under_b.name),
             transposed=transposed,
             conjugated=conjugated,
             gathered=self.gathered,

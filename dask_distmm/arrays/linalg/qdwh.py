@@ -15,7 +15,7 @@ rounding, which lifts singular values from zero.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -32,24 +32,17 @@ _CHOLESKY = 100
 _RARE = 1e-9
 
 
-class Weights(NamedTuple):
-    """The weights of a step."""
-
-    a: float
-    b: float
-    c: float
-
-
-def weights(least: float, eps: float) -> list[Weights]:
-    """Return the weights of all steps that take singular values between `least` and 1 to 1, up to a rounding `eps`."""
+def weights(least: float, eps: float) -> list[tuple[float, float, float]]:
+    """Return the weights of all steps that take singular values from `least` on to 1, up to a rounding `eps`."""
     found = []
     while abs(1 - least) > eps:
         square = least**2
         root = math.sqrt(1 + (d := (4 * (1 - square) / square**2) ** (1 / 3)))
         a = root + math.sqrt(8 - 4 * d + 8 * (2 - square) / (square * root)) / 2
         b = (a - 1) ** 2 / 4
-        found.append(Weights(a, b, a + b - 1))
-        least = min(1.0, least * (a + b * square) / (1 + found[-1].c * square))
+        c = a + b - 1
+        found.append((a, b, c))
+        least = min(1.0, least * (a + b * square) / (1 + c * square))
     return found
 
 
@@ -61,8 +54,8 @@ def unitary_factor(a: Array, how: RunOptions) -> Array:
         return adjoint(unitary_factor(adjoint(a), how))
     n, eps = a.shape[1], float(np.finfo(a.dtype).eps)
     x, how = _scaled(a, eps / (2 * math.sqrt(n))), unchecked(how)
-    for step in weights(_RARE * eps / (2 * n), eps):
-        x = step.b / step.c * x + (step.a - step.b / step.c) * _inverse_applied(x, step.c, how)
+    for first, second, third in weights(_RARE * eps / (2 * n), eps):
+        x = second / third * x + (first - second / third) * _inverse_applied(x, third, how)
     return x
 
 
