@@ -20,14 +20,17 @@ from dask.base import is_dask_collection
 
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.array_api import (
+    cond,
     cross,
     diagonal,
     kron,
     matrix_norm,
     matrix_power,
+    matrix_rank,
     matrix_transpose,
     matvec,
     multi_dot,
+    norm,
     outer,
     trace,
     vecdot,
@@ -39,7 +42,6 @@ from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
 from dask_distmm.arrays.linalg.iterative import cg, eigsh, gmres, lobpcg, lsmr, lsqr, minres
 from dask_distmm.arrays.linalg.leading import corrcoef, cov, pca, svd_compressed
 from dask_distmm.arrays.linalg.level3 import gram, symm, trmm
-from dask_distmm.arrays.linalg.norms import cond, matrix_rank, norm
 from dask_distmm.arrays.linalg.solutions import (
     cho_factor,
     cho_solve,

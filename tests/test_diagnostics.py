@@ -24,9 +24,8 @@ from dask_distmm.diagnostics import tables
 from dask_distmm.diagnostics.bars import as_html, as_lines, noted
 from dask_distmm.errors import ProtocolError
 from dask_distmm.runtime.messages import ProgressLine, arguments_of
-from dask_distmm.runtime.run import Run
+from dask_distmm.runtime.run import PHASES, Records, Run, by_phase, progress_of
 from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
-from dask_distmm.runtime.scheduler.records import PHASES, Records, by_phase, progress_of
 from dask_distmm.testing import assert_product
 
 START = {"action": "start", "method": "summa", "engine": "numpy", "grid": (1, 2, 1), "flops": 4e9, "bound": 8e9}

@@ -12,7 +12,7 @@ from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, 
 from dask_distmm.planning import Demand, Worker, plan
 from dask_distmm.planning.peer import PEER
 from dask_distmm.runtime.messages import Description
-from dask_distmm.runtime.scheduler.roster import Roster
+from dask_distmm.runtime.scheduler.freezing import Roster
 from dask_distmm.testing import make_problem
 
 GPUS = {name: {"nccl": "2.30.7"} for name in ("cublasmp", "cusolvermp")}

@@ -17,7 +17,7 @@ from run_events import events
 from dask_distmm import EngineError, matmul
 from dask_distmm.planning import Demand
 from dask_distmm.runtime.messages import Description
-from dask_distmm.runtime.scheduler.roster import Roster
+from dask_distmm.runtime.scheduler.freezing import Roster
 from dask_distmm.testing import assert_nothing_left, assert_product
 
 

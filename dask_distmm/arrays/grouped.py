@@ -14,10 +14,9 @@ from dask.highlevelgraph import HighLevelGraph
 
 from dask_distmm.arrays.batched import check_task_memory, known_workers, multiply_items
 from dask_distmm.arrays.choice import decide, why_not_run
-from dask_distmm.arrays.options import takes
 from dask_distmm.arrays.product import multiply, multiply_all
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse
+from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse, takes
 from dask_distmm.config import dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer

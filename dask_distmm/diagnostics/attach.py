@@ -12,7 +12,7 @@ from typing import Any
 import dask
 
 from dask_distmm.engines.base import log
-from dask_distmm.runtime.scheduler.records import Records
+from dask_distmm.runtime.run import Records
 
 # Prometheus metrics of runs, beside Dask's own on the scheduler's ``/metrics``
 

@@ -12,7 +12,7 @@ from typing import Any
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.diagnostics.bars import short_name
-from dask_distmm.runtime.scheduler.records import PHASES, Record, Records
+from dask_distmm.runtime.run import PHASES, Record, Records
 
 Columns = dict[str, list[Any]]
 

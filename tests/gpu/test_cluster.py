@@ -289,8 +289,8 @@ def apart(tmp_path):
         "NCCL_SHM_DISABLE": "1",
         "NCCL_NET": "Socket",
         "NCCL_SOCKET_IFNAME": "lo",
-        "DASK_DISTRIBUTED__WORKER__PRELOAD": "dask_distmm.preload",
-        "DASK_DISTRIBUTED__SCHEDULER__PRELOAD": "dask_distmm.preload",
+        "DASK_DISTRIBUTED__WORKER__PRELOAD": "dask_distmm",
+        "DASK_DISTRIBUTED__SCHEDULER__PRELOAD": "dask_distmm",
     }
     scheduler = ["scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
     worker = ["cuda", "worker", f"tcp://127.0.0.1:{port}", "--host", "127.0.0.1", "--no-dashboard"]

@@ -13,8 +13,8 @@ from dask.array import zeros_like
 from dask.array.core import Array
 from distributed.protocol.pickle import dumps
 
+from dask_distmm.arrays.linalg.array_api import norm
 from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, rows_of, times
-from dask_distmm.arrays.linalg.norms import norm
 from dask_distmm.arrays.linalg.public import TURNS, RunOptions, TurnOptions, public
 from dask_distmm.errors import PlanError, check_square
 from dask_distmm.numeric.epilogs import call_function

@@ -24,7 +24,7 @@ import numpy as np
 from dask.array.core import Array
 
 from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.options import takes
+from dask_distmm.arrays.request import takes
 from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.typing import ArrayLike, Engine, Method
 

@@ -42,11 +42,11 @@ from dask_distmm.runtime.scheduler.freezing import (
     Barrier,
     RankGroup,
     RankGroups,
+    Roster,
     RunPlan,
     RunPlanner,
     deliveries,
 )
-from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.runtime.worker import WorkerService
 
 if TYPE_CHECKING:

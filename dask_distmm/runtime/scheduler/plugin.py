@@ -69,12 +69,10 @@ from dask_distmm.runtime.messages import (
     answering,
     listening,
 )
-from dask_distmm.runtime.run import History, Run
+from dask_distmm.runtime.run import History, Records, Run, answer_progress
 from dask_distmm.runtime.scheduler import attachments
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
-from dask_distmm.runtime.scheduler.freezing import Barrier, known_places
-from dask_distmm.runtime.scheduler.records import Records, answer_progress
-from dask_distmm.runtime.scheduler.roster import Roster
+from dask_distmm.runtime.scheduler.freezing import Barrier, Roster, known_places
 from dask_distmm.runtime.worker import MISSING, WorkerService, for_any_worker
 
 # Multiplies whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended
