@@ -15,6 +15,7 @@ from distributed import Client, LocalCluster, wait
 from faults import inject
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaks import assert_nothing_left
 from matrices import fresh, until
 from run_events import events, newest_run, runs_after
 from stand_ins import Loop, ask
@@ -29,7 +30,7 @@ from dask_distmm.planning import EVERYWHERE, METHODS, Plan, Worker, plan
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.worker import WorkerService
-from dask_distmm.testing import assert_nothing_left, assert_product, make_problem, random_chunks, run_jobs
+from dask_distmm.testing import assert_product, make_problem, random_chunks, run_jobs
 
 rng = np.random.default_rng()
 
