@@ -63,41 +63,12 @@ _HOMES = {
 _MODULES = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "BatchPlan",
-    "BlockCyclic",
-    "BlockScaled",
-    "DistMMError",
-    "EngineError",
-    "Epilog",
-    "Explanation",
-    "GroupPlan",
-    "Matmul",
-    "NotCollective",
-    "Plan",
-    "PlanError",
-    "ProjectedMemoryError",
-    "ProtocolError",
-    "RunFailedError",
-    "Slab",
-    "__version__",
-    "dequantize",
-    "disable",
-    "distribute",
-    "enable",
-    "enabled",
-    "explain",
-    "explain_grouped",
-    "free_replicas",
-    "free_workspaces",
-    "is_enabled",
-    "linalg",
-    "matmul",
-    "matmul_grouped",
-    "progress",
-    "quantize",
-    "replicate",
-    "to_torch",
-]
+    "BatchPlan", "BlockCyclic", "BlockScaled", "DistMMError", "EngineError", "Epilog", "Explanation", "GroupPlan",
+    "Matmul", "NotCollective", "Plan", "PlanError", "ProjectedMemoryError", "ProtocolError", "RunFailedError", "Slab",
+    "__version__", "dequantize", "disable", "distribute", "enable", "enabled", "explain", "explain_grouped",
+    "free_replicas", "free_workspaces", "is_enabled", "linalg", "matmul", "matmul_grouped", "progress", "quantize",
+    "replicate", "to_torch",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

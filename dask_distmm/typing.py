@@ -19,26 +19,10 @@ if TYPE_CHECKING:
     import dask.array as da
 
 __all__ = [
-    "AnyEpilog",
-    "ArrayLike",
-    "AuxEpilog",
-    "Batch",
-    "BlockFormat",
-    "Chunks",
-    "ComputeType",
-    "DType",
-    "Distribution",
-    "Engine",
-    "EpilogFunction",
-    "GroupedOptions",
-    "MatmulOptions",
-    "Method",
-    "Op",
-    "PlainEpilog",
-    "PreparedOptions",
-    "Scaled",
-    "WithAux",
-]
+    "AnyEpilog", "ArrayLike", "AuxEpilog", "Batch", "BlockFormat", "Chunks", "ComputeType", "DType", "Distribution",
+    "Engine", "EpilogFunction", "GroupedOptions", "MatmulOptions", "Method", "Op", "PlainEpilog", "PreparedOptions",
+    "Scaled", "WithAux",
+]  # fmt: skip
 
 
 class SupportsShape(Protocol):

@@ -229,34 +229,32 @@ async def complete(
     scheduler: Scheduler, run_id: int, barrier: Barrier, frozen: RunPlan, answers: Mapping[str, Done], began: float
 ) -> int:
     """Put the tasks of D into memory where their chunks are; return how many wanted ones are missing."""
-    stimulus = f"distmm-done-{run_id}"
+    stimulus, ended = f"distmm-done-{run_id}", time()
     outputs = {key[0]: output for key, (output, _) in frozen.wanted.items()}
-    completion = direct.Completion(scheduler, stimulus)
-    left = set(frozen.wanted)
-    ended, count = time(), 0
+    made: list[direct.Made] = []
     for address, answer in answers.items():
-        ws, unknown = frozen.states[address], []
-        total = sum(len(numbers) // 8 for _, numbers, _ in answer.placed)
-        started, share = began, (ended - began) / max(1, total)
+        keys: list[tuple[Any, int]] = []
         for name, raw_numbers, raw_sizes in answer.placed:
             ncols = barrier.problem.columns(outputs[name])
-            numbers, sizes = np.frombuffer(raw_numbers, np.int64), np.frombuffer(raw_sizes, np.int64)
-            for number, nbytes in zip(numbers.tolist(), sizes.tolist(), strict=True):
-                key = (name, *divmod(number, ncols))
-                ts = scheduler.tasks.get(key)
-                # Dask's dashboard gets an equal share of the run for each of a worker's chunks.
-                span = {"action": "compute", "start": started, "stop": started + share}
-                started += share
-                if ts is not None and completion.add(barrier.ts, ts, ws, nbytes, answer.type, span):
-                    left.discard(key)
-                elif ts is None or ws not in (ts.who_has or ()):
-                    unknown.append(key)
-                count += 1
-                if count % _SLICE == 0:
-                    completion.finish()
-                    await asyncio.sleep(0)
-        direct.free(scheduler, address, unknown, stimulus)
-    completion.finish()
+            numbers, sizes = (np.frombuffer(raw, np.int64).tolist() for raw in (raw_numbers, raw_sizes))
+            keys += [((name, *divmod(number, ncols)), size) for number, size in zip(numbers, sizes, strict=True)]
+        # Dask's dashboard gets an equal share of the run for each of a worker's chunks.
+        share = (ended - began) / max(1, len(keys))
+        for at, (key, size) in enumerate(keys):
+            span = {"action": "compute", "start": began + at * share, "stop": began + (at + 1) * share}
+            made.append((key, frozen.states[address], size, answer.type, span))
+    left, unknown = set(frozen.wanted), dict[str, list[Any]]()
+    for first in range(0, len(made), _SLICE):
+        if first:
+            await asyncio.sleep(0)
+        some = made[first : first + _SLICE]
+        left -= (done := direct.put_into_memory(scheduler, barrier.ts, some, stimulus))
+        for key, ws, *_ in some:
+            ts = scheduler.tasks.get(key)
+            if key not in done and (ts is None or ws not in (ts.who_has or ())):
+                unknown.setdefault(ws.address, []).append(key)
+    for address, found in unknown.items():
+        direct.free(scheduler, address, found, stimulus)
     # A chunk that no task wants any more is not missing.
     tasks = (scheduler.tasks.get(key) for key in left)
     return sum(ts is not None and ts.state == "waiting" for ts in tasks)
