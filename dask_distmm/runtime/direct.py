@@ -69,7 +69,7 @@ async def keep_parked(scheduler: Scheduler, keys: Collection[Any]) -> None:
         await asyncio.sleep(min(_REFRESH, scheduler.no_workers_timeout / 4))
 
 
-# A task that is to be put into memory: its key, where its value is, its bytes, its type (pickled, and the name), its time.
+# A task that is to be put into memory: key, holder of its value, bytes, type (pickled, and the name), time of the work.
 Made: TypeAlias = "tuple[Any, WorkerState, int, Sequence[Any], Mapping[str, Any]]"
 
 
@@ -284,7 +284,7 @@ def copy_to(scheduler: Scheduler, address: str, keys: Sequence[Any], stimulus_id
 def keep(worker: Worker, values: Mapping[Any, Any], stimulus_id: str) -> dict[Any, int]:
     """Give values to Dask, which holds, spills and sends them from now on; return the bytes of each.
 
-    Nobody is told of it: the scheduler's side does that with `Completion`.
+    Nobody is told of it: the scheduler's side does that with `put_into_memory`.
     """
     worker.update_data(dict(values), stimulus_id=stimulus_id)
     for key in values:
