@@ -13,8 +13,6 @@ A failure ends a run for all participants at once. If a worker was lost there is
 computed the lost chunks again, up to ``distmm.retries`` times. Every other failure is one typed error, with which the
 barrier ends. A run makes those chunks of D that are wanted and not in memory: where ranks only pull, and some are gone,
 the others' chunks go to memory, and the next run makes the rest.
-
-One question to all participants of a run: asked at once; the first failure, or the end of the run, ends it.
 """
 
 from __future__ import annotations
@@ -52,59 +50,10 @@ from dask_distmm.runtime.worker import WorkerService
 if TYPE_CHECKING:
     from distributed import Scheduler
 
-# One question to all participants of a run: asked at once; the first failure, or the end of the run, ends it
-
-
 # Number of failed ranks that a message names; the error's attribute `ranks` has all.
 _NAMED = 8
 # How often the scheduler looks whether a run makes progress (seconds).
 _LOOK = 0.5
-
-
-async def ask_all(
-    scheduler: Scheduler,
-    run: Run,
-    ask: Callable[[str], Awaitable[A | None]],
-    ended: Awaitable[None],
-    lose: Callable[[Run, str], bool],
-    *,
-    timeout: float | None = None,
-    silence: float | None = None,
-) -> dict[str, A]:
-    """Ask every participant; return their answers by address, when all that are not gone have answered well."""
-    tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
-    over = asyncio.ensure_future(ended)
-    answers: dict[str, A] = {}
-    deadline = None if timeout is None else time() + timeout
-    try:
-        pending: set[asyncio.Future[Any]] = {*tasks, over}
-        while run.waiting_for:
-            left = _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time()))
-            finished, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            raise_if_ended(run)
-            for task in finished & tasks.keys():
-                address = tasks[task]
-                if address in run.lost or (isinstance(task.exception(), OSError) and lose(run, address)):
-                    continue
-                answers[address] = _judge(run, address, task)
-                run.answer(address, run.run_id)
-                run.moved = time()
-            if deadline is not None and time() >= deadline and run.waiting_for:
-                reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
-                run.unresponsive.update(run.waiting_for)
-                raise failed(run, reason, dict.fromkeys(run.waiting_for, reason))
-            if silence is None:
-                continue
-            seen = {a: scheduler.workers[a].last_seen for a in run.participants if a in scheduler.workers}
-            if silent := run.silent(seen, time(), silence):
-                reason = f"no sign of life, and no progress of the run, for {silence:g} s (distmm.timeouts.silence)"
-                run.unresponsive.update(silent)
-                raise failed(run, reason, dict.fromkeys(silent, reason))
-        return {address: answer for address, answer in answers.items() if address not in run.lost}
-    finally:
-        for task in (*tasks, over):
-            task.cancel()
-        await asyncio.gather(*tasks, over, return_exceptions=True)
 
 
 def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
@@ -352,6 +301,52 @@ class Coordinator:
             raise error
         self._event("restart", run, reason=reason)
 
+    async def _ask_all(
+        self,
+        run: Run,
+        ask: Callable[[str], Awaitable[A | None]],
+        timeout: float | None = None,
+        silence: float | None = None,
+    ) -> dict[str, A]:
+        """Ask every participant; return their answers by address, when all that are not gone have answered well.
+
+        All are asked at once; the first failure, or the end of the run, ends it.
+        """
+        tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
+        over = asyncio.ensure_future(self.queue.ended(run))
+        answers: dict[str, A] = {}
+        workers = self.scheduler.workers
+        deadline = None if timeout is None else time() + timeout
+        try:
+            pending: set[asyncio.Future[Any]] = {*tasks, over}
+            while run.waiting_for:
+                left = _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time()))
+                finished, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                raise_if_ended(run)
+                for task in finished & tasks.keys():
+                    address = tasks[task]
+                    if address in run.lost or (isinstance(task.exception(), OSError) and self.lose(run, address)):
+                        continue
+                    answers[address] = _judge(run, address, task)
+                    run.answer(address, run.run_id)
+                    run.moved = time()
+                if deadline is not None and time() >= deadline and run.waiting_for:
+                    reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
+                    run.unresponsive.update(run.waiting_for)
+                    raise failed(run, reason, dict.fromkeys(run.waiting_for, reason))
+                if silence is None:
+                    continue
+                seen = {a: workers[a].last_seen for a in run.participants if a in workers}
+                if silent := run.silent(seen, time(), silence):
+                    reason = f"no sign of life, and no progress of the run, for {silence:g} s (distmm.timeouts.silence)"
+                    run.unresponsive.update(silent)
+                    raise failed(run, reason, dict.fromkeys(silent, reason))
+            return {address: answer for address, answer in answers.items() if address not in run.lost}
+        finally:
+            for task in (*tasks, over):
+                task.cancel()
+            await asyncio.gather(*tasks, over, return_exceptions=True)
+
     async def _vote(self, run: Run, barrier: Barrier, frozen: RunPlan) -> list[Any]:
         """Return the offers of all participants, in their order."""
         run.begin_vote()
@@ -364,7 +359,7 @@ class Coordinator:
             return self._ask(address, WorkerService.prepare, *request)
 
         limit = made.problem.options.vote_timeout
-        votes = await ask_all(self.scheduler, run, prepare, self.queue.ended(run), self.lose, timeout=limit)
+        votes = await self._ask_all(run, prepare, timeout=limit)
         addresses = [worker.address for worker in made.participants]
         return [votes[address].offer if address in votes else None for address in addresses]
 
@@ -379,11 +374,10 @@ class Coordinator:
         self._event("start", run, **how, bound=made.bound, ranks=made.workers, projected_bytes=made.projected_bytes)
         deliver = deliveries(made.problem, frozen.wanted)
 
-        def start(address: str) -> Awaitable[Done | None]:
-            return self._ask(address, WorkerService.start, run.run_id, offers, deliver)
-
         limit = made.problem.options.silence_timeout
-        answers = await ask_all(self.scheduler, run, start, self.queue.ended(run), self.lose, silence=limit)
+        answers = await self._ask_all(
+            run, lambda address: self._ask(address, WorkerService.start, run.run_id, offers, deliver), silence=limit
+        )
         self.groups.keeps(made.group, max(answer.kept_bytes for answer in answers.values()))
         try:
             missing = await complete(self.scheduler, run.run_id, barrier, frozen, answers, began)

@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -302,8 +302,16 @@ def _listed(addresses: Iterable[str]) -> str:
 # Barriers: the tasks that wait for one, and the multiply that makes their chunks
 
 
-# So many tasks are looked up before others get the event loop again.
+# Number of tasks that are looked up before others get the event loop again.
 _LOOKED_UP = 5000
+
+
+async def with_breaks(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield items; others get the event loop every so often."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % _LOOKED_UP == 0:
+            await asyncio.sleep(0)
 
 
 class Barrier:
@@ -334,9 +342,7 @@ class Barrier:
         """
         found: dict[Any, tuple[str, int]] = {}
         numbers = {output.name: self.problem.numbers(output.name).tolist() for output in self.problem.outputs}
-        for at, ts in enumerate(list(self.ts.waiters or ())):
-            if at and at % _LOOKED_UP == 0:
-                await asyncio.sleep(0)
+        async for ts in with_breaks(list(self.ts.waiters or ())):
             found[ts.key] = self._chunk_of(ts, numbers)
         return found
 
@@ -457,8 +463,6 @@ class RankGroups:
 # How long chunks may take from workers without this package to others, and how often that is looked at (seconds).
 _BRING_SECONDS = 60.0
 _LOOK_AT_HOLDERS = 0.01
-# Number of chunks that are looked up before others get the event loop again.
-_HOLDERS_AT_ONCE = 5000
 
 
 async def find_holders(
@@ -511,9 +515,7 @@ async def _locate(
     `number` has the numbers of holders: of the `count` workers that can take part, and of others, which are added.
     """
     found: list[int] = []
-    for index, key in enumerate(keys):
-        if index and index % _HOLDERS_AT_ONCE == 0:
-            await asyncio.sleep(0)
+    async for key in with_breaks(keys):
         ts = scheduler.tasks.get(key)
         holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
         if not holders:
@@ -714,9 +716,7 @@ class RunPlanner:
         """Return the workers on which the user lets the wanted tasks run, and how that was asked for; None for any."""
         found: set[str] | None = None
         asked: list[str] = []
-        for at, key in enumerate(wanted):
-            if at and at % _SLICE == 0:
-                await asyncio.sleep(0)
+        async for key in with_breaks(wanted):
             ts = self._scheduler.tasks.get(key)
             if ts is None or not (ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions):
                 continue
