@@ -19,14 +19,7 @@ from dask_distmm._version import __version__
 from dask_distmm.compat import check_imports as _check_imports
 from dask_distmm.config import enabled_setting as _enabled_setting
 from dask_distmm.config import register_defaults as _register_defaults
-from dask_distmm.errors import (
-    DistMMError,
-    EngineError,
-    PlanError,
-    ProjectedMemoryError,
-    ProtocolError,
-    RunFailedError,
-)
+from dask_distmm.errors import DistMMError, EngineError, PlanError, ProjectedMemoryError, ProtocolError, RunFailedError
 from dask_distmm.errors import options_checked as _options_checked
 from dask_distmm.runtime.scheduler import attachments as _attachments
 

@@ -161,11 +161,7 @@ def product_diagram(a: DrawnMatrix, b: DrawnMatrix, d: DrawnMatrix, label: str) 
     # Captions are longer than narrow matrices are wide.
     left, caption = max(depth, 150.0), 170.0
     x, y = left + _GAP, _TITLE + depth + _GAP + _TITLE
-    parts = [
-        *_drawn(b, x, _TITLE, width, depth),
-        *_drawn(a, 2, y, depth, height),
-        *_drawn(d, x, y, width, height),
-    ]
+    parts = [*_drawn(b, x, _TITLE, width, depth), *_drawn(a, 2, y, depth, height), *_drawn(d, x, y, width, height)]
     return figure(x + max(width, caption) + 4, y + height + 4, label, parts)
 
 

@@ -257,13 +257,7 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
     help="Rows of the square factors.",
 )
 @sizes(
-    "--chunks",
-    "grids",
-    most=16,
-    default="4,8",
-    show_default=True,
-    metavar="G,G,...",
-    help="Chunks along each side.",
+    "--chunks", "grids", most=16, default="4,8", show_default=True, metavar="G,G,...", help="Chunks along each side."
 )
 @click.option(
     "--dtype",

@@ -388,10 +388,7 @@ def lobpcg(
     dtype, operands = _in_rows(a, {"X": x}, {"g": x} | _preconditioner(M, a, functions))
     eps = float(np.finfo(dtype).eps)
     options = {"tol": tol or eps**0.5 * n, "maxiter": maxiter or 20, "largest": largest, "eps": eps}
-    wanted: dict[str, tuple[Chunks, str]] = {
-        "w": (((1,), (k,)), "float64"),
-        "v": ((a.chunks[0], (k,)), dtype.name),
-    }
+    wanted: dict[str, tuple[Chunks, str]] = {"w": (((1,), (k,)), "float64"), "v": ((a.chunks[0], (k,)), dtype.name)}
     found = by_program("lobpcg", operands, wanted, how=how, **options, **functions)
     return found["w"][0].astype(np.empty(0, dtype).real.dtype), found["v"]
 

@@ -7,15 +7,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.linalg.factorize import (
-    by_program,
-    common_type,
-    computed,
-    matrix,
-    operand,
-    plus_ones,
-    rows_of,
-)
+from dask_distmm.arrays.linalg.factorize import by_program, common_type, computed, matrix, operand, plus_ones, rows_of
 from dask_distmm.arrays.linalg.public import PRODUCT, Operand, ProductOptions, public
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import parse

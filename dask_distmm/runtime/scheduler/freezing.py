@@ -102,9 +102,7 @@ class Roster:
         self._described.clear()
 
     async def choose(
-        self,
-        demand: Demand,
-        allowed: tuple[set[str], str] | None = None,
+        self, demand: Demand, allowed: tuple[set[str], str] | None = None
     ) -> tuple[tuple[str, ...], list[Worker]]:
         """Return the engines that can multiply, and the workers that can take part, in the scheduler's order.
 
