@@ -99,8 +99,14 @@ async def ask(
         return None
     if "kind" in wire:  # as `as_plain` makes it of an error
         raise rebuild(wire)
-    answer: A = typing.get_type_hints(handler)["return"].from_wire(wire)
+    answer: A = _answer(handler).from_wire(wire)
     return answer
+
+
+@functools.cache
+def _answer(handler: Callable[..., Any]) -> Any:
+    """Return the class of a method's answer."""
+    return typing.get_type_hints(handler)["return"]
 
 
 @functools.cache
