@@ -3,7 +3,7 @@
 ::
 
     scheduler  describe, prepare, start, abort, release                       -> worker
-               begin, finish, abort, release_operands, worker_lost,
+               begin, finish, end, release_operands, worker_lost,
                abandon, release_replica              (no answer)              -> worker
     worker     hear_progress, gathered               (no answer)              -> scheduler
                fetch                                                          -> worker
