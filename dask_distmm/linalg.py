@@ -23,6 +23,7 @@ from dask_distmm.arrays.linalg.array_api import (
     cond,
     cross,
     diagonal,
+    gram,
     kron,
     matrix_norm,
     matrix_power,
@@ -32,7 +33,9 @@ from dask_distmm.arrays.linalg.array_api import (
     multi_dot,
     norm,
     outer,
+    symm,
     trace,
+    trmm,
     vecdot,
     vecmat,
     vector_norm,
@@ -41,7 +44,6 @@ from dask_distmm.arrays.linalg.factorize import steps_of
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
 from dask_distmm.arrays.linalg.iterative import cg, eigsh, gmres, lobpcg, lsmr, lsqr, minres
 from dask_distmm.arrays.linalg.leading import corrcoef, cov, pca, svd_compressed
-from dask_distmm.arrays.linalg.level3 import gram, symm, trmm
 from dask_distmm.arrays.linalg.solutions import (
     cho_factor,
     cho_solve,

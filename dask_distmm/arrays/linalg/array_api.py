@@ -15,7 +15,18 @@ from dask.array.utils import meta_from_array
 from dask.utils import parse_bytes
 from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
 
-from dask_distmm.arrays.linalg.factorize import common_type, filled, matrix, operand
+from dask_distmm.arrays.linalg.factorize import (
+    by_program,
+    common_type,
+    computed,
+    filled,
+    matrix,
+    mirrored,
+    op_of,
+    operand,
+    plus_ones,
+    rows_of,
+)
 from dask_distmm.arrays.linalg.public import NORM, PRODUCT, SINGULAR, TASKS, Operand, ProductOptions, RunOptions, public
 from dask_distmm.arrays.linalg.solutions import inv
 from dask_distmm.arrays.linalg.spectral import eigvalsh, svdvals, zero_below
@@ -23,6 +34,7 @@ from dask_distmm.arrays.linalg.stacks import by_tasks
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.errors import PlanError, check_square
+from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.runtime.client import current_client
 
 
@@ -622,3 +634,150 @@ def _end(s: Array, *, largest: bool) -> Array:
     if not s.shape[-1]:
         raise PlanError("the matrix is empty: it has no singular values; pass one with rows and columns")
     return s[..., 0 if largest else -1]
+
+
+# Products with a symmetric or a triangular matrix, of which one triangle is read or made: BLAS' level 3
+
+
+@public(ProductOptions, PRODUCT)
+def gram(x: Operand, **how: Unpack[ProductOptions]) -> Array:
+    """Return ``x^H @ x``, exactly Hermitian: LAPACK's herk, and syrk of real matrices.
+
+    Each chunk of `x` travels once. Of a block of the result that one rank has, and that is on the diagonal, half of
+    the operations are left out, but by the engine `cublasmp`.
+
+    Parameters
+    ----------
+    x : array, (m, n)
+        The matrix. ``gram(x.conj().T)`` is ``x @ x^H``.
+
+    Returns
+    -------
+    array, (n, n)
+        In the chunks of the columns of `x`, in float64 if `x` has integers. Its diagonal is real.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.gram([[1.0, 2.0], [3.0, 4.0]]).compute()
+    array([[10., 14.],
+           [14., 20.]])
+    """
+    x = computed("x", x, sparse_rows=True)
+    if sparse_package(x._meta):
+        if how.get("method") is not None:
+            raise PlanError(f"method={how['method']!r} is not for sparse rows: leave it out")
+        n = x.shape[1]
+        g = by_program("gram", {"a": rows_of(x)}, {"g": (((n,), (n,)), x.dtype.name)}, how=how)["g"]
+        return mirrored(g.rechunk((x.chunks[1],) * 2), lower=True, hermitian=True)
+    return mirrored(multiply(parse(x, x, op_a="C", **how)), lower=True, hermitian=True)
+
+
+@public(ProductOptions, PRODUCT)
+def symm(
+    a: Operand,
+    b: Operand,
+    *,
+    lower: bool = False,
+    right: bool = False,
+    hermitian: bool = False,
+    **how: Unpack[ProductOptions],
+) -> Array:
+    """Return ``a @ b`` of a symmetric matrix of which one triangle is read; ``b @ a`` if `right`.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix.
+    b : array, (n, k), or (k, n) if `right`
+        The other factor.
+    lower : bool
+        Which triangle of `a` is read.
+    right : bool
+        Whether `a` is the right factor.
+    hermitian : bool
+        Whether `a` is Hermitian: hemm, and not symm.
+
+    Returns
+    -------
+    array
+        The product, of the shape of `b`.
+
+    Raises
+    ------
+    PlanError
+        `a` is not square, or the shapes do not fit each other.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.symm([[1.0, 2.0], [0.0, 1.0]], [[1.0], [1.0]]).compute()
+    array([[3.],
+           [3.]])
+    """
+    a, b = _operands(a, b)
+    whole = mirrored(a, lower=lower, hermitian=hermitian)
+    return multiply(parse(b, whole, **how) if right else parse(whole, b, **how))
+
+
+@public(ProductOptions, PRODUCT)
+def trmm(
+    a: Operand,
+    b: Operand,
+    *,
+    trans: Literal["N", "T", "C", 0, 1, 2] = 0,
+    lower: bool = False,
+    unit_diagonal: bool = False,
+    right: bool = False,
+    **how: Unpack[ProductOptions],
+) -> Array:
+    """Return ``op(a) @ b`` of a triangular matrix, or ``b @ op(a)``. Zeros are multiplied, too.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix; its other triangle is not read.
+    b : array, (n, k), or (k, n) if `right`
+        The other factor.
+    trans, lower, unit_diagonal, right
+        As in `solve_triangular`.
+
+    Returns
+    -------
+    array
+        The product, of the shape of `b`.
+
+    Raises
+    ------
+    PlanError
+        `a` is not square, or the shapes do not fit each other.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.trmm([[1.0, 2.0], [9.0, 1.0]], [[1.0], [1.0]]).compute()
+    array([[3.],
+           [1.]])
+    """
+    (a, b), op = _operands(a, b), op_of(trans)
+    triangle = a.map_blocks(_chunk_triangle, lower, unit_diagonal, dtype=a.dtype, meta=a._meta)
+    if right:
+        return multiply(parse(b, triangle, op_b=op, **how))
+    return multiply(parse(triangle, b, op_a=op, **how))
+
+
+def _operands(a: Any, b: Any) -> tuple[Array, Array]:
+    """Return a square matrix and its other factor, both in the type in which the product is computed."""
+    a, b = matrix("a", a), operand("b", b)
+    check_square("a", a.shape)
+    dtype = common_type({"a": a, "b": b})
+    return a.astype(dtype), b.astype(dtype)
+
+
+def _chunk_triangle(block: Any, lower: bool, unit: bool, block_info: Any = None) -> Any:
+    (rows, _), (cols, _) = block_info[0]["array-location"]
+    offset: int = rows - cols
+    if not unit:
+        return np.tril(block, offset) if lower else np.triu(block, offset)
+    strict = np.tril(block, offset - 1) if lower else np.triu(block, offset + 1)
+    return plus_ones(strict, offset)
