@@ -73,10 +73,10 @@ HINTS = {
 
 
 def takes(
-    options: type, hints: Mapping[str, str] | None = None, positional: str = ""
+    options: type | None, hints: Mapping[str, str] | None = None, positional: str = ""
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Have a function with ``**options`` show each option in its signature, and refuse a name that is none."""
-    known = options.__annotations__
+    known = {} if options is None else options.__annotations__
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         shown = inspect.signature(function)

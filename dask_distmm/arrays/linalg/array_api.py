@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 import dask.array as da
 import dask.config
@@ -37,11 +37,6 @@ from dask_distmm.errors import PlanError, check_square
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.runtime.client import current_client
 
-
-class TaskOptions(TypedDict):
-    """The options of functions that Dask's own tasks compute: none."""
-
-
 Product = Callable[[Any, Any], Any]
 
 
@@ -53,7 +48,7 @@ def _stack(name: str, x: Any, least: int = 2) -> Array:
     return array
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def matrix_transpose(x: Any) -> Any:
     """Return the transposes of the matrices in the last two axes of `x`.
 
@@ -76,7 +71,7 @@ def matrix_transpose(x: Any) -> Any:
     return _stack("x", x).swapaxes(-1, -2)
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def diagonal(x: Any, *, offset: int = 0) -> Any:
     """Return diagonals of the matrices in the last two axes of `x`, `offset` above the main one.
 
@@ -101,7 +96,7 @@ def diagonal(x: Any, *, offset: int = 0) -> Any:
     return da.diagonal(_stack("x", x), offset, -2, -1)
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def trace(x: Any, *, offset: int = 0, dtype: Any = None) -> Any:
     """Return sums of diagonals of the matrices in the last two axes of `x`, added in `dtype`.
 
@@ -162,7 +157,7 @@ def matrix_norm(
     return norm(_stack("x", x), ord, (-2, -1), keepdims, **how)
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def vector_norm(
     x: Any, *, axis: int | tuple[int, ...] | None = None, keepdims: bool = False, ord: float | None = 2
 ) -> Any:
@@ -200,7 +195,7 @@ def vector_norm(
     return (r**power).sum(**over) ** r.dtype.type(1 / power)
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def vecdot(x1: Any, x2: Any, *, axis: int = -1) -> Any:
     """Return the sums of ``conj(x1) * x2`` along an axis of both; others are broadcast.
 
@@ -226,7 +221,7 @@ def vecdot(x1: Any, x2: Any, *, axis: int = -1) -> Any:
     return (first.conj() * second).sum(axis=-1, dtype=np.result_type(first.dtype, second.dtype))
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def cross(x1: Any, x2: Any, *, axis: int = -1) -> Any:
     """Return cross products of the vectors of three elements along an axis of both; others are broadcast.
 
@@ -270,7 +265,7 @@ def _vectors(x1: Any, x2: Any, axis: int) -> tuple[Array, Array]:
     return first, second
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def outer(x1: Any, x2: Any) -> Any:
     """Return all products of an element of the vector `x1` and one of the vector `x2`, (m, n).
 
@@ -298,7 +293,7 @@ def outer(x1: Any, x2: Any) -> Any:
     return first[:, None] * second[None, :]
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def kron(a: Any, b: Any) -> Any:
     """Return the Kronecker product; `b` is made one chunk, which each task has.
 

@@ -41,7 +41,7 @@ from distributed.scheduler import TaskState, WorkerState
 from dask_distmm import compat
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
-from dask_distmm.errors import DistMMError, EngineError, ProjectedMemoryError, advice
+from dask_distmm.errors import DistMMError, EngineError, MissingEngineError, ProjectedMemoryError, advice
 from dask_distmm.installing import install_command
 from dask_distmm.planning import Computation, Demand, Problem, plan_computation
 from dask_distmm.planning.planner import product_remedies
@@ -421,7 +421,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def start(self, scheduler: Scheduler) -> None:
         """Attach to a scheduler and put the worker's plugin on all workers, now and later."""
-        compat.refuse("on the scheduler", compat.missing_on_scheduler(scheduler))
+        if missing := compat.missing_on_scheduler(scheduler):
+            raise MissingEngineError(compat.unsupported("on the scheduler", missing))
         before = scheduler.extensions.get(NAME)
         if before is not None and self.name not in scheduler.plugins:
             await before.retire()
