@@ -11,7 +11,7 @@ finished; one failure fails it for all. Where its ranks need nothing of each oth
 (`Run.independent`), it continues without those that are gone while it is running, as long as any is left. Answers
 that do not fit are refused with `ProtocolError` and change nothing.
 
-What has become of runs is in records, which are made from the events that the scheduler's plugin logs.
+Records tell the outcome of runs; they are made from the events that the scheduler's plugin logs.
 """
 
 from __future__ import annotations
