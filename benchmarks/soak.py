@@ -32,9 +32,11 @@ from distributed.scheduler import DEFAULT_EXTENSIONS
 from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm import RunFailedError, free_workspaces, matmul
-from dask_distmm.testing import assert_large_product, assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 from dask_distmm.typing import Method
 from tests.faults import inject, remove_faults
+from tests.leaks import assert_nothing_left
+from tests.matrices import assert_large_product
 
 GROWTH = 16 * 2**20
 # Dask's own logs and profiles grow for hours before they reach their bounds; what is looked for is ours.

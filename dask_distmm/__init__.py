@@ -19,26 +19,17 @@ from dask_distmm._version import __version__
 from dask_distmm.compat import check_imports as _check_imports
 from dask_distmm.config import enabled_setting as _enabled_setting
 from dask_distmm.config import register_defaults as _register_defaults
-from dask_distmm.errors import (
-    DistMMError,
-    EngineError,
-    PlanError,
-    ProjectedMemoryError,
-    ProtocolError,
-    RunFailedError,
-)
+from dask_distmm.errors import DistMMError, EngineError, PlanError, ProjectedMemoryError, ProtocolError, RunFailedError
 from dask_distmm.errors import options_checked as _options_checked
-from dask_distmm.preload import dask_setup  # noqa: F401  (Dask's --preload looks for it here)
 from dask_distmm.runtime.scheduler import attachments as _attachments
 
 if TYPE_CHECKING:
     from dask_distmm import linalg
     from dask_distmm.api import explain, matmul
     from dask_distmm.arrays.dispatch import disable, enable, enabled, is_enabled
-    from dask_distmm.arrays.distribute import distribute, free_replicas, replicate
     from dask_distmm.arrays.grouped import explain_grouped, matmul_grouped
     from dask_distmm.arrays.kinds import to_torch
-    from dask_distmm.arrays.prepared import Matmul
+    from dask_distmm.arrays.prepared import Matmul, distribute, free_replicas, replicate
     from dask_distmm.arrays.product import NotCollective
     from dask_distmm.arrays.quantize import BlockScaled, dequantize, quantize
     from dask_distmm.diagnostics.bars import progress
@@ -51,10 +42,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "api": ("explain", "matmul"),
     "arrays.dispatch": ("disable", "enable", "enabled", "is_enabled"),
-    "arrays.distribute": ("distribute", "free_replicas", "replicate"),
     "arrays.grouped": ("explain_grouped", "matmul_grouped"),
     "arrays.kinds": ("to_torch",),
-    "arrays.prepared": ("Matmul",),
+    "arrays.prepared": ("Matmul", "distribute", "free_replicas", "replicate"),
     "arrays.product": ("NotCollective",),
     "arrays.quantize": ("BlockScaled", "dequantize", "quantize"),
     "diagnostics.bars": ("progress",),
@@ -66,41 +56,12 @@ _HOMES = {
 _MODULES = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "BatchPlan",
-    "BlockCyclic",
-    "BlockScaled",
-    "DistMMError",
-    "EngineError",
-    "Epilog",
-    "Explanation",
-    "GroupPlan",
-    "Matmul",
-    "NotCollective",
-    "Plan",
-    "PlanError",
-    "ProjectedMemoryError",
-    "ProtocolError",
-    "RunFailedError",
-    "Slab",
-    "__version__",
-    "dequantize",
-    "disable",
-    "distribute",
-    "enable",
-    "enabled",
-    "explain",
-    "explain_grouped",
-    "free_replicas",
-    "free_workspaces",
-    "is_enabled",
-    "linalg",
-    "matmul",
-    "matmul_grouped",
-    "progress",
-    "quantize",
-    "replicate",
-    "to_torch",
-]
+    "BatchPlan", "BlockCyclic", "BlockScaled", "DistMMError", "EngineError", "Epilog", "Explanation", "GroupPlan",
+    "Matmul", "NotCollective", "Plan", "PlanError", "ProjectedMemoryError", "ProtocolError", "RunFailedError", "Slab",
+    "__version__", "dequantize", "disable", "distribute", "enable", "enabled", "explain", "explain_grouped",
+    "free_replicas", "free_workspaces", "is_enabled", "linalg", "matmul", "matmul_grouped", "progress", "quantize",
+    "replicate", "to_torch",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:
@@ -121,6 +82,25 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found
     return found
+
+
+async def dask_setup(server: Any) -> None:
+    """Put the plugin on a scheduler or worker that starts; called by Dask for ``--preload``."""
+    from distributed import Scheduler, Worker
+
+    from dask_distmm.engines.base import log
+    from dask_distmm.errors import MissingEngineError
+    from dask_distmm.runtime.messages import NAME
+    from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
+    from dask_distmm.runtime.worker import worker_plugin
+
+    if isinstance(server, Scheduler):
+        try:
+            await server.register_scheduler_plugin(DistMMSchedulerPlugin(), name=NAME, idempotent=True)
+        except MissingEngineError as error:
+            log.warning("%s", error)
+    elif isinstance(server, Worker):
+        await server.plugin_add(worker_plugin(), name=NAME, catch_errors=False)
 
 
 def _attach(scheduler: Any, plugin: Any) -> None:

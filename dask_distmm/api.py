@@ -9,9 +9,8 @@ from typing import Any, Literal, Unpack, overload
 import dask.array as da
 
 from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.options import HINTS, takes
 from dask_distmm.arrays.product import NotCollective, explain_product, multiply
-from dask_distmm.arrays.request import UnknownChunksError, parse
+from dask_distmm.arrays.request import HINTS, UnknownChunksError, parse, takes
 from dask_distmm.planning import Explanation
 from dask_distmm.typing import (
     AllOptions,

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dask_distmm._version import TESTED_DASK
-from dask_distmm.errors import MissingEngineError
 
 # Methods that are called, with the parameters of the call, and attributes: of a scheduler and of a worker.
 SCHEDULER = {
@@ -107,12 +106,6 @@ def check_imports() -> None:
     missing = [x for module, names in MODULES.items() for x in _lacking(module, _module(module), names)]
     if missing:
         raise ImportError(unsupported("here", missing))
-
-
-def refuse(where: str, missing: Iterable[str]) -> None:
-    """Raise `MissingEngineError` if anything is missing."""
-    if missing := list(missing):
-        raise MissingEngineError(unsupported(where, missing))
 
 
 def unsupported(where: str, missing: Iterable[str]) -> str:

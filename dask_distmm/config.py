@@ -110,29 +110,26 @@ _MAY_BE_0 = ("latency", "network_bandwidth", "dask_bandwidth", "host_bandwidth")
 @functools.lru_cache(maxsize=16)
 def _read_options(state: bytes) -> Options:
     def number(key: str, low: float, high: float = float("inf")) -> float:
-        value = setting(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise PlanError(f"config distmm.{key} is {value!r}; expected a number from {low} to {high}")
-        return float(value)
+        def fits(value: Any) -> bool:
+            return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+        return float(_expected(key, fits, f"a number from {low} to {high}"))
 
     def truth(key: str) -> bool:
-        value = setting(key)
-        if not isinstance(value, bool):
-            raise PlanError(f"config distmm.{key} is {value!r}; expected true or false")
-        return value
+        return bool(_expected(key, lambda value: isinstance(value, bool), "true or false"))
 
     def machine(engine: str) -> Machine:
-        gflops, exposed = setting(f"machine.{engine}.gflops"), setting(f"machine.{engine}.exposed") or {}
-        if not isinstance(gflops, Mapping) or "other" not in gflops:
-            raise PlanError(f"config distmm.machine.{engine}.gflops is {gflops!r}; expected a mapping with 'other'")
-        if not isinstance(exposed, Mapping):
-            raise PlanError(f"config distmm.machine.{engine}.exposed is {exposed!r}; expected a mapping")
+        key = f"machine.{engine}"
+        gflops = _expected(
+            f"{key}.gflops", lambda value: isinstance(value, Mapping) and "other" in value, "a mapping with 'other'"
+        )
+        exposed = _expected(f"{key}.exposed", lambda value: isinstance(value or {}, Mapping), "a mapping") or {}
         return Machine(
-            gflops=tuple(sorted((str(name), number(f"machine.{engine}.gflops.{name}", 1e-9)) for name in gflops)),
-            bandwidth=number(f"machine.{engine}.bandwidth", 1.0),
-            memory_bandwidth=number(f"machine.{engine}.memory-bandwidth", 1.0),
-            **{name: number(f"machine.{engine}.{name.replace('_', '-')}", 0.0) for name in _MAY_BE_0},
-            exposed=tuple(sorted((str(n), number(f"machine.{engine}.exposed.{n}", 0.0)) for n in exposed)),
+            gflops=tuple(sorted((str(name), number(f"{key}.gflops.{name}", 1e-9)) for name in gflops)),
+            bandwidth=number(f"{key}.bandwidth", 1.0),
+            memory_bandwidth=number(f"{key}.memory-bandwidth", 1.0),
+            **{name: number(f"{key}.{name.replace('_', '-')}", 0.0) for name in _MAY_BE_0},
+            exposed=tuple(sorted((str(n), number(f"{key}.exposed.{n}", 0.0)) for n in exposed)),
         )
 
     _check_keys(dask.config.get("distmm", {}), DEFAULTS["distmm"], "distmm")
@@ -178,32 +175,28 @@ def _dask_costs(state: bytes) -> DaskCosts:
 
 def minimum_flops() -> float | None:
     """Return the least floating-point operations of a product that `@` takes under `enable`; None: as planned."""
-    value = setting("minimum-flops")
-    try:
-        found = None if value is None else float(value)
-    except (TypeError, ValueError):
-        found = -1.0
-    if isinstance(value, bool) or (found is not None and not found >= 0):
-        raise PlanError(
-            f"config distmm.minimum-flops is {value!r}; expected a number of at least 0, as 1e9, or null for the cost "
-            "model's choice"
-        )
-    return found
+
+    def fits(value: Any) -> bool:
+        try:
+            return value is None or (float(value) >= 0 and not isinstance(value, bool))
+        except (TypeError, ValueError):
+            return False
+
+    value = _expected("minimum-flops", fits, "a number of at least 0, as 1e9, or null for the cost model's choice")
+    return None if value is None else float(value)
 
 
 def raises_beyond_memory() -> bool:
     """Whether what does not fit into memory is an error under ``enable()``, or left to Dask's own tasks."""
-    exceeded = setting("memory.exceeded")
-    if exceeded not in ("dask", "raise"):
-        raise PlanError(f"config distmm.memory.exceeded is {exceeded!r}; expected 'dask' or 'raise'")
+    exceeded = _expected("memory.exceeded", ("dask", "raise").__contains__, "'dask' or 'raise'")
     return bool(exceeded == "raise")
 
 
 def enabled_setting() -> bool | None:
     """Return whether products are routed here from the start (true), after `enable` (None), or never (false)."""
-    value: bool | None = setting("enabled")
-    if value is not None and not isinstance(value, bool):
-        raise PlanError(f"config distmm.enabled is {value!r}; expected true, false or null (only after enable())")
+    value: bool | None = _expected(
+        "enabled", lambda value: isinstance(value, bool | None), "true, false or null (only after enable())"
+    )
     return value
 
 
@@ -255,9 +248,7 @@ def wave_budget() -> Budget | None:
 
 @functools.lru_cache(maxsize=16)
 def _wave_budget(state: bytes) -> Budget | None:
-    mode = setting("waves.mode")
-    if mode not in ("auto", "off"):
-        raise PlanError(f"config distmm.waves.mode is {mode!r}; expected 'auto' or 'off'")
+    mode = _expected("waves.mode", ("auto", "off").__contains__, "'auto' or 'off'")
     rates = {key: float(parsed(f"waves.{key}", float)) for key in ("read-bandwidth", "device-bandwidth")}
     for key, rate in rates.items():
         if not rate > 0:
@@ -275,6 +266,13 @@ def parsed(key: str, parse: Callable[[Any], Any]) -> Any:
         return parse(value)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise PlanError(f"config distmm.{key} is {value!r}; expected something like {_default(key)!r}") from error
+
+
+def _expected(key: str, fits: Callable[[Any], bool], expected: str) -> Any:
+    """Return one option, which has to fit; `expected` says how."""
+    if not fits(value := setting(key)):
+        raise PlanError(f"config distmm.{key} is {value!r}; expected {expected}")
+    return value
 
 
 def setting(key: str) -> Any:

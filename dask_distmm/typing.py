@@ -1,6 +1,6 @@
 """The options of `matmul` and its relatives, for type checkers. Pure: names, and no values.
 
-Each option is declared here once, with its type; `arrays.options` has its default, and the docstring of `matmul` its
+Each option is declared here once, with its type; `arrays.request` has its default, and the docstring of `matmul` its
 meaning. Functions that take options are annotated ``**options: Unpack[...]``; their signatures list them all the same.
 """
 
@@ -19,26 +19,10 @@ if TYPE_CHECKING:
     import dask.array as da
 
 __all__ = [
-    "AnyEpilog",
-    "ArrayLike",
-    "AuxEpilog",
-    "Batch",
-    "BlockFormat",
-    "Chunks",
-    "ComputeType",
-    "DType",
-    "Distribution",
-    "Engine",
-    "EpilogFunction",
-    "GroupedOptions",
-    "MatmulOptions",
-    "Method",
-    "Op",
-    "PlainEpilog",
-    "PreparedOptions",
-    "Scaled",
-    "WithAux",
-]
+    "AnyEpilog", "ArrayLike", "AuxEpilog", "Batch", "BlockFormat", "Chunks", "ComputeType", "DType", "Distribution",
+    "Engine", "EpilogFunction", "GroupedOptions", "MatmulOptions", "Method", "Op", "PlainEpilog", "PreparedOptions",
+    "Scaled", "WithAux",
+]  # fmt: skip
 
 
 class SupportsShape(Protocol):

@@ -24,12 +24,11 @@ from distributed import Client, LocalCluster
 from distributed.utils import get_mp_context
 from faults import remove_faults
 from hypothesis import settings
-from leaks import no_leaks
+from leaks import assert_nothing_left, no_leaks
 from threadpoolctl import threadpool_limits
 
 import dask_distmm
 from dask_distmm import matmul
-from dask_distmm.testing import assert_nothing_left
 
 # Files that take longest; processes share them out in this order, so that none is left over at the end. Before them
 # the one that looks at a setting of the whole process, which runs of other tests change.

@@ -19,7 +19,7 @@ FAULT_POINTS = {
     "execute": ("dask_distmm.engines.numpy.engine", "NumpyJob", "execute"),
     "tiles": ("dask_distmm.engines.numpy.engine", "NumpyJob", "serve"),
     "assemble": ("dask_distmm.engines.numpy.engine", "NumpyJob", "_assemble"),
-    "replicate": ("dask_distmm.runtime.transfers", "ReplicaStore", "gather"),
+    "replicate": ("dask_distmm.runtime.replicas", "ReplicaStore", "gather"),
     "place": ("dask_distmm.runtime.worker", "ChunkStore", "place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp", "Group", "multiply"),

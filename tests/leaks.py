@@ -7,12 +7,16 @@ tests' own process, which is that of some clusters too, only our threads are loo
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import cloudpickle
 import psutil
 from distributed import Client
 from distributed.deploy import Cluster
@@ -68,3 +72,44 @@ def no_leaks(cluster: Cluster, timeout: float = 10.0) -> Iterator[None]:
             return
         assert time.monotonic() < deadline, "; ".join(more)
         time.sleep(0.1)
+
+
+# What a cluster keeps of multiplies
+
+
+def _left_on_worker(dask_worker: Any) -> dict[str, int]:
+    side = dask_worker.extensions.get("distmm")
+    names = ("runs", "chunks", "progress", "replicas")
+    return {} if side is None else {name: len(getattr(side, name)) for name in names}
+
+
+def _left_on_scheduler(dask_scheduler: Any) -> dict[str, int]:
+    plugin = dask_scheduler.plugins.get("distmm")
+    if plugin is None:
+        return {}
+    # A barrier that has failed is Dask's to forget, when nobody holds the exception any more.
+    barriers = sum(barrier.ts.state != "erred" for barrier in plugin.barriers.values())
+    return {"runs": len(plugin.queue), "barriers": barriers, "replicas": len(plugin.replicas)}
+
+
+def assert_nothing_left(client: Any, timeout: float = 20.0) -> None:
+    """Wait until neither workers nor scheduler keep anything of a multiply whose result nobody holds any more.
+
+    Raises
+    ------
+    AssertionError
+        Something is still there after `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        found = {**client.run(_left_on_worker), "scheduler": client.run_on_scheduler(_left_on_scheduler)}
+        left = {where: what for where, what in found.items() if any(what.values())}
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
+        gc.collect()
+
+
+# Functions of this file are called on workers and schedulers, which may be other processes.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])

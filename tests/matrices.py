@@ -56,3 +56,14 @@ def until(done, seconds=30.0):
     while not done():
         assert time.monotonic() < deadline, "it does not come true"
         time.sleep(0.05)
+
+
+def assert_large_product(a, b, c):
+    """Check ``c == a @ b`` times a random vector, where `assert_product` in extended precision would take minutes.
+
+    No row may be outside of 16 eps ``|a| |b| |v|`` for a vector v, or NaN.
+    """
+    v, eps = np.random.default_rng().standard_normal(c.shape[1]), np.finfo(a.dtype).eps
+    a, b, c = (x.astype(float) for x in (a, b, c))
+    bound = 16 * eps * (abs(a) @ (abs(b) @ abs(v)))
+    assert (abs(c @ v - a @ (b @ v)) <= bound).all(), "a product is wrong"

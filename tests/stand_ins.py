@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+from dask_distmm.runtime import messages
+
 
 class Loop:
     """Has all of a Dask worker that `WorkerService` needs."""
@@ -21,7 +25,6 @@ class Loop:
             self.data.pop(key, None)
 
 
-async def ask(side, request):
-    """Give a request to the handler that a `WorkerService` has for it; return the answer."""
-    wire = {**request.to_wire(), "epoch": side.epoch}
-    return request.answer.from_wire(await side.handlers[request.operation](**wire))
+async def ask(side, handler, *args, **kwargs):
+    """Call a handler of a `WorkerService` as others do; return the answer."""
+    return await messages.ask(SimpleNamespace(**side.handlers), handler, side.epoch, *args, **kwargs)

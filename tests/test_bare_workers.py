@@ -23,8 +23,8 @@ from matrices import until
 
 from dask_distmm import EngineError, enabled, matmul, quantize
 from dask_distmm.runtime.messages import NAME
+from dask_distmm.runtime.scheduler.freezing import Roster
 from dask_distmm.runtime.scheduler.plugin import needs_package
-from dask_distmm.runtime.scheduler.roster import Roster
 from dask_distmm.runtime.worker import for_any_worker
 from dask_distmm.testing import assert_product
 from dask_distmm.tools.cli import main

@@ -15,11 +15,12 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, WorkerPlugin, as_completed, wait
+from leaks import assert_nothing_left
 from matrices import until
 from run_events import events
 
 from dask_distmm import matmul
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 pytestmark = pytest.mark.faults
 

@@ -14,6 +14,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
+from leaks import assert_nothing_left
 from run_events import events
 
 import dask_distmm
@@ -22,7 +23,7 @@ from dask_distmm.engines.gpu.gate import Gate
 from dask_distmm.engines.numpy.engine import NumpyEngine, NumpyJob
 from dask_distmm.errors import EngineError, MissingEngineError, RunFailedError
 from dask_distmm.planning import ENGINES
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 
 class StandInJob(NumpyJob):

@@ -23,9 +23,9 @@ from dask_distmm import PlanError, linalg, matmul
 from dask_distmm.diagnostics import tables
 from dask_distmm.diagnostics.bars import as_html, as_lines, noted
 from dask_distmm.errors import ProtocolError
-from dask_distmm.runtime.messages import Progress, ProgressLine
-from dask_distmm.runtime.run import Run
-from dask_distmm.runtime.scheduler.records import PHASES, Records, by_phase, progress_of
+from dask_distmm.runtime.messages import ProgressLine, arguments_of
+from dask_distmm.runtime.run import PHASES, Records, Run, by_phase, progress_of
+from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 from dask_distmm.testing import assert_product
 
 START = {"action": "start", "method": "summa", "engine": "numpy", "grid": (1, 2, 1), "flops": 4e9, "bound": 8e9}
@@ -53,8 +53,8 @@ def test_a_run_that_is_done():
     note(records, 7, DONE)
     assert (record.outcome, record.share, record.rate, record.share_of_bound) == ("done", 1.0, 2e9, 0.25)
     assert record.phases["tcp://a"] == dict.fromkeys(PHASES, 0.0) | {"multiply": 0.75, "deliver": 0.125, "other": 0.125}
-    assert records.totals.seconds["multiply"] == 2.0
-    assert (records.totals.flops, records.totals.received_bytes) == (4e9, 100)
+    assert records.seconds["multiply"] == 2.0
+    assert (records.flops, records.received_bytes) == (4e9, 100)
     assert records.of("matmul-1f0c5e2a77") is record
     assert records.of("another") is None
 
@@ -67,7 +67,7 @@ def test_sums_outlive_the_records(ends):
         begins = [START] if began or outcome == "done" else []
         note(records, number, *begins, ENDS[outcome])
     for outcome in ENDS:
-        assert records.totals.runs[outcome] == sum(end[1] == outcome for end in ends)
+        assert records.ended[outcome] == sum(end[1] == outcome for end in ends)
     assert [record.run_id for record in records] == list(range(len(ends)))[-3:]
     table = tables.runs(list(records), 200.0)
     assert table["run"] == [record.run_id for record in records][::-1]
@@ -116,7 +116,7 @@ def test_the_columns_of_the_page():
     assert math.isnan(memory["held"][1])
     assert math.isnan(memory["process"][0])
     assert tables.rates(list(records))["run"] == ["1"]
-    assert "0 running, 1 done, 0 restarted, 1 failed" in tables.summary(records.totals, list(records))
+    assert "0 running, 1 done, 0 restarted, 1 failed" in tables.summary(records)
     assert tables.shown([], None) is None
     assert not tables.phase_bars(None, 0.0)["rank"]
     # Of a program the longest kernels, each in its colour; the others are part of "other".
@@ -182,10 +182,11 @@ def test_waves_of_a_part():
 
 
 def test_what_a_participant_may_report():
-    Progress.from_wire({"run_id": 1, "share": 0.5, "received_bytes": 7})
+    handler = DistMMSchedulerPlugin.hear_progress
+    arguments_of(handler, {"run_id": 1, "share": 0.5, "received_bytes": 7})
     for share, received in [(math.nan, 7), (1.5, 7), (-0.1, 7), (0.5, -1), (0.5, 1.5), (None, 0), (0.5, None)]:
-        with pytest.raises(ProtocolError, match="malformed message Progress: its field (share|received_bytes) is"):
-            Progress.from_wire({"run_id": 1, "share": share, "received_bytes": received})
+        with pytest.raises(ProtocolError, match="malformed message hear_progress: its field (share|received_bytes) is"):
+            arguments_of(handler, {"run_id": 1, "share": share, "received_bytes": received})
     run = Run(1, "m", "k", frozenset("ab"), phase="running")
     for address, received in [("a", 5), ("b", 7), ("a", 3), ("stranger", 50)]:
         run.report(address, 0.1, 0.0, received)

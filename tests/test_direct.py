@@ -15,6 +15,7 @@ import pytest
 from dask._task_spec import convert_legacy_graph
 from distributed import Client, LocalCluster, SchedulerPlugin, wait
 from distributed.scheduler import validate_state
+from leaks import assert_nothing_left
 from run_events import events, events_after, newest_run
 
 from dask_distmm import matmul
@@ -23,7 +24,7 @@ from dask_distmm.arrays.request import parse
 from dask_distmm.errors import NoWorkersError
 from dask_distmm.graph.build import build_graph
 from dask_distmm.runtime import direct
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 
 def test_this_version_of_distributed_has_been_tested():

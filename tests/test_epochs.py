@@ -8,12 +8,14 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import wait
+from leaks import assert_nothing_left
 from matrices import until
 from run_events import events_after, newest_run
 
 from dask_distmm import matmul
-from dask_distmm.runtime.messages import NAME, Abort, Prepare, ReleaseGroup, ask
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.runtime.messages import NAME, ask, operation_of
+from dask_distmm.runtime.worker import WorkerService
+from dask_distmm.testing import assert_product
 
 
 def product(size=60, chunk=20):
@@ -38,11 +40,15 @@ def test_numbers_from_the_future_are_refused(inproc_client, monkeypatch):
     async def forge(dask_scheduler=None):
         newest, found = dask_scheduler.plugins[NAME].queue.newest, []
         for number in (newest + 1, 10**6):
-            requests = [Abort(number, "forged"), Prepare(number, 0, {}, {}), ReleaseGroup(number, "numpy", 0)]
+            requests = [
+                (WorkerService.abort, number, "forged"),
+                (WorkerService.prepare, number, 0, {}, {}),
+                (WorkerService.release, number, "numpy", 0),
+            ]
             for address in dask_scheduler.workers:
-                for request in requests:
+                for handler, *request in requests:
                     for epoch in ("", "x", 7):
-                        found.append(await ask(dask_scheduler.rpc(address), request, epoch))
+                        found.append(await ask(dask_scheduler.rpc(address), handler, epoch, *request))
         return [(answer.status, answer.message) for answer in found]
 
     found = inproc_client.run_on_scheduler(forge)
@@ -108,11 +114,11 @@ def test_a_request_may_overtake_the_stream(late, monkeypatch):
 
     async def work() -> None:
         side = WorkerService(Loop())
-        asked = asyncio.ensure_future(side.handlers[Abort.operation](run_id=1, reason="test", epoch="new"))
+        asked = asyncio.ensure_future(side.handlers[operation_of(side.abort)](run_id=1, reason="test", epoch="new"))
         await asyncio.sleep(0)
         if late:
             assert (await asked)["status"] == "refused"
-        side.worker.stream_handlers["distmm-begin"](epoch="new")
+        side.worker.stream_handlers[operation_of(side.begin)](epoch="new")
         if not late:
             assert (await asked)["status"] == "OK"
         side.close()

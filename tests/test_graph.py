@@ -74,8 +74,8 @@ def test_blocks_that_have_nothing_in_common_are_runs_of_their_own():
         problem = parse(*(da.zeros((3 * chunk,) * 2, chunks=chunk) for _ in "ab")).problem
         pieces = pieces_of(problem, [0, 4, 8])
         assert len(pieces) == runs
-        assert sorted(number for piece in pieces for number in piece.wanted) == [0, 4, 8]
-        assert len({piece.problem.name for piece in pieces}) == runs
+        assert sorted(number for piece in pieces for number in piece[1]) == [0, 4, 8]
+        assert len({part.name for part, _ in pieces}) == runs
 
 
 def test_operands_of_dasks_own_tasks():

@@ -11,6 +11,7 @@ import scipy.linalg
 from distributed import wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaks import assert_nothing_left
 from matrices import lazy, positive, random
 from residuals import (
     assert_cholesky,
@@ -25,7 +26,6 @@ from run_events import events, newest_run, runs_after
 
 from dask_distmm import PlanError, linalg
 from dask_distmm.planning import plan_from_wire
-from dask_distmm.testing import assert_nothing_left
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 METHODS = ["local", "columns"]

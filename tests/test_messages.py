@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import inspect
 import itertools
 import logging
 
@@ -14,9 +14,11 @@ from matrices import until
 from dask_distmm import matmul
 from dask_distmm.planning import Demand, Worker, plan
 from dask_distmm.runtime import messages
-from dask_distmm.runtime import messages as questions
-from dask_distmm.runtime.messages import NAME, Call, Message
-from dask_distmm.runtime.worker import MISSING
+from dask_distmm.runtime.messages import NAME, operation_of
+from dask_distmm.runtime.replicas import Replicas
+from dask_distmm.runtime.scheduler.coordinator import Coordinator
+from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
+from dask_distmm.runtime.worker import MISSING, WorkerService
 from dask_distmm.testing import assert_product, make_problem
 
 JUNK = (
@@ -33,36 +35,38 @@ def small_plan():
 
 KEYS = {"a": [("x", 0, 0), ("x", 1, 0)], "b": [("y", 0, 0)]}
 DEMAND = Demand("auto", "numpy", ("float64",) * 3)
-# A valid message of each kind, of a run that is over or of a group that is not there.
+# A valid message for each handler, of a run that is over or of a group that is not there.
 TO_WORKERS = (
-    messages.Describe(),
-    messages.Prepare(1, 0, small_plan(), KEYS),
-    messages.Start(1),
-    messages.Abort(1, "late"),
-    messages.ReleaseGroup(1, "numpy", 1.0),
-    messages.Fetch(1, "input", bytes(48), flat=False),
-    messages.Finish(1),
-    messages.ReleaseOperands(1),
-    messages.WorkerLost(1, "inproc://1"),
-    messages.GroupLost(1, "numpy"),
-    messages.ReleaseReplica("m", 1),
-    messages.Begin("another"),
+    (WorkerService.describe,),
+    (WorkerService.prepare, 1, 0, small_plan(), KEYS),
+    (WorkerService.start, 1),
+    (WorkerService.abort, 1, "late"),
+    (WorkerService.release, 1, "numpy", 1.0),
+    (WorkerService.fetch, 1, "input", bytes(48), False),
+    (WorkerService.end, 1, "late"),
+    (WorkerService.finish, 1),
+    (WorkerService.release_operands, 1),
+    (WorkerService.worker_lost, 1, "inproc://1"),
+    (WorkerService.abandon, 1, "numpy"),
+    (WorkerService.release_replica, "m", 1),
+    (WorkerService.begin, "another"),
 )
-FROM_WORKERS = (messages.Progress(1, 0.5), messages.Gathered(1))
+FROM_WORKERS = ((DistMMSchedulerPlugin.hear_progress, 1, 0.5), (Coordinator.gathered, 1))
 FROM_CLIENTS = (
-    questions.RosterQuestion(DEMAND, ["x"], [[2, 2]]),
-    questions.ProgressQuestion(["x"]),
-    questions.ReleaseWorkspaces(1.0),
-    questions.ReleaseReplicas(["x"]),
+    (DistMMSchedulerPlugin.answer_roster, DEMAND, ["x"], [[2, 2]]),
+    (DistMMSchedulerPlugin.answer_progress, ["x"]),
+    (DistMMSchedulerPlugin.free_workspaces, 1.0),
+    (Replicas.free_replicas, ["x"]),
 )
 
 
-def wires(message: Message, epoch: str):
-    """The message as it is, and with one field changed, missing or added, in its own epoch and in another."""
-    good = message.to_wire()
-    names = [field.name for field in dataclasses.fields(message)]
+def wires(message, epoch: str):
+    """The message as it is, and with one argument changed, missing or added, in its own epoch and in another."""
+    handler, *arguments = message
+    good = messages.message(handler, "", *arguments)
+    names = [name for name in inspect.signature(handler).parameters if name != "self"]
     changed = [good | {name: value} for name, value in itertools.product(names, JUNK)]
-    if isinstance(message, messages.Begin):
+    if handler is WorkerService.begin:
         # Who may send that is the scheduler; another epoch would be its word.
         changed = [wire for wire in changed if not isinstance(wire["epoch"], str)]
         return [*changed, {}, {"epoch": epoch, "x": 1}]
@@ -71,14 +75,20 @@ def wires(message: Message, epoch: str):
     return [wire | {"epoch": each} for wire in found for each in (epoch, "another", None)]
 
 
-def test_every_message_is_in_the_list():
-    kinds = {
-        kind
-        for module in (messages, questions)
-        for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, Message) and kind.operation
-    }
-    assert kinds == {type(one) for one in (*TO_WORKERS, *FROM_WORKERS, *FROM_CLIENTS)}
+def test_every_message_is_in_the_list(inproc_client):
+    x = da.ones((20, 20), chunks=10)
+    matmul(x, x).compute()
+
+    def known(server):
+        return {name for name in (*server.handlers, *server.stream_handlers) if name.startswith("distmm_")}
+
+    def listed(*handlers):
+        return {operation_of(handler) for handler, *_ in handlers}
+
+    found = inproc_client.run(lambda dask_worker: known(dask_worker))
+    assert all(each == listed(*TO_WORKERS) for each in found.values())
+    found = inproc_client.run_on_scheduler(lambda dask_scheduler: known(dask_scheduler))
+    assert found == listed(*FROM_WORKERS, *FROM_CLIENTS)
 
 
 def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
@@ -95,13 +105,14 @@ def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
         found: dict[str, set[str]] = {}
         address = next(iter(dask_scheduler.workers))
         for message in (*TO_WORKERS, *FROM_CLIENTS):
-            operation, statuses = message.operation, found.setdefault(type(message).__name__, set())
+            handler, operation = message[0], operation_of(message[0])
+            statuses = found.setdefault(handler.__name__, set())
             server = dask_scheduler.address if message in FROM_CLIENTS else address
             for wire in wires(message, epoch):
-                if not isinstance(message, Call):
+                if not inspect.iscoroutinefunction(handler):
                     dask_scheduler.worker_send(address, {"op": operation, **wire})
                     continue
-                if message in FROM_CLIENTS or isinstance(message, messages.Describe):
+                if message in FROM_CLIENTS or handler is WorkerService.describe:
                     wire.pop("epoch")
                 answer = await asyncio.wait_for(getattr(dask_scheduler.rpc(server), operation)(**wire), 30)
                 statuses.add(answer["status"])
@@ -110,7 +121,7 @@ def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
     async def tell(epoch, dask_worker):
         for message in FROM_WORKERS:
             for wire in wires(message, epoch):
-                dask_worker.batched_send({"op": message.operation, **wire})
+                dask_worker.batched_send({"op": operation_of(message[0]), **wire})
 
     found, epoch = inproc_client.run_on_scheduler(send)
     inproc_client.run(tell, epoch)
@@ -118,7 +129,7 @@ def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
         inproc_client.log_event(MISSING, event)
     for name, statuses in found.items():
         assert statuses <= {"OK", "refused", "failed", "missing", "gone"}, name
-        assert not statuses or name == "Describe" or "refused" in statuses, name
+        assert not statuses or name == "describe" or "refused" in statuses, name
     assert_product(a, a, matmul(x, x, method="summa").compute())
     assert inproc_client.nthreads() == workers
     assert not inproc_client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.plugins[NAME].roster.bare)
@@ -126,16 +137,14 @@ def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
 
 def test_an_error_within_a_handler_ends_nothing(inproc_client, monkeypatch):
     """Whatever is wrong in our own code: the stream, which is Dask's, stays open."""
-    from dask_distmm.runtime.worker import WorkerService
-
     x = da.ones((20, 20), chunks=10)
     matmul(x, x).compute()
     workers = inproc_client.nthreads()
     heard = []
-    monkeypatch.setattr(WorkerService, "end", lambda self, *args: heard.append(args) or 1 / 0)
+    monkeypatch.setattr(WorkerService, "_drop", lambda self, *args: heard.append(args) or 1 / 0)
 
     def send(dask_scheduler):
-        dask_scheduler.plugins[NAME].coordinator.tell(list(dask_scheduler.workers), messages.Abort(1, "x"))
+        dask_scheduler.plugins[NAME].coordinator.tell(list(dask_scheduler.workers), WorkerService.end, 1, "x")
 
     inproc_client.run_on_scheduler(send)
     until(lambda: len(heard) == len(workers))

@@ -15,10 +15,11 @@ import pytest
 from certificates import authority, environment
 from distributed import Client
 from faults import inject
+from leaks import assert_nothing_left
 from matrices import operands
 
 from dask_distmm import DistMMError, matmul
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 pytestmark = [
     pytest.mark.faults,

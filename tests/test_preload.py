@@ -12,11 +12,12 @@ import psutil
 import pytest
 from distributed import Client
 from faults import inject
+from leaks import assert_nothing_left
 from matrices import until
 from run_events import events
 
 from dask_distmm import matmul
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 pytestmark = pytest.mark.faults
 

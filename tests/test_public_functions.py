@@ -66,7 +66,7 @@ def on_the_host(monkeypatch):
         if problem.array == "numpy":
             return run_alone(problem, chunks)
         done = run_alone(dataclasses.replace(problem, array="numpy"), [strict_cupy.on_host(x) for x in chunks])
-        return build.Alone({key: strict_cupy.wrapped(x) for key, x in done.chunks.items()})
+        return {key: strict_cupy.wrapped(x) for key, x in done.items()}
 
     for name, module in strict_cupy.modules().items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -15,6 +15,7 @@ from distributed import Client, LocalCluster, wait
 from faults import inject
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaks import assert_nothing_left
 from matrices import fresh, until
 from run_events import events, newest_run, runs_after
 from stand_ins import Loop, ask
@@ -26,10 +27,10 @@ from dask_distmm.engines.numpy.engine import ENGINE
 from dask_distmm.errors import RunFailedError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import EVERYWHERE, METHODS, Plan, Worker, plan
-from dask_distmm.runtime.messages import NAME, Abort, Fetch, Prepare, Start
-from dask_distmm.runtime.transfers import Replicas
+from dask_distmm.runtime.messages import NAME
+from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.worker import WorkerService
-from dask_distmm.testing import assert_nothing_left, assert_product, make_problem, random_chunks, run_jobs
+from dask_distmm.testing import assert_product, make_problem, random_chunks, run_jobs
 
 rng = np.random.default_rng()
 
@@ -213,7 +214,7 @@ def test_another_array_of_the_same_name():
         keys = [("x", 0, 0), ("x", 1, 0)]
         scheduler = SimpleNamespace(tasks={key: task(key) for key in keys})
         told = []
-        replicas = Replicas(scheduler, lambda addresses, message: told.append((addresses, message.name)))
+        replicas = Replicas(scheduler, lambda addresses, name, run_id: told.append((addresses, name)))
         problem = make_problem(((4, 3), (5,)), ((5,), (6,)), arrays=("x", "y"), gathered="a")
         roster = [Worker("w0"), Worker("w1")]
         places = {"a": np.zeros(2, np.int32), "b": np.zeros(1, np.int32)}
@@ -247,12 +248,12 @@ def test_a_vote_finds_out_what_is_missing():
         for run_id in (None, 6):
             if run_id is not None:
                 side.replicas._kept["x"] = run_id, chunks  # of another run
-            vote = await ask(side, Prepare(8, 0, wire, keys))
+            vote = await ask(side, WorkerService.prepare, 8, 0, wire, keys)
             assert (vote.status, vote.names) == ("no replicas", ("x",))
         side.replicas._kept["x"] = 7, chunks
         side.replicas.drop("x", 6)
-        assert (await ask(side, Prepare(8, 0, wire, keys))).status == "OK"
-        assert (await ask(side, Start(8, deliver=[("", "m", b"")]))).status == "OK"
+        assert (await ask(side, WorkerService.prepare, 8, 0, wire, keys)).status == "OK"
+        assert (await ask(side, WorkerService.start, 8, deliver=[("", "m", b"")])).status == "OK"
         np.testing.assert_array_equal(side.worker.data["m", 1, 0], np.full((3, 6), 5.0))
         side.replicas.drop(name="x", run_id=7)
         assert not len(side.replicas)
@@ -275,18 +276,18 @@ def test_requests_for_replicas():
 
         def fetch(run_id, index=1):
             box[0, 1] = index
-            return asyncio.ensure_future(ask(side, Fetch(run_id, "replica", box.tobytes(), flat=False)))
+            return asyncio.ensure_future(ask(side, WorkerService.fetch, run_id, "replica", box.tobytes(), flat=False))
 
-        assert (await ask(side, Prepare(1, 0, wire, keys))).status == "OK"
+        assert (await ask(side, WorkerService.prepare, 1, 0, wire, keys)).status == "OK"
         early = fetch(1)
         await asyncio.sleep(0.05)
         assert not early.done()
-        await ask(side, Abort(1, "test"))
+        await ask(side, WorkerService.abort, 1, "test")
         assert (await early).status == "failed"
         assert (await fetch(1)).status == "gone"
-        assert (await ask(side, Prepare(2, 0, wire, keys))).status == "OK"
+        assert (await ask(side, WorkerService.prepare, 2, 0, wire, keys)).status == "OK"
         early = fetch(2)
-        assert (await ask(side, Start(2))).status == "OK"
+        assert (await ask(side, WorkerService.start, 2)).status == "OK"
         np.testing.assert_array_equal((await early).data[0].data, np.full((3, 6), 5.0))
         assert (await fetch(2, index=5)).status == "refused"
         assert len(side.replicas.find("m", 2)) == 2

@@ -12,7 +12,7 @@ from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, 
 from dask_distmm.planning import Demand, Worker, plan
 from dask_distmm.planning.peer import PEER
 from dask_distmm.runtime.messages import Description
-from dask_distmm.runtime.scheduler.roster import Allowed, Roster
+from dask_distmm.runtime.scheduler.freezing import Roster
 from dask_distmm.testing import make_problem
 
 GPUS = {name: {"nccl": "2.30.7"} for name in ("cublasmp", "cusolvermp")}
@@ -144,7 +144,7 @@ def test_workers_that_are_named_and_can_not_take_part():
     found._scheduler.workers["w1"].status.name = "paused"
     with pytest.raises(NoWorkersError, match="workers='w1' was asked for, and that worker is paused"):
         choose(found, array="numpy", wanted=("w1",))
-    allowed = Allowed(frozenset(), "workers=['nobody']")
+    allowed = set(), "workers=['nobody']"
     with pytest.raises(NoWorkersError, match=r"workers=\['nobody'\] was asked for .*; the cluster has w0, w10, w11"):
         asyncio.run(found.choose(Demand("auto", "numpy", ("float64",) * 3), allowed))
 

@@ -15,7 +15,8 @@ from dask_distmm import matmul
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import Demand, Problem
 from dask_distmm.runtime.keys import barrier_key, barrier_name
-from dask_distmm.runtime.messages import NAME, Progress, ReleaseWorkspaces, Reply, RosterQuestion, ask
+from dask_distmm.runtime.messages import NAME, Reply, ask, operation_of
+from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 from dask_distmm.testing import make_problem
 
 PROBLEM = make_problem(((4, 3), (5,)), ((5,), (6,)), name="matmul-nobody-s")
@@ -26,7 +27,9 @@ junk = st.one_of(
 )
 questions = {"demand": junk | st.just(DEMAND.to_wire()), "names": junk, "counts": junk}
 reports = {"worker": junk, "run_id": junk, "share": junk, "received_bytes": junk, "x": junk}
-asked, free, told = RosterQuestion.operation, ReleaseWorkspaces.operation, Progress.operation
+answer_roster = DistMMSchedulerPlugin.answer_roster
+free_workspaces, hear_progress = DistMMSchedulerPlugin.free_workspaces, DistMMSchedulerPlugin.hear_progress
+asked, free, told = map(operation_of, (answer_roster, free_workspaces, hear_progress))
 calls = st.one_of(
     st.tuples(st.just(asked), st.dictionaries(st.sampled_from([*questions, "x"]), junk)),
     st.tuples(st.just(asked), st.fixed_dictionaries(questions)),
@@ -70,16 +73,15 @@ def test_the_places_of_more_chunks_than_there_are(inproc_client):
     matmul(x, x).compute()
 
     def question(counts):
-        request = RosterQuestion(DEMAND, [x.name], [counts])
-        return inproc_client.sync(ask, inproc_client.scheduler, request)
+        return inproc_client.sync(ask, inproc_client.scheduler, answer_roster, "", DEMAND, [x.name], [counts])
 
     assert len(question([2, 2]).placed[0]) == 4 * 4
     assert question([5 * 10**15]).placed == (None,)
     assert question([10**15, 0, 10**15]).placed == (b"",)
-    for wrong in ([-1], [1] * 65, [1.5], ["2", 2]):
+    for wrong in ([-1], [1.5], ["2", 2]):
         answer = question(wrong)
-        assert (answer.status, "malformed message RosterQuestion: " in answer.message) == ("refused", True)
-    assert "at most 64 numbers of chunks for each array, got ((-1,),)" in question([-1]).message
+        assert (answer.status, "malformed message answer_roster: " in answer.message) == ("refused", True)
+    assert "its field counts is wrong: -1 is not from 0 to inf" in question([-1]).message
 
 
 def test_a_barrier_of_something_malformed_fails(inproc_client):

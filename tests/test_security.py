@@ -12,13 +12,14 @@ import pytest
 from certificates import authority, security
 from distributed import Client, LocalCluster
 from distributed.security import Security
+from leaks import assert_nothing_left
 from run_events import events
 
 from dask_distmm import EngineError, matmul
 from dask_distmm.planning import Demand
 from dask_distmm.runtime.messages import Description
-from dask_distmm.runtime.scheduler.roster import Roster
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.runtime.scheduler.freezing import Roster
+from dask_distmm.testing import assert_product
 
 
 def test_tls_everywhere(tmp_path):

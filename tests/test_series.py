@@ -7,6 +7,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
+from leaks import assert_nothing_left
 
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, matmul, matmul_grouped
@@ -14,7 +15,7 @@ from dask_distmm.arrays import batched
 from dask_distmm.planning import Worker
 from dask_distmm.planning.waves import choose_scheme
 from dask_distmm.runtime.keys import gate_barrier
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 
 @pytest.fixture(autouse=True)

@@ -13,18 +13,18 @@ import pytest
 import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from leaks import assert_nothing_left
 from matrices import lazy, positive, random
 from residuals import assert_eig, assert_eigh, assert_polar, assert_pseudoinverse, assert_schur, assert_svd
 from run_events import newest_run, runs_after
 
 from dask_distmm import PlanError, ProjectedMemoryError, linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
-from dask_distmm.arrays.linalg.qdwh import weights
+from dask_distmm.arrays.linalg.spectral import weights
 from dask_distmm.errors import MatrixError, NotSquareError
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.factor.plan import plan_factorization
 from dask_distmm.programs import iterative
-from dask_distmm.testing import assert_nothing_left
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 SPECTRA = ["random", "clustered", "graded", "deficient", "zero", "tiny", "huge"]

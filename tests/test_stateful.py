@@ -11,13 +11,14 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
+from leaks import assert_nothing_left
 from matrices import fresh
 from run_events import events, events_after, newest_run
 
 import dask_distmm
 from dask_distmm import Matmul, PlanError, Slab
 from dask_distmm.runtime.keys import is_tile
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 rng = np.random.default_rng()
 

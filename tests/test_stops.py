@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
 from faults import inject
+from leaks import assert_nothing_left
 from matrices import operands
 
 from dask_distmm import DistMMError, RunFailedError, explain, matmul
 from dask_distmm.errors import NoWorkersError
 from dask_distmm.runtime.messages import NAME
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 pytestmark = pytest.mark.faults
 

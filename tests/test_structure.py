@@ -39,7 +39,6 @@ ORDER = [
     "show",
     "diagnostics",
     "testing",
-    "preload",
     "__init__",
     "tools",
     "__main__",

@@ -19,7 +19,7 @@ from test_docs import MATRICES, PRINTED, VECTORS, fences
 import dask_distmm
 import dask_distmm.typing as names
 from dask_distmm import linalg
-from dask_distmm.arrays.options import DEFAULTS, takes
+from dask_distmm.arrays.request import DEFAULTS, takes
 from dask_distmm.numeric.epilogs import Epilog, Formula
 from dask_distmm.numeric.types import COMPUTE_TYPES
 from dask_distmm.planning import ENGINES, METHODS

@@ -12,11 +12,12 @@ import dask
 import dask.array as da
 import pytest
 from distributed import Client, LocalCluster, get_worker
+from leaks import assert_nothing_left
 from run_events import events_after, newest_run
 from test_waves import in_waves
 
 from dask_distmm import EngineError, matmul
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 
 class TwoArguments(Exception):

@@ -21,6 +21,7 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 from dask.utils import key_split
 from distributed import Client, LocalCluster, SchedulerPlugin, get_worker, wait
+from leaks import assert_nothing_left
 
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, matmul
@@ -31,7 +32,7 @@ from dask_distmm.graph.waves import WaveOutputLayer, can_be_made
 from dask_distmm.planning import Plan, Worker
 from dask_distmm.planning.waves import Budget, choose_scheme
 from dask_distmm.runtime.keys import barrier_name, gate_barrier, wave_of
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 
 def in_waves(a, b, name="sums", lazy=(True, True), by_ranks=False, **options):

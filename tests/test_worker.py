@@ -17,9 +17,8 @@ from stand_ins import Loop, ask
 from dask_distmm import matmul
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.runtime.chunks import other_orders
-from dask_distmm.runtime.messages import NAME, Abort, Fetch, Prepare, Start
-from dask_distmm.runtime.transfers import DaskComm
-from dask_distmm.runtime.worker import WorkerService
+from dask_distmm.runtime.messages import NAME
+from dask_distmm.runtime.worker import DaskComm, WorkerService
 from dask_distmm.testing import make_problem
 
 
@@ -50,7 +49,7 @@ def with_chunks(side) -> None:
 
 
 def prepared(side, run_id=1):
-    return ask(side, Prepare(run_id, 0, small_plan().to_wire(), KEYS))
+    return ask(side, WorkerService.prepare, run_id, 0, small_plan().to_wire(), KEYS)
 
 
 def test_one_run_by_hand():
@@ -59,9 +58,9 @@ def test_one_run_by_hand():
         with_chunks(side)
         assert (await prepared(side)).status == "OK"
         box = np.array([[0, 1, 0, 2, 0, 5]], np.int64).tobytes()
-        answer = await ask(side, Fetch(1, "input", box, flat=False))
+        answer = await ask(side, WorkerService.fetch, 1, "input", box, flat=False)
         assert answer.status == "OK"
-        answer = await ask(side, Start(1, deliver=ALL))
+        answer = await ask(side, WorkerService.start, 1, deliver=ALL)
         assert answer.status == "OK"
         ((array, numbers, sizes),) = answer.placed
         assert array == "m"
@@ -71,7 +70,7 @@ def test_one_run_by_hand():
         np.testing.assert_array_equal(side.worker.data["m", 1, 0], np.full((3, 6), 5.0))
         side.finish(run_id=1)
         # A late order to end it takes nothing away.
-        await ask(side, Abort(1, "late"))
+        await ask(side, WorkerService.abort, 1, "late")
         assert state(side) == (1, [], 0, sorted([("m", 0, 0), ("m", 1, 0), *KEYS["a"], *KEYS["b"]]))
         side.close()
 
@@ -85,16 +84,16 @@ def test_a_worker_that_closes_says_so():
         side = WorkerService(Loop())
         with_chunks(side)
         assert (await prepared(side)).status == "OK"
-        run = asyncio.ensure_future(ask(side, Start(1, deliver=ALL)))
+        run = asyncio.ensure_future(ask(side, WorkerService.start, 1, deliver=ALL))
         await asyncio.sleep(0)
         side.close()
         assert (await run).status in ("lost", "OK")
-        assert (await ask(side, Start(1, deliver=ALL))).status == "lost"
+        assert (await ask(side, WorkerService.start, 1, deliver=ALL)).status == "lost"
         vote = await prepared(side, 2)
         assert (vote.status, vote.message) == ("lost", "it is closing")
         box = np.array([[0, 1, 0, 2, 0, 5]], np.int64).tobytes()
-        assert (await ask(side, Fetch(1, "input", box, flat=False))).status == "gone"
-        assert (await ask(side, Abort(1, "over"))).status == "OK"
+        assert (await ask(side, WorkerService.fetch, 1, "input", box, flat=False)).status == "gone"
+        assert (await ask(side, WorkerService.abort, 1, "over")).status == "OK"
 
     asyncio.run(work())
 
@@ -104,13 +103,13 @@ def test_what_a_failed_run_has_placed_goes():
         side = WorkerService(Loop())
         with_chunks(side)
         assert (await prepared(side)).status == "OK"
-        answer = await ask(side, Start(1, deliver=[("", "m", np.array([0], np.int64).tobytes())]))
+        answer = await ask(side, WorkerService.start, 1, deliver=[("", "m", np.array([0], np.int64).tobytes())])
         assert np.frombuffer(answer.placed[0][1], np.int64).tolist() == [1]
         assert ("m", 1, 0) in side.worker.data
         assert ("m", 0, 0) not in side.worker.data
         # Another run makes the same chunk before this worker hears that the first one has failed.
         assert (await prepared(side, 2)).status == "OK"
-        assert (await ask(side, Start(2, deliver=ALL))).status == "OK"
+        assert (await ask(side, WorkerService.start, 2, deliver=ALL)).status == "OK"
         side.end(run_id=1, reason="test")
         assert ("m", 1, 0) in side.worker.data
         side.end(run_id=2, reason="test")
@@ -131,12 +130,12 @@ def test_stale_and_missing():
         for run_id in (0, 1, 2, -5, "2", None):
             assert (await prepared(side, run_id)).status == "refused"
         for run_id in (1, 3, "x"):
-            assert (await ask(side, Start(run_id, deliver=ALL))).status == "refused"
-            status = (await ask(side, Fetch(run_id, "input", b"\0" * 48, flat=False))).status
+            assert (await ask(side, WorkerService.start, run_id, deliver=ALL)).status == "refused"
+            status = (await ask(side, WorkerService.fetch, run_id, "input", b"\0" * 48, flat=False)).status
             assert status == ("refused" if run_id == "x" else "gone")
         assert state(side) == before
-        await ask(side, Abort(2, "test"))
-        assert (await ask(side, Start(2, deliver=ALL))).status == "refused"
+        await ask(side, WorkerService.abort, 2, "test")
+        assert (await ask(side, WorkerService.start, 2, deliver=ALL)).status == "refused"
         side.close()
 
     asyncio.run(work())
@@ -147,7 +146,7 @@ def test_keys_that_do_not_fit_the_plan(keys):
     async def work() -> None:
         side = WorkerService(Loop())
         with_chunks(side)
-        answer = await ask(side, Prepare(1, 0, small_plan().to_wire(), keys))
+        answer = await ask(side, WorkerService.prepare, 1, 0, small_plan().to_wire(), keys)
         assert answer.status == "refused"
         assert "keys" in answer.message
         assert state(side)[:3] == (0, [], 0)
@@ -172,8 +171,8 @@ def test_a_request_that_is_given_up_harms_no_run():
         assert (await prepared(side)).status == "OK"
         boxes = np.array([[0, 0, 0, 1, 0, 1]], np.int64).tobytes()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask(side, Fetch(1, "partial", boxes, flat=False)), 0.05)
-        assert (await ask(side, Start(1, deliver=ALL))).status == "OK"
+            await asyncio.wait_for(ask(side, WorkerService.fetch, 1, "partial", boxes, flat=False), 0.05)
+        assert (await ask(side, WorkerService.start, 1, deliver=ALL)).status == "OK"
         side.close()
 
     asyncio.run(work())
@@ -181,15 +180,17 @@ def test_a_request_that_is_given_up_harms_no_run():
 
 junk = st.one_of(st.none(), st.integers(-3, 3), st.text(max_size=5), st.binary(max_size=100), st.lists(st.integers()))
 calls = st.one_of(
-    st.tuples(st.just(Prepare), st.fixed_dictionaries({"run_id": junk, "me": junk, "plan": junk, "keys": junk})),
-    st.tuples(st.just(Start), st.fixed_dictionaries({"run_id": st.integers(2, 9) | st.text()})),
-    st.tuples(st.just(Abort), st.fixed_dictionaries({"run_id": st.integers(2, 9), "reason": st.text()})),
     st.tuples(
-        st.just(Fetch),
+        st.just(WorkerService.prepare), st.fixed_dictionaries({"run_id": junk, "me": junk, "plan": junk, "keys": junk})
+    ),
+    st.tuples(st.just(WorkerService.start), st.fixed_dictionaries({"run_id": st.integers(2, 9) | st.text()})),
+    st.tuples(st.just(WorkerService.abort), st.fixed_dictionaries({"run_id": st.integers(2, 9), "reason": st.text()})),
+    st.tuples(
+        st.just(WorkerService.fetch),
         st.fixed_dictionaries({"run_id": st.integers(0, 3), "kind": junk, "boxes": junk, "flat": st.booleans()}),
     ),
     st.tuples(
-        st.just(Fetch),
+        st.just(WorkerService.fetch),
         st.fixed_dictionaries(
             {
                 "run_id": st.just(1),
@@ -214,17 +215,17 @@ def test_any_message_in_any_order(messages):
         with_chunks(side)
         assert (await prepared(side)).status == "OK"
         before = state(side)
-        for kind, fields in messages:
+        for handler, fields in messages:
             try:
-                answer = await asyncio.wait_for(ask(side, kind(**fields)), 0.3)
+                answer = await asyncio.wait_for(ask(side, handler, **fields), 0.3)
             except TimeoutError:
                 # A valid request for sums, which wait until they are there.
                 assert fields["kind"] in ("partial", "final")
                 continue
-            good = kind is Abort or (kind is Fetch and fields["kind"] == "input")
+            good = handler is WorkerService.abort or (handler is WorkerService.fetch and fields["kind"] == "input")
             assert answer.status in ({"OK", "refused", "gone"} if good else {"refused", "gone", "failed"})
             assert state(side) == before
-        assert (await ask(side, Start(1, deliver=ALL))).status == "OK"
+        assert (await ask(side, WorkerService.start, 1, deliver=ALL)).status == "OK"
         np.testing.assert_array_equal(side.worker.data["m", 0, 0], np.full((4, 6), 5.0))
         side.close()
 
@@ -243,7 +244,7 @@ def test_requests_outside_of_a_chunk(side):
             [0, 0, 2, 2, 0, 1],
             [1, 0, -1, 1, 0, 1],
         ):
-            answer = await ask(own, Fetch(1, "input", np.array([box], np.int64).tobytes(), flat=False))
+            answer = await ask(own, WorkerService.fetch, 1, "input", np.array([box], np.int64).tobytes(), flat=False)
             assert answer.status == "refused", box
         own.close()
 
@@ -251,12 +252,12 @@ def test_requests_outside_of_a_chunk(side):
 
 
 def test_the_plugin_can_be_installed_twice(inproc_client):
-    from dask_distmm.runtime.worker import DistMMWorkerPlugin
+    from dask_distmm.runtime.worker import worker_plugin
 
     x = da.from_array(np.random.default_rng().standard_normal((40, 40)), chunks=10)
     matmul(x, x).compute()
     sides = inproc_client.run(lambda dask_worker: id(dask_worker.extensions[NAME]))
-    inproc_client.register_plugin(DistMMWorkerPlugin())
+    inproc_client.register_plugin(worker_plugin())
     assert inproc_client.run(lambda dask_worker: id(dask_worker.extensions[NAME])) == sides
     np.testing.assert_allclose(matmul(x, x.T).compute(), x.compute() @ x.compute().T, rtol=1e-9, atol=1e-9)
 

@@ -10,10 +10,11 @@ import sys
 import dask.array as da
 import numpy as np
 from distributed import Client
+from leaks import assert_nothing_left
 from run_events import events
 
 from dask_distmm import matmul
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 
 def main(scheduler_file: str, protocol: str) -> None:

@@ -38,7 +38,8 @@ from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.tasks import run_overhead
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
-from dask_distmm.runtime.client import Snapshot, ask_roster, current_client, recent_snapshot
+from dask_distmm.runtime.client import ask_roster, current_client, imagined_snapshot, recent_snapshot
+from dask_distmm.runtime.messages import Snapshot
 from dask_distmm.typing import WithAux
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def known_workers(problem: Problem, imagined: int | None) -> tuple[list[Worker],
     """Return the workers, and the scheduler's answer for a collective run; None if the scheduler can't be asked."""
     if imagined is not None:
         workers = [Worker(f"worker-{i}") for i in range(imagined)]
-        return workers, Snapshot(workers, [], [], [problem.engine_alone], [])
+        return workers, imagined_snapshot(problem, workers)
     client = current_client()
     assert client is not None
     try:
@@ -240,8 +241,8 @@ def known_workers(problem: Problem, imagined: int | None) -> tuple[list[Worker],
     if known is None:
         # An asynchronous client can't ask now; what it knows already must do.
         workers = _counted(client)
-        known = Snapshot(workers, [], [], [problem.engine_alone], [])
-    return known.workers, known
+        known = imagined_snapshot(problem, workers)
+    return list(known.workers), known
 
 
 def _counted(client: Any) -> list[Worker]:

@@ -23,7 +23,8 @@ from dask_distmm.planning.footprint import held_bytes
 from dask_distmm.planning.model import models_of
 from dask_distmm.planning.planner import fits_easily
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme, in_host, in_host_memory
-from dask_distmm.runtime.client import Snapshot, ask_roster, current_client, recent_snapshot
+from dask_distmm.runtime.client import ask_roster, current_client, plan_on, recent_snapshot, runs_faster
+from dask_distmm.runtime.messages import Snapshot
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -106,7 +107,7 @@ def decide_now(request: Request, *, enabled: bool = False) -> Decision:
         found = decide(request, client, known)
         request.logger.info("%s, lazy\n%r", request.problem.name, found.made(request.problem))
         return dataclasses.replace(found, left=why_left(request, found) if enabled else "")
-    if enabled and minimum_flops() is None and not known.is_faster(request.problem, lazy=any(request.lazy)):
+    if enabled and minimum_flops() is None and not runs_faster(known, request.problem, lazy=any(request.lazy)):
         return Decision(left="its own tasks are expected to take no longer")
     return found
 
@@ -144,7 +145,7 @@ def by_tasks(request: Request, known: Snapshot | None) -> DaskTasks | None:
     if known is None or request.demands or cut_otherwise or minimum_flops() is not None:
         return None
     graphs = [request.lying[name].dask if lazy else None for name, lazy in zip("ab", request.lazy, strict=True)]
-    return DaskTasks(tuple(known.workers), known.engines, dask_costs(), (graphs[0], graphs[1]))
+    return DaskTasks(tuple(known.workers), tuple(known.engines), dask_costs(), (graphs[0], graphs[1]))
 
 
 def _fits_easily(request: Request, client: Client, known: Snapshot) -> bool:
@@ -180,7 +181,8 @@ def decide(request: Request, client: Client | None, known: Snapshot, *, reordere
     scheme: Scheme | None = None
     try:
         # Of imagined workers nothing is known, nor of what they hold.
-        plan = known.plan(request.problem, reordered=reordered, lazy=client is not None and any(request.lazy))
+        lazy = client is not None and any(request.lazy)
+        plan = plan_on(known, request.problem, reordered=reordered, lazy=lazy)
     except ProjectedMemoryError as error:
         failure = error
     budget = None if client is None else wave_budget()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Unpack, cast
 
@@ -15,10 +14,9 @@ from dask.highlevelgraph import HighLevelGraph
 
 from dask_distmm.arrays.batched import check_task_memory, known_workers, multiply_items
 from dask_distmm.arrays.choice import decide, why_not_run
-from dask_distmm.arrays.options import takes
 from dask_distmm.arrays.product import multiply, multiply_all
 from dask_distmm.arrays.quantize import as_operands
-from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse
+from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse, takes
 from dask_distmm.config import dask_costs, read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import TasksLayer
@@ -27,9 +25,9 @@ from dask_distmm.planning import Batch, GroupPlan, Share
 from dask_distmm.planning.many import GroupedProduct, Pool, item_seconds, long_products, share_out
 from dask_distmm.planning.model import engine_alone
 from dask_distmm.planning.tasks import run_overhead
-from dask_distmm.runtime.client import Snapshot, current_client
+from dask_distmm.runtime.client import current_client
 from dask_distmm.runtime.keys import RunTask, group_name
-from dask_distmm.runtime.scheduler.plugin import GroupOrder
+from dask_distmm.runtime.messages import Snapshot
 from dask_distmm.typing import AllOptions, ArrayLike, GroupedOptions
 
 # Options of `matmul` that groups don't have.
@@ -38,8 +36,6 @@ _HINTS = dict.fromkeys(
     "products of a group have none, call matmul for each of them",
 )
 _POSITIONAL = "pass the pairs in one list, [(a, b), ...]"
-
-_ordered: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 @takes(GroupedOptions, _HINTS, _POSITIONAL)
@@ -87,8 +83,6 @@ def matmul_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unpa
     """
     requests = _parse_pairs(pairs, options)
     found = _plan_groups(requests)
-    if any(share is not None and not share.collective for share in found.shares):
-        _order_by_size()
     runs = [i for i, share in enumerate(found.shares) if share is not None and share.collective]
     made = dict(zip(runs, multiply_all([requests[i] for i in runs]), strict=True))
     return [
@@ -247,14 +241,3 @@ def _by_slabs(request: Request, share: Share) -> da.Array:
     meta = meta_from_array(request.prototype, ndim=2, dtype=request.dtype)
     graph = HighLevelGraph.from_collections(name, TasksLayer(layer), dependencies=[a, b])
     return da.Array(graph, name, (share.rows, (request.shape[1],)), meta=meta)
-
-
-def _order_by_size() -> None:
-    """Have the scheduler start the longest tasks first; a client that can't ask leaves Dask's order."""
-    client = current_client()
-    if client is None or client.asynchronous:
-        return
-    scheduler_id = str(client.scheduler_info(n_workers=0)["id"])
-    if _ordered.get(client) != scheduler_id:
-        client.register_plugin(GroupOrder())
-        _ordered[client] = scheduler_id

@@ -23,7 +23,8 @@ from dask_distmm.graph.waves import build_waves
 from dask_distmm.planning import Worker
 from dask_distmm.planning.placement import Explanation
 from dask_distmm.planning.waves import WavePlan
-from dask_distmm.runtime.client import Snapshot, ask_roster, current_client
+from dask_distmm.runtime.client import ask_roster, current_client, imagined_snapshot
+from dask_distmm.runtime.messages import Snapshot
 
 
 class NotCollective(Explanation):
@@ -119,8 +120,7 @@ def explain_product(request: Request) -> Explanation:
         return plan_batch(request, needed, imagined)
     problem = request.problem
     if imagined is not None:
-        imaginary = [Worker(f"worker-{i}") for i in range(imagined)]
-        known: Snapshot | None = Snapshot(imaginary, [], [None, None], [problem.engine_alone], [])
+        known: Snapshot | None = imagined_snapshot(problem, [Worker(f"worker-{i}") for i in range(imagined)])
     else:
         assert client is not None
         known = ask_roster(client, problem.demand, [request.lying["a"], request.lying["b"]])

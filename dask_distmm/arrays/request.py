@@ -16,9 +16,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import Any, NamedTuple, ParamSpec, TypeVar, Unpack, cast
 
 import dask.array as da
 import numpy as np
@@ -29,17 +30,79 @@ from distributed.protocol.pickle import dumps
 
 from dask_distmm.arrays.fallback import dask_rechunk, has_unknown_chunks
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.options import DEFAULTS
 from dask_distmm.arrays.quantize import as_operands, with_scales
 from dask_distmm.config import Options, read_options, setting
 from dask_distmm.engines.base import log
-from dask_distmm.errors import PlanError, unknown_name
+from dask_distmm.errors import PlanError, check_options, unknown_name
 from dask_distmm.numeric.epilogs import PLAIN, Epilog, Formula
 from dask_distmm.numeric.types import Types, dtype_from_name, resolve_types, sum_dtype, supported
 from dask_distmm.planning import ENGINES, METHODS, Chunks, Extra, Problem
 from dask_distmm.planning.distribution import FREE, Distribution, Distributions
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.typing import AllOptions
+
+# The defaults of the options, and the signatures of the functions that take them
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# In the order in which signatures show them.
+_NAMES = (
+    "alpha beta op_a op_b epilog epilog_inputs bias_axis result_amax a_type b_type result_type quantization_scales "
+    "compute_type method engine out_chunks workers distributions logger batch gathered"
+)
+_NOT_NONE = {"alpha": 1.0, "op_a": "N", "op_b": "N", "bias_axis": -1, "result_amax": False}
+DEFAULTS = cast(AllOptions, {name: _NOT_NONE.get(name) for name in _NAMES.split()})
+
+
+# Names that similar functions have, and how the same is written here.
+HINTS = {
+    "bias": "pass epilog='bias' and epilog_inputs={'bias': ...}",
+    "relu_aux": "pass epilog_inputs={'relu_aux': ...}",
+    "gelu_aux": "pass epilog_inputs={'gelu_aux': ...}",
+    "scales": "pass quantization_scales={'a': ..., 'b': ...}",
+    "transa": "pass op_a='T'",
+    "transb": "pass op_b='T'",
+    "dtype": "pass result_type=..., or convert the operands by astype",
+    "out_dtype": "pass result_type=...",
+    "chunks": "pass out_chunks=...",
+    "out": "results can't be written into an existing array: a result is a new lazy array",
+    "axes": "for contractions over other axes enable() takes da.tensordot and da.einsum",
+}
+
+
+def takes(
+    options: type | None, hints: Mapping[str, str] | None = None, positional: str = ""
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Have a function with ``**options`` show each option in its signature, and refuse a name that is none."""
+    known = {} if options is None else options.__annotations__
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        shown = inspect.signature(function)
+        own = [one for one in shown.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        listed = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=text)
+            for name, value in {**DEFAULTS, "overwrite_a": False, "check_finite": True}.items()
+            if (text := str(getattr(known.get(name), "__forward_arg__", "")).replace(" | NoOther", ""))
+        ]
+        names = [one.name for one in (*own, *listed)]
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            if positional and len(args) > len(own):
+                raise TypeError(f"{function.__name__}() takes 1 argument without a name, got {len(args)}: {positional}")
+            check_options(function.__qualname__, kwargs, names, hints or {})
+            return function(*args, **kwargs)
+
+        cast(Any, checked).__signature__ = shown.replace(parameters=[*own, *listed])
+        return checked
+
+    return decorate
+
+
+# Operands as they lie: the array under a lazy ``A.T``, ``A.conj()`` or ``A.rechunk(...)``
+
 
 # Operands as they lie: the array under a lazy ``A.T``, ``A.conj()`` or ``A.rechunk(...)``
 
@@ -61,17 +124,6 @@ class Source(NamedTuple):
 # By the names of views; the latest ones.
 _sources: collections.OrderedDict[str, Source] = collections.OrderedDict()
 _NOTED = 10_000
-
-
-class MatrixView(NamedTuple):
-    """A matrix as the transpose, the conjugate, or both, of another one."""
-
-    # The other one, (m, n).
-    array: da.Array
-    # Whether the matrix is its transpose, (n, m).
-    transposed: bool
-    # Whether it is its conjugate; never for real types.
-    conjugated: bool
 
 
 def apply_op(name: str, array: da.Array, op: str) -> da.Array:
@@ -117,14 +169,17 @@ def is_lazy(x: da.Array) -> bool:
     return not isinstance(first, Future) and not hasattr(first, "shape")
 
 
-def view_of(x: da.Array) -> MatrixView:
-    """Return the array of which a matrix is a view; the matrix itself if that can't be seen."""
+def view_of(x: da.Array) -> tuple[da.Array, bool, bool]:
+    """Return the array of which a matrix is a view, and whether it is its transpose, and its conjugate.
+
+    The matrix itself if that can't be seen. Of real types no matrix is a conjugate.
+    """
     transposed = conjugated = False
     # The array may have been computed meanwhile.
     while (source := _sources.get(x.name) or _source_of(x)) is not None and source.name in x.dask.layers:
         x = under(x, source.name, source.chunks or (x.chunks[::-1] if source.transposed else x.chunks))
         transposed, conjugated = transposed != source.transposed, conjugated != source.conjugated
-    return MatrixView(x, transposed, conjugated and x.dtype.kind == "c")
+    return x, transposed, conjugated and x.dtype.kind == "c"
 
 
 def _source_of(x: da.Array) -> Source | None:
@@ -393,11 +448,12 @@ class Request:
     def problem(self) -> Problem:
         """The Problem of multiplying two matrices."""
         a, b, types, formula, options = self.a, self.b, self.types, self.formula, read_options()
-        views = view_of(a), view_of(b)
-        of_a, of_b = (view.array.chunks[::-1] if view.transposed else view.array.chunks for view in views)
+        (under_a, *seen_a), (under_b, *seen_b) = view_of(a), view_of(b)
+        transposed, conjugated = (seen_a[0], seen_b[0]), (seen_a[1], seen_b[1])
+        lying = zip((under_a, under_b), transposed, strict=True)
+        of_a, of_b = (x.chunks[::-1] if turned else x.chunks for x, turned in lying)
         fields = (of_a, of_b, self.chunks, types.a, types.b, types.d, self.method, self.engine, self.workers)
         found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in self.extras)
-        transposed, conjugated = ((left, right) for left, right in zip(*(view[1:] for view in views), strict=True))
         names = (a.name, b.name, *(array.name for _, array in self.extras))
         more = self.distributions, transposed, conjugated, self.gathered
         same = a.name == b.name and types.a == types.b
@@ -406,7 +462,7 @@ class Request:
             *(*fields, same, options, self.kind, found, formula, types.compute),
             distributions=self.distributions,
             grid=self.grid,
-            arrays=(views[0].array.name, views[1].array.name),
+            arrays=(under_a.name, under_b.name),
             transposed=transposed,
             conjugated=conjugated,
             gathered=self.gathered,

@@ -327,10 +327,6 @@ class Board:
         _libc().syscall(_FUTEX, ctypes.c_void_p(self._counter), _FUTEX_WAKE, _ALL, None, None, 0)
 
 
-class _Time(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
 class BoardReader:
     """Another process' board. OSError where this process can't read it."""
 
@@ -400,7 +396,7 @@ class BoardReader:
 
     def _sleep(self, count: int) -> None:
         """Sleep until there are more records, or for some time."""
-        until = ctypes.byref(_Time(0, _SLEEP_NS))
+        until = (ctypes.c_long * 2)(0, _SLEEP_NS)
         counter, low = ctypes.c_void_p(self._counter), ctypes.c_uint(count % 2**32)
         _libc().syscall(_FUTEX, counter, _FUTEX_WAIT, low, until, None, 0)
 

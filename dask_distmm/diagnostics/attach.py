@@ -12,7 +12,7 @@ from typing import Any
 import dask
 
 from dask_distmm.engines.base import log
-from dask_distmm.runtime.scheduler.records import Records
+from dask_distmm.runtime.run import Records
 
 # Prometheus metrics of runs, beside Dask's own on the scheduler's ``/metrics``
 
@@ -38,9 +38,9 @@ class _Collector:
         if plugin is None:
             return
         records: Records = plugin.records
-        totals, prefix = records.totals, _prefix()
+        prefix = _prefix()
         runs = CounterMetricFamily(f"{prefix}_runs", "Runs that have ended, by outcome", labels=["outcome"])
-        for outcome, count in totals.runs.items():
+        for outcome, count in records.ended.items():
             runs.add_metric([outcome], count)
         yield runs
         seconds = CounterMetricFamily(
@@ -48,18 +48,15 @@ class _Collector:
             "Seconds that the slowest rank of each run took, by phase; runs that are done",
             labels=["phase"],
         )
-        for phase, value in totals.seconds.items():
+        for phase, value in records.seconds.items():
             seconds.add_metric([phase], value)
         yield seconds
-        yield CounterMetricFamily(
-            f"{prefix}_received_bytes", "Bytes of matrices that arrived from other workers", value=totals.received_bytes
-        )
-        yield CounterMetricFamily(
-            f"{prefix}_flops", "Floating-point operations of runs that are done", value=totals.flops
-        )
-        yield CounterMetricFamily(
-            f"{prefix}_restarts", "Runs that were started again as a worker was lost", value=totals.runs["restarted"]
-        )
+        for name, text, total in (
+            ("received_bytes", "Bytes of matrices that arrived from other workers", records.received_bytes),
+            ("flops", "Floating-point operations of runs that are done", records.flops),
+            ("restarts", "Runs that were started again as a worker was lost", records.ended["restarted"]),
+        ):
+            yield CounterMetricFamily(f"{prefix}_{name}", text, value=total)
         yield GaugeMetricFamily(
             f"{prefix}_live_runs",
             "Runs that wait or work now",

@@ -15,7 +15,8 @@ from dask.utils import format_bytes
 
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.runtime.keys import wave_of
-from dask_distmm.runtime.messages import ProgressLine, ProgressQuestion, ask
+from dask_distmm.runtime.messages import ProgressLine, ask
+from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -78,8 +79,7 @@ def progress(*x: Any, notebook: bool | None = None, file: TextIO | None = None) 
             return watched
         threading.Thread(target=_in_background, args=(client, watched), daemon=True, name="distmm-progress").start()
         return None
-    text = _Text(file or sys.stderr)
-    watched = _watch(client, futures, text)
+    watched = _watch(client, futures, _written(file or sys.stderr))
     return watched if client.asynchronous else _until_done(client, watched)
 
 
@@ -99,12 +99,10 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
     while True:
         done = sum(future.status != "pending" for future in futures)
         keys = [future.key for future in futures] if names is None else []
-        answer = await ask(client.scheduler, ProgressQuestion(names, keys))
+        answer = await ask(client.scheduler, DistMMSchedulerPlugin.answer_progress, "", names, keys)
         if answer is None:
             # No multiply has told the scheduler of us yet, so that it does not know the call.
             from distributed.protocol.pickle import dumps
-
-            from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
             made = DistMMSchedulerPlugin()
             await client.scheduler.register_scheduler_plugin(plugin=dumps(made), name=made.name, idempotent=True)
@@ -178,27 +176,27 @@ def _line_head(line: ProgressLine) -> str:
     return f"{short_name(line.name)}{run}" + (f"  {line.phase}" if line.phase else "")
 
 
-class _Text:
-    """Writes bars: over and over in the same place of a terminal; elsewhere a line for each new phase."""
+def _written(file: TextIO) -> Show:
+    """Return what writes bars: over and over in the same place of a terminal; elsewhere a line for each new phase."""
+    phases: dict[str, str] = {}
+    drawn = 0
 
-    def __init__(self, file: TextIO) -> None:
-        self._file, self._drawn = file, 0
-        self._phases: dict[str, str] = {}
-        self._terminal = file.isatty()
-
-    def __call__(self, found: Sequence[ProgressLine]) -> None:
+    def show(found: Sequence[ProgressLine]) -> None:
+        nonlocal drawn
         lines = as_lines(found)
-        if self._terminal:
-            up = f"\x1b[{self._drawn}A" if self._drawn else ""
-            self._file.write(up + "".join(f"\r\x1b[2K{line}\n" for line in lines))
-            self._drawn = len(lines)
+        if file.isatty():
+            up = f"\x1b[{drawn}A" if drawn else ""
+            file.write(up + "".join(f"\r\x1b[2K{line}\n" for line in lines))
+            drawn = len(lines)
         else:
             for text, line in zip(lines, found, strict=True):
                 mark = line.phase or ("done" if line.share == 1 else "")
-                if mark and self._phases.get(line.name) != mark:
-                    self._phases[line.name] = mark
-                    self._file.write(text + "\n")
-        self._file.flush()
+                if mark and phases.get(line.name) != mark:
+                    phases[line.name] = mark
+                    file.write(text + "\n")
+        file.flush()
+
+    return show
 
 
 def _displayed() -> Show:

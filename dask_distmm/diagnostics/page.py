@@ -23,7 +23,7 @@ from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 from dask_distmm.diagnostics import tables
 from dask_distmm.diagnostics.bars import as_html, noted
 from dask_distmm.runtime.messages import NAME
-from dask_distmm.runtime.scheduler.records import Record, progress_of
+from dask_distmm.runtime.run import Record, progress_of
 
 _UPDATE_MILLISECONDS = 500
 # The notice where tables are not renewed; the plots continue.
@@ -157,7 +157,7 @@ class Page:
     def update(self) -> None:
         """Show the latest records."""
         records = list(self._plugin.records)
-        self._summary.text = tables.summary(self._plugin.records.totals, records) + _STILL
+        self._summary.text = tables.summary(self._plugin.records) + _STILL
         self._waves.text = self._in_waves()
         table = tables.runs(records, time.time())
         if table != self._runs.data:

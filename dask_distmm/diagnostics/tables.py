@@ -12,7 +12,7 @@ from typing import Any
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.diagnostics.bars import short_name
-from dask_distmm.runtime.scheduler.records import PHASES, Record, Totals
+from dask_distmm.runtime.run import PHASES, Record, Records
 
 Columns = dict[str, list[Any]]
 
@@ -37,11 +37,11 @@ def empty() -> tuple[Columns, Columns]:
     return memory_bars(None, {}), rates([])
 
 
-def summary(totals: Totals, records: Sequence[Record]) -> str:
+def summary(records: Records) -> str:
     """Return the page's first line, as HTML."""
     running = sum(record.outcome == "running" for record in records)
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in totals.runs.items())
-    received = format_bytes(totals.received_bytes)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in records.ended.items())
+    received = format_bytes(records.received_bytes)
     return f"<b>Runs</b>: {running} running, {counts}; {received} received by runs that are done"
 
 

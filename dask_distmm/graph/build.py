@@ -28,7 +28,8 @@ import functools
 import itertools
 import threading
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import numpy as np
 from dask import graph_manipulation
@@ -83,16 +84,13 @@ from dask_distmm.runtime.messages import NAME
 _FLOPS_OF_A_RUN = 1e9
 # A key that no layer has.
 _NO_KEY = ("distmm-none",)
+# How a worker without peers asks them: never.
+_NO_PEERS: Any = SimpleNamespace(received_bytes=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """One run of a layer, and which chunks of D it is for."""
-
-    # The layer's multiply, or a part of it.
-    problem: Problem
-    # Numbers of chunks of D, in the layer's multiply; None for all.
-    wanted: tuple[int, ...] | None = None
+# One run of a layer: its multiply or a part of it, and for which chunks of D it is, by their numbers in the layer's
+# multiply; None for all.
+Piece: TypeAlias = tuple[Problem, tuple[int, ...] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +106,7 @@ class DaskTasks:
     def are_quicker(self, pieces: Sequence[Piece]) -> bool:
         """Whether they are expected to be over clearly before runs, one after the other, would be."""
         try:
-            plans = [plan(piece.problem, self.workers, engine=self.engines) for piece in pieces]
+            plans = [plan(problem, self.workers, engine=self.engines) for problem, _ in pieces]
         except ProjectedMemoryError:
             return True
         lazy = any(graph is not None for graph in self.upstream)
@@ -251,17 +249,16 @@ class ProductLayer(TasksLayer):
     ) -> None:
         super().__init__()
         self.whole, self.arrays, self.by_tasks = whole, dict(arrays), by_tasks
-        self.pieces = (Piece(whole),) if pieces is None else tuple(pieces)
+        self.pieces = ((whole, None),) if pieces is None else tuple(pieces)
 
     @functools.cached_property
     def _tasks(self) -> dict[Any, Task]:  # type: ignore[override]
         found: dict[Any, Task] = {}
-        for piece in self.pieces:
-            problem = piece.problem
+        for problem, chunks in self.pieces:
             before = barrier_key(problem.name)
             inputs = [List(*map(TaskRef, self._inputs(problem, operand))) for operand in problem.inputs]
             found[before] = RunTask(before, barrier, problem.to_wire(), *inputs)
-            wanted = None if piece.wanted is None else set(piece.wanted)
+            wanted = None if chunks is None else set(chunks)
             for index, number in enumerate(problem.numbers("").tolist()):
                 if wanted is None or number in wanted:
                     key = self._key(number)
@@ -282,7 +279,7 @@ class ProductLayer(TasksLayer):
 
     def get_output_keys(self) -> set[Any]:
         """Return the keys that other layers may need: of chunks of D, and of the barriers for auxiliary outputs."""
-        numbers = (range(self._count) if piece.wanted is None else piece.wanted for piece in self.pieces)
+        numbers = (range(self._count) if wanted is None else wanted for _, wanted in self.pieces)
         return {self._key(number) for found in numbers for number in found} | self._barriers
 
     @property
@@ -292,7 +289,7 @@ class ProductLayer(TasksLayer):
 
     @property
     def _barriers(self) -> set[str]:
-        return {barrier_key(piece.problem.name) for piece in self.pieces}
+        return {barrier_key(problem.name) for problem, _ in self.pieces}
 
     def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
         """Return a layer that makes only some chunks of D, and for each of its tasks the keys of other layers."""
@@ -311,9 +308,9 @@ class ProductLayer(TasksLayer):
             tasks, pieces = self.by_tasks.tasks(self.whole, self.arrays, own), ()
             layer, needs = TasksLayer(tasks), needs_of(tasks)
         layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
-        for piece in pieces:
-            found = [self._inputs(piece.problem, operand) for operand in piece.problem.inputs]
-            needs[barrier_key(piece.problem.name)] = set().union(*found)
+        for problem, _ in pieces:
+            found = [self._inputs(problem, operand) for operand in problem.inputs]
+            needs[barrier_key(problem.name)] = set().union(*found)
         return layer, needs
 
 
@@ -334,7 +331,7 @@ def pieces_of(whole: Problem, wanted: Collection[int]) -> list[Piece]:
         groups = [group for group in groups if not group[0] & cols]
         groups.append((cols.union(*(x for x, _ in touching)), [row, *(r for _, rows in touching for r in rows)]))
     parts = [_piece(whole, [i * ncols + j for i in rows for j in by_row[i]]) for _, rows in groups]
-    saved = one.problem.flops - sum(part.problem.flops for part in parts)
+    saved = one[0].flops - sum(part.flops for part, _ in parts)
     return parts if len(parts) > 1 and saved > (len(parts) - 1) * _FLOPS_OF_A_RUN else [one]
 
 
@@ -342,9 +339,9 @@ def _piece(whole: Problem, wanted: Collection[int]) -> Piece:
     numbers = tuple(sorted(wanted))
     part = restrict(whole, numbers)
     if part is None:
-        return Piece(whole, numbers)
+        return whole, numbers
     assert part.part is not None
-    return Piece(dataclasses.replace(part, name=part_name(part.part)), numbers)
+    return dataclasses.replace(part, name=part_name(part.part)), numbers
 
 
 def build_graph(
@@ -375,15 +372,8 @@ def output_tasks(name: str, output: Output, before: str) -> dict[Any, GraphNode]
 # The tasks themselves, for where no scheduler's plugin takes them
 
 
-class Alone:
-    """The chunks of a result that was multiplied in this process."""
-
-    def __init__(self, chunks: Mapping[Any, Any]) -> None:
-        self.chunks = chunks
-
-
-def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, **waited_for: None) -> Alone:
-    """Multiply in this process, without a cluster.
+def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, **waited_for: None) -> dict[Any, Any]:
+    """Multiply in this process, without a cluster; return the chunks of the result.
 
     On a worker it has the plugin installed on the scheduler, which takes this task then: a scheduler that was started
     again has lost it.
@@ -406,7 +396,7 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, **waited_
     raise Reschedule
 
 
-def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | ChunkTasks]) -> Alone:
+def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | ChunkTasks]) -> dict[Any, Any]:
     if (workers := problem.demand.workers) not in (None, 1):
         raise PlanError(
             f"workers={workers!r} was asked for, and this is computed without a cluster; compute it with a "
@@ -430,24 +420,17 @@ def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | ChunkTasks
     else:
         made = plan_computation(problem, [Worker("here")], where, engine=(problem.engine_alone,))
     chunks = check_chunks(made, {(name, i): x for name, all_of in operands.items() for i, x in enumerate(all_of)})
-    job = get_engine(made.engine).job(Side(made, 0, chunks, _NoComm(), ready=ready_event(chunks.values())))
+    job = get_engine(made.engine).job(Side(made, 0, chunks, _NO_PEERS, ready=ready_event(chunks.values())))
     job.prepare()
     job.accept([job.offer])
-    return Alone(arrays_of(problem, job.execute()))
-
-
-class _NoComm:
-    received_bytes = 0
-
-    def fetch(self, peer: int, kind: str, boxes: Any, flat: bool) -> Any:
-        raise AssertionError("a worker alone has no peers")
+    return arrays_of(problem, job.execute())
 
 
 def chunk(output: str, index: int, result: Any) -> Any:
     """Return one chunk of D (``output=""``) or of an auxiliary output; on a cluster no worker runs this."""
-    if not isinstance(result, Alone):
+    if not isinstance(result, dict):
         raise EngineError(f"chunk {index} is made by a run; this task can't run by itself")
-    return result.chunks[output, index]
+    return result[output, index]
 
 
 # The task graph of a factorization or a program: a barrier, which depends on all chunks of its operands, and outputs

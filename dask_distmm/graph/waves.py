@@ -452,14 +452,14 @@ class WaveOutputLayer(TasksLayer):
         one, whole = self.one, self.one.problem
         ncols = whole.chunk_counts("d")[1]
         pieces = pieces_of(whole, {int(i) * ncols + int(j) for _, i, j in own})
-        if sum(piece.problem.flops for piece in pieces) > _SHARE_OF_A_PART * whole.flops:
+        if sum(problem.flops for problem, _ in pieces) > _SHARE_OF_A_PART * whole.flops:
             return None
-        held = sum(chunk_bytes(piece.problem, name).sum() for piece in pieces for name in ("a", "b", "d"))
+        held = sum(chunk_bytes(problem, name).sum() for problem, _ in pieces for name in ("a", "b", "d"))
         if not one.scheme.budget_bytes or held < one.scheme.budget_bytes * _SHARE_OF_A_PART:
             return ProductLayer(whole, one.arrays, by_tasks=self.by_tasks)
         parts = [
             InWaves(whole, part_scheme(whole, one.scheme, problem.part, problem.name), one.arrays, problem.part)
-            for problem in (piece.problem for piece in pieces)
+            for problem, _ in pieces
             if problem.part is not None
         ]
         return WavesLayer(parts, self.waves.upstream, None, frozenset(own)) if len(parts) == len(pieces) else None

@@ -33,21 +33,13 @@ from dask_distmm.errors import PlanError, unknown_name
 # Conversions to and from FP8 and TF32, on arrays as they are, with NumPy or CuPy. Pure
 
 
-class _Format(NamedTuple):
-    """Bits of the mantissa, bias of the exponent, largest number, code of NaN."""
-
-    mantissa: int
-    bias: int
-    largest: float
-    nan: int
-
-
-_FORMATS = {"float8_e4m3fn": _Format(3, 7, 448.0, 0x7F), "float8_e5m2": _Format(2, 15, 57344.0, 0x7E)}
+# Bits of the mantissa, bias of the exponent, largest number, code of NaN.
+_FORMATS = {"float8_e4m3fn": (3, 7, 448.0, 0x7F), "float8_e5m2": (2, 15, 57344.0, 0x7E)}
 
 
 def largest(name: str) -> float:
     """Return the largest number of an FP8 type."""
-    return _FORMATS[name].largest
+    return _FORMATS[name][2]
 
 
 def saturated(x: NDArray[Any], name: str) -> NDArray[Any]:

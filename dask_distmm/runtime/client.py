@@ -20,7 +20,8 @@ from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.planner import is_faster
 from dask_distmm.planning.tasks import run_overhead, tasks_estimate, with_tasks
-from dask_distmm.runtime.messages import ReleaseWorkspaces, RosterQuestion, ask
+from dask_distmm.runtime.messages import Snapshot, ask
+from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -35,56 +36,40 @@ _installed: weakref.WeakSet[Any] = weakref.WeakSet()
 _refused: weakref.WeakKeyDictionary[Any, tuple[float, str]] = weakref.WeakKeyDictionary()
 
 
-class Snapshot:
-    """The workers that can take part now, and the places of the chunks of some arrays."""
-
-    def __init__(
-        self,
-        workers: list[Worker],
-        sources: list[Worker],
-        placed: list[NDArray[np.int32] | None],
-        engines: Sequence[str],
-        groups: list[tuple[str, ...]],
-    ) -> None:
-        self.workers, self.sources, self.placed, self.groups = workers, sources, placed, groups
-        self.engines = tuple(engines)
-
-    def plan(self, problem: Problem, *, reordered: bool = False, lazy: bool = False) -> Plan:
-        """Return the plan for a problem on these workers, with an estimate for Dask's own tasks.
-
-        With `lazy` chunks are still to be made: tasks of Dask come before the run, and among its own.
-        """
-        a, b, *_ = self.placed or (None, None)
-        found = {"a": _transposed(problem, "a", a), "b": _transposed(problem, "b", b)}
-        where = {name: table for name, table in found.items() if table is not None}
-        if reordered and len(where) == 2:
-            problem, before = reorder(problem, by_holder(problem, where))
-            where = {name: where[name][before[name]] for name in where}
-        made = plan(
-            problem,
-            self.workers,
-            where,
-            sources=self.sources,
-            engine=self.engines,
-            groups=self.groups,
-        )
-        # With a number of operations as the limit nobody chooses by time.
-        return with_tasks(made, self.workers, dask_costs(), lazy=lazy, by_tasks=setting("minimum-flops") is None)
-
-    def is_faster(self, problem: Problem, *, lazy: bool) -> bool:
-        """Whether a run on these workers is expected to be over clearly before Dask's own tasks: see `plan`."""
-        costs = dask_costs()
-        around = run_overhead(problem, costs) + lazy * costs.start
-        limits = {}
-        for name in self.engines:
-            own = tasks_estimate(problem, self.workers, problem.machine_of_tasks(name), costs)
-            limits[name] = CLEARLY * own.seconds - around
-        return is_faster(problem, self.workers, limits)
+def imagined_snapshot(problem: Problem, workers: Sequence[Worker]) -> Snapshot:
+    """Return a snapshot of workers of which nothing is known but that they are there."""
+    return Snapshot("OK", engines=(problem.engine_alone,), workers=workers)
 
 
-def _transposed(problem: Problem, operand: str, where: NDArray[np.int32] | None) -> NDArray[np.int32] | None:
+def plan_on(known: Snapshot, problem: Problem, *, reordered: bool = False, lazy: bool = False) -> Plan:
+    """Return the plan for a problem on the workers of a snapshot, with an estimate for Dask's own tasks.
+
+    With `lazy` chunks are still to be made: tasks of Dask come before the run, and among its own.
+    """
+    tables = zip("ab", known.placed, strict=False)
+    where = {name: _transposed(problem, name, np.frombuffer(raw, np.int32)) for name, raw in tables if raw is not None}
+    if reordered and len(where) == 2:
+        problem, before = reorder(problem, by_holder(problem, where))
+        where = {name: where[name][before[name]] for name in where}
+    made = plan(problem, known.workers, where, sources=known.sources, engine=known.engines, groups=known.groups)
+    # With a number of operations as the limit nobody chooses by time.
+    return with_tasks(made, known.workers, dask_costs(), lazy=lazy, by_tasks=setting("minimum-flops") is None)
+
+
+def runs_faster(known: Snapshot, problem: Problem, *, lazy: bool) -> bool:
+    """Whether a run on these workers is expected to be over clearly before Dask's own tasks: see `plan_on`."""
+    costs = dask_costs()
+    around = run_overhead(problem, costs) + lazy * costs.start
+    limits = {}
+    for name in known.engines:
+        own = tasks_estimate(problem, known.workers, problem.machine_of_tasks(name), costs)
+        limits[name] = CLEARLY * own.seconds - around
+    return is_faster(problem, known.workers, limits)
+
+
+def _transposed(problem: Problem, operand: str, where: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return where A's or B's chunks are, in their order, from where those of the array underneath are."""
-    if where is None or operand not in "ab" or not problem.transposed["ab".index(operand)]:
+    if not problem.transposed["ab".index(operand)]:
         return where
     nrows, ncols = problem.chunk_counts(operand)
     return np.ascontiguousarray(where.reshape(ncols, nrows).T).ravel()
@@ -119,33 +104,26 @@ def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Sn
     """Ask the scheduler who would multiply; None if that would block an event loop (asynchronous clients)."""
     if client.asynchronous:
         return None
-    question = RosterQuestion(demand, [array.name for array in arrays], [array.numblocks for array in arrays])
+    names, counts = [array.name for array in arrays], [array.numblocks for array in arrays]
+    asked = client.scheduler, DistMMSchedulerPlugin.answer_roster, "", demand, names, counts
     if client not in _installed:
         _install_plugin(client)
-    answer = client.sync(ask, client.scheduler, question)
+    answer: Snapshot | None = client.sync(ask, *asked)
     if answer is None:
         # The scheduler was started again, and does not know the question.
         _install_plugin(client)
-        answer = client.sync(ask, client.scheduler, question)
+        answer = client.sync(ask, *asked)
     if answer is None:
         raise EngineError(
-            f"the scheduler does not know {question.operation}; install dask_distmm there, in the version of this "
-            f"client: {install_command(elsewhere=True)}"
+            "the scheduler does not know dask_distmm's question for workers; install dask_distmm there, in the version "
+            f"of this client: {install_command(elsewhere=True)}"
         )
     if answer.status != "OK":
         raise ProtocolError(answer.message)
-    return Snapshot(
-        list(answer.workers),
-        list(answer.sources),
-        [None if raw is None else np.frombuffer(raw, np.int32) for raw in answer.placed],
-        answer.engines,
-        [tuple(group) for group in answer.groups],
-    )
+    return answer
 
 
 def _install_plugin(client: Client) -> None:
-    from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
-
     when, refusal = _refused.get(client, (-_FRESH, ""))
     if time.monotonic() - when < _FRESH:
         raise MissingEngineError(refusal)
@@ -186,6 +164,7 @@ def free_workspaces(client: Client | None = None) -> int:
     client = client or current_client()
     if client is None:
         raise EngineError("no cluster is connected whose workspaces could be freed; pass a distributed.Client")
-    answer = client.sync(ask, client.scheduler, ReleaseWorkspaces(read_options().grace_timeout))
+    free = DistMMSchedulerPlugin.free_workspaces
+    answer = client.sync(ask, client.scheduler, free, "", read_options().grace_timeout)
     # A scheduler that does not know the request has run nothing.
     return answer.count if answer is not None else 0

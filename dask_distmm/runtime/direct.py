@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import dask.order
 import distributed.worker
@@ -69,64 +69,50 @@ async def keep_parked(scheduler: Scheduler, keys: Collection[Any]) -> None:
         await asyncio.sleep(min(_REFRESH, scheduler.no_workers_timeout / 4))
 
 
-class Completion:
-    """Tasks that are put into memory together, without having been sent to workers; see `finish`."""
+# A task that is to be put into memory: key, holder of its value, bytes, type (pickled, and the name), time of the work.
+Made: TypeAlias = "tuple[Any, WorkerState, int, Sequence[Any], Mapping[str, Any]]"
 
-    def __init__(self, scheduler: Scheduler, stimulus_id: str) -> None:
-        self._scheduler, self._stimulus_id = scheduler, stimulus_id
-        self._recommendations: dict[Any, Any] = {}
-        self._messages: dict[str, list[dict[str, Any]]] = {}
 
-    def add(
-        self,
-        barrier: TaskState,
-        ts: TaskState,
-        ws: WorkerState,
-        nbytes: int,
-        kind: Sequence[Any],
-        startstop: Mapping[str, Any],
-    ) -> bool:
-        """Put a task into memory if it waits for nothing but a parked one; return whether it does."""
-        scheduler = self._scheduler
-        if ts.state != "waiting" or ts.waiting_on != {barrier} or scheduler.workers.get(ws.address) is not ws:
-            return False
-        typename = kind[1]
-        self._tell(ts.key, "waiting", "processing")
-        ts.waiting_on.clear()
-        ts.set_nbytes(nbytes)
-        messages: dict[str, list[dict[str, Any]]] = {}
-        scheduler._add_to_memory(ts, ws, self._recommendations, messages, type=kind[0], typename=typename)
-        for client, found in messages.items():
-            self._messages.setdefault(client, []).extend(found)
-        scheduler.transition_counter += 1
-        self._tell(
-            ts.key,
-            "processing",
-            "memory",
-            worker=ws.address,
-            status="OK",
-            nbytes=nbytes,
-            type=kind[0],
-            typename=typename,
-            startstops=[dict(startstop)],
-            thread=0,
-            metadata={},
-        )
-        return True
+def put_into_memory(scheduler: Scheduler, barrier: TaskState, made: Iterable[Made], stimulus_id: str) -> set[Any]:
+    """Put tasks into memory that wait for nothing but a parked one, without having been sent to workers.
 
-    def _tell(self, key: Any, start: str, finish: str, **details: Any) -> None:
+    Dependents run then, unneeded chunks go, and clients hear of their keys. Return the keys of those tasks.
+    """
+
+    def tell(key: Any, start: str, finish: str, **details: Any) -> None:
         """Tell all plugins, of which Dask's progress bars and dashboard are some, of a transition."""
-        for plugin in list(self._scheduler.plugins.values()):
+        for plugin in list(scheduler.plugins.values()):
             try:
-                plugin.transition(key, start, finish, stimulus_id=self._stimulus_id, **details)
+                plugin.transition(key, start, finish, stimulus_id=stimulus_id, **details)
             except Exception:  # as Dask does: somebody else's plugin must not keep tasks from going on
                 log.info("a scheduler plugin failed", exc_info=True)
 
-    def finish(self) -> None:
-        """Have Dask go on: dependents run, unneeded chunks go, clients hear of their keys."""
-        self._scheduler.transitions(self._recommendations, self._stimulus_id)
-        self._scheduler.send_all(self._messages, {})
-        self._recommendations, self._messages = {}, {}
+    done: set[Any] = set()
+    recommendations: dict[Any, Any] = {}
+    messages: dict[str, list[dict[str, Any]]] = {}
+    for key, ws, nbytes, (kind, typename), span in made:
+        ts = scheduler.tasks.get(key)
+        if (
+            ts is None
+            or ts.state != "waiting"
+            or ts.waiting_on != {barrier}
+            or scheduler.workers.get(ws.address) is not ws
+        ):
+            continue
+        tell(ts.key, "waiting", "processing")
+        ts.waiting_on.clear()
+        ts.set_nbytes(nbytes)
+        told: dict[str, list[dict[str, Any]]] = {}
+        scheduler._add_to_memory(ts, ws, recommendations, told, type=kind, typename=typename)
+        for client, found in told.items():
+            messages.setdefault(client, []).extend(found)
+        scheduler.transition_counter += 1
+        details = {"worker": ws.address, "status": "OK", "nbytes": nbytes, "type": kind, "typename": typename}
+        tell(ts.key, "processing", "memory", **details, startstops=[dict(span)], thread=0, metadata={})
+        done.add(ts.key)
+    scheduler.transitions(recommendations, stimulus_id)
+    scheduler.send_all(messages, {})
+    return done
 
 
 def look_at_graphs(scheduler: Scheduler, look: Callable[..., None] | None) -> None:
@@ -298,7 +284,7 @@ def copy_to(scheduler: Scheduler, address: str, keys: Sequence[Any], stimulus_id
 def keep(worker: Worker, values: Mapping[Any, Any], stimulus_id: str) -> dict[Any, int]:
     """Give values to Dask, which holds, spills and sends them from now on; return the bytes of each.
 
-    Nobody is told of it: the scheduler's side does that with `Completion`.
+    Nobody is told of it: the scheduler's side does that with `put_into_memory`.
     """
     worker.update_data(dict(values), stimulus_id=stimulus_id)
     for key in values:

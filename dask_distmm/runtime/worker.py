@@ -25,7 +25,7 @@ import threading
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -35,33 +35,33 @@ from distributed import Worker, WorkerPlugin
 from distributed.core import error_message
 from distributed.protocol import to_serialize
 from distributed.protocol.pickle import dumps
+from numpy.typing import NDArray
 
 from dask_distmm import compat
 from dask_distmm._version import __version__
 from dask_distmm.comms import cross_memory
-from dask_distmm.comms.base import PeerLostError
+from dask_distmm.comms.base import Boxes, PeerLostError
 from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, contiguous, get_engine, log
 from dask_distmm.engines.watchdog import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError, brief, in_words, raised_by_user
 from dask_distmm.planning import ENGINES, Placement, plan_from_wire
-from dask_distmm.runtime import direct, messages
+from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunks import check_chunks, numbered, other_orders, ready_event, unpack_tasks
 from dask_distmm.runtime.messages import (
     NAME,
     Delivery,
-    Describe,
     Description,
     Done,
-    Message,
     Reply,
+    Seconds,
     Vote,
     answering,
+    ask,
     listening,
-    post,
 )
+from dask_distmm.runtime.replicas import ReplicaStore, address_of
 from dask_distmm.runtime.run import History, in_short, summarize
-from dask_distmm.runtime.transfers import DaskComm, ReplicaStore, address_of
 
 # Chunks
 
@@ -176,6 +176,69 @@ class ChunkStore:
             direct.let_go(self._worker, [key for key in keys if key not in later], run_id)
 
 
+# Matrices over Dask's own comms, and so by the protocol and with the encryption that the cluster uses. Between workers
+# of one host large matrices do not travel at all: they are read out of the other worker's memory.
+
+
+class DaskComm:
+    """The `Comm` of one run on one worker."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        run_id: int,
+        addresses: Sequence[str],
+        timeout: float,
+        *,
+        epoch: str = "",
+        cross_memory: bool = False,
+    ) -> None:
+        self._worker, self._run_id, self._addresses, self._timeout = worker, run_id, addresses, timeout
+        self._epoch, self._cross_memory = epoch, cross_memory
+        self.received_bytes = 0
+
+    def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
+        """Ask a participant for boxes of its matrices; see `Comm.fetch`."""
+        request = self._request(self._addresses[peer], kind, boxes, flat)
+        try:
+            return asyncio.run_coroutine_threadsafe(request, self._worker.loop.asyncio_loop)
+        except RuntimeError:  # the event loop is closed: this process ends
+            request.close()
+            raise PeerLostError(f"worker {address_of(self._worker)} is closing") from None
+
+    async def _request(self, address: str, kind: str, boxes: Boxes, flat: bool) -> Sequence[NDArray[Any]]:
+        place = cross_memory.process_name() if self._cross_memory else ""
+        wanted = self._run_id, kind, boxes.tobytes(), flat, place
+        call = ask(self._worker.rpc(address), WorkerService.fetch, self._epoch, *wanted)
+        try:
+            # Sums are there when the peer has multiplied, which may take any time; chunks are there now.
+            answer = await asyncio.wait_for(call, self._timeout if kind == "input" else None)
+        except TimeoutError:
+            raise EngineError(
+                f"worker {address} did not deliver its chunks within {self._timeout:g} s (config "
+                "distmm.timeouts.transfer)"
+            ) from None
+        except OSError as error:  # CommClosedError among them
+            raise PeerLostError(f"worker {address}: {error}") from error
+        if answer is None or answer.status in ("gone", "lost"):
+            # Either the run was ended, or another process has taken the worker's place, perhaps without the plugin yet.
+            message = "it does not know the run" if answer is None else answer.message
+            raise PeerLostError(f"worker {address}: {message}")
+        if answer.status != "OK":
+            raise ProtocolError(f"worker {address} refused a request of run {self._run_id}: {answer.message}")
+        data: Sequence[NDArray[Any]] = answer.data
+        if answer.loan:
+            try:
+                data = await asyncio.to_thread(cross_memory.borrow, answer.loan)
+            except OSError as error:
+                log.info("worker %s sends what can't be read in its memory: %s", address, error)
+                self._cross_memory = False
+                return await self._request(address, kind, boxes, flat)
+        if kind != "enter":
+            self.received_bytes += sum(x.nbytes for x in data)
+        return data
+
+
 # The service
 
 
@@ -218,30 +281,23 @@ class WorkerService:
         as_task = functools.partial(direct.act_as_task, worker)
         self.engine_thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-engine", initializer=as_task)
         self.handlers: dict[str, Callable[..., Any]] = {
-            **answering(messages.Describe, self.describe),
-            **answering(messages.Prepare, self.prepare, self._is_current),
-            **answering(messages.Start, self.start, self._is_current),
-            **answering(messages.Abort, self.abort, self._is_current),
-            **answering(messages.Fetch, self.fetch, self._is_current),
-            **answering(messages.ReleaseGroup, self.release, self._is_current),
+            **answering(self.describe),
+            **answering(self.prepare, self._is_current),
+            **answering(self.start, self._is_current),
+            **answering(self.abort, self._is_current),
+            **answering(self.fetch, self._is_current),
+            **answering(self.release, self._is_current),
         }
         self._dask_dump = worker.handlers.get("dump_state")
         if self._dask_dump:
             self.handlers["dump_state"] = self.dump_state
         register_serializers()
         worker.handlers.update(self.handlers)
-        listeners: dict[type[Message], Callable[[Any], None]] = {
-            messages.Abort: lambda abort: self.end(abort.run_id, abort.reason),
-            messages.Finish: lambda finish: self.finish(finish.run_id),
-            messages.ReleaseOperands: functools.partial(_release_operands, self.runs),
-            messages.WorkerLost: self.worker_lost,
-            messages.GroupLost: self.abandon,
-            messages.ReleaseReplica: lambda drop: self.replicas.drop(drop.name, drop.run_id),
-        }
-        for kind, handle in listeners.items():
-            worker.stream_handlers.update(listening(kind, handle, lambda epoch: epoch == self.epoch))
+        told = self.end, self.finish, self.release_operands, self.worker_lost, self.abandon, self.release_replica
+        for handle in told:
+            worker.stream_handlers.update(listening(handle, lambda epoch: epoch == self.epoch))
         # The epoch itself comes on the scheduler's own stream only.
-        worker.stream_handlers.update(listening(messages.Begin, lambda begin: self.begin(begin.epoch)))
+        worker.stream_handlers.update(listening(self.begin))
 
     @property
     def address(self) -> str:
@@ -273,20 +329,35 @@ class WorkerService:
         self._begun.set()
         self._begun = asyncio.Event()
 
-    async def describe(self, request: messages.Describe) -> messages.Description:
+    async def describe(self) -> Description:
         """Return the facts about this worker that planning needs."""
         return await asyncio.to_thread(_process_facts, self.worker.data)
 
-    async def prepare(self, request: messages.Prepare) -> Vote:
-        """Check that all chunks are here and allocate; the answer is this worker's vote."""
-        run_id, epoch = request.run_id, self.epoch
+    async def prepare(
+        self,
+        run_id: int,
+        me: int,
+        plan: Mapping[str, Any],
+        keys: Mapping[str, Sequence[Any]],
+        check_orders: bool = False,
+        sources: bytes = b"",
+    ) -> Vote:
+        """Check that all chunks are here and allocate, as participant `me`; the answer is this worker's vote.
+
+        `keys` has for each operand of which this worker has chunks their keys, in the order of the chunks' numbers.
+        With `check_orders` a plan for other memory orders than the chunks' is refused; `sources` are tasks that make
+        chunks here, pickled.
+        """
+        epoch = self.epoch
         if run_id <= self.newest_run or run_id in self._over:
             return Vote("refused", f"run {run_id} is stale: this worker has seen run {self.newest_run}, or its end")
         self.history.note(run_id, "asked for a vote")
         try:
             # On the engine's thread: after the previous run, which may still be ending there.
             loop = asyncio.get_running_loop()
-            work = functools.partial(_in_thread, self.address, self._prepare, request, epoch)
+            work = functools.partial(
+                _in_thread, self.address, self._prepare, epoch, run_id, me, plan, keys, check_orders, sources
+            )
             vote = await loop.run_in_executor(self.engine_thread, work)
         except BaseException as error:
             vote = _failure(Vote, error, self._closed)
@@ -295,19 +366,28 @@ class WorkerService:
         self.history.note(run_id, f"voted {vote.status}")
         return vote
 
-    def _prepare(self, request: messages.Prepare, epoch: str) -> Vote:
-        plan, run_id, me = plan_from_wire(request.plan), request.run_id, request.me
+    def _prepare(
+        self,
+        epoch: str,
+        run_id: int,
+        me: int,
+        wire: Mapping[str, Any],
+        keys: Mapping[str, Sequence[Any]],
+        check_orders: bool,
+        sources: bytes,
+    ) -> Vote:
+        plan = plan_from_wire(wire)
         if not 0 <= me < len(plan.participants):
             raise ProtocolError(f"this worker is to be participant {me} of {len(plan.participants)}")
         chunks, unkept = self.replicas.operands(plan, me)
-        own, missing = self.chunks.read(plan, me, request.keys)
+        own, missing = self.chunks.read(plan, me, keys)
         if missing:
             return Vote("missing", keys=missing)
         if unkept:
             return Vote("no replicas", names=unkept)
-        if request.check_orders and (orders := other_orders(plan, own)):
+        if check_orders and (orders := other_orders(plan, own)):
             return Vote("orders", orders=orders)
-        chunks = check_chunks(plan, chunks | own) | unpack_tasks(plan, request.sources, self.worker)
+        chunks = check_chunks(plan, chunks | own) | unpack_tasks(plan, sources, self.worker)
         addresses = [worker.address for worker in plan.participants]
         options = plan.problem.options
         comm = DaskComm(
@@ -322,7 +402,7 @@ class WorkerService:
         with self._changing:
             if epoch != self.epoch:
                 raise ProtocolError(f"run {run_id} is of a plugin of the scheduler that another one has replaced")
-            self.chunks.claim(run_id, plan, me, request.keys, job)
+            self.chunks.claim(run_id, plan, me, keys, job)
             self.replicas.expect(run_id, plan, chunks, comm)
             if plan.group:
                 self._groups.add((plan.group, plan.engine))
@@ -330,9 +410,14 @@ class WorkerService:
             self.runs[run_id] = plan, job
         return Vote("OK", offer=job.offer)
 
-    async def start(self, request: messages.Start) -> Done:
-        """Let the engine do this worker's part, and hand its chunks of D to Dask; answer when that is done."""
-        run_id = request.run_id
+    async def start(
+        self, run_id: int, offers: Sequence[Any] = (), deliver: Sequence[tuple[str, str, bytes]] = ()
+    ) -> Done:
+        """Let the engine do this worker's part, and hand its chunks of D to Dask; answer when that is done.
+
+        `offers` are those of all participants, in their order. `deliver` has for each array of which tasks wait for
+        chunks which output it is, its name, and the numbers of its chunks that no task waits for, as int64.
+        """
         if run_id not in self.runs:
             return Done("lost" if self._closed else "refused", f"run {run_id} was not prepared here, or is over")
         plan, job = own = self.runs[run_id]
@@ -343,19 +428,16 @@ class WorkerService:
             started = loop.time()
             self.chunks.consume(run_id)
             if plan.problem.donated:
-                job.on_gathered = functools.partial(
-                    loop.call_soon_threadsafe, self.worker.batched_send, post(messages.Gathered(run_id), epoch)
-                )
-            work = functools.partial(_in_thread, self.address, _execute, job, request.offers)
+                told = {"op": "distmm_gathered", "run_id": run_id, "epoch": epoch}
+                job.on_gathered = functools.partial(loop.call_soon_threadsafe, self.worker.batched_send, told)
+            work = functools.partial(_in_thread, self.address, _execute, job, offers)
             made = await loop.run_in_executor(self.engine_thread, work)
             if self.runs.get(run_id) is not own:
                 raise EngineError(f"run {run_id} was ended")
             result = await self.replicas.share(run_id, plan, made, job.timings)
             missing = set(job.missing)
             result = {key: x for key, x in result.items() if key[1] not in missing}
-            placed = await self.chunks.place(
-                *(run_id, plan, result, request.deliver), lambda: self.runs.get(run_id) is own
-            )
+            placed = await self.chunks.place(run_id, plan, result, deliver, lambda: self.runs.get(run_id) is own)
         except BaseException as error:
             name = error.name if isinstance(error, _FailedError) else type(error).__name__
             self.history.note(run_id, f"failed with {name}, {self.progress.get(run_id, 0):.0%} done")
@@ -391,20 +473,22 @@ class WorkerService:
             await asyncio.sleep(_TELL)
             now = float(self.progress.get(run_id, 0.0)), int(job.received_bytes)
             if now != told:
-                self.worker.batched_send(post(messages.Progress(run_id, *now), epoch))
+                share, received = now
+                message = {"op": "distmm_hear_progress", "run_id": run_id, "share": share, "received_bytes": received}
+                self.worker.batched_send(message | {"epoch": epoch})
                 told = now
 
-    async def release(self, request: messages.ReleaseGroup) -> Reply:
+    async def release(self, group: int, engine: str, grace: Seconds) -> Reply:
         """Free the memory that a group keeps between runs; the scheduler asks all ranks at the same time."""
-        self._groups.discard((request.group, request.engine))
+        self._groups.discard((group, engine))
         if not self._closed:
-            await asyncio.get_running_loop().run_in_executor(self.engine_thread, _release, request)
+            await asyncio.get_running_loop().run_in_executor(self.engine_thread, _release, group, engine, grace)
         return Reply("OK")
 
-    def abandon(self, message: messages.GroupLost) -> None:
-        """Forget a group of which a rank is gone."""
-        self._groups.discard((message.group, message.engine))
-        self._abandon(message.group, message.engine)
+    def abandon(self, group: int, engine: str) -> None:
+        """Forget a group of which a rank is gone: each other rank does so by itself."""
+        self._groups.discard((group, engine))
+        self._abandon(group, engine)
 
     def _abandon(self, group: int, engine: str) -> None:
         def forget() -> None:
@@ -416,10 +500,10 @@ class WorkerService:
         with contextlib.suppress(RuntimeError):  # this worker is closing
             self.engine_thread.submit(forget)
 
-    async def abort(self, request: messages.Abort) -> Reply:
+    async def abort(self, run_id: int, reason: str) -> Reply:
         """End a run here that has not succeeded; the answer is this worker's history of it."""
-        self.end(request.run_id, request.reason)
-        return Reply("OK", self.history.brief(request.run_id))
+        self.end(run_id, reason)
+        return Reply("OK", self.history.brief(run_id))
 
     def end(self, run_id: int, reason: str) -> None:
         """End a run here that has not succeeded; may be repeated."""
@@ -444,13 +528,23 @@ class WorkerService:
         self.chunks.hand_over(run_id)
         self.replicas.end(run_id)
 
-    def worker_lost(self, message: messages.WorkerLost) -> None:
+    def release_operands(self, run_id: int) -> None:
+        """Release the chunks of operands that may be freed: all ranks have read them."""
+        if run_id in self.runs:
+            plan, job = self.runs[run_id]
+            job.forget(plan.problem.donated)
+
+    def release_replica(self, name: str, run_id: int) -> None:
+        """Release the replicas that a run has left of an array: nobody wants them any more."""
+        self.replicas.drop(name, run_id)
+
+    def worker_lost(self, run_id: int, address: str) -> None:
         """Let a run go on without a participant, which has left."""
-        if message.run_id in self.runs:
-            plan, job = self.runs[message.run_id]
-            self.history.note(message.run_id, f"was told that {message.address} is gone")
+        if run_id in self.runs:
+            plan, job = self.runs[run_id]
+            self.history.note(run_id, f"was told that {address} is gone")
             for participant, worker in enumerate(plan.participants):
-                if worker.address == message.address:
+                if worker.address == address:
                     job.lose(participant)
 
     def dump_state(self, **kwargs: Any) -> dict[str, Any]:
@@ -459,26 +553,28 @@ class WorkerService:
 
     # Called by other workers
 
-    async def fetch(self, request: messages.Fetch) -> Delivery:
-        """Return parts of this worker's matrices to a peer of the same run."""
-        run_id, kind = request.run_id, request.kind
+    async def fetch(self, run_id: int, kind: str, boxes: bytes, flat: bool, place: str = "") -> Delivery:
+        """Return parts of this worker's matrices to a peer of the same run; see `Comm.fetch`.
+
+        `place` is the peer's `cross_memory.process_name`.
+        """
         try:
-            table = np.frombuffer(request.boxes, np.int64).reshape(-1, 6)
+            table = np.frombuffer(boxes, np.int64).reshape(-1, 6)
             if run_id not in self.runs:
                 return Delivery("gone", f"run {run_id} is not live here")
             plan, job = self.runs[run_id]
             if kind == "replica":
                 own = await self.replicas.serve(run_id, table)
-                loan = cross_memory.lend(own, request.place)
+                loan = cross_memory.lend(own, place)
                 return Delivery("OK", loan=loan) if loan else Delivery("OK", data=[to_serialize(x) for x in own])
             plan.check_boxes(kind, table)
             # Shielded: a peer that cancels its request must not cancel the future, for which others wait too.
             await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
-            lends = job.lends and cross_memory.is_near(request.place)
-            data = await asyncio.to_thread(job.serve, kind, table, request.flat and not lends)
-            if lends and (loan := cross_memory.lend(data, request.place)):
+            lends = job.lends and cross_memory.is_near(place)
+            data = await asyncio.to_thread(job.serve, kind, table, flat and not lends)
+            if lends and (loan := cross_memory.lend(data, place)):
                 return Delivery("OK", loan=loan)
-            if lends and request.flat:
+            if lends and flat:
                 data = await asyncio.to_thread(job.serve, kind, table, True)
             return Delivery("OK", data=[to_serialize(x) for x in await asyncio.to_thread(contiguous, data)])
         except (ProtocolError, TypeError, ValueError, KeyError) as error:
@@ -508,7 +604,7 @@ def _device_limit(data: Any) -> float:
     return limit / _SPILLED_FROM if isinstance(limit, int | float) and limit > 0 else math.inf
 
 
-def _process_facts(data: Any) -> messages.Description:
+def _process_facts(data: Any) -> Description:
     """Return the facts about this process that planning needs. Imports all engines, which may take seconds."""
     engines, memory, links = {}, {}, {}
     for name in ENGINES:
@@ -522,21 +618,12 @@ def _process_facts(data: Any) -> messages.Description:
             engines[name] = {"error": str(error)}
     # An engine for GPUs has imported CuPy, whose types need help to travel.
     register_serializers()
-    return messages.Description(
-        "OK", version=__version__, engines=engines, memory=memory, links=links, host=platform.node()
-    )
+    return Description("OK", version=__version__, engines=engines, memory=memory, links=links, host=platform.node())
 
 
-def _release(request: messages.ReleaseGroup) -> None:
-    with Watchdog(max(_LEAST_GRACE, request.grace), f"freeing group {request.group} of engine {request.engine}"):
-        get_engine(request.engine).release(request.group)
-
-
-def _release_operands(runs: Mapping[int, tuple[Placement, Job[Any]]], message: messages.ReleaseOperands) -> None:
-    """Have a run's job release the chunks of operands that may be freed: all ranks have read them."""
-    if message.run_id in runs:
-        plan, job = runs[message.run_id]
-        job.forget(plan.problem.donated)
+def _release(group: int, engine: str, grace: float) -> None:
+    with Watchdog(max(_LEAST_GRACE, grace), f"freeing group {group} of engine {engine}"):
+        get_engine(engine).release(group)
 
 
 def _execute(job: Job[Any], offers: Any) -> Mapping[ResultKey, Any]:
@@ -609,66 +696,58 @@ def _user_fields(error: BaseException, what: str) -> dict[str, Any]:
 MISSING = f"{NAME}-missing"
 
 
-class DistMMWorkerPlugin(WorkerPlugin):  # type: ignore[misc]
-    """Puts a `WorkerService` on a worker. Installed by the scheduler's plugin, or by preload."""
-
-    name = NAME
-    idempotent = True
-
-    def setup(self, worker: Worker) -> None:
-        """Attach, once; a worker whose version of distributed lacks something says so when it describes itself."""
-        if missing := compat.missing_on_worker(worker):
-            _say_unfit(worker, compat.unsupported("on this worker", missing))
-        elif NAME not in worker.extensions:
-            worker.extensions[NAME] = WorkerService(worker)
-
-    def teardown(self, worker: Worker) -> None:
-        """Detach when the worker closes (a plugin that is only replaced keeps its `WorkerService`)."""
-        if compat.missing_on_worker(worker):
-            return
-        if worker.status.name in ("closing", "closing_gracefully", "closed", "failed"):
-            side = worker.extensions.pop(NAME, None)
-            if side is not None:
-                side.close()
+def attach(worker: Worker) -> None:
+    """Put a `WorkerService` on a worker, once; one whose distributed lacks something says so when it is asked."""
+    if missing := compat.missing_on_worker(worker):
+        _say_unfit(worker, compat.unsupported("on this worker", missing))
+    elif NAME not in worker.extensions:
+        worker.extensions[NAME] = WorkerService(worker)
 
 
 def _say_unfit(worker: Worker, reason: str) -> None:
     """Answer the scheduler that this worker has no engine. Nothing is raised: the worker would not start."""
 
-    async def describe(request: Describe) -> Description:
+    async def describe() -> Description:
         return Description("OK", engines={name: {"error": reason} for name in ENGINES})
 
     log.warning("%s", reason)
     if hasattr(worker, "handlers"):
-        worker.handlers.update(answering(Describe, describe))
+        worker.handlers.update(answering(describe))
     elif hasattr(worker, "log_event"):
         worker.log_event(MISSING, {"worker": worker.address, "reason": reason})
 
 
-def for_any_worker() -> bytes:
-    """Return the plugin, pickled so that workers without this package can load it, too.
+def worker_plugin() -> WorkerPlugin:
+    """Return the worker's plugin, which workers without this package can load, too.
 
     Such a worker says so, under the topic `MISSING`. With a plugin that it can't load it would not start.
     """
-    topic = MISSING
+    key, topic = NAME, MISSING
 
     # Of a local class pickles have all, and not the name of the module that has it.
     class Installer(WorkerPlugin):  # type: ignore[misc]
+        name = key
         idempotent = True
-        plugin: WorkerPlugin | None = None
 
         def setup(self, worker: Worker) -> None:
             try:
-                from dask_distmm.runtime.worker import DistMMWorkerPlugin
+                from dask_distmm.runtime.worker import attach
             except ImportError as error:
                 worker.log_event(topic, {"worker": worker.address, "reason": str(error)})
-                return
-            self.plugin = DistMMWorkerPlugin()
-            self.plugin.setup(worker)
+            else:
+                attach(worker)
 
         def teardown(self, worker: Worker) -> None:
-            if self.plugin is not None:
-                self.plugin.teardown(worker)
+            # A plugin that is only replaced keeps its service.
+            if worker.status.name in ("closing", "closing_gracefully", "closed", "failed"):
+                side = getattr(worker, "extensions", {}).pop(key, None)
+                if side is not None:
+                    side.close()
 
-    made: bytes = cloudpickle.dumps(Installer())
-    return made
+    return Installer()
+
+
+def for_any_worker() -> bytes:
+    """Return `worker_plugin`, pickled as it is sent."""
+    pickled: bytes = cloudpickle.dumps(worker_plugin())
+    return pickled

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from html import escape
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.planning.cublasmp import Tile
 from dask_distmm.planning.factor.plan import FactorPlacement
-from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan
+from dask_distmm.planning.many import BatchEstimate, BatchPlan, ChainPlan, GroupPlan
 from dask_distmm.planning.model import ENGINES, Estimate
 from dask_distmm.planning.placement import Placement
 from dask_distmm.planning.plan import Plan
@@ -25,7 +25,7 @@ from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.programs.check import Span
 from dask_distmm.programs.steps import Loop
-from dask_distmm.show.text import WHAT, in_words
+from dask_distmm.show.text import BATCH_ROUTES, WHAT, in_words
 
 # Matrices and bars as inline SVG: no script, no style sheet, readable on light and on dark pages. Pure
 
@@ -161,11 +161,7 @@ def product_diagram(a: DrawnMatrix, b: DrawnMatrix, d: DrawnMatrix, label: str) 
     # Captions are longer than narrow matrices are wide.
     left, caption = max(depth, 150.0), 170.0
     x, y = left + _GAP, _TITLE + depth + _GAP + _TITLE
-    parts = [
-        *_drawn(b, x, _TITLE, width, depth),
-        *_drawn(a, 2, y, depth, height),
-        *_drawn(d, x, y, width, height),
-    ]
+    parts = [*_drawn(b, x, _TITLE, width, depth), *_drawn(a, 2, y, depth, height), *_drawn(d, x, y, width, height)]
     return figure(x + max(width, caption) + 4, y + height + 4, label, parts)
 
 
@@ -233,7 +229,6 @@ def plan_html(plan: Plan) -> str:
     """Return a plan as notebooks show it."""
     unknown = "" if "a" in plan.where else "; those of A and B are not known yet"
     sections = [
-        _title(f"Plan: {plan.method} on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}"),
         f"<div><b>@ is left to Dask's own tasks under enable():</b> {escape(plan.left)}</div>" if plan.left else "",
         f"<div>{escape(_sentence(plan))}</div>",
         _beside(f"Chunks, by the workers that hold them{unknown}", _chunk_grids(plan)),
@@ -244,26 +239,24 @@ def plan_html(plan: Plan) -> str:
         sections.append(_section("Estimated time, and what it was chosen against", _time_chart(plan)))
     if plan.projected_bytes:
         sections.append(_section("Projected memory of the workers", _memory_chart(plan)))
-    return _page([*sections, _as_text(repr(plan))])
+    return _plan_page(plan, sections)
 
 
 def batch_html(plan: BatchPlan) -> str:
     """Return the plan for a batch as notebooks show it."""
-    ways = {"items": "whole items in plain tasks", "collective": "collective runs"}
     rows = []
     for name, estimate in (("items", plan.items), ("collective", plan.collective)):
         if estimate is not None:
-            parts = (estimate.compute_seconds, estimate.transfer_seconds, estimate.overhead_seconds)
             chosen = name == plan.route
-            note = format_time(estimate.seconds) + (", chosen" if chosen else "")
-            rows.append(Bar(ways[name], note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=chosen))
-    legend = key([(_MULTIPLYING, "multiplying"), (_MOVING, "moving"), (_OTHER, "having tasks")])
-    sections = [_title(f"Batch: {ways[plan.route]}"), f"<div>{escape(plan.reason)}</div>"]
+            note = format_time(estimate.seconds) + ", chosen" * chosen
+            rows.append(_time_bar(BATCH_ROUTES[name], note, estimate, bold=chosen))
+    sections = [f"<div>{escape(plan.reason)}</div>"]
     if rows:
-        sections.append(_section("Estimated time", bar_chart(rows, "estimated time of both ways") + legend))
+        chart = bar_chart(rows, "estimated time of both ways") + _time_key("multiplying", "moving", "having tasks")
+        sections.append(_section("Estimated time", chart))
     if plan.route == "collective" and plan.plan is not None:
         sections.append(_section("Each run", plan.plan._repr_html_()))
-    return _page([*sections, _as_text(repr(plan))])
+    return _plan_page(plan, sections)
 
 
 def group_html(plan: GroupPlan) -> str:
@@ -279,14 +272,12 @@ def group_html(plan: GroupPlan) -> str:
         rows.append(
             Bar(f"{number}: {m} x {k} by {k} x {n}", in_words(share), (seconds,), (fill,), bold=share.collective)
         )
-    sections = [_title(repr(plan).splitlines()[0])]
+    sections = []
     if rows:
         legend = key([(_MULTIPLYING, "plain tasks, all together"), (_MOVING, "a collective run")])
-        more = f"<div>and {len(found) - len(rows)} shorter ones</div>" if len(found) > len(rows) else ""
-        sections.append(
-            _section("Estimated time of each product", bar_chart(rows, "estimated time of each") + more + legend)
-        )
-    return _page([*sections, _as_text(repr(plan))])
+        chart = bar_chart(rows, "estimated time of each") + _more(found, rows, "shorter ones") + legend
+        sections.append(_section("Estimated time of each product", chart))
+    return _plan_page(plan, sections)
 
 
 def reason_html(reason: str) -> str:
@@ -298,6 +289,17 @@ def reason_html(reason: str) -> str:
 
 def _page(sections: Iterable[str]) -> str:
     return f'<div style="font-family: sans-serif; font-size: 13px">{"".join(sections)}</div>'
+
+
+def _plan_page(plan: object, sections: Iterable[str]) -> str:
+    """Return the page of a plan: the first line of its text, sections, and its text."""
+    text = repr(plan)
+    return _page([_title(text.splitlines()[0]), *sections, _as_text(text)])
+
+
+def _more(every: Sized, shown: Sized, what: str = "more") -> str:
+    """Return how many are not shown; empty if all are."""
+    return f"<div>and {len(every) - len(shown)} {what}</div>" if len(every) > len(shown) else ""
 
 
 def _title(text: str) -> str:
@@ -332,15 +334,12 @@ def _grid_edges(sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(sizes, initial=0))
 
 
-def _operand_shape(plan: Plan, operand: str) -> tuple[int, int]:
+def _operand(plan: Plan, operand: str, cells: Sequence[Cell], *edges: Sequence[int]) -> DrawnMatrix:
+    """Return an operand, or D, with its parts and the edges of rows and columns of chunks."""
     rows, cols = plan.problem.chunks_of(operand)
-    return sum(rows), sum(cols)
-
-
-def _caption(plan: Plan, operand: str) -> str:
-    rows, cols = plan.problem.chunk_counts(operand)
-    height, width = _operand_shape(plan, operand)
-    return f"{height} x {width}, {rows} x {cols} chunks"
+    height, width = sum(rows), sum(cols)
+    caption = f"{height} x {width}, {len(rows)} x {len(cols)} chunks"
+    return DrawnMatrix(operand.upper(), caption, (height, width), cells, *edges)
 
 
 def _chunk_grids(plan: Plan) -> str:
@@ -372,7 +371,7 @@ def _chunk_grids(plan: Plan) -> str:
             for j, col in enumerate(itertools.pairwise(cols))
             if row[0] < row[1] and col[0] < col[1]
         ]
-        drawn.append(DrawnMatrix(operand.upper(), _caption(plan, operand), _operand_shape(plan, operand), cells))
+        drawn.append(_operand(plan, operand, cells))
     note = f"<div>Too many chunks to draw: one in {max(steps)} stands for its neighbours.</div>" * (max(steps) > 1)
     a, b, d = drawn
     return product_diagram(a, b, d, "chunks of A, B and D, and the workers that hold them") + note
@@ -386,9 +385,9 @@ def _layout(plan: Plan) -> str:
         everyone = tuple(range(len(plan.ranks)))
         whole = [Cell((0, plan.problem.m), (0, plan.problem.n), everyone)]
         found = [
-            _dealt(tiles.a, _operand_shape(plan, "a")),
-            _dealt(tiles.b, _operand_shape(plan, "b")),
-            whole if tiles.replicated else _dealt(tiles.d, _operand_shape(plan, "d")),
+            _dealt(tiles.a, (plan.problem.m, plan.problem.k)),
+            _dealt(tiles.b, (plan.problem.k, plan.problem.n)),
+            whole if tiles.replicated else _dealt(tiles.d, (plan.problem.m, plan.problem.n)),
         ]
         blocks = " and ".join(f"{a} x {b}" for a, b in dict.fromkeys(tile.layout.blocks for tile in (tiles.a, tiles.b)))
         note = f"<div>Block-cyclic tiles, A and B in blocks of {blocks}; the library gathers what a rank lacks.</div>"
@@ -405,11 +404,7 @@ def _layout(plan: Plan) -> str:
     drawn = []
     for operand, cells in zip("abd", found, strict=True):
         rows, cols = (coarse(_grid_edges(sizes))[0] for sizes in plan.problem.chunks_of(operand))
-        drawn.append(
-            DrawnMatrix(
-                operand.upper(), _caption(plan, operand), _operand_shape(plan, operand), _few(cells), rows, cols
-            )
-        )
+        drawn.append(_operand(plan, operand, _few(cells), rows, cols))
     a, b, d = drawn
     return product_diagram(a, b, d, "which ranks need which parts of A and B, and compute which part of D") + note
 
@@ -453,11 +448,22 @@ def _worker_key(plan: Placement) -> str:
     named = [(colour(rank), f"{rank}: {address}") for rank, address in enumerate(plan.workers)]
     for number, address in enumerate(others, start=len(named)):
         named.append((colour(number), f"{number}: {address} (hands out chunks)"))
-    more = f"<div>and {len(named) - _MOST_WORKERS} more</div>" if len(named) > _MOST_WORKERS else ""
-    return key(named[:_MOST_WORKERS]) + more
+    shown = named[:_MOST_WORKERS]
+    return key(shown) + _more(named, shown)
 
 
 # Bars
+
+
+def _time_bar(name: str, note: str, estimate: Estimate | BatchEstimate, *, bold: bool = False) -> Bar:
+    """Return the bar of a time: computing, moving, and the rest."""
+    parts = [estimate.compute_seconds, estimate.transfer_seconds]
+    parts.append(max(0.0, estimate.seconds - sum(parts)))
+    return Bar(name, note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=bold)
+
+
+def _time_key(computing: str, moving: str, other: str) -> str:
+    return key([(_MULTIPLYING, computing), (_MOVING, moving), (_OTHER, other)])
 
 
 def _time_chart(plan: Plan) -> str:
@@ -466,22 +472,18 @@ def _time_chart(plan: Plan) -> str:
     ways: list[Estimate] = [chosen, *(e for e in plan.alternatives if e is not chosen)]
     rows = []
     for estimate in ways[:_MOST_WAYS]:
-        parts = [estimate.compute_seconds, estimate.transfer_seconds]
-        parts.append(max(0.0, estimate.seconds - sum(parts)))
         note = f"{format_time(estimate.seconds)}, {format_bytes(estimate.bytes_moved)} moved"
         if estimate is chosen:
             note += ", chosen"
         elif estimate.seconds < chosen.seconds:
             note += f", too much memory: {format_bytes(estimate.peak_bytes)} a worker"
         name = f"{estimate.method} {' x '.join(map(str, estimate.grid))}"
-        rows.append(Bar(name, note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=estimate is chosen))
+        rows.append(_time_bar(name, note, estimate, bold=estimate is chosen))
     if (own := plan.by_tasks) is not None:
-        parts = [own.compute_seconds, own.transfer_seconds, own.seconds - own.compute_seconds - own.transfer_seconds]
         note = f"{format_time(own.seconds)}; the run with Dask's overhead takes {format_time(plan.seconds)}"
-        rows.append(Bar("Dask's own tasks", note, parts, (_MULTIPLYING, _MOVING, _OTHER), bold=not plan.worth_it))
-    more = f"<div>and {len(ways) - _MOST_WAYS} more, see the text</div>" if len(ways) > _MOST_WAYS else ""
-    legend = key([(_MULTIPLYING, "multiplying"), (_MOVING, "moving"), (_OTHER, "messages")])
-    return bar_chart(rows, "estimated time of each way") + more + legend
+        rows.append(_time_bar("Dask's own tasks", note, own, bold=not plan.worth_it))
+    more = _more(ways, ways[:_MOST_WAYS], "more, see the text")
+    return bar_chart(rows, "estimated time of each way") + more + _time_key("multiplying", "moving", "messages")
 
 
 def _memory_chart(plan: Placement) -> str:
@@ -493,7 +495,7 @@ def _memory_chart(plan: Placement) -> str:
         allowed = limits.get(address, 0) * fraction
         bound = f"of {format_bytes(allowed)} allowed" if allowed else "no limit"
         rows.append(Bar(address, f"{format_bytes(size)} {bound}", [size], [_TAKEN], mark=allowed or None))
-    more = f"<div>and {len(most) - _MOST_WORKERS} more, with less</div>" if len(most) > _MOST_WORKERS else ""
+    more = _more(most, rows, "more, with less")
     line = f"<div>The line is what a run may hold, {fraction:.0%} of the worker's memory limit.</div>"
     return bar_chart(rows, "projected memory of each worker against its limit") + more + line * any(limits.values())
 
@@ -557,44 +559,38 @@ def waves_html(plan: WavePlan) -> str:
     seconds.append(Bar("multiplying", format_time(scheme.run_seconds), [scheme.run_seconds], [_MULTIPLYING]))
     memory = f"{format_bytes(scheme.peak_bytes)} of {format_bytes(scheme.budget_bytes)} without spilling"
     bar = Bar("a worker", memory, [scheme.peak_bytes], [_TAKEN], mark=scheme.budget_bytes)
-    text = repr(plan)
-    return _page(
+    return _plan_page(
+        plan,
         [
-            _title(text.splitlines()[0]),
             _section(
                 f"Waves, by number; scheme {scheme.name}", product_diagram(a, b, d, "which wave needs which parts")
             ),
             _section(f"Estimated time: {format_time(plan.seconds)}", bar_chart(seconds, "loading and multiplying")),
             _section("Projected memory", bar_chart([bar], "projected memory of a worker")),
-            _as_text(text),
-        ]
+        ],
     )
 
 
 def chain_html(plan: ChainPlan) -> str:
     """Return the plan of a result of several runs as notebooks show it: their times, and each of them."""
-    text, rows, runs = repr(plan), [], []
+    rows, runs = [], []
     for number, run in enumerate(plan.runs[:_MOST_PRODUCTS], 1):
         title = repr(run).splitlines()[0].removeprefix("Plan: ")
         seconds = run.estimate.seconds if run.estimate is not None else 0.0
         rows.append(Bar(str(number), f"{format_time(seconds)}  {title}", [seconds], [_MULTIPLYING]))
         runs.append(f"<details><summary>{number}: {escape(title)}</summary>{run._repr_html_()}</details>")
     chart = _section("Estimated time of each run", bar_chart(rows, "estimated time of each run")) if rows else ""
-    return _page([_title(text.splitlines()[0]), chart, *runs, _as_text(text)])
+    return _plan_page(plan, [chart, *runs])
 
 
 def _placement_html(plan: FactorPlacement | ProgramPlacement, sections: Sequence[str]) -> str:
-    text, estimate = repr(plan), plan.estimate
-    charts = []
+    charts, estimate = [], plan.estimate
     if estimate is not None:
-        parts = [estimate.compute_seconds, estimate.transfer_seconds]
-        parts.append(max(0.0, estimate.seconds - sum(parts)))
-        bar = Bar(plan.method, format_time(estimate.seconds), parts, (_MULTIPLYING, _MOVING, _OTHER))
-        legend = key([(_MULTIPLYING, "computing"), (_MOVING, "moving or waiting"), (_OTHER, "other")])
-        charts.append(_section("Estimated time", bar_chart([bar], "estimated time") + legend))
+        chart = bar_chart([_time_bar(plan.method, format_time(estimate.seconds), estimate)], "estimated time")
+        charts.append(_section("Estimated time", chart + _time_key("computing", "moving or waiting", "other")))
     if plan.projected_bytes:
         charts.append(_section("Projected memory of the workers", _memory_chart(plan)))
-    return _page([_title(text.splitlines()[0]), *sections, *charts, _as_text(text)])
+    return _plan_page(plan, [*sections, *charts])
 
 
 def _side_by_side(drawn: Sequence[DrawnMatrix], label: str) -> str:

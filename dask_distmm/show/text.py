@@ -199,12 +199,14 @@ def _against(estimate: Estimate, chosen: Estimate | None) -> str:
     return text
 
 
+BATCH_ROUTES = {"items": "whole items in plain tasks", "collective": "collective runs"}
+
+
 def batch_text(plan: BatchPlan) -> str:
     """Return the text of the plan for a batch."""
     batch = plan.batch
-    what = {"items": "whole items in plain tasks", "collective": "collective runs"}
     lines = [
-        f"Batch: {what[plan.route]}",
+        f"Batch: {BATCH_ROUTES[plan.route]}",
         f"  items     {batch.count} ({' x '.join(map(str, batch.shape))}) of "
         f"{batch.m} x {batch.k} {batch.a_dtype} by {batch.k} x {batch.n} {batch.b_dtype}, "
         f"computed in {batch.compute_type}",

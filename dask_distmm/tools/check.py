@@ -136,11 +136,6 @@ def device_of(facts: Mapping[str, Any]) -> str | None:
     return next((str(device["uuid"]) for device in devices if first and device["uuid"].startswith(first)), None)
 
 
-def computes(engine: str, kind: str) -> bool:
-    """Return whether an engine that this process knows runs computations of a kind."""
-    return engine in ENGINES and kind in ENGINES[engine].computes
-
-
 def short(addresses: Sequence[str], most: int = 3) -> str:
     """Return some addresses as text, and how many more there are."""
     more = len(addresses) - most
@@ -207,7 +202,7 @@ class Report:
     def kinds(self) -> dict[str, tuple[str, ...]]:
         """The engines of each kind of computation."""
         kinds = "product", "factorization"
-        return {kind: tuple(name for name in ENGINES if computes(name, kind)) for kind in kinds}
+        return {kind: tuple(name for name, one in ENGINES.items() if kind in one.computes) for kind in kinds}
 
     @property
     def reason(self) -> str:

@@ -16,8 +16,7 @@ from typing import Any
 import click
 
 from dask_distmm._version import __version__
-from dask_distmm.errors import PlanError, unknown_name
-from dask_distmm.numeric.epilogs import Epilog
+from dask_distmm.errors import PlanError
 from dask_distmm.planning import ENGINES, METHODS
 
 # The exit status by which a shell knows a program that Ctrl-C (signal 2) has ended.
@@ -88,14 +87,6 @@ SCHEDULER = click.option(
 WORKERS = worker_count("Worker processes to start on this machine, where no --scheduler is given.")
 
 
-class EpilogName(click.Choice[str]):
-    """One of many epilogs, which a mistake does not print all."""
-
-    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """Say which of them are similar."""
-        return unknown_name("epilog", value, map(str, self.choices), "docs/epilogs.md")
-
-
 class Sections(click.Command):
     """A command whose help has its options in groups."""
 
@@ -121,22 +112,18 @@ _GROUPS = {
 }
 
 
-class Sizes(click.ParamType[Any]):
-    """Positive integers, separated by commas."""
+def sizes(*names: str, most: int, **settings: Any) -> Function:
+    """Return an option of up to `most` positive integers, separated by commas."""
 
-    name = "sizes"
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Return them as a tuple."""
-        if isinstance(value, tuple):
-            return value
-        found = [part.strip() for part in str(value).split(",")]
-        if not all(part.isdecimal() and int(part) > 0 for part in found) or len(found) > self.most:
-            self.fail(f"{value!r}: expected up to {self.most} positive numbers, for example 1024,2048", param, ctx)
+    def parsed(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+        found = [part.strip() for part in (value or "").split(",")]
+        if value is None:
+            return None
+        if not all(part.isdecimal() and int(part) > 0 for part in found) or len(found) > most:
+            raise click.BadParameter(f"{value!r}: expected up to {most} positive numbers, for example 1024,2048")
         return tuple(map(int, found))
+
+    return click.option(*names, callback=parsed, **settings)
 
 
 OPERANDS = together(
@@ -149,14 +136,13 @@ OPERANDS = together(
     click.option("--beta", type=float, show_default="1 with --c", help="Factor of C."),
     click.option(
         "--epilog",
-        type=EpilogName([str(epilog.value) for epilog in Epilog]),
         metavar="NAME",
         help="Function of the product before it is stored: relu, gelu_bias, ... (docs/epilogs.md).",
     ),
     click.option("--bias", metavar="FILE", help="Bias of the epilog: (n,), one value per column; or (m, 1)."),
     click.option("--aux", metavar="FILE", help="What a forward pass kept, for drelu, dgelu, ..."),
     click.option("--dtype", metavar="TYPE", help="Type to convert A and B to first, for example float32."),
-    click.option("--chunks", type=Sizes(2), metavar="ROWS[,COLUMNS]", help="Chunks of the result."),
+    sizes("--chunks", most=2, metavar="ROWS[,COLUMNS]", help="Chunks of the result."),
     click.option(
         "--engine",
         type=click.Choice(["auto", *(name for name, engine in ENGINES.items() if "product" in engine.computes)]),
@@ -262,22 +248,16 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
 
 
 @main.command()
-@click.option(
+@sizes(
     "--size",
     "sizes",
-    type=Sizes(16),
+    most=16,
     show_default="1024,2048; on GPUs 4096,8192",
     metavar="N,N,...",
     help="Rows of the square factors.",
 )
-@click.option(
-    "--chunks",
-    "grids",
-    type=Sizes(16),
-    default=(4, 8),
-    show_default="4,8",
-    metavar="G,G,...",
-    help="Chunks along each side.",
+@sizes(
+    "--chunks", "grids", most=16, default="4,8", show_default=True, metavar="G,G,...", help="Chunks along each side."
 )
 @click.option(
     "--dtype",

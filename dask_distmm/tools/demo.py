@@ -20,7 +20,7 @@ import dask
 import dask.array as da
 import numpy as np
 from dask.utils import format_bytes, format_time
-from distributed import Client, futures_of, wait
+from distributed import Client
 from numpy.typing import NDArray
 
 from dask_distmm import enabled, explain
@@ -31,7 +31,7 @@ from dask_distmm.installing import library_of
 from dask_distmm.planning import ENGINES, Demand
 from dask_distmm.runtime.client import ask_roster
 from dask_distmm.runtime.keys import barrier_key
-from dask_distmm.tools.local import available_memory, chunk_rows, connected, running_cluster, use_gpus
+from dask_distmm.tools.local import available_memory, chunk_rows, computed, connected, running_cluster, use_gpus
 
 # The demo: two jobs on a local cluster, each with its plan, its check against NumPy and its time
 
@@ -117,16 +117,6 @@ def check_product(a: da.Array, b: da.Array, c: da.Array) -> float:
 
 # ---------------------------------------------------------------------------------------------------------
 # The time
-
-
-def computed(product: da.Array) -> da.Array:
-    """Have the cluster compute a product; return it once all of it is in its memory."""
-    product = product.persist()
-    wait(product)
-    for future in futures_of(product):
-        if future.status != "finished":
-            future.result()  # raises the task's error
-    return product
 
 
 def seconds(multiply: Multiply) -> float:

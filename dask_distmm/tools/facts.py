@@ -11,6 +11,7 @@ when it is loaded then takes no more than that process with it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -48,29 +49,23 @@ def attempt(question: Callable[[], Any]) -> Any:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
 
 
+def installed(*names: str) -> tuple[str, str] | tuple[None, None]:
+    """Return the first of some distributions that is installed, and its version."""
+    for name in names:
+        with contextlib.suppress(Exception):  # not installed, or without metadata that can be read
+            return name, importlib.metadata.version(name)
+    return None, None
+
+
 def versions() -> dict[str, str | None]:
     """Return the installed version of each library by its name here, None where it is missing."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name, candidates in DISTRIBUTIONS.items():
-        found[name] = None
-        for candidate in candidates:
-            try:
-                found[name] = importlib.metadata.version(candidate)
-            except Exception:  # not installed, or without metadata that can be read
-                continue
-            break
-    return found
+    found = {name: installed(*candidates)[1] for name, candidates in DISTRIBUTIONS.items()}
+    return {"python": platform.python_version(), **found}
 
 
 def cuda_major() -> int | None:
     """Return the CUDA version that the installed CuPy was made for, None if there is none or it doesn't say."""
-    for major in (13, 12):
-        try:
-            importlib.metadata.version(f"cupy-cuda{major}x")
-        except Exception:
-            continue
-        return major
-    return None
+    return {"cupy-cuda13x": 13, "cupy-cuda12x": 12}.get(installed(*DISTRIBUTIONS["cupy"])[0] or "")
 
 
 def engine_versions() -> dict[str, Any]:

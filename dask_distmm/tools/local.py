@@ -13,13 +13,15 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+import dask.array as da
 import psutil
 from dask.system import CPU_COUNT
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, as_completed, futures_of
 from distributed.system import MEMORY_LIMIT
 
 from dask_distmm.errors import DistMMError, PlanError
 from dask_distmm.planning import ENGINES
+from dask_distmm.tools.facts import attempt, gpus
 
 # Dask's own default for a chunk is 128 MiB, which is 4096 x 4096 float64.
 MOST_ROWS = 4096
@@ -35,15 +37,7 @@ def use_gpus() -> bool:
 
 def gpu_count() -> int:
     """Return the number of NVIDIA GPUs; 0 where that can't be asked."""
-    try:
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:  # no such module, no driver, no permission: NVML has an error class for each
-        return 0
-    try:
-        return int(nvml.nvmlDeviceGetCount())
-    finally:
-        nvml.nvmlShutdown()
+    return len(attempt(gpus).get("devices", ()))
 
 
 def default_workers() -> int:
@@ -60,6 +54,15 @@ def chunk_rows(length: int, workers: int) -> int:
     """Return the length of chunks for an axis: some for each worker, but none above Dask's own default."""
     count = max(4, math.isqrt(4 * workers - 1) + 1)
     return min(-(-length // count), MOST_ROWS)
+
+
+def computed(array: da.Array) -> da.Array:
+    """Have the cluster compute an array; return it once all of it is in its memory."""
+    array = array.persist()
+    for future in as_completed(futures_of(array)):
+        if future.status != "finished":
+            future.result()  # raises the task's error
+    return array
 
 
 @contextlib.contextmanager

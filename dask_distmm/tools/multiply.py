@@ -23,14 +23,14 @@ import dask
 import dask.array as da
 import numpy as np
 from dask.utils import format_bytes, format_time
-from distributed import Client, as_completed, futures_of, wait
+from distributed import Client, wait
 
 from dask_distmm import Explanation, Plan, explain, matmul, progress
 from dask_distmm.errors import DistMMError, PlanError
 from dask_distmm.installing import library_of
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.tools.local import chunk_rows, connected, default_workers
+from dask_distmm.tools.local import chunk_rows, computed, connected, default_workers
 
 # Arrays in Zarr stores, .npy and HDF5 files: read lazily by the workers; written beside their place, then renamed
 
@@ -581,7 +581,10 @@ def multiply_files(
             for array, place in zip(results, targets, strict=True):
                 check_type(place, array.dtype)
             started = time.perf_counter()
-            held = _computed(client, results)
+            held = list(client.persist(results))
+            if sys.stderr.isatty():
+                progress(held)
+            held = [computed(array) for array in held]
             seconds = time.perf_counter() - started
             say(_speed(plan, seconds))
             for array, path, place in zip(held, paths, targets, strict=True):
@@ -621,14 +624,3 @@ def _check_paths(client: Client, paths: Sequence[str], mode: int) -> None:
         if blind:
             verb = "write to" if mode == os.W_OK else "read"
             raise DistMMError(f"worker {blind[0]} can't {verb} {path}: files must be where all workers see them")
-
-
-def _computed(client: Client, results: Sequence[da.Array]) -> list[da.Array]:
-    """Have the cluster compute arrays, show in a terminal how far it is; return them in the cluster's memory."""
-    held: list[da.Array] = list(client.persist(list(results)))
-    if sys.stderr.isatty():
-        progress(held)
-    for future in as_completed(futures_of(held)):
-        if future.status != "finished":
-            future.result()  # raises the task's error
-    return held

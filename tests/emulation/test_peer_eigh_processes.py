@@ -11,13 +11,13 @@ import compiled
 import dask
 import dask.array as da
 import pytest
+from leaks import assert_nothing_left
 from residuals import assert_eigh
 from run_events import events
 from test_peer_processes import become_gpu_worker, client, not_again, nworkers, wait_for  # noqa: F401
 from test_spectral import hermitian
 
 from dask_distmm import linalg
-from dask_distmm.testing import assert_nothing_left
 
 pytestmark = pytest.mark.skipif(compiled.compiler() is None, reason="needs g++: kernels are compiled for the CPU")
 

@@ -17,6 +17,7 @@ import pytest
 from device_memory import limit_device_memory
 from distributed import Client, LocalCluster, Status
 from faults import inject, remove_faults
+from leaks import assert_nothing_left
 from run_events import events
 
 import dask_distmm
@@ -27,7 +28,7 @@ from dask_distmm.config import dask_costs
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.planning import Worker
 from dask_distmm.planning.waves import Budget, choose_scheme
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 FOLDER = str(Path(__file__).parent)
 

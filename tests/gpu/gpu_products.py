@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dask.array as da
 import numpy as np
+from matrices import assert_large_product
 
 import dask_distmm
-from dask_distmm.testing import assert_large_product, assert_product
+from dask_distmm.testing import assert_product
 
 N = 512
 

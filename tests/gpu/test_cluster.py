@@ -15,13 +15,15 @@ import dask.array as da
 import numpy as np
 import pytest
 from gpu_products import N, check, on_gpus, random
+from leaks import assert_nothing_left
+from matrices import assert_large_product
 from residuals import assert_cholesky, assert_eigh, assert_qr, assert_solution
 from run_events import events
 
 import dask_distmm
 from dask_distmm import linalg
 from dask_distmm.errors import RunFailedError
-from dask_distmm.testing import assert_large_product, assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 # Faults and memory pools with as many ranks, where there are as many GPUs.
 COUNTS = (2, 4)
@@ -289,8 +291,8 @@ def apart(tmp_path):
         "NCCL_SHM_DISABLE": "1",
         "NCCL_NET": "Socket",
         "NCCL_SOCKET_IFNAME": "lo",
-        "DASK_DISTRIBUTED__WORKER__PRELOAD": "dask_distmm.preload",
-        "DASK_DISTRIBUTED__SCHEDULER__PRELOAD": "dask_distmm.preload",
+        "DASK_DISTRIBUTED__WORKER__PRELOAD": "dask_distmm",
+        "DASK_DISTRIBUTED__SCHEDULER__PRELOAD": "dask_distmm",
     }
     scheduler = ["scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
     worker = ["cuda", "worker", f"tcp://127.0.0.1:{port}", "--host", "127.0.0.1", "--no-dashboard"]

@@ -9,9 +9,10 @@ import pytest
 from device_memory import limit_device_memory
 from distributed import wait
 from gpu_products import random
+from leaks import assert_nothing_left
 
 import dask_distmm
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 pytestmark = pytest.mark.engines("peer")
 COUNTS = (1, 2, 3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dask.array as da
 import numpy as np
 import pytest
+from leaks import assert_nothing_left
 from matrices import noise
 from residuals import assert_eig, assert_eigh, assert_schur, assert_svd
 from test_epilogs import computed, finished, on_gpus
@@ -12,7 +13,6 @@ from test_epilogs import computed, finished, on_gpus
 import dask_distmm
 from dask_distmm import linalg
 from dask_distmm.arrays.linalg import factorize
-from dask_distmm.testing import assert_nothing_left
 
 pytestmark = pytest.mark.engines("peer", "cusolvermp")
 # Of steps that are products, too, or of what one GPU computes alone.

@@ -12,12 +12,14 @@ import pytest
 from cluster_runner import ClusterRunner
 from faults import inject
 from gpu_products import check, on_gpus, random
+from leaks import assert_nothing_left
+from matrices import assert_large_product
 from run_events import events
 
 import dask_distmm
 from dask_distmm.errors import RunFailedError
 from dask_distmm.planning.schedule import extent_multiple
-from dask_distmm.testing import assert_large_product, assert_nothing_left, conformance
+from dask_distmm.testing import conformance
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.engines("peer")]
 # With as many ranks, where there are as many GPUs.

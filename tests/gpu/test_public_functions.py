@@ -5,10 +5,10 @@ from __future__ import annotations
 import dask.array as da
 import pytest
 from function_calls import CALLS, IDS, check
+from leaks import assert_nothing_left
 from test_epilogs import on_gpus
 
 import dask_distmm
-from dask_distmm.testing import assert_nothing_left
 
 # Some are products, some factorizations.
 pytestmark = pytest.mark.engines("peer")

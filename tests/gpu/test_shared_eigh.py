@@ -5,12 +5,12 @@ from __future__ import annotations
 import dask
 import numpy as np
 import pytest
+from leaks import assert_nothing_left
 from residuals import assert_eigh
 from test_epilogs import computed, finished, on_gpus
 from test_spectral import SPECTRA, hermitian
 
 from dask_distmm import linalg
-from dask_distmm.testing import assert_nothing_left
 
 pytestmark = pytest.mark.engines("peer")
 COUNTS = range(1, 4)

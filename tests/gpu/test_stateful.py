@@ -6,12 +6,13 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import wait
+from leaks import assert_nothing_left
 from run_events import events
 from test_epilogs import computed, on_gpus
 
 import dask_distmm
 from dask_distmm import BlockCyclic, Matmul, Slab, distribute, explain, matmul
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 METHODS = ["auto", "local", "allgather", "reducescatter", "allreduce", "summa"]
 

@@ -12,6 +12,7 @@ import pytest
 from device_memory import limit_device_memory
 from faults import inject
 from gpu_products import random
+from leaks import assert_nothing_left
 from run_events import events
 
 import dask_distmm
@@ -23,7 +24,6 @@ from dask_distmm.graph.waves import can_be_made
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Worker
 from dask_distmm.planning.waves import Budget, choose_scheme
-from dask_distmm.testing import assert_nothing_left
 
 pytestmark = pytest.mark.engines("peer")
 COUNTS = (1, 2, 3)

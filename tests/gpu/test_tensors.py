@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from distributed import wait
+from leaks import assert_nothing_left
 from matrices import random
 from run_events import newest_run, runs_after
 from test_epilogs import computed, on_gpus
 
 from dask_distmm import matmul, to_torch
 from dask_distmm.arrays.kinds import shared_array, tensor_of
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 torch = pytest.importorskip("torch", reason="PyTorch is no requirement")
 

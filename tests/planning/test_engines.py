@@ -8,13 +8,14 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
+from leaks import assert_nothing_left
 
 from dask_distmm import EngineError, PlanError, explain, matmul
 from dask_distmm.engines.base import Job
 from dask_distmm.planning import ENGINES, NumpyModel
 from dask_distmm.planning.model import engine_alone, models_of
 from dask_distmm.planning.placement import EVERYWHERE
-from dask_distmm.testing import assert_nothing_left, assert_product
+from dask_distmm.testing import assert_product
 
 used = []
 

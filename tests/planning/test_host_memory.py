@@ -13,7 +13,8 @@ from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.peer import PEER
 from dask_distmm.planning.schedule import block_schedules, peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
-from dask_distmm.runtime.client import Snapshot
+from dask_distmm.runtime.client import plan_on
+from dask_distmm.runtime.messages import Snapshot
 from dask_distmm.testing import make_problem
 
 GIB = 2**30
@@ -54,8 +55,8 @@ def test_chunks_stay_in_host_memory_where_they_do_not_fit_or_a_rank_is_alone(cou
 
 
 def test_dasks_own_tasks_multiply_numpy_chunks_on_the_cpu():
-    known = Snapshot(gpus(2, 100 * GIB), [], [], ["peer"], [])
-    on_host, on_device = (known.plan(problem(array)) for array in ("numpy", "cupy"))
+    known = Snapshot("OK", engines=["peer"], workers=gpus(2, 100 * GIB))
+    on_host, on_device = (plan_on(known, problem(array)) for array in ("numpy", "cupy"))
     assert on_host.by_tasks.compute_seconds > problem().flops / 1e12 > 10 * on_device.by_tasks.compute_seconds
     assert on_host.worth_it
 

@@ -1,10 +1,11 @@
-"""Functions of the array API's `linalg` that need no factorization: thin names for Dask's own, and products."""
+"""Functions of the array API's `linalg` that need no factorization of their own: Dask's own, products, and norms."""
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 import dask.array as da
 import dask.config
@@ -12,22 +13,29 @@ import numpy as np
 from dask.array.core import Array, blockwise
 from dask.array.utils import meta_from_array
 from dask.utils import parse_bytes
-from numpy.lib.array_utils import normalize_axis_index
+from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
 
-from dask_distmm.arrays.linalg.factorize import common_type, operand
-from dask_distmm.arrays.linalg.norms import norm
-from dask_distmm.arrays.linalg.public import NORM, PRODUCT, TASKS, ProductOptions, RunOptions, public
+from dask_distmm.arrays.linalg.factorize import (
+    by_program,
+    common_type,
+    computed,
+    filled,
+    matrix,
+    mirrored,
+    op_of,
+    operand,
+    plus_ones,
+    rows_of,
+)
+from dask_distmm.arrays.linalg.public import NORM, PRODUCT, SINGULAR, TASKS, Operand, ProductOptions, RunOptions, public
 from dask_distmm.arrays.linalg.solutions import inv
+from dask_distmm.arrays.linalg.spectral import eigvalsh, svdvals, zero_below
 from dask_distmm.arrays.linalg.stacks import by_tasks
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.errors import PlanError, check_square
+from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.runtime.client import current_client
-
-
-class TaskOptions(TypedDict):
-    """The options of functions that Dask's own tasks compute: none."""
-
 
 Product = Callable[[Any, Any], Any]
 
@@ -40,7 +48,7 @@ def _stack(name: str, x: Any, least: int = 2) -> Array:
     return array
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def matrix_transpose(x: Any) -> Any:
     """Return the transposes of the matrices in the last two axes of `x`.
 
@@ -63,7 +71,7 @@ def matrix_transpose(x: Any) -> Any:
     return _stack("x", x).swapaxes(-1, -2)
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def diagonal(x: Any, *, offset: int = 0) -> Any:
     """Return diagonals of the matrices in the last two axes of `x`, `offset` above the main one.
 
@@ -88,7 +96,7 @@ def diagonal(x: Any, *, offset: int = 0) -> Any:
     return da.diagonal(_stack("x", x), offset, -2, -1)
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def trace(x: Any, *, offset: int = 0, dtype: Any = None) -> Any:
     """Return sums of diagonals of the matrices in the last two axes of `x`, added in `dtype`.
 
@@ -149,7 +157,7 @@ def matrix_norm(
     return norm(_stack("x", x), ord, (-2, -1), keepdims, **how)
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def vector_norm(
     x: Any, *, axis: int | tuple[int, ...] | None = None, keepdims: bool = False, ord: float | None = 2
 ) -> Any:
@@ -187,7 +195,7 @@ def vector_norm(
     return (r**power).sum(**over) ** r.dtype.type(1 / power)
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def vecdot(x1: Any, x2: Any, *, axis: int = -1) -> Any:
     """Return the sums of ``conj(x1) * x2`` along an axis of both; others are broadcast.
 
@@ -213,7 +221,7 @@ def vecdot(x1: Any, x2: Any, *, axis: int = -1) -> Any:
     return (first.conj() * second).sum(axis=-1, dtype=np.result_type(first.dtype, second.dtype))
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def cross(x1: Any, x2: Any, *, axis: int = -1) -> Any:
     """Return cross products of the vectors of three elements along an axis of both; others are broadcast.
 
@@ -257,7 +265,7 @@ def _vectors(x1: Any, x2: Any, axis: int) -> tuple[Array, Array]:
     return first, second
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def outer(x1: Any, x2: Any) -> Any:
     """Return all products of an element of the vector `x1` and one of the vector `x2`, (m, n).
 
@@ -285,7 +293,7 @@ def outer(x1: Any, x2: Any) -> Any:
     return first[:, None] * second[None, :]
 
 
-@public(TaskOptions, TASKS)
+@public(None, TASKS)
 def kron(a: Any, b: Any) -> Any:
     """Return the Kronecker product; `b` is made one chunk, which each task has.
 
@@ -479,3 +487,292 @@ def power(a: Array, n: int, product: Product) -> Any:
 def _identities(block: Any) -> Any:
     rows = np.arange(block.shape[-1], like=block)
     return np.zeros_like(block) + (rows[:, None] == rows).astype(block.dtype)
+
+
+@public(RunOptions, SINGULAR)
+def matrix_rank(
+    A: Operand,
+    tol: float | None = None,
+    hermitian: bool = False,
+    *,
+    rtol: float | None = None,
+    **how: Unpack[RunOptions],
+) -> Array:
+    """Return the number of singular values above a limit.
+
+    Parameters
+    ----------
+    A : array, (m, n)
+        The matrix.
+    tol : float, optional
+        The limit.
+    hermitian : bool
+        Whether `A` is Hermitian: then its eigenvalues are computed, which is faster.
+    rtol : float, optional
+        The limit in units of the largest singular value; by default ``max(m, n) * eps``, as in NumPy.
+
+    Returns
+    -------
+    array, (), int64
+        The rank.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> int(linalg.matrix_rank([[1.0, 1.0], [1.0, 1.0]]).compute())
+    1
+    """
+    if tol is not None and rtol is not None:
+        raise PlanError(f"tol={tol} and rtol={rtol} are two limits: pass one of them")
+    a = matrix("A", A, stack=True)
+    s = abs(eigvalsh(a, **how)) if hermitian else svdvals(a, **how)
+    return (s > (zero_below(s, a.shape[-2:], rtol) if tol is None else tol)).sum(axis=-1).astype(np.int64)
+
+
+@public(RunOptions, SINGULAR)
+def cond(x: Operand, p: Literal["fro", "nuc"] | float | None = None, **how: Unpack[RunOptions]) -> Array:
+    """Return the condition number of a matrix.
+
+    Parameters
+    ----------
+    x : array, (m, n)
+        The matrix; square unless `p` is None, 2 or -2.
+    p : None, 1, -1, 2, -2, inf, -inf, "fro" or "nuc"
+        The norm; None for the 2-norm: the largest singular value in units of the smallest.
+
+    Returns
+    -------
+    array, ()
+        The condition number; inf for a singular matrix.
+
+    Raises
+    ------
+    MatrixError
+        When it is computed: the matrix is singular, and `p` is neither None nor 2 nor -2.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> float(linalg.cond([[4.0, 0.0], [0.0, 2.0]]).compute())
+    2.0
+    """
+    a = matrix("x", x, stack=True)
+    if p not in (None, 2, -2):
+        if a.ndim > 2 and not how:
+            return by_tasks("(m,m)->()", functools.partial(np.linalg.cond, p=p), {"x": a}, finite=True)
+        # Only the nuclear norm is a run itself.
+        options = how if p == "nuc" else RunOptions()
+        return norm(a, p, **options) * norm(inv(a, **how), p, **options)
+    s = svdvals(a, **how)
+    above, below = (_end(s, largest=largest) for largest in (p != -2, p == -2))
+    return da.where(below == 0, s.dtype.type(np.inf), above / da.where(below == 0, s.dtype.type(1), below))
+
+
+@public(RunOptions, NORM)
+def norm(
+    x: Operand,
+    ord: Literal["fro", "nuc"] | float | None = None,
+    axis: int | tuple[int, ...] | None = None,
+    keepdims: bool = False,
+    **how: Unpack[RunOptions],
+) -> Array:
+    """Return a norm of a matrix or a vector, as ``numpy.linalg.norm`` does.
+
+    Parameters
+    ----------
+    x : array
+        The matrix or vector; with `axis` of any number of dimensions.
+    ord : optional
+        As NumPy has it. Of a matrix 2, -2 and ``"nuc"`` come from its singular values, and only for these there is a
+        run, which has options; ``dask.array.linalg.norm`` computes all others.
+    axis : int or (int, int), optional
+        The axis of vectors, or the two axes of matrices; by default `x` is one vector or matrix.
+    keepdims : bool
+        Whether the axes of the norm are left in the result, with size one.
+
+    Returns
+    -------
+    array, real
+        0-d by default.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> float(linalg.norm([[3.0, 0.0], [0.0, 4.0]]).compute())
+    5.0
+    """
+    x = filled(operand("x", x))
+    if not x.ndim and ord is not None:
+        raise PlanError("x must have at least 1 dimension, got a number")
+    if not x.size and ord not in (None, "fro", "nuc"):
+        raise PlanError(f"x is empty, {x.shape}: it has no norm of ord={ord!r}")
+    if x.dtype.kind in "biu" or x.dtype.char in "eE":
+        x = x.astype(common_type({"x": x}))
+    try:
+        axes = normalize_axis_tuple(range(x.ndim) if axis is None else axis, x.ndim)
+    except (ValueError, TypeError) as error:
+        raise PlanError(str(error)) from error
+    if len(axes) != 2 or ord not in (2, -2, "nuc"):
+        if how:
+            raise PlanError(f"ord={ord!r} here is computed by Dask's tasks, which have no {min(how)}=: leave it out")
+        try:
+            return da.linalg.norm(x, ord, axis, keepdims)
+        except (ValueError, NotImplementedError) as error:
+            raise PlanError(str(error)) from error
+    s = svdvals(da.moveaxis(x, axes, (-2, -1)), **how)
+    found = s.sum(axis=-1) if ord == "nuc" else _end(s, largest=ord == 2)
+    return da.expand_dims(found, tuple(sorted(axes))) if keepdims else found
+
+
+def _end(s: Array, *, largest: bool) -> Array:
+    """Return the largest or the smallest singular value."""
+    if not s.shape[-1]:
+        raise PlanError("the matrix is empty: it has no singular values; pass one with rows and columns")
+    return s[..., 0 if largest else -1]
+
+
+# Products with a symmetric or a triangular matrix, of which one triangle is read or made: BLAS' level 3
+
+
+@public(ProductOptions, PRODUCT)
+def gram(x: Operand, **how: Unpack[ProductOptions]) -> Array:
+    """Return ``x^H @ x``, exactly Hermitian: LAPACK's herk, and syrk of real matrices.
+
+    Each chunk of `x` travels once. Of a block of the result that one rank has, and that is on the diagonal, half of
+    the operations are left out, but by the engine `cublasmp`.
+
+    Parameters
+    ----------
+    x : array, (m, n)
+        The matrix. ``gram(x.conj().T)`` is ``x @ x^H``.
+
+    Returns
+    -------
+    array, (n, n)
+        In the chunks of the columns of `x`, in float64 if `x` has integers. Its diagonal is real.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.gram([[1.0, 2.0], [3.0, 4.0]]).compute()
+    array([[10., 14.],
+           [14., 20.]])
+    """
+    x = computed("x", x, sparse_rows=True)
+    if sparse_package(x._meta):
+        if how.get("method") is not None:
+            raise PlanError(f"method={how['method']!r} is not for sparse rows: leave it out")
+        n = x.shape[1]
+        g = by_program("gram", {"a": rows_of(x)}, {"g": (((n,), (n,)), x.dtype.name)}, how=how)["g"]
+        return mirrored(g.rechunk((x.chunks[1],) * 2), lower=True, hermitian=True)
+    return mirrored(multiply(parse(x, x, op_a="C", **how)), lower=True, hermitian=True)
+
+
+@public(ProductOptions, PRODUCT)
+def symm(
+    a: Operand,
+    b: Operand,
+    *,
+    lower: bool = False,
+    right: bool = False,
+    hermitian: bool = False,
+    **how: Unpack[ProductOptions],
+) -> Array:
+    """Return ``a @ b`` of a symmetric matrix of which one triangle is read; ``b @ a`` if `right`.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix.
+    b : array, (n, k), or (k, n) if `right`
+        The other factor.
+    lower : bool
+        Which triangle of `a` is read.
+    right : bool
+        Whether `a` is the right factor.
+    hermitian : bool
+        Whether `a` is Hermitian: hemm, and not symm.
+
+    Returns
+    -------
+    array
+        The product, of the shape of `b`.
+
+    Raises
+    ------
+    PlanError
+        `a` is not square, or the shapes do not fit each other.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.symm([[1.0, 2.0], [0.0, 1.0]], [[1.0], [1.0]]).compute()
+    array([[3.],
+           [3.]])
+    """
+    a, b = _operands(a, b)
+    whole = mirrored(a, lower=lower, hermitian=hermitian)
+    return multiply(parse(b, whole, **how) if right else parse(whole, b, **how))
+
+
+@public(ProductOptions, PRODUCT)
+def trmm(
+    a: Operand,
+    b: Operand,
+    *,
+    trans: Literal["N", "T", "C", 0, 1, 2] = 0,
+    lower: bool = False,
+    unit_diagonal: bool = False,
+    right: bool = False,
+    **how: Unpack[ProductOptions],
+) -> Array:
+    """Return ``op(a) @ b`` of a triangular matrix, or ``b @ op(a)``. Zeros are multiplied, too.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix; its other triangle is not read.
+    b : array, (n, k), or (k, n) if `right`
+        The other factor.
+    trans, lower, unit_diagonal, right
+        As in `solve_triangular`.
+
+    Returns
+    -------
+    array
+        The product, of the shape of `b`.
+
+    Raises
+    ------
+    PlanError
+        `a` is not square, or the shapes do not fit each other.
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> linalg.trmm([[1.0, 2.0], [9.0, 1.0]], [[1.0], [1.0]]).compute()
+    array([[3.],
+           [1.]])
+    """
+    (a, b), op = _operands(a, b), op_of(trans)
+    triangle = a.map_blocks(_chunk_triangle, lower, unit_diagonal, dtype=a.dtype, meta=a._meta)
+    if right:
+        return multiply(parse(b, triangle, op_b=op, **how))
+    return multiply(parse(triangle, b, op_a=op, **how))
+
+
+def _operands(a: Any, b: Any) -> tuple[Array, Array]:
+    """Return a square matrix and its other factor, both in the type in which the product is computed."""
+    a, b = matrix("a", a), operand("b", b)
+    check_square("a", a.shape)
+    dtype = common_type({"a": a, "b": b})
+    return a.astype(dtype), b.astype(dtype)
+
+
+def _chunk_triangle(block: Any, lower: bool, unit: bool, block_info: Any = None) -> Any:
+    (rows, _), (cols, _) = block_info[0]["array-location"]
+    offset: int = rows - cols
+    if not unit:
+        return np.tril(block, offset) if lower else np.triu(block, offset)
+    strict = np.tril(block, offset - 1) if lower else np.triu(block, offset + 1)
+    return plus_ones(strict, offset)

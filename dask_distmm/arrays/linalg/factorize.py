@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from dask._task_spec import DependenciesMapping
@@ -341,6 +341,29 @@ def plus_ones(block: Any, offset: int) -> Any:
     """
     rows, cols = (np.arange(size, like=block) for size in block.shape)
     return block + (rows[:, None] + offset == cols)
+
+
+def op_of(trans: Literal["N", "T", "C"] | int) -> Literal["N", "T", "C"]:
+    """Return SciPy's `trans` by its letter."""
+    ops: dict[Any, Literal["N", "T", "C"]] = {0: "N", 1: "T", 2: "C", "T": "T", "C": "C"}
+    return ops.get(trans, "N")
+
+
+def mirrored(a: Array, *, lower: bool, hermitian: bool) -> Array:
+    """Return a matrix with one triangle mirrored over the other one."""
+    a = a.rechunk({1: a.chunks[0]})
+    return a.map_blocks(_mirror, a.T, lower, hermitian, dtype=a.dtype, meta=a._meta)
+
+
+def _mirror(block: Any, other: Any, lower: bool, hermitian: bool, block_id: tuple[int, int]) -> Any:
+    i, j = block_id
+    if i == j:
+        strict, diagonal = np.tril(block, -1) if lower else np.triu(block, 1), np.diagonal(block)
+        mirrored = strict + (strict.conj() if hermitian else strict).T
+        return mirrored + np.diag(diagonal.real if hermitian else diagonal).astype(block.dtype)
+    if (i > j) == lower:
+        return block
+    return other.conj() if hermitian else other
 
 
 def times(a: Array, b: Array, how: RunOptions) -> Array:

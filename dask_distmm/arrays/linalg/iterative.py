@@ -13,8 +13,8 @@ from dask.array import zeros_like
 from dask.array.core import Array
 from distributed.protocol.pickle import dumps
 
+from dask_distmm.arrays.linalg.array_api import norm
 from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, row_chunks, rows_of, times
-from dask_distmm.arrays.linalg.norms import norm
 from dask_distmm.arrays.linalg.public import TURNS, RunOptions, TurnOptions, public
 from dask_distmm.errors import PlanError, check_square
 from dask_distmm.numeric.epilogs import call_function
@@ -385,17 +385,10 @@ def lobpcg(
     n, k = len(a), x.shape[1]
     if len(x) != n or not 1 <= k <= n // 5:
         raise PlanError(f"A is {n} x {n}, so X must have {n} rows and 1 to {n // 5} columns; it is {len(x)} x {k}")
-    operands = {"a": a, "g": x} | _preconditioner(M, a, functions)
-    dtype = common_type({"A": a, "X": x})
-    if any(one.dtype.kind == "c" for one in operands.values()):
-        dtype = np.result_type(dtype, np.complex64)
-    operands = {name: one.rechunk((a.chunks[0], -1)).astype(dtype) for name, one in operands.items()}
+    dtype, operands = _in_rows(a, {"X": x}, {"g": x} | _preconditioner(M, a, functions))
     eps = float(np.finfo(dtype).eps)
     options = {"tol": tol or eps**0.5 * n, "maxiter": maxiter or 20, "largest": largest, "eps": eps}
-    wanted: dict[str, tuple[Chunks, str]] = {
-        "w": (row_chunks(k), "float64"),
-        "v": ((a.chunks[0], (k,)), dtype.name),
-    }
+    wanted: dict[str, tuple[Chunks, str]] = {"w": (row_chunks(k), "float64"), "v": ((a.chunks[0], (k,)), dtype.name)}
     found = by_program("lobpcg", operands, wanted, how=how, **options, **functions)
     return found["w"].astype(np.empty(0, dtype).real.dtype), found["v"]
 
@@ -618,12 +611,7 @@ def _solved(
     n = len(a)
     given = {"b": _vector("b", b, a)}
     given |= {"g": _vector("x0", x0, a)} if x0 is not None else {}
-    given |= _preconditioner(m, a, functions)
-    given = {name: x.rechunk((a.chunks[0], -1)) for name, x in given.items()}
-    dtype = common_type({"A": a, "b": given["b"]})
-    if any(x.dtype.kind == "c" for x in given.values()):
-        dtype = np.result_type(dtype, np.complex64)
-    operands = {name: x.astype(dtype) for name, x in {"a": a, **given}.items()}
+    dtype, operands = _in_rows(a, {"b": given["b"]}, given | _preconditioner(m, a, functions))
     wanted: dict[str, tuple[Chunks, str]] = {"x": ((a.chunks[0], ()), dtype.name), "info": (row_chunks(1), "int64")}
     if maxiter is None:
         maxiter = max(1, most * n)
@@ -633,6 +621,14 @@ def _solved(
         options["eps"] = float(np.finfo(dtype).eps)
     found = by_program(kind, operands, wanted, how=how, maxiter=maxiter, **options, **functions)
     return found["x"], found["info"][0]
+
+
+def _in_rows(a: Array, main: dict[str, Array], given: dict[str, Array]) -> tuple[np.dtype, dict[str, Array]]:
+    """Return the type of A and a main operand, complex if another one is, and all operands in it, in A's rows."""
+    dtype = common_type({"A": a, **main})
+    if any(x.dtype.kind == "c" for x in (a, *given.values())):
+        dtype = np.result_type(dtype, np.complex64)
+    return dtype, {name: x.rechunk((a.chunks[0], -1)).astype(dtype) for name, x in {"a": a, **given}.items()}
 
 
 def _check_callback(function: Any) -> None:

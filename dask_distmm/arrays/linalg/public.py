@@ -24,7 +24,7 @@ import numpy as np
 from dask.array.core import Array
 
 from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.options import takes
+from dask_distmm.arrays.request import takes
 from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.typing import ArrayLike, Engine, Method
 
@@ -182,10 +182,10 @@ _HINTS = {
 _inside = contextvars.ContextVar("inside", default=False)
 
 
-def documented(doc: str, options: type, cost: Cost) -> str:
+def documented(doc: str, options: type | None, cost: Cost) -> str:
     """Return a docstring with the options of runs, the costs, and what happens with NaN."""
     product = options is ProductOptions
-    texts = {name: _OPTION_TEXTS[name] for name in typing.get_type_hints(options)}
+    texts = {name: _OPTION_TEXTS[name] for name in _hints(options)}
     texts |= {"method": _PRODUCT_METHOD} if product else {}
     kind = "product" if product or cost is TASKS else "turns" if options is TurnOptions else ""
     nan = _NAN["check_finite" if "check_finite" in texts else kind]
@@ -197,14 +197,21 @@ def documented(doc: str, options: type, cost: Cost) -> str:
     return "\n".join([listed, *texts.values(), "", "Returns", behind, ""])
 
 
-def public(options: type, cost: Cost = PANELS) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a function public: see the module's docstring. Options that have their defaults are not handed on."""
+def _hints(options: type | None) -> dict[str, Any]:
+    return {} if options is None else typing.get_type_hints(options)
+
+
+def public(options: type | None, cost: Cost = PANELS) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make a function public: see the module's docstring. Options that have their defaults are not handed on.
+
+    `options` is None for functions that Dask's own tasks compute.
+    """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         if function.__doc__:  # not under python -OO
             function.__doc__ = documented(function.__doc__, options, cost)
         cast(Any, function).cost = cost
-        allowed = typing.get_type_hints(function) | typing.get_type_hints(options)
+        allowed = typing.get_type_hints(function) | _hints(options)
         # A program can register more engines than type checkers know.
         allowed["engine"] = str | None
         adapted, signature = any_kind(function), inspect.signature(function)
@@ -222,7 +229,7 @@ def public(options: type, cost: Cost = PANELS) -> Callable[[Callable[P, T]], Cal
 
         shown = takes(options, _HINTS)(cast(Callable[P, T], checked))
         listed = inspect.signature(shown).parameters
-        defaults = {name: listed[name].default for name in typing.get_type_hints(options)}
+        defaults = {name: listed[name].default for name in _hints(options)}
         return named(function.__name__)(shown)
 
     return decorate

@@ -27,7 +27,7 @@ from dask.array.linalg import lstsq as dask_lstsq
 from dask.array.utils import svd_flip
 
 from dask_distmm.arrays.fallback import left_to_dask
-from dask_distmm.arrays.linalg import array_api, factors, leading, norms, solutions, spectral
+from dask_distmm.arrays.linalg import array_api, factors, leading, solutions, spectral
 from dask_distmm.arrays.linalg.factorize import common_type, goes_by_rows, problem_of
 from dask_distmm.arrays.linalg.public import QRResult, SVDResult, named
 from dask_distmm.arrays.linalg.stacks import RULES, by_one_task, by_tasks
@@ -224,7 +224,7 @@ def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> 
         or (x.ndim if axis is None else np.size(axis)) != 2
     ):
         return NotImplemented
-    return _take(lambda: norms.norm(x, ord, axis, keepdims), x, stock="absent", run=False)
+    return _take(lambda: array_api.norm(x, ord, axis, keepdims), x, stock="absent", run=False)
 
 
 DASKS: Mapping[str, Callable[..., Any]] = {
@@ -243,7 +243,7 @@ def _pinv(a: Any, rcond: float | None = None, hermitian: bool = False, **given: 
 
 def _cond(x: Any, p: Any = None) -> Any:
     if p in (None, 2, -2):
-        return _take(lambda: norms.cond(x, p), x, stock="partial")
+        return _take(lambda: array_api.cond(x, p), x, stock="partial")
     # Of singular matrices these are infinite, too.
     return _take(
         lambda: by_tasks("(m,m)->()", functools.partial(np.linalg.cond, p=p), {"x": x}), x, stock="partial", run=False
@@ -295,7 +295,7 @@ _NUMPYS: dict[str, Callable[..., Any]] = {
                 spectral.eig,
                 spectral.eigvals,
                 spectral.svdvals,
-                norms.matrix_rank,
+                array_api.matrix_rank,
                 array_api.cross,
                 array_api.diagonal,
                 array_api.matrix_norm,

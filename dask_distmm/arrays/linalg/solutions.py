@@ -16,6 +16,8 @@ from dask_distmm.arrays.linalg.factorize import (
     goes_by_rows,
     inner_chunks,
     matrix,
+    mirrored,
+    op_of,
     operand,
     reduced,
     row_chunks,
@@ -24,7 +26,6 @@ from dask_distmm.arrays.linalg.factorize import (
     unchecked,
 )
 from dask_distmm.arrays.linalg.factors import cholesky, picked
-from dask_distmm.arrays.linalg.level3 import mirrored, op_of
 from dask_distmm.arrays.linalg.public import (
     LEAST_SQUARES,
     PANELS,

@@ -23,7 +23,7 @@ from dask.utils import parse_bytes
 
 from dask_distmm.arrays.kinds import ndim_of
 from dask_distmm.arrays.linalg.factorize import common_type, operand
-from dask_distmm.arrays.linalg.public import EigResult, RunOptions
+from dask_distmm.arrays.linalg.public import EigResult, RunOptions, named
 from dask_distmm.config import parsed
 from dask_distmm.errors import MatrixError, PlanError, check_square
 from dask_distmm.planning.factor.problem import Factorization
@@ -217,8 +217,9 @@ def of_stacks(function: Callable[P, T]) -> Callable[P, T]:
 
 def by_one_task(name: str, *operands: Any) -> Any:
     """Return what a function of the table returns of matrices, each of which one task can hold, without its options."""
-    arrays = dict(zip("ab", (operand(*pair) for pair in zip("ab", operands, strict=False)), strict=False))
-    return by_tasks(*RULES[name](*arrays.values()), arrays)
+    with named(name):
+        arrays = {letter: operand(letter, x) for letter, x in zip("ab", operands, strict=False)}
+        return by_tasks(*RULES[name](*arrays.values()), arrays)
 
 
 def _ndim_of(x: Any) -> int:

@@ -13,8 +13,6 @@ A failure ends a run for all participants at once. If a worker was lost there is
 computed the lost chunks again, up to ``distmm.retries`` times. Every other failure is one typed error, with which the
 barrier ends. A run makes those chunks of D that are wanted and not in memory: where ranks only pull, and some are gone,
 the others' chunks go to memory, and the next run makes the rest.
-
-One question to all participants of a run: asked at once; the first failure, or the end of the run, ends it.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from distributed.metrics import time
@@ -35,92 +33,27 @@ from dask_distmm.planning import ENGINES, Computation, Problem
 from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import is_sum
-from dask_distmm.runtime.messages import (
-    Abort,
-    Call,
-    Done,
-    Finish,
-    Gathered,
-    Message,
-    Prepare,
-    ReleaseGroup,
-    ReleaseOperands,
-    Reply,
-    Start,
-    Vote,
-    WorkerLost,
-    ask,
-    post,
-)
-from dask_distmm.runtime.run import Lost, Replan, Run, TaskFailed, Unwanted, in_short, raise_if_ended, summarize
+from dask_distmm.runtime.messages import Done, Reply, Vote, ask, post
+from dask_distmm.runtime.replicas import Replicas
+from dask_distmm.runtime.run import Lost, Replan, Run, TaskFailed, in_short, raise_if_ended, summarize
 from dask_distmm.runtime.scheduler.freezing import (
     Barrier,
-    Holders,
     RankGroup,
     RankGroups,
+    Roster,
     RunPlan,
     RunPlanner,
     deliveries,
 )
-from dask_distmm.runtime.scheduler.roster import Roster
-from dask_distmm.runtime.transfers import Replicas
+from dask_distmm.runtime.worker import WorkerService
 
 if TYPE_CHECKING:
     from distributed import Scheduler
-
-# One question to all participants of a run: asked at once; the first failure, or the end of the run, ends it
-
 
 # Number of failed ranks that a message names; the error's attribute `ranks` has all.
 _NAMED = 8
 # How often the scheduler looks whether a run makes progress (seconds).
 _LOOK = 0.5
-
-
-async def ask_all(
-    scheduler: Scheduler,
-    run: Run,
-    ask: Callable[[str], Awaitable[A | None]],
-    ended: Awaitable[None],
-    lose: Callable[[Run, str], bool],
-    *,
-    timeout: float | None = None,
-    silence: float | None = None,
-) -> dict[str, A]:
-    """Ask every participant; return their answers by address, when all that are not gone have answered well."""
-    tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
-    over = asyncio.ensure_future(ended)
-    answers: dict[str, A] = {}
-    deadline = None if timeout is None else time() + timeout
-    try:
-        pending: set[asyncio.Future[Any]] = {*tasks, over}
-        while run.waiting_for:
-            left = _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time()))
-            finished, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            raise_if_ended(run)
-            for task in finished & tasks.keys():
-                address = tasks[task]
-                if address in run.lost or (isinstance(task.exception(), OSError) and lose(run, address)):
-                    continue
-                answers[address] = _judge(run, address, task)
-                run.answer(address, run.run_id)
-                run.moved = time()
-            if deadline is not None and time() >= deadline and run.waiting_for:
-                reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
-                run.unresponsive.update(run.waiting_for)
-                raise failed(run, reason, dict.fromkeys(run.waiting_for, reason))
-            if silence is None:
-                continue
-            seen = {a: scheduler.workers[a].last_seen for a in run.participants if a in scheduler.workers}
-            if silent := run.silent(seen, time(), silence):
-                reason = f"no sign of life, and no progress of the run, for {silence:g} s (distmm.timeouts.silence)"
-                run.unresponsive.update(silent)
-                raise failed(run, reason, dict.fromkeys(silent, reason))
-        return {address: answer for address, answer in answers.items() if address not in run.lost}
-    finally:
-        for task in (*tasks, over):
-            task.cancel()
-        await asyncio.gather(*tasks, over, return_exceptions=True)
 
 
 def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
@@ -234,40 +167,6 @@ class RunQueue(dict[int, Run]):
             tasks.call_soon(self.changed)
 
 
-# Frees the memory that groups of workers keep between runs, each group in its turn among the runs
-
-
-# A worker that stands still is not waited for longer than this beyond the grace time (seconds).
-_SLACK = 5.0
-
-
-class Releases:
-    """Releases of groups that are under way. On the scheduler's event loop."""
-
-    def __init__(self, scheduler: Scheduler, queue: RunQueue) -> None:
-        self._scheduler, self._queue = scheduler, queue
-        self._tasks: set[asyncio.Future[None]] = set()
-
-    def begin(self, groups: Sequence[RankGroup], grace: float) -> list[asyncio.Future[None]]:
-        """Have groups freed, each in its turn as if it were a run of its ranks; it continues in the background."""
-        tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(self._release(group, grace)) for group in groups]
-        # The event loop holds tasks weakly only.
-        self._tasks.update(tasks)
-        for task in tasks:
-            task.add_done_callback(self._tasks.discard)
-        return tasks
-
-    async def _release(self, group: RankGroup, grace: float) -> None:
-        async with self._queue.begin(f"group-{group.number}", "", frozenset(group.workers)) as run:
-            # A rank that leaves ends it: the plugin has told the others, or they end themselves.
-            with contextlib.suppress(Lost, Unwanted, OSError, TimeoutError):
-                await self._queue.turn(run)
-                request = ReleaseGroup(group.number, group.engine, grace)
-                asked = [ask(self._scheduler.rpc(address), request, self._queue.epoch) for address in group.workers]
-                # A watchdog kills a process whose rank is stuck after `grace`; do not wait for one that stands still.
-                await asyncio.wait_for(asyncio.gather(*asked), grace + _SLACK)
-
-
 # Completes D: its tasks go to memory, where participants have left their chunks
 
 
@@ -279,34 +178,32 @@ async def complete(
     scheduler: Scheduler, run_id: int, barrier: Barrier, frozen: RunPlan, answers: Mapping[str, Done], began: float
 ) -> int:
     """Put the tasks of D into memory where their chunks are; return how many wanted ones are missing."""
-    stimulus = f"distmm-done-{run_id}"
+    stimulus, ended = f"distmm-done-{run_id}", time()
     outputs = {key[0]: output for key, (output, _) in frozen.wanted.items()}
-    completion = direct.Completion(scheduler, stimulus)
-    left = set(frozen.wanted)
-    ended, count = time(), 0
+    made: list[direct.Made] = []
     for address, answer in answers.items():
-        ws, unknown = frozen.states[address], []
-        total = sum(len(numbers) // 8 for _, numbers, _ in answer.placed)
-        started, share = began, (ended - began) / max(1, total)
+        keys: list[tuple[Any, int]] = []
         for name, raw_numbers, raw_sizes in answer.placed:
             place, ncols = barrier.problem.output(outputs[name]).place, barrier.problem.columns(outputs[name])
-            numbers, sizes = np.frombuffer(raw_numbers, np.int64), np.frombuffer(raw_sizes, np.int64)
-            for number, nbytes in zip(numbers.tolist(), sizes.tolist(), strict=True):
-                key = (name, *place(number, ncols))
-                ts = scheduler.tasks.get(key)
-                # Dask's dashboard gets an equal share of the run for each of a worker's chunks.
-                span = {"action": "compute", "start": started, "stop": started + share}
-                started += share
-                if ts is not None and completion.add(barrier.ts, ts, ws, nbytes, answer.type, span):
-                    left.discard(key)
-                elif ts is None or ws not in (ts.who_has or ()):
-                    unknown.append(key)
-                count += 1
-                if count % _SLICE == 0:
-                    completion.finish()
-                    await asyncio.sleep(0)
-        direct.free(scheduler, address, unknown, stimulus)
-    completion.finish()
+            numbers, sizes = (np.frombuffer(raw, np.int64).tolist() for raw in (raw_numbers, raw_sizes))
+            keys += [((name, *place(number, ncols)), size) for number, size in zip(numbers, sizes, strict=True)]
+        # Dask's dashboard gets an equal share of the run for each of a worker's chunks.
+        share = (ended - began) / max(1, len(keys))
+        for at, (key, size) in enumerate(keys):
+            span = {"action": "compute", "start": began + at * share, "stop": began + (at + 1) * share}
+            made.append((key, frozen.states[address], size, answer.type, span))
+    left, unknown = set(frozen.wanted), dict[str, list[Any]]()
+    for first in range(0, len(made), _SLICE):
+        if first:
+            await asyncio.sleep(0)
+        some = made[first : first + _SLICE]
+        left -= (done := direct.put_into_memory(scheduler, barrier.ts, some, stimulus))
+        for key, ws, *_ in some:
+            ts = scheduler.tasks.get(key)
+            if key not in done and (ts is None or ws not in (ts.who_has or ())):
+                unknown.setdefault(ws.address, []).append(key)
+    for address, found in unknown.items():
+        direct.free(scheduler, address, found, stimulus)
     # A chunk that no task wants any more is not missing.
     tasks = (scheduler.tasks.get(key) for key in left)
     return sum(ts is not None and ts.state == "waiting" for ts in tasks)
@@ -316,7 +213,10 @@ async def complete(
 
 
 A = TypeVar("A", bound=Reply)
+P = ParamSpec("P")
 
+# A worker that stands still is not waited for longer than this beyond the grace time of a release (seconds).
+_SLACK = 5.0
 # Workers that do not even answer to an abort are not waited for longer than this (seconds).
 _ABORT_TIMEOUT = 5.0
 # A plan is made again so often because chunks have moved, before that counts as a loss.
@@ -331,10 +231,10 @@ class Coordinator:
         self.queue = RunQueue(scheduler)
         self.roster = Roster(scheduler, self.queue.epoch)
         self.groups = RankGroups()
-        self.replicas = Replicas(scheduler, self.tell)
-        self.releases = Releases(scheduler, self.queue)
-        self.holders = Holders(scheduler, self.roster)
-        self._freezer = RunPlanner(scheduler, self.roster, self.groups, self.replicas, self.holders)
+        release = WorkerService.release_replica
+        self.replicas = Replicas(scheduler, lambda told, name, run_id: self.tell(told, release, name, run_id))
+        self._releases: set[asyncio.Future[None]] = set()
+        self._freezer = RunPlanner(scheduler, self.roster, self.groups, self.replicas)
 
     async def drive(self, barrier: Barrier) -> None:
         """Run a parked barrier's multiply until all that waits for it is in memory, or it is not parked any more."""
@@ -364,9 +264,6 @@ class Coordinator:
                     direct.lose(self.scheduler, frozen.consumed, f"distmm-consumed-{run.run_id}")
                     raise
                 barrier.losses = barrier.moves = 0
-            except Unwanted:
-                await self._end(run, "its task was released")
-                self._event("released", run)
             except Replan as reason:
                 await self._end(run, str(reason))
                 self._freezer.note_orders(barrier, reason.orders)
@@ -375,6 +272,9 @@ class Coordinator:
                     self._lose(barrier, run, str(reason))
             except Lost as reason:
                 await self._end(run, str(reason))
+                if run.released:
+                    self._event("released", run)
+                    return
                 self.replicas.drop(*reason.replicas)
                 self._lose(barrier, run, str(reason), counts=not reason.replicas)
                 if run.donation_done:
@@ -388,7 +288,7 @@ class Coordinator:
                 self._event("restart" if again else "failed", run, reason=brief(str(error)))
                 if running and frozen is not None and (group := self.groups.drop(frozen.plan.group)):
                     # The ranks may be in the middle of a collective: the group is of no use any more.
-                    self.releases.begin([group], barrier.problem.options.grace_timeout)
+                    self.release([group], barrier.problem.options.grace_timeout)
                 if not again:
                     raise
 
@@ -401,6 +301,52 @@ class Coordinator:
             raise error
         self._event("restart", run, reason=reason)
 
+    async def _ask_all(
+        self,
+        run: Run,
+        ask: Callable[[str], Awaitable[A | None]],
+        timeout: float | None = None,
+        silence: float | None = None,
+    ) -> dict[str, A]:
+        """Ask every participant; return their answers by address, when all that are not gone have answered well.
+
+        All are asked at once; the first failure, or the end of the run, ends it.
+        """
+        tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
+        over = asyncio.ensure_future(self.queue.ended(run))
+        answers: dict[str, A] = {}
+        workers = self.scheduler.workers
+        deadline = None if timeout is None else time() + timeout
+        try:
+            pending: set[asyncio.Future[Any]] = {*tasks, over}
+            while run.waiting_for:
+                left = _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time()))
+                finished, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                raise_if_ended(run)
+                for task in finished & tasks.keys():
+                    address = tasks[task]
+                    if address in run.lost or (isinstance(task.exception(), OSError) and self.lose(run, address)):
+                        continue
+                    answers[address] = _judge(run, address, task)
+                    run.answer(address, run.run_id)
+                    run.moved = time()
+                if deadline is not None and time() >= deadline and run.waiting_for:
+                    reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
+                    run.unresponsive.update(run.waiting_for)
+                    raise failed(run, reason, dict.fromkeys(run.waiting_for, reason))
+                if silence is None:
+                    continue
+                seen = {a: workers[a].last_seen for a in run.participants if a in workers}
+                if silent := run.silent(seen, time(), silence):
+                    reason = f"no sign of life, and no progress of the run, for {silence:g} s (distmm.timeouts.silence)"
+                    run.unresponsive.update(silent)
+                    raise failed(run, reason, dict.fromkeys(silent, reason))
+            return {address: answer for address, answer in answers.items() if address not in run.lost}
+        finally:
+            for task in (*tasks, over):
+                task.cancel()
+            await asyncio.gather(*tasks, over, return_exceptions=True)
+
     async def _vote(self, run: Run, barrier: Barrier, frozen: RunPlan) -> list[Any]:
         """Return the offers of all participants, in their order."""
         run.begin_vote()
@@ -408,13 +354,12 @@ class Coordinator:
         number = {worker.address: index for index, worker in enumerate(made.participants)}
 
         def prepare(address: str) -> Awaitable[Vote | None]:
-            keys = frozen.keys.get(address, {})
-            sources = frozen.sources.get(address, b"")
-            request = Prepare(run.run_id, number[address], wire, keys, not barrier.moves, sources)
-            return self._ask(address, request)
+            keys, sources = frozen.keys.get(address, {}), frozen.sources.get(address, b"")
+            request = run.run_id, number[address], wire, keys, not barrier.moves, sources
+            return self._ask(address, WorkerService.prepare, *request)
 
         limit = made.problem.options.vote_timeout
-        votes = await ask_all(self.scheduler, run, prepare, self.queue.ended(run), self.lose, timeout=limit)
+        votes = await self._ask_all(run, prepare, timeout=limit)
         addresses = [worker.address for worker in made.participants]
         return [votes[address].offer if address in votes else None for address in addresses]
 
@@ -429,18 +374,17 @@ class Coordinator:
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
         how = {"method": made.method, "grid": made.grid, "engine": made.engine, "flops": made.flops}
         self._event("start", run, **how, bound=made.bound, ranks=made.workers, projected_bytes=made.projected_bytes)
-        request = Start(run.run_id, offers, deliveries(made.problem, frozen.wanted))
-
-        def start(address: str) -> Awaitable[Done | None]:
-            return self._ask(address, request)
+        deliver = deliveries(made.problem, frozen.wanted)
 
         limit = made.problem.options.silence_timeout
-        answers = await ask_all(self.scheduler, run, start, self.queue.ended(run), self.lose, silence=limit)
+        answers = await self._ask_all(
+            run, lambda address: self._ask(address, WorkerService.start, run.run_id, offers, deliver), silence=limit
+        )
         self.groups.keeps(made.group, max(answer.kept_bytes for answer in answers.values()))
         try:
             missing = await complete(self.scheduler, run.run_id, barrier, frozen, answers, began)
         finally:
-            self.tell(list(answers), Finish(run.run_id))
+            self.tell(list(answers), WorkerService.finish, run.run_id)
         if missing:
             if not run.lost:
                 raise Lost(f"{missing} chunks are gone with the workers that had them")
@@ -451,16 +395,42 @@ class Coordinator:
         log.info("run %d of %s done in %s", run.run_id, run.name, in_short(figures))
         self._event("done", run, **figures, **_run_bytes(made.problem), projected_bytes=made.projected_bytes)
         options = made.problem.options
-        self.releases.begin(
-            self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout
-        )
+        self.release(self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout)
 
-    def gathered(self, message: Gathered) -> None:
-        """Note that a rank has read all it needs; when all have, chunks that may be freed are released."""
-        run = self.queue.get(message.run_id)
-        if run is not None and run.gathered(message.worker) and (ts := self.scheduler.tasks.get(run.key)) is not None:
+    def release(self, groups: Sequence[RankGroup], grace: float) -> list[asyncio.Future[None]]:
+        """Free the memory of groups in the background, each in its turn as if that were a run of its ranks."""
+        tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(self._release(group, grace)) for group in groups]
+        # The event loop holds tasks weakly only.
+        self._releases.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._releases.discard)
+        return tasks
+
+    async def _release(self, group: RankGroup, grace: float) -> None:
+        async with self.queue.begin(f"group-{group.number}", "", frozenset(group.workers)) as run:
+            # A rank that leaves ends it: the plugin has told the others, or they end themselves.
+            with contextlib.suppress(Lost, OSError, TimeoutError):
+                await self.queue.turn(run)
+                request = group.number, group.engine, grace
+                asked = [self._ask(address, WorkerService.release, *request) for address in group.workers]
+                # A watchdog kills a process whose rank is stuck after `grace`; do not wait for one that stands still.
+                await asyncio.wait_for(asyncio.gather(*asked), grace + _SLACK)
+
+    async def release_all(self, grace: float) -> int:
+        """Free the memory that engines keep on the workers between runs; return how many groups there were."""
+        groups = self.groups.surplus(0)
+        await asyncio.gather(*self.release(groups, grace))
+        return len(groups)
+
+    def gathered(self, run_id: int, worker: str = "") -> None:
+        """Note that a rank has read all it needs; when all have, chunks that may be freed are released.
+
+        Dask adds the address of the `worker` on arrival.
+        """
+        run = self.queue.get(run_id)
+        if run is not None and run.gathered(worker) and (ts := self.scheduler.tasks.get(run.key)) is not None:
             direct.give_up(self.scheduler, ts, run.donated, f"distmm-given-up-{run.run_id}")
-            self.tell(sorted(run.participants - run.lost), ReleaseOperands(run.run_id))
+            self.tell(sorted(run.participants - run.lost), WorkerService.release_operands, run.run_id)
 
     async def _end(self, run: Run, reason: str) -> dict[str, str]:
         """Make all participants drop a run that did not succeed; return their histories of it by address."""
@@ -475,30 +445,36 @@ class Coordinator:
             if address in run.unresponsive:
                 return
             with contextlib.suppress(OSError, TimeoutError):
-                answer = await asyncio.wait_for(self._ask(address, Abort(run.run_id, reason)), _ABORT_TIMEOUT)
+                asked = self._ask(address, WorkerService.abort, run.run_id, reason)
+                answer = await asyncio.wait_for(asked, _ABORT_TIMEOUT)
                 answered.add(address)
                 told[address] = answer.message if answer is not None else "it does not know dask_distmm"
 
         await asyncio.gather(*map(abort, present))
         run.unresponsive.update(told.keys() - answered)
         # Those that do not answer now hear of it on Dask's own stream, when they listen again.
-        self.tell(present, Abort(run.run_id, reason))
+        self.tell(present, WorkerService.end, run.run_id, reason)
         await self.queue.changed()
         return told
 
     def lose(self, run: Run, worker: str) -> bool:
         """Let a run end, or continue without a worker that is gone; return whether it continues."""
         if run.lose([worker]):
-            self.tell(sorted(run.participants - run.lost) if run.lost else [], WorkerLost(run.run_id, worker))
+            left = sorted(run.participants - run.lost) if run.lost else []
+            self.tell(left, WorkerService.worker_lost, run.run_id, worker)
             self.queue.changed_soon()
         return worker in run.lost
 
-    def _ask(self, address: str, request: Call[A]) -> Awaitable[A | None]:
-        return ask(self.scheduler.rpc(address), request, self.queue.epoch)
+    def _ask(
+        self, address: str, handler: Callable[Concatenate[Any, P], Awaitable[A]], *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[A | None]:
+        return ask(self.scheduler.rpc(address), handler, self.queue.epoch, *args, **kwargs)
 
-    def tell(self, addresses: Sequence[str], message: Message) -> None:
-        """Send a message to the `WorkerService` of some workers."""
-        wire = post(message, self.queue.epoch)
+    def tell(
+        self, addresses: Sequence[str], handler: Callable[Concatenate[Any, P], None], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call a method of the `WorkerService` of some workers, without an answer."""
+        wire = post(handler, self.queue.epoch, *args, **kwargs)
         for address in addresses:
             if address in self.roster and address in self.scheduler.workers:
                 self.scheduler.worker_send(address, wire)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from dask._task_spec import GraphNode
@@ -41,11 +41,11 @@ from distributed.scheduler import TaskState, WorkerState
 from dask_distmm import compat
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
-from dask_distmm.errors import DistMMError, EngineError, ProjectedMemoryError, advice
+from dask_distmm.errors import DistMMError, EngineError, MissingEngineError, ProjectedMemoryError, advice
 from dask_distmm.installing import install_command
-from dask_distmm.planning import Computation, Problem, plan_computation
+from dask_distmm.planning import Computation, Demand, Problem, plan_computation
 from dask_distmm.planning.planner import product_remedies
-from dask_distmm.runtime import direct, messages
+from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import (
     GROUP_PREFIX,
     ChunkTask,
@@ -58,14 +58,22 @@ from dask_distmm.runtime.keys import (
     restricted,
     wave_of,
 )
-from dask_distmm.runtime.messages import NAME, answering, listening
-from dask_distmm.runtime.run import History, Run
+from dask_distmm.runtime.messages import (
+    NAME,
+    Count,
+    ProgressReply,
+    Released,
+    Seconds,
+    Share,
+    Snapshot,
+    answering,
+    listening,
+)
+from dask_distmm.runtime.run import History, Records, Run, answer_progress
 from dask_distmm.runtime.scheduler import attachments
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
-from dask_distmm.runtime.scheduler.freezing import Barrier
-from dask_distmm.runtime.scheduler.records import Records, answer_progress
-from dask_distmm.runtime.scheduler.roster import Roster
-from dask_distmm.runtime.worker import MISSING, for_any_worker
+from dask_distmm.runtime.scheduler.freezing import Barrier, Roster, known_places
+from dask_distmm.runtime.worker import MISSING, WorkerService, for_any_worker
 
 # Multiplies whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended
 
@@ -191,22 +199,16 @@ def reconcile(
 # The order in which a group's products start: the longest first, on the scheduler
 
 
-class GroupOrder(SchedulerPlugin):  # type: ignore[misc]
-    """Lets products of a group start in the order of their ranks."""
-
-    name = "distmm-group-order"
-    idempotent = True
-
-    def update_graph(self, scheduler: Scheduler, *, tasks: Iterable[Any], **kwargs: Any) -> None:
-        """Reorder new tasks, before any of them starts."""
-        if not any(name.startswith(GROUP_PREFIX) for name in scheduler.task_prefixes):
-            return
-        ranks = {key: found for key in tasks if (found := parse_group_key(key)) is not None}
-        waiting = {key for key in tasks if scheduler.tasks[key].state in ("released", "waiting")}
-        needs = {key: [dts.key for dts in scheduler.tasks[key].dependencies if dts.key in waiting] for key in waiting}
-        priorities = {key: scheduler.tasks[key].priority for key in waiting}
-        for key, priority in new_priorities(ranks, needs, priorities).items():
-            scheduler.tasks[key].priority = priority
+def order_groups(scheduler: Scheduler, tasks: Collection[Any]) -> None:
+    """Let products of a group start in the order of their ranks: reorder new tasks, before any of them starts."""
+    if not any(name.startswith(GROUP_PREFIX) for name in scheduler.task_prefixes):
+        return
+    ranks = {key: found for key in tasks if (found := parse_group_key(key)) is not None}
+    waiting = {key for key in tasks if scheduler.tasks[key].state in ("released", "waiting")}
+    needs = {key: [dts.key for dts in scheduler.tasks[key].dependencies if dts.key in waiting] for key in waiting}
+    priorities = {key: scheduler.tasks[key].priority for key in waiting}
+    for key, priority in new_priorities(ranks, needs, priorities).items():
+        scheduler.tasks[key].priority = priority
 
 
 def new_priorities(
@@ -419,7 +421,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def start(self, scheduler: Scheduler) -> None:
         """Attach to a scheduler and put the worker's plugin on all workers, now and later."""
-        compat.refuse("on the scheduler", compat.missing_on_scheduler(scheduler))
+        if missing := compat.missing_on_scheduler(scheduler):
+            raise MissingEngineError(compat.unsupported("on the scheduler", missing))
         before = scheduler.extensions.get(NAME)
         if before is not None and self.name not in scheduler.plugins:
             await before.retire()
@@ -432,20 +435,19 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.coordinator = Coordinator(scheduler, self._event)
         self.queue, self.roster = self.coordinator.queue, self.coordinator.roster
         self.groups, self.replicas = self.coordinator.groups, self.coordinator.replicas
-        self.holders = self.coordinator.holders
         self.gates = Gates(scheduler)
         self.bare = WorkersWithoutPackage(scheduler, self.roster.bare)
         if before is not None:
             self.roster.bare.update(before.roster.bare)
         self.admission = Admission(scheduler, self.roster, self._waiting)
         scheduler.handlers |= {
-            **answering(messages.RosterQuestion, self.answer_roster),
-            **answering(messages.ReleaseWorkspaces, self.free),
-            **answering(messages.ReleaseReplicas, self.replicas.free),
-            **answering(messages.ProgressQuestion, self.answer_progress),
+            **answering(self.answer_roster),
+            **answering(self.free_workspaces),
+            **answering(self.replicas.free_replicas),
+            **answering(self.answer_progress),
         }
-        for kind, handle in ((messages.Progress, self.hear_progress), (messages.Gathered, self.coordinator.gathered)):
-            scheduler.stream_handlers |= listening(kind, handle, lambda epoch: epoch == self.queue.epoch)
+        for handle in (self.hear_progress, self.coordinator.gathered):
+            scheduler.stream_handlers |= listening(handle, lambda epoch: epoch == self.queue.epoch)
         # So that `Client.dump_cluster_state()` finds it.
         scheduler.extensions[NAME] = self
         self.records = Records()
@@ -466,8 +468,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         for task in driving:
             task.cancel("the scheduler's plugin was installed anew")
         await asyncio.gather(*driving, return_exceptions=True)
-        groups = self.groups.surplus(0)
-        await asyncio.gather(*self.coordinator.releases.begin(groups, read_options().grace_timeout))
+        await self.coordinator.release_all(read_options().grace_timeout)
 
     async def close(self) -> None:
         """Leave the process as it was."""
@@ -476,31 +477,37 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     # Handlers
 
-    async def answer_roster(self, question: messages.RosterQuestion) -> messages.RosterReply:
-        """Return the engines and workers that would multiply, and where chunks are."""
-        engines, workers = await self.roster.choose(question.demand)
-        sources, placed = await self.holders.known(workers, question.names, question.counts)
-        placed = self.replicas.everywhere(question.names, workers, placed)
+    async def answer_roster(
+        self, demand: Demand, names: Sequence[str] = (), counts: Sequence[Sequence[Count]] = ()
+    ) -> Snapshot:
+        """Return who would multiply for a demand, and where the chunks of some arrays are.
+
+        `counts` says how many chunks each of the arrays `names` has along its axes.
+        """
+        engines, workers = await self.roster.choose(demand)
+        sources, placed = await known_places(self.scheduler, self.roster, workers, names, counts)
+        placed = self.replicas.everywhere(names, workers, placed)
         found = {"engines": engines, "workers": workers, "sources": sources, "placed": placed}
-        return messages.RosterReply("OK", groups=self.groups.orders(engines), **found)
+        return Snapshot("OK", groups=self.groups.orders(engines), **found)
 
-    async def answer_progress(self, question: messages.ProgressQuestion) -> messages.ProgressReply:
-        """Return how far multiplies are."""
-        return answer_progress(self.scheduler, self.queue.values(), self.records, question)
+    async def answer_progress(self, names: Sequence[str] | None = None, keys: Sequence[Any] = ()) -> ProgressReply:
+        """Return how far the multiplies `names` are, or where that is None those that the tasks `keys` need."""
+        return answer_progress(self.scheduler, self.queue.values(), self.records, names, keys)
 
-    async def free(self, request: messages.ReleaseWorkspaces) -> messages.Released:
+    async def free_workspaces(self, grace: Seconds) -> Released:
         """Free the memory that engines keep on the workers between runs; return how many groups there were."""
-        groups = self.groups.surplus(0)
-        await asyncio.gather(*self.coordinator.releases.begin(groups, request.grace))
-        return messages.Released("OK", count=len(groups))
+        return Released("OK", count=await self.coordinator.release_all(grace))
 
-    def hear_progress(self, message: messages.Progress) -> None:
-        """Note how far a participant is."""
-        run = self.queue.get(message.run_id)
+    def hear_progress(self, run_id: int, share: Share, received_bytes: Count = 0, worker: str = "") -> None:
+        """Note which share of its work a participant has done, and how many bytes have arrived there so far.
+
+        Dask adds the address of the `worker` on arrival.
+        """
+        run = self.queue.get(run_id)
         if run is None:
             return
         before = run.share
-        run.report(message.worker, message.share, time(), message.received_bytes)
+        run.report(worker, share, time(), received_bytes)
         if int(100 * run.share) > int(100 * before):
             self._event("progress", run, share=run.share, received_bytes=run.received_bytes)
 
@@ -509,6 +516,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def update_graph(self, scheduler: Scheduler, *, tasks: Iterable[Any], **kwargs: Any) -> None:
         """Let no worker run barriers; called before new tasks make their first transitions."""
         tasks = list(tasks)
+        order_groups(scheduler, tasks)
         self.bare.look(tasks)
         self.gates.close(tasks)
         for key in tasks:
@@ -595,7 +603,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.replicas.lose(worker)
         for group in self.groups.lose(worker):
             left = [address for address in group.workers if address != worker]
-            self.coordinator.tell(left, messages.GroupLost(group.number, group.engine))
+            self.coordinator.tell(left, WorkerService.abandon, group.number, group.engine)
         for run in self.queue.values():
             self.coordinator.lose(run, worker)
 
@@ -610,8 +618,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
         async def free() -> None:
             if not scheduler.clients.keys() - {"fire-and-forget"}:
-                groups = self.groups.surplus(0)
-                await asyncio.gather(*self.coordinator.releases.begin(groups, read_options().grace_timeout))
+                await self.coordinator.release_all(read_options().grace_timeout)
 
         if len(self.groups) and not scheduler._ongoing_background_tasks.closed:
             scheduler._ongoing_background_tasks.call_later(_IDLE_TIME, free)

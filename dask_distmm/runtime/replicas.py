@@ -1,8 +1,4 @@
-"""Matrices over Dask's own comms, and so by the protocol and with the encryption that the cluster uses.
-
-Between workers of one host large matrices do not travel at all: they are read out of the other worker's memory.
-
-Matrices that are on all workers, besides the chunks that Dask has: for operands of later multiplies.
+"""Matrices that are on all workers, besides the chunks that Dask has: for operands of later multiplies.
 
 A run that keeps D (epilog ``allreduce``) or an operand (``gathered``) ends with each worker fetching the chunks that it
 still lacks from those who have them. They are kept here and not as Dask's own copies, which its memory manager would
@@ -31,90 +27,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.comms import cross_memory
-from dask_distmm.comms.base import Boxes, PeerLostError
-from dask_distmm.engines.base import GATHERED, REPLICA, ChunkKey, ResultKey, log
-from dask_distmm.errors import EngineError, ProtocolError
+from dask_distmm.comms.base import Boxes, Comm
+from dask_distmm.engines.base import GATHERED, REPLICA, ChunkKey, ResultKey
+from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import EVERYWHERE, Placement, Plan, Problem, Worker
 from dask_distmm.planning.footprint import chunk_bytes
 from dask_distmm.planning.placement import Where
 from dask_distmm.runtime.keys import barrier_name
-from dask_distmm.runtime.messages import Fetch, Message, Released, ReleaseReplica, ReleaseReplicas, ask
+from dask_distmm.runtime.messages import Released
 
 if TYPE_CHECKING:
     from distributed import Scheduler
     from distributed import Worker as DaskWorker
     from distributed.scheduler import TaskState
-
-# Matrices over Dask's own comms, and so by the protocol and with the encryption that the cluster uses
-
-
-def address_of(worker: DaskWorker) -> str:
-    """Return the address under which everybody else knows a worker; it may listen under another one."""
-    return str(getattr(worker, "contact_address", None) or worker.address)
-
-
-class DaskComm:
-    """The `Comm` of one run on one worker."""
-
-    def __init__(
-        self,
-        worker: DaskWorker,
-        run_id: int,
-        addresses: Sequence[str],
-        timeout: float,
-        *,
-        epoch: str = "",
-        cross_memory: bool = False,
-    ) -> None:
-        self._worker, self._run_id, self._addresses, self._timeout = worker, run_id, addresses, timeout
-        self._epoch, self._cross_memory = epoch, cross_memory
-        self.received_bytes = 0
-
-    def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
-        """Ask a participant for boxes of its matrices; see `Comm.fetch`."""
-        request = self._request(self._addresses[peer], kind, boxes, flat)
-        try:
-            return asyncio.run_coroutine_threadsafe(request, self._worker.loop.asyncio_loop)
-        except RuntimeError:  # the event loop is closed: this process ends
-            request.close()
-            raise PeerLostError(f"worker {address_of(self._worker)} is closing") from None
-
-    async def _request(self, address: str, kind: str, boxes: Boxes, flat: bool) -> Sequence[NDArray[Any]]:
-        place = cross_memory.process_name() if self._cross_memory else ""
-        request = Fetch(self._run_id, kind, boxes.tobytes(), flat, place)
-        call = ask(self._worker.rpc(address), request, self._epoch)
-        try:
-            # Sums are there when the peer has multiplied, which may take any time; chunks are there now.
-            answer = await asyncio.wait_for(call, self._timeout if kind == "input" else None)
-        except TimeoutError:
-            raise EngineError(
-                f"worker {address} did not deliver its chunks within {self._timeout:g} s (config "
-                "distmm.timeouts.transfer)"
-            ) from None
-        except OSError as error:  # CommClosedError among them
-            raise PeerLostError(f"worker {address}: {error}") from error
-        if answer is None or answer.status in ("gone", "lost"):
-            # Either the run was ended, or another process has taken the worker's place, perhaps without the plugin yet.
-            message = "it does not know the run" if answer is None else answer.message
-            raise PeerLostError(f"worker {address}: {message}")
-        if answer.status != "OK":
-            raise ProtocolError(f"worker {address} refused a request of run {self._run_id}: {answer.message}")
-        data: Sequence[NDArray[Any]] = answer.data
-        if answer.loan:
-            try:
-                data = await asyncio.to_thread(cross_memory.borrow, answer.loan)
-            except OSError as error:
-                log.info("worker %s sends what can't be read in its memory: %s", address, error)
-                self._cross_memory = False
-                return await self._request(address, kind, boxes, flat)
-        if kind != "enter":
-            self.received_bytes += sum(x.nbytes for x in data)
-        return data
-
-
-# Matrices that are on all workers, besides the chunks that Dask has: for operands of later multiplies
-
 
 # Chunks of up to this many bytes together travel in one message (one chunk at least), and this many messages at once.
 _MESSAGE_BYTES = 2**26
@@ -135,9 +60,14 @@ _MATRICES = {"d": 0, "a": 1, "b": 2}
 class _Sharing:
     """A run's chunks here that others may ask for, from when `ready` is done; and the comm to ask others by."""
 
-    comm: DaskComm
+    comm: Comm
     chunks: dict[tuple[str, int], Any]
     ready: Future[None] = dataclasses.field(default_factory=Future)
+
+
+def address_of(worker: DaskWorker) -> str:
+    """Return the address under which everybody else knows a worker; it may listen under another one."""
+    return str(getattr(worker, "contact_address", None) or worker.address)
 
 
 class ReplicaStore:
@@ -174,7 +104,7 @@ class ReplicaStore:
             chunks |= {(operand, i * count + j): chunk for (i, j), chunk in _seen(plan.problem, operand, kept).items()}
         return chunks, missing
 
-    def expect(self, run_id: int, plan: Placement, chunks: Mapping[ChunkKey, Any], comm: DaskComm) -> None:
+    def expect(self, run_id: int, plan: Placement, chunks: Mapping[ChunkKey, Any], comm: Comm) -> None:
         """Let others ask for what this worker has, if there are to be replicas. Any thread."""
         if plan.replicas:
             self._sharing[run_id] = _Sharing(comm, {key: x for key, x in chunks.items() if key[0] in plan.kept})
@@ -211,7 +141,7 @@ class ReplicaStore:
         names = {number: name for name, number in _MATRICES.items()}
         return [sharing.chunks[names[matrix], index] for matrix, index in boxes[:, :2].tolist()]
 
-    async def gather(self, plan: Plan, comm: DaskComm, me: int, matrix: str, found: dict[int, Any]) -> None:
+    async def gather(self, plan: Plan, comm: Comm, me: int, matrix: str, found: dict[int, Any]) -> None:
         """Add all chunks of a matrix that are not here."""
         window = asyncio.Semaphore(_IN_FLIGHT)
 
@@ -290,7 +220,7 @@ class _Left:
 class Replicas:
     """The replicas of the cluster: which workers have those of which run."""
 
-    def __init__(self, scheduler: Scheduler, tell: Callable[[Sequence[str], Message], None]) -> None:
+    def __init__(self, scheduler: Scheduler, tell: Callable[[Sequence[str], str, int], None]) -> None:
         self._scheduler, self._tell = scheduler, tell
         self._held: dict[str, _Left] = {}
         self._due = False
@@ -311,7 +241,7 @@ class Replicas:
             tasks = [self._scheduler.tasks.get((name, i, j)) for i in range(rows) for j in range(cols)]
             self._held[name] = _Left(run_id, holders, [ts for ts in tasks if ts is not None])
             if before is not None:
-                self._tell(sorted(before.holders - holders), ReleaseReplica(name, before.run_id))
+                self._tell(sorted(before.holders - holders), name, before.run_id)
             # The array may have been released while the run was ending.
             self._sweep_soon()
 
@@ -342,13 +272,13 @@ class Replicas:
         """Have the replicas of some arrays dropped."""
         for name in names:
             if (left := self._held.pop(name, None)) is not None:
-                self._tell(sorted(left.holders), ReleaseReplica(name, left.run_id))
+                self._tell(sorted(left.holders), name, left.run_id)
 
-    async def free(self, request: ReleaseReplicas) -> Released:
+    async def free_replicas(self, names: Sequence[str] | None = None) -> Released:
         """Drop the replicas of the arrays that a client names, or of all; return of how many there were any."""
-        names = [name for name in self._held if request.names is None or name in request.names]
-        self.drop(*names)
-        return Released("OK", count=len(names))
+        found = [name for name in self._held if names is None or name in names]
+        self.drop(*found)
+        return Released("OK", count=len(found))
 
     def lose(self, address: str) -> None:
         """Forget the replicas of a worker that is gone."""
