@@ -265,9 +265,15 @@ def test_parts_by_tasks_of_dask(inproc_client):
                 lazy = lazy.persist()
             y, right = x.conj().T, lazy.conj().T
             d, r = lazy @ right, x @ y
+            # The scheduler knows no run, and chunks of D that Dask's tasks have made.
+            some = dask.persist(d[17, -17], d[18, -18])
+            wait(some)
+            check(d, r, 1)
+            check(some[0], r[17, -17], 0)
             check(d[17, -17], r[17, -17], 0)
             check(d[:5, -3:] + 1, r[:5, -3:] + 1, 0)
             check(d, r, 1)
+            del some
             # What there is already is taken, whoever has made it.
             part = d.blocks[1, 1].persist()
             wait(part)

@@ -539,9 +539,10 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def _reconcile(self, graph: dict[Any, Any], keys: Collection[Any], order: dict[Any, int]) -> None:
         """Leave each chunk that is known with one barrier."""
-        # Chunks that are known keep their barriers known.
-        for ts in reconcile(self.scheduler.tasks, graph, keys, order) if self.barriers else ():
-            asyncio.get_running_loop().call_soon(self._forget, ts)
+        # Chunks that are known keep their barriers known, but for those that Dask's own tasks make.
+        if self.barriers or any(isinstance(task, ChunkTask) for task in graph.values()):
+            for ts in reconcile(self.scheduler.tasks, graph, keys, order):
+                asyncio.get_running_loop().call_soon(self._forget, ts)
 
     def _forget(self, ts: TaskState) -> bool:
         """Forget a barrier that nothing depends on; return whether that is so."""
