@@ -149,25 +149,23 @@ class ProgramKernels(IterationKernels):
     def moments(self, a: Any, count: Any, mean: Any, g: Any) -> None:
         """Add rows to the moments of others (Chan, Golub, LeVeque 1983): part by part, each around its own means."""
         if self._is_thin(a):
-            part = self._zeros(g)
-            own = self._thin_moments(a, part)
-            self.merge_moments(self.xp.full((1, 1), a.shape[0], count.dtype), own, part, count, mean, g)
+            self._merge_means(self.xp.full((1, 1), a.shape[0], count.dtype), self._thin_moments(a, g), count, mean, g)
             return
         strips = list(strips_of(self.blas, a))
         for at in range(0, len(strips), _AROUND):
             some = strips[at : at + _AROUND]
-            own, rest, part = self._means(dense(a[some[0]])), self._zeros(mean), self._zeros(g)
+            own, rest = self._means(dense(a[some[0]])), self._zeros(mean)
             for rows in some:
                 strip = dense(a[rows])
                 centred = self.xp.subtract(strip, own, out=self._scratch(strip))
                 rest += self._column_sums(centred)
-                add_gram(self.blas, centred, part)
+                add_gram(self.blas, centred, g)
             # The first strip is an eighth of these rows, so its means cost a digit at most.
             size = a[some[0].start : some[-1].stop].shape[0]
             rest /= size
-            part -= rest.conj().T @ (rest * size)
+            self.blas.gemm(rest, rest * size, g, "C", "N", alpha=-1, beta=1)
             own += rest
-            self.merge_moments(self.xp.full((1, 1), size, count.dtype), own, part, count, mean, g)
+            self._merge_means(self.xp.full((1, 1), size, count.dtype), own, count, mean, g)
 
     def _thin_moments(self, a: Any, g: Any) -> Any:
         """Add the Gram matrix of centred sparse rows, and return the means of columns.
@@ -182,12 +180,14 @@ class ProgramKernels(IterationKernels):
         columns, rest = a[:, full].toarray() - mean[:, full], mean * ~full
         mean[:, full] += (error := columns.mean(axis=0))
         columns -= error
-        self._add_thin_gram(a, g)
-        g -= (m * rest).conj().T @ rest
+        part = self._zeros(g) if full.any() else g
+        self._add_thin_gram(a, part)
+        self.blas.gemm(rest, rest * m, part, "C", "N", alpha=-1, beta=1)
         if full.any():
             crossed = (a.conj() if a.dtype.kind == "c" else a).T @ columns
             crossed[full] = columns.conj().T @ columns
-            g[:, full], g[full] = crossed, crossed.conj().T
+            part[:, full], part[full] = crossed, crossed.conj().T
+            g += part
         return mean
 
     def _is_thin(self, a: Any) -> bool:
@@ -201,7 +201,9 @@ class ProgramKernels(IterationKernels):
         adjoint = (a.conj() if a.dtype.kind == "c" else a).T.tocsr()
         for start in range(0, n, step):
             stop = start + step
-            g[start:stop, :stop] += dense_product(adjoint[start:stop], a[:, :stop])
+            # The transpose of a part of the lower triangle, which is row-major.
+            found = dense_product(adjoint[:stop], a[:, start:stop])
+            g.T[:stop, start:stop] += found.conj() if g.dtype.kind == "c" else found
 
     def _strips(self, a: Any) -> Iterator[tuple[slice, Any]]:
         """Yield slices of rows, and these rows, dense."""
@@ -210,9 +212,13 @@ class ProgramKernels(IterationKernels):
 
     def merge_moments(self, other_count: Any, other_mean: Any, other_g: Any, count: Any, mean: Any, g: Any) -> None:
         """Add moments to others."""
-        total, distance = self.xp.maximum(count + other_count, 1), other_mean - mean
         g += other_g
-        g += distance.conj().T @ (distance * (count * (other_count / total)))
+        self._merge_means(other_count, other_mean, count, mean, g)
+
+    def _merge_means(self, other_count: Any, other_mean: Any, count: Any, mean: Any, g: Any) -> None:
+        """Add the means of others to means; G has both Gram matrices, and gets what the distance of the means adds."""
+        total, distance = self.xp.maximum(count + other_count, 1), other_mean - mean
+        self.blas.gemm(distance, distance * (count * (other_count / total)), g, "C", "N", alpha=1, beta=1)
         mean += distance * (other_count / total)
         count += other_count
 
