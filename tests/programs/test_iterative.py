@@ -398,7 +398,8 @@ def test_functions_in_place_of_matrices(dtype):
     np.testing.assert_allclose(a @ v, v * w, atol=tight * 100)
     x = da.from_array(noise(rng, (N, 3), dtype), chunks=(13, 3))
     w, _ = dask.compute(*linalg.lobpcg(laplacian, x, maxiter=60, M=lambda x, rows: (inverse @ x)[rows], largest=False))
-    np.testing.assert_allclose(w, exact[:3], atol=tight * 100)
+    # It stops at residuals of SciPy's default tolerance, which in single precision is wider.
+    np.testing.assert_allclose(w, exact[:3], atol=max(tight * 100, np.finfo(dtype).eps ** 0.5 * N))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
