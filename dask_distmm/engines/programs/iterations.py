@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import types
 from collections.abc import Callable, Sequence
@@ -94,12 +95,11 @@ class IterationKernels:
 
     def dots(self, out: Any, *vectors: Any) -> None:
         """Dot products of pairs of vectors."""
-        pairs = [(id(x), id(y)) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+        pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
         # Without a preconditioner some pairs are the same.
-        distinct = {pair: number for number, pair in enumerate(pairs)}
-        found = self.blas.dots(*(vectors[2 * number + which] for number in distinct.values() for which in (0, 1)))
-        numbers = dict(zip(distinct, found, strict=True))
-        out[0] = [numbers[pair] for pair in pairs]
+        distinct = {(id(x), id(y)): (x, y) for x, y in pairs}
+        found = dict(zip(distinct, self.blas.dots(*itertools.chain(*distinct.values())), strict=True))
+        out[0] = [found[id(x), id(y)] for x, y in pairs]
 
     def axpy(self, numbers: Any, x: Any, y: Any, *, at: int = 0, sign: int = 1) -> None:
         """Y += a X, or Y -= a X."""
@@ -194,7 +194,7 @@ class IterationKernels:
         count = int(state[0, 0]) + 1
         out[...] = 0
         found = basis[:, :count].conj().T @ w
-        out[0, :count], out[0, -1] = self.blas.host(found)[:, 0], self.blas.host(self.xp.vdot(w, w))
+        out[0, :count], out[0, -1] = self.blas.host(found)[:, 0], self.blas.dots(w, w)[0]
 
     def orthogonalize(self, sums: Any, state: Any, basis: Any, w: Any) -> None:
         """W -= V H, of the products with V."""

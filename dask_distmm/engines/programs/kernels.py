@@ -149,7 +149,7 @@ class ProgramKernels(IterationKernels):
     def moments(self, a: Any, count: Any, mean: Any, g: Any) -> None:
         """Add rows to the moments of others (Chan, Golub, LeVeque 1983): part by part, each around its own means."""
         if self._is_thin(a):
-            self._merge_means(self.xp.full((1, 1), a.shape[0], count.dtype), self._thin_moments(a, g), count, mean, g)
+            self._merge_means(a.shape[0], self._thin_moments(a, g), count, mean, g)
             return
         strips = list(strips_of(self.blas, a))
         for at in range(0, len(strips), _AROUND):
@@ -165,7 +165,7 @@ class ProgramKernels(IterationKernels):
             rest /= size
             self.blas.gemm(rest, rest * size, g, "C", "N", alpha=-1, beta=1)
             own += rest
-            self._merge_means(self.xp.full((1, 1), size, count.dtype), own, count, mean, g)
+            self._merge_means(size, own, count, mean, g)
 
     def _thin_moments(self, a: Any, g: Any) -> Any:
         """Add the Gram matrix of centred sparse rows, and return the means of columns.
