@@ -555,8 +555,8 @@ async def _bring(scheduler: Scheduler, roster: Roster, ranks: Sequence[str], key
 # Freezes a run: who takes part, which chunks lie where, and the plan that is made of both
 
 
-# Number of tasks that are looked up before others get the event loop again.
-_SLICE = 1000
+# The keys of up to so many chunks are dealt out to their holders at once, of more in a thread.
+_FEW = 1000
 # The memory orders of this many arrays are remembered.
 _ORDERS = 1000
 
@@ -650,7 +650,7 @@ class RunPlanner:
         if tasks:
             terms = barrier.ts.retries, _at_once(barrier.ts, map(states.__getitem__, made.workers))
             packed = await asyncio.to_thread(pack_tasks, made, tasks, *terms)
-        few = sum(map(len, keys.values())) <= _SLICE
+        few = sum(map(len, keys.values())) <= _FEW
         held_by = _by_address(made, keys) if few else await asyncio.to_thread(_by_address, made, keys)
         return RunPlan(made, held_by, states, wanted, packed)
 
