@@ -162,6 +162,8 @@ class Memory:
             return 0, {10: int(arena.exportable), 7: arena.buffer_id}[attribute]
 
         def address_range(pointer):
+            if not getattr(self.local, "current", False):
+                return 201, 0, 0
             arena = self.owner_of(pointer)
             return (0, arena.address, arena.size) if arena is not None else (1, 0, 0)
 

@@ -14,6 +14,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from distributed import wait
 from gpu_products import N, check, on_gpus, random
 from leaks import assert_nothing_left
 from matrices import assert_large_product
@@ -60,23 +61,32 @@ def test_too_narrow_types_go_to_dask(clusters):
     assert "no engine" in repr(dask_distmm.explain(on_gpus(a, 3), on_gpus(a, 3)))
 
 
+def spilled(dask_worker):
+    """Return how many results of a worker have gone from its GPU to the host."""
+    return len(dask_worker.data.device_keys - set(dask_worker.data.device))
+
+
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize(
     "pool",
     [
         {"rmm_pool_size": "2GB", "rmm_allocator_external_lib_list": "cupy"},
         {"rmm_async": True, "rmm_allocator_external_lib_list": "cupy"},
-        {"device_memory_limit": "4MB"},
+        {"device_memory_limit": "256MB"},
         {"protocol": "ucx"},
     ],
     ids=["rmm pool", "rmm async", "spilled", "ucx"],
 )
 def test_pools_and_spilling(start, nworkers, pool):
-    """With 4 MB a GPU most chunks of A, B and D are spilled at any time."""
-    with start(nworkers, **{"protocol": "tcp"} | pool):
+    """Where results may have 256 MB of a GPU, those that came last drive all chunks of A and B to the host."""
+    with start(nworkers, **{"protocol": "tcp"} | pool) as client:
         for dtype in ("float64", "bfloat16"):
             a, b = random((1024, 384), dtype), random((384, 1024), dtype)
             x, y = on_gpus(a, 128).persist(), on_gpus(b, 128).persist()
+            wait([x, y])
+            later = da.zeros(nworkers * 2**28, chunks=2**25, dtype="int8").to_backend("cupy").persist()
+            wait(later)
+            assert any(client.run(spilled).values()) == ("device_memory_limit" in pool)
             for method in ("allgather", "reducescatter"):
                 d = dask_distmm.matmul(x, y, method=method).persist()
                 found = d.compute().get()

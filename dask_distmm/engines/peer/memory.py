@@ -74,6 +74,8 @@ class Exporter:
 
     def find(self, pointer: int) -> Allocation | None:
         """Return the allocation that an address is in; None if CUDA can't export it."""
+        # The driver answers only threads that have a context, and those that took pooled memory alone have none yet.
+        cp.cuda.Device().use()
         error, base, size = driver.cuMemGetAddressRange(pointer)
         if int(error):
             return None
@@ -95,6 +97,7 @@ class Exporter:
 
     def alive(self) -> list[int]:
         """Return the buffer ids of all allocations that were told and are still there."""
+        cp.cuda.Device().use()
         self._told = {
             address: told for address, told in self._told.items() if self._buffer_id(address) == told.buffer_id
         }
@@ -165,8 +168,6 @@ def maps_for_itself(address: str) -> bool:
 
 
 def _attribute(name: Any, pointer: int) -> int | None:
-    # The driver answers only threads that have a context, and those that took pooled memory alone have none yet.
-    cp.cuda.Device().use()
     error, value = driver.cuPointerGetAttribute(name, pointer)
     return None if int(error) else int(value)
 
