@@ -30,6 +30,9 @@ class QueuedKernels(LapackKernels):
             self.streams[0].synchronize()
         return found
 
+    def empty(self, shape, dtype):
+        return devices.empty(shape, dtype, "F")
+
     def getrf(self, a, *, pivoting=True):
         pivots = super().getrf(a, pivoting=pivoting)
         return pivots.view(devices.ndarray) if pivoting else None

@@ -16,14 +16,16 @@ from residuals import assert_least_squares, assert_qr
 from dask_distmm import linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.sources import Source, SourceChunk
+from dask_distmm.errors import EngineError
 from dask_distmm.planning import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
 from dask_distmm.testing import run_jobs
 
 
-@pytest.fixture
-def run(make_peers, monkeypatch):
+@pytest.fixture(params=[0, 2**40], ids=["by device", "by host"])
+def run(make_peers, monkeypatch, request):
     ranks, _ = make_peers()
+    monkeypatch.setattr(ranks.module, "_LEAST_DIRECT", request.param)
     state = sys.modules["dask_distmm.engines.peer.memory"].PeerState
     monkeypatch.setattr(state, "solver", lambda self: QueuedKernels(self.stream))
 
@@ -92,3 +94,21 @@ def test_exponentials(run, size, made):
     found = run((linalg.expm(cupy_array(a, (10, 50)), method="rows"),), a, made=made)
     expected = scipy.linalg.expm(a)
     np.testing.assert_allclose(found["x"], expected, rtol=0, atol=1e-11 * abs(expected).max())
+
+
+def test_matrices_of_another_gpu_that_can_not_be_read(make_peers, monkeypatch):
+    ranks, _ = make_peers()
+    memory, runtime = sys.modules["dask_distmm.engines.peer.memory"], sys.modules["cupy"].cuda.runtime
+
+    def refuse(handle):
+        raise runtime.CUDARuntimeError("cudaErrorMapBufferObjectFailed")
+
+    monkeypatch.setattr(memory.PeerState, "solver", lambda self: QueuedKernels(self.stream))
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", refuse)
+    monkeypatch.setattr(memory, "_NEWS", 0.05)
+    monkeypatch.setattr(ranks.module, "_LEAST_DIRECT", 0)
+    a = np.random.default_rng().standard_normal((40, 5))
+    problem = problem_of(linalg.qr(cupy_array(a, (20, 5)))[1])
+    made = plan_program(problem, [Worker("w0"), Worker("w1")], {"a": np.arange(2, dtype=np.int32)}, engine="peer")
+    with pytest.raises(EngineError, match="memory of another GPU can't be mapped"):
+        run_jobs(ranks, made, {("a", 0): a[:20].copy(), ("a", 1): a[20:].copy()})

@@ -8,7 +8,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Allocation, Expected, offer_of
+from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Allocation, Expected, offer_of, place_of, read_place
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning import Worker, plan
@@ -147,3 +147,14 @@ def test_other_things_than_offers_are_refused(made):
             read([None, wire], made)
     with pytest.raises(ProtocolError, match="1 offers for 2 participants"):
         read([None], made)
+
+
+def test_a_place_in_a_message_is_inside_its_allocation():
+    allocation = Allocation(b"h" * 64, 4096, 77, HERE)
+    assert read_place(place_of(allocation, HERE + 96), 4000) == (allocation, 96)
+    for pointer, size in ((HERE + 97, 4000), (HERE - 1, 8), (HERE, 4097)):
+        with pytest.raises(ProtocolError, match=rf"{size} bytes at byte {pointer - HERE} of an allocation of 4096"):
+            read_place(place_of(allocation, pointer), size)
+    for strange in (np.zeros(4), np.zeros(7, np.uint8)):
+        with pytest.raises(ProtocolError, match="expected a place of 96 bytes"):
+            read_place(strange, 8)

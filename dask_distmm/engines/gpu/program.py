@@ -162,7 +162,7 @@ class GpuTallJob(_GpuJob, TallJob):
         """Return what others get of an array: on the host."""
         return array.get(stream=self._stream) if isinstance(array, cp.ndarray) else super()._lent(array, copied=copied)
 
-    def _fill(self, target: Any, part: Any) -> None:
+    def _fill(self, target: Any, part: Any, owner: int) -> None:
         """Write what another rank has lent."""
         if isinstance(target, cp.ndarray):
             target.set(part, stream=self._stream)

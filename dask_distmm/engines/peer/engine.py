@@ -16,6 +16,7 @@ The memory that a rank offers stays as it is until all participants have answere
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,20 +29,22 @@ from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import Engine, Job, ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
 from dask_distmm.engines.gpu.gemm import GemmTypes, check_fp8
-from dask_distmm.engines.gpu.operands import DeviceChunks, check_arrays, check_gpu, mark
+from dask_distmm.engines.gpu.operands import DeviceChunks, array_at, check_arrays, check_gpu, mark
 from dask_distmm.engines.gpu.program import GpuTallJob
 from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.loads import Loads, OperandBuffers
 from dask_distmm.engines.peer.memory import PeerState, Remote
-from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Expected
+from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Expected, offer_of, place_of, read_place, read_told
 from dask_distmm.engines.peer.products import Multiplication
 from dask_distmm.engines.peer.readable import Sources
 from dask_distmm.engines.peer.result import Downloads, Result
 from dask_distmm.engines.peer.schedule import make_schedule, make_source_schedule
 from dask_distmm.engines.sources import SourceChunk
-from dask_distmm.errors import EngineError
+from dask_distmm.errors import EngineError, ProtocolError
+from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning import Plan
 from dask_distmm.planning.factor.plan import FactorPlacement
+from dask_distmm.planning.peer import reaches
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.planning.schedule import (
     block_schedules,
@@ -50,6 +53,9 @@ from dask_distmm.planning.schedule import (
     peer_reads,
     sums_in,
 )
+
+# Bytes of a matrix that GPUs read out of each other's memory; less goes by the host as fast.
+_LEAST_DIRECT = 2**15
 
 
 class PeerJob(Job[Plan]):
@@ -237,6 +243,85 @@ class PeerJob(Job[Plan]):
             self._multiplication.early.give_up()
 
 
+class PeerTallJob(GpuTallJob):
+    """One participant's side of a program: where all GPUs can read each other's memory, what is large stays there.
+
+    The message of a matrix says where a copy of it lies, which stays until the end of the run. In loops matrices go by
+    the host: copies would have to go after a turn, when others may still read them.
+    """
+
+    def __init__(self, side: Side[ProgramPlacement], state: PeerState) -> None:
+        super().__init__(side, state)
+        self._state, self._lending = state, list[Any]()
+        workers = [self.plan.participants[index] for index in self.plan.ranks]
+        # The same on all ranks.
+        self._direct = len(workers) > 1 and all(reaches(*pair) for pair in itertools.permutations(workers, 2))
+        self._processes: dict[int, bytes] = {}
+
+    def prepare(self) -> None:
+        """Offer this process' memory, too."""
+        exporter, most = self._state.exporter, self.plan.problem.options.keep_workspace_bytes
+        exporter.begin(self.plan.participants[self.me].address, most)
+        super().prepare()
+        if self.rank is not None and self._direct:
+            self.offer |= offer_of(exporter.process, exporter.alive(), ())
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Take what all participants offer."""
+        super().accept(offers)
+        for rank, participant in enumerate(self.plan.ranks if self.rank is not None and self._direct else ()):
+            address = self.plan.participants[participant].address
+            try:
+                told = read_told(offers[participant])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ProtocolError(f"malformed offer of {address}: {type(error).__name__}: {error}") from error
+            self._processes[rank] = told.process
+            if told.process != self._state.exporter.process:
+                self._state.mappings.begin(self.plan.group, told.process, told.alive)
+
+    def execute(self) -> dict[ResultKey, Any]:
+        """Queue all steps on the stream."""
+        try:
+            return super().execute()
+        finally:
+            self._state.mappings.trim()
+
+    def _by_device(self, array: Any) -> bool:
+        """Whether a message says where this matrix lies, on the side of its owner and on that of its reader."""
+        return self._direct and not self._offset and isinstance(array, cp.ndarray) and array.nbytes >= _LEAST_DIRECT
+
+    def _lent(self, array: Any, *, copied: bool) -> Any:
+        """Return what others get of an array: where a copy of it is, or a copy on the host."""
+        if not self._by_device(array):
+            return super()._lent(array, copied=copied)
+        exporter = self._state.exporter
+        copy = exporter.own(array.shape, array.dtype, "F")
+        copy[...] = array
+        self._lending.append(copy)
+        self._stream.synchronize()
+        allocation = exporter.find(copy.data.ptr)
+        assert allocation is not None
+        return place_of(allocation, copy.data.ptr)
+
+    def _fill(self, target: Any, part: Any, owner: int) -> None:
+        """Write what another rank has lent."""
+        if not self._by_device(target):
+            super()._fill(target, part, owner)
+            return
+        allocation, offset = read_place(part, target.nbytes)
+        process, state = self._processes[owner], self._state
+        base = allocation.address
+        if process != state.exporter.process:
+            address = self.plan.participants[self.plan.ranks[owner]].address
+            base = state.mapped(address, process, allocation, self._ended)
+        there = Span(base + offset, target.itemsize, target.itemsize * len(target))
+        target[...] = array_at(there, target.shape, target.dtype, self)
+
+    def _ended(self) -> bool:
+        self.ended.check()
+        return False
+
+
 class PeerEngine(PeerState, Engine):
     """Multiplies on GPUs with cuBLAS, on panels that are pulled from other GPUs' memory; one GPU a worker process."""
 
@@ -267,14 +352,14 @@ class PeerEngine(PeerState, Engine):
         )
         return str(runtime.deviceGetPCIBusId(mine)), reach
 
-    def job(self, side: Side[Any]) -> PeerJob | PeerFactorJob | GpuTallJob:
+    def job(self, side: Side[Any]) -> PeerJob | PeerFactorJob | PeerTallJob:
         """Return what does a participant's part of a run."""
         chunks = {key: chunk for key, chunk in side.chunks.items() if not isinstance(chunk, SourceChunk)}
         check_arrays(self.name, chunks, sparse=isinstance(side.plan, ProgramPlacement))
         if isinstance(side.plan, FactorPlacement):
             return PeerFactorJob(side, self)
         if isinstance(side.plan, ProgramPlacement):
-            return GpuTallJob(side, self)
+            return PeerTallJob(side, self)
         return PeerJob(side, self)
 
     def release(self, group: int) -> None:

@@ -121,6 +121,10 @@ class Exporter:
             made = cp.empty(shape, dtype, order=order)
             if not made.size or self.find(made.data.ptr) is not None:
                 return made
+        return self.own(shape, dtype, order)
+
+    def own(self, shape: tuple[int, ...], dtype: np.dtype, order: str = "C") -> Any:
+        """Return a new array that can be exported, in memory that is kept for the next run: others map it once."""
         size = math.prod(shape) * np.dtype(dtype).itemsize
         return cp.ndarray(shape, dtype, memptr=self._pool.malloc(max(1, size)), order=order)
 
@@ -305,6 +309,10 @@ class Trace:
 _MOST_PULLING = 7
 # Bytes of the read that wakes a link.
 _WAKING_BYTES = 2**16
+# Between two looks at a flag (seconds).
+_LOOK = 2e-5
+# How long it may take until the news that a worker is gone has come (seconds).
+_NEWS = 2.0
 
 
 class PeerState:
@@ -361,6 +369,19 @@ class PeerState:
             self._solver = SolverKernels(self.stream)
         return self._solver
 
+    def mapped(self, owner: str, process: bytes, allocation: Allocation, is_gone: Callable[[], bool]) -> int:
+        """Return the address of another process' allocation here; PeerLostError if that is gone, as `is_gone` says."""
+        try:
+            return self.mappings.open(process, allocation)
+        except EngineError as error:
+            # Mapped memory stays readable when its process dies; other memory of that process can't be mapped any more.
+            end = time.monotonic() + _NEWS
+            while not (gone := is_gone()) and time.monotonic() < end:
+                time.sleep(_LOOK)
+            if not gone:
+                raise
+            raise PeerLostError(f"{owner} is gone: {error}") from error
+
     def wake(self, pointer: int, size: int) -> None:
         """Read a little of mapped memory: after an idle moment the first pull takes up to 0.2 ms more (H200)."""
         if self._read is None:
@@ -370,12 +391,6 @@ class PeerState:
 
 
 # Others' memory, as one rank reads it
-
-
-# Between two looks at a flag (seconds).
-_LOOK = 2e-5
-# How long it may take until the news that a worker is gone has come (seconds).
-_NEWS = 2.0
 
 
 class Remote:
@@ -441,16 +456,8 @@ class Remote:
         told = self._told[holder]
         assert told is not None
         allocation = told.allocation(number)
-        try:
-            mapped = self._engine.mappings.open(told.process, allocation)
-        except EngineError as error:
-            # Mapped memory stays readable when its process dies; other memory of that process can't be mapped any more.
-            end = time.monotonic() + _NEWS
-            while holder not in self._lost and time.monotonic() < end:
-                time.sleep(_LOOK)
-            if holder not in self._lost:
-                raise
-            raise PeerLostError(f"{self._plan.participants[holder].address} is gone: {error}") from error
+        owner = self._plan.participants[holder].address
+        mapped = self._engine.mapped(owner, told.process, allocation, lambda: holder in self._lost)
         self._bases[holder][number] = mapped
         self._wake(holder, mapped, allocation.size)
 

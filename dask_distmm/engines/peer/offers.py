@@ -8,6 +8,7 @@ the GPUs wait between the start of a run and its first pull.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -156,7 +157,7 @@ class Expected:
             one = None
             if wire is not None and self._read[index]:
                 try:
-                    one = _told(wire)
+                    one = read_told(wire)
                     tables.append(np.frombuffer(wire["places"], np.int64).reshape(-1, 2 + _TOLD))
                 except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
                     raise self._malformed(index, f"{type(error).__name__}: {error}") from error
@@ -232,7 +233,30 @@ def extents_of(rows: NDArray[np.int64], cols: NDArray[np.int64], size: int) -> N
     return np.stack([rows, cols, np.full(len(rows), size, np.int64)], 1)
 
 
-def _told(wire: Mapping[str, Any]) -> Told:
+# A matrix in a message: the allocation that it is in, and its address there.
+_PLACE = struct.Struct(f"{_HANDLE_BYTES}s4Q")
+
+
+def place_of(allocation: Allocation, pointer: int) -> NDArray[np.uint8]:
+    """Return a message in place of a matrix at an address of this process."""
+    return np.frombuffer(_PLACE.pack(*allocation, pointer), np.uint8)
+
+
+def read_place(told: NDArray[Any], size: int) -> tuple[Allocation, int]:
+    """Return the allocation that a matrix of so many bytes is in, and its offset there, from what `place_of` gave."""
+    if told.dtype != np.uint8 or told.size != _PLACE.size:
+        raise ProtocolError(
+            f"{told.size} elements of {told.dtype} in a message: expected a place of {_PLACE.size} bytes"
+        )
+    *fields, pointer = _PLACE.unpack(told.tobytes())
+    allocation = Allocation(*fields)
+    offset = pointer - allocation.address
+    if not 0 <= offset <= allocation.size - size:
+        raise ProtocolError(f"{size} bytes at byte {offset} of an allocation of {allocation.size}")
+    return allocation, offset
+
+
+def read_told(wire: Mapping[str, Any]) -> Told:
     """Return an offer as plain types tell it. ValueError, KeyError or TypeError where it is malformed."""
     process = wire["process"]
     if not isinstance(process, bytes) or len(process) != _PROCESS_BYTES:

@@ -143,7 +143,7 @@ class Executor:
                 self.arrays[buffer.name] = part
                 self._taken.setdefault(pull.buffers[0].name, key)
             else:
-                self._fill(self._at(buffer), part)
+                self._fill(self._at(buffer), part, pull.owner)
 
     def _note(self, phase: str, began: float) -> None:
         self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - began
@@ -181,7 +181,7 @@ class Executor:
         """Return what others get of an array, or a copy of it."""
         return array.copy(order="K") if copied else array
 
-    def _fill(self, target: Any, part: Any) -> None:
+    def _fill(self, target: Any, part: Any, owner: int) -> None:
         """Write what another rank has lent."""
         target[...] = part
 
