@@ -55,7 +55,7 @@ from dask_distmm.planning.schedule import (
 )
 
 # Bytes of a matrix that GPUs read out of each other's memory; less goes by the host as fast.
-_LEAST_DIRECT = 2**15
+_LEAST_DIRECT = 2**18
 
 
 class PeerJob(Job[Plan]):
