@@ -22,6 +22,7 @@ import logging
 import math
 import platform
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -247,6 +248,9 @@ T = TypeVar("T")
 
 # How often a worker says how far it is (seconds).
 _TELL = 0.5
+# UCX's event loops look for messages all the time, and whoever calls CUDA in another thread waits for the interpreter
+# after each call: 14 us in place of 2 (H200). So they sleep for this long between two looks while the engine works.
+_REST = 1e-4
 # A request may overtake the stream that tells of its epoch, by so much (seconds).
 _OVERTAKES = 5.0
 # A process that frees a group's memory is not ended sooner than this (seconds).
@@ -304,6 +308,11 @@ class WorkerService:
         """The address under which everybody else knows this worker."""
         return address_of(self.worker)
 
+    @property
+    def spins(self) -> bool:
+        """Whether this process' event loop never sleeps."""
+        return self.address.startswith("ucx")
+
     async def _is_current(self, epoch: Any) -> bool:
         """Whether a request is of the scheduler's plugin."""
         if epoch != self.epoch and not self._closed:
@@ -354,11 +363,8 @@ class WorkerService:
         self.history.note(run_id, "asked for a vote")
         try:
             # On the engine's thread: after the previous run, which may still be ending there.
-            loop = asyncio.get_running_loop()
-            work = functools.partial(
-                _in_thread, self.address, self._prepare, epoch, run_id, me, plan, keys, check_orders, sources
-            )
-            vote = await loop.run_in_executor(self.engine_thread, work)
+            asked = epoch, run_id, me, plan, keys, check_orders, sources
+            vote = await self._in_engine(self.spins, self._prepare, *asked)
         except BaseException as error:
             vote = _failure(Vote, error, self._closed)
         if run_id in self._over and epoch == self.epoch:  # ended meanwhile
@@ -430,8 +436,9 @@ class WorkerService:
             if plan.problem.donated:
                 told = {"op": "distmm_gathered", "run_id": run_id, "epoch": epoch}
                 job.on_gathered = functools.partial(loop.call_soon_threadsafe, self.worker.batched_send, told)
-            work = functools.partial(_in_thread, self.address, _execute, job, offers)
-            made = await loop.run_in_executor(self.engine_thread, work)
+            # What is large goes from host to host over Dask's comms, which the event loop drives.
+            near = len({one.host for one in plan.participants}) == 1
+            made = await self._in_engine(near and self.spins, _execute, job, offers)
             if self.runs.get(run_id) is not own:
                 raise EngineError(f"run {run_id} was ended")
             result = await self.replicas.share(run_id, plan, made, job.timings)
@@ -465,6 +472,15 @@ class WorkerService:
                 "run %d of %s: rank %s on %s done in %s", run_id, plan.problem.name, number, self.address, summary
             )
         return done
+
+    async def _in_engine(self, rests: bool, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in the engine's thread, which raises `_FailedError`; the event loop may rest meanwhile."""
+        work = functools.partial(_in_thread, self.address, function, *args)
+        found = asyncio.get_running_loop().run_in_executor(self.engine_thread, work)
+        while rests and not found.done():
+            time.sleep(_REST)
+            await asyncio.sleep(0)
+        return await found
 
     async def _tell_progress(self, run_id: int, job: Job[Any], epoch: str) -> None:
         """Tell the scheduler from time to time how far this worker is."""

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import cupy as cp
@@ -26,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import Engine, Job, ResultKey, Side, contiguous
+from dask_distmm.engines.base import ChunkKey, Engine, Job, ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
 from dask_distmm.engines.gpu.gemm import GemmTypes, check_fp8
 from dask_distmm.engines.gpu.operands import DeviceChunks, array_at, check_arrays, check_gpu, mark
@@ -53,6 +55,7 @@ from dask_distmm.planning.schedule import (
     peer_reads,
     sums_in,
 )
+from dask_distmm.programs.steps import Make
 
 # Bytes of a matrix that GPUs read out of each other's memory; less goes by the host as fast.
 _LEAST_DIRECT = 2**18
@@ -246,36 +249,52 @@ class PeerJob(Job[Plan]):
 class PeerTallJob(GpuTallJob):
     """One participant's side of a program: where all GPUs can read each other's memory, what is large stays there.
 
-    The message of a matrix says where a copy of it lies, which stays until the end of the run. In loops matrices go by
-    the host: copies would have to go after a turn, when others may still read them.
+    Chunks that are elsewhere than the steps that need them are offered. The message of a large matrix says where a copy
+    of it lies, which stays until the end of the run. In loops matrices go by the host: copies would have to go after a
+    turn, when others may still read them.
     """
 
     def __init__(self, side: Side[ProgramPlacement], state: PeerState) -> None:
         super().__init__(side, state)
-        self._state, self._lending = state, list[Any]()
-        workers = [self.plan.participants[index] for index in self.plan.ranks]
-        # The same on all ranks.
+        self._state, workers = state, self.plan.participants
+        # The same on all participants.
         self._direct = len(workers) > 1 and all(reaches(*pair) for pair in itertools.permutations(workers, 2))
-        self._processes: dict[int, bytes] = {}
+        # What others read until the end of the run; their processes; their chunks: whose, its place, its memory order.
+        self._lending: list[Any] = []
+        self._processes: list[bytes] = []
+        self._near: dict[ChunkKey, tuple[int, NDArray[np.uint8], str]] = {}
 
     def prepare(self) -> None:
         """Offer this process' memory, too."""
         exporter, most = self._state.exporter, self.plan.problem.options.keep_workspace_bytes
         exporter.begin(self.plan.participants[self.me].address, most)
         super().prepare()
-        if self.rank is not None and self._direct:
-            self.offer |= offer_of(exporter.process, exporter.alive(), ())
+        if not self._direct:
+            return
+        offered = []
+        for (name, number), chunk in self.chunks.items():
+            dense = isinstance(chunk, cp.ndarray) and chunk.size and chunk.shape == self.plan.whole(name, number)[1::2]
+            user = self.plan.ranks[self.plan.owners[number]]
+            if dense and user != self.me and chunk.dtype == self.plan.problem.dtype:
+                (whole,) = contiguous([chunk])
+                whole = exporter.exportable(whole, cp.cuda.Stream.null)
+                order = "C" if whole.flags.c_contiguous else "F"
+                offered.append((self.plan.problem.operands.index(name), number, order, self._place(whole).tobytes()))
+        cp.cuda.Stream.null.synchronize()
+        self.offer = (self.offer or {}) | offer_of(exporter.process, exporter.alive(), ()) | {"chunks": offered}
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer."""
         super().accept(offers)
-        for rank, participant in enumerate(self.plan.ranks if self.rank is not None and self._direct else ()):
-            address = self.plan.participants[participant].address
+        for participant, worker in enumerate(self.plan.participants if self._direct else ()):
             try:
                 told = read_told(offers[participant])
-            except (KeyError, TypeError, ValueError) as error:
-                raise ProtocolError(f"malformed offer of {address}: {type(error).__name__}: {error}") from error
-            self._processes[rank] = told.process
+                for operand, number, order, place in offers[participant]["chunks"]:
+                    key = self.plan.problem.operands[operand], int(number)
+                    self._near[key] = participant, np.frombuffer(place, np.uint8), str(order)
+            except (KeyError, TypeError, ValueError, IndexError) as error:
+                raise ProtocolError(f"malformed offer of {worker.address}: {type(error).__name__}: {error}") from error
+            self._processes.append(told.process)
             if told.process != self._state.exporter.process:
                 self._state.mappings.begin(self.plan.group, told.process, told.alive)
 
@@ -286,6 +305,38 @@ class PeerTallJob(GpuTallJob):
         finally:
             self._state.mappings.trim()
 
+    def _place(self, array: Any) -> NDArray[np.uint8]:
+        """Return what says where an array lies, which can be exported; keep it."""
+        self._lending.append(array)
+        allocation = self._state.exporter.find(array.data.ptr)
+        assert allocation is not None
+        return place_of(allocation, array.data.ptr)
+
+    def _there(self, owner: int, place: NDArray[Any], shape: tuple[int, int], dtype: np.dtype, order: str) -> Any:
+        """Return a dense matrix in the memory of a participant."""
+        allocation, offset = read_place(place, math.prod(shape) * dtype.itemsize)
+        process, state = self._processes[owner], self._state
+        base = allocation.address
+        if process != state.exporter.process:
+            base = state.mapped(self.plan.participants[owner].address, process, allocation, self._ended)
+        steps = (shape[1], 1) if order == "C" else (1, shape[0])
+        return array_at(Span(base + offset, *(dtype.itemsize * step for step in steps)), shape, dtype, self)
+
+    def _ended(self) -> bool:
+        self.ended.check()
+        return False
+
+    def _ask(self, step: Make) -> Future[Sequence[Any]]:
+        """Copy a chunk out of another GPU's memory, or ask the participant that has it."""
+        key = step.operand, step.number
+        if key not in self._near:
+            return super()._ask(step)
+        owner, place, order = self._near[key]
+        _, rows, _, cols = self.plan.whole(*key)
+        found: Future[Sequence[Any]] = Future()
+        found.set_result([self._there(owner, place, (rows, cols), self.plan.problem.dtype, order).copy()])
+        return found
+
     def _by_device(self, array: Any) -> bool:
         """Whether a message says where this matrix lies, on the side of its owner and on that of its reader."""
         return self._direct and not self._offset and isinstance(array, cp.ndarray) and array.nbytes >= _LEAST_DIRECT
@@ -294,32 +345,18 @@ class PeerTallJob(GpuTallJob):
         """Return what others get of an array: where a copy of it is, or a copy on the host."""
         if not self._by_device(array):
             return super()._lent(array, copied=copied)
-        exporter = self._state.exporter
-        copy = exporter.own(array.shape, array.dtype, "F")
+        copy = self._state.exporter.own(array.shape, array.dtype, "F")
         copy[...] = array
-        self._lending.append(copy)
         self._stream.synchronize()
-        allocation = exporter.find(copy.data.ptr)
-        assert allocation is not None
-        return place_of(allocation, copy.data.ptr)
+        return self._place(copy)
 
     def _fill(self, target: Any, part: Any, owner: int) -> None:
         """Write what another rank has lent."""
-        if not self._by_device(target):
+        if self._by_device(target):
+            part = self._there(self.plan.ranks[owner], part, target.shape, target.dtype, "F")
+            target[...] = part
+        else:
             super()._fill(target, part, owner)
-            return
-        allocation, offset = read_place(part, target.nbytes)
-        process, state = self._processes[owner], self._state
-        base = allocation.address
-        if process != state.exporter.process:
-            address = self.plan.participants[self.plan.ranks[owner]].address
-            base = state.mapped(address, process, allocation, self._ended)
-        there = Span(base + offset, target.itemsize, target.itemsize * len(target))
-        target[...] = array_at(there, target.shape, target.dtype, self)
-
-    def _ended(self) -> bool:
-        self.ended.check()
-        return False
 
 
 class PeerEngine(PeerState, Engine):
