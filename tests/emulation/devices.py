@@ -64,6 +64,11 @@ class ndarray(np.ndarray):  # noqa: N801 - as CuPy's
     def set(self, values, stream=None):
         self[...] = values
 
+    def copy(self, order="C"):
+        # CuPy would copy it in a context on the other device.
+        assert not (_shared and _shared.is_mapped(self.data.ptr)), "copy() of another process' memory"
+        return super().copy(order)
+
 
 ndarray.__module__ = "cupy"
 

@@ -137,6 +137,10 @@ class Memory:
                     return arena
         return None
 
+    def is_mapped(self, pointer):
+        with self.lock:
+            return any(address <= pointer < address + len(one[0]) for address, one in self.mapped.items())
+
     def drop(self, process):
         """Free all memory of a process as if it had ended: what others have mapped stays."""
         with self.lock:

@@ -333,8 +333,12 @@ class PeerTallJob(GpuTallJob):
             return super()._ask(step)
         owner, place, order = self._near[key]
         _, rows, _, cols = self.plan.whole(*key)
+        there = self._there(owner, place, (rows, cols), self.plan.problem.dtype, order)
+        # CuPy's own copies of arrays of other devices use a context there, which this process does not have.
+        here = cp.empty(there.shape, there.dtype, order=order)
+        here[...] = there
         found: Future[Sequence[Any]] = Future()
-        found.set_result([self._there(owner, place, (rows, cols), self.plan.problem.dtype, order).copy()])
+        found.set_result([here])
         return found
 
     def _by_device(self, array: Any) -> bool:
