@@ -270,14 +270,16 @@ class Contract:
     roles: str
     # Takes the shapes of the arguments. Real operations; four times as many for complex types.
     flops: Flops
+    # Whether it decomposes a small matrix: many short steps, one after the other.
+    decomposes: bool = False
 
 
 def _none(*shapes: tuple[int, int]) -> float:
     return 0.0
 
 
-def _cubic(factor: float) -> Flops:
-    return lambda r, *_: factor * r[0] * r[1] * min(r)
+def _decomposition(roles: str, factor: float) -> Contract:
+    return Contract(roles, lambda r, *_: factor * r[0] * r[1] * min(r), decomposes=True)
 
 
 CONTRACTS: dict[str, Contract] = {
@@ -313,30 +315,30 @@ CONTRACTS: dict[str, Contract] = {
     "adjoint": Contract("rw", _none),
     "normal": Contract("w", _none),
     # R of a Gram matrix; whether that is R of A already, and whether it is good enough to divide by.
-    "cholesky": Contract("rwww", _cubic(2)),
+    "cholesky": _decomposition("rwww", 2),
     # R2 of a Gram matrix of A R1^-1, R2 R1, and whether A (R2 R1)^-1 is orthonormal.
-    "second_factor": Contract("rrwww", _cubic(2)),
+    "second_factor": _decomposition("rrwww", 2),
     # R of stacked triangles, and how many rows it has; triangles become the blocks of the stack's Q.
     "stack": Contract("wwu", lambda r, _, *t: 2 * len(t) * r[0] ** 3),
-    "orthonormalize": Contract("rw", _cubic(4)),
+    "orthonormalize": _decomposition("rw", 4),
     "solve": Contract("ru", lambda r, b: r[0] ** 2 * b[1]),
     "quotient": Contract("rrw", lambda r, b, _: r[0] ** 2 * b[0]),
-    "inverse": Contract("rw", _cubic(1)),
-    "pseudo_inverse": Contract("rrw", _cubic(1)),
-    "singular_values": Contract("rw", _cubic(3)),
-    "singular_vectors": Contract("rwww", _cubic(20)),
+    "inverse": _decomposition("rw", 1),
+    "pseudo_inverse": _decomposition("rrw", 1),
+    "singular_values": _decomposition("rw", 3),
+    "singular_vectors": _decomposition("rwww", 20),
     "covariance": Contract("rrw", _none),
     "hermitian": Contract("rrw", lambda s, vh, _: 2.0 * vh[0] ** 3),
-    "principal": Contract("rrwww", _cubic(9)),
-    "principal_of_r": Contract("rrww", _cubic(20)),
+    "principal": _decomposition("rrwww", 9),
+    "principal_of_r": _decomposition("rrww", 20),
     # Least squares: from R and A^H B; one step of refinement; from R of [A B]. Ridge: from A^H A and A^H B, or that R.
     "solve_normal": Contract("rrw", lambda r, c, x: 2 * r[0] ** 2 * c[1]),
     "refine": Contract("rrrrww", lambda r, d, *_: 2 * r[0] ** 2 * d[1]),
-    "full_rank": Contract("rww", _cubic(3)),
-    "least_squares": Contract("rwwww", _cubic(20)),
-    "ridge": Contract("rrwww", _cubic(1)),
-    "refine_ridge": Contract("rrrw", _cubic(1)),
-    "ridge_of_r": Contract("rw", _cubic(20)),
+    "full_rank": _decomposition("rww", 3),
+    "least_squares": _decomposition("rwwww", 20),
+    "ridge": _decomposition("rrwww", 1),
+    "refine_ridge": _decomposition("rrrw", 1),
+    "ridge_of_r": _decomposition("rw", 20),
     # Iterations: a rank's rows of vectors are in one buffer, a chunk's from row `at` on. Numbers are on the host.
     "put": Contract("rw", _none),
     "take": Contract("rw", _none),

@@ -22,10 +22,11 @@ from dask_distmm.planning.program import ProgramPlacement, plan_program
 from dask_distmm.testing import run_jobs
 
 
-@pytest.fixture(params=[0, 2**40], ids=["by device", "by host"])
+@pytest.fixture(params=[0, 2**40], ids=["on devices", "on hosts"])
 def run(make_peers, monkeypatch, request):
     ranks, _ = make_peers()
     monkeypatch.setattr(ranks.module, "_LEAST_DIRECT", request.param)
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.gpu.program"], "_MOST_ON_HOST", request.param)
     state = sys.modules["dask_distmm.engines.peer.memory"].PeerState
     monkeypatch.setattr(state, "solver", lambda self: QueuedKernels(self.stream))
 
