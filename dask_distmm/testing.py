@@ -187,7 +187,8 @@ def run_jobs(
             jobs.append(engine.job(Side(made, me, {**mine, **making}, comm)))
         for job in jobs:
             job.prepare()
-        offers = [job.offer for job in jobs]
+        # Who has nothing to do is not asked.
+        offers = [job.offer if job.rank is not None or job.chunks else None for job in jobs]
         for job in jobs:
             job.accept(offers)
         with ThreadPoolExecutor(len(jobs)) as pool:

@@ -287,6 +287,9 @@ class PeerTallJob(GpuTallJob):
         """Take what all participants offer."""
         super().accept(offers)
         for participant, worker in enumerate(self.plan.participants if self._direct else ()):
+            if offers[participant] is None and participant not in self.plan.ranks:  # it has no chunk either
+                self._processes.append(b"")
+                continue
             try:
                 told = read_told(offers[participant])
                 for operand, number, order, place in offers[participant]["chunks"]:
