@@ -157,6 +157,7 @@ def _device_bytes() -> int:
     return int(cp.cuda.runtime.memGetInfo()[1])
 
 
+@functools.cache
 def maps_for_itself(address: str) -> bool:
     """Whether Dask's comms map device memory too, on a worker of this address: UCX does, where it may use CUDA IPC."""
     if not address.startswith("ucx"):
