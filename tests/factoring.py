@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.exchange import RankExchange
-from dask_distmm.engines.factor.execution import Execution
-from dask_distmm.engines.factor.job import block_columns, whole
-from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.numpy.blas import blas_threads
 from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.engines.programs.blas import Kernels
+from dask_distmm.engines.programs.gathered import Execution, block_columns, whole
 from dask_distmm.errors import PlanError
 from dask_distmm.planning.factor.plan import FactorPlan
 from dask_distmm.planning.factor.problem import Orientation

@@ -19,7 +19,7 @@ from run_events import events
 
 import dask_distmm
 from dask_distmm import PlanError, Slab
-from dask_distmm.engines.gpu.gate import Gate
+from dask_distmm.engines.entry import Gate
 from dask_distmm.engines.numpy.engine import NumpyEngine, NumpyJob
 from dask_distmm.errors import EngineError, MissingEngineError, RunFailedError
 from dask_distmm.planning import ENGINES

@@ -151,7 +151,7 @@ def test_what_multiplies_imports_neither_optimizers_nor_factorizations() -> None
         "import sys, dask.array as da, dask_distmm; x = da.ones((80, 80), chunks=40); "
         "assert dask_distmm.matmul(x, x).sum().compute() == 80**3; "
         "import dask_distmm.runtime.worker, dask_distmm.runtime.scheduler.plugin; "
-        "bad = {'scipy.optimize', 'scipy.linalg', 'dask_distmm.engines.factor', 'dask_distmm.show'}; "
+        "bad = {'scipy.optimize', 'scipy.linalg', 'dask_distmm.engines.programs', 'dask_distmm.show'}; "
         "bad &= set(sys.modules); "
         "assert not bad, bad; import scipy.linalg.cython_blas; assert scipy.linalg.cython_blas.__pyx_capi__; "
         "assert (dask_distmm.linalg.solve(x + 80 * da.eye(80, chunks=40), x[0]).compute() > 0).all()"

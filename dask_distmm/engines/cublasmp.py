@@ -32,7 +32,7 @@ import numpy as np
 from nvmath.bindings import cublasMp
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, nccl_version
+from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, make_unique_id, nccl_version
 from dask_distmm.engines.base import (
     REPLICA,
     Engine,
@@ -44,8 +44,8 @@ from dask_distmm.engines.base import (
     log,
     wait_checked,
 )
+from dask_distmm.engines.entry import CollectiveEntry
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
-from dask_distmm.engines.gpu.entry import CollectiveEntry
 from dask_distmm.engines.gpu.finishing import BiasCut, Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import (
     DATA_TYPES,
@@ -463,7 +463,7 @@ class CublasMpJob(Job[Plan]):
             for number, (name, one) in enumerate(self._filled.items()):
                 if one.outside is not None:
                     self._fetch_outside(number, self.plan.problem.dtype_of(name), one.outside, one.arrays)
-            self._entry.enter(has_group=self.plan.group in self._groups)
+            self._entry.enter(lambda: b"" if self.plan.group in self._groups else make_unique_id())
             self.timings["gate"] = time.perf_counter() - started
             return self._work()
         finally:

@@ -49,18 +49,17 @@ import numpy as np
 from nvmath.bindings import cublas, cublasMp, cusolverMp
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, nccl_version
+from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, make_unique_id, nccl_version
 from dask_distmm.engines.base import Engine, ResultKey, Side, log, wait_checked
-from dask_distmm.engines.factor.execution import Execution
-from dask_distmm.engines.factor.job import triangle_of
-from dask_distmm.engines.factor.kernels import assign
-from dask_distmm.engines.factor.operations import indefinite, singular
-from dask_distmm.engines.factor.spectral import not_finite, unit_factors
+from dask_distmm.engines.entry import CollectiveEntry
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
-from dask_distmm.engines.gpu.entry import CollectiveEntry
 from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
 from dask_distmm.engines.gpu.operands import check_arrays, check_gpu, record
 from dask_distmm.engines.gpu.program import GpuFactorJob
+from dask_distmm.engines.programs.blas import assign
+from dask_distmm.engines.programs.factor import indefinite, singular
+from dask_distmm.engines.programs.gathered import Execution, triangle_of
+from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.installing import install_command
 from dask_distmm.layout import Copy, Moves
@@ -465,7 +464,7 @@ class CusolverMpJob(GpuFactorJob):
             with self._stream:
                 if self._shared:
                     self._outside = self._fetched()
-                    self._entry.enter(has_group=self.plan.group in self._state.groups)
+                    self._entry.enter(lambda: b"" if self.plan.group in self._state.groups else make_unique_id())
                     self._group = self._joined()
                 made = self._given_back(super().execute())
             self._stream.synchronize()

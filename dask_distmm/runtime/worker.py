@@ -44,7 +44,7 @@ from dask_distmm.comms import cross_memory
 from dask_distmm.comms.base import Boxes, PeerLostError
 from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, contiguous, get_engine, log
-from dask_distmm.engines.watchdog import Watchdog
+from dask_distmm.engines.entry import Watchdog
 from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError, brief, in_words, raised_by_user
 from dask_distmm.planning import ENGINES, Placement, plan_from_wire
 from dask_distmm.runtime import direct

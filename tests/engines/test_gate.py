@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.engines.gpu.gate import Gate
-from dask_distmm.engines.watchdog import EXIT_STUCK, Watchdog
+from dask_distmm.engines.entry import EXIT_STUCK, Gate, Watchdog
 from dask_distmm.runtime.scheduler.freezing import RankGroups
 
 
@@ -94,7 +93,7 @@ def test_groups_that_keep_too_much_leave():
 
 def test_a_stuck_process_ends_itself():
     program = (
-        "import logging, time; logging.basicConfig(); from dask_distmm.engines.watchdog import Watchdog\n"
+        "import logging, time; logging.basicConfig(); from dask_distmm.engines.entry import Watchdog\n"
         "with Watchdog(30, 'this one'): pass\n"
         "with Watchdog(0.2, 'a collective'): time.sleep(30)"
     )

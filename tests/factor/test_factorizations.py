@@ -21,8 +21,8 @@ from residuals import (
     assert_solution,
 )
 
-from dask_distmm.engines.factor import operations
 from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.engines.programs import factor
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor.plan import factor_plan
 from dask_distmm.planning.factor.problem import Factorization
@@ -101,7 +101,7 @@ def test_updates_of_several_block_columns(monkeypatch, dtype, ranks, n, width):
     counts = []
     for beside in (0, 1 / 4, 1):
         calls = []
-        monkeypatch.setattr(operations, "_BESIDE", beside)
+        monkeypatch.setattr(factor, "_BESIDE", beside)
         monkeypatch.setattr(Device, "gemm", lambda self, *a, **k: calls.append(a) or LapackKernels.gemm(self, *a, **k))
         assert_cholesky(a, run_factorization(plan, given, kernels=Device())["l"])
         counts.append(len(calls))
@@ -121,8 +121,8 @@ def test_solutions_with_updates_of_several_block_columns(ranks, columns):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reflections_in_parts(monkeypatch, dtype):
-    monkeypatch.setattr(operations, "_DEPTH", 16)
-    monkeypatch.setattr(operations, "_WIDE", 20)
+    monkeypatch.setattr(factor, "_DEPTH", 16)
+    monkeypatch.setattr(factor, "_WIDE", 20)
     a = noise(np.random.default_rng(), (130, 70), dtype)
     found = run_factorization(factor_plan(Factorization("qr", a.shape, dtype), 2, 8), a, kernels=Device())
     assert_qr(a, found["q"], found["r"])

@@ -8,9 +8,9 @@ from factoring import run_factorization
 from matrices import noise
 from residuals import assert_qr
 
-from dask_distmm.engines.factor import gram
-from dask_distmm.engines.factor.gram import gram_reflectors
 from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.engines.programs import factor
+from dask_distmm.engines.programs.factor import gram_reflectors
 from dask_distmm.planning.factor.plan import factor_plan
 from dask_distmm.planning.factor.problem import Factorization
 
@@ -21,7 +21,7 @@ DTYPES = ["float32", "float64", "complex64", "complex128"]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1), (60, 7), (300, 40), (60, 20)])
 def test_reflectors_out_of_the_gram_matrix(monkeypatch, dtype, shape):
-    monkeypatch.setattr(gram, "_COLUMNS", 4)
+    monkeypatch.setattr(factor, "_COLUMNS", 4)
     a = noise(np.random.default_rng(), shape, dtype)
     (m, n), panel = shape, K.empty(shape, a.dtype)
     panel[...] = a

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_distmm.engines.factor.job import inside
+from dask_distmm.engines.programs.gathered import inside
 from dask_distmm.errors import PlanError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.factor.plan import block_width, factor_plan

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_distmm.engines.factor.execution import SharedEigh
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs import iterations
+from dask_distmm.engines.programs.gathered import SharedEigh
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.planning.factor.plan import factor_plan
 from dask_distmm.planning.factor.problem import Factorization

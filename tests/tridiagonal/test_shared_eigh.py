@@ -12,9 +12,8 @@ from residuals import assert_eigh
 from test_spectral import SPECTRA, hermitian
 
 from dask_distmm.engines import tridiagonal
-from dask_distmm.engines.factor.execution import triangular_factor
 from dask_distmm.engines.numpy.lapack import LapackKernels
-from dask_distmm.engines.tridiagonal import HostReduction, panel_width, reflector
+from dask_distmm.engines.tridiagonal import HostReduction, panel_width, reflector, triangular_factor
 from dask_distmm.errors import MatrixError, PlanError
 from dask_distmm.planning.factor.plan import factor_plan
 from dask_distmm.planning.factor.problem import Factorization

@@ -143,8 +143,8 @@ def _each(kind: str, dtype: np.dtype | None = None, results: int = 1) -> Rule:
 
 
 def _decomposed(a: Any, kind: str, dtype: np.dtype | None) -> Any:
-    from dask_distmm.engines.factor.spectral import decompose
     from dask_distmm.engines.numpy.lapack import LapackKernels
+    from dask_distmm.engines.programs.spectral import decompose
 
     dtype = dtype or a.dtype
     task = Factorization(kind, a.shape[-2:], dtype.name)

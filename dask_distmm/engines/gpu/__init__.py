@@ -2,7 +2,6 @@
 
 `copy_kernels` copy many rectangles at once, `host` moves NumPy chunks to the device and back, `operands` brings chunks
 into the type that is multiplied, `gemm` calls cuBLAS and cuBLASLt on one GPU, `finishing` applies the formula. `lapack`
-has the kernels of factorizations, `reduction` and `merging` those of eigenvalues that ranks share; `sources` compiles
-their CUDA sources, the files ``*.cu``. `factor` is what all jobs of factorizations do. `gate` and `entry` lead into the
-calls of libraries that all ranks make together.
+has the kernels of factorizations, `reduction` and `merging` those of eigenvalues that ranks share; their CUDA sources
+are the files ``*.cu``. `program` is what all jobs of programs do.
 """

@@ -14,11 +14,11 @@ from cupyx.cusolver import check_availability
 from numpy.typing import NDArray
 from nvmath.bindings import cublas, cusolverDn
 
-from dask_distmm.engines.factor.kernels import solve_by_halves
 from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
 from dask_distmm.engines.gpu.merging import DeviceMerging
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.engines.programs.blas import solve_by_halves
 from dask_distmm.programs.steps import Lane
 
 _WORKSPACE_BYTES = 2**25
@@ -73,7 +73,7 @@ class _Handles:
 
 
 class SolverKernels:
-    """`dask_distmm.engines.factor.Kernels` for CuPy arrays, on two streams."""
+    """`dask_distmm.engines.programs.Kernels` for CuPy arrays, on two streams."""
 
     asynchronous, xp = True, cp
 

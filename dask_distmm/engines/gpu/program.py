@@ -16,9 +16,9 @@ import numpy as np
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ResultKey, Side, contiguous
-from dask_distmm.engines.factor.job import TRIANGLES, FactorJob
-from dask_distmm.engines.factor.kernels import Kernels, assign
 from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.programs.blas import Kernels, assign
+from dask_distmm.engines.programs.gathered import TRIANGLES, FactorJob
 from dask_distmm.engines.programs.job import ProgramJob, TallJob
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk

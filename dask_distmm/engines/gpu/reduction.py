@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.base import log
-from dask_distmm.engines.factor.kernels import Kernels, assign
 from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.programs.blas import Kernels, assign
 from dask_distmm.engines.tridiagonal import TINY, Tridiagonal, panel_width
 from dask_distmm.errors import EngineError, PlanError
 from dask_distmm.programs.factor import Columns

@@ -575,8 +575,8 @@ class NumpyEngine(Engine):
         if isinstance(side.plan, Plan):
             return NumpyJob(side)
         # Workers that only multiply import none of it.
-        from dask_distmm.engines.factor.job import FactorJob
         from dask_distmm.engines.numpy.lapack import LapackKernels
+        from dask_distmm.engines.programs.gathered import FactorJob
         from dask_distmm.engines.programs.job import TallJob
 
         kind: Any = TallJob if isinstance(side.plan, ProgramPlacement) else FactorJob

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.factor.kernels import solve_by_halves
 from dask_distmm.engines.numpy.blas import blas_threads, column_major, ld_of, routine
+from dask_distmm.engines.programs.blas import solve_by_halves
 from dask_distmm.engines.tridiagonal import HostMerging
 from dask_distmm.errors import EngineError
 from dask_distmm.programs.steps import Lane
@@ -26,7 +26,7 @@ _SOLVED = 64
 
 
 class LapackKernels:
-    """`dask_distmm.engines.factor.Kernels` for NumPy arrays."""
+    """`dask_distmm.engines.programs.Kernels` for NumPy arrays."""
 
     asynchronous, xp, merging = False, np, HostMerging()
 

@@ -29,14 +29,13 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ResultKey, Side
 from dask_distmm.engines.exchange import RankExchange
-from dask_distmm.engines.factor.execution import Execution
-from dask_distmm.engines.factor.job import needs_copy, output_part
-from dask_distmm.engines.factor.kernels import Kernels
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.gpu.program import GpuFactorJob
 from dask_distmm.engines.gpu.reduction import DeviceReduction, Peers, exchange_bytes
 from dask_distmm.engines.peer.memory import Exporter, PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
+from dask_distmm.engines.programs.blas import Kernels
+from dask_distmm.engines.programs.gathered import Execution, needs_copy, output_part
 from dask_distmm.engines.tridiagonal import Tridiagonal, row_bounds
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import chunk_elements
@@ -214,7 +213,7 @@ _WORDS = 256
 
 
 class PeerShares:
-    """`dask_distmm.engines.factor.execution.HostShares` of one rank; all its memory is allocated when it is made."""
+    """`dask_distmm.engines.programs.gathered.HostShares` of one rank; all its memory is allocated when it is made."""
 
     def __init__(self, plan: FactorPlacement, rank: int, kernels: Kernels, exporter: Exporter, flags: Any) -> None:
         self._plan, self._rank, self._kernels, self._flags = plan, rank, kernels, flags

@@ -18,7 +18,7 @@ import numpy as np
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checked
 from dask_distmm.engines.exchange import RankExchange
-from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.executor import Executor
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from dask_distmm.engines.factor.gram import add_gram, is_near, strips_of, upper_of
-from dask_distmm.engines.factor.kernels import Kernels
-from dask_distmm.engines.factor.operations import singular
-from dask_distmm.engines.factor.spectral import not_finite, unit_factors
+from dask_distmm.engines.programs.blas import Kernels
+from dask_distmm.engines.programs.factor import add_gram, is_near, singular, strips_of, upper_of
 from dask_distmm.engines.programs.iterations import IterationKernels
+from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import MatrixError
 from dask_distmm.numeric.sparse import dense, dense_product, sparse_package
 from dask_distmm.programs.steps import COUNT, FLAG

@@ -124,7 +124,7 @@ Results = dict[str, tuple[tuple[int, ...], str]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Decomposition:
-    """What one rank makes of a whole matrix; `engines.factor.spectral.FUNCTIONS` has the function of the same name.
+    """What one rank makes of a whole matrix; `engines.programs.spectral.FUNCTIONS` has the function of the same name.
 
     A new one is an entry here, that function, and what the user calls.
     """

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import scipy.linalg
 
-from dask_distmm.engines.factor.kernels import Kernels
+from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor.problem import Factorization
 

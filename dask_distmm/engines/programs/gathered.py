@@ -24,15 +24,90 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ResultKey, Side, wait_checked
-from dask_distmm.engines.factor.execution import Execution
-from dask_distmm.engines.factor.kernels import Kernels, assign, put
-from dask_distmm.engines.factor.spectral import not_finite
+from dask_distmm.engines.exchange import Messages, RankExchange
+from dask_distmm.engines.programs.blas import Kernels, assign, put
+from dask_distmm.engines.programs.executor import Executor
+from dask_distmm.engines.programs.factor import FactorKernels
 from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.engines.programs.spectral import not_finite
+from dask_distmm.engines.tridiagonal import SharedEigh
 from dask_distmm.errors import MatrixError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan
 from dask_distmm.planning.factor.problem import TaskOutput
+from dask_distmm.programs.steps import Buffer, Call, Make, Store
+
+# One rank's run of its program
+
+
+# The share of the time that a reduction to a tridiagonal matrix takes, of the eigenvalues that ranks share.
+_REDUCTION = 0.8
+
+
+class Execution(Executor):
+    """Runs the program of one rank, on its block columns.
+
+    First the caller writes the rank's columns of the inputs into `held`; then `execute`; then
+    `dask_distmm.engines.programs.gathered` has the results.
+    """
+
+    kernels: FactorKernels
+
+    def __init__(
+        self,
+        plan: FactorPlan,
+        rank: int,
+        kernels: Kernels,
+        exchange: RankExchange,
+        check: Callable[[], None] = lambda: None,
+        progress: Callable[[float], None] = lambda share: None,
+        array: Any = None,
+    ) -> None:
+        self.plan, self.rank, self.columns, self._steps = plan, rank, plan.columns, plan.steps(rank)
+        made = FactorKernels(kernels, plan.problem)
+        if plan.shared:
+            messages = Messages(exchange, check)
+            made = SharedEigh(plan, rank, kernels, messages, check, lambda share: progress(_REDUCTION * share))
+        super().__init__(made, exchange, check, progress)
+        shape = self.columns.rows, self.columns.local_cols(rank)
+        self.array = kernels.empty(shape, np.dtype(plan.problem.dtype)) if array is None else array
+        self.rows_later: dict[int, NDArray[np.int64]] = {}
+
+    def held(self, matrix: int) -> Any:
+        """Return this rank's columns of A (0) or of the second matrix (1), with the rows that this matrix has."""
+        rows = self.columns.matrices[matrix].shape[0]
+        first, stop = self.columns.first(matrix), self.columns.first(matrix + 1)
+        return self.array[:rows, self.columns.local(self.rank, first, stop)]
+
+    @property
+    def pivots(self) -> dict[int, tuple[Any, Any]]:
+        """For each panel of an LU factorization its pivots, from its first row, and its diagonal."""
+        found = {}
+        for panel in self.plan.panels:
+            if (diagonal := self.arrays.get(f"diagonal.{panel}")) is not None:
+                pivots = self.arrays.get(f"pivots.{panel}")
+                found[panel] = (self.arrays[f"extra.{panel}"] if pivots is None else pivots), diagonal
+        return found
+
+    def execute(self) -> None:
+        """Take all steps."""
+        before = _REDUCTION if self.plan.shared else 0.0
+        self.take(self._steps, before, 1 - before)
+        self.kernels.complete()
+
+    def _phase(self, call: Call) -> str:
+        return "panel" if call.lane in ("ahead", "panel") else "update"
+
+    def _make(self, step: Make) -> None:
+        self.arrays[step.buffer.name] = self.array
+
+    def _new(self, buffer: Buffer) -> Any:
+        return self.kernels.empty(buffer.shape, self.array.dtype)
+
+    def _store(self, step: Store) -> None:
+        """Leave a result where `dask_distmm.engines.programs.gathered` finds it."""
+
 
 # The results that a rank holds after its program
 

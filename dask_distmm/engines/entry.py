@@ -1,0 +1,163 @@
+"""How a rank enters the collective part of a run, through a gate, and how a run that fails ends there. Pure.
+
+A rank that has entered a collective call can't leave it, and waits for ever for one that never comes. So rank 0
+keeps a gate: each rank asks it to enter (a message of kind ``"enter"``) and waits for the answer, which rank 0
+gives to all when all have asked. A run that ends before that closes the gate, and nobody goes in::
+
+    rank 0     entered(0) ............ all here: open ---> collective
+    rank 1     ask ---> entered(1)               answer -> collective
+    rank 2         ask -------> entered(2)       answer -> collective
+
+A process that is stuck inside a collective library exits: nothing else frees it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import wait as wait_for
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from dask_distmm.comms.base import Comm
+from dask_distmm.engines.base import Ended, log
+from dask_distmm.planning.placement import Placement
+
+# The exit status of such a process; a nanny starts the worker again.
+EXIT_STUCK = 70
+
+
+class Watchdog:
+    """Ends this process unless it is called off in time. Also a context manager."""
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self._what = what
+        self._called_off = threading.Event()
+        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._bite)
+        self._timer.daemon = True
+
+    def start(self) -> None:
+        """Begin to wait."""
+        self._timer.start()
+
+    def call_off(self) -> None:
+        """Let the process live."""
+        self._called_off.set()
+        self._timer.cancel()
+
+    def _bite(self) -> None:
+        if self._called_off.is_set():
+            return
+        log.critical("%s does not end: this worker's process exits", self._what)
+        os._exit(EXIT_STUCK)
+
+    def __enter__(self) -> Watchdog:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.call_off()
+
+
+class Gate:
+    """Rank 0's side."""
+
+    def __init__(self, nranks: int) -> None:
+        self.opened: Future[None] = Future()
+        self._missing = set(range(nranks))
+        self._lock = threading.Lock()
+
+    def entered(self, rank: int) -> Future[None]:
+        """Note that a rank has asked; return the future that tells when, or why not, it may go on."""
+        with self._lock:
+            self._missing.discard(rank)
+            complete = not self._missing
+        if complete:
+            self._decide(None)
+        return self.opened
+
+    def close(self, error: BaseException) -> bool:
+        """Let nobody in, unless all are in already; return whether the gate is closed."""
+        self._decide(error)
+        return self.opened.exception() is not None
+
+    def _decide(self, error: BaseException | None) -> None:
+        try:
+            if error is None:
+                self.opened.set_result(None)
+            else:
+                self.opened.set_exception(error)
+        except InvalidStateError:
+            pass  # decided already
+
+
+class CollectiveEntry:
+    """One participant's way into the collective calls of a run, and out of them."""
+
+    def __init__(self, plan: Placement, rank: int | None, comm: Comm, ended: Ended, share: float = 1.0) -> None:
+        self._plan, self._rank, self._comm, self._ended, self._share = plan, rank, comm, ended, share
+        self._gate = Gate(len(plan.ranks))
+        self.unique_id = b""
+        self._committed = self._over = False
+        self._watchdog: Watchdog | None = None
+        self._lock = threading.Lock()
+
+    def enter(self, make_id: Callable[[], bytes]) -> None:
+        """Wait until all ranks are here; from then on no rank leaves before the library returns.
+
+        Rank 0 makes the id under which they make their communicator, which may be empty.
+        """
+        if len(self._plan.ranks) == 1:
+            self._ended.check()
+            self._committed = True
+            return
+        if self._rank == 0:
+            self.unique_id = make_id()
+            opened: Future[Any] = self._gate.entered(0)
+        else:
+            request = np.array([[self._rank, 0, 0, 0, 0, 0]], np.int64)
+            opened = self._comm.fetch(self._plan.ranks[0], "enter", request, False)
+        wait_for([opened])
+        answer = opened.result()
+        if self._rank:
+            self.unique_id = bytes(answer[0])
+        self._committed = True
+        if self._ended.error is not None:
+            self._watch()
+
+    def entered(self, rank: int) -> Future[None]:
+        """Note on rank 0 that another rank is here; return the future that says when it may go on."""
+        return self._gate.entered(rank)
+
+    def answer(self) -> Sequence[np.ndarray]:
+        """Return rank 0's answer to a rank that asked to enter."""
+        return [np.frombuffer(self.unique_id, np.uint8)]
+
+    def leave(self) -> None:
+        """Note that the library has returned, or was never entered: the process is not ended any more."""
+        with self._lock:
+            self._over = True
+            if self._watchdog is not None:
+                self._watchdog.call_off()
+
+    def abort(self, error: BaseException) -> None:
+        """End with `error`: at once before the gate; else when the library returns, or else with the process."""
+        self._ended.end(error)
+        self._gate.close(error)
+        if self._committed:
+            self._watch()
+
+    def _watch(self) -> None:
+        """End the process if the library does not return within its own time and the grace time."""
+        options = self._plan.problem.options
+        estimate = self._plan.flops / (self._share * options.machine(self._plan.engine).rate("other"))
+        with self._lock:
+            if self._over or self._watchdog is not None:
+                return
+            what = f"a collective of which a rank is gone (run of {self._plan.problem.name}, {self._ended.error})"
+            self._watchdog = Watchdog(options.grace_timeout + estimate, what)
+            self._watchdog.start()
