@@ -23,7 +23,7 @@ FAULT_POINTS = {
     "place": ("dask_distmm.runtime.worker", "ChunkStore", "place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp", "Group", "multiply"),
-    "steps": ("dask_distmm.engines.programs.gathered", "Execution", "execute"),
+    "steps": ("dask_distmm.engines.programs.executor", "Executor", "_call"),
     "solver": ("dask_distmm.engines.cusolvermp", "Group", "call"),
     "panel": ("dask_distmm.engines.peer.products", "Multiplication", "_multiply"),
     "step": ("dask_distmm.engines.peer.loads", "Loads", "_make"),

@@ -54,11 +54,12 @@ from dask_distmm.engines.base import Engine, ResultKey, Side, log, wait_checked
 from dask_distmm.engines.entry import CollectiveEntry
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
-from dask_distmm.engines.gpu.operands import check_arrays, check_gpu, record
-from dask_distmm.engines.gpu.program import GpuFactorJob
-from dask_distmm.engines.programs.blas import assign
+from dask_distmm.engines.gpu.operands import check_arrays, check_gpu
+from dask_distmm.engines.gpu.program import GpuProgramJob
+from dask_distmm.engines.programs.blas import Kernels, assign
 from dask_distmm.engines.programs.factor import indefinite, singular
-from dask_distmm.engines.programs.gathered import Execution, triangle_of
+from dask_distmm.engines.programs.job import triangle_of
+from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.installing import install_command
@@ -66,7 +67,7 @@ from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.planning.computation import Output
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
-from dask_distmm.planning.factor.plan import FactorPlacement, algorithm_of, factored
+from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan, algorithm_of, factored
 
 # cuSOLVERMp, and cuBLASMp's trsm, through their bindings: grids, descriptors, workspace, the calls
 
@@ -191,29 +192,32 @@ class Group:
 # What the ranks compute together, as calls of cuSOLVERMp and cuBLASMp
 
 
-class SharedExecution(Execution):
-    """One rank's part of a computation of all ranks. `group` must be set before `execute`."""
+class LibraryKernels(ProgramKernels):
+    """The kernel of a computation of all ranks. `group` must be set before it is called."""
 
     group: Group
 
-    def execute(self) -> None:
-        """Call the library."""
-        self.take(self._steps, 0.0, 0.0)
-        problem = self.plan.problem
+    def __init__(self, blas: Kernels, plan: FactorPlan, rank: int) -> None:
+        super().__init__(blas)
+        self.plan, self.rank, self.columns = plan, rank, plan.columns
+
+    def by_library(self, array: Any) -> tuple[Any, ...]:
+        """Call the library on this rank's block columns, side by side; return results without block columns."""
+        self.array, problem = array, self.plan.problem
         self._described: dict[tuple[tuple[int, int], int, int], int] = {}
         try:
             a, b = self._matrix(0), self._matrix(1) if len(self.columns.matrices) > 1 else None
             if problem.spectral:
-                self._eigh(a, b)
-            elif problem.kind == "solve_triangular":
+                return (self._eigh(a, b),)
+            if problem.kind == "solve_triangular":
                 assert b is not None
                 self._substitute(a, b)
-            else:
-                {"cholesky": self._cholesky, "lu": self._lu, "qr": self._qr}[factored(problem)](a, b)
+                return ()
+            routine = {"cholesky": self._potrf, "lu": self._getrf, "qr": self._geqrf}[factored(problem)]
+            return routine(a, b) or ()
         finally:
             for descriptor in self._described.values():
                 cusolverMp.destroy_matrix_desc(descriptor)
-        self._progress(1.0)
 
     def _matrix(self, number: int) -> Matrix:
         """Return A (0) or the second matrix (1); that has as many rows as the array where a solution needs them."""
@@ -223,7 +227,7 @@ class SharedExecution(Execution):
         rows = self.columns.rows if number else matrix.shape[0]
         return Matrix((rows, matrix.shape[1]), matrix.width, local if local.size else self.array, len(self.array))
 
-    def _cholesky(self, a: Matrix, b: Matrix | None) -> None:
+    def _potrf(self, a: Matrix, b: Matrix | None) -> None:
         n = a.shape[1]
         info, failure = 0, None
         try:
@@ -240,20 +244,21 @@ class SharedExecution(Execution):
         if b is not None:
             self._solver("potrs", LOWER, n, b.shape[1], a, b)
 
-    def _lu(self, a: Matrix, b: Matrix | None) -> None:
+    def _getrf(self, a: Matrix, b: Matrix | None) -> tuple[Any, ...]:
         # One for each of the rank's columns.
         pivots = cp.zeros(self.columns.local_cols(self.rank) + a.width, np.int64)
         self._solver("getrf", *a.shape, a, int(pivots.data.ptr))
         diagonal = self._diagonal()
-        self._note_pivots(self._on_all(pivots), diagonal)
+        found = self._by_panels(self._on_all(pivots), diagonal)
         if b is None:
-            return
+            return found
         if not diagonal.all():
             raise MatrixError(singular(int(np.argmin(diagonal != 0)), rank=False))
         self._solver("getrs", OPS["N"], a.shape[0], b.shape[1], a, int(pivots.data.ptr), b)
+        return found
 
-    def _note_pivots(self, pivots: Any, diagonal: Any) -> None:
-        """Keep the pivots as `Execution` has them: for each panel, counted from 0 and from its first row.
+    def _by_panels(self, pivots: Any, diagonal: Any) -> tuple[Any, ...]:
+        """Return the pivots of each panel, counted from 0 and from its first row, and then the diagonals.
 
         The library counts rows of the whole matrix from 1, as ScaLAPACK does.
         """
@@ -267,13 +272,13 @@ class SharedExecution(Execution):
             )
         # If all numbers are NaN, none is the largest.
         found = np.where(wrong, rows, found)
-        for panel in range(self.columns.matrices[0].count):
-            start, stop, _ = self.columns.place(panel)
-            if start < stop:
-                self.arrays[f"pivots.{panel}"] = (found[start:stop] - start).astype(np.int32)
-                self.arrays[f"diagonal.{panel}"] = diagonal[start:stop]
+        places = [self.columns.place(panel)[:2] for panel in self.plan.panels]
+        return (
+            *((found[start:stop] - start).astype(np.int32) for start, stop in places),
+            *(diagonal[start:stop] for start, stop in places),
+        )
 
-    def _qr(self, a: Matrix, b: Matrix | None) -> None:
+    def _geqrf(self, a: Matrix, b: Matrix | None) -> None:
         problem, (m, n), k = self.plan.problem, a.shape, min(a.shape)
         # One for each of the rank's columns.
         tau = cp.zeros(self.columns.local_cols(self.rank) + a.width, problem.dtype)
@@ -288,7 +293,7 @@ class SharedExecution(Execution):
         if problem.kind == "qr":
             reflect("N")
             return
-        self._check_rank()
+        self._check_r()
         if problem.by_adjoint:
             self._trsm(a, b, order=k, lower=False, op="C", unit=False)
             reflect("N")
@@ -304,11 +309,11 @@ class SharedExecution(Execution):
         op, order = problem.substituted, a.shape[1]
         self._trsm(a, b, order=order, lower=problem.lower, op=op, unit=problem.unit_diagonal)
 
-    def _eigh(self, a: Matrix, b: Matrix | None) -> None:
-        n, xp, finite = a.shape[1], self.kernels.xp, []
+    def _eigh(self, a: Matrix, b: Matrix | None) -> Any:
+        n, xp, finite = a.shape[1], self.xp, []
         for start, _, block in self._blocks(0):
             finite.append(xp.isfinite(xp.tril(block[start:])).all())
-        good = all(bool(self.kernels.host(one)) for one in finite)
+        good = all(bool(self.blas.host(one)) for one in finite)
         self.group.refuse("" if good else not_finite("a"))
         job = ctypes.create_string_buffer(b"N" if b is None else b"V")
         w = cp.zeros(n, np.zeros(0, self.plan.problem.dtype).real.dtype)
@@ -316,9 +321,9 @@ class SharedExecution(Execution):
         vectors = b or a
         if self._solver("syevd", ctypes.addressof(job), LOWER, n, a, int(w.data.ptr), vectors):
             raise MatrixError(f"eigh of A, {a.shape}: the iteration has not converged; scale A, or use a wider type")
-        self.arrays["result.w"] = w
         for _, _, vectors_here in self._blocks(1) if b is not None else ():
-            vectors_here[...] *= unit_factors(self.kernels, vectors_here)
+            vectors_here[...] *= unit_factors(self.blas, vectors_here)
+        return w
 
     def _blocks(self, number: int) -> Iterator[tuple[int, int, Any]]:
         """Yield the rank's blocks of a matrix that have columns: the first and the last + 1, and all of their rows."""
@@ -330,7 +335,7 @@ class SharedExecution(Execution):
     def _diagonal(self) -> Any:
         """Return the diagonal of A as it is now, on the host of each rank."""
         order = min(self.columns.matrices[0].shape)
-        parts = [self.kernels.diagonal(block[start:]) for start, _, block in self._blocks(0) if start < order]
+        parts = [self.blas.diagonal(block[start:]) for start, _, block in self._blocks(0) if start < order]
         return self._on_all(cp.concatenate(parts) if parts else cp.zeros(0, self.array.dtype))
 
     def _on_all(self, values: Any) -> Any:
@@ -349,15 +354,15 @@ class SharedExecution(Execution):
             whole[there] = found[rank, : len(there)]
         return whole
 
-    def _check_rank(self) -> None:
+    def _check_r(self) -> None:
         """Raise if a diagonal element of R is no more than rounding of its column."""
-        xp, order, a_shape = self.kernels.xp, min(self.columns.matrices[0].shape), self.plan.problem.a_shape
+        xp, order, a_shape = self.xp, min(self.columns.matrices[0].shape), self.plan.problem.a_shape
         eps = max(a_shape) * np.finfo(self.array.dtype).eps
         found = []
         for start, stop, block in self._blocks(0):
             upper = xp.triu(block[: min(stop, order)], -start)[:, : max(0, order - start)]
             # The norm of R's column is that of A's: what is left of it is rounding if those before it span it.
-            found.append(abs(self.kernels.diagonal(upper[start:])) <= eps * self.kernels.xp.linalg.norm(upper, axis=0))
+            found.append(abs(self.blas.diagonal(upper[start:])) <= eps * self.xp.linalg.norm(upper, axis=0))
         small = self._on_all(xp.concatenate(found).astype(np.int32))
         if small.any():
             raise MatrixError(singular(int(np.argmax(small)), rank=True))
@@ -424,7 +429,7 @@ _BATCH_BYTES = 2**28
 _SETTLING, _LOOK = 5.0, 1e-3
 
 
-class CusolverMpJob(GpuFactorJob):
+class CusolverMpJob(GpuProgramJob):
     """One participant's side of one run; see the text of the module."""
 
     def __init__(self, side: Side[FactorPlacement], engine: CusolverMpEngine) -> None:
@@ -439,19 +444,13 @@ class CusolverMpJob(GpuFactorJob):
         """Bytes of matrices that have arrived from other participants, but for what the library moves."""
         return self.comm.received_bytes + self._received
 
-    def prepare(self) -> None:
-        """Bring chunks to the device, and allocate this rank's block columns."""
-        self._upload(self.plan.problem.dtype)
-        if self.rank is None or not self._shared:
-            super().prepare()
-            return
-        columns = self.plan.work.columns
-        # Ranks without a column have memory, too: the library wants a pointer.
-        shape = columns.rows, max(1, columns.local_cols(self.rank))
-        array = cp.empty(shape, self.plan.problem.dtype, order="F")
-        self._execution = SharedExecution(
-            self.plan.work, self.rank, self.kernels, self.exchange, self.ended.check, self.progress, array
-        )
+    def _memory(self, shape: tuple[int, int]) -> Any:
+        # Ranks without a column have memory, too: the library wants a pointer, and columns without gaps.
+        self._allocated.append(cp.empty((shape[0], max(1, shape[1])), self.plan.problem.dtype, order="F"))
+        return self._allocated[0]
+
+    def _program_kernels(self, rank: int) -> ProgramKernels:
+        return LibraryKernels(self.blas, self.plan.work, rank) if self._shared else super()._program_kernels(rank)
 
     # The work
 
@@ -459,26 +458,19 @@ class CusolverMpJob(GpuFactorJob):
         """Gather the operands, let the library compute, put the outputs together."""
         if self.rank is None:
             return {}
-        self._stream.wait_event(record(cp.cuda.Stream.null))
         try:
-            with self._stream:
-                if self._shared:
+            if isinstance(self.kernels, LibraryKernels):
+                with self._stream:
                     self._outside = self._fetched()
-                    self._entry.enter(lambda: b"" if self.plan.group in self._state.groups else make_unique_id())
-                    self._group = self._joined()
-                made = self._given_back(super().execute())
-            self._stream.synchronize()
-        except BaseException:
-            self._settle()
-            raise
+                    new = self.plan.group not in self._state.groups
+                    self._entry.enter(lambda: make_unique_id() if new else b"")
+                    self.kernels.group = self._group = self._joined()
+            return super().execute()
         finally:
             self._entry.leave()
-        arrays = [self._execution.array, *self.chunks.values(), *made.values()]
-        self.held_bytes = sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
-        return made
 
     def _settle(self) -> None:
-        """Let work end that was begun before an error: what it is done in is freed then. It may never end."""
+        """Let work end, also some that was begun before an error, which may never end: its memory is freed then."""
         end = time.monotonic() + _SETTLING
         while not self._stream.done and time.monotonic() < end:
             time.sleep(_LOOK)
@@ -496,13 +488,11 @@ class CusolverMpJob(GpuFactorJob):
                 self._stream,
                 self._state.handle,
             )
-        assert isinstance(self._execution, SharedExecution)
-        self._execution.group = groups[number]
         return groups[number]
 
     def _fetched(self) -> dict[str, list[tuple[Copy, Any]]]:
         """Return by operand the parts that workers have which are not ranks."""
-        asked = {name: self._ask(name, self.plan.ranks)[1] for name in self.plan.problem.operands}
+        asked = {name: self._ask_parts(name, self.plan.ranks)[1] for name in self.plan.problem.operands}
         return {
             name: [
                 one
@@ -512,31 +502,30 @@ class CusolverMpJob(GpuFactorJob):
             for name, some in asked.items()
         }
 
-    def _gather(self) -> None:
-        """Write this rank's block columns of the operands."""
+    def _gather(self, name: str, target: Any) -> None:
+        """Write this rank's block columns of an operand."""
         if not self._shared:
-            super()._gather()
+            super()._gather(name, target)
             return
         assert self.rank is not None
         plan, rank_of = self.plan, {index: rank for rank, index in enumerate(self.plan.ranks)}
-        for number, name in enumerate(plan.problem.operands):
-            orientation, target = plan.problem.task.orientation(name), self._execution.held(number)
-            copies: list[tuple[Copy, int, int]] = []
-            src: dict[int, Any] = {}
-            for peer in rank_of.values():
-                for copy, (index, *_) in self._parts_of(name, peer):
-                    holder = int(plan.where[name][index])
-                    if holder in rank_of:
-                        copies.append((copy, rank_of[holder], peer))
-                    if holder == self.me:
-                        chunk = self.chunks[name, index]
-                        src[copy.src] = chunk.T if orientation.transposed else chunk
-            self._exchange(copies, src, {self.rank: target}, conjugated=orientation.conjugated)
-            for copy, _, peer in copies:
-                if peer == self.rank:
-                    self._note(name, copy)
-            for copy, part in self._outside.pop(name):
-                self._put(name, copy, cp.asarray(part, plan.problem.dtype))
+        orientation = plan.problem.task.orientation(name)
+        copies: list[tuple[Copy, int, int]] = []
+        src: dict[int, Any] = {}
+        for peer in rank_of.values():
+            for copy, (index, *_) in self._parts_of(name, peer):
+                holder = int(plan.where[name][index])
+                if holder in rank_of:
+                    copies.append((copy, rank_of[holder], peer))
+                if holder == self.me:
+                    chunk = self.chunks[name, index]
+                    src[copy.src] = chunk.T if orientation.transposed else chunk
+        self._exchange(copies, src, {self.rank: target}, conjugated=orientation.conjugated)
+        for copy, _, peer in copies:
+            if peer == self.rank:
+                self._look_at(name, target, copy)
+        for copy, part in self._outside.pop(name):
+            self._put(name, target, copy, cp.asarray(part, plan.problem.dtype))
 
     def _exchange(
         self, copies: Iterable[tuple[Copy, int, int]], src: dict[int, Any], dst: dict[int, Any], *, conjugated: bool
@@ -563,14 +552,14 @@ class CusolverMpJob(GpuFactorJob):
 
     def _assemble(self, number: int, output: Output) -> dict[ResultKey, Any]:
         """Return the chunks of an output that this rank puts together."""
-        if not self._shared or self.plan.work.output_layout(output.name) is None:
+        if not self._shared:
             return super()._assemble(number, output)
         assert self.rank is not None
         found: dict[ResultKey, Any] = self._group.together(lambda: self._blanks(output))
         described = self.plan.work.output(output.name)
         orientation, copies, dst = described.orientation, list[tuple[Copy, int, int]](), dict[int, Any]()
         for peer in range(len(self.plan.ranks)):
-            for index, copy in self._taken(output, peer):
+            for index, copy in self._taken_by(output, peer):
                 copies.append((copy, copy.src, peer))
                 if peer == self.rank:
                     dst[copy.dst] = found[output.name, index].T if orientation.transposed else found[output.name, index]
@@ -578,7 +567,7 @@ class CusolverMpJob(GpuFactorJob):
         for copy, _, peer in copies:
             if peer == self.rank:
                 place = dst[copy.dst][copy.dst_index]
-                made = triangle_of(self.kernels, described.form, place, copy.row, copy.col)
+                made = triangle_of(self.blas, described.form, place, copy.row, copy.col)
                 if made is not place:
                     assign(place, made)
         return found

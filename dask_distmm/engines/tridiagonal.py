@@ -64,7 +64,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.engines.exchange import Messages
 from dask_distmm.engines.programs.blas import Kernels
-from dask_distmm.engines.programs.factor import FactorKernels
+from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor.plan import FactorPlan
@@ -710,8 +710,11 @@ class HostShares:
                 target[self._bounds[rank] : self._bounds[rank + 1]] = rows
 
 
-class SharedEigh(FactorKernels):
+class SharedEigh(ProgramKernels):
     """One rank's part of the eigenvalues that ranks share."""
+
+    # The share of the time that the reduction takes.
+    reported = 0.8
 
     def __init__(
         self,
@@ -722,7 +725,7 @@ class SharedEigh(FactorKernels):
         check: Callable[[], None],
         progress: Callable[[float], None],
     ) -> None:
-        super().__init__(kernels, plan.problem)
+        super().__init__(kernels)
         self._plan, self._rank, self._messages = plan, rank, messages
         self._check, self._progress = check, progress
         self.shares: Any = HostShares(plan, rank, messages)
@@ -733,7 +736,7 @@ class SharedEigh(FactorKernels):
         """Reduce the matrix; return for each of this rank's panels T of its reflectors, ``I - V T V^H``."""
         self._last = time.perf_counter()
         self._scale(a)
-        self._reduced = self.shares.reduce(a, self._check, self._progress)
+        self._reduced = self.shares.reduce(a, self._check, lambda share: self._progress(self.reported * share))
         if not all(np.isfinite(x).all() for x in self._reduced):
             # The matrix had no such elements.
             raise MatrixError(f"the reduction of A, {self._plan.problem.a_shape}, has overflowed: scale A")
@@ -748,7 +751,7 @@ class SharedEigh(FactorKernels):
 
     def _scale(self, a: Any) -> None:
         """Multiply the matrix by a power of two, the same one on all ranks."""
-        sizes = np.array([self._largest(a)])
+        sizes = np.array([self._largest_part(a)])
         if self._plan.ranks > 1:
             self._messages.publish("size", self._rank, (sizes,))
             others = (rank for rank in range(self._plan.ranks) if rank != self._rank)
@@ -764,7 +767,7 @@ class SharedEigh(FactorKernels):
                 transposed = a.T
                 transposed *= math.ldexp(1.0, -self._exponent)
 
-    def _largest(self, a: Any) -> float:
+    def _largest_part(self, a: Any) -> float:
         """Return the largest modulus of a real or imaginary part in this rank's block columns; NaN if there is one."""
         columns, xp, found = self._plan.columns, self.blas.xp, []
         for block in columns.owned(self._rank, 0, columns.first(1)):

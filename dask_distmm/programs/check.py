@@ -118,7 +118,7 @@ class _Held:
 def _holding(steps: Sequence[Step], held: _Held) -> _Held:
     for step in steps:
         match step:
-            case New(buffer):
+            case New(buffer) | Make(buffer, ""):
                 held.live += buffer.nbytes
             case Call(makes=buffers) | Pull(buffers=buffers, taken=True):
                 held.live += sum(buffer.nbytes for buffer in buffers)
@@ -197,8 +197,11 @@ class _State:
         match step:
             case New(made, zero):
                 self._begin(rank, made, written=zero)
-            case Make(made, donated=donated):
-                self._begin(rank, made, written=True)
+            case Make(View() as place):
+                self._has(rank, place, written=False)
+                self._change(rank, place)
+            case Make(made, operand, donated=donated):
+                self._begin(rank, made, written=bool(operand))
                 if not donated:
                     fixed[made.name] = [made.box]
             case Call():
@@ -243,6 +246,9 @@ class _State:
             case If(flag) | Loop(flag):
                 self._has(rank, flag, written=True)
                 _expect(rank == 0 or (rank, flag.name) in self._from_root, f"{flag.name} is not from rank 0")
+            case Store(View() as place):
+                self._has(rank, place, written=True)
+                fixed.setdefault(place.name, []).append(place.box)
             case Store(made) | Drop(made):
                 self._has(rank, made, written=isinstance(step, Store))
                 del here[made.name]

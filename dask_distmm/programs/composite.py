@@ -240,7 +240,7 @@ def pinv(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None)
         x = Buffer(f"x.{number}", (n, p.rows.sizes[number]), p.dtype, f"a.{number}")
         p.call("times_adjoint", w, part, x)
         p.drop(part)
-        p.store("x", x, number)
+        p.leave("x", x, number)
 
 
 def svd_compressed(

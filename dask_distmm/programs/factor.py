@@ -33,7 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.layout import Layout, ProcessGrid
-from dask_distmm.programs.steps import Buffer, Call, Drop, Key, Lane, Make, New, Publish, Pull, Step, Store, View
+from dask_distmm.programs.recorder import Recorder, Rows
+from dask_distmm.programs.steps import Buffer, Key, Lane, Make, Publish, View
 
 # Where block columns lie: distributed round-robin over the ranks, each rank's side by side in one array
 
@@ -198,7 +199,7 @@ Factor = Callable[[int], None]
 Update = Callable[[int, int, int], None]
 
 
-class Panels:
+class Panels(Recorder):
     """Records the steps of rank `me` on its block columns, which are side by side in one array."""
 
     def __init__(
@@ -209,60 +210,43 @@ class Panels:
         *,
         factored: str = "",
         parts: Sequence[str] = (),
-        check: str = "",
+        check: int | None = None,
         holders: Sequence[int] = (),
         queued: bool = False,
     ) -> None:
-        self.me, self.columns, self.dtype = me, columns, dtype
+        super().__init__(me, Rows((), (), columns.ranks), dtype)
+        self.columns = columns
         # What panels are of: ``"cholesky"``, ``"lu"``, ``"qr"``, ``"reflect"`` for reflectors, or nothing; the parts
-        # of them that others need; what a diagonal must not have, ``"zero"`` or ``"rank"``: rounding of its column;
-        # the ranks that have all pivots in the end; whether updates are queued before a panel that is waited for.
+        # of them that others need; the size that diagonals are looked at with, if they are; the ranks that have all
+        # pivots in the end; whether updates are queued before a panel that is waited for.
         self._factored, self._parts, self._check, self._holders, self._queued = factored, parts, check, holders, queued
         self.array = Buffer("x", (columns.rows, columns.local_cols(me)), dtype)
-        self.steps: list[Step] = [Make(self.array, "", me, donated=True)]
-        self._lane: Lane = ""
+        self._here[self.array.name] = self.array
+        self.steps.append(Make(self.array, "", donated=True))
         # Whether a panel was made since the last call that came after all that was ahead; the panel that all panels
         # before it have been applied to ahead.
         self._fresh, self._next = False, -1
 
     # Steps
 
-    def call(self, kernel: str, *arguments: Buffer | View, makes: Sequence[Buffer] = (), **options: Any) -> None:
-        """Call a kernel."""
-        self._add(Call(kernel, arguments, options, tuple(makes), self._lane))
+    def gather(self, operand: str, number: int) -> None:
+        """Have this rank's columns of an operand, which is A (0) or the second matrix (1)."""
+        self.steps.append(Make(self.matrix(number), operand))
 
     def publish(self, part: str, k: int, *buffers: Buffer | View, copied: bool = False) -> None:
         """Let other ranks have a part of a panel."""
         self._add(Publish(Key(part, k), buffers, copied, self._lane))
 
-    def _add(self, step: Step) -> None:
-        self.steps.append(step)
-        if isinstance(step, Call | Publish):
-            # Steps after the first one of a lane need not wait for more.
-            self._lane = {"ahead": "panel", "join": ""}.get(self._lane, self._lane)  # type: ignore[assignment]
-
     @contextlib.contextmanager
-    def _on(self, lane: Lane) -> Iterator[None]:
+    def on(self, lane: Lane) -> Iterator[None]:
         """Record steps of a lane."""
         self._lane = lane
         yield
         self._lane = ""
 
-    def end(self) -> tuple[Step, ...]:
-        """Hand over all that is left: the array, and what was made with it."""
-        left = dict[Any, None]()
-        for step in self.steps:
-            if isinstance(step, Drop):
-                del left[step.buffer]
-            elif isinstance(step, Make | New):
-                left[step.buffer] = None
-            elif isinstance(step, Call) or (isinstance(step, Pull) and step.taken):
-                left |= dict.fromkeys(step.makes if isinstance(step, Call) else step.buffers)
-        return (*self.steps, *(Store(buffer, buffer.name, self.me) for buffer in left))
-
     # Block columns, and parts of panels
 
-    def mine(self, block: int) -> bool:
+    def owns(self, block: int) -> bool:
         """Whether this rank has a block column."""
         return self.columns.owner(block) == self.me
 
@@ -278,7 +262,7 @@ class Panels:
     def whole(self, k: int, part: str) -> Buffer | View:
         """Return a part of a panel with all its columns: this rank's own, or as it has come from another one."""
         (start, stop, _), (_, left, right) = self.columns.place(k), self.columns.blocks[k]
-        if self.mine(k):
+        if self.owns(k):
             return self.blocks(k, k + 1)[(slice(start, None) if part == "lower" else slice(stop)), :]
         return Buffer(f"{part}.{k}", (self.columns.rows - start if part == "lower" else stop, right - left), self.dtype)
 
@@ -310,32 +294,32 @@ class Panels:
     ) -> None:
         """Apply panels to block columns; if panels are factorized, the next one before the others are updated."""
         todo = [(k, *targets(k)) for k in order]
-        if factor and todo and self.mine(todo[0][0]):
-            self._make(todo[0][0], factor)
+        if factor and todo and self.owns(todo[0][0]):
+            self._factor(todo[0][0], factor)
         for at, (k, first, stop) in enumerate(todo):
-            remote = not self.mine(k) and bool(self._owned(first, stop))
+            remote = not self.owns(k) and bool(self._owned(first, stop))
             if remote:
-                self._add(Pull(self.columns.owner(k), Key(part, k), self._with_extra(k, part), taken=True))
+                self.pull(self.columns.owner(k), Key(part, k), self._with_extra(k, part), taken=True)
                 if factor:
                     self._note(k)
             following = todo[at + 1][0] if at + 1 < len(todo) else self.columns.count
-            ahead = factor is not None and at + 1 < len(todo) and self.mine(following)
+            ahead = factor is not None and at + 1 < len(todo) and self.owns(following)
             if ahead:
-                with self._on("ahead"):
+                with self.on("ahead"):
                     update(k, following, following + 1)
                 self._next = following
             rest = first + ahead, stop
             short = factor is not None and self._is_short(k, *rest)
             late = self._queued and not short and bool(self._owned(*rest))
             if factor and ahead and not late:
-                self._make(following, factor)
+                self._factor(following, factor)
             if self._owned(*rest):
                 with self._joining(k, short=short):
                     update(k, *rest)
             if factor and ahead and late:
-                self._make(following, factor)
+                self._factor(following, factor)
             if remote:
-                self.steps += map(Drop, self._with_extra(k, part))
+                self.drop(*self._with_extra(k, part))
 
     def _owned(self, first: int, stop: int) -> range:
         return self.columns.owned(self.me, first, stop)
@@ -347,14 +331,14 @@ class Panels:
     @contextlib.contextmanager
     def _joining(self, k: int, *, short: bool = False) -> Iterator[None]:
         """Apply a panel after it was made ahead; or after the next one, which others wait for and has the device."""
-        join = self._fresh and (self.mine(k) or short)
-        with self._on("join" if join else ""):
+        join = self._fresh and (self.owns(k) or short)
+        with self.on("join" if join else ""):
             yield
         self._fresh &= not join
 
-    def _make(self, k: int, factor: Factor) -> None:
+    def _factor(self, k: int, factor: Factor) -> None:
         """Factorize a panel of this rank."""
-        with self._on("panel" if k == self._next else "ahead"):
+        with self.on("panel" if k == self._next else "ahead"):
             factor(k)
             self._fresh = True
             if self._holders:
@@ -381,9 +365,9 @@ class Panels:
     def _complete(self, k: int) -> None:
         """Look at a panel of this rank that does not change any more, and publish it."""
         start, stop, _ = self.columns.place(k)
-        if self._check:
+        if self._check is not None:
             rows = self.blocks(k, k + 1)[:, : stop - start]
-            self.call("check_diagonal", rows, start=start, rank=self._check == "rank")
+            self.call("check_diagonal", rows, start=start, size=self._check)
         for part in self._parts if self.columns.ranks > 1 else ():
             self.publish(part, k, *self._with_extra(k, part))
         if set(self._holders) - {self.me}:
@@ -392,31 +376,37 @@ class Panels:
     def complete(self, order: Iterable[int]) -> None:
         """Publish this rank's panels, which are there from the beginning."""
         for k in order:
-            if self.mine(k):
-                with self._on("ahead"):
+            if self.owns(k):
+                with self.on("ahead"):
                     self._complete(k)
+
+    def starts(self, order: Iterable[int]) -> list[int]:
+        """Return the first rows of panels."""
+        return [self.columns.place(k).start for k in order]
+
+    def known(self, order: Iterable[int]) -> tuple[list[Buffer], list[Buffer]]:
+        """Return the pivots and the diagonals of all panels, on one of the ranks that have them in the end."""
+        pairs = [(self.extra(k), self._diagonal(k)) if self.owns(k) else self._pivots(k) for k in order]
+        return [pivots for pivots, _ in pairs], [diagonal for _, diagonal in pairs]
 
     def pivots(self, order: Iterable[int], last: int) -> None:
         """Get the pivots that have not come with panels, where all are wanted."""
         for k in order:
-            if self.me in self._holders and not self.mine(k) and not self._owned(k + 1, last):
-                self._add(Pull(self.columns.owner(k), Key("pivots", k), self._pivots(k), taken=True))
+            if self.me in self._holders and not self.owns(k) and not self._owned(k + 1, last):
+                self.pull(self.columns.owner(k), Key("pivots", k), self._pivots(k), taken=True)
 
     def carry(self, order: Iterable[int], update: Callable[[int, Buffer | View], None]) -> None:
         """Apply each rank's own panels to a single right-hand side when it comes, and hand it on."""
         home = self.columns.first(1)
         holder = self.columns.owner(home)
-        away, begun = Buffer("carried", (self.columns.rows, 1), self.dtype), False
-        side: Buffer | View = self.blocks(home, home + 1) if self.mine(home) else away
+        away = Buffer("carried", (self.columns.rows, 1), self.dtype)
+        side: Buffer | View = self.blocks(home, home + 1) if self.owns(home) else away
         for k in (*order, home):
             owner = self.columns.owner(k)
             if owner != holder and self.me == holder:
                 self.publish("carried", k, side, copied=True)
             elif owner != holder and self.me == owner:
-                if side is away and not begun:
-                    self._add(New(away))
-                    begun = True
-                self._add(Pull(holder, Key("carried", k), (side,)))
+                self.pull(holder, Key("carried", k), (side,))
             if k != home and self.me == owner:
                 with self._joining(k):
                     update(k, side)
@@ -542,7 +532,7 @@ def eigenvalues(p: Panels, order: Sequence[int], results: Sequence[Buffer], *, v
         reflect             V = Q Z, panel by panel
         normalize_phases    the factors of modulus one that make vectors unique
     """
-    p.call("tridiagonalize", p.matrix(0), makes=[p.extra(k) for k in order if p.mine(k)])
+    p.call("tridiagonalize", p.matrix(0), makes=[p.extra(k) for k in order if p.owns(k)])
     p.call("diagonalize", p.matrix(1) if vectors else p.matrix(0)[:, :0], vectors=vectors, makes=results)
     if vectors:
         p.complete(order)
@@ -551,6 +541,40 @@ def eigenvalues(p: Panels, order: Sequence[int], results: Sequence[Buffer], *, v
         p.call("normalize_phases", p.matrix(1))
 
 
-def decompose(p: Panels, results: Sequence[Buffer]) -> None:
+def decompose(p: Panels, results: Sequence[Buffer], task: Any) -> None:
     """Have a spectral decomposition, or a function, of the whole matrix, by one call of LAPACK or the like."""
-    p.call("decompose", *(p.matrix(number) for number in range(len(p.columns.matrices))), makes=results)
+    p.call("decompose", *map(p.matrix, range(len(p.columns.matrices))), makes=results, task=task)
+
+
+# What is made of the factors
+
+
+# Results that pivots and the diagonal of U say, and those that only pivots say.
+_DETERMINANTS, _ORDERS = ("sign", "logdet", "det"), ("pivots", "permutation")
+
+
+def store_columns(p: Panels, output: str, place: View, form: str = "", order: Sequence[int] = ()) -> None:
+    """Hand over this rank's columns of a result.
+
+    These are squared norms (``"residuals"``), or the rows of L in the order into which all pivots of panels have
+    swapped them (``"swapped"``), or what is there.
+    """
+    part = Buffer(f"part.{output}", place.shape, p.dtype)
+    if form == "residuals":
+        part = dataclasses.replace(part, shape=(1, place.shape[1]), dtype=p.real)
+        p.call("column_norms", place, part)
+    elif form == "swapped":
+        blocks = [p.columns.blocks[block] for block in p.columns.owned(p.me, 0, p.columns.first(1))]
+        ends = [(block.stop - block.start, block.stop) for block in blocks]
+        p.call("swap_rows", place, part, *p.known(order)[0], starts=p.starts(order), blocks=ends)
+    p.leave(output, part if form else place)
+
+
+def store_numbers(p: Panels, made: Buffer, output: str, form: str, order: Sequence[int]) -> None:
+    """Hand over a result without block columns: all pivots, or what follows from them."""
+    (pivots, diagonals), starts = p.known(order), p.starts(order)
+    if form in _DETERMINANTS:
+        p.call("determinant", *pivots, *diagonals, starts=starts, form=form, dtype=made.dtype, makes=[made])
+    elif form in _ORDERS:
+        p.call(form, *pivots, starts=starts, count=made.shape[1], makes=[made])
+    p.leave(output, made)

@@ -122,7 +122,7 @@ class Vectors:
             _, start, size = self.places[number]
             piece = Buffer(f"{output}.{number}", (size, cols), self.p.dtype, f"a.{number}")
             self.p.call("take", part, piece, at=start)
-            self.p.store(output, piece, number)
+            self.p.leave(output, piece, number)
         self.p.drop(part)
 
     def whole(self, part: Buffer, *flags: Buffer, into: Buffer | None = None) -> Buffer:

@@ -22,6 +22,7 @@ from dask_distmm.programs.steps import (
     Drop,
     If,
     Key,
+    Lane,
     Loop,
     Make,
     New,
@@ -29,6 +30,7 @@ from dask_distmm.programs.steps import (
     Pull,
     Step,
     Store,
+    View,
     roles_of,
 )
 
@@ -68,6 +70,8 @@ Wanted = Collection[str]
 
 class Recorder:
     """Records the steps of rank `me`."""
+
+    _lane: Lane = ""
 
     def __init__(self, me: int, rows: Rows, dtype: str, *, finite: bool = True) -> None:
         self.me, self.rows, self.dtype = me, rows, dtype
@@ -156,13 +160,21 @@ class Recorder:
         for given in self.chunks(*arguments):
             self.call(kernel, *given)
 
-    def call(self, kernel: str, *arguments: Buffer, **options: Any) -> None:
+    def call(self, kernel: str, *arguments: Buffer | View, makes: Sequence[Buffer] = (), **options: Any) -> None:
         """Call a kernel; what it writes is allocated, if it is not there."""
-        call, here = Call(kernel, arguments, options), self._here
+        call, here = Call(kernel, arguments, options, tuple(makes), self._lane), self._here
         for buffer in arguments:
             if buffer.name not in here and (buffer, "w") in roles_of(call):
-                self.new(buffer)
-        self.steps.append(call)
+                self.new(buffer)  # type: ignore[arg-type]
+        for buffer in makes:
+            here[buffer.name] = buffer
+        self._add(call)
+
+    def _add(self, step: Call | Publish) -> None:
+        self.steps.append(step)
+        if self._lane:
+            # Steps after the first one of a lane need not wait for more.
+            self._lane = {"ahead": "panel", "join": ""}.get(self._lane, self._lane)  # type: ignore[assignment]
 
     def new(self, *buffers: Buffer, zero: bool = False) -> None:
         """Allocate buffers."""
@@ -188,22 +200,32 @@ class Recorder:
         """Free this rank's chunks of matrices."""
         self.drop(*itertools.chain(*map(self.pieces, matrices)))
 
-    def store(self, output: str, matrix: Buffer | Tall, number: int = 0) -> None:
+    def store(self, output: str, matrix: Buffer | Tall) -> None:
         """Hand chunks over as those of an output: a small matrix is rank 0's, others drop theirs."""
         if isinstance(matrix, Tall):
             for own, piece in self.numbered(matrix):
-                self.store(output, piece, own)
-        elif self.me and not matrix.like:
+                self.leave(output, piece, own)
+        elif self.me:
             self.drop(matrix)
         else:
-            del self._here[matrix.name]
-            self.steps.append(Store(matrix, output, number))
+            self.leave(output, matrix)
+
+    def leave(self, output: str, place: Buffer | View, number: int = 0) -> None:
+        """Hand over what this rank has of an output."""
+        if isinstance(place, Buffer):
+            del self._here[place.name]
+        self.steps.append(Store(place, output, number))
 
     # Steps of all ranks
 
-    def _pull(self, owner: int, key: Key, buffers: tuple[Buffer, ...]) -> None:
-        self.new(*(buffer for buffer in buffers if buffer.name not in self._here))
-        self.steps.append(Pull(owner, key, buffers))
+    def pull(self, owner: int, key: Key, buffers: tuple[Any, ...], *, taken: bool = False) -> None:
+        """Copy what another rank publishes; buffers that are not there are allocated, or begin as what comes."""
+        missing = [buffer for buffer in buffers if buffer.name not in self._here]
+        if taken:
+            self._here |= {buffer.name: buffer for buffer in missing}
+        else:
+            self.new(*missing)
+        self.steps.append(Pull(owner, key, buffers, taken))
 
     def add_up(self, *buffers: Buffer, op: str = "") -> None:
         """Add buffers of all ranks up on rank 0, along a binary tree; others drop theirs.
@@ -218,7 +240,7 @@ class Recorder:
                 self.drop(*buffers)
             elif giver == 0 and self.me + step < ranks:
                 others = tuple(dataclasses.replace(buffer, name=f"{buffer.name}+{step}") for buffer in buffers)
-                self._pull(self.me + step, key, others)
+                self.pull(self.me + step, key, others)
                 if op:
                     self.call(op, *others, *buffers)
                 else:
@@ -240,7 +262,7 @@ class Recorder:
         if self.me == 0:
             self.steps.append(Publish(key, buffers))
         else:
-            self._pull(0, key, buffers)
+            self.pull(0, key, buffers)
 
     def scatter(self, parts: Sequence[Buffer], own: Buffer) -> None:
         """Give each rank the one of rank 0's parts that has its number, as `own`."""
@@ -250,7 +272,7 @@ class Recorder:
             self.call("copy", parts[0], own)
             self.drop(*parts)
         else:
-            self._pull(0, keys[self.me], (own,))
+            self.pull(0, keys[self.me], (own,))
 
     def collect(self, *own: Buffer) -> list[tuple[Buffer, ...]]:
         """Return the buffers of each rank, on rank 0."""
@@ -261,7 +283,7 @@ class Recorder:
             for one, part in zip(own, parts[0], strict=True):
                 self.call("copy", one, part)
             for rank in ranks[1:]:
-                self._pull(rank, keys[rank], parts[rank])
+                self.pull(rank, keys[rank], parts[rank])
         else:
             self.steps.append(Publish(keys[self.me], own))
         return parts
@@ -286,7 +308,7 @@ class Recorder:
                 found.append(buffers)
                 continue
             theirs = tuple(self._of(rank, buffer) for buffer in buffers)
-            self._pull(rank, key, (*theirs, *(() if rank else flags)))
+            self.pull(rank, key, (*theirs, *(() if rank else flags)))
             found.append(theirs)
         return found
 

@@ -114,12 +114,13 @@ class New:
 class Make:
     """Take a chunk of an operand: one that is in memory here, or elsewhere, or is still to be made.
 
-    `donated`: it may be overwritten.
+    `donated`: it may be overwritten. Of a rectangle of a buffer: fill it with all parts of the operand that belong
+    there; without an operand the buffer is memory that was allocated before the run.
     """
 
-    buffer: Buffer
+    buffer: Buffer | View
     operand: str
-    number: int
+    number: int = 0
     donated: bool = False
 
 
@@ -198,9 +199,12 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Store:
-    """Hand a buffer over as a chunk of an output; it is not in use any more."""
+    """Hand a buffer over as a chunk of an output; it is not in use any more.
 
-    buffer: Buffer
+    Of a rectangle of a buffer: this rank's part of the output, which does not change any more.
+    """
+
+    buffer: Buffer | View
     output: str
     number: int
 
@@ -395,11 +399,19 @@ CONTRACTS: dict[str, Contract] = {
     # : a copy; : the diagonal. Zeros; an identity's columns.
     "copied": Contract("r", _none),
     "diagonal": Contract("r", _none),
+    # By the pivots of all panels: L's block columns with all rows swapped; rows and numbers of the whole matrix. The
+    # squared norms of columns.
+    "swap_rows": Contract("rwr", _none),
+    "pivots": Contract("r", _none),
+    "permutation": Contract("r", _none),
+    "determinant": Contract("r", _none),
+    "column_norms": Contract("rw", _none),
     "clear": Contract("u", _none),
     "identity": Contract("u", _none),
     # Of the whole matrix: eigenvalues and the like. Of all ranks' block columns: T of the reflectors; eigenvalues, and
     # the eigenvectors of a tridiagonal matrix; their phases.
     "decompose": Contract("u", _none),
+    "by_library": Contract("u", _none),
     "tridiagonalize": Contract("u", lambda a: 4 / 3 * a[0] ** 2 * a[1]),
     "diagonalize": Contract("u", _none),
     "normalize_phases": Contract("u", _none),
@@ -408,8 +420,9 @@ CONTRACTS: dict[str, Contract] = {
 
 def roles_of(call: Call) -> Iterator[tuple[Buffer | View, str]]:
     """Yield the arguments of a call, and what becomes of each: r, u or w."""
-    roles = "r" * call.options.get("reads", 0) + CONTRACTS[call.kernel].roles
-    roles += roles[-1] * (len(call.arguments) - len(roles))
+    roles, count = "r" * call.options.get("reads", 0) + CONTRACTS[call.kernel].roles, len(call.arguments)
+    # There may be none of the last ones.
+    roles = roles[: max(count, len(roles) - 1)] + roles[-1] * (count - len(roles))
     yield from zip(call.arguments, roles, strict=True)
 
 

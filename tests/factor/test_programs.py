@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_distmm.engines.programs.gathered import inside
+from dask_distmm.engines.programs.job import inside
 from dask_distmm.errors import PlanError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.factor.plan import block_width, factor_plan
@@ -152,7 +152,7 @@ ARRAY = PLAN.steps(0)[0].buffer
         (0, lambda steps: without(steps, Drop), "leave"),
         (1, lambda steps: without(steps, Pull), "is not there"),
         (1, lambda steps: without(steps, Call), "is not there"),
-        (0, lambda steps: [*steps[:4], steps[3], *steps[4:]], "published twice"),
+        (0, lambda steps: [*steps[:5], steps[4], *steps[5:]], "published twice"),
         (0, lambda steps: before(steps, is_call("laswp"), Call("clear", (ARRAY[:, :9],), {})), "must not change"),
         (0, lambda steps: before(steps, is_call("laswp"), Call("gemm", (ARRAY, ARRAY, ARRAY), {})), "given twice"),
         (

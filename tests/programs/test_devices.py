@@ -14,13 +14,13 @@ from dask_distmm import linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.base import Side
 from dask_distmm.engines.numpy.lapack import LapackKernels
-from dask_distmm.engines.programs.job import TallJob
+from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import plan_program
 
 
-class StrictJob(TallJob):
+class StrictJob(ProgramJob):
     def _chunk(self, operand, number):
         return self.chunks[operand, number]
 

@@ -6,9 +6,10 @@ there and results are made there, however its ranks get at each other's matrices
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import cupy as cp
@@ -18,14 +19,11 @@ from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.programs.blas import Kernels, assign
-from dask_distmm.engines.programs.gathered import TRIANGLES, FactorJob
-from dask_distmm.engines.programs.job import ProgramJob, TallJob
+from dask_distmm.engines.programs.job import TRIANGLES, ProgramJob
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.numeric.sparse import rows_from, sparse_package
-from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
-from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.programs.steps import CONTRACTS, PART, Buffer, Call, roles_of
 
 
@@ -42,18 +40,76 @@ class SolverState(Protocol):
         ...
 
 
-class _GpuJob(ProgramJob[Any]):
-    _ready: Sequence[Any]
-    _stream: cp.cuda.Stream
+# Elements of the largest argument of a decomposition that the host does: it is five times as fast for order 64, and
+# twice for 128 (Xeon, H200).
+_MOST_ON_HOST = 2**14
 
-    def _upload(self, dtype: np.dtype | None = None) -> None:
-        """Bring the chunks to the device."""
+
+class GpuProgramJob(ProgramJob):
+    """One participant's side of one run. See the module's text."""
+
+    def __init__(self, side: Side[Any], state: SolverState) -> None:
+        super().__init__(side, state.solver())
+        self._ready, self._stream = side.ready, state.stream
+        self.lends = not self._gathers
+        self._on_host = ProgramKernels(self.blas.on_host)
+        # Memory that it has beside chunks.
+        self._allocated: list[Any] = []
+
+    def prepare(self) -> None:
+        """Bring the chunks to the device, and allocate."""
+        self._upload()
+        super().prepare()
+        # Others may ask for chunks from the vote on.
+        cp.cuda.Stream.null.synchronize()
+
+    def _upload(self) -> None:
         for event in self._ready:
             cp.cuda.Stream.null.wait_event(event)
+        dtype = self.plan.problem.dtype if self._gathers else None
         self.chunks = {
             key: chunk if isinstance(chunk, SourceChunk) else _on_device(chunk, dtype)
             for key, chunk in self.chunks.items()
         }
+
+    def execute(self) -> dict[ResultKey, Any]:
+        """Queue all steps on the stream."""
+        self._stream.wait_event(record(cp.cuda.Stream.null))
+        try:
+            # One thread for small decompositions; those of whole matrices have all.
+            host = contextlib.nullcontext() if self._gathers else self.blas.on_host.working(1)
+            with self._stream, host:
+                made = super().execute()
+        finally:
+            self._settle()
+        arrays = (
+            [*self._allocated, *self.chunks.values(), *made.values()] if self._gathers and self.rank is not None else []
+        )
+        self.held_bytes = sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
+        return made
+
+    def _call(self, call: Call) -> None:
+        on_host = CONTRACTS[call.kernel].decomposes
+        if not on_host or max(math.prod(buffer.shape) for buffer in call.arguments) > _MOST_ON_HOST:
+            super()._call(call)
+            return
+        arguments = [self._at(buffer) for buffer in call.arguments]
+        copies = [x.get(self._stream, "A") if isinstance(x, cp.ndarray) else x for x in arguments]
+        getattr(self._on_host, call.kernel)(*copies, **call.options)
+        for (_, role), one, copy in zip(roles_of(call), arguments, copies, strict=True):
+            if role != "r":
+                self._write(one, copy)
+
+    def _synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def _settle(self) -> None:
+        """Wait until all work has ended, also after an error: the memory in which it is done is freed then."""
+        self._stream.synchronize()
+
+    def _memory(self, shape: tuple[int, int]) -> Any:
+        self._allocated.append(super()._memory(shape))
+        return self._allocated[-1]
 
     def _on_default_stream(self, make: Callable[[], Any]) -> Any:
         """Return new memory, which others use on the default stream, and free there."""
@@ -71,89 +127,6 @@ class _GpuJob(ProgramJob[Any]):
         found = contiguous(found)
         cp.cuda.Stream.null.synchronize()
         return found
-
-
-class GpuFactorJob(_GpuJob, FactorJob):
-    """One participant's side of a factorization on a GPU."""
-
-    lends = False
-
-    def __init__(self, side: Side[FactorPlacement], state: SolverState) -> None:
-        FactorJob.__init__(self, side, state.solver())
-        self._ready, self._stream = side.ready, state.stream
-
-    def _mark(self, marks: list[float]) -> None:
-        self._stream.synchronize()
-        super()._mark(marks)
-
-    def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
-        """Return a new chunk of an output, with zeros where no rank has a part of it."""
-
-        def make() -> Any:
-            try:
-                return cp.empty(shape, dtype, order=order)
-            except cp.cuda.memory.OutOfMemoryError:
-                self._make_room()
-                return cp.empty(shape, dtype, order=order)
-
-        chunk = self._on_default_stream(make)
-        if form in TRIANGLES:
-            assign(chunk, 0)
-        return chunk
-
-    def _make_room(self) -> None:
-        """Free what the engine keeps for its next run, if memory is short."""
-
-    def _given_back(self, made: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return chunks of outputs as the user has given those of the operands: CuPy's, or NumPy's."""
-        if self.plan.problem.array == "numpy":
-            return {key: chunk.get(stream=self._stream) for key, chunk in made.items()}
-        return dict(made)
-
-
-# Elements of the largest argument of a decomposition that the host does: it is five times as fast for order 64, and
-# twice for 128 (Xeon, H200).
-_MOST_ON_HOST = 2**14
-
-
-class GpuTallJob(_GpuJob, TallJob):
-    """One participant's side of one run. See the module's text."""
-
-    def __init__(self, side: Side[ProgramPlacement], state: SolverState) -> None:
-        TallJob.__init__(self, side, state.solver())
-        self._ready, self._stream = side.ready, state.stream
-        self._on_host = ProgramKernels(self.kernels.blas.on_host)
-
-    def prepare(self) -> None:
-        """Bring the chunks to the device."""
-        super().prepare()
-        self._upload()
-        # Others may ask for them from the vote on.
-        cp.cuda.Stream.null.synchronize()
-
-    def execute(self) -> dict[ResultKey, Any]:
-        """Queue all steps on the stream."""
-        self._stream.wait_event(record(cp.cuda.Stream.null))
-        try:
-            with self._stream, self._on_host.blas.working(1):
-                return super().execute()
-        finally:
-            self._stream.synchronize()
-
-    def _call(self, call: Call) -> None:
-        most = max((math.prod(buffer.shape) for buffer in call.arguments), default=0)
-        if not CONTRACTS[call.kernel].decomposes or most > _MOST_ON_HOST:
-            super()._call(call)
-            return
-        arguments = [self._at(buffer) for buffer in call.arguments]
-        copies = [x.get(self._stream, "A") if isinstance(x, cp.ndarray) else x for x in arguments]
-        getattr(self._on_host, call.kernel)(*copies, **call.options)
-        for (_, role), one, copy in zip(roles_of(call), arguments, copies, strict=True):
-            if role != "r":
-                self._write(one, copy)
-
-    def _complete(self) -> None:
-        self._stream.synchronize()
 
     def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
         threads = self.plan.participants[self.me].nthreads
@@ -179,8 +152,10 @@ class GpuTallJob(_GpuJob, TallJob):
         return self._on_default_stream(make) if buffer.like else make()
 
     def _lent(self, array: Any, *, copied: bool) -> Any:
-        """Return what others get of an array: on the host."""
-        return array.get(stream=self._stream) if isinstance(array, cp.ndarray) else super()._lent(array, copied=copied)
+        """Return what others get of an array: on the host, but for block columns, which stay in their memory."""
+        if self._gathers or not isinstance(array, cp.ndarray):
+            return super()._lent(array, copied=copied)
+        return array.get(stream=self._stream)
 
     def _fill(self, target: Any, part: Any, owner: int) -> None:
         """Write what another rank has lent."""
@@ -202,6 +177,29 @@ class GpuTallJob(_GpuJob, TallJob):
         made = self._on_default_stream(functools.partial(cp.empty, array.shape, array.dtype))
         made[...] = array
         return made
+
+    def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
+        """Return a new chunk of an output, with zeros where no rank has a part of it."""
+
+        def make() -> Any:
+            try:
+                return cp.empty(shape, dtype, order=order)
+            except cp.cuda.memory.OutOfMemoryError:
+                self._make_room()
+                return cp.empty(shape, dtype, order=order)
+
+        chunk = self._on_default_stream(make)
+        if form in TRIANGLES:
+            assign(chunk, 0)
+        return chunk
+
+    def _make_room(self) -> None:
+        """Free what the engine keeps for its next run, if memory is short."""
+
+    def _deliver(self) -> None:
+        super()._deliver()
+        if self.plan.problem.array == "numpy":
+            self._result = {key: chunk.get(stream=self._stream) for key, chunk in self._result.items()}
 
 
 def _made_on_device(

@@ -40,7 +40,6 @@ from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.cuts import Rect, pieces_of
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.problem import accumulates_in_place, is_gram
-from dask_distmm.planning.program import ProgramPlacement
 
 # Boxes smaller than this on average travel in one vector.
 _FLAT_BYTES = 2**20
@@ -576,12 +575,9 @@ class NumpyEngine(Engine):
             return NumpyJob(side)
         # Workers that only multiply import none of it.
         from dask_distmm.engines.numpy.lapack import LapackKernels
-        from dask_distmm.engines.programs.gathered import FactorJob
-        from dask_distmm.engines.programs.job import TallJob
+        from dask_distmm.engines.programs.job import ProgramJob
 
-        kind: Any = TallJob if isinstance(side.plan, ProgramPlacement) else FactorJob
-        job: Job[Any] = kind(side, LapackKernels())
-        return job
+        return ProgramJob(side, LapackKernels())
 
 
 ENGINE = NumpyEngine()

@@ -32,7 +32,7 @@ from dask_distmm.engines.base import ChunkKey, Engine, Job, ResultKey, Side, con
 from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
 from dask_distmm.engines.gpu.gemm import GemmTypes, check_fp8
 from dask_distmm.engines.gpu.operands import DeviceChunks, array_at, check_arrays, check_gpu, mark
-from dask_distmm.engines.gpu.program import GpuTallJob
+from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.loads import Loads, OperandBuffers
 from dask_distmm.engines.peer.memory import PeerState, Remote
@@ -246,7 +246,7 @@ class PeerJob(Job[Plan]):
             self._multiplication.early.give_up()
 
 
-class PeerTallJob(GpuTallJob):
+class PeerTallJob(GpuProgramJob):
     """One participant's side of a program: where all GPUs can read each other's memory, what is large stays there.
 
     Chunks that are elsewhere than the steps that need them are offered. The message of a large matrix says where a copy

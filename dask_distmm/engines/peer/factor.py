@@ -30,18 +30,18 @@ from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ResultKey, Side
 from dask_distmm.engines.exchange import RankExchange
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.gpu.program import GpuFactorJob
+from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.gpu.reduction import DeviceReduction, Peers, exchange_bytes
 from dask_distmm.engines.peer.memory import Exporter, PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
 from dask_distmm.engines.programs.blas import Kernels
-from dask_distmm.engines.programs.gathered import Execution, needs_copy, output_part
-from dask_distmm.engines.tridiagonal import Tridiagonal, row_bounds
+from dask_distmm.engines.programs.kernels import ProgramKernels
+from dask_distmm.engines.tridiagonal import SharedEigh, Tridiagonal, row_bounds
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.programs.factor import PARTS
-from dask_distmm.programs.steps import Key
+from dask_distmm.programs.steps import Buffer, Key, Store
 
 # Panels and block columns in the memory of other GPUs: what each rank offers, and pulls of it
 
@@ -213,7 +213,7 @@ _WORDS = 256
 
 
 class PeerShares:
-    """`dask_distmm.engines.programs.gathered.HostShares` of one rank; all its memory is allocated when it is made."""
+    """`dask_distmm.engines.tridiagonal.HostShares` of one rank; all its memory is allocated when it is made."""
 
     def __init__(self, plan: FactorPlacement, rank: int, kernels: Kernels, exporter: Exporter, flags: Any) -> None:
         self._plan, self._rank, self._kernels, self._flags = plan, rank, kernels, flags
@@ -282,7 +282,7 @@ class PeerShares:
 # One participant's side of a factorization on GPUs of one host: nobody sends, each rank pulls
 
 
-class PeerFactorJob(GpuFactorJob):
+class PeerFactorJob(GpuProgramJob):
     """One participant's side of a factorization on GPUs; see the text of the module."""
 
     def __init__(self, side: Side[FactorPlacement], state: PeerState) -> None:
@@ -292,6 +292,8 @@ class PeerFactorJob(GpuFactorJob):
         self._address = self.plan.participants[self.me].address
         self._offered: list[tuple[int, int, Any]] = []
         self._remote: Remote | None = None
+        # Memory of parts of results, by the name of the buffer that a step makes of it.
+        self._new_parts: dict[str, Any] = {}
         # Where ranks share eigenvalues.
         self._shares: PeerShares | None = None
 
@@ -307,53 +309,55 @@ class PeerFactorJob(GpuFactorJob):
         """Bring chunks to the device, allocate, and make the offer."""
         problem, exporter = self.plan.problem, self._state.exporter
         exporter.begin(self._address, problem.options.keep_workspace_bytes)
-        self._upload(self.plan.problem.dtype)
+        super().prepare()
         if len(self.plan.participants) > 1:
             for (name, index), chunk in self.chunks.items():
                 self._offer(problem.operands.index(name), index, exporter.exportable(chunk, cp.cuda.Stream.null))
-        if self.rank is not None:
-            self._allocate()
-        # Others may read chunks from the vote on, so these must be complete.
-        cp.cuda.Stream.null.synchronize()
-        self.offer = exporter.offer(self._offered) if len(self.plan.participants) > 1 else None
-        if self.rank is not None and self.offer is not None:
-            self.offer |= self.exchange.offer(self.plan)
+            # Others may read chunks from the vote on, so these must be complete.
+            cp.cuda.Stream.null.synchronize()
+            self.offer = exporter.offer(self._offered) | (self.offer or {})
 
-    def _allocate(self) -> None:
-        """Allocate all that this rank works in, and offer the memory that others read."""
+    def _memory(self, shape: tuple[int, int]) -> Any:
+        """Allocate all that this rank works in, and offer the memory that others read; return its block columns."""
         assert self.rank is not None
-        plan, work, exporter = self.plan, self.plan.work, self._state.exporter
+        plan, exporter = self.plan, self._state.exporter
         shapes: list[tuple[int, int]] = [(rows, cols) for rows, cols, _ in offered_by(plan, self.rank).tolist()]
         extras = exporter.empty(shapes[EXTRAS], np.dtype(np.uint8), "F")
         flags = exporter.empty((1, flag_count(plan)), np.dtype(np.int32))
         flags[...] = 0
-        self.exchange = PulledPanels(plan, self.comm, self._state, self._streams, flags, extras)
-        array = exporter.empty(shapes[COLUMNS], plan.problem.dtype, "F")
-        self._execution = Execution(
-            work, self.rank, self.kernels, self.exchange, self.ended.check, self.progress, array=array
-        )
-        self._flags = flags
-        if work.shared:
-            self._shares = PeerShares(plan, self.rank, self.kernels, exporter, flags)
-            self._execution.kernels.shares = self._shares  # type: ignore[attr-defined]
-        for shape, output in zip(shapes[RESULTS:], plan.problem.outputs, strict=True):
-            if work.output_layout(output.name) is None:
-                continue
-            if needs_copy(work.output(output.name), work):
-                self._parts[output.name] = exporter.empty(shape, np.dtype(output.dtype), "F")
-            else:
-                self._parts[output.name] = output_part(self._execution, output.name)
-        if len(plan.participants) == 1:
-            return
-        self._offer(BLOCKS, COLUMNS, array)
-        self._offer(BLOCKS, EXTRAS, extras)
-        if self._shares is not None:
-            self._offer(BLOCKS, EXCHANGE, self._shares.exchange)
-            self._offer(BLOCKS, ROWS, self._shares.rows)
-        for number, output in enumerate(plan.problem.outputs):
-            if output.name in self._parts:
-                self._offer(BLOCKS, RESULTS + number, self._parts[output.name])
-        self._offer(FLAGS, 0, flags)
+        self._flags, self.exchange = flags, PulledPanels(plan, self.comm, self._state, self._streams, flags, extras)
+        array = exporter.empty(shape, plan.problem.dtype, "F")
+        offered = [(COLUMNS, array), (EXTRAS, extras)]
+        if plan.work.shared:
+            self._shares = PeerShares(plan, self.rank, self.blas, exporter, flags)
+            offered += [(EXCHANGE, self._shares.exchange), (ROWS, self._shares.rows)]
+            self._allocated += self._shares.arrays
+        names = [output.name for output in plan.problem.outputs]
+        for step in self._steps:
+            if isinstance(step, Store) and plan.work.output_layout(step.output) is not None:
+                part = step.buffer
+                if isinstance(part, Buffer):
+                    self._new_parts[part.name] = exporter.empty(part.shape, np.dtype(part.dtype), "F")
+                    offered.append((RESULTS + names.index(step.output), self._new_parts[part.name]))
+                else:
+                    top, bottom, left, right = part.box
+                    offered.append((RESULTS + names.index(step.output), array[top:bottom, left:right]))
+        self._allocated += [array, *(one for _, one in offered)]
+        for number, one in offered if len(plan.participants) > 1 else ():
+            self._offer(BLOCKS, number, one)
+        if len(plan.participants) > 1:
+            self._offer(FLAGS, 0, flags)
+        return array
+
+    def _program_kernels(self, rank: int) -> ProgramKernels:
+        kernels = super()._program_kernels(rank)
+        if isinstance(kernels, SharedEigh):
+            kernels.shares = self._shares
+        return kernels
+
+    def _new(self, buffer: Buffer) -> Any:
+        part = self._new_parts.pop(buffer.name, None)
+        return super()._new(buffer) if part is None else part
 
     def _offer(self, operand: int, number: int, array: Any) -> None:
         if array.size:
@@ -385,23 +389,16 @@ class PeerFactorJob(GpuFactorJob):
     # The work
 
     def execute(self) -> dict[ResultKey, Any]:
-        """Gather the operands, run the program, put the outputs together."""
-        if self.rank is None:
-            return {}
-        self._stream.wait_event(record(cp.cuda.Stream.null))
-        try:
-            with self._stream:
-                made = self._given_back(super().execute())
-        finally:
-            for one in (*self._streams, self._state.looking, *self._state.pulls(1)):
-                one.synchronize()
-        arrays = [self._execution.array, *(array for *_, array in self._offered), *made.values()]
-        arrays += self._shares.arrays if self._shares is not None else []
-        self.held_bytes = sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
+        """Queue all steps on the stream."""
+        made = super().execute()
         self._state.mappings.trim()
         return made
 
-    def _chunk(self, holder: int, name: str, index: int) -> Any:
+    def _settle(self) -> None:
+        for one in (*self._streams, self._state.looking, *self._state.pulls(1)):
+            one.synchronize()
+
+    def _readable(self, holder: int, name: str, index: int) -> Any:
         """Return a chunk of an operand whose memory this GPU can read, or None: it has to be fetched."""
         if holder == self.me:
             return self.chunks[name, index]
@@ -417,9 +414,7 @@ class PeerFactorJob(GpuFactorJob):
         self._state.exporter.free()
 
     def _complete_parts(self) -> None:
-        """Complete this rank's parts of the outputs, and raise the flag of the end."""
-        for name, part in self._parts.items():
-            output_part(self._execution, name, part)
+        """Raise the flag of the end."""
         pointer = self._flags.data.ptr + flag_of(self.plan, None) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, self._stream.ptr)
 

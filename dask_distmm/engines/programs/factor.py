@@ -8,10 +8,13 @@ Householder's reflections.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import scipy.linalg
+from numpy.typing import NDArray
 
 from dask_distmm.engines.programs.blas import Kernels, assign
 from dask_distmm.engines.programs.spectral import decompose
@@ -164,10 +167,13 @@ _DEPTH, _WIDE = 4096, 2048
 
 
 class FactorKernels:
-    """The kernels of one rank's run: those of `Kernels`, and those made of them."""
+    """Those of `programs.factor`: those of `Kernels`, and those made of them."""
 
-    def __init__(self, blas: Kernels, task: Factorization) -> None:
-        self.blas, self.task = blas, task
+    # The share of the run's progress that kernels report themselves.
+    reported = 0.0
+
+    def __init__(self, blas: Kernels) -> None:
+        self.blas = blas
         # Looks at what was computed: they wait for it, so that where calls are asynchronous they come last.
         self._looks: list[Callable[[], None]] = []
         # Seconds of the parts of what ranks share.
@@ -198,25 +204,28 @@ class FactorKernels:
 
         self._look(look)
 
-    def check_diagonal(self, rows: Any, *, start: int, rank: bool) -> None:
-        """Raise if the diagonal of a panel, all rows, says that the matrix is singular."""
+    def check_diagonal(self, rows: Any, *, start: int, size: int) -> None:
+        """Raise if the diagonal of a panel, all rows, says that the matrix is singular.
+
+        It is where an element is zero; with a larger side of the matrix (`size`), where it is rounding of its column.
+        """
         kernels, stop = self.blas, start + rows.shape[1]
         diagonal = kernels.diagonal(rows[start:])
         above = inside = None
-        if rank:
+        if size:
             # The norm of R's column is that of A's: what is left of it is rounding if the columns before it span it.
             norm = kernels.xp.linalg.norm
             above = norm(rows[:start], axis=0)
             inside = norm(kernels.triangle(rows[start:stop], lower=False, unit=False), axis=0)
 
         def look() -> None:
-            size = abs(kernels.host(diagonal))
-            least = np.zeros(len(size), size.dtype)
-            if rank:
+            found = abs(kernels.host(diagonal))
+            least = np.zeros(len(found), found.dtype)
+            if size:
                 norms = np.hypot(kernels.host(above), kernels.host(inside))
-                least = max(self.task.a_shape) * np.finfo(norms.dtype).eps * norms
-            if (size <= least).any():
-                raise MatrixError(singular(start + int(np.argmax(size <= least)), rank=rank))
+                least = size * np.finfo(norms.dtype).eps * norms
+            if (found <= least).any():
+                raise MatrixError(singular(start + int(np.argmax(found <= least)), rank=size > 0))
 
         self._look(look)
 
@@ -234,10 +243,62 @@ class FactorKernels:
         at = np.arange(a.shape[1])
         a[start + at, at] = 1
 
-    def decompose(self, *matrices: Any) -> tuple[Any, ...]:
+    def decompose(self, *matrices: Any, task: Factorization) -> tuple[Any, ...]:
         """Return a spectral decomposition, or a function, of the whole matrix."""
-        found = decompose(self.blas, self.task, *matrices)
-        return tuple(found[one.name] for one in self.task.outputs)
+        found = decompose(self.blas, task, *matrices)
+        return tuple(found[one.name] for one in task.outputs)
+
+    # By the pivots of all panels, each counted from 0 and from the first row of its panel
+
+    def pivots(self, *pivots: Any, starts: Sequence[int], count: int = 0) -> NDArray[np.int32]:
+        """Return all pivots, from 0."""
+        found = [self.blas.host(some) + np.int32(start) for some, start in zip(pivots, starts, strict=True)]
+        return np.concatenate(found or [np.zeros(0, np.int32)])
+
+    def permutation(self, *pivots: Any, starts: Sequence[int], count: int) -> NDArray[np.int64]:
+        """Return for each row of L U, `count` of them, the row of A that it is."""
+        rows, every = np.arange(count, dtype=np.float64)[:, None], self.pivots(*pivots, starts=starts)
+        return np.argsort((scipy.linalg.lapack.dlaswp(rows, every) if len(every) else rows)[:, 0]).astype(np.int64)
+
+    def determinant(self, *factors: Any, starts: Sequence[int], form: str, dtype: str) -> NDArray[Any]:
+        """Return the determinant, its sign or the logarithm of its modulus, by pivots and diagonals of panels."""
+        pivots = self.pivots(*factors[: len(starts)], starts=starts)
+        diagonal = np.concatenate([*map(self.blas.host, factors[len(starts) :]), np.ones(0, dtype)])
+        size = abs(diagonal)
+        with np.errstate(all="ignore"):
+            if form == "logdet":
+                return np.asarray(np.log(size).sum(dtype=dtype))
+            if (size == 0).any():
+                return np.zeros((), dtype)
+            odd = np.count_nonzero(pivots != np.arange(len(pivots))) % 2
+            factor = diagonal if form == "det" else diagonal / size
+            return np.asarray(np.prod(factor, dtype=dtype) * (-1 if odd else 1), dtype)
+
+    def swap_rows(
+        self, a: Any, part: Any, *pivots: Any, starts: Sequence[int], blocks: Sequence[tuple[int, int]]
+    ) -> None:
+        """Copy block columns of L and U, the rows of L in the order into which later panels have swapped theirs.
+
+        Of each block `blocks` has the columns, and the row at which its panel ends.
+        """
+        every, at = self.pivots(*pivots, starts=starts), 0
+        later = _rows_later(every, starts, [stop for _, stop in blocks], len(a)) if self.blas.asynchronous else {}
+        for width, stop in blocks:
+            source, target = (x[:, at : at + width] for x in (a, part))
+            at += width
+            if stop in later:
+                # One swap after the other would take longer on a GPU than picking all rows at once.
+                assign(target[:stop], source[:stop])
+                xp = self.blas.xp
+                assign(target[stop:], xp.take(source[stop:].T, xp.asarray(later[stop]), axis=1).T)
+            else:
+                assign(target, source)
+                if stop < len(every):
+                    self.blas.laswp(target[stop:], every[stop:] - np.int32(stop))
+
+    def column_norms(self, x: Any, norms: Any) -> None:
+        """Compute squared norms of columns."""
+        norms[...] = self.blas.xp.linalg.norm(x, axis=0)[None] ** 2
 
     def geqrt(self, a: Any) -> Any:
         """Overwrite A with R and reflectors V; return T."""
@@ -315,6 +376,23 @@ def _rows_of(kernels: Kernels, rows: Any, blocks: Sequence[tuple[int, int]]) -> 
     if whole < count:
         assign(found[whole * width :], rows[slice(*blocks[-1])])
     return found
+
+
+def _rows_later(
+    pivots: NDArray[np.int32], starts: Sequence[int], stops: Sequence[int], count: int
+) -> dict[int, NDArray[np.int64]]:
+    """Return, for the ends of some panels, the order of the rows below after all later swaps."""
+    then = dict[int, NDArray[np.int64]]()
+    # Row i is row `rows[i]` of the matrix as it was, which has come to row `places[rows[i]]`. LAPACK swaps numbers.
+    rows, places = np.arange(count, dtype=np.float64), np.empty(count, np.int64)
+    for start, stop in itertools.pairwise((*starts, len(pivots))):
+        swapped = scipy.linalg.lapack.dlaswp(rows[start:, None], pivots[start:stop] - start, overwrite_a=True)
+        rows[start:] = swapped[:, 0]
+        if stop in stops and stop < len(pivots):
+            places[rows.astype(np.int64)] = np.arange(count)
+            then[stop] = places.copy()
+    last = rows.astype(np.int64)
+    return {stop: found[last[stop:]] - stop for stop, found in then.items()}
 
 
 def indefinite(order: int) -> str:

@@ -1,97 +1,113 @@
-"""One participant's side of a run in which ranks take the steps of a program; of one on tall matrices.
+"""One participant's side of a run in which ranks take the steps of a program.
 
-What a rank publishes others get by a `RankExchange`, as soon as it is there; chunks of operands that are elsewhere are
-asked for before the first step. Those that this rank makes are made in threads, some ahead of the steps, once for each
-pass over the operand, and dropped.
+What a rank publishes others get by a `RankExchange`, as soon as it is there. Matrices travel by `Comm.fetch`.
+
+Chunks of tall matrices stay where they are. Those that are elsewhere are asked for before the first step; those that
+this rank makes are made in threads, some ahead of the steps, once for each pass over the operand, and dropped.
+
+Of a factorization, whose matrices are in block columns::
+
+    prepare()   the rank's block columns are allocated
+    Make        parts of an operand's chunks are fetched from their holders (``"input"``), and written there
+    Store       the rank's part of a result is complete
+    at the end  the rank's chunks of the results are put together from all ranks' parts (``"final"``)
 """
 
 from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checked
-from dask_distmm.engines.exchange import RankExchange
-from dask_distmm.engines.programs.blas import Kernels
+from dask_distmm.engines.exchange import Messages, RankExchange
+from dask_distmm.engines.programs.blas import Kernels, assign, put
 from dask_distmm.engines.programs.executor import Executor
 from dask_distmm.engines.programs.kernels import ProgramKernels
+from dask_distmm.engines.programs.spectral import not_finite
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
+from dask_distmm.engines.tridiagonal import SharedEigh
+from dask_distmm.errors import MatrixError
+from dask_distmm.layout.redistribute import Copy
 from dask_distmm.numeric.sparse import rows_from, sparse_package
+from dask_distmm.planning.computation import Output
+from dask_distmm.planning.factor.plan import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
-from dask_distmm.planning.placement import Placement
-from dask_distmm.planning.program import ProgramPlacement
-from dask_distmm.programs.steps import Buffer, Make, Step, Store
+from dask_distmm.programs.steps import Buffer, Call, Make, Step, Store, View
 
-P = TypeVar("P", bound=Placement)
+# Forms with zeros in the other triangle.
+TRIANGLES = ("lower", "unit lower", "upper")
 
 
-class ProgramJob(Job[P]):
-    """One participant's side of a run whose ranks publish what others need."""
+class ProgramJob(Job[Any], Executor):
+    """One participant's side of a run whose ranks take steps, and publish what others need."""
 
     lends = True
 
-    def __init__(self, side: Side[P]) -> None:
+    def __init__(self, side: Side[Any], kernels: Kernels) -> None:
         super().__init__(side)
-        self.exchange = RankExchange(self.plan.ranks, self.comm)
-
-    def prepare(self) -> None:
-        """Offer what lets other ranks read what this one publishes."""
-        if self.rank is not None:
-            self.offer = self.exchange.offer(self.plan)
-
-    def accept(self, offers: Sequence[Any]) -> None:
-        """Take what all participants offer."""
-        self.exchange.accept(offers)
-
-    def available(self, kind: str, boxes: Boxes) -> Future[Any]:
-        """Return the future that says when `serve` can answer."""
-        return self._inputs if kind == "input" else self.exchange.published(kind, boxes)
-
-    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
-        """Return boxes of the chunks that are here, or what this rank has published."""
-        if kind == "input":
-            return super().serve(kind, boxes, flat)
-        self.ended.check()
-        return list(self.exchange.published(kind, boxes).result())
-
-    def abort(self, error: BaseException) -> None:
-        """End everything with `error`."""
-        super().abort(error)
-        self.exchange.abort(error)
-
-
-class TallJob(ProgramJob[ProgramPlacement], Executor):
-    """One participant's side of a program on tall matrices."""
-
-    def __init__(self, side: Side[ProgramPlacement], kernels: Kernels) -> None:
-        super().__init__(side)
-        Executor.__init__(self, ProgramKernels(kernels), self.exchange, self.ended.check, self.progress)
+        exchange = RankExchange(self.plan.ranks, self.comm)
+        Executor.__init__(self, ProgramKernels(kernels), exchange, self.ended.check, self.progress)
+        self.blas = kernels
+        # Whether operands are gathered into block columns, and results are delivered from there.
+        self._gathers = isinstance(self.plan, FactorPlacement)
         self._steps: tuple[Step, ...] = ()
+        self._result: dict[ResultKey, Any] = {}
         # Rows of chunks of operands by their names, also when they are gone.
         self._lengths: dict[str, int] = {}
         self._asked: dict[ChunkKey, Future[Sequence[Any]]] = {}
-        self._result: dict[ResultKey, Any] = {}
         # Chunks of operands that were here before the run, and are still needed.
         self._operands: set[str] = set()
         # The loader of chunks in the order of the steps, and those chunks.
         self._loads: ChunkLoader | None = None
         self._uses = collections.deque[SourceChunk]()
+        # This rank's parts of results, and whether all are complete.
+        self._parts: dict[str, Any] = {}
+        self._final: Future[None] = Future()
+        # Parts of operands that are to be finite, where they are, and their sums.
+        self._sums: list[tuple[str, Copy, Any, Any]] = []
+
+    # Before the work
 
     def prepare(self) -> None:
-        """Record this rank's steps."""
-        super().prepare()
-        if self.rank is not None:
-            self._steps = self.plan.steps(self.rank)
+        """Allocate what is to be there before the run, and offer what lets others read what this rank publishes."""
+        if self.rank is None:
+            return
+        self._steps = self.plan.steps(self.rank)
+        if self._gathers:
+            first = self._steps[0]
+            assert isinstance(first, Make)
+            self.arrays[first.buffer.name] = self._memory(first.buffer.shape)
+        self.kernels = self._program_kernels(self.rank)
+        self.offer = self.exchange.offer(self.plan)
+
+    def _memory(self, shape: tuple[int, int]) -> Any:
+        """Return memory for this rank's block columns."""
+        return self.blas.empty(shape, self.plan.problem.dtype)
+
+    def _program_kernels(self, rank: int) -> ProgramKernels:
+        """Return what steps call."""
+        if not (self._gathers and self.plan.work.shared):
+            return ProgramKernels(self.blas)
+        messages = Messages(self.exchange, self.ended.check)
+        return SharedEigh(self.plan.work, rank, self.blas, messages, self.ended.check, self.progress)
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Take what all participants offer."""
+        self.exchange.accept(offers)
+
+    # The work
 
     def execute(self) -> dict[ResultKey, Any]:
-        """Take all steps."""
-        for step in self._steps:
+        """Take all steps; put chunks of results together."""
+        if self.rank is None:
+            return {}
+        for step in self._steps if not self._gathers else ():
             if isinstance(step, Make) and not self._is_made(step):
                 self._operands.add(step.buffer.name)
                 if (step.operand, step.number) not in self.chunks:
@@ -99,17 +115,27 @@ class TallJob(ProgramJob[ProgramPlacement], Executor):
         began = time.perf_counter()
         self.timings |= {"wait": 0.0} | ({"load": 0.0} if any(self.plan.problem.by_ranks) else {})
         # Infinities and NaN are checked for where they matter.
-        threads = self.plan.participants[self.me].nthreads
-        with np.errstate(all="ignore"), self.kernels.blas.working(threads), self.exchange:
-            self.take(self._steps)
-        self._complete()
-        self.timings["work"] = time.perf_counter() - began - self.timings["wait"] - self.timings.get("load", 0.0)
-        if self.kernels.blas.asynchronous:
-            self.timings["compute"] = self.timings["work"]
+        threads, reported = self.plan.participants[self.me].nthreads, self.kernels.reported
+        with np.errstate(all="ignore"), self.blas.working(threads), self.exchange:
+            self.take(self._steps, reported, 1 - reported)
+            self.kernels.complete()
+            self._synchronize()
+            spent = sum(self.timings.get(phase, 0.0) for phase in ("wait", "load", "gather"))
+            self.timings["work"] = time.perf_counter() - began - spent
+            if self.blas.asynchronous:
+                self.timings["compute"] = self.timings["work"]
+            if self._gathers:
+                self._deliver()
+        self.timings |= self.kernels.timings
         return self._result
 
-    def _complete(self) -> None:
+    def _synchronize(self) -> None:
         """Wait until all is done."""
+
+    def _phase(self, call: Call) -> str:
+        if not self._gathers:
+            return super()._phase(call)
+        return "panel" if call.lane in ("ahead", "panel") else "update"
 
     def take(self, steps: Sequence[Step], *shares: Any) -> None:
         """Take steps; some chunks are made ahead of them."""
@@ -124,6 +150,33 @@ class TallJob(ProgramJob[ProgramPlacement], Executor):
         finally:
             loads.close()
             self._loads, self._uses = outside
+
+    def _make(self, step: Make) -> None:
+        if isinstance(step.buffer, View):
+            self._fill_columns(step.operand, self._at(step.buffer))
+        elif self._loads is not None and self._is_made(step):
+            self._begin(step, self._made(self._loads, self._uses.popleft()))
+        elif step.operand:
+            self._begin(step, self._chunk(step.operand, step.number))
+
+    def _store(self, step: Store) -> None:
+        place = step.buffer
+        array = self._at(place) if isinstance(place, View) else self.arrays.pop(place.name)
+        if self._gathers or isinstance(place, View):
+            self._parts[step.output] = array
+        else:
+            self._result[step.output, step.number] = self._handed_over(array, tall=bool(place.like))
+
+    def _new(self, buffer: Buffer) -> Any:
+        rows, cols = buffer.shape
+        if buffer.host:
+            return np.empty((rows, cols), np.dtype(buffer.dtype))
+        if buffer.like:
+            here = self._lengths[buffer.like]
+            rows, cols = (here if rows < 0 else rows), (here if cols < 0 else cols)
+        return self.kernels.empty((rows, cols), np.dtype(buffer.dtype), tall=bool(buffer.like))
+
+    # Chunks of tall matrices
 
     def _is_made(self, step: Step) -> TypeGuard[Make]:
         """Whether a step takes a chunk that this rank makes."""
@@ -153,25 +206,6 @@ class TallJob(ProgramJob[ProgramPlacement], Executor):
             self.arrays[name] = array.copy() if 0 in array.strides else array
         self._lengths[name] = chunk.shape[0]
 
-    def _make(self, step: Make) -> None:
-        if self._loads is not None and self._is_made(step):
-            self._begin(step, self._made(self._loads, self._uses.popleft()))
-        else:
-            self._begin(step, self._chunk(step.operand, step.number))
-
-    def _store(self, step: Store) -> None:
-        array = self.arrays.pop(step.buffer.name)
-        self._result[step.output, step.number] = self._handed_over(array, tall=bool(step.buffer.like))
-
-    def _new(self, buffer: Buffer) -> Any:
-        rows, cols = buffer.shape
-        if buffer.host:
-            return np.empty((rows, cols), np.dtype(buffer.dtype))
-        if buffer.like:
-            here = self._lengths[buffer.like]
-            rows, cols = (here if rows < 0 else rows), (here if cols < 0 else cols)
-        return self.kernels.empty((rows, cols), np.dtype(buffer.dtype), tall=bool(buffer.like))
-
     def _ask(self, step: Make) -> Future[Sequence[Any]]:
         """Ask the participant that has a chunk for it."""
         names = self.plan.problem.operands
@@ -183,10 +217,8 @@ class TallJob(ProgramJob[ProgramPlacement], Executor):
         """Return a chunk of an operand that was there before the run."""
         if (operand, number) in self._asked:
             found = wait_checked(self._asked.pop((operand, number)), self.ended.check)
-            chunk = rows_from(found, self.plan.whole(operand, number)[-1]) if len(found) > 1 else found[0]
-        else:
-            chunk = self.chunks[operand, number]
-        return chunk
+            return rows_from(found, self.plan.whole(operand, number)[-1]) if len(found) > 1 else found[0]
+        return self.chunks[operand, number]
 
     def _free(self, buffer: Buffer) -> None:
         super()._free(buffer)
@@ -199,9 +231,244 @@ class TallJob(ProgramJob[ProgramPlacement], Executor):
         """Return a chunk of an output as Dask gets it."""
         return np.ascontiguousarray(array)
 
+    # Operands in block columns
+
+    def _fill_columns(self, name: str, target: Any) -> None:
+        """Write this rank's block columns of an operand; after the last one refuse elements that are not finite."""
+        began = time.perf_counter()
+        self._gather(name, target)
+        if name == self.plan.problem.operands[-1]:
+            self._synchronize()
+            self._refuse(self._unfit())
+            self.on_gathered()
+        self._note("gather", began)
+
+    def _gather(self, name: str, target: Any) -> None:
+        """Write parts of an operand's chunks to their places."""
+        here, asked = self._ask_parts(name)
+        for copy, part in here:
+            self.ended.check()
+            self._put(name, target, copy, part)
+        for copies, answer in asked:
+            for copy, part in zip(copies, wait_checked(answer, self.ended.check), strict=True):
+                self._put(name, target, copy, self.blas.xp.asarray(part))
+
+    def _put(self, name: str, target: Any, copy: Copy, part: Any) -> None:
+        """Write a part of an operand to its place."""
+        orientation = self.plan.problem.task.orientation(name)
+        put(target, copy, part, orientation.transposed, orientation.conjugated)
+        self._look_at(name, target, copy)
+
+    def _look_at(self, name: str, target: Any, copy: Copy) -> None:
+        """Add up a part of an operand that is in its place, if it is to be finite: so is its sum then, or too large."""
+        place = target[copy.dst_index]
+        if self.plan.problem.task.check_finite and place.dtype.kind in "fc":
+            # CuPy has one block of threads for the sum of all, and one for each column.
+            self._sums.append((name, copy, place, place.sum(axis=0).sum()))
+
+    def _unfit(self) -> str:
+        """Return what is wrong with the elements of the operands that were read, or nothing."""
+        xp, task = self.blas.xp, self.plan.problem.task
+        sums, self._sums = self._sums, []
+        good = self.blas.host(xp.isfinite(xp.stack([total for *_, total in sums]))) if sums else ()
+        for (name, copy, place, _), fine in zip(sums, good, strict=True):
+            if not fine:
+                # The sum may have overflowed, and the other triangle may hold anything.
+                below = xp.arange(copy.row, copy.row + copy.nrows)[:, None] - xp.arange(copy.col, copy.col + copy.ncols)
+                unit = int(name == "a" and task.unit_diagonal)
+                read = {"lower": below >= unit, "upper": -below >= unit}.get(task.read(name), True)
+                if self.blas.host((~xp.isfinite(place) & read).any()):
+                    return not_finite(name)
+        return ""
+
+    def _refuse(self, problem: str) -> None:
+        """Raise if there is a problem with the operands."""
+        if problem:
+            raise MatrixError(problem)
+
+    def _ask_parts(
+        self, name: str, exchanging: Collection[int] = ()
+    ) -> tuple[list[tuple[Copy, Any]], list[tuple[list[Copy], Future[Sequence[Any]]]]]:
+        """Return the parts of an operand that are here, and those that others are asked for but do not exchange."""
+        assert self.rank is not None
+        here: list[tuple[Copy, Any]] = []
+        remote: dict[int, list[tuple[Copy, tuple[int, ...]]]] = collections.defaultdict(list)
+        number = self.plan.problem.operands.index(name)
+        for copy, (index, r0, r1, c0, c1) in self._parts_of(name, self.rank):
+            holder = int(self.plan.where[name][index])
+            if holder in exchanging:
+                continue
+            if (chunk := self._readable(holder, name, index)) is None:
+                remote[holder].append((copy, (number, index, r0, r1, c0, c1)))
+            else:
+                here.append((copy, chunk[r0:r1, c0:c1]))
+        asked = []
+        for holder, some in remote.items():
+            boxes = np.array([box for _, box in some], np.int64)
+            asked.append(([copy for copy, _ in some], self.comm.fetch(holder, "input", boxes, False)))
+        return here, asked
+
+    def _parts_of(self, name: str, rank: int) -> Iterator[tuple[Copy, tuple[int, int, int, int, int]]]:
+        """Yield the parts of an operand that a rank reads: each as a copy, and as a box of a chunk."""
+        task, counts = self.plan.problem.task, self.plan.problem.chunk_counts(name)
+        for copy in inside(task.read(name), self.plan.gathered(name).for_dst(rank)):
+            yield copy, box_of(copy, counts, transposed=task.orientation(name).transposed)
+
+    def _readable(self, holder: int, name: str, index: int) -> Any:
+        """Return a chunk of an operand whose memory this process can read, or None: it has to be fetched."""
+        return self.chunks[name, index] if holder == self.me else None
+
+    # Results from block columns
+
+    def _deliver(self) -> None:
+        """Let others have this rank's parts of the results, and put its chunks together."""
+        began = time.perf_counter()
+        self._complete_parts()
+        for number, output in enumerate(self.plan.problem.outputs):
+            whole = self.plan.work.output_layout(output.name) is None
+            self._result |= self._cut(output) if whole else self._assemble(number, output)
+        self._synchronize()
+        self._note("deliver", began)
+
+    def _complete_parts(self) -> None:
+        """Let others have this rank's parts of the outputs."""
+        if not self._final.done():
+            self._final.set_result(None)
+
+    def _cut(self, output: Output) -> dict[ResultKey, Any]:
+        """Return this rank's chunks of an output that has no block columns: ranks that have it have all of it."""
+        assert self.rank is not None
+        if not (owned := self.plan.owned(output.name, self.rank)):
+            return {}
+        array = self._parts[output.name].reshape(tuple(map(sum, output.chunks)))
+        rows, cols = (np.cumsum([0, *sizes]) for sizes in output.chunks)
+        places = {index: divmod(index, len(output.chunks[1])) for index in owned}
+        found: dict[ResultKey, Any] = {}
+        for index, (i, j) in places.items():
+            part = self.blas.xp.asarray(array[rows[i] : rows[i + 1], cols[j] : cols[j + 1]])
+            order: Literal["C", "F"] = "F" if part.strides[0] < part.strides[-1] else "C"
+            found[output.name, index] = self._blank(part.shape, np.dtype(output.dtype), order, "full")
+            assign(found[output.name, index], part)
+        return found
+
+    def _assemble(self, number: int, output: Output) -> dict[ResultKey, Any]:
+        """Return the chunks of an output that this rank puts together."""
+        assert self.rank is not None
+        found = self._blanks(output)
+        given: dict[int, list[tuple[int, Copy]]] = collections.defaultdict(list)
+        for index, copy in self._taken_by(output, self.rank):
+            given[copy.src].append((index, copy))
+        # Not all ranks begin with the same one.
+        peers = sorted(given, key=lambda one: (one - (self.rank or 0)) % len(self.plan.ranks))
+        asked = [self._ask_part(number, peer, [copy for _, copy in given[peer]]) for peer in peers]
+        for peer, answer in zip(peers, asked, strict=True):
+            for (index, copy), part in zip(given[peer], answer(), strict=True):
+                self._write_part(output, found[output.name, index], copy, part)
+        return found
+
+    def _blanks(self, output: Output) -> dict[ResultKey, Any]:
+        """Return new chunks for those of an output that this rank puts together."""
+        assert self.rank is not None
+        described, (rows, cols) = self.plan.work.output(output.name), output.chunks
+        order: Literal["C", "F"] = "C" if described.orientation.transposed else "F"
+        places = {index: divmod(index, len(cols)) for index in self.plan.owned(output.name, self.rank)}
+        return {
+            (output.name, index): self._blank((rows[i], cols[j]), np.dtype(output.dtype), order, described.form)
+            for index, (i, j) in places.items()
+        }
+
+    def _taken_by(self, output: Output, rank: int) -> Iterator[tuple[int, Copy]]:
+        """Yield the parts of all ranks' block columns that the chunks of an output take on a rank, chunk by chunk."""
+        described, (rows, cols) = self.plan.work.output(output.name), output.chunks
+        copies = self.plan.delivered(output.name)
+        assert copies is not None
+        for index in self.plan.owned(output.name, rank):
+            i, j = divmod(index, len(cols))
+            held = j * len(rows) + i if described.orientation.transposed else index
+            yield from ((index, copy) for copy in inside(described.form, copies.for_dst(held)))
+
+    def _write_part(self, output: Output, chunk: Any, copy: Copy, part: Any) -> None:
+        """Write a part of a rank's block columns of an output to its place in a chunk."""
+        described = self.plan.work.output(output.name)
+        made = triangle_of(self.blas, described.form, part, copy.row, copy.col)
+        put(chunk.T if described.orientation.transposed else chunk, copy, made, False, described.orientation.conjugated)
+
+    def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
+        """Return a new chunk of an output, with zeros where no rank has a part of it."""
+        # Zeros, as the system gives them, are free of charge until they are written to.
+        return np.zeros(shape, dtype, order)
+
+    def _ask_part(self, number: int, peer: int, copies: Sequence[Copy]) -> Callable[[], Sequence[Any]]:
+        """Ask a rank for what some copies take of its part of an output; return the function that waits for it."""
+        rects = [(c.src_row, c.src_row + c.nrows, c.src_col, c.src_col + c.ncols) for c in copies]
+        boxes = np.array([(number, peer, *rect) for rect in rects], np.int64)
+        if peer == self.rank:
+            return lambda: self._boxes(boxes)
+        answer = self.comm.fetch(self.plan.ranks[peer], "final", boxes, False)
+        return lambda: wait_checked(answer, self.ended.check)
+
+    # For peers
+
+    def available(self, kind: str, boxes: Boxes) -> Future[Any]:
+        """Return the future that says when `serve` can answer."""
+        futures = {"input": self._inputs, "final": self._final}
+        return futures[kind] if kind in futures else self.exchange.published(kind, boxes)
+
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
-        """Return chunks of operands, which are asked for whole, or what this rank has published."""
+        """Return boxes of chunks or of this rank's parts of outputs, or what this rank has published."""
+        self.ended.check()
+        if kind == "final":
+            return self._boxes(boxes)
         if kind != "input":
-            return super().serve(kind, boxes, flat)
-        found = [self.chunks[self.plan.problem.operands[operand], number] for operand, number, *_ in boxes.tolist()]
-        return [part for x in found for part in ([x.data, x.indices, x.indptr] if sparse_package(x) else [x])]
+            return list(self.exchange.published(kind, boxes).result())
+        first = self.chunks[self.plan.problem.operands[boxes[0, 0]], int(boxes[0, 1])]
+        # Chunks of tall matrices are asked for whole, one at a time.
+        return [first.data, first.indices, first.indptr] if sparse_package(first) else super().serve(kind, boxes, flat)
+
+    def _boxes(self, boxes: Boxes) -> list[Any]:
+        outputs = self.plan.problem.outputs
+        return [self._parts[outputs[m].name][r0:r1, c0:c1] for m, _, r0, r1, c0, c1 in boxes.tolist()]
+
+    # The end
+
+    def abort(self, error: BaseException) -> None:
+        """End everything with `error`."""
+        super().abort(error)
+        self.exchange.abort(error)
+        if not self._final.done():
+            self._final.set_exception(error)
+
+
+def inside(form: str, copies: Iterable[Copy]) -> Iterator[Copy]:
+    """Yield the parts of copies that are not wholly outside of a triangle: rows on the diagonal, and the others."""
+    for copy in copies:
+        first, end = copy.row, copy.row + copy.nrows
+        on, off = (min(max(first, column), end) for column in (copy.col, copy.col + copy.ncols))
+        kept = {"lower": ((on, off), (off, end)), "upper": ((first, on), (on, off)), "full": ((first, end),)}
+        for row, stop in kept[form.removeprefix("unit ") if form in TRIANGLES else "full"]:
+            if row < stop:
+                skip = row - first
+                yield copy._replace(src_row=copy.src_row + skip, dst_row=copy.dst_row + skip, row=row, nrows=stop - row)
+
+
+def triangle_of(kernels: Kernels, form: str, part: Any, row: int, col: int) -> Any:
+    """Return a part of a result with zeros, or ones, in place of what is not in its triangle."""
+    rows, cols = part.shape
+    lower, xp = form != "upper", kernels.xp
+    if form not in TRIANGLES:
+        return part
+    if (row >= col + cols) if lower else (col >= row + rows):
+        return part
+    if form == "unit lower":
+        return xp.tril(part, row - col - 1) + xp.eye(rows, cols, row - col, dtype=part.dtype)
+    return xp.tril(part, row - col) if lower else xp.triu(part, row - col)
+
+
+def box_of(copy: Copy, counts: tuple[int, int], *, transposed: bool) -> tuple[int, int, int, int, int]:
+    """Return the number of a chunk and a part of it, as it is, for a copy of the form that ranks hold."""
+    rows = copy.src_row, copy.src_row + copy.nrows
+    cols = copy.src_col, copy.src_col + copy.ncols
+    if not transposed:
+        return copy.src, *rows, *cols
+    j, i = divmod(copy.src, counts[0])
+    return i * counts[1] + j, *cols, *rows

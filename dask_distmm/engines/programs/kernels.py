@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dask_distmm.engines.programs.blas import Kernels
-from dask_distmm.engines.programs.factor import add_gram, is_near, singular, strips_of, upper_of
+from dask_distmm.engines.programs.factor import FactorKernels, add_gram, is_near, singular, strips_of, upper_of
 from dask_distmm.engines.programs.iterations import IterationKernels
 from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import MatrixError
@@ -40,11 +40,12 @@ _FEW = 1 / 10
 _WELL = 16
 
 
-class ProgramKernels(IterationKernels):
+class ProgramKernels(IterationKernels, FactorKernels):
     """The kernels of one run."""
 
     def __init__(self, kernels: Kernels) -> None:
-        self.blas, self.xp = kernels, kernels.xp
+        super().__init__(kernels)
+        self.xp = kernels.xp
         # By the number of an array that divides others: itself, its inverse, and whether that is as good.
         self._inverses: dict[int, tuple[Any, Any, bool]] = {}
         self._spare = np.empty(0)

@@ -86,6 +86,10 @@ class FactorPlacement(Placement):
         transposed = self.work.output(output).orientation.transposed
         return redistribution(layout, Layout.of_chunks(held_chunks(self.problem.output(output).chunks, transposed)))
 
+    def steps(self, rank: int) -> tuple[Step, ...]:
+        """Return the steps of a rank."""
+        return self.work.steps(rank)
+
     def owned(self, output: str, rank: int) -> list[int]:
         """Return the numbers of an output's chunks that a rank puts together."""
         found: list[int] = np.flatnonzero(self.owners[output] == rank).tolist()
@@ -116,7 +120,8 @@ def work_of(problem: FactorProblem, engine: str, count: int, width: int, method:
     """Return the layout and the steps of the given number of ranks of an engine."""
     model, shared = ENGINES[engine], method == "columns"
     ways = {"carries": model.by_panels, "collective": model.collective, "queued": model.on_gpus}
-    return factor_plan(problem.task, count, width, shared=shared, **ways)
+    wanted = [one.name for one in problem.outputs]
+    return factor_plan(problem.task, count, width, shared=shared, wanted=wanted, **ways)
 
 
 def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:
@@ -170,15 +175,20 @@ def factor_plan(
     collective: bool = False,
     shared: bool = False,
     queued: bool = False,
+    wanted: Sequence[str] = (),
 ) -> FactorPlan:
-    """Return how `ranks` ranks compute `problem`, in blocks of `width` columns; 0 is for `block_width`."""
+    """Return how `ranks` ranks compute `problem`, in blocks of `width` columns; 0 is for `block_width`.
+
+    They make the results `wanted`, by default all.
+    """
     shared = shared and problem.shareable and not collective
     if problem.spectral and ranks != 1 and not (collective or shared):
         raise PlanError(f"{problem.kind} on {ranks} ranks: expected one")
     if ranks < 1 or width < 0:
         raise PlanError(f"{ranks} ranks, blocks of {width} columns: expected at least one rank and a width above 0")
     width = width or block_width(problem, ranks, shared=shared)
-    return FactorPlan(problem, ranks, width, carries, collective and ranks > 1, shared, queued)
+    names = tuple(wanted or (one.name for one in problem.outputs))
+    return FactorPlan(problem, ranks, width, names, carries, collective and ranks > 1, shared, queued)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +201,8 @@ class FactorPlan:
     ranks: int
     # Columns of a block of A.
     width: int
+    # Names of the results that are made.
+    wanted: tuple[str, ...]
     # Whether a single right-hand side may go from rank to rank in a substitution (`FactorPlan.carried`).
     carries: bool = False
     # Whether a library computes on all ranks together, on matrices of square blocks that begin on rank 0. It takes no
@@ -278,40 +290,66 @@ class FactorPlan:
             holders=() if task.spectral else self.holders,
             queued=self.queued and name == "qr",
         )
+        for number, operand in enumerate(task.inputs):
+            p.gather(operand, number)
         if len(columns.matrices) > 1 and not self.shared:
             factor.complete_second(p, identity=task.b_order is not None)
-        if self.collective:
-            return p.end()
-        if task.spectral:
-            results = [Buffer(f"result.{one.name}", as_matrix(one.shape), one.dtype) for one in task.outputs]
-            if self.shared:
-                factor.eigenvalues(p, panels if self.sweeps else (), results[:1], vectors=task.vectors)
-            else:
-                factor.decompose(p, results)
-            return p.end()
         # Right-hand sides go through the factorization with A; but not the columns that are to become Q, or a solution
         # of an underdetermined system.
         together = len(columns.matrices) > 1 and task.kind != "qr" and not task.by_adjoint
-        if name:
+        if self.collective:
+            pivots, diagonals = p.known(panels if name == "lu" else ())
+            results = [self._buffer(output) for output in task.outputs if self.output(output.name).matrix is None]
+            p.call("by_library", p.array, makes=results if task.spectral else [*pivots, *diagonals])
+        elif task.spectral:
+            results = list(map(self._buffer, task.outputs))
+            if self.shared:
+                factor.eigenvalues(p, panels if self.sweeps else (), results[:1], vectors=task.vectors)
+            else:
+                factor.decompose(p, results, task)
+        elif name:
             {"cholesky": factor.cholesky, "lu": factor.lu, "qr": factor.qr}[name](
                 p, panels, count if together else last
             )
         else:
             p.complete(panels)
-        if "substitute" in self.sweeps:
+        if "substitute" in self.sweeps and not self.collective:
             factor.substitute(p, panels, carried=self.carried, **substitution)
-        if "reflect" in self.sweeps:
+        if "reflect" in self.sweeps and not (self.collective or self.shared):
             # The columns of Q before a panel's first one are those of the identity in its rows: they stay as they are.
             factor.reflect(p, panels, lambda k: last + k if task.kind == "qr" else last)
+        with p.on("join"):
+            for output in map(self.output, self.wanted):
+                self._store(p, output)
         return p.end()
 
+    def _store(self, p: Panels, output: TaskOutput) -> None:
+        """Record how a result is handed over."""
+        layout = self.output_layout(output.name)
+        if layout is None:
+            if p.me in self.holders:
+                factor.store_numbers(p, self._buffer(output), output.name, output.form, self.panels)
+            return
+        if output.form == "residuals":
+            factor.store_columns(p, output.name, p.matrix(1)[self.problem.a_shape[1] :, :], "residuals")
+            return
+        (rows, cols), first = layout.local_shape(p.me), self.columns.first(output.matrix or 0)
+        # Rows of L are swapped by the panels that come after, unless a library has done so.
+        swapped = self.problem.kind == "lu" and output.form != "upper" and not self.collective
+        place = p.blocks(first, self.columns.count)[:rows, :cols]
+        factor.store_columns(p, output.name, place, "swapped" * swapped, self.panels)
+
+    def _buffer(self, output: TaskOutput) -> Buffer:
+        """Return the name of a result without block columns."""
+        return Buffer(f"result.{output.name}", as_matrix(output.shape), output.dtype)
+
     @property
-    def _check(self) -> str:
-        """What the diagonal of a factor must not have: ``"zero"``, ``"rank"``, or ``""`` for nothing to look for."""
+    def _check(self) -> int | None:
+        """How diagonals of factors are looked at: the size for rounding, 0 for zeros, None where they are not."""
         if self.problem.kind in ("lstsq", "pinv"):
-            return "rank"
+            return max(self.problem.a_shape)
         solved = self.problem.kind in ("solve", "inv", "solve_triangular") and not self.problem.unit_diagonal
-        return "zero" if solved and factored(self.problem) != "cholesky" else ""
+        return 0 if solved and factored(self.problem) != "cholesky" else None
 
     def numbers(self, part: str) -> int:
         """Return how many arrays there are of what ranks ask each other for; they are numbered from 0."""
