@@ -10,7 +10,7 @@ from dask.array.core import slices_from_chunks
 from dask_distmm import matmul
 from dask_distmm.numeric.epilogs import Epilog, Formula
 from dask_distmm.numeric.types import compute_dtype
-from dask_distmm.planning import Extra, Worker, plan
+from dask_distmm.planning import NamedMatrix, Worker, plan
 from dask_distmm.testing import make_problem, random_chunks, run_jobs
 
 ALL = [epilog.value for epilog in Epilog]
@@ -159,7 +159,7 @@ def run_case(engine, case, method, nranks, sources, with_c, amax=True):
         case.a.dtype.name,
         method=method,
         formula=formula,
-        extras=tuple(Extra(name, sizes[name], x.dtype.name) for name, x in extras.items()),
+        extras=tuple(NamedMatrix(name, sizes[name], x.dtype.name) for name, x in extras.items()),
     )
     where, chunks = {}, {}
     for name, x in arrays.items():

@@ -12,9 +12,8 @@ from dask_distmm.engines.base import Engine, Job, Side
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.job import ProgramJob
-from dask_distmm.planning.computation import Output, Worker
-from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan
-from dask_distmm.planning.factor.problem import FactorProblem, as_matrix
+from dask_distmm.planning.computation import NamedMatrix, Worker
+from dask_distmm.planning.factor import FactorPlacement, FactorPlan, FactorProblem, as_matrix
 from dask_distmm.testing import random_chunks, run_jobs
 
 
@@ -40,9 +39,9 @@ def run_factorization(
 
     given = dict(zip(task.inputs, (a, b), strict=False))
     chunks = {name: cut(x.shape) for name, x in given.items()}
-    outputs = tuple(Output(one.name, cut(one.shape), one.dtype) for one in task.outputs)
-    dtypes = (task.dtype,) * len(given)
-    problem = FactorProblem("test", task, tuple(chunks.values()), dtypes, outputs, "numpy", None, read_options())
+    outputs = tuple(NamedMatrix(one.name, cut(one.shape), one.dtype) for one in task.outputs)
+    dtypes = dict.fromkeys(given, task.dtype)
+    problem = FactorProblem("test", task, chunks, dtypes, outputs, "numpy", None, read_options())
     where, parts = {}, {}
     for name, x in given.items():
         rows, cols = chunks[name]

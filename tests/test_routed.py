@@ -24,7 +24,7 @@ import dask_distmm
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.config import DaskCosts, read_options
 from dask_distmm.planning import Worker
-from dask_distmm.planning.factor.problem import Factorization, FactorProblem
+from dask_distmm.planning.factor import Factorization, FactorProblem
 from dask_distmm.planning.tasks import run_overhead, tasks_estimate
 
 COSTS = DaskCosts(0.01, 0.00015, 0.01, 0.0005)
@@ -333,8 +333,8 @@ def test_costs_grow_with_the_work(kind, blocks, workers):
         b = None if kind in ("cholesky", "qr") else (size * blocks, 1)
         options = {"assume_a": "pos"} if kind == "solve" else {}
         task = Factorization(kind, (sum(rows), sum(cols)), "float64", b, **options)
-        chunks = ((rows, cols),) if b is None else ((rows, cols), (rows, (1,)))
-        dtypes = ("float64",) * len(chunks)
+        chunks = {"a": (rows, cols)} if b is None else {"a": (rows, cols), "b": (rows, (1,))}
+        dtypes = dict.fromkeys(chunks, "float64")
         return FactorProblem("x", task, chunks, dtypes, (), "auto", None, read_options())
 
     machine = read_options().machine("numpy")

@@ -23,7 +23,7 @@ from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.spectral import weights
 from dask_distmm.errors import MatrixError, NotSquareError
 from dask_distmm.planning.computation import Worker
-from dask_distmm.planning.factor.plan import plan_factorization
+from dask_distmm.planning.factor import plan_factorization
 from dask_distmm.programs import iterative
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]

@@ -36,7 +36,7 @@ from dask_distmm.engines.base import log
 from dask_distmm.errors import PlanError, check_options, unknown_name
 from dask_distmm.numeric.epilogs import PLAIN, Epilog, Formula
 from dask_distmm.numeric.types import Types, dtype_from_name, resolve_types, sum_dtype, supported
-from dask_distmm.planning import ENGINES, METHODS, Chunks, Extra, Problem
+from dask_distmm.planning import ENGINES, METHODS, Chunks, NamedMatrix, Problem
 from dask_distmm.planning.distribution import FREE, Distribution, Distributions
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.typing import AllOptions
@@ -453,7 +453,7 @@ class Request:
         lying = zip((under_a, under_b), transposed, strict=True)
         of_a, of_b = (x.chunks[::-1] if turned else x.chunks for x, turned in lying)
         fields = (of_a, of_b, self.chunks, types.a, types.b, types.d, self.method, self.engine, self.workers)
-        found = tuple(Extra(name, array.chunks, array.dtype.name) for name, array in self.extras)
+        found = tuple(NamedMatrix(name, array.chunks, array.dtype.name) for name, array in self.extras)
         names = (a.name, b.name, *(array.name for _, array in self.extras))
         more = self.distributions, transposed, conjugated, self.gathered
         same = a.name == b.name and types.a == types.b

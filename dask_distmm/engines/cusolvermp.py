@@ -65,9 +65,10 @@ from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.installing import install_command
 from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
-from dask_distmm.planning.computation import Output
+from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
-from dask_distmm.planning.factor.plan import FactorPlacement, FactorPlan, algorithm_of, factored
+from dask_distmm.planning.factor import FactorPlacement, FactorPlan, algorithm_of, factored
+from dask_distmm.programs.steps import Make
 
 # cuSOLVERMp, and cuBLASMp's trsm, through their bindings: grids, descriptors, workspace, the calls
 
@@ -272,7 +273,7 @@ class LibraryKernels(ProgramKernels):
             )
         # If all numbers are NaN, none is the largest.
         found = np.where(wrong, rows, found)
-        places = [self.columns.place(panel)[:2] for panel in self.plan.panels]
+        places = [self.columns.place(panel) for panel in self.plan.panels]
         return (
             *((found[start:stop] - start).astype(np.int32) for start, stop in places),
             *(diagonal[start:stop] for start, stop in places),
@@ -490,17 +491,18 @@ class CusolverMpJob(GpuProgramJob):
             )
         return groups[number]
 
-    def _fetched(self) -> dict[str, list[tuple[Copy, Any]]]:
-        """Return by operand the parts that workers have which are not ranks."""
-        asked = {name: self._ask_parts(name, self.plan.ranks)[1] for name in self.plan.problem.operands}
-        return {
-            name: [
-                one
-                for copies, answer in some
-                for one in zip(copies, wait_checked(answer, self.ended.check), strict=True)
-            ]
-            for name, some in asked.items()
-        }
+    def _fetched(self) -> dict[str, list[tuple[Callable[[Any], None], Any]]]:
+        """Return by operand the parts that workers have which are not ranks, with what writes them."""
+        found: dict[str, list[tuple[Callable[[Any], None], Any]]] = {}
+        for step in self._steps:
+            if isinstance(step, Make) and step.operand:
+                for holder, parts in self._wanted(step.operand, self._at(step.buffer)).items():
+                    if holder not in self.plan.ranks:
+                        answer = wait_checked(self._fetch("input", holder, parts), self.ended.check)
+                        found.setdefault(step.operand, []).extend(
+                            zip([write for _, write in parts], answer, strict=True)
+                        )
+        return found
 
     def _gather(self, name: str, target: Any) -> None:
         """Write this rank's block columns of an operand."""
@@ -524,8 +526,8 @@ class CusolverMpJob(GpuProgramJob):
         for copy, _, peer in copies:
             if peer == self.rank:
                 self._look_at(name, target, copy)
-        for copy, part in self._outside.pop(name):
-            self._put(name, target, copy, cp.asarray(part, plan.problem.dtype))
+        for write, part in self._outside.pop(name, ()):
+            write(cp.asarray(part, plan.problem.dtype))
 
     def _exchange(
         self, copies: Iterable[tuple[Copy, int, int]], src: dict[int, Any], dst: dict[int, Any], *, conjugated: bool
@@ -550,7 +552,7 @@ class CusolverMpJob(GpuProgramJob):
         else:
             super()._refuse(problem)
 
-    def _assemble(self, number: int, output: Output) -> dict[ResultKey, Any]:
+    def _assemble(self, number: int, output: NamedMatrix) -> dict[ResultKey, Any]:
         """Return the chunks of an output that this rank puts together."""
         if not self._shared:
             return super()._assemble(number, output)

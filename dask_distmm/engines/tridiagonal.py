@@ -67,7 +67,7 @@ from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor.plan import FactorPlan
+from dask_distmm.planning.factor import FactorPlan
 from dask_distmm.programs.factor import Columns
 
 Vector = NDArray[np.float64]
@@ -743,7 +743,7 @@ class SharedEigh(ProgramKernels):
         found = []
         for panel in self._plan.panels if self._plan.sweeps else ():
             if self._plan.columns.owner(panel) == self._rank:
-                start, stop, _ = self._plan.columns.place(panel)
+                start, stop = self._plan.columns.place(panel)
                 rows = a[start:, self._plan.columns.local(self._rank, panel, panel + 1)][:, : stop - start]
                 found.append(triangular_factor(self.blas, rows, self._reduced.factors[start - 1 : stop - 1]))
         self._note("reduce", a)

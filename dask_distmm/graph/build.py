@@ -56,8 +56,8 @@ from dask_distmm.planning import (
     problem_from_wire,
     restrict,
 )
-from dask_distmm.planning.computation import Output
-from dask_distmm.planning.factor.problem import FactorProblem
+from dask_distmm.planning.computation import NamedMatrix
+from dask_distmm.planning.factor import FactorProblem
 from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import with_tasks
@@ -363,7 +363,7 @@ def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
     return HighLevelGraph.from_collections(name, TasksLayer(tasks), dependencies=[d])
 
 
-def output_tasks(name: str, output: Output, before: str) -> dict[Any, GraphNode]:
+def output_tasks(name: str, output: NamedMatrix, before: str) -> dict[Any, GraphNode]:
     """Return the tasks of all chunks of an output, whose array is called `name`, that one run makes."""
     keys = ((name, *output.place(number, output.counts[1])) for number in range(output.count))
     return {key: ChunkTask(key, chunk, output.name, number, TaskRef(before)) for number, key in enumerate(keys)}

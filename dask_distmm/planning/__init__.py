@@ -12,6 +12,7 @@ network.
 from dask_distmm.planning.computation import Chunks as Chunks
 from dask_distmm.planning.computation import Computation as Computation
 from dask_distmm.planning.computation import Demand as Demand
+from dask_distmm.planning.computation import NamedMatrix as NamedMatrix
 from dask_distmm.planning.computation import Worker as Worker
 from dask_distmm.planning.cublasmp import CUBLASMP
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
@@ -34,7 +35,6 @@ from dask_distmm.planning.planner import plan_computation as plan_computation
 from dask_distmm.planning.planner import plan_from_wire as plan_from_wire
 from dask_distmm.planning.planner import problem_from_wire as problem_from_wire
 from dask_distmm.planning.problem import METHODS as METHODS
-from dask_distmm.planning.problem import Extra as Extra
 from dask_distmm.planning.problem import Problem as Problem
 from dask_distmm.planning.problem import restrict as restrict
 

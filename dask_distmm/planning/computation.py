@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
-from typing import TYPE_CHECKING, ClassVar, Self
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,8 +123,8 @@ def chunk_elements(chunks: Chunks) -> NDArray[np.int64]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Output(Wired):
-    """A matrix that a run makes."""
+class NamedMatrix(Wired):
+    """A matrix that a run makes, or one beside A and B that a formula reads: C, a bias, what was saved."""
 
     # Its name beside the computation's own; empty for the output that has the computation's name.
     name: str
@@ -175,6 +175,13 @@ class Computation(Wired):
         # The configuration that the run needs.
         options: Options
 
+        # Unless a subclass says otherwise: for each operand by name Dask's chunk sizes along both axes, and the name of
+        # its type, which ranks convert; the name of the type that is computed in; the outputs to be made.
+        chunks: Mapping[str, Chunks]
+        dtypes: Mapping[str, str]
+        compute_type: Any
+        wanted: tuple[NamedMatrix, ...]
+
         # Fields of a dataclass in some subclasses, which would take a property here for their defaults.
         @property
         def overwrite_a(self) -> bool:
@@ -198,12 +205,12 @@ class Computation(Wired):
     @property
     def dtypes_of_work(self) -> tuple[str, str, str]:
         """Names of the types with which an engine is asked whether it takes a computation."""
-        raise NotImplementedError
+        return (self.compute_type,) * 3
 
     @property
     def operands(self) -> tuple[str, ...]:
         """Names of the arrays that are read, in the order of their numbers."""
-        raise NotImplementedError
+        return tuple(self.chunks)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -224,9 +231,9 @@ class Computation(Wired):
         return self
 
     @property
-    def outputs(self) -> tuple[Output, ...]:
+    def outputs(self) -> tuple[NamedMatrix, ...]:
         """The arrays that are made."""
-        raise NotImplementedError
+        return self.wanted
 
     @property
     def engine_alone(self) -> str:
@@ -244,11 +251,11 @@ class Computation(Wired):
 
     def chunks_of(self, operand: str) -> Chunks:
         """Chunk sizes of an operand."""
-        raise NotImplementedError
+        return self.chunks[operand]
 
     def dtype_of(self, operand: str) -> str:
         """Name of the type of an operand."""
-        raise NotImplementedError
+        return self.dtypes[operand]
 
     def chunk_counts(self, operand: str) -> tuple[int, int]:
         """Chunks along rows and columns of an operand."""
@@ -271,7 +278,7 @@ class Computation(Wired):
         """Row and column of an operand's chunk in the computation that the user sees."""
         return divmod(index, self.chunk_counts(operand)[1])
 
-    def output(self, name: str) -> Output:
+    def output(self, name: str) -> NamedMatrix:
         """Return an output by its name."""
         return next(one for one in self.outputs if one.name == name)
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from dask_distmm.planning.factor.plan import FactorPlan
-from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.factor import Factorization, FactorPlan
 from dask_distmm.planning.model import EngineModel
 
 _PANELS, _MATRICES, _VALUES = 6, 4, 2

@@ -166,7 +166,7 @@ class Placement(Explanation, Wired):
     @property
     def compute_type(self) -> str:
         """Name of the type that is computed in."""
-        raise NotImplementedError
+        return self.problem.compute_type  # type: ignore[no-any-return]
 
     @property
     def kept(self) -> tuple[str, ...]:

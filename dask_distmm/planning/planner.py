@@ -41,8 +41,7 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Worker
 from dask_distmm.planning.cuts import Candidate, Cuts, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
 from dask_distmm.planning.distribution import BlockCyclic, Slab
-from dask_distmm.planning.factor.plan import FactorPlacement, plan_factorization
-from dask_distmm.planning.factor.problem import FactorProblem
+from dask_distmm.planning.factor import FactorPlacement, FactorProblem, plan_factorization
 from dask_distmm.planning.footprint import chunk_bytes, operand_needs, packing, spread
 from dask_distmm.planning.model import ENGINES, Phase, Work, models_of
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, match_ranks, over_limit

@@ -23,7 +23,7 @@ from dask_distmm.config import Options
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import COMPUTE_TYPES, FP8, dtype_from_name, operand_dtype, sum_dtype
-from dask_distmm.planning.computation import Chunks, Computation, Output, Part
+from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix, Part
 from dask_distmm.planning.distribution import FREE, Distributions
 
 # The formulas that NVIDIA's libraries can do inside of a multiply. Pure
@@ -101,7 +101,7 @@ def part_of(
         chunks[name] = tuple(own[0][i] for i in rows), tuple(own[1][j] for j in cols)
     extras = [dataclasses.replace(one, chunks=chunks[one.name]) for one in problem.extras if one.name in chunks]
     if "partial" in chunks and "partial" not in problem.operands:
-        extras.append(Extra("partial", chunks["partial"], problem.compute_type.name))
+        extras.append(NamedMatrix("partial", chunks["partial"], problem.compute_type.name))
     return dataclasses.replace(
         problem,
         a_chunks=chunks["a"],
@@ -129,18 +129,6 @@ def _mark(chunkings: Sequence[Sequence[int]], chunks: NDArray[np.int64], length:
 
 
 METHODS = ("local", "allgather", "reducescatter", "allreduce", "summa")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Extra:
-    """An array beside A and B that the formula reads: C, a bias, what the forward pass has saved."""
-
-    # ``"c"``, or the epilog's name for it.
-    name: str
-    # Dask's chunk sizes along both axes; an axis of length 1 is broadcast against D.
-    chunks: Chunks
-    # Name of its type.
-    dtype: str
 
 
 # Asked for each chunk, while GPUs wait.
@@ -186,7 +174,7 @@ class Problem(Computation):
     # What the chunks of D are: ``"numpy"`` or ``"cupy"``.
     array: str = "numpy"
     # Further arrays that the formula reads, and the formula but for the product.
-    extras: tuple[Extra, ...] = ()
+    extras: tuple[NamedMatrix, ...] = ()
     formula: Formula = dataclasses.field(default_factory=Formula)
     # How it is multiplied, one of `COMPUTE_TYPES`; empty for as usual.
     compute: str = ""
@@ -273,15 +261,15 @@ class Problem(Computation):
         return tuple(name for name in self.operands if name != "b" or not self.same)
 
     @property
-    def outputs(self) -> tuple[Output, ...]:
+    def outputs(self) -> tuple[NamedMatrix, ...]:
         """D, and the auxiliary outputs that the run makes chunk by chunk of it."""
-        found = [Output("", self.out_chunks, self.dtype)]
+        found = [NamedMatrix("", self.out_chunks, self.dtype)]
         for name in self.formula.per_element:
             rows, cols = (
                 sizes if kept else (1,) * len(sizes)
                 for sizes, kept in zip(self.out_chunks, self.formula.keeps(name), strict=True)
             )
-            found.append(Output(name, (rows, cols), self.formula.dtype_of(name, self.result_type).name))
+            found.append(NamedMatrix(name, (rows, cols), self.formula.dtype_of(name, self.result_type).name))
         return tuple(found)
 
     @property

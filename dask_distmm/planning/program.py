@@ -21,7 +21,7 @@ from dask_distmm.config import Options
 from dask_distmm.errors import ProtocolError
 from dask_distmm.numeric.sparse import SHARE
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, Computation, Output, Part, Worker, chunk_elements
+from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix, Part, Worker, chunk_elements
 from dask_distmm.planning.footprint import is_by_ranks, made_ahead
 from dask_distmm.planning.model import Phase, Work, speeds
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
@@ -72,7 +72,7 @@ class ProgramProblem(Computation):
     chunks: Mapping[str, Chunks]
     dtypes: Mapping[str, str]
     # The outputs to be made. A vector is a row.
-    wanted: tuple[Output, ...]
+    wanted: tuple[NamedMatrix, ...]
     # As asked for; ``"auto"`` leaves the choice to the cost model.
     engine: str
     # Addresses to use, or their number, or None for all.
@@ -89,11 +89,6 @@ class ProgramProblem(Computation):
     sparse: tuple[str, ...] = ()
 
     @property
-    def operands(self) -> tuple[str, ...]:
-        """Names of the matrices that are read."""
-        return tuple(self.chunks)
-
-    @property
     def donated(self) -> tuple[str, ...]:
         """A, if it is to be overwritten."""
         return ("a",) if self.overwrite_a and not self.by_ranks[0] else ()
@@ -103,33 +98,15 @@ class ProgramProblem(Computation):
         return dataclasses.replace(self, wanted=tuple(one for one in self.wanted if one.name in outputs))
 
     @property
-    def outputs(self) -> tuple[Output, ...]:
-        """The arrays that are made."""
-        return self.wanted
-
-    @property
     def dtype(self) -> np.dtype:
         """Type that is computed in."""
         return dtype_from_name(self.compute_type)
-
-    @property
-    def dtypes_of_work(self) -> tuple[str, str, str]:
-        """Three times the type that is computed in."""
-        return (self.compute_type,) * 3
 
     @property
     def flops(self) -> float:
         """Floating-point operations of the program, as on one rank."""
         owners = (0,) * len(self.chunks["a"][0])
         return self.figures(owners, 1, Rates(1.0, 1.0, 1.0, 0.0))[0].flops
-
-    def chunks_of(self, operand: str) -> Chunks:
-        """Chunk sizes of an operand."""
-        return self.chunks[operand]
-
-    def dtype_of(self, operand: str) -> str:
-        """Name of the type of an operand."""
-        return self.dtypes[operand]
 
     def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank, if `owners` have the chunks of rows."""
@@ -205,11 +182,6 @@ class ProgramPlacement(Placement):
     def grid(self) -> tuple[int, int, int]:
         """One column of ranks."""
         return len(self.ranks), 1, 1
-
-    @property
-    def compute_type(self) -> str:
-        """Name of the type of all matrices."""
-        return self.problem.compute_type
 
     def whole(self, operand: str, number: int) -> tuple[int, int, int, int]:
         """Return the rows and columns of all of a chunk of an operand."""

@@ -17,8 +17,7 @@ from typing import Any
 
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.planning.computation import Computation, Worker
-from dask_distmm.planning.factor.plan import factored
-from dask_distmm.planning.factor.problem import FactorProblem
+from dask_distmm.planning.factor import FactorProblem, factored
 from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.planning.model import EngineModel, Estimate, Phase, Work, estimate
 from dask_distmm.planning.placement import P
@@ -103,10 +102,10 @@ def _program(problem: ProgramProblem, workers: Sequence[Worker], machine: Machin
 
 
 def _factor(problem: FactorProblem, workers: Sequence[Worker], machine: Machine) -> _Tasks:
-    blocks, (rows, cols) = len(problem.chunks[0][0]), problem.task.a_shape
+    blocks, (rows, cols) = len(problem.chunks["a"][0]), problem.task.a_shape
     name, right, columns = factored(problem.task), 0, 0
     if problem.task.b_shape is not None:
-        right, columns = len(problem.chunks[1][1]), problem.task.b_shape[1]
+        right, columns = len(problem.chunks["b"][1]), problem.task.b_shape[1]
     if name == "qr":
         # Q and R of each chunk; R of all of these R; its Q in parts, and their products with the first Q.
         products, others, elements = blocks, 4 * blocks, cols * cols

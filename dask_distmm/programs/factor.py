@@ -64,16 +64,6 @@ class BlockColumn(NamedTuple):
     stop: int
 
 
-class DiagonalBlock(NamedTuple):
-    """Where the diagonal block of a panel is."""
-
-    # Its rows and columns. In the last panel of a matrix with more columns than rows the panel continues beyond `stop`.
-    start: int
-    stop: int
-    # Number of diagonal elements of the matrix.
-    order: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Columns:
     """Block columns of one or two matrices over `ranks` ranks."""
@@ -121,11 +111,18 @@ class Columns:
             found += [BlockColumn(number, cols, cols)] * (self.first(number + 1) - len(found))
         return tuple(found)
 
-    def place(self, panel: int) -> DiagonalBlock:
-        """Return where the diagonal block of a panel of A is, or the block `below` it."""
-        order = min(self.matrices[0].shape)
+    @property
+    def order(self) -> int:
+        """Number of diagonal elements of A."""
+        return min(self.matrices[0].shape)
+
+    def place(self, panel: int) -> tuple[int, int]:
+        """Return the rows and columns of the diagonal block of a panel of A, or those of the block `below` it.
+
+        In the last panel of a matrix with more columns than rows the panel continues beyond it.
+        """
         _, start, stop = self.blocks[panel]
-        return DiagonalBlock(start + self.below, min(stop + self.below, order), order)
+        return start + self.below, min(stop + self.below, self.order)
 
     def owned(self, rank: int, first: int = 0, stop: int | None = None) -> range:
         """Return the numbers of a rank's blocks in ``range(first, stop)``; without `stop`, of all from `first`."""
@@ -261,19 +258,19 @@ class Panels(Recorder):
 
     def whole(self, k: int, part: str) -> Buffer | View:
         """Return a part of a panel with all its columns: this rank's own, or as it has come from another one."""
-        (start, stop, _), (_, left, right) = self.columns.place(k), self.columns.blocks[k]
+        (start, stop), (_, left, right) = self.columns.place(k), self.columns.blocks[k]
         if self.owns(k):
             return self.blocks(k, k + 1)[(slice(start, None) if part == "lower" else slice(stop)), :]
         return Buffer(f"{part}.{k}", (self.columns.rows - start if part == "lower" else stop, right - left), self.dtype)
 
     def panel(self, k: int, part: str = "lower") -> View:
         """Return a part of a panel, as wide as its diagonal block."""
-        start, stop, _ = self.columns.place(k)
+        start, stop = self.columns.place(k)
         return self.whole(k, part)[:, : stop - start]
 
     def extra(self, k: int) -> Buffer:
         """Return what goes with a panel: info of potrf, pivots of getrf, or T of reflectors."""
-        start, stop, _ = self.columns.place(k)
+        start, stop = self.columns.place(k)
         if self._factored in ("cholesky", "lu"):
             rows = 1 if self._factored == "cholesky" else min(self.whole(k, "lower").shape)
             return Buffer(f"extra.{k}", (rows, 1), "int32")
@@ -325,7 +322,7 @@ class Panels(Recorder):
         return self.columns.owned(self.me, first, stop)
 
     def _is_short(self, k: int, first: int, stop: int) -> bool:
-        rows = self.columns.rows - self.columns.place(k).start
+        rows = self.columns.rows - self.columns.place(k)[0]
         return is_short(self._factored, rows, self.blocks(first, stop).shape[1])
 
     @contextlib.contextmanager
@@ -360,11 +357,11 @@ class Panels(Recorder):
             self.call("copied", self.extra(k), makes=[pivots])
         elif self._factored == "cholesky":
             # So that all ranks name the same minor, the first: those after it are wrong, too.
-            self.call("check_minor", self.extra(k), start=self.columns.place(k).start, copied=True)
+            self.call("check_minor", self.extra(k), start=self.columns.place(k)[0], copied=True)
 
     def _complete(self, k: int) -> None:
         """Look at a panel of this rank that does not change any more, and publish it."""
-        start, stop, _ = self.columns.place(k)
+        start, stop = self.columns.place(k)
         if self._check is not None:
             rows = self.blocks(k, k + 1)[:, : stop - start]
             self.call("check_diagonal", rows, start=start, size=self._check)
@@ -382,7 +379,7 @@ class Panels(Recorder):
 
     def starts(self, order: Iterable[int]) -> list[int]:
         """Return the first rows of panels."""
-        return [self.columns.place(k).start for k in order]
+        return [self.columns.place(k)[0] for k in order]
 
     def known(self, order: Iterable[int]) -> tuple[list[Buffer], list[Buffer]]:
         """Return the pivots and the diagonals of all panels, on one of the ranks that have them in the end."""
@@ -424,11 +421,11 @@ def cholesky(p: Panels, order: Sequence[int], last: int) -> None:
         size = panel.shape[1]
         diagonal, below = panel[:size, :], panel[size:, :]
         p.call("potrf", diagonal, makes=[p.extra(k)])
-        p.call("check_minor", p.extra(k), start=p.columns.place(k).start)
+        p.call("check_minor", p.extra(k), start=p.columns.place(k)[0])
         p.call("trsm", diagonal, below, right=True, lower=True, op="C", unit=False)
 
     def update(k: int, first: int, stop: int) -> None:
-        start, end = p.columns.place(k).start, min(stop, p.columns.first(1))
+        start, end = p.columns.place(k)[0], min(stop, p.columns.first(1))
         if owned := p.columns.owned(p.me, first, end):
             top = p.columns.blocks[owned[0]].start
             blocks = [(b.start - top, b.stop - top) for b in map(p.columns.blocks.__getitem__, owned)]
@@ -446,7 +443,7 @@ def lu(p: Panels, order: Sequence[int], last: int) -> None:
         p.call("getrf", p.whole(k, "lower"), makes=[p.extra(k)])
 
     def update(k: int, first: int, stop: int) -> None:
-        panel, columns = p.panel(k), p.blocks(first, stop)[p.columns.place(k).start :, :]
+        panel, columns = p.panel(k), p.blocks(first, stop)[p.columns.place(k)[0] :, :]
         size = panel.shape[1]
         p.call("laswp", columns, p.extra(k))
         p.call("trsm", panel[:size, :], columns[:size, :], right=False, lower=True, op="N", unit=True)
@@ -475,7 +472,7 @@ def reflect(p: Panels, order: Sequence[int], first: Callable[[int], int]) -> Non
 
 def _reflect_blocks(p: Panels, k: int, first: int, stop: int, *, op: str) -> None:
     """Multiply block columns by the reflectors of a panel, or by their conjugate transpose."""
-    p.call("larfb", p.panel(k), p.extra(k), p.blocks(first, stop)[p.columns.place(k).start :, :], op=op)
+    p.call("larfb", p.panel(k), p.extra(k), p.blocks(first, stop)[p.columns.place(k)[0] :, :], op=op)
 
 
 def substitute(
@@ -499,7 +496,7 @@ def substitute_block(
     With A itself the solution is then taken out of the equations that are left. Of its transpose the panel is a block
     row: the solutions that are there are taken out of it first.
     """
-    start, stop, order = p.columns.place(k)
+    (start, stop), order = p.columns.place(k), p.columns.order
     rows, here = p.panel(k, "lower" if lower else "upper"), columns[start:stop, :]
     if lower:
         block, others, left = rows[: stop - start, :], rows[stop - start : order - start, :], columns[stop:order, :]

@@ -1,7 +1,7 @@
 """Plans as text, HTML and SVG. Importing it says how plans are shown."""
 
 from dask_distmm.arrays.product import NotCollective
-from dask_distmm.planning.factor.plan import FactorPlacement
+from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan
 from dask_distmm.planning.placement import register_forms
 from dask_distmm.planning.plan import Plan

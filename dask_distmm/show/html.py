@@ -16,7 +16,7 @@ from dask.utils import format_bytes, format_time
 from numpy.typing import NDArray
 
 from dask_distmm.planning.cublasmp import Tile
-from dask_distmm.planning.factor.plan import FactorPlacement
+from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.many import BatchEstimate, BatchPlan, ChainPlan, GroupPlan
 from dask_distmm.planning.model import ENGINES, Estimate
 from dask_distmm.planning.placement import Placement

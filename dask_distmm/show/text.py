@@ -7,8 +7,7 @@ import math
 from dask.utils import format_bytes, format_time
 
 from dask_distmm.arrays.product import NotCollective
-from dask_distmm.planning.factor.plan import FactorPlacement
-from dask_distmm.planning.factor.problem import FactorProblem
+from dask_distmm.planning.factor import FactorPlacement, FactorProblem
 from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan, Share
 from dask_distmm.planning.model import ENGINES, Estimate
@@ -290,7 +289,7 @@ def factor_text(plan: FactorPlacement) -> str:
     dealt = work.sweeps or work.collective or work.shared
     matrices = [
         f"  {name.upper():10}{sum(rows)} x {sum(cols)} {problem.task.dtype}, {len(rows)} x {len(cols)} chunks"
-        for name, (rows, cols) in zip(problem.operands, problem.chunks, strict=True)
+        for name, (rows, cols) in problem.chunks.items()
     ]
     outputs = ", ".join(
         f"{one.name} {sum(one.chunks[0])} x {sum(one.chunks[1])} in {one.counts[0]} x {one.counts[1]} chunks"

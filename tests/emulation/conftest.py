@@ -20,9 +20,8 @@ from dask_distmm.config import read_options
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import ENGINES, METHODS, Plan, Worker
 from dask_distmm.planning import cuts as extents
-from dask_distmm.planning.computation import Output
-from dask_distmm.planning.factor.plan import FactorPlacement, plan_factorization
-from dask_distmm.planning.factor.problem import Factorization, FactorProblem, as_matrix
+from dask_distmm.planning.computation import NamedMatrix
+from dask_distmm.planning.factor import Factorization, FactorPlacement, FactorProblem, as_matrix, plan_factorization
 from dask_distmm.testing import conformance, random_chunks, run_jobs
 
 
@@ -259,14 +258,14 @@ def factorize(make_peers, monkeypatch):
             rows, cols = (random_chunks(rng, size, 4) for size in shape)
             return rows, cols
 
-        chunks = tuple(map(cut, given))
-        outputs = tuple(Output(one.name, cut(as_matrix(one.shape)), one.dtype) for one in task.outputs)
+        chunks = dict(zip(task.inputs, map(cut, given), strict=True))
+        outputs = tuple(NamedMatrix(one.name, cut(as_matrix(one.shape)), one.dtype) for one in task.outputs)
         problem = FactorProblem(
             *(
                 "test",
                 task,
                 chunks,
-                (task.dtype,) * len(given),
+                dict.fromkeys(chunks, task.dtype),
                 outputs,
                 "peer",
                 None,
@@ -276,7 +275,7 @@ def factorize(make_peers, monkeypatch):
             )
         )
         parts, where = {}, {}
-        for name, x, (rows, cols) in zip(problem.operands, matrices, chunks, strict=True):
+        for (name, (rows, cols)), x in zip(chunks.items(), matrices, strict=True):
             edges = [np.cumsum((0, *sizes)) for sizes in (rows, cols)]
             for number in range(len(rows) * len(cols)):
                 i, j = divmod(number, len(cols))

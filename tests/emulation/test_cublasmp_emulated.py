@@ -13,7 +13,7 @@ from epilog_cases import ALL, Case, run_case
 
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning import Extra, Worker, plan
+from dask_distmm.planning import NamedMatrix, Worker, plan
 from dask_distmm.planning.cublasmp import CUBLASMP, make_tiles
 from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.testing import conformance, make_problem
@@ -207,7 +207,7 @@ def test_the_bias_decides_which_way_is_cheaper():
     """All-gather of A into columns adds a value for each column, of B into rows a value for each row."""
     sizes = ((2048,) * 4, (8192,)), ((8192,), (2048,) * 4)
     for shape, grid in (((1, 8192), (1, 4, 1)), ((8192, 1), (4, 1, 1))):
-        extra = Extra("bias", tuple((n,) for n in shape), "float32")
+        extra = NamedMatrix("bias", tuple((n,) for n in shape), "float32")
         problem = make_problem(
             *sizes, "float32", formula=Formula(epilog="relu_bias"), extras=(extra,), method="allgather"
         )

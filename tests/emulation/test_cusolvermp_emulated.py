@@ -23,9 +23,8 @@ from residuals import (
 from dask_distmm.config import read_options
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES, Worker
-from dask_distmm.planning.computation import Output
-from dask_distmm.planning.factor.plan import FactorPlacement, plan_factorization
-from dask_distmm.planning.factor.problem import Factorization, FactorProblem, as_matrix
+from dask_distmm.planning.computation import NamedMatrix
+from dask_distmm.planning.factor import Factorization, FactorPlacement, FactorProblem, as_matrix, plan_factorization
 from dask_distmm.testing import random_chunks, run_jobs
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
@@ -49,14 +48,14 @@ class Solvers:
             rows, cols = (random_chunks(rng, size, 4) for size in shape)
             return rows, cols
 
-        chunks = tuple(map(cut, given))
-        outputs = tuple(Output(one.name, cut(as_matrix(one.shape)), one.dtype) for one in task.outputs)
+        chunks = dict(zip(task.inputs, map(cut, given), strict=True))
+        outputs = tuple(NamedMatrix(one.name, cut(as_matrix(one.shape)), one.dtype) for one in task.outputs)
         shared = "columns" if nranks > 1 else "auto"
         problem = FactorProblem(
             "test",
             task,
             chunks,
-            (task.dtype,) * len(given),
+            dict.fromkeys(chunks, task.dtype),
             outputs,
             "cusolvermp",
             None,
@@ -65,7 +64,7 @@ class Solvers:
             shared,
         )
         parts, where = {}, {}
-        for name, x, (rows, cols) in zip(problem.operands, matrices, chunks, strict=True):
+        for (name, (rows, cols)), x in zip(chunks.items(), matrices, strict=True):
             edges = [np.cumsum((0, *sizes)) for sizes in (rows, cols)]
             for number in range(len(rows) * len(cols)):
                 i, j = divmod(number, len(cols))

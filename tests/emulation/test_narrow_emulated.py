@@ -12,7 +12,7 @@ from narrow_cases import PAIRS, Narrow, random_fp8
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8
-from dask_distmm.planning import Extra, Worker, plan
+from dask_distmm.planning import NamedMatrix, Worker, plan
 from dask_distmm.testing import make_problem, random_chunks, run_jobs
 
 FP8_METHODS = ["local", "allgather", "reducescatter", "allreduce"]
@@ -29,10 +29,10 @@ def run_narrow(ranks, method, nranks, pair, to, *, shape=(67, 59, 71), orders="C
     extras = []
     if lazy:
         arrays["scale_a"], kinds["scale_a"] = np.full((1, 1), 0.25, np.float32), "float32"
-        extras.append(Extra("scale_a", ((1,), (1,)), "float32"))
+        extras.append(NamedMatrix("scale_a", ((1,), (1,)), "float32"))
     if "c" in terms:
         arrays["c"], kinds["c"] = terms["c"], terms["c"].dtype.name
-        extras.insert(0, Extra("c", ((m,), (n,)), kinds["c"]))
+        extras.insert(0, NamedMatrix("c", ((m,), (n,)), kinds["c"]))
     formula = Formula(
         (terms.get("alpha", 1.0) * (3.0 if lazy else 0.75), 0.0),
         (terms.get("beta", 0.0), 0.0),

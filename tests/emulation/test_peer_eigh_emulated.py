@@ -22,8 +22,7 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import HostMerging, HostReduction, panel_width
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES
-from dask_distmm.planning.factor.plan import factor_plan
-from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.factor import Factorization, factor_plan
 
 pytestmark = pytest.mark.skipif(compiled.compiler() is None, reason="needs g++: kernels are compiled for the CPU")
 DTYPES = ["float32", "float64", "complex64", "complex128"]

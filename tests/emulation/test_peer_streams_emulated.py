@@ -19,7 +19,7 @@ from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning import Extra, Worker, plan
+from dask_distmm.planning import NamedMatrix, Worker, plan
 from dask_distmm.planning import schedule as block_schedule
 from dask_distmm.planning import schedule as schedules
 from dask_distmm.runtime.chunks import _needed_chunks, _view
@@ -290,7 +290,7 @@ def test_formula_and_earlier_sums(make_peers):
         problem = problem_of(
             rng, (67, 59, 71), "float32", (True, True), method, out_chunks=out,
             formula=Formula(alpha=(2.0, 0.0), beta=(-1.0, 0.0), epilog="relu", partial=True),
-            extras=(Extra("c", out, "float32"), Extra("partial", out, "float32")),
+            extras=(NamedMatrix("c", out, "float32"), NamedMatrix("partial", out, "float32")),
         )  # fmt: skip
         a, b = matrices(rng, problem)
         c, sums = rng.standard_normal((2, 67, 59)).astype("f4")

@@ -17,7 +17,7 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import EVERYWHERE, METHODS, Worker, plan
 from dask_distmm.planning.distribution import BlockCyclic, Slab
-from dask_distmm.planning.problem import Extra
+from dask_distmm.planning.problem import NamedMatrix
 from dask_distmm.testing import (
     LocalComm,
     assert_product,
@@ -223,7 +223,7 @@ def test_gram_matrices(monkeypatch, method, dtype, pack_below, own_out_chunks, b
         (cols, rows), (rows, cols), dtype, method=method, arrays=("x", "x"), transposed=(True, False),
         conjugated=(complexes, False), out_chunks=(across, down),
         options=dataclasses.replace(read_options(), pack_below=pack_below),
-        **({"formula": Formula(partial=True), "extras": (Extra("partial", (across, down), dtype),)} if begun else {}),
+        formula=Formula(partial=begun), extras=(NamedMatrix("partial", (across, down), dtype),) * begun,
     )  # fmt: skip
     where = rng.integers(0, nranks, (len(rows), len(cols))).astype(np.int32)
     homes = {"a": where.T.ravel(), "b": where.ravel()}

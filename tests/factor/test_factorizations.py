@@ -24,8 +24,7 @@ from residuals import (
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs import factor
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor.plan import factor_plan
-from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.factor import Factorization, factor_plan
 from dask_distmm.programs.factor import is_short
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from dask_distmm.engines.programs.job import inside
 from dask_distmm.errors import PlanError
 from dask_distmm.layout.redistribute import Copy
-from dask_distmm.planning.factor.plan import block_width, factor_plan
-from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.factor import Factorization, block_width, factor_plan
 from dask_distmm.programs import factor
 from dask_distmm.programs.check import ProgramError, Rates, check, cost
 from dask_distmm.programs.factor import Columns, Matrix

@@ -7,8 +7,7 @@ import pytest
 from matrices import noise
 
 from dask_distmm.engines.tridiagonal import HostMerging, HostReduction
-from dask_distmm.planning.factor.plan import factor_plan
-from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.factor import Factorization, factor_plan
 
 pytestmark = pytest.mark.engines("peer")
 DTYPES = ["float32", "float64", "complex64", "complex128"]

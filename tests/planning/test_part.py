@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.errors import ProtocolError
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning import Extra, Problem, restrict
+from dask_distmm.planning import NamedMatrix, Problem, restrict
 from dask_distmm.planning.distribution import Slab
 from dask_distmm.testing import make_problem
 
@@ -29,8 +29,8 @@ def cut_again(draw, chunks):
 def problems(draw):
     rows, cols, depth = (tuple(draw(sizes)) for _ in range(3))
     extras = (
-        Extra("c", (cut_again(draw, rows), cut_again(draw, cols)), "float64"),
-        Extra("bias", ((1,), cut_again(draw, cols)), "float64"),
+        NamedMatrix("c", (cut_again(draw, rows), cut_again(draw, cols)), "float64"),
+        NamedMatrix("bias", ((1,), cut_again(draw, cols)), "float64"),
     )
     out = (cut_again(draw, rows), cut_again(draw, cols))
     found = make_problem((rows, depth), (depth, cols), out_chunks=out, extras=extras)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning import Extra, Problem, Worker, plan, restrict
+from dask_distmm.planning import NamedMatrix, Problem, Worker, plan, restrict
 from dask_distmm.planning.cuts import by_holder, free_axes, reorder
 from dask_distmm.planning.distribution import Slab
 from dask_distmm.testing import make_problem
@@ -21,7 +21,7 @@ sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 @st.composite
 def cases(draw):
     rows, cols, depth = (draw(sizes) for _ in range(3))
-    extras = (Extra("c", (rows, cols), "float64"), Extra("bias", ((1,), cols), "float64"))
+    extras = (NamedMatrix("c", (rows, cols), "float64"), NamedMatrix("bias", ((1,), cols), "float64"))
     problem = make_problem((rows, depth), (depth, cols), extras=extras, name="m")
     if draw(st.booleans()):
         wanted = draw(st.sets(st.integers(0, len(rows) * len(cols) - 1), min_size=1))
@@ -100,8 +100,8 @@ def test_a_gram_product_moves_nothing_but_sums():
         ({"grid": (2, 1, 1), "method": "allgather"}, ""),
         ({"formula": Formula(epilog="allreduce")}, ""),
         ({"out_chunks": ((3, 5), (4, 4))}, "nk"),
-        ({"extras": (Extra("c", ((4, 4), (8,)), "float64"),)}, "mk"),
-        ({"extras": (Extra("bias", ((1,), (4, 4)), "float64"),)}, "mnk"),
+        ({"extras": (NamedMatrix("c", ((4, 4), (8,)), "float64"),)}, "mk"),
+        ({"extras": (NamedMatrix("bias", ((1,), (4, 4)), "float64"),)}, "mnk"),
     ],
 )
 def test_axes_that_may_be_reordered(changes, free):

@@ -11,7 +11,7 @@ from dask_distmm import linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import ENGINES, Worker, plan_computation
-from dask_distmm.planning.factor.plan import FactorPlacement, plan_factorization
+from dask_distmm.planning.factor import FactorPlacement, plan_factorization
 from dask_distmm.programs.factor import Columns, Matrix
 
 HOSTS = [Worker(f"w{i}", memory_limit=2**36, host=f"h{i}") for i in range(4)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import dask_distmm  # noqa: F401
 from dask_distmm import PlanError, ProjectedMemoryError
 from dask_distmm.config import DaskCosts, read_options
-from dask_distmm.planning import Extra, Problem, Worker
+from dask_distmm.planning import NamedMatrix, Problem, Worker
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 
 MIB = 2**20
@@ -123,7 +123,7 @@ def test_waves_that_ranks_make_are_long(whole):
 def test_the_formula_is_the_last_waves():
     formula = dataclasses.replace(problem(4, 4, 4, (4, 4, 4)).formula, alpha=(2.0, 0.0), beta=(1.0, 0.0))
     whole = dataclasses.replace(
-        gram(2_000_000, 500, 10_000), formula=formula, extras=(Extra("c", ((500,), (500,)), "float64"),)
+        gram(2_000_000, 500, 10_000), formula=formula, extras=(NamedMatrix("c", ((500,), (500,)), "float64"),)
     )
     scheme = choose_scheme(whole, workers(2, 500 * MIB), (True, True), BUDGET, COSTS)
     first, *middle, last = (wave_problem(whole, scheme, number) for number in range(len(scheme.waves)))

@@ -14,8 +14,7 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs import iterations
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh
-from dask_distmm.planning.factor.plan import factor_plan
-from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.factor import Factorization, factor_plan
 from dask_distmm.programs.check import ProgramError, Rates, all_flags, check, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows

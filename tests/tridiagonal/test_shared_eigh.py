@@ -15,8 +15,7 @@ from dask_distmm.engines import tridiagonal
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import HostReduction, panel_width, reflector, triangular_factor
 from dask_distmm.errors import MatrixError, PlanError
-from dask_distmm.planning.factor.plan import factor_plan
-from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.factor import Factorization, factor_plan
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 

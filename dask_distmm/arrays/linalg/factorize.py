@@ -28,8 +28,8 @@ from dask_distmm.graph.build import TasksLayer, build_factor_graph
 from dask_distmm.graph.waves import tasks_of_chunks
 from dask_distmm.numeric.sparse import SHARE, beside, compressed, dense, sparse_package
 from dask_distmm.planning import ENGINES
-from dask_distmm.planning.computation import Chunks, Computation, Output
-from dask_distmm.planning.factor.problem import Factorization, FactorProblem
+from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix
+from dask_distmm.planning.factor import Factorization, FactorProblem
 from dask_distmm.planning.planner import plan_computation, problem_from_wire
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.chunks import array_kind, on_device
@@ -119,9 +119,9 @@ def row_chunks(size: int) -> Chunks:
     return (), (size,)
 
 
-def _output(name: str, chunks: Chunks, dtype: str) -> Output:
+def _output(name: str, chunks: Chunks, dtype: str) -> NamedMatrix:
     axes, (rows, cols) = tuple(axis for axis in (0, 1) if chunks[axis]), _known(chunks)
-    return Output(name, (rows or (1,), cols or (1,)), dtype, axes)
+    return NamedMatrix(name, (rows or (1,), cols or (1,)), dtype, axes)
 
 
 def computed(name: str, x: Any, *, vector: bool = False, sparse_rows: bool = False) -> Array:
@@ -168,7 +168,8 @@ def factorize(
     if method == "rows":
         raise PlanError("method='rows' is for qr, lstsq, and svd without full_matrices: pass 'columns' or 'local'")
     *request, overwrite = _request(FactorProblem.kind, arrays, how)
-    chunks, dtypes = tuple(array.chunks for array in arrays), tuple(array.dtype.name for array in arrays)
+    chunks = dict(zip(task.inputs, (array.chunks for array in arrays), strict=True))
+    dtypes = dict(zip(task.inputs, (array.dtype.name for array in arrays), strict=True))
     names = [array.name for array in arrays]
     described: Any = (task, chunks, dtypes, outputs, *request, method, overwrite)
     return _arrays(FactorProblem(f"{kind}-{tokenize(repr((names, *described)))}", *described), arrays, {})

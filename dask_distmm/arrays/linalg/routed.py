@@ -34,7 +34,7 @@ from dask_distmm.arrays.linalg.stacks import RULES, by_one_task, by_tasks
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
 from dask_distmm.errors import EngineError, NotSquareError, PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.numeric.sparse import sparse_package
-from dask_distmm.planning.factor.problem import FactorProblem
+from dask_distmm.planning.factor import FactorProblem
 from dask_distmm.planning.planner import plan_computation
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import with_tasks

@@ -26,7 +26,7 @@ from dask_distmm.arrays.linalg.factorize import common_type, operand
 from dask_distmm.arrays.linalg.public import EigResult, RunOptions, named
 from dask_distmm.config import parsed
 from dask_distmm.errors import MatrixError, PlanError, check_square
-from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.factor import Factorization
 from dask_distmm.runtime.chunks import array_kind
 
 P = ParamSpec("P")

@@ -45,7 +45,7 @@ from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning import Plan
-from dask_distmm.planning.factor.plan import FactorPlacement
+from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.peer import reaches
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.planning.schedule import (

@@ -37,9 +37,8 @@ from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh, Tridiagonal, row_bounds
-from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.computation import chunk_elements
-from dask_distmm.planning.factor.plan import FactorPlacement
+from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.programs.factor import PARTS
 from dask_distmm.programs.steps import Buffer, Key, Store
 
@@ -149,13 +148,13 @@ class PulledPanels(RankExchange):
         shape = work.columns.rows, work.columns.local_cols(owner)
         columns = work.columns.local(owner, key.number, key.number + 1)
         source = self.remote.view(holder, BLOCKS, COLUMNS, shape, dtype)[:, columns]
-        start, stop, order = work.columns.place(key.number)
+        start, stop = work.columns.place(key.number)
         source = source[start:] if key.part == "lower" else source[:stop]
         panel = self._pull(key, source)
         if key.part == "upper" or not len(self._extras):
             self._ready()
             return (panel,)
-        width = min(stop, order) - start
+        width = stop - start
         rows, count, _ = offered_by(plan, owner)[EXTRAS].tolist()
         extras = self.remote.view(holder, BLOCKS, EXTRAS, (rows, count), np.dtype(np.uint8))
         # LU's pivots, Cholesky's info or QR's T.
@@ -398,16 +397,23 @@ class PeerFactorJob(GpuProgramJob):
         for one in (*self._streams, self._state.looking, *self._state.pulls(1)):
             one.synchronize()
 
-    def _readable(self, holder: int, name: str, index: int) -> Any:
-        """Return a chunk of an operand whose memory this GPU can read, or None: it has to be fetched."""
+    def _reads(self, kind: str, holder: int) -> bool:
+        return (
+            holder == self.me or kind == "final" or (self._remote is not None and bool(self._remote.offering[holder]))
+        )
+
+    def _view(self, kind: str, holder: int, matrix: int, number: int) -> Any:
         if holder == self.me:
-            return self.chunks[name, index]
-        if self._remote is None or not self._remote.offering[holder]:
-            return None
-        rows, cols = self.plan.problem.chunks_of(name)
-        i, j = divmod(index, len(cols))
-        operand = self.plan.problem.operands.index(name)
-        return self._remote.view(holder, operand, index, (rows[i], cols[j]), self.plan.problem.dtype)
+            return super()._view(kind, holder, matrix, number)
+        assert self._remote is not None
+        problem = self.plan.problem
+        if kind == "input":
+            rows, cols = problem.chunks_of(problem.operands[matrix])
+            i, j = divmod(number, len(cols))
+            return self._remote.view(holder, matrix, number, (rows[i], cols[j]), problem.dtype)
+        self._remote.wait(holder, flag_of(self.plan, None), self.ended.check)
+        (rows, cols, _), dtype = offered_by(self.plan, number)[RESULTS + matrix].tolist(), problem.outputs[matrix].dtype
+        return self._remote.view(holder, BLOCKS, RESULTS + matrix, (rows, cols), np.dtype(dtype))
 
     def _make_room(self) -> None:
         """Free what the engine keeps for its next run."""
@@ -417,22 +423,6 @@ class PeerFactorJob(GpuProgramJob):
         """Raise the flag of the end."""
         pointer = self._flags.data.ptr + flag_of(self.plan, None) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, self._stream.ptr)
-
-    def _ask_part(self, number: int, peer: int, copies: Sequence[Copy]) -> Callable[[], Sequence[Any]]:
-        """Return the function that waits for a rank's part of an output, and returns what some copies take of it."""
-        output, holder = self.plan.problem.outputs[number], self.plan.ranks[peer]
-
-        def read() -> Sequence[Any]:
-            if peer == self.rank:
-                part = self._parts[output.name]
-            else:
-                assert self._remote is not None
-                self._remote.wait(holder, flag_of(self.plan, None), self.ended.check)
-                rows, cols, _ = offered_by(self.plan, peer)[RESULTS + number].tolist()
-                part = self._remote.view(holder, BLOCKS, RESULTS + number, (rows, cols), np.dtype(output.dtype))
-            return [part[copy.src_index] for copy in copies]
-
-        return read
 
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return boxes of the chunks that are here, or pivots, for peers that ask over Dask's comms."""

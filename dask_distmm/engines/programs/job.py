@@ -16,8 +16,9 @@ Of a factorization, whose matrices are in block columns::
 from __future__ import annotations
 
 import collections
+import functools
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, TypeGuard
 
@@ -35,11 +36,13 @@ from dask_distmm.engines.tridiagonal import SharedEigh
 from dask_distmm.errors import MatrixError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.numeric.sparse import rows_from, sparse_package
-from dask_distmm.planning.computation import Output
-from dask_distmm.planning.factor.plan import FactorPlacement
+from dask_distmm.planning.computation import NamedMatrix
+from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.programs.steps import Buffer, Call, Make, Step, Store, View
 
+# What a participant is asked for, a row of `Boxes`, and what writes it to its place.
+_Part = tuple[tuple[int, ...], Callable[[Any], None]]
 # Forms with zeros in the other triangle.
 TRIANGLES = ("lower", "unit lower", "upper")
 
@@ -245,13 +248,57 @@ class ProgramJob(Job[Any], Executor):
 
     def _gather(self, name: str, target: Any) -> None:
         """Write parts of an operand's chunks to their places."""
-        here, asked = self._ask_parts(name)
-        for copy, part in here:
-            self.ended.check()
-            self._put(name, target, copy, part)
-        for copies, answer in asked:
-            for copy, part in zip(copies, wait_checked(answer, self.ended.check), strict=True):
-                self._put(name, target, copy, self.blas.xp.asarray(part))
+        self._move("input", self._wanted(name, target))
+
+    def _wanted(self, name: str, target: Any) -> dict[int, list[_Part]]:
+        """Return by holder the parts of an operand that are written to this rank's block columns."""
+        assert self.rank is not None
+        found: dict[int, list[_Part]] = collections.defaultdict(list)
+        number = self.plan.problem.operands.index(name)
+        for copy, (index, *box) in self._parts_of(name, self.rank):
+            write = functools.partial(self._put, name, target, copy)
+            found[int(self.plan.where[name][index])].append(((number, index, *box), write))
+        return found
+
+    def _move(self, kind: str, parts: Mapping[int, list[_Part]]) -> None:
+        """Write parts of what participants hold to their places."""
+        # What is here comes first, and not all ranks begin with the same one.
+        holders = sorted(parts, key=lambda holder: (holder - self.me) % len(self.plan.participants))
+        asked = {
+            holder: self._fetch(kind, holder, parts[holder]) for holder in holders if not self._reads(kind, holder)
+        }
+        for holder in holders:
+            if holder in asked:
+                found = wait_checked(asked[holder], self.ended.check)
+            else:
+                found = self._read(kind, holder, [box for box, _ in parts[holder]])
+            for (_, write), part in zip(parts[holder], found, strict=True):
+                self.ended.check()
+                write(self.blas.xp.asarray(part))
+
+    def _fetch(self, kind: str, holder: int, parts: Sequence[_Part]) -> Future[Sequence[Any]]:
+        return self.comm.fetch(holder, kind, np.array([box for box, _ in parts], np.int64), False)
+
+    def _read(self, kind: str, holder: int, boxes: Sequence[Sequence[int]]) -> Iterator[Any]:
+        """Yield boxes of matrices that this process can read."""
+        views = dict[tuple[int, int], Any]()
+        for matrix, number, r0, r1, c0, c1 in boxes:
+            if (matrix, number) not in views:
+                views[matrix, number] = self._view(kind, holder, matrix, number)
+            yield views[matrix, number][r0:r1, c0:c1]
+
+    def _reads(self, kind: str, holder: int) -> bool:
+        """Whether this process can read what a participant holds."""
+        return holder == self.me
+
+    def _view(self, kind: str, holder: int, matrix: int, number: int) -> Any:
+        """Return a chunk of an operand, or a rank's part of an output, that this process can read."""
+        problem = self.plan.problem
+        return (
+            self._parts[problem.outputs[matrix].name]
+            if kind == "final"
+            else self.chunks[problem.operands[matrix], number]
+        )
 
     def _put(self, name: str, target: Any, copy: Copy, part: Any) -> None:
         """Write a part of an operand to its place."""
@@ -286,37 +333,11 @@ class ProgramJob(Job[Any], Executor):
         if problem:
             raise MatrixError(problem)
 
-    def _ask_parts(
-        self, name: str, exchanging: Collection[int] = ()
-    ) -> tuple[list[tuple[Copy, Any]], list[tuple[list[Copy], Future[Sequence[Any]]]]]:
-        """Return the parts of an operand that are here, and those that others are asked for but do not exchange."""
-        assert self.rank is not None
-        here: list[tuple[Copy, Any]] = []
-        remote: dict[int, list[tuple[Copy, tuple[int, ...]]]] = collections.defaultdict(list)
-        number = self.plan.problem.operands.index(name)
-        for copy, (index, r0, r1, c0, c1) in self._parts_of(name, self.rank):
-            holder = int(self.plan.where[name][index])
-            if holder in exchanging:
-                continue
-            if (chunk := self._readable(holder, name, index)) is None:
-                remote[holder].append((copy, (number, index, r0, r1, c0, c1)))
-            else:
-                here.append((copy, chunk[r0:r1, c0:c1]))
-        asked = []
-        for holder, some in remote.items():
-            boxes = np.array([box for _, box in some], np.int64)
-            asked.append(([copy for copy, _ in some], self.comm.fetch(holder, "input", boxes, False)))
-        return here, asked
-
     def _parts_of(self, name: str, rank: int) -> Iterator[tuple[Copy, tuple[int, int, int, int, int]]]:
         """Yield the parts of an operand that a rank reads: each as a copy, and as a box of a chunk."""
         task, counts = self.plan.problem.task, self.plan.problem.chunk_counts(name)
         for copy in inside(task.read(name), self.plan.gathered(name).for_dst(rank)):
             yield copy, box_of(copy, counts, transposed=task.orientation(name).transposed)
-
-    def _readable(self, holder: int, name: str, index: int) -> Any:
-        """Return a chunk of an operand whose memory this process can read, or None: it has to be fetched."""
-        return self.chunks[name, index] if holder == self.me else None
 
     # Results from block columns
 
@@ -335,7 +356,7 @@ class ProgramJob(Job[Any], Executor):
         if not self._final.done():
             self._final.set_result(None)
 
-    def _cut(self, output: Output) -> dict[ResultKey, Any]:
+    def _cut(self, output: NamedMatrix) -> dict[ResultKey, Any]:
         """Return this rank's chunks of an output that has no block columns: ranks that have it have all of it."""
         assert self.rank is not None
         if not (owned := self.plan.owned(output.name, self.rank)):
@@ -351,22 +372,21 @@ class ProgramJob(Job[Any], Executor):
             assign(found[output.name, index], part)
         return found
 
-    def _assemble(self, number: int, output: Output) -> dict[ResultKey, Any]:
+    def _assemble(self, number: int, output: NamedMatrix) -> dict[ResultKey, Any]:
         """Return the chunks of an output that this rank puts together."""
         assert self.rank is not None
-        found = self._blanks(output)
-        given: dict[int, list[tuple[int, Copy]]] = collections.defaultdict(list)
+        found, parts = self._blanks(output), collections.defaultdict[int, list[_Part]](list)
         for index, copy in self._taken_by(output, self.rank):
-            given[copy.src].append((index, copy))
-        # Not all ranks begin with the same one.
-        peers = sorted(given, key=lambda one: (one - (self.rank or 0)) % len(self.plan.ranks))
-        asked = [self._ask_part(number, peer, [copy for _, copy in given[peer]]) for peer in peers]
-        for peer, answer in zip(peers, asked, strict=True):
-            for (index, copy), part in zip(given[peer], answer(), strict=True):
-                self._write_part(output, found[output.name, index], copy, part)
+            (rows, cols), write = (
+                copy.src_index,
+                functools.partial(self._write_part, output, found[output.name, index], copy),
+            )
+            box = number, copy.src, rows.start, rows.stop, cols.start, cols.stop
+            parts[self.plan.ranks[copy.src]].append((box, write))
+        self._move("final", parts)
         return found
 
-    def _blanks(self, output: Output) -> dict[ResultKey, Any]:
+    def _blanks(self, output: NamedMatrix) -> dict[ResultKey, Any]:
         """Return new chunks for those of an output that this rank puts together."""
         assert self.rank is not None
         described, (rows, cols) = self.plan.work.output(output.name), output.chunks
@@ -377,7 +397,7 @@ class ProgramJob(Job[Any], Executor):
             for index, (i, j) in places.items()
         }
 
-    def _taken_by(self, output: Output, rank: int) -> Iterator[tuple[int, Copy]]:
+    def _taken_by(self, output: NamedMatrix, rank: int) -> Iterator[tuple[int, Copy]]:
         """Yield the parts of all ranks' block columns that the chunks of an output take on a rank, chunk by chunk."""
         described, (rows, cols) = self.plan.work.output(output.name), output.chunks
         copies = self.plan.delivered(output.name)
@@ -387,7 +407,7 @@ class ProgramJob(Job[Any], Executor):
             held = j * len(rows) + i if described.orientation.transposed else index
             yield from ((index, copy) for copy in inside(described.form, copies.for_dst(held)))
 
-    def _write_part(self, output: Output, chunk: Any, copy: Copy, part: Any) -> None:
+    def _write_part(self, output: NamedMatrix, chunk: Any, copy: Copy, part: Any) -> None:
         """Write a part of a rank's block columns of an output to its place in a chunk."""
         described = self.plan.work.output(output.name)
         made = triangle_of(self.blas, described.form, part, copy.row, copy.col)
@@ -397,15 +417,6 @@ class ProgramJob(Job[Any], Executor):
         """Return a new chunk of an output, with zeros where no rank has a part of it."""
         # Zeros, as the system gives them, are free of charge until they are written to.
         return np.zeros(shape, dtype, order)
-
-    def _ask_part(self, number: int, peer: int, copies: Sequence[Copy]) -> Callable[[], Sequence[Any]]:
-        """Ask a rank for what some copies take of its part of an output; return the function that waits for it."""
-        rects = [(c.src_row, c.src_row + c.nrows, c.src_col, c.src_col + c.ncols) for c in copies]
-        boxes = np.array([(number, peer, *rect) for rect in rects], np.int64)
-        if peer == self.rank:
-            return lambda: self._boxes(boxes)
-        answer = self.comm.fetch(self.plan.ranks[peer], "final", boxes, False)
-        return lambda: wait_checked(answer, self.ended.check)
 
     # For peers
 
@@ -417,17 +428,13 @@ class ProgramJob(Job[Any], Executor):
     def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
         """Return boxes of chunks or of this rank's parts of outputs, or what this rank has published."""
         self.ended.check()
-        if kind == "final":
-            return self._boxes(boxes)
-        if kind != "input":
+        if kind not in ("input", "final"):
             return list(self.exchange.published(kind, boxes).result())
-        first = self.chunks[self.plan.problem.operands[boxes[0, 0]], int(boxes[0, 1])]
-        # Chunks of tall matrices are asked for whole, one at a time.
-        return [first.data, first.indices, first.indptr] if sparse_package(first) else super().serve(kind, boxes, flat)
-
-    def _boxes(self, boxes: Boxes) -> list[Any]:
-        outputs = self.plan.problem.outputs
-        return [self._parts[outputs[m].name][r0:r1, c0:c1] for m, _, r0, r1, c0, c1 in boxes.tolist()]
+        first = self._view(kind, self.me, *boxes[0, :2].tolist())
+        # Sparse chunks are asked for whole, one at a time.
+        if sparse_package(first):
+            return [first.data, first.indices, first.indptr]
+        return list(self._read(kind, self.me, boxes.tolist()))
 
     # The end
 

@@ -19,7 +19,7 @@ import scipy.linalg
 
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor.problem import Factorization
+from dask_distmm.planning.factor import Factorization
 
 
 def decompose(kernels: Kernels, task: Factorization, a: Any, b: Any = None) -> dict[str, Any]:

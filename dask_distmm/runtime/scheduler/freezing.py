@@ -44,7 +44,7 @@ from dask_distmm.planning import (
     plan_computation,
     problem_from_wire,
 )
-from dask_distmm.planning.computation import Output
+from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import Where
 from dask_distmm.planning.problem import accumulates_in_place
@@ -345,7 +345,7 @@ class Barrier:
             found[ts.key] = self._chunk_of(ts, outputs)
         return found
 
-    def _chunk_of(self, ts: TaskState, outputs: Mapping[str, tuple[Output, Sequence[int]]]) -> tuple[str, int]:
+    def _chunk_of(self, ts: TaskState, outputs: Mapping[str, tuple[NamedMatrix, Sequence[int]]]) -> tuple[str, int]:
         """Return which output's chunk, and which of its chunks, a task is; its key has the place in its array."""
         task = ts.run_spec
         if isinstance(task, ChunkTask) and task.output in outputs and task.index < len(outputs[task.output][1]):
