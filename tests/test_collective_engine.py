@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import types
-from concurrent.futures import wait as wait_for
 
 import dask
 import dask.array as da
@@ -19,7 +18,7 @@ from run_events import events
 
 import dask_distmm
 from dask_distmm import PlanError, Slab
-from dask_distmm.engines.entry import Gate
+from dask_distmm.engines.entry import CollectiveEntry
 from dask_distmm.engines.numpy.engine import NumpyEngine, NumpyJob
 from dask_distmm.errors import EngineError, MissingEngineError, RunFailedError
 from dask_distmm.planning import ENGINES
@@ -31,40 +30,37 @@ class StandInJob(NumpyJob):
 
     def __init__(self, engine, side):
         super().__init__(side)
-        self.engine, self.gate = engine, Gate(len(self.plan.ranks))
+        self.engine, self.entry = engine, CollectiveEntry(self.plan, self.rank, self.comm, self.ended)
         self.held_bytes, self.kept_bytes = 1000 + self.me, 700
 
     def available(self, kind, boxes):
-        return self.gate.entered(int(boxes[0, 0])) if kind == "enter" else super().available(kind, boxes)
+        return self.entry.entered(int(boxes[0, 0])) if kind == "enter" else super().available(kind, boxes)
 
     def serve(self, kind, boxes, flat):
-        if kind == "enter":
-            return [np.frombuffer(b"secret", np.uint8)]
-        return super().serve(kind, boxes, flat)
+        return self.entry.answer() if kind == "enter" else super().serve(kind, boxes, flat)
 
     def execute(self):
         if self.rank is None:
             return {}
-        if len(self.plan.ranks) > 1:
-            if self.rank == 0:
-                opened = self.gate.entered(0)
-            else:
-                boxes = np.array([[self.rank, 0, 0, 0, 0, 0]], np.int64)
-                opened = self.comm.fetch(self.plan.ranks[0], "enter", boxes, False)
-            wait_for([opened])
-            answer = opened.result()
-            if self.rank:
-                assert bytes(answer[0]) == b"secret"
-            with self.engine.lock:
-                self.engine.inside += 1
-                self.engine.groups.setdefault(self.plan.group, set()).add(self.rank)
-            if self.engine.fail == self.rank:
-                self.engine.fail = None
-                raise ZeroDivisionError("inside the library")
-        return super().execute()
+        try:
+            if len(self.plan.ranks) > 1:
+                self._go_in()
+            return super().execute()
+        finally:
+            self.entry.leave()
+
+    def _go_in(self):
+        self.entry.enter(lambda: b"secret")
+        assert self.entry.unique_id == b"secret"
+        with self.engine.lock:
+            self.engine.inside += 1
+            self.engine.groups.setdefault(self.plan.group, set()).add(self.rank)
+        if self.engine.fail == self.rank:
+            self.engine.fail = None
+            raise ZeroDivisionError("inside the library")
 
     def abort(self, error):
-        self.gate.close(error)
+        self.entry.abort(error)
         super().abort(error)
 
 

@@ -63,16 +63,44 @@ class Watchdog:
         self.call_off()
 
 
-class Gate:
-    """Rank 0's side."""
+class CollectiveEntry:
+    """One participant's way into the collective calls of a run, and out of them."""
 
-    def __init__(self, nranks: int) -> None:
+    def __init__(self, plan: Placement, rank: int | None, comm: Comm, ended: Ended, share: float = 1.0) -> None:
+        self._plan, self._rank, self._comm, self._ended, self._share = plan, rank, comm, ended, share
+        # Of rank 0: says when all may go in, or why nobody may; the ranks that have not asked yet.
         self.opened: Future[None] = Future()
-        self._missing = set(range(nranks))
+        self._missing = set(range(len(plan.ranks)))
+        self.unique_id = b""
+        self._committed = self._over = False
+        self._watchdog: Watchdog | None = None
         self._lock = threading.Lock()
 
+    def enter(self, make_id: Callable[[], bytes]) -> None:
+        """Wait until all ranks are here; from then on no rank leaves before the library returns.
+
+        Rank 0 makes the id under which they make their communicator, which may be empty.
+        """
+        if len(self._plan.ranks) == 1:
+            self._ended.check()
+            self._committed = True
+            return
+        if self._rank == 0:
+            self.unique_id = make_id()
+            opened: Future[Any] = self.entered(0)
+        else:
+            request = np.array([[self._rank, 0, 0, 0, 0, 0]], np.int64)
+            opened = self._comm.fetch(self._plan.ranks[0], "enter", request, False)
+        wait_for([opened])
+        answer = opened.result()
+        if self._rank:
+            self.unique_id = bytes(answer[0])
+        self._committed = True
+        if self._ended.error is not None:
+            self._watch()
+
     def entered(self, rank: int) -> Future[None]:
-        """Note that a rank has asked; return the future that tells when, or why not, it may go on."""
+        """Note on rank 0 that a rank is here; return the future that says when, or why not, it may go on."""
         with self._lock:
             self._missing.discard(rank)
             complete = not self._missing
@@ -94,45 +122,6 @@ class Gate:
         except InvalidStateError:
             pass  # decided already
 
-
-class CollectiveEntry:
-    """One participant's way into the collective calls of a run, and out of them."""
-
-    def __init__(self, plan: Placement, rank: int | None, comm: Comm, ended: Ended, share: float = 1.0) -> None:
-        self._plan, self._rank, self._comm, self._ended, self._share = plan, rank, comm, ended, share
-        self._gate = Gate(len(plan.ranks))
-        self.unique_id = b""
-        self._committed = self._over = False
-        self._watchdog: Watchdog | None = None
-        self._lock = threading.Lock()
-
-    def enter(self, make_id: Callable[[], bytes]) -> None:
-        """Wait until all ranks are here; from then on no rank leaves before the library returns.
-
-        Rank 0 makes the id under which they make their communicator, which may be empty.
-        """
-        if len(self._plan.ranks) == 1:
-            self._ended.check()
-            self._committed = True
-            return
-        if self._rank == 0:
-            self.unique_id = make_id()
-            opened: Future[Any] = self._gate.entered(0)
-        else:
-            request = np.array([[self._rank, 0, 0, 0, 0, 0]], np.int64)
-            opened = self._comm.fetch(self._plan.ranks[0], "enter", request, False)
-        wait_for([opened])
-        answer = opened.result()
-        if self._rank:
-            self.unique_id = bytes(answer[0])
-        self._committed = True
-        if self._ended.error is not None:
-            self._watch()
-
-    def entered(self, rank: int) -> Future[None]:
-        """Note on rank 0 that another rank is here; return the future that says when it may go on."""
-        return self._gate.entered(rank)
-
     def answer(self) -> Sequence[np.ndarray]:
         """Return rank 0's answer to a rank that asked to enter."""
         return [np.frombuffer(self.unique_id, np.uint8)]
@@ -147,7 +136,7 @@ class CollectiveEntry:
     def abort(self, error: BaseException) -> None:
         """End with `error`: at once before the gate; else when the library returns, or else with the process."""
         self._ended.end(error)
-        self._gate.close(error)
+        self.close(error)
         if self._committed:
             self._watch()
 

@@ -62,13 +62,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.exchange import Messages
 from dask_distmm.engines.programs.blas import Kernels
+from dask_distmm.engines.programs.executor import RankExchange
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor import FactorPlan
 from dask_distmm.programs.factor import Columns
+from dask_distmm.programs.steps import Key
 
 Vector = NDArray[np.float64]
 Pair = tuple[Vector, Vector]
@@ -105,7 +106,7 @@ class HostReduction:
         columns: Columns,
         rank: int,
         array: NDArray[Any],
-        talk: Messages,
+        talk: RankExchange,
         check: Callable[[], None] = lambda: None,
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
@@ -126,15 +127,15 @@ class HostReduction:
                 here = slice(start, stop)
                 if self._columns.ranks > 1:
                     told = v, w, self._d[here], self._e[here], self._factors[here]
-                    self._talk.publish("reflectors", number, told)
+                    self._talk.publish(Key("reflectors", number), told)
             else:
                 for column in range(start, min(stop, self._order - 1)):
-                    (vector,) = self._talk.fetch("vector", column, owner)
-                    self._talk.publish("product", column, (self._multiply(column, vector),))
+                    (vector,) = self._talk.fetch(Key("vector", column), owner)
+                    self._talk.publish(Key("product", column), (self._multiply(column, vector),))
                     if column > start:
-                        self._talk.forget("product", column - 1)
-                v, w, *others = self._talk.fetch("reflectors", number, owner)
-                self._talk.forget("product", min(stop, self._order - 1) - 1)
+                        self._talk.forget(Key("product", column - 1))
+                v, w, *others = self._talk.fetch(Key("reflectors", number), owner)
+                self._talk.forget(Key("product", min(stop, self._order - 1) - 1))
                 for values, found in zip((self._d, self._e, self._factors), others, strict=True):
                     values[start : start + len(found)] = found
             self._update(stop, v[stop - start :], w[stop - start :])
@@ -168,12 +169,12 @@ class HostReduction:
         """Return the matrix, as it was before the panel, times the reflector of a column of this rank."""
         if self._columns.ranks == 1:
             return self._multiply(column, vector)
-        self._talk.publish("vector", column, (vector,))
+        self._talk.publish(Key("vector", column), (vector,))
         found = self._multiply(column, vector)
         owner = self._rank
         for rank in (rank for rank in range(self._columns.ranks) if rank != owner):
-            found = found + self._talk.fetch("product", column, rank)[0]
-        self._talk.forget("vector", column)
+            found = found + self._talk.fetch(Key("product", column), rank)[0]
+        self._talk.forget(Key("vector", column))
         return found
 
     def _multiply(self, column: int, vector: NDArray[Any]) -> NDArray[Any]:
@@ -515,7 +516,7 @@ class DivideAndConquer:
     def __init__(
         self,
         kernels: Kernels,
-        talk: Messages,
+        talk: RankExchange,
         place: tuple[int, int],
         matrix: tuple[Vector, Vector],
         memory: tuple[Any, Any],
@@ -573,9 +574,9 @@ class DivideAndConquer:
         for part, owner, row, columns in sides:
             if owner == self._rank:
                 ends.append((values, self._row(row, columns)))
-                self._talk.publish(part, middle, ends[-1])
+                self._talk.publish(Key(part, middle), ends[-1])
             else:
-                ends.append(self._talk.fetch(part, middle, owner))
+                ends.append(self._talk.fetch(Key(part, middle), owner))
         return self._merge(start, cut, stop, *ends)
 
     def _local(self, start: int, stop: int, leaves: Mapping[tuple[int, int], Pair]) -> Vector:
@@ -633,9 +634,10 @@ class DivideAndConquer:
         if self._ranks == 1:
             return values
         if self._rank == 0:
-            self._talk.publish("values", 0, (values,))
+            self._talk.publish(Key("values", 0), (values,))
             return values
-        return self._talk.fetch("values", 0, 0)[0]
+        (values,) = self._talk.fetch(Key("values", 0), 0)
+        return values
 
     def _multiply(self, merge: Merge, solved: Secular, matrices: tuple[Any, Any], cut: int, needed: slice) -> None:
         """Multiply this rank's rows by the eigenvectors of a merge; `cut` of them are the first part's."""
@@ -676,42 +678,8 @@ _MODERATE, _MOST = 16, {"float32": 100, "float64": 1000}
 _STRIP = 1024
 
 
-class HostShares:
-    """What an engine has for shared eigenvalues: the reduction, the way of rows of vectors; here over Dask's comms."""
-
-    def __init__(self, plan: FactorPlan, rank: int, messages: Messages) -> None:
-        self._plan, self._rank, self._messages = plan, rank, messages
-        self._order = plan.problem.a_shape[0]
-        self._bounds = row_bounds(self._order, plan.ranks)
-        self._rows: NDArray[np.float64]
-
-    def reduce(self, array: Any, check: Callable[[], None], progress: Callable[[float], None]) -> Tridiagonal:
-        """Reduce the matrix whose block columns ranks have in `array`, which then has reflectors."""
-        return HostReduction(self._plan.columns, self._rank, array, self._messages, check, progress).reduce()
-
-    def memory(self) -> tuple[Any, Any]:
-        """Return memory for a rank's rows of all eigenvectors of the tridiagonal matrix, and as much more."""
-        shape = self._bounds[self._rank + 1] - self._bounds[self._rank], self._order
-        self._rows, spare = (np.empty(shape, order="F") for _ in range(2))
-        return self._rows, spare
-
-    def deal(self, columns: NDArray[np.int64], target: Any) -> None:
-        """Fill block columns of vectors: each rank gets its columns of all ranks' rows."""
-        for turn in range(self._plan.ranks):
-            rank = (self._rank + turn) % self._plan.ranks
-            held = columns[self._plan.columns.held(1, rank)]
-            if rank == self._rank:
-                target[self._bounds[rank] : self._bounds[rank + 1]] = self._rows[:, held]
-            else:
-                self._messages.publish("rows", rank, (self._rows[:, held],))
-        for rank in range(self._plan.ranks):
-            if rank != self._rank:
-                (rows,) = self._messages.fetch("rows", self._rank, rank)
-                target[self._bounds[rank] : self._bounds[rank + 1]] = rows
-
-
 class SharedEigh(ProgramKernels):
-    """One rank's part of the eigenvalues that ranks share."""
+    """One rank's part of the eigenvalues that ranks share; here they send rows of vectors over Dask's comms."""
 
     # The share of the time that the reduction takes.
     reported = 0.8
@@ -721,22 +689,47 @@ class SharedEigh(ProgramKernels):
         plan: FactorPlan,
         rank: int,
         kernels: Kernels,
-        messages: Messages,
+        messages: RankExchange,
         check: Callable[[], None],
         progress: Callable[[float], None],
     ) -> None:
         super().__init__(kernels)
         self._plan, self._rank, self._messages = plan, rank, messages
         self._check, self._progress = check, progress
-        self.shares: Any = HostShares(plan, rank, messages)
+        self._order, self._rows = plan.problem.a_shape[0], np.zeros((0, 0))
+        self._bounds = row_bounds(self._order, plan.ranks)
         self._exponent, self._reduced = 0, Tridiagonal(*(np.zeros(0) for _ in range(3)))
         self._last = 0.0
+
+    def _reduce(self, array: Any, progress: Callable[[float], None]) -> Tridiagonal:
+        """Reduce the matrix whose block columns ranks have in `array`, which then has reflectors."""
+        return HostReduction(self._plan.columns, self._rank, array, self._messages, self._check, progress).reduce()
+
+    def _memory(self) -> tuple[Any, Any]:
+        """Return memory for a rank's rows of all eigenvectors of the tridiagonal matrix, and as much more."""
+        shape = self._bounds[self._rank + 1] - self._bounds[self._rank], self._order
+        self._rows, spare = (np.empty(shape, order="F") for _ in range(2))
+        return self._rows, spare
+
+    def _deal(self, columns: NDArray[np.int64], target: Any) -> None:
+        """Fill block columns of vectors: each rank gets its columns of all ranks' rows."""
+        for turn in range(self._plan.ranks):
+            rank = (self._rank + turn) % self._plan.ranks
+            held = columns[self._plan.columns.held(1, rank)]
+            if rank == self._rank:
+                target[self._bounds[rank] : self._bounds[rank + 1]] = self._rows[:, held]
+            else:
+                self._messages.publish(Key("rows", rank), (self._rows[:, held],))
+        for rank in range(self._plan.ranks):
+            if rank != self._rank:
+                (rows,) = self._messages.fetch(Key("rows", self._rank), rank)
+                target[self._bounds[rank] : self._bounds[rank + 1]] = rows
 
     def tridiagonalize(self, a: Any) -> tuple[Any, ...]:
         """Reduce the matrix; return for each of this rank's panels T of its reflectors, ``I - V T V^H``."""
         self._last = time.perf_counter()
         self._scale(a)
-        self._reduced = self.shares.reduce(a, self._check, lambda share: self._progress(self.reported * share))
+        self._reduced = self._reduce(a, lambda share: self._progress(self.reported * share))
         if not all(np.isfinite(x).all() for x in self._reduced):
             # The matrix had no such elements.
             raise MatrixError(f"the reduction of A, {self._plan.problem.a_shape}, has overflowed: scale A")
@@ -753,9 +746,9 @@ class SharedEigh(ProgramKernels):
         """Multiply the matrix by a power of two, the same one on all ranks."""
         sizes = np.array([self._largest_part(a)])
         if self._plan.ranks > 1:
-            self._messages.publish("size", self._rank, (sizes,))
+            self._messages.publish(Key("size", self._rank), (sizes,))
             others = (rank for rank in range(self._plan.ranks) if rank != self._rank)
-            sizes = np.concatenate([sizes, *(self._messages.fetch("size", rank, rank)[0] for rank in others)])
+            sizes = np.concatenate([sizes, *(self._messages.fetch(Key("size", rank), rank)[0] for rank in others)])
         if not np.isfinite(sizes).all():
             raise MatrixError(not_finite("a"))
         exponent = int(np.frexp(sizes.max())[1])
@@ -790,12 +783,12 @@ class SharedEigh(ProgramKernels):
                 self._messages,
                 (self._rank, self._plan.ranks),
                 (d, e),
-                self.shares.memory(),
+                self._memory(),
                 rounding=2.0**-24 if single else 2.0**-53,
                 check=self._check,
             )
             values, columns = conquest.solve(first, last)
-            self.shares.deal(columns, target)
+            self._deal(columns, target)
         elif self._rank not in self._plan.holders:
             return None
         elif d.any() or e.any():

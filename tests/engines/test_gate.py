@@ -5,18 +5,24 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.engines.entry import EXIT_STUCK, Gate, Watchdog
+from dask_distmm.engines.base import Ended
+from dask_distmm.engines.entry import EXIT_STUCK, CollectiveEntry, Watchdog
 from dask_distmm.runtime.scheduler.freezing import RankGroups
+
+
+def new_gate(nranks):
+    return CollectiveEntry(SimpleNamespace(ranks=range(nranks)), 0, None, Ended())
 
 
 @given(st.permutations(range(4)))
 def test_nobody_goes_in_before_all_are_there(order):
-    gate = Gate(4)
+    gate = new_gate(4)
     futures = []
     for rank in order:
         assert not any(future.done() for future in futures)
@@ -27,7 +33,7 @@ def test_nobody_goes_in_before_all_are_there(order):
 
 
 def test_a_closed_gate_stays_closed():
-    gate = Gate(2)
+    gate = new_gate(2)
     waiting = gate.entered(1)
     assert gate.close(RuntimeError("a rank is gone"))
     assert gate.close(RuntimeError("another reason"))
@@ -37,7 +43,7 @@ def test_a_closed_gate_stays_closed():
 
 
 def test_asking_twice_counts_once():
-    gate = Gate(2)
+    gate = new_gate(2)
     assert not gate.entered(1).done()
     assert not gate.entered(1).done()
     assert gate.entered(0).done()
@@ -45,7 +51,7 @@ def test_asking_twice_counts_once():
 
 def test_open_and_close_at_once_is_one_of_both():
     for _ in range(200):
-        gate = Gate(1)
+        gate = new_gate(1)
         threads = [
             threading.Thread(target=gate.entered, args=(0,)),
             threading.Thread(target=gate.close, args=(RuntimeError("closed"),)),

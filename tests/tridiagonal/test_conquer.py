@@ -30,11 +30,11 @@ class Hub:
         with self.lock:
             return self.futures.setdefault(key, Future())
 
-    def publish(self, part, number, arrays):
-        self.future(part, number).set_result([np.array(x) for x in arrays])
+    def publish(self, key, arrays):
+        self.future(*key).set_result([np.array(x) for x in arrays])
 
-    def fetch(self, part, number, owner):
-        return self.future(part, number).result(30)
+    def fetch(self, key, owner):
+        return self.future(*key).result(30)
 
 
 def decomposed(d, e, ranks, first=0, last=None, **options):

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import cupy as cp
 import numpy as np
@@ -18,26 +18,13 @@ import numpy as np
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.programs.blas import Kernels, assign
+from dask_distmm.engines.programs.blas import assign
 from dask_distmm.engines.programs.job import TRIANGLES, ProgramJob
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.programs.steps import CONTRACTS, PART, Buffer, Call, roles_of
-
-
-class SolverState(Protocol):
-    """What an engine keeps between factorizations."""
-
-    @property
-    def stream(self) -> cp.cuda.Stream:
-        """The stream of the work."""
-        ...
-
-    def solver(self) -> Kernels:
-        """Return the kernels, on that stream."""
-        ...
 
 
 # Elements of the largest argument of a decomposition that the host does: it is five times as fast for order 64, and
@@ -48,7 +35,8 @@ _MOST_ON_HOST = 2**14
 class GpuProgramJob(ProgramJob):
     """One participant's side of one run. See the module's text."""
 
-    def __init__(self, side: Side[Any], state: SolverState) -> None:
+    def __init__(self, side: Side[Any], state: Any) -> None:
+        """`state` is what an engine keeps between runs: the `stream` of the work, and `solver()`, kernels on that."""
         super().__init__(side, state.solver())
         self._ready, self._stream = side.ready, state.stream
         self.lends = not self._gathers

@@ -28,13 +28,12 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ResultKey, Side
-from dask_distmm.engines.exchange import RankExchange
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.gpu.reduction import DeviceReduction, Peers, exchange_bytes
 from dask_distmm.engines.peer.memory import Exporter, PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
-from dask_distmm.engines.programs.blas import Kernels
+from dask_distmm.engines.programs.executor import RankExchange
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh, Tridiagonal, row_bounds
 from dask_distmm.planning.computation import chunk_elements
@@ -98,8 +97,9 @@ class PulledPanels(RankExchange):
         streams: Sequence[cp.cuda.Stream],
         flags: Any,
         extras: Any,
+        check: Callable[[], None],
     ) -> None:
-        super().__init__(plan.ranks, comm)
+        super().__init__(plan.ranks, comm, check)
         self._plan = plan
         self._flags, self._extras, self._streams = flags, extras, streams
         # After which pivots are there.
@@ -137,13 +137,13 @@ class PulledPanels(RankExchange):
         """Note what is to be pulled: it begins as soon as `get` finds the flag up."""
         return (owner, key) if key.part in _PANELS else super().ask(owner, key)
 
-    def get(self, asked: Any, check: Callable[[], None], *, again: bool = False) -> Sequence[Any]:
+    def get(self, asked: Any, *, again: bool = False) -> Sequence[Any]:
         """Pull a panel; the stream of the work waits for it, this thread only for its flag."""
         if not isinstance(asked, tuple) or asked[1].part not in _PANELS:
-            return super().get(asked, check, again=again)
+            return super().get(asked, again=again)
         plan, (owner, key) = self._plan, asked
         holder, work = plan.ranks[owner], plan.work
-        self.remote.wait(holder, flag_of(plan, key), check)
+        self.remote.wait(holder, flag_of(plan, key), self._check)
         dtype = plan.problem.dtype
         shape = work.columns.rows, work.columns.local_cols(owner)
         columns = work.columns.local(owner, key.number, key.number + 1)
@@ -211,71 +211,66 @@ class PulledPanels(RankExchange):
 _WORDS = 256
 
 
-class PeerShares:
-    """`dask_distmm.engines.tridiagonal.HostShares` of one rank; all its memory is allocated when it is made."""
+class PeerEigh(SharedEigh):
+    """One rank's part of the eigenvalues that ranks share; all its memory is allocated when it is made."""
 
-    def __init__(self, plan: FactorPlacement, rank: int, kernels: Kernels, exporter: Exporter, flags: Any) -> None:
-        self._plan, self._rank, self._kernels, self._flags = plan, rank, kernels, flags
+    def __init__(self, plan: FactorPlacement, rank: int, flags: Any, exporter: Exporter, *given: Any) -> None:
+        super().__init__(plan.work, rank, *given)
+        self._placement, self._flags = plan, flags
         shapes = [(rows, cols) for rows, cols, _ in offered_by(plan, rank).tolist()]
-        self.exchange = exporter.empty(shapes[EXCHANGE], np.dtype(np.uint8), "F")
-        self.exchange[:_WORDS] = 0
-        self.rows = exporter.empty(shapes[ROWS], np.dtype(np.float64), "F")
+        self.meeting = exporter.empty(shapes[EXCHANGE], np.dtype(np.uint8), "F")
+        self.meeting[:_WORDS] = 0
+        self.vectors = exporter.empty(shapes[ROWS], np.dtype(np.float64), "F")
         self._spare = cp.empty(shapes[ROWS], np.float64, order="F")
         names = [plan.participants[index].address for index in plan.ranks]
         limit = plan.problem.options.transfer_timeout
         self._reduction = DeviceReduction(plan.work.columns, rank, plan.problem.dtype, names, limit)
-        self._check: Callable[[], None] = lambda: None
         self.remote: Remote | None = None
 
     @property
     def arrays(self) -> list[Any]:
         """The large arrays that it holds."""
-        return [self.exchange, self.rows, self._spare, *self._reduction.arrays]
+        return [self.meeting, self.vectors, self._spare, *self._reduction.arrays]
 
     def abort(self) -> None:
         """Let kernels that wait for other ranks end; any thread."""
         self._reduction.abort()
 
-    def reduce(self, array: Any, check: Callable[[], None], progress: Callable[[float], None]) -> Tridiagonal:
-        """Reduce the matrix."""
-        self._check = check
-        bytes_ = exchange_bytes(self._plan.problem.task.a_shape[0], self._plan.problem.dtype.itemsize)
+    def _reduce(self, array: Any, progress: Callable[[float], None]) -> Tridiagonal:
+        bytes_ = exchange_bytes(self._order, self._placement.problem.dtype.itemsize)
         addresses = [
-            int((self.exchange if rank == self._rank else self._view(rank, EXCHANGE, (bytes_, 1), np.uint8)).data.ptr)
-            for rank in range(len(self._plan.ranks))
+            int((self.meeting if rank == self._rank else self._view(rank, EXCHANGE, (bytes_, 1), np.uint8)).data.ptr)
+            for rank in range(self._plan.ranks)
         ]
-        return self._reduction.reduce(array, self._kernels, Peers(addresses, self._columns), check, progress)
+        return self._reduction.reduce(array, self.blas, Peers(addresses, self._columns), self._check, progress)
 
     def _columns(self, rank: int, columns: slice) -> Any:
         """Return columns of another rank's block columns."""
-        shape = self._plan.work.columns.rows, self._plan.work.columns.local_cols(rank)
-        return self._view(rank, COLUMNS, shape, self._plan.problem.dtype)[:, columns]
+        shape = self._plan.columns.rows, self._plan.columns.local_cols(rank)
+        return self._view(rank, COLUMNS, shape, self._placement.problem.dtype)[:, columns]
 
     def _view(self, rank: int, number: int, shape: tuple[int, int], dtype: Any) -> Any:
         """Return what another rank offers."""
         assert self.remote is not None
-        return self.remote.view(self._plan.ranks[rank], BLOCKS, number, shape, np.dtype(dtype))
+        return self.remote.view(self._placement.ranks[rank], BLOCKS, number, shape, np.dtype(dtype))
 
-    def memory(self) -> tuple[Any, Any]:
-        """Return memory for rows of vectors."""
-        return self.rows, self._spare
+    def _memory(self) -> tuple[Any, Any]:
+        return self.vectors, self._spare
 
-    def deal(self, columns: NDArray[np.int64], target: Any) -> None:
-        """Read this rank's columns out of all ranks' rows."""
-        order, ranks = self._plan.problem.task.a_shape[0], len(self._plan.ranks)
-        bounds, mine = row_bounds(order, ranks), columns[self._plan.work.columns.held(1, self._rank)]
-        flag = flag_of(self._plan, None) + ROWS_COMPLETE
+    def _deal(self, columns: NDArray[np.int64], target: Any) -> None:
+        bounds, mine = self._bounds, columns[self._plan.columns.held(1, self._rank)]
+        flag = flag_of(self._placement, None) + ROWS_COMPLETE
         current = cp.cuda.get_current_stream()
         cp.cuda.runtime.memsetAsync(self._flags.data.ptr + flag * FLAG_BYTES, 1, FLAG_BYTES, current.ptr)
-        for turn in range(ranks):
+        for turn in range(self._plan.ranks):
             # Not all ranks read of the same one.
-            rank = (self._rank + turn) % ranks
-            source = self.rows
+            rank = (self._rank + turn) % self._plan.ranks
+            source = self.vectors
             if turn:
                 assert self.remote is not None
-                self.remote.wait(self._plan.ranks[rank], flag, self._check)
-                source = self._view(rank, ROWS, (bounds[rank + 1] - bounds[rank], order), np.float64)
-            self._kernels.merging.take(source, mine, target[bounds[rank] : bounds[rank + 1]])
+                self.remote.wait(self._placement.ranks[rank], flag, self._check)
+                source = self._view(rank, ROWS, (bounds[rank + 1] - bounds[rank], self._order), np.float64)
+            self.blas.merging.take(source, mine, target[bounds[rank] : bounds[rank + 1]])
 
 
 # One participant's side of a factorization on GPUs of one host: nobody sends, each rank pulls
@@ -294,7 +289,7 @@ class PeerFactorJob(GpuProgramJob):
         # Memory of parts of results, by the name of the buffer that a step makes of it.
         self._new_parts: dict[str, Any] = {}
         # Where ranks share eigenvalues.
-        self._shares: PeerShares | None = None
+        self._shares: PeerEigh | None = None
 
     @property
     def received_bytes(self) -> int:
@@ -324,12 +319,14 @@ class PeerFactorJob(GpuProgramJob):
         extras = exporter.empty(shapes[EXTRAS], np.dtype(np.uint8), "F")
         flags = exporter.empty((1, flag_count(plan)), np.dtype(np.int32))
         flags[...] = 0
-        self._flags, self.exchange = flags, PulledPanels(plan, self.comm, self._state, self._streams, flags, extras)
+        given = self._state, self._streams, flags, extras, self.ended.check
+        self._flags, self.exchange = flags, PulledPanels(plan, self.comm, *given)
         array = exporter.empty(shape, plan.problem.dtype, "F")
         offered = [(COLUMNS, array), (EXTRAS, extras)]
         if plan.work.shared:
-            self._shares = PeerShares(plan, self.rank, self.blas, exporter, flags)
-            offered += [(EXCHANGE, self._shares.exchange), (ROWS, self._shares.rows)]
+            kernels = self.blas, self.exchange, self.ended.check, self.progress
+            self._shares = PeerEigh(plan, self.rank, flags, exporter, *kernels)
+            offered += [(EXCHANGE, self._shares.meeting), (ROWS, self._shares.vectors)]
             self._allocated += self._shares.arrays
         names = [output.name for output in plan.problem.outputs]
         for step in self._steps:
@@ -349,10 +346,7 @@ class PeerFactorJob(GpuProgramJob):
         return array
 
     def _program_kernels(self, rank: int) -> ProgramKernels:
-        kernels = super()._program_kernels(rank)
-        if isinstance(kernels, SharedEigh):
-            kernels.shares = self._shares
-        return kernels
+        return self._shares or super()._program_kernels(rank)
 
     def _new(self, buffer: Buffer) -> Any:
         part = self._new_parts.pop(buffer.name, None)

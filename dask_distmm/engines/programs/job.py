@@ -26,9 +26,8 @@ import numpy as np
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checked
-from dask_distmm.engines.exchange import Messages, RankExchange
 from dask_distmm.engines.programs.blas import Kernels, assign, put
-from dask_distmm.engines.programs.executor import Executor
+from dask_distmm.engines.programs.executor import Executor, RankExchange
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.spectral import not_finite
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
@@ -54,7 +53,7 @@ class ProgramJob(Job[Any], Executor):
 
     def __init__(self, side: Side[Any], kernels: Kernels) -> None:
         super().__init__(side)
-        exchange = RankExchange(self.plan.ranks, self.comm)
+        exchange = RankExchange(self.plan.ranks, self.comm, self.ended.check)
         Executor.__init__(self, ProgramKernels(kernels), exchange, self.ended.check, self.progress)
         self.blas = kernels
         # Whether operands are gathered into block columns, and results are delivered from there.
@@ -97,8 +96,7 @@ class ProgramJob(Job[Any], Executor):
         """Return what steps call."""
         if not (self._gathers and self.plan.work.shared):
             return ProgramKernels(self.blas)
-        messages = Messages(self.exchange, self.ended.check)
-        return SharedEigh(self.plan.work, rank, self.blas, messages, self.ended.check, self.progress)
+        return SharedEigh(self.plan.work, rank, self.blas, self.exchange, self.ended.check, self.progress)
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer."""
