@@ -22,7 +22,7 @@ class QueuedKernels(LapackKernels):
 
     def __init__(self, stream):
         self.streams, self.xp = (stream, stream), sys.modules["cupy"]
-        self.merging = importlib.import_module("dask_distmm.engines.gpu.merging").DeviceMerging()
+        self.merging = importlib.import_module("dask_distmm.engines.gpu.tridiagonal").DeviceMerging()
 
     def __getattribute__(self, name):
         found = super().__getattribute__(name)

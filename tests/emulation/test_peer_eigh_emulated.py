@@ -31,7 +31,7 @@ DTYPES = ["float32", "float64", "complex64", "complex128"]
 @pytest.fixture
 def reduction(peer_engine, monkeypatch):
     """The module of the reduction, with tiles and grids so small that small matrices have several."""
-    module = sys.modules["dask_distmm.engines.gpu.reduction"]
+    module = sys.modules["dask_distmm.engines.gpu.tridiagonal"]
     for name, value in {"_ROWS": 64, "_THREADS": 64, "_BLOCKS": 3}.items():
         monkeypatch.setattr(module, name, value)
     smaller = {"#define ROWS 512": "#define ROWS 64", "#define THREADS 128": "#define THREADS 64"}
@@ -143,7 +143,7 @@ def test_reductions_beside_numpys(reduction, monkeypatch, dtype, width, n):
 
 @pytest.fixture
 def merging(reduction):
-    return importlib.import_module("dask_distmm.engines.gpu.merging").DeviceMerging()
+    return importlib.import_module("dask_distmm.engines.gpu.tridiagonal").DeviceMerging()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 40, 150])

@@ -29,7 +29,7 @@ def with_lapack(dask_worker=None):
     import lapack_kernels
 
     engine = importlib.import_module("dask_distmm.engines.peer.engine").ENGINE
-    sys.modules["dask_distmm.engines.gpu.reduction"]._BLOCKS = 2
+    sys.modules["dask_distmm.engines.gpu.tridiagonal"]._BLOCKS = 2
     kernels = lapack_kernels.QueuedKernels(engine.stream)
     type(engine).solver = lambda self: kernels
     sys.modules["cupy"].cuda.get_current_stream = lambda: engine.stream

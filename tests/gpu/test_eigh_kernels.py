@@ -31,7 +31,7 @@ def test_reductions(kernels, dtype, n, width):
     """The tridiagonal matrix has the eigenvalues of the matrix, and those of NumPy's reduction, column by column."""
     import cupy
 
-    from dask_distmm.engines.gpu.reduction import DeviceReduction, Peers, exchange_bytes
+    from dask_distmm.engines.gpu.tridiagonal import DeviceReduction, Peers, exchange_bytes
 
     a = noise(np.random.default_rng(), (n, n), dtype)
     a = (a + a.conj().T).astype(dtype)

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from nvmath.bindings import cublas, cusolverDn
 
 from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
-from dask_distmm.engines.gpu.merging import DeviceMerging
 from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.gpu.tridiagonal import DeviceMerging
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.blas import solve_by_halves
 from dask_distmm.programs.steps import Lane

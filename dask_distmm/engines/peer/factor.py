@@ -30,7 +30,7 @@ from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ResultKey, Side
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.gpu.program import GpuProgramJob
-from dask_distmm.engines.gpu.reduction import DeviceReduction, Peers, exchange_bytes
+from dask_distmm.engines.gpu.tridiagonal import DeviceReduction, Peers, exchange_bytes
 from dask_distmm.engines.peer.memory import Exporter, PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
 from dask_distmm.engines.programs.executor import RankExchange
