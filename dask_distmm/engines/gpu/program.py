@@ -26,7 +26,6 @@ from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.programs.steps import CONTRACTS, PART, Buffer, Call, roles_of
 
-
 # Elements of the largest argument of a decomposition that the host does: it is five times as fast for order 64, and
 # twice for 128 (Xeon, H200).
 _MOST_ON_HOST = 2**14
@@ -70,9 +69,7 @@ class GpuProgramJob(ProgramJob):
                 made = super().execute()
         finally:
             self._settle()
-        arrays = (
-            [*self._allocated, *self.chunks.values(), *made.values()] if self._gathers and self.rank is not None else []
-        )
+        arrays = [*self._allocated, *self.chunks.values(), *made.values()] if self._allocated else []
         self.held_bytes = sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
         return made
 
