@@ -118,6 +118,19 @@ def test_solutions_with_updates_of_several_block_columns(ranks, columns):
     assert_solution(a, run_factorization(plan, a, b, kernels=Device())["x"], b)
 
 
+@pytest.mark.parametrize("shape", [(90, 90), (120, 70), (70, 120)])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_rows_that_are_picked_all_at_once(shape, ranks):
+    """As on GPUs, in place of the swaps of one panel after the other: the results are the same."""
+    a = noise(np.random.default_rng(), shape, "float64")
+    plan = factor_plan(Factorization("lu", a.shape, "float64"), ranks, 8)
+    found, expected = run_factorization(plan, a, kernels=Device()), run_factorization(plan, a)
+    assert_lu(a, found["l"], found["u"], found["p"])
+    np.testing.assert_array_equal(found["piv"], expected["piv"])
+    for name in ("l", "lu"):
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reflections_in_parts(monkeypatch, dtype):
     monkeypatch.setattr(factor, "_DEPTH", 16)

@@ -81,10 +81,9 @@ class ProgramJob(Job[Any], Executor):
         if self.rank is None:
             return
         self._steps = self.plan.steps(self.rank)
-        if self._gathers:
-            first = self._steps[0]
-            assert isinstance(first, Make)
-            self.arrays[first.buffer.name] = self._memory(first.buffer.shape)
+        for step in self._steps[:1]:
+            if isinstance(step, Make) and not step.operand:
+                self.arrays[step.buffer.name] = self._memory(step.buffer.shape)
         self.kernels = self._program_kernels(self.rank)
         self.offer = self.exchange.offer(self.plan)
 
@@ -260,7 +259,7 @@ class ProgramJob(Job[Any], Executor):
 
     def _move(self, kind: str, parts: Mapping[int, list[_Part]]) -> None:
         """Write parts of what participants hold to their places."""
-        # What is here comes first, and not all ranks begin with the same one.
+        # Matrices that are here come first, and not all ranks begin with the same one.
         holders = sorted(parts, key=lambda holder: (holder - self.me) % len(self.plan.participants))
         asked = {
             holder: self._fetch(kind, holder, parts[holder]) for holder in holders if not self._reads(kind, holder)
