@@ -1,4 +1,4 @@
-"""How a rank enters the collective part of a run, through a gate, and how a run that fails ends there. Pure.
+"""How a rank enters the collective part of a run, through a gate, and how a run that fails ends there.
 
 A rank that has entered a collective call can't leave it, and waits for ever for one that never comes. So rank 0
 keeps a gate: each rank asks it to enter (a message of kind ``"enter"``) and waits for the answer, which rank 0
