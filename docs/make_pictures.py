@@ -21,12 +21,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon, Rectangle
 
 from dask_distmm.arrays.request import parse
+from dask_distmm.config import read_options
 from dask_distmm.engines.panels import panels
 from dask_distmm.graph.build import build_graph
 from dask_distmm.layout import Layout, ProcessGrid, redistribution
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.cuts import pieces_of, traffic
-from dask_distmm.planning.factor import Factorization, FactorPlan, factor_plan
+from dask_distmm.planning.factor import Factorization, FactorPlacement, FactorProblem
 from dask_distmm.programs.check import walk as in_any_order
 from dask_distmm.programs.steps import Call, Publish, Pull, flops_of
 from dask_distmm.testing import make_problem
@@ -396,10 +397,10 @@ class Work:
     end: float
 
 
-def timeline(program: FactorPlan) -> list[Work]:
+def timeline(program: FactorPlacement) -> list[Work]:
     """Return all work of an LU factorization, if each rank takes its steps as soon as it can."""
-    clocks, published, found = [0.0] * program.ranks, dict[Any, float](), dict[int, list[Work]]()
-    for rank, step in in_any_order([program.steps(rank) for rank in range(program.ranks)], {}):
+    clocks, published, found = [0.0] * program.count, dict[Any, float](), dict[int, list[Work]]()
+    for rank, step in in_any_order([program.steps(rank) for rank in range(program.count)], {}):
         if isinstance(step, Pull):
             clocks[rank] = max(clocks[rank], published[step.key])
         elif isinstance(step, Publish):
@@ -418,13 +419,18 @@ def timeline(program: FactorPlan) -> list[Work]:
 
 def lookahead() -> Page:
     """Draw when each rank takes the steps of an LU factorization."""
-    program = factor_plan(Factorization("lu", (120, 120), "float64"), 3, 10)
+    chunks = {"a": ((120,), (120,))}
+    task = Factorization("lu", (120, 120), "float64")
+    problem = FactorProblem("lu", task, chunks, {"a": "float64"}, (), "numpy", None, read_options())
+    program = FactorPlacement(
+        problem=problem, engine="numpy", method="columns", participants=FOUR[:3], ranks=(0, 1, 2), width=10, owners={}
+    )
     work, page, top, height = timeline(program), Page(310), 92, 46
     last, columns = max(one.end for one in work), program.columns
     page.title(20, 28, "The steps of an LU factorization of 12 block columns on 3 ranks")
     page.text(20, 52, "F3: panel 3 is factorized. 3: it is applied. Thick frames: steps that the next panel waits for.")
     page.text(20, 68, "Colour: the rank that has the panel. White: the rank waits.")
-    for rank in range(program.ranks):
+    for rank in range(program.count):
         page.disc(34, top + 62 * rank + height / 2, rank)
     for one in work:
         x, y, width = 60 + 720 * one.begin / last, top + 62 * one.rank, 720 * (one.end - one.begin) / last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,39 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.planning.computation import NamedMatrix, Worker
-from dask_distmm.planning.factor import FactorPlacement, FactorPlan, FactorProblem, as_matrix
+from dask_distmm.planning.factor import Factorization, FactorPlacement, FactorProblem, as_matrix, block_width
 from dask_distmm.testing import random_chunks, run_jobs
+
+
+def factor_plan(
+    task: Factorization, ranks: int, width: int = 0, *, engine: str = "numpy", shared: bool = False
+) -> FactorPlacement:
+    """Return a plan by which ranks compute all results, of chunks of any sizes that lie anywhere."""
+    rng = np.random.default_rng()
+
+    def cut(shape: tuple[int, ...]) -> Any:
+        return tuple(random_chunks(rng, size, 4) for size in as_matrix(shape))
+
+    chunks = {name: cut(shape) for name, shape in zip("ab", (task.a_shape, task.b_shape), strict=True) if shape}
+    outputs = tuple(NamedMatrix(one.name, cut(one.shape), one.dtype) for one in task.outputs)
+    dtypes = dict.fromkeys(chunks, task.dtype)
+    problem = FactorProblem("test", task, chunks, dtypes, outputs, engine, None, read_options())
+    counts = {name: len(rows) * len(cols) for name, (rows, cols) in chunks.items()}
+    plan = FactorPlacement(
+        problem=problem,
+        engine=engine,
+        method="columns" if ranks > 1 or shared else "local",
+        participants=tuple(Worker(f"w{number}") for number in range(ranks + 1)),
+        ranks=tuple(range(ranks)),
+        where={name: rng.integers(0, ranks + 1, count).astype(np.int32) for name, count in counts.items()},
+        width=width or block_width(task, ranks, shared=shared),
+        owners={},
+    )
+    holders = {one.name: plan.holders if plan.output_layout(one.name) is None else range(ranks) for one in outputs}
+    owners = {one.name: rng.choice(holders[one.name], one.count).astype(np.int32) for one in outputs}
+    plan = dataclasses.replace(plan, owners=owners)
+    plan.check()
+    return plan
 
 
 class _OnKernels(Engine):
@@ -26,50 +58,21 @@ class _OnKernels(Engine):
 
 
 def run_factorization(
-    plan: FactorPlan, a: NDArray[Any], b: NDArray[Any] | None = None, *, kernels: Kernels | None = None
+    plan: FactorPlacement, a: NDArray[Any], b: NDArray[Any] | None = None, *, kernels: Kernels | None = None
 ) -> dict[str, NDArray[Any]]:
-    """Run a plan with a thread for each rank, on chunks of any sizes that lie anywhere; return all results by name.
+    """Run a plan with a thread for each rank; return all results by name.
 
     `kernels` is the arithmetic; None for NumPy's.
     """
-    rng, task = np.random.default_rng(), plan.problem
-
-    def cut(shape: tuple[int, ...]) -> Any:
-        return tuple(random_chunks(rng, size, 4) for size in as_matrix(shape))
-
-    given = dict(zip(task.inputs, (a, b), strict=False))
-    chunks = {name: cut(x.shape) for name, x in given.items()}
-    outputs = tuple(NamedMatrix(one.name, cut(one.shape), one.dtype) for one in task.outputs)
-    dtypes = dict.fromkeys(given, task.dtype)
-    problem = FactorProblem("test", task, chunks, dtypes, outputs, "numpy", None, read_options())
-    where, parts = {}, {}
-    for name, x in given.items():
-        rows, cols = chunks[name]
-        where[name] = rng.integers(0, plan.ranks + 1, len(rows) * len(cols)).astype(np.int32)
-        parts |= {(name, number): part for number, part in enumerate(_cut(x, rows, cols))}
-    holders = {one.name: range(plan.ranks) if plan.output_layout(one.name) else plan.holders for one in task.outputs}
-    made = FactorPlacement(
-        problem=problem,
-        engine="numpy",
-        method="columns",
-        participants=tuple(Worker(f"w{number}") for number in range(plan.ranks + 1)),
-        ranks=tuple(range(plan.ranks)),
-        where=where,
-        width=plan.width,
-        owners={one.name: rng.choice(holders[one.name], one.count).astype(np.int32) for one in outputs},
-    )
-    made.check()
-    # In place of the plan that an engine would have.
-    made.__dict__["work"] = plan
-    found = run_jobs(_OnKernels(kernels or LapackKernels()), made, parts)
+    parts: dict[tuple[str, int], NDArray[Any]] = {}
+    for (name, (rows, cols)), x in zip(plan.problem.chunks.items(), (a, b), strict=False):
+        assert x is not None
+        across = (np.split(some, np.cumsum(cols)[:-1], axis=1) for some in np.split(x, np.cumsum(rows)[:-1]))
+        parts |= {(name, number): part for number, part in enumerate(part for some in across for part in some)}
+    found = run_jobs(_OnKernels(kernels or LapackKernels()), plan, parts)
     results = {}
-    for one, output in zip(outputs, task.outputs, strict=True):
+    for one, output in zip(plan.problem.outputs, plan.task.outputs, strict=True):
         count = one.counts[1]
-        rows = [[found[one.name, i * count + j] for j in range(count)] for i in range(one.counts[0])]
-        results[one.name] = np.block(rows).reshape(output.shape)
+        blocks = [[found[one.name, i * count + j] for j in range(count)] for i in range(one.counts[0])]
+        results[one.name] = np.block(blocks).reshape(output.shape)
     return results
-
-
-def _cut(x: NDArray[Any], rows: tuple[int, ...], cols: tuple[int, ...]) -> list[NDArray[Any]]:
-    """Return the chunks of a matrix in C order."""
-    return [part for some in np.split(x, np.cumsum(rows)[:-1]) for part in np.split(some, np.cumsum(cols)[:-1], axis=1)]

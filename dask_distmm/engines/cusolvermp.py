@@ -67,7 +67,7 @@ from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
-from dask_distmm.planning.factor import FactorPlacement, FactorPlan, algorithm_of, factored
+from dask_distmm.planning.factor import FactorPlacement, algorithm_of, factored
 from dask_distmm.programs.steps import Make
 
 # cuSOLVERMp, and cuBLASMp's trsm, through their bindings: grids, descriptors, workspace, the calls
@@ -198,13 +198,13 @@ class LibraryKernels(ProgramKernels):
 
     group: Group
 
-    def __init__(self, blas: Kernels, plan: FactorPlan, rank: int) -> None:
+    def __init__(self, blas: Kernels, plan: FactorPlacement, rank: int) -> None:
         super().__init__(blas)
         self.plan, self.rank, self.columns = plan, rank, plan.columns
 
     def by_library(self, array: Any) -> tuple[Any, ...]:
         """Call the library on this rank's block columns, side by side; return results without block columns."""
-        self.array, problem = array, self.plan.problem
+        self.array, problem = array, self.plan.task
         self._described: dict[tuple[tuple[int, int], int, int], int] = {}
         try:
             a, b = self._matrix(0), self._matrix(1) if len(self.columns.matrices) > 1 else None
@@ -280,7 +280,7 @@ class LibraryKernels(ProgramKernels):
         )
 
     def _geqrf(self, a: Matrix, b: Matrix | None) -> None:
-        problem, (m, n), k = self.plan.problem, a.shape, min(a.shape)
+        problem, (m, n), k = self.plan.task, a.shape, min(a.shape)
         # One for each of the rank's columns.
         tau = cp.zeros(self.columns.local_cols(self.rank) + a.width, problem.dtype)
         self._solver("geqrf", m, n, a, int(tau.data.ptr), for_size=(m, n, a))
@@ -304,7 +304,7 @@ class LibraryKernels(ProgramKernels):
             self._trsm(a, b, order=k, lower=False, op="N", unit=False)
 
     def _substitute(self, a: Matrix, b: Matrix) -> None:
-        problem = self.plan.problem
+        problem = self.plan.task
         if not problem.unit_diagonal and not (diagonal := self._diagonal()).all():
             raise MatrixError(singular(int(np.argmin(diagonal != 0)), rank=False))
         op, order = problem.substituted, a.shape[1]
@@ -317,7 +317,7 @@ class LibraryKernels(ProgramKernels):
         good = all(bool(self.blas.host(one)) for one in finite)
         self.group.refuse("" if good else not_finite("a"))
         job = ctypes.create_string_buffer(b"N" if b is None else b"V")
-        w = cp.zeros(n, np.zeros(0, self.plan.problem.dtype).real.dtype)
+        w = cp.zeros(n, np.zeros(0, self.plan.task.dtype).real.dtype)
         # Without vectors nothing is written to Q: A is there for a place.
         vectors = b or a
         if self._solver("syevd", ctypes.addressof(job), LOWER, n, a, int(w.data.ptr), vectors):
@@ -357,7 +357,7 @@ class LibraryKernels(ProgramKernels):
 
     def _check_r(self) -> None:
         """Raise if a diagonal element of R is no more than rounding of its column."""
-        xp, order, a_shape = self.xp, min(self.columns.matrices[0].shape), self.plan.problem.a_shape
+        xp, order, a_shape = self.xp, min(self.columns.matrices[0].shape), self.plan.task.a_shape
         eps = max(a_shape) * np.finfo(self.array.dtype).eps
         found = []
         for start, stop, block in self._blocks(0):
@@ -372,7 +372,7 @@ class LibraryKernels(ProgramKernels):
 
     def _solver(self, name: str, *arguments: Any, for_size: Sequence[Any] | None = None) -> int:
         """Call a routine of cuSOLVERMp and return what it says: 0 if all is well, else a number above 0."""
-        handle, kind, given = self.group.handle, DATA_TYPES[self.plan.problem.dtype], self._given(arguments)
+        handle, kind, given = self.group.handle, DATA_TYPES[self.plan.task.dtype], self._given(arguments)
         asked = given if for_size is None else self._given(for_size)
         info = cp.zeros(1, np.int32)
         self.group.call(
@@ -387,7 +387,7 @@ class LibraryKernels(ProgramKernels):
 
     def _trsm(self, a: Matrix, b: Matrix, *, order: int, lower: bool, op: str, unit: bool) -> None:
         """Overwrite the first `order` rows of B with the solution of ``op(A) X = B``, A the triangle of that order."""
-        (handle, grid), dtype = self.group.blas, self.plan.problem.dtype
+        (handle, grid), dtype = self.group.blas, self.plan.task.dtype
         kind, one = DATA_TYPES[dtype], np.ones(1, dtype)
         described = [
             int(cublasMp.matrix_descriptor_create(*x.shape, x.width, x.width, 0, 0, x.ld, kind, grid)) for x in (a, b)
@@ -414,7 +414,7 @@ class LibraryKernels(ProgramKernels):
     def _descriptor(self, matrix: Matrix) -> int:
         key = matrix.shape, matrix.width, matrix.ld
         if key not in self._described:
-            kind, blocks = DATA_TYPES[self.plan.problem.dtype], (matrix.width, matrix.width)
+            kind, blocks = DATA_TYPES[self.plan.task.dtype], (matrix.width, matrix.width)
             self._described[key] = int(
                 cusolverMp.create_matrix_desc(self.group.grid, kind, *matrix.shape, *blocks, 0, 0, matrix.ld)
             )
@@ -451,7 +451,7 @@ class CusolverMpJob(GpuProgramJob):
         return self._allocated[0]
 
     def _program_kernels(self, rank: int) -> ProgramKernels:
-        return LibraryKernels(self.blas, self.plan.work, rank) if self._shared else super()._program_kernels(rank)
+        return LibraryKernels(self.blas, self.plan, rank) if self._shared else super()._program_kernels(rank)
 
     # The work
 
@@ -558,7 +558,7 @@ class CusolverMpJob(GpuProgramJob):
             return super()._assemble(number, output)
         assert self.rank is not None
         found: dict[ResultKey, Any] = self._group.together(lambda: self._blanks(output))
-        described = self.plan.work.output(output.name)
+        described = self.plan.output(output.name)
         orientation, copies, dst = described.orientation, list[tuple[Copy, int, int]](), dict[int, Any]()
         for peer in range(len(self.plan.ranks)):
             for index, copy in self._taken_by(output, peer):

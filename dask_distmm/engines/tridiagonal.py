@@ -67,7 +67,7 @@ from dask_distmm.engines.programs.executor import RankExchange
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor import FactorPlan
+from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.programs.factor import Columns
 from dask_distmm.programs.steps import Key
 
@@ -686,7 +686,7 @@ class SharedEigh(ProgramKernels):
 
     def __init__(
         self,
-        plan: FactorPlan,
+        plan: FactorPlacement,
         rank: int,
         kernels: Kernels,
         messages: RankExchange,
@@ -696,8 +696,8 @@ class SharedEigh(ProgramKernels):
         super().__init__(kernels)
         self._plan, self._rank, self._messages = plan, rank, messages
         self._check, self._progress = check, progress
-        self._order, self._rows = plan.problem.a_shape[0], np.zeros((0, 0))
-        self._bounds = row_bounds(self._order, plan.ranks)
+        self._order, self._rows = plan.task.a_shape[0], np.zeros((0, 0))
+        self._bounds = row_bounds(self._order, plan.count)
         self._exponent, self._reduced = 0, Tridiagonal(*(np.zeros(0) for _ in range(3)))
         self._last = 0.0
 
@@ -713,14 +713,14 @@ class SharedEigh(ProgramKernels):
 
     def _deal(self, columns: NDArray[np.int64], target: Any) -> None:
         """Fill block columns of vectors: each rank gets its columns of all ranks' rows."""
-        for turn in range(self._plan.ranks):
-            rank = (self._rank + turn) % self._plan.ranks
+        for turn in range(self._plan.count):
+            rank = (self._rank + turn) % self._plan.count
             held = columns[self._plan.columns.held(1, rank)]
             if rank == self._rank:
                 target[self._bounds[rank] : self._bounds[rank + 1]] = self._rows[:, held]
             else:
                 self._messages.publish(Key("rows", rank), (self._rows[:, held],))
-        for rank in range(self._plan.ranks):
+        for rank in range(self._plan.count):
             if rank != self._rank:
                 (rows,) = self._messages.fetch(Key("rows", self._rank), rank)
                 target[self._bounds[rank] : self._bounds[rank + 1]] = rows
@@ -732,7 +732,7 @@ class SharedEigh(ProgramKernels):
         self._reduced = self._reduce(a, lambda share: self._progress(self.reported * share))
         if not all(np.isfinite(x).all() for x in self._reduced):
             # The matrix had no such elements.
-            raise MatrixError(f"the reduction of A, {self._plan.problem.a_shape}, has overflowed: scale A")
+            raise MatrixError(f"the reduction of A, {self._plan.task.a_shape}, has overflowed: scale A")
         found = []
         for panel in self._plan.panels if self._plan.sweeps else ():
             if self._plan.columns.owner(panel) == self._rank:
@@ -745,14 +745,14 @@ class SharedEigh(ProgramKernels):
     def _scale(self, a: Any) -> None:
         """Multiply the matrix by a power of two, the same one on all ranks."""
         sizes = np.array([self._largest_part(a)])
-        if self._plan.ranks > 1:
+        if self._plan.count > 1:
             self._messages.publish(Key("size", self._rank), (sizes,))
-            others = (rank for rank in range(self._plan.ranks) if rank != self._rank)
+            others = (rank for rank in range(self._plan.count) if rank != self._rank)
             sizes = np.concatenate([sizes, *(self._messages.fetch(Key("size", rank), rank)[0] for rank in others)])
         if not np.isfinite(sizes).all():
             raise MatrixError(not_finite("a"))
         exponent = int(np.frexp(sizes.max())[1])
-        most = _MOST[np.finfo(self._plan.problem.dtype).dtype.name]
+        most = _MOST[np.finfo(self._plan.task.dtype).dtype.name]
         self._exponent = 0 if abs(exponent) <= _MODERATE else max(-most, min(most, exponent))
         if self._exponent:
             with np.errstate(all="ignore"):
@@ -774,14 +774,14 @@ class SharedEigh(ProgramKernels):
 
     def diagonalize(self, target: Any, *, vectors: bool) -> Any:
         """Return the wanted eigenvalues, on the device; fill block columns of the tridiagonal matrix' eigenvectors."""
-        problem, (d, e, _) = self._plan.problem, self._reduced
+        problem, (d, e, _) = self._plan.task, self._reduced
         first, last = problem.subset or (0, len(d) - 1)
         if vectors:
             single = np.finfo(problem.dtype).dtype == np.float32
             conquest = DivideAndConquer(
                 self.blas,
                 self._messages,
-                (self._rank, self._plan.ranks),
+                (self._rank, self._plan.count),
                 (d, e),
                 self._memory(),
                 rounding=2.0**-24 if single else 2.0**-53,

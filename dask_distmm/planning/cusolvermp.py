@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from dask_distmm.planning.factor import Factorization, FactorPlan
+from dask_distmm.planning.factor import Factorization, FactorPlacement
 from dask_distmm.planning.model import EngineModel
 
 _PANELS, _MATRICES, _VALUES = 6, 4, 2
@@ -34,12 +34,12 @@ class CusolvermpModel(EngineModel):
         """Whether ranks compute a spectral decomposition together: all eigenvalues of one matrix (syevd)."""
         return task.kind == "eigh" and task.b_shape is None and task.subset is None
 
-    def workspace(self, work: FactorPlan, rank: int) -> int:
+    def workspace(self, plan: FactorPlacement, rank: int) -> int:
         """Return the elements that the library holds on a rank beside its matrices."""
-        n, panels = work.columns.rows, _PANELS * work.columns.rows * work.width
-        if not work.problem.spectral:
+        n, panels = plan.columns.rows, _PANELS * plan.columns.rows * plan.width
+        if not plan.task.spectral:
             return panels
-        return panels + (_MATRICES if work.problem.vectors else _VALUES) * n * -(-n // work.ranks)
+        return panels + (_MATRICES if plan.task.vectors else _VALUES) * n * -(-n // plan.count)
 
 
 CUSOLVERMP = CusolvermpModel(

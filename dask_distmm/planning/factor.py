@@ -509,91 +509,7 @@ class Factorization:
         return (x,)
 
 
-# The plan of a factorization on a cluster: its placement, and as work the program of steps
-
-
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class FactorPlacement(Placement):
-    """How a FactorProblem runs."""
-
-    asked_for: ClassVar[tuple[str, ...]] = ("input", "final", "enter", *PARTS)
-    problem: FactorProblem
-    # Columns of a block.
-    width: int
-    # For each output by name, int32, one for each of its chunks: the rank that puts it together.
-    owners: Mapping[str, NDArray[np.int32]]
-
-    @functools.cached_property
-    def work(self) -> FactorPlan:
-        """The layout of the matrices on the ranks, and each rank's steps."""
-        return work_of(self.problem, self.engine, len(self.ranks), self.width, self.method)
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """One row of ranks: each has all rows of its block columns."""
-        return 1, len(self.ranks), 1
-
-    def gathered(self, operand: str) -> Copies:
-        """Return the copies out of an operand's chunks, in the form that ranks hold, to its block columns."""
-        transposed = self.problem.task.orientation(operand).transposed
-        chunks = held_chunks(self.problem.chunks_of(operand), transposed)
-        return redistribution(Layout.of_chunks(chunks), self.work.input_layout(operand))
-
-    def delivered(self, output: str) -> Copies | None:
-        """Return the copies from block columns to an output's chunks, in the form that ranks hold.
-
-        None for an output without block columns: ranks that have it have all of it.
-        """
-        layout = self.work.output_layout(output)
-        if layout is None:
-            return None
-        transposed = self.work.output(output).orientation.transposed
-        return redistribution(layout, Layout.of_chunks(held_chunks(self.problem.output(output).chunks, transposed)))
-
-    def steps(self, rank: int) -> tuple[Step, ...]:
-        """Return the steps of a rank."""
-        return self.work.steps(rank)
-
-    def owned(self, output: str, rank: int) -> list[int]:
-        """Return the numbers of an output's chunks that a rank puts together."""
-        found: list[int] = np.flatnonzero(self.owners[output] == rank).tolist()
-        return found
-
-    def has_part(self, kind: str, number: int) -> bool:
-        """Whether ranks publish such a part of a panel of this number."""
-        return any(part == kind and 0 <= number < self.work.numbers(part) for part in PARTS)
-
-    def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
-        """Return the shape of a chunk of an operand, or of a rank's part of an output."""
-        if kind == "input":
-            return super().shape_of(kind, matrix, number)
-        outputs = self.problem.outputs
-        layout = self.work.output_layout(outputs[matrix].name) if 0 <= matrix < len(outputs) else None
-        return layout.local_shape(number) if layout is not None and 0 <= number < len(self.ranks) else None
-
-    def check(self) -> None:
-        """Raise `ProtocolError` if the parts of a plan do not fit each other."""
-        super().check()
-        counts = {one.name: one.count for one in self.problem.outputs}
-        good = self.width > 0 and self.ranks and self.owners.keys() == counts.keys()
-        if not good or not all(in_range(self.owners[name], counts[name], len(self.ranks)) for name in counts):
-            raise ProtocolError(f"malformed plan: width {self.width} or owners do not fit {len(self.ranks)} ranks")
-
-
-def work_of(problem: FactorProblem, engine: str, count: int, width: int, method: str) -> FactorPlan:
-    """Return the layout and the steps of the given number of ranks of an engine."""
-    model, shared = ENGINES[engine], method == "columns"
-    ways = {"carries": model.by_panels, "collective": model.collective, "queued": model.on_gpus}
-    wanted = [one.name for one in problem.outputs]
-    return factor_plan(problem.task, count, width, shared=shared, wanted=wanted, **ways)
-
-
-def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:
-    """Return chunk sizes in the form that ranks hold of a matrix."""
-    return (chunks[1], chunks[0]) if transposed else chunks
-
-
-# How a Factorization is computed by this many ranks
+# How a Factorization is computed by some ranks, and by which
 
 
 def factored(problem: Factorization) -> str:
@@ -630,58 +546,97 @@ def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _W
     return max(least, min(most, -(-even // least) * least))
 
 
-def factor_plan(
-    problem: Factorization,
-    ranks: int,
-    width: int = 0,
-    *,
-    carries: bool = False,
-    collective: bool = False,
-    shared: bool = False,
-    queued: bool = False,
-    wanted: Sequence[str] = (),
-) -> FactorPlan:
-    """Return how `ranks` ranks compute `problem`, in blocks of `width` columns; 0 is for `block_width`.
-
-    They make the results `wanted`, by default all.
-    """
-    shared = shared and problem.shareable and not collective
-    if problem.spectral and ranks != 1 and not (collective or shared):
-        raise PlanError(f"{problem.kind} on {ranks} ranks: expected one")
-    if ranks < 1 or width < 0:
-        raise PlanError(f"{ranks} ranks, blocks of {width} columns: expected at least one rank and a width above 0")
-    width = width or block_width(problem, ranks, shared=shared)
-    names = tuple(wanted or (one.name for one in problem.outputs))
-    return FactorPlan(problem, ranks, width, names, carries, collective and ranks > 1, shared, queued)
+def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:
+    """Return chunk sizes in the form that ranks hold of a matrix."""
+    return (chunks[1], chunks[0]) if transposed else chunks
 
 
-@dataclasses.dataclass(frozen=True)
-class FactorPlan:
-    """How `ranks` ranks compute `problem`: the layout of its matrices, and each rank's program."""
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+class FactorPlacement(Placement):
+    """How a FactorProblem runs."""
 
-    # The factorization.
-    problem: Factorization
-    # Number of ranks.
-    ranks: int
-    # Columns of a block of A.
+    asked_for: ClassVar[tuple[str, ...]] = ("input", "final", "enter", *PARTS)
+    problem: FactorProblem
+    # Columns of a block.
     width: int
-    # Names of the results that are made.
-    wanted: tuple[str, ...]
-    # Whether a single right-hand side may go from rank to rank in a substitution (`FactorPlan.carried`).
-    carries: bool = False
-    # Whether a library computes on all ranks together, on matrices of square blocks that begin on rank 0. It takes no
-    # steps, and a spectral decomposition has block columns, too.
-    collective: bool = False
-    # Whether the block columns of a matrix whose eigenvalues are wanted are distributed, for ranks that take steps;
-    # otherwise one rank has it all.
-    shared: bool = False
-    # Whether calls are queued, so that updates come before a panel that the thread waits for.
-    queued: bool = False
+    # For each output by name, int32, one for each of its chunks: the rank that puts it together.
+    owners: Mapping[str, NDArray[np.int32]]
+
+    @property
+    def task(self) -> Factorization:
+        """The factorization."""
+        return self.problem.task
+
+    @property
+    def count(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def collective(self) -> bool:
+        """Whether a library computes on all ranks together, on matrices of square blocks that begin on rank 0.
+
+        Then a spectral decomposition has block columns, too.
+        """
+        return ENGINES[self.engine].collective and self.count > 1
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks share the eigenvalues of a matrix in block columns; otherwise one of them has all of it."""
+        return self.method == "columns" and self.task.shareable and not ENGINES[self.engine].collective
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """One row of ranks: each has all rows of its block columns."""
+        return 1, len(self.ranks), 1
+
+    def gathered(self, operand: str) -> Copies:
+        """Return the copies out of an operand's chunks, in the form that ranks hold, to its block columns."""
+        transposed = self.problem.task.orientation(operand).transposed
+        chunks = held_chunks(self.problem.chunks_of(operand), transposed)
+        return redistribution(Layout.of_chunks(chunks), self.input_layout(operand))
+
+    def delivered(self, output: str) -> Copies | None:
+        """Return the copies from block columns to an output's chunks, in the form that ranks hold.
+
+        None for an output without block columns: ranks that have it have all of it.
+        """
+        layout = self.output_layout(output)
+        if layout is None:
+            return None
+        transposed = self.output(output).orientation.transposed
+        return redistribution(layout, Layout.of_chunks(held_chunks(self.problem.output(output).chunks, transposed)))
+
+    def owned(self, output: str, rank: int) -> list[int]:
+        """Return the numbers of an output's chunks that a rank puts together."""
+        found: list[int] = np.flatnonzero(self.owners[output] == rank).tolist()
+        return found
+
+    def has_part(self, kind: str, number: int) -> bool:
+        """Whether ranks publish such a part of a panel of this number."""
+        return any(part == kind and 0 <= number < self.numbers(part) for part in PARTS)
+
+    def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
+        """Return the shape of a chunk of an operand, or of a rank's part of an output."""
+        if kind == "input":
+            return super().shape_of(kind, matrix, number)
+        outputs = self.problem.outputs
+        layout = self.output_layout(outputs[matrix].name) if 0 <= matrix < len(outputs) else None
+        return layout.local_shape(number) if layout is not None and 0 <= number < len(self.ranks) else None
+
+    def check(self) -> None:
+        """Raise `ProtocolError` if the parts of a plan do not fit each other."""
+        super().check()
+        counts = {one.name: one.count for one in self.problem.outputs}
+        good = self.width > 0 and self.ranks and self.owners.keys() == counts.keys()
+        good = good and (not self.task.spectral or self.count == 1 or self.collective or self.shared)
+        if not good or not all(in_range(self.owners[name], counts[name], len(self.ranks)) for name in counts):
+            raise ProtocolError(f"malformed plan: width {self.width} or owners do not fit {len(self.ranks)} ranks")
 
     @functools.cached_property
     def columns(self) -> Columns:
         """Where block columns lie."""
-        problem = self.problem
+        problem = self.task
         m, n = problem.a_shape
         a = (n, m) if problem.orientation("a").transposed else (m, n)
         second: tuple[int, int] | None = None
@@ -696,21 +651,21 @@ class FactorPlan:
             second = next(one.shape for one in problem.outputs if one.name == "v")  # type: ignore[assignment]
         below = int(self.shared)
         if second is None:
-            return Columns((Matrix(a, self.width),), self.ranks, below=below)
+            return Columns((Matrix(a, self.width),), self.count, below=below)
         # The block columns of Q begin where those of A do. Of right-hand sides each rank gets some if it can.
-        even = -(-second[1] // self.ranks)
+        even = -(-second[1] // self.count)
         width = self.width if problem.kind == "qr" or self.collective else max(1, min(self.width, even))
         matrices = Matrix(a, self.width), Matrix(second, width)
-        return Columns(matrices, self.ranks, aligned=self.collective, below=below)
+        return Columns(matrices, self.count, aligned=self.collective, below=below)
 
     @functools.cached_property
     def sweeps(self) -> tuple[str, ...]:
         """How often all panels are applied, one after the other: a factorization, substitution, or reflections."""
-        second, name = len(self.columns.matrices) > 1, factored(self.problem)
-        if self.problem.spectral:
+        second, name = len(self.columns.matrices) > 1, factored(self.task)
+        if self.task.spectral:
             return ("reflect",) if self.shared and second and self.panels else ()
-        substituted = second and self.problem.kind != "qr"
-        reflected = second and (self.problem.kind == "qr" or self.problem.by_adjoint)
+        substituted = second and self.task.kind != "qr"
+        reflected = second and (self.task.kind == "qr" or self.task.by_adjoint)
         return (*[name] * bool(name), *["substitute"] * substituted, *["reflect"] * reflected)
 
     @functools.cached_property
@@ -723,19 +678,28 @@ class FactorPlan:
         """Whether a single right-hand side goes from rank to rank in a substitution, which is far less than panels."""
         first = self.columns.first(1)
         single = self.columns.count == first + 1 and self.columns.blocks[first].stop <= 1
-        return self.carries and self.ranks > 1 and single and "substitute" in self.sweeps
+        return ENGINES[self.engine].by_panels and self.count > 1 and single and "substitute" in self.sweeps
 
     @property
     def holders(self) -> range:
         """The ranks that have the results without block columns: those with all pivots in the end, or the only one."""
-        if self.problem.spectral:
+        if self.task.spectral:
             return range(1)
-        return range({"lu": self.ranks, "slogdet": 1, "det": 1}.get(self.problem.kind, 0))
+        return range({"lu": self.count, "slogdet": 1, "det": 1}.get(self.task.kind, 0))
 
-    @functools.lru_cache(maxsize=16)  # noqa: B019 - plans are few, and small
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the program of a rank."""
-        task, columns, panels = self.problem, self.columns, self.panels
+        if rank not in self._known:
+            self._known[rank] = self._record(rank)
+        return self._known[rank]
+
+    @functools.cached_property
+    def _known(self) -> dict[int, tuple[Step, ...]]:
+        """The programs that have been recorded."""
+        return {}
+
+    def _record(self, rank: int) -> tuple[Step, ...]:
+        task, columns, panels = self.task, self.columns, self.panels
         name, last, count = factored(task), columns.first(1), columns.count
         substitution: dict[str, Any] = {"lower": task.lower, "op": task.substituted, "unit": task.unit_diagonal}
         if name:
@@ -752,7 +716,7 @@ class FactorPlan:
             parts=sorted(parts),
             check=self._check,
             holders=() if task.spectral else self.holders,
-            queued=self.queued and name == "qr",
+            queued=ENGINES[self.engine].on_gpus and name == "qr",
         )
         for number, operand in enumerate(task.inputs):
             p.gather(operand, number)
@@ -783,7 +747,7 @@ class FactorPlan:
             # The columns of Q before a panel's first one are those of the identity in its rows: they stay as they are.
             factor.reflect(p, panels, lambda k: last + k if task.kind == "qr" else last)
         with p.on("join"):
-            for output in map(self.output, self.wanted):
+            for output in map(self.output, (one.name for one in self.problem.outputs)):
                 self._store(p, output)
         return p.end()
 
@@ -795,11 +759,11 @@ class FactorPlan:
                 factor.store_numbers(p, self._buffer(output), output.name, output.form, self.panels)
             return
         if output.form == "residuals":
-            factor.store_columns(p, output.name, p.matrix(1)[self.problem.a_shape[1] :, :], "residuals")
+            factor.store_columns(p, output.name, p.matrix(1)[self.task.a_shape[1] :, :], "residuals")
             return
         (rows, cols), first = layout.local_shape(p.me), self.columns.first(output.matrix or 0)
         # Rows of L are swapped by the panels that come after, unless a library has done so.
-        swapped = self.problem.kind == "lu" and output.form != "upper" and not self.collective
+        swapped = self.task.kind == "lu" and output.form != "upper" and not self.collective
         place = p.blocks(first, self.columns.count)[:rows, :cols]
         factor.store_columns(p, output.name, place, "swapped" * swapped, self.panels)
 
@@ -810,18 +774,18 @@ class FactorPlan:
     @property
     def _check(self) -> int | None:
         """How diagonals of factors are looked at: the size for rounding, 0 for zeros, None where they are not."""
-        if self.problem.kind in ("lstsq", "pinv"):
-            return max(self.problem.a_shape)
-        solved = self.problem.kind in ("solve", "inv", "solve_triangular") and not self.problem.unit_diagonal
-        return 0 if solved and factored(self.problem) != "cholesky" else None
+        if self.task.kind in ("lstsq", "pinv"):
+            return max(self.task.a_shape)
+        solved = self.task.kind in ("solve", "inv", "solve_triangular") and not self.task.unit_diagonal
+        return 0 if solved and factored(self.task) != "cholesky" else None
 
     def numbers(self, part: str) -> int:
         """Return how many arrays there are of what ranks ask each other for; they are numbered from 0."""
         if part in PANEL_PARTS:
             return self.columns.count
         if part in ("vector", "product", "reflectors"):
-            return self.problem.a_shape[0]
-        return self.ranks
+            return self.task.a_shape[0]
+        return self.count
 
     def input_layout(self, name: str) -> Layout:
         """Return the layout of ``"a"`` or ``"b"``, in the form that ranks are given (`Factorization.orientation`)."""
@@ -829,7 +793,7 @@ class FactorPlan:
 
     def output(self, name: str) -> TaskOutput:
         """Return a result by its name."""
-        found = next(one for one in self.problem.outputs if one.name == name)
+        found = next(one for one in self.task.outputs if one.name == name)
         # The block columns of eigenvectors are distributed as those of a second matrix.
         if (self.collective or self.shared) and found.form == "spectral" and len(found.shape) > 1:
             return dataclasses.replace(found, matrix=1, form="full")
@@ -914,7 +878,7 @@ def plan_factorization(
     found = [_consider(problem, roster, sources, where, engine, *candidate) for candidate in candidates]
     # The order says how eigenvalues are computed; the other way is taken where memory is short.
     large = _shares_eigh(problem, len(roster), engine)
-    found.sort(key=lambda one: (one.work.shared != large, one.seconds))
+    found.sort(key=lambda one: (one.shared != large, one.seconds))
     rows, cols = problem.task.a_shape
     what = f"{problem.task.kind} of a matrix of {rows} x {cols} ({problem.task.dtype})"
     return choose(found, what, _remedies(problem, len(roster), engine))
@@ -945,7 +909,7 @@ def _candidates(problem: FactorProblem, workers: int, engine: str) -> set[tuple[
     model = ENGINES[engine]
     shared = problem.task.shareable and not model.collective
     width = block_width(problem.task, workers, model.widths, shared=shared)
-    blocks = work_of(problem, engine, workers, width, "columns").columns.matrices[0].count
+    blocks = -(-problem.task.a_shape[0 if problem.task.orientation("a").transposed else 1] // width)
     most = max(1, min(workers, blocks))
     if problem.method == "local":
         return {(1, False)}
@@ -992,11 +956,11 @@ def _consider(
         best = max(range(len(roster)), key=lambda index: (roster[index].nthreads, held[0, index]))
         made = dataclasses.replace(made, ranks=(best,))
     made = dataclasses.replace(made, owners=_owners(made))
-    work, size = made.work, problem.dtype.itemsize
+    size = problem.dtype.itemsize
     given = sum(math.prod(map(sum, chunks)) for chunks in problem.chunks.values())
     home = held[range(count), list(made.ranks)].sum() if held.any() else given / len(participants)
-    by_library = problem.task.spectral and work.collective
-    sweeps = _REDUCTIONS if by_library else len(work.sweeps) - work.carried
+    by_library = problem.task.spectral and made.collective
+    sweeps = _REDUCTIONS if by_library else len(made.sweeps) - made.carried
     streamed = (count - 1) * given / 2 * sweeps
     results = sum(math.prod(map(sum, one.chunks)) for one in problem.outputs)
     moved = (given - home + streamed + results * (1 - 1 / count)) * size
@@ -1005,9 +969,9 @@ def _consider(
 
 def _work(made: FactorPlacement, moved: float) -> Work:
     """Return the work of a plan, given the bytes that move between workers."""
-    problem, work, model, algorithm = made.problem, made.work, ENGINES[made.engine], algorithm_of(made.problem.task)
-    count, panels, task = len(made.ranks), work.columns.matrices[0].count, problem.task
-    if work.shared:
+    problem, model, algorithm = made.problem, ENGINES[made.engine], algorithm_of(made.problem.task)
+    count, panels, task = len(made.ranks), made.columns.matrices[0].count, problem.task
+    if made.shared:
         phases = _shared_phases(made)
     else:
         # One panel comes after the other, however many ranks there are.
@@ -1028,9 +992,9 @@ def _in_held_order(made: FactorPlacement, name: str, table: NDArray[np.int32]) -
 
 def _owners(made: FactorPlacement) -> dict[str, NDArray[np.int32]]:
     """Share the chunks of each output out, evenly by their bytes: block columns of all ranks are in most of them."""
-    found, holders = {}, list(made.work.holders)
+    found, holders = {}, list(made.holders)
     for output in made.problem.outputs:
-        ranks = range(len(made.ranks)) if made.work.output_layout(output.name) is not None else holders
+        ranks = range(len(made.ranks)) if made.output_layout(output.name) is not None else holders
         sizes = chunk_elements(output.chunks)
         loads = collections.Counter(dict.fromkeys(ranks, 0))
         table = np.zeros(output.count, np.int32)
@@ -1060,24 +1024,23 @@ def _memory(made: FactorPlacement) -> NDArray[np.float64]:
         else:
             held += sizes.sum() / npart
     at_the_end = np.zeros(npart)
-    work = made.work
     for rank, index in enumerate(made.ranks):
-        array = work.columns.rows * work.columns.local_cols(rank)
-        beside = 2 * work.columns.rows * made.width * size
-        if work.collective:
-            beside = ENGINES[made.engine].workspace(work, rank) * size
-        elif work.shared:
+        array = made.columns.rows * made.columns.local_cols(rank)
+        beside = 2 * made.columns.rows * made.width * size
+        if made.collective:
+            beside = ENGINES[made.engine].workspace(made, rank) * size
+        elif made.shared:
             beside = shared_bytes(problem.task, len(made.ranks), size, made.width)
         elif problem.task.spectral:
             made_whole = sum(math.prod(one.shape) * dtype_from_name(one.dtype).itemsize for one in problem.task.outputs)
             beside = problem.task.decomposition.workspace(problem.task) * size + made_whole
         results = 0
         for output in problem.outputs:
-            layout = work.output_layout(output.name)
+            layout = made.output_layout(output.name)
             sizes = chunk_elements(output.chunks)
             results += int(sizes[made.owners[output.name] == rank].sum()) * dtype_from_name(output.dtype).itemsize
             # L is copied, as its rows are swapped in the end.
-            if layout is not None and factored(problem.task) == "lu" and not work.collective:
+            if layout is not None and factored(problem.task) == "lu" and not made.collective:
                 results += math.prod(layout.local_shape(rank)) * size
         total[index] += array * size + beside
         at_the_end[index] = results

@@ -142,7 +142,7 @@ class EngineModel:
     makes: bool = False
     # Whether ranks multiply what they have in panels, as `numpy` does: they copy small chunks into panels
     # (`footprint.packing`), add to earlier sums where these lie, which are of no use once a run has begun, return the
-    # chunks of `Problem.gathered` that they fetch, and hand on a single right-hand side (`FactorPlan.carried`).
+    # chunks of `Problem.gathered` that they fetch, and hand on a single right-hand side (`FactorPlacement.carried`).
     by_panels: bool = False
     # The library that does epilogs, for texts.
     library: str = ""
@@ -221,8 +221,8 @@ class EngineModel:
         """Return the share of a product's rate at which a factorization runs on some ranks; 0 where none is known."""
         return self.shares.get(algorithm, (0.0, 0.0))[ranks > 1]
 
-    def workspace(self, work: Any, rank: int) -> int:
-        """Return the elements that a collective library holds on a rank beside the matrices of a `FactorPlan`."""
+    def workspace(self, plan: Any, rank: int) -> int:
+        """Return the elements that a collective library holds on a rank beside the matrices of a plan."""
         return 0
 
     def shares_eigh_from(self, dtype: str, workers: int) -> int | None:

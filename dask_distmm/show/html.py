@@ -508,7 +508,7 @@ _LINE, _MOST_LINES, _MOST_SPANS, _MOST_WAVES = 560.0, 16, 2000, 400
 
 def factor_html(plan: FactorPlacement) -> str:
     """Return the plan of a factorization as notebooks show it: block columns, time, memory."""
-    columns, drawn = plan.work.columns, []
+    columns, drawn = plan.columns, []
     for number, matrix in enumerate(columns.matrices):
         cells = []
         for block in range(columns.first(number), columns.first(number) + matrix.count):

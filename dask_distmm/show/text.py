@@ -273,9 +273,9 @@ _WHAT = {
 
 
 def _method(plan: FactorPlacement) -> str:
-    if plan.work.shared:
+    if plan.shared:
         return _WHAT["eigh"]
-    if plan.work.collective:
+    if plan.collective:
         return f"block columns on all workers, which compute together by {ENGINES[plan.engine].library}"
     task = plan.problem.task
     by_host = ENGINES[plan.engine].on_gpus and task.spectral and task.decomposition.on_host
@@ -284,9 +284,9 @@ def _method(plan: FactorPlacement) -> str:
 
 def factor_text(plan: FactorPlacement) -> str:
     """Return the text of a plan."""
-    problem, work = plan.problem, plan.work
-    blocks = sum(matrix.count for matrix in work.columns.matrices)
-    dealt = work.sweeps or work.collective or work.shared
+    problem = plan.problem
+    blocks = sum(matrix.count for matrix in plan.columns.matrices)
+    dealt = plan.sweeps or plan.collective or plan.shared
     matrices = [
         f"  {name.upper():10}{sum(rows)} x {sum(cols)} {problem.task.dtype}, {len(rows)} x {len(cols)} chunks"
         for name, (rows, cols) in problem.chunks.items()

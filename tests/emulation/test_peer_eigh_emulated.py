@@ -13,6 +13,7 @@ import compiled
 import devices
 import numpy as np
 import pytest
+from factoring import factor_plan
 from matrices import noise
 from residuals import assert_eigh
 from test_spectral import SPECTRA, hermitian
@@ -22,7 +23,7 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import HostMerging, HostReduction, panel_width
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES
-from dask_distmm.planning.factor import Factorization, factor_plan
+from dask_distmm.planning.factor import Factorization
 
 pytestmark = pytest.mark.skipif(compiled.compiler() is None, reason="needs g++: kernels are compiled for the CPU")
 DTYPES = ["float32", "float64", "complex64", "complex128"]

@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
-from factoring import run_factorization
+from factoring import factor_plan, run_factorization
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import noise
@@ -24,7 +24,7 @@ from residuals import (
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs import factor
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor import Factorization, factor_plan
+from dask_distmm.planning.factor import Factorization
 from dask_distmm.programs.factor import is_short
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
@@ -62,7 +62,7 @@ def positive(rng, n, dtype, what="random"):
 def run(kind, ranks, width, a, b=None, **options):
     problem = Factorization(kind, a.shape, a.dtype.name, None if b is None else b.shape, **options)
     before = [x.copy() for x in (a, b) if x is not None]
-    results = run_factorization(factor_plan(problem, ranks, width, carries=True), a, b)
+    results = run_factorization(factor_plan(problem, ranks, width), a, b)
     for x, copy in zip((a, b), before, strict=False):
         np.testing.assert_array_equal(x, copy)
     for output in problem.outputs:

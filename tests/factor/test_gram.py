@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from factoring import run_factorization
+from factoring import factor_plan, run_factorization
 from matrices import noise
 from residuals import assert_qr
 
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs import factor
 from dask_distmm.engines.programs.factor import gram_reflectors
-from dask_distmm.planning.factor import Factorization, factor_plan
+from dask_distmm.planning.factor import Factorization
 
 K = LapackKernels()
 DTYPES = ["float32", "float64", "complex64", "complex128"]

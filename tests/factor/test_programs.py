@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
+from factoring import factor_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_distmm.engines.programs.job import inside
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.layout.redistribute import Copy
-from dask_distmm.planning.factor import Factorization, block_width, factor_plan
+from dask_distmm.planning.factor import Factorization, block_width
 from dask_distmm.programs import factor
 from dask_distmm.programs.check import ProgramError, Rates, check, cost
 from dask_distmm.programs.factor import Columns, Matrix
@@ -43,7 +45,7 @@ def problem(way: dict, m: int, n: int, nrhs: int) -> Factorization:
 
 def travelled(plan):
     """Check the programs of all ranks; return how many parts of panels travel."""
-    lists = [plan.steps(rank) for rank in range(plan.ranks)]
+    lists = [plan.steps(rank) for rank in range(plan.count)]
     check(lists)
     pulls = 0
     for steps in lists:
@@ -70,7 +72,7 @@ def travelled(plan):
 )
 @settings(max_examples=400, deadline=None)
 def test_programs_are_right(way, m, n, nrhs, ranks, width, carries):
-    travelled(factor_plan(problem(way, m, n, nrhs), ranks, width, carries=carries, queued=not carries))
+    travelled(factor_plan(problem(way, m, n, nrhs), ranks, width, engine="numpy" if carries else "peer"))
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 12), st.booleans(), st.integers(0), st.integers(0))
@@ -90,8 +92,8 @@ def test_programs_of_shared_eigenvalues(n, ranks, width, vectors, first, count):
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("way", [way for way in WAYS if way["kind"] in ("solve", "solve_triangular", "lstsq")], ids=str)
 def test_one_right_hand_side_travels_in_place_of_panels(way, ranks):
-    pulled = travelled(factor_plan(problem(way, 60, 60, 1), ranks, 3))
-    carried = factor_plan(problem(way, 60, 60, 1), ranks, 3, carries=True)
+    pulled = travelled(factor_plan(problem(way, 60, 60, 1), ranks, 3, engine="peer"))
+    carried = factor_plan(problem(way, 60, 60, 1), ranks, 3)
     assert carried.carried
     assert travelled(carried) == (0 if way["kind"] == "solve_triangular" else pulled - 20 + 20 // ranks)
 
@@ -176,7 +178,7 @@ def test_a_panel_is_published_before_others_are_updated(kind, ranks, queued, mon
     """But updates are queued before a panel of QR that the thread waits for, unless they are short."""
     monkeypatch.setattr(factor, "_SHORT", dict.fromkeys(("cholesky", "lu", "qr"), 0))
     task = Factorization(kind, (90, 90), "float64", mode="r" if kind == "qr" else "reduced")
-    plan = factor_plan(task, ranks, 9, queued=queued)
+    plan = factor_plan(task, ranks, 9, engine="peer" if queued else "numpy")
     for rank in range(ranks):
         steps = list(enumerate(plan.steps(rank)))
         calls = [(at, step) for at, step in steps if isinstance(step, Call)]
@@ -222,8 +224,8 @@ def test_bad_options(options, message):
 
 
 def test_bad_numbers_of_ranks():
-    with pytest.raises(PlanError, match="0 ranks"):
-        factor_plan(Factorization("lu", (3, 3), "float64"), 0)
+    with pytest.raises(ProtocolError, match="do not fit 0 ranks"):
+        dataclasses.replace(PLAN, ranks=()).check()
 
 
 @given(st.integers(0, 10**6), st.integers(1, 64))

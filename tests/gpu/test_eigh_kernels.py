@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from factoring import factor_plan
 from matrices import noise
 
 from dask_distmm.engines.tridiagonal import HostMerging, HostReduction
-from dask_distmm.planning.factor import Factorization, factor_plan
+from dask_distmm.planning.factor import Factorization
 
 pytestmark = pytest.mark.engines("peer")
 DTYPES = ["float32", "float64", "complex64", "complex128"]

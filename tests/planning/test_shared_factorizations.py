@@ -60,10 +60,10 @@ def test_all_hosts_take_part_if_they_are_to(function, shapes):
     made = plan_factorization(task, HOSTS, engine="cusolvermp")
     assert len(made.ranks) == 4
     again = FactorPlacement.from_wire(made.to_wire())
-    assert again.work == made.work
-    assert again.work.collective
-    assert {one.name: again.work.output_layout(one.name) for one in task.outputs} == {
-        one.name: made.work.output_layout(one.name) for one in task.outputs
+    assert again.columns == made.columns
+    assert again.collective
+    assert {one.name: again.output_layout(one.name) for one in task.outputs} == {
+        one.name: made.output_layout(one.name) for one in task.outputs
     }
     assert "cuSOLVERMp" in repr(made)
     again.check_boxes("enter", np.array([[3, 0, 0, 0, 0, 0]]))
@@ -85,7 +85,7 @@ def test_ranks_of_one_host_exchange_columns_without_dask(n):
     task, times = problem(linalg.eigh, (n, n), method="columns"), []
     for hosts in (("x", "x"), ("x", "y")):
         made = plan_computation(task, [Worker(f"{i}", host=host) for i, host in enumerate(hosts)], engine=("numpy",))
-        assert (len(made.ranks), made.work.shared) == (2, True)
+        assert (len(made.ranks), made.shared) == (2, True)
         times.append(made.seconds)
     near, far = times
     assert far - near == pytest.approx(n * 2 * 1.9e-3)
@@ -101,7 +101,7 @@ def test_eigenvalues_that_one_gpu_can_not_hold_are_shared():
     # Large ones are, as that is quicker, and one GPU goes that way, too; so do those that ask for block columns.
     for n, workers, expected in ((12288, HOSTS, "columns"), (12288, HOSTS[:1], "local"), (16384, HOSTS[:1], "columns")):
         made = plan_computation(problem(linalg.eigh, (n, n)), workers, engine=("peer",))
-        assert (made.method, made.work.shared, len(made.ranks)) == (expected, expected == "columns", len(workers)), n
+        assert (made.method, made.shared, len(made.ranks)) == (expected, expected == "columns", len(workers)), n
     asked = problem(linalg.eigh, (512, 512), method="columns")
     assert plan_computation(asked, HOSTS, engine=("peer",)).method == "columns"
     pair = problem(linalg.eigh, (512, 512), (512, 512))

@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from factoring import factor_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs import iterations
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh
-from dask_distmm.planning.factor import Factorization, factor_plan
+from dask_distmm.planning.factor import Factorization
 from dask_distmm.programs.check import ProgramError, Rates, all_flags, check, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows
@@ -106,7 +107,7 @@ def test_contracts_and_kernels_and_builders_know_each_other():
         used |= {step.kernel for step in plan.steps(0) if isinstance(step, Call)}
     assert all(callable(getattr(SharedEigh, name, getattr(LapackKernels, name, None))) for name in used)
     assert methods - CONTRACTS.keys() == {"complete", "empty", "reached", "reported"}
-    steps = factor_plan(Factorization("lu", (40, 40), "float64"), 2, 8, collective=True).steps(0)
+    steps = factor_plan(Factorization("lu", (40, 40), "float64"), 2, 8, engine="cusolvermp").steps(0)
     used |= {step.kernel for step in steps if isinstance(step, Call)}
     taken: set[str] = set()
     for case in CASES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from factoring import run_factorization
+from factoring import factor_plan, run_factorization
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import noise
@@ -14,8 +14,8 @@ from test_spectral import SPECTRA, hermitian
 from dask_distmm.engines import tridiagonal
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import HostReduction, panel_width, reflector, triangular_factor
-from dask_distmm.errors import MatrixError, PlanError
-from dask_distmm.planning.factor import Factorization, factor_plan
+from dask_distmm.errors import MatrixError, ProtocolError
+from dask_distmm.planning.factor import Factorization
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 
@@ -156,6 +156,6 @@ def test_what_can_not_be_shared():
         Factorization("svd", (9, 9), "float64"),
         Factorization("eigh", (9, 9), "float64", (9, 9)),
     ):
-        with pytest.raises(PlanError, match="on 2 ranks: expected one"):
+        with pytest.raises(ProtocolError, match="do not fit 2 ranks"):
             factor_plan(problem, 2, 4, shared=True)
         assert not factor_plan(problem, 1, 4, shared=True).shared

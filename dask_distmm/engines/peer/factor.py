@@ -55,7 +55,7 @@ _PANELS = "lower", "upper"
 
 def flag_of(plan: FactorPlacement, key: Key | None) -> int:
     """Return the number of the flag of a part of a panel; of the end for None."""
-    count = plan.work.columns.count
+    count = plan.columns.count
     return 2 * count if key is None else PARTS.index(key.part) * count + key.number
 
 
@@ -66,21 +66,20 @@ def flag_count(plan: FactorPlacement) -> int:
 
 def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     """Return rows, columns and bytes of an element of each matrix that a rank offers, in the order of their numbers."""
-    work = plan.work
-    panels = -(-(work.columns.count - rank) // len(plan.ranks))
+    panels = -(-(plan.columns.count - rank) // len(plan.ranks))
     # Of Cholesky a number, of LU the pivots of a panel, of QR and of reflectors its T.
-    factored, size = (*work.sweeps, "")[0], plan.problem.dtype.itemsize
-    triangle = size * work.width**2
-    each = {"cholesky": 4, "lu": 4 * work.width, "qr": triangle, "reflect": triangle}.get(factored, 0)
-    found = [(work.columns.rows, work.columns.local_cols(rank), size), (-(-each // 16) * 16, max(1, panels), 1)]
-    order, vectors = plan.problem.task.a_shape[0], work.shared and plan.problem.task.vectors
+    factored, size = (*plan.sweeps, "")[0], plan.problem.dtype.itemsize
+    triangle = size * plan.width**2
+    each = {"cholesky": 4, "lu": 4 * plan.width, "qr": triangle, "reflect": triangle}.get(factored, 0)
+    found = [(plan.columns.rows, plan.columns.local_cols(rank), size), (-(-each // 16) * 16, max(1, panels), 1)]
+    order, vectors = plan.problem.task.a_shape[0], plan.shared and plan.problem.task.vectors
     bounds = row_bounds(order, len(plan.ranks))
     found += [
-        (exchange_bytes(order, size) if work.shared else 0, int(work.shared), 1),
+        (exchange_bytes(order, size) if plan.shared else 0, int(plan.shared), 1),
         (bounds[rank + 1] - bounds[rank] if vectors else 0, order if vectors else 0, 8),
     ]
     for output in plan.problem.outputs:
-        layout = work.output_layout(output.name)
+        layout = plan.output_layout(output.name)
         shape = (0, 0) if layout is None else layout.local_shape(rank)
         found.append((*shape, np.dtype(output.dtype).itemsize))
     return np.array(found, np.int64)
@@ -142,13 +141,13 @@ class PulledPanels(RankExchange):
         if not isinstance(asked, tuple) or asked[1].part not in _PANELS:
             return super().get(asked, again=again)
         plan, (owner, key) = self._plan, asked
-        holder, work = plan.ranks[owner], plan.work
+        holder = plan.ranks[owner]
         self.remote.wait(holder, flag_of(plan, key), self._check)
         dtype = plan.problem.dtype
-        shape = work.columns.rows, work.columns.local_cols(owner)
-        columns = work.columns.local(owner, key.number, key.number + 1)
+        shape = plan.columns.rows, plan.columns.local_cols(owner)
+        columns = plan.columns.local(owner, key.number, key.number + 1)
         source = self.remote.view(holder, BLOCKS, COLUMNS, shape, dtype)[:, columns]
-        start, stop = work.columns.place(key.number)
+        start, stop = plan.columns.place(key.number)
         source = source[start:] if key.part == "lower" else source[:stop]
         panel = self._pull(key, source)
         if key.part == "upper" or not len(self._extras):
@@ -158,7 +157,7 @@ class PulledPanels(RankExchange):
         rows, count, _ = offered_by(plan, owner)[EXTRAS].tolist()
         extras = self.remote.view(holder, BLOCKS, EXTRAS, (rows, count), np.dtype(np.uint8))
         # LU's pivots, Cholesky's info or QR's T.
-        size = {"lu": min(panel.shape), "cholesky": 1}.get(plan.work.sweeps[0])
+        size = {"lu": min(panel.shape), "cholesky": 1}.get(plan.sweeps[0])
         kind = dtype if size is None else np.dtype(np.int32)
         taken = self._pull(key, self._slot(extras, key.number, kind)[: size or width * width][:, None])
         self._ready()
@@ -215,8 +214,8 @@ class PeerEigh(SharedEigh):
     """One rank's part of the eigenvalues that ranks share; all its memory is allocated when it is made."""
 
     def __init__(self, plan: FactorPlacement, rank: int, flags: Any, exporter: Exporter, *given: Any) -> None:
-        super().__init__(plan.work, rank, *given)
-        self._placement, self._flags = plan, flags
+        super().__init__(plan, rank, *given)
+        self._flags = flags
         shapes = [(rows, cols) for rows, cols, _ in offered_by(plan, rank).tolist()]
         self.meeting = exporter.empty(shapes[EXCHANGE], np.dtype(np.uint8), "F")
         self.meeting[:_WORDS] = 0
@@ -224,7 +223,7 @@ class PeerEigh(SharedEigh):
         self._spare = cp.empty(shapes[ROWS], np.float64, order="F")
         names = [plan.participants[index].address for index in plan.ranks]
         limit = plan.problem.options.transfer_timeout
-        self._reduction = DeviceReduction(plan.work.columns, rank, plan.problem.dtype, names, limit)
+        self._reduction = DeviceReduction(plan.columns, rank, plan.problem.dtype, names, limit)
         self.remote: Remote | None = None
 
     @property
@@ -237,38 +236,38 @@ class PeerEigh(SharedEigh):
         self._reduction.abort()
 
     def _reduce(self, array: Any, progress: Callable[[float], None]) -> Tridiagonal:
-        bytes_ = exchange_bytes(self._order, self._placement.problem.dtype.itemsize)
+        bytes_ = exchange_bytes(self._order, self._plan.problem.dtype.itemsize)
         addresses = [
             int((self.meeting if rank == self._rank else self._view(rank, EXCHANGE, (bytes_, 1), np.uint8)).data.ptr)
-            for rank in range(self._plan.ranks)
+            for rank in range(self._plan.count)
         ]
         return self._reduction.reduce(array, self.blas, Peers(addresses, self._columns), self._check, progress)
 
     def _columns(self, rank: int, columns: slice) -> Any:
         """Return columns of another rank's block columns."""
         shape = self._plan.columns.rows, self._plan.columns.local_cols(rank)
-        return self._view(rank, COLUMNS, shape, self._placement.problem.dtype)[:, columns]
+        return self._view(rank, COLUMNS, shape, self._plan.problem.dtype)[:, columns]
 
     def _view(self, rank: int, number: int, shape: tuple[int, int], dtype: Any) -> Any:
         """Return what another rank offers."""
         assert self.remote is not None
-        return self.remote.view(self._placement.ranks[rank], BLOCKS, number, shape, np.dtype(dtype))
+        return self.remote.view(self._plan.ranks[rank], BLOCKS, number, shape, np.dtype(dtype))
 
     def _memory(self) -> tuple[Any, Any]:
         return self.vectors, self._spare
 
     def _deal(self, columns: NDArray[np.int64], target: Any) -> None:
         bounds, mine = self._bounds, columns[self._plan.columns.held(1, self._rank)]
-        flag = flag_of(self._placement, None) + ROWS_COMPLETE
+        flag = flag_of(self._plan, None) + ROWS_COMPLETE
         current = cp.cuda.get_current_stream()
         cp.cuda.runtime.memsetAsync(self._flags.data.ptr + flag * FLAG_BYTES, 1, FLAG_BYTES, current.ptr)
-        for turn in range(self._plan.ranks):
+        for turn in range(self._plan.count):
             # Not all ranks read of the same one.
-            rank = (self._rank + turn) % self._plan.ranks
+            rank = (self._rank + turn) % self._plan.count
             source = self.vectors
             if turn:
                 assert self.remote is not None
-                self.remote.wait(self._placement.ranks[rank], flag, self._check)
+                self.remote.wait(self._plan.ranks[rank], flag, self._check)
                 source = self._view(rank, ROWS, (bounds[rank + 1] - bounds[rank], self._order), np.float64)
             self.blas.merging.take(source, mine, target[bounds[rank] : bounds[rank + 1]])
 
@@ -323,14 +322,14 @@ class PeerFactorJob(GpuProgramJob):
         self._flags, self.exchange = flags, PulledPanels(plan, self.comm, *given)
         array = exporter.empty(shape, plan.problem.dtype, "F")
         offered = [(COLUMNS, array), (EXTRAS, extras)]
-        if plan.work.shared:
+        if plan.shared:
             kernels = self.blas, self.exchange, self.ended.check, self.progress
             self._shares = PeerEigh(plan, self.rank, flags, exporter, *kernels)
             offered += [(EXCHANGE, self._shares.meeting), (ROWS, self._shares.vectors)]
             self._allocated += self._shares.arrays
         names = [output.name for output in plan.problem.outputs]
         for step in self._steps:
-            if isinstance(step, Store) and plan.work.output_layout(step.output) is not None:
+            if isinstance(step, Store) and plan.output_layout(step.output) is not None:
                 part = step.buffer
                 if isinstance(part, Buffer):
                     self._new_parts[part.name] = exporter.empty(part.shape, np.dtype(part.dtype), "F")

@@ -93,9 +93,9 @@ class ProgramJob(Job[Any], Executor):
 
     def _program_kernels(self, rank: int) -> ProgramKernels:
         """Return what steps call."""
-        if not (self._gathers and self.plan.work.shared):
+        if not (self._gathers and self.plan.shared):
             return ProgramKernels(self.blas)
-        return SharedEigh(self.plan.work, rank, self.blas, self.exchange, self.ended.check, self.progress)
+        return SharedEigh(self.plan, rank, self.blas, self.exchange, self.ended.check, self.progress)
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer."""
@@ -343,7 +343,7 @@ class ProgramJob(Job[Any], Executor):
         began = time.perf_counter()
         self._complete_parts()
         for number, output in enumerate(self.plan.problem.outputs):
-            whole = self.plan.work.output_layout(output.name) is None
+            whole = self.plan.output_layout(output.name) is None
             self._result |= self._cut(output) if whole else self._assemble(number, output)
         self._synchronize()
         self._note("deliver", began)
@@ -386,7 +386,7 @@ class ProgramJob(Job[Any], Executor):
     def _blanks(self, output: NamedMatrix) -> dict[ResultKey, Any]:
         """Return new chunks for those of an output that this rank puts together."""
         assert self.rank is not None
-        described, (rows, cols) = self.plan.work.output(output.name), output.chunks
+        described, (rows, cols) = self.plan.output(output.name), output.chunks
         order: Literal["C", "F"] = "C" if described.orientation.transposed else "F"
         places = {index: divmod(index, len(cols)) for index in self.plan.owned(output.name, self.rank)}
         return {
@@ -396,7 +396,7 @@ class ProgramJob(Job[Any], Executor):
 
     def _taken_by(self, output: NamedMatrix, rank: int) -> Iterator[tuple[int, Copy]]:
         """Yield the parts of all ranks' block columns that the chunks of an output take on a rank, chunk by chunk."""
-        described, (rows, cols) = self.plan.work.output(output.name), output.chunks
+        described, (rows, cols) = self.plan.output(output.name), output.chunks
         copies = self.plan.delivered(output.name)
         assert copies is not None
         for index in self.plan.owned(output.name, rank):
@@ -406,7 +406,7 @@ class ProgramJob(Job[Any], Executor):
 
     def _write_part(self, output: NamedMatrix, chunk: Any, copy: Copy, part: Any) -> None:
         """Write a part of a rank's block columns of an output to its place in a chunk."""
-        described = self.plan.work.output(output.name)
+        described = self.plan.output(output.name)
         made = triangle_of(self.blas, described.form, part, copy.row, copy.col)
         put(chunk.T if described.orientation.transposed else chunk, copy, made, False, described.orientation.conjugated)
 
