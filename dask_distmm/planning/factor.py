@@ -39,6 +39,7 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix, Part, Worker, chunk_elements
 from dask_distmm.planning.model import ENGINES, EngineModel, Phase, Work
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
+from dask_distmm.planning.program import once
 from dask_distmm.programs import factor
 from dask_distmm.programs.factor import PANEL_PARTS, PARTS, Columns, Matrix, Panels
 from dask_distmm.programs.steps import Buffer, Step
@@ -688,15 +689,10 @@ class FactorPlacement(Placement):
         return range({"lu": self.count, "slogdet": 1, "det": 1}.get(self.task.kind, 0))
 
     def steps(self, rank: int) -> tuple[Step, ...]:
-        """Return the program of a rank."""
-        if rank not in self._known:
-            self._known[rank] = self._record(rank)
-        return self._known[rank]
-
-    @functools.cached_property
-    def _known(self) -> dict[int, tuple[Step, ...]]:
-        """The programs that have been recorded."""
-        return {}
+        """Return the steps of a rank."""
+        names = tuple(one.name for one in self.problem.outputs)
+        what = self.task, self.engine, self.method, self.count, self.width, names
+        return once(what, rank, lambda: self._record(rank))
 
     def _record(self, rank: int) -> tuple[Step, ...]:
         task, columns, panels = self.task, self.columns, self.panels
