@@ -436,7 +436,7 @@ class WorkerService:
             if plan.problem.donated:
                 told = {"op": "distmm_gathered", "run_id": run_id, "epoch": epoch}
                 job.on_gathered = functools.partial(loop.call_soon_threadsafe, self.worker.batched_send, told)
-            # What is large goes from host to host over Dask's comms, which the event loop drives.
+            # Large matrices go from host to host over Dask's comms, which the event loop drives.
             near = len({one.host for one in plan.participants}) == 1
             made = await self._in_engine(near and self.spins, _execute, job, offers)
             if self.runs.get(run_id) is not own:

@@ -250,7 +250,7 @@ class PeerTallJob(GpuProgramJob):
     """One participant's side of a program: where all GPUs can read each other's memory, what is large stays there.
 
     Chunks that are elsewhere than the steps that need them are offered. The message of a large matrix says where a copy
-    of it lies, which stays until the end of the run. In loops matrices go by the host: copies would have to go after a
+    of it is, which stays until the end of the run. In loops matrices go by the host: copies would have to go after a
     turn, when others may still read them.
     """
 
@@ -259,7 +259,7 @@ class PeerTallJob(GpuProgramJob):
         self._state, workers = state, self.plan.participants
         # The same on all participants.
         self._direct = len(workers) > 1 and all(reaches(*pair) for pair in itertools.permutations(workers, 2))
-        # What others read until the end of the run; their processes; their chunks: whose, its place, its memory order.
+        # Arrays that others read until the end of the run. Of others: processes; chunks: owner, place, memory order.
         self._lending: list[Any] = []
         self._processes: list[bytes] = []
         self._near: dict[ChunkKey, tuple[int, NDArray[np.uint8], str]] = {}
@@ -309,7 +309,7 @@ class PeerTallJob(GpuProgramJob):
             self._state.mappings.trim()
 
     def _place(self, array: Any) -> NDArray[np.uint8]:
-        """Return what says where an array lies, which can be exported; keep it."""
+        """Return what says where an array is, which can be exported; keep it."""
         self._lending.append(array)
         allocation = self._state.exporter.find(array.data.ptr)
         assert allocation is not None
@@ -345,7 +345,7 @@ class PeerTallJob(GpuProgramJob):
         return found
 
     def _by_device(self, array: Any) -> bool:
-        """Whether a message says where this matrix lies, on the side of its owner and on that of its reader."""
+        """Whether a message says where this matrix is, on the side of its owner and on that of its reader."""
         return self._direct and not self._offset and isinstance(array, cp.ndarray) and array.nbytes >= _LEAST_DIRECT
 
     def _lent(self, array: Any, *, copied: bool) -> Any:

@@ -243,7 +243,7 @@ def place_of(allocation: Allocation, pointer: int) -> NDArray[np.uint8]:
 
 
 def read_place(told: NDArray[Any], size: int) -> tuple[Allocation, int]:
-    """Return the allocation that a matrix of so many bytes is in, and its offset there, from what `place_of` gave."""
+    """Return the allocation that a matrix of `size` bytes is in, and its offset there, from what `place_of` gave."""
     if told.dtype != np.uint8 or told.size != _PLACE.size:
         raise ProtocolError(
             f"{told.size} elements of {told.dtype} in a message: expected a place of {_PLACE.size} bytes"
