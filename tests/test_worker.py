@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import threading
 from types import SimpleNamespace
 
 import dask.array as da
@@ -16,6 +17,7 @@ from stand_ins import Loop, ask
 
 from dask_distmm import matmul
 from dask_distmm.planning import Plan, Worker, plan
+from dask_distmm.runtime import worker as worker_module
 from dask_distmm.runtime.chunks import other_orders
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.worker import DaskComm, WorkerService
@@ -298,3 +300,28 @@ def test_reports_say_something_new(monkeypatch):
     asyncio.run(work())
     side.close()
     assert [message["received_bytes"] for message in sent] == [5, 9]
+
+
+@pytest.mark.parametrize("rests", [True, False])
+def test_the_event_loop_sleeps_while_the_engine_works(monkeypatch, rests):
+    """Its turns are as far apart as it sleeps; what the engine's thread returns or raises comes in any case."""
+    side, slept, over = WorkerService(Loop()), [], threading.Event()
+    monkeypatch.setattr(worker_module.time, "sleep", slept.append)
+
+    def fail():
+        raise ValueError("no")
+
+    async def work() -> None:
+        found = asyncio.ensure_future(side._in_engine(rests, over.wait, 10))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        turns = len(slept)
+        over.set()
+        assert await found
+        with pytest.raises(worker_module._FailedError, match="no"):
+            await side._in_engine(rests, fail)
+        assert (10 < turns < 30) if rests else (not slept)
+
+    asyncio.run(work())
+    side.close()
+    assert set(slept) <= {worker_module._REST}
