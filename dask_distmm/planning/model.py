@@ -207,8 +207,8 @@ class EngineModel:
         """Whether a plan's multiply itself leaves all of D on every rank."""
         return False
 
-    def describe(self, plan: Any) -> list[str]:
-        """Return lines for `explain`, of what is peculiar to the engine in a plan."""
+    def describe(self, plan: Any) -> list[tuple[str, str]]:
+        """Return what `explain` is to say of the engine's own ways in a plan: titles and facts."""
         return []
 
     # Factorizations

@@ -178,13 +178,13 @@ class PeerModel(EngineModel):
         kept = bool(plan.replicas) or any(plan.replica_runs)
         return len(plan.participants) > 1 and not plan.from_host and plan.grid[2] == 1 and whole and not kept
 
-    def describe(self, plan: Plan) -> list[str]:
-        """Return the line that tells the stationary and the streamed operand of the rank with the largest buffers."""
+    def describe(self, plan: Plan) -> list[tuple[str, str]]:
+        """Return the fact that tells the stationary and the streamed operand of the rank with the largest buffers."""
         if any(plan.problem.by_ranks):
             most = max(chunk_sources(plan), key=lambda one: one.bytes)
             made = " and ".join("AB"[operand] for operand in most.made)
             size, buffers = (format_bytes(n) for n in (most.held_bytes + most.making_bytes, most.buffer_bytes))
-            return [f"  makes     chunks of {made}, up to {most.ahead} ahead, {size} at a time; buffers of {buffers}"]
+            return [("makes", f"chunks of {made}, up to {most.ahead} ahead, {size} at a time; buffers of {buffers}")]
         schedule = max(block_schedules(plan), key=lambda one: one.buffer_bytes)
         names = ("A", "B")[:: -1 if schedule.stationary else 1]
         what = ("rows", "columns")[:: 1 if schedule.stationary else -1]
@@ -193,10 +193,9 @@ class PeerModel(EngineModel):
         stored = " as it is stored" if schedule.in_place[schedule.stationary] and not schedule.stationary_bytes else ""
         padded = "; padded to multiples of 16, where GEMMs are fast" if extent_multiple(plan.problem) > 1 else ""
         read = "; A and B from host memory" if plan.from_host else ""
-        return [
-            f"  pulls     {names[0]} held{cut}{stored}, {names[1]} in panels of up to {schedule.width} {what[0]}; "
-            f"buffers of {format_bytes(schedule.buffer_bytes)}{padded}{read}"
-        ]
+        panels = f"{names[1]} in panels of up to {schedule.width} {what[0]}"
+        buffers = f"buffers of {format_bytes(schedule.buffer_bytes)}"
+        return [("pulls", f"{names[0]} held{cut}{stored}, {panels}; {buffers}{padded}{read}")]
 
     def shares_eigh_from(self, dtype: str, workers: int) -> int | None:
         """Return from which order on eigenvalues are there sooner than by cuSOLVER on one GPU.

@@ -1,5 +1,8 @@
 """Plans as text, HTML and SVG. Importing it says how plans are shown."""
 
+from collections.abc import Callable
+from typing import Any
+
 from dask_distmm.arrays.product import NotCollective
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan
@@ -7,32 +10,19 @@ from dask_distmm.planning.placement import register_forms
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.planning.waves import WavePlan
-from dask_distmm.show.html import (
-    batch_html,
-    chain_html,
-    factor_html,
-    group_html,
-    plan_html,
-    program_html,
-    reason_html,
-    waves_html,
-)
-from dask_distmm.show.text import (
-    batch_text,
-    chain_text,
-    factor_text,
-    group_text,
-    plan_text,
-    program_text,
-    reason_text,
-    waves_text,
-)
+from dask_distmm.show import html, text
 
-register_forms(NotCollective, reason_text, lambda made: reason_html(made.reason))
-register_forms(Plan, plan_text, plan_html)
-register_forms(BatchPlan, batch_text, batch_html)
-register_forms(GroupPlan, group_text, group_html)
-register_forms(FactorPlacement, factor_text, factor_html)
-register_forms(ProgramPlacement, program_text, program_html)
-register_forms(ChainPlan, chain_text, chain_html)
-register_forms(WavePlan, waves_text, waves_html)
+
+def _plan_page(sections: Callable[[Any], list[str]]) -> Callable[[Any], str]:
+    """Return what makes the page of a plan: the first line of its text, sections, and all of its text."""
+    return lambda plan: html.page(repr(plan).splitlines()[0], sections(plan), repr(plan))
+
+
+register_forms(NotCollective, lambda made: f"Dask's own matmul would run: {made.reason}", html.reason_html)
+register_forms(Plan, text.plan_text, _plan_page(html.plan_html))
+register_forms(BatchPlan, text.batch_text, _plan_page(html.batch_html))
+register_forms(GroupPlan, text.group_text, _plan_page(html.group_html))
+register_forms(FactorPlacement, text.factor_text, _plan_page(html.factor_html))
+register_forms(ProgramPlacement, text.program_text, _plan_page(html.program_html))
+register_forms(ChainPlan, text.chain_text, _plan_page(html.chain_html))
+register_forms(WavePlan, text.waves_text, _plan_page(html.waves_html))
