@@ -25,7 +25,6 @@ from dask_distmm.arrays.linalg.factorize import (
     op_of,
     operand,
     plus_ones,
-    rows_of,
 )
 from dask_distmm.arrays.linalg.public import NORM, PRODUCT, SINGULAR, TASKS, Operand, ProductOptions, RunOptions, public
 from dask_distmm.arrays.linalg.solutions import inv
@@ -662,9 +661,7 @@ def gram(x: Operand, **how: Unpack[ProductOptions]) -> Array:
     if sparse_package(x._meta):
         if how.get("method") is not None:
             raise PlanError(f"method={how['method']!r} is not for sparse rows: leave it out")
-        n = x.shape[1]
-        g = by_program("gram", {"a": rows_of(x)}, {"g": (((n,), (n,)), x.dtype.name)}, how=how)["g"]
-        return mirrored(g.rechunk((x.chunks[1],) * 2), lower=True, hermitian=True)
+        return mirrored(by_program("gram", {"a": x}, {"g": "nn"}, how=how)[0], lower=True, hermitian=True)
     return mirrored(multiply(parse(x, x, op_a="C", **how)), lower=True, hermitian=True)
 
 

@@ -107,16 +107,20 @@ def matrix(
     return array
 
 
-def inner_chunks(a: Array) -> tuple[int, ...]:
-    """Return the chunks of an axis of length min(m, n) of an (m, n) matrix."""
+# The axes of an output by their letters: m and n are those of A, r the shorter of these, a point is none; those of
+# capitals are in one chunk. "mr" is a matrix, ".N" a row, "n." a column.
+Axes = Mapping[str, tuple[int, ...]]
+
+
+def _axes_of(a: Array, more: Axes | None) -> Axes:
     m, n = a.shape
-    chunks: tuple[int, ...] = a.chunks[1] if n <= m else a.chunks[0]
-    return chunks
+    rows, cols = a.chunks
+    return {"m": rows, "n": cols, "r": cols if n <= m else rows, "1": (1,), ".": (), **(more or {})}
 
 
-def row_chunks(size: int) -> Chunks:
-    """Return the chunks of a vector of one chunk, which is a row of a run; it has none along the axis that it lacks."""
-    return (), (size,)
+def _chunks_of(letters: str, axes: Axes) -> Chunks:
+    rows, cols = (axes[x] if x in axes else (sum(axes[x.lower()]),) for x in letters)
+    return rows, cols
 
 
 def _output(name: str, chunks: Chunks, dtype: str) -> NamedMatrix:
@@ -149,21 +153,22 @@ def unchecked(how: RunOptions | SolveOptions) -> SolveOptions:
 def factorize(
     kind: str,
     operands: Mapping[str, Array],
-    wanted: Mapping[str, Chunks],
+    wanted: Mapping[str, str],
     *,
     how: RunOptions | SolveOptions | FactorOptions,
+    axes: Axes | None = None,
     dtype: np.dtype | None = None,
     **options: Any,
-) -> dict[str, Array]:
-    """Return outputs of a factorization as lazy arrays, all of them of one run."""
+) -> tuple[Array, ...]:
+    """Return outputs of a factorization, all of them of one run; `wanted` has the letters of their axes."""
     for name, x in operands.items():
         operand(name, x)
     dtype, arrays = dtype or common_type(operands), _native(operands)
     shapes = [array.shape for array in arrays]
     b_shape, finite = shapes[1] if len(shapes) > 1 else None, bool(how.get("check_finite", True))
     task = Factorization(kind, shapes[0], dtype.name, b_shape, check_finite=finite, **options)
-    types = {one.name: one.dtype for one in task.outputs}
-    outputs = tuple(_output(name, chunks, types[name]) for name, chunks in wanted.items())
+    types, known = {one.name: one.dtype for one in task.outputs}, _axes_of(operands["a"], axes)
+    outputs = tuple(_output(name, _chunks_of(letters, known), types[name]) for name, letters in wanted.items())
     method = how.get("method") or "auto"
     if method == "rows":
         raise PlanError("method='rows' is for qr, lstsq, and svd without full_matrices: pass 'columns' or 'local'")
@@ -178,21 +183,29 @@ def factorize(
 def by_program(
     builder: str,
     operands: Mapping[str, Array],
-    wanted: Mapping[str, tuple[Chunks, str]],
+    wanted: Mapping[str, str],
     *,
     how: RunOptions | FactorOptions | ProductOptions,
+    axes: Axes | None = None,
     dtype: Any = None,
     **options: Any,
-) -> dict[str, Array]:
-    """Return outputs of a program as lazy arrays, all of them of one run: by name their chunks and types.
+) -> tuple[Array, ...]:
+    """Return outputs of a program as lazy arrays, all of them of one run.
 
-    Operands are in chunks of rows, the same of all. Where the workers can't hold them ranks make the chunks of
-    those that are lazy, for each pass; `ProjectedMemoryError` if that can't be, or is too much.
+    `wanted` has the letters of their axes, and their types behind those: that of the computation by default, "real" the
+    real one. A is brought into chunks of rows, which the other operands have too. Where the workers can't hold the
+    operands ranks make the chunks of those that are lazy, for each pass; `ProjectedMemoryError` if that can't be, or is
+    too much.
     """
-    dtype, arrays = dtype or common_type(operands), _native(operands)
+    dtype, known = dtype or common_type(operands), _axes_of(operands["a"], axes)
+    named = {"": dtype.name, "real": np.empty(0, dtype).real.dtype.name}
+    arrays = _native({**operands, "a": rows_of(operands["a"])})
     chunks = {name: _known(array.chunks) for name, array in zip(operands, arrays, strict=True)}
     dtypes = {name: array.dtype.name for name, array in zip(operands, arrays, strict=True)}
-    outputs = tuple(_output(name, sizes, kind) for name, (sizes, kind) in wanted.items())
+    # In the run only the rows of A are in chunks.
+    inside = {**{x: sizes and (sum(sizes),) for x, sizes in known.items() if x != "m"}, "m": arrays[0].chunks[0]}
+    specified = [(name, *text.partition(" ")[::2]) for name, text in wanted.items()]
+    outputs = tuple(_output(name, _chunks_of(x, inside), named.get(kind, kind)) for name, x, kind in specified)
     request = _request(ProgramProblem.kind, arrays, how)
     options["finite"] = bool(how.get("check_finite", True))
     sparse = tuple(name for name, array in zip(operands, arrays, strict=True) if sparse_package(array._meta))
@@ -206,15 +219,16 @@ def by_program(
             problem = dataclasses.replace(problem, by_ranks=("a" in made, "b" in made))
             _fits(problem, arrays)
     except ProjectedMemoryError:
-        rows = arrays[0].chunks[0]
-        if sparse or builder in _CENTRED or len(rows) == 1 or any(rows in sizes for sizes, _ in wanted.values()):
+        by_rows = any("m" in x for _, x, _ in specified)
+        if sparse or builder in _CENTRED or len(arrays[0].chunks[0]) == 1 or by_rows:
             raise
         # R of A and B beside each other has the same R, solutions, residuals and singular values.
         small = dict(zip(operands, reduced(*arrays)[1:], strict=True))
-        return by_program(builder, small, wanted, how=how, **options)
+        return by_program(builder, small, wanted, how=how, axes={"n": known["n"], **(axes or {})}, **options)
     except DistMMError:
         pass  # It is said when the result is computed, if it is still so.
-    return _arrays(problem, arrays, made)
+    found = zip(_arrays(problem, arrays, made), (x.replace(".", "") for _, x, _ in specified), strict=True)
+    return tuple(x.rechunk({i: known.get(y, -1) for i, y in enumerate(letters) if y != "m"}) for x, letters in found)
 
 
 def _made_by_ranks(problem: ProgramProblem, arrays: Sequence[Array]) -> dict[str, ChunkTasks]:
@@ -311,12 +325,12 @@ def _request(kind: str, arrays: Sequence[Array], how: RunOptions | FactorOptions
 
 def _arrays(
     problem: FactorProblem | ProgramProblem, arrays: Sequence[Array], made: Mapping[str, ChunkTasks]
-) -> dict[str, Array]:
+) -> tuple[Array, ...]:
     """Return the outputs of a run as lazy arrays; `made` has the tasks of operands whose chunks ranks make."""
     graph = build_factor_graph(problem, arrays, made)
     prototype = next(dense(x._meta) for x in arrays if on_device(x._meta) == (problem.array == "cupy"))
-    return {
-        one.name: Array(
+    return tuple(
+        Array(
             graph,
             output_name(problem.name, one.name),
             tuple(tuple(size if size >= 0 else np.nan for size in one.chunks[axis]) for axis in one.axes),
@@ -326,7 +340,7 @@ def _arrays(
             ),
         )
         for one in problem.outputs
-    }
+    )
 
 
 def adjoint(a: Array) -> Array:

@@ -9,20 +9,16 @@ from dask.array.core import Array, blockwise, from_array
 
 from dask_distmm.arrays.linalg.factorize import (
     by_program,
-    common_type,
     factorize,
     goes_by_rows,
-    inner_chunks,
     left_beyond_memory,
     matrix,
     reduced,
-    row_chunks,
     rows_of,
 )
 from dask_distmm.arrays.linalg.public import PANELS, TALL, FactorOptions, Operand, QRResult, public
 from dask_distmm.arrays.linalg.stacks import of_stacks
 from dask_distmm.errors import PlanError
-from dask_distmm.planning.computation import Chunks
 
 
 @public(FactorOptions, PANELS)
@@ -65,7 +61,7 @@ def cholesky(
     a = matrix("a", a)
     lower = not upper if lower is None else lower
     name = "l" if lower else "u"
-    return factorize("cholesky", {"a": a}, {name: a.chunks}, lower=bool(lower), how=how)[name]
+    return factorize("cholesky", {"a": a}, {name: "mn"}, lower=bool(lower), how=how)[0]
 
 
 @overload
@@ -111,10 +107,7 @@ def lu(a: Operand, permute_l: bool = False, *, p_indices: bool = False, **how: U
            [0., 0.]])
     """
     a = matrix("a", a)
-    inner, (rows, cols) = inner_chunks(a), a.chunks
-    wanted: dict[str, Chunks] = {"p": ((), rows), "l": (rows, inner), "u": (inner, cols)}
-    found = factorize("lu", {"a": a}, wanted, how=how)
-    p, low, up = found["p"], found["l"], found["u"]
+    p, low, up = factorize("lu", {"a": a}, {"p": ".m", "l": "mr", "u": "rn"}, how=how)
     if permute_l:
         return picked(low, p), up
     return p if p_indices else _permutation(p, low.dtype), low, up
@@ -165,15 +158,8 @@ def lu_factor(a: Operand, **how: Unpack[FactorOptions]) -> tuple[Array, Array]:
     >>> piv.compute()
     array([1, 1], dtype=int32)
     """
-    a = matrix("a", a)
-    wanted: dict[str, Chunks] = {"lu": a.chunks, "piv": row_chunks(min(a.shape))}
-    found = factorize("lu", {"a": a}, wanted, how=how)
-    return found["lu"], found["piv"]
-
-
-def in_columns(q: Array, cols: tuple[int, ...]) -> Array:
-    """Return a matrix in chunks of columns; the sizes of chunks of rows may be unknown."""
-    return q if q.chunks[1] == cols else q.rechunk({1: cols})
+    lu, piv = factorize("lu", {"a": matrix("a", a)}, {"lu": "mn", "piv": ".R"}, how=how)
+    return lu, piv
 
 
 @overload
@@ -212,19 +198,14 @@ def qr(a: Operand, mode: Literal["reduced", "complete", "r"] = "reduced", **how:
     """
     a = matrix("a", a, unknown_rows=mode != "complete", sparse_rows=True)
     if mode != "complete" and goes_by_rows(a, how):
-        cols, slabs, dtype = a.chunks[1], rows_of(a), common_type({"a": a}).name
-        rows, whole = slabs.chunks
-        results = {"r": ((whole, whole), dtype)} | ({} if mode == "r" else {"q": ((rows, whole), dtype)})
-        found: dict[str, Array] = {}
+        found: tuple[Array, ...] = ()
         with left_beyond_memory(a):
-            found = by_program("qr", {"a": slabs}, results, how=how)
-        found = found or dict(zip("qr", reduced(slabs), strict=True))
-        r = found["r"].rechunk((cols, cols))
-        return r if mode == "r" else QRResult(in_columns(found["q"], cols), r)
-    inner, (rows, cols) = inner_chunks(a), a.chunks
-    if mode == "r":
-        return factorize("qr", {"a": a}, {"r": (inner, cols)}, mode=mode, how=how)["r"]
-    middle = rows if mode == "complete" else inner
-    wanted: dict[str, Chunks] = {"q": (rows, middle), "r": (middle, cols)}
-    found = factorize("qr", {"a": a}, wanted, mode=mode, how=how)
-    return QRResult(found["q"], found["r"])
+            found = by_program("qr", {"a": a}, {"r": "nn"} if mode == "r" else {"q": "mn", "r": "nn"}, how=how)
+        cols = a.chunks[1]
+        q, r = ((None, *found) if mode == "r" else found) or reduced(rows_of(a))
+        found = (r.rechunk((cols, cols)),) if mode == "r" else (q.rechunk({1: cols}), r.rechunk((cols, cols)))
+    else:
+        inner = "m" if mode == "complete" else "r"
+        wanted = {"r": "rn"} if mode == "r" else {"q": f"m{inner}", "r": f"{inner}n"}
+        found = factorize("qr", {"a": a}, wanted, mode=mode, how=how)
+    return found[0] if mode == "r" else QRResult(*found)

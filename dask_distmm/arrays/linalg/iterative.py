@@ -14,11 +14,10 @@ from dask.array.core import Array
 from distributed.protocol.pickle import dumps
 
 from dask_distmm.arrays.linalg.array_api import norm
-from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, row_chunks, rows_of, times
+from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, times
 from dask_distmm.arrays.linalg.public import TURNS, RunOptions, TurnOptions, public
 from dask_distmm.errors import PlanError, check_square
 from dask_distmm.numeric.epilogs import call_function
-from dask_distmm.planning.computation import Chunks
 
 
 @public(TurnOptions, TURNS)
@@ -304,13 +303,11 @@ def eigsh(
     options = {"k": k, "ncv": ncv, "which": which, "tol": tol or eps, "maxiter": maxiter or 10 * n, "eps": eps}
     operands = {"a": a} if v0 is None else {"a": a, "g": _vector("v0", v0, a).rechunk((a.chunks[0], -1))}
     operands = {name: x.astype(dtype) for name, x in operands.items()}
-    wanted: dict[str, tuple[Chunks, str]] = {"w": (row_chunks(k), "float64")}
-    if return_eigenvectors:
-        wanted["v"] = (a.chunks[0], (k,)), dtype.name
+    wanted = {"w": ".k float64", **({"v": "mk"} if return_eigenvectors else {})}
     seed = secrets.randbits(64) if rng is None else rng
-    found = by_program("eigsh", operands, wanted, how=how, seed=seed, **options, **functions)
-    w = found["w"].astype(np.empty(0, dtype).real.dtype)
-    return (w, found["v"]) if return_eigenvectors else w
+    w, *v = by_program("eigsh", operands, wanted, how=how, axes={"k": (k,)}, seed=seed, **options, **functions)
+    w = w.astype(np.empty(0, dtype).real.dtype)
+    return (w, *v) if return_eigenvectors else w
 
 
 @public(RunOptions, TURNS)
@@ -388,9 +385,9 @@ def lobpcg(
     dtype, operands = _in_rows(a, {"X": x}, {"g": x} | _preconditioner(M, a, functions))
     eps = float(np.finfo(dtype).eps)
     options = {"tol": tol or eps**0.5 * n, "maxiter": maxiter or 20, "largest": largest, "eps": eps}
-    wanted: dict[str, tuple[Chunks, str]] = {"w": (row_chunks(k), "float64"), "v": ((a.chunks[0], (k,)), dtype.name)}
-    found = by_program("lobpcg", operands, wanted, how=how, **options, **functions)
-    return found["w"].astype(np.empty(0, dtype).real.dtype), found["v"]
+    wanted = {"w": ".k float64", "v": "mk"}
+    w, v = by_program("lobpcg", operands, wanted, how=how, axes={"k": (k,)}, **options, **functions)
+    return w.astype(np.empty(0, dtype).real.dtype), v
 
 
 @public(TurnOptions, TURNS)
@@ -533,7 +530,7 @@ def _least_squares(
         raise PlanError(f"A must have rows and columns, got {m} x {n}")
     right = _vector("b", b, a).rechunk((a.chunks[0], -1))
     dtype = common_type({"A": a, "b": right})
-    given = {"a": rows_of(a), "b": right}
+    given = {"a": a, "b": right}
     if start is not None:
         if start.shape != (n, 1):
             raise PlanError(f"A is {m} x {n}, so x0 must have shape ({n},); it has {operand('x0', x0).shape}")
@@ -545,20 +542,17 @@ def _least_squares(
         else:
             product = times(a.astype(dtype), start, how)
         given["g"] = (right - product).rechunk(right.chunks)
-    wanted: dict[str, tuple[Chunks, str]] = {
-        "x": (((n,), ()), dtype.name),
-        "numbers": (row_chunks(count), "float64"),
-        **dict.fromkeys(more, (((n,), ()), dtype.name)),
-    }
+    wanted = {"x": "n.", "numbers": ".k float64", **dict.fromkeys(more, "n.")}
+    axes = {"n": columns, "k": (count,)}
     if kind == "lsqr":
         options["eps"] = float(np.finfo(dtype).eps)
     if maxiter is None:
         maxiter = min(m, n) if most is None else most * n
     operands = {name: x.astype(dtype) for name, x in given.items()}
-    found = by_program(kind, operands, wanted, how=how, maxiter=maxiter, **limits, **options, **functions)
-    x = found["x"] if start is None else found["x"] + start[:, 0]
-    var = found["var"] if more else zeros_like(x)
-    return x.rechunk((columns,)), var.rechunk((columns,)), found["numbers"]
+    options |= {"maxiter": maxiter, **limits, **functions}
+    x, numbers, *var = by_program(kind, operands, wanted, how=how, axes=axes, **options)
+    x = x if start is None else x + start[:, 0].rechunk((columns,))
+    return x, var[0] if var else zeros_like(x), numbers
 
 
 def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Array, dict[str, Any]] | None:
@@ -612,15 +606,15 @@ def _solved(
     given = {"b": _vector("b", b, a)}
     given |= {"g": _vector("x0", x0, a)} if x0 is not None else {}
     dtype, operands = _in_rows(a, {"b": given["b"]}, given | _preconditioner(m, a, functions))
-    wanted: dict[str, tuple[Chunks, str]] = {"x": ((a.chunks[0], ()), dtype.name), "info": (row_chunks(1), "int64")}
     if maxiter is None:
         maxiter = max(1, most * n)
     if "restart" in options:
         options["restart"] = min(int(options["restart"]), n)
     if kind != "cg":
         options["eps"] = float(np.finfo(dtype).eps)
-    found = by_program(kind, operands, wanted, how=how, maxiter=maxiter, **options, **functions)
-    return found["x"], found["info"][0]
+    options |= {"maxiter": maxiter, **functions}
+    x, info = by_program(kind, operands, {"x": "m.", "info": ".1 int64"}, how=how, **options)
+    return x, info[0]
 
 
 def _in_rows(a: Array, main: dict[str, Array], given: dict[str, Array]) -> tuple[np.dtype, dict[str, Array]]:

@@ -20,8 +20,6 @@ from dask_distmm.arrays.linalg.factorize import (
     left_beyond_memory,
     matrix,
     operand,
-    row_chunks,
-    rows_of,
     times,
     unchecked,
 )
@@ -31,7 +29,6 @@ from dask_distmm.arrays.linalg.spectral import right_vectors, svd, with_noise
 from dask_distmm.arrays.request import check_names, check_workers
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.sparse import sparse_package
-from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.program import ProgramProblem
 
 # Deviations from a Gram matrix are as good as from the matrix if the largest is at most this many times the least.
@@ -123,16 +120,11 @@ def compressed_by_rows(
     a: Array, k: int, iterations: int, more: int, seed: int | bytes, how: RunOptions, *, by_sum: bool = False
 ) -> tuple[Array, Array, Array]:
     """Return what `svd_compressed` does of a tall matrix, of random vectors or their seed; `by_sum`: as Dask's."""
-    slabs, n = rows_of(a), a.shape[1]
-    wanted: dict[str, tuple[Chunks, str]] = {
-        "u": ((slabs.chunks[0], (k,)), a.dtype.name),
-        "s": (row_chunks(k), np.empty(0, a.dtype).real.dtype.name),
-        "vh": (((k,), (n,)), a.dtype.name),
-    }
-    options: dict[str, Any] = {"k": k, "width": min(k + more, n), "iterations": iterations}
+    options: dict[str, Any] = {"k": k, "width": min(k + more, a.shape[1]), "iterations": iterations}
     options |= {"seed": seed, "by_sum": by_sum}
-    found = by_program("svd_compressed", {"a": slabs}, wanted, how=how, **options)
-    return found["u"], found["s"], found["vh"].rechunk({1: a.chunks[1]})
+    wanted = {"u": "mk", "s": ".k real", "vh": "kn"}
+    u, s, vh = by_program("svd_compressed", {"a": a}, wanted, how=how, axes={"k": (k,)}, **options)
+    return u, s, vh
 
 
 @public(RunOptions, COMPONENTS)
@@ -184,21 +176,13 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
     if not 1 <= k <= most:
         raise PlanError(f"n_components must be between 1 and {most}, got {k}")
     if goes_by_rows(a, how):
-        n = a.shape[1]
-        wanted: dict[str, tuple[Chunks, str]] = {
-            "components": (((k,), (n,)), dtype.name),
-            "variances": (row_chunks(k), np.empty(0, dtype).real.dtype.name),
-            "mean": (row_chunks(n), dtype.name),
-        }
-        spread = _SPARSE_SPREAD if sparse else _SPREAD
+        wanted = {"components": "kn", "variances": ".k real", "mean": ".N"}
+        options: dict[str, Any] = {"k": k, "spread": _SPARSE_SPREAD if sparse else _SPREAD}
         with left_beyond_memory(a):
-            found = by_program("pca", {"a": rows_of(a)}, wanted, how=how, dtype=dtype, k=k, spread=spread)
-            components = found["components"].astype(given).rechunk({1: a.chunks[1]})
-            return (
-                components,
-                found["variances"].astype(np.empty(0, given).real.dtype),
-                found["mean"].astype(given),
+            components, variances, mean = by_program(
+                "pca", {"a": a}, wanted, how=how, axes={"k": (k,)}, dtype=dtype, **options
             )
+            return components.astype(given), variances.astype(np.empty(0, given).real.dtype), mean.astype(given)
     a = a.astype(dtype)
     mean = a.mean(axis=0)
     s, vh = right_vectors(a - mean, how)
@@ -280,11 +264,9 @@ def _covariances(given: Mapping[str, Any], rowvar: bool, ddof: int, correlation:
     check_workers(how.get("workers"))
     if len(a) <= ddof:
         warnings.warn(f"{len(a)} observations leave no degree of freedom", RuntimeWarning, stacklevel=4)
-    cols, n = a.chunks[1], a.shape[1]
     if goes_by_rows(a, how):
-        wanted: dict[str, tuple[Chunks, str]] = {"c": (((n,), (n,)), a.dtype.name)}
-        options = {"ddof": ddof, "correlation": correlation}
-        c = by_program("cov", {"a": rows_of(a)}, wanted, how=unchecked(how), **options)["c"].rechunk((cols, cols))
+        options: dict[str, Any] = {"ddof": ddof, "correlation": correlation}
+        (c,) = by_program("cov", {"a": a}, {"c": "nn"}, how=unchecked(how), **options)
     else:
         centred = a - a.mean(axis=0)
         c = times(centred.T, centred.conj(), how) * np.true_divide(1, max(len(a) - ddof, 0))
@@ -292,7 +274,7 @@ def _covariances(given: Mapping[str, Any], rowvar: bool, ddof: int, correlation:
             sizes = da.sqrt(da.diagonal(c).real)
             c = c / sizes[:, None] / sizes
             c = da.clip(c.real, -1, 1) + 1j * da.clip(c.imag, -1, 1) if c.dtype.kind == "c" else da.clip(c, -1, 1)
-    return c[0, 0] if n == 1 else c
+    return c[0, 0] if a.shape[1] == 1 else c
 
 
 def _observations(name: str, x: Any, rowvar: bool) -> Array:

@@ -14,13 +14,11 @@ from dask_distmm.arrays.linalg.factorize import (
     common_type,
     factorize,
     goes_by_rows,
-    inner_chunks,
     matrix,
     mirrored,
     op_of,
     operand,
     reduced,
-    row_chunks,
     rows_of,
     times,
     unchecked,
@@ -40,7 +38,6 @@ from dask_distmm.arrays.linalg.public import (
 from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse
 from dask_distmm.arrays.linalg.stacks import of_stacks
 from dask_distmm.errors import PlanError, ProjectedMemoryError
-from dask_distmm.planning.computation import Chunks
 
 # SciPy's names of the structure of a matrix, and the way to solve.
 Structure: TypeAlias = Literal[
@@ -233,8 +230,9 @@ def solve(
     options: dict[str, Any] = {"assume_a": "pos" if structure == "pos" else "gen", "op": "T" if transposed else "N"}
     if structure == "pos":
         options["lower"] = lower
-    chunks = a.chunks[0 if transposed else 1], columns.chunks[1] if b.ndim > 1 else ()
-    return factorize("solve", {"a": a, "b": columns}, {"x": chunks}, how=how, **options)["x"]
+    axes = {"k": columns.chunks[1] if b.ndim > 1 else ()}
+    wanted = {"x": "mk" if transposed else "nk"}
+    return factorize("solve", {"a": a, "b": columns}, wanted, how=how, axes=axes, **options)[0]
 
 
 @public(FactorOptions, PANELS)
@@ -283,10 +281,10 @@ def solve_triangular(
     """
     a, b = matrix("a", a), operand("b", b)
     columns = matrix("b", b, vector=not right)
-    chunks = (columns.chunks[0], a.chunks[0]) if right else (a.chunks[0], columns.chunks[1] if b.ndim > 1 else ())
+    axes = {"k": columns.chunks[0] if right else columns.chunks[1] if b.ndim > 1 else ()}
     options: dict[str, Any] = {"lower": lower, "op": op_of(trans), "unit_diagonal": unit_diagonal, "right": right}
-    operands = {"a": a, "b": columns}
-    return factorize("solve_triangular", operands, {"x": chunks}, how=how, **options)["x"]
+    operands, wanted = {"a": a, "b": columns}, {"x": "km" if right else "mk"}
+    return factorize("solve_triangular", operands, wanted, how=how, axes=axes, **options)[0]
 
 
 @public(FactorOptions, PANELS)
@@ -316,8 +314,7 @@ def inv(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     array([[0.5 , 0.  ],
            [0.  , 0.25]])
     """
-    a = matrix("a", a)
-    return factorize("inv", {"a": a}, {"x": (a.chunks[1], a.chunks[0])}, how=how)["x"]
+    return factorize("inv", {"a": matrix("a", a)}, {"x": "nm"}, how=how)[0]
 
 
 @public(FactorOptions, PANELS)
@@ -341,10 +338,8 @@ def slogdet(a: Operand, **how: Unpack[FactorOptions]) -> SlogdetResult:
     >>> float(linalg.slogdet([[0.0, 1.0], [1.0, 0.0]]).sign.compute())
     -1.0
     """
-    a = matrix("a", a)
-    wanted = {"sign": row_chunks(1), "logdet": row_chunks(1)}
-    found = factorize("slogdet", {"a": a}, wanted, how=how)
-    return SlogdetResult(found["sign"][0], found["logdet"][0])
+    sign, logdet = factorize("slogdet", {"a": matrix("a", a)}, {"sign": ".1", "logdet": ".1"}, how=how)
+    return SlogdetResult(sign[0], logdet[0])
 
 
 @public(FactorOptions, PANELS)
@@ -368,8 +363,7 @@ def det(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     >>> float(linalg.det([[2.0, 0.0], [0.0, 4.0]]).compute())
     8.0
     """
-    a = matrix("a", a)
-    return factorize("det", {"a": a}, {"det": row_chunks(1)}, how=how)["det"][0]
+    return factorize("det", {"a": matrix("a", a)}, {"det": ".1"}, how=how)[0][0]
 
 
 @public(FactorOptions, LEAST_SQUARES)
@@ -421,15 +415,10 @@ def lstsq(
     if rcond is not None:
         return least_squares_of_any_rank(a, b, rcond, how)
     columns, (m, n) = matrix("b", b, vector=True), a.shape
-    wanted: dict[str, Chunks] = {
-        "x": (a.chunks[1], columns.chunks[1] if b.ndim > 1 else ()),
-        "r": (inner_chunks(a),) * 2,
-    }
-    if m > n:
-        wanted["residuals"] = (), columns.chunks[1]
-    found = factorize("lstsq", {"a": a, "b": columns}, wanted, how=how)
-    x, r = found["x"], found["r"]
-    residuals = found["residuals"] if m > n else from_array(x._meta.real.ravel())
+    wanted = {"x": "nk" if b.ndim > 1 else "n.", "r": "rr", **({"residuals": ".k"} if m > n else {})}
+    operands, axes = {"a": a, "b": columns}, {"k": columns.chunks[1]}
+    x, r, *more = factorize("lstsq", operands, wanted, how=how, axes=axes)
+    residuals = more[0] if more else from_array(x._meta.real.ravel())
     s = r.rechunk(-1).map_blocks(_singular_values, drop_axis=1, meta=r._meta.real.ravel())
     return x, residuals, min(m, n), s
 
@@ -443,38 +432,29 @@ def _singular_values(r: Any) -> Any:
 
 def least_squares_by_rows(a: Array, b: Array, rcond: float | None, how: FactorOptions) -> tuple[Any, Any, Any, Any]:
     """Return what `lstsq` does of a tall matrix."""
-    (m, n), (slabs, columns) = a.shape, _same_rows(a, b)
-    dtype, k = common_type({"a": a, "b": b}), columns.shape[1]
-    real = np.empty(0, dtype).real.dtype
-    wanted: dict[str, tuple[Chunks, str]] = {
-        "x": (((n,), (k,) if b.ndim > 1 else ()), dtype.name),
-        "residuals": (row_chunks(k), real.name),
-        "rank": (((1,), (1,)), "int64"),
-        "s": (row_chunks(n), real.name),
-    }
+    (m, n), columns = a.shape, _same_rows(a, b)
     # LAPACK takes the machine precision in place of a negative one.
-    rtol = float(np.finfo(real).eps) if rcond is not None and rcond < 0 else rcond
-    found = by_program("lstsq", {"a": slabs, "b": columns}, wanted, how=how, rtol=rtol)
-    x = found["x"].rechunk((a.chunks[1], *b.chunks[1:]))
-    residuals = found["residuals"] if m > n else from_array(found["x"]._meta.real.ravel())
-    rank = n if rcond is None else found["rank"][0, 0]
-    return x, residuals, rank, found["s"]
+    eps = float(np.finfo(common_type({"a": a, "b": b})).eps)
+    rtol = eps if rcond is not None and rcond < 0 else rcond
+    wanted = {"x": "nk" if b.ndim > 1 else "n.", "residuals": ".K real", "rank": "11 int64", "s": ".N real"}
+    operands, axes = {"a": a, "b": columns}, {"k": b.chunks[1] if b.ndim > 1 else (1,)}
+    x, residuals, rank, s = by_program("lstsq", operands, wanted, how=how, axes=axes, rtol=rtol)
+    return x, residuals if m > n else from_array(x._meta.real.ravel()), n if rcond is None else rank[0, 0], s
 
 
-def _same_rows(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return a matrix and right-hand sides in the same chunks of rows."""
-    columns, slabs = matrix("b", b, vector=True, unknown_rows=True), rows_of(a)
-    (m, n), rows = a.shape, columns.shape[0]
-    if np.isnan(m) or np.isnan(rows):
-        if len(columns.chunks[0]) != len(slabs.chunks[0]):
+def _same_rows(a: Array, b: Array) -> Array:
+    """Return right-hand sides in the same chunks of rows as a matrix."""
+    columns, (m, n), chunks = matrix("b", b, vector=True, unknown_rows=True), a.shape, a.chunks[0]
+    if np.isnan(m) or np.isnan(len(columns)):
+        if len(columns.chunks[0]) != len(chunks):
             raise PlanError(
-                f"a has rows of unknown number in {len(slabs.chunks[0])} chunks, so b must have as many chunks; it has "
+                f"a has rows of unknown number in {len(chunks)} chunks, so b must have as many chunks; it has "
                 f"{len(columns.chunks[0])}: call compute_chunk_sizes() of both first"
             )
-        return slabs, rows_of(columns)
-    if rows != m:
-        raise PlanError(f"a is {m} x {n}, so b must have {m} rows; it has {rows}")
-    return slabs, columns.rechunk((slabs.chunks[0], -1))
+        return rows_of(columns)
+    if len(columns) != m:
+        raise PlanError(f"a is {m} x {n}, so b must have {m} rows; it has {len(columns)}")
+    return columns.rechunk((chunks, -1))
 
 
 @public(SolveOptions, ROWS)
@@ -518,13 +498,11 @@ def ridge(a: Operand, b: Operand, alpha: float | Sequence[float], **how: Unpack[
     method = how.get("method") or "auto"
     if method not in ("auto", "rows"):
         raise PlanError(f"method={method!r} is not for ridge: pass 'rows', or leave it out")
-    slabs, columns = _same_rows(a, b)
-    n, k, count = a.shape[1], columns.shape[1], len(alphas)
-    dtype = common_type({"a": a, "b": b}).name
-    wanted: dict[str, tuple[Chunks, str]] = {"x": (((n,), (k * count,)), dtype)}
-    x = by_program("ridge", {"a": slabs, "b": columns}, wanted, how=how, alphas=tuple(alphas.tolist()))["x"]
+    columns, count = _same_rows(a, b), len(alphas)
+    operands, axes = {"a": a, "b": columns}, {"k": (columns.shape[1] * count,)}
+    (x,) = by_program("ridge", operands, {"x": "Nk"}, how=how, axes=axes, alphas=tuple(alphas.tolist()))
     if np.ndim(alpha):
-        x = x.reshape(n, count, k).transpose(1, 0, 2)
+        x = x.reshape(a.shape[1], count, -1).transpose(1, 0, 2)
     return x[..., 0] if b.ndim == 1 else x
 
 
@@ -572,13 +550,11 @@ def pinv(
     if a.shape[0] < a.shape[1] and not hermitian and goes_by_rows(a.T, how):
         return adjoint(pinv(adjoint(a), rtol, **how))
     if not hermitian and goes_by_rows(a, how):
-        slabs, dtype = rows_of(a), common_type({"a": a}).name
         try:
-            found = by_program("pinv", {"a": slabs}, {"x": (slabs.chunks[::-1], dtype)}, how=how, rtol=rtol)["x"]
+            return by_program("pinv", {"a": a}, {"x": "nm"}, how=how, rtol=rtol)[0]
         except ProjectedMemoryError:
-            q, r = reduced(slabs)
-            found = times(pinv(r, rtol, **how), adjoint(q), {})
-        return found.rechunk({0: a.chunks[1]})
+            q, r = reduced(rows_of(a))
+            return times(pinv(r, rtol, **how), adjoint(q), {}).rechunk({0: a.chunks[1]})
     if rtol is not None or hermitian:
         return pseudoinverse(a, rtol, hermitian, how)
-    return factorize("pinv", {"a": a}, {"x": (a.chunks[1], a.chunks[0])}, how=how)["x"]
+    return factorize("pinv", {"a": a}, {"x": "nm"}, how=how)[0]

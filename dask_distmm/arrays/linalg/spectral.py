@@ -31,17 +31,14 @@ from dask_distmm.arrays.linalg.factorize import (
     factorize,
     filled,
     goes_by_rows,
-    inner_chunks,
     left_beyond_memory,
     matrix,
     operand,
     plus_ones,
-    row_chunks,
-    rows_of,
     times,
     unchecked,
 )
-from dask_distmm.arrays.linalg.factors import in_columns, qr
+from dask_distmm.arrays.linalg.factors import qr
 from dask_distmm.arrays.linalg.public import (
     ALONE,
     EIGEN,
@@ -58,7 +55,6 @@ from dask_distmm.arrays.linalg.public import (
 )
 from dask_distmm.arrays.linalg.stacks import of_stacks
 from dask_distmm.errors import MatrixError, PlanError, check_square
-from dask_distmm.planning.computation import Chunks
 from dask_distmm.runtime.chunks import array_kind
 
 # Up to this weight c the Cholesky factorization is as accurate as the QR factorization (Nakatsukasa and others, 2010).
@@ -127,8 +123,8 @@ def _inverse_applied(x: Array, c: float, how: RunOptions) -> Array:
     (m, n), cols = x.shape, x.chunks[1]
     if c <= _CHOLESKY:
         operands = {"a": _plus_identity(c * times(adjoint(x), x, how)), "b": adjoint(x)}
-        wanted = {"x": (cols, x.chunks[0])}
-        return adjoint(factorize("solve", operands, wanted, how=how, assume_a="pos")["x"])
+        axes = {"k": x.chunks[0]}
+        return adjoint(factorize("solve", operands, {"x": "nk"}, how=how, axes=axes, assume_a="pos")[0])
     identity = _plus_identity(da.zeros_like(x, shape=(n, n), chunks=(cols, cols)))
     q, _ = qr(da.concatenate([math.sqrt(c) * x, identity]), **how)
     return times(q[:m], adjoint(q[m:]), how) / math.sqrt(c)
@@ -282,18 +278,14 @@ def _reads_lower(UPLO: str, lower: bool | None) -> bool:
 
 def _eigenpairs(
     a: Any, b: Any, lower: bool, subset: tuple[int, int] | None, vectors: bool, how: FactorOptions
-) -> tuple[Any, Any]:
+) -> tuple[Array, ...]:
     a = matrix("a", a)
-    operands = {"a": a} if b is None else {"a": a, "b": matrix("b", b)}
-    rows, cols = a.chunks
+    operands, cols = {"a": a} if b is None else {"a": a, "b": matrix("b", b)}, a.chunks[1]
     if subset is not None:
         first, last = subset = operator.index(subset[0]), operator.index(subset[1])
         cols = normalize_chunks(max(1, *cols), (max(0, last - first + 1),))[0]
-    wanted: dict[str, Chunks] = {"w": row_chunks(sum(cols)), "v": (rows, cols)}
-    if not vectors:
-        del wanted["v"]
-    found = factorize("eigh", operands, wanted, how=how, lower=lower, subset=subset, vectors=vectors)
-    return found["w"], found.get("v")
+    options: dict[str, Any] = {"axes": {"k": cols}, "lower": lower, "subset": subset, "vectors": vectors}
+    return factorize("eigh", operands, {"w": ".K", **({"v": "mk"} if vectors else {})}, how=how, **options)
 
 
 @overload
@@ -348,14 +340,9 @@ def eig(a: Operand, *, left: bool = False, right: bool = True, **how: Unpack[Fac
     >>> linalg.eig([[0.0, 2.0], [-2.0, 0.0]]).eigenvalues.compute()
     array([0.+2.j, 0.-2.j])
     """
-    a = matrix("a", a)
-    sides = {"vl": left, "v": right}
-    wanted: dict[str, Chunks] = {"w": row_chunks(a.shape[1]), **{name: a.chunks for name in sides if sides[name]}}
-    found = factorize("eig", {"a": a}, wanted, how=how, left=left, vectors=right)
-    w, *vectors = found["w"], *(found[name] for name in sides if sides[name])
-    if left:
-        return (w, *vectors)
-    return EigResult(w, *vectors) if right else w
+    wanted = {"w": ".N", **{name: "mn" for name, side in (("vl", left), ("v", right)) if side}}
+    found = factorize("eig", {"a": matrix("a", a)}, wanted, how=how, left=left, vectors=right)
+    return found if left else EigResult(*found) if right else found[0]
 
 
 @public(FactorOptions, ALONE)
@@ -422,8 +409,8 @@ def schur(
     a = matrix("a", a)
     dtype = common_type({"a": a})
     dtype = np.result_type(dtype, np.complex64) if output[0] == "c" else dtype
-    found = factorize("schur", {"a": a}, {"t": a.chunks, "z": a.chunks}, how=how, dtype=dtype)
-    return found["t"], found["z"]
+    t, z = factorize("schur", {"a": a}, {"t": "mn", "z": "mn"}, how=how, dtype=dtype)
+    return t, z
 
 
 @public(RunOptions, POWERS)
@@ -468,8 +455,7 @@ def expm(A: Operand, **how: Unpack[RunOptions]) -> Array:
         return a
     whole = method == "local" or (method == "auto" and len(a) < _SHARED)
     rows = a.rechunk((-1 if whole else max(a.chunks, key=len), -1))
-    found = by_program("expm", {"a": rows}, {"x": (rows.chunks, a.dtype.name)}, how=how)
-    return found["x"].rechunk(a.chunks)
+    return by_program("expm", {"a": rows}, {"x": "mn"}, how=how)[0].rechunk(a.chunks)
 
 
 @public(RunOptions, ALONE)
@@ -504,7 +490,7 @@ def sqrtm(A: Operand, **how: Unpack[RunOptions]) -> Array:
     array([[2., 0.],
            [0., 3.]])
     """
-    return _of_one(A, "sqrtm", how)
+    return factorize("sqrtm", {"a": matrix("A", A)}, {"x": "mn"}, how=how)[0]
 
 
 @public(RunOptions, ALONE)
@@ -538,13 +524,7 @@ def logm(A: Operand, **how: Unpack[RunOptions]) -> Array:
     array([[0., 0.],
            [0., 0.]])
     """
-    return _of_one(A, "logm", how)
-
-
-def _of_one(A: Any, kind: str, how: RunOptions) -> Array:
-    """Return a function of a matrix that one worker computes."""
-    a = matrix("A", A)
-    return factorize(kind, {"a": a}, {"x": a.chunks}, how=how)["x"]
+    return factorize("logm", {"a": matrix("A", A)}, {"x": "mn"}, how=how)[0]
 
 
 @overload
@@ -652,14 +632,9 @@ def _goes_by_r(a: Array, how: RunOptions) -> bool:
 
 def svd_by_rows(a: Array, vectors: bool, how: RunOptions | FactorOptions, **options: Any) -> Any:
     """Return the decomposition of a tall matrix whose rows stay where they are."""
-    slabs, dtype, cols = rows_of(a), common_type({"a": a}), a.chunks[1]
-    rows, whole = slabs.chunks
-    wanted: dict[str, tuple[Chunks, str]] = {"s": (row_chunks(sum(whole)), np.empty(0, dtype).real.dtype.name)}
-    if vectors:
-        wanted |= {"u": ((rows, whole), dtype.name), "vh": ((whole, whole), dtype.name)}
-    found = by_program("svd", {"a": slabs}, wanted, how=how, **options)
-    s = found["s"]
-    return (in_columns(found["u"], cols), s, found["vh"].rechunk((cols, cols))) if vectors else s
+    wanted = {"u": "mn", "s": ".N real", "vh": "nn"} if vectors else {"s": ".N real"}
+    found = by_program("svd", {"a": a}, wanted, how=how, **options)
+    return found if vectors else found[0]
 
 
 def _quicker_by_polar(a: Array, vectors: bool) -> bool:
@@ -683,16 +658,10 @@ def _by_polar(a: Array, vectors: bool, how: FactorOptions) -> Any:
 
 def _decomposed(a: Array, full: bool, vectors: bool, how: FactorOptions) -> Any:
     """Return the decomposition of a matrix by one worker."""
-    inner, (rows, cols) = inner_chunks(a), a.chunks
     if not vectors:
-        return factorize("svd", {"a": a}, {"s": row_chunks(sum(inner))}, how=how, vectors=False)["s"]
-    wanted: dict[str, Chunks] = {
-        "u": (rows, rows if full else inner),
-        "s": row_chunks(sum(inner)),
-        "vh": (cols if full else inner, cols),
-    }
-    found = factorize("svd", {"a": a}, wanted, how=how, mode="complete" if full else "reduced")
-    return found["u"], found["s"], found["vh"]
+        return factorize("svd", {"a": a}, {"s": ".R"}, how=how, vectors=False)[0]
+    wanted = {"u": "mm" if full else "mr", "s": ".R", "vh": "nn" if full else "rn"}
+    return factorize("svd", {"a": a}, wanted, how=how, mode="complete" if full else "reduced")
 
 
 @public(FactorOptions, SINGULAR)
@@ -760,12 +729,9 @@ def polar(a: Operand, side: Literal["right", "left"] = "right", **how: Unpack[Fa
         u, p = polar(adjoint(a), **how)
         return adjoint(u), p
     if side == "right" and goes_by_rows(a, how):
-        slabs, cols, dtype = rows_of(a), a.chunks[1], a.dtype.name
-        rows, whole = slabs.chunks
-        wanted: dict[str, tuple[Chunks, str]] = {"u": ((rows, whole), dtype), "h": ((whole, whole), dtype)}
-        with left_beyond_memory(slabs):
-            found = by_program("polar", {"a": slabs}, wanted, how=how)
-            return in_columns(found["u"], cols), found["h"].rechunk((cols, cols))
+        with left_beyond_memory(a):
+            u, p = by_program("polar", {"a": a}, {"u": "mn", "h": "nn"}, how=how)
+            return u, p
     if a.size and (method == "columns" or (method == "auto" and _quicker_by_polar(a, True))):
         u = unitary_factor(a, how)
         return u, times(adjoint(u), a, how) if side == "right" else times(a, adjoint(u), how)

@@ -555,7 +555,7 @@ async def _bring(scheduler: Scheduler, roster: Roster, ranks: Sequence[str], key
 # Freezes a run: who takes part, which chunks lie where, and the plan that is made of both
 
 
-# The keys of up to so many chunks are dealt out to their holders at once, of more in a thread.
+# Up to this number of chunks, keys are assigned to their holders at once; those of more chunks in a thread.
 _FEW = 1000
 # The memory orders of this many arrays are remembered.
 _ORDERS = 1000
