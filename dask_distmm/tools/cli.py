@@ -212,15 +212,8 @@ def matmul(
     """  # noqa: D301 - click reads the backspace
     from dask_distmm.tools import multiply
 
-    multiply.multiply_files(
-        multiply.FileProduct(**request),
-        out,
-        aux_out,
-        scheduler=scheduler,
-        workers=workers,
-        overwrite=overwrite,
-        say=click.echo,
-    )
+    where: dict[str, Any] = {"scheduler": scheduler, "workers": workers}
+    multiply.multiply_files(request, out, aux_out, **where, overwrite=overwrite, say=click.echo)
 
 
 @main.command(cls=Sections)
@@ -238,12 +231,12 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
     from dask_distmm.tools import multiply
 
     if html is not None:
-        multiply.check_page(html)
-    asked = multiply.FileProduct(**request)
-    plan = multiply.explained(asked, scheduler, workers)
+        # Before the work for it.
+        multiply.check_folder(f"--html {html}", html.absolute().parent)
+    plan = multiply.explained(request, scheduler, workers)
     click.echo(repr(plan))
     if html is not None:
-        multiply.write_page(html, multiply.plan_page(plan, f"{asked.a} @ {asked.b}"))
+        multiply.write_page(html, multiply.plan_page(plan, f"{request['a']} @ {request['b']}"))
         click.echo(f"pictures: {html}")
 
 

@@ -66,6 +66,16 @@ def computed(array: da.Array) -> da.Array:
 
 
 @contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ignore Ctrl-C in a with block: who presses it again while all is put away would keep half of it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def _without_interrupts() -> Iterator[None]:
     """Start processes that Ctrl-C in a terminal does not reach: they inherit what is blocked."""
     # Started later, within a worker's start, it would unblock SIGINT again.
@@ -105,10 +115,8 @@ def running_cluster(workers: int, name: str) -> Iterator[tuple[Client, Path]]:
         client.wait_for_workers(workers, timeout=60)
         yield client, folder
     finally:
-        # A second Ctrl-C would leave half of it.
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        stack.close()
-        signal.signal(signal.SIGINT, before)
+        with undisturbed():
+            stack.close()
 
 
 @contextlib.contextmanager

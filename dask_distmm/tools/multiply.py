@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import secrets
-import signal
 import stat
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import dask
 import dask.array as da
 import numpy as np
+from dask.array.core import normalize_chunks
 from dask.utils import format_bytes, format_time
 from distributed import Client, wait
 
@@ -30,7 +31,7 @@ from dask_distmm.errors import DistMMError, PlanError
 from dask_distmm.installing import library_of
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.tools.local import chunk_rows, computed, connected, default_workers
+from dask_distmm.tools.local import chunk_rows, computed, connected, default_workers, undisturbed
 
 # Arrays in Zarr stores, .npy and HDF5 files: read lazily by the workers; written beside their place, then renamed
 
@@ -40,6 +41,8 @@ _KINDS = {".zarr": "zarr", ".npy": "npy", ".h5": "hdf5", ".hdf5": "hdf5"}
 _BATCH_BYTES = 64 * 2**20
 # After an error workers may take this long to end the tasks that write (seconds).
 _STOP_SECONDS = 20.0
+
+Sizes = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,9 +208,7 @@ def read(place: Place, workers: int, dtype: str | None = None) -> da.Array:
     return array if array.dtype == found else array.astype(found)
 
 
-def read_chunks(
-    shape: Sequence[int], itemsize: int, stored: Sequence[int] | None, workers: int
-) -> tuple[tuple[int, ...], ...]:
+def read_chunks(shape: Sequence[int], itemsize: int, stored: Sequence[int] | None, workers: int) -> Sizes:
     """Return the chunks to read an array in: some for each worker, made of whole chunks of the store."""
     most = max(1, _BATCH_BYTES // max(1, itemsize * int(np.prod(shape[-2:]))))
     targets = []
@@ -216,13 +217,7 @@ def read_chunks(
         target = max(1, chunk_rows(length, workers)) if axis >= len(shape) - 2 else most
         # Part of a stored chunk can't be read without reading all of it.
         targets.append(target if stored is None else stored[axis] * max(1, target // stored[axis]))
-    return equal_chunks(shape, targets)
-
-
-def equal_chunks(shape: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return chunks of given sizes, of which only the last along each axis may be smaller."""
-    parts = [(size, *divmod(length, size)) for length, size in zip(shape, sizes, strict=True)]
-    return tuple((size,) * full + (rest,) * (rest > 0) or (0,) for size, full, rest in parts)
+    return cast(Sizes, normalize_chunks(tuple(targets), tuple(shape)))
 
 
 # Writing
@@ -298,8 +293,7 @@ def staged(place: Place, overwrite: bool) -> Iterator[Path]:
     target, home = place.target, place.file.parent
     inside = target != place.file
     prefix, suffix = f".{target.name}.", ".partial"
-    with _uninterrupted():
-        temporary = tempfile.TemporaryDirectory(prefix=prefix, suffix=suffix, dir=home, ignore_cleanup_errors=True)
+    temporary = tempfile.TemporaryDirectory(prefix=prefix, suffix=suffix, dir=home, ignore_cleanup_errors=True)
     try:
         folder = Path(temporary.name)
         # As open as the target's folder: workers may be other users.
@@ -318,24 +312,8 @@ def staged(place: Place, overwrite: bool) -> Iterator[Path]:
         if inside and store.metadata.consolidated_metadata is not None:
             zarr.consolidate_metadata(str(place.file))
     finally:
-        with _uninterrupted():
+        with undisturbed():
             temporary.cleanup()
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Have Ctrl-C wait for the end of a block: who presses it again while files are removed would keep some."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if pressed:
-            signal.raise_signal(signal.SIGINT)
 
 
 def write(client: Client, array: da.Array, path: Path, place: Place) -> None:
@@ -383,13 +361,13 @@ def make_zarr(path: Path, place: Place, array: da.Array) -> Any:
 
 def _by_workers(client: Client, array: da.Array, target: Any) -> None:
     """Have the workers write; after an error or Ctrl-C wait for the tasks that write, whose files are removed then."""
-    with _uninterrupted():
+    with undisturbed():
         done = client.compute(da.store(array, target, lock=False, compute=False))
     try:
         done.result()
     except BaseException:
         deadline = time.monotonic() + _STOP_SECONDS
-        with _uninterrupted(), contextlib.suppress(Exception):
+        with undisturbed(), contextlib.suppress(Exception):
             done.cancel()
             # Tasks that the scheduler has sent before it heard of the end arrive before these.
             wait([client.submit(int, workers=[worker], pure=False) for worker in client.nthreads()], _STOP_SECONDS)
@@ -409,126 +387,84 @@ def _running(dask_worker: Any) -> int:
 Say = Callable[[str], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class FileProduct:
-    """A product of arrays in files, as a user asks for it on the command line."""
-
-    # Where the operands are, and the inputs of the epilog: its bias, and the output that a forward pass has kept.
-    a: str
-    b: str
-    c: str | None = None
-    bias: str | None = None
-    aux: str | None = None
-    # As for `dask_distmm.matmul`.
-    alpha: float = 1.0
-    beta: float | None = None
-    op_a: str = "N"
-    op_b: str = "N"
-    epilog: str | None = None
-    engine: str | None = None
-    method: str | None = None
-    # Type to which all operands are converted; None for as stored.
-    dtype: str | None = None
-    # Chunk sizes of the last axes of D; None for the operands'.
-    chunks: tuple[int, ...] | None = None
-
-    @property
-    def places(self) -> list[Place]:
-        """Where the inputs are."""
-        return [parse_place(text) for text in (self.a, self.b, self.c, self.bias, self.aux) if text is not None]
-
-    @property
-    def kept(self) -> str:
-        """Name of the epilog's auxiliary output; empty for none."""
-        formula = Formula(epilog=self.epilog or "")
-        return formula.saved or formula.sums or formula.operand_sum
-
-    def arguments(self, workers: int) -> tuple[list[da.Array], dict[str, Any]]:
-        """Return positional and keyword arguments for `matmul` and `explain`; the arrays are lazy."""
-        arrays: dict[tuple[Place, str | None], da.Array] = {}
-
-        def get(text: str, dtype: str | None = self.dtype) -> da.Array:
-            # An array that is named twice is one array: its chunks are read once.
-            place = parse_place(text)
-            if (place, dtype) not in arrays:
-                arrays[place, dtype] = read(place, workers, dtype)
-            return arrays[place, dtype]
-
-        needed = Formula(epilog=self.epilog or "").inputs
-        given: dict[str, Any] = {} if self.bias is None else {"bias": get(self.bias)}
-        if self.aux is not None:
-            name = next((name for name in needed if name.endswith("_aux")), None)
-            if name is None:
-                raise PlanError(
-                    f"--aux is for the epilogs of a backward pass (drelu, dgelu, ...), got {self.epilog!r}: take one "
-                    "of them, or leave --aux out"
-                )
-            given[name] = get(self.aux, None if name == "relu_aux" else self.dtype)
-        if self.bias is not None and "bias" not in needed:
-            raise PlanError(
-                f"--bias is for epilogs that add one (bias, relu_bias, ...), got {self.epilog!r}: take one of them, "
-                "or leave --bias out"
-            )
-        missing = ["--bias" if name == "bias" else "--aux" for name in needed if name not in given]
-        if missing:
-            raise PlanError(f"epilog {self.epilog!r} needs {missing[0]} FILE")
-        found: dict[str, Any] = {
-            "alpha": self.alpha,
-            "beta": 1.0 if self.beta is None and self.c is not None else self.beta,
-            "op_a": self.op_a,
-            "op_b": self.op_b,
-            "epilog": self.epilog,
-            "epilog_inputs": given or None,
-            "engine": self.engine,
-            "method": self.method,
-        }
-        a, b = get(self.a), get(self.b)
-        if a.ndim == b.ndim == 2:
-            rows = a.chunks[0 if self.op_a == "N" else 1]
-            columns = b.chunks[1 if self.op_b == "N" else 0]
-            found["out_chunks"] = out_chunks((rows, columns), self.chunks)
-        return [a, b, *([get(self.c)] if self.c is not None else [])], found
+# A product of arrays in files, as a user asks for it on the command line: A, B and C, the inputs of the epilog, and
+# arguments of `matmul`, by the names of the options.
+Asked = Mapping[str, Any]
 
 
-def out_chunks(chunks: Sequence[Sequence[int]], wanted: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
+def places(asked: Asked) -> list[Place]:
+    """Return where the inputs are."""
+    return [parse_place(text) for name in ("a", "b", "c", "bias", "aux") if (text := asked[name]) is not None]
+
+
+def kept(asked: Asked) -> str:
+    """Return the name of the epilog's auxiliary output; empty for none."""
+    formula = Formula(epilog=asked["epilog"] or "")
+    return formula.saved or formula.sums or formula.operand_sum
+
+
+def arguments(asked: Asked, workers: int) -> tuple[list[da.Array], dict[str, Any]]:
+    """Return positional and keyword arguments for `matmul` and `explain`; the arrays are lazy."""
+    epilog, needed = asked["epilog"], Formula(epilog=asked["epilog"] or "").inputs
+
+    # An array that is named twice is one array: its chunks are read once.
+    load = functools.cache(lambda place, dtype: read(place, workers, dtype))
+
+    def get(text: str, dtype: str | None = asked["dtype"]) -> da.Array:
+        return load(parse_place(text), dtype)
+
+    given: dict[str, Any] = {}
+    for option, whose, name in (
+        ("bias", "epilogs that add one (bias, relu_bias, ...)", next((x for x in needed if x == "bias"), None)),
+        ("aux", "the epilogs of a backward pass (drelu, dgelu, ...)", next((x for x in needed if x != "bias"), None)),
+    ):
+        if asked[option] is None and name is not None:
+            raise PlanError(f"epilog {epilog!r} needs --{option} FILE")
+        if asked[option] is not None and name is None:
+            raise PlanError(f"--{option} is for {whose}, got {epilog!r}: take one of them, or leave --{option} out")
+        if name is not None:
+            given[name] = get(asked[option], None) if name == "relu_aux" else get(asked[option])
+    found: dict[str, Any] = {name: asked[name] for name in ("alpha", "op_a", "op_b", "epilog", "engine", "method")}
+    found |= {"beta": 1.0 if asked["beta"] is None and asked["c"] is not None else asked["beta"]}
+    found |= {"epilog_inputs": given or None}
+    a, b = get(asked["a"]), get(asked["b"])
+    if a.ndim == b.ndim == 2:
+        rows, columns = a.chunks[asked["op_a"] != "N"], b.chunks[asked["op_b"] == "N"]
+        found["out_chunks"] = out_chunks((rows, columns), asked["chunks"])
+    return [a, b, *([get(asked["c"])] if asked["c"] is not None else [])], found
+
+
+def out_chunks(chunks: Sequence[Sequence[int]], wanted: Sequence[int] | None) -> Sizes:
     """Return equal chunks for an array that is to be stored: like its own, or as wanted along the last axes."""
     sizes = [max(1, *axis) for axis in chunks]
     if wanted and sizes:
         last = [wanted[0]] * len(sizes) if len(wanted) == 1 else list(wanted)
         count = min(2, len(last), len(sizes))
         sizes[-count:] = last[-count:]
-    return equal_chunks([sum(axis) for axis in chunks], sizes)
+    return cast(Sizes, normalize_chunks(tuple(sizes), tuple(map(sum, chunks))))
 
 
 # The plan
 
 
-def explained(asked: FileProduct, scheduler: str | None, workers: int | None) -> Explanation:
+def explained(asked: Asked, scheduler: str | None, workers: int | None) -> Explanation:
     """Return the plan for a product: on a cluster, or on workers of this machine that are only imagined."""
     if scheduler is None:
         count = workers or default_workers()
-        arrays, options = asked.arguments(count)
+        arrays, options = arguments(asked, count)
         with dask.config.set(scheduler="threads"):  # whatever client there may be in this process
             return explain(*arrays, **options, workers=count)
     with connected(scheduler, None, "explain") as client:
-        arrays, options = asked.arguments(_worker_count(client))
+        arrays, options = arguments(asked, _worker_count(client))
         return explain(*arrays, **options)
-
-
-def check_page(path: Path) -> None:
-    """Make sure that a page can be written, before the work for it; see `check_folder`."""
-    check_folder(f"--html {path}", path.absolute().parent)
 
 
 def plan_page(plan: Explanation, title: str) -> str:
     """Return a plan as a page for browsers."""
-    from html import escape
-
-    body = plan._repr_html_()
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">\n'
         f"<title>{escape(title)}</title></head>\n"
-        f'<body style="font-family: sans-serif; margin: 2em">\n{body}\n</body></html>\n'
+        f'<body style="font-family: sans-serif; margin: 2em">\n{plan._repr_html_()}\n</body></html>\n'
     )
 
 
@@ -544,7 +480,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def multiply_files(
-    asked: FileProduct,
+    asked: Asked,
     out: str,
     aux_out: str | None,
     *,
@@ -555,15 +491,15 @@ def multiply_files(
 ) -> None:
     """Multiply and store the result."""
     targets = [parse_place(out), *([parse_place(aux_out)] if aux_out is not None else [])]
-    if aux_out is not None and not asked.kept:
+    if aux_out is not None and not kept(asked):
         raise PlanError(
-            f"--aux-out is for epilogs with an auxiliary output (relu_aux, ...), got {asked.epilog!r}: take one of "
+            f"--aux-out is for epilogs with an auxiliary output (relu_aux, ...), got {asked['epilog']!r}: take one of "
             "them, or leave --aux-out out"
         )
     if len({place.target for place in targets}) < len(targets):
         raise PlanError(f"--out and --aux-out are the same: {out}")
     for place in targets:
-        check_inputs(place, asked.places)
+        check_inputs(place, places(asked))
         check_target(place, overwrite)
     if scheduler is None:
         # Before a cluster is started: most mistakes show here.
@@ -572,12 +508,14 @@ def multiply_files(
         paths = [stack.enter_context(staged(place, overwrite)) for place in targets]
         with connected(scheduler, workers, "matmul") as client:
             if scheduler is not None:
-                _check_paths(client, [place.path for place in asked.places if not place.remote], os.R_OK)
+                _check_paths(client, [place.path for place in places(asked) if not place.remote], os.R_OK)
                 _check_paths(client, [str(path.parent) for path in paths if path], os.W_OK)
-            arrays, options = asked.arguments(_worker_count(client))
+            arrays, options = arguments(asked, _worker_count(client))
             plan = explain(*arrays, **options)
             say(repr(plan).splitlines()[0])
-            results = _results(asked, matmul(*arrays, **options), len(targets))
+            found = matmul(*arrays, **options)
+            results = [found[0], found[1][kept(asked)]] if isinstance(found, tuple) else [found]
+            results = [x.rechunk(out_chunks(x.chunks, asked["chunks"])) for x in results[: len(targets)]]
             for array, place in zip(results, targets, strict=True):
                 check_type(place, array.dtype)
             started = time.perf_counter()
@@ -586,28 +524,13 @@ def multiply_files(
                 progress(held)
             held = [computed(array) for array in held]
             seconds = time.perf_counter() - started
-            say(_speed(plan, seconds))
+            rate = f", {plan.flops / seconds / 1e9:.3g} GFLOP/s" if isinstance(plan, Plan) and plan.flops else ""
+            say(f"read and multiplied in {format_time(seconds)}{rate}")
             for array, path, place in zip(held, paths, targets, strict=True):
                 write(client, array, path, place)
         del held
     for array, place in zip(results, targets, strict=True):
         say(f"{place}: {' x '.join(map(str, array.shape))} {array.dtype}, {format_bytes(array.nbytes)}")
-
-
-def _results(asked: FileProduct, found: Any, count: int) -> list[da.Array]:
-    """Return D, and the auxiliary output if it is wanted, in equal chunks."""
-    results = [found[0], found[1][asked.kept]] if isinstance(found, tuple) else [found]
-    kept = []
-    for array in results[:count]:
-        chunks = out_chunks(array.chunks, asked.chunks)
-        kept.append(array if array.chunks == chunks else array.rechunk(chunks))
-    return kept
-
-
-def _speed(plan: Explanation, seconds: float) -> str:
-    flops = plan.flops if isinstance(plan, Plan) else 0
-    rate = f", {flops / seconds / 1e9:.3g} GFLOP/s" if flops else ""
-    return f"read and multiplied in {format_time(seconds)}{rate}"
 
 
 def _worker_count(client: Client) -> int:
