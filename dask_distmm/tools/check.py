@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -33,7 +34,9 @@ HERE = "this machine"
 _LEVELS = ("note", "warning", "error")
 # Dask's libraries speak with each other, and functions travel from one Python to another.
 _SAME_EVERYWHERE = ("python", "dask", "distributed", "numpy")
-
+_KINDS = {
+    kind: tuple(name for name, one in ENGINES.items() if kind in one.computes) for kind in ("product", "factorization")
+}
 
 _PROGRAM = "import json, sys; from dask_distmm.tools import facts; json.dump(facts.of_process(), sys.stdout)"
 # Loading the libraries for GPUs takes seconds.
@@ -57,6 +60,9 @@ _TITLES = {
 }
 _MARKS = {"error": "ERROR", "warning": "WARNING", "note": "note"}
 
+# What one process, or one library in it, has said.
+Facts = Mapping[str, Any]
+
 
 def examine(scheduler: str | None = None) -> Report:
     """Return the facts of this machine, or of every worker of a cluster."""
@@ -70,23 +76,24 @@ def examine(scheduler: str | None = None) -> Report:
 
 def _of_this_machine() -> dict[str, Any]:
     """Ask a process of its own: a library that it loads may end it, and goes with it."""
+    asked = "a process that loads the engines' libraries"
     try:
         done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return {"error": f"a process that loads the engines' libraries did not end within {_SECONDS} s"}
+        return {"error": f"{asked} did not end within {_SECONDS} s"}
     if done.returncode:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        return {"error": f"a process that loads the engines' libraries ended with status {done.returncode}: {last}"}
+        return {"error": f"{asked} ended with status {done.returncode}: {last}"}
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def _of_cluster(client: Client) -> tuple[dict[str, Mapping[str, Any]], Mapping[str, Any]]:
+def _of_cluster(client: Client) -> tuple[dict[str, Facts], Facts]:
     """Ask all workers at the same time, and the scheduler. They need not have this package."""
     cloudpickle.register_pickle_by_value(questions)
     try:
         answers = client.run(questions.of_worker, on_error="return")
-        scheduler: Mapping[str, Any] = client.run_on_scheduler(questions.of_scheduler)
+        scheduler: Facts = client.run_on_scheduler(questions.of_scheduler)
     finally:
         cloudpickle.unregister_pickle_by_value(questions)
     workers = {
@@ -99,13 +106,10 @@ def _of_cluster(client: Client) -> tuple[dict[str, Mapping[str, Any]], Mapping[s
 # Parts of the facts
 
 
-def answer_about(facts: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def answer_about(facts: Facts, name: str) -> Facts:
     """Return a worker's answer about an engine."""
-    engines: Mapping[str, Any] = facts["engines"]
-    if "error" in engines:
-        return engines
-    found: Mapping[str, Any] = engines.get(name, {"error": f"its dask_distmm has no engine {name!r}"})
-    return found
+    engines: Facts = facts["engines"]
+    return engines if "error" in engines else engines.get(name, {"error": f"its dask_distmm has no engine {name!r}"})
 
 
 def has(engine: str | None, ability: str) -> bool:
@@ -113,7 +117,7 @@ def has(engine: str | None, ability: str) -> bool:
     return bool(getattr(ENGINES.get(engine or ""), ability, False))
 
 
-def apart(workers: Sequence[Mapping[str, Any]]) -> str:
+def apart(workers: Sequence[Facts]) -> str:
     """Say why the GPUs of workers can't read each other's memory; empty if they can."""
     hosts = {str(facts["host"]) for facts in workers}
     if len(hosts) > 1:
@@ -121,13 +125,13 @@ def apart(workers: Sequence[Mapping[str, Any]]) -> str:
     return "not all GPUs have peer access" if any(facts["gpus"].get("without_peer_access") for facts in workers) else ""
 
 
-def install_line(facts: Mapping[str, Any]) -> str:
+def install_line(facts: Facts) -> str:
     """Return the command that installs the libraries for GPUs, for the CUDA of the driver."""
     driver = str(facts["gpus"].get("cuda", "13"))
     return install_command("cu12" if driver.startswith("12") else "cu13", elsewhere=True)
 
 
-def device_of(facts: Mapping[str, Any]) -> str | None:
+def device_of(facts: Facts) -> str | None:
     """Return the UUID of the GPU that a worker computes on: the first that it sees. None if that is not known."""
     devices, visible = facts["gpus"]["devices"], facts["visible_devices"]
     first = "0" if visible is None else str(visible).split(",")[0].strip()
@@ -148,6 +152,10 @@ def differing(values: Mapping[str, Any]) -> dict[str, list[str]]:
     for who, value in values.items():
         found["none" if value is None else str(value)].append(who)
     return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
+
+
+def _listed(found: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{value or 'unknown'} on {short(who)}" for value, who in found.items())
 
 
 # Findings
@@ -172,18 +180,18 @@ class Report:
     """All facts, and the findings from them."""
 
     # For each address the facts of that worker, as `facts.of_worker` gives them; or ``{"error": reason}``.
-    workers: Mapping[str, Mapping[str, Any]]
+    workers: Mapping[str, Facts]
     # Facts of this process: its versions.
-    client: Mapping[str, Any]
+    client: Facts
     # Facts of the scheduler; None where there is none.
-    scheduler: Mapping[str, Any] | None
+    scheduler: Facts | None
     # Of the scheduler; empty where there is none.
     address: str
     # The engine that is asked for, by the config ``distmm.engine``; ``"auto"`` for none.
     wanted: str
 
     @property
-    def answering(self) -> dict[str, Mapping[str, Any]]:
+    def answering(self) -> dict[str, Facts]:
         """The workers that could be asked."""
         return {address: facts for address, facts in self.workers.items() if "error" not in facts}
 
@@ -192,41 +200,43 @@ class Report:
         found = [address for address, facts in self.answering.items() if "error" not in answer_about(facts, engine)]
         return [] if has(engine, "reads_peers") and apart([self.answering[address] for address in found]) else found
 
+    def why_not(self, engine: str) -> str:
+        """Return why an engine can't run."""
+        # Workers that can't even import the package say nothing about an engine.
+        asked = sorted(self.answering.values(), key=lambda facts: "error" in facts["engines"])
+        reasons = [answer_about(facts, engine).get("error") for facts in asked]
+        separate = apart([facts for facts, error in zip(asked, reasons, strict=True) if not error])
+        return next((str(reason) for reason in reasons if reason), separate or "no worker could be asked")
+
     @property
     def engine(self) -> str | None:
         """The engine that would multiply NumPy arrays here; None if there is none."""
-        asked = self.kinds["product"] if self.wanted == "auto" else (self.wanted,)
+        asked = _KINDS["product"] if self.wanted == "auto" else (self.wanted,)
         return next((name for name in asked if self.able(name)), None)
-
-    @property
-    def kinds(self) -> dict[str, tuple[str, ...]]:
-        """The engines of each kind of computation."""
-        kinds = "product", "factorization"
-        return {kind: tuple(name for name, one in ENGINES.items() if kind in one.computes) for kind in kinds}
 
     @property
     def reason(self) -> str:
         """Why it is this engine."""
-        name = self.engine
+        name, asked = self.engine, self.wanted != "auto"
         if name is None:
-            return (
-                "no worker has an engine" if self.wanted == "auto" else f"no worker has {self.wanted!r}, as asked for"
-            )
-        if self.wanted != "auto":
+            return f"no worker has {self.wanted!r}, as asked for" if asked else "no worker has an engine"
+        if asked:
             return f"the configuration asks for it: distmm.engine is {self.wanted!r}"
-        better = self.kinds["product"][: self.kinds["product"].index(name)]
-        if not better:
-            return "the first choice, and it can run"
         causes: dict[str, list[str]] = {}
-        for other in better:
-            cause = _why_not(self, other).removeprefix("EngineError: ").removeprefix(f"engine {other!r} ")
+        for other in _KINDS["product"][: _KINDS["product"].index(name)]:
+            cause = self.why_not(other).removeprefix("EngineError: ").removeprefix(f"engine {other!r} ")
             causes.setdefault(cause.removeprefix("can't be imported: "), []).append(other)
-        return "; ".join(f"{' and '.join(others)} can't run: {cause}" for cause, others in causes.items())
+        texts = [f"{' and '.join(others)} can't run: {cause}" for cause, others in causes.items()]
+        return "; ".join(texts) or "the first choice, and it can run"
 
     @property
     def findings(self) -> list[Finding]:
-        """All findings, the worst first."""
-        return sorted(judge(self), key=lambda found: -_LEVELS.index(found.level))
+        """All findings, the worst first; what is found of several workers is one."""
+        found: dict[tuple[str, str, str], Finding] = {}
+        for one in judge(self):
+            before = found.setdefault((one.level, one.text, one.remedy), dataclasses.replace(one, where=()))
+            found[one.level, one.text, one.remedy] = dataclasses.replace(one, where=before.where + one.where)
+        return sorted(found.values(), key=lambda one: -_LEVELS.index(one.level))
 
     @property
     def status(self) -> int:
@@ -235,16 +245,9 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """As plain types."""
-        return {
-            "status": self.status,
-            "engine": self.engine,
-            "reason": self.reason,
-            "findings": [dataclasses.asdict(found) for found in self.findings],
-            "address": self.address,
-            "client": dict(self.client),
-            "scheduler": self.scheduler and dict(self.scheduler),
-            "workers": {address: dict(facts) for address, facts in self.workers.items()},
-        }
+        names = "status", "engine", "reason", "findings", "address", "client", "scheduler", "workers"
+        found = {name: getattr(self, name) for name in names}
+        return found | {"findings": [dataclasses.asdict(one) for one in self.findings]}
 
 
 def judge(report: Report) -> Iterator[Finding]:
@@ -257,92 +260,67 @@ def judge(report: Report) -> Iterator[Finding]:
             yield Finding("error", f"could not be asked: {facts['error']}", "look at its log", (address,))
     yield from _package(report)
     yield from _engines(report)
-    yield from _factorizations(report)
     yield from _versions(report)
-    yield from _tested(report)
     yield from _gpus(report)
     yield from _machines(report)
 
 
 def _package(report: Report) -> Iterator[Finding]:
-    """Yield findings unless dask_distmm is everywhere, in one version."""
-    here = report.client["versions"]["dask_distmm"]
-    install = install_command(elsewhere=True)
-    missing = [a for a, facts in report.answering.items() if not facts["versions"]["dask_distmm"]]
-    if missing:
-        yield Finding(
-            "error", "dask_distmm is not installed", f"{install}   # there, then start them again", tuple(missing)
-        )
-    others = {
-        a: v for a, facts in report.answering.items() if (v := facts["versions"]["dask_distmm"]) not in (None, here)
-    }
-    for version, addresses in differing(others).items():
-        yield Finding(
-            "error", f"dask_distmm {version} is installed there, {here} here", f"{install}   # there", tuple(addresses)
-        )
+    """Yield findings unless dask_distmm is everywhere, in one version, and can be imported."""
+    here, install = report.client["versions"]["dask_distmm"], install_command(elsewhere=True)
+    for address, facts in report.answering.items():
+        version = facts["versions"]["dask_distmm"]
+        if not version:
+            yield Finding(
+                "error", "dask_distmm is not installed", f"{install}   # there, then start them again", (address,)
+            )
+        elif version != here:
+            text = f"dask_distmm {version} is installed there, {here} here"
+            yield Finding("error", text, f"{install}   # there", (address,))
+        if version and "error" in (broken := facts["engines"]):
+            text = f"dask_distmm can't be imported: {broken['error']}"
+            yield Finding("error", text, f"{install}   # there, then start it again", (address,))
     if report.scheduler is None:
         return
-    version = report.scheduler["versions"]["dask_distmm"]
-    if version is None or version != here:
+    version, package = report.scheduler["versions"]["dask_distmm"], report.scheduler.get("package")
+    if version != here:
         found = f"has dask_distmm {version}, this client {here}" if version else "lacks dask_distmm"
         yield Finding("error", f"the scheduler {found}", f"{install}   # there, then start it again")
-    elif isinstance(broken := report.scheduler.get("package"), Mapping):
-        yield Finding("error", f"the scheduler can't import dask_distmm: {broken['error']}", f"{install}   # there")
+    elif isinstance(package, Mapping):
+        yield Finding("error", f"the scheduler can't import dask_distmm: {package['error']}", f"{install}   # there")
 
 
 def _engines(report: Report) -> Iterator[Finding]:
     """Yield findings unless the engine that multiplies is on all workers, with the same libraries."""
-    for address, facts in report.answering.items():
-        if facts["versions"]["dask_distmm"] and "error" in (found := facts["engines"]):
-            text = f"dask_distmm can't be imported: {found['error']}"
-            yield Finding(
-                "error", text, f"{install_command(elsewhere=True)}   # there, then start it again", (address,)
-            )
-    name = report.engine
+    name, answering = report.engine, report.answering
+    # Of those that lack the package or can't import it something else is said.
+    asked = {address: facts for address, facts in answering.items() if "error" not in facts["engines"]}
     if name is None:
-        # Where all lack the package that has been said.
-        if any("error" not in facts["engines"] for facts in report.answering.values()):
-            why = "; ".join(f"{engine}: {_why_not(report, engine)}" for engine in report.kinds["product"])
+        if asked:
+            why = "; ".join(f"{engine}: {report.why_not(engine)}" for engine in _KINDS["product"])
             remedy = f"{install_command('cu13', elsewhere=True)}   # or cu12" if has(report.wanted, "on_gpus") else ""
             yield Finding("error", f"{report.reason}. {why}", remedy)
         return
-    able = report.able(name)
-    # Of those that lack the package or can't import it something else is said.
-    without = [
-        address
-        for address, facts in report.answering.items()
-        if address not in able and facts["versions"]["dask_distmm"] and "error" not in facts["engines"]
-    ]
-    if without:
-        yield Finding(
-            "warning",
-            f"only {len(able)} of {len(report.answering)} workers have engine {name!r}, the others don't multiply: "
-            f"{answer_about(report.answering[without[0]], name).get('error', 'it is missing')}",
-            install_line(report.answering[without[0]]) if has(name, "on_gpus") else "",
-            tuple(without),
-        )
-    versions = {address: sorted(answer_about(report.answering[address], name).items()) for address in able}
+    able, on_gpus = report.able(name), has(name, "on_gpus")
+    for address, facts in asked.items():
+        if address not in able:
+            text = f"only {len(able)} of {len(answering)} workers have engine {name!r}, the others don't multiply: "
+            text += str(answer_about(facts, name).get("error", "it is missing"))
+            yield Finding("warning", text, install_line(facts) if on_gpus else "", (address,))
+    versions = {address: sorted(answer_about(answering[address], name).items()) for address in able}
     found = differing({address: ", ".join(f"{k} {v}" for k, v in each) for address, each in versions.items()})
     if len(found) > 1:
-        listed = "; ".join(f"{text or 'unknown'} on {short(who)}" for text, who in found.items())
-        yield Finding(
-            "error",
-            f"workers have different libraries of engine {name!r}: {listed}",
-            install_line(report.answering[able[0]]),
-        )
-
-
-def _factorizations(report: Report) -> Iterator[Finding]:
-    """Yield a note where products run on GPUs, and factorizations can't."""
-    names = [name for name in report.kinds["factorization"] if has(name, "on_gpus")]
-    if has(report.engine, "on_gpus") and not any(map(report.able, names)):
-        why = "; ".join(f"{name}: {_why_not(report, name)}" for name in names)
-        remedy = install_line(next(iter(report.answering.values())))
+        text = f"workers have different libraries of engine {name!r}: {_listed(found)}"
+        yield Finding("error", text, install_line(answering[able[0]]))
+    names = [one for one in _KINDS["factorization"] if has(one, "on_gpus")]
+    if on_gpus and not any(map(report.able, names)):
+        why = "; ".join(f"{one}: {report.why_not(one)}" for one in names)
+        remedy = install_line(next(iter(answering.values())))
         yield Finding("note", f"no engine factorizes matrices on these GPUs: {why}", remedy)
 
 
 def _versions(report: Report) -> Iterator[Finding]:
-    """Yield which libraries are not the same for client, scheduler and workers."""
+    """Yield which libraries are not the same for client, scheduler and workers, and a Dask that was not tested."""
     everybody = {"this client": report.client, **report.answering}
     if report.scheduler is not None:
         everybody["the scheduler"] = report.scheduler
@@ -355,15 +333,9 @@ def _versions(report: Report) -> Iterator[Finding]:
         found = differing(versions)
         if len(found) > 1:
             common = next(iter(found))
-            listed = "; ".join(f"{version} on {short(who)}" for version, who in found.items())
-            remedy = "" if name == "python" else f'python -m pip install "{name}=={common}"   # on the others'
-            yield Finding(
-                "warning", f"versions of {name} differ: {listed}", remedy or f"use Python {common} everywhere"
-            )
-
-
-def _tested(report: Report) -> Iterator[Finding]:
-    """Yield a note where Dask is newer than the versions that were tested."""
+            remedy = f'python -m pip install "{name}=={common}"   # on the others'
+            remedy = f"use Python {common} everywhere" if name == "python" else remedy
+            yield Finding("warning", f"versions of {name} differ: {_listed(found)}", remedy)
     newest = max(map(Version, TESTED_DASK))
     here = str(report.client["versions"].get("distributed") or newest)
     if Version(here) > newest:
@@ -377,13 +349,12 @@ def _tested(report: Report) -> Iterator[Finding]:
 def _gpus(report: Report) -> Iterator[Finding]:
     """Yield findings unless GPUs are used, each by one worker, and reach each other."""
     owners: dict[str, list[str]] = collections.defaultdict(list)
-    seen: set[tuple[str, str]] = set()
-    for_gpus = [name for name in report.kinds["product"] if has(name, "on_gpus")]
+    for_gpus = [name for name in _KINDS["product"] if has(name, "on_gpus")]
+    starts = f"dask cuda worker {report.address} --preload dask_distmm"
     for address, facts in report.answering.items():
         gpus, host = facts["gpus"], str(facts["host"])
         if "error" in gpus:
-            if facts["driver_loaded"] and (host, "nvml") not in seen:
-                seen.add((host, "nvml"))
+            if facts["driver_loaded"]:
                 text = f"{host} has an NVIDIA driver, but its GPUs can't be listed: {gpus['error']}"
                 yield Finding("warning", text, "python -m pip install nvidia-ml-py", (address,))
             continue
@@ -391,90 +362,61 @@ def _gpus(report: Report) -> Iterator[Finding]:
             continue
         refused = [found for name in for_gpus if (found := answer_about(facts, name).get("error"))]
         if not has(report.engine, "on_gpus") and len(refused) == len(for_gpus):
-            if (host, "unused") not in seen:
-                seen.add((host, "unused"))
-                text = f"{host} has GPUs that are not used: {refused[-1]}"
-                yield Finding("warning", text, install_line(facts), (address,))
+            text = f"{host} has GPUs that are not used: {refused[-1]}"
+            yield Finding("warning", text, install_line(facts), (address,))
             continue
         driver, built = int(str(gpus["cuda"]).partition(".")[0]), facts["cuda_major"]
-        if built and driver < built and (host, "driver") not in seen:
-            seen.add((host, "driver"))
+        if built and driver < built:
             text = f"{host}: the driver {gpus['driver']} is for CUDA {gpus['cuda']}, the libraries are for CUDA {built}"
             yield Finding("error", text, install_line(facts), (address,))
         if (mine := device_of(facts)) is not None:
             owners[f"{host} {mine}"].append(address)
-        without = gpus["without_peer_access"]
-        if isinstance(without, list) and without and (host, "peers") not in seen:
-            seen.add((host, "peers"))
+        without, rmm = gpus["without_peer_access"], facts["rmm"]
+        if isinstance(without, list) and without:
             pairs = ", ".join(f"{i}-{j}" for i, j in without[:6]) + ", ..." * (len(without) > 6)
             text = (
                 f"{host}: GPUs without peer access: {pairs}; what they exchange takes the way through the host's memory"
             )
             yield Finding("warning", text, "nvidia-smi topo -p2p r   # shows why", (address,))
-        yield from _pool(address, facts)
+        if rmm and "error" not in rmm and "Pool" in rmm["resource"] and not rmm["used_by_cupy"]:
+            size = f" ({format_bytes(rmm['pool_bytes'])})" if rmm["pool_bytes"] else ""
+            text = f"the RMM pool{size} is not used by CuPy: its memory is lost to multiplies"
+            yield Finding("warning", text, "dask cuda worker ... --rmm-allocator-external-lib-list cupy", (address,))
         if report.address and not facts.get("nanny", True):
             text = "a GPU worker without a nanny stays gone after another rank has died in a collective call"
-            yield Finding("warning", text, f"dask cuda worker {report.address} --preload dask_distmm", (address,))
+            yield Finding("warning", text, starts, (address,))
     for device, addresses in owners.items():
         if len(addresses) > 1:
             text = f"{len(addresses)} workers share one GPU ({device}); a rank needs one of its own"
-            remedy = f"dask cuda worker {report.address} --preload dask_distmm   # starts one worker a GPU"
-            yield Finding("error", text, remedy, tuple(addresses))
-
-
-def _pool(address: str, facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for a pool of device memory that CuPy takes no memory from."""
-    rmm = facts["rmm"]
-    if rmm and "error" not in rmm and "Pool" in rmm["resource"] and not rmm["used_by_cupy"]:
-        size = f" ({format_bytes(rmm['pool_bytes'])})" if rmm["pool_bytes"] else ""
-        text = f"the RMM pool{size} is not used by CuPy: its memory is lost to multiplies"
-        yield Finding("warning", text, "dask cuda worker ... --rmm-allocator-external-lib-list cupy", (address,))
+            yield Finding("error", text, f"{starts}   # starts one worker a GPU", tuple(addresses))
 
 
 def _machines(report: Report) -> Iterator[Finding]:
     """Yield findings unless threads and memory of the workers fit their machines."""
     on_cpus = report.engine is not None and not has(report.engine, "on_gpus")
+    hosts: dict[str, dict[str, Facts]] = collections.defaultdict(dict)
     for address, facts in report.answering.items():
+        hosts[facts["host"]][address] = facts
         if isinstance(facts["blas"], list) and not facts["blas"] and on_cpus:
             text = "no BLAS that threadpoolctl knows: the engine can't set its threads, NumPy may be slow"
             yield Finding("warning", text, "python -m pip install --force-reinstall numpy", (address,))
-    if not report.address:
-        return
-    hosts: dict[str, list[str]] = collections.defaultdict(list)
-    for address, facts in report.answering.items():
-        hosts[facts["host"]].append(address)
-    for host, addresses in hosts.items():
-        workers = [report.answering[address] for address in addresses]
-        threads, cores = _sum(worker["threads"] for worker in workers), max(worker["cores"] for worker in workers)
-        if on_cpus and threads > cores:
-            text = f"{host}: {threads} threads of {len(workers)} workers on {cores} cores; BLAS gets slower by that"
-            fewer = max(1, cores // len(workers))
-            remedy = f"dask worker {report.address} --nworkers {min(len(workers), cores)} --nthreads {fewer}"
-            yield Finding("warning", text, remedy, tuple(addresses))
-        limits = [worker["memory_limit"] for worker in workers]
-        there = workers[0]["memory"]
-        if isinstance(there, int) and all(limits) and _sum(limits) > 1.02 * there:
-            text = f"{host}: the workers' memory limits add up to {format_bytes(_sum(limits))} of {format_bytes(there)}"
-            remedy = f"dask worker {report.address} --nworkers {len(workers)} --memory-limit auto"
-            yield Finding("warning", text, remedy, tuple(addresses))
-        if on_cpus and not all(limits):
-            unlimited = tuple(a for a in addresses if not report.answering[a]["memory_limit"])
+        if report.address and on_cpus and not facts["memory_limit"]:
             text = "no memory limit: a multiply that needs too much is not refused before it starts"
-            yield Finding("note", text, f"dask worker {report.address} --memory-limit auto", unlimited)
+            yield Finding("note", text, f"dask worker {report.address} --memory-limit auto", (address,))
+    for host, workers in hosts.items() if report.address else ():
+        threads, cores = sum(w["threads"] for w in workers.values()), max(w["cores"] for w in workers.values())
+        count, limits = len(workers), [worker["memory_limit"] for worker in workers.values()]
+        if on_cpus and threads > cores:
+            text = f"{host}: {threads} threads of {count} workers on {cores} cores; BLAS gets slower by that"
+            shared = f"--nworkers {min(count, cores)} --nthreads {max(1, cores // count)}"
+            yield Finding("warning", text, f"dask worker {report.address} {shared}", tuple(workers))
+        there = next(iter(workers.values()))["memory"]
+        if isinstance(there, int) and all(limits) and sum(limits) > 1.02 * there:
+            text = f"{host}: the workers' memory limits add up to {format_bytes(sum(limits))} of {format_bytes(there)}"
+            remedy = f"dask worker {report.address} --nworkers {count} --memory-limit auto"
+            yield Finding("warning", text, remedy, tuple(workers))
     if report.scheduler is not None and not report.scheduler["plugin"]:
         yield Finding("note", "the plugin is not on the scheduler yet: the first multiply puts it in place")
-
-
-def _why_not(report: Report, engine: str) -> str:
-    # Workers that can't even import the package say nothing about an engine.
-    asked = sorted(report.answering.values(), key=lambda facts: "error" in facts["engines"])
-    reasons = [answer_about(facts, engine).get("error") for facts in asked]
-    separate = apart([facts for facts, error in zip(asked, reasons, strict=True) if not error])
-    return next((str(reason) for reason in reasons if reason), separate or "no worker could be asked")
-
-
-def _sum(values: Iterable[Any]) -> int:
-    return sum(int(value) for value in values)
 
 
 # As text
@@ -482,87 +424,65 @@ def _sum(values: Iterable[Any]) -> int:
 
 def report_text(report: Report) -> str:
     """Return the text that ``dask distmm check`` prints."""
-    parts = [_head(report), _worker_tables(report), _library_table(report), _verdict(report)]
-    return "\n\n".join(part for part in parts if part)
+    verdict = "\n".join(_finding(found, report) for found in report.findings)
+    verdict += "\n" * bool(verdict) + "No problems found." if not report.status else ""
+    return "\n\n".join(filter(None, (_head(report), _worker_tables(report), _library_table(report), verdict)))
 
 
 def _head(report: Report) -> str:
-    hosts = {facts["host"] for facts in report.answering.values()}
-    count, places = len(report.workers), len(hosts)
+    count, engine = len(report.workers), report.engine
+    places = len({facts["host"] for facts in report.answering.values()})
     what = f"cluster {report.address}, {count} worker{'s' * (count != 1)} on {places} host{'s' * (places != 1)}"
-    engine = report.engine
     share = f" on {len(report.able(engine))} of {count} workers" if engine and report.address else ""
-    return "\n".join(
-        [
-            f"dask_distmm check: {what if report.address else HERE}",
-            _wrapped("engine     ", f"{engine or 'none'}{share}: {report.reason}"),
-        ]
-    )
+    why = _wrapped("engine     ", f"{engine or 'none'}{share}: {report.reason}")
+    return f"dask_distmm check: {what if report.address else HERE}\n{why}"
 
 
 def _worker_tables(report: Report) -> str:
     """Return the workers' facts: a line for each worker, then a line for each fact that most have in common."""
-    if not report.answering:
-        return ""
-    lines = []
-    if report.address:
-        rows = [["worker", "host", "threads", "memory limit", "protocol", "engines"]]
-        for address, facts in report.answering.items():
+    lines, with_gpus = [], any("error" not in one["gpus"] for one in report.answering.values())
+    rows = [["worker", "host", "threads", "memory limit", "protocol", "engines"]]
+    described: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    for address, facts in report.answering.items():
+        engines = ", ".join(name for name, one in facts["engines"].items() if name != "error" and "error" not in one)
+        cells = {"BLAS": _blas(facts["blas"]), "GPU": _gpu(facts)}
+        if with_gpus:
+            cells |= {"peers": _peers(facts), "RMM pool": _rmm(facts["rmm"])}
+        if report.address:
             limit = format_bytes(facts["memory_limit"]) if facts["memory_limit"] else "none"
             threads = f"{facts['threads']} of {facts['cores']}"
-            rows.append([address, facts["host"], threads, limit, facts["protocol"], _able(facts["engines"])])
+            rows.append([address, facts["host"], threads, limit, facts["protocol"], engines or "none"])
+        else:
+            memory = format_bytes(facts["memory"]) if isinstance(facts["memory"], int) else "unknown"
+            cells = {"cores": str(facts["cores"]), "memory": memory, "engines": engines or "none", **cells}
+        for title, value in cells.items():
+            described[title][address] = value
+    if len(rows) > 1:
         lines += [_table(rows), ""]
-    described = {address: _described(facts, report) for address, facts in report.answering.items()}
-    for title in next(iter(described.values())):
-        found = differing({address: cells[title] for address, cells in described.items()})
+    for title, values in described.items():
+        found = differing(values)
         texts = [f"{value} ({short(who)})" if len(found) > 1 else value for value, who in found.items()]
         lines.append(_wrapped(f"{title:<11}", "; ".join(texts)))
     return "\n".join(lines)
 
 
-def _described(facts: Mapping[str, Any], report: Report) -> dict[str, str]:
-    """Return the facts of a worker or of this machine, by title."""
-    cells = {"BLAS": _blas(facts["blas"]), "GPU": _gpu(facts)}
-    if any("error" not in one["gpus"] for one in report.answering.values()):
-        cells |= {"peers": _peers(facts), "RMM pool": _rmm(facts["rmm"])}
-    if report.address:
-        return cells
-    here = {"cores": str(facts["cores"]), "memory": _sized(facts["memory"]), "engines": _able(facts["engines"])}
-    return here | cells
-
-
-def _able(engines: Mapping[str, Any]) -> str:
-    """Return the names of the engines that can run."""
-    names = [] if "error" in engines else [name for name, found in engines.items() if "error" not in found]
-    return ", ".join(names) or "none"
-
-
-def _sized(memory: Any) -> str:
-    return format_bytes(memory) if isinstance(memory, int) else "unknown"
-
-
 def _blas(pools: Any) -> str:
     if not isinstance(pools, list) or not pools:
         return "unknown"
-    texts = [
-        f"{pool['internal_api']} {pool['version'] or ''}".strip() + f", {pool['num_threads']} threads" for pool in pools
-    ]
-    return "; ".join(sorted(set(texts)))
+    names = {(f"{x['internal_api']} {x['version'] or ''}".strip(), x["num_threads"]) for x in pools}
+    return "; ".join(sorted(f"{name}, {threads} threads" for name, threads in names))
 
 
-def _gpu(facts: Mapping[str, Any]) -> str:
+def _gpu(facts: Facts) -> str:
     gpus = facts["gpus"]
     if "error" in gpus:
         return "none"
-    devices: Sequence[Mapping[str, Any]] = gpus["devices"]
-    kinds = differing(
-        {str(i): f"{device['name']} ({format_bytes(device['memory'])})" for i, device in enumerate(devices)}
-    )
-    names = ", ".join(f"{len(who)} x {kind}" for kind, who in kinds.items())
-    return f"{names or 'none'}, driver {gpus['driver']}, CUDA {gpus['cuda']}"
+    names = [f"{device['name']} ({format_bytes(device['memory'])})" for device in gpus["devices"]]
+    found = ", ".join(f"{count} x {name}" for name, count in collections.Counter(names).most_common())
+    return f"{found or 'none'}, driver {gpus['driver']}, CUDA {gpus['cuda']}"
 
 
-def _peers(facts: Mapping[str, Any]) -> str:
+def _peers(facts: Facts) -> str:
     gpus = facts["gpus"]
     if "error" in gpus or len(gpus["devices"]) < 2:
         return "-"
@@ -573,25 +493,24 @@ def _peers(facts: Mapping[str, Any]) -> str:
 
 
 def _rmm(rmm: Any) -> str:
-    if not rmm:
-        return "none"
-    if "error" in rmm:
-        return "unknown"
+    if not rmm or "error" in rmm:
+        return "unknown" if rmm else "none"
     size = f", {format_bytes(rmm['pool_bytes'])}" if rmm["pool_bytes"] else ""
-    return f"{rmm['resource']}{size}" + (", used by CuPy" if rmm["used_by_cupy"] else "")
+    return f"{rmm['resource']}{size}" + ", used by CuPy" * bool(rmm["used_by_cupy"])
 
 
 def _library_table(report: Report) -> str:
     """Return the versions: one line a library, one column for each of client, scheduler and workers."""
-    columns: dict[str, Mapping[str, Any]] = {}
+    columns: dict[str, Mapping[str, Facts]] = {}
     if report.address:
         columns["client"] = {"this client": report.client}
         if report.scheduler is not None:
             columns["scheduler"] = {"the scheduler": report.scheduler}
     columns["workers" if report.address else "version"] = report.answering
-    names = list(report.client["versions"])
-    rows, missing = [["library", *columns]], []
-    for name in sorted(names, key=lambda name: list(_TITLES).index(name) if name in _TITLES else len(_TITLES)):
+    order, rows, missing = list(_TITLES), [["library", *columns]], []
+    for name in sorted(
+        report.client["versions"], key=lambda name: order.index(name) if name in _TITLES else len(order)
+    ):
         cells = [_version_cell(name, who) for who in columns.values()]
         if set(cells) == {"-"}:
             missing.append(_TITLES.get(name, name))
@@ -600,42 +519,25 @@ def _library_table(report: Report) -> str:
     return _table(rows) + ("\n" + _wrapped("not installed: ", ", ".join(missing)) if missing else "")
 
 
-def _version_cell(name: str, asked: Mapping[str, Mapping[str, Any]]) -> str:
+def _version_cell(name: str, asked: Mapping[str, Facts]) -> str:
     found = differing({who: facts["versions"].get(name) for who, facts in asked.items()})
     if len(found) > 1:
         return "; ".join(f"{version} ({short(who, 1)})" for version, who in found.items())
     return next((version for version in found if version != "none"), "-")
 
 
-def _verdict(report: Report) -> str:
-    findings = report.findings
-    if not findings:
-        return "No problems found."
-    text = "\n".join(_finding(found, report) for found in findings)
-    return text if report.status else f"{text}\nNo problems found."
-
-
 def _finding(found: Finding, report: Report) -> str:
-    where = "" if not found.where or not report.address else f"   ({short(found.where)})"
-    lines = [_wrapped(f"{_MARKS[found.level]:<9}", found.text + where)]
-    if found.remedy:
-        lines.append(f"{'':9}fix: {found.remedy}")
-    return "\n".join(lines)
+    where = f"   ({short(found.where)})" if found.where and report.address else ""
+    text = _wrapped(f"{_MARKS[found.level]:<9}", found.text + where)
+    return f"{text}\n{'':9}fix: {found.remedy}" if found.remedy else text
 
 
 def _wrapped(title: str, value: str) -> str:
-    return textwrap.fill(
-        value,
-        _WIDTH,
-        initial_indent=title,
-        subsequent_indent=" " * len(title),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    fill = functools.partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+    return fill(value, _WIDTH, initial_indent=title, subsequent_indent=" " * len(title))
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
