@@ -104,7 +104,7 @@ async def dask_setup(server: Any) -> None:
 
 
 def _attach(scheduler: Any, plugin: Any) -> None:
-    importlib.import_module(f"{__name__}.diagnostics.attach").attach(scheduler, plugin)
+    importlib.import_module(f"{__name__}.diagnostics.page").attach(scheduler, plugin)
 
 
 _check_imports()

@@ -1,37 +1,186 @@
-"""The page ``/distmm`` of the scheduler's dashboard: runs, their phases by rank, bytes, speed and memory."""
+"""The page ``/distmm`` of the scheduler's dashboard: runs, their phases by rank, bytes, speed and memory; and metrics.
+
+Prometheus metrics of runs are beside Dask's own on the scheduler's ``/metrics``. Bokeh is imported for the page only.
+"""
 
 from __future__ import annotations
 
+import collections
+import functools
+import re
+import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any, cast
 
-import bokeh
-from bokeh.layouts import column, row
-from bokeh.models import (
-    ColumnDataSource,
-    DataTable,
-    Div,
-    HoverTool,
-    HTMLTemplateFormatter,
-    NumberFormatter,
-    TableColumn,
-)
-from bokeh.plotting import figure
-from distributed.dashboard.components.scheduler import BOKEH_THEME, env
+import dask
+from dask.utils import format_bytes, format_time
 
-from dask_distmm.diagnostics import tables
-from dask_distmm.diagnostics.bars import as_html, noted
+from dask_distmm.diagnostics.bars import as_html, noted, short_name
+from dask_distmm.engines.base import log
 from dask_distmm.runtime.messages import NAME
-from dask_distmm.runtime.run import Record, progress_of
+from dask_distmm.runtime.run import PHASES, Record, Records, progress_of
+
+# Its contents, as columns of plain values
+
+
+Columns = dict[str, list[Any]]
+
+# Number of runs that have a bar; more could not be told apart.
+_BARS = 20
+_NAN = float("nan")
+_MIB = 2**20
+# The time of the current run: its phases are known when it is done.
+RUNNING = "so far"
+# Okabe and Ito's colours, which everybody can tell apart; grey for "other".
+_COLOURS = {
+    "gate": "#CC79A7", "gather": "#E69F00", "redistribute": "#E69F00", "multiply": "#0072B2", "panel": "#D55E00",
+    "update": "#0072B2", "compute": "#0072B2", "wait": "#F0E442", "deliver": "#56B4E9", "replicate": "#009E73",
+    "other": "#BBBBBB", RUNNING: "#F0E442",
+}  # fmt: skip
+# Those of a program's longest kernels. The legend has room for this many; other kernels are part of "other".
+_KERNELS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5195")
+
+
+def _columns(fields: str, rows: Sequence[Sequence[Any]]) -> Columns:
+    names = fields.split()
+    return dict(zip(names, map(list, zip(*rows, strict=True)) if rows else ([] for _ in names), strict=True))
+
+
+def summary(records: Records) -> str:
+    """Return the page's first line, as HTML."""
+    running = sum(record.outcome == "running" for record in records)
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in records.ended.items())
+    received = format_bytes(records.received_bytes)
+    return f"<b>Runs</b>: {running} running, {counts}; {received} received by runs that are done"
+
+
+def runs(records: Sequence[Record], now: float) -> Columns:
+    """Return the table of all runs, the newest first."""
+    rows = []
+    for record in reversed(records):
+        done, grid = record.outcome == "done", " x ".join(map(str, record.grid))
+        seconds = record.seconds if done else now - record.started if record.outcome == "running" else None
+        when = time.strftime("%H:%M:%S", time.localtime(record.started))
+        speed, share = (format_rate(record.rate), record.share_of_bound) if done else ("", None)
+        rows.append((
+            record.run_id, short_name(record.name), record.outcome, record.share, grid and f"{record.method}, {grid}",
+            record.engine, when, seconds, format_bytes(record.received_bytes), speed, share,
+            short_reason(record.reason),
+        ))  # fmt: skip
+    return _columns("run name outcome share how engine when seconds moved speed of_bound reason", rows)
+
+
+def format_rate(rate: float) -> str:
+    """Return floating-point operations a second as text, in a unit that suits the size."""
+    name, unit = rate_unit(rate)
+    return f"{rate / unit:.3g} {name}"
+
+
+def rate_unit(rate: float) -> tuple[str, float]:
+    """Return the unit in which a rate is written, and its size: of CPUs GFLOP/s, of GPUs TFLOP/s."""
+    return ("TFLOP/s", 1e12) if rate >= 1e12 else ("GFLOP/s", 1e9)
+
+
+def short_reason(reason: str) -> str:
+    """Return why a run ended, in a line that begins with the error: run, phase and workers are in other columns."""
+    line = reason.partition("\n")[0]
+    return re.sub(r"^run \d+ of \S+ failed while \w+( on [^ ]+(, [^ ]+)*)?: ", "", line)
+
+
+def shown(records: Sequence[Record], picked: int | None) -> Record | None:
+    """Return the run whose ranks are shown: the one that was picked; or the newest that is running, or has times."""
+    for record in records:
+        if record.run_id == picked:
+            return record
+    going = [record for record in records if record.outcome == "running" and record.ranks]
+    found = going or [record for record in records if record.phases] or list(records)
+    return found[-1] if found else None
+
+
+def caption(record: Record | None, picked: int | None) -> str:
+    """Return the line above the pictures of one run, as HTML."""
+    if record is None:
+        return "No run has begun yet."
+    newest = "the newest that is running" if record.outcome == "running" else "the newest with times"
+    why = "picked in the table" if record.run_id == picked else f"{newest}; click a row for another"
+    states = {"done": f", {format_time(record.seconds)}", "running": f", {record.share:.0%} done"}
+    state = record.outcome + states.get(record.outcome, "")
+    text = f"<b>Run {record.run_id}</b> of {escape(record.name)}: {state} ({why})"
+    if record.reason:
+        text += f'<div style="white-space: pre-wrap; overflow-wrap: anywhere">{escape(record.reason)}</div>'
+    return text
+
+
+def rank_names(record: Record | None) -> list[str]:
+    """Return the labels of a run's ranks, from the bottom up: the first is on top."""
+    return [f"{rank}: {_short(address)}" for rank, address in enumerate(record.ranks)][::-1] if record else []
+
+
+def _short(address: str) -> str:
+    return address.rpartition("://")[2]
+
+
+def phase_bars(record: Record | None, now: float) -> Columns:
+    """Return the bars of the time line: the phases of each rank; of the current run the time so far."""
+    bars = []
+    kernels = collections.Counter[str]()
+    for phases in record.phases.values() if record else ():
+        kernels.update({phase: seconds for phase, seconds in phases.items() if phase not in _COLOURS})
+    named = [kernel for kernel, _ in kernels.most_common(len(_KERNELS))]
+    colours = _COLOURS | dict(zip(named, _KERNELS, strict=False))
+    for rank, address in enumerate(record.ranks if record else ()):
+        assert record is not None
+        phases = dict.fromkeys((*PHASES[:7], *named, *PHASES[7:]), 0.0)
+        for phase, seconds in record.phases.get(address, {}).items():
+            phases[phase if phase in phases else PHASES[-1]] += seconds
+        if record.outcome == "running":
+            phases[RUNNING] = now - record.started
+        left = 0.0
+        for phase, seconds in phases.items():
+            if seconds > 0:
+                bars.append((f"{rank}: {_short(address)}", phase, left, left + seconds, seconds, colours[phase]))
+                left += seconds
+    return _columns("rank phase left right seconds colour", bars)
+
+
+def memory_bars(record: Record | None, process: Mapping[str, int]) -> Columns:
+    """Return the MiB of each worker: of its process now, and of the run, projected and held (nan: not known)."""
+    projected: Mapping[str, float] = record.projected_bytes if record else dict.fromkeys(sorted(process), _NAN)
+    held = record.held_bytes if record else {}
+    rows = [
+        (_short(one), process.get(one, _NAN) / _MIB, size / _MIB, held.get(one, _NAN) / _MIB)
+        for one, size in projected.items()
+    ]
+    return _columns("worker process projected held", rows)
+
+
+def rates(records: Sequence[Record]) -> Columns:
+    """Return MiB moved, speed and bound (in the unit of `rates_unit`) of the last runs that are done."""
+    _, unit = rates_unit(records)
+    rows = [
+        (str(one.run_id), one.received_bytes / _MIB, one.rate / unit, one.bound / unit, format_rate(one.rate),
+         format_rate(one.bound), one.share_of_bound)
+        for one in _last_done(records)
+    ]  # fmt: skip
+    return _columns("run moved rate bound speed most of_bound", rows)
+
+
+def rates_unit(records: Sequence[Record]) -> tuple[str, float]:
+    """Return the unit in which the speeds of the last runs are drawn, and its size."""
+    return rate_unit(max((record.rate for record in _last_done(records)), default=0.0))
+
+
+def _last_done(records: Sequence[Record]) -> list[Record]:
+    return [record for record in records if record.outcome == "done"][-_BARS:]
+
+
+# Its tables and plots
+
 
 _UPDATE_MILLISECONDS = 500
-# The notice where tables are not renewed; the plots continue.
-_STILL = (
-    f" <b>Bokeh {bokeh.__version__} does not renew tables</b>: reload the page, or install another Bokeh (not 3.9)."
-    if bokeh.__version__.startswith("3.9.")
-    else ""
-)
 # Pixels of the table: ten rows; further ones are scrolled to.
 _TABLE = 280
 # The least height of a row of plots, which has room for the legend of a program.
@@ -42,150 +191,224 @@ _OUTCOME = """<span style="color:
 <%= {done: '#007a5a', failed: '#b34a00', restarted: '#b34a00'}[value] || 'inherit' %>"><%= value %></span>"""
 
 
+def _table(source: Any) -> Any:
+    """Return the table of all runs."""
+    from bokeh.models import DataTable, HTMLTemplateFormatter, NumberFormatter, TableColumn
+
+    numbers = functools.partial(NumberFormatter, text_align="right", nan_format="")
+    columns = [
+        ("run", "Run", 50, None),
+        ("name", "Result", 200, None),
+        ("outcome", "State", 80, HTMLTemplateFormatter(template=_OUTCOME)),
+        ("share", "Done", 50, numbers(format="0%")),
+        ("how", "Method and ranks", 150, None),
+        ("engine", "Engine", 70, None),
+        ("when", "Began", 70, None),
+        ("seconds", "Seconds", 70, numbers(format="0,0.000")),
+        ("moved", "Received", 80, None),
+        ("speed", "Speed", 110, None),
+        ("of_bound", "Of bound", 70, numbers(format="0%")),
+        ("reason", "Reason (click for all of it)", 250, None),
+    ]
+    made = [
+        TableColumn(field=field, title=title, width=width, **({"formatter": form} if form else {}))
+        for field, title, width, form in columns
+    ]
+    return DataTable(source=source, columns=made, index_position=None, height=_TABLE, sizing_mode="stretch_width")
+
+
+def _figure(title: str, tips: Mapping[str, str], **kwargs: Any) -> Any:
+    """Return a plot that takes what the window has, and shows some values of what is pointed at."""
+    from bokeh.models import HoverTool
+    from bokeh.plotting import figure
+
+    plot = figure(title=title, tools="", toolbar_location=None, sizing_mode="stretch_both", **kwargs)
+    plot.add_tools(HoverTool(tooltips=list(tips.items())))
+    return plot
+
+
+def _timeline(source: Any) -> Any:
+    tips = {"rank": "@rank", "phase": "@phase", "seconds": "@seconds{0.0000}"}
+    plot = _figure("Phases of each rank", tips, y_range=[], x_axis_label="seconds since the run began")
+    sides = {"y": "rank", "left": "left", "right": "right", "height": 0.8}
+    plot.hbar(**sides, color="colour", legend_field="phase", source=source)
+    return plot
+
+
+def _memory_plot(source: Any) -> Any:
+    shown = {"process now": "process", "run, projected": "projected", "run, held": "held"}
+    tips = {"worker": "@worker", **{label: f"@{field}{{0,0.0}} MiB" for label, field in shown.items()}}
+    plot = _figure("Memory of each worker", tips, y_range=[], x_axis_label="MiB")
+    bars = {"y": "worker", "line_color": None, "source": source}
+    projected = {"fill_color": None, "line_color": "#222222", "line_width": 2, "legend_label": "run, projected"}
+    plot.hbar(**bars, right="process", height=0.8, color="#BBBBBB", legend_label="process now")
+    plot.hbar(**bars, right="held", height=0.5, color="#0072B2", legend_label="run, held")
+    plot.hbar(**bars | projected, right="projected", height=0.5)
+    return plot
+
+
+def _bytes_plot(source: Any) -> Any:
+    tips = {"run": "@run", "received": "@moved{0,0.0} MiB"}
+    plot = _figure("MiB moved between workers", tips, x_range=[], x_axis_label="run")
+    plot.vbar(x="run", top="moved", width=0.8, color="#E69F00", source=source)
+    return plot
+
+
+def _rate_plot(source: Any) -> Any:
+    tips = {"run": "@run", "speed": "@speed", "bound": "@most", "share": "@of_bound{0%}"}
+    plot = _figure("Speed", tips, x_range=[], x_axis_label="run")
+    plot.vbar(x="run", top="rate", width=0.8, color="#0072B2", source=source)
+    plot.scatter(x="run", y="bound", marker="dash", size=16, line_width=2, color="#D55E00", source=source)
+    return plot
+
+
 def distmm_doc(scheduler: Any, extra: Mapping[str, Any], doc: Any) -> None:
     """Fill a document of Bokeh's with the page; called once for each viewer."""
+    import bokeh
+    from bokeh.layouts import column, row
+    from bokeh.models import ColumnDataSource, Div
+    from distributed.dashboard.components.scheduler import BOKEH_THEME, env
+
+    # The notice where tables are not renewed; the plots continue.
+    still = (
+        f" <b>Bokeh {bokeh.__version__} does not renew tables</b>: reload the page, or install another Bokeh (not 3.9)."
+    )
+    still *= bokeh.__version__.startswith("3.9.")
+    plugin, picked = scheduler.plugins[NAME], None
+    first, waves, chosen = (Div(styles={"font-size": "14px", "margin": margin}) for margin in ("8px", "0 8px", "8px"))
+    empty = runs([], 0.0), phase_bars(None, 0.0), memory_bars(None, {}), rates([])
+    table, phases, memory, speeds = (ColumnDataSource(data=data) for data in empty)
+    by_rank, by_worker = _timeline(phases), _memory_plot(memory)
+    for plot in (by_rank, by_worker):
+        plot.x_range.start = 0
+        plot.add_layout(plot.legend[0], "right")
+    moved, speed = _bytes_plot(speeds), _rate_plot(speeds)
+    for plot in (moved, speed):
+        plot.y_range.start = 0
+
+    def update() -> None:
+        """Show the latest records."""
+        records = list(plugin.records)
+        first.text = summary(plugin.records) + still
+        # The progress of the last products in waves, the newest first.
+        names, going = list(plugin.records.waves)[: -_PRODUCTS - 1 : -1], list(plugin.queue.values())
+        lines = [noted(progress_of(scheduler, going, plugin.records, name)) for name in names]
+        waves.text = as_html(lines) if lines else ""
+        found = runs(records, time.time())
+        if found != table.data:
+            indices = [found["run"].index(picked)] if picked in found["run"] else []
+            table.data = found
+            table.selected.indices = indices
+        record = shown(records, picked)
+        chosen.text = caption(record, picked)
+        by_rank.y_range.factors = rank_names(record)
+        phases.data = phase_bars(record, time.time())
+        memory.data = memory_bars(record, {address: ws.memory.process for address, ws in scheduler.workers.items()})
+        by_worker.y_range.factors = memory.data["worker"][::-1]
+        speeds.data = rates(records)
+        speed.title.text = f"{rates_unit(records)[0]}; the line is the bound of the cost model"
+        for plot in (moved, speed):
+            plot.x_range.factors = speeds.data["run"]
+
+    def pick(attribute: str, old: list[int], new: list[int]) -> None:
+        nonlocal picked
+        picked = table.data["run"][new[0]] if new else None
+        update()
+
+    table.selected.on_change("indices", pick)
+    update()
+    rows = (
+        row(*plots, sizing_mode="stretch_both", min_height=_FIGURES) for plots in ((by_rank, by_worker), (moved, speed))
+    )
+    doc.add_root(column(first, waves, _table(table), chosen, *rows, sizing_mode="stretch_both"))
     doc.title = "Dask: collective runs"
-    page = Page(scheduler)
-    page.update()
-    doc.add_periodic_callback(page.update, _UPDATE_MILLISECONDS)
-    doc.add_root(page.root)
+    doc.add_periodic_callback(update, _UPDATE_MILLISECONDS)
     doc.template = env.get_template("simple.html")
     doc.template_variables.update(extra)
     doc.theme = BOKEH_THEME
 
 
-class Page:
-    """The page as one viewer has it."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-        self._plugin = scheduler.plugins[NAME]
-        self._summary = Div(styles={"font-size": "14px", "margin": "8px"})
-        self._waves = Div(styles={"font-size": "14px", "margin": "0 8px"})
-        self._chosen = Div(styles={"font-size": "14px", "margin": "8px"})
-        self._runs, self._phases, self._memory, self._rates = (
-            ColumnDataSource(data=empty)
-            for empty in (tables.runs([], 0.0), tables.phase_bars(None, 0.0), *tables.empty())
-        )
-        self._picked: int | None = None
-        self._run_axes: list[Any] = []
-        self._runs.selected.on_change("indices", self._pick)
-        self.root = column(
-            self._summary,
-            self._waves,
-            self._table(),
-            self._chosen,
-            row(self._timeline(), self._memory_plot(), sizing_mode="stretch_both", min_height=_FIGURES),
-            row(self._bytes_plot(), self._rate_plot(), sizing_mode="stretch_both", min_height=_FIGURES),
-            sizing_mode="stretch_both",
-        )
-
-    def _table(self) -> Any:
-        share = NumberFormatter(format="0%", text_align="right")
-        columns = [
-            ("run", "Run", 50, None),
-            ("name", "Result", 200, None),
-            ("outcome", "State", 80, HTMLTemplateFormatter(template=_OUTCOME)),
-            ("share", "Done", 50, share),
-            ("how", "Method and ranks", 150, None),
-            ("engine", "Engine", 70, None),
-            ("when", "Began", 70, None),
-            ("seconds", "Seconds", 70, NumberFormatter(format="0,0.000", text_align="right", nan_format="")),
-            ("moved", "Received", 80, None),
-            ("speed", "Speed", 110, None),
-            ("of_bound", "Of bound", 70, NumberFormatter(format="0%", text_align="right", nan_format="")),
-            ("reason", "Reason (click for all of it)", 250, None),
-        ]
-        made = [
-            TableColumn(field=f, title=title, width=width, **({"formatter": form} if form else {}))
-            for f, title, width, form in columns
-        ]
-        return DataTable(
-            source=self._runs, columns=made, index_position=None, height=_TABLE, sizing_mode="stretch_width"
-        )
-
-    def _timeline(self) -> Any:
-        plot = _figure("Phases of each rank", y_range=[], x_axis_label="seconds since the run began")
-        sides = {"y": "rank", "left": "left", "right": "right", "height": 0.8}
-        plot.hbar(**sides, color="colour", legend_field="phase", source=self._phases)
-        plot.x_range.start = 0
-        plot.add_tools(HoverTool(tooltips=[("rank", "@rank"), ("phase", "@phase"), ("seconds", "@seconds{0.0000}")]))
-        plot.add_layout(plot.legend[0], "right")
-        self._rank_axis = plot.y_range
-        return plot
-
-    def _memory_plot(self) -> Any:
-        plot = _figure("Memory of each worker", y_range=[], x_axis_label="MiB")
-        projected = {"fill_color": None, "line_color": "#222222", "line_width": 2, "legend_label": "run, projected"}
-        bars = {"y": "worker", "line_color": None, "source": self._memory}
-        plot.hbar(**bars, right="process", height=0.8, color="#BBBBBB", legend_label="process now")
-        plot.hbar(**bars, right="held", height=0.5, color="#0072B2", legend_label="run, held")
-        plot.hbar(**bars | projected, right="projected", height=0.5)
-        plot.x_range.start = 0
-        shown = {"process now": "process", "run, projected": "projected", "run, held": "held"}
-        tips = [(label, f"@{field}{{0,0.0}} MiB") for label, field in shown.items()]
-        plot.add_tools(HoverTool(tooltips=[("worker", "@worker"), *tips]))
-        plot.add_layout(plot.legend[0], "right")
-        self._worker_axis = plot.y_range
-        return plot
-
-    def _bytes_plot(self) -> Any:
-        plot = self._by_run("MiB moved between workers")
-        plot.vbar(x="run", top="moved", width=0.8, color="#E69F00", source=self._rates)
-        plot.add_tools(HoverTool(tooltips=[("run", "@run"), ("received", "@moved{0,0.0} MiB")]))
-        return plot
-
-    def _rate_plot(self) -> Any:
-        plot = self._by_run("Speed")
-        self._rate_title = plot.title
-        plot.vbar(x="run", top="rate", width=0.8, color="#0072B2", source=self._rates)
-        plot.scatter(x="run", y="bound", marker="dash", size=16, line_width=2, color="#D55E00", source=self._rates)
-        tips = [("run", "@run"), ("speed", "@speed"), ("bound", "@most"), ("share", "@of_bound{0%}")]
-        plot.add_tools(HoverTool(tooltips=tips))
-        return plot
-
-    def _by_run(self, title: str) -> Any:
-        plot = _figure(title, x_range=[], x_axis_label="run")
-        plot.y_range.start = 0
-        self._run_axes.append(plot.x_range)
-        return plot
-
-    def _pick(self, attribute: str, old: list[int], new: list[int]) -> None:
-        self._picked = self._runs.data["run"][new[0]] if new else None
-        self.update()
-
-    def update(self) -> None:
-        """Show the latest records."""
-        records = list(self._plugin.records)
-        self._summary.text = tables.summary(self._plugin.records) + _STILL
-        self._waves.text = self._in_waves()
-        table = tables.runs(records, time.time())
-        if table != self._runs.data:
-            picked = [table["run"].index(self._picked)] if self._picked in table["run"] else []
-            self._runs.data = table
-            self._runs.selected.indices = picked
-        shown = tables.shown(records, self._picked)
-        self._chosen.text = tables.caption(shown, self._picked)
-        self._show(shown, records)
-
-    def _in_waves(self) -> str:
-        """Return the progress of the last products in waves, the newest first, as HTML."""
-        found, runs = self._plugin.records, list(self._plugin.queue.values())
-        names = list(found.waves)[: -_PRODUCTS - 1 : -1]
-        return as_html([noted(progress_of(self._scheduler, runs, found, name)) for name in names]) if names else ""
-
-    def _show(self, shown: Record | None, records: list[Record]) -> None:
-        self._rank_axis.factors = tables.rank_names(shown)
-        self._phases.data = tables.phase_bars(shown, time.time())
-        process = {address: ws.memory.process for address, ws in self._scheduler.workers.items()}
-        self._memory.data = tables.memory_bars(shown, process)
-        self._worker_axis.factors = list(reversed(self._memory.data["worker"]))
-        self._rates.data = tables.rates(records)
-        self._rate_title.text = f"{tables.rates_unit(records)[0]}; the line is the bound of the cost model"
-        for axis in self._run_axes:
-            axis.factors = self._rates.data["run"]
+# Metrics, and what puts both on a scheduler
 
 
-def _figure(title: str, **kwargs: Any) -> Any:
-    """Return a plot that takes what the window has."""
-    return figure(title=title, tools="", toolbar_location=None, sizing_mode="stretch_both", **kwargs)
+# The scheduler's plugin whose runs are shown: that of the scheduler which came last, if a process has several.
+_plugin: weakref.ref[Any] | None = None
+
+
+def describe() -> list[Any]:
+    """Return nothing: names depend on the scheduler, so the registry must not ask for them now."""
+    return []
+
+
+def collect() -> Iterator[Any]:
+    """Yield all metrics: this module is what Prometheus asks, once in each process, as is Dask's."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    plugin = _plugin() if _plugin is not None else None
+    if plugin is None:
+        return
+    records: Records = plugin.records
+    prefix = _prefix()
+    slowest = "Seconds that the slowest rank of each run took, by phase; runs that are done"
+    for name, text, label, values in (
+        ("runs", "Runs that have ended, by outcome", "outcome", records.ended),
+        ("phase_seconds", slowest, "phase", records.seconds),
+    ):
+        family = CounterMetricFamily(f"{prefix}_{name}", text, labels=[label])
+        for key, value in values.items():
+            family.add_metric([key], value)
+        yield family
+    for name, text, total in (
+        ("received_bytes", "Bytes of matrices that arrived from other workers", records.received_bytes),
+        ("flops", "Floating-point operations of runs that are done", records.flops),
+        ("restarts", "Runs that were started again as a worker was lost", records.ended["restarted"]),
+    ):
+        yield CounterMetricFamily(f"{prefix}_{name}", text, value=total)
+    live = sum(bool(run.key) for run in plugin.queue.values())
+    yield GaugeMetricFamily(f"{prefix}_live_runs", "Runs that wait or work now", value=live)
+
+
+def register_metrics(plugin: Any) -> None:
+    """Show the runs of this plugin of a scheduler; does nothing without ``prometheus_client``."""
+    global _plugin
+    try:
+        from prometheus_client import REGISTRY
+    except ModuleNotFoundError:
+        return
+    first, _plugin = _plugin is None, weakref.ref(plugin)
+    if first:
+        REGISTRY.register(cast(Any, sys.modules[__name__]))
+
+
+def _prefix() -> str:
+    namespace = dask.config.get("distributed.dashboard.prometheus.namespace", default="")
+    return f"{namespace}_distmm" if namespace else "distmm"
+
+
+def attach(scheduler: Any, plugin: Any) -> None:
+    """Show the plugin's runs on the scheduler's dashboard, where there is one. A failure stops no multiply."""
+    try:
+        register_metrics(plugin)
+        _add_page(scheduler)
+    except Exception:
+        log.warning("the dashboard has no page /distmm, or no metrics", exc_info=True)
+
+
+def _add_page(scheduler: Any) -> None:
+    served: Any = getattr(scheduler, "http_application", None)
+    # Only the Bokeh application of Dask's dashboard has these; without Bokeh there is none.
+    dashboard = next((app for app in served.applications if hasattr(app, "app_paths")), None) if served else None
+    paths = (path for app in served.applications for path in getattr(app, "app_paths", ())) if served else ()
+    if dashboard is None or any("/distmm" in path for path in paths):
+        return
+    from distributed.dashboard.core import BokehApplication
+    from distributed.dashboard.scheduler import template_variables
+    from tornado.ioloop import IOLoop
+
+    variables = template_variables(scheduler)
+    # Dask's own pages share this list: they link to ours.
+    variables["pages"].insert(variables["pages"].index("info"), "distmm")
+    application = BokehApplication({"/distmm": distmm_doc}, scheduler, dashboard.prefix, variables)
+    served.add_application(application)
+    application.initialize(IOLoop.current())
+    application.start()
