@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import time
+import textwrap
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,6 @@ from dask_distmm.tools.local import available_memory, chunk_rows, computed, conn
 
 
 Say = Callable[[str], None]
-Multiply = Callable[[], da.Array]
 
 ROUNDS = 3
 COMPONENTS = 32
@@ -78,11 +78,6 @@ def too_little_memory(size: int, workers: int, available: int) -> str | None:
     )
 
 
-def demo_library(name: str) -> Any:
-    """Return a module of the extra "demo"."""
-    return library_of("demo", name, "the demo")
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The check
 
@@ -119,19 +114,15 @@ def check_product(a: da.Array, b: da.Array, c: da.Array) -> float:
 # The time
 
 
-def seconds(multiply: Multiply) -> float:
-    """Return the time from the expression to the product in memory, and drop the product."""
-    start = time.perf_counter()
-    product = computed(multiply())
-    duration = time.perf_counter() - start
-    del product
-    return duration
-
-
-def side_by_side(ways: Sequence[Multiply]) -> list[float]:
+def side_by_side(ways: Sequence[Callable[[], Any]]) -> list[float]:
     """Return the median time of each way to multiply; they take turns, after a first turn for warming up."""
-    turns = [[seconds(way) for way in ways] for _ in range(ROUNDS + 1)]
+    turns = [[timeit.timeit(way, number=1) for way in ways] for _ in range(ROUNDS + 1)]
     return [statistics.median(column) for column in zip(*turns[1:], strict=True)]
+
+
+def both_ways(a: da.Array, b: da.Array) -> list[float]:
+    """Return the times from the expression to the product in memory: with dask_distmm, and of Dask's own matmul."""
+    return side_by_side([lambda: computed(collective(a, b)), lambda: computed(dask_matmul(a, b))])
 
 
 def ratio_text(ours: float, stock: float) -> str:
@@ -154,8 +145,7 @@ def with_products(pixels: NDArray[Any]) -> NDArray[Any]:
 
 def digits(workers: int) -> da.Array:
     """Return scikit-learn's handwritten digits with products of pixels, standardised. Lazy."""
-    load_digits = demo_library("sklearn.datasets").load_digits
-    pixels = load_digits().data
+    pixels = library_of("demo", "sklearn.datasets", "the demo").load_digits().data
     count, width = pixels.shape
     features = width + width * (width + 1) // 2
     rows = chunk_rows(count, workers)
@@ -179,7 +169,7 @@ def collective(a: da.Array, b: da.Array) -> da.Array:
 def checked(say: Say, title: str, a: da.Array, b: da.Array) -> da.Array:
     """Multiply; print the plan and the check; return the product, in the cluster's memory."""
     say(f"\n  {title}")
-    say(indented(repr(explain(a, b))))
+    say(textwrap.indent(repr(explain(a, b)), "    "))
     product = computed(collective(a, b))
     worst = check_product(a, b, product)
     say(
@@ -191,17 +181,12 @@ def checked(say: Say, title: str, a: da.Array, b: da.Array) -> da.Array:
 
 def compare(say: Say, a: da.Array, b: da.Array) -> None:
     """Time a product of operands in memory next to Dask's own; print times and ratio."""
-    ours, stock = side_by_side([lambda: collective(a, b), lambda: dask_matmul(a, b)])
+    ours, stock = both_ways(a, b)
     say(
         f"    time      dask_distmm {format_time(ours)}, Dask's own matmul {format_time(stock)} "
         f"(inputs in memory, medians of {ROUNDS})"
         f"\n    ratio     {ratio_text(ours, stock)}"
     )
-
-
-def indented(text: str) -> str:
-    """Return a plan as it stands under a title."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def components(gram: NDArray[np.float64], count: int) -> tuple[NDArray[np.float64], float]:
@@ -245,7 +230,7 @@ def square_product(say: Say, size: int, workers: int) -> None:
 def run_demo(size: int, workers: int, say: Say) -> None:
     """Run the demo."""
     for name in ("sklearn", "zarr"):
-        demo_library(name)  # before a cluster is started
+        library_of("demo", name, "the demo")  # before a cluster is started
     # The scheduler is in this process, and tells of every worker that is stopped.
     logging.getLogger("dask_distmm").setLevel(logging.ERROR)
     say(f"dask_distmm {__version__} demo: {workers} {'GPU workers' if use_gpus() else 'workers of one thread'}")
@@ -286,20 +271,14 @@ def _case(client: Client, size: int, grid: int, dtype: str, kind: str) -> list[f
     side, random = -(-size // grid), da.random.default_rng()
     made = (random.random((size, size), dtype=dtype, chunks=side) - np.dtype(dtype).type(0.5) for _ in "ab")
     a, b = (computed(x.to_backend(kind)) for x in made)
-    products: list[Callable[[], da.Array]] = [lambda: collective(a, b), lambda: dask_matmul(a, b)]
-    check_product(*(x.to_backend("numpy") for x in (a, b, computed(products[0]()))))
-    return side_by_side(products)
+    check_product(*(x.to_backend("numpy") for x in (a, b, computed(collective(a, b)))))
+    return both_ways(a, b)
 
 
 def _numpy_seconds(size: int, dtype: str) -> float:
     """Return the time of NumPy's product in this process, on all threads of its BLAS."""
-    random, taken = np.random.default_rng(), []
-    a, b = (random.random((size, size), dtype=dtype) for _ in "ab")  # type: ignore[call-overload]
-    for _ in range(ROUNDS + 1):
-        start = time.perf_counter()
-        np.matmul(a, b)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+    a, b = (np.random.default_rng().random((size, size), dtype=dtype) for _ in "ab")  # type: ignore[call-overload]
+    return side_by_side([lambda: np.matmul(a, b)])[0]
 
 
 def row_text(row: dict[str, Any]) -> str:
