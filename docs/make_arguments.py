@@ -95,7 +95,7 @@ def costs() -> str:
     rows = ["| functions | where they run | memory of a worker beside its chunks |", "|---|---|---|"]
     shared: dict[tuple[str, str], list[str]] = {}
     for name, function in functions().items():
-        shared.setdefault(vars(function)["cost"], []).append(f"`{name}`")
+        shared.setdefault(vars(function)["cost"][:2], []).append(f"`{name}`")
     rows += [f"| {', '.join(names)} | {where} | {memory} |" for (where, memory), names in shared.items()]
     return "\n".join(rows) + "\n"
 

@@ -32,9 +32,9 @@ from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryErr
 from dask_distmm.graph.waves import can_be_made
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype, typed
-from dask_distmm.planning import Batch, BatchEstimate, BatchPlan, Plan, Problem, Worker
+from dask_distmm.planning import Batch, BatchPlan, Plan, Problem, Worker
 from dask_distmm.planning.many import Pool, Sizes, choose_batch_route, item_plan
-from dask_distmm.planning.model import engine_alone
+from dask_distmm.planning.model import Estimate, engine_alone
 from dask_distmm.planning.tasks import run_overhead
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
@@ -298,22 +298,17 @@ def check_task_memory(
         )
 
 
-def _estimated(plan: Plan | WavePlan, problem: Problem, runs: int) -> BatchEstimate | None:
+def _estimated(plan: Plan | WavePlan, problem: Problem, runs: int) -> Estimate | None:
     """Return the cost model's view of runs like one that is planned, one after the other."""
-    tasks = runs * (1 + math.prod(problem.chunk_counts("d")))
-    overhead = runs * run_overhead(problem, dask_costs())
     if isinstance(plan, WavePlan):
         scheme = plan.scheme
-        compute, beside, peak, moved = scheme.run_seconds, scheme.seconds - scheme.run_seconds, scheme.peak_bytes, 0
-    elif plan.estimate is None:
+        compute, seconds, peak, moved = scheme.run_seconds, scheme.seconds, scheme.peak_bytes, 0
+    elif (found := plan.estimate) is None:
         return None
     else:
-        compute = plan.estimate.compute_seconds
-        beside, peak, moved = plan.estimate.seconds - compute, plan.estimate.peak_bytes, plan.estimate.bytes_moved
-    seconds = runs * (compute + beside) + overhead
-    return BatchEstimate(
-        "collective", seconds, runs * compute, runs * beside, overhead, tasks, runs, peak, runs * moved
-    )
+        compute, seconds, peak, moved = found.compute_seconds, found.seconds, found.peak_bytes, found.bytes_moved
+    whole = runs * (seconds + run_overhead(problem, dask_costs()))
+    return Estimate("collective", (runs, 1, 1), whole, runs * compute, runs * (seconds - compute), runs * moved, peak)
 
 
 def _batch_of(request: Request) -> Batch:

@@ -154,18 +154,19 @@ def _plan_groups(requests: Sequence[Request]) -> GroupPlan:
     ours = [i for i, each in enumerate(requests) if not each.empty and _runs(i, each)]
     if not ours:
         return GroupPlan(shapes, tuple(shares), 0, 0.0)
-    members = [_member(requests[i], wanted, needed) for i in ours]
-    slots = min(member.pool.slots for member in members)
+    found = [_member(requests[i], wanted, needed) for i in ours]
+    members, works, pools, snapshots = zip(*found, strict=True)
+    slots = min(pool.slots for pool in pools)
     long = long_products([member.seconds for member in members], slots)
     for at, (i, member) in enumerate(zip(ours, members, strict=True)):
         if member.forced or (at in long and member.forced is None):
-            member.run = _run_seconds(requests[i], member)
-    found, total = share_out(members, slots, dask_costs().task)
-    for i, member, share in zip(ours, members, found, strict=True):
+            member.run = _run_seconds(requests[i], snapshots[at], forced=bool(member.forced))
+    given, total = share_out(members, slots, dask_costs().task)
+    for i, whole, pool, share in zip(ours, works, pools, given, strict=True):
         if not share.collective:
-            work = dataclasses.replace(member.work, m=max(share.rows))
-            task = f"a task of {work.m} rows of a product of {member.work.m} x {work.k} by {work.k} x {work.n}"
-            check_task_memory(task, work, member.pool, ["leave batch='items' out"])
+            work = dataclasses.replace(whole, m=max(share.rows))
+            task = f"a task of {work.m} rows of a product of {whole.m} x {work.k} by {work.k} x {work.n}"
+            check_task_memory(task, work, pool, ["leave batch='items' out"])
         shares[i] = share
     return GroupPlan(shapes, tuple(shares), slots, total)
 
@@ -178,50 +179,37 @@ def _runs(number: int, request: Request) -> bool:
         raise PlanError(f"product {number}: {error}") from error
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Member(GroupedProduct):
-    """One product of a group, and the workers that could make it."""
-
-    # The product as a batch of one item.
-    work: Batch
-    # The workers, as plain tasks see them.
-    pool: Pool
-    # The scheduler's answer for a collective run; None if the scheduler can't be asked.
-    known: Snapshot | None
-
-
-def _member(request: Request, wanted: str, needed: Sequence[str]) -> _Member:
-    """Return a product with what it takes."""
+def _member(
+    request: Request, wanted: str, needed: Sequence[str]
+) -> tuple[GroupedProduct, Batch, Pool, Snapshot | None]:
+    """Return what a product takes, the product as a batch of one item, and the workers: for plain tasks, for a run."""
     options, (workers, known) = read_options(), known_workers(request.problem, None)
     machine, pool = options.machine(engine_alone(request.kind)), Pool.of(workers, options.limit_fraction, request.kind)
     (m, n), k = request.shape, request.a.shape[1]
     work = Batch((), (), (), (), m, n, k, request.a.dtype.name, request.b.dtype.name, request.dtype.name)
     (a_bytes, b_bytes, _), foreign = work.item_bytes, (1 - 1 / pool.workers) / machine.bandwidth
     too_large = bool(pool.memory) and work.held_bytes > pool.memory
-    return _Member(
+    product = GroupedProduct(
         rows=request.a.chunks[0],
         seconds=item_seconds(work, machine) + (a_bytes + b_bytes) * foreign,
         # One worker puts B together and sends it on.
         spread=b_bytes * (2 * foreign + 1 / machine.memory_bandwidth),
         forced={"items": False, "collective": True}.get(wanted, True if needed or too_large else None),
-        work=work,
-        pool=pool,
-        known=known,
     )
+    return product, work, pool, known
 
 
-def _run_seconds(request: Request, member: _Member) -> float | None:
+def _run_seconds(request: Request, known: Snapshot | None, *, forced: bool) -> float | None:
     """Return the seconds of a collective run; None where none is possible, which is an error if it is forced."""
-    problem = request.problem
-    if member.known is None:
+    if known is None:
         return None
     try:
-        found = decide(request, current_client(), member.known).made(problem)
+        found = decide(request, current_client(), known).made(request.problem)
     except (PlanError, ProjectedMemoryError):
-        if member.forced:
+        if forced:
             raise
         return None
-    return None if found.seconds is None else found.seconds + run_overhead(problem, dask_costs())
+    return None if found.seconds is None else found.seconds + run_overhead(request.problem, dask_costs())
 
 
 def _by_slabs(request: Request, share: Share) -> da.Array:

@@ -17,7 +17,6 @@ from dask_distmm.planning.computation import Worker as Worker
 from dask_distmm.planning.cublasmp import CUBLASMP
 from dask_distmm.planning.cusolvermp import CUSOLVERMP
 from dask_distmm.planning.many import Batch as Batch
-from dask_distmm.planning.many import BatchEstimate as BatchEstimate
 from dask_distmm.planning.many import BatchPlan as BatchPlan
 from dask_distmm.planning.many import GroupPlan as GroupPlan
 from dask_distmm.planning.many import Share as Share

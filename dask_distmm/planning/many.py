@@ -29,6 +29,7 @@ from dask_distmm.config import Machine
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.planning.computation import Worker
+from dask_distmm.planning.model import Estimate
 from dask_distmm.planning.placement import Explanation, Placement, Shown
 
 # The runs that one result takes, one after the other
@@ -260,28 +261,6 @@ class Pool:
         return cls(len(workers), sum(threads), min(limits, default=0))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BatchEstimate:
-    """The cost model's estimate of one way to compute a batch."""
-
-    # ``"items"`` or ``"collective"``.
-    route: str
-    # In all: the sum of the next three.
-    seconds: float
-    # Multiplying and copying; receiving; having tasks.
-    compute_seconds: float
-    transfer_seconds: float
-    overhead_seconds: float
-    # Tasks in the graph, roughly.
-    tasks: int
-    # Collective runs.
-    runs: int = 0
-    # What the largest task holds.
-    task_bytes: int = 0
-    # Bytes that travel between workers, all together.
-    bytes_moved: int = 0
-
-
 def efficiency(m: int, n: int, k: int) -> float:
     """Return the share of BLAS' full rate that products of this shape reach."""
     size: float = math.cbrt(m * n * k)
@@ -333,7 +312,7 @@ def recut(chunks: tuple[Sizes, ...], items: int) -> tuple[Sizes, ...]:
 
 def item_plan(
     batch: Batch, pool: Pool, machine: Machine, task_bytes: int, overhead: float
-) -> tuple[tuple[Sizes, ...], BatchEstimate]:
+) -> tuple[tuple[Sizes, ...], Estimate]:
     """Cut the batch axes for plain tasks, and estimate the time."""
     each = item_seconds(batch, machine)
     limit = min(task_bytes, pool.memory) if pool.memory else task_bytes
@@ -368,8 +347,8 @@ def item_plan(
     moved = 0 if kept and batch.a_whole and batch.b_whole else batch.chunk_count + count
     tasks = count + moved
     seconds = compute + transfer + tasks * overhead
-    held, moved_bytes = found * batch.held_bytes, round(received * pool.workers)
-    return chunks, BatchEstimate("items", seconds, compute, transfer, tasks * overhead, tasks, 0, held, moved_bytes)
+    moved_bytes, held = round(received * pool.workers), found * batch.held_bytes
+    return chunks, Estimate("items", (count, 1, 1), seconds, compute, transfer, moved_bytes, held)
 
 
 def _largest(chunks: tuple[Sizes, ...]) -> int:
@@ -402,13 +381,13 @@ class BatchPlan(Explanation):
     route: str
     reason: str
     chunks: tuple[Sizes, ...]
-    items: BatchEstimate | None
-    collective: BatchEstimate | None
+    items: Estimate | None
+    collective: Estimate | None
     runs: int
     plan: Explanation | None
 
     @property
-    def estimate(self) -> BatchEstimate | None:
+    def estimate(self) -> Estimate | None:
         """The cost model's view of the route that is taken."""
         return self.items if self.route == "items" else self.collective
 
@@ -429,7 +408,7 @@ class BatchPlan(Explanation):
 
 
 def choose_batch_route(
-    wanted: str, items: BatchEstimate | None, collective: BatchEstimate | None, demands: Sequence[str] = ()
+    wanted: str, items: Estimate | None, collective: Estimate | None, demands: Sequence[str] = ()
 ) -> tuple[str, str]:
     """Return the route to take, and why."""
     if wanted == "items" and demands:

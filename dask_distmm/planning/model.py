@@ -73,7 +73,7 @@ class Work:
 class Estimate:
     """The cost model's estimate of one way to run a problem."""
 
-    # Name of the method and its p x q x s.
+    # Name of the method and its p x q x s; of a batch its route, and the number of tasks or runs.
     method: str
     grid: tuple[int, int, int]
     # Estimated time: in all, multiplying, and receiving and adding up.
@@ -82,8 +82,13 @@ class Estimate:
     transfer_seconds: float
     # Bytes that travel between workers, all ranks together.
     bytes_moved: int
-    # The largest projection of a worker's memory.
+    # The largest projection of a worker's memory; of a batch of plain tasks that of a task.
     peak_bytes: int
+
+    @property
+    def rest_seconds(self) -> float:
+        """Estimated time of all else: messages, having tasks."""
+        return max(0.0, self.seconds - self.compute_seconds - self.transfer_seconds)
 
 
 def speeds(machine: Machine, hosts: Collection[str] = ()) -> dict[str, float]:

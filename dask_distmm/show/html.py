@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from dask_distmm.arrays.product import NotCollective
 from dask_distmm.planning.cublasmp import Tile
 from dask_distmm.planning.factor import FactorPlacement
-from dask_distmm.planning.many import BatchEstimate, BatchPlan, ChainPlan, GroupPlan
+from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan
 from dask_distmm.planning.model import ENGINES, Estimate
 from dask_distmm.planning.placement import Placement
 from dask_distmm.planning.plan import Plan
@@ -261,11 +261,10 @@ def _worker_key(plan: Placement) -> str:
     return key(named[:_MOST_WORKERS]) + _more(named, named[:_MOST_WORKERS])
 
 
-def _time_bar(name: str, note: str, estimate: Estimate | BatchEstimate, *, bold: bool = False) -> Bar:
+def _time_bar(name: str, note: str, estimate: Estimate, *, bold: bool = False) -> Bar:
     """Return the bar of a time: computing, moving, and the rest."""
-    doing, moving = estimate.compute_seconds, estimate.transfer_seconds
-    rest = max(0.0, estimate.seconds - doing - moving)
-    return name, note, ((doing, _MULTIPLYING), (moving, _MOVING), (rest, _OTHER)), None, bold
+    lengths = (estimate.compute_seconds, _MULTIPLYING), (estimate.transfer_seconds, _MOVING)
+    return name, note, (*lengths, (estimate.rest_seconds, _OTHER)), None, bold
 
 
 def _time_key(computing: str, moving: str, other: str) -> str:

@@ -9,7 +9,7 @@ from dask.utils import format_bytes, format_time
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.factor import FactorPlacement, FactorProblem
 from dask_distmm.planning.footprint import is_by_ranks
-from dask_distmm.planning.many import BatchEstimate, BatchPlan, ChainPlan, GroupPlan, Share
+from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan, Share
 from dask_distmm.planning.model import ENGINES, Estimate
 from dask_distmm.planning.placement import Placement, everywhere
 from dask_distmm.planning.plan import Plan
@@ -193,14 +193,15 @@ BATCH_ROUTES = {"items": "whole items in plain tasks", "collective": "collective
 
 def batch_text(plan: BatchPlan) -> str:
     """Return the text of the plan for a batch."""
-    batch, blocks = plan.batch, math.prod(map(len, plan.chunks))
+    batch = plan.batch
     times = []
     for name in sorted(BATCH_ROUTES, key=lambda name: name != plan.route):
         if (estimate := plan.items if name == "items" else plan.collective) is not None:
-            tasks = f"{blocks} tasks of up to {format_bytes(estimate.task_bytes)}"
-            cut = tasks if name == "items" else f"{estimate.runs} run{'s' * (estimate.runs > 1)}"
+            count = estimate.grid[0]
+            tasks = f"{count} tasks of up to {format_bytes(estimate.peak_bytes)}"
+            cut = tasks if name == "items" else f"{count} run{'s' * (count > 1)}"
             time = _time(estimate, "multiplying", "moving")
-            text = f"{name}: {time}, {format_time(estimate.overhead_seconds)} for tasks; {cut}"
+            text = f"{name}: {time}, {format_time(estimate.rest_seconds)} for tasks; {cut}"
             times.append(("time" if name == plan.route else "against", text))
     return listed(
         f"Batch: {BATCH_ROUTES[plan.route]}",
@@ -373,7 +374,7 @@ def _memory(plan: Placement) -> str:
     return f"{_up_to(plan.projected_bytes[address])} ({address}){bound}"
 
 
-def _time(estimate: Estimate | BatchEstimate | None, doing: str, rest: str) -> str:
+def _time(estimate: Estimate | None, doing: str, rest: str) -> str:
     """Return an estimate: what workers do, and what they do the rest of the time."""
     if estimate is None:
         return ""

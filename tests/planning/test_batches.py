@@ -15,7 +15,6 @@ from dask_distmm import PlanError
 from dask_distmm.config import read_options
 from dask_distmm.planning.many import (
     Batch,
-    BatchEstimate,
     GroupedProduct,
     Pool,
     choose_batch_route,
@@ -26,6 +25,7 @@ from dask_distmm.planning.many import (
     resize,
     share_out,
 )
+from dask_distmm.planning.model import Estimate
 from dask_distmm.runtime.keys import group_name, parse_group_key
 from dask_distmm.runtime.scheduler.plugin import new_priorities
 
@@ -73,11 +73,12 @@ def test_tasks_are_neither_too_large_nor_too_few(count, chunk, size, slots):
     chunks, estimate = item_plan(batch, Pool(slots, slots), MACHINE, limit, 5e-4)
     tasks = math.prod(map(len, chunks))
     assert sum(chunks[0]) == count
-    assert estimate.task_bytes <= max(limit, batch.held_bytes)
+    assert estimate.peak_bytes <= max(limit, batch.held_bytes)
     assert tasks >= min(slots, count) * 0.5
-    assert estimate.seconds == pytest.approx(
-        estimate.compute_seconds + estimate.transfer_seconds + estimate.overhead_seconds
-    )
+    parts = estimate.compute_seconds, estimate.transfer_seconds, estimate.rest_seconds
+    assert estimate.seconds == pytest.approx(sum(parts))
+    assert estimate.grid == (tasks, 1, 1)
+    assert estimate.rest_seconds >= 5e-4 * tasks * (1 - 1e-9)
     assert estimate.compute_seconds >= count * batch.flops / slots / MACHINE.rate("float64")
 
 
@@ -92,7 +93,7 @@ def test_chunks_that_do_are_kept():
 def test_memory_bounds_a_task():
     pool = Pool(2, 2, memory=2**20)
     chunks, estimate = item_plan(batch_of(1000, 64, 1000), pool, MACHINE, 2**26, 5e-4)
-    assert estimate.task_bytes <= 2**20
+    assert estimate.peak_bytes <= 2**20
     assert len(chunks[0]) >= 1000 * 3 * 64 * 64 * 8 / 2**20
 
 
@@ -104,7 +105,7 @@ def test_small_products_do_not_reach_the_full_rate():
 
 
 def estimate(way, seconds):
-    return BatchEstimate(way, seconds, seconds, 0.0, 0.0, 1)
+    return Estimate(way, (1, 1, 1), seconds, seconds, 0.0, 0, 0)
 
 
 def test_the_choice():

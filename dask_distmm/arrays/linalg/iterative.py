@@ -15,12 +15,12 @@ from distributed.protocol.pickle import dumps
 
 from dask_distmm.arrays.linalg.array_api import norm
 from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, times
-from dask_distmm.arrays.linalg.public import TURNS, RunOptions, TurnOptions, public
+from dask_distmm.arrays.linalg.public import SOLVED_IN_TURNS, TURNS, RunOptions, public
 from dask_distmm.errors import PlanError, check_square
 from dask_distmm.numeric.epilogs import call_function
 
 
-@public(TurnOptions, TURNS)
+@public(RunOptions, SOLVED_IN_TURNS)
 def cg(
     A: Any,
     b: Any,
@@ -31,7 +31,7 @@ def cg(
     maxiter: int | None = None,
     M: Any = None,
     callback: Any = None,
-    **how: Unpack[TurnOptions],
+    **how: Unpack[RunOptions],
 ) -> tuple[Any, Any]:
     """Solve ``A @ x = b`` by conjugate gradients, for a Hermitian positive definite matrix, as SciPy's ``cg`` does.
 
@@ -84,7 +84,7 @@ def cg(
     return _solved("cg", A, b, x0, M, {"callback": callback}, 10, maxiter, how, rtol=rtol, atol=atol)
 
 
-@public(TurnOptions, TURNS)
+@public(RunOptions, SOLVED_IN_TURNS)
 def minres(
     A: Any,
     b: Any,
@@ -97,7 +97,7 @@ def minres(
     callback: Any = None,
     show: bool = False,
     check: bool = False,
-    **how: Unpack[TurnOptions],
+    **how: Unpack[RunOptions],
 ) -> tuple[Any, Any]:
     """Solve ``(A - shift I) @ x = b`` for a Hermitian matrix of any eigenvalues, as SciPy's ``minres`` does.
 
@@ -148,7 +148,7 @@ def minres(
     return _solved("minres", A, b, x0, M, {"callback": callback}, 5, maxiter, how, rtol=rtol, shift=shift)
 
 
-@public(TurnOptions, TURNS)
+@public(RunOptions, SOLVED_IN_TURNS)
 def gmres(
     A: Any,
     b: Any,
@@ -161,7 +161,7 @@ def gmres(
     M: Any = None,
     callback: Any = None,
     callback_type: Literal["x", "pr_norm"] | None = None,
-    **how: Unpack[TurnOptions],
+    **how: Unpack[RunOptions],
 ) -> tuple[Any, Any]:
     """Solve ``A @ x = b`` for any square matrix by GMRES with restarts, as SciPy's ``gmres`` does.
 
@@ -390,7 +390,7 @@ def lobpcg(
     return w.astype(np.empty(0, dtype).real.dtype), v
 
 
-@public(TurnOptions, TURNS)
+@public(RunOptions, SOLVED_IN_TURNS)
 def lsqr(
     A: Any,
     b: Any,
@@ -402,7 +402,7 @@ def lsqr(
     show: bool = False,
     calc_var: bool = False,
     x0: Any = None,
-    **how: Unpack[TurnOptions],
+    **how: Unpack[RunOptions],
 ) -> tuple[Any, ...]:
     """Return the x that minimizes ``|A @ x - b|^2 + damp^2 |x - x0|^2``, as SciPy's ``lsqr`` does.
 
@@ -451,7 +451,7 @@ def lsqr(
     return x, numbers[0].astype(int), numbers[1].astype(int), *numbers[2:], var
 
 
-@public(TurnOptions, TURNS)
+@public(RunOptions, SOLVED_IN_TURNS)
 def lsmr(
     A: Any,
     b: Any,
@@ -462,7 +462,7 @@ def lsmr(
     maxiter: int | None = None,
     show: bool = False,
     x0: Any = None,
-    **how: Unpack[TurnOptions],
+    **how: Unpack[RunOptions],
 ) -> tuple[Any, ...]:
     """Return the x that minimizes ``|A @ x - b|^2 + damp^2 |x - x0|^2``, as SciPy's ``lsmr`` does.
 

@@ -78,10 +78,6 @@ class FactorOptions(SolveOptions, total=False):
     overwrite_a: bool
 
 
-class TurnOptions(RunOptions, total=False):
-    """The options of iterative solvers, which end where they meet NaN; `method` is ``"rows"`` or ``"auto"``."""
-
-
 class ProductOptions(TypedDict, total=False):
     """The options of a product, as `dask_distmm.matmul` takes them."""
 
@@ -90,13 +86,15 @@ class ProductOptions(TypedDict, total=False):
     method: Method | None
 
 
-# Costs of functions: where they run, and what a worker holds beside its chunks of operands and results.
-Cost: TypeAlias = tuple[str, str]
+# Costs of functions: where they run, what a worker holds beside its chunks of operands and results, and what becomes of
+# NaN, if it is not an error in the end.
+Cost: TypeAlias = tuple[str, str] | tuple[str, str, str]
+_CARRIED = "NaN and infinities go where NumPy's would."
 _SHARE = "its share of the matrix and two panels; on one worker the whole matrix"
 _ROWS = "tall matrices: chunks of rows stay where they are, n x n matrices travel"
 PANELS = "one run: block columns on all workers, or one worker", _SHARE
 TWO_SOLVES = "two runs, each with block columns on all workers, or on one worker", _SHARE
-TASKS = "Dask's own tasks", "a chunk"
+TASKS = "Dask's own tasks", "a chunk", _CARRIED
 TALL = (
     f"one run; {_ROWS}; others: block columns on all workers, or one worker",
     f"tall matrices: n x n; others: {_SHARE}",
@@ -149,7 +147,8 @@ TURNS = (
     "one run for the whole iteration: each worker has rows of A",
     "its rows of the vectors that the method keeps, and all rows of one vector",
 )
-PRODUCT = "one run, as a product by `dask_distmm.matmul`, also in waves", "as for `matmul`"
+SOLVED_IN_TURNS = *TURNS, "NaN ends the iteration; it is not an error."
+PRODUCT = "one run, as a product by `dask_distmm.matmul`, also in waves", "as for `matmul`", _CARRIED
 _OPTION_TEXTS = {
     "engine": """engine : str, optional
     ``"numpy"``, ``"peer"``, ``"cublasmp"`` or ``"cusolvermp"``; by default the one that the cost model chooses.""",
@@ -166,12 +165,6 @@ _OPTION_TEXTS = {
 }
 _PRODUCT_METHOD = """method : str, optional
     As `dask_distmm.matmul` takes it; by default the fastest by the cost model."""
-_NAN = {
-    "check_finite": "NaN and infinities are a `MatrixError` when it is computed, unless ``check_finite=False``.",
-    "product": "NaN and infinities go where NumPy's would.",
-    "turns": "NaN ends the iteration; it is not an error.",
-    "": "NaN and infinities are a `MatrixError` when the result is computed.",
-}
 
 # Names that other functions have, and what stands for them here.
 _HINTS = {
@@ -184,11 +177,16 @@ _inside = contextvars.ContextVar("inside", default=False)
 
 def documented(doc: str, options: type | None, cost: Cost) -> str:
     """Return a docstring with the options of runs, the costs, and what happens with NaN."""
-    product = options is ProductOptions
     texts = {name: _OPTION_TEXTS[name] for name in _hints(options)}
-    texts |= {"method": _PRODUCT_METHOD} if product else {}
-    kind = "product" if product or cost is TASKS else "turns" if options is TurnOptions else ""
-    nan = _NAN["check_finite" if "check_finite" in texts else kind]
+    texts |= {"method": _PRODUCT_METHOD} if options is ProductOptions else {}
+    error = "NaN and infinities are a `MatrixError` when it is computed"
+    nan = (
+        cost[2]
+        if len(cost) > 2
+        else f"{error}, unless ``check_finite=False``."
+        if "check_finite" in texts
+        else f"{error}."
+    )
     paragraphs = f"Where it runs: {cost[0]}.", f"Memory of a worker beside its chunks: {cost[1]}.", nan
     notes = "Notes\n-----\n" + "\n\n".join(textwrap.fill(text, 112) for text in paragraphs) + "\n"
     listed, behind = inspect.cleandoc(doc).split("\n\nReturns\n", 1)
