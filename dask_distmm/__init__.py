@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from dask_distmm import linalg
     from dask_distmm.api import explain, matmul
     from dask_distmm.arrays.dispatch import disable, enable, enabled, is_enabled
-    from dask_distmm.arrays.grouped import explain_grouped, matmul_grouped
     from dask_distmm.arrays.kinds import to_torch
     from dask_distmm.arrays.prepared import Matmul, distribute, free_replicas, replicate
-    from dask_distmm.arrays.product import NotCollective
+    from dask_distmm.arrays.product import NotCollective, explain_grouped, matmul_grouped
     from dask_distmm.arrays.quantize import BlockScaled, dequantize, quantize
     from dask_distmm.diagnostics.bars import progress
     from dask_distmm.numeric.epilogs import Epilog
@@ -42,10 +41,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "api": ("explain", "matmul"),
     "arrays.dispatch": ("disable", "enable", "enabled", "is_enabled"),
-    "arrays.grouped": ("explain_grouped", "matmul_grouped"),
     "arrays.kinds": ("to_torch",),
     "arrays.prepared": ("Matmul", "distribute", "free_replicas", "replicate"),
-    "arrays.product": ("NotCollective",),
+    "arrays.product": ("NotCollective", "explain_grouped", "matmul_grouped"),
     "arrays.quantize": ("BlockScaled", "dequantize", "quantize"),
     "diagnostics.bars": ("progress",),
     "numeric.epilogs": ("Epilog",),

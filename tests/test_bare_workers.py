@@ -167,7 +167,7 @@ def test_where_workers_do_not_fit_together(inproc_client: Client, monkeypatch: A
 
 
 def test_which_tasks_need_it() -> None:
-    from dask_distmm.arrays.batched import multiply_items
+    from dask_distmm.arrays.product import multiply_items
 
     assert needs_package(Task("x", multiply_items, 1))
     assert not needs_package(Task("x", np.add, np.ones(1000), 1))

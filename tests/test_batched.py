@@ -21,7 +21,7 @@ from narrow_cases import Narrow, random_fp8
 
 import dask_distmm
 from dask_distmm import NotCollective, PlanError, ProjectedMemoryError, explain, matmul, matmul_grouped
-from dask_distmm.arrays.batched import multiply_items
+from dask_distmm.arrays.product import multiply_items
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8, dtype_from_name
 from dask_distmm.testing import assert_product, random_chunks, random_matrix

@@ -11,7 +11,7 @@ from leaks import assert_nothing_left
 
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, matmul, matmul_grouped
-from dask_distmm.arrays import batched
+from dask_distmm.arrays import product
 from dask_distmm.planning import Worker
 from dask_distmm.planning.waves import choose_scheme
 from dask_distmm.runtime.keys import gate_barrier
@@ -38,8 +38,8 @@ def little_memory(monkeypatch):
                 continue
         raise AssertionError("never")
 
-    monkeypatch.setattr(batched, "fit_together", lambda *args: False)
-    monkeypatch.setattr(batched, "choose_scheme", choose_waves)
+    monkeypatch.setattr(product, "fit_together", lambda *args: False)
+    monkeypatch.setattr(product, "choose_scheme", choose_waves)
 
 
 def lazy(x, chunks, by_ranks):

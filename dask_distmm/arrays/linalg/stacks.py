@@ -24,6 +24,7 @@ from dask.utils import parse_bytes
 from dask_distmm.arrays.kinds import ndim_of
 from dask_distmm.arrays.linalg.factorize import common_type, operand
 from dask_distmm.arrays.linalg.public import EigResult, RunOptions, named
+from dask_distmm.arrays.product import stacked
 from dask_distmm.config import parsed
 from dask_distmm.errors import MatrixError, PlanError, check_square
 from dask_distmm.planning.factor import Factorization
@@ -245,15 +246,9 @@ def _by_runs(function: Callable[..., Any], arrays: Mapping[str, Array], options:
     if not found:
         raise PlanError(f"the stack is empty, {batch}: leave out the options of a run")
     if not isinstance(found[0], tuple):
-        return _stacked(found, batch)
-    parts = [_stacked(list(map(da.asarray, each)), batch) for each in zip(*found, strict=True)]
+        return stacked(found, batch)
+    parts = [stacked(list(map(da.asarray, each)), batch) for each in zip(*found, strict=True)]
     return type(found[0])(*parts) if hasattr(found[0], "_fields") else tuple(parts)
-
-
-def _stacked(found: list[Any], batch: tuple[int, ...]) -> Array:
-    for size in reversed(batch):
-        found = [da.stack(found[at : at + size]) for at in range(0, len(found), size)]
-    return cast(Array, found[0])
 
 
 def _batch_of(arrays: Mapping[str, Array]) -> tuple[int, ...]:
