@@ -102,7 +102,7 @@ def test_workers_end_their_writes_before_files_are_removed(client: Client, tmp_p
             raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        stores._by_workers(client, da.ones((4, 4), chunks=2), Slow())
+        stores._by_workers(client, da.store(da.ones((4, 4), chunks=2), Slow(), lock=False, compute=False))
     assert not any(client.run(stores._running).values())
 
 

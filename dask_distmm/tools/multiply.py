@@ -320,7 +320,7 @@ def write(client: Client, array: da.Array, path: Path, place: Place) -> None:
     """Write an array of equal chunks, which is in the cluster's memory, to a path of `staged`."""
     array = array.to_backend("numpy")
     if place.kind == "zarr":
-        _by_workers(client, array, make_zarr(path, place, array))
+        _by_workers(client, _to_zarr(path, place, array))
         return
     # Here, one after the other: a file that several hosts write to at once need not be whole on all file systems.
     with _file(path, place, array) as file:
@@ -340,29 +340,24 @@ def _file(path: Path, place: Place, array: da.Array) -> Iterator[Any]:
         yield file.create_dataset(place.inner or "data", shape=array.shape, dtype=array.dtype, chunks=chunks)
 
 
-def make_zarr(path: Path, place: Place, array: da.Array) -> Any:
-    """Return a new Zarr array for the workers to write, at a path of `staged`."""
+def _to_zarr(path: Path, place: Place, array: da.Array) -> Any:
+    """Return what writes an array to a new Zarr array, at a path of `staged`."""
     zarr, inside = _library("zarr", place.path), place.target != place.file
     version = zarr.open_group(str(place.file), mode="r").metadata.zarr_format if inside else 3
+    if place.inner and not inside:
+        zarr.open_group(str(path), mode="w")
     try:
-        if place.inner and not inside:
-            zarr.open_group(str(path), mode="w")
-        return zarr.create_array(
-            str(path),
-            name=None if inside else place.inner or None,
-            shape=array.shape,
-            chunks=tuple(max(1, size) for size in array.chunksize),
-            dtype=array.dtype,
-            zarr_format=version,
+        return array.to_zarr(
+            str(path), component=None if inside else place.inner or None, compute=False, zarr_format=version
         )
     except ValueError as error:
         raise DistMMError(f"Zarr can't store this result: {first_line(error)}") from error
 
 
-def _by_workers(client: Client, array: da.Array, target: Any) -> None:
+def _by_workers(client: Client, stored: Any) -> None:
     """Have the workers write; after an error or Ctrl-C wait for the tasks that write, whose files are removed then."""
     with undisturbed():
-        done = client.compute(da.store(array, target, lock=False, compute=False))
+        done = client.compute(stored)
     try:
         done.result()
     except BaseException:
