@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dask_distmm.arrays.prepared import Matmul, distribute, free_replicas, replicate
     from dask_distmm.arrays.product import NotCollective, explain_grouped, matmul_grouped
     from dask_distmm.arrays.quantize import BlockScaled, dequantize, quantize
-    from dask_distmm.diagnostics.bars import progress
+    from dask_distmm.diagnostics import progress
     from dask_distmm.numeric.epilogs import Epilog
     from dask_distmm.planning import BatchPlan, Explanation, GroupPlan, Plan
     from dask_distmm.planning.distribution import BlockCyclic, Slab
@@ -45,7 +45,7 @@ _HOMES = {
     "arrays.prepared": ("Matmul", "distribute", "free_replicas", "replicate"),
     "arrays.product": ("NotCollective", "explain_grouped", "matmul_grouped"),
     "arrays.quantize": ("BlockScaled", "dequantize", "quantize"),
-    "diagnostics.bars": ("progress",),
+    "diagnostics": ("progress",),
     "numeric.epilogs": ("Epilog",),
     "planning": ("BatchPlan", "Explanation", "GroupPlan", "Plan"),
     "planning.distribution": ("BlockCyclic", "Slab"),
@@ -102,7 +102,7 @@ async def dask_setup(server: Any) -> None:
 
 
 def _attach(scheduler: Any, plugin: Any) -> None:
-    importlib.import_module(f"{__name__}.diagnostics.page").attach(scheduler, plugin)
+    importlib.import_module(f"{__name__}.diagnostics").attach(scheduler, plugin)
 
 
 _check_imports()

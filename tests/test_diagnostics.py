@@ -20,8 +20,8 @@ from run_events import events
 
 import dask_distmm
 from dask_distmm import PlanError, linalg, matmul
-from dask_distmm.diagnostics import page as tables
-from dask_distmm.diagnostics.bars import as_html, as_lines, noted
+from dask_distmm import diagnostics as tables
+from dask_distmm.diagnostics import as_html, as_lines, noted
 from dask_distmm.errors import ProtocolError
 from dask_distmm.runtime.messages import ProgressLine, arguments_of
 from dask_distmm.runtime.run import PHASES, Records, Run, by_phase, progress_of
