@@ -19,7 +19,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar, Unpack, cast
+from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
 import dask.array as da
 import numpy as np
@@ -104,22 +104,13 @@ def takes(
 # Operands as they lie: the array under a lazy ``A.T``, ``A.conj()`` or ``A.rechunk(...)``
 
 
-# Operands as they lie: the array under a lazy ``A.T``, ``A.conj()`` or ``A.rechunk(...)``
-
-
 # Arrays beside A and B by name, each of two dimensions, or more for a batch.
 Extras = Sequence[tuple[str, da.Array]]
 
 
-class Source(NamedTuple):
-    """What a view is made of, by name."""
-
-    name: str
-    # Its chunks, where they do not follow from those of the view.
-    chunks: Chunks | None = None
-    transposed: bool = False
-    conjugated: bool = False
-
+# What a view is made of: its name; its chunks, where they do not follow from those of the view; whether the view is its
+# transpose, and its conjugate.
+Source = tuple[str, Chunks | None, bool, bool]
 
 # By the names of views; the latest ones.
 _sources: collections.OrderedDict[str, Source] = collections.OrderedDict()
@@ -144,7 +135,7 @@ def rechunk(x: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     found = dask_rechunk(x, *args, **kwargs)
     if x.ndim == 2 and found.name != x.name:
-        _note(found.name, Source(x.name, x.chunks))
+        _note(found.name, (x.name, x.chunks, False, False))
     return found
 
 
@@ -176,9 +167,10 @@ def view_of(x: da.Array) -> tuple[da.Array, bool, bool]:
     """
     transposed = conjugated = False
     # The array may have been computed meanwhile.
-    while (source := _sources.get(x.name) or _source_of(x)) is not None and source.name in x.dask.layers:
-        x = under(x, source.name, source.chunks or (x.chunks[::-1] if source.transposed else x.chunks))
-        transposed, conjugated = transposed != source.transposed, conjugated != source.conjugated
+    while (source := _sources.get(x.name) or _source_of(x)) is not None and source[0] in x.dask.layers:
+        name, chunks, turned, conj = source
+        x = under(x, name, chunks or (x.chunks[::-1] if turned else x.chunks))
+        transposed, conjugated = transposed != turned, conjugated != conj
     return x, transposed, conjugated and x.dtype.kind == "c"
 
 
@@ -189,9 +181,9 @@ def _source_of(x: da.Array) -> Source | None:
         return None
     name = next(iter(needs))
     if under(x, name, x.chunks[::-1]).T.name == x.name:
-        return _note(x.name, Source(name, transposed=True))
+        return _note(x.name, (name, None, True, False))
     if under(x, name, x.chunks).conj().name == x.name:
-        return _note(x.name, Source(name, conjugated=True))
+        return _note(x.name, (name, None, False, True))
     return None
 
 

@@ -6,7 +6,6 @@ letters can be read on, told apart with most kinds of colour blindness; whatever
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence, Sized
@@ -38,6 +37,9 @@ _NOBODY = "#DDDDDD"
 _LONGEST, _SHORTEST, _GAP, _TITLE = 210.0, 46.0, 26.0, 18.0
 _MOST_PARTS = 24
 
+# A part of a matrix: where its rows begin and end, and its columns; the ranks that have it, none for no rank in
+# particular.
+Cell = tuple[tuple[int, int], tuple[int, int], tuple[int, ...]]
 # A matrix: its shape, and what draws it, of a given place and size.
 Drawing = tuple[tuple[int, int], Callable[[float, float, float, float], list[str]]]
 # A line of a bar chart: the text before and after it; the lengths and colours of its parts, one after the other; where
@@ -50,23 +52,11 @@ def colour(number: int | None) -> str:
     return _NOBODY if number is None else _COLOURS[number % len(_COLOURS)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """A part of a matrix."""
-
-    # Where it begins and ends.
-    rows: tuple[int, int]
-    cols: tuple[int, int]
-    # The ranks that have it; none for no rank in particular.
-    ranks: tuple[int, ...] = ()
-
-    @property
-    def label(self) -> str:
-        """The text inside of it."""
-        ranks = self.ranks
-        if len(ranks) > 3 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-            return f"{ranks[0]}\N{EN DASH}{ranks[-1]}"
-        return ", ".join(map(str, ranks[:4])) + ("\N{HORIZONTAL ELLIPSIS}" if len(ranks) > 4 else "")
+def label(ranks: Sequence[int]) -> str:
+    """Return the text inside of a part."""
+    if len(ranks) > 3 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}\N{EN DASH}{ranks[-1]}"
+    return ", ".join(map(str, ranks[:4])) + ("\N{HORIZONTAL ELLIPSIS}" if len(ranks) > 4 else "")
 
 
 def coarse(edges: Sequence[int]) -> tuple[list[int], int]:
@@ -145,16 +135,16 @@ def _drawn(
     down, across = height / shape[0], width / shape[1]
     parts = [_text(x, y - 5, name, bold=True), _text(x + 9 + 7.2 * len(name), y - 5, caption, 11)]
     labels = []
-    for cell in cells:
-        left, right = (x + across * column for column in cell.cols)
-        top, bottom = (y + down * row for row in cell.rows)
+    for rows, cols, ranks in cells:
+        left, right = (x + across * column for column in cols)
+        top, bottom = (y + down * row for row in rows)
         # A tile that several ranks share is striped in their colours.
-        stripes = cell.ranks[:8] or (None,)
+        stripes = ranks[:8] or (None,)
         wide = (right - left) / len(stripes)
         parts += [_rect(left + at * wide, top, wide, bottom - top, colour(rank)) for at, rank in enumerate(stripes)]
-        size = min(12, int(bottom - top) - 2)
-        if size >= 7 and len(cell.label) * 0.62 * size <= right - left - 3:
-            labels.append(_text((left + right) / 2, (top + bottom) / 2 + size / 3, cell.label, size, "middle", "#000"))
+        size, text = min(12, int(bottom - top) - 2), label(ranks)
+        if size >= 7 and len(text) * 0.62 * size <= right - left - 3:
+            labels.append(_text((left + right) / 2, (top + bottom) / 2 + size / 3, text, size, "middle", "#000"))
         parts.append(_rect(left, top, right - left, bottom - top, "none", "#000"))
     lines = [f"M{_decimal(x)} {_decimal(y + down * edge)}h{_decimal(width)}" for edge in edges[0][1:-1]]
     lines += [f"M{_decimal(x + across * edge)} {_decimal(y)}v{_decimal(height)}" for edge in edges[1][1:-1]]
@@ -342,7 +332,7 @@ def _chunk_grids(plan: Plan) -> str:
         (rows, row_step), (cols, col_step) = (coarse(_edges(one)) for one in sizes)
         steps += [row_step, col_step]
         cells = [
-            Cell(row, col, who(owners, i * row_step * len(sizes[1]) + j * col_step, ranks=operand == "d"))
+            (row, col, who(owners, i * row_step * len(sizes[1]) + j * col_step, ranks=operand == "d"))
             for i, row in enumerate(itertools.pairwise(rows))
             for j, col in enumerate(itertools.pairwise(cols))
             if row[0] < row[1] and col[0] < col[1]
@@ -357,7 +347,7 @@ def _layout(plan: Plan) -> str:
     """Draw how A, B and D lie on the ranks while they are multiplied, over their chunks."""
     tiles, problem, note = ENGINES[plan.engine].tiles(plan), plan.problem, ""
     if tiles is not None:
-        whole = [Cell((0, problem.m), (0, problem.n), tuple(range(len(plan.ranks))))]
+        whole = [((0, problem.m), (0, problem.n), tuple(range(len(plan.ranks))))]
         found = [
             _dealt(tiles.a, (problem.m, problem.k)),
             _dealt(tiles.b, (problem.k, problem.n)),
@@ -371,7 +361,7 @@ def _layout(plan: Plan) -> str:
             _operand_parts(plan, plan.rows, plan.depth, (0, 2)),
             _operand_parts(plan, plan.depth, plan.cols, (2, 1)),
             # The parts of D that ranks have in the end, whatever chunks they belong to.
-            [Cell(rect[:2], rect[2:], (rank,)) for rank, rect in ends if rect[0] < rect[1] and rect[2] < rect[3]],
+            [(rect[:2], rect[2:], (rank,)) for rank, rect in ends if rect[0] < rect[1] and rect[2] < rect[3]],
         ]
         if plan.grid[0] > 1 and plan.grid[1] > 1:
             note = "Striped parts are needed by all ranks that they name."
@@ -388,14 +378,14 @@ def _operand_parts(plan: Plan, rows: Sequence[int], cols: Sequence[int], axes: t
     for rank in range(len(plan.ranks)):
         at = plan.coords(rank)
         who.setdefault((at[axes[0]], at[axes[1]]), []).append(rank)
-    return [Cell((rows[i], rows[i + 1]), (cols[j], cols[j + 1]), tuple(ranks)) for (i, j), ranks in who.items()]
+    return [((rows[i], rows[i + 1]), (cols[j], cols[j + 1]), tuple(ranks)) for (i, j), ranks in who.items()]
 
 
 def _dealt(tile: Tile, shape: tuple[int, int]) -> list[Cell]:
     """Return the blocks of a block-cyclic layout, with the rank that has each."""
     blocks = zip(shape, tile.layout.blocks, strict=True)
     rows, cols = (itertools.pairwise(coarse([*range(0, length, block), length])[0]) for length, block in blocks)
-    return [Cell(row, col, (tile.layout.owner(row[0], col[0]),)) for row, col in itertools.product(rows, cols)]
+    return [(row, col, (tile.layout.owner(row[0], col[0]),)) for row, col in itertools.product(rows, cols)]
 
 
 def _time_chart(plan: Plan) -> str:
@@ -466,7 +456,7 @@ def waves_html(plan: WavePlan) -> list[str]:
         for name, box in boxes.items():
             parts[name].setdefault(box, []).append(number)
     a, b, d = (
-        matrix(name.upper(), shape, [Cell(*box, tuple(waves)) for box, waves in parts[name].items()])
+        matrix(name.upper(), shape, [(*box, tuple(waves)) for box, waves in parts[name].items()])
         for name, shape in shapes.items()
     )
     both = ("loading", scheme.read_seconds, _MOVING), ("multiplying", scheme.run_seconds, _MULTIPLYING)
@@ -489,7 +479,7 @@ def factor_html(plan: FactorPlacement) -> list[str]:
     for number, one in enumerate(columns.matrices):
         blocks = range(columns.first(number), columns.first(number) + one.count)
         parts = [(columns.blocks[block][1:], columns.owner(block)) for block in blocks]
-        cells = [Cell((0, one.shape[0]), (start, stop), (rank,)) for (start, stop), rank in parts if start < stop]
+        cells = [((0, one.shape[0]), (start, stop), (rank,)) for (start, stop), rank in parts if start < stop]
         drawn.append(matrix(names[number].upper() if number < len(names) else "result", one.shape, cells))
     where = _section("Block columns, by the ranks that have them", _side_by_side(drawn, "which rank has which columns"))
     return [where, _worker_key(plan), _estimated(plan), _memory_chart(plan)]
@@ -502,7 +492,7 @@ def program_html(plan: ProgramPlacement) -> list[str]:
         # A chunk whose rows are not known is drawn like the others.
         edges, width = _edges([max(size, 1) for size in rows]), sum(cols)
         owned = zip(itertools.pairwise(edges), plan.owners, strict=True)
-        cells = [Cell(pair, (0, width), (rank,)) for pair, rank in owned]
+        cells = [(pair, (0, width), (rank,)) for pair, rank in owned]
         caption = f"? x {width}" * (min(rows) < 0)
         drawn.append(matrix(name.upper(), (edges[-1], width), cells, caption=caption))
     loops = "; one turn of a loop stands for all" * any(isinstance(step, Loop) for step in plan.steps(0))

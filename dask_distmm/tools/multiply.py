@@ -100,27 +100,18 @@ def first_line(error: BaseException) -> str:
 # Reading
 
 
-class Source:
-    """An array in a file, which is opened wherever a part of it is wanted."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
+def _read_part(place: Place, block_info: Any = None) -> Any:
+    """Return the part of an array in a file that is a chunk; the file is opened for it."""
+    where = block_info[None]["array-location"]
+    try:
         with opened(place) as found:
-            self.shape, self.dtype, self.ndim = tuple(found.shape), np.dtype(found.dtype), len(found.shape)
-            # Shape of the part that is read at once: a shard or a chunk; None in an .npy file.
-            self.stored = getattr(found, "shards", None) or getattr(found, "chunks", None)
-
-    def __getitem__(self, index: Any) -> Any:
-        try:
-            with opened(self.place) as found:
-                return np.array(found[index])
-        except DistMMError:
-            raise
-        except Exception as error:  # each format has errors of its own
-            parts = index if isinstance(index, tuple) else (index,)
-            where = ", ".join(f"{x.start}:{x.stop}" if isinstance(x, slice) else str(x) for x in parts)
-            message = f"{self.place}, the part [{where}] can't be read: {first_line(error)}; write it anew"
-            raise DistMMError(message) from error
+            return np.array(found[tuple(slice(*part) for part in where)])
+    except DistMMError:
+        raise
+    except Exception as error:  # each format has errors of its own
+        part = ", ".join(f"{start}:{stop}" for start, stop in where)
+        message = f"{place}, the part [{part}] can't be read: {first_line(error)}; write it anew"
+        raise DistMMError(message) from error
 
 
 @contextlib.contextmanager
@@ -188,24 +179,25 @@ def _some(names: Sequence[str]) -> str:
 def read(place: Place, workers: int, dtype: str | None = None) -> da.Array:
     """Return the array at a place. Lazy: the workers read it."""
     try:
-        source = Source(place)
+        with opened(place) as found:
+            shape, kind = tuple(found.shape), np.dtype(found.dtype)
+            # Shape of the part that is read at once: a shard or a chunk; None in an .npy file.
+            stored = getattr(found, "shards", None) or getattr(found, "chunks", None)
     except DistMMError:
         raise
     except Exception as error:  # each format has errors of its own
         raise PlanError(f"{place} can't be read: {first_line(error)}") from error
-    chunks = read_chunks(source.shape, source.dtype.itemsize, source.stored, workers)
     # A name of its own: chunks of an older file of the same name may still be on the cluster.
-    meta = np.empty((0,) * source.ndim, source.dtype)
-    name = f"read-{secrets.token_hex(8)}"
-    array = da.from_array(source, chunks=chunks, name=name, lock=False, asarray=True, fancy=False, meta=meta)
+    settings = {"name": f"read-{secrets.token_hex(8)}", "dtype": kind, "meta": np.empty((0,) * len(shape), kind)}
+    array = da.map_blocks(_read_part, place, chunks=read_chunks(shape, kind.itemsize, stored, workers), **settings)
     if dtype is None:
         return array
     try:
-        found = dtype_from_name(dtype)
+        wanted = dtype_from_name(dtype)
     except TypeError as error:
         message = f"--dtype {dtype}: there is no such type; expected, for example, float32 or complex128"
         raise PlanError(message) from error
-    return array if array.dtype == found else array.astype(found)
+    return array.astype(wanted, copy=False)
 
 
 def read_chunks(shape: Sequence[int], itemsize: int, stored: Sequence[int] | None, workers: int) -> Sizes:

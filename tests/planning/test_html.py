@@ -16,7 +16,7 @@ from dask_distmm import BatchPlan, NotCollective, Plan, explain
 from dask_distmm.errors import PlanError
 from dask_distmm.planning import METHODS
 from dask_distmm.planning.many import GroupPlan, Share
-from dask_distmm.show.html import Cell, coarse
+from dask_distmm.show.html import coarse, label
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -132,7 +132,7 @@ def test_edges_are_thinned_out(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "label"),
+    ("ranks", "text"),
     [
         ((), ""),
         ((3,), "3"),
@@ -141,5 +141,5 @@ def test_edges_are_thinned_out(sizes: list[int]) -> None:
         ((0, 2, 4, 6, 8), "0, 2, 4, 6\N{HORIZONTAL ELLIPSIS}"),
     ],
 )
-def test_labels_are_short(ranks: tuple[int, ...], label: str) -> None:
-    assert Cell((0, 1), (0, 1), ranks).label == label
+def test_labels_are_short(ranks: tuple[int, ...], text: str) -> None:
+    assert label(ranks) == text
