@@ -62,8 +62,8 @@ from dask_distmm.arrays.fallback import (
     added_in_64_bits,
     dask_tensordot,
     is_sparse,
-    left_to_dask,
     multiply_sparse,
+    or_dask,
     sparse_in_einsum,
     takes_sparse,
     why_not,
@@ -74,7 +74,7 @@ from dask_distmm.arrays.linalg.array_api import chain, power
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_shapes, parse, rechunk
 from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
-from dask_distmm.errors import EngineError, PlanError, ProjectedMemoryError, ProtocolError
+from dask_distmm.errors import PlanError
 from dask_distmm.runtime.chunks import array_kind
 
 # Contractions
@@ -522,13 +522,9 @@ def _product(a: Any, b: Any) -> Any:
     except PlanError:
         # Dask has an error to raise.
         return NotImplemented
-    raises = raises_beyond_memory()
-    try:
+
+    def make() -> Any:
         request = parse(a, b)
         return NotImplemented if why_leave(request) else multiply(request, enabled=True)
-    except (EngineError, ProtocolError) as error:
-        return left_to_dask(error)
-    except ProjectedMemoryError as error:
-        if raises:
-            raise
-        return left_to_dask(error)
+
+    return or_dask(make, raises=raises_beyond_memory())

@@ -24,7 +24,7 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_distmm.engines.base import log
-from dask_distmm.errors import MissingEngineError, PlanError
+from dask_distmm.errors import EngineError, MissingEngineError, PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.numeric.sparse import compressed, dense, multiply, sparse_package, total
 from dask_distmm.numeric.types import FP8, Types, supported
 from dask_distmm.planning import ENGINES
@@ -143,11 +143,19 @@ def has_unknown_chunks(x: da.Array) -> bool:
     return any(map(math.isnan, x.shape))
 
 
-def left_to_dask(error: Exception) -> Any:
-    """Return NotImplemented for a cluster on which nothing runs, and log why, unless an engine is missing there."""
-    if not isinstance(error, MissingEngineError):
-        log.warning("left to Dask's own tasks: %s", error)
-    return NotImplemented
+def or_dask(make: Callable[[], Any], *, raises: bool) -> Any:
+    """Return what `make` returns; NotImplemented where nothing runs on the cluster, and where memory is short.
+
+    The latter is an error if it `raises`. It is logged why, unless an engine is missing there.
+    """
+    try:
+        return make()
+    except (EngineError, ProtocolError, ProjectedMemoryError) as error:
+        if raises and isinstance(error, ProjectedMemoryError):
+            raise
+        if not isinstance(error, MissingEngineError):
+            log.warning("left to Dask's own tasks: %s", error)
+        return NotImplemented
 
 
 def added_in_64_bits(dtype: np.dtype[Any]) -> bool:

@@ -26,13 +26,13 @@ from dask.array.linalg import compression_level
 from dask.array.linalg import lstsq as dask_lstsq
 from dask.array.utils import svd_flip
 
-from dask_distmm.arrays.fallback import left_to_dask
+from dask_distmm.arrays.fallback import or_dask
 from dask_distmm.arrays.linalg import array_api, factors, leading, solutions, spectral
 from dask_distmm.arrays.linalg.factorize import common_type, goes_by_rows, problem_of
 from dask_distmm.arrays.linalg.public import QRResult, SVDResult, named
 from dask_distmm.arrays.linalg.stacks import RULES, by_one_task, by_tasks
 from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
-from dask_distmm.errors import EngineError, NotSquareError, PlanError, ProjectedMemoryError, ProtocolError
+from dask_distmm.errors import NotSquareError, PlanError
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.planning.factor import FactorProblem
 from dask_distmm.planning.planner import plan_computation
@@ -370,27 +370,18 @@ def _take(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: boo
     if np.isnan([size for x in arrays for size in x.shape]).any():
         return NotImplemented
     try:
-        made = make()
+        made = or_dask(make, raises=True)
     except NotSquareError:
         raise  # Dask's own error names arguments of a function inside of it.
     except PlanError:
         return NotImplemented  # Dask's own function has the error to raise.
-    except (EngineError, ProtocolError) as error:
-        return left_to_dask(error)
-    if not run:
+    if not run or made is NotImplemented:
         return made
     problem, raises = problem_of(made[0] if isinstance(made, tuple) else made), raises_beyond_memory()
     if problem is None:
         # Larger than the workers' memory: made of Dask's own tasks.
         return NotImplemented if stock == "full" else made
-    try:
-        return NotImplemented if _left(problem, stock) else made
-    except (EngineError, ProtocolError) as error:
-        return left_to_dask(error)
-    except ProjectedMemoryError:
-        if stock != "absent" and not raises:
-            return NotImplemented
-        raise
+    return or_dask(lambda: NotImplemented if _left(problem, stock) else made, raises=stock == "absent" or raises)
 
 
 def _left(problem: FactorProblem | ProgramProblem, stock: StockSupport) -> bool:
