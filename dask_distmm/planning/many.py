@@ -22,6 +22,7 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 from dask.utils import format_time
 
@@ -30,7 +31,7 @@ from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.model import Estimate
-from dask_distmm.planning.placement import Explanation, Placement, Shown
+from dask_distmm.planning.placement import Explanation, Placement
 
 # The runs that one result takes, one after the other
 
@@ -141,7 +142,7 @@ def _makespan(pieces: Sequence[float], slots: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class GroupPlan(Shown):
+class GroupPlan(Explanation):
     """How a group of products is computed. `explain_grouped` returns it.
 
     Parameters
@@ -160,6 +161,8 @@ class GroupPlan(Shown):
     shares: tuple[Share | None, ...]
     slots: int
     seconds: float
+    method: ClassVar[str] = "group"
+    bytes_moved: ClassVar[int | None] = None
 
 
 # Batches: many products of one shape. Whole items to workers, or a collective run for each? Pure

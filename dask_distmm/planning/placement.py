@@ -41,8 +41,23 @@ def _forms_of(kind: type) -> tuple[Callable[[Any], str], Callable[[Any], str]]:
     return _forms.get(kind, (object.__repr__, object.__repr__))
 
 
-class Shown:
-    """Base of classes whose forms as text and HTML are registered."""
+class Explanation:
+    """How a product would be computed, as `dask_distmm.explain` returns it. Shown as text, and as HTML in notebooks.
+
+    It is a `Plan` (a collective run), a `WavePlan` (a sequence of them), a `BatchPlan` (a batch) or a `NotCollective`
+    (Dask's own function): ask with ``isinstance``; `explain_grouped` returns a `GroupPlan`. All of them have these
+    attributes.
+
+    Attributes
+    ----------
+    method : str
+        The way: of a collective run its method; of a batch ``"items"`` or ``"collective"``; of a group ``"group"``;
+        else ``"dask"``.
+    seconds : float or None
+        Estimated time from ``persist`` until all of D is in memory; None where nothing was estimated.
+    bytes_moved : int or None
+        Estimated bytes that travel between workers, all together; None where nothing was estimated.
+    """
 
     __slots__ = ()
 
@@ -51,25 +66,6 @@ class Shown:
 
     def _repr_html_(self) -> str:
         return _forms_of(type(self))[1](self)
-
-
-class Explanation(Shown):
-    """How a product would be computed, as `dask_distmm.explain` returns it. Shown as text, and as HTML in notebooks.
-
-    It is a `Plan` (a collective run), a `WavePlan` (a sequence of them), a `BatchPlan` (a batch) or a `NotCollective`
-    (Dask's own function): ask with ``isinstance``. All of them have these attributes.
-
-    Attributes
-    ----------
-    method : str
-        The way: of a collective run its method; of a batch ``"items"`` or ``"collective"``; else ``"dask"``.
-    seconds : float or None
-        Estimated time from ``persist`` until all of D is in memory; None where nothing was estimated.
-    bytes_moved : int or None
-        Estimated bytes that travel between workers, all together; None where nothing was estimated.
-    """
-
-    __slots__ = ()
 
     if TYPE_CHECKING:
         # Some subclasses have these as fields of a dataclass, which a property here would take for their defaults.

@@ -446,9 +446,9 @@ def lsqr(
     """
     _check_false(show=show)
     limits = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
-    names = ("var",) if calc_var else ()
-    x, var, numbers = _least_squares("lsqr", A, b, x0, 2, iter_lim, limits, names, 8, how, calc_var=calc_var)
-    return x, numbers[0].astype(int), numbers[1].astype(int), *numbers[2:], var
+    x, numbers, *var = _least_squares("lsqr", A, b, x0, iter_lim, limits, how, calc_var=calc_var)
+    var = var or [zeros_like(x)]
+    return x, numbers[0].astype(int), numbers[1].astype(int), *numbers[2:], *var
 
 
 @public(RunOptions, SOLVED_IN_TURNS)
@@ -501,7 +501,7 @@ def lsmr(
     """
     _check_false(show=show)
     limits = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
-    x, _, numbers = _least_squares("lsmr", A, b, x0, None, maxiter, limits, (), 7, how)
+    x, numbers = _least_squares("lsmr", A, b, x0, maxiter, limits, how)
     last = numbers[-1] if x0 is None else norm(x)
     return x, numbers[0].astype(int), numbers[1].astype(int), *numbers[2:-1], last
 
@@ -511,15 +511,12 @@ def _least_squares(
     a: Any,
     b: Any,
     x0: Any,
-    most: int | None,
     maxiter: int | None,
     limits: dict[str, float],
-    more: tuple[str, ...],
-    count: int,
     how: RunOptions,
     **options: Any,
-) -> tuple[Array, Array, Array]:
-    """Return x, the estimate of variances and some numbers; by default up to `most` n iterations, or min(m, n)."""
+) -> tuple[Array, ...]:
+    """Return x, some numbers, and for `calc_var` the estimate of variances."""
     start = None if x0 is None else matrix("x0", x0, vector=True)
     a, functions = _two_functions(a, b, start) or (matrix("A", a), {})
     (m, n), columns = a.shape, a.chunks[1]
@@ -542,17 +539,13 @@ def _least_squares(
         else:
             product = times(a.astype(dtype), start, how)
         given["g"] = (right - product).rechunk(right.chunks)
-    wanted = {"x": "n.", "numbers": ".k float64", **dict.fromkeys(more, "n.")}
-    axes = {"n": columns, "k": (count,)}
-    if kind == "lsqr":
-        options["eps"] = float(np.finfo(dtype).eps)
-    if maxiter is None:
-        maxiter = min(m, n) if most is None else most * n
+    wanted = {"x": "n.", "numbers": ".k float64", **({"var": "n."} if options.get("calc_var") else {})}
+    axes, most = {"n": columns, "k": (8 if kind == "lsqr" else 7,)}, 2 * n if kind == "lsqr" else min(m, n)
+    options |= {"eps": float(np.finfo(dtype).eps)} if kind == "lsqr" else {}
     operands = {name: x.astype(dtype) for name, x in given.items()}
-    options |= {"maxiter": maxiter, **limits, **functions}
-    x, numbers, *var = by_program(kind, operands, wanted, how=how, axes=axes, **options)
-    x = x if start is None else x + start[:, 0].rechunk((columns,))
-    return x, var[0] if var else zeros_like(x), numbers
+    options |= {"maxiter": most if maxiter is None else maxiter, **limits, **functions}
+    x, *more = by_program(kind, operands, wanted, how=how, axes=axes, **options)
+    return x if start is None else x + start[:, 0].rechunk((columns,)), *more
 
 
 def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Array, dict[str, Any]] | None:
@@ -602,17 +595,13 @@ def _solved(
         _check_callback(function)
         if function is not None:
             functions.setdefault("functions", {})[name] = dumps(function)
-    n = len(a)
-    given = {"b": _vector("b", b, a)}
-    given |= {"g": _vector("x0", x0, a)} if x0 is not None else {}
-    dtype, operands = _in_rows(a, {"b": given["b"]}, given | _preconditioner(m, a, functions))
-    if maxiter is None:
-        maxiter = max(1, most * n)
+    right = {"b": _vector("b", b, a)}
+    start = {"g": _vector("x0", x0, a)} if x0 is not None else {}
+    dtype, operands = _in_rows(a, right, right | start | _preconditioner(m, a, functions))
+    options |= {} if kind == "cg" else {"eps": float(np.finfo(dtype).eps)}
     if "restart" in options:
-        options["restart"] = min(int(options["restart"]), n)
-    if kind != "cg":
-        options["eps"] = float(np.finfo(dtype).eps)
-    options |= {"maxiter": maxiter, **functions}
+        options["restart"] = min(int(options["restart"]), len(a))
+    options |= {"maxiter": max(1, most * len(a)) if maxiter is None else maxiter, **functions}
     x, info = by_program(kind, operands, {"x": "m.", "info": ".1 int64"}, how=how, **options)
     return x, info[0]
 
