@@ -305,12 +305,10 @@ def _in_blocks(a: da.Array, form: str, axis: int) -> BlockScaled:
     a = a.rechunk({axis: tuple(np.diff(edges, prepend=0).tolist())})
     short = tuple(-(-size // block) for size in a.chunks[axis])
     chunks = (short, a.chunks[1]) if axis == 0 else (a.chunks[0], short)
-    scale = _scale(a, _LARGEST_FP4 * largest("float8_e4m3fn")) if form == "nvfp4" else da.ones((), dtype=np.float32)
-    held = FP8["float8_e4m3fn"] if form == "nvfp4" else _E8M0
-    options = {"axis": axis, "form": form}
-    scales = da.map_blocks(_block_scales, a, scale, **options, chunks=chunks, meta=np.empty((0, 0), held))
-    kind = _E2M1 if form == "nvfp4" else FP8["float8_e4m3fn"]
-    meta = np.empty((0, 0), kind)
+    fp4, e4m3, options = form == "nvfp4", FP8["float8_e4m3fn"], {"axis": axis, "form": form}
+    scale = _scale(a, _LARGEST_FP4 * largest("float8_e4m3fn")) if fp4 else da.ones((), dtype=np.float32)
+    meta, block_meta = (np.empty((0, 0), dtype) for dtype in ((_E2M1, e4m3) if fp4 else (e4m3, _E8M0)))
+    scales = da.map_blocks(_block_scales, a, scale, **options, chunks=chunks, meta=block_meta)
     values = da.map_blocks(_block_values, a, scales, scale, **options, chunks=a.chunks, meta=meta)
     return BlockScaled(values, scales, scale, form, axis)
 
@@ -327,16 +325,17 @@ def _block_scales(x: Any, scale: Any, axis: int, form: str) -> Any:
 
 
 def _block_values(x: Any, scales: Any, scale: Any, axis: int, form: str) -> Any:
-    by = np.repeat(scales.astype(np.float32), _BLOCKS[form], axis)[: x.shape[0], : x.shape[1]] * scale
+    by = _repeated(scales, _BLOCKS[form], axis, x.shape) * scale
     with np.errstate(all="ignore"):
-        found = np.where(by > 0, x / by, np.float32(0)) if form == "nvfp4" else x / by
-    return (
-        np.clip(found, -_LARGEST_FP4, _LARGEST_FP4).astype(_E2M1)
-        if form == "nvfp4"
-        else saturated(found, "float8_e4m3fn")
-    )
+        if form != "nvfp4":
+            return saturated(x / by, "float8_e4m3fn")
+        return np.clip(np.where(by > 0, x / by, np.float32(0)), -_LARGEST_FP4, _LARGEST_FP4).astype(_E2M1)
+
+
+def _repeated(scales: Any, block: int, axis: int, shape: tuple[int, int]) -> Any:
+    """Return the scale of each element."""
+    return np.repeat(scales.astype(np.float32), block, axis)[: shape[0], : shape[1]]
 
 
 def _expanded(values: Any, scales: Any, axis: int, block: int) -> Any:
-    by = np.repeat(scales.astype(np.float32), block, axis)[: values.shape[0], : values.shape[1]]
-    return values.astype(np.float32) * by
+    return values.astype(np.float32) * _repeated(scales, block, axis, values.shape)

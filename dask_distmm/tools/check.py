@@ -38,7 +38,6 @@ _KINDS = {
     kind: tuple(name for name, one in ENGINES.items() if kind in one.computes) for kind in ("product", "factorization")
 }
 
-_PROGRAM = "import json, sys; from dask_distmm.tools import facts; json.dump(facts.of_process(), sys.stdout)"
 # Loading the libraries for GPUs takes seconds.
 _SECONDS = 120
 
@@ -78,7 +77,9 @@ def _of_this_machine() -> dict[str, Any]:
     """Ask a process of its own: a library that it loads may end it, and goes with it."""
     asked = "a process that loads the engines' libraries"
     try:
-        done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", questions.__name__], capture_output=True, timeout=_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"{asked} did not end within {_SECONDS} s"}
     if done.returncode:
