@@ -96,11 +96,7 @@ def progress(*x: Any, notebook: bool | None = None, file: TextIO | None = None) 
         threading.Thread(target=_in_background, args=(client, watched), daemon=True, name="distmm-progress").start()
         return None
     watched = _watch(client, futures, _written(file or sys.stderr))
-    return watched if client.asynchronous else _until_done(client, watched)
-
-
-def _until_done(client: Client, watched: Coroutine[Any, Any, None]) -> None:
-    client.sync(lambda: watched)
+    return watched if client.asynchronous else client.sync(lambda: watched)
 
 
 def _in_background(client: Client, watched: Coroutine[Any, Any, None]) -> None:

@@ -124,15 +124,12 @@ def rmm() -> dict[str, Any] | None:
     if "rmm" not in sys.modules:
         return None
     found = sys.modules["rmm"].mr.get_current_device_resource()
-    pool = 0
     size = getattr(found, "pool_size", None)
-    if callable(size):
-        pool = int(size())
     cupy = sys.modules.get("cupy")
     allocator = cupy.cuda.get_allocator() if cupy is not None else None
     return {
         "resource": type(found).__name__,
-        "pool_bytes": pool,
+        "pool_bytes": int(size()) if callable(size) else 0,
         "used_by_cupy": "rmm" in str(getattr(allocator, "__module__", "")),
     }
 
@@ -143,16 +140,6 @@ def blas_libraries() -> list[dict[str, Any]]:
     pools = importlib.import_module("threadpoolctl").threadpool_info()
     kept = ("internal_api", "version", "num_threads", "architecture", "threading_layer")
     return [{key: pool.get(key) for key in kept} for pool in pools if pool.get("user_api") == "blas"]
-
-
-def memory_limit() -> int:
-    """Return the bytes of memory that this process may use, within its container."""
-    return int(importlib.import_module("distributed.system").MEMORY_LIMIT)
-
-
-def cores() -> int:
-    """Return how many cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def of_process() -> dict[str, Any]:
@@ -167,8 +154,9 @@ def of_process() -> dict[str, Any]:
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "rmm": attempt(rmm),
         "blas": attempt(blas_libraries),
-        "cores": cores(),
-        "memory": attempt(memory_limit),
+        # Those that it may use, within its container.
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "memory": attempt(lambda: int(importlib.import_module("distributed.system").MEMORY_LIMIT)),
     }
 
 

@@ -280,30 +280,17 @@ def _numpys(ours: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+# Functions that are those of `np.linalg` of the same names, but for elements that are not finite.
+_SAME = (
+    "cross det diagonal eig eigh eigvals eigvalsh inv matrix_norm matrix_rank matrix_transpose outer slogdet solve "
+    "svdvals trace vecdot vector_norm"
+)
+_OURS = {**vars(array_api), **vars(spectral), **vars(solutions)}
 # What `np.linalg` has; others of its functions end in Dask's of the same names.
 _NUMPYS: dict[str, Callable[..., Any]] = {
-    "cholesky": _numpys_cholesky,
-    "cond": _cond,
-    "pinv": _pinv,
-    "qr": _named_qr,
-    "svd": _named_svd,
-    **{
-        one.__name__: _numpys(one)
-        for one in (
-            *(solutions.det, solutions.inv, solutions.slogdet, solutions.solve, spectral.eigh, spectral.eigvalsh),
-            *(
-                spectral.eig,
-                spectral.eigvals,
-                spectral.svdvals,
-                array_api.matrix_rank,
-                array_api.cross,
-                array_api.diagonal,
-                array_api.matrix_norm,
-            ),
-            *(array_api.matrix_transpose, array_api.outer, array_api.trace, array_api.vecdot, array_api.vector_norm),
-        )
-    },
-}
+    "cholesky": _numpys_cholesky, "cond": _cond, "pinv": _pinv, "qr": _named_qr, "svd": _named_svd,
+    **{name: _numpys(_OURS[name]) for name in _SAME.split()},
+}  # fmt: skip
 
 
 # Of ``dask.array``.
