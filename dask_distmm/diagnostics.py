@@ -147,12 +147,12 @@ def noted(line: ProgressLine) -> ProgressLine:
 
 def as_lines(found: Sequence[ProgressLine]) -> list[str]:
     """Return bars as lines of text."""
-    heads = [_line_head(line) for line in found]
+    named = [f"{short_name(line.name)}  run {line.run}" if line.run else short_name(line.name) for line in found]
+    heads = [f"{name}  {line.phase}" if line.phase else name for name, line in zip(named, found, strict=True)]
     width = max(map(len, heads), default=0)
     lines = []
     for head, line in zip(heads, found, strict=True):
-        full = int(_WIDTH * line.share)
-        note = line.note
+        full, note = int(_WIDTH * line.share), line.note
         lines.append(f"{head:<{width}}  [{'#' * full:<{_WIDTH}}] {line.share:4.0%}" + (f"  {note}" if note else ""))
     return lines
 
@@ -181,11 +181,6 @@ def short_name(name: str) -> str:
         return f"{short_name(wave[0])} wave {wave[1]}"
     front, _, token = name.rpartition("-")
     return f"{front}-{token[:8]}" if front else name
-
-
-def _line_head(line: ProgressLine) -> str:
-    run = f"  run {line.run}" if line.run else ""
-    return f"{short_name(line.name)}{run}" + (f"  {line.phase}" if line.phase else "")
 
 
 def _written(file: TextIO) -> Show:
@@ -544,7 +539,8 @@ def collect() -> Iterator[Any]:
     if plugin is None:
         return
     records: Records = plugin.records
-    prefix = _prefix()
+    namespace = dask.config.get("distributed.dashboard.prometheus.namespace", default="")
+    prefix = f"{namespace}_distmm" if namespace else "distmm"
     slowest = "Seconds that the slowest rank of each run took, by phase; runs that are done"
     for name, text, label, values in (
         ("runs", "Runs that have ended, by outcome", "outcome", records.ended),
@@ -574,11 +570,6 @@ def register_metrics(plugin: Any) -> None:
     first, _plugin = _plugin is None, weakref.ref(plugin)
     if first:
         REGISTRY.register(cast(Any, sys.modules[__name__]))
-
-
-def _prefix() -> str:
-    namespace = dask.config.get("distributed.dashboard.prometheus.namespace", default="")
-    return f"{namespace}_distmm" if namespace else "distmm"
 
 
 def attach(scheduler: Any, plugin: Any) -> None:

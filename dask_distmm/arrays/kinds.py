@@ -75,7 +75,7 @@ def _of_tensor(x: Any) -> Any:
             f"the operand is a tensor of layout {x.layout} on device {x.device}; expected a dense one on cpu or cuda: "
             "pass x.to_dense(), x.cpu()"
         )
-    name = _name_of(x.dtype)
+    name = str(x.dtype).removeprefix("torch.")
     x = x.resolve_conj().resolve_neg()
     carrier = _CARRIED.get(name)
     if carrier is None:
@@ -93,11 +93,6 @@ def _from_dlpack(x: Any, device: int) -> Any:
     import cupy
 
     return cupy.from_dlpack(x)
-
-
-def _name_of(dtype: Any) -> str:
-    """Return NumPy's name of a type of PyTorch."""
-    return str(dtype).removeprefix("torch.")
 
 
 def tensor_of(array: Any) -> Any:

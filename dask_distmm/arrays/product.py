@@ -324,7 +324,9 @@ def _schemes(
     there = {name for name, where in zip(distinct, known.placed, strict=True) if where is not None}
     # That stays in memory.
     held = sum(distinct[name].nbytes for name in there) / len(known.workers)
-    workers = [_less(worker, held / min(budget.managed, budget.process)) for worker in known.workers]
+    limits = (max(1, int(w.memory_limit - held / min(budget.managed, budget.process))) for w in known.workers)
+    every = zip(known.workers, limits, strict=True)
+    workers = [dataclasses.replace(w, memory_limit=limit if w.memory_limit else 0) for w, limit in every]
     if fit_together([x for name, x in distinct.items() if name not in there], made_bytes(requests), workers):
         return None
     lazy = [(a.name not in there, b.name not in there) for a, b in sources]
@@ -350,11 +352,6 @@ def _schemes(
     series = f"matmul-{tokenize([problem.name for problem in problems])}"
     before = itertools.accumulate((len(scheme.waves) for scheme in schemes), initial=0)
     return [dataclasses.replace(scheme, series=series, before=at) for scheme, at in zip(schemes, before, strict=False)]
-
-
-def _less(worker: Worker, held: float) -> Worker:
-    limit = max(1, int(worker.memory_limit - held)) if worker.memory_limit else 0
-    return dataclasses.replace(worker, memory_limit=limit)
 
 
 # Batches: the choice

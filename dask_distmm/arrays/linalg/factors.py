@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
@@ -116,12 +117,8 @@ def lu(a: Operand, permute_l: bool = False, *, p_indices: bool = False, **how: U
 def picked(x: Array, rows: Array) -> Array:
     """Return ``x[rows]``, in the chunks of `x`: within whole columns, which one worker has at a time."""
     columns = x.rechunk({0: -1})
-    found = blockwise(_pick, "ij", columns, "ij", rows.rechunk(-1), "i", dtype=x.dtype, meta=x._meta)
+    found = blockwise(operator.getitem, "ij", columns, "ij", rows.rechunk(-1), "i", dtype=x.dtype, meta=x._meta)
     return found.rechunk(x.chunks)
-
-
-def _pick(x: Any, rows: Any) -> Any:
-    return x[rows]
 
 
 def _permutation(p: Array, dtype: np.dtype) -> Array:
