@@ -6,7 +6,6 @@ letters can be read on, told apart with most kinds of colour blindness; whatever
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence, Sized
 from html import escape
@@ -76,19 +75,10 @@ def _decimal(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-def _text(
-    x: float,
-    y: float,
-    content: str,
-    size: int = 12,
-    anchor: str = "start",
-    fill: str = "currentColor",
-    *,
-    bold: bool = False,
-) -> str:
+def _text(x: float, y: float, content: str, size: int = 12, *, bold: bool = False, **more: str) -> str:
     """Return a line of text."""
-    where: dict[str, Any] = {"x": x + 0.0, "y": y + 0.0, "font_size": size, "text_anchor": anchor, "fill": fill}
-    return _tag("text", escape(content), **where, font_weight="bold" if bold else None)
+    given: dict[str, Any] = {"x": x + 0.0, "y": y + 0.0, "font_size": size, "fill": "currentColor"} | more
+    return _tag("text", escape(content), **given, font_weight="bold" if bold else None)
 
 
 def _rect(
@@ -115,43 +105,37 @@ def matrix(
     caption: str = "",
 ) -> Drawing:
     """Return a matrix to be drawn, of coloured parts, with lines at the edges of its chunks."""
+    caption = caption or f"{shape[0]} x {shape[1]}"
     # More parts can't be told apart.
     shown = cells if len(cells) <= _MOST_CELLS else cells[:: -(-len(cells) // _MOST_CELLS)]
-    return shape, functools.partial(_drawn, name, caption or f"{shape[0]} x {shape[1]}", shape, shown, edges)
 
+    def drawn(x: float, y: float, width: float, height: float) -> list[str]:
+        down, across = height / shape[0], width / shape[1]
+        parts = [_text(x, y - 5, name, bold=True), _text(x + 9 + 7.2 * len(name), y - 5, caption, 11)]
+        labels = []
+        for rows, cols, ranks in shown:
+            left, right = (x + across * column for column in cols)
+            top, bottom = (y + down * row for row in rows)
+            # A tile that several ranks share is striped in their colours.
+            stripes = ranks[:8] or (None,)
+            wide = (right - left) / len(stripes)
+            parts += [_rect(left + at * wide, top, wide, bottom - top, colour(rank)) for at, rank in enumerate(stripes)]
+            size, text = min(12, int(bottom - top) - 2), label(ranks)
+            if size >= 7 and len(text) * 0.62 * size <= right - left - 3:
+                labels.append(
+                    _text(
+                        (left + right) / 2, (top + bottom) / 2 + size / 3, text, size, text_anchor="middle", fill="#000"
+                    )
+                )
+            parts.append(_rect(left, top, right - left, bottom - top, "none", "#000"))
+        lines = [f"M{_decimal(x)} {_decimal(y + down * edge)}h{_decimal(width)}" for edge in edges[0][1:-1]]
+        lines += [f"M{_decimal(x + across * edge)} {_decimal(y)}v{_decimal(height)}" for edge in edges[1][1:-1]]
+        if lines:
+            dashes: dict[str, Any] = {"stroke_opacity": "0.35", "stroke_width": 0.8, "stroke_dasharray": "3 2"}
+            parts.append(_tag("path", d="".join(lines), stroke="#000", **dashes))
+        return [*parts, *labels, _rect(x, y, width, height, "none", "currentColor", 1.2)]
 
-def _drawn(
-    name: str,
-    caption: str,
-    shape: tuple[int, int],
-    cells: Sequence[Cell],
-    edges: tuple[Sequence[int], Sequence[int]],
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-) -> list[str]:
-    """Return a matrix at a place."""
-    down, across = height / shape[0], width / shape[1]
-    parts = [_text(x, y - 5, name, bold=True), _text(x + 9 + 7.2 * len(name), y - 5, caption, 11)]
-    labels = []
-    for rows, cols, ranks in cells:
-        left, right = (x + across * column for column in cols)
-        top, bottom = (y + down * row for row in rows)
-        # A tile that several ranks share is striped in their colours.
-        stripes = ranks[:8] or (None,)
-        wide = (right - left) / len(stripes)
-        parts += [_rect(left + at * wide, top, wide, bottom - top, colour(rank)) for at, rank in enumerate(stripes)]
-        size, text = min(12, int(bottom - top) - 2), label(ranks)
-        if size >= 7 and len(text) * 0.62 * size <= right - left - 3:
-            labels.append(_text((left + right) / 2, (top + bottom) / 2 + size / 3, text, size, "middle", "#000"))
-        parts.append(_rect(left, top, right - left, bottom - top, "none", "#000"))
-    lines = [f"M{_decimal(x)} {_decimal(y + down * edge)}h{_decimal(width)}" for edge in edges[0][1:-1]]
-    lines += [f"M{_decimal(x + across * edge)} {_decimal(y)}v{_decimal(height)}" for edge in edges[1][1:-1]]
-    if lines:
-        dashes: dict[str, Any] = {"stroke_opacity": 0.35, "stroke_width": 0.8, "stroke_dasharray": "3 2"}
-        parts.append(_tag("path", d="".join(lines), stroke="#000", **dashes))
-    return [*parts, *labels, _rect(x, y, width, height, "none", "currentColor", 1.2)]
+    return shape, drawn
 
 
 def product_diagram(a: Drawing, b: Drawing, d: Drawing, label: str) -> str:
@@ -552,7 +536,7 @@ def _time_lines(spans: Sequence[Span]) -> str:
             box = _rect(60 + _LINE * start / end, 20.0 * rank + 3, _LINE * (stop - start) / end, 14, fills[name])
             parts.append(box.removesuffix("/>") + f">{title}</rect>")
     parts.append(_text(60, 20.0 * ranks + 14, "0", 11))
-    parts.append(_text(60 + _LINE, 20.0 * ranks + 14, format_time(end), 11, "end"))
+    parts.append(_text(60 + _LINE, 20.0 * ranks + 14, format_time(end), 11, text_anchor="end"))
     chart = _figure(64 + _LINE, 20.0 * ranks + 20, "what each rank does when", parts)
     return chart + key([*named, (fills["wait"], "wait")])
 

@@ -188,9 +188,7 @@ def demo(ctx: click.Context, /, size: int, workers: int | None) -> None:
 @SCHEDULER
 @WORKERS
 @guarded("no half-written result is left.")
-def matmul(
-    out: str, aux_out: str | None, overwrite: bool, scheduler: str | None, workers: int | None, **request: Any
-) -> None:
+def matmul(**request: Any) -> None:
     """Multiply the arrays in files A and B, and store the result.
 
     \b
@@ -212,8 +210,7 @@ def matmul(
     """  # noqa: D301 - click reads the backspace
     from dask_distmm.tools import multiply
 
-    where: dict[str, Any] = {"scheduler": scheduler, "workers": workers}
-    multiply.multiply_files(request, out, aux_out, **where, overwrite=overwrite, say=click.echo)
+    multiply.multiply_files(request, click.echo)
 
 
 @main.command(cls=Sections)
@@ -222,7 +219,7 @@ def matmul(
 @worker_count("Workers to imagine, where no --scheduler is given.", "as `matmul` would start")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan as a page with pictures.")
 @guarded("nothing was computed.")
-def explain(scheduler: str | None, workers: int | None, html: Path | None, **request: Any) -> None:
+def explain(html: Path | None, **request: Any) -> None:
     """Show how A and B would be multiplied: method, bytes, memory, time. Computes nothing.
 
     Takes the files and options of `matmul`. Without --scheduler it plans for imagined workers with one
@@ -233,7 +230,7 @@ def explain(scheduler: str | None, workers: int | None, html: Path | None, **req
     if html is not None:
         # Before the work for it.
         multiply.check_folder(f"--html {html}", html.absolute().parent)
-    plan = multiply.explained(request, scheduler, workers)
+    plan = multiply.explained(request, request["scheduler"])
     click.echo(repr(plan))
     if html is not None:
         multiply.write_page(html, multiply.plan_page(plan, f"{request['a']} @ {request['b']}"))

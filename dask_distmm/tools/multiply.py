@@ -374,8 +374,8 @@ def _running(dask_worker: Any) -> int:
 Say = Callable[[str], None]
 
 
-# A product of arrays in files, as a user asks for it on the command line: A, B and C, the inputs of the epilog, and
-# arguments of `matmul`, by the names of the options.
+# A product of arrays in files, as a user asks for it on the command line: A, B and C, the inputs of the epilog,
+# arguments of `matmul`, where results go and what computes them, by the names of the options.
 Asked = Mapping[str, Any]
 
 
@@ -434,10 +434,10 @@ def out_chunks(chunks: Sequence[Sequence[int]], wanted: Sequence[int] | None) ->
 # The plan
 
 
-def explained(asked: Asked, scheduler: str | None, workers: int | None) -> Explanation:
+def explained(asked: Asked, scheduler: str | None) -> Explanation:
     """Return the plan for a product: on a cluster, or on workers of this machine that are only imagined."""
     if scheduler is None:
-        count = workers or default_workers()
+        count = asked["workers"] or default_workers()
         arrays, options = arguments(asked, count)
         with dask.config.set(scheduler="threads"):  # whatever client there may be in this process
             return explain(*arrays, **options, workers=count)
@@ -466,17 +466,9 @@ def write_page(path: Path, text: str) -> None:
 # The product
 
 
-def multiply_files(
-    asked: Asked,
-    out: str,
-    aux_out: str | None,
-    *,
-    scheduler: str | None,
-    workers: int | None,
-    overwrite: bool,
-    say: Say,
-) -> None:
+def multiply_files(asked: Asked, say: Say) -> None:
     """Multiply and store the result."""
+    out, aux_out, overwrite, scheduler = (asked[name] for name in ("out", "aux_out", "overwrite", "scheduler"))
     targets = [parse_place(out), *([parse_place(aux_out)] if aux_out is not None else [])]
     if aux_out is not None and not kept(asked):
         raise PlanError(
@@ -490,10 +482,10 @@ def multiply_files(
         check_target(place, overwrite)
     if scheduler is None:
         # Before a cluster is started: most mistakes show here.
-        explained(asked, None, workers)
+        explained(asked, None)
     with contextlib.ExitStack() as stack:
         paths = [stack.enter_context(staged(place, overwrite)) for place in targets]
-        with connected(scheduler, workers, "matmul") as client:
+        with connected(scheduler, asked["workers"], "matmul") as client:
             if scheduler is not None:
                 _check_paths(client, [place.path for place in places(asked) if not place.remote], os.R_OK)
                 _check_paths(client, [str(path.parent) for path in paths if path], os.W_OK)

@@ -173,18 +173,8 @@ def _svd_compressed(
     )
 
 
-def _cov(
-    m: Any,
-    y: Any = None,
-    rowvar: bool = True,
-    bias: bool = False,
-    ddof: int | None = None,
-    fweights: Any = None,
-    aweights: Any = None,
-    *,
-    dtype: Any = None,
-) -> Any:
-    if fweights is not None or aweights is not None or dtype is not None or not isinstance(ddof, int | None):
+def _cov(m: Any, y: Any = None, rowvar: bool = True, bias: bool = False, ddof: Any = None, **weights: Any) -> Any:
+    if any(x is not None for x in weights.values()) or not isinstance(ddof, int | None):
         return NotImplemented
     return _covariances(lambda: leading.cov(m, None, bool(rowvar), bool(bias), ddof), m, y, rowvar, ddof or 1)
 
