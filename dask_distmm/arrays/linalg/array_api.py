@@ -657,7 +657,7 @@ def gram(x: Operand, **how: Unpack[ProductOptions]) -> Array:
     array([[10., 14.],
            [14., 20.]])
     """
-    x = computed("x", x, sparse_rows=True)
+    x = computed("x", x, sparse=True)
     if sparse_package(x._meta):
         if how.get("method") is not None:
             raise PlanError(f"method={how['method']!r} is not for sparse rows: leave it out")

@@ -77,19 +77,13 @@ def filled(array: Array) -> Array:
 
 
 def matrix(
-    name: str,
-    x: Any,
-    *,
-    vector: bool = False,
-    unknown_rows: bool = False,
-    stack: bool = False,
-    sparse_rows: bool = False,
+    name: str, x: Any, *, vector: bool = False, unknown_rows: bool = False, stack: bool = False, sparse: bool = False
 ) -> Array:
     """Return an operand as a matrix of known chunks; with `unknown_rows` only those of columns are.
 
-    With `sparse_rows` its chunks may be sparse, if it has not more columns than rows.
+    With `sparse` its chunks may be, if it has not more columns than rows.
     """
-    array = operand(name, x, sparse=sparse_rows)
+    array = operand(name, x, sparse=sparse)
     if stack and array.ndim > 2:
         return array
     if array.ndim == 1 and vector:
@@ -128,9 +122,9 @@ def _output(name: str, chunks: Chunks, dtype: str) -> NamedMatrix:
     return NamedMatrix(name, (rows or (1,), cols or (1,)), dtype, axes)
 
 
-def computed(name: str, x: Any, *, vector: bool = False, sparse_rows: bool = False) -> Array:
+def computed(name: str, x: Any, *, sparse: bool = False) -> Array:
     """Return an operand as a matrix of the type in which it is computed, for products and Dask's functions."""
-    array = matrix(name, x, vector=vector, sparse_rows=sparse_rows)
+    array = matrix(name, x, sparse=sparse)
     return array.astype(common_type({name: array}))
 
 

@@ -193,7 +193,7 @@ def qr(a: Operand, mode: Literal["reduced", "complete", "r"] = "reduced", **how:
     >>> linalg.qr([[3.0, 0.0], [4.0, 5.0]]).R.shape
     (2, 2)
     """
-    a = matrix("a", a, unknown_rows=mode != "complete", sparse_rows=True)
+    a = matrix("a", a, unknown_rows=mode != "complete", sparse=True)
     if mode != "complete" and goes_by_rows(a, how):
         found: tuple[Array, ...] = ()
         with left_beyond_memory(a):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 import secrets
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, cast
 
 import numpy as np
@@ -81,7 +81,7 @@ def cg(
     >>> linalg.cg([[2.0, 0.0], [0.0, 4.0]], [1.0, 1.0])[0].compute()
     array([0.5 , 0.25])
     """
-    return _solved("cg", A, b, x0, M, {"callback": callback}, 10, maxiter, how, rtol=rtol, atol=atol)
+    return _solved("cg", (A, b, x0, M), {"callback": callback}, maxiter, how, rtol=rtol, atol=atol)
 
 
 @public(RunOptions, SOLVED_IN_TURNS)
@@ -145,7 +145,7 @@ def minres(
     array([ 0.5 , -0.25])
     """
     _check_false(show=show, check=check)
-    return _solved("minres", A, b, x0, M, {"callback": callback}, 5, maxiter, how, rtol=rtol, shift=shift)
+    return _solved("minres", (A, b, x0, M), {"callback": callback}, maxiter, how, rtol=rtol, shift=shift)
 
 
 @public(RunOptions, SOLVED_IN_TURNS)
@@ -215,7 +215,7 @@ def gmres(
         raise PlanError(f"restart must be at least 1, got {restart}")
     functions = {"pr_norm" if callback_type == "pr_norm" else "callback": callback}
     options = {"rtol": rtol, "atol": atol, "restart": restart or 20}
-    return _solved("gmres", A, b, x0, M, functions, 10, maxiter, how, **options)
+    return _solved("gmres", (A, b, x0, M), functions, maxiter, how, **options)
 
 
 @public(RunOptions, TURNS)
@@ -446,7 +446,7 @@ def lsqr(
     """
     _check_false(show=show)
     limits = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
-    x, numbers, *var = _least_squares("lsqr", A, b, x0, iter_lim, limits, how, calc_var=calc_var)
+    x, numbers, *var = _least_squares("lsqr", (A, b, x0), iter_lim, limits, how, calc_var=calc_var)
     var = var or [zeros_like(x)]
     return x, numbers[0].astype(int), numbers[1].astype(int), *numbers[2:], *var
 
@@ -501,22 +501,16 @@ def lsmr(
     """
     _check_false(show=show)
     limits = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
-    x, numbers = _least_squares("lsmr", A, b, x0, maxiter, limits, how)
+    x, numbers = _least_squares("lsmr", (A, b, x0), maxiter, limits, how)
     last = numbers[-1] if x0 is None else norm(x)
     return x, numbers[0].astype(int), numbers[1].astype(int), *numbers[2:-1], last
 
 
 def _least_squares(
-    kind: str,
-    a: Any,
-    b: Any,
-    x0: Any,
-    maxiter: int | None,
-    limits: dict[str, float],
-    how: RunOptions,
-    **options: Any,
+    kind: str, given: Sequence[Any], maxiter: int | None, limits: dict[str, float], how: RunOptions, **options: Any
 ) -> tuple[Array, ...]:
-    """Return x, some numbers, and for `calc_var` the estimate of variances."""
+    """Return x, some numbers, and for `calc_var` the estimate of variances, of A, b and x0."""
+    a, b, x0 = given
     start = None if x0 is None else matrix("x0", x0, vector=True)
     a, functions = _two_functions(a, b, start) or (matrix("A", a), {})
     (m, n), columns = a.shape, a.chunks[1]
@@ -527,7 +521,7 @@ def _least_squares(
         raise PlanError(f"A must have rows and columns, got {m} x {n}")
     right = _vector("b", b, a).rechunk((a.chunks[0], -1))
     dtype = common_type({"A": a, "b": right})
-    given = {"a": a, "b": right}
+    operands = {"a": a, "b": right}
     if start is not None:
         if start.shape != (n, 1):
             raise PlanError(f"A is {m} x {n}, so x0 must have shape ({n},); it has {operand('x0', x0).shape}")
@@ -538,11 +532,11 @@ def _least_squares(
             product = right.map_blocks(_rows_by, whole, function=function, dtype=dtype, meta=start._meta)
         else:
             product = times(a.astype(dtype), start, how)
-        given["g"] = (right - product).rechunk(right.chunks)
+        operands["g"] = (right - product).rechunk(right.chunks)
     wanted = {"x": "n.", "numbers": ".k float64", **({"var": "n."} if options.get("calc_var") else {})}
     axes, most = {"n": columns, "k": (8 if kind == "lsqr" else 7,)}, 2 * n if kind == "lsqr" else min(m, n)
     options |= {"eps": float(np.finfo(dtype).eps)} if kind == "lsqr" else {}
-    operands = {name: x.astype(dtype) for name, x in given.items()}
+    operands = {name: x.astype(dtype) for name, x in operands.items()}
     options |= {"maxiter": most if maxiter is None else maxiter, **limits, **functions}
     x, *more = by_program(kind, operands, wanted, how=how, axes=axes, **options)
     return x if start is None else x + start[:, 0].rechunk((columns,)), *more
@@ -577,18 +571,10 @@ def _check_false(**options: bool) -> None:
 
 
 def _solved(
-    kind: str,
-    a: Any,
-    b: Any,
-    x0: Any,
-    m: Any,
-    callbacks: Mapping[str, Any],
-    most: int,
-    maxiter: int | None,
-    how: RunOptions,
-    **options: Any,
+    kind: str, given: Sequence[Any], callbacks: Mapping[str, Any], maxiter: int | None, how: RunOptions, **options: Any
 ) -> tuple[Any, Any]:
-    """Return x and info of a square matrix; by default up to `most` n iterations."""
+    """Return x and info, of a square matrix A, b, x0 and M."""
+    a, b, x0, m = given
     _check(how, maxiter, **options)
     a, functions = _operator(a, b, "b")
     for name, function in callbacks.items():
@@ -601,7 +587,7 @@ def _solved(
     options |= {} if kind == "cg" else {"eps": float(np.finfo(dtype).eps)}
     if "restart" in options:
         options["restart"] = min(int(options["restart"]), len(a))
-    options |= {"maxiter": max(1, most * len(a)) if maxiter is None else maxiter, **functions}
+    options |= {"maxiter": maxiter or max(1, (5 if kind == "minres" else 10) * len(a)), **functions}
     x, info = by_program(kind, operands, {"x": "m.", "info": ".1 int64"}, how=how, **options)
     return x, info[0]
 

@@ -90,7 +90,7 @@ def svd_compressed(
     >>> s.compute().round(6)
     array([3.])
     """
-    a = computed("a", a, sparse_rows=True)
+    a = computed("a", a, sparse=True)
     if not 1 <= k <= min(a.shape):
         raise PlanError(f"k must be between 1 and {min(a.shape)}, got {k}")
     for name, value in (("n_power_iter", n_power_iter), ("n_oversamples", n_oversamples), ("seed", seed or 0)):
@@ -166,7 +166,7 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
     >>> variances.compute().round(6), mean.compute()
     (array([4.]), array([2., 1.]))
     """
-    a = matrix("a", a, sparse_rows=True)
+    a = matrix("a", a, sparse=True)
     sparse, given = bool(sparse_package(a._meta)), common_type({"a": a})
     dtype = np.result_type(given, np.float64) if sparse else given
     most = min(a.shape)
@@ -280,5 +280,5 @@ def _covariances(given: Mapping[str, Any], rowvar: bool, ddof: int, correlation:
 def _observations(name: str, x: Any, rowvar: bool) -> Array:
     """Return a matrix with a column for each variable, in the type in which NumPy has covariances."""
     array = operand(name, x, sparse=True)
-    found = matrix(name, array if array.ndim == 1 or not rowvar else array.T, vector=True, sparse_rows=True)
+    found = matrix(name, array if array.ndim == 1 or not rowvar else array.T, vector=True, sparse=True)
     return found.astype(np.result_type(common_type({name: found}), np.float64))

@@ -409,7 +409,7 @@ def lstsq(
     >>> x.compute().round(6)
     array([2.])
     """
-    a, b = matrix("a", a, unknown_rows=True, sparse_rows=True), operand("b", b)
+    a, b = matrix("a", a, unknown_rows=True, sparse=True), operand("b", b)
     if goes_by_rows(a, how):
         return least_squares_by_rows(a, b, rcond, how)
     if rcond is not None:
@@ -488,7 +488,7 @@ def ridge(a: Operand, b: Operand, alpha: float | Sequence[float], **how: Unpack[
     >>> linalg.ridge([[1.0], [1.0]], [1.0, 3.0], alpha=2.0).compute().round(6)
     array([1.])
     """
-    a, b = matrix("a", a, unknown_rows=True, sparse_rows=True), operand("b", b)
+    a, b = matrix("a", a, unknown_rows=True, sparse=True), operand("b", b)
     try:
         alphas = np.atleast_1d(np.asarray(alpha, np.float64))
     except (TypeError, ValueError):

@@ -583,7 +583,7 @@ def svd(a: Operand, full_matrices: bool = True, compute_uv: bool = True, **how: 
     >>> linalg.svd([[0.0, 2.0], [1.0, 0.0]]).S.compute()
     array([2., 1.])
     """
-    a = matrix("a", a, unknown_rows=not (full_matrices and compute_uv), sparse_rows=True)
+    a = matrix("a", a, unknown_rows=not (full_matrices and compute_uv), sparse=True)
     m, n = a.shape
     full, method = full_matrices and compute_uv and m != n, how.get("method", "auto")
     if full and method != "auto" and method != "local" and a.size:
