@@ -103,6 +103,15 @@ def test_tall_results_that_do_not_fit(dtype: str, monkeypatch: pytest.MonkeyPatc
     q, r = da.compute(*linalg.qr(a))
     assert_qr(x, q, r)
     assert linalg.qr(a, "r").chunks == ((5, 5, 2), (5, 5, 2))
+
+    def short(*arrays: object) -> None:
+        raise ProjectedMemoryError("too large", {}, {})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(factorize, "reduced", short)  # what R is reduced to does not fit either
+        r = linalg.qr(a, "r")
+        assert r.chunks == ((5, 5, 2), (5, 5, 2))
+        np.testing.assert_allclose(abs(r.compute()), abs(np.linalg.qr(x)[1]), rtol=0, atol=tolerance * 100)
     u, s, vh = da.compute(*linalg.svd(a, full_matrices=False))
     np.testing.assert_allclose((u * s) @ vh, x, rtol=0, atol=tolerance * 100)
     np.testing.assert_allclose(s, np.linalg.svd(x, compute_uv=False), rtol=tolerance)

@@ -198,11 +198,10 @@ def qr(a: Operand, mode: Literal["reduced", "complete", "r"] = "reduced", **how:
         found: tuple[Array, ...] = ()
         with left_beyond_memory(a):
             found = by_program("qr", {"a": a}, {"r": "nn"} if mode == "r" else {"q": "mn", "r": "nn"}, how=how)
-        cols = a.chunks[1]
-        q, r = ((None, *found) if mode == "r" else found) or reduced(rows_of(a))
-        found = (r.rechunk((cols, cols)),) if mode == "r" else (q.rechunk({1: cols}), r.rechunk((cols, cols)))
-    else:
-        inner = "m" if mode == "complete" else "r"
-        wanted = {"r": "rn"} if mode == "r" else {"q": f"m{inner}", "r": f"{inner}n"}
-        found = factorize("qr", {"a": a}, wanted, mode=mode, how=how)
+        *q, r = found or reduced(rows_of(a))
+        r = r.rechunk((a.chunks[1], a.chunks[1]))
+        return r if mode == "r" else QRResult(q[0].rechunk({1: a.chunks[1]}), r)
+    inner = "m" if mode == "complete" else "r"
+    wanted = {"r": "rn"} if mode == "r" else {"q": f"m{inner}", "r": f"{inner}n"}
+    found = factorize("qr", {"a": a}, wanted, mode=mode, how=how)
     return found[0] if mode == "r" else QRResult(*found)
