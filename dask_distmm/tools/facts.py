@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -94,13 +95,10 @@ def gpus() -> dict[str, Any]:
             status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_READ)
             return bool(status == nvml.NVML_P2P_STATUS_OK)
 
+        pairs = list(itertools.combinations(range(len(handles)), 2))
+        both = [(handles[i], handles[j]) for i, j in pairs]
         apart = attempt(
-            lambda: [
-                [i, j]
-                for i, one in enumerate(handles)
-                for j, other in enumerate(handles)
-                if i < j and not (reaches(one, other) and reaches(other, one))
-            ]
+            lambda: [[*at] for at, (x, y) in zip(pairs, both, strict=True) if not (reaches(x, y) and reaches(y, x))]
         )
         return {
             "driver": name(nvml.nvmlSystemGetDriverVersion()),
