@@ -326,6 +326,29 @@ def test_operator(client):
             assert not is_items(x @ y)  # too little work
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (((2, 3, 7), (1, 2, 3)), ((2, 7, 8), (2, 4, 5))),
+        (((4, 1, 6, 7), (2, 1, 4, 7)), ((3, 7, 5), (1, 3, 2))),
+        (((6, 5), (2, 3)), ((3, 5, 4), (2, 5, 4))),
+        (((5,), (2,)), ((3, 5, 4), (1, 4, 3))),
+        (((3, 4, 5), (1, 4, 3)), ((5,), (2,))),
+    ],
+)
+def test_stacks_have_dasks_chunks_under_enable(client, first, second):
+    rng = np.random.default_rng()
+    (a, x), (b, y) = (
+        (one := rng.standard_normal(shape), da.from_array(one, chunks)) for shape, chunks in (first, second)
+    )
+    stock = da.matmul(x, y)
+    with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0}):
+        d = x @ y
+    assert is_items(d)
+    assert d.chunks == stock.chunks
+    np.testing.assert_allclose(d.compute(), a @ b, rtol=1e-12, atol=1e-12)
+
+
 def test_what_is_not_ours_is_dasks(client):
     objects = da.from_array(np.ones((2, 4, 4), object), chunks=2)
     assert not is_items(matmul(objects, objects))

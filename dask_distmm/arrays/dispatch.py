@@ -30,6 +30,7 @@ part is a GEMM of reshaped chunks.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -505,6 +506,16 @@ def _einsum(*args: Any, **kwargs: Any) -> Any:
     return NotImplemented if asked is None or sparse_in_einsum(*asked[1]) else einsum(*asked, _product)
 
 
+def _chunks_of_stack(a: Array, b: Array) -> tuple[tuple[int, ...], ...]:
+    """Return the chunks that Dask's product of stacks of matrices has."""
+    # Axes by their place in the result; of vectors there is only that which is summed.
+    batch = tuple(range(-max(a.ndim, b.ndim), -2))
+    left = (*batch[len(batch) + 2 - a.ndim :], -2, "k") if a.ndim > 1 else ("k",)
+    right = (*batch[len(batch) + 2 - b.ndim :], "k", -1) if b.ndim > 1 else ("k",)
+    sizes, _ = unify_chunks(a, left, b, right, warn=False)
+    return tuple(sizes[axis] for axis in (*batch, -2, -1) if axis in sizes)
+
+
 def _product(a: Any, b: Any) -> Any:
     """Multiply here, or answer NotImplemented."""
     if 0 in (ndim_of(a), ndim_of(b)):
@@ -525,6 +536,8 @@ def _product(a: Any, b: Any) -> Any:
 
     def make() -> Any:
         request = parse(a, b)
+        if request.is_batch:
+            request = dataclasses.replace(request, out_chunks=_chunks_of_stack(a, b))
         return NotImplemented if why_leave(request) else multiply(request, enabled=True)
 
     return or_dask(make, raises=raises_beyond_memory())
