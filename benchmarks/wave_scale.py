@@ -21,7 +21,7 @@ from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import dask_costs, wave_budget
-from dask_distmm.graph.waves import WavesLayer, build_waves
+from dask_distmm.graph.build import build_graph
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.waves import choose_scheme, wave_problem
 from dask_distmm.runtime.chunks import pack_tasks
@@ -50,8 +50,7 @@ def measure(count: int, chunks: int) -> dict[str, float]:
     scheme = choose_scheme(problem, workers, (True, True), budget, dask_costs(), by_ranks=(True, True))
     lap("seconds to choose the scheme")
     found["waves"] = len(scheme.waves)
-    graph = build_waves([(problem, scheme, {"a": x, "b": x})])
-    layer = next(one for one in graph.layers.values() if isinstance(one, WavesLayer))
+    layer = build_graph(problem, request.lying["a"], request.lying["b"], scheme=scheme).layers[problem.name]
     tracemalloc.start()
     tasks = dict(layer)
     found["bytes of the tasks in the scheduler"] = tracemalloc.get_traced_memory()[0]

@@ -28,10 +28,11 @@ from dask_distmm import ProjectedMemoryError, matmul
 from dask_distmm.arrays.outputs import run_outputs
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import dask_costs
-from dask_distmm.graph.waves import WaveOutputLayer, can_be_made
+from dask_distmm.graph.build import ProductLayer
+from dask_distmm.graph.layers import can_be_made
 from dask_distmm.planning import Plan, Worker
 from dask_distmm.planning.waves import Budget, choose_scheme
-from dask_distmm.runtime.keys import barrier_name, gate_barrier, wave_of
+from dask_distmm.runtime.keys import barrier_name, series_of_waves, wave_of
 from dask_distmm.testing import assert_product
 
 
@@ -236,8 +237,8 @@ def test_without_a_cluster(tmp_path, by_ranks):
         assert_product(a, b, d.compute(scheduler=scheduler))
 
 
-def count_gates(dask_scheduler):
-    return len(dask_scheduler.extensions["distmm"].gates)
+def count_held(dask_scheduler):
+    return len(dask_scheduler.extensions["distmm"].holds)
 
 
 @pytest.mark.parametrize("by_ranks", [False, True])
@@ -276,7 +277,7 @@ def test_cancel_frees_everything(inproc_client, by_ranks):
     while inproc_client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert inproc_client.run_on_scheduler(count_gates) == 0
+    assert inproc_client.run_on_scheduler(count_held) == 0
 
 
 def test_progress(inproc_client):
@@ -288,7 +289,8 @@ def test_progress(inproc_client):
     lines = [line for line in text.getvalue().splitlines() if line.startswith("matmul-")]
     assert len({line.split()[0] for line in lines}) == 1
     assert "done" in lines[-1]
-    count = sum(key.startswith("distmm-gate") for key in map(str, in_waves(x.T, x, by_ranks=True).dask)) + 2
+    ((*waves,),) = series_of_waves(in_waves(x.T, x, by_ranks=True).dask)
+    count = len(waves)
     assert f"100%  {count} of {count} waves, 2.75 MiB loaded, 28.12 kiB of D made" in lines[-1]
 
 
@@ -364,7 +366,7 @@ def test_larger_than_memory(small_cluster, tmp_path):
         x = rng.random((200_000, 500), chunks=(2500, 500))  # 763 MiB
         with dask_distmm.enabled():
             # Dask's own tasks use each chunk at one time, and stream by themselves.
-            assert not any(gate_barrier(key) for key in dict((x.T @ x).dask))
+            assert not series_of_waves(dict((x.T @ x).dask))
             with dask.config.set({"distmm.minimum-flops": 0}):
                 gram = x.T @ x
         v = np.eye(500, 20)
@@ -378,7 +380,7 @@ def test_larger_than_memory(small_cluster, tmp_path):
         # Runs whose layers have tasks of other layers before them.
         assert len(dask_distmm.linalg.explain(dask_distmm.linalg.svd_compressed(x - x.mean(axis=0), 2)[1]).runs) > 3
         for d in (gram, product):
-            assert any(gate_barrier(key) for key in dict(d.dask))
+            assert series_of_waves(dict(d.dask))
         got = gram.compute()
         np.testing.assert_allclose(got, got.T)
         np.testing.assert_allclose(np.diag(got), 200_000 / 3, rtol=0.02)
@@ -447,9 +449,9 @@ def test_chunks_are_made_for_what_is_wanted(name, by_ranks):
     x, y = (array.map_blocks(counted, of, dtype=float) for array, of in zip(ones, "ab", strict=True))
     a, b = dask.compute(x, y, scheduler="sync")
     d = in_waves(x, y, name, by_ranks=by_ranks)
-    (layer,) = (one for one in d.dask.layers.values() if isinstance(one, WaveOutputLayer))
+    (layer,) = (one for one in d.dask.layers.values() if isinstance(one, ProductLayer))
     roomy = copy.copy(layer)
-    roomy.one = dataclasses.replace(layer.one, scheme=dataclasses.replace(layer.one.scheme, budget_bytes=0))
+    roomy.scheme = dataclasses.replace(layer.scheme, budget_bytes=0)
     for part, (take, rows, cols) in PARTS.items():
         i, j = ([z % size for z in found or range(size)] for found, size in zip((rows, cols), d.numblocks, strict=True))
         made = {("a", (row, depth)) for row in i for depth in range(x.numblocks[1])}

@@ -12,7 +12,6 @@ import numpy as np
 from dask.array.blockwise import blockwise
 from dask.array.core import Array
 from dask.array.utils import meta_from_array
-from dask.highlevelgraph import HighLevelGraph
 
 from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.arrays.kinds import reducible
@@ -20,7 +19,6 @@ from dask_distmm.arrays.quantize import widened
 from dask_distmm.arrays.request import Request
 from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.graph.build import DaskTasks, build_graph, build_output
-from dask_distmm.graph.waves import build_wave_output, build_waves
 from dask_distmm.numeric.epilogs import Formula, finish
 from dask_distmm.numeric.types import FP8, carried, compute_dtype, dtype_from_name, stored, sum_dtype, typed
 from dask_distmm.planning.waves import Scheme
@@ -37,27 +35,21 @@ def as_pair(found: WithAux | da.Array) -> WithAux:
 def run_outputs(
     request: Request,
     scheme: Scheme | None = None,
-    waves: HighLevelGraph | None = None,
     by_tasks: DaskTasks | None = None,
 ) -> WithAux | da.Array:
     """Return D of a run of two matrices, and the auxiliary outputs if there are any.
 
-    With a scheme it is a sequence of runs; `waves` has these, and others, if they are in a graph already. With
-    `by_tasks` parts of D may be left to Dask's own tasks.
+    With a scheme it is a sequence of runs. With `by_tasks` parts of D may be left to Dask's own tasks.
     """
     problem, formula, (a, b, *extras) = request.problem, request.formula, request.lying.values()
     meta = meta_from_array(request.prototype, ndim=2, dtype=carried(problem.dtype, problem.array))
-    if scheme is None:
-        graph = build_graph(problem, a, b, extras, by_tasks)
-    else:
-        waves = waves or build_waves([(problem, scheme, request.lying)])
-        graph = build_wave_output(waves, problem, scheme, "", by_tasks)
+    graph = build_graph(problem, a, b, extras, by_tasks, scheme)
     d = Array(graph, problem.name, problem.out_chunks, meta=meta)
     found: dict[str, da.Array] = {}
     for name in formula.per_element:
         output = problem.output(name)
         meta = output_meta(d, dtype_from_name(output.dtype))
-        graph = build_output(problem, name, d) if scheme is None else build_wave_output(d.dask, problem, scheme, name)
+        graph = build_output(problem, name, d)
         found[name] = finished(request, name, Array(graph, output_name(problem.name, name), output.chunks, meta=meta))
     if formula.operand_sum:
         found[formula.operand_sum] = operand_sum(request)

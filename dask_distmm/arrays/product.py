@@ -51,8 +51,7 @@ from dask_distmm.arrays.quantize import as_operands, widen_chunk
 from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse, takes
 from dask_distmm.config import dask_costs, parsed, read_options, wave_budget
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError, advice
-from dask_distmm.graph.build import TasksLayer
-from dask_distmm.graph.waves import build_waves, can_be_made
+from dask_distmm.graph.layers import TasksLayer, can_be_made
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype, typed
 from dask_distmm.planning import Batch, BatchPlan, GroupPlan, Plan, Problem, Share, Worker
@@ -134,9 +133,7 @@ def multiply_all(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] 
         return list(map(multiply, requests))
     first = WavePlan(requests[0].problem, schemes[0])
     requests[0].logger.info("%d products one after the other, lazy\n%r", len(requests), first)
-    every = list(zip(requests, schemes, strict=True))
-    waves = build_waves([(x.problem, scheme, x.lying) for x, scheme in every])
-    return [x.without_dropped(run_outputs(x, scheme, waves)) for x, scheme in every]
+    return [x.without_dropped(run_outputs(x, scheme)) for x, scheme in zip(requests, schemes, strict=True)]
 
 
 def _without_a_run(request: Request, *, possible: bool) -> Any:

@@ -27,15 +27,15 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
-from dask import graph_manipulation
 from dask._task_spec import GraphNode, List, Task, TaskRef, convert_legacy_graph
 from dask.array.core import Array
 from dask.array.routines import matmul
+from dask.base import tokenize
 from dask.blockwise import fuse_roots, optimize_blockwise
 from dask.highlevelgraph import HighLevelGraph, Layer
 from distributed import Reschedule, get_worker
@@ -45,6 +45,7 @@ from dask_distmm.config import DaskCosts
 from dask_distmm.engines.base import Side, get_engine
 from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import EngineError, PlanError, ProjectedMemoryError
+from dask_distmm.graph.layers import TasksLayer, is_annotated, made_by_ranks, needs_of, streams
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import (
     Computation,
@@ -58,22 +59,18 @@ from dask_distmm.planning import (
 )
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorProblem
+from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks
 from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import with_tasks
+from dask_distmm.planning.waves import Scheme, part_scheme, wave_problem
 from dask_distmm.runtime.chunks import arrays_of, check_chunks, order_of, ready_event
 from dask_distmm.runtime.keys import (
     ChunkTask,
     RunTask,
     barrier_key,
-    barrier_name,
-    copied_key,
-    copied_name,
-    gate_barrier,
-    needed,
     output_name,
     part_name,
-    restricted,
 )
 from dask_distmm.runtime.messages import NAME
 
@@ -82,8 +79,9 @@ from dask_distmm.runtime.messages import NAME
 
 # A part of its own is worth a run if it saves this many floating-point operations.
 _FLOPS_OF_A_RUN = 1e9
-# A key that no layer has.
-_NO_KEY = ("distmm-none",)
+# A part of a product in waves is culled if it is at most this share of the work, and is made without waves if it needs
+# less than this share of the memory of a worker.
+_SHARE_OF_A_PART = 0.5
 # How a worker without peers asks them: never.
 _NO_PEERS: Any = SimpleNamespace(received_bytes=0)
 
@@ -142,101 +140,6 @@ class DaskTasks:
         return found
 
 
-class TasksLayer(Layer):  # type: ignore[misc]
-    """A layer whose tasks are made, as `_tasks`, only when they are looked at: Dask's interface of it."""
-
-    has_legacy_tasks = False
-    _tasks: Mapping[Any, GraphNode]
-
-    def __init__(self, tasks: Mapping[Any, GraphNode] | None = None, annotations: Any = None) -> None:
-        super().__init__(annotations=annotations)
-        if tasks is not None:
-            self._tasks = tasks
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made when it is looked at: attributes that the class makes."""
-        return {name: value for name, value in self.__dict__.items() if not hasattr(type(self), name)}
-
-    def __getitem__(self, key: Any) -> GraphNode:
-        return self._tasks[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._tasks)
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def is_materialized(self) -> bool:
-        """Whether the tasks have been made."""
-        return "_tasks" in self.__dict__
-
-    def get_output_keys(self) -> set[Any]:
-        """Return the keys that other layers may need."""
-        return set(self)
-
-    def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
-        """Return a layer of the tasks that some keys need, and for each of them the keys of other layers."""
-        tasks = needed(self._tasks, keys)
-        wanted: dict[Any, dict[Any, ChunkTask]] = {}
-        for key, task in tasks.items():
-            if isinstance(task, ChunkTask):
-                wanted.setdefault(task.barrier, {})[key] = task
-        for before, chunks in wanted.items():
-            # An output of another layer needs a barrier as it is.
-            if before in tasks and before not in keys:
-                tasks |= restricted(tasks[before], chunks)
-        tasks = needed(tasks, keys)
-        layer = TasksLayer(tasks, self.annotations)
-        layer.collection_annotations = self.collection_annotations
-        return layer, needs_of(tasks)
-
-    def clone(self, keys: Collection[Any], seed: Hashable, bind_to: Any = None) -> tuple[Layer, bool]:
-        """Return copies of the tasks under other keys; those that need nothing that is copied wait for `bind_to`.
-
-        Keys of the layer that others never need are not among `keys`.
-        """
-        inner = self.keys() - self.get_output_keys()
-        found: dict[Any, GraphNode] = {}
-        bound = False
-        for key, task in self.items():
-            if key not in keys and key not in inner:
-                found[key] = task
-                continue
-            subs = {dep: copied_key(dep, seed) for dep in task.dependencies if dep in keys or dep in inner}
-            new = copied_key(key, seed)
-            copy = task.substitute(subs, key=new)
-            if (name := barrier_name(key)) is not None:
-                wire, *inputs = copy.args
-                wire = {**wire, "name": copied_name(name, seed)}
-                if part := wire.get("part"):
-                    wire["part"] = {**part, "whole": copied_name(part["whole"], seed)}
-                binding = {} if subs or bind_to is None else {"bound": TaskRef(bind_to)}
-                copy = RunTask(new, copy.func, wire, *inputs, **copy.kwargs, **binding)
-                bound |= bool(binding)
-            elif bind_to is not None and not subs and gate_barrier(key) is None:
-                if isinstance(task, ChunkTask):
-                    # A run puts into memory what waits for nothing else.
-                    found[key], copy = task, TaskRef(key)
-                bind, produces = graph_manipulation.chunks.bind, task.data_producer
-                copy, bound = Task(new, bind, copy, TaskRef(bind_to), _data_producer=produces), True
-            found[new] = copy
-        return TasksLayer(found, self.annotations), bound
-
-
-def is_annotated(graph: HighLevelGraph) -> bool:
-    """Whether tasks have annotations, of which Dask knows what they mean."""
-    return any(set(layer.annotations or ()) - {"span"} for layer in graph.layers.values())
-
-
-def needs_of(tasks: Mapping[Any, GraphNode]) -> dict[Any, set[Any]]:
-    """Return for each task of a layer the keys of other layers that it needs."""
-    needs = {key: set(task.dependencies - tasks.keys()) for key, task in tasks.items()}
-    if needs:
-        # Dask keeps all layers that are left, whole, once no key is: here those of what tasks load themselves.
-        next(iter(needs.values())).add(_NO_KEY)
-    return needs
-
-
 class ProductLayer(TasksLayer):
     """The tasks of D and of its barriers; made only when they are looked at."""
 
@@ -246,50 +149,89 @@ class ProductLayer(TasksLayer):
         arrays: Mapping[str, tuple[str, bool]],
         pieces: Sequence[Piece] | None = None,
         by_tasks: DaskTasks | None = None,
+        scheme: Scheme | None = None,
+        streams: Mapping[tuple[str, int], str] | HighLevelGraph | None = None,
     ) -> None:
         super().__init__()
         self.whole, self.arrays, self.by_tasks = whole, dict(arrays), by_tasks
         self.pieces = ((whole, None),) if pieces is None else tuple(pieces)
+        # The waves in which a piece is made; None: it is one run. And where the chunks that are streamed come from: the
+        # names of copies by those of arrays and the numbers of visits, or the graph of which ranks make them.
+        self.scheme, self.streams = scheme, streams or {}
+
+    @functools.cached_property
+    def runs(self) -> list[tuple[Problem, int]]:
+        """The runs in their order, each with the number of its visit."""
+        if self.scheme is None:
+            return [(problem, 0) for problem, _ in self.pieces]
+        found = []
+        for problem, _ in self.pieces:
+            scheme, part = self.scheme, problem.part
+            scheme = scheme if part is None else part_scheme(self.whole, scheme, part, problem.name)
+            for number, wave in enumerate(scheme.waves):
+                found.append((wave_problem(self.whole, scheme, number, part), wave.visit))
+        return found
+
+    def _made(self) -> dict[Any, Task] | None:
+        """Return the tasks by which ranks make the chunks that are streamed; None if that can't be."""
+        made: dict[Any, Task] = {}
+        for operand in "ab":
+            # Each operand by itself, as `can_be_made` looks at it: what both are made of is made for each.
+            keys = {key for run, _ in self.runs if is_by_ranks(run, operand) for key in self._inputs(run, operand)}
+            if new := list(keys - made.keys()):
+                tasks = made_by_ranks(self.streams, new)
+                if tasks is None:
+                    return None
+                made |= tasks
+        return made
 
     @functools.cached_property
     def _tasks(self) -> dict[Any, Task]:  # type: ignore[override]
         found: dict[Any, Task] = {}
-        for problem, chunks in self.pieces:
-            before = barrier_key(problem.name)
-            inputs = [List(*map(TaskRef, self._inputs(problem, operand))) for operand in problem.inputs]
+        wanted = set().union(*(numbers or range(self._count) for _, numbers in self.pieces))
+        made, sums = self._made(), ""
+        for run, visit in self.runs:
+            problem = run if made is not None else dataclasses.replace(run, by_ranks=(False, False))
+            before, inputs = barrier_key(problem.name), list[Any]()
+            for operand in problem.inputs:
+                keys = self._inputs(problem, operand, visit, sums)
+                if made is not None and is_by_ranks(problem, operand):
+                    inputs.append(ChunkTasks([made[key] for key in keys]))
+                else:
+                    inputs.append(List(*map(TaskRef, keys)))
             found[before] = RunTask(before, barrier, problem.to_wire(), *inputs)
-            wanted = None if chunks is None else set(chunks)
-            for index, number in enumerate(problem.numbers("").tolist()):
-                if wanted is None or number in wanted:
-                    key = self._key(number)
-                    found[key] = ChunkTask(key, chunk, "", index, TaskRef(before))
+            sums = problem.result_name
+            found |= chunks_of(problem, "", wanted if sums == self.whole.name else None)
         return found
 
-    def _inputs(self, problem: Problem, operand: str) -> list[Any]:
+    def _inputs(self, problem: Problem, operand: str, visit: int = 0, sums: str = "") -> list[Any]:
         """Return the keys of an operand's chunks, in the order of their numbers in a problem."""
-        name, transposed = self.arrays[operand if operand in self.arrays else "a"]
+        name, transposed = (sums, False) if operand == "partial" else self.arrays.get(operand, self.arrays["a"])
+        if self._is_streamed(operand) and isinstance(self.streams, dict):
+            name = self.streams.get((name, visit), name)
         nrows, ncols = problem.chunk_counts(operand)
         places = (problem.place_of(operand, index) for index in range(nrows * ncols))
         return [(name, j, i) if transposed else (name, i, j) for i, j in places]
 
-    def _key(self, number: int) -> tuple[str, int, int]:
-        return (self.whole.name, *divmod(number, self.whole.chunk_counts("d")[1]))
+    def _is_streamed(self, operand: str) -> bool:
+        return self.scheme is not None and operand in "ab" and self.scheme.streamed["ab".index(operand)]
 
     # Dask's interface of a layer
-
-    def get_output_keys(self) -> set[Any]:
-        """Return the keys that other layers may need: of chunks of D, and of the barriers for auxiliary outputs."""
-        numbers = (range(self._count) if wanted is None else wanted for _, wanted in self.pieces)
-        return {self._key(number) for found in numbers for number in found} | self._barriers
 
     @property
     def _count(self) -> int:
         nrows, ncols = self.whole.chunk_counts("d")
         return nrows * ncols
 
+    def get_output_keys(self) -> set[Any]:
+        """Return the keys that other layers may need: of chunks of D, and of the barriers for auxiliary outputs."""
+        name, ncols = self.whole.name, self.whole.chunk_counts("d")[1]
+        numbers = (numbers or range(self._count) for _, numbers in self.pieces)
+        return {(name, *divmod(number, ncols)) for found in numbers for number in found} | self._barriers
+
     @property
     def _barriers(self) -> set[str]:
-        return {barrier_key(problem.name) for problem, _ in self.pieces}
+        return {barrier_key(run.name) for run, _ in self.runs}
 
     def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
         """Return a layer that makes only some chunks of D, and for each of its tasks the keys of other layers."""
@@ -301,17 +243,32 @@ class ProductLayer(TasksLayer):
         numbers = {int(i) * ncols + int(j) for _, i, j in own}
         # Auxiliary outputs need a barrier as it is.
         whole = bool(barriers) or len(numbers) == self._count
-        pieces = self.pieces if whole else tuple(pieces_of(self.whole, numbers))
-        layer: Layer = ProductLayer(self.whole, self.arrays, pieces)
-        needs: dict[Any, set[Any]] = {key: set() for key in own}
-        if not whole and self.by_tasks is not None and self.by_tasks.are_quicker(pieces):
-            tasks, pieces = self.by_tasks.tasks(self.whole, self.arrays, own), ()
+        pieces, scheme = (self.pieces, self.scheme) if whole else self._part(numbers)
+        part = ProductLayer(self.whole, self.arrays, pieces, scheme=scheme, streams=scheme and self.streams)
+        layer: Layer = part
+        if scheme is not None:
+            layer, needs = TasksLayer.cull(part, own | barriers, all_hlg_keys)
+        elif not whole and self.by_tasks is not None and self.by_tasks.are_quicker(pieces):
+            tasks = self.by_tasks.tasks(self.whole, self.arrays, own)
             layer, needs = TasksLayer(tasks), needs_of(tasks)
+        else:
+            needs = {key: set() for key in own}
+            for problem, _ in pieces:
+                found = [part._inputs(problem, operand) for operand in problem.inputs]
+                needs[barrier_key(problem.name)] = set().union(*found)
         layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
-        for problem, _ in pieces:
-            found = [self._inputs(problem, operand) for operand in problem.inputs]
-            needs[barrier_key(problem.name)] = set().union(*found)
         return layer, needs
+
+    def _part(self, numbers: Collection[int]) -> tuple[Sequence[Piece], Scheme | None]:
+        """Return the pieces that make some chunks of D, and their waves: a small part needs none."""
+        pieces = pieces_of(self.whole, numbers)
+        if self.scheme is None:
+            return pieces, None
+        if sum(problem.flops for problem, _ in pieces) > _SHARE_OF_A_PART * self.whole.flops:
+            return self.pieces, self.scheme
+        held = sum(chunk_bytes(problem, name).sum() for problem, _ in pieces for name in ("a", "b", "d"))
+        least = self.scheme.budget_bytes * _SHARE_OF_A_PART
+        return pieces, self.scheme if 0 < least <= held else None
 
 
 def pieces_of(whole: Problem, wanted: Collection[int]) -> list[Piece]:
@@ -345,28 +302,53 @@ def _piece(whole: Problem, wanted: Collection[int]) -> Piece:
 
 
 def build_graph(
-    problem: Problem, a: Any, b: Any, extras: Sequence[Any] = (), by_tasks: DaskTasks | None = None
+    problem: Problem,
+    a: Any,
+    b: Any,
+    extras: Sequence[Any] = (),
+    by_tasks: DaskTasks | None = None,
+    scheme: Scheme | None = None,
 ) -> HighLevelGraph:
-    """Return the graph of D under the array name ``problem.name``."""
+    """Return the graph of D under the array name ``problem.name``: of one run, or of waves."""
     transposed = dict(zip("ab", problem.transposed, strict=True))
     operands = {"a": a, "b": b} | dict(zip(problem.operands[2:], extras, strict=True))
     arrays = {name: (operands[name].name, transposed.get(name, False)) for name in problem.inputs}
     dependencies = [operands[name] for name in problem.inputs]
-    layer = ProductLayer(problem, arrays, by_tasks=by_tasks)
-    return HighLevelGraph.from_collections(problem.name, layer, dependencies=dependencies)
+    layer = ProductLayer(problem, arrays, by_tasks=by_tasks, scheme=scheme)
+    graph = HighLevelGraph.from_collections(problem.name, layer, dependencies=dependencies)
+    if scheme is None:
+        return graph
+    streamed = [name for name in "ab" if layer._is_streamed(name)]
+    upstream = HighLevelGraph.merge(*(operands[name].dask for name in streamed))
+    if scheme.by_ranks:
+        layer.streams = upstream
+        return graph
+    visits: dict[int, list[set[Any]]] = {}
+    for run, visit in layer.runs:
+        keys = (layer._inputs(run, name) for name in streamed)
+        visits.setdefault(visit, []).append(set().union(*keys))
+    loads, layer.streams = streams(upstream, visits, tokenize(problem.name)[:8])
+    needs = graph.dependencies | loads.dependencies
+    needs[problem.name] = needs[problem.name] | set(layer.streams.values())
+    return HighLevelGraph({**graph.layers, **loads.layers}, needs)
 
 
 def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
-    """Return the graph of an auxiliary output: chunks that the same run makes."""
-    name, before = output_name(problem.name, output), barrier_key(problem.name)
-    tasks = output_tasks(name, problem.output(output), before)
-    return HighLevelGraph.from_collections(name, TasksLayer(tasks), dependencies=[d])
+    """Return the graph of an auxiliary output: chunks that the same runs make."""
+    runs = [run for run, _ in d.dask.layers[problem.name].runs if run.result_name == problem.name]
+    tasks = {key: task for run in runs for key, task in chunks_of(run, output).items()}
+    return HighLevelGraph.from_collections(output_name(problem.name, output), TasksLayer(tasks), dependencies=[d])
 
 
-def output_tasks(name: str, output: NamedMatrix, before: str) -> dict[Any, GraphNode]:
-    """Return the tasks of all chunks of an output, whose array is called `name`, that one run makes."""
-    keys = ((name, *output.place(number, output.counts[1])) for number in range(output.count))
-    return {key: ChunkTask(key, chunk, output.name, number, TaskRef(before)) for number, key in enumerate(keys)}
+def chunks_of(problem: Problem, output: str, wanted: Collection[int] | None = None) -> dict[Any, Task]:
+    """Return the tasks of chunks of D, or of an output in chunks like D's, that one run makes; None for all."""
+    name, before, ncols = output_name(problem.result_name, output), barrier_key(problem.name), problem.columns("")
+    keys = {
+        (name, *divmod(number, ncols)): index
+        for index, number in enumerate(problem.numbers("").tolist())
+        if wanted is None or number in wanted
+    }
+    return {key: ChunkTask(key, chunk, output, index, TaskRef(before)) for key, index in keys.items()}
 
 
 # The tasks themselves, for where no scheduler's plugin takes them
@@ -434,6 +416,12 @@ def chunk(output: str, index: int, result: Any) -> Any:
 
 
 # The task graph of a factorization or a program: a barrier, which depends on all chunks of its operands, and outputs
+
+
+def output_tasks(name: str, output: NamedMatrix, before: str) -> dict[Any, GraphNode]:
+    """Return the tasks of all chunks of an output, whose array is called `name`, that one run makes."""
+    keys = ((name, *output.place(number, output.counts[1])) for number in range(output.count))
+    return {key: ChunkTask(key, chunk, output.name, number, TaskRef(before)) for number, key in enumerate(keys)}
 
 
 def build_factor_graph(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,7 +25,7 @@ from distributed.protocol import to_serialize
 from distributed.worker_state_machine import FreeKeysEvent
 
 from dask_distmm.engines.base import log
-from dask_distmm.runtime.keys import barrier_name, gate_barrier, previous_wave
+from dask_distmm.runtime.keys import barrier_name, held_back, series_of_waves
 from dask_distmm.runtime.run import TaskFailed
 
 if TYPE_CHECKING:
@@ -39,11 +40,31 @@ _REFRESH = 0.5
 _NOWHERE = "tcp://0.0.0.0:1"
 
 
-def park(ts: TaskState) -> None:
-    """Let no worker run a task: as soon as all its inputs are in memory Dask moves it to ``no-worker``."""
+# Where a task may run: its workers, hosts and resources, and whether others will do.
+Restrictions: TypeAlias = tuple[Any, Any, Any, Any]
+
+
+def park(ts: TaskState) -> Restrictions:
+    """Let no worker run a task: as soon as all its inputs are in memory Dask moves it to ``no-worker``.
+
+    Return where it might run before.
+    """
+    before = ts.worker_restrictions, ts.host_restrictions, ts.resource_restrictions, ts.loose_restrictions
     ts.worker_restrictions = {_NOWHERE}
     ts.host_restrictions = ts.resource_restrictions = None
     ts.loose_restrictions = False
+    return before
+
+
+def unpark(scheduler: Scheduler, parked: Iterable[tuple[TaskState, Restrictions]], stimulus_id: str) -> None:
+    """Let parked tasks run where they might."""
+    recommendations = {}
+    for ts, before in parked:
+        ts.worker_restrictions, ts.host_restrictions, ts.resource_restrictions, ts.loose_restrictions = before
+        if ts.state == "no-worker":
+            # Dask queues tasks only as they begin to wait.
+            recommendations[ts.key] = "waiting"
+    scheduler.transitions(recommendations, stimulus_id)
 
 
 def unqueue(scheduler: Scheduler, tasks: Sequence[TaskState], stimulus_id: str) -> None:
@@ -160,8 +181,7 @@ def order_graphs(scheduler: Scheduler, on: bool) -> None:
 def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **options: Any) -> dict[Any, Any]:
     """Return the order of a graph's tasks; the tasks before and those after a barrier are ordered apart.
 
-    Gates come first, so that they are not behind the tasks of a worker when they open. Tasks that wait for one come
-    when the next wave's barrier does.
+    A wave comes after the one before it, and what it loads when the next wave's barrier does.
     """
     barriers = {key for key in dsk if barrier_name(key) is not None}
     behind = (
@@ -169,24 +189,24 @@ def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **
         if barriers
         else {}
     )
-    gates = {key: barrier for key in dsk if (barrier := gate_barrier(key)) in barriers}
-    behind |= gates
     if len(behind) < 2 or options:
         return order(dsk, **options)
     found = order({key: DataNode(key, None) if key in behind else task for key, task in dsk.items()})
+    after = held_back(dsk) | {
+        barrier: last for waves in series_of_waves(barriers) for last, barrier in itertools.pairwise(waves)
+    }
     levels: dict[Any, int] = {}
     todo = list(found)
     while todo:
         key = todo.pop()
         needed = [behind[key]] if key in behind else [dep for dep in dsk[key].dependencies if dep in found]
-        if later := key in barriers and (before := previous_wave(key)) in barriers:
-            needed.append(before)
+        needed += [after[key]] if key in after else []
         unknown = [dep for dep in needed if dep not in levels]
         if unknown:
             todo += [key, *unknown]
         else:
-            levels[key] = max((levels[dep] for dep in needed), default=0) + (key in behind or later)
-    ranked = sorted(found, key=lambda key: (key not in gates, levels[key], found[key]))
+            levels[key] = max((levels[dep] for dep in needed), default=0) + (key in behind or key in after)
+    ranked = sorted(found, key=lambda key: (levels[key], found[key]))
     return {key: number for number, key in enumerate(ranked)}
 
 

@@ -9,8 +9,7 @@ What a chunk's task makes is in the task, and not in its key. For a result array
 Where only a part of D is wanted the barrier has the name of that part, ``distmm-barrier-matmul-3f...-part-9b...``.
 
 A product in waves has a run for each, called ``matmul-3f...-wave-00012``; sums over k that it leaves for the next one
-are chunks of ``matmul-3f...-sum-00012``. ``distmm-gate-matmul-3f...-wave-00012`` holds back what is loaded for the wave
-after the next one.
+are chunks of ``matmul-3f...-sum-00012``.
 
 ``("distmm-tile-7a...", i, j)`` is a chunk that was laid out by hand on a certain worker.
 
@@ -25,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,9 +40,9 @@ from dask_distmm.planning.computation import Part
 
 
 GROUP_PREFIX = "distmm-group-"
-_BARRIER, _TILE, _GATE = "distmm-barrier-", "distmm-tile-", "distmm-gate-"
+_BARRIER, _TILE = "distmm-barrier-", "distmm-tile-"
 _SUM = re.compile(r".*-sum-\d{5,}")
-_WAVE = re.compile(r"(.*-wave-)(\d{5,})(.*)")
+_WAVE = re.compile(r"(.*)-wave-(\d{5,})")
 
 
 class RunTask(Task):  # type: ignore[misc]
@@ -105,10 +104,7 @@ def copied_name(name: str, seed: Hashable) -> str:
 
 def copied_key(key: Any, seed: Hashable) -> Any:
     """Return the key of a copy of a task, as `dask.graph_manipulation.clone` makes it."""
-    for prefix in (_BARRIER, _GATE):
-        if isinstance(key, str) and key.startswith(prefix):
-            return prefix + copied_name(key.removeprefix(prefix), seed)
-    return clone_key(key, seed)
+    return clone_key(key, seed) if (name := barrier_name(key)) is None else barrier_key(copied_name(name, seed))
 
 
 def barrier_key(name: str) -> str:
@@ -121,24 +117,6 @@ def barrier_name(key: Any) -> str | None:
     return key[len(_BARRIER) :] if isinstance(key, str) and key.startswith(_BARRIER) else None
 
 
-def gate_key(name: str) -> str:
-    """Return the key of the gate that opens when the run called `name` is over."""
-    return _GATE + name
-
-
-def gate_barrier(key: Any) -> str | None:
-    """Return the key of the barrier for whose run a gate waits, or None for keys of other tasks."""
-    return barrier_key(key[len(_GATE) :]) if isinstance(key, str) and key.startswith(_GATE) else None
-
-
-def previous_wave(key: str) -> str | None:
-    """Return the barrier of the wave before the one that has this barrier; None for a first one, and for others."""
-    found = _WAVE.fullmatch(key)
-    if found is None or not (number := int(found[2])):
-        return None
-    return f"{found[1]}{number - 1:05d}{found[3]}"
-
-
 def wave_name(name: str, number: int) -> str:
     """Return the name of a wave of the product called `name`."""
     return f"{name}-wave-{number:05d}"
@@ -147,7 +125,50 @@ def wave_name(name: str, number: int) -> str:
 def wave_of(name: str) -> tuple[str, int] | None:
     """Return the name of the product of which a run is a wave, and the wave's number; None if it is not a wave."""
     found = _WAVE.fullmatch(name)
-    return (found[1].removesuffix("-wave-"), int(found[2])) if found is not None else None
+    return (found[1], int(found[2])) if found is not None else None
+
+
+def series_of_waves(keys: Iterable[Any]) -> list[list[Any]]:
+    """Return those of some keys that are of barriers of waves, in their order: a list for each product, or series."""
+    found: dict[str, dict[int, Any]] = {}
+    for key in keys:
+        if (wave := wave_of(barrier_name(key) or "")) is not None:
+            found.setdefault(wave[0], {})[wave[1]] = key
+    return [[waves[number] for number in sorted(waves)] for waves in found.values()]
+
+
+def held_back(graph: Mapping[Any, GraphNode]) -> dict[Any, Any]:
+    """Return the tasks that begin what waves load, each with the barrier of the wave before the last one.
+
+    They wait for that wave's run; so two waves' inputs are in memory. Where nothing is loaded for a wave its barrier
+    waits. A task that anything but waves of the same series needs, and what such a task needs, waits for nothing.
+    """
+    series = series_of_waves(graph)
+    before = {waves[at]: waves[at - 2] for waves in series for at in range(2, len(waves))}
+    # For each task the first wave that needs it, and the series of that wave.
+    first: dict[Any, tuple[Any, int]] = {}
+    for number, waves in enumerate(series):
+        for barrier in waves:
+            todo = [barrier]
+            while todo:
+                key = todo.pop()
+                if key in graph and key not in first and (key == barrier or not isinstance(graph[key], RunTask)):
+                    first[key] = barrier, number
+                    todo += graph[key].dependencies
+    shared = [
+        dep
+        for key, task in graph.items()
+        for dep in task.dependencies
+        if dep in first and barrier_name(dep) is None and first.get(key, ("", -1))[1] != first[dep][1]
+    ]
+    while shared:
+        if first.pop(key := shared.pop(), None) is not None:
+            shared += graph[key].dependencies
+    return {
+        key: before[barrier]
+        for key, (barrier, _) in first.items()
+        if barrier in before and not any(first.get(dep, ("", -1))[0] == barrier for dep in graph[key].dependencies)
+    }
 
 
 def is_sum(name: str) -> bool:

@@ -20,7 +20,7 @@ from dask_distmm.arrays.outputs import run_outputs
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import dask_costs
 from dask_distmm.errors import ProjectedMemoryError
-from dask_distmm.graph.waves import can_be_made
+from dask_distmm.graph.layers import can_be_made
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Worker
 from dask_distmm.planning.waves import Budget, choose_scheme

@@ -24,8 +24,8 @@ from dask_distmm.arrays.request import check_names, check_workers, is_lazy, pars
 from dask_distmm.config import read_options, wave_budget
 from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError
-from dask_distmm.graph.build import TasksLayer, build_factor_graph
-from dask_distmm.graph.waves import tasks_of_chunks
+from dask_distmm.graph.build import build_factor_graph
+from dask_distmm.graph.layers import TasksLayer, tasks_of_chunks
 from dask_distmm.numeric.sparse import SHARE, beside, compressed, dense, sparse_package
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix

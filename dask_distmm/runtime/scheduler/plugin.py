@@ -50,8 +50,7 @@ from dask_distmm.runtime.keys import (
     GROUP_PREFIX,
     ChunkTask,
     barrier_name,
-    gate_barrier,
-    gate_key,
+    held_back,
     is_tile,
     needed,
     parse_group_key,
@@ -230,95 +229,91 @@ def new_priorities(
     return dict(zip(dealt, sorted(priorities[key] for key in dealt), strict=True))
 
 
-# Gates: the tasks that hold back a wave of a product, until the wave before the last one is over and D has left
+# What is loaded for a wave of a product waits until the wave before the last one is over and D has left
 
 
 # Barriers in these states are still to run.
 _AHEAD = ("waiting", "no-worker", "processing", "queued")
 # Tasks in these states begin or end without any further wave.
 _AT_WORK = ("processing", "queued")
-# A gate in these states can be closed.
+# Tasks in these states can be held back.
 _NOT_BEGUN = ("released", "waiting", "no-worker", "queued")
 
 
-class Gates:
-    """Parks gates, and lets them go. On the scheduler's event loop.
+class Holds:
+    """Holds tasks back while the run of a barrier is ahead. On the scheduler's event loop.
 
-    A gate is a task without inputs, which any worker can run in no time. It is parked until its barrier has run and no
-    task works on the chunks of D that came of it, such as one that stores a chunk; or until the barrier is wanted no
-    more. So D does not fill the memory where it is stored more slowly than it is made. A gate that is lost with a
-    worker opens again at once, so that what waits behind it is loaded again without another run.
+    They are parked until that barrier has run and no task works on the chunks of D that came of it, such as one that
+    stores a chunk; or until the barrier is wanted no more. So D does not fill the memory where it is stored more slowly
+    than it is made. What is lost with a worker later is loaded again without another run.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._closed: set[str] = set()
-        self._to_look: set[str] = set()
-        # Tasks that work on chunks of D, and the gates that wait for these.
-        self._takers: dict[Any, str] = {}
+    def __init__(self, scheduler: Scheduler, ready: Callable[[Any], None]) -> None:
+        self._scheduler, self._ready = scheduler, ready
+        # What waits for barriers, and all keys of these tasks.
+        self._behind: dict[Any, list[tuple[TaskState, direct.Restrictions]]] = {}
+        self._held: set[Any] = set()
+        self._to_look: set[Any] = set()
+        # Tasks that work on chunks of D, and the barriers that these came of.
+        self._takers: dict[Any, Any] = {}
         self._refreshing: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        """Return how many gates are closed."""
-        return len(self._closed)
+        """Return how many tasks are held back."""
+        return len(self._held)
 
-    def close(self, keys: Iterable[Any]) -> None:
-        """Park those tasks that are gates and have not begun."""
-        found = [key for key in keys if gate_barrier(key) is not None]
-        parked: list[TaskState] = []
-        for key in found:
-            ts = self._scheduler.tasks.get(key)
-            if ts is not None and ts.run_spec is not None and ts.state in _NOT_BEGUN:
-                direct.park(ts)
-                self._closed.add(key)
-                self._look_soon(key)
-                parked.append(ts)
-        direct.unqueue(self._scheduler, parked, "distmm-gates-close")
-        if found and (self._refreshing is None or self._refreshing.done()):
-            self._refreshing = asyncio.ensure_future(direct.keep_parked(self._scheduler, self._closed))
+    def __contains__(self, key: Any) -> bool:
+        return key in self._held
+
+    def hold(self, keys: Iterable[Any]) -> None:
+        """Hold back those of some tasks that a wave begins with and that have not begun; see `keys.held_back`."""
+        tasks = {key: ts for key in keys if (ts := self._scheduler.tasks.get(key)) is not None}
+        found = held_back({key: ts.run_spec for key, ts in tasks.items() if ts.run_spec is not None})
+        held = [key for key in found if tasks[key].state in _NOT_BEGUN and key not in self._held]
+        for key in held:
+            self._behind.setdefault(found[key], []).append((tasks[key], direct.park(tasks[key])))
+            self._look_soon(found[key])
+        self._held.update(held)
+        direct.unqueue(self._scheduler, [tasks[key] for key in held], "distmm-hold")
+        if held and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = asyncio.ensure_future(direct.keep_parked(self._scheduler, self._held))
 
     def transition(self, key: Any, finish: str) -> None:
-        """Look at a gate whose barrier is over, or that has been parked."""
-        if key in self._closed:
-            if finish == "no-worker":
-                self._look_soon(key)
-            elif finish in ("forgotten", "erred"):
-                self._closed.discard(key)
-        elif key in self._takers:
+        """Look at what waits for a barrier that is over, or for a task that has taken its chunks."""
+        if key in self._takers:
             self._look_soon(self._takers.pop(key))
-        elif finish in ("released", "forgotten", "erred") and (name := barrier_name(key)) is not None:
-            self._look_soon(gate_key(name))
+        elif key in self._behind and finish in ("released", "forgotten", "erred"):
+            self._look_soon(key)
 
     def clear(self) -> None:
-        """Forget all gates."""
-        self._closed.clear()
+        """Forget all tasks."""
+        self._behind.clear()
+        self._held.clear()
         self._takers.clear()
 
-    def _look_soon(self, key: str) -> None:
-        """Look at a gate when the transitions that are going on are over."""
-        if key not in self._closed:
-            return
+    def _look_soon(self, barrier: Any) -> None:
+        """Look at a barrier when the transitions that are going on are over."""
         if not self._to_look:
             asyncio.get_running_loop().call_soon(self._look)
-        self._to_look.add(key)
+        self._to_look.add(barrier)
 
     def _look(self) -> None:
-        """Open gates whose barriers are not ahead any more."""
-        keys, self._to_look = self._to_look & self._closed, set()
-        ready = []
+        """Let go what waits for barriers that are not ahead any more."""
+        keys, self._to_look = self._to_look & self._behind.keys(), set()
         for key in keys:
-            ts = self._scheduler.tasks.get(key)
-            barrier = self._scheduler.tasks.get(gate_barrier(key))
-            if ts is None:
-                self._closed.discard(key)
-            elif barrier is None or barrier.state not in _AHEAD:
-                if taker := _taker_of(barrier):
-                    self._takers[taker] = key
-                else:
-                    self._closed.discard(key)
-                    ready.append(ts)
-        if ready:
-            direct.free_restricted(self._scheduler, ready, "distmm-gates-open")
+            barrier = self._scheduler.tasks.get(key)
+            if barrier is not None and barrier.state in _AHEAD:
+                continue
+            if taker := _taker_of(barrier):
+                self._takers[taker] = key
+                continue
+            held = {ts.key: (ts, before) for ts, before in self._behind.pop(key)}
+            self._held -= held.keys()
+            ready = [(ts, before) for ts, before in held.values() if self._scheduler.tasks.get(ts.key) is ts]
+            # Barriers are parked anyway.
+            direct.unpark(self._scheduler, [x for x in ready if barrier_name(x[0].key) is None], f"distmm-go-on-{key}")
+            for name in held:
+                self._ready(name)
 
 
 def _taker_of(barrier: TaskState | None) -> Any:
@@ -435,7 +430,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.coordinator = Coordinator(scheduler, self._event)
         self.queue, self.roster = self.coordinator.queue, self.coordinator.roster
         self.groups, self.replicas = self.coordinator.groups, self.coordinator.replicas
-        self.gates = Gates(scheduler)
+        self.holds = Holds(scheduler, self._ready)
         self.bare = WorkersWithoutPackage(scheduler, self.roster.bare)
         if before is not None:
             self.roster.bare.update(before.roster.bare)
@@ -464,7 +459,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """End all that is under way, as another plugin takes this one's place: nobody hears of transitions any more."""
         driving = [barrier.task for barrier in self.barriers.values() if barrier.task is not None]
         self.barriers.clear()
-        self.gates.clear()
+        self.holds.clear()
         for task in driving:
             task.cancel("the scheduler's plugin was installed anew")
         await asyncio.gather(*driving, return_exceptions=True)
@@ -518,7 +513,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         tasks = list(tasks)
         order_groups(scheduler, tasks)
         self.bare.look(tasks)
-        self.gates.close(tasks)
+        self.holds.hold(tasks)
         for key in tasks:
             if barrier_name(key) is None or (ts := scheduler.tasks.get(key)) is None or ts.run_spec is None:
                 continue
@@ -559,24 +554,29 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Begin runs of barriers that are parked, and end those of barriers that nobody waits for any more."""
         self.replicas.transition(key, finish)
-        self.gates.transition(key, finish)
+        self.holds.transition(key, finish)
         if (barrier := self.barriers.get(key)) is None:
             return
         if finish == "no-worker":
-            # Of several that are parked at once the one that Dask would have run first goes first.
-            if not self._parked:
-                asyncio.get_running_loop().call_soon(self._begin)
-            self._parked.append(barrier)
+            self._ready(key)
         elif finish in ("released", "forgotten", "erred"):
             if finish == "forgotten":
                 del self.barriers[key]
             # A barrier that lost an input is released, too, before it waits again.
             asyncio.get_running_loop().call_soon(self._look, barrier)
 
+    def _ready(self, key: Any) -> None:
+        """Begin the run of a barrier soon, if it is parked."""
+        if key in self.barriers:
+            # Of several that are parked at once the one that Dask would have run first goes first.
+            if not self._parked:
+                asyncio.get_running_loop().call_soon(self._begin)
+            self._parked.append(self.barriers[key])
+
     def _begin(self) -> None:
         parked, self._parked = self._parked, []
         for barrier in sorted(parked, key=lambda barrier: barrier.ts.priority):
-            if barrier.parked and (barrier.task is None or barrier.task.done()):
+            if barrier.parked and barrier.key not in self.holds and (barrier.task is None or barrier.task.done()):
                 barrier.task = asyncio.ensure_future(self.coordinator.drive(barrier))
         direct.start_queued(self.scheduler, "distmm-parked")
 
@@ -634,7 +634,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         for run in self.queue.values():
             run.fail({"client": "its task was released"}, released=True)
         self.barriers.clear()
-        self.gates.clear()
+        self.holds.clear()
         self.replicas.clear()
         self.roster.clear()
         self.groups.clear()
