@@ -211,6 +211,21 @@ def test_persisted_operands_and_parts(inproc_client):
     assert_product(a @ b, b.T, again.compute())
 
 
+@pytest.mark.parametrize("persisted", [False, True])
+def test_waves_come_in_their_order(inproc_client, persisted):
+    """Also the blocks of D, no one of which needs another; and where nothing is loaded the runs themselves wait."""
+    x = np.random.default_rng().standard_normal((240, 240))
+    lazy_x = lazy(x, 60)
+    if persisted:
+        wait(lazy_x := inproc_client.persist(lazy_x))
+    d = in_waves(lazy_x, lazy_x, "blocks")
+    assert_product(x, x, d.compute())
+    runs = [event["name"] for _, event in inproc_client.get_events("distmm") if event["action"] == "start"]
+    found = [number for name, number in filter(None, map(wave_of, runs)) if name == d.name]
+    assert len(found) > 4
+    assert found == list(range(len(found)))
+
+
 def test_a_graph_that_comes_before_the_plugin():
     """Barriers run as ordinary tasks until the plugin is there; loads that wait for an idle worker go on."""
     for _ in range(3):

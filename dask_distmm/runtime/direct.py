@@ -56,15 +56,9 @@ def park(ts: TaskState) -> Restrictions:
     return before
 
 
-def unpark(scheduler: Scheduler, parked: Iterable[tuple[TaskState, Restrictions]], stimulus_id: str) -> None:
-    """Let parked tasks run where they might."""
-    recommendations = {}
-    for ts, before in parked:
-        ts.worker_restrictions, ts.host_restrictions, ts.resource_restrictions, ts.loose_restrictions = before
-        if ts.state == "no-worker":
-            # Dask queues tasks only as they begin to wait.
-            recommendations[ts.key] = "waiting"
-    scheduler.transitions(recommendations, stimulus_id)
+def restore(ts: TaskState, before: Restrictions) -> None:
+    """Let a parked task run where it might before, once it `wait_again`."""
+    ts.worker_restrictions, ts.host_restrictions, ts.resource_restrictions, ts.loose_restrictions = before
 
 
 def unqueue(scheduler: Scheduler, tasks: Sequence[TaskState], stimulus_id: str) -> None:
@@ -272,10 +266,9 @@ def give_up(scheduler: Scheduler, barrier: TaskState, keys: Iterable[Any], stimu
     scheduler.transitions(recommendations, stimulus_id)
 
 
-def wait_again(scheduler: Scheduler, barrier: TaskState, stimulus_id: str) -> None:
-    """Let a parked task wait for inputs whose chunks were freed: Dask recomputes them."""
-    if barrier.state == "no-worker":
-        scheduler.transitions({barrier.key: "waiting"}, stimulus_id)
+def wait_again(scheduler: Scheduler, tasks: Iterable[TaskState], stimulus_id: str) -> None:
+    """Let parked tasks wait for their inputs: Dask recomputes those whose chunks were freed, and queues tasks."""
+    scheduler.transitions({ts.key: "waiting" for ts in tasks if ts.state == "no-worker"}, stimulus_id)
 
 
 def free_restricted(scheduler: Scheduler, tasks: Iterable[TaskState], stimulus_id: str) -> None:

@@ -278,7 +278,7 @@ class Coordinator:
                 self.replicas.drop(*reason.replicas)
                 self._lose(barrier, run, str(reason), counts=not reason.replicas)
                 if run.donation_done:
-                    direct.wait_again(self.scheduler, barrier.ts, f"distmm-again-{run.run_id}")
+                    direct.wait_again(self.scheduler, [barrier.ts], f"distmm-again-{run.run_id}")
             except BaseException as error:
                 running = run.phase == "running"
                 told = await self._end(run, brief(str(error)))

@@ -236,8 +236,6 @@ def new_priorities(
 _AHEAD = ("waiting", "no-worker", "processing", "queued")
 # Tasks in these states begin or end without any further wave.
 _AT_WORK = ("processing", "queued")
-# Tasks in these states can be held back.
-_NOT_BEGUN = ("released", "waiting", "no-worker", "queued")
 
 
 class Holds:
@@ -248,8 +246,8 @@ class Holds:
     than it is made. What is lost with a worker later is loaded again without another run.
     """
 
-    def __init__(self, scheduler: Scheduler, ready: Callable[[Any], None]) -> None:
-        self._scheduler, self._ready = scheduler, ready
+    def __init__(self, scheduler: Scheduler, go_on: Callable[[Collection[Any]], None]) -> None:
+        self._scheduler, self._go_on = scheduler, go_on
         # What waits for barriers, and all keys of these tasks.
         self._behind: dict[Any, list[tuple[TaskState, direct.Restrictions]]] = {}
         self._held: set[Any] = set()
@@ -267,9 +265,9 @@ class Holds:
 
     def hold(self, keys: Iterable[Any]) -> None:
         """Hold back those of some tasks that a wave begins with and that have not begun; see `keys.held_back`."""
-        tasks = {key: ts for key in keys if (ts := self._scheduler.tasks.get(key)) is not None}
-        found = held_back({key: ts.run_spec for key, ts in tasks.items() if ts.run_spec is not None})
-        held = [key for key in found if tasks[key].state in _NOT_BEGUN and key not in self._held]
+        tasks = {key: ts for key in keys if (ts := self._scheduler.tasks.get(key)) is not None and _is_ahead(ts)}
+        found = held_back({key: ts.run_spec for key, ts in tasks.items()})
+        held = found.keys() - self._held
         for key in held:
             self._behind.setdefault(found[key], []).append((tasks[key], direct.park(tasks[key])))
             self._look_soon(found[key])
@@ -286,10 +284,9 @@ class Holds:
             self._look_soon(key)
 
     def clear(self) -> None:
-        """Forget all tasks."""
-        self._behind.clear()
-        self._held.clear()
+        """Let all tasks go."""
         self._takers.clear()
+        self._let_go(list(self._behind))
 
     def _look_soon(self, barrier: Any) -> None:
         """Look at a barrier when the transitions that are going on are over."""
@@ -300,20 +297,32 @@ class Holds:
     def _look(self) -> None:
         """Let go what waits for barriers that are not ahead any more."""
         keys, self._to_look = self._to_look & self._behind.keys(), set()
+        over = []
         for key in keys:
             barrier = self._scheduler.tasks.get(key)
-            if barrier is not None and barrier.state in _AHEAD:
-                continue
-            if taker := _taker_of(barrier):
-                self._takers[taker] = key
-                continue
-            held = {ts.key: (ts, before) for ts, before in self._behind.pop(key)}
-            self._held -= held.keys()
-            ready = [(ts, before) for ts, before in held.values() if self._scheduler.tasks.get(ts.key) is ts]
-            # Barriers are parked anyway.
-            direct.unpark(self._scheduler, [x for x in ready if barrier_name(x[0].key) is None], f"distmm-go-on-{key}")
-            for name in held:
-                self._ready(name)
+            if barrier is None or barrier.state not in _AHEAD:
+                if taker := _taker_of(barrier):
+                    self._takers[taker] = key
+                else:
+                    over.append(key)
+        self._let_go(over)
+
+    def _let_go(self, barriers: Iterable[Any]) -> None:
+        held = [found for key in barriers for found in self._behind.pop(key)]
+        self._held.difference_update(ts.key for ts, _ in held)
+        known = [(ts, before) for ts, before in held if self._scheduler.tasks.get(ts.key) is ts]
+        # Barriers stay parked.
+        tasks = [(ts, before) for ts, before in known if barrier_name(ts.key) is None]
+        for ts, before in tasks:
+            direct.restore(ts, before)
+        self._go_on([ts.key for ts, _ in held])
+        direct.wait_again(self._scheduler, [ts for ts, _ in tasks], "distmm-go-on")
+
+
+def _is_ahead(ts: TaskState) -> bool:
+    # A barrier that a worker has been given, before there was this plugin, comes back.
+    begun = ts.state == "processing" and barrier_name(ts.key) is None
+    return ts.run_spec is not None and not begun and ts.state in ("released", *_AHEAD)
 
 
 def _taker_of(barrier: TaskState | None) -> Any:
@@ -430,7 +439,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.coordinator = Coordinator(scheduler, self._event)
         self.queue, self.roster = self.coordinator.queue, self.coordinator.roster
         self.groups, self.replicas = self.coordinator.groups, self.coordinator.replicas
-        self.holds = Holds(scheduler, self._ready)
+        self.holds = Holds(scheduler, self._go_on)
         self.bare = WorkersWithoutPackage(scheduler, self.roster.bare)
         if before is not None:
             self.roster.bare.update(before.roster.bare)
@@ -558,20 +567,21 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if (barrier := self.barriers.get(key)) is None:
             return
         if finish == "no-worker":
-            self._ready(key)
+            self._go_on([key])
         elif finish in ("released", "forgotten", "erred"):
             if finish == "forgotten":
                 del self.barriers[key]
             # A barrier that lost an input is released, too, before it waits again.
             asyncio.get_running_loop().call_soon(self._look, barrier)
 
-    def _ready(self, key: Any) -> None:
-        """Begin the run of a barrier soon, if it is parked."""
-        if key in self.barriers:
+    def _go_on(self, keys: Collection[Any]) -> None:
+        """Look at tasks that are held back no more: barriers that are parked begin soon."""
+        self.bare.look(keys)
+        for barrier in [self.barriers[key] for key in keys if key in self.barriers]:
             # Of several that are parked at once the one that Dask would have run first goes first.
             if not self._parked:
                 asyncio.get_running_loop().call_soon(self._begin)
-            self._parked.append(self.barriers[key])
+            self._parked.append(barrier)
 
     def _begin(self) -> None:
         parked, self._parked = self._parked, []
