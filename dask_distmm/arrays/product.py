@@ -347,7 +347,7 @@ def _schemes(
         requests[0].logger.info("%s", error)
         return None
     series = f"matmul-{tokenize([problem.name for problem in problems])}"
-    before = itertools.accumulate((len(scheme.waves) for scheme in schemes), initial=0)
+    before = itertools.accumulate((scheme.count for scheme in schemes), initial=0)
     return [dataclasses.replace(scheme, series=series, before=at) for scheme, at in zip(schemes, before, strict=False)]
 
 

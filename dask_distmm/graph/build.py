@@ -168,8 +168,8 @@ class ProductLayer(TasksLayer):
         for problem, _ in self.pieces:
             scheme, part = self.scheme, problem.part
             scheme = scheme if part is None else part_scheme(self.whole, scheme, part, problem.name)
-            for number, wave in enumerate(scheme.waves):
-                found.append((wave_problem(self.whole, scheme, number, part), wave.visit))
+            waves = (wave_problem(self.whole, scheme, number, part) for number in range(scheme.count))
+            found += [(wave, scheme.visit(number)) for number, wave in enumerate(waves) if wave.m and wave.n]
         return found
 
     def _made(self) -> dict[Any, Task] | None:

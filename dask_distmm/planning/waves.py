@@ -8,23 +8,24 @@
     blocks     neither fits, nor does D: block by block of D, each in waves along k; operands are read again for each
     host       A and B are in host memory, and D does not fit on the GPUs: block by block of D, each in one wave
 
-While wave w is multiplied the inputs of wave w + 1 are loaded, and no more: two waves' inputs are in memory, what the
-run itself takes, and what stays. A wave is as large as these leave room for; each is an ordinary `Problem`.
+All are cuts along m, n and k, with a wave for each box between them; a wave is an ordinary `Problem`. While wave w is
+multiplied the inputs of wave w + 1 are loaded, and no more: two waves' inputs are in memory, what the run itself takes,
+and what stays. A wave is as large as these leave room for.
 
-A block is one run over all of k: the ranks read A's rows and B's columns from host memory while they multiply
-(`Plan.from_host`), and the block of D goes to host memory.
+A block from host memory is one run over all of k: the ranks read A's rows and B's columns from host memory while they
+multiply (`Plan.from_host`), and the block of D goes to host memory.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dask_distmm.config import Budget, DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError, advice
@@ -33,7 +34,6 @@ from dask_distmm.planning.computation import Chunks, Part, Worker
 from dask_distmm.planning.footprint import chunk_bytes, held_bytes, made_bytes
 from dask_distmm.planning.model import ENGINES, models_of, speeds
 from dask_distmm.planning.placement import Explanation
-from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.planner import plan, product_remedies
 from dask_distmm.planning.problem import AXES, METHODS, Problem, part_of
 from dask_distmm.planning.tasks import run_overhead
@@ -42,40 +42,27 @@ from dask_distmm.planning.tasks import run_overhead
 
 
 Range = tuple[int, int]
+# Where a product is cut along an axis: the first edge is 0, the last one its extent.
+Cuts = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Wave:
-    """One run of a product in waves."""
-
-    # Its ranges of m, n and k.
-    rows: Range
-    cols: Range
-    depth: Range
-    # Whether it begins and ends the sums over k of its block of D.
-    first: bool
-    last: bool
-    # Number of that block: a chunk of A or B is loaded once for each block that needs it.
-    visit: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Scheme:
     """The waves of a product, and the estimate for them."""
 
-    # ``"sums"``, ``"rows"``, ``"cols"``, ``"blocks"`` or ``"host"``; see the package.
+    # ``"sums"``, ``"rows"``, ``"cols"``, ``"blocks"`` or ``"host"``; see the module.
     name: str
-    # In the order in which they run.
-    waves: tuple[Wave, ...]
+    # Along m, n and k.
+    cuts: tuple[Cuts, Cuts, Cuts]
     # For A and B whether chunks are loaded for a wave and dropped after it; others stay in memory.
     streamed: tuple[bool, bool]
     # Whether ranks make the chunks that are streamed when they need them; else Dask loads those of the next wave.
-    by_ranks: bool
+    by_ranks: bool = False
     # Of each run.
-    method: str
+    method: str = "auto"
     # Of a panel in flight between workers, and of the buffers of a GPU.
-    panel_bytes: int
-    buffer_bytes: int
+    panel_bytes: int = 0
+    buffer_bytes: int = 0
     # Bytes that are loaded in all; estimated seconds of that, and of the runs.
     read_bytes: int = 0
     read_seconds: float = 0.0
@@ -89,11 +76,41 @@ class Scheme:
     before: int = 0
 
     @property
+    def waves(self) -> list[tuple[Range, Range, Range]]:
+        """Rows, columns and depth of each wave, in the order in which they run."""
+        m, n, k = map(itertools.pairwise, self.cuts)
+        return list(itertools.product(m, n, k))
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """How many waves there are along m, n and k."""
+        m, n, k = (len(cuts) - 1 for cuts in self.cuts)
+        return m, n, k
+
+    @property
+    def count(self) -> int:
+        """How many waves there are."""
+        return math.prod(self.counts)
+
+    @property
+    def largest(self) -> int:
+        """Number of the largest wave, and of one that adds to the sums of another if there are several."""
+        m, n, k = (np.diff(cuts).tolist() for cuts in self.cuts)
+        places = m.index(max(m)), n.index(max(n)), max(range(len(k)), key=lambda at: (k[at], at > 0))
+        return int(np.ravel_multi_index(places, self.counts))
+
+    def visit(self, number: int) -> int:
+        """Return the number of a wave's visit: a chunk that several blocks of D need is loaded for each of them."""
+        m, n, k = self.counts
+        again = (self.streamed[0] and n > 1) or (self.streamed[1] and m > 1)
+        return number // k if again else 0
+
+    @property
     def seconds(self) -> float:
         """Estimated seconds in all: loads are hidden behind runs or runs behind loads, but for the first and last."""
         least, most = sorted((self.read_seconds, self.run_seconds))
         # Ranks multiply each chunk as soon as it is there.
-        return most if self.by_ranks else most + least / len(self.waves)
+        return most if self.by_ranks else most + least / self.count
 
     @property
     def binding(self) -> str:
@@ -126,42 +143,30 @@ class WavePlan(Explanation):
 
 
 def part_scheme(problem: Problem, scheme: Scheme, part: Part, name: str) -> Scheme:
-    """Return the waves, called after `name`, that make a part of a product.
+    """Return the waves, called after `name`, of which some make a part of a product, and the others nothing.
 
     Waves along k are joined as long as they read no more than a wave of the whole.
     """
-    rows, cols = _kept(problem, part)
-    sizes = problem.itemsize("a") * scheme.streamed[0], problem.itemsize("b") * scheme.streamed[1]
-
-    def read(nrows: int, ncols: int, depth: Range) -> int:
-        return (nrows * sizes[0] + ncols * sizes[1]) * (depth[1] - depth[0])
-
-    most = max(read(wave.rows[1] - wave.rows[0], wave.cols[1] - wave.cols[0], wave.depth) for wave in scheme.waves)
-    found: list[Wave] = []
-    for wave in scheme.waves:
-        extents = int(rows[slice(*wave.rows)].sum()), int(cols[slice(*wave.cols)].sum())
-        if 0 in extents:
-            continue
-        joined = (found[-1].depth[0], wave.depth[1]) if found and not wave.first else wave.depth
-        if joined != wave.depth and read(*extents, joined) <= most:
-            found[-1] = dataclasses.replace(found[-1], depth=joined, last=wave.last)
-        else:
-            found.append(wave)
-    return dataclasses.replace(scheme, waves=tuple(found), series=name, before=0)
-
-
-def _kept(problem: Problem, part: Part) -> list[NDArray[np.bool_]]:
-    """Return which rows, and which columns, of D are in a part."""
-    return [
-        np.repeat(np.isin(np.arange(len(sizes)), numbers), sizes)
-        for sizes, numbers in zip(problem.out_chunks, part.of("d")[:2], strict=True)
-    ]
+    sizes = [problem.itemsize(name) * yes for name, yes in zip("ab", scheme.streamed, strict=True)]
+    rows, cols, depth = (np.diff(cuts).max() for cuts in scheme.cuts)
+    most = (rows * sizes[0] + cols * sizes[1]) * depth
+    extents = []
+    for cuts, chunks, numbers in zip(scheme.cuts[:2], problem.out_chunks, part.of("d")[:2], strict=True):
+        kept = np.repeat(np.isin(np.arange(len(chunks)), numbers), chunks)
+        extents.append(np.add.reduceat(kept, cuts[:-1], dtype=int).max())
+    steps = [0]
+    for start, stop in itertools.pairwise(scheme.cuts[2]):
+        if start and (extents[0] * sizes[0] + extents[1] * sizes[1]) * (stop - steps[-1]) > most:
+            steps.append(start)
+    return dataclasses.replace(scheme, cuts=(*scheme.cuts[:2], (*steps, problem.k)), series=name, before=0)
 
 
 def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | None = None) -> Problem:
     """Return one wave of a product, or of its part, as a problem called ``...-wave-00012`` after it or the series."""
-    wave = scheme.waves[number]
-    axes, extents = {"m": wave.rows, "n": wave.cols, "k": wave.depth}, {"m": problem.m, "n": problem.n}
+    places = np.unravel_index(number, scheme.counts)
+    axes = {axis: cuts[at : at + 2] for axis, cuts, at in zip("mnk", scheme.cuts, places, strict=True)}
+    first, last = axes["k"][0] == 0, axes["k"][1] == problem.k
+    extents = {"m": problem.m, "n": problem.n}
 
     def take(name: str, sizes: Chunks, along: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         taken = []
@@ -176,9 +181,9 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | Non
         return taken[0], taken[1]
 
     taken = {name: take(name, problem.chunks_of(name), AXES[name]) for name in "ab"}
-    taken |= {extra.name: take(extra.name, extra.chunks, "mn") for extra in problem.extras if wave.last}
-    of_d = {name: take(name, problem.out_chunks, "mn") for name in ("partial",) * (not wave.first) + ("d",)}
-    formula = problem.formula if wave.last else Formula()
+    taken |= {extra.name: take(extra.name, extra.chunks, "mn") for extra in problem.extras if last}
+    of_d = {name: take(name, problem.out_chunks, "mn") for name in ("partial",) * (not first) + ("d",)}
+    formula = problem.formula if last else Formula()
     # The same chunks, as in X.T @ X: transposed once, and in the same columns.
     across = problem.transposed in ((True, False), (False, True)) and taken["a"][0] == taken["b"][1]
     shared = problem.shared and across
@@ -186,15 +191,15 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | Non
     return part_of(
         problem,
         taken | of_d,
-        problem.name if wave.last else f"{series}-sum-{number:05d}",
+        problem.name if last else f"{series}-sum-{number:05d}",
         name=f"{series}-wave-{number:05d}",
-        dtype=problem.dtype if wave.last else problem.compute_type.name,
+        dtype=problem.dtype if last else problem.compute_type.name,
         method=scheme.method,
         same=False,
         options=dataclasses.replace(problem.options, panel_bytes=scheme.panel_bytes, buffer_bytes=scheme.buffer_bytes),
-        formula=dataclasses.replace(formula, partial=not wave.first),
+        formula=dataclasses.replace(formula, partial=not first),
         arrays=(f"{problem.name}-stream",) * 2 if shared else ("", ""),
-        stationary=not (wave.first and wave.last),
+        stationary=not (first and last),
         by_ranks=scheme.streamed if scheme.by_ranks else (False, False),
     )
 
@@ -203,11 +208,11 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | Non
 
 
 # Number of blocks of D along an axis.
-BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @functools.lru_cache(maxsize=16)
-def common_edges(problem: Problem, axis: str) -> tuple[int, ...]:
+def common_edges(problem: Problem, axis: str) -> Cuts:
     """Return where an axis, of ``"m"``, ``"n"`` and ``"k"``, can be cut: at edges of all chunks along it."""
     inputs = [extra.chunks for extra in problem.extras]
     chunkings = {
@@ -215,64 +220,28 @@ def common_edges(problem: Problem, axis: str) -> tuple[int, ...]:
         "n": [problem.b_chunks[1], problem.out_chunks[1], *(c[1] for c in inputs if sum(c[1]) == problem.n)],
         "k": [problem.a_chunks[1], problem.b_chunks[0]],
     }[axis]
-    common = set.intersection(*({0, *itertools.accumulate(sizes)} for sizes in chunkings))
-    return tuple(sorted(common))
+    return tuple(sorted(set.intersection(*({0, *itertools.accumulate(sizes)} for sizes in chunkings))))
 
 
-def grouped(edges: Sequence[int], groups: int) -> tuple[int, ...]:
+def grouped(edges: Sequence[int], groups: int) -> Cuts:
     """Return those edges that cut the segments between edges into groups of about as many segments."""
     count = len(edges) - 1
     return tuple(edges[round(i * count / groups)] for i in range(groups + 1))
 
 
-# Blocks of D one after the other, for operands in host memory and a D that does not fit on the GPUs. Pure
+def _splits(problem: Problem, streamed: tuple[bool, bool]) -> Iterator[tuple[Cuts, Cuts]]:
+    """Yield the edges of blocks of D along rows and columns; those first by which fewest bytes are read."""
+    edges = common_edges(problem, "m"), common_edges(problem, "n")
+    counts = [sorted({min(len(along) - 1, count) for count in _BLOCKS}) for along in edges]
+    splits = [split for split in itertools.product(*counts) if split != (1, 1)]
+    for p, q in sorted(splits, key=lambda split: (sum(_read(problem, streamed, split)), math.prod(split))):
+        yield grouped(edges[0], p), grouped(edges[1], q)
 
 
-# Blocks are planned for this share of what a worker may hold: whole chunks of D are shared out by where A and B lie,
-# which may be less even than here.
-_SHARE = 0.75
-
-
-def in_host_memory(problem: Problem, engine: str | Sequence[str]) -> bool:
-    """Whether chunks are in host memory, and the engines that may multiply work in the memory of GPUs."""
-    names = [engine] if isinstance(engine, str) else engine
-    return problem.array == "numpy" and all(one.on_gpus for one in models_of(names))
-
-
-def in_host(worker: Worker) -> Worker:
-    """Return a worker with its host memory in place of that of its GPU."""
-    return dataclasses.replace(worker, memory_limit=worker.host_limit, used=0)
-
-
-def choose_blocks(
-    problem: Problem, workers: Sequence[Worker], costs: DaskCosts, engine: str | Sequence[str]
-) -> Scheme | None:
-    """Return the blocks that read the fewest bytes, of those that fit on the GPUs; None if none do."""
-    names = [one.name for one in models_of([engine] if isinstance(engine, str) else engine) if one.reads_peers]
-    if not names:
-        return None
-    some = [dataclasses.replace(worker, memory_limit=int(_SHARE * worker.memory_limit)) for worker in workers]
-    sizes = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
-    for rows, cols in _splits(problem, *sizes):
-        waves, options = tuple(_waves(rows, cols, (0, problem.k))), problem.options
-        read = sizes[0] * (len(cols) - 1) + sizes[1] * (len(rows) - 1)
-        how = "host", waves, (False, False), False, problem.method, options.panel_bytes, options.buffer_bytes
-        scheme, volumes = Scheme(*how, read), [_volume(wave) for wave in waves]
-        try:
-            made = plan(wave_problem(problem, scheme, int(np.argmax(volumes))), some, engine=names)
-        except (PlanError, ProjectedMemoryError):
-            continue
-        machine, fraction = problem.options.machine(made.engine), problem.options.limit_fraction
-        seconds = made.estimate.compute_seconds if made.estimate else 0.0
-        return dataclasses.replace(
-            scheme,
-            method=made.method,
-            read_seconds=read / (len(made.ranks) * speeds(machine)["host"]),
-            run_seconds=seconds * sum(volumes) / max(volumes) + len(waves) * run_overhead(made.problem, costs),
-            peak_bytes=_peak(made),
-            budget_bytes=int(min(worker.memory_limit for worker in workers) * fraction),
-        )
-    return None
+def _read(problem: Problem, streamed: tuple[bool, bool], blocks: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes that are read of A and of B if those streamed are read again for each block of D."""
+    a, b = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
+    return a * (blocks[1] if streamed[0] else 1), b * (blocks[0] if streamed[1] else 1)
 
 
 # The choice of a scheme: which waves fit into the memory of the workers, and which are fastest. Pure
@@ -288,6 +257,20 @@ _LONGEST = 4.0
 _FEW = 500
 # A panel in flight takes this share of the budget at most, and the buffers of a GPU this one of its memory.
 _PANEL_SHARE, _BUFFER_SHARE = 16, 8
+# Blocks from host memory are planned for this share of what a worker may hold: whole chunks of D are shared out by
+# where A and B lie, which may be less even than here.
+_HOST_SHARE = 0.75
+
+
+def in_host_memory(problem: Problem, engine: str | Sequence[str]) -> bool:
+    """Whether chunks are in host memory, and the engines that may multiply work in the memory of GPUs."""
+    names = [engine] if isinstance(engine, str) else engine
+    return problem.array == "numpy" and all(one.on_gpus for one in models_of(names))
+
+
+def in_host(worker: Worker) -> Worker:
+    """Return a worker with its host memory in place of that of its GPU."""
+    return dataclasses.replace(worker, memory_limit=worker.host_limit, used=0)
 
 
 def choose_scheme(
@@ -302,17 +285,50 @@ def choose_scheme(
     products: int = 1,
     only_by_ranks: bool = False,
 ) -> Scheme:
-    """Return the fastest scheme that fits into the memory of the workers; one by ranks only, if that is asked for."""
+    """Return the fastest scheme that fits into the memory of the workers; one by ranks only, if that is asked for.
+
+    `by_ranks` are the operands whose chunks ranks can make.
+    """
     # The same product comes again and again in a loop: only its name differs.
     anonymous = dataclasses.replace(problem, name="the product", arrays=problem.anonymous)
     engines = (engine,) if isinstance(engine, str) else tuple(engine)
-    asked = anonymous, tuple(workers), lazy, budget, costs, engines, by_ranks, products, only_by_ranks
-    return _choose(_Choice(*asked))
+    return _choose(anonymous, tuple(workers), lazy, budget, costs, engines, by_ranks, products, only_by_ranks)
 
 
 @functools.lru_cache(maxsize=64)
-def _choose(choice: _Choice) -> Scheme:
-    return choice.best()
+def _choose(
+    problem: Problem, workers: tuple[Worker, ...], lazy: tuple[bool, bool], budget: Budget, costs: DaskCosts,
+    engines: tuple[str, ...], able: tuple[bool, bool], products: int, only_by_ranks: bool,
+) -> Scheme:  # fmt: skip
+    apart = in_host_memory(problem, engines)
+    if reason := _why_whole(problem, lazy, apart=apart):
+        raise PlanError(f"{problem.name} can't be made in waves: {reason}")
+    if apart and not any(lazy):
+        return _from_host(problem, workers, costs, engines)
+    holders = [in_host(worker) for worker in workers] if apart else workers
+    fitting = functools.partial(_fitting, problem, workers, holders, lazy, budget, costs, engines)
+    methods = METHODS if problem.method == "auto" else (problem.method,)
+    found: list[Scheme] = []
+    for one in _candidates(problem, lazy, able, engines):
+        similar = [x for x in found if x.name == one.name and (x.by_ranks == one.by_ranks or one.name != "blocks")]
+        # It reads more blocks, or loads what ranks can make.
+        needless = similar or (only_by_ranks and found and one.name == "blocks")
+        if needless or (products > 1 and one.streamed != lazy) or (only_by_ranks and not one.by_ranks):
+            continue
+        for method in methods:
+            scheme = _longest(dataclasses.replace(one, method=method), fitting, len(workers), products, engines)
+            found += [scheme] if scheme is not None else []
+    if not found:
+        limits = {worker.address: int(budget.of(worker)) for worker in holders}
+        raise ProjectedMemoryError(
+            f"{problem.name} does not fit in waves either: two chunks of each operand along k, and what stays in "
+            f"memory, are more than the {min(limits.values()) / 2**20:.0f} MiB that a worker may hold without "
+            f"spilling. {advice(['use smaller chunks', *product_remedies(problem), 'use a higher memory_limit'])}",
+            {},
+            limits,
+        )
+    # Where one of loading and multiplying decides it, the other one may still be less.
+    return min(found, key=lambda scheme: (scheme.seconds, scheme.read_seconds + scheme.run_seconds))
 
 
 def _why_whole(problem: Problem, lazy: tuple[bool, bool], *, apart: bool) -> str:
@@ -325,266 +341,178 @@ def _why_whole(problem: Problem, lazy: tuple[bool, bool], *, apart: bool) -> str
     return ""
 
 
-def _splits(problem: Problem, a_bytes: int, b_bytes: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the edges of blocks of D along rows and columns; those first by which fewest bytes are read."""
-    edges = common_edges(problem, "m"), common_edges(problem, "n")
-    counts = [sorted({min(len(along) - 1, count) for count in BLOCKS}) for along in edges]
-    splits = [split for split in itertools.product(*counts) if split != (1, 1)]
-    splits.sort(key=lambda split: (a_bytes * split[1] + b_bytes * split[0], math.prod(split)))
-    for p, q in splits:
-        yield grouped(edges[0], p), grouped(edges[1], q)
+def _candidates(
+    problem: Problem, lazy: tuple[bool, bool], able: tuple[bool, bool], engines: Sequence[str]
+) -> Iterator[Scheme]:
+    """Yield the schemes to look at with the finest waves along one axis, those of blocks by the bytes that they read.
+
+    First come those in which ranks make the chunks that are streamed, if ranks of some engines can, and these are fit.
+    """
+    makers = _makers(engines)
+
+    def fit(chunks: Chunks) -> bool:
+        # BLAS is slow on chunks one by one that are small on average, where the engine does not join them.
+        large = all(len(sizes) == 1 or sum(sizes) >= problem.options.pack_below * len(sizes) for sizes in chunks)
+        return large or not any(ENGINES[name].by_panels for name in makers)
+
+    both = zip(able, (problem.a_chunks, problem.b_chunks), strict=True)
+    made = [bool(makers) and can and fit(chunks) for can, chunks in both]
+    m, n, k = (0, problem.m), (0, problem.n), (0, problem.k)
+    rows, cols, depth = (common_edges(problem, axis) for axis in "mnk")
+    found = [Scheme("sums", (m, n, depth), lazy)]
+    found += [Scheme("rows", (rows, n, k), (True, False))] * lazy[0]
+    found += [Scheme("cols", (m, cols, k), (False, True))] * lazy[1]
+    blocks = (Scheme("blocks", (*split, depth), lazy) for split in _splits(problem, lazy))
+    for one in itertools.chain(found, blocks):
+        if all(can for can, streamed in zip(made, one.streamed, strict=True) if streamed):
+            yield dataclasses.replace(one, by_ranks=True)
+        yield one
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sketch:
-    """A scheme but for the size of its waves: the edges of D's blocks, and the axis along which waves follow."""
-
-    name: str
-    rows: tuple[int, ...]
-    cols: tuple[int, ...]
-    axis: str
-    streamed: tuple[bool, bool]
-    by_ranks: bool = False
+def _makers(engines: Sequence[str]) -> list[str]:
+    return [one.name for one in models_of(engines) if one.makes]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """The choice of a scheme; see `choose_scheme`."""
+def _longest(
+    finest: Scheme, fitting: Callable[[Scheme], Scheme | None], workers: int, products: int, engines: Sequence[str]
+) -> Scheme | None:
+    """Return the scheme with the largest waves that fit, of which there are enough; None if none fit."""
+    axis = {"rows": 0, "cols": 1}.get(finest.name, 2)
+    segments, fewest = finest.counts[axis], -(-_FEWEST // products)
 
-    problem: Problem
-    workers: tuple[Worker, ...]
-    lazy: tuple[bool, bool]
-    budget: Budget
-    costs: DaskCosts
-    engines: tuple[str, ...]
-    # The operands whose chunks ranks can make.
-    able: tuple[bool, bool]
-    products: int
-    only_by_ranks: bool
+    @functools.cache
+    def of(count: int) -> Scheme | None:
+        m, n, k = (grouped(cuts, count) if at == axis else cuts for at, cuts in enumerate(finest.cuts))
+        return fitting(dataclasses.replace(finest, cuts=(m, n, k)))
 
-    @functools.cached_property
-    def _apart(self) -> bool:
-        return in_host_memory(self.problem, self.engines)
-
-    @functools.cached_property
-    def _holders(self) -> Sequence[Worker]:
-        """The workers with the memory in which chunks are."""
-        return [in_host(worker) for worker in self.workers] if self._apart else self.workers
-
-    @functools.cached_property
-    def _room(self) -> float:
-        return min(self.budget.of(worker) for worker in self._holders)
-
-    @functools.cached_property
-    def _makers(self) -> list[str]:
-        return [one.name for one in models_of(self.engines) if one.makes]
-
-    @property
-    def _fewest(self) -> int:
-        return -(-_FEWEST // self.products)
-
-    def best(self) -> Scheme:
-        """Return the fastest scheme of those that fit."""
-        problem, lazy = self.problem, self.lazy
-        if reason := _why_whole(problem, lazy, apart=self._apart):
-            raise PlanError(f"{problem.name} can't be made in waves: {reason}")
-        if self._apart and not any(lazy):
-            if (blocks := choose_blocks(problem, self.workers, self.costs, self.engines)) is not None:
-                return blocks
-            raise ProjectedMemoryError(
-                f"{problem.name} does not fit in waves either: a chunk of D, and what is read for it, are more than "
-                "the GPUs may hold. Use smaller chunks or more workers",
-                {},
-                {worker.address: worker.memory_limit for worker in self.workers},
-            )
-        found: list[Scheme] = []
-        methods = METHODS if problem.method == "auto" else (problem.method,)
-        for sketch in self._sketches():
-            if (self.products > 1 and sketch.streamed != lazy) or (self.only_by_ranks and not sketch.by_ranks):
-                continue
-            if self.only_by_ranks and found and sketch.name == "blocks":
-                break
-            similar = [one for one in found if one.name == sketch.name]
-            if any(one.by_ranks == sketch.by_ranks or sketch.name != "blocks" for one in similar):
-                continue  # it reads more blocks, or loads what ranks can make
-            schemes = [self._scheme(sketch, method) for method in methods] if self._may_fit(sketch) else []
-            found += [scheme for scheme in schemes if scheme is not None]
-        if not found:
-            limits = {worker.address: int(self.budget.of(worker)) for worker in self._holders}
-            raise ProjectedMemoryError(
-                f"{problem.name} does not fit in waves either: two chunks of each operand along k, and what stays in "
-                f"memory, are more than the {min(limits.values()) / 2**20:.0f} MiB that a worker may hold without "
-                f"spilling. {advice(['use smaller chunks', *product_remedies(problem), 'use a higher memory_limit'])}",
-                {},
-                limits,
-            )
-        # Where one of loading and multiplying decides it, the other one may still be less.
-        return min(found, key=lambda scheme: (scheme.seconds, scheme.read_seconds + scheme.run_seconds))
-
-    def _sketches(self) -> Iterator[_Sketch]:
-        """Yield the schemes to look at, those of blocks by the bytes that they read.
-
-        First come those in which ranks make the chunks that are streamed, if ranks of some engines can, and these are
-        fit.
-        """
-        problem, lazy = self.problem, self.lazy
-
-        def fit(chunks: Chunks) -> bool:
-            # BLAS is slow on chunks one by one that are small on average, where the engine does not join them.
-            large = all(len(sizes) == 1 or sum(sizes) >= problem.options.pack_below * len(sizes) for sizes in chunks)
-            return large or not any(ENGINES[name].by_panels for name in self._makers)
-
-        both = zip(self.able, (problem.a_chunks, problem.b_chunks), strict=True)
-        made = [bool(self._makers) and can and fit(chunks) for can, chunks in both]
-        m, n = (0, problem.m), (0, problem.n)
-        found = [_Sketch("sums", m, n, "k", lazy)]
-        found += [_Sketch("rows", m, n, "m", (True, False))] * lazy[0]
-        found += [_Sketch("cols", m, n, "n", (False, True))] * lazy[1]
-        read = problem.m * problem.k * problem.itemsize("a"), problem.n * problem.k * problem.itemsize("b")
-        splits = _splits(problem, read[0] * lazy[0], read[1] * lazy[1])
-        blocks = (_Sketch("blocks", rows, cols, "k", lazy) for rows, cols in splits)
-        for sketch in itertools.chain(found, blocks):
-            if all(can for can, streamed in zip(made, sketch.streamed, strict=True) if streamed):
-                yield dataclasses.replace(sketch, by_ranks=True)
-            yield sketch
-
-    def _may_fit(self, sketch: _Sketch) -> bool:
-        """Whether D's block alone fits, before anything is planned."""
-        if sketch.axis != "k":
-            return True
-        rows, cols = (max(np.diff(edges).tolist()) for edges in (sketch.rows, sketch.cols))
-        return float(rows) * cols * self.problem.compute_type.itemsize < self._room * len(self.workers)
-
-    def _scheme(self, sketch: _Sketch, method: str) -> Scheme | None:
-        """Return the scheme with the largest waves that fit, of which there are enough; None if none fit."""
-        segments = len(common_edges(self.problem, sketch.axis)) - 1
-        if segments < 2 and self._fewest == _FEWEST:
+    # Where ranks make chunks the largest waves mostly fit, too.
+    if (segments < 2 and products == 1) or (segments <= _FEW and not finest.by_ranks and of(segments) is None):
+        return None
+    # More waves fit sooner. Fewer take longer to look at.
+    low = high = 1
+    while of(high) is None:
+        if high == segments:
             return None
-        # Where ranks make chunks the largest waves mostly fit, too.
-        if segments <= _FEW and not sketch.by_ranks and self._try(sketch, segments, method) is None:
-            return None
-        # Numbers of waves along the axis: more fit sooner, and take longer to look at.
-        low = high = 1
-        while (found := self._try(sketch, high, method)) is None:
-            if high == segments:
-                return None
-            low, high = high + 1, min(segments, 2 * high)
-        while low < high:
-            middle = (low + high) // 2
-            if (smaller := self._try(sketch, middle, method)) is not None:
-                found, high = smaller, middle
-            else:
-                low = middle + 1
-        if sketch.by_ranks:
-            # On GPUs a wave is over so soon that the time around the runs would count.
-            fewest = 1 if ENGINES[self._makers[0]].on_gpus else self._fewest // 2
-            fine = max(fewest, math.ceil(found.seconds / _LONGEST))
-            # Each rank needs chunks of its own in each wave.
-            fine = max(low, min(fine, max(1, segments // len(self.workers))))
-            return self._try(sketch, fine, method) or found
-        better = self._try(sketch, min(segments, max(self._fewest, low)), method)
-        if better is not None and better.run_seconds / len(better.waves) > _SHORTEST:
-            return better
-        return found
+        low, high = high + 1, min(segments, 2 * high)
+    low = bisect.bisect_left(range(high), True, lo=low, key=lambda count: of(count) is not None)
+    found = of(low)
+    assert found is not None
+    if finest.by_ranks:
+        # On GPUs a wave is over so soon that the time around the runs would count.
+        least = 1 if ENGINES[_makers(engines)[0]].on_gpus else fewest // 2
+        # Each rank needs chunks of its own in each wave.
+        fine = min(max(least, math.ceil(found.seconds / _LONGEST)), max(1, segments // workers))
+        return of(max(low, fine)) or found
+    better = of(min(segments, max(fewest, low)))
+    enough = better is not None and better.run_seconds / better.count > _SHORTEST
+    return better if enough else found
 
-    def _try(self, sketch: _Sketch, count: int, method: str) -> Scheme | None:
-        """Return the scheme with `count` waves along the axis, or None if it does not fit."""
-        edges = grouped(common_edges(self.problem, sketch.axis), count)
-        whole = {"m": sketch.rows, "n": sketch.cols, "k": (0, self.problem.k)}
-        waves = tuple(_waves(*(whole | {sketch.axis: edges}).values(), again=sketch.axis == "k"))
-        options = self.problem.options
-        panel = int(min(options.panel_bytes, self._room / _PANEL_SHARE))
-        most = min((worker.memory_limit for worker in self.workers if worker.memory_limit), default=math.inf)
-        buffers = int(min(options.buffer_bytes, most / _BUFFER_SHARE))
-        room = int(self._room) if math.isfinite(self._room) else 0
-        how = sketch.name, waves, sketch.streamed, sketch.by_ranks
-        scheme = Scheme(*how, method, panel, buffers, budget_bytes=room)
-        largest = max(range(len(waves)), key=lambda w: (_volume(waves[w]), not waves[w].first))
-        beside = self._beside(scheme, largest)
-        # The run has what is left.
-        left = [
-            dataclasses.replace(worker, memory_limit=int(max(1.0, self.budget.of(worker) - beside)), used=0)
-            if worker.memory_limit and not self._apart
-            else worker
-            for worker in self.workers
-        ]
+
+def _fitting(
+    problem: Problem, workers: Sequence[Worker], holders: Sequence[Worker], lazy: tuple[bool, bool], budget: Budget,
+    costs: DaskCosts, engines: Sequence[str], scheme: Scheme,
+) -> Scheme | None:  # fmt: skip
+    """Return a scheme with its estimate, or None if it does not fit."""
+    apart, room = holders is not workers, min(map(budget.of, holders))
+    names = _makers(engines) if scheme.by_ranks else engines
+    options = problem.options
+    most = min((worker.memory_limit for worker in workers if worker.memory_limit), default=math.inf)
+    scheme = dataclasses.replace(
+        scheme,
+        panel_bytes=int(min(options.panel_bytes, room / _PANEL_SHARE)),
+        buffer_bytes=int(min(options.buffer_bytes, most / _BUFFER_SHARE)),
+        budget_bytes=int(room) if math.isfinite(room) else 0,
+    )
+    block = math.prod(max(np.diff(cuts).tolist()) for cuts in scheme.cuts[:2]) * problem.compute_type.itemsize
+    if scheme.cuts[2] != (0, problem.k) and block >= room * len(workers):
+        return None  # nor does what follows
+    beside = _beside(problem, scheme, lazy, len(workers))
+    # The run has what is left.
+    left = [
+        dataclasses.replace(worker, memory_limit=int(max(1.0, budget.of(worker) - beside)), used=0)
+        if worker.memory_limit and not apart
+        else worker
+        for worker in workers
+    ]
+    plans = []
+    for number in dict.fromkeys((scheme.largest, scheme.count - 1)):
+        one = wave_problem(problem, scheme, number)
+        if not apart:
+            one = dataclasses.replace(one, options=dataclasses.replace(one.options, limit_fraction=1.0))
         try:
-            plans = [self._plan(scheme, number, left) for number in dict.fromkeys((largest, len(waves) - 1))]
+            plans.append(plan(one, left, engine=names))
         except (ProjectedMemoryError, PlanError):
             return None
-        if self._apart and any(beside + held_bytes(one).max() > self._room for one in plans):
-            return None
-        if scheme.by_ranks and any({*"ab"} & {*one.packing} for one in plans):
-            return None  # they would be copied one by one
-        return self._estimated(scheme, plans, beside)
+    held = max(held_bytes(made).max() if apart else max(made.projected_bytes.values()) for made in plans)
+    # Operands that are packed would be copied one by one.
+    if (apart and beside + held > room) or (scheme.by_ranks and any({*"ab"} & {*made.packing} for made in plans)):
+        return None
+    made, share = plans[0], problem.flops / plans[0].problem.flops
+    once = problem.shared and scheme.name == "sums"
+    read = made_bytes(made) * share if scheme.by_ranks else 0.0
+    for at, size in enumerate(_read(problem, scheme.streamed, scheme.counts)):
+        if lazy[at] and not (at == 1 and once) and not (scheme.streamed[at] and scheme.by_ranks):
+            read += size
+    run = (made.estimate.compute_seconds if scheme.by_ranks else made.estimate.seconds) if made.estimate else 0.0
+    readers = len(made.ranks) if scheme.by_ranks else len(workers)
+    return dataclasses.replace(
+        scheme,
+        read_bytes=int(read),
+        read_seconds=read / (readers * budget.rate(problem.array)),
+        run_seconds=run * share + scheme.count * run_overhead(made.problem, costs),
+        peak_bytes=int(beside + held),
+    )
 
-    def _plan(self, scheme: Scheme, number: int, workers: Sequence[Worker]) -> Plan:
-        sub = wave_problem(self.problem, scheme, number)
-        if not self._apart:
-            sub = dataclasses.replace(sub, options=dataclasses.replace(sub.options, limit_fraction=1.0))
-        return plan(sub, workers, engine=self._makers if scheme.by_ranks else self.engines)
 
-    def _beside(self, scheme: Scheme, number: int) -> float:
-        """Return the bytes on a worker that are not part of the largest run."""
-        problem, count = self.problem, len(self.workers)
-        sub = wave_problem(problem, scheme, number)
-        total, loaded, largest = 0.0, 0, 0.0
-        for operand, lazy, streamed in zip("ab", self.lazy, scheme.streamed, strict=True):
-            if operand == "b" and sub.shared:
-                break
-            mine = chunk_bytes(sub, operand)
-            if streamed and scheme.by_ranks:
-                continue  # the plan's own
-            if streamed:
-                loaded, largest = loaded + len(mine), max(largest, float(mine.max()))
-            elif not lazy:
-                total += (chunk_bytes(problem, operand).sum() - mine.sum()) / count
-        # Chunks loaded for the next wave, and one more that is being made.
-        total += largest * (math.ceil(loaded / count) + 1)
-        if scheme.waves[number].last:
-            # Chunks of the wave before, on their way out.
-            total += chunk_bytes(sub, "d").sum() / count
-        elif scheme.waves[number].visit:
-            total += chunk_bytes(problem, "d").mean()
-        return total
+def _beside(problem: Problem, scheme: Scheme, lazy: tuple[bool, bool], workers: int) -> float:
+    """Return the bytes on a worker that are not part of the largest run."""
+    one = wave_problem(problem, scheme, scheme.largest)
+    total, loaded, largest = 0.0, 0, 0.0
+    for operand, is_lazy, streamed in zip("ab", lazy, scheme.streamed, strict=True):
+        if (operand == "b" and one.shared) or (streamed and scheme.by_ranks):
+            continue  # the plan's own
+        mine = chunk_bytes(one, operand)
+        if streamed:
+            loaded, largest = loaded + len(mine), max(largest, float(mine.max()))
+        elif not is_lazy:
+            total += (chunk_bytes(problem, operand).sum() - mine.sum()) / workers
+    # Chunks loaded for the next wave, and one more that is being made.
+    total += largest * (math.ceil(loaded / workers) + 1)
+    if one.result_name == problem.name:
+        # Chunks of the wave before, on their way out.
+        total += chunk_bytes(one, "d").sum() / workers
+    elif scheme.visit(scheme.largest):
+        total += chunk_bytes(problem, "d").mean()
+    return total
 
-    def _estimated(self, scheme: Scheme, plans: Sequence[Plan], beside: float) -> Scheme:
-        problem, count = self.problem, len(self.workers)
-        one, estimate = plans[0].problem, plans[0].estimate
-        share = sum(map(_volume, scheme.waves)) / (float(one.m) * one.n * one.k)
-        read = made_bytes(plans[0]) * share if scheme.by_ranks else 0.0
-        for operand, lazy, streamed, axis in zip("ab", self.lazy, scheme.streamed, ("rows", "cols"), strict=True):
-            if not lazy or (operand == "b" and problem.shared and scheme.name == "sums"):
-                continue
-            boxes = [(getattr(wave, axis), wave.depth) for wave in scheme.waves]
-            if streamed and not scheme.by_ranks:
-                elements = sum(math.prod(stop - start for start, stop in box) for box in boxes)
-                read += float(elements) * problem.itemsize(operand)
-            elif not streamed:
-                read += float(chunk_bytes(problem, operand).sum())
-        run = 0.0 if estimate is None else estimate.compute_seconds if scheme.by_ranks else estimate.seconds
-        run *= share
-        around_all = len(scheme.waves) * run_overhead(one, self.costs)
+
+def _from_host(problem: Problem, workers: Sequence[Worker], costs: DaskCosts, engines: Sequence[str]) -> Scheme:
+    """Return the blocks from host memory that read the fewest bytes, of those that fit on the GPUs."""
+    names = [one.name for one in models_of(engines) if one.reads_peers]
+    some = [dataclasses.replace(worker, memory_limit=int(_HOST_SHARE * worker.memory_limit)) for worker in workers]
+    both, options = (True, True), problem.options
+    for split in _splits(problem, both) if names else ():
+        sizes = options.panel_bytes, options.buffer_bytes
+        scheme = Scheme("host", (*split, (0, problem.k)), (False, False), False, problem.method, *sizes)
+        try:
+            made = plan(wave_problem(problem, scheme, scheme.largest), some, engine=names)
+        except (PlanError, ProjectedMemoryError):
+            continue
+        read = sum(_read(problem, both, scheme.counts))
+        share = problem.flops / made.problem.flops
+        seconds = made.estimate.compute_seconds * share if made.estimate else 0.0
         return dataclasses.replace(
             scheme,
-            read_bytes=int(read),
-            read_seconds=read / ((len(plans[0].ranks) if scheme.by_ranks else count) * self.budget.rate(problem.array)),
-            run_seconds=run + around_all,
-            peak_bytes=int(beside + max(held_bytes(x).max() if self._apart else _peak(x) for x in plans)),
+            method=made.method,
+            read_bytes=read,
+            read_seconds=read / (len(made.ranks) * speeds(options.machine(made.engine))["host"]),
+            run_seconds=seconds + scheme.count * run_overhead(made.problem, costs),
+            peak_bytes=max(made.projected_bytes.values()),
+            budget_bytes=int(min(worker.memory_limit for worker in workers) * options.limit_fraction),
         )
-
-
-def _waves(rows: Sequence[int], cols: Sequence[int], depth: Sequence[int], *, again: bool = True) -> Iterator[Wave]:
-    """Yield the waves of blocks of D that are cut at certain edges; `again`: each block has chunks loaded anew."""
-    steps = list(itertools.pairwise(depth))
-    for visit, (down, across) in enumerate(itertools.product(itertools.pairwise(rows), itertools.pairwise(cols))):
-        for step in steps:
-            yield Wave(down, across, step, step == steps[0], step == steps[-1], visit * again)
-
-
-def _peak(made: Plan) -> int:
-    return max(made.projected_bytes.values())
-
-
-def _volume(wave: Wave) -> float:
-    return math.prod(float(stop - start) for start, stop in (wave.rows, wave.cols, wave.depth))
+    raise ProjectedMemoryError(
+        f"{problem.name} does not fit in waves either: a chunk of D, and what is read for it, are more than "
+        "the GPUs may hold. Use smaller chunks or more workers",
+        {},
+        {worker.address: worker.memory_limit for worker in workers},
+    )

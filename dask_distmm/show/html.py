@@ -435,8 +435,8 @@ def waves_html(plan: WavePlan) -> list[str]:
     problem, scheme = plan.problem, plan.scheme
     shapes = {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "d": (problem.m, problem.n)}
     parts: dict[str, dict[tuple[tuple[int, int], tuple[int, int]], list[int]]] = {name: {} for name in shapes}
-    for number, wave in enumerate(scheme.waves[:_MOST_WAVES], 1):
-        boxes = {"a": (wave.rows, wave.depth), "b": (wave.depth, wave.cols), "d": (wave.rows, wave.cols)}
+    for number, (rows, cols, depth) in enumerate(scheme.waves[:_MOST_WAVES], 1):
+        boxes = {"a": (rows, depth), "b": (depth, cols), "d": (rows, cols)}
         for name, box in boxes.items():
             parts[name].setdefault(box, []).append(number)
     a, b, d = (

@@ -40,7 +40,7 @@ def waves_text(made: WavePlan) -> str:
     """Return the text of a product in waves that `explain` prints."""
     problem, scheme = made.problem, made.scheme
     return listed(
-        f"Plan: {len(scheme.waves)} waves, since the operands do not fit into memory together",
+        f"Plan: {scheme.count} waves, since the operands do not fit into memory together",
         ("A", f"{problem.m} x {problem.k} {problem.a_dtype}"),
         ("B", f"{problem.k} x {problem.n} {problem.b_dtype}"),
         ("D", f"{problem.m} x {problem.n} {problem.dtype}"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import dask
 import numpy as np
@@ -60,20 +59,19 @@ def test_waves_cover_the_product_once_and_fit(shape, chunks, count, limit, by_ra
     assert by_ranks or not scheme.by_ranks
     assert scheme.peak_bytes <= scheme.budget_bytes
     done = np.zeros((*shape[::2], shape[1]), int)
-    for wave in scheme.waves:
-        done[slice(*wave.rows), slice(*wave.cols), slice(*wave.depth)] += 1
+    assert len(scheme.waves) == scheme.count
+    for rows, cols, depth in scheme.waves:
+        done[slice(*rows), slice(*cols), slice(*depth)] += 1
     assert (done == 1).all()
-    for _, block in itertools.groupby(scheme.waves, lambda wave: (wave.rows, wave.cols)):
-        found = list(block)
-        assert [wave.first for wave in found] == [True] + [False] * (len(found) - 1)
-        assert [wave.last for wave in found] == [False] * (len(found) - 1) + [True]
     finished = []
-    for number, wave in enumerate(scheme.waves):
+    for number, (rows, cols, depth) in enumerate(scheme.waves):
         one = wave_problem(whole, scheme, number)
         assert Problem.from_wire(one.to_wire()) == one
-        assert (one.m, one.k, one.n) == tuple(stop - start for start, stop in (wave.rows, wave.depth, wave.cols))
-        assert ("partial" in one.operands) == (not wave.first)
-        finished += one.numbers("").tolist() if wave.last else []
+        assert (one.m, one.k, one.n) == tuple(stop - start for start, stop in (rows, depth, cols))
+        # Waves of a block of D follow one another along k.
+        assert ("partial" in one.operands) == (depth[0] > 0)
+        assert depth[0] == 0 or scheme.waves[number - 1][:2] == (rows, cols)
+        finished += one.numbers("").tolist() if depth[1] == whole.k else []
     assert sorted(finished) == list(range(len(whole.numbers(""))))
 
 
