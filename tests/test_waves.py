@@ -226,6 +226,25 @@ def test_waves_come_in_their_order(inproc_client, persisted):
     assert found == list(range(len(found)))
 
 
+def test_annotations_of_what_is_loaded_hold(inproc_client):
+    """Also those of tasks that have been held back."""
+    here = sorted(inproc_client.scheduler_info()["workers"])[-1]
+
+    def load(part):
+        assert get_worker().address == here
+        return part.copy()
+
+    x = da.ones((6000, 60), chunks=(300, 60))
+    with dask.annotate(workers=[here]):
+        loaded = x.map_blocks(load, dtype=float)
+    assert not can_be_made(loaded)
+    d = in_waves(loaded.T, loaded)
+    ((*waves,),) = series_of_waves(dict(d.dask))
+    assert len(waves) > 4
+    with dask.config.set({"optimization.fuse.active": False}):
+        np.testing.assert_array_equal(d.compute(), np.full((60, 60), 6000.0))
+
+
 def test_a_graph_that_comes_before_the_plugin():
     """Barriers run as ordinary tasks until the plugin is there; loads that wait for an idle worker go on."""
     for _ in range(3):

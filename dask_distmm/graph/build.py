@@ -13,6 +13,13 @@ Where only some chunks of D are wanted, culling makes barriers for parts of the 
 rows of chunks of A and the columns of chunks of B that its part needs. A product under `enable` that is left to Dask
 where its own tasks are faster may be left to them in part, too: the chunks have the same keys then.
 
+A product in waves has a barrier for each of them. Where waves follow one another along k each adds to the sums of the
+one before; where each finishes chunks of D no barrier depends on another::
+
+    A(:, 0), B(0, :) > barrier 0 < sums 0 \
+    A(:, 1), B(1, :) ------------------> barrier 1 < sums 1 \
+    A(:, 2), B(2, :) -----------------------------------> barrier 2 < D
+
 The same graph runs without a cluster too (``compute(scheduler="threads")``): then the barrier gets all chunks and
 multiplies them in this process.
 
@@ -57,7 +64,6 @@ from dask_distmm.planning import (
     problem_from_wire,
     restrict,
 )
-from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorProblem
 from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks
 from dask_distmm.planning.placement import CLEARLY
@@ -340,12 +346,13 @@ def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
     return HighLevelGraph.from_collections(output_name(problem.name, output), TasksLayer(tasks), dependencies=[d])
 
 
-def chunks_of(problem: Problem, output: str, wanted: Collection[int] | None = None) -> dict[Any, Task]:
-    """Return the tasks of chunks of D, or of an output in chunks like D's, that one run makes; None for all."""
-    name, before, ncols = output_name(problem.result_name, output), barrier_key(problem.name), problem.columns("")
+def chunks_of(problem: Computation, output: str, wanted: Collection[int] | None = None) -> dict[Any, Task]:
+    """Return the tasks of an output's chunks that one run makes: of those with some numbers; None for all."""
+    name, before, ncols = output_name(problem.result_name, output), barrier_key(problem.name), problem.columns(output)
+    place = problem.output(output).place
     keys = {
-        (name, *divmod(number, ncols)): index
-        for index, number in enumerate(problem.numbers("").tolist())
+        (name, *place(number, ncols)): index
+        for index, number in enumerate(problem.numbers(output).tolist())
         if wanted is None or number in wanted
     }
     return {key: ChunkTask(key, chunk, output, index, TaskRef(before)) for key, index in keys.items()}
@@ -418,12 +425,6 @@ def chunk(output: str, index: int, result: Any) -> Any:
 # The task graph of a factorization or a program: a barrier, which depends on all chunks of its operands, and outputs
 
 
-def output_tasks(name: str, output: NamedMatrix, before: str) -> dict[Any, GraphNode]:
-    """Return the tasks of all chunks of an output, whose array is called `name`, that one run makes."""
-    keys = ((name, *output.place(number, output.counts[1])) for number in range(output.count))
-    return {key: ChunkTask(key, chunk, output.name, number, TaskRef(before)) for number, key in enumerate(keys)}
-
-
 def build_factor_graph(
     problem: FactorProblem | ProgramProblem, operands: Sequence[Any], made: Mapping[str, ChunkTasks]
 ) -> HighLevelGraph:
@@ -440,10 +441,7 @@ def build_factor_graph(
     run = TasksLayer({before: RunTask(before, barrier, problem.to_wire(), *inputs)})
     given = [array for name, array in zip(problem.operands, operands, strict=True) if name not in made]
     graph = HighLevelGraph.from_collections(before, run, dependencies=given)
-    layers = {
-        name: TasksLayer(output_tasks(name, output, before))
-        for output in problem.outputs
-        for name in [output_name(problem.name, output.name)]
-    }
+    outputs = [output.name for output in problem.outputs]
+    layers = {output_name(problem.name, output): TasksLayer(chunks_of(problem, output)) for output in outputs}
     dependencies = dict(graph.dependencies) | {name: {before} for name in layers}
     return HighLevelGraph({**graph.layers, **layers}, dependencies)
