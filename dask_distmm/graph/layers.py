@@ -132,7 +132,8 @@ def is_annotated(graph: HighLevelGraph) -> bool:
 
 def needs_of(tasks: Mapping[Any, GraphNode]) -> dict[Any, set[Any]]:
     """Return for each task of a layer the keys of other layers that it needs."""
-    needs = {key: set(task.dependencies - tasks.keys()) for key, task in tasks.items()}
+    # A set less a view of keys looks at all of these.
+    needs = {key: {dep for dep in task.dependencies if dep not in tasks} for key, task in tasks.items()}
     if needs:
         # Dask keeps all layers that are left, whole, once no key is: here those of what tasks load themselves.
         next(iter(needs.values())).add(_NO_KEY)
@@ -191,13 +192,13 @@ def _copies(graph: HighLevelGraph, waves: Sequence[Iterable[Key]], suffix: str) 
         todo = list(own)
         while todo:
             key = todo.pop()
-            todo += _widen(own, needs[key] & needs.keys(), own[key])
+            todo += _widen(own, [dep for dep in needs[key] if dep in needs], own[key])
         tasks = culled if isinstance(culled, Blockwise) else convert_legacy_graph(dict(culled), every)
         made = tasks is culled or any(map(_is_made, tasks.values()))
         if not made or any(last - first > 1 for first, last in own.values()):
             continue
         for key, span in own.items():
-            _widen(spans, needs[key] - needs.keys(), span)
+            _widen(spans, [dep for dep in needs[key] if dep not in needs], span)
         copied.update(needs)
         found[name] = StreamLayer(tasks, copied, suffix, layer.annotations)
     return found
