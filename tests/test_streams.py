@@ -115,7 +115,7 @@ def test_a_visit_of_its_own_loads_again(visits):
 
 
 def test_what_is_fixed_is_used_as_it_is():
-    """Layers of ours, and objects that are not arrays."""
+    """Layers of ours, objects that are not arrays, and futures."""
     ours = TasksLayer({("x", 0): Task(("x", 0), int)})
     source = HighLevelGraph({"x": ours, "s": {"s": object()}}, {"x": set(), "s": set()})
     layer = {("y", 0): Task(("y", 0), max, TaskRef(("x", 0)), TaskRef("s"))}
@@ -125,6 +125,9 @@ def test_what_is_fixed_is_used_as_it_is():
     for layer in loads.layers.values():
         assert all(task.dependencies == {("x", 0), "s"} for task in layer.values())
     assert not streams(graph, {0: [[("x", 0)]]}, "t")[1]
+    for future in (("z", 0), "other"):
+        graph = HighLevelGraph({"z": {("z", 0): TaskRef(future)}}, {"z": set()})
+        assert not streams(graph, {0: [[("z", 0)]]}, "t")[1]
 
 
 def test_what_others_need_is_not_held_back():

@@ -194,7 +194,7 @@ def _copies(graph: HighLevelGraph, waves: Sequence[Iterable[Key]], suffix: str) 
             key = todo.pop()
             todo += _widen(own, [dep for dep in needs[key] if dep in needs], own[key])
         tasks = culled if isinstance(culled, Blockwise) else convert_legacy_graph(dict(culled), every)
-        made = tasks is culled or any(map(_is_made, tasks.values()))
+        made = tasks is culled or any(_is_made(task, every) for task in tasks.values())
         if not made or any(last - first > 1 for first, last in own.values()):
             continue
         for key, span in own.items():
@@ -216,7 +216,10 @@ def _widen(spans: dict[Key, Span], keys: Iterable[Key], span: Span) -> list[Key]
     return changed
 
 
-def _is_made(task: GraphNode) -> bool:
+def _is_made(task: GraphNode, every: Collection[Key]) -> bool:
+    """Whether a node is a task or a part of an array; others are futures, which no layer has, and objects."""
+    if isinstance(task, Alias):
+        return task.target in every
     return not isinstance(task, DataNode) or isinstance(task.value, np.ndarray)
 
 

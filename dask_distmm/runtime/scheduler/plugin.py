@@ -243,12 +243,12 @@ class Holds:
 
     They are parked until that barrier has run and no task works on the chunks of D that came of it, such as one that
     stores a chunk; or until the barrier is wanted no more. So D does not fill the memory where it is stored more slowly
-    than it is made. What is lost with a worker later is loaded again without another run.
+    than it is made. Chunks that are lost with a worker later are loaded again without another run.
     """
 
     def __init__(self, scheduler: Scheduler, go_on: Callable[[Collection[Any]], None]) -> None:
         self._scheduler, self._go_on = scheduler, go_on
-        # What waits for barriers, and all keys of these tasks.
+        # The tasks that wait for each barrier, and all their keys.
         self._behind: dict[Any, list[tuple[TaskState, direct.Restrictions]]] = {}
         self._held: set[Any] = set()
         self._to_look: set[Any] = set()
