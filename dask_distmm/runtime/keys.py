@@ -132,7 +132,7 @@ def series_of_waves(keys: Iterable[Any]) -> list[list[Any]]:
     """Return those of some keys that are of barriers of waves, in their order: a list for each product, or series."""
     found: dict[str, dict[int, Any]] = {}
     for key in keys:
-        if (wave := wave_of(barrier_name(key) or "")) is not None:
+        if (name := barrier_name(key)) is not None and (wave := wave_of(name)) is not None:
             found.setdefault(wave[0], {})[wave[1]] = key
     return [[waves[number] for number in sorted(waves)] for waves in found.values()]
 

@@ -55,6 +55,7 @@ from dask_distmm.runtime.keys import (
     needed,
     parse_group_key,
     restricted,
+    series_of_waves,
     wave_of,
 )
 from dask_distmm.runtime.messages import (
@@ -263,8 +264,10 @@ class Holds:
     def __contains__(self, key: Any) -> bool:
         return key in self._held
 
-    def hold(self, keys: Iterable[Any]) -> None:
+    def hold(self, keys: Collection[Any]) -> None:
         """Hold back those of some tasks that a wave begins with and that have not begun; see `keys.held_back`."""
+        if not series_of_waves(keys):
+            return
         tasks = {key: ts for key in keys if (ts := self._scheduler.tasks.get(key)) is not None and _is_ahead(ts)}
         found = held_back({key: ts.run_spec for key, ts in tasks.items()})
         held = found.keys() - self._held
