@@ -264,10 +264,8 @@ class Holds:
     def __contains__(self, key: Any) -> bool:
         return key in self._held
 
-    def hold(self, keys: Collection[Any]) -> None:
+    def hold(self, keys: Iterable[Any]) -> None:
         """Hold back those of some tasks that a wave begins with and that have not begun; see `keys.held_back`."""
-        if not series_of_waves(keys):
-            return
         tasks = {key: ts for key in keys if (ts := self._scheduler.tasks.get(key)) is not None and _is_ahead(ts)}
         found = held_back({key: ts.run_spec for key, ts in tasks.items()})
         held = found.keys() - self._held
@@ -525,9 +523,11 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         tasks = list(tasks)
         order_groups(scheduler, tasks)
         self.bare.look(tasks)
-        self.holds.hold(tasks)
-        for key in tasks:
-            if barrier_name(key) is None or (ts := scheduler.tasks.get(key)) is None or ts.run_spec is None:
+        barriers = [key for key in tasks if barrier_name(key) is not None]
+        if series_of_waves(barriers):
+            self.holds.hold(tasks)
+        for key in barriers:
+            if (ts := scheduler.tasks.get(key)) is None or ts.run_spec is None:
                 continue
             direct.park(ts)
             if key in self.barriers and self.barriers[key].ts is ts:
