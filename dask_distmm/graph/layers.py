@@ -17,6 +17,7 @@ Where ranks make the chunks the barrier has tasks in their place, which depend o
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -177,15 +178,16 @@ def streams(
 def _copies(graph: HighLevelGraph, waves: Sequence[Iterable[Key]], suffix: str) -> dict[str, StreamLayer]:
     """Return copies of the layers that make chunks for the waves of one visit, by the names of these layers."""
     every = graph.get_all_external_keys()
-    # For each key the first and the last wave that need it.
-    spans: dict[Key, Span] = {}
+    # For each layer's keys the first and the last wave that need them.
+    spans = collections.defaultdict[Key, dict[Key, Span]](dict)
     for number, keys in enumerate(waves):
-        _widen(spans, keys, (number, number))
+        for key in keys:
+            _widen(spans[_layer_of(key)], [key], (number, number))
     found: dict[str, StreamLayer] = {}
     copied: set[Key] = set()
     for name in reversed(graph._toposort_layers()):
         layer = graph.layers[name]
-        own = {key: span for key, span in spans.items() if (key[0] if isinstance(key, tuple) else key) == name}
+        own = dict(spans[name])
         if not own or isinstance(layer, TasksLayer):
             continue
         culled, needs = layer.cull(set(own), every)
@@ -198,10 +200,15 @@ def _copies(graph: HighLevelGraph, waves: Sequence[Iterable[Key]], suffix: str) 
         if not made or any(last - first > 1 for first, last in own.values()):
             continue
         for key, span in own.items():
-            _widen(spans, [dep for dep in needs[key] if dep not in needs], span)
+            for dep in (dep for dep in needs[key] if dep not in needs):
+                _widen(spans[_layer_of(dep)], [dep], span)
         copied.update(needs)
         found[name] = StreamLayer(tasks, copied, suffix, layer.annotations)
     return found
+
+
+def _layer_of(key: Key) -> Key:
+    return key[0] if isinstance(key, tuple) else key
 
 
 def _widen(spans: dict[Key, Span], keys: Iterable[Key], span: Span) -> list[Key]:
