@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from dask_distmm.engines.peer.readable import Rectangle
+    from dask_distmm.engines.gpu.copy_kernels import Rectangle
 
 __all__ = ["OPERATION", "Batch", "operations"]
 

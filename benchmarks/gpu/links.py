@@ -46,10 +46,9 @@ def pull(offers: Sequence[Any], width: int, streams: int, kernel: bool, repeat: 
     """Pull from the next GPUs, all workers at the same time; return GB/s of this one."""
     import cupy
 
-    from dask_distmm.engines.gpu.copy_kernels import copy_rectangles
+    from dask_distmm.engines.gpu.copy_kernels import Rectangle, copy_rectangles, make_copies, table_of
     from dask_distmm.engines.peer.memory import Mappings
     from dask_distmm.engines.peer.offers import Allocation
-    from dask_distmm.engines.peer.readable import Rectangle, make_copies, table_of
     from dask_distmm.layout.rectangles import Span
 
     mappings = _KEPT.setdefault("mappings", Mappings())
@@ -135,8 +134,7 @@ def pieces(offers: Sequence[Any], edge: int, way: str, begin: float) -> dict[str
     import cupy
 
     from benchmarks.gpu.batch import Batch
-    from dask_distmm.engines.gpu.copy_kernels import copy_rectangles
-    from dask_distmm.engines.peer.readable import Rectangle, make_copies, table_of
+    from dask_distmm.engines.gpu.copy_kernels import Rectangle, copy_rectangles, make_copies, table_of
     from dask_distmm.layout.rectangles import Span
 
     source = next_source(offers)
@@ -178,8 +176,8 @@ def beside(offers: Sequence[Any], n: int, dtype: str, how: str, begin: float) ->
 
     from benchmarks.gpu.batch import Batch
     from benchmarks.gpu.matrices import make_chunk
+    from dask_distmm.engines.gpu.copy_kernels import Rectangle
     from dask_distmm.engines.gpu.gemm import Gemm, GemmShape, GemmTypes, MatrixRef
-    from dask_distmm.engines.peer.readable import Rectangle
     from dask_distmm.layout.rectangles import Span
 
     kind = GemmTypes(dtype, dtype, dtype)

@@ -58,7 +58,7 @@ from dask_distmm.engines.gpu.operands import check_arrays, check_gpu
 from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.programs.blas import Kernels, assign
 from dask_distmm.engines.programs.factor import indefinite, singular
-from dask_distmm.engines.programs.job import triangle_of
+from dask_distmm.engines.programs.job import Part, put, triangle_of
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import EngineError, MatrixError
@@ -491,17 +491,15 @@ class CusolverMpJob(GpuProgramJob):
             )
         return groups[number]
 
-    def _fetched(self) -> dict[str, list[tuple[Callable[[Any], None], Any]]]:
-        """Return by operand the parts that workers have which are not ranks, with what writes them."""
-        found: dict[str, list[tuple[Callable[[Any], None], Any]]] = {}
+    def _fetched(self) -> dict[str, list[tuple[Part, Any]]]:
+        """Return by operand the parts that workers have which are not ranks."""
+        found: dict[str, list[tuple[Part, Any]]] = {}
         for step in self._steps:
             if isinstance(step, Make) and step.operand:
                 for holder, parts in self._wanted(step.operand, self._at(step.buffer)).items():
                     if holder not in self.plan.ranks:
                         answer = wait_checked(self._fetch("input", holder, parts), self.ended.check)
-                        found.setdefault(step.operand, []).extend(
-                            zip([write for _, write in parts], answer, strict=True)
-                        )
+                        found.setdefault(step.operand, []).extend(zip(parts, answer, strict=True))
         return found
 
     def _gather(self, name: str, target: Any) -> None:
@@ -523,11 +521,8 @@ class CusolverMpJob(GpuProgramJob):
                     chunk = self.chunks[name, index]
                     src[copy.src] = chunk.T if orientation.transposed else chunk
         self._exchange(copies, src, {self.rank: target}, conjugated=orientation.conjugated)
-        for copy, _, peer in copies:
-            if peer == self.rank:
-                self._look_at(name, target, copy)
-        for write, part in self._outside.pop(name, ()):
-            write(cp.asarray(part, plan.problem.dtype))
+        for part, array in self._outside.pop(name, ()):
+            put(self.blas, part, cp.asarray(array, plan.problem.dtype))
 
     def _exchange(
         self, copies: Iterable[tuple[Copy, int, int]], src: dict[int, Any], dst: dict[int, Any], *, conjugated: bool

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import cupy as cp
@@ -17,11 +17,13 @@ import numpy as np
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ResultKey, Side, contiguous
+from dask_distmm.engines.gpu.copy_kernels import Rectangle, make_copies, table_of
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.programs.blas import assign
-from dask_distmm.engines.programs.job import TRIANGLES, ProgramJob
+from dask_distmm.engines.programs.job import TRIANGLES, Part, ProgramJob, crosses, put
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
+from dask_distmm.layout.rectangles import span_of
 from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.programs.steps import CONTRACTS, PART, Buffer, Call, roles_of
@@ -177,6 +179,21 @@ class GpuProgramJob(ProgramJob):
         if form in TRIANGLES:
             assign(chunk, 0)
         return chunk
+
+    def _put(self, parts: Sequence[Part], found: Iterable[Any]) -> None:
+        """Write parts to their places: all those that are copied as they are at once."""
+        plain = list[Rectangle]()
+        for part, array in zip(parts, found, strict=True):
+            self.ended.check()
+            as_it_is = isinstance(array, cp.ndarray) and array.dtype == part.place.dtype and not part.conjugated
+            if as_it_is and not crosses(part.form, part.place.shape, part.row, part.col):
+                source = span_of(array.T if part.transposed else array)
+                plain.append(Rectangle(source, span_of(part.place), *part.place.shape))
+            else:
+                put(self.blas, part, array)
+        if plain:
+            size = parts[0].place.itemsize
+            make_copies([table_of(plain, size)], size)[0].run(self._stream)
 
     def _make_room(self) -> None:
         """Free what the engine keeps for its next run, if memory is short."""

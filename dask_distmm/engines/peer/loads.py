@@ -33,9 +33,10 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.engines.base import ChunkKey
+from dask_distmm.engines.gpu.copy_kernels import CopyBatch
 from dask_distmm.engines.gpu.host import device_like, in_type, to_device
 from dask_distmm.engines.gpu.operands import check_arrays, record
-from dask_distmm.engines.peer.readable import CopyBatch, DeviceView, Parts, Pull, Sources
+from dask_distmm.engines.peer.readable import DeviceView, Parts, Pull, Sources
 from dask_distmm.engines.peer.result import ALIGNED
 from dask_distmm.engines.peer.schedule import Load, Product, ScheduleStep, Slot, made_orders, pending_loads
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk

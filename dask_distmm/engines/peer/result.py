@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import PeerLostError
 from dask_distmm.engines.base import ResultKey
+from dask_distmm.engines.gpu.copy_kernels import CopyBatch, Rectangle, make_copies, table_of
 from dask_distmm.engines.gpu.finishing import Finishing
 from dask_distmm.engines.gpu.host import to_host
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.peer.readable import CopyBatch, Rectangle, Sources, make_copies, table_of
+from dask_distmm.engines.peer.readable import Sources
 from dask_distmm.engines.peer.schedule import ScheduleStep, merged
 from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import typed

@@ -1,7 +1,4 @@
-"""The arithmetic of the steps, on one rank's part of a matrix: BLAS and LAPACK, in place. A protocol.
-
-Copies of parts of matrices, on CPUs and GPUs, between memory of either order.
-"""
+"""The arithmetic of the steps, on one rank's part of a matrix: BLAS and LAPACK, in place. A protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.layout.redistribute import Copy
 from dask_distmm.programs.steps import Lane
 
 
@@ -142,13 +138,6 @@ def solve_by_halves(kernels: Kernels, a: Any, b: Any, *, right: bool, lower: boo
     kernels.trsm(a[j, j], left, right=right, lower=lower, op=op, unit=unit)
 
 
-# Copies of parts of matrices
-
-
-# Rows that are transposed at once: 16 of float64 fill two lines of a cache in each column.
-_STRIP = 16
-
-
 def assign(target: Any, source: Any) -> None:
     """Write a matrix, or one number, to all of a matrix.
 
@@ -158,16 +147,3 @@ def assign(target: Any, source: Any) -> None:
     if target.strides[0] < target.strides[-1]:
         target, source = target.T, source.T if np.ndim(source) == 2 else source
     target[...] = source
-
-
-def put(target: Any, copy: Copy, part: Any, transposed: bool, conjugated: bool) -> None:
-    """Write a part to its place."""
-    part = part.T if transposed else part
-    part, place = part.conj() if conjugated else part, target[copy.dst_index]
-    across = part.ndim == 2 and (part.strides[0] < part.strides[1]) != (place.strides[0] < place.strides[1])
-    if not across or not isinstance(part, np.ndarray):
-        assign(place, part)
-        return
-    # NumPy turns a matrix slowly where columns are far apart: what it reads and writes has to stay in the caches.
-    for row in range(0, len(part), _STRIP):
-        place[row : row + _STRIP] = part[row : row + _STRIP]

@@ -16,17 +16,16 @@ Of a factorization, whose matrices are in block columns::
 from __future__ import annotations
 
 import collections
-import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checked
-from dask_distmm.engines.programs.blas import Kernels, assign, put
+from dask_distmm.engines.programs.blas import Kernels, assign
 from dask_distmm.engines.programs.executor import Executor, RankExchange
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.spectral import not_finite
@@ -40,10 +39,26 @@ from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.programs.steps import Buffer, Call, Make, Step, Store, View
 
-# What a participant is asked for, a row of `Boxes`, and what writes it to its place.
-_Part = tuple[tuple[int, ...], Callable[[Any], None]]
+# Rows that are transposed at once: 16 of float64 fill two lines of a cache in each column.
+_STRIP = 16
 # Forms with zeros in the other triangle.
 TRIANGLES = ("lower", "unit lower", "upper")
+
+
+class Part(NamedTuple):
+    """A part of a matrix that a participant is asked for, and where it is written to."""
+
+    # The row of `Boxes` that it is.
+    box: tuple[int, ...]
+    # The rectangle that it fills, and the row and column of the whole matrix at which that begins.
+    place: Any
+    row: int
+    col: int
+    # What there is of it in its place; see `triangle_of`.
+    form: str
+    # Whether its transpose, or conjugate, is written.
+    transposed: bool
+    conjugated: bool
 
 
 class ProgramJob(Job[Any], Executor):
@@ -71,8 +86,8 @@ class ProgramJob(Job[Any], Executor):
         # This rank's parts of results, and whether all are complete.
         self._parts: dict[str, Any] = {}
         self._final: Future[None] = Future()
-        # Parts of operands that are to be finite, where they are, and their sums.
-        self._sums: list[tuple[str, Copy, Any, Any]] = []
+        # Parts of operands that are to be finite: row and column at which they begin, where they are, and their sums.
+        self._sums: list[tuple[str, int, int, Any, Any]] = []
 
     # Before the work
 
@@ -237,6 +252,7 @@ class ProgramJob(Job[Any], Executor):
         """Write this rank's block columns of an operand; after the last one refuse elements that are not finite."""
         began = time.perf_counter()
         self._gather(name, target)
+        self._add_up(name, target)
         if name == self.plan.problem.operands[-1]:
             self._synchronize()
             self._refuse(self._unfit())
@@ -247,17 +263,18 @@ class ProgramJob(Job[Any], Executor):
         """Write parts of an operand's chunks to their places."""
         self._move("input", self._wanted(name, target))
 
-    def _wanted(self, name: str, target: Any) -> dict[int, list[_Part]]:
+    def _wanted(self, name: str, target: Any) -> dict[int, list[Part]]:
         """Return by holder the parts of an operand that are written to this rank's block columns."""
         assert self.rank is not None
-        found: dict[int, list[_Part]] = collections.defaultdict(list)
-        number = self.plan.problem.operands.index(name)
+        found: dict[int, list[Part]] = collections.defaultdict(list)
+        number, orientation = self.plan.problem.operands.index(name), self.plan.problem.task.orientation(name)
+        how = "full", orientation.transposed, orientation.conjugated and target.dtype.kind == "c"
         for copy, (index, *box) in self._parts_of(name, self.rank):
-            write = functools.partial(self._put, name, target, copy)
-            found[int(self.plan.where[name][index])].append(((number, index, *box), write))
+            part = Part((number, index, *box), target[copy.dst_index], copy.row, copy.col, *how)
+            found[int(self.plan.where[name][index])].append(part)
         return found
 
-    def _move(self, kind: str, parts: Mapping[int, list[_Part]]) -> None:
+    def _move(self, kind: str, parts: Mapping[int, list[Part]]) -> None:
         """Write parts of what participants hold to their places."""
         # Matrices that are here come first, and not all ranks begin with the same one.
         holders = sorted(parts, key=lambda holder: (holder - self.me) % len(self.plan.participants))
@@ -268,13 +285,11 @@ class ProgramJob(Job[Any], Executor):
             if holder in asked:
                 found = wait_checked(asked[holder], self.ended.check)
             else:
-                found = self._read(kind, holder, [box for box, _ in parts[holder]])
-            for (_, write), part in zip(parts[holder], found, strict=True):
-                self.ended.check()
-                write(self.blas.xp.asarray(part))
+                found = self._read(kind, holder, [part.box for part in parts[holder]])
+            self._put(parts[holder], found)
 
-    def _fetch(self, kind: str, holder: int, parts: Sequence[_Part]) -> Future[Sequence[Any]]:
-        return self.comm.fetch(holder, kind, np.array([box for box, _ in parts], np.int64), False)
+    def _fetch(self, kind: str, holder: int, parts: Sequence[Part]) -> Future[Sequence[Any]]:
+        return self.comm.fetch(holder, kind, np.array([part.box for part in parts], np.int64), False)
 
     def _read(self, kind: str, holder: int, boxes: Sequence[Sequence[int]]) -> Iterator[Any]:
         """Yield boxes of matrices that this process can read."""
@@ -297,28 +312,41 @@ class ProgramJob(Job[Any], Executor):
             else self.chunks[problem.operands[matrix], number]
         )
 
-    def _put(self, name: str, target: Any, copy: Copy, part: Any) -> None:
-        """Write a part of an operand to its place."""
-        orientation = self.plan.problem.task.orientation(name)
-        put(target, copy, part, orientation.transposed, orientation.conjugated)
-        self._look_at(name, target, copy)
+    def _put(self, parts: Sequence[Part], found: Iterable[Any]) -> None:
+        """Write parts to their places."""
+        for part, array in zip(parts, found, strict=True):
+            self.ended.check()
+            put(self.blas, part, array)
 
-    def _look_at(self, name: str, target: Any, copy: Copy) -> None:
-        """Add up a part of an operand that is in its place, if it is to be finite: so is its sum then, or too large."""
-        place = target[copy.dst_index]
-        if self.plan.problem.task.check_finite and place.dtype.kind in "fc":
-            # CuPy has one block of threads for the sum of all, and one for each column.
-            self._sums.append((name, copy, place, place.sum(axis=0).sum()))
+    def _add_up(self, name: str, target: Any) -> None:
+        """Add up what was read of an operand, if it is to be finite: so is its sum then, or too large."""
+        assert self.rank is not None
+        task = self.plan.problem.task
+        if not task.check_finite or target.dtype.kind not in "fc":
+            return
+        places = [(0, 0, target)]
+        if task.read(name) != "full":
+            # Of each column, the rows that were read; of those of one chunk and one block they are the same.
+            ends: dict[tuple[int, int, int], tuple[int, int]] = {}
+            for copy, _ in self._parts_of(name, self.rank):
+                first, last = ends.setdefault((copy.col, copy.dst_col, copy.ncols), (copy.row, copy.row))
+                ends[copy.col, copy.dst_col, copy.ncols] = min(first, copy.row), max(last, copy.row + copy.nrows)
+            places = [
+                (first, col, target[first:last, at : at + count]) for (col, at, count), (first, last) in ends.items()
+            ]
+        # CuPy has one block of threads for the sum of all, and one for each column.
+        self._sums += ((name, row, col, place, place.sum(axis=0).sum()) for row, col, place in places)
 
     def _unfit(self) -> str:
         """Return what is wrong with the elements of the operands that were read, or nothing."""
         xp, task = self.blas.xp, self.plan.problem.task
         sums, self._sums = self._sums, []
         good = self.blas.host(xp.isfinite(xp.stack([total for *_, total in sums]))) if sums else ()
-        for (name, copy, place, _), fine in zip(sums, good, strict=True):
+        for (name, row, col, place, _), fine in zip(sums, good, strict=True):
             if not fine:
                 # The sum may have overflowed, and the other triangle may hold anything.
-                below = xp.arange(copy.row, copy.row + copy.nrows)[:, None] - xp.arange(copy.col, copy.col + copy.ncols)
+                rows, cols = place.shape
+                below = xp.arange(row, row + rows)[:, None] - xp.arange(col, col + cols)
                 unit = int(name == "a" and task.unit_diagonal)
                 read = {"lower": below >= unit, "upper": -below >= unit}.get(task.read(name), True)
                 if self.blas.host((~xp.isfinite(place) & read).any()):
@@ -372,14 +400,16 @@ class ProgramJob(Job[Any], Executor):
     def _assemble(self, number: int, output: NamedMatrix) -> dict[ResultKey, Any]:
         """Return the chunks of an output that this rank puts together."""
         assert self.rank is not None
-        found, parts = self._blanks(output), collections.defaultdict[int, list[_Part]](list)
+        found, parts = self._blanks(output), collections.defaultdict[int, list[Part]](list)
+        described = self.plan.output(output.name)
+        conjugated = described.orientation.conjugated and np.dtype(output.dtype).kind == "c"
         for index, copy in self._taken_by(output, self.rank):
-            (rows, cols), write = (
-                copy.src_index,
-                functools.partial(self._write_part, output, found[output.name, index], copy),
-            )
+            (rows, cols), chunk = copy.src_index, found[output.name, index]
+            place = (chunk.T if described.orientation.transposed else chunk)[copy.dst_index]
             box = number, copy.src, rows.start, rows.stop, cols.start, cols.stop
-            parts[self.plan.ranks[copy.src]].append((box, write))
+            parts[self.plan.ranks[copy.src]].append(
+                Part(box, place, copy.row, copy.col, described.form, False, conjugated)
+            )
         self._move("final", parts)
         return found
 
@@ -403,12 +433,6 @@ class ProgramJob(Job[Any], Executor):
             i, j = divmod(index, len(cols))
             held = j * len(rows) + i if described.orientation.transposed else index
             yield from ((index, copy) for copy in inside(described.form, copies.for_dst(held)))
-
-    def _write_part(self, output: NamedMatrix, chunk: Any, copy: Copy, part: Any) -> None:
-        """Write a part of a rank's block columns of an output to its place in a chunk."""
-        described = self.plan.output(output.name)
-        made = triangle_of(self.blas, described.form, part, copy.row, copy.col)
-        put(chunk.T if described.orientation.transposed else chunk, copy, made, False, described.orientation.conjugated)
 
     def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
         """Return a new chunk of an output, with zeros where no rank has a part of it."""
@@ -455,14 +479,31 @@ def inside(form: str, copies: Iterable[Copy]) -> Iterator[Copy]:
                 yield copy._replace(src_row=copy.src_row + skip, dst_row=copy.dst_row + skip, row=row, nrows=stop - row)
 
 
+def put(kernels: Kernels, part: Part, array: Any) -> None:
+    """Write a part to its place."""
+    array, place = kernels.xp.asarray(array), part.place
+    array = triangle_of(kernels, part.form, array.T if part.transposed else array, part.row, part.col)
+    array = array.conj() if part.conjugated else array
+    across = array.ndim == 2 and (array.strides[0] < array.strides[1]) != (place.strides[0] < place.strides[1])
+    if not across or not isinstance(array, np.ndarray):
+        assign(place, array)
+        return
+    # NumPy turns a matrix slowly where columns are far apart: what it reads and writes has to stay in the caches.
+    for row in range(0, len(array), _STRIP):
+        place[row : row + _STRIP] = array[row : row + _STRIP]
+
+
+def crosses(form: str, shape: tuple[int, int], row: int, col: int) -> bool:
+    """Whether a part of a result is not wholly in its triangle."""
+    rows, cols = shape
+    return form in TRIANGLES and (col < row + rows if form == "upper" else row < col + cols)
+
+
 def triangle_of(kernels: Kernels, form: str, part: Any, row: int, col: int) -> Any:
     """Return a part of a result with zeros, or ones, in place of what is not in its triangle."""
-    rows, cols = part.shape
-    lower, xp = form != "upper", kernels.xp
-    if form not in TRIANGLES:
+    if not crosses(form, part.shape, row, col):
         return part
-    if (row >= col + cols) if lower else (col >= row + rows):
-        return part
+    (rows, cols), lower, xp = part.shape, form != "upper", kernels.xp
     if form == "unit lower":
         return xp.tril(part, row - col - 1) + xp.eye(rows, cols, row - col, dtype=part.dtype)
     return xp.tril(part, row - col) if lower else xp.triu(part, row - col)
