@@ -15,7 +15,8 @@ from programs.test_numbers import on_ranks
 from dask_distmm import PlanError, enabled, explain, linalg, matmul
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.errors import EngineError, ProtocolError, RunFailedError
-from dask_distmm.numeric.sparse import compressed, dense, dense_product, multiply, sparse_package
+from dask_distmm.numeric import sparse as sparse_chunks
+from dask_distmm.numeric.sparse import add_thin_gram, compressed, dense, multiply, sparse_package
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
 
@@ -282,22 +283,26 @@ def test_memory_of_sparse_rows():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
-@pytest.mark.parametrize("shape", [(7, 5, 6), (40, 300, 30), (1, 1, 1), (3, 0, 4), (0, 3, 4), (5, 4, 0)])
+@pytest.mark.parametrize("shape", [(7, 5), (300, 40), (40, 300), (1, 1), (3, 0), (0, 3)])
+@pytest.mark.parametrize("at_once", [2**18, 50])
 @pytest.mark.parametrize("kernels", [True, False])
-def test_dense_products_of_compressed_rows(dtype, shape, kernels, monkeypatch):
-    (m, k, n), random = shape, np.random.default_rng()
-    a, b = (sp.random_array(one, density=0.3, format="coo", rng=random) for one in ((m, k), (k, n)))
-    # Elements may be stored twice, and in any order.
+def test_gram_matrices_of_compressed_rows(dtype, shape, at_once, kernels, monkeypatch):
+    (m, n), random = shape, np.random.default_rng()
+    a = sp.random_array(shape, density=0.3, format="coo", rng=random)
+    # Elements may be stored twice, and in any order; some rows have none.
     twice = [np.concatenate([x[::-1], x]) for x in (a.row, a.col, a.data)]
-    a = sp.coo_array((twice[2], (twice[0], twice[1])), shape=(m, k))
-    pointers, order = np.searchsorted(np.sort(a.row), np.arange(m + 1)), np.argsort(a.row, kind="stable")
-    factor = 1 + 2j if dtype.startswith("complex") else 1
-    a = sp.csr_array(((a.data[order] * factor).astype(dtype), a.col[order], pointers), shape=(m, k))
-    b = (b.tocsr() * factor).astype(dtype)
+    twice = [x[twice[0] % 3 > 0] for x in twice]
+    pointers, order = np.searchsorted(np.sort(twice[0]), np.arange(m + 1)), np.argsort(twice[0], kind="stable")
+    data = twice[2] * np.exp(1j * random.uniform(0, 6, len(order))) if dtype.startswith("complex") else twice[2]
+    a = sp.csr_array((data[order].astype(dtype), twice[1][order], pointers), shape=shape)
+    before = a.copy()
+    monkeypatch.setattr(sparse_chunks, "_AT_ONCE", at_once)
+    monkeypatch.setattr(sparse_chunks, "_EACH", 0)
     if not kernels:
-        monkeypatch.delattr(sp._sparsetools, "csr_matmat")
-        monkeypatch.setattr(type(a), "__matmul__", lambda x, y: sp.csr_array(x.toarray() @ y.toarray()))
-    made = dense_product(a, b)
-    assert made.dtype == dtype
+        monkeypatch.delattr(sp._sparsetools, "csc_matvec")
+    g = np.asfortranarray(random.standard_normal((n, n)).astype(dtype))
+    expected = g + np.tril(a.toarray().conj().T @ a.toarray())
+    add_thin_gram(a, g)
+    assert all((getattr(a, part) == getattr(before, part)).all() for part in ("data", "indices", "indptr"))
     tolerance = 1e-5 if dtype in ("float32", "complex64") else 1e-13
-    np.testing.assert_allclose(made, a.toarray() @ b.toarray(), rtol=0, atol=tolerance * max(1, k))
+    np.testing.assert_allclose(np.tril(g), np.tril(expected), rtol=0, atol=tolerance * max(1, m))

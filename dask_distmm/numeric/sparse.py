@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ from dask_distmm.errors import EngineError
 
 # The bytes of a sparse matrix, relative to those of a dense one: nobody knows them before its chunks are there.
 SHARE = 1 / 8
+# Elements whose Gram matrix is made at once, so that they stay in a core's caches; as many for each column at least, as
+# that is a call.
+_AT_ONCE, _EACH = 2**18, 2**7
 _MODULES = {"scipy": "sparse", "cupyx": "scipy", "sparse": ""}
 
 
@@ -62,23 +66,38 @@ def dense(x: Any) -> Any:
     return compressed(x).toarray() if sparse_package(x) else x
 
 
-def dense_product(a: Any, b: Any) -> Any:
-    """Return the product of SciPy's compressed rows as a dense matrix."""
+def add_thin_gram(a: Any, g: Any) -> None:
+    """Add the lower triangle of A^H A to a column-major matrix of the same type; A is in SciPy's compressed rows."""
     import scipy.sparse
 
-    rows, cols = a.shape[0], b.shape[1]
-    # SciPy's operator first counts elements, which takes as long as the rest; what it calls then may have another name.
+    # SciPy's own product counts elements first, and keeps a list of them: what it calls for a vector needs neither.
     kernels: Any = getattr(scipy.sparse, "_sparsetools", None)
-    parts = a.indptr, a.indices, b.indptr, b.indices
-    if not hasattr(kernels, "csr_matmat") or not hasattr(kernels, "csr_todense") or a.dtype != b.dtype:
-        return (a @ b).toarray()
-    kind = scipy.sparse.get_index_dtype(parts, maxval=max(a.nnz, b.nnz, rows * cols, *b.shape))
-    given = [x.astype(kind, copy=False) for x in parts]
-    pointers, indices, data = np.empty(rows + 1, kind), np.empty(rows * cols, kind), np.empty(rows * cols, a.dtype)
-    kernels.csr_matmat(rows, cols, *given[:2], a.data, *given[2:], b.data, pointers, indices, data)
-    found = np.zeros((rows, cols), a.dtype)
-    kernels.csr_todense(rows, cols, pointers, indices, data, found)
-    return found
+    if not hasattr(kernels, "csc_matvec"):
+        g += np.tril((a.conj().T @ a).toarray())
+        return
+    if not a.has_canonical_format:
+        (a := a.copy()).sum_duplicates()
+    cols = a.shape[1]
+    ends = np.arange(0, a.nnz, max(_AT_ONCE, _EACH * cols))
+    bounds = np.unique([*np.searchsorted(a.indptr, ends, "right") - 1, a.shape[0]])
+    for first, stop in itertools.pairwise(bounds.tolist()):
+        rows = a[first:stop]
+        kind, conjugate = rows.indices.dtype, rows.data.conj()
+        # The elements by columns, those of the last rows first: each with the elements from it to the end of its row.
+        places = scipy.sparse.csr_array(
+            (np.arange(rows.nnz, dtype=kind), rows.indices, rows.indptr), rows.shape
+        ).tocsc()
+        at = places.data[::-1]
+        # As the row of an element is before that of the element before, nothing is between them: an empty column.
+        begins, factors = np.empty((rows.nnz, 2), kind), np.zeros((rows.nnz, 2), rows.dtype)
+        begins[:, 0], begins[:, 1] = at, rows.indptr[places.indices[::-1] + 1]
+        factors[:, 0] = rows.data[at]
+        begins, factors = begins.ravel(), factors.ravel()
+        pointers = (2 * (rows.nnz - places.indptr)).tolist()
+        for column, (end, begin) in enumerate(itertools.pairwise(pointers)):
+            if begin < end:
+                given = begins[begin:end], rows.indices, conjugate, factors[begin:end]
+                kernels.csc_matvec(cols, end - begin - 1, *given, g[:, column])
 
 
 def multiply(a: Any, b: Any) -> Any:

@@ -4,8 +4,8 @@ Chunks of rows may be of any memory order; those that programs make are row-majo
 only the lower triangle of a Gram matrix counts. Flags are on the host.
 
 Chunks of rows of A may be sparse, in compressed rows. Products with small matrices read them as they are; their Gram
-matrices are dense, and added up in place: a product of sparse matrices for each block of columns, or of rows that are
-made dense strip by strip, whichever is faster. Programs that need Q make them dense.
+matrices are dense, and added up in place: of the elements that are there, or of rows that are made dense strip by
+strip, whichever is faster. Programs that need Q make them dense.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dask_distmm.engines.programs.factor import FactorKernels, add_gram, is_near
 from dask_distmm.engines.programs.iterations import IterationKernels
 from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import MatrixError
-from dask_distmm.numeric.sparse import dense, dense_product, sparse_package
+from dask_distmm.numeric.sparse import add_thin_gram, dense, sparse_package
 from dask_distmm.programs.steps import COUNT, FLAG
 
 # R of a Gram matrix is R of A up to rounding if the square of the condition of A's scaled columns is not above this;
@@ -28,11 +28,9 @@ from dask_distmm.programs.steps import COUNT, FLAG
 _ONCE = 100
 # Means are those of as many strips of rows; these are centred around the means of the first one before.
 _AROUND = 8
-# Sparse rows of which more is filled are multiplied faster as dense ones (float64, 2,000 columns, one core: at 0.07).
-_FILLED = 1 / 14
-# The Gram matrix of sparse rows is made in this many blocks of rows, if they have as many rows at least; in more where
-# one would have more elements.
-_BLOCKS, _BLOCK_ROWS, _BLOCK_ELEMENTS = 4, 64, 2**22
+# Sparse rows of which more is filled are multiplied faster as dense ones (2,000 columns, one core: float32 at 0.13,
+# float64 at 0.17).
+_FILLED = 1 / 8
 # Up to this share of all eigenvectors, they are computed without the others (n = 2,000, one core: 50 of them twice as
 # fast, half of them as fast).
 _FEW = 1 / 10
@@ -61,7 +59,7 @@ class ProgramKernels(IterationKernels, FactorKernels):
     def gram(self, a: Any, g: Any) -> None:
         """G += A^H A."""
         if self._is_thin(a):
-            self._add_thin_gram(a, g)
+            add_thin_gram(a, g)
             return
         for part in (strip for _, strip in self._strips(a)) if sparse_package(a) else [a]:
             add_gram(self.blas, part, g)
@@ -181,7 +179,7 @@ class ProgramKernels(IterationKernels, FactorKernels):
         mean[:, full] += (error := columns.mean(axis=0))
         columns -= error
         part = self._zeros(g) if full.any() else g
-        self._add_thin_gram(a, part)
+        add_thin_gram(a, part)
         self.blas.gemm(rest, rest * m, part, "C", "N", alpha=-1, beta=1)
         if full.any():
             crossed = (a.conj() if a.dtype.kind == "c" else a).T @ columns
@@ -193,17 +191,6 @@ class ProgramKernels(IterationKernels, FactorKernels):
     def _is_thin(self, a: Any) -> bool:
         """Whether rows are so sparse that their Gram matrix is made of them as they are."""
         return bool(sparse_package(a)) and not self.blas.asynchronous and a.nnz < _FILLED * a.shape[0] * a.shape[1]
-
-    def _add_thin_gram(self, a: Any, g: Any) -> None:
-        n = a.shape[1]
-        step = max(_BLOCK_ROWS, min(-(-n // _BLOCKS), _BLOCK_ELEMENTS // max(1, n)))
-        # SciPy would compress columns of both operands, in each product.
-        adjoint = (a.conj() if a.dtype.kind == "c" else a).T.tocsr()
-        for start in range(0, n, step):
-            stop = start + step
-            # The transpose of a part of the lower triangle, which is row-major.
-            found = dense_product(adjoint[:stop], a[:, start:stop])
-            g.T[:stop, start:stop] += found.conj() if g.dtype.kind == "c" else found
 
     def _strips(self, a: Any) -> Iterator[tuple[slice, Any]]:
         """Yield slices of rows, and these rows, dense."""
