@@ -15,6 +15,13 @@ from matrices import until
 from run_events import events_after, newest_run, runs_after
 
 from dask_distmm import linalg
+from dask_distmm.planning import program
+
+
+@pytest.fixture(autouse=True)
+def on_all_workers(monkeypatch):
+    """Leave rows where they are: by itself a matrix of this size goes to one worker."""
+    monkeypatch.setattr(program, "_WORTH_MOVING", np.inf)
 
 
 def poisson(side):
@@ -35,6 +42,20 @@ def test_on_worker_processes(client):
         assert info == 0
         np.testing.assert_allclose(found, expected, atol=1e-8 * abs(expected).max())
         assert runs_after(client, moment) == 1
+
+
+def test_a_small_matrix_goes_to_one_worker(client, monkeypatch):
+    monkeypatch.undo()
+    a = poisson(12)
+    b = np.random.default_rng().standard_normal(len(a))
+    x, y = (da.from_array(one, chunks=(len(a) // 6, len(a))[: one.ndim]).persist() for one in (a, b))
+    for workers, ranks in ((None, 1), (2, 2)):
+        moment = newest_run(client)
+        found, info = dask.compute(*linalg.cg(x, y, workers=workers))
+        assert info == 0
+        np.testing.assert_allclose(a @ found, b, atol=1e-3)
+        (start,) = events_after(client, moment, "start")
+        assert list(start["grid"]) == [ranks, 1, 1]
 
 
 def test_a_callback_tells_the_client(client):

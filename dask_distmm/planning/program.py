@@ -33,6 +33,8 @@ from dask_distmm.programs.steps import PART, Step
 T = TypeVar("T")
 # The end of a range of rows whose number is not known.
 _ALL = 2**62
+# Ranks that wait this long for messages, as in each turn of a loop: one may be faster alone (seconds).
+_WORTH_MOVING = 5e-3
 # Steps of programs with more bytes of arguments are not kept: those of many chunks are large.
 _LONG = 2048
 
@@ -220,25 +222,32 @@ def plan_program(
     engine: str,
     sources: Sequence[Worker] = (),
 ) -> ProgramPlacement:
-    """Plan a program: chunks stay on those workers of `roster` that have them."""
+    """Plan a program: chunks stay on those workers of `roster` that have them, or all go to one of these."""
     need_workers(roster)
     where, participants = where or {}, (*roster, *sources)
+
+    def placed(workers: Sequence[int]) -> ProgramPlacement:
+        ranks = tuple(sorted(set(workers)))
+        plan = ProgramPlacement(
+            problem=problem,
+            engine=engine,
+            method="rows",
+            participants=participants,
+            ranks=ranks,
+            where=where,
+            owners=tuple(map(ranks.index, workers)),
+        )
+        (held, moved), taken = _memory(plan), plan.cost
+        own, waited = Phase(least=taken.seconds - taken.waiting), {"seconds": taken.waiting, "ranks": moved}
+        return estimated(plan, held, Work([own, Phase(waited=waited)], moved=taken.bytes_moved + moved))
+
     workers = _workers_of_rows(problem, len(roster), where.get("a", where.get("b")))
-    ranks = tuple(sorted(set(workers)))
-    plan = ProgramPlacement(
-        problem=problem,
-        engine=engine,
-        method="rows",
-        participants=participants,
-        ranks=ranks,
-        where=where,
-        owners=tuple(map(ranks.index, workers)),
-    )
-    (held, moved), taken = _memory(plan), plan.cost
-    own, waited = Phase(least=taken.seconds - taken.waiting), {"seconds": taken.waiting, "ranks": moved}
-    plan = estimated(plan, held, Work([own, Phase(waited=waited)], moved=taken.bytes_moved + moved))
+    plans = [placed(workers)]
+    if problem.workers is None and "a" in where and plans[0].cost.waiting > _WORTH_MOVING:
+        (most, _), *_ = collections.Counter(workers).most_common()
+        plans = sorted([*plans, placed([most] * len(workers))], key=lambda plan: plan.seconds)
     remedies = ["use more workers"] if problem.workers is None else ["name more workers by workers="]
-    return choose([plan], f"{problem.builder} of a matrix in {len(workers)} chunks of rows", remedies)
+    return choose(plans, f"{problem.builder} of a matrix in {len(workers)} chunks of rows", remedies)
 
 
 def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int32] | None) -> list[int]:

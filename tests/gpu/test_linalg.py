@@ -13,6 +13,7 @@ from test_epilogs import computed, finished, on_gpus
 import dask_distmm
 from dask_distmm import linalg
 from dask_distmm.arrays.linalg import factorize
+from dask_distmm.planning import program
 
 pytestmark = pytest.mark.engines("peer", "cusolvermp")
 # Of steps that are products, too, or of what one GPU computes alone.
@@ -414,9 +415,12 @@ def test_tall_matrices_whose_chunks_ranks_make(clusters, nworkers, monkeypatch):
 
 
 @on_one_host
-def test_iterations_with_functions(clusters, nworkers):
+@pytest.mark.parametrize("stays", [False, True])
+def test_iterations_with_functions(clusters, nworkers, stays, monkeypatch):
     """Operators and preconditioners that are functions see CuPy's vectors."""
     client, _ = clusters(nworkers)
+    # By itself a matrix of this size goes to one GPU.
+    monkeypatch.setattr(program, "_WORTH_MOVING", np.inf if stays else 0.0)
     n = 400
     rng = np.random.default_rng()
     b, m = rng.random(n), np.linspace(1, 3, n)
