@@ -7,9 +7,7 @@ itself and once for its mirror image, and the owner adds the products up. The ma
 columns by ``A - V W^H - W V^H``; within a panel products are corrected for what has not been done yet (``latrd``). Only
 the owner decides on a reflector, and tells the others: the same sums elsewhere may be rounded differently.
 
-**Bisection** has eigenvalues without vectors. The number of negative pivots of ``T - x`` is that of the eigenvalues
-below x (Sturm). All eigenvalues are looked for at the same time, each in a bracket of its own; the kernel for GPUs has
-a thread for each. Counts as LAPACK's ``stebz`` has them.
+**Eigenvalues without vectors** are LAPACK's ``sterf``; on GPUs they are bisected.
 
 **Divide and conquer** has eigenvalues and eigenvectors. The matrix is torn in two, again and again, until the parts are
 small; these are solved by LAPACK. Then parts are merged by twos (J. J. M. Cuppen 1981): the eigenvectors Z of both are
@@ -46,8 +44,8 @@ The eigenvectors are ``z'_i / (d_i - x_j)``, which are orthogonal whatever the e
 
 Roots are found by rational interpolation: the function is replaced by ``c + s / (d_p - x) + S / (d_q - x)`` with the
 poles p and q on both sides of the root, the value and the derivatives of both sums (the *middle way*: R.-C. Li, LAPACK
-Working Note 89, 1993). A bracket guards the steps; one that leaves it halves it. The kernels for GPUs do the same with
-a group of threads for each root.
+Working Note 89, 1993), in LAPACK by ``laed4``. The kernels for GPUs have a group of threads for each root; a bracket
+guards their steps.
 """
 
 from __future__ import annotations
@@ -221,189 +219,6 @@ def reflector(x: NDArray[Any]) -> tuple[NDArray[Any], Any, float]:
     factor = (beta - head) / beta
     v[1:] = rest / (wide[0] - beta)
     return v, x.dtype.type(factor if x.dtype.kind == "c" else factor.real), beta
-
-
-# Bisection
-
-
-_ROUNDING = 2.0**-52
-# More halvings than a bracket of finite numbers can have.
-_MOST_HALVINGS = 1200
-
-
-def bounds(d: Vector, e: Vector) -> tuple[float, float, float, float]:
-    """Return bounds of all eigenvalues of diagonal d, (n,) and not empty, and e beside it; least pivot; tolerance."""
-    beside = np.abs(e)
-    radius = np.concatenate([beside, [0.0]]) + np.concatenate([[0.0], beside])
-    low, high = float((d - radius).min()), float((d + radius).max())
-    size = max(abs(low), abs(high), float(np.finfo(float).tiny))
-    pivot = float(np.finfo(float).tiny) * max(1.0, float((e * e).max(initial=0.0)))
-    wider = 2 * size * _ROUNDING * len(d) + 2 * pivot
-    return low - wider, high + wider, pivot, _ROUNDING * size / 2
-
-
-def eigenvalues(d: Vector, e: Vector, first: int, last: int) -> Vector:
-    """Return the eigenvalues with numbers `first` to `last`, in ascending order."""
-    (least, most, pivot, tolerance), squares = bounds(d, e), e * e
-    numbers = np.arange(first, last + 1)
-    low, high = np.full(len(numbers), least), np.full(len(numbers), most)
-    for _ in range(_MOST_HALVINGS):
-        middle = low + (high - low) / 2
-        width = tolerance + _ROUNDING * np.maximum(np.abs(low), np.abs(high))
-        wide = high - low > width
-        if not wide.any():
-            break
-        above = _count(d, squares, middle, pivot) > numbers
-        low, high = np.where(wide & ~above, middle, low), np.where(wide & above, middle, high)
-    return np.sort(low + (high - low) / 2)
-
-
-def _count(d: Vector, squares: Vector, x: Vector, pivot: float) -> NDArray[np.int64]:
-    """Return how many eigenvalues are below each x."""
-    found, last = np.zeros(len(x), np.int64), np.ones(len(x))
-    for number, element in enumerate(d):
-        last = element - x - (squares[number - 1] / last if number else 0.0)
-        last = np.where(np.abs(last) < pivot, -pivot, last)
-        found += last < 0
-    return found
-
-
-# The secular equation
-
-
-_EPS = 2.0**-53
-# Elements of a matrix of all differences that are worked on at once.
-_ELEMENTS = 2**21
-# A root takes 4 to 8 steps.
-_MOST_STEPS = 100
-
-
-class Secular:
-    """Eigenvalues and eigenvectors of ``diag(poles) + rho weights weights^T``."""
-
-    def __init__(self, poles: Vector, weights: Vector, rho: float) -> None:
-        self._poles = poles
-        count = len(poles)
-        self._origins, self._shifts = np.empty(count, np.int64), np.empty(count)
-        step = max(1, _ELEMENTS // count)
-        for first in range(0, count, step):
-            some = slice(first, first + step)
-            which = np.arange(count)[some]
-            self._origins[some], self._shifts[some] = roots(poles, weights, rho, which)
-        self.values = poles[self._origins] + self._shifts
-        self._fitted = np.copysign(np.sqrt(self._squares(step)), weights)
-
-    def _squares(self, step: int) -> Vector:
-        """Return the squares of the weights for which the roots are exact."""
-        poles, count = self._poles, len(self._poles)
-        found = np.empty(count)
-        for first in range(0, count, step):
-            rows = np.arange(count)[first : first + step]
-            # Of each row i the distances of all roots j, and of all poles j, from pole i.
-            far = (poles[self._origins] - poles[rows, None]) + self._shifts
-            near = poles - poles[rows, None]
-            near[np.arange(len(rows)), rows] = 1.0
-            found[rows] = np.abs(np.prod(far / near, axis=1))
-        return found
-
-    def vectors(self, rows: NDArray[np.int64], which: NDArray[np.int64], out: Vector) -> None:
-        """Write some eigenvectors, of length 1, to the columns of `out`."""
-        difference = (self._poles[rows, None] - self._poles[self._origins[which]]) - self._shifts[which]
-        np.divide(self._fitted[rows, None], difference, out=out)
-        out /= np.sqrt((out * out).sum(axis=0))
-
-
-def roots(poles: Vector, weights: Vector, rho: float, which: NDArray[np.int64]) -> tuple[NDArray[np.int64], Vector]:
-    """Return some roots of the secular equation: for each the number of the nearest pole, and the distance from it."""
-    count, squares, inverse = len(poles), weights * weights, 1.0 / rho
-    if count == 1:
-        return np.zeros(len(which), np.int64), np.full(len(which), rho * squares[0])
-    left, last = np.arange(len(which)), which == count - 1
-    # The poles of the model are those on both sides of a root, below the last root the last two.
-    below = np.minimum(which, count - 2)
-    first, second = squares[below], squares[below + 1]
-    gap = poles[below + 1] - poles[below]
-    origins, shifts = below.copy(), gap / 2
-
-    def sums(some: NDArray[np.int64]) -> tuple[Vector, Vector, Vector, Vector]:
-        """Return the sums over the poles below some roots and above them, and the derivatives of these."""
-        distance = (poles[:, None] - poles[origins[some]]) - shifts[some]
-        terms = squares[:, None] / distance
-        slopes = terms / distance
-        lower = np.arange(count)[:, None] <= below[some]
-        return tuple(np.where(side, x, 0.0).sum(axis=0) for x in (terms, slopes) for side in (lower, ~lower))
-
-    with np.errstate(all="ignore"):
-        # The sign in the middle of the two poles says which one is nearer.
-        psi, phi, _, _ = sums(left)
-        middle = inverse + psi + phi
-        low = (middle >= 0) & ~last
-        origins = np.where(low, below, below + 1)
-        # With all other poles in the middle's place, the distance from the nearer pole solves a quadratic equation.
-        rest = middle + 2 * (first - second) / gap
-        near, far = np.where(low, first, second), np.where(low, second, first)
-        rest = np.where(low, rest, -rest)
-        guess = _root(rest * gap + near + far, near * gap, rest, np.zeros(len(which), bool))
-        # The last root is not below that of the last pole by itself, nor above that with all weights on this pole.
-        guess = np.where(last, second / inverse, np.where(low, guess, -guess))
-        least = np.where(low | last, 0.0, -gap / 2)
-        most = np.where(last, squares.sum() / inverse, np.where(low, gap / 2, 0.0))
-        shifts = _inside(guess, least, most)
-        # Those that are found are not changed further.
-        for step in range(_MOST_STEPS):
-            if not len(left):
-                break
-            shift, (psi, phi, dpsi, dphi) = shifts[left], sums(left)
-            f, df = inverse + psi + phi, dpsi + dphi
-            least[left], most[left] = np.where(f < 0, shift, least[left]), np.where(f < 0, most[left], shift)
-            noise = _EPS * (8 * (np.abs(psi) + np.abs(phi)) + inverse + np.abs(shift) * df)
-            base = poles[origins[left]]
-            p, q = (poles[below[left]] - base) - shift, (poles[below[left] + 1] - base) - shift
-            move = _root((p + q) * f - p * q * df, p * q * f, f - p * dpsi - q * dphi, last[left])
-            # The function ascends.
-            move = np.where(f * move < 0, move, -f / df)
-            bisected = np.full(len(left), np.nan) if step > 8 and step % 2 else shift + move
-            moved = _inside(bisected, least[left], most[left])
-            found = (np.abs(f) <= noise) | (np.abs(moved - shift) <= _EPS * np.abs(shift))
-            shifts[left] = np.where(found, shift, moved)
-            left = left[~found]
-    return origins, shifts
-
-
-def _inside(shift: Vector, low: Vector, high: Vector) -> Vector:
-    """Return shifts, and in place of those outside of their brackets the middle: of orders of magnitude."""
-    # One end of a bracket is the pole itself, until a step has left it.
-    open_end = np.where(low == 0, high, low) / 32
-    middle = np.where((low == 0) | (high == 0), open_end, np.copysign(np.sqrt(low * high), high))
-    return np.where((shift > low) & (shift < high), shift, middle)
-
-
-def _root(a: Vector, b: Vector, c: Vector, larger: NDArray[np.bool_]) -> Vector:
-    """Return a root of ``c x^2 - a x + b``, without cancellation: the one that tends to ``b / a`` as c vanishes."""
-    root = np.sqrt(np.maximum(a * a - 4 * b * c, 0))
-    smaller = np.where(a > 0, 2 * b / (a + root), (a - root) / (2 * c))
-    return np.where(larger, np.where(a >= 0, (a + root) / (2 * c), 2 * b / (a - root)), smaller)
-
-
-class HostMerging:
-    """The parts of a merge beside products of matrices, which are column-major and in float64; here NumPy arrays."""
-
-    def secular(self, poles: Vector, weights: Vector, rho: float) -> Secular:
-        """Solve the secular equation of at least one pole."""
-        return Secular(poles, weights, rho)
-
-    def rotate(self, z: Vector, pairs: NDArray[np.int64], factors: Vector) -> None:
-        """Rotate pairs of columns in their order: column p becomes c p + s q, column q c q - s p."""
-        for (p, q), (c, s) in zip(pairs.tolist(), factors.tolist(), strict=True):
-            z[:, p], z[:, q] = c * z[:, p] + s * z[:, q], c * z[:, q] - s * z[:, p]
-
-    def take(self, source: Vector, columns: NDArray[np.int64], target: NDArray[Any]) -> None:
-        """Copy some columns of `source` to `target`, which may be of another type."""
-        target.T[...] = np.take(source.T, columns, axis=0)
-
-    def eigenvalues(self, d: Vector, e: Vector, first: int, last: int) -> Vector:
-        """Return eigenvalues of a tridiagonal matrix by bisection, on the host."""
-        return eigenvalues(d, e, first, last)
 
 
 # Deflation
@@ -610,12 +425,12 @@ class DivideAndConquer:
             np.concatenate([above[1], below[1] if coupling >= 0 else -below[1]]),
         )
         merge = deflate(d, z, abs(coupling), first, self._rounding)
-        merging, here = self._kernels.merging, slice(*(max(0, edge - self._rows.start) for edge in (start, stop)))
+        kernels, here = self._kernels, slice(*(max(0, edge - self._rows.start) for edge in (start, stop)))
         mine, count = self._z[here, start:stop], len(merge.poles)
         if len(merge.pairs):
-            merging.rotate(mine, merge.pairs, merge.factors)
-        merging.take(mine, merge.columns, spare := self._spare[: len(mine), : stop - start])
-        solved = merging.secular(merge.poles, merge.weights, merge.rho) if count else None
+            kernels.rotate(mine, merge.pairs, merge.factors)
+        kernels.take(mine, merge.columns, spare := self._spare[: len(mine), : stop - start])
+        solved = kernels.secular(merge.poles, merge.weights, merge.rho) if count else None
         values = merge.deflated if solved is None else np.concatenate([solved.values, merge.deflated])
         needed = slice(0, count)
         if stop - start == self._order:
@@ -623,7 +438,7 @@ class DivideAndConquer:
             wanted = np.argsort(values, kind="stable")[slice(*self._wanted)]
             roots = np.sort(wanted[wanted < count])
             needed = slice(int(roots[0]), int(roots[-1]) + 1) if len(roots) else slice(0, 0)
-        merging.take(spare[:, count:], np.arange(stop - start - count), mine[:, count:])
+        kernels.take(spare[:, count:], np.arange(stop - start - count), mine[:, count:])
         if solved is not None:
             cut = min(max(0, middle - self._rows.start - here.start), len(mine))
             self._multiply(merge, solved, (spare, mine), cut, needed)
@@ -639,7 +454,7 @@ class DivideAndConquer:
         (values,) = self._talk.fetch(Key("values", 0), 0)
         return values
 
-    def _multiply(self, merge: Merge, solved: Secular, matrices: tuple[Any, Any], cut: int, needed: slice) -> None:
+    def _multiply(self, merge: Merge, solved: Any, matrices: tuple[Any, Any], cut: int, needed: slice) -> None:
         """Multiply this rank's rows by the eigenvectors of a merge; `cut` of them are the first part's."""
         source, target = matrices
         count, (alone, both, _) = len(merge.poles), merge.counts
@@ -792,7 +607,7 @@ class SharedEigh(ProgramKernels):
         elif self._rank not in self._plan.holders:
             return None
         elif d.any() or e.any():
-            values = self.blas.merging.eigenvalues(d, e, first, last)
+            values = self.blas.tridiagonal_values(d, e, first, last)
         else:
             values = np.zeros(last - first + 1)
         self._note("diagonalize", target if vectors else None)

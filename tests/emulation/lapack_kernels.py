@@ -22,7 +22,10 @@ class QueuedKernels(LapackKernels):
 
     def __init__(self, stream):
         self.streams, self.xp = (stream, stream), sys.modules["cupy"]
-        self.merging = importlib.import_module("dask_distmm.engines.gpu.tridiagonal").DeviceMerging()
+        merging = importlib.import_module("dask_distmm.engines.gpu.tridiagonal").DeviceMerging()
+        vars(self).update(
+            {name: getattr(merging, name) for name in ("tridiagonal_values", "secular", "rotate", "take")}
+        )
 
     def __getattribute__(self, name):
         found = super().__getattribute__(name)

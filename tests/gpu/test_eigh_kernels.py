@@ -7,7 +7,8 @@ import pytest
 from factoring import factor_plan
 from matrices import noise
 
-from dask_distmm.engines.tridiagonal import HostMerging, HostReduction
+from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.engines.tridiagonal import HostReduction
 from dask_distmm.planning.factor import Factorization
 
 pytestmark = pytest.mark.engines("peer")
@@ -68,7 +69,7 @@ def test_secular_equations(kernels, n, spread):
     poles = np.sort(rng.uniform(1, 2, n)) * 10.0 ** np.sort(rng.uniform(-spread, 0, n))
     weights = rng.standard_normal(n) * 10.0 ** -rng.uniform(0, spread, n)
     weights /= np.linalg.norm(weights)
-    found, expected = (one.secular(poles, weights, 0.7) for one in (kernels.merging, HostMerging()))
+    found, expected = (one.secular(poles, weights, 0.7) for one in (kernels, LapackKernels()))
     np.testing.assert_allclose(found.values, expected.values, rtol=1e-12)
     rows, which = rng.permutation(n), np.arange(n // 3, n)
     vectors, numpys = cupy.empty((n, len(which)), order="F"), np.empty((n, len(which)), order="F")
@@ -88,7 +89,7 @@ def test_bisection(kernels, n):
     ):
         first, last = np.sort(rng.integers(0, n, 2)).tolist()
         expected = np.linalg.eigvalsh(np.diag(d) + np.diag(e, -1))[first : last + 1]
-        np.testing.assert_allclose(kernels.merging.eigenvalues(d, e, first, last), expected, rtol=0, atol=n * 1e-14)
+        np.testing.assert_allclose(kernels.tridiagonal_values(d, e, first, last), expected, rtol=0, atol=n * 1e-14)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,12 +100,12 @@ def test_columns_that_are_taken_and_rotated(kernels, dtype):
     given, columns = rng.standard_normal((300, 20)), rng.integers(0, 17, 9)
     source = cupy.asfortranarray(cupy.asarray(given))[7:290, 3:]
     frame = cupy.asfortranarray(cupy.full((290, 12), 7, dtype))
-    kernels.merging.take(source, columns, frame[4:287, 1:10])
+    kernels.take(source, columns, frame[4:287, 1:10])
     np.testing.assert_array_equal(frame.get()[4:287, 1:10], given[7:290, 3:][:, columns].astype(dtype))
     frame[4:287, 1:10] = 7
     assert (frame.get() == 7).all()
     pairs, angles = np.array([[0, 1], [1, 2], [2, 9], [0, 9]]), rng.uniform(0, 6, 4)
     factors, expected = np.stack([np.cos(angles), np.sin(angles)], 1), given[7:290, 3:].copy()
-    HostMerging().rotate(expected, pairs, factors)
-    kernels.merging.rotate(source, pairs, factors)
+    LapackKernels().rotate(expected, pairs, factors)
+    kernels.rotate(source, pairs, factors)
     np.testing.assert_allclose(source.get(), expected, rtol=0, atol=1e-14)

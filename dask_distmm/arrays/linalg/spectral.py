@@ -247,7 +247,7 @@ def eigvalsh(
 ) -> Array:
     """Return the eigenvalues of a Hermitian matrix in ascending order, without vectors; see `eigh`.
 
-    With ``method="columns"`` those of the tridiagonal matrix are found by bisection.
+    With ``method="columns"`` those of the tridiagonal matrix are found by bisection on GPUs.
 
     Parameters
     ----------

@@ -72,7 +72,7 @@ class _Handles:
         cublas.set_workspace(self.blas, self.workspace.data.ptr, self.workspace.nbytes)
 
 
-class SolverKernels:
+class SolverKernels(DeviceMerging):
     """`dask_distmm.engines.programs.Kernels` for CuPy arrays, on two streams."""
 
     asynchronous, xp = True, cp
@@ -82,13 +82,7 @@ class SolverKernels:
         self._now = self._main
         self._parameters = cusolverDn.create_params()
         self._info = cp.zeros(1, np.int32)
-        self._merging = DeviceMerging()
         self.on_host = LapackKernels()
-
-    @property
-    def merging(self) -> DeviceMerging:
-        """What divide and conquer takes beside products."""
-        return self._merging
 
     @property
     def streams(self) -> tuple[cp.cuda.Stream, cp.cuda.Stream]:

@@ -26,7 +26,7 @@ from dask_distmm.engines.base import log
 from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.programs.blas import Kernels, assign
-from dask_distmm.engines.tridiagonal import TINY, Tridiagonal, bounds, panel_width
+from dask_distmm.engines.tridiagonal import TINY, Tridiagonal, panel_width
 from dask_distmm.errors import EngineError, PlanError
 from dask_distmm.programs.factor import Columns
 
@@ -278,7 +278,7 @@ class DeviceReduction:
             )
 
 
-# The arithmetic of divide and conquer on GPUs, beside products: `dask_distmm.engines.tridiagonal.HostMerging`
+# The arithmetic of divide and conquer on GPUs, beside products: as `dask_distmm.engines.numpy.lapack` has it
 
 
 _MERGED_THREADS = 256
@@ -291,7 +291,7 @@ Vector = NDArray[np.float64]
 
 
 class DeviceMerging:
-    """`HostMerging` for CuPy arrays; kernels run on the current stream."""
+    """The kernels of divide and conquer for CuPy arrays; they run on the current stream."""
 
     def secular(self, poles: Vector, weights: Vector, rho: float) -> DeviceSecular:
         """Solve the secular equation."""
@@ -311,12 +311,12 @@ class DeviceMerging:
             function = kernel("tridiagonal", "take_columns", target.dtype)
             function((blocks * len(columns),), (_MERGED_THREADS,), (*arguments, np.int64(blocks)))
 
-    def eigenvalues(self, d: Vector, e: Vector, first: int, last: int) -> Vector:
+    def tridiagonal_values(self, d: Vector, e: Vector, first: int, last: int) -> Vector:
         """Return eigenvalues by bisection."""
         count = last - first + 1
         values = cp.empty(count, np.float64)
         sizes = (np.int32(size) for size in (len(d), first, count))
-        limits = map(np.float64, bounds(d, e))
+        limits = map(np.float64, _bounds(d, e))
         # An array of no elements has no address.
         squares = cp.asarray(np.append(e * e, 0.0))
         kernel("merging", "bisected_values")(
@@ -326,8 +326,19 @@ class DeviceMerging:
         return found
 
 
+def _bounds(d: Vector, e: Vector) -> tuple[float, float, float, float]:
+    """Return bounds of all eigenvalues of diagonal d, (n,) and not empty, and e beside it; least pivot; tolerance."""
+    beside, unit = np.abs(e), 2.0**-52
+    radius = np.concatenate([beside, [0.0]]) + np.concatenate([[0.0], beside])
+    low, high = float((d - radius).min()), float((d + radius).max())
+    size = max(abs(low), abs(high), float(np.finfo(float).tiny))
+    pivot = float(np.finfo(float).tiny) * max(1.0, float((e * e).max(initial=0.0)))
+    wider = 2 * size * unit * len(d) + 2 * pivot
+    return low - wider, high + wider, pivot, unit * size / 2
+
+
 class DeviceSecular:
-    """`dask_distmm.engines.tridiagonal.Secular` on a GPU."""
+    """`dask_distmm.engines.numpy.lapack.Secular` on a GPU."""
 
     def __init__(self, poles: Vector, weights: Vector, rho: float) -> None:
         count, inverse = len(poles), 1.0 / rho

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from dask_distmm.engines.numpy.blas import blas_threads, column_major, ld_of, routine
 from dask_distmm.engines.programs.blas import solve_by_halves
-from dask_distmm.engines.tridiagonal import HostMerging
 from dask_distmm.errors import EngineError
 from dask_distmm.programs.steps import Lane
 
@@ -25,10 +24,43 @@ _PAGE, _LINE = 1024, 64
 _SOLVED = 64
 
 
+# Elements of a matrix of all differences that are worked on at once.
+_ELEMENTS = 2**21
+
+
+class Secular:
+    """Eigenvalues and eigenvectors of ``diag(poles) + rho weights weights^T``; see `engines.tridiagonal`."""
+
+    def __init__(self, poles: NDArray[np.float64], weights: NDArray[np.float64], rho: float) -> None:
+        self._poles = poles
+        self._origins, self._shifts = _secular_roots(poles, weights, rho)
+        self.values = poles[self._origins] + self._shifts
+        self._fitted = np.copysign(np.sqrt(self._squares()), weights)
+
+    def _squares(self) -> NDArray[np.float64]:
+        """Return the squares of the weights for which the roots are exact."""
+        poles, count = self._poles, len(self._poles)
+        found, step = np.empty(count), max(1, _ELEMENTS // count)
+        for first in range(0, count, step):
+            rows = np.arange(count)[first : first + step]
+            # Of each row i the distances of all roots j, and of all poles j, from pole i.
+            far = (poles[self._origins] - poles[rows, None]) + self._shifts
+            near = poles - poles[rows, None]
+            near[np.arange(len(rows)), rows] = 1.0
+            found[rows] = np.abs(np.prod(far / near, axis=1))
+        return found
+
+    def vectors(self, rows: NDArray[np.int64], which: NDArray[np.int64], out: NDArray[np.float64]) -> None:
+        """Write some eigenvectors, of length 1, to the columns of `out`."""
+        difference = (self._poles[rows, None] - self._poles[self._origins[which]]) - self._shifts[which]
+        np.divide(self._fitted[rows, None], difference, out=out)
+        out /= np.sqrt((out * out).sum(axis=0))
+
+
 class LapackKernels:
     """`dask_distmm.engines.programs.Kernels` for NumPy arrays."""
 
-    asynchronous, xp, merging = False, np, HostMerging()
+    asynchronous, xp = False, np
 
     @property
     def on_host(self) -> LapackKernels:
@@ -219,6 +251,53 @@ class LapackKernels:
     def host(self, a: NDArray[Any]) -> NDArray[Any]:
         """Return the array itself."""
         return a
+
+    def tridiagonal_values(
+        self, d: NDArray[np.float64], e: NDArray[np.float64], first: int, last: int
+    ) -> NDArray[np.float64]:
+        """Return the eigenvalues `first` to `last` of a tridiagonal matrix, in ascending order."""
+        values, beside, info = d.copy(), np.append(e, 0.0), ctypes.c_int(0)
+        _call_routine(values[:, None], "sterf", len(d), values, beside, info)
+        if info.value:
+            raise np.linalg.LinAlgError("eigenvalues did not converge")
+        return values[first : last + 1]
+
+    def secular(self, poles: NDArray[np.float64], weights: NDArray[np.float64], rho: float) -> Secular:
+        """Solve the secular equation of at least one pole."""
+        return Secular(poles, weights, rho)
+
+    def rotate(self, z: NDArray[np.float64], pairs: NDArray[np.int64], factors: NDArray[np.float64]) -> None:
+        """Rotate pairs of columns in their order: column p becomes c p + s q, column q c q - s p."""
+        for (p, q), (c, s) in zip(pairs.tolist(), factors.tolist(), strict=True):
+            z[:, p], z[:, q] = c * z[:, p] + s * z[:, q], c * z[:, q] - s * z[:, p]
+
+    def take(self, source: NDArray[Any], columns: NDArray[np.int64], target: NDArray[Any]) -> None:
+        """Copy some columns of `source` to `target`, which may be of another type."""
+        target.T[...] = np.take(source.T, columns, axis=0)
+
+
+def _secular_roots(
+    poles: NDArray[np.float64], weights: NDArray[np.float64], rho: float
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the roots of a secular equation: for each the number of the nearest pole, and the distance from it."""
+    count, factor, info = len(poles), np.array([rho]), ctypes.c_int(0)
+    far, value = np.empty(count), np.empty(1)
+
+    def solve(number: int, poles: NDArray[np.float64]) -> float:
+        """Return a root; the distances of three poles or more from it are in `far`."""
+        _call_routine(far[:, None], "laed4", count, number + 1, poles, weights, far, factor, value, info)
+        if info.value:
+            raise np.linalg.LinAlgError(f"root {number} of a secular equation of {count} poles did not converge")
+        return float(value[0])
+
+    origins, shifts = np.empty(count, np.int64), np.empty(count)
+    for number in range(count):
+        solve(number, poles)
+        if count < 3:
+            far[:] = [-solve(number, poles - pole) for pole in poles]
+        origins[number] = nearest = np.abs(far).argmin()
+        shifts[number] = -far[nearest]
+    return origins, shifts
 
 
 def _some_eigenpairs(a: NDArray[Any], first: int, last: int) -> tuple[NDArray[Any], NDArray[Any]]:

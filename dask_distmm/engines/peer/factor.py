@@ -269,7 +269,7 @@ class PeerEigh(SharedEigh):
                 assert self.remote is not None
                 self.remote.wait(self._plan.ranks[rank], flag, self._check)
                 source = self._view(rank, ROWS, (bounds[rank + 1] - bounds[rank], self._order), np.float64)
-            self.blas.merging.take(source, mine, target[bounds[rank] : bounds[rank + 1]])
+            self.blas.take(source, mine, target[bounds[rank] : bounds[rank + 1]])
 
 
 # One participant's side of a factorization on GPUs of one host: nobody sends, each rank pulls

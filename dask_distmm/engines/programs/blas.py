@@ -30,11 +30,6 @@ class Kernels(Protocol):
         ...
 
     @property
-    def merging(self) -> Any:
-        """What divide and conquer takes beside products: `dask_distmm.engines.tridiagonal.HostMerging`."""
-        ...
-
-    @property
     def on_host(self) -> Any:
         """LAPACK on the host, for what no library of GPUs has: these kernels, with `gees` and `trsyl`."""
         ...
@@ -119,6 +114,24 @@ class Kernels(Protocol):
 
     def host(self, a: Any) -> NDArray[Any]:
         """Return an array of any shape on the host."""
+        ...
+
+    # Tridiagonal matrices, and what divide and conquer takes beside products; matrices are in float64 (`take`: any)
+
+    def tridiagonal_values(self, d: Any, e: Any, first: int, last: int) -> Any:
+        """Return the eigenvalues `first` to `last` of a tridiagonal matrix, in ascending order, on the host."""
+        ...
+
+    def secular(self, poles: Any, weights: Any, rho: float) -> Any:
+        """Solve the secular equation of at least one pole; see `dask_distmm.engines.tridiagonal`."""
+        ...
+
+    def rotate(self, z: Any, pairs: Any, factors: Any) -> None:
+        """Rotate pairs of columns in their order: column p becomes c p + s q, column q c q - s p."""
+        ...
+
+    def take(self, source: Any, columns: Any, target: Any) -> None:
+        """Copy some columns of `source` to `target`, which may be of another type."""
         ...
 
 
