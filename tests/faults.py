@@ -14,13 +14,13 @@ from typing import Any
 import cloudpickle
 
 FAULT_POINTS = {
-    "read": ("dask_distmm.runtime.worker", "ChunkStore", "read"),
+    "read": ("dask_distmm.runtime.worker", "WorkerService", "_read"),
     "vote": ("dask_distmm.runtime.worker", "WorkerService", "_prepare"),
     "execute": ("dask_distmm.engines.numpy.engine", "NumpyJob", "execute"),
     "tiles": ("dask_distmm.engines.numpy.engine", "NumpyJob", "serve"),
     "assemble": ("dask_distmm.engines.numpy.engine", "NumpyJob", "_assemble"),
     "replicate": ("dask_distmm.runtime.replicas", "ReplicaStore", "gather"),
-    "place": ("dask_distmm.runtime.worker", "ChunkStore", "place"),
+    "place": ("dask_distmm.runtime.worker", "WorkerService", "_place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp", "Group", "multiply"),
     "steps": ("dask_distmm.engines.programs.executor", "Executor", "_call"),

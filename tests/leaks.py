@@ -79,7 +79,7 @@ def no_leaks(cluster: Cluster, timeout: float = 10.0) -> Iterator[None]:
 
 def _left_on_worker(dask_worker: Any) -> dict[str, int]:
     side = dask_worker.extensions.get("distmm")
-    names = ("runs", "chunks", "progress", "replicas")
+    names = ("runs", "replicas")
     return {} if side is None else {name: len(getattr(side, name)) for name in names}
 
 

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from stand_ins import Loop, ask
 
 from dask_distmm import matmul
+from dask_distmm.engines.numpy.engine import NumpyJob
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.runtime import worker as worker_module
 from dask_distmm.runtime.chunks import other_orders
 from dask_distmm.runtime.messages import NAME
+from dask_distmm.runtime.run import WorkerRun
 from dask_distmm.runtime.worker import DaskComm, WorkerService
 from dask_distmm.testing import make_problem
 
@@ -32,7 +34,7 @@ def side():
 
 
 def state(side):
-    return (side.newest_run, sorted(side.runs), len(side.chunks), sorted(side.worker.data))
+    return (side.newest_run, sorted(side.runs), sorted(side.worker.data))
 
 
 def small_plan() -> Plan:
@@ -73,7 +75,7 @@ def test_one_run_by_hand():
         side.finish(run_id=1)
         # A late order to end it takes nothing away.
         await ask(side, WorkerService.abort, 1, "late")
-        assert state(side) == (1, [], 0, sorted([("m", 0, 0), ("m", 1, 0), *KEYS["a"], *KEYS["b"]]))
+        assert state(side) == (1, [], sorted([("m", 0, 0), ("m", 1, 0), *KEYS["a"], *KEYS["b"]]))
         side.close()
 
     asyncio.run(work())
@@ -100,6 +102,28 @@ def test_a_worker_that_closes_says_so():
     asyncio.run(work())
 
 
+def test_a_run_that_is_prepared_while_the_worker_closes_does_not_stay(monkeypatch):
+    begun, closed, prepare = threading.Event(), threading.Event(), NumpyJob.prepare
+
+    def slow(job):
+        begun.set()
+        assert closed.wait(10)
+        prepare(job)
+
+    async def work() -> None:
+        side = WorkerService(Loop())
+        with_chunks(side)
+        vote = asyncio.ensure_future(prepared(side))
+        assert await asyncio.to_thread(begun.wait, 10)
+        side.close()
+        closed.set()
+        assert (await vote).status == "lost"
+        assert not side.runs
+
+    monkeypatch.setattr(NumpyJob, "prepare", slow)
+    asyncio.run(work())
+
+
 def test_what_a_failed_run_has_placed_goes():
     async def work() -> None:
         side = WorkerService(Loop())
@@ -115,7 +139,7 @@ def test_what_a_failed_run_has_placed_goes():
         side.end(run_id=1, reason="test")
         assert ("m", 1, 0) in side.worker.data
         side.end(run_id=2, reason="test")
-        assert state(side) == (2, [], 0, sorted([*KEYS["a"], *KEYS["b"]]))
+        assert state(side) == (2, [], sorted([*KEYS["a"], *KEYS["b"]]))
         side.close()
 
     asyncio.run(work())
@@ -151,7 +175,7 @@ def test_keys_that_do_not_fit_the_plan(keys):
         answer = await ask(side, WorkerService.prepare, 1, 0, small_plan().to_wire(), keys)
         assert answer.status == "refused"
         assert "keys" in answer.message
-        assert state(side)[:3] == (0, [], 0)
+        assert state(side)[:2] == (0, [])
         side.close()
 
     asyncio.run(work())
@@ -292,7 +316,7 @@ def test_reports_say_something_new(monkeypatch):
 
     async def work() -> None:
         job = Job()
-        telling = asyncio.ensure_future(side._tell_progress(1, job, ""))
+        telling = asyncio.ensure_future(side._tell_progress(WorkerRun(1, small_plan(), 0, None, job), ""))
         while job.asked < 20:
             await asyncio.sleep(0.001)
         telling.cancel()

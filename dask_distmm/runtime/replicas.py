@@ -21,7 +21,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,10 +34,10 @@ from dask_distmm.planning.footprint import chunk_bytes
 from dask_distmm.planning.placement import Where
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.messages import Released
+from dask_distmm.runtime.run import WorkerRun
 
 if TYPE_CHECKING:
     from distributed import Scheduler
-    from distributed import Worker as DaskWorker
     from distributed.scheduler import TaskState
 
 # Chunks of up to this many bytes together travel in one message (one chunk at least), and this many messages at once.
@@ -56,31 +55,15 @@ Kept = Mapping[tuple[int, int], Any]
 _MATRICES = {"d": 0, "a": 1, "b": 2}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Sharing:
-    """A run's chunks here that others may ask for, from when `ready` is done; and the comm to ask others by."""
-
-    comm: Comm
-    chunks: dict[tuple[str, int], Any]
-    ready: Future[None] = dataclasses.field(default_factory=Future)
-
-
-def address_of(worker: DaskWorker) -> str:
-    """Return the address under which everybody else knows a worker; it may listen under another one."""
-    return str(getattr(worker, "contact_address", None) or worker.address)
-
-
 class ReplicaStore:
-    """The replicas on one worker, and those being made. Methods run on its event loop unless they say otherwise."""
+    """The replicas on one worker. Methods run on its event loop unless they say otherwise."""
 
-    def __init__(self, worker: DaskWorker) -> None:
-        self._worker = worker
+    def __init__(self) -> None:
         self._kept: dict[str, tuple[int, Kept]] = {}
-        self._sharing: dict[int, _Sharing] = {}
 
     def __len__(self) -> int:
-        """Return how many matrices are kept or being made."""
-        return len(self._kept) + len(self._sharing)
+        """Return how many matrices are kept."""
+        return len(self._kept)
 
     def find(self, name: str, run_id: int) -> Kept | None:
         """Return all chunks that a run has left of an array, or None if they are not here. Any thread."""
@@ -104,42 +87,35 @@ class ReplicaStore:
             chunks |= {(operand, i * count + j): chunk for (i, j), chunk in _seen(plan.problem, operand, kept).items()}
         return chunks, missing
 
-    def expect(self, run_id: int, plan: Placement, chunks: Mapping[ChunkKey, Any], comm: Comm) -> None:
-        """Let others ask for what this worker has, if there are to be replicas. Any thread."""
-        if plan.replicas:
-            self._sharing[run_id] = _Sharing(comm, {key: x for key, x in chunks.items() if key[0] in plan.kept})
-
-    async def share(
-        self, run_id: int, plan: Placement, made: Mapping[ResultKey, Any], timings: dict[str, float]
-    ) -> dict[ResultKey, Any]:
+    async def share(self, run: WorkerRun, made: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:
         """Give and get chunks of the matrices that are to be on all workers, and keep them, if there are any."""
         own = {key: chunk for key, chunk in made.items() if key[0] not in (REPLICA, GATHERED)}
-        if (sharing := self._sharing.get(run_id)) is None or not isinstance(plan, Plan):
+        plan, timings = run.plan, run.job.timings
+        if not plan.replicas or not isinstance(plan, Plan):
             return own
-        sharing.chunks.update({("d", number): chunk for (name, number), chunk in own.items() if not name})
-        sharing.ready.set_result(None)
-        me = [worker.address for worker in plan.participants].index(address_of(self._worker))
-        if me >= plan.replicas:
+        run.shared |= {("d", number): chunk for (name, number), chunk in own.items() if not name}
+        run.ready.set_result(None)
+        if run.me >= plan.replicas:
             return own
         started = time.perf_counter()
         for matrix in plan.kept:
             brought = REPLICA if matrix == "d" else GATHERED
-            found = {number: chunk for (name, number), chunk in sharing.chunks.items() if name == matrix}
+            found = {number: chunk for (name, number), chunk in run.shared.items() if name == matrix}
             found |= {number: chunk for (name, number), chunk in made.items() if name == brought}
-            await self.gather(plan, sharing.comm, me, matrix, found)
-            if run_id in self._sharing:  # not ended meanwhile
-                self._kept[_array_of(plan.problem, matrix)] = run_id, _by_place(plan.problem, matrix, found)
+            await self.gather(plan, run.comm, run.me, matrix, found)
+            if not run.over:
+                self._kept[_array_of(plan.problem, matrix)] = run.run_id, _by_place(plan.problem, matrix, found)
         timings["replicate"] = timings.get("replicate", 0.0) + time.perf_counter() - started
         return own
 
-    async def serve(self, run_id: int, boxes: Boxes) -> list[Any]:
+    async def serve(self, run: WorkerRun, boxes: Boxes) -> list[Any]:
         """Return some of this worker's own chunks, once it has them."""
-        if (sharing := self._sharing.get(run_id)) is None:
-            raise ProtocolError(f"run {run_id!r} makes no replicas here")
+        if not run.plan.replicas:
+            raise ProtocolError(f"run {run.run_id!r} makes no replicas here")
         # Shielded: a peer that cancels its request must not cancel the future, for which others wait too.
-        await asyncio.shield(asyncio.wrap_future(sharing.ready))
+        await asyncio.shield(asyncio.wrap_future(run.ready))
         names = {number: name for name, number in _MATRICES.items()}
-        return [sharing.chunks[names[matrix], index] for matrix, index in boxes[:, :2].tolist()]
+        return [run.shared[names[matrix], index] for matrix, index in boxes[:, :2].tolist()]
 
     async def gather(self, plan: Plan, comm: Comm, me: int, matrix: str, found: dict[int, Any]) -> None:
         """Add all chunks of a matrix that are not here."""
@@ -153,12 +129,6 @@ class ReplicaStore:
             found.update(zip(indices, arrived, strict=True))
 
         await asyncio.gather(*itertools.starmap(ask, _messages(plan, me, matrix, found)))
-
-    def end(self, run_id: int, error: BaseException | None = None) -> None:
-        """Hand out nothing more of a run, which is done, or has failed with an error."""
-        sharing = self._sharing.pop(run_id, None)
-        if sharing is not None and not sharing.ready.done():
-            sharing.ready.set_exception(error or ProtocolError(f"run {run_id} is over"))
 
     def drop(self, name: str | None = None, run_id: int | None = None) -> None:
         """Let go of the replicas of an array, of those that a run has left, or of both at once; of all if neither."""

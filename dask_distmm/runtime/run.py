@@ -21,12 +21,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Literal
 
 from dask.utils import format_bytes, format_time
 from distributed.metrics import time
 
-from dask_distmm.errors import ProtocolError, brief
+from dask_distmm.comms.base import Comm
+from dask_distmm.engines.base import ChunkKey
+from dask_distmm.errors import EngineError, ProtocolError, brief
+from dask_distmm.planning import Placement
 from dask_distmm.programs.steps import CONTRACTS
 from dask_distmm.runtime.keys import barrier_key, barrier_name, wave_name, wave_of
 from dask_distmm.runtime.messages import Done, ProgressLine, ProgressReply, Reply
@@ -225,6 +229,44 @@ class Run:
 
     def __str__(self) -> str:
         return f"run {self.run_id} of {self.name} ({self.phase})"
+
+
+# A run as a worker has it
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class WorkerRun:
+    """A run on one worker, which is participant `me` of it."""
+
+    run_id: int
+    plan: Placement
+    me: int
+    comm: Comm
+    job: Any = None
+    # The share of the job that is done, while it is at work.
+    done: float | None = None
+    # Keys of the chunks in whose memory the job makes D, and of chunks of D of which Dask's scheduler has not heard.
+    claimed: list[Any] = dataclasses.field(default_factory=list)
+    placed: list[Any] = dataclasses.field(default_factory=list)
+    # Chunks of the matrices that are to be on all workers; others may ask for them from when they are ready.
+    shared: dict[ChunkKey, Any] = dataclasses.field(default_factory=dict)
+    ready: Future[None] = dataclasses.field(default_factory=Future)
+    over: bool = False
+
+    def note(self, share: float) -> None:
+        """Note the share of the job that is done. Any thread."""
+        self.done = share
+
+    def raise_if_over(self) -> None:
+        """Raise if the run was ended here."""
+        if self.over:
+            raise EngineError(f"run {self.run_id} was ended")
+
+    def end(self, error: BaseException) -> None:
+        """Hand out nothing more: the run is over."""
+        self.over = True
+        if not self.ready.done():
+            self.ready.set_exception(error)
 
 
 def raise_if_ended(run: Run) -> None:

@@ -17,7 +17,6 @@ import asyncio
 import collections
 import contextlib
 import functools
-import itertools
 import logging
 import math
 import platform
@@ -61,120 +60,13 @@ from dask_distmm.runtime.messages import (
     ask,
     listening,
 )
-from dask_distmm.runtime.replicas import ReplicaStore, address_of
-from dask_distmm.runtime.run import History, in_short, summarize
-
-# Chunks
+from dask_distmm.runtime.replicas import ReplicaStore
+from dask_distmm.runtime.run import History, WorkerRun, in_short, summarize
 
 
-# Number of chunks that are handed to Dask before others get the event loop again.
-_SLICE = 500
-
-
-class ChunkStore:
-    """Reads chunks of operands from Dask's data on one worker, and puts chunks of D there.
-
-    Dask's scheduler hears of chunks of D when all participants of their run are done. Until then `take_back` can
-    remove them.
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        # By run the keys of values that Dask's scheduler has not heard of yet.
-        self._placed: dict[int, list[Any]] = {}
-        # By run the keys of chunks in whose memory it makes D.
-        self._claimed: dict[int, list[Any]] = {}
-
-    def __len__(self) -> int:
-        """Return how many runs have left chunks that Dask's scheduler has not heard of yet."""
-        return len(self._placed)
-
-    def read(
-        self, plan: Placement, me: int, keys: Mapping[str, Sequence[Any]]
-    ) -> tuple[dict[ChunkKey, Any], list[Any]]:
-        """Return the chunks that a participant has, and the keys of those that are not here. Any thread.
-
-        Dask reads back chunks that it has spilled to disk, which may take long.
-        """
-        problem, data = plan.problem, self._worker.data
-        chunks: dict[ChunkKey, Any] = {}
-        missing = []
-        for operand, where in plan.where.items():
-            numbers = np.flatnonzero(where == me).tolist()
-            names = keys.get(problem.source_of(operand), ())
-            if len(names) != len(numbers):
-                raise ProtocolError(f"{len(names)} keys for {len(numbers)} chunks of {operand.upper()}")
-            transposed = problem.is_transposed(operand)
-            for number, key in zip(numbers, names, strict=True):
-                try:
-                    chunk = data[key]
-                except KeyError:
-                    missing.append(key)
-                else:
-                    chunks[operand, number] = chunk.T if transposed else chunk
-        return chunks, missing
-
-    def claim(self, run_id: int, plan: Placement, me: int, keys: Mapping[str, Sequence[Any]], job: Job[Any]) -> None:
-        """Note the chunks in whose memory a job makes D; parameters as for `read`. Any thread."""
-        if not job.consumed:
-            return
-        claimed: list[Any] = []
-        for operand in {name for name, _ in job.consumed}:
-            named = zip(np.flatnonzero(plan.where[operand] == me).tolist(), keys[operand], strict=True)
-            claimed += [key for number, key in named if (operand, number) in job.consumed]
-        self._claimed[run_id] = claimed
-
-    def consume(self, run_id: int) -> None:
-        """Take the claimed chunks out of Dask's data, so that nobody reads them half way. On the event loop.
-
-        The scheduler drops its knowledge of them when the run is over, whether it has succeeded or not.
-        """
-        for key in self._claimed.pop(run_id, ()):
-            if key in self._worker.data:
-                del self._worker.data[key]
-
-    async def place(
-        self,
-        run_id: int,
-        plan: Placement,
-        result: Mapping[ResultKey, Any],
-        deliver: Sequence[tuple[str, str, bytes]],
-        live: Callable[[], bool],
-    ) -> list[tuple[str, bytes, bytes]]:
-        """Give a run's chunks of D to Dask. On the worker's event loop, which others get in between."""
-        made: dict[str, dict[int, Any]] = {}
-        for (output, number), value in numbered(plan, result).items():
-            made.setdefault(output, {})[number] = value
-        placed = []
-        for output, array, raw in deliver:
-            skipped = set(np.frombuffer(raw, np.int64).tolist())
-            values = {number: value for number, value in made.get(output, {}).items() if number not in skipped}
-            sizes: list[int] = []
-            place, ncols, every = plan.problem.output(output).place, plan.problem.columns(output), list(values)
-            for some in (every[at : at + _SLICE] for at in range(0, len(every), _SLICE)):
-                if not live():
-                    raise EngineError(f"run {run_id} was ended")
-                keys = [(array, *place(number, ncols)) for number in some]
-                self._placed.setdefault(run_id, []).extend(keys)
-                found = dict(zip(keys, (values[number] for number in some), strict=True))
-                sizes.extend(direct.keep(self._worker, found, f"distmm-run-{run_id}").values())
-                if len(values) > _SLICE:
-                    await asyncio.sleep(0)
-            if values:
-                placed.append((array, np.array(every, np.int64).tobytes(), np.array(sizes, np.int64).tobytes()))
-        return placed
-
-    def hand_over(self, run_id: int) -> None:
-        """Leave the chunks of a run that is done to Dask alone."""
-        self._placed.pop(run_id, None)
-        self._claimed.pop(run_id, None)
-
-    def take_back(self, run_id: int) -> None:
-        """Remove the chunks of a run that has failed, but for those that a later run has made again."""
-        self._claimed.pop(run_id, None)
-        if keys := self._placed.pop(run_id, ()):
-            later = set(itertools.chain(*(found for number, found in self._placed.items() if number > run_id)))
-            direct.let_go(self._worker, [key for key in keys if key not in later], run_id)
+def address_of(worker: Worker) -> str:
+    """Return the address under which everybody else knows a worker; it may listen under another one."""
+    return str(getattr(worker, "contact_address", None) or worker.address)
 
 
 # Matrices over Dask's own comms, and so by the protocol and with the encryption that the cluster uses. Between workers
@@ -246,6 +138,8 @@ class DaskComm:
 A = TypeVar("A", bound=Reply)
 T = TypeVar("T")
 
+# Number of chunks that are handed to Dask before others get the event loop again.
+_SLICE = 500
 # How often a worker says how far it is (seconds).
 _TELL = 0.5
 # UCX's event loops look for messages all the time, and whoever calls CUDA in another thread waits for the interpreter
@@ -266,10 +160,10 @@ class WorkerService:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.runs: dict[int, tuple[Placement, Job[Any]]] = {}
-        self.chunks, self.replicas = ChunkStore(worker), ReplicaStore(worker)
+        # Runs from this worker's vote until it hears of their end.
+        self.runs: dict[int, WorkerRun] = {}
+        self.replicas = ReplicaStore()
         self.newest_run = 0
-        self.progress: dict[int, float] = {}
         self.history = History()
         self._closed = False
         # The epoch that runs and groups count in. Until the scheduler tells of its own, one that nobody else knows.
@@ -386,9 +280,9 @@ class WorkerService:
         if not 0 <= me < len(plan.participants):
             raise ProtocolError(f"this worker is to be participant {me} of {len(plan.participants)}")
         chunks, unkept = self.replicas.operands(plan, me)
-        own, missing = self.chunks.read(plan, me, keys)
-        if missing:
-            return Vote("missing", keys=missing)
+        names, own = self._read(plan, me, keys)
+        if missing := names.keys() - own.keys():
+            return Vote("missing", keys=[key for place, key in names.items() if place in missing])
         if unkept:
             return Vote("no replicas", names=unkept)
         if check_orders and (orders := other_orders(plan, own)):
@@ -399,22 +293,43 @@ class WorkerService:
         comm = DaskComm(
             *(self.worker, run_id, addresses, options.transfer_timeout), epoch=epoch, cross_memory=options.cross_memory
         )
-
-        def progress(share: float) -> None:
-            self.progress[run_id] = share
-
-        job = get_engine(plan.engine).job(Side(plan, me, chunks, comm, progress, ready_event(own.values())))
-        job.prepare()
+        run = WorkerRun(run_id, plan, me, comm)
+        run.job = get_engine(plan.engine).job(Side(plan, me, chunks, comm, run.note, ready_event(own.values())))
+        run.job.prepare()
+        run.claimed = [names[place] for place in run.job.consumed]
+        run.shared = {place: x for place, x in chunks.items() if place[0] in plan.kept} if plan.replicas else {}
         with self._changing:
             if epoch != self.epoch:
                 raise ProtocolError(f"run {run_id} is of a plugin of the scheduler that another one has replaced")
-            self.chunks.claim(run_id, plan, me, keys, job)
-            self.replicas.expect(run_id, plan, chunks, comm)
+            if self._closed:
+                raise EngineError("it is closing")
             if plan.group:
                 self._groups.add((plan.group, plan.engine))
             self.newest_run = run_id
-            self.runs[run_id] = plan, job
-        return Vote("OK", offer=job.offer)
+            self.runs[run_id] = run
+        return Vote("OK", offer=run.job.offer)
+
+    def _read(
+        self, plan: Placement, me: int, keys: Mapping[str, Sequence[Any]]
+    ) -> tuple[dict[ChunkKey, Any], dict[ChunkKey, Any]]:
+        """Return the keys of a participant's chunks of operands, and those chunks that are here. Any thread.
+
+        Dask reads back chunks that it has spilled to disk, which may take long.
+        """
+        problem = plan.problem
+        names: dict[ChunkKey, Any] = {}
+        chunks: dict[ChunkKey, Any] = {}
+        for operand, where in plan.where.items():
+            numbers, found = np.flatnonzero(where == me).tolist(), keys.get(problem.source_of(operand), ())
+            if len(found) != len(numbers):
+                raise ProtocolError(f"{len(found)} keys for {len(numbers)} chunks of {operand.upper()}")
+            transposed = problem.is_transposed(operand)
+            for number, key in zip(numbers, found, strict=True):
+                names[operand, number] = key
+                with contextlib.suppress(KeyError):
+                    chunk = self.worker.data[key]
+                    chunks[operand, number] = chunk.T if transposed else chunk
+        return names, chunks
 
     async def start(
         self, run_id: int, offers: Sequence[Any] = (), deliver: Sequence[tuple[str, str, bytes]] = ()
@@ -426,32 +341,36 @@ class WorkerService:
         """
         if run_id not in self.runs:
             return Done("lost" if self._closed else "refused", f"run {run_id} was not prepared here, or is over")
-        plan, job = own = self.runs[run_id]
+        run = self.runs[run_id]
+        plan, job = run.plan, run.job
         epoch, loop = self.epoch, asyncio.get_running_loop()
         self.history.note(run_id, "began")
-        telling = asyncio.ensure_future(self._tell_progress(run_id, job, epoch))
+        telling = asyncio.ensure_future(self._tell_progress(run, epoch))
         try:
             started = loop.time()
-            self.chunks.consume(run_id)
+            # So that nobody reads them half way. The scheduler drops its knowledge of them when the run is over,
+            # whether it has succeeded or not.
+            for key in run.claimed:
+                if key in self.worker.data:
+                    del self.worker.data[key]
             if plan.problem.donated:
                 told = {"op": "distmm_gathered", "run_id": run_id, "epoch": epoch}
                 job.on_gathered = functools.partial(loop.call_soon_threadsafe, self.worker.batched_send, told)
             # Large matrices go from host to host over Dask's comms, which the event loop drives.
             near = len({one.host for one in plan.participants}) == 1
             made = await self._in_engine(near and self.spins, _execute, job, offers)
-            if self.runs.get(run_id) is not own:
-                raise EngineError(f"run {run_id} was ended")
-            result = await self.replicas.share(run_id, plan, made, job.timings)
+            run.raise_if_over()
+            result = await self.replicas.share(run, made)
             missing = set(job.missing)
             result = {key: x for key, x in result.items() if key[1] not in missing}
-            placed = await self.chunks.place(run_id, plan, result, deliver, lambda: self.runs.get(run_id) is own)
+            placed = await self._place(run, result, deliver)
         except BaseException as error:
             name = error.name if isinstance(error, _FailedError) else type(error).__name__
-            self.history.note(run_id, f"failed with {name}, {self.progress.get(run_id, 0):.0%} done")
+            self.history.note(run_id, f"failed with {name}, {run.done or 0:.0%} done")
             return _failure(Done, error, self._closed)
         finally:
             telling.cancel()
-            self.progress.pop(run_id, None)
+            run.done = None
         self.history.note(run_id, "was done")
         timings = {name: float(seconds) for name, seconds in job.timings.items()}
         kind = type(next(iter(result.values()), None))
@@ -473,6 +392,30 @@ class WorkerService:
             )
         return done
 
+    async def _place(
+        self, run: WorkerRun, result: Mapping[ResultKey, Any], deliver: Sequence[tuple[str, str, bytes]]
+    ) -> list[tuple[str, bytes, bytes]]:
+        """Give a run's chunks of D to Dask, whose scheduler hears of them when all participants are done."""
+        made: dict[str, dict[int, Any]] = {}
+        for (output, number), value in numbered(run.plan, result).items():
+            made.setdefault(output, {})[number] = value
+        placed, problem = [], run.plan.problem
+        for output, array, raw in deliver:
+            skipped = set(np.frombuffer(raw, np.int64).tolist())
+            values = {number: value for number, value in made.get(output, {}).items() if number not in skipped}
+            sizes: list[int] = []
+            place, ncols, every = problem.output(output).place, problem.columns(output), list(values)
+            for some in (every[at : at + _SLICE] for at in range(0, len(every), _SLICE)):
+                run.raise_if_over()
+                found = {(array, *place(number, ncols)): values[number] for number in some}
+                run.placed += found
+                sizes.extend(direct.keep(self.worker, found, f"distmm-run-{run.run_id}").values())
+                if len(values) > _SLICE:
+                    await asyncio.sleep(0)
+            if values:
+                placed.append((array, np.array(every, np.int64).tobytes(), np.array(sizes, np.int64).tobytes()))
+        return placed
+
     async def _in_engine(self, rests: bool, function: Callable[..., T], *args: Any) -> T:
         """Call a function in the engine's thread, which raises `_FailedError`; the event loop may rest meanwhile."""
         work = functools.partial(_in_thread, self.address, function, *args)
@@ -482,15 +425,15 @@ class WorkerService:
             await asyncio.sleep(0)
         return await found
 
-    async def _tell_progress(self, run_id: int, job: Job[Any], epoch: str) -> None:
+    async def _tell_progress(self, run: WorkerRun, epoch: str) -> None:
         """Tell the scheduler from time to time how far this worker is."""
         told = (0.0, 0)
         while True:
             await asyncio.sleep(_TELL)
-            now = float(self.progress.get(run_id, 0.0)), int(job.received_bytes)
+            now = run.done or 0.0, int(run.job.received_bytes)
             if now != told:
-                share, received = now
-                message = {"op": "distmm_hear_progress", "run_id": run_id, "share": share, "received_bytes": received}
+                message = {"op": "distmm_hear_progress", "run_id": run.run_id}
+                message |= zip(("share", "received_bytes"), now, strict=True)
                 self.worker.batched_send(message | {"epoch": epoch})
                 told = now
 
@@ -523,32 +466,33 @@ class WorkerService:
 
     def end(self, run_id: int, reason: str) -> None:
         """End a run here that has not succeeded; may be repeated."""
-        if run_id in self.progress:
-            self.history.note(run_id, f"was told to end, {self.progress[run_id]:.0%} done")
+        if run_id in self.runs and (done := self.runs[run_id].done) is not None:
+            self.history.note(run_id, f"was told to end, {done:.0%} done")
         self._drop(run_id, reason)
         self.replicas.drop(run_id=run_id)
 
     def _drop(self, run_id: int, reason: str) -> None:
         self._over.append(run_id)
-        error = EngineError(f"run {run_id} was ended: {reason}")
-        if run_id in self.runs:
-            _, job = self.runs.pop(run_id)
-            job.abort(error)
-        self.replicas.end(run_id, error)
-        self.chunks.take_back(run_id)
+        if (run := self.runs.pop(run_id, None)) is None:
+            return
+        run.end(error := EngineError(f"run {run_id} was ended: {reason}"))
+        run.job.abort(error)
+        # Its chunks of D go, but for those that a later run has made again.
+        later = {key for number, other in self.runs.items() if number > run_id for key in other.placed}
+        if keys := [key for key in run.placed if key not in later]:
+            direct.let_go(self.worker, keys, run_id)
 
     def finish(self, run_id: int) -> None:
         """Free the buffers of a run that all ranks have done; the chunks of D stay."""
         self._over.append(run_id)
-        self.runs.pop(run_id, None)
-        self.chunks.hand_over(run_id)
-        self.replicas.end(run_id)
+        if (run := self.runs.pop(run_id, None)) is not None:
+            run.end(ProtocolError(f"run {run_id} is over"))
 
     def release_operands(self, run_id: int) -> None:
         """Release the chunks of operands that may be freed: all ranks have read them."""
         if run_id in self.runs:
-            plan, job = self.runs[run_id]
-            job.forget(plan.problem.donated)
+            run = self.runs[run_id]
+            run.job.forget(run.plan.problem.donated)
 
     def release_replica(self, name: str, run_id: int) -> None:
         """Release the replicas that a run has left of an array: nobody wants them any more."""
@@ -557,11 +501,11 @@ class WorkerService:
     def worker_lost(self, run_id: int, address: str) -> None:
         """Let a run go on without a participant, which has left."""
         if run_id in self.runs:
-            plan, job = self.runs[run_id]
+            run = self.runs[run_id]
             self.history.note(run_id, f"was told that {address} is gone")
-            for participant, worker in enumerate(plan.participants):
+            for participant, worker in enumerate(run.plan.participants):
                 if worker.address == address:
-                    job.lose(participant)
+                    run.job.lose(participant)
 
     def dump_state(self, **kwargs: Any) -> dict[str, Any]:
         """Return Dask's own state of this worker, for ``Client.dump_cluster_state()``, with our history."""
@@ -578,9 +522,10 @@ class WorkerService:
             table = np.frombuffer(boxes, np.int64).reshape(-1, 6)
             if run_id not in self.runs:
                 return Delivery("gone", f"run {run_id} is not live here")
-            plan, job = self.runs[run_id]
+            run = self.runs[run_id]
+            plan, job = run.plan, run.job
             if kind == "replica":
-                own = await self.replicas.serve(run_id, table)
+                own = await self.replicas.serve(run, table)
                 loan = cross_memory.lend(own, place)
                 return Delivery("OK", loan=loan) if loan else Delivery("OK", data=[to_serialize(x) for x in own])
             plan.check_boxes(kind, table)
@@ -600,10 +545,11 @@ class WorkerService:
 
     def close(self) -> None:
         """End all runs and the engine thread."""
-        for run_id in list(self.runs):
-            self._drop(run_id, "the worker is closing")
+        with self._changing:
+            self._closed = True
+            for run_id in list(self.runs):
+                self._drop(run_id, "the worker is closing")
         self.replicas.drop()
-        self._closed = True
         self.engine_thread.shutdown(wait=False, cancel_futures=True)
         if self._dask_dump:
             self.worker.handlers["dump_state"] = self._dask_dump
