@@ -24,6 +24,13 @@ def positive(n, dtype="float64"):
     return (x @ x.conj().T + n * np.eye(n)).astype(dtype)
 
 
+def segments_of(axis, part: int) -> list[tuple[int, int, int]]:
+    """List the segments of a part of an axis of a layout in local order: first index, local index, size."""
+    mine = np.flatnonzero(axis.part == part)
+    sizes = axis.bounds[mine + 1] - axis.bounds[mine]
+    return list(zip(axis.bounds[mine].tolist(), axis.offset[mine].tolist(), sizes.tolist(), strict=True))
+
+
 def numroc(n, nb, iproc, isrcproc, nprocs):
     """Rows or columns that a process holds, as ScaLAPACK's NUMROC counts them."""
     rounds, left = divmod(n, nb * nprocs)

@@ -59,6 +59,7 @@ without saying what is in it.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isqrt
@@ -120,12 +121,6 @@ class Axis:
         at = np.asarray(index, dtype=np.int64)
         segment = np.searchsorted(self.bounds, at, side="right") - 1
         return self.part[segment], self.offset[segment] + at - self.bounds[segment]
-
-    def local_to_global(self, part: int) -> list[tuple[int, int, int]]:
-        """List the segments of a part in local order: first index, local index, size."""
-        mine = np.flatnonzero(self.part == part)
-        sizes = self.bounds[mine + 1] - self.bounds[mine]
-        return list(zip(self.bounds[mine].tolist(), self.offset[mine].tolist(), sizes.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -334,14 +329,7 @@ class Moves:
     @classmethod
     def of(cls, copies: Copies, src_owner: ArrayLike, dst_owner: ArrayLike) -> Moves:
         """Make the table from the copies between two layouts and the owners of their parts."""
-        rows, cols = copies.rows, copies.cols
-        columns = np.broadcast_arrays(
-            copies.src.grid.ranks(rows.src_part[:, None], cols.src_part),
-            copies.dst.grid.ranks(rows.dst_part[:, None], cols.dst_part),
-            *(rows.src_offset[:, None], cols.src_offset, rows.dst_offset[:, None], cols.dst_offset),
-            *(rows.size[:, None], cols.size),
-        )
-        table = [column.ravel() for column in columns]
+        table = copies.columns()[:8]
         owner, target = np.asarray(src_owner, np.int64)[table[0]], np.asarray(dst_owner, np.int64)[table[1]]
         table += [np.where(owner < 0, target, owner), target]
         return cls(*table)
@@ -449,12 +437,12 @@ class Copies:
 
     def __iter__(self) -> Iterator[Copy]:
         """Iterate over all rectangles."""
-        return self._product(np.arange(len(self.rows)), np.arange(len(self.cols)))
+        return _listed(self.columns())
 
     def for_dst(self, part: int) -> Iterator[Copy]:
         """Iterate over the rectangles which reach a part of the destination, looking at no others."""
         prow, pcol = self.dst.grid.coords(part)
-        return self._product(self.rows.of_dst(prow), self.cols.of_dst(pcol))
+        return _listed(self.columns(self.rows.of_dst(prow), self.cols.of_dst(pcol)))
 
     def traffic(self, src_owner: ArrayLike | None = None, nowners: int | None = None) -> Index:
         """Count the elements which move from each part of the source to each part of the destination.
@@ -477,18 +465,25 @@ class Copies:
             np.add.at(traffic, (owner[src] * ndst + dst).ravel(), (nrows[batch, None] * ncols).ravel())
         return traffic.reshape(nowners, ndst)
 
-    def _product(self, row_copies: Index, col_copies: Index) -> Iterator[Copy]:
+    def columns(self, down: Index | None = None, across: Index | None = None) -> list[Index]:
+        """Return the fields of a `Copy` for each product of some copies of rows and of columns, or of all."""
         rows, cols = self.rows, self.cols
-        src_pcol, dst_pcol = cols.src_part[col_copies], cols.dst_part[col_copies]
-        # Messages and slices want Python's ints, and tolist() makes them fast.
-        col_fields = [field[col_copies].tolist() for field in (cols.src_offset, cols.dst_offset, cols.size, cols.start)]
-        for at in row_copies:
-            src_row, dst_row = int(rows.src_offset[at]), int(rows.dst_offset[at])
-            nrows, row = int(rows.size[at]), int(rows.start[at])
-            src = self.src.grid.ranks(rows.src_part[at : at + 1], src_pcol).tolist()
-            dst = self.dst.grid.ranks(rows.dst_part[at : at + 1], dst_pcol).tolist()
-            for s, d, src_col, dst_col, ncols, col in zip(src, dst, *col_fields, strict=True):
-                yield Copy(s, d, src_row, src_col, dst_row, dst_col, nrows, ncols, row, col)
+        down, across = (
+            np.arange(len(rows)) if down is None else down,
+            np.arange(len(cols)) if across is None else across,
+        )
+        i, j = down.repeat(len(across)), across[None].repeat(len(down), 0).ravel()
+        src, dst = self.src.grid.ranks, self.dst.grid.ranks
+        return [
+            *(src(rows.src_part[i], cols.src_part[j]), dst(rows.dst_part[i], cols.dst_part[j])),
+            *(rows.src_offset[i], cols.src_offset[j], rows.dst_offset[i], cols.dst_offset[j]),
+            *(rows.size[i], cols.size[j], rows.start[i], cols.start[j]),
+        ]
+
+
+def _listed(columns: Sequence[Index]) -> Iterator[Copy]:
+    # Messages and slices want Python's ints.
+    return itertools.starmap(Copy, zip(*(column.tolist() for column in columns), strict=True))
 
 
 @functools.lru_cache(maxsize=128)

@@ -10,6 +10,7 @@ import pytest
 from dask.array.core import slices_from_chunks
 from hypothesis import given
 from hypothesis import strategies as st
+from matrices import segments_of
 
 from dask_distmm.layout import Layout, Moves, ProcessGrid, redistribution
 from dask_distmm.layout import rectangles as module
@@ -105,8 +106,8 @@ def test_every_element_arrives(alone_bytes, seed):
             rows, cols = layout.local_shape(rank)
             expected = np.zeros((rows, cols), dtype)
             prow, pcol = layout.grid.coords(rank)
-            for start_r, local_r, n_r in layout.rows.local_to_global(prow):
-                for start_c, local_c, n_c in layout.cols.local_to_global(pcol):
+            for start_r, local_r, n_r in segments_of(layout.rows, prow):
+                for start_c, local_c, n_c in segments_of(layout.cols, pcol):
                     part = whole[start_r : start_r + n_r, start_c : start_c + n_c]
                     expected[local_r : local_r + n_r, local_c : local_c + n_c] = part
             np.testing.assert_array_equal(tile[:rows, :cols], expected)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import segments_of
 
 from dask_distmm.layout import Axis, AxisCopies, intersect
 
@@ -101,7 +102,7 @@ def test_axis_is_normal_and_complete(pair: tuple[Axis, Axis]) -> None:
         assert (next_part, next_local) != (part, local + 1)
     listed = {}
     for p in range(axis.nparts):
-        segments = axis.local_to_global(p)
+        segments = segments_of(axis, p)
         assert segments == sorted(segments, key=lambda segment: segment[1])
         listed.update({g + i: (p, at + i) for g, at, size in segments for i in range(size)})
     assert [listed[i] for i in range(axis.length)] == places

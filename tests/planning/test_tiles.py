@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matrices import numroc
+from matrices import numroc, segments_of
 
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.cublasmp import make_tiles, tile_chunk
@@ -116,8 +116,8 @@ def test_a_tile_that_is_one_chunk_is_found(method, seed):
         ]
         for rank in range(len(made.ranks)):
             prow, pcol = tile.layout.grid.coords(rank)
-            rows = [i for g, _, s in tile.layout.rows.local_to_global(prow) for i in range(g, g + s)]
-            cols = [i for g, _, s in tile.layout.cols.local_to_global(pcol) for i in range(g, g + s)]
+            rows = [i for g, _, s in segments_of(tile.layout.rows, prow) for i in range(g, g + s)]
+            cols = [i for g, _, s in segments_of(tile.layout.cols, pcol) for i in range(g, g + s)]
             held = numbers[np.ix_(rows, cols)]
             expected = [
                 index
@@ -125,8 +125,7 @@ def test_a_tile_that_is_one_chunk_is_found(method, seed):
                 if held.size and chunk.shape == held.shape == tile.local(rank) and (chunk == held).all()
             ]
             contiguous = all(
-                len(axis.local_to_global(part)) == 1
-                for axis, part in ((tile.layout.rows, prow), (tile.layout.cols, pcol))
+                len(segments_of(axis, part)) == 1 for axis, part in ((tile.layout.rows, prow), (tile.layout.cols, pcol))
             )
             assert tile_chunk(tile, rank, sizes) == (expected[0] if expected and contiguous else None)
 
