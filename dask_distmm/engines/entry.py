@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as wait_for
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -31,36 +30,17 @@ from dask_distmm.planning.placement import Placement
 EXIT_STUCK = 70
 
 
-class Watchdog:
-    """Ends this process unless it is called off in time. Also a context manager."""
+def watchdog(seconds: float, what: str) -> threading.Timer:
+    """Return what ends this process unless it is cancelled in time; it has begun to wait."""
 
-    def __init__(self, seconds: float, what: str) -> None:
-        self._what = what
-        self._called_off = threading.Event()
-        self._timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._bite)
-        self._timer.daemon = True
-
-    def start(self) -> None:
-        """Begin to wait."""
-        self._timer.start()
-
-    def call_off(self) -> None:
-        """Let the process live."""
-        self._called_off.set()
-        self._timer.cancel()
-
-    def _bite(self) -> None:
-        if self._called_off.is_set():
-            return
-        log.critical("%s does not end: this worker's process exits", self._what)
+    def bite() -> None:
+        log.critical("%s does not end: this worker's process exits", what)
         os._exit(EXIT_STUCK)
 
-    def __enter__(self) -> Watchdog:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.call_off()
+    dog = threading.Timer(min(seconds, threading.TIMEOUT_MAX), bite)
+    dog.daemon = True
+    dog.start()
+    return dog
 
 
 class CollectiveEntry:
@@ -73,7 +53,7 @@ class CollectiveEntry:
         self._missing = set(range(len(plan.ranks)))
         self.unique_id = b""
         self._committed = self._over = False
-        self._watchdog: Watchdog | None = None
+        self._watchdog: threading.Timer | None = None
         self._lock = threading.Lock()
 
     def enter(self, make_id: Callable[[], bytes]) -> None:
@@ -131,7 +111,7 @@ class CollectiveEntry:
         with self._lock:
             self._over = True
             if self._watchdog is not None:
-                self._watchdog.call_off()
+                self._watchdog.cancel()
 
     def abort(self, error: BaseException) -> None:
         """End with `error`: at once before the gate; else when the library returns, or else with the process."""
@@ -148,5 +128,4 @@ class CollectiveEntry:
             if self._over or self._watchdog is not None:
                 return
             what = f"a collective of which a rank is gone (run of {self._plan.problem.name}, {self._ended.error})"
-            self._watchdog = Watchdog(options.grace_timeout + estimate, what)
-            self._watchdog.start()
+            self._watchdog = watchdog(options.grace_timeout + estimate, what)

@@ -43,7 +43,7 @@ from dask_distmm.comms import cross_memory
 from dask_distmm.comms.base import Boxes, PeerLostError
 from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, contiguous, get_engine, log
-from dask_distmm.engines.entry import Watchdog
+from dask_distmm.engines.entry import watchdog
 from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError, brief, in_words, raised_by_user
 from dask_distmm.planning import ENGINES, Placement, plan_from_wire
 from dask_distmm.runtime import direct
@@ -584,8 +584,11 @@ def _process_facts(data: Any) -> Description:
 
 
 def _release(group: int, engine: str, grace: float) -> None:
-    with Watchdog(max(_LEAST_GRACE, grace), f"freeing group {group} of engine {engine}"):
+    dog = watchdog(max(_LEAST_GRACE, grace), f"freeing group {group} of engine {engine}")
+    try:
         get_engine(engine).release(group)
+    finally:
+        dog.cancel()
 
 
 def _execute(job: Job[Any], offers: Any) -> Mapping[ResultKey, Any]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_distmm.engines.base import Ended
-from dask_distmm.engines.entry import EXIT_STUCK, CollectiveEntry, Watchdog
+from dask_distmm.engines.entry import EXIT_STUCK, CollectiveEntry, watchdog
 from dask_distmm.runtime.scheduler.freezing import RankGroups
 
 
@@ -99,9 +99,8 @@ def test_groups_that_keep_too_much_leave():
 
 def test_a_stuck_process_ends_itself():
     program = (
-        "import logging, time; logging.basicConfig(); from dask_distmm.engines.entry import Watchdog\n"
-        "with Watchdog(30, 'this one'): pass\n"
-        "with Watchdog(0.2, 'a collective'): time.sleep(30)"
+        "import logging, time; logging.basicConfig(); from dask_distmm.engines.entry import watchdog\n"
+        "watchdog(30, 'this one').cancel(); watchdog(0.2, 'a collective'); time.sleep(30)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == EXIT_STUCK
@@ -109,9 +108,7 @@ def test_a_stuck_process_ends_itself():
 
 
 def test_a_watchdog_that_is_called_off_does_nothing():
-    dog = Watchdog(0.05, "nothing")
-    dog.start()
-    dog.call_off()
+    watchdog(0.05, "nothing").cancel()
     assert not threading.Event().wait(0.2)
 
 

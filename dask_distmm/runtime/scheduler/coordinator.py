@@ -111,11 +111,11 @@ def failed(run: Run, reason: str, ranks: Mapping[str, str] | None = None) -> Run
 class RunQueue(dict[int, Run]):
     """Runs by number, from when they get it until they have been seen through."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self) -> None:
         super().__init__()
         # Runs count within an epoch; see `messages`.
         self.newest, self.epoch = 0, uuid.uuid4().hex
-        self._scheduler, self._changed = scheduler, asyncio.Condition()
+        self._changed = asyncio.Event()
 
     def of(self, key: str) -> list[Run]:
         """Return the runs that a barrier waits for."""
@@ -130,7 +130,7 @@ class RunQueue(dict[int, Run]):
             yield run
         finally:
             del self[run.run_id]
-            await self.changed()
+            self.changed()
 
     async def turn(self, run: Run) -> None:
         """Wait until no earlier run uses a worker of this one: collectives meet in one order everywhere."""
@@ -151,20 +151,13 @@ class RunQueue(dict[int, Run]):
         await self._wait_for(lambda: run.run_id not in self)
 
     async def _wait_for(self, happened: Callable[[], bool]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(happened)
+        while not happened():
+            await self._changed.wait()
 
-    async def changed(self) -> None:
+    def changed(self) -> None:
         """Have everybody who waits look again."""
-        async with self._changed:
-            self._changed.notify_all()
-
-    def changed_soon(self) -> None:
-        """Have everybody who waits look again, from where nothing may be awaited."""
-        tasks = self._scheduler._ongoing_background_tasks
-        # A scheduler that closes has cancelled everybody who waits, and takes no more tasks.
-        if not tasks.closed:
-            tasks.call_soon(self.changed)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 # Completes D: its tasks go to memory, where participants have left their chunks
@@ -228,7 +221,7 @@ class Coordinator:
 
     def __init__(self, scheduler: Scheduler, event: Callable[..., None]) -> None:
         self.scheduler, self._event = scheduler, event
-        self.queue = RunQueue(scheduler)
+        self.queue = RunQueue()
         self.roster = Roster(scheduler, self.queue.epoch)
         self.groups = RankGroups()
         release = WorkerService.release_replica
@@ -454,7 +447,7 @@ class Coordinator:
         run.unresponsive.update(told.keys() - answered)
         # Those that do not answer now hear of it on Dask's own stream, when they listen again.
         self.tell(present, WorkerService.end, run.run_id, reason)
-        await self.queue.changed()
+        self.queue.changed()
         return told
 
     def lose(self, run: Run, worker: str) -> bool:
@@ -462,7 +455,7 @@ class Coordinator:
         if run.lose([worker]):
             left = sorted(run.participants - run.lost) if run.lost else []
             self.tell(left, WorkerService.worker_lost, run.run_id, worker)
-            self.queue.changed_soon()
+            self.queue.changed()
         return worker in run.lost
 
     def _ask(

@@ -599,7 +599,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             for run in self.queue.of(barrier.key):
                 if run.live:
                     run.fail({"client": "its task was released"}, released=True)
-            self.queue.changed_soon()
+            self.queue.changed()
 
     # Events of the cluster
 
@@ -651,7 +651,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.replicas.clear()
         self.roster.clear()
         self.groups.clear()
-        self.queue.changed_soon()
+        self.queue.changed()
 
     def _to_dict(self, *, exclude: Any = ()) -> dict[str, Any]:
         """Return live runs and the history; Dask calls this for ``Client.dump_cluster_state()``."""
