@@ -382,7 +382,8 @@ def _progress_of_waves(scheduler: Scheduler, runs: Iterable[Run], records: Recor
 
 Outcome = Literal["running", "done", "restarted", "failed", "released"]
 
-_ENDED = ("done", "restarted", "failed", "released")
+# How a run has ended, by the event.
+_OUTCOMES: dict[str, Outcome] = {"done": "done", "restart": "restarted", "failed": "failed", "released": "released"}
 
 # The phases that engines time, in their order; "other" is the rest of a rank's time, "compute" all of a factorization
 # or a program where calls return before they are done. The kernels of a program, as "gram()", are phases, too.
@@ -436,6 +437,9 @@ class Record:
         return self.rate / self.bound if self.bound > 0 else 0.0
 
 
+_FIGURES = {field.name for field in dataclasses.fields(Record)} - {"name", "ranks"}
+
+
 @dataclasses.dataclass(slots=True)
 class Waves:
     """The waves of one product."""
@@ -477,7 +481,7 @@ class Records:
         self._runs: collections.OrderedDict[int, Record] = collections.OrderedDict()
         # Sums over all runs since the scheduler started, also those whose records are not kept: how many ended, by
         # outcome; of those that are done operations and bytes, and by phase the times of the slowest ranks.
-        self.ended = dict.fromkeys(_ENDED, 0)
+        self.ended = dict.fromkeys(_OUTCOMES.values(), 0)
         self.flops, self.received_bytes = 0.0, 0
         self.seconds = dict.fromkeys(PHASES, 0.0)
         # The last products in waves, by name.
@@ -492,26 +496,17 @@ class Records:
                 self._runs.popitem(last=False)
         if event["action"] in ("start", "done"):
             self._note_wave(now, event)
-        match event["action"]:
-            case "start":
-                record.started = now
-                record.method, record.engine = event["method"], event["engine"]
-                record.grid, record.ranks = tuple(event["grid"]), tuple(event["ranks"])
-                record.flops, record.bound = event["flops"], event["bound"]
-                record.projected_bytes = dict(event["projected_bytes"])
-            case "progress":
-                record.share, record.received_bytes = event["share"], event["received_bytes"]
-            case "done":
-                record.seconds, record.received_bytes = event["seconds"], event["received_bytes"]
-                record.held_bytes, record.share = dict(event["held_bytes"]), 1.0
-                record.phases = {address: by_phase(**found) for address, found in event["ranks"].items()}
-                self._end(record, "done")
-            case "restart":
-                self._end(record, "restarted", event["reason"])
-            case "failed":
-                self._end(record, "failed", event["reason"])
-            case "released":
-                self._end(record, "released")
+        action = event["action"]
+        # Figures of an event have the names of a record's; of a run that is done, ranks have figures of their own.
+        for name in _FIGURES.intersection(event):
+            setattr(record, name, event[name])
+        if action == "start":
+            record.started, record.ranks = now, tuple(event["ranks"])
+        elif action == "done":
+            record.share = 1.0
+            record.phases = {address: by_phase(**found) for address, found in event["ranks"].items()}
+        if (outcome := _OUTCOMES.get(action)) is not None:
+            self._end(record, outcome)
 
     def expect(self, name: str) -> None:
         """Count a run that is to come, if it is a wave of a product."""
@@ -536,8 +531,8 @@ class Records:
             waves.loaded_bytes += event["loaded_bytes"]
             waves.made_bytes += event["made_bytes"]
 
-    def _end(self, record: Record, outcome: Outcome, reason: str = "") -> None:
-        record.outcome, record.reason = outcome, reason
+    def _end(self, record: Record, outcome: Outcome) -> None:
+        record.outcome = outcome
         self.ended[outcome] += 1
         if outcome == "done":
             self.flops += record.flops
