@@ -11,7 +11,7 @@ import importlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any, Generic, TypeVar
 
 from dask_distmm.comms.base import Boxes, Comm
@@ -182,6 +182,18 @@ def get_engine(name: str) -> Engine:
 def is_of_d(key: ResultKey) -> bool:
     """Whether this is the key of a chunk of D, of this rank or another, among what `Job.execute` returns."""
     return key[0] in ("", REPLICA)
+
+
+def settle(future: Future[Any], result: Any = None, error: BaseException | None = None) -> bool:
+    """Complete a future, unless another thread has been faster; return whether this one was first."""
+    try:
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+    except InvalidStateError:
+        return False
+    return True
 
 
 def wait_checked(answer: Future[Any], check: Callable[[], None]) -> Any:

@@ -16,14 +16,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any
 
 import numpy as np
 
 from dask_distmm.comms.base import Comm
-from dask_distmm.engines.base import Ended, log
+from dask_distmm.engines.base import Ended, log, settle
 from dask_distmm.planning.placement import Placement
 
 # The exit status of such a process; a nanny starts the worker again.
@@ -85,22 +85,13 @@ class CollectiveEntry:
             self._missing.discard(rank)
             complete = not self._missing
         if complete:
-            self._decide(None)
+            settle(self.opened)
         return self.opened
 
     def close(self, error: BaseException) -> bool:
         """Let nobody in, unless all are in already; return whether the gate is closed."""
-        self._decide(error)
+        settle(self.opened, error=error)
         return self.opened.exception() is not None
-
-    def _decide(self, error: BaseException | None) -> None:
-        try:
-            if error is None:
-                self.opened.set_result(None)
-            else:
-                self.opened.set_exception(error)
-        except InvalidStateError:
-            pass  # decided already
 
     def answer(self) -> Sequence[np.ndarray]:
         """Return rank 0's answer to a rank that asked to enter."""

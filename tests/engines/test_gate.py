@@ -5,14 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.engines.base import Ended
+from dask_distmm.engines.base import Ended, settle
 from dask_distmm.engines.entry import EXIT_STUCK, CollectiveEntry, watchdog
+from dask_distmm.engines.programs.executor import RankExchange
+from dask_distmm.errors import EngineError
+from dask_distmm.programs.steps import Key
 from dask_distmm.runtime.scheduler.freezing import RankGroups
 
 
@@ -110,6 +115,28 @@ def test_a_stuck_process_ends_itself():
 def test_a_watchdog_that_is_called_off_does_nothing():
     watchdog(0.05, "nothing").cancel()
     assert not threading.Event().wait(0.2)
+
+
+class Late(Future):
+    """Another thread completes it between a look and what follows."""
+
+    def done(self):
+        if not (found := super().done()):
+            self.set_result("first")
+        return found
+
+
+def test_a_run_may_end_while_a_rank_publishes():
+    """An event loop that ends a run must not be kept from the rest by a rank that is faster."""
+    assert settle(future := Future(), 1)
+    assert not settle(future, error=EngineError("late"))
+    assert future.result() == 1
+    exchange = RankExchange([0, 1], None, lambda: None)
+    futures = exchange._futures = {("x", number): Late() for number in range(3)}
+    exchange.abort(EngineError("enough"))
+    assert [str(future.exception()) for future in futures.values()] == ["enough"] * 3
+    exchange.publish(Key("x", 1), ())
+    assert str(exchange.published("x", np.full((1, 6), 7)).exception()) == "enough"
 
 
 def test_only_communicators_know_an_order_of_ranks():

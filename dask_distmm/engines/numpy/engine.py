@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import GATHERED, Engine, Job, ResultKey, Side, wait_checked
+from dask_distmm.engines.base import GATHERED, Engine, Job, ResultKey, Side, settle, wait_checked
 from dask_distmm.engines.numpy.blas import add_lower, blas_threads, gemm, is_symmetric, mirror, reflect
 from dask_distmm.engines.panels import ChunkBlock, Panel, chunk_blocks_of, pairs, panels, twins
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
@@ -240,10 +240,10 @@ class NumpyJob(Job[Plan]):
         with blas_threads(self.plan.participants[self.me].nthreads):
             self._multiply()
         self.timings["multiply"] = time.perf_counter() - started
-        _open(self._available["partial"])
+        self._open("partial")
         if self.plan.grid[2] > 1:
             self._add_up()
-        _open(self._available["final"])
+        self._open("final")
         self._assemble()
         if not self.plan.problem.formula.trivial:
             self._finish()
@@ -520,6 +520,11 @@ class NumpyJob(Job[Plan]):
 
         return answer
 
+    def _open(self, kind: str) -> None:
+        """Let peers have what they ask for, unless the run has been ended."""
+        settle(self._available[kind])
+        self.ended.check()
+
     def available(self, kind: str, boxes: Boxes) -> Future[None]:
         """Return the future that says when `serve` can answer."""
         return self._available.get(kind, self._inputs)
@@ -547,8 +552,7 @@ class NumpyJob(Job[Plan]):
         """End everything with `error`."""
         super().abort(error)
         for future in self._available.values():
-            if not future.done():
-                _open(future, error)
+            settle(future, error=error)
 
 
 class NumpyEngine(Engine):
@@ -581,18 +585,6 @@ class NumpyEngine(Engine):
 
 
 ENGINE = NumpyEngine()
-
-
-def _open(future: Future[None], error: BaseException | None = None) -> None:
-    """Complete a future, unless an abort has been faster."""
-    try:
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-    except Exception:  # InvalidStateError: decided already
-        if error is None and future.exception() is not None:
-            raise future.exception() from None  # type: ignore[misc]
 
 
 def _result_boxes(rects: Sequence[Rect]) -> Boxes:

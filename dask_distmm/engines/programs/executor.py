@@ -16,7 +16,7 @@ import numpy as np
 
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.comms.cross_memory import Board, BoardReader
-from dask_distmm.engines.base import log, wait_checked
+from dask_distmm.engines.base import log, settle, wait_checked
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning.placement import Placement
 from dask_distmm.programs.steps import (
@@ -81,11 +81,8 @@ class RankExchange:
 
     def publish(self, key: Key, arrays: Sequence[Any]) -> None:
         """Let others have `arrays` from now on. They don't change any more until the end of the run."""
-        future = self._future(key)
-        if not future.done():
-            future.set_result(arrays)
-            if self._board is not None:
-                self._board.lend(key, arrays)
+        if settle(self._future(key), arrays) and self._board is not None:
+            self._board.lend(key, arrays)
 
     def ask(self, owner: int, key: Key) -> Any:
         """Ask rank `owner` for what it publishes under `key`, now or later, without waiting; return what `get` takes.
@@ -131,16 +128,15 @@ class RankExchange:
     def _future(self, key: tuple[str, int]) -> Future[Sequence[Any]]:
         # One for each key: it is published in the engine's thread, and asked for in that of the event loop.
         future = self._futures.setdefault(key, Future())
-        if self._error is not None and not future.done():
-            future.set_exception(self._error)
+        if self._error is not None:
+            settle(future, error=self._error)
         return future
 
     def abort(self, error: BaseException) -> None:
         """End all requests that wait."""
         self._error = error
         for future in list(self._futures.values()):
-            if not future.done():
-                future.set_exception(error)
+            settle(future, error=error)
 
 
 # Number of messages that are requested before they are needed: then they come as soon as they are there. Only one if it

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import numpy as np
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checked
+from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, settle, wait_checked
 from dask_distmm.engines.programs.blas import Kernels, assign
 from dask_distmm.engines.programs.executor import Executor, RankExchange
 from dask_distmm.engines.programs.kernels import ProgramKernels
@@ -378,8 +378,7 @@ class ProgramJob(Job[Any], Executor):
 
     def _complete_parts(self) -> None:
         """Let others have this rank's parts of the outputs."""
-        if not self._final.done():
-            self._final.set_result(None)
+        settle(self._final)
 
     def _cut(self, output: NamedMatrix) -> dict[ResultKey, Any]:
         """Return this rank's chunks of an output that has no block columns: ranks that have it have all of it."""
@@ -463,8 +462,7 @@ class ProgramJob(Job[Any], Executor):
         """End everything with `error`."""
         super().abort(error)
         self.exchange.abort(error)
-        if not self._final.done():
-            self._final.set_exception(error)
+        settle(self._final, error=error)
 
 
 def inside(form: str, copies: Iterable[Copy]) -> Iterator[Copy]:
