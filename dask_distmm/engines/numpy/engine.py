@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
@@ -300,8 +300,8 @@ class NumpyJob(Job[Plan]):
         self._sums.add(a, b, before, self.ended.check)
 
     def _here(self, piece: ChunkBlock) -> NDArray[Any]:
-        """Return the numbers of a part of a chunk of A or B that is here."""
-        part: NDArray[Any] = self.chunks["ab"[piece.operand], piece.chunk][piece.inside]
+        """Return the numbers of a part of a chunk that is here."""
+        part: NDArray[Any] = self.chunks[self.plan.problem.operands[piece.operand], piece.chunk][piece.inside]
         return part
 
     def _keep(self, piece: ChunkBlock, data: NDArray[Any]) -> None:
@@ -340,7 +340,8 @@ class NumpyJob(Job[Plan]):
             return self._packed(piece, data[piece.inside])
 
         try:
-            resident = self._resident({piece for _, others in steps for piece in others})
+            there = {piece for _, others in steps for piece in others if self._source(piece) is None}
+            resident = {piece: self._packed(piece, data) for piece, data in self._request(there)()}
             for number, (own, others) in enumerate(steps):
                 outer = block(own)
                 for piece in others:
@@ -355,19 +356,6 @@ class NumpyJob(Job[Plan]):
     def _source(self, piece: ChunkBlock) -> SourceChunk | None:
         found = self.chunks.get(("ab"[piece.operand], piece.chunk))
         return found if isinstance(found, SourceChunk) else None
-
-    def _resident(self, pieces: Collection[ChunkBlock]) -> dict[ChunkBlock, Block]:
-        """Return those of some pieces that are in memory, here or on other workers."""
-        found: dict[ChunkBlock, NDArray[Any]] = {}
-        remote: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
-        for piece in pieces:
-            if ("ab"[piece.operand], piece.chunk) not in self.chunks:
-                remote[int(self.plan.where["ab"[piece.operand]][piece.chunk])].append(piece)
-            elif self._source(piece) is None:
-                found[piece] = self._here(piece)
-        for asked, answer in [(asked, self._ask(peer, asked)) for peer, asked in remote.items()]:
-            found |= zip(asked, answer(), strict=True)
-        return {piece: self._packed(piece, data) for piece, data in found.items()}
 
     def _packed(self, piece: ChunkBlock, data: NDArray[Any]) -> Block:
         """Return numbers with their place, copied to the type that is computed in where they have another one."""
@@ -462,24 +450,16 @@ class NumpyJob(Job[Plan]):
         }
 
     def _ask_input(self, number: int, name: str, rect: Rect) -> Callable[[], NDArray[Any]]:
-        problem, where = self.plan.problem, self.plan.where[name]
-        sizes = problem.chunks_of(name)
+        problem, sizes = self.plan.problem, self.plan.problem.chunks_of(name)
         # An axis of length 1 is broadcast.
         top, bottom = rect[:2] if sum(sizes[0]) == problem.m else (0, 1)
         left, right = rect[2:] if sum(sizes[1]) == problem.n else (0, 1)
         data = np.empty((bottom - top, right - left), self.chunk_type(number))
-        pieces: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
-        for piece in chunk_blocks_of(sizes, number, (top, bottom, left, right)):
-            pieces[int(where[piece.chunk])].append(piece)
-        here = pieces.pop(self.me, [])
-        asked = [(some, self._ask(peer, some)) for peer, some in pieces.items()]
+        arrives = self._request(chunk_blocks_of(sizes, number, (top, bottom, left, right)))
 
         def wait() -> NDArray[Any]:
-            for piece in here:
-                data[piece.place] = self.chunks[name, piece.chunk][piece.inside]
-            for some, answer in asked:
-                for piece, arrived in zip(some, answer(), strict=True):
-                    data[piece.place] = arrived
+            for piece, part in arrives():
+                data[piece.place] = part
             return data
 
         return wait
@@ -490,6 +470,23 @@ class NumpyJob(Job[Plan]):
         _round_into(target, target + data if onto else data)
 
     # Matrices between participants
+
+    def _request(self, pieces: Iterable[ChunkBlock]) -> Callable[[], Iterator[tuple[ChunkBlock, NDArray[Any]]]]:
+        """Ask for parts of chunks where they are; return the function that waits, and yields each with its numbers."""
+        holders: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
+        for piece in pieces:
+            operand = self.plan.problem.operands[piece.operand]
+            holder = self.me if (operand, piece.chunk) in self.chunks else int(self.plan.where[operand][piece.chunk])
+            holders[holder].append(piece)
+        here = holders.pop(self.me, [])
+        asked = [(some, self._ask(peer, some)) for peer, some in holders.items()]
+
+        def arrives() -> Iterator[tuple[ChunkBlock, NDArray[Any]]]:
+            yield from ((piece, self._here(piece)) for piece in here)
+            for some, answer in asked:
+                yield from zip(some, answer(), strict=True)
+
+        return arrives
 
     def _ask(self, peer: int, pieces: list[ChunkBlock]) -> Answer:
         """Ask a peer for parts of its chunks; return the function that waits for them."""
