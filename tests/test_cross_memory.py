@@ -92,10 +92,10 @@ def test_more_than_one_call_reads(lender, monkeypatch):
         """Reads at most 100,000 bytes in a call."""
 
         @staticmethod
-        def process_vm_readv(process, local, one, remote, count, flags):
-            size = ctypes.c_uint64.from_address(local.value + 8)
+        def process_vm_readv(process, local, lines, remote, count, flags):
+            size = ctypes.c_uint64.from_address(local + 8)
             size.value = min(size.value, 100_000)
-            return libc.process_vm_readv(process, local, one, remote, count, flags)
+            return libc.process_vm_readv(process, local, 1, remote, count, flags)
 
     loan = _ask(lender, cross_memory.process_name())
     monkeypatch.setattr(cross_memory, "_libc", lambda: Short)
@@ -103,13 +103,13 @@ def test_more_than_one_call_reads(lender, monkeypatch):
         assert found.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("size", [5_000, 70_000, 2**24])
+@pytest.mark.parametrize("size", [5_000, 70_000, 2**26])
 def test_large_reads_are_shared_by_threads(lender, monkeypatch, size):
     used, read = set(), cross_memory._read_part
 
-    def read_part(process, target, stretches):
+    def read_part(process, table):
         used.add(threading.get_ident())
-        read(process, target, stretches)
+        read(process, table)
 
     with ThreadPoolExecutor(3) as pool:
         monkeypatch.setattr(cross_memory, "_PART_BYTES", size)
@@ -118,7 +118,7 @@ def test_large_reads_are_shared_by_threads(lender, monkeypatch, size):
         loan = _ask(lender, cross_memory.process_name())
         for found, expected in zip(cross_memory.borrow(loan), _arrays(7), strict=True):
             assert found.tobytes() == expected.tobytes()
-        assert (len(used) > 1) == (size < 2**24)
+        assert (len(used) > 1) == (size < 2**26)
         # An error of one thread is that of the read.
         _, *gone = loan
         with pytest.raises(OSError, match="can't be read"):
@@ -127,15 +127,14 @@ def test_large_reads_are_shared_by_threads(lender, monkeypatch, size):
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 30))
 def test_parts_of_reads_cover_them_once(lengths, size):
-    starts = np.cumsum(lengths) * 10
+    starts, places = np.cumsum(lengths) * 10, np.cumsum(lengths) - lengths
     expected = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
     found = np.full(sum(lengths), -1)
-    stretches = np.stack([starts, lengths], 1)
-    for at, count, some in cross_memory._parts(stretches, size):
-        values = np.concatenate([np.arange(s, s + n) for s, n in some.tolist()])
-        assert len(values) == count < 2 * size
-        assert (found[at : at + count] == -1).all()
-        found[at : at + count] = values
+    for some in cross_memory._parts(np.stack([places, starts, lengths], 1), size):
+        assert some[:, 2].sum() < 2 * size
+        for at, start, count in some.tolist():
+            assert (found[at : at + count] == -1).all()
+            found[at : at + count] = np.arange(start, start + count)
     np.testing.assert_array_equal(found, expected)
 
 

@@ -23,8 +23,8 @@ import struct
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,6 @@ _STRETCHES = 1024
 # One thread copies 4 to 6 GB/s, and two twice as much: parts of this many bytes are read by at most this many threads,
 # which leave most cores to others.
 _PART_BYTES, _MOST_READERS, _CORES_A_READER = 2**24, 4, 4
-# Dense arrays of up to this many bytes each are read together, by one call.
-_SMALL_BYTES = 2**20
 # prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY): if Yama lets only ancestors read, this lets all processes of the user.
 _PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)
 
@@ -59,7 +57,9 @@ _refused = False
 @functools.cache
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
+    pointer, number = ctypes.c_void_p, ctypes.c_ulong
     libc.process_vm_readv.restype = ctypes.c_ssize_t
+    libc.process_vm_readv.argtypes = ctypes.c_int, pointer, number, pointer, number, number
     return libc
 
 
@@ -133,77 +133,39 @@ def borrow(loan: Loan) -> list[NDArray[Any]]:
     """Return copies of lent arrays, in the memory order that they have there."""
     global _refused
     process, address, proof, described = loan
+    found = np.empty(len(proof), np.uint8)
+    arrays: list[NDArray[Any]] = []
+    # Small arrays come in one call with the proof.
+    dense, strided = [(_address(found), address, len(proof))], []
+    for start, shape, dtype, order, step in described:
+        arrays.append(out := np.empty(shape, dtype_from_name(dtype), order=order))
+        lines = (shape[0 if order == "C" else -1] if len(shape) == 2 else 1) or 1
+        line = out.nbytes // lines
+        if step in (0, line):
+            dense.append((_address(out), start, out.nbytes))
+        else:
+            first = np.array([_address(out), start, line])
+            strided.append(first + np.arange(lines)[:, None] * np.array([line, step, 0]))
+    table = np.concatenate([np.array(dense), *strided]) if strided else np.array(dense)
+    readers = _readers() if sum(x.nbytes for x in arrays) >= 2 * _PART_BYTES else None
     try:
-        # Small dense arrays come in one call with the proof.
-        found = np.empty(len(proof), np.uint8)
-        targets: list[NDArray[Any] | None] = [_dense(*one) for one in described]
-        pieces = [(found, address), *((x, one[0]) for x, one in zip(targets, described, strict=True) if x is not None)]
-        if not _read_pieces(process, pieces):
-            _read(process, found, np.array([[address, found.nbytes]], np.uint64))
-            targets = [None] * len(described)
+        if readers is None:
+            _read_part(process, table)
+        else:
+            parts = [readers.submit(_read_part, process, some) for some in _parts(table, _PART_BYTES)]
+            wait(parts)  # nobody writes to memory that an error has freed
+            for part in parts:
+                part.result()
         if found.tobytes() != proof:
             raise PermissionError(errno.EPERM, f"process {process} is not the one that lends")
-        return [_read_array(process, *one) if x is None else x for x, one in zip(targets, described, strict=True)]
     except OSError as error:
         _refused |= error.errno in (errno.EPERM, errno.ENOSYS)
         raise
+    return arrays
 
 
-def _dense(_: int, shape: Sequence[int], dtype: str, order: Any, step: int) -> NDArray[Any] | None:
-    """Return memory for a lent array that one stretch of few bytes fills, or None."""
-    out = np.empty(shape, dtype_from_name(dtype), order=order)
-    line = out.itemsize * (shape[-1] if order == "C" else shape[0])
-    return out if out.nbytes <= _SMALL_BYTES and step in (0, line) else None
-
-
-def _read_pieces(process: int, pieces: Sequence[tuple[NDArray[Any], int]]) -> bool:
-    """Fill arrays from addresses of another process by one call; return False if that has not read all of them."""
-    local: list[int] = []
-    remote: list[int] = []
-    wanted = 0
-    for target, start in pieces:
-        size = target.nbytes
-        local += target.__array_interface__["data"][0], size
-        remote += start, size
-        wanted += size
-    stretches = ctypes.c_uint64 * len(local)
-    to, of = stretches(*local), stretches(*remote)
-    return _readv(process, (ctypes.addressof(to), len(pieces)), (ctypes.addressof(of), len(pieces))) == wanted
-
-
-def _readv(process: int, local: tuple[int, int], remote: tuple[int, int]) -> int:
-    """Fill stretches of memory from those of another process; return how many bytes were read, or -1.
-
-    Both are given as the address and the number of pairs of an address and bytes.
-    """
-    pointer, count = ctypes.c_void_p, ctypes.c_ulong
-    lists = pointer(local[0]), count(local[1]), pointer(remote[0]), count(remote[1])
-    return int(_libc().process_vm_readv(process, *lists, count(0)))
-
-
-def _read_array(process: int, address: int, shape: Sequence[int], dtype: str, order: Any, step: int) -> NDArray[Any]:
-    out = np.empty(shape, dtype_from_name(dtype), order=order)
-    lines, size = (out.shape if order == "C" else out.T.shape)[0] if out.ndim == 2 else 1, out.nbytes
-    if not size:
-        return out
-    if step in (0, size // lines):
-        lines, step = 1, 0
-    stretches = np.empty((lines, 2), np.uint64)
-    stretches[:, 0] = address + np.arange(lines) * step
-    stretches[:, 1] = size // lines
-    _read(process, out.reshape(-1, order="A").view(np.uint8), stretches)
-    return out
-
-
-def _read(process: int, target: NDArray[np.uint8], stretches: NDArray[np.uint64]) -> None:
-    """Fill a vector from stretches of another process' memory, ``(address, bytes)`` each; large ones in threads."""
-    readers = _readers() if target.nbytes >= 2 * _PART_BYTES else None
-    if readers is None:
-        _read_part(process, target, stretches)
-        return
-    parts = list(_parts(stretches.astype(np.int64), _PART_BYTES))
-    for future in [readers.submit(_read_part, process, target[at : at + size], some) for at, size, some in parts]:
-        future.result()
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 @functools.cache
@@ -213,41 +175,36 @@ def _readers() -> ThreadPoolExecutor | None:
     return ThreadPoolExecutor(threads, thread_name_prefix="distmm-borrow") if threads > 1 else None
 
 
-def _parts(stretches: NDArray[np.int64], size: int) -> Iterator[tuple[int, int, NDArray[np.uint64]]]:
-    """Yield parts of up to about a size: where each begins in the target, its bytes, and its stretches."""
-    counts = -(-stretches[:, 1] // size)
-    which = np.repeat(np.arange(len(stretches)), counts)
-    begin = size * (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts))
-    lengths = np.minimum(size, stretches[which, 1] - begin)
-    ends = np.cumsum(lengths)
-    pieces = np.stack([stretches[which, 0] + begin, lengths], 1).astype(np.uint64)
-    cuts = [*np.flatnonzero(np.diff((ends - lengths) // size)).tolist(), len(pieces) - 1]
-    for first, last in itertools.pairwise([-1, *cuts]):
-        at = int(ends[first + 1] - lengths[first + 1])
-        yield at, int(ends[last]) - at, pieces[first + 1 : last + 1]
+def _parts(table: NDArray[np.int64], size: int) -> list[NDArray[np.int64]]:
+    """Cut a table of reads, as for `_read_part`, into parts of up to about a size."""
+    counts = -(-table[:, 2] // size)
+    pieces = table.repeat(counts, 0)
+    begin = size * (np.arange(len(pieces)) - (np.cumsum(counts) - counts).repeat(counts))
+    pieces[:, :2] += begin[:, None]
+    pieces[:, 2] = np.minimum(size, pieces[:, 2] - begin)
+    starts = np.cumsum(pieces[:, 2]) - pieces[:, 2]
+    return np.split(pieces, np.flatnonzero(np.diff(starts // size)) + 1)
 
 
-def _read_part(process: int, target: NDArray[np.uint8], stretches: NDArray[np.uint64]) -> None:
-    """Fill a vector from stretches of another process' memory."""
-    at = 0
-    for first in range(0, len(stretches), _STRETCHES):
-        some = stretches[first : first + _STRETCHES].copy()
+def _read_part(process: int, table: NDArray[np.int64]) -> None:
+    """Fill memory from another process' memory: address here, address there, and bytes of each stretch."""
+    for first in range(0, len(table), _STRETCHES):
+        some = table[first : first + _STRETCHES]
         while len(some):
-            wanted = int(some[:, 1].sum())
-            local = np.array([[target.ctypes.data + at, wanted]], np.uint64)
-            done = _readv(process, (local.ctypes.data, 1), (some.ctypes.data, len(some)))
+            # The system has lists of addresses and bytes.
+            here, there, ends = some[:, ::2].copy(), some[:, 1:].copy(), some[:, 2].cumsum()
+            done = _libc().process_vm_readv(process, _address(here), len(here), _address(there), len(there), 0)
+            if done == ends[-1]:
+                break
             if done <= 0:
-                number = ctypes.get_errno() if done else errno.EFAULT
-                raise OSError(number, f"process {process} can't be read: {os.strerror(number)}")
-            at += done
+                error = ctypes.get_errno() if done else errno.EFAULT
+                raise OSError(error, f"process {process} can't be read: {os.strerror(error)}")
             # The system stops after 2 GiB; go on in the stretch that it has begun.
-            ends = np.cumsum(some[:, 1])
-            whole = int(np.searchsorted(ends, done, "right"))
+            whole = int(ends.searchsorted(done, "right"))
             begun = done - int(ends[whole - 1] if whole else 0)
             some = some[whole:]
             if begun:
-                some[0] += np.array([begun, 0], np.uint64)
-                some[0, 1] -= np.uint64(begun)
+                some = np.concatenate([some[:1] + np.array([begun, begun, -begun]), some[1:]])
 
 
 # Boards: loans that nobody asks for
