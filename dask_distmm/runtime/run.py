@@ -33,7 +33,7 @@ from dask_distmm.errors import EngineError, ProtocolError, brief
 from dask_distmm.planning import Placement
 from dask_distmm.programs.steps import CONTRACTS
 from dask_distmm.runtime.keys import barrier_key, barrier_name, wave_name, wave_of
-from dask_distmm.runtime.messages import Done, ProgressLine, ProgressReply, Reply
+from dask_distmm.runtime.messages import Done, ProgressLine, Reply
 
 if TYPE_CHECKING:
     from distributed import Scheduler
@@ -306,21 +306,6 @@ def in_short(figures: Mapping[str, Any]) -> str:
 
 
 _PHASES = {"planned": "waiting", "voting": "voting", "running": "multiplying"}
-
-
-def answer_progress(
-    scheduler: Scheduler, runs: Iterable[Run], records: Records, names: Sequence[str] | None, keys: Sequence[Any]
-) -> ProgressReply:
-    """Return how far the multiplies `names` are, or where that is None those that the tasks `keys` need."""
-    try:
-        # A graph that was submitted a moment ago may still be on its way.
-        known = names is not None or all(key in scheduler.tasks for key in keys)
-        if names is None:
-            names = find_names(scheduler, keys)
-        lines = [progress_of(scheduler, list(runs), records, str(name)) for name in names]
-    except TypeError as error:
-        raise ProtocolError(f"malformed question: {error!r}") from error
-    return ProgressReply("OK", known=known, found=lines)
 
 
 def find_names(scheduler: Scheduler, keys: Iterable[Any]) -> list[str]:

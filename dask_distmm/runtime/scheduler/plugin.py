@@ -41,9 +41,9 @@ from distributed.scheduler import TaskState, WorkerState
 from dask_distmm import compat
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
-from dask_distmm.errors import DistMMError, EngineError, MissingEngineError, ProjectedMemoryError, advice
+from dask_distmm.errors import DistMMError, EngineError, MissingEngineError, ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.installing import install_command
-from dask_distmm.planning import Computation, Demand, Problem, plan_computation
+from dask_distmm.planning import Demand, Problem, plan_computation
 from dask_distmm.planning.planner import product_remedies
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import (
@@ -69,7 +69,7 @@ from dask_distmm.runtime.messages import (
     answering,
     listening,
 )
-from dask_distmm.runtime.run import History, Records, Run, answer_progress
+from dask_distmm.runtime.run import History, Records, Run, find_names, progress_of
 from dask_distmm.runtime.scheduler import attachments
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
 from dask_distmm.runtime.scheduler.freezing import Barrier, Roster, known_places
@@ -85,23 +85,22 @@ _LOOK = 1.0
 class Admission:
     """Looks after barriers from when their graphs arrive until they are parked. On the scheduler's event loop."""
 
-    def __init__(
-        self, scheduler: Scheduler, roster: Roster, waiting: Callable[[], Iterable[tuple[TaskState, Computation]]]
-    ) -> None:
-        self._scheduler, self._roster, self._waiting = scheduler, roster, waiting
+    def __init__(self, scheduler: Scheduler, roster: Roster, barriers: Mapping[str, Barrier]) -> None:
+        self._scheduler, self._roster, self._barriers = scheduler, roster, barriers
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, ts: TaskState, problem: Computation) -> None:
+    def begin(self, barrier: Barrier) -> None:
         """Look after a barrier, which has been made a moment ago."""
         if self._watch is None or self._watch.done():
             self._watch = asyncio.ensure_future(self._watch_all())
-        task = asyncio.ensure_future(self._admit(ts, problem))
+        task = asyncio.ensure_future(self._admit(barrier))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _admit(self, ts: TaskState, problem: Computation) -> None:
+    async def _admit(self, barrier: Barrier) -> None:
         """Fail a barrier whose multiply would exceed memory, before much of its inputs is loaded."""
+        ts, problem = barrier.ts, barrier.problem
 
         async def planned() -> None:
             # Where all is in memory the run's own plan counts it where it is.
@@ -121,7 +120,7 @@ class Admission:
     async def _watch_all(self) -> None:
         """End barriers whose inputs can never come, as long as there are barriers that wait."""
         seen, since = -1, time()
-        while found := list(self._waiting()):
+        while found := [barrier for barrier in self._barriers.values() if barrier.ts.state == "waiting"]:
             await asyncio.sleep(_LOOK)
             if self._scheduler.transition_counter != seen:
                 seen, since = self._scheduler.transition_counter, time()
@@ -129,7 +128,8 @@ class Admission:
             if not paused:
                 since = time()
                 continue
-            for ts, problem in found:
+            for barrier in found:
+                ts, problem = barrier.ts, barrier.problem
                 limit = problem.options.load_timeout
                 holding = [ws for ws in paused if any(dts in ws.has_what for dts in ts.dependencies)]
                 if time() - since < limit or ts.state != "waiting" or not holding:
@@ -444,7 +444,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.bare = WorkersWithoutPackage(scheduler, self.roster.bare)
         if before is not None:
             self.roster.bare.update(before.roster.bare)
-        self.admission = Admission(scheduler, self.roster, self._waiting)
+        self.admission = Admission(scheduler, self.roster, self.barriers)
         scheduler.handlers |= {
             **answering(self.answer_roster),
             **answering(self.free_workspaces),
@@ -497,7 +497,14 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     async def answer_progress(self, names: Sequence[str] | None = None, keys: Sequence[Any] = ()) -> ProgressReply:
         """Return how far the multiplies `names` are, or where that is None those that the tasks `keys` need."""
-        return answer_progress(self.scheduler, self.queue.values(), self.records, names, keys)
+        try:
+            # A graph that was submitted a moment ago may still be on its way.
+            known = names is not None or all(key in self.scheduler.tasks for key in keys)
+            runs, found = list(self.queue.values()), find_names(self.scheduler, keys) if names is None else names
+            lines = [progress_of(self.scheduler, runs, self.records, str(name)) for name in found]
+        except TypeError as error:
+            raise ProtocolError(f"malformed question: {error!r}") from error
+        return ProgressReply("OK", known=known, found=lines)
 
     async def free_workspaces(self, grace: Seconds) -> Released:
         """Free the memory that engines keep on the workers between runs; return how many groups there were."""
@@ -542,7 +549,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def _admit(self, barrier: Barrier) -> None:
         """Look after a new barrier, unless nothing depends on it."""
         if not self._forget(barrier.ts):
-            self.admission.begin(barrier.ts, barrier.problem)
+            self.admission.begin(barrier)
 
     def _reconcile(self, graph: dict[Any, Any], keys: Collection[Any], order: dict[Any, int]) -> None:
         """Leave each chunk that is known with one barrier."""
@@ -557,11 +564,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if unneeded:
             self.scheduler.transitions({ts.key: "forgotten"}, f"distmm-orphan-{ts.key}")
         return unneeded
-
-    def _waiting(self) -> Iterable[tuple[TaskState, Computation]]:
-        return (
-            (barrier.ts, barrier.problem) for barrier in list(self.barriers.values()) if barrier.ts.state == "waiting"
-        )
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Begin runs of barriers that are parked, and end those of barriers that nobody waits for any more."""
