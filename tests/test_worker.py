@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import itertools
 import threading
+import weakref
 from types import SimpleNamespace
 
 import dask.array as da
@@ -143,6 +145,45 @@ def test_what_a_failed_run_has_placed_goes():
         side.close()
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("ends", ["finish", "abort", "fails", "breaks"])
+def test_a_run_that_is_over_is_gone_at_once(ends, monkeypatch):
+    """Its memory, that of GPUs too, does not wait until Python looks for circles of references."""
+    made, prepare = [], NumpyJob.prepare
+
+    def noted(job):
+        made.append(weakref.ref(job))
+        prepare(job)
+        if ends == "fails":
+            raise MemoryError("no more")
+
+    async def work() -> None:
+        side = WorkerService(Loop())
+        with_chunks(side)
+        assert (await prepared(side)).status == ("failed" if ends == "fails" else "OK")
+        if ends == "finish":
+            assert (await ask(side, WorkerService.start, 1, deliver=ALL)).status == "OK"
+            side.finish(run_id=1)
+        elif ends == "breaks":
+            assert (await ask(side, WorkerService.start, 1, deliver=ALL)).status == "failed"
+        if ends in ("abort", "breaks"):
+            await ask(side, WorkerService.abort, 1, "test")
+        await side._in_engine(False, int)
+        side.close()
+
+    def broken(job):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(NumpyJob, "prepare", noted)
+    if ends == "breaks":
+        monkeypatch.setattr(NumpyJob, "execute", broken)
+    gc.disable()
+    try:
+        asyncio.run(work())
+        assert [job() for job in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_stale_and_missing():

@@ -243,8 +243,9 @@ class WorkerRun:
     me: int
     comm: Comm
     job: Any = None
-    # The share of the job that is done, while it is at work.
-    done: float | None = None
+    # While the job is at work, the share of it that is "done". The job notes it here, as a reference to its run would
+    # keep the memory of both until Python looks for circles.
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)
     # Keys of the chunks in whose memory the job makes D, and of chunks of D of which Dask's scheduler has not heard.
     claimed: list[Any] = dataclasses.field(default_factory=list)
     placed: list[Any] = dataclasses.field(default_factory=list)
@@ -252,10 +253,6 @@ class WorkerRun:
     shared: dict[ChunkKey, Any] = dataclasses.field(default_factory=dict)
     ready: Future[None] = dataclasses.field(default_factory=Future)
     over: bool = False
-
-    def note(self, share: float) -> None:
-        """Note the share of the job that is done. Any thread."""
-        self.done = share
 
     def raise_if_over(self) -> None:
         """Raise if the run was ended here."""

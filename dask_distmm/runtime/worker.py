@@ -294,7 +294,8 @@ class WorkerService:
             *(self.worker, run_id, addresses, options.transfer_timeout), epoch=epoch, cross_memory=options.cross_memory
         )
         run = WorkerRun(run_id, plan, me, comm)
-        run.job = get_engine(plan.engine).job(Side(plan, me, chunks, comm, run.note, ready_event(own.values())))
+        progress = functools.partial(run.figures.__setitem__, "done")
+        run.job = get_engine(plan.engine).job(Side(plan, me, chunks, comm, progress, ready_event(own.values())))
         run.job.prepare()
         run.claimed = [names[place] for place in run.job.consumed]
         run.shared = {place: x for place, x in chunks.items() if place[0] in plan.kept} if plan.replicas else {}
@@ -366,11 +367,11 @@ class WorkerService:
             placed = await self._place(run, result, deliver)
         except BaseException as error:
             name = error.name if isinstance(error, _FailedError) else type(error).__name__
-            self.history.note(run_id, f"failed with {name}, {run.done or 0:.0%} done")
+            self.history.note(run_id, f"failed with {name}, {run.figures.get('done', 0):.0%} done")
             return _failure(Done, error, self._closed)
         finally:
             telling.cancel()
-            run.done = None
+            run.figures.clear()
         self.history.note(run_id, "was done")
         timings = {name: float(seconds) for name, seconds in job.timings.items()}
         kind = type(next(iter(result.values()), None))
@@ -423,14 +424,17 @@ class WorkerService:
         while rests and not found.done():
             time.sleep(_REST)
             await asyncio.sleep(0)
-        return await found
+        try:
+            return await found
+        finally:
+            del found  # else an error and this frame would keep each other
 
     async def _tell_progress(self, run: WorkerRun, epoch: str) -> None:
         """Tell the scheduler from time to time how far this worker is."""
         told = (0.0, 0)
         while True:
             await asyncio.sleep(_TELL)
-            now = run.done or 0.0, int(run.job.received_bytes)
+            now = float(run.figures.get("done", 0.0)), int(run.job.received_bytes)
             if now != told:
                 message = {"op": "distmm_hear_progress", "run_id": run.run_id}
                 message |= zip(("share", "received_bytes"), now, strict=True)
@@ -466,8 +470,8 @@ class WorkerService:
 
     def end(self, run_id: int, reason: str) -> None:
         """End a run here that has not succeeded; may be repeated."""
-        if run_id in self.runs and (done := self.runs[run_id].done) is not None:
-            self.history.note(run_id, f"was told to end, {done:.0%} done")
+        if run_id in self.runs and (figures := self.runs[run_id].figures):
+            self.history.note(run_id, f"was told to end, {figures['done']:.0%} done")
         self._drop(run_id, reason)
         self.replicas.drop(run_id=run_id)
 
@@ -612,7 +616,9 @@ def _in_thread(address: str, function: Callable[..., T], *args: Any) -> T:
     try:
         return function(*args)
     except BaseException as error:
-        raise _FailedError(type(error).__name__, _fields(error, address)) from None
+        failed = type(error).__name__, _fields(error, address)
+    # Not in the block above: as its context the error would keep all that it has met.
+    raise _FailedError(*failed)
 
 
 def _failure(kind: type[A], error: BaseException, closed: bool) -> A:
