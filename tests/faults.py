@@ -23,11 +23,11 @@ FAULT_POINTS = {
     "place": ("dask_distmm.runtime.worker", "WorkerService", "_place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp", "Group", "multiply"),
-    "steps": ("dask_distmm.engines.programs.executor", "Executor", "_call"),
+    "steps": ("dask_distmm.engines.programs.job", "ProgramJob", "_call"),
     "solver": ("dask_distmm.engines.cusolvermp", "Group", "call"),
     "panel": ("dask_distmm.engines.peer.products", "Multiplication", "_multiply"),
     "step": ("dask_distmm.engines.peer.loads", "Loads", "_make"),
-    "program": ("dask_distmm.engines.programs.executor", "Executor", "_take"),
+    "program": ("dask_distmm.engines.programs.job", "ProgramJob", "_take"),
     "workspace": ("dask_distmm.engines.cublasmp", "Group", "allocate"),
 }
 

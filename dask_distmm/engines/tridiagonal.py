@@ -61,7 +61,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.programs.blas import Kernels
-from dask_distmm.engines.programs.executor import RankExchange
+from dask_distmm.engines.programs.exchange import RankExchange
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import MatrixError

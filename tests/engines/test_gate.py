@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.engines.base import Ended, settle
 from dask_distmm.engines.entry import EXIT_STUCK, CollectiveEntry, watchdog
-from dask_distmm.engines.programs.executor import RankExchange
+from dask_distmm.engines.programs.exchange import RankExchange
 from dask_distmm.errors import EngineError
 from dask_distmm.programs.steps import Key
 from dask_distmm.runtime.scheduler.freezing import RankGroups

@@ -33,7 +33,7 @@ from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.gpu.tridiagonal import DeviceReduction, Peers, exchange_bytes
 from dask_distmm.engines.peer.memory import Exporter, PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
-from dask_distmm.engines.programs.executor import RankExchange
+from dask_distmm.engines.programs.exchange import RankExchange
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh, Tridiagonal, row_bounds
 from dask_distmm.planning.computation import chunk_elements

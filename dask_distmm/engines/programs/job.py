@@ -16,6 +16,7 @@ Of a factorization, whose matrices are in block columns::
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ import numpy as np
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, settle, wait_checked
 from dask_distmm.engines.programs.blas import Kernels, assign
-from dask_distmm.engines.programs.executor import Executor, RankExchange
+from dask_distmm.engines.programs.exchange import RankExchange
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.spectral import not_finite
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
@@ -37,7 +38,23 @@ from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
-from dask_distmm.programs.steps import Buffer, Call, Make, Step, Store, View
+from dask_distmm.programs.steps import (
+    TURN,
+    Buffer,
+    Call,
+    Drop,
+    If,
+    Key,
+    Lane,
+    Loop,
+    Make,
+    New,
+    Publish,
+    Pull,
+    Step,
+    Store,
+    View,
+)
 
 # Rows that are transposed at once: 16 of float64 fill two lines of a cache in each column.
 _STRIP = 16
@@ -61,16 +78,28 @@ class Part(NamedTuple):
     conjugated: bool
 
 
-class ProgramJob(Job[Any], Executor):
+# Number of messages that are requested before they are needed: then they come as soon as they are there. Only one if it
+# keeps the memory in which it comes, and that is more than this many bytes.
+_AHEAD, _LARGE = 4, 2**20
+_HERE = contextlib.nullcontext()
+
+
+class ProgramJob(Job[Any]):
     """One participant's side of a run whose ranks take steps, and publish what others need."""
 
     lends = True
 
     def __init__(self, side: Side[Any], kernels: Kernels) -> None:
         super().__init__(side)
-        exchange = RankExchange(self.plan.ranks, self.comm, self.ended.check)
-        Executor.__init__(self, ProgramKernels(kernels), exchange, self.ended.check, self.progress)
-        self.blas = kernels
+        # Steps call methods of `kernels` by name; `blas` queues calls on lanes.
+        self.blas, self.kernels = kernels, ProgramKernels(kernels)
+        self.exchange = RankExchange(self.plan.ranks, self.comm, self.ended.check)
+        self.arrays: dict[str, Any] = {}
+        # Keys published so far, in order; the turns of all loops so far; the offset of numbers of messages.
+        self._held: dict[Key, None] = {}
+        self._turns = self._offset = 0
+        # Of what came from others and is kept in the memory in which it came, by the name of the first buffer.
+        self._taken: dict[str, Key] = {}
         # Whether operands are gathered into block columns, and results are delivered from there.
         self._gathers = isinstance(self.plan, FactorPlacement)
         self._steps: tuple[Step, ...] = ()
@@ -147,26 +176,130 @@ class ProgramJob(Job[Any], Executor):
     def _synchronize(self) -> None:
         """Wait until all is done."""
 
-    def _phase(self, call: Call) -> str:
-        if not self._gathers:
-            return super()._phase(call)
-        return "panel" if call.lane in ("ahead", "panel") else "update"
-
-    def take(self, steps: Sequence[Step], *shares: Any) -> None:
-        """Take steps; some chunks are made ahead of them."""
+    def take(self, steps: Sequence[Step], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
+        """Take steps, which are this `share` of the work; some chunks are made ahead of them."""
         uses = [self.chunks[step.operand, step.number].again() for step in steps if self._is_made(step)]
         if not uses:
-            super().take(steps, *shares)
+            self._take_all(steps, before, share, ahead)
             return
         outside, loads = (self._loads, self._uses), self._loader(uses)
         self._loads, self._uses = loads, collections.deque(uses)
         try:
-            super().take(steps, *shares)
+            self._take_all(steps, before, share, ahead)
         finally:
             loads.close()
             self._loads, self._uses = outside
 
+    def _take_all(self, steps: Sequence[Step], before: float, share: float, ahead: int) -> None:
+        pulls = collections.deque(step for step in steps if isinstance(step, Pull))
+        asked, most = collections.deque[Any](), _room(pulls, ahead)
+        for number, step in enumerate(steps):
+            self.ended.check()
+            while pulls and len(asked) < most:
+                pull = pulls.popleft()
+                asked.append(self.exchange.ask(pull.owner, self._numbered(pull.key)))
+                most = _room(pulls, ahead)
+            done, part = before + share * number / len(steps), share / len(steps)
+            if isinstance(step, If):
+                self.take(step.then if self._is_set(step.flag) else step.otherwise, done, part)
+            elif isinstance(step, Loop):
+                self._repeat(step, done, part)
+            else:
+                self._take(step, asked)
+            if share:
+                self.progress(done + part)
+
+    def _repeat(self, loop: Loop, before: float, share: float) -> None:
+        outside, come = self._offset, before
+        for turn in range(loop.most):
+            if not self._is_set(loop.flag):
+                break
+            self._turns += 1
+            self._offset, held = self._turns * TURN, list(self._held)
+            self.take(loop.body, come, 0.0, len(loop.body))
+            # In a turn all wait for each other: others have what was published before it.
+            for key in held:
+                if key in self._held:
+                    del self._held[key]
+                    self.exchange.forget(key)
+            come = before + share * max(self.kernels.reached, (turn + 1) / loop.most)
+            self.progress(come)
+        self._offset = outside
+
+    def _is_set(self, flag: Buffer) -> bool:
+        return bool(self.arrays[flag.name].all())
+
+    def _numbered(self, key: Key) -> Key:
+        """Return the key of a message in this turn."""
+        return Key(key.part, key.number + self._offset)
+
+    def _take(self, step: Step, asked: collections.deque[Any]) -> None:
+        arrays = self.arrays
+        match step:
+            case Call():
+                self._call(step)
+            case Pull():
+                self._arrive(step, asked.popleft())
+            case New(buffer, zero):
+                arrays[buffer.name] = self._new(buffer)
+                if zero:
+                    arrays[buffer.name][...] = 0
+            case Make():
+                self._make(step)
+            case Publish(key, buffers, copied, lane):
+                with self._on(lane):
+                    lent = [self._lent(self._at(buffer), copied=copied) for buffer in buffers]
+                    self._held[self._numbered(key)] = None
+                    self.exchange.publish(self._numbered(key), lent)
+            case Store():
+                self._store(step)
+            case Drop(buffer):
+                self._free(buffer)
+                if buffer.name in self._taken:
+                    self.exchange.drop(self._taken.pop(buffer.name))
+
+    def _on(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
+        return self.kernels.blas.on(lane) if lane else _HERE
+
+    def _call(self, call: Call) -> None:
+        began, blas = time.perf_counter(), self.kernels.blas
+        arguments = [self._at(buffer) for buffer in call.arguments]
+        with self._on(call.lane):
+            found = getattr(self.kernels, call.kernel)(*arguments, **call.options)
+        if call.makes:
+            found = found if isinstance(found, tuple) else (found,)
+            self.arrays |= {buffer.name: array for buffer, array in zip(call.makes, found, strict=True)}
+        if not blas.asynchronous:
+            phase = f"{call.kernel}()"
+            if self._gathers:
+                phase = "panel" if call.lane in ("ahead", "panel") else "update"
+            self._note(phase, began)
+
+    def _arrive(self, pull: Pull, asked: Any) -> None:
+        began, key = time.perf_counter(), self._numbered(pull.key)
+        found = self.exchange.get(asked, again=pull.taken)
+        self._note("wait", began)
+        for buffer, part in zip(pull.buffers, found, strict=True):
+            if pull.taken:
+                self.arrays[buffer.name] = part
+                self._taken.setdefault(pull.buffers[0].name, key)
+            else:
+                self._fill(self._at(buffer), part, pull.owner)
+
+    def _note(self, phase: str, began: float) -> None:
+        self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - began
+
+    def _at(self, place: Buffer | View) -> Any:
+        """Return a buffer, or a rectangle of one."""
+        if isinstance(place, Buffer):
+            return self.arrays[place.name]
+        top, bottom, left, right = place.box
+        return self.arrays[place.buffer.name][top:bottom, left:right]
+
+    # What steps mean for chunks, and for the memory of a device
+
     def _make(self, step: Make) -> None:
+        """Have a chunk of an operand, or this rank's block columns of one."""
         if isinstance(step.buffer, View):
             self._fill_columns(step.operand, self._at(step.buffer))
         elif self._loads is not None and self._is_made(step):
@@ -175,6 +308,7 @@ class ProgramJob(Job[Any], Executor):
             self._begin(step, self._chunk(step.operand, step.number))
 
     def _store(self, step: Store) -> None:
+        """Hand a buffer over."""
         place = step.buffer
         array = self._at(place) if isinstance(place, View) else self.arrays.pop(place.name)
         if self._gathers or isinstance(place, View):
@@ -183,6 +317,7 @@ class ProgramJob(Job[Any], Executor):
             self._result[step.output, step.number] = self._handed_over(array, tall=bool(place.like))
 
     def _new(self, buffer: Buffer) -> Any:
+        """Allocate a buffer."""
         rows, cols = buffer.shape
         if buffer.host:
             return np.empty((rows, cols), np.dtype(buffer.dtype))
@@ -235,8 +370,17 @@ class ProgramJob(Job[Any], Executor):
             return rows_from(found, self.plan.whole(operand, number)[-1]) if len(found) > 1 else found[0]
         return self.chunks[operand, number]
 
+    def _lent(self, array: Any, *, copied: bool) -> Any:
+        """Return what others get of an array, or a copy of it."""
+        return array.copy(order="K") if copied else array
+
+    def _fill(self, target: Any, part: Any, owner: int) -> None:
+        """Write what another rank has lent."""
+        target[...] = part
+
     def _free(self, buffer: Buffer) -> None:
-        super()._free(buffer)
+        """Free a buffer; say so after the last chunk that was here before the run."""
+        del self.arrays[buffer.name]
         if buffer.name in self._operands:
             self._operands.discard(buffer.name)
             if not self._operands:
@@ -463,6 +607,11 @@ class ProgramJob(Job[Any], Executor):
         super().abort(error)
         self.exchange.abort(error)
         settle(self._final, error=error)
+
+
+def _room(pulls: Sequence[Pull], ahead: int) -> int:
+    """Return how many messages may be on their way with the next one of these."""
+    return 1 if pulls and pulls[0].taken and pulls[0].nbytes > _LARGE else ahead
 
 
 def inside(form: str, copies: Iterable[Copy]) -> Iterator[Copy]:
