@@ -19,7 +19,6 @@ in the same order, and each decision rests only on these.
 from __future__ import annotations
 
 import collections
-import functools
 import gc
 import importlib.metadata
 import time
@@ -32,19 +31,17 @@ import numpy as np
 from nvmath.bindings import cublasMp
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, make_unique_id, nccl_version
 from dask_distmm.engines.base import (
     REPLICA,
-    Engine,
     Job,
     ResultKey,
     Side,
     contiguous,
     is_of_d,
-    log,
     wait_checked,
 )
 from dask_distmm.engines.entry import CollectiveEntry
+from dask_distmm.engines.gpu.collective import CollectiveEngine, RankGroup
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.finishing import BiasCut, Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import (
@@ -60,9 +57,7 @@ from dask_distmm.engines.gpu.gemm import (
     check_fp8,
 )
 from dask_distmm.engines.gpu.host import in_type, to_host
-from dask_distmm.engines.gpu.operands import DeviceChunks, check_arrays, check_gpu, ld, mark, usable
-from dask_distmm.errors import EngineError
-from dask_distmm.installing import install_command
+from dask_distmm.engines.gpu.operands import DeviceChunks, check_arrays, ld, mark, usable
 from dask_distmm.layout import Layout, Moves, ProcessGrid, redistribution
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.numeric.types import FP8, carried, typed
@@ -74,50 +69,23 @@ from dask_distmm.planning.planner import SINGLE_BYTES
 # cuBLASMp through its bindings: handles, descriptors, workspace, the calls
 
 
-_LEAST_CUBLASMP = 1000  # 0.10.0
 _MOST_DESCRIPTORS = 32
 
 _Attribute = cublasMp.MatmulDescriptorAttribute
 
 
-def check_versions() -> dict[str, str]:
-    """Return the versions that must agree between ranks."""
-    mp, nccl = int(cublasMp.get_version()), nccl_version()
-    found, least = ".".join(map(str, nccl)), ".".join(map(str, LEAST_NCCL))
-    major = cp.cuda.runtime.runtimeGetVersion() // 1000
-    if mp < _LEAST_CUBLASMP or nccl < LEAST_NCCL:
-        raise EngineError(
-            f"cuBLASMp {mp} and NCCL {found} were found; needed are cuBLASMp 0.10 (1000) and NCCL {least} or newer: "
-            f"{install_command(f'cu{major}')}"
-        )
-    return {
-        "cublasmp": str(mp),
-        "nccl": found,
-        "nvmath": importlib.metadata.version("nvmath-python"),
-    }
+class Group(RankGroup):
+    """The communicator, grids, workspace and descriptors of a group of ranks."""
 
-
-class Group:
-    """The communicator, grids, workspace and descriptors of a group of ranks. Every call is collective."""
-
-    def __init__(
-        self, nranks: int, rank: int, unique_id: bytes, names: tuple[str, ...], stream: cp.cuda.Stream
-    ) -> None:
-        self.comm = NcclComm(nranks, rank, unique_id, stream)
-        self.names, self.stream = names, stream
+    def __init__(self, plan: Plan, rank: int, unique_id: bytes, stream: cp.cuda.Stream) -> None:
+        super().__init__(plan, rank, unique_id, stream)
         self._handle = cublasMp.create(stream.ptr)
         self._grids: dict[tuple[int, int, str], int] = {}
         self._calls: collections.OrderedDict[Any, _Multiply] = collections.OrderedDict()
-        self._workspace, self._workspace_bytes = 0, 0
+        self._workspace = 0
         self._plain: Any = None
         self._shared = self.comm.shares_memory
         self.one = cp.asarray(np.ones(1, np.float32))
-
-    def agree(self, problem: str = "") -> None:
-        """Go on if no rank has a problem; otherwise raise the same `EngineError` on all."""
-        problems = self.comm.agree(problem)
-        if problems:
-            raise EngineError("; ".join(f"{self.names[rank]}: {text}" for rank, text in problems.items()))
 
     def multiply(
         self,
@@ -151,11 +119,6 @@ class Group:
         call.host = host
         cublasMp.matmul(*arguments, workspace, device_bytes, host.ctypes.data if host_bytes else 0, host_bytes)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of device memory that the library works in."""
-        return self._workspace_bytes
-
     def grid(self, grid: ProcessGrid) -> int:
         """Return the library's handle of a process grid, made when it is first needed."""
         order = grid.order if min(grid.nprow, grid.npcol) > 1 else "col"
@@ -168,7 +131,7 @@ class Group:
 
     def _reserve(self, size: int) -> int:
         """Return a workspace of at least `size` bytes: registered where ranks share memory, else plain."""
-        if size <= self._workspace_bytes:
+        if size <= self.workspace_bytes:
             return self._workspace
         self._drop_workspace()
         problem = ""
@@ -185,7 +148,7 @@ class Group:
                 cublasMp.buffer_register(grid, self._workspace, size)
         else:
             self._workspace = self._plain.ptr
-        self._workspace_bytes = size
+        self.workspace_bytes = size
         return self._workspace
 
     def allocate(self, size: int) -> Any:
@@ -196,7 +159,7 @@ class Group:
         return None
 
     def _drop_workspace(self) -> None:
-        if not self._workspace_bytes:
+        if not self.workspace_bytes:
             return
         self.stream.synchronize()
         if self._shared:
@@ -204,11 +167,11 @@ class Group:
             for grid in reversed(others):
                 cublasMp.buffer_deregister(grid, self._workspace)
             cublasMp.free(first, self._workspace)
-        self._plain, self._workspace, self._workspace_bytes = None, 0, 0
+        self._plain, self._workspace, self.workspace_bytes = None, 0, 0
 
     def trim(self, keep: int) -> None:
         """Free a workspace of more than `keep` bytes."""
-        if self._workspace_bytes > keep:
+        if self.workspace_bytes > keep:
             self._drop_workspace()
 
     def close(self) -> None:
@@ -221,7 +184,7 @@ class Group:
             cublasMp.grid_destroy(grid)
         self._grids.clear()
         cublasMp.destroy(self._handle)
-        self.comm.close()
+        super().close()
 
 
 class _Multiply:
@@ -330,7 +293,7 @@ class CublasMpJob(Job[Plan]):
         self.sum_type = returned_type(plan)
         # The types that the library takes and returns.
         self.kinds = GemmTypes(*plan.problem.matrix_types, self.sum_type.name, plan.problem.compute)
-        self._ready, self._stream, self._groups = side.ready, engine.stream, engine.groups
+        self._engine, self._ready, self._stream = engine, side.ready, engine.stream
         self._entry = CollectiveEntry(plan, self.rank, self.comm, self.ended)
 
     # Before the vote
@@ -463,7 +426,7 @@ class CublasMpJob(Job[Plan]):
             for number, (name, one) in enumerate(self._filled.items()):
                 if one.outside is not None:
                     self._fetch_outside(number, self.plan.problem.dtype_of(name), one.outside, one.arrays)
-            self._entry.enter(lambda: b"" if self.plan.group in self._groups else make_unique_id())
+            self._entry.enter(lambda: self._engine.new_id(self.plan.group))
             self.timings["gate"] = time.perf_counter() - started
             return self._work()
         finally:
@@ -541,14 +504,10 @@ class CublasMpJob(Job[Plan]):
         self.ended.check()
 
     def _group(self) -> Group:
-        """Return the ranks' group; all have it, or all make it now."""
-        number = self.plan.group
-        if number not in self._groups:
-            assert self.rank is not None
-            self._groups[number] = Group(
-                len(self.plan.ranks), self.rank, self._entry.unique_id, self.plan.workers, self._stream
-            )
-        return self._groups[number]
+        """Return the ranks' group."""
+        assert self.rank is not None
+        given = self.plan, self.rank, self._entry.unique_id, self._stream
+        return self._engine.group(self.plan.group, lambda: Group(*given))
 
     def _fetch_outside(self, number: int, type_name: str, moves: Moves, targets: Mapping[int, Any]) -> None:
         """Get the rectangles that only workers have which are not ranks, and copy them into place."""
@@ -595,54 +554,18 @@ def _named(chunks: Mapping[int, Any], owned: Collection[int]) -> dict[ResultKey,
     return {("" if number in owned else REPLICA, number): array for number, array in chunks.items()}
 
 
-class CublasMpEngine(Engine):
+class CublasMpEngine(CollectiveEngine):
     """Multiplies on GPUs with cuBLASMp, one GPU a worker process."""
 
-    name = "cublasmp"
+    name, library, least = "cublasmp", "cuBLASMp", (1000, "0.10")
 
-    def __init__(self) -> None:
-        # By number the groups of ranks that have a communicator.
-        self.groups: dict[int, Group] = {}
-
-    @functools.cached_property
-    def stream(self) -> cp.cuda.Stream:
-        """The engine's own stream, on the process' current device."""
-        return cp.cuda.Stream(non_blocking=True)
-
-    def versions(self) -> dict[str, str]:
-        """Return the versions of the libraries that must agree between workers."""
-        check_gpu()
-        try:
-            return check_versions()
-        except (ImportError, RuntimeError) as error:
-            raise EngineError(
-                f"cuBLASMp or NCCL can't be loaded ({error}): {install_command('cu13')} (cu12 for CUDA 12)"
-            ) from error
-
-    def memory(self) -> int:
-        """Return the bytes of the device."""
-        return int(cp.cuda.runtime.memGetInfo()[1])
+    def _versions(self) -> tuple[int, Mapping[str, str]]:
+        return int(cublasMp.get_version()), {"nvmath": importlib.metadata.version("nvmath-python")}
 
     def job(self, side: Side[Any]) -> CublasMpJob:
         """Return what does a participant's part of a run."""
         check_arrays(self.name, side.chunks)
         return CublasMpJob(side, self)
-
-    def release(self, group: int) -> None:
-        """Free the communicator and the workspace of a group; all of its ranks do so at the same time."""
-        found = self.groups.pop(group, None)
-        if found is not None:
-            found.close()
-
-    def abandon(self, group: int) -> None:
-        """Forget a group that has lost a rank: its shared memory can't be freed before this process ends."""
-        found = self.groups.pop(group, None)
-        if found is not None:
-            log.warning(
-                "a rank of group %s is gone: %d MiB of this GPU stay taken until the worker restarts",
-                group,
-                found.workspace_bytes >> 20,
-            )
 
 
 ENGINE = CublasMpEngine()

@@ -40,7 +40,7 @@ import ctypes
 import functools
 import importlib.metadata
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -49,12 +49,12 @@ import numpy as np
 from nvmath.bindings import cublas, cublasMp, cusolverMp
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, make_unique_id, nccl_version
-from dask_distmm.engines.base import Engine, ResultKey, Side, log, wait_checked
+from dask_distmm.engines.base import ResultKey, Side, wait_checked
 from dask_distmm.engines.entry import CollectiveEntry
+from dask_distmm.engines.gpu.collective import CollectiveEngine, RankGroup
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
-from dask_distmm.engines.gpu.operands import check_arrays, check_gpu
+from dask_distmm.engines.gpu.operands import check_arrays
 from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.programs.blas import Kernels, assign
 from dask_distmm.engines.programs.factor import indefinite, singular
@@ -62,7 +62,6 @@ from dask_distmm.engines.programs.job import Part, put, triangle_of
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import EngineError, MatrixError
-from dask_distmm.installing import install_command
 from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.planning.computation import NamedMatrix
@@ -73,26 +72,12 @@ from dask_distmm.programs.steps import Make
 # cuSOLVERMp, and cuBLASMp's trsm, through their bindings: grids, descriptors, workspace, the calls
 
 
-_LEAST = 901  # 0.9.1
 # cublasFillMode_t, cublasSideMode_t, cublasDiagType_t
 LOWER, _UPPER, LEFT, _NON_UNIT, _UNIT = 0, 1, 0, 0, 1
 _COMPUTE_TYPES = {
     **dict.fromkeys(("float32", "complex64"), int(cublas.ComputeType.COMPUTE_32F)),
     **dict.fromkeys(("float64", "complex128"), int(cublas.ComputeType.COMPUTE_64F)),
 }
-
-
-def check_versions(handle: int) -> dict[str, str]:
-    """Return the versions that must agree between ranks."""
-    version, nccl = int(cusolverMp.get_version(handle)), nccl_version()
-    found, least = ".".join(map(str, nccl)), ".".join(map(str, LEAST_NCCL))
-    major = cp.cuda.runtime.runtimeGetVersion() // 1000
-    if version < _LEAST or nccl < LEAST_NCCL:
-        raise EngineError(
-            f"cuSOLVERMp {version} and NCCL {found} were found; needed are cuSOLVERMp 0.9.1 ({_LEAST}) and NCCL "
-            f"{least} or newer: {install_command(f'cu{major}')}"
-        )
-    return {"cusolvermp": str(version), "cublasmp": str(int(cublasMp.get_version())), "nccl": found}
 
 
 class Matrix(NamedTuple):
@@ -112,28 +97,14 @@ class Matrix(NamedTuple):
         return int(self.local.data.ptr)
 
 
-class Group:
+class Group(RankGroup):
     """The communicator and the grids of a group of ranks."""
 
-    def __init__(
-        self, nranks: int, rank: int, unique_id: bytes, names: tuple[str, ...], stream: cp.cuda.Stream, handle: int
-    ) -> None:
-        self.comm = NcclComm(nranks, rank, unique_id, stream)
-        self.names, self.stream, self.handle = names, stream, handle
-        by_columns = int(cusolverMp.GridMapping.COL_MAJOR)
-        self.grid = int(cusolverMp.create_device_grid(handle, self.comm.handle, 1, nranks, by_columns))
+    def __init__(self, plan: FactorPlacement, rank: int, unique_id: bytes, stream: cp.cuda.Stream, handle: int) -> None:
+        super().__init__(plan, rank, unique_id, stream)
+        self.handle, by_columns = handle, int(cusolverMp.GridMapping.COL_MAJOR)
+        self.grid = int(cusolverMp.create_device_grid(handle, self.comm.handle, 1, len(plan.ranks), by_columns))
         self._blas: tuple[int, int] | None = None
-
-    def together(self, work: Callable[[], Any]) -> Any:
-        """Do something without the others; raise the same `EngineError` on all ranks if it fails on one."""
-        problem, found = "", None
-        try:
-            found = work()
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        if problems := self.comm.agree(problem):
-            raise EngineError("; ".join(f"{self.names[rank]}: {text}" for rank, text in problems.items()))
-        return found
 
     def refuse(self, problem: str) -> None:
         """Raise the same `MatrixError` on all ranks if one of them has found something in its columns."""
@@ -187,7 +158,7 @@ class Group:
             cublasMp.grid_destroy(grid)
             cublasMp.destroy(handle)
         cusolverMp.destroy_grid(self.grid)
-        self.comm.close()
+        super().close()
 
 
 # What the ranks compute together, as calls of cuSOLVERMp and cuBLASMp
@@ -463,8 +434,7 @@ class CusolverMpJob(GpuProgramJob):
             if isinstance(self.kernels, LibraryKernels):
                 with self._stream:
                     self._outside = self._fetched()
-                    new = self.plan.group not in self._state.groups
-                    self._entry.enter(lambda: make_unique_id() if new else b"")
+                    self._entry.enter(lambda: self._state.new_id(self.plan.group))
                     self.kernels.group = self._group = self._joined()
             return super().execute()
         finally:
@@ -477,19 +447,10 @@ class CusolverMpJob(GpuProgramJob):
             time.sleep(_LOOK)
 
     def _joined(self) -> Group:
-        """Return the ranks' group; all have it, or all make it now."""
-        groups, number = self._state.groups, self.plan.group
-        if number not in groups:
-            assert self.rank is not None
-            groups[number] = Group(
-                len(self.plan.ranks),
-                self.rank,
-                self._entry.unique_id,
-                self.plan.workers,
-                self._stream,
-                self._state.handle,
-            )
-        return groups[number]
+        """Return the ranks' group."""
+        assert self.rank is not None
+        given = self.plan, self.rank, self._entry.unique_id, self._stream, self._state.handle
+        return self._state.group(self.plan.group, lambda: Group(*given))
 
     def _fetched(self) -> dict[str, list[tuple[Part, Any]]]:
         """Return by operand the parts that workers have which are not ranks."""
@@ -587,19 +548,10 @@ class CusolverMpJob(GpuProgramJob):
         super().abort(error)
 
 
-class CusolverMpEngine(Engine):
+class CusolverMpEngine(CollectiveEngine):
     """Factorizes on GPUs with cuSOLVERMp, one GPU a worker process."""
 
-    name = "cusolvermp"
-
-    def __init__(self) -> None:
-        # By number the groups of ranks that have a communicator.
-        self.groups: dict[int, Group] = {}
-
-    @functools.cached_property
-    def stream(self) -> cp.cuda.Stream:
-        """The engine's own stream, on the process' current device."""
-        return cp.cuda.Stream(non_blocking=True)
+    name, library, least = "cusolvermp", "cuSOLVERMp", (901, "0.9.1")
 
     @functools.cached_property
     def handle(self) -> int:
@@ -617,35 +569,14 @@ class CusolverMpEngine(Engine):
         """Return the kernels of one GPU (`SolverKernels`), on the engine's stream."""
         return self._kernels
 
-    def versions(self) -> dict[str, str]:
-        """Return the versions of the libraries that must agree between workers."""
-        check_gpu()
-        try:
-            return {**check_versions(self.handle), "nvmath": importlib.metadata.version("nvmath-python")}
-        except (ImportError, RuntimeError) as error:
-            raise EngineError(
-                f"cuSOLVERMp or NCCL can't be loaded ({error}): {install_command('cu13')} (cu12 for CUDA 12)"
-            ) from error
-
-    def memory(self) -> int:
-        """Return the bytes of the device."""
-        return int(cp.cuda.runtime.memGetInfo()[1])
+    def _versions(self) -> tuple[int, Mapping[str, str]]:
+        others = {"cublasmp": str(int(cublasMp.get_version())), "nvmath": importlib.metadata.version("nvmath-python")}
+        return int(cusolverMp.get_version(self.handle)), others
 
     def job(self, side: Side[Any]) -> CusolverMpJob:
         """Return what does a participant's part of a run."""
         check_arrays(self.name, side.chunks)
         return CusolverMpJob(side, self)
-
-    def release(self, group: int) -> None:
-        """Free the communicator of a group; all of its ranks do so at the same time."""
-        found = self.groups.pop(group, None)
-        if found is not None:
-            found.close()
-
-    def abandon(self, group: int) -> None:
-        """Forget a group that has lost a rank: its communicator can't be freed before this process ends."""
-        if self.groups.pop(group, None) is not None:
-            log.warning("a rank of group %s is gone: its communicator stays until the worker restarts", group)
 
 
 ENGINE = CusolverMpEngine()

@@ -1,0 +1,117 @@
+"""What engines have whose ranks call libraries of NVIDIA together: groups of ranks with a communicator of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import cupy as cp
+
+from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, make_unique_id, nccl_version
+from dask_distmm.engines.base import Engine, log
+from dask_distmm.engines.gpu.operands import check_gpu
+from dask_distmm.errors import EngineError
+from dask_distmm.installing import install_command
+from dask_distmm.planning import Placement
+
+T = TypeVar("T")
+
+
+class RankGroup:
+    """The communicator of a group of ranks, and what belongs to it. All calls are collective."""
+
+    # Bytes of the device that can't be freed before the process ends if a rank is lost.
+    workspace_bytes = 0
+
+    def __init__(self, plan: Placement, rank: int, unique_id: bytes, stream: cp.cuda.Stream) -> None:
+        self.comm = NcclComm(len(plan.ranks), rank, unique_id, stream)
+        self.names, self.stream = plan.workers, stream
+
+    def agree(self, problem: str = "") -> None:
+        """Go on if no rank has a problem; otherwise raise the same `EngineError` on all."""
+        if problems := self.comm.agree(problem):
+            raise EngineError("; ".join(f"{self.names[rank]}: {text}" for rank, text in problems.items()))
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do something without the others; raise the same `EngineError` on all ranks if it fails on one."""
+        problem, found = "", list[T]()
+        try:
+            found.append(work())
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        self.agree(problem)
+        return found[0]
+
+    def close(self) -> None:
+        """Free everything."""
+        self.comm.close()
+
+
+class CollectiveEngine(Engine):
+    """An engine whose ranks share a communicator, one GPU a worker process."""
+
+    # The library's name, and its least version as a number and as text.
+    library: str
+    least: tuple[int, str]
+
+    def __init__(self) -> None:
+        # By number the groups of ranks that have a communicator.
+        self.groups: dict[int, Any] = {}
+
+    @functools.cached_property
+    def stream(self) -> cp.cuda.Stream:
+        """The engine's own stream, on the process' current device."""
+        return cp.cuda.Stream(non_blocking=True)
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the libraries that must agree between workers."""
+        check_gpu()
+        try:
+            version, others = self._versions()
+            nccl, (least, text) = nccl_version(), self.least
+        except (ImportError, RuntimeError) as error:
+            raise EngineError(
+                f"{self.library} or NCCL can't be loaded ({error}): {install_command('cu13')} (cu12 for CUDA 12)"
+            ) from error
+        found = ".".join(map(str, nccl))
+        if version < least or nccl < LEAST_NCCL:
+            major = cp.cuda.runtime.runtimeGetVersion() // 1000
+            raise EngineError(
+                f"{self.library} {version} and NCCL {found} were found; needed are {self.library} {text} ({least}) and "
+                f"NCCL {'.'.join(map(str, LEAST_NCCL))} or newer: {install_command(f'cu{major}')}"
+            )
+        return {self.name: str(version), "nccl": found, **others}
+
+    def _versions(self) -> tuple[int, Mapping[str, str]]:
+        """Return the version of the library, and those of others beside NCCL."""
+        raise NotImplementedError
+
+    def memory(self) -> int:
+        """Return the bytes of the device."""
+        return int(cp.cuda.runtime.memGetInfo()[1])
+
+    def new_id(self, number: int) -> bytes:
+        """Return an id under which ranks make a group's communicator; empty if they have it."""
+        return b"" if number in self.groups else make_unique_id()
+
+    def group(self, number: int, make: Callable[[], T]) -> T:
+        """Return a group of ranks by its number; all have it, or all make it now."""
+        if number not in self.groups:
+            self.groups[number] = make()
+        found: T = self.groups[number]
+        return found
+
+    def release(self, group: int) -> None:
+        """Free what a group has; all of its ranks do so at the same time."""
+        if (found := self.groups.pop(group, None)) is not None:
+            found.close()
+
+    def abandon(self, group: int) -> None:
+        """Forget a group that has lost a rank: what it has can't be freed before this process ends."""
+        if (found := self.groups.pop(group, None)) is not None:
+            kept = found.workspace_bytes >> 20
+            log.warning(
+                "a rank of group %s is gone: its communicator and %d MiB of this GPU stay taken until the worker "
+                "restarts", group, kept,
+            )  # fmt: skip
