@@ -50,14 +50,14 @@ class Turn:
         self.found: list[dict[str, Any]] = []
 
     def fresh(self, shape: tuple[int, int], chunks: tuple[int, int], *, positive: bool = False) -> Any:
-        """Return random numbers in the memory of these GPUs; a positive definite matrix if asked."""
+        """Return random numbers in the memory of these GPUs; if asked the lower triangle is of a positive matrix."""
         import cupy
 
         random = da.random.RandomState(RandomState=cupy.random.RandomState)
         with dask.annotate(workers=self.workers):
             x = random.standard_normal(shape, chunks=chunks)
             if positive:
-                x = x + x.T + 4 * shape[0] ** 0.5 * da.eye(shape[0], chunks=chunks[0]).to_backend("cupy")
+                x = x + 8 * shape[0] ** 0.5 * da.eye(shape[0], chunks=chunks[0]).to_backend("cupy")
             x = x.persist(optimize_graph=False)
         wait(x)
         self.client.run(synchronize)
@@ -143,11 +143,12 @@ def main() -> None:
             turn = Turn(client, every[:count], gemm, options.rounds)
             turn.all()
             found += turn.found
-    if options.out:
-        software = environment.software("dask", "distributed", "dask_distmm", "cupy-cuda13x", "nvidia-cusolver")
-        about = {"hardware": environment.hardware(), "software": software, "revision": revision()}
-        about |= {"protocol": options.protocol}
-        Path(options.out).write_text(json.dumps({"about": about, "gemm": gemm, "results": found}, indent=1) + "\n")
+            if options.out:
+                software = environment.software("dask", "distributed", "dask_distmm", "cupy-cuda13x", "nvidia-cusolver")
+                about = {"hardware": environment.hardware(), "software": software, "revision": revision()}
+                about |= {"protocol": options.protocol}
+                text = json.dumps({"about": about, "gemm": gemm, "results": found}, indent=1)
+                Path(options.out).write_text(f"{text}\n")
 
 
 if __name__ == "__main__":
