@@ -377,7 +377,10 @@ def blocks() -> Page:
     for copy in copies:
         page.box(550 + cell * copy.col, top + cell * copy.row, cell * copy.ncols, cell * copy.nrows, RANKS[copy.dst])
     for i, j in itertools.product(range(2), repeat=2):
-        (row, _, height), (col, _, width) = chunked.rows.local_to_global(i)[0], chunked.cols.local_to_global(j)[0]
+        (row, height), (col, width) = (
+            (axis.bounds[at], axis.bounds[at + 1] - axis.bounds[at])
+            for axis, at in ((chunked.rows, i), (chunked.cols, j))
+        )
         page.box(550 + cell * col, top + cell * row, cell * width, cell * height, width=3.2)
     page.text(20, 345, "Number and colour: the rank\nthat holds the block")
     page.text(280, 345, "Numbers: row and column of the\nblock's first element")
