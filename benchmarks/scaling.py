@@ -124,6 +124,8 @@ class Turn:
         for name, call, share in factored:
             make = functools.partial(self.squares, last, 8, positive=name == "cholesky")
             self.measure(name, make, call, share * last**3)
+        make = functools.partial(self.squares, SIZES[0], 8, positive=True)
+        self.measure("eigh", make, lambda a: linalg.eigh(a, workers=some), 0)
 
 
 def main() -> None:

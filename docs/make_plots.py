@@ -347,7 +347,7 @@ def scaling() -> Times:
     found: Times = {}
     counts = {1: "one GPU", 2: "two GPUs", 4: "four GPUs"}
     for one in load("scaling-gpu-4")["results"]:
-        tall = not one["share"]
+        tall = one["size"] > 100_000
         size = f"{one['size'] // one['gpus']:,} x 512 a GPU" if tall else f"N = {one['size']}"
         name = {"cholesky": "Cholesky", "lu": "LU", "qr": "QR, only R"}.get(one["name"], one["name"])
         found.setdefault(f"{name}, {size}", dict.fromkeys(counts.values()))[counts[one["gpus"]]] = one["wall"]
