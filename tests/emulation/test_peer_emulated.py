@@ -355,19 +355,6 @@ def test_what_a_panel_has_of_several_is_pulled_from_all_of_them_at_the_same_time
     assert {engine.looking.ptr for engine in ranks.engines.values()} <= used
 
 
-def test_a_trace_has_all_steps(make_peers):
-    ranks, _ = make_peers()
-    made = conformance(ranks, "allgather", 2, seed=5)
-    for engine in ranks.engines.values():
-        engine.trace = []
-    conformance(ranks, "allgather", 2, seed=5)
-    steps = [step for engine in ranks.engines.values() for run in engine.trace for step in run]
-    assert sum(step.amount for step in steps if step.what == "GEMM") == made.flops
-    pulled = sum(job.received_bytes - job.comm.received_bytes for job in ranks.jobs[-2:])
-    assert sum(step.amount for step in steps if step.what == "pull") <= pulled
-    assert any(step.what == "pull" for step in steps)
-
-
 @pytest.mark.parametrize("method", ["local", "allgather", "reducescatter"])
 def test_what_is_multiplied_before_the_vote_is_over_when_a_run_is_given_up(make_peers, monkeypatch, method):
     """Its memory goes back to the pool then, and to somebody else."""

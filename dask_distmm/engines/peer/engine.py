@@ -206,10 +206,8 @@ class PeerJob(Job[Plan]):
             self.timings["load"] = self._multiplication.loads.waited
         early = self._multiplication.early
         if early is not None:
-            seconds, self.timings["ahead"] = early.over(self._sources.trace, self._began)
+            seconds, self.timings["ahead"] = early.over(self._began)
             self.timings["multiply"] += seconds
-        if self.engine.trace is not None:
-            self.engine.trace.append(self._sources.trace.steps(marks[0], started))
         self.timings["total"] = time.perf_counter() - started
         self.held_bytes = self._count()
         self.engine.mappings.trim()

@@ -353,8 +353,7 @@ class Loads:
             self.sources.ask(self._found[self._pending[0][0].number])
         if load.slot in self._last_use:
             stream.wait_event(self._last_use[load.slot])
-        with self.sources.trace.step("pull", load.number, float(pull.away), stream):
-            self._put(load, pull, stream)
+        self._put(load, pull, stream)
         self._done[load.number] = record(stream)
 
     def _put(self, load: Load, pull: Pull, stream: cp.cuda.Stream) -> None:

@@ -17,14 +17,13 @@ know what the other one has. So with UCX others get copies, in memory that is ne
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import importlib
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import cupy as cp
 import cupyx
@@ -34,7 +33,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import PeerLostError
 from dask_distmm.engines.base import log
-from dask_distmm.engines.gpu.operands import array_at, mark
+from dask_distmm.engines.gpu.operands import array_at
 from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Places, Told, offer_of
 from dask_distmm.errors import EngineError
 from dask_distmm.layout.rectangles import Span, span_of
@@ -249,60 +248,6 @@ def close_quietly(pointer: int) -> None:
         log.info("a mapping of another process' memory can't be closed: %s", error)
 
 
-# The times of the pulls and GEMMs of a run, to tune the engine
-
-
-class TracedOperation(NamedTuple):
-    """A pull or a GEMM of a traced run."""
-
-    # ``"pull"`` or ``"GEMM"``.
-    what: str
-    # The number of the load or of the step.
-    number: int
-    # Bytes, or floating-point operations.
-    amount: float
-    # Milliseconds from the start of the run on the GPU.
-    begin: float
-    end: float
-    # Milliseconds from the start of the run until the host began, and ended, to put it on its stream.
-    put: float
-    over: float
-
-
-class Trace:
-    """Steps of one run."""
-
-    def __init__(self, on: bool) -> None:
-        self._on = on
-        self._steps: list[tuple[str, int, float, Any, Any, float, float]] = []
-
-    @contextlib.contextmanager
-    def step(self, what: str, number: int, amount: float, stream: cp.cuda.Stream) -> Iterator[None]:
-        """Note a step that is put on a stream inside of the context, if it does anything."""
-        if not self._on or not amount:
-            yield
-            return
-        begin, put = mark(stream), time.perf_counter()
-        yield
-        over = time.perf_counter()
-        self._steps.append((what, number, amount, begin, mark(stream), put, over))
-
-    def add(self, what: str, number: int, amount: float, begin: cp.cuda.Event, end: cp.cuda.Event, put: float) -> None:
-        """Note a step between two events, which the host has put on its stream at some time."""
-        if self._on:
-            self._steps.append((what, number, amount, begin, end, put, put))
-
-    def steps(self, start: cp.cuda.Event, started: float) -> list[TracedOperation]:
-        """Return all steps, when they are over, with times from an event on, and from a time of the host on."""
-        elapsed = cp.cuda.get_elapsed_time
-        return [
-            TracedOperation(
-                what, n, x, elapsed(start, a), elapsed(start, b), 1e3 * (put - started), 1e3 * (over - started)
-            )
-            for what, n, x, a, b, put, over in self._steps
-        ]
-
-
 # The streams and mappings that a process keeps between its runs
 
 
@@ -320,8 +265,6 @@ class PeerState:
     """Streams, memory that others have mapped, and others' memory that is mapped here."""
 
     def __init__(self) -> None:
-        # For tuning: if it is a list, each run appends its operations with their times.
-        self.trace: list[list[TracedOperation]] | None = None
         self.exporter = Exporter()
         self.mappings = Mappings()
         self._pulling: list[cp.cuda.Stream] = []

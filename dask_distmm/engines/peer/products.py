@@ -37,7 +37,6 @@ from dask_distmm.engines.gpu.finishing import NativeBias
 from dask_distmm.engines.gpu.gemm import PLAIN, FusedEpilog, Gemm, GemmShape, GemmTypes, MatrixRef
 from dask_distmm.engines.gpu.operands import mark, record
 from dask_distmm.engines.peer.loads import Loads
-from dask_distmm.engines.peer.memory import Trace
 from dask_distmm.engines.peer.readable import DeviceView, moved
 from dask_distmm.engines.peer.result import Downloads, Result
 from dask_distmm.engines.peer.schedule import Product, ScheduleStep
@@ -122,16 +121,15 @@ class Ahead:
             # However the run is lost: what is freed goes to users of the default stream.
             self._finalizer = weakref.finalize(self, cp.cuda.Stream.null.wait_event, self._end)
             self._finalizer.atexit = False
-        self._flops, self._put = sum(gemm.flops for gemm in products), time.perf_counter()
+        self._put = time.perf_counter()
 
     def give_up(self) -> None:
         """Have them over before anybody gets the memory of the run. Any thread; may be repeated."""
         self._finalizer()
 
-    def over(self, trace: Trace, began: float) -> tuple[float, float]:
+    def over(self, began: float) -> tuple[float, float]:
         """Return how many seconds they took, and how many of these before the run began; they are done."""
         self._finalizer.detach()
-        trace.add("GEMM", 0, self._flops, self._start, self._end, self._put)
         seconds = float(cp.cuda.get_elapsed_time(self._start, self._end)) / 1e3
         return seconds, min(seconds, began - self._put)
 
@@ -150,7 +148,7 @@ class Multiplication:
         self.steps, self.loads, self.rank = loads.steps, loads, result.rank
         self._result, self._kinds, self._epilog, self._bias = result, kinds, native(result.plan), bias
         sources = loads.sources
-        self._ended, self._stream, self._trace = sources.ended, sources.engine.stream, sources.trace
+        self._ended, self._stream = sources.ended, sources.engine.stream
         self._rects = np.array([rect for rect, _ in result.blocks], np.int64).reshape(-1, 4)
         self._multiple = extent_multiple(result.plan.problem)
         # Where chunks that are made lie is known only then.
@@ -193,8 +191,7 @@ class Multiplication:
             self.loads.sources.gather(self._bias, self._stream)
             self._bias.convert(self._stream)
         if self.first is not None:
-            with self._trace.step("GEMM", 0, self.first.flops, self._stream):
-                self.first.run(self._stream)
+            self.first.run(self._stream)
         try:
             self.loads.begin()
             for number, step in enumerate(self.steps):
@@ -248,8 +245,7 @@ class Multiplication:
         for at, product in enumerate(step.products):
             self.loads.issue_for(product)
             gemms = self._gemms[number][at] if self._gemms else self._of(product)
-            with self._trace.step("GEMM", number, sum(x.flops for x in gemms), self._stream):
-                self._multiply(product, gemms)
+            self._multiply(product, gemms)
             self.loads.issue_next(number - 1)
 
     def _multiply(self, product: Product, gemms: Sequence[Work]) -> None:

@@ -19,7 +19,7 @@ from dask_distmm.engines.gpu.gemm import MatrixRef
 from dask_distmm.engines.gpu.host import Uploads, in_type, staging
 from dask_distmm.engines.gpu.operands import array_at, record
 from dask_distmm.engines.panels import ChunkBlock
-from dask_distmm.engines.peer.memory import PeerState, Remote, Trace
+from dask_distmm.engines.peer.memory import PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS
 from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import FP8, carried, typed
@@ -95,7 +95,6 @@ class Sources:
     def __init__(self, job: Job[Plan], engine: PeerState) -> None:
         self.plan, self.me, self.comm, self.chunks, self.ended = job.plan, job.me, job.comm, job.chunks, job.ended
         self.engine, self.streams = engine, engine.pulls(len(job.plan.participants) - 1)
-        self.trace = Trace(on=engine.trace is not None)
         self.remote: Remote | None = None
         # Bytes that were pulled from other participants.
         self.pulled_bytes = 0
