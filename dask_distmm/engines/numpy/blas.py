@@ -3,9 +3,8 @@
 NumPy's ``matmul`` can't add to its output; a sum over panels of k would read and write every result once
 more for each panel. BLAS can, and `routines` reaches it.
 
-Where B is A's own memory, transposed, as in ``X.T @ X``, half of the operations are left out: the tiles on the
-diagonal of the product are `syrk` or `herk`, and each of the others is added to its mirror image, too. A sum of such
-products needs that once: `add_lower` adds to the lower triangle, and `mirror` completes the sum.
+Where B is A's own memory, transposed, as in ``X.T @ X``, half of the operations are left out: `add_lower` adds to the
+lower triangle of a sum of such products, and `mirror` completes the sum.
 
 A row-major matrix is the column-major one of its transpose, so ``C += A B`` in rows is ``C' += B' A'`` in
 columns, and every matrix whose rows or columns are contiguous is used without a copy.
@@ -97,8 +96,6 @@ def ld_of(x: NDArray[Any]) -> ctypes.c_int:
 # ``gemm(a, b, c)``: c += a @ b, in place, on matrices as they lie in memory
 
 
-# Rows of a tile of a symmetric product, which is held besides: 8 MiB in float64.
-_TILE = 1024
 # Products of fewer rows, or a shorter k, are not worth the mirroring.
 _SYMMETRIC = 64
 # Tiles of a matrix and its transpose that a core's cache has room for.
@@ -113,9 +110,6 @@ def gemm(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], conjugated: tuple[bo
     if call is None or a.dtype != c.dtype or b.dtype != c.dtype or max(*a.shape, *b.shape) >= 2**31:
         a, b = (np.conjugate(x) if conj else x for x, conj in zip((a, b), conjugated, strict=True))
         np.add(c, np.matmul(a, b), out=c)
-        return
-    if is_symmetric(a, b, conjugated):
-        _add_symmetric(a, conjugated, c)
         return
     if not column_major(c):
         a, b, c, conjugated = b.T, a.T, c.T, conjugated[::-1]
@@ -144,34 +138,25 @@ def is_symmetric(a: NDArray[Any], b: NDArray[Any], conjugated: tuple[bool, bool]
     )
 
 
-def _add_symmetric(x: NDArray[Any], conjugated: tuple[bool, bool], c: NDArray[Any]) -> None:
-    """Compute ``c += x @ x.T``, of complex matrices with one of the two conjugated, by tiles of one triangle."""
-    buffer = np.empty((min(_TILE, len(x)),) * 2, c.dtype)
-    for r0 in range(0, len(x), _TILE):
-        for c0 in range(0, r0 + 1, _TILE):
-            rows, cols = x[r0 : r0 + _TILE], x[c0 : c0 + _TILE]
-            tile = buffer.ravel()[: len(rows) * len(cols)].reshape(len(rows), len(cols), order="F")
-            tile.fill(0)
-            if r0 > c0:
-                gemm(rows, cols.T, tile, conjugated)
-            else:
-                tile = _triangle(rows, conjugated, tile)
-            c[r0 : r0 + _TILE, c0 : c0 + _TILE] += tile
-            c[c0 : c0 + _TILE, r0 : r0 + _TILE] += tile.T.conj()
+def add_lower(x: NDArray[Any], c: NDArray[Any], conjugated: tuple[bool, bool] = (False, False)) -> bool:
+    """Add ``x @ x.T``, of complex matrices with one of the two conjugated, to the lower triangle of `c`, if it can.
 
-
-def add_lower(x: NDArray[Any], c: NDArray[Any]) -> bool:
-    """Add ``x @ x.T`` to the lower triangle of `c`, and return True; False, with nothing done, if it can't."""
-    call = routine(c.dtype.char, "syrk")
+    Returns whether it has.
+    """
+    is_complex = c.dtype.kind == "c"
+    call = routine(c.dtype.char, "herk" if is_complex else "syrk")
     columns, lower = column_major(x), column_major(c)
-    fits = x.dtype == c.dtype and c.dtype.kind == "f" and max(x.shape) < 2**31
+    fits = x.dtype == c.dtype and c.dtype.kind in "fc" and max(x.shape) < 2**31
+    # BLAS makes x @ x^H of columns, and conj(x) @ x^T of rows; in rows the lower triangle is the upper one of the
+    # transpose, which is the conjugate.
+    fits &= not is_complex or (columns == conjugated[1]) == lower
     if call is None or not fits or not (columns or column_major(x.T)) or not (lower or column_major(c.T)):
         return False
     n, k = (ctypes.c_int(size) for size in x.shape)
-    one, ref = np.ones(1, c.dtype), ctypes.byref
-    # In rows the lower triangle is the upper one of the transpose.
+    one, ref = np.ones(1, c.real.dtype), ctypes.byref
+    trans = b"N" if columns else b"C" if is_complex else b"T"
     call(
-        b"L" if lower else b"U", b"N" if columns else b"T", ref(n), ref(k), one.ctypes.data, x.ctypes.data,
+        b"L" if lower else b"U", trans, ref(n), ref(k), one.ctypes.data, x.ctypes.data,
         ref(ld_of(x if columns else x.T)), one.ctypes.data, c.ctypes.data, ref(ld_of(c if lower else c.T)),
     )  # fmt: skip
     return True
@@ -193,25 +178,6 @@ def reflect(source: NDArray[Any], target: NDArray[Any]) -> None:
         for c0 in range(0, source.shape[1], _MIRRORED):
             tile = source[r0 : r0 + _MIRRORED, c0 : c0 + _MIRRORED].T
             target[c0 : c0 + _MIRRORED, r0 : r0 + _MIRRORED] = tile.conj() if tile.dtype.kind == "c" else tile
-
-
-def _triangle(x: NDArray[Any], conjugated: tuple[bool, bool], out: NDArray[Any]) -> NDArray[Any]:
-    """Return T with ``T + T^H`` the product of `x` with itself, a triangle; `out` is zero and column-major."""
-    columns = column_major(x)
-    call = routine(out.dtype.char, "herk" if out.dtype.kind == "c" else "syrk")
-    assert call is not None
-    trans = b"N" if columns else b"C" if out.dtype.kind == "c" else b"T"
-    n, k = (ctypes.c_int(size) for size in x.shape)
-    one, ref = np.ones(1, out.real.dtype), ctypes.byref
-    lda = ld_of(x if columns else x.T)
-    call(
-        b"L", trans, ref(n), ref(k), one.ctypes.data, x.ctypes.data, ref(lda), one.ctypes.data, out.ctypes.data,
-        ref(ld_of(out)),
-    )  # fmt: skip
-    # Once in T, and once in its mirror image.
-    out.reshape(-1, order="F")[:: len(out) + 1] *= 0.5
-    # BLAS makes x @ x^H of columns, and conj(x) @ x^T of rows: each is the conjugate of the other.
-    return out if columns == conjugated[1] or out.dtype.kind == "f" else out.conj()
 
 
 def _operand(x: NDArray[Any], conjugated: bool) -> tuple[NDArray[Any], bytes]:

@@ -163,12 +163,14 @@ class Sums:
     def _add(
         self, number: int, cell: Rect, factors: tuple[NDArray[Any], NDArray[Any]], conjugated: tuple[bool, bool]
     ) -> None:
-        """Add a product to a part of a block; of a symmetric one of all of it the lower triangle, if that will do."""
-        data = self.blocks[number].data
+        """Add a product to a part of a block; of a symmetric one the lower triangle, if that will do."""
+        r0, _, c0, _, data = self.blocks[number]
         target = data[cell[0] : cell[1], cell[2] : cell[3]]
         whole = number not in self._full and target.shape == data.shape
-        if whole and is_symmetric(*factors, conjugated) and add_lower(factors[0], target):
-            self._lower.add(number)
+        # Of symmetric sums only the lower triangle counts anyway.
+        fits = whole or (self.symmetric and r0 + cell[0] == c0 + cell[2])
+        if fits and is_symmetric(*factors, conjugated) and add_lower(factors[0], target, conjugated):
+            self._lower |= {number} if whole else set()
             return
         if number in self._lower:
             mirror(data)
