@@ -22,7 +22,7 @@ from dask_distmm.engines.base import GATHERED, REPLICA, ChunkKey, Engine, Job, R
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype
-from dask_distmm.planning import EVERYWHERE, Chunks, Placement, Plan, Problem, Worker, plan
+from dask_distmm.planning import EVERYWHERE, Chunks, NamedMatrix, Placement, Plan, Problem, Worker, plan
 from dask_distmm.planning.distribution import FREE, Distributions
 
 # Random chunks and matrices of any supported type, and Problems of them
@@ -52,22 +52,22 @@ def random_matrix(rng: np.random.Generator, shape: tuple[int, int], dtype: np.dt
 def make_problem(
     a_chunks: Chunks, b_chunks: Chunks, dtype: str = "float64", *, b_dtype: str | None = None, **changes: Any
 ) -> Problem:
-    """Return a Problem with the configuration's options; `changes` overrides fields."""
+    """Return a Problem with the configuration's options; `changes` overrides fields.
+
+    `changes` may also have the chunks of D as ``out_chunks``, its type as ``out_dtype``, what a formula reads as
+    ``extras``, and pairs of what A and B are: ``arrays``, ``transposed``, ``conjugated``, ``by_ranks``.
+    """
     b_dtype = b_dtype or dtype
-    fields: dict[str, Any] = {
-        "name": "test",
-        "a_chunks": a_chunks,
-        "b_chunks": b_chunks,
-        "out_chunks": (a_chunks[0], b_chunks[1]),
-        "a_dtype": dtype,
-        "b_dtype": b_dtype,
-        "dtype": operand_dtype(dtype_from_name(dtype), dtype_from_name(b_dtype)).name,
-        "method": "auto",
-        "engine": "auto",
-        "workers": None,
-        "same": False,
-        "options": read_options(),
-    }
+    d_dtype = changes.pop("out_dtype", operand_dtype(dtype_from_name(dtype), dtype_from_name(b_dtype)).name)
+    d = NamedMatrix("", changes.pop("out_chunks", (a_chunks[0], b_chunks[1])), d_dtype)
+    what = {"arrays": "array", "transposed": "transposed", "conjugated": "conjugated", "by_ranks": "by_ranks"}
+    pairs = {field: changes.pop(name) for name, field in what.items() if name in changes}
+    a, b = (
+        NamedMatrix(name, chunks, kind, **{field: pair[at] for field, pair in pairs.items()})
+        for at, (name, chunks, kind) in enumerate((("a", a_chunks, dtype), ("b", b_chunks, b_dtype)))
+    )
+    matrices = (a, b, *changes.pop("extras", ()))
+    fields: dict[str, Any] = {"name": "test", "options": read_options(), "matrices": matrices, "wanted": (d,)}
     return Problem(**(fields | changes))
 
 
@@ -302,13 +302,13 @@ def conformance(
         conjugated=conjugated,
         formula=Formula(epilog="allreduce" if replicated else ""),
     )
-    a = random_matrix(rng, (m, k), dtype_from_name(problem.a_dtype), orders[0])
-    b = random_matrix(rng, (k, n), dtype_from_name(problem.b_dtype), orders[1])
-    chunks = _with_guards("a", a, problem.a_chunks, transposed[0])
-    chunks |= _with_guards("b", b, problem.b_chunks, transposed[1])
+    a = random_matrix(rng, (m, k), dtype_from_name(problem.a.dtype), orders[0])
+    b = random_matrix(rng, (k, n), dtype_from_name(problem.b.dtype), orders[1])
+    chunks = _with_guards("a", a, problem.a.chunks, transposed[0])
+    chunks |= _with_guards("b", b, problem.b.chunks, transposed[1])
     before = {key: _checksum(chunk.base) for key, chunk in chunks.items()}
     where = []
-    for operand, counts in (("a", problem.chunk_counts("a")), ("b", problem.chunk_counts("b"))):
+    for operand, counts in (("a", problem.a.counts), ("b", problem.b.counts)):
         holders = rng.integers(0, nranks + sources, size=counts[0] * counts[1]).astype(np.int32)
         where.append(np.full_like(holders, EVERYWHERE) if operand in everywhere else holders)
     made = plan(
@@ -336,7 +336,7 @@ def conformance(
 
 def _whole(made: Plan, chunks: dict[int, NDArray[Any]]) -> NDArray[Any]:
     """Put D together from its chunks, each of which has to be there in its shape."""
-    nrows, ncols = made.problem.chunk_counts("d")
+    nrows, ncols = made.problem.d.counts
     assert sorted(chunks) == list(range(nrows * ncols)), "chunks are missing"
     for index, chunk in chunks.items():
         r0, r1, c0, c1 = made.chunk_rect(index)

@@ -171,7 +171,7 @@ def run_case(engine, case, method, nranks, sources, with_c, amax=True):
     others = [Worker(f"s{i}") for i in range(sources)]
     made = plan(problem, roster, where, sources=others, engine=engine.name)
     result = run_jobs(engine, type(made).from_wire(made.to_wire()), chunks)
-    nrows, ncols = problem.chunk_counts("d")
+    nrows, ncols = problem.d.counts
     numbers = [[i * ncols + j for j in range(ncols)] for i in range(nrows)]
     d = np.block([[np.asarray(result["", index]) for index in row] for row in numbers])
     aux = {}

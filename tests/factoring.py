@@ -29,8 +29,10 @@ def factor_plan(
 
     chunks = {name: cut(shape) for name, shape in zip("ab", (task.a_shape, task.b_shape), strict=True) if shape}
     outputs = tuple(NamedMatrix(one.name, cut(one.shape), one.dtype) for one in task.outputs)
-    dtypes = dict.fromkeys(chunks, task.dtype)
-    problem = FactorProblem("test", task, chunks, dtypes, outputs, engine, None, read_options())
+    matrices = tuple(NamedMatrix(name, sizes, task.dtype) for name, sizes in chunks.items())
+    problem = FactorProblem(
+        name="test", task=task, matrices=matrices, wanted=outputs, engine=engine, options=read_options()
+    )
     counts = {name: len(rows) * len(cols) for name, (rows, cols) in chunks.items()}
     plan = FactorPlacement(
         problem=problem,
@@ -65,8 +67,9 @@ def run_factorization(
     `kernels` is the arithmetic; None for NumPy's.
     """
     parts: dict[tuple[str, int], NDArray[Any]] = {}
-    for (name, (rows, cols)), x in zip(plan.problem.chunks.items(), (a, b), strict=False):
+    for matrix, x in zip(plan.problem.matrices, (a, b), strict=False):
         assert x is not None
+        name, (rows, cols) = matrix.name, matrix.chunks
         across = (np.split(some, np.cumsum(cols)[:-1], axis=1) for some in np.split(x, np.cumsum(rows)[:-1]))
         parts |= {(name, number): part for number, part in enumerate(part for some in across for part in some)}
     found = run_jobs(_OnKernels(kernels or LapackKernels()), plan, parts)

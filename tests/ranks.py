@@ -14,7 +14,7 @@ from dask_distmm.testing import run_jobs
 def on_ranks(results, arrays, ranks=3):
     """Return arrays that one program makes, from a run on several ranks whose chunks lie anywhere."""
     rng, problem = np.random.default_rng(), problem_of(results[0])
-    rows = problem.chunks["a"][0]
+    rows = problem["a"].chunks[0]
     where = {name: rng.integers(0, ranks + 1, len(rows)).astype(np.int32) for name in problem.operands}
     workers = [Worker(f"w{number}") for number in range(ranks + 1)]
     plan = plan_program(problem, workers[:ranks], where, engine="numpy", sources=workers[ranks:])

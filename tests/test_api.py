@@ -230,7 +230,7 @@ def test_inside_a_running_event_loop(inproc_client):
 def unchecked(a, b, **options):
     """Make the product without what `matmul` checks against the cluster at the call."""
     problem = parse(a, b, workers=options.get("workers")).problem
-    return da.Array(build_graph(problem, a, b), problem.name, problem.out_chunks, dtype=problem.result_type)
+    return da.Array(build_graph(problem, a, b), problem.name, problem.d.chunks, dtype=problem.result_type)
 
 
 def test_the_same_errors_when_the_run_starts(client):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import resource
 from typing import Any
 
@@ -33,7 +32,7 @@ def run_by_ranks(
     """Return what a program makes on ranks that make the chunks of operands `made`, and how often they make each."""
     problem = factorize.problem_of(result)
     assert isinstance(problem, ProgramProblem)
-    problem = dataclasses.replace(problem, by_ranks=("a" in made, "b" in made))
+    problem = problem.made_by_ranks(made)
     where = {name: np.array(OWNERS, np.int32) for name in arrays if name not in made}
     plan = plan_program(problem, [Worker(f"w{number}") for number in range(3)], where, engine="numpy")
     plan = ProgramPlacement.from_wire(plan.to_wire())
@@ -93,7 +92,7 @@ def test_tall_results_that_do_not_fit(dtype: str, monkeypatch: pytest.MonkeyPatc
     """Q by Dask's tasks, whose chunks come and go, and what is made of it."""
 
     def fits(problem: ProgramProblem, arrays: object) -> bool:
-        if sum(problem.chunks["a"][0]) > 200:
+        if problem["a"].shape[0] > 200:
             raise ProjectedMemoryError("too large", {}, {})
         return True
 

@@ -193,7 +193,7 @@ def test_within_a_task_without_the_cluster(client):
 
         x, y = da.from_array(a, chunks=30), da.from_array(b, chunks=40)
         problem = parse(x, y).problem
-        d = da.Array(build_graph(problem, x, y), problem.name, problem.out_chunks, dtype=float)
+        d = da.Array(build_graph(problem, x, y), problem.name, problem.d.chunks, dtype=float)
         with dask.config.set(scheduler="sync"):
             return d.compute()
 

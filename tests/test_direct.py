@@ -44,9 +44,9 @@ def test_ordering_apart():
     for chunks in (8, 16):
         x = da.random.random((chunks * 4,) * 2, chunks=4)
         problem = parse(x, x + 1).problem
-        d = da.Array(build_graph(problem, x, x + 1), problem.name, problem.out_chunks, dtype=float)
+        d = da.Array(build_graph(problem, x, x + 1), problem.name, problem.d.chunks, dtype=float)
         again = parse(d, x).problem
-        e = da.Array(build_graph(again, d, x), again.name, again.out_chunks, dtype=float) * 2
+        e = da.Array(build_graph(again, d, x), again.name, again.d.chunks, dtype=float) * 2
         graph = convert_legacy_graph(dict(e.dask))
         profile = cProfile.Profile()
         profile.enable()

@@ -19,7 +19,7 @@ from dask_distmm.runtime.keys import barrier_key, barrier_name, operand_keys
 
 def lazy(a, b, **options):
     problem = parse(a, b).problem
-    return da.Array(build_graph(problem, a, b), problem.name, problem.out_chunks, dtype=problem.result_type)
+    return da.Array(build_graph(problem, a, b), problem.name, problem.d.chunks, dtype=problem.result_type)
 
 
 def barriers_of(graph):
@@ -42,7 +42,7 @@ def test_optimizing_leaves_our_keys_and_culls_the_rest():
     assert [len(keys[operand]) for operand in (0, 1)] == [4, 8]
     assert len(barrier.dependencies) == 12
     assert barrier.dependencies <= set(graph)
-    assert (sum(wire["a_chunks"][0]), sum(wire["b_chunks"][1])) == (10, 20)
+    assert [sum(matrix["chunks"][axis]) for axis, matrix in enumerate(wire["matrices"])] == [10, 20]
     collects = [key for key in graph if isinstance(key, tuple) and str(key[0]).startswith("matmul-")]
     assert len(collects) == 2
     np.testing.assert_array_equal(c.compute(scheduler="sync"), np.full((10, 20), 2 * 40 * 4))
@@ -89,7 +89,7 @@ def test_operands_of_dasks_own_tasks():
     for a, value, inside in ((plain, abs(x) + 1j, True), (annotated, 2 * (abs(x) + 1j), False)):
         request = parse(a, right)
         problem, under = request.problem, [request.lying[name] for name in "ab"]
-        arrays = {name: (problem.arrays[at], problem.transposed[at]) for at, name in enumerate("ab")}
+        arrays = {name: (problem[name].array, problem[name].transposed) for name in "ab"}
         for upstream, known in (((None, None), {*under[0].dask, *under[1].dask}), (tuple(x.dask for x in under), ())):
             key = (problem.name, np.int64(1), np.int64(0))
             tasks = DaskTasks((), (), None, upstream).tasks(problem, arrays, [key])

@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(client, no_waves):
             ask(x.T, x)
     problem = parse(x.T, x).problem
     graph = build_graph(problem, x, x)
-    d = da.Array(graph, problem.name, problem.out_chunks, dtype=float)
+    d = da.Array(graph, problem.name, problem.d.chunks, dtype=float)
     pids = client.run(lambda dask_worker: id(dask_worker))
     with pytest.raises(ProjectedMemoryError, match="let Dask's own tasks multiply"):
         client.compute(d.sum()).result(timeout=60)

@@ -164,7 +164,7 @@ def test_what_is_bound_waits():
     from dask_distmm.graph.build import build_graph
 
     problem = parse(lazy, lazy).problem
-    d = da.Array(build_graph(problem, lazy, lazy), problem.name, problem.out_chunks, dtype=float)
+    d = da.Array(build_graph(problem, lazy, lazy), problem.name, problem.d.chunks, dtype=float)
     made.clear()
     np.testing.assert_array_equal(bind(d, before).compute(scheduler="sync"), x @ x)
     assert made == ["before"] * 3 + ["operand"] * 81

@@ -23,7 +23,7 @@ from run_events import newest_run, runs_after
 import dask_distmm
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.config import DaskCosts, read_options
-from dask_distmm.planning import Worker
+from dask_distmm.planning import NamedMatrix, Worker
 from dask_distmm.planning.factor import Factorization, FactorProblem
 from dask_distmm.planning.tasks import run_overhead, tasks_estimate
 
@@ -334,8 +334,8 @@ def test_costs_grow_with_the_work(kind, blocks, workers):
         options = {"assume_a": "pos"} if kind == "solve" else {}
         task = Factorization(kind, (sum(rows), sum(cols)), "float64", b, **options)
         chunks = {"a": (rows, cols)} if b is None else {"a": (rows, cols), "b": (rows, (1,))}
-        dtypes = dict.fromkeys(chunks, "float64")
-        return FactorProblem("x", task, chunks, dtypes, (), "auto", None, read_options())
+        matrices = tuple(NamedMatrix(name, sizes, "float64") for name, sizes in chunks.items())
+        return FactorProblem(name="x", task=task, matrices=matrices, wanted=(), options=read_options())
 
     machine = read_options().machine("numpy")
     roster = [Worker(str(i)) for i in range(workers)]

@@ -89,7 +89,11 @@ def test_a_barrier_of_something_malformed_fails(inproc_client):
     x = da.from_array(np.ones((20, 20)), chunks=10)
     good = dict(matmul(x, x).dask)
     (key,) = (key for key in good if barrier_name(key))
-    for changes in ({"a_dtype": "nonsense"}, {"method": 7, "compute": "x"}, {"a_chunks": ((10, 10), (10, -10))}):
+    a, b = PROBLEM.to_wire()["matrices"]
+    wrong = [
+        {"matrices": ({**a, **change}, b)} for change in ({"dtype": "nonsense"}, {"chunks": ((10, 10), (10, -10))})
+    ]
+    for changes in (*wrong, {"method": 7, "compute": "x"}):
         name = f"matmul-{uuid.uuid4().hex}"
         wire = PROBLEM.to_wire() | {"name": name, "same": False} | changes
         barrier = barrier_key(name)

@@ -77,7 +77,7 @@ def even_shares(flows: Sequence[tuple[int, int]], bandwidth: float) -> list[floa
 
 def lies_in_one(made: Plan, me: int, operand: int, rect: Rect) -> bool:
     """Whether a part of an operand is in one chunk of a participant."""
-    sizes, where = made.problem.chunks_of("ab"[operand]), made.where["ab"[operand]]
+    sizes, where = made.problem.matrices[operand].chunks, made.where["ab"[operand]]
     assert where is not None
     if extent_multiple(made.problem) > 1 and any(x % 16 for x in (rect[1] - rect[0], rect[3] - rect[2])):
         return False
@@ -96,7 +96,7 @@ def rank_of(made: Plan, rank: int, schedule: BlockSchedule) -> Rank:
     pulls = []
     for load, after in pending_loads(steps):
         name = "ab"[load.operand]
-        where, itemsize = made.where[name], made.problem.itemsize(name)
+        where, itemsize = made.where[name], made.problem[name].itemsize
         assert where is not None
         held: dict[int, float] = {}
         for piece in load.chunk_blocks:

@@ -123,7 +123,7 @@ def why_left(request: Request, found: Decision) -> str:
     # Ranks on GPUs that make the chunks themselves are faster: they need no task for each, and GPUs multiply meanwhile.
     if minimum_flops() is not None or plan is not None or scheme is None or (scheme.by_ranks and found.on_gpus):
         return ""
-    single = scheme.name == "sums" and request.problem.chunk_counts("d") == (1, 1)
+    single = scheme.name == "sums" and request.problem.d.counts == (1, 1)
     return f"it does not fit into memory, and {_ONCE}" if single or scheme.name in ("rows", "cols") else ""
 
 
@@ -133,7 +133,7 @@ def _why_streamed(request: Request, found: Decision) -> str:
     if not any(request.lazy) or found.on_gpus or minimum_flops() is not None:
         return ""
     # How often the chunks of A and those of B are used.
-    rows, cols = request.problem.chunk_counts("d")
+    rows, cols = request.problem.d.counts
     once = all(count == 1 or not lazy for count, lazy in zip((cols, rows), request.lazy, strict=True))
     return f"chunks are still to be made, and {_ONCE}" if once else ""
 
@@ -141,7 +141,7 @@ def _why_streamed(request: Request, found: Decision) -> str:
 def by_tasks(request: Request, known: Snapshot | None) -> DaskTasks | None:
     """Return what decides about Dask's own tasks for parts of D; None if there are to be runs."""
     problem = request.problem
-    cut_otherwise = problem.out_chunks != (problem.a_chunks[0], problem.b_chunks[1])
+    cut_otherwise = problem.d.chunks != (problem.a.chunks[0], problem.b.chunks[1])
     if known is None or request.demands or cut_otherwise or minimum_flops() is not None:
         return None
     graphs = [request.lying[name].dask if lazy else None for name, lazy in zip("ab", request.lazy, strict=True)]
@@ -163,7 +163,7 @@ def _fits_easily(request: Request, client: Client, known: Snapshot) -> bool:
 def _loading(request: Request, client: Client, known: Snapshot, budget: Budget) -> float:
     """Return the seconds in which workers make the chunks that are not there."""
     problem, (lazy_a, lazy_b) = request.problem, _not_there(request, client)
-    a_bytes, b_bytes = problem.m * problem.itemsize("a"), problem.n * problem.itemsize("b")
+    a_bytes, b_bytes = problem.m * problem.a.itemsize, problem.n * problem.b.itemsize
     size = problem.k * (a_bytes * lazy_a + b_bytes * (lazy_b and not problem.shared))
     return size / (len(known.workers) + len(known.sources)) / budget.rate(problem.array)
 

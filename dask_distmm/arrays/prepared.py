@@ -354,14 +354,14 @@ class Matmul:
         made = plan_on(known, problem)
         self._made = made, known
         # Later plans start from tiles; the result keeps the chunks that the operands have given it.
-        self._asked = {**asked, "out_chunks": problem.out_chunks}
+        self._asked = {**asked, "out_chunks": problem.d.chunks}
         for name in self._inputs:
             del self._arrays[name]
         self._arrays.update(inputs)
         self._signatures |= {name: _signature(array) for name, array in inputs.items()}
         self._inputs = tuple(inputs)
         self._placed.clear()
-        fixed = self._lay_out(client, made, known, dataclasses.replace(request, out_chunks=problem.out_chunks)).problem
+        fixed = self._lay_out(client, made, known, dataclasses.replace(request, out_chunks=problem.d.chunks)).problem
         workers, tiles = {worker.address: worker for worker in known.workers}, operand_tiles(made)
         roster = [workers[address] for address in cast(tuple[str, ...], fixed.workers)]
         where = {name: tiles[name][1].astype(np.int32) for name in "ab"}

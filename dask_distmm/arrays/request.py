@@ -440,34 +440,41 @@ class Request:
     def problem(self) -> Problem:
         """The Problem of multiplying two matrices."""
         a, b, types, formula, options = self.a, self.b, self.types, self.formula, read_options()
-        (under_a, *seen_a), (under_b, *seen_b) = view_of(a), view_of(b)
-        transposed, conjugated = (seen_a[0], seen_b[0]), (seen_a[1], seen_b[1])
-        lying = zip((under_a, under_b), transposed, strict=True)
-        of_a, of_b = (x.chunks[::-1] if turned else x.chunks for x, turned in lying)
-        fields = (of_a, of_b, self.chunks, types.a, types.b, types.d, self.method, self.engine, self.workers)
-        found = tuple(NamedMatrix(name, array.chunks, array.dtype.name) for name, array in self.extras)
+        matrices = []
+        for name, x, dtype in (("a", a, types.a), ("b", b, types.b)):
+            lying, transposed, conjugated = view_of(x)
+            chunks = lying.chunks[::-1] if transposed else lying.chunks
+            matrices.append(NamedMatrix(name, chunks, dtype, (0, 1), lying.name, transposed, conjugated))
+        matrices += [NamedMatrix(name, array.chunks, array.dtype.name) for name, array in self.extras]
+        # D's name follows from all of this.
         names = (a.name, b.name, *(array.name for _, array in self.extras))
-        more = self.distributions, transposed, conjugated, self.gathered
-        same = a.name == b.name and types.a == types.b
+        seen = [(x.chunks, x.transposed, x.conjugated) for x in matrices[:2]]
+        asked = self.chunks, self.method, self.engine, self.workers, self.distributions, self.gathered
         return Problem(
-            self.name or f"matmul-{tokenize(repr((names, fields, types, _token(options), formula, *more)))}",
-            *(*fields, same, options, self.kind, found, formula, types.compute),
+            name=self.name or f"matmul-{tokenize(repr((names, seen, types, _token(options), formula, *asked)))}",
+            matrices=tuple(matrices),
+            wanted=(NamedMatrix("", self.chunks, types.d),),
+            options=options,
+            method=self.method,
+            engine=self.engine,
+            workers=self.workers,
+            array=self.kind,
+            same=a.name == b.name and types.a == types.b,
+            formula=formula,
+            compute=types.compute,
             distributions=self.distributions,
             grid=self.grid,
-            arrays=(under_a.name, under_b.name),
-            transposed=transposed,
-            conjugated=conjugated,
             gathered=self.gathered,
         )
 
     @functools.cached_property
     def lying(self) -> dict[str, da.Array]:
         """The operands of a run by name; of A and B the arrays whose chunks are multiplied, transposed or not."""
-        problem = self.problem
-        chunks = zip((problem.a_chunks, problem.b_chunks), problem.transposed, strict=True)
-        under_them = zip((self.a, self.b), problem.arrays, chunks, strict=True)
-        found = [under(x, name, sizes[::-1] if transposed else sizes) for x, name, (sizes, transposed) in under_them]
-        return dict(zip("ab", found, strict=True)) | dict(self.extras)
+        found = {}
+        for x, matrix in ((self.a, self.problem.a), (self.b, self.problem.b)):
+            rows, cols = matrix.chunks
+            found[matrix.name] = under(x, matrix.array, (cols, rows) if matrix.transposed else (rows, cols))
+        return found | dict(self.extras)
 
     @functools.cached_property
     def lazy(self) -> tuple[bool, bool]:

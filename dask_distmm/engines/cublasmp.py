@@ -346,7 +346,7 @@ class CublasMpJob(Job[Plan]):
         """Use a chunk as the tile of A or B in place, or allocate a tile and find the rectangles that fill it."""
         assert self.rank is not None
         plan, tile = self.plan, self._tiles.a if name == "a" else self._tiles.b
-        sizes, where = plan.problem.chunks_of(name), plan.where[name]
+        sizes, where = plan.problem[name].chunks, plan.where[name]
         arrays = {index: chunk for (op, index), chunk in self.chunks.items() if op == name}
         index = tile_chunk(tile, self.rank, sizes)
         # All ranks see the same plan, but only this rank sees the strides and the address of its chunk.
@@ -364,7 +364,7 @@ class CublasMpJob(Job[Plan]):
     def _result_of_tile(self) -> tuple[Any, Filled]:
         """Allocate the tile of D that the library writes, and the rank's chunks of D that are not the tile itself."""
         assert self.rank is not None
-        plan, tiles, tile, sizes = self.plan, self._tiles, self._tiles.d, self.plan.problem.out_chunks
+        plan, tiles, tile, sizes = self.plan, self._tiles, self._tiles.d, self.plan.problem.d.chunks
         owned = plan.owned(self.rank).tolist()
         if tiles.replicated:
             if "d" in plan.kept and CUBLASMP.all_reduced(plan):
@@ -387,7 +387,7 @@ class CublasMpJob(Job[Plan]):
     def _replicas_of(self, own: Mapping[int, Any]) -> Filled:
         """Allocate the finished chunks of D that this rank lacks: they come from the ranks that own them."""
         plan, order = self.plan, self._tiles.d.order
-        layout, dtype = Layout.of_chunks(plan.problem.out_chunks), carried(plan.problem.dtype, "cupy")
+        layout, dtype = Layout.of_chunks(plan.problem.d.chunks), carried(plan.problem.d.dtype, "cupy")
         every = range(layout.grid.size)
         chunks = {index: cp.empty(layout.local_shape(index), dtype, order=order) for index in every if index not in own}
         copies, owner = redistribution(layout, layout), np.asarray(plan.ranks)[plan.owners]
@@ -425,7 +425,7 @@ class CublasMpJob(Job[Plan]):
         try:
             for number, (name, one) in enumerate(self._filled.items()):
                 if one.outside is not None:
-                    self._fetch_outside(number, self.plan.problem.dtype_of(name), one.outside, one.arrays)
+                    self._fetch_outside(number, self.plan.problem[name].dtype, one.outside, one.arrays)
             self._entry.enter(lambda: self._engine.new_id(self.plan.group))
             self.timings["gate"] = time.perf_counter() - started
             return self._work()
@@ -484,7 +484,7 @@ class CublasMpJob(Job[Plan]):
         self.progress(1.0)
         if plan.problem.array == "numpy":
             return {
-                key: typed(to_host(chunk, stream), plan.problem.dtype if is_of_d(key) else "")
+                key: typed(to_host(chunk, stream), plan.problem.d.dtype if is_of_d(key) else "")
                 for key, chunk in outputs.items()
             }
         return outputs

@@ -418,7 +418,7 @@ class CusolverMpJob(GpuProgramJob):
 
     def _memory(self, shape: tuple[int, int]) -> Any:
         # Ranks without a column have memory, too: the library wants a pointer, and columns without gaps.
-        self._allocated.append(cp.empty((shape[0], max(1, shape[1])), self.plan.problem.dtype, order="F"))
+        self._allocated.append(cp.empty((shape[0], max(1, shape[1])), self.plan.problem.compute_type, order="F"))
         return self._allocated[0]
 
     def _program_kernels(self, rank: int) -> ProgramKernels:
@@ -483,7 +483,7 @@ class CusolverMpJob(GpuProgramJob):
                     src[copy.src] = chunk.T if orientation.transposed else chunk
         self._exchange(copies, src, {self.rank: target}, conjugated=orientation.conjugated)
         for part, array in self._outside.pop(name, ()):
-            put(self.blas, part, cp.asarray(array, plan.problem.dtype))
+            put(self.blas, part, cp.asarray(array, plan.problem.compute_type))
 
     def _exchange(
         self, copies: Iterable[tuple[Copy, int, int]], src: dict[int, Any], dst: dict[int, Any], *, conjugated: bool

@@ -77,8 +77,8 @@ def panels(plan: Plan, rank: int, me: int) -> list[Panel]:
 def _pieces(plan: Plan, rank: int) -> list[ChunkBlock]:
     """Return the parts of chunks that a rank multiplies, first those of A."""
     problem, (r0, r1, c0, c1), along_k = plan.problem, plan.region(rank), plan.k_range(rank)
-    of_a = chunk_blocks_of(problem.a_chunks, 0, (r0, r1, *along_k), (0, 0))
-    return of_a + chunk_blocks_of(problem.b_chunks, 1, (*along_k, c0, c1), (0, 0))
+    of_a = chunk_blocks_of(problem.a.chunks, 0, (r0, r1, *along_k), (0, 0))
+    return of_a + chunk_blocks_of(problem.b.chunks, 1, (*along_k, c0, c1), (0, 0))
 
 
 def pairs(plan: Plan, rank: int) -> list[tuple[ChunkBlock, list[ChunkBlock]]]:
@@ -87,7 +87,7 @@ def pairs(plan: Plan, rank: int) -> list[tuple[ChunkBlock, list[ChunkBlock]]]:
     Each part of the operand whose chunks it makes, of A where it makes both, comes with those of the other one along
     the same k, and all follow k.
     """
-    outer = 0 if plan.problem.by_ranks[0] else 1
+    outer = 0 if plan.problem.a.by_ranks else 1
     pieces = sorted(_pieces(plan, rank), key=lambda piece: (piece.depth[0], piece.row + piece.col))
     own, other = ([piece for piece in pieces if piece.operand == number] for number in (outer, 1 - outer))
     return [
@@ -104,7 +104,7 @@ def twins(plan: Plan, pieces: Sequence[ChunkBlock]) -> tuple[list[ChunkBlock], l
     problem = plan.problem
     if not is_gram(problem):
         return list(pieces), []
-    acols, bcols = problem.chunk_counts("a")[1], problem.chunk_counts("b")[1]
+    acols, bcols = problem.a.counts[1], problem.b.counts[1]
     asked = [piece for piece in pieces if piece.operand == 1]
     number = {(p.chunk, p.r0, p.c0, p.rows, p.cols): at for at, p in enumerate(asked)}
     found = []

@@ -65,7 +65,6 @@ from dask_distmm.planning import (
     restrict,
 )
 from dask_distmm.planning.factor import FactorProblem
-from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks
 from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import with_tasks
@@ -132,10 +131,11 @@ class DaskTasks:
             ours = graph is None or any(isinstance(layer, TasksLayer) for layer in graph.layers.values())
             if graph is None or ours or is_annotated(graph):
                 graph = HighLevelGraph({below: {}}, {below: set()})
-            chunks = whole.chunks_of(name)[:: -1 if whole.transposed[number] else 1]
-            x = Array(graph, below, chunks, dtype=dtype_from_name(whole.dtype_of(name)))
-            x = x.T if whole.transposed[number] else x
-            operands.append(x.conj() if whole.conjugated[number] else x)
+            operand = whole[name]
+            chunks = operand.chunks[:: -1 if operand.transposed else 1]
+            x = Array(graph, below, chunks, dtype=dtype_from_name(operand.dtype))
+            x = x.T if operand.transposed else x
+            operands.append(x.conj() if operand.conjugated else x)
         d = matmul(*operands)
         keys = {(d.name, *at) for _, *at in wanted}
         # The other steps of Dask's optimizer come after this.
@@ -172,8 +172,8 @@ class ProductLayer(TasksLayer):
             return [(problem, 0) for problem, _ in self.pieces]
         found = []
         for problem, _ in self.pieces:
-            scheme, part = self.scheme, problem.part
-            scheme = scheme if part is None else part_scheme(self.whole, scheme, part, problem.name)
+            part = problem if problem.whole else None
+            scheme = self.scheme if part is None else part_scheme(self.whole, self.scheme, part)
             waves = (wave_problem(self.whole, scheme, number, part) for number in range(scheme.count))
             found += [(wave, scheme.visit(number)) for number, wave in enumerate(waves) if wave.m and wave.n]
         return found
@@ -183,7 +183,7 @@ class ProductLayer(TasksLayer):
         made: dict[Any, Task] = {}
         for operand in "ab":
             # Each operand by itself, as `can_be_made` looks at it: what both are made of is made for each.
-            keys = {key for run, _ in self.runs if is_by_ranks(run, operand) for key in self._inputs(run, operand)}
+            keys = {key for run, _ in self.runs if run[operand].by_ranks for key in self._inputs(run, operand)}
             if new := list(keys - made.keys()):
                 tasks = made_by_ranks(self.streams, new)
                 if tasks is None:
@@ -197,11 +197,11 @@ class ProductLayer(TasksLayer):
         wanted = set().union(*(numbers or range(self._count) for _, numbers in self.pieces))
         made, sums = self._made(), ""
         for run, visit in self.runs:
-            problem = run if made is not None else dataclasses.replace(run, by_ranks=(False, False))
+            problem = run if made is not None else run.made_by_ranks(())
             before, inputs = barrier_key(problem.name), list[Any]()
             for operand in problem.inputs:
                 keys = self._inputs(problem, operand, visit, sums)
-                if made is not None and is_by_ranks(problem, operand):
+                if made is not None and problem[operand].by_ranks:
                     inputs.append(ChunkTasks([made[key] for key in keys]))
                 else:
                     inputs.append(List(*map(TaskRef, keys)))
@@ -215,8 +215,7 @@ class ProductLayer(TasksLayer):
         name, transposed = (sums, False) if operand == "partial" else self.arrays.get(operand, self.arrays["a"])
         if self._is_streamed(operand) and isinstance(self.streams, dict):
             name = self.streams.get((name, visit), name)
-        nrows, ncols = problem.chunk_counts(operand)
-        places = (problem.place_of(operand, index) for index in range(nrows * ncols))
+        places = map(problem[operand].at, range(problem[operand].count))
         return [(name, j, i) if transposed else (name, i, j) for i, j in places]
 
     def _is_streamed(self, operand: str) -> bool:
@@ -226,12 +225,11 @@ class ProductLayer(TasksLayer):
 
     @property
     def _count(self) -> int:
-        nrows, ncols = self.whole.chunk_counts("d")
-        return nrows * ncols
+        return self.whole.d.count
 
     def get_output_keys(self) -> set[Any]:
         """Return the keys that other layers may need: of chunks of D, and of the barriers for auxiliary outputs."""
-        name, ncols = self.whole.name, self.whole.chunk_counts("d")[1]
+        name, ncols = self.whole.name, self.whole.d.counts[1]
         numbers = (numbers or range(self._count) for _, numbers in self.pieces)
         return {(name, *divmod(number, ncols)) for found in numbers for number in found} | self._barriers
 
@@ -241,7 +239,7 @@ class ProductLayer(TasksLayer):
 
     def cull(self, keys: Collection[Any], all_hlg_keys: Collection[Any]) -> tuple[Layer, Mapping[Any, Collection[Any]]]:
         """Return a layer that makes only some chunks of D, and for each of its tasks the keys of other layers."""
-        name, ncols = self.whole.name, self.whole.chunk_counts("d")[1]
+        name, ncols = self.whole.name, self.whole.d.counts[1]
         own = {key for key in keys if isinstance(key, tuple) and len(key) == 3 and key[0] == name}
         barriers = self._barriers.intersection(keys)
         if not own and not barriers:
@@ -272,7 +270,7 @@ class ProductLayer(TasksLayer):
             return pieces, None
         if sum(problem.flops for problem, _ in pieces) > _SHARE_OF_A_PART * self.whole.flops:
             return self.pieces, self.scheme
-        held = sum(chunk_bytes(problem, name).sum() for problem, _ in pieces for name in ("a", "b", "d"))
+        held = sum(problem[name].bytes.sum() for problem, _ in pieces for name in ("a", "b", "d"))
         least = self.scheme.budget_bytes * _SHARE_OF_A_PART
         return pieces, self.scheme if 0 < least <= held else None
 
@@ -284,7 +282,7 @@ def pieces_of(whole: Problem, wanted: Collection[int]) -> list[Piece]:
     chunks in common, as the blocks on the diagonal of D, where that saves enough.
     """
     one = _piece(whole, wanted)
-    ncols = whole.chunk_counts("d")[1]
+    ncols = whole.d.counts[1]
     by_row: dict[int, set[int]] = {}
     for number in wanted:
         by_row.setdefault(number // ncols, set()).add(number % ncols)
@@ -303,8 +301,7 @@ def _piece(whole: Problem, wanted: Collection[int]) -> Piece:
     part = restrict(whole, numbers)
     if part is None:
         return whole, numbers
-    assert part.part is not None
-    return dataclasses.replace(part, name=part_name(part.part)), numbers
+    return dataclasses.replace(part, name=part_name(part)), numbers
 
 
 def build_graph(
@@ -316,9 +313,8 @@ def build_graph(
     scheme: Scheme | None = None,
 ) -> HighLevelGraph:
     """Return the graph of D under the array name ``problem.name``: of one run, or of waves."""
-    transposed = dict(zip("ab", problem.transposed, strict=True))
     operands = {"a": a, "b": b} | dict(zip(problem.operands[2:], extras, strict=True))
-    arrays = {name: (operands[name].name, transposed.get(name, False)) for name in problem.inputs}
+    arrays = {name: (operands[name].name, problem[name].transposed) for name in problem.inputs}
     dependencies = [operands[name] for name in problem.inputs]
     layer = ProductLayer(problem, arrays, by_tasks=by_tasks, scheme=scheme)
     graph = HighLevelGraph.from_collections(problem.name, layer, dependencies=dependencies)
@@ -348,11 +344,10 @@ def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
 
 def chunks_of(problem: Computation, output: str, wanted: Collection[int] | None = None) -> dict[Any, Task]:
     """Return the tasks of an output's chunks that one run makes: of those with some numbers; None for all."""
-    name, before, ncols = output_name(problem.result_name, output), barrier_key(problem.name), problem.columns(output)
-    place = problem.output(output).place
+    name, before, made = output_name(problem.result_name, output), barrier_key(problem.name), problem.output(output)
     keys = {
-        (name, *place(number, ncols)): index
-        for index, number in enumerate(problem.numbers(output).tolist())
+        (name, *made.place(number)): index
+        for index, number in enumerate(made.every.tolist())
         if wanted is None or number in wanted
     }
     return {key: ChunkTask(key, chunk, output, index, TaskRef(before)) for key, index in keys.items()}
@@ -395,10 +390,9 @@ def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | ChunkTasks
         name: [task() for task in given.tasks] if isinstance(given, ChunkTasks) else given
         for name, given in zip(problem.inputs, inputs, strict=True)
     }
-    if isinstance(problem, Problem | ProgramProblem):
-        problem = dataclasses.replace(problem, by_ranks=(False, False))
+    problem = problem.made_by_ranks(())
     operands = {
-        name: [x.T if problem.is_transposed(name) else x for x in found[problem.source_of(name)]]
+        name: [x.T if problem[name].transposed else x for x in found[problem.source_of(name)]]
         for name in problem.operands
     }
     where = {name: np.zeros(len(chunks), np.int32) for name, chunks in operands.items()}
@@ -435,7 +429,7 @@ def build_factor_graph(
     before = barrier_key(problem.name)
     inputs: list[Any] = []
     for name, array in zip(problem.operands, operands, strict=True):
-        nrows, ncols = problem.chunk_counts(name)
+        nrows, ncols = problem[name].counts
         places = itertools.product(range(nrows), range(ncols))
         inputs.append(made.get(name) or List(*(TaskRef((array.name, i, j)) for i, j in places)))
     run = TasksLayer({before: RunTask(before, barrier, problem.to_wire(), *inputs)})

@@ -111,8 +111,8 @@ class TasksLayer(Layer):  # type: ignore[misc]
             if (name := barrier_name(key)) is not None:
                 wire, *inputs = copy.args
                 wire = {**wire, "name": copied_name(name, seed)}
-                if part := wire.get("part"):
-                    wire["part"] = {**part, "whole": copied_name(part["whole"], seed)}
+                if whole := wire.get("whole"):
+                    wire["whole"] = copied_name(whole, seed)
                 binding = {} if subs or bind_to is None else {"bound": TaskRef(bind_to)}
                 copy = RunTask(new, copy.func, wire, *inputs, **copy.kwargs, **binding)
                 bound |= bool(binding)

@@ -1,7 +1,8 @@
 """A Computation: all that the runtime reads of the thing that is computed, be it a product or a factorization.
 
-It has named operands, whose chunks are there before the run, and named outputs, whose chunks the run makes. Every
-operand and every output is a matrix in chunks; chunks are numbered in C order.
+It has operands, whose chunks are there before the run, and outputs, whose chunks the run makes. Each of them is a
+`NamedMatrix` in chunks, which are numbered in C order. A computation that makes some chunks of a larger one's outputs
+from some chunks of its operands is a part of it, and its matrices know which chunks these are.
 
 Workers as planning sees them (Worker), and what a multiply asks of them (Demand).
 
@@ -11,9 +12,9 @@ Both are frozen values, which cross the network.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,56 +76,18 @@ class Demand(Wired):
             dtype_from_name(name)
 
 
-# Which part of a larger multiply a problem is
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """Which chunks of a larger multiply's arrays are those of a problem."""
-
-    # For each operand, and ``"d"``: its name, numbers of its rows and columns of chunks in the larger multiply, and
-    # how many columns of chunks there are in that.
-    numbers: tuple[tuple[str, tuple[int, ...], tuple[int, ...], int], ...]
-    # Name of the larger multiply.
-    whole: str
-
-    @property
-    def ncols(self) -> int:
-        """How many columns of chunks D has in the larger multiply."""
-        return self.of("d")[2]
-
-    def at(self, operand: str, index: int) -> tuple[int, int]:
-        """Return row and column in the larger multiply of chunk `index` of an operand, or of ``"d"``."""
-        rows, cols, _ = self.of(operand)
-        i, j = divmod(index, len(cols))
-        return rows[i], cols[j]
-
-    def every(self, operand: str) -> NDArray[np.int64]:
-        """Return the numbers in the larger multiply of all chunks of an operand, or of ``"d"``."""
-        rows, cols, ncols = self.of(operand)
-        return np.add.outer(np.asarray(rows, np.int64) * ncols, np.asarray(cols, np.int64)).ravel()
-
-    def of(self, operand: str) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Return the numbers of an operand's rows and columns of chunks, and how many columns the whole one has."""
-        return next((rows, cols, ncols) for name, rows, cols, ncols in self.numbers if name == operand)
-
-
-# A Computation: all that the runtime reads of the thing that is computed, be it a product or a factorization
+# The matrices of a computation
 
 
 # Dask's chunk sizes along rows and columns.
 Chunks = tuple[tuple[int, ...], tuple[int, ...]]
+# Numbers of chunks along an axis.
+Numbers = tuple[int, ...]
 
 
-def chunk_elements(chunks: Chunks) -> NDArray[np.int64]:
-    """Return the elements of every chunk of a matrix, in C order."""
-    rows, cols = (np.asarray(sizes, np.int64) for sizes in chunks)
-    return np.multiply.outer(rows, cols).ravel()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class NamedMatrix(Wired):
-    """A matrix that a run makes, or one beside A and B that a formula reads: C, a bias, what was saved."""
+    """A matrix in chunks that a run reads or makes."""
 
     # Its name beside the computation's own; empty for the output that has the computation's name.
     name: str
@@ -134,16 +97,31 @@ class NamedMatrix(Wired):
     dtype: str
     # The axes that its array has: a vector has one of them, along which the matrix is.
     axes: tuple[int, ...] = (0, 1)
+    # Of an operand: name of the array whose chunks a run is given, empty where nothing of it may be on the workers
+    # already; whether it is the transpose of that, of which views are taken, and the conjugate of this.
+    array: str = ""
+    transposed: bool = False
+    conjugated: bool = False
+    # Whether ranks make its chunks themselves when they need them; none is in memory before. Whether these are sparse.
+    by_ranks: bool = False
+    sparse: bool = False
+    # In a part of a larger computation: numbers of its rows and columns of chunks in the larger one's matrix, and how
+    # many columns of chunks that has.
+    numbers: tuple[Numbers, Numbers, int] | None = None
 
     def check(self) -> None:
-        """Raise for axes that there are not."""
+        """Raise for axes that there are not, and for chunks that are not those of the part that it is."""
         if self.axes not in ((0, 1), (0,), (1,)) or any(self.chunks[axis] != (1,) for axis in {0, 1} - {*self.axes}):
             raise ValueError(f"an array of the axes {self.axes} of a matrix in chunks {self.chunks}")
+        if self.numbers is not None and tuple(map(len, self.numbers[:2])) != self.counts:
+            raise ValueError(f"a part of other chunks than {self.counts}")
+        dtype_from_name(self.dtype)
 
-    def place(self, number: int, columns: int) -> tuple[int, ...]:
-        """Return the place in its array of a chunk, by its number in the matrix with its columns of chunks."""
-        at = divmod(number, columns)
-        return at if len(self.axes) > 1 else (at[self.axes[0]],)
+    @functools.cached_property
+    def shape(self) -> tuple[int, int]:
+        """Its rows and columns."""
+        rows, cols = map(sum, self.chunks)
+        return rows, cols
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -153,48 +131,118 @@ class NamedMatrix(Wired):
     @property
     def count(self) -> int:
         """How many chunks it has."""
-        return math.prod(self.counts)
+        return len(self.chunks[0]) * len(self.chunks[1])
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtype_from_name(self.dtype).itemsize
+
+    @property
+    def elements(self) -> NDArray[np.int64]:
+        """Elements of every chunk, in C order."""
+        rows, cols = (np.asarray(sizes, np.int64) for sizes in self.chunks)
+        return np.multiply.outer(rows, cols).ravel()
+
+    @property
+    def bytes(self) -> NDArray[np.int64]:
+        """Bytes of every chunk."""
+        return self.elements * self.itemsize
+
+    def chunk_shape(self, index: int) -> tuple[int, int]:
+        """Rows and columns of a chunk."""
+        i, j = divmod(index, len(self.chunks[1]))
+        return self.chunks[0][i], self.chunks[1][j]
+
+    @functools.cached_property
+    def in_whole(self) -> tuple[Sequence[int], Sequence[int], int]:
+        """Numbers of its rows and columns of chunks in the matrix that the user sees, and that one's columns."""
+        rows, cols = self.counts
+        return (range(rows), range(cols), cols) if self.numbers is None else self.numbers
+
+    def at(self, index: int) -> tuple[int, int]:
+        """Row and column of a chunk in the matrix that the user sees."""
+        rows, cols, _ = self.in_whole
+        i, j = divmod(index, len(cols))
+        return rows[i], cols[j]
+
+    @property
+    def every(self) -> NDArray[np.int64]:
+        """Numbers of all its chunks in the matrix that the user sees."""
+        rows, cols, columns = self.in_whole
+        return np.add.outer(np.asarray(rows, np.int64) * columns, np.asarray(cols, np.int64)).ravel()
+
+    def place(self, number: int) -> tuple[int, ...]:
+        """Return the place of a chunk in the user's array, by its number in the matrix that the user sees."""
+        at = divmod(number, self.in_whole[2])
+        return at if len(self.axes) > 1 else (at[self.axes[0]],)
+
+    def part(self, rows: Sequence[int], cols: Sequence[int], **changes: Any) -> Self:
+        """Return some of its rows and columns of chunks."""
+        of_rows, of_cols, columns = self.in_whole
+        return dataclasses.replace(
+            self,
+            chunks=(tuple(self.chunks[0][i] for i in rows), tuple(self.chunks[1][j] for j in cols)),
+            numbers=(tuple(of_rows[i] for i in rows), tuple(of_cols[j] for j in cols), columns),
+            **changes,
+        )
 
 
+# A Computation: all that the runtime reads of the thing that is computed, be it a product or a factorization
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Computation(Wired):
-    """The base of `Problem` and `FactorProblem`: all that graphs and the runtime ask them."""
+    """The base of `Problem`, `FactorProblem` and `ProgramProblem`: all that graphs and the runtime ask them."""
 
-    __slots__ = ()
     what: ClassVar[str] = "problem"
     kind: ClassVar[str]
 
-    if TYPE_CHECKING:
-        # Names the main output's array, and the computation everywhere.
-        name: str
-        # Name of the engine as asked for; ``"auto"`` leaves the choice to the cost model.
-        engine: str
-        # The kind of the chunks: ``"numpy"`` or ``"cupy"``.
-        array: str
-        # Addresses to use, or their number, or None for all.
-        workers: tuple[str, ...] | int | None
-        # The configuration that the run needs.
-        options: Options
+    # Names the main output's array, and the computation everywhere.
+    name: str
+    # The matrices that are read, in the order of their numbers: ranks convert their types. And those that are made.
+    matrices: tuple[NamedMatrix, ...]
+    wanted: tuple[NamedMatrix, ...]
+    # What the run needs of the client's configuration.
+    options: Options
+    # As asked for; ``"auto"`` leaves the choice to the cost model.
+    method: str = "auto"
+    engine: str = "auto"
+    # Addresses to use, or their number, or None for all.
+    workers: tuple[str, ...] | int | None = None
+    # The kind of the outputs' chunks: ``"numpy"`` or ``"cupy"``.
+    array: str = "numpy"
+    # Whether the user gives A up: its chunks may go as soon as they have been read for the last time.
+    overwrite_a: bool = False
+    # The array of which this makes a part; empty where it makes all.
+    whole: str = ""
 
-        # Unless a subclass says otherwise: for each operand by name Dask's chunk sizes along both axes, and the name of
-        # its type, which ranks convert; the name of the type that is computed in; the outputs to be made.
-        chunks: Mapping[str, Chunks]
-        dtypes: Mapping[str, str]
-        compute_type: Any
-        wanted: tuple[NamedMatrix, ...]
+    def __getitem__(self, name: str) -> NamedMatrix:
+        """Return an operand by its name."""
+        return self._by_name[name]
 
-        # Fields of a dataclass in some subclasses, which would take a property here for their defaults.
-        @property
-        def overwrite_a(self) -> bool:
-            """Whether the user gives A up."""
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what follows from the fields."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-        @property
-        def part(self) -> Part | None:
-            """The part of a larger computation that this is."""
+    @functools.cached_property
+    def _by_name(self) -> dict[str, NamedMatrix]:
+        return {matrix.name: matrix for matrix in self.matrices}
+
+    @property
+    def compute_type(self) -> np.dtype:
+        """NumPy type that is computed in."""
+        raise NotImplementedError
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations."""
+        raise NotImplementedError
 
     @property
     def result_name(self) -> str:
         """Name of the array that the user has, also where this is a part of its computation."""
-        return self.name
+        return self.whole or self.name
 
     @property
     def demand(self) -> Demand:
@@ -205,26 +253,36 @@ class Computation(Wired):
     @property
     def dtypes_of_work(self) -> tuple[str, str, str]:
         """Names of the types with which an engine is asked whether it takes a computation."""
-        return (self.compute_type,) * 3
+        return (self.compute_type.name,) * 3
 
-    @property
+    @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the arrays that are read, in the order of their numbers."""
-        return tuple(self.chunks)
+        """Names of the matrices that are read, in the order of their numbers."""
+        return tuple(matrix.name for matrix in self.matrices)
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the operands whose chunks a run is given: one that is the same as another is not among them."""
         return self.operands
 
+    @functools.cached_property
+    def by_ranks(self) -> tuple[str, ...]:
+        """Names of the operands whose chunks ranks make."""
+        return tuple(matrix.name for matrix in self.matrices if matrix.by_ranks)
+
+    def made_by_ranks(self, names: Collection[str]) -> Self:
+        """Return the same computation, in which ranks make just the chunks of these operands."""
+        matrices = (dataclasses.replace(matrix, by_ranks=matrix.name in names) for matrix in self.matrices)
+        return dataclasses.replace(self, matrices=tuple(matrices))
+
     @property
     def donated(self) -> tuple[str, ...]:
         """Names of the operands that are of no use to the user once all ranks have read them: A, to be overwritten."""
-        return ("a",) if self.overwrite_a else ()
+        return ("a",) if self.overwrite_a and not self["a"].by_ranks else ()
 
     def keeping(self) -> Self:
         """Return the same computation, which frees no operand early."""
-        return dataclasses.replace(self, overwrite_a=False) if self.overwrite_a else self  # type: ignore[type-var]
+        return dataclasses.replace(self, overwrite_a=False) if self.overwrite_a else self
 
     def making(self, outputs: Collection[str]) -> Self:
         """Return the same computation, which may leave out all other outputs."""
@@ -232,7 +290,7 @@ class Computation(Wired):
 
     @property
     def outputs(self) -> tuple[NamedMatrix, ...]:
-        """The arrays that are made."""
+        """The matrices that are made."""
         return self.wanted
 
     @property
@@ -244,58 +302,18 @@ class Computation(Wired):
         """Return the constants for Dask's own tasks on workers of an engine: they leave NumPy chunks to the CPU."""
         return self.options.machine("numpy" if self.array == "numpy" else engine)
 
-    @property
-    def flops(self) -> float:
-        """Floating-point operations."""
-        raise NotImplementedError
-
-    def chunks_of(self, operand: str) -> Chunks:
-        """Chunk sizes of an operand."""
-        return self.chunks[operand]
-
-    def dtype_of(self, operand: str) -> str:
-        """Name of the type of an operand."""
-        return self.dtypes[operand]
-
-    def chunk_counts(self, operand: str) -> tuple[int, int]:
-        """Chunks along rows and columns of an operand."""
-        rows, cols = self.chunks_of(operand)
-        return len(rows), len(cols)
-
-    def is_transposed(self, operand: str) -> bool:
-        """Whether an operand's chunks are the transposes of those that a run is given."""
-        return False
-
-    def is_conjugated(self, operand: str) -> bool:
-        """Whether an operand is the conjugate of the chunks that a run is given."""
-        return False
-
     def source_of(self, operand: str) -> str:
         """Name of the input whose chunks are those of an operand: its own, or that of an operand that is the same."""
         return operand
-
-    def place_of(self, operand: str, index: int) -> tuple[int, int]:
-        """Row and column of an operand's chunk in the computation that the user sees."""
-        return divmod(index, self.chunk_counts(operand)[1])
 
     def output(self, name: str) -> NamedMatrix:
         """Return an output by its name."""
         return next(one for one in self.outputs if one.name == name)
 
-    def numbers(self, name: str) -> NDArray[np.int64]:
-        """Numbers of all chunks of an operand or an output in the computation that the user sees."""
-        return np.arange(math.prod(self.chunk_counts(name) if name in self.operands else self.output(name).counts))
-
-    def columns(self, output: str) -> int:
-        """How many columns of chunks an output has in the computation that the user sees."""
-        return self.output(output).counts[1]
-
     def check(self) -> None:
-        """Raise if sizes of chunks, types or the kind of the arrays can't be."""
-        every = [self.chunks_of(name) for name in self.operands] + [output.chunks for output in self.outputs]
+        """Raise if sizes of chunks or the kind of the arrays can't be."""
+        every = [matrix.chunks for matrix in (*self.matrices, *self.outputs)]
         if any(size < 0 for chunks in every for sizes in chunks for size in sizes):
             raise ValueError(f"negative chunk sizes in {every}")
-        for name in (*map(self.dtype_of, self.operands), *(output.dtype for output in self.outputs)):
-            dtype_from_name(name)
         if self.array not in ("numpy", "cupy"):
             raise ValueError(f"array {self.array!r}")

@@ -71,7 +71,7 @@ from dask_distmm.planning.cuts import (
     slowdown,
     uniform_cut,
 )
-from dask_distmm.planning.footprint import Needs, chunk_bytes, held_operands, multiplied_sizes, multiply_rate, uploaded
+from dask_distmm.planning.footprint import Needs, held_operands, multiplied_sizes, multiply_rate, uploaded
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Plan, once
@@ -161,13 +161,14 @@ def slab_step(problem: Problem) -> int:
 def make_tiles(plan: Plan) -> Tiles:
     """Return how A, B and D are distributed for a plan."""
     tiles = _blocks(plan) if plan.method == "summa" and math.prod(plan.grid) > 1 else _slabs(plan)
-    if not any(plan.problem.conjugated):
+    factors = plan.problem.a, plan.problem.b
+    if not any(matrix.conjugated for matrix in factors):
         return tiles
     # The all-reduce wants op T and N; else a transposed operand is conjugated by the library, for nothing.
     found, by_library = [], []
-    for tile, wanted in zip((tiles.a, tiles.b), plan.problem.conjugated, strict=True):
-        by_library.append(wanted and tile.order != tiles.d.order and not tiles.replicated)
-        found.append(dataclasses.replace(tile, conjugated=wanted and not by_library[-1]))
+    for tile, matrix in zip((tiles.a, tiles.b), factors, strict=True):
+        by_library.append(matrix.conjugated and tile.order != tiles.d.order and not tiles.replicated)
+        found.append(dataclasses.replace(tile, conjugated=matrix.conjugated and not by_library[-1]))
     return dataclasses.replace(tiles, a=found[0], b=found[1], conjugated=(by_library[0], by_library[1]))
 
 
@@ -295,7 +296,7 @@ def _moved(plan: Plan, needs: Mapping[str, Needs]) -> tuple[list[_Bytes], _Bytes
         received += needed - home
         outside += needed - held[ranks].sum(axis=0)
     if not make_tiles(plan).replicated:
-        chunks = redistribution(Layout.of_chunks(plan.problem.out_chunks), make_tiles(plan).d.layout)
+        chunks = redistribution(Layout.of_chunks(plan.problem.d.chunks), make_tiles(plan).d.layout)
         owned = chunks.traffic(plan.owners, len(ranks)) * float(returned_type(plan).itemsize)
         sent_of_d, received_of_d = (owned.sum(axis=axis) - np.diagonal(owned) for axis in (0, 1))
     return buffers, received, outside, sent_of_d, received_of_d
@@ -330,7 +331,7 @@ def _loose(plan: Plan) -> dict[str, NDArray[np.bool_]]:
     found = {}
     for name in "abd":
         tile: Tile = getattr(make_tiles(plan), name)
-        axes = zip((tile.layout.rows, tile.layout.cols), plan.problem.chunks_of(name), strict=True)
+        axes = zip((tile.layout.rows, tile.layout.cols), plan.problem[name].chunks, strict=True)
         chunks = np.logical_and.outer(*(np.array(_chunk_numbers(*axis)) >= 0 for axis in axes)).ravel()
         found[name] = ~chunks | (tile.layout.elements != tile.elements) | tile.conjugated
     return found
@@ -401,7 +402,7 @@ class CublasmpModel(EngineModel):
         if plan.problem.result_type.itemsize == 2 and plan.method == "allgather" and formula.epilog != "relu":
             return None
         if "bias" in formula.inputs:
-            shape = tuple(map(sum, plan.problem.chunks_of("bias")))
+            shape = tuple(map(sum, plan.problem["bias"].chunks))
             if shape != ((1, plan.problem.n) if make_tiles(plan).flipped else (plan.problem.m, 1)):
                 return None
         return found
@@ -422,15 +423,15 @@ class CublasmpModel(EngineModel):
         # A's buffers are free again before B's are needed.
         total += np.max(buffers, axis=0)
         # Where these lie is not looked at.
-        total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
+        total += sum(float(extra.bytes.sum()) for extra in problem.extras) * 2 / npart
         # The library stores what it has finished itself; else sums are kept until they are finished.
         kept, sums = own_kernel(plan), returned_type(plan).itemsize
-        owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), len(plan.ranks))
+        owned = np.bincount(plan.owners, problem.d.bytes, len(plan.ranks))
         loose = _loose(plan)
         own = tiles.d.elements * float(sums) + workspace_bytes(plan, tiles)
         own += loose["a"] * tiles.a.elements * a_size + loose["b"] * tiles.b.elements * b_size
         if kept:
-            own += owned * (sums / problem.itemsize("d") + bool(problem.formula.saved))
+            own += owned * (sums / problem.d.itemsize + bool(problem.formula.saved))
         own += np.where(tiles.replicated | loose["d"], owned + sent_of_d + received_of_d, 0)
         total[list(plan.ranks)] += own
         return total
@@ -463,10 +464,10 @@ class CublasmpModel(EngineModel):
             flops *= slowdown(problem, in_chunks=False)
         copied = 0.0
         for operand, loose in _loose(plan).items():
-            copied += 2.0 * loose.any() * getattr(tiles, operand).elements.max() * problem.itemsize(operand)
+            copied += 2.0 * loose.any() * getattr(tiles, operand).elements.max() * problem[operand].itemsize
         if own_kernel(plan):
             # One kernel reads the sums and writes D.
-            each = problem.compute_type.itemsize + problem.itemsize("d") * (2 if problem.formula.saved else 1)
+            each = problem.compute_type.itemsize + problem.d.itemsize * (2 if problem.formula.saved else 1)
             copied += float(tiles.d.elements.max()) * each
         return Work(
             [

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -74,8 +73,10 @@ def slowdown(problem: Problem, *, in_chunks: bool) -> float:
     sizes: tuple[int, ...] = (problem.n, problem.k)
     if in_chunks:
         # In chunks of X.T @ Y as they lie no row is along k.
-        along_k = () if problem.transposed == (True, False) else (*problem.a_chunks[1], *problem.b_chunks[0])
-        sizes = (*along_k, *problem.b_chunks[1], *problem.out_chunks[1])
+        along_k = (
+            () if problem.a.transposed and not problem.b.transposed else (*problem.a.chunks[1], *problem.b.chunks[0])
+        )
+        sizes = (*along_k, *problem.b.chunks[1], *problem.d.chunks[1])
     step = ALIGNED_BYTES // dtype_from_name(name).itemsize
     if not any(size % step for size in sizes):
         return 1.0
@@ -144,11 +145,11 @@ def grid_cuts(problem: Problem, grid: tuple[int, int, int]) -> tuple[Bounds, Bou
         # As they were asked for: slabs of one size.
         m, n, k = (uniform_cut(x, parts) for x, parts in zip((problem.m, problem.n, problem.k), grid, strict=True))
         return m, n, k
-    most = _IMBALANCE_MADE if any(problem.by_ranks) else _IMBALANCE
+    most = _IMBALANCE_MADE if problem.by_ranks else _IMBALANCE
     return (
-        cut(problem.m, p, problem.out_chunks[0], problem.a_chunks[0], imbalance=most),
-        cut(problem.n, q, problem.out_chunks[1], problem.b_chunks[1], imbalance=most),
-        cut(problem.k, s, problem.a_chunks[1], problem.b_chunks[0], imbalance=most),
+        cut(problem.m, p, problem.d.chunks[0], problem.a.chunks[0], imbalance=most),
+        cut(problem.n, q, problem.d.chunks[1], problem.b.chunks[1], imbalance=most),
+        cut(problem.k, s, problem.a.chunks[1], problem.b.chunks[0], imbalance=most),
     )
 
 
@@ -158,11 +159,11 @@ def reduce_cuts(problem: Problem, parts: int) -> tuple[Bounds, Bounds]:
     Along the axis with more chunks where there are enough of them, so that whole chunks stay together;
     otherwise along the longer axis.
     """
-    nrows, ncols = problem.chunk_counts("d")
+    nrows, ncols = problem.d.counts
     rowwise = by_rows(problem, nrows >= ncols if max(nrows, ncols) >= parts else problem.m >= problem.n)
     if (rowwise and problem.m >= parts) or problem.n < parts:
-        return cut(problem.m, parts, problem.out_chunks[0]), (0, problem.n)
-    return (0, problem.m), cut(problem.n, parts, problem.out_chunks[1])
+        return cut(problem.m, parts, problem.d.chunks[0]), (0, problem.n)
+    return (0, problem.m), cut(problem.n, parts, problem.d.chunks[1])
 
 
 def overlaps(cuts: Bounds, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -243,10 +244,10 @@ def largest_overlap(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
 
 def chunk_owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], ranks: int) -> NDArray[np.int32]:
     """Give every chunk of D to the rank with the largest part of it after some cuts; all ranks as many by allreduce."""
-    nrows, ncols = problem.chunk_counts("d")
+    nrows, ncols = problem.d.counts
     if method == "allreduce":
         return (np.arange(nrows * ncols, dtype=np.int64) * ranks // (nrows * ncols)).astype(np.int32)
-    row, col = (largest_overlap(sizes, bounds) for sizes, bounds in zip(problem.out_chunks, cuts, strict=True))
+    row, col = (largest_overlap(sizes, bounds) for sizes, bounds in zip(problem.d.chunks, cuts, strict=True))
     return (row[:, None] * (len(cuts[1]) - 1) + col).ravel().astype(np.int32)
 
 
@@ -261,17 +262,10 @@ def free_axes(problem: Problem) -> str:
     """Return the axes, of m, n and k, whose chunks can be taken in another order."""
     if any(problem.distributions) or problem.grid is not None or problem.replicated:
         return ""
-    out = problem.out_chunks
-    extras = [extra.chunks for extra in problem.extras]
-    free = {
-        "m": problem.a_chunks[0] == out[0] and all(x[0] == out[0] or sum(x[0]) == 1 != problem.m for x in extras),
-        "n": problem.b_chunks[1] == out[1] and all(x[1] == out[1] or sum(x[1]) == 1 != problem.n for x in extras),
-        "k": problem.a_chunks[1] == problem.b_chunks[0],
-    }
-    if problem.stationary:
-        # In another order of m or n the chunks of D would come to lie elsewhere.
-        free["m"] = free["n"] = False
-    return "".join(axis for axis, yes in free.items() if yes)
+    # In another order of m or n the chunks of a stationary D would come to lie elsewhere.
+    axes = "k" if problem.stationary else "mnk"
+    found = ((axis, problem.chunkings(axis)) for axis in axes)
+    return "".join(axis for axis, (first, *others) in found if all(sizes == first for sizes in others))
 
 
 def by_holder(problem: Problem, where: Where) -> dict[str, list[int]]:
@@ -293,8 +287,8 @@ def _amounts(problem: Problem, where: Where, axis: str) -> NDArray[np.float64] |
     for operand in "ab":
         if axis not in AXES[operand] or operand not in where or (where[operand] < 0).any():
             continue
-        sizes = np.multiply.outer(*(np.asarray(x, float) for x in problem.chunks_of(operand)))
-        table, weight = where[operand].reshape(sizes.shape), sizes * problem.itemsize(operand)
+        sizes = np.multiply.outer(*(np.asarray(x, float) for x in problem[operand].chunks))
+        table, weight = where[operand].reshape(sizes.shape), sizes * problem[operand].itemsize
         if AXES[operand].index(axis):
             table, weight = table.T, weight.T
         held.append((table, weight))
@@ -321,8 +315,8 @@ def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> t
     if len(starts) + 1 != parts or len(np.unique(holders)) != parts:
         return None
     lengths = {"m": problem.m, "n": problem.n, "k": problem.k}
-    sizes = {"m": problem.a_chunks[0], "n": problem.b_chunks[1], "k": problem.a_chunks[1]}[axis]
-    edges = np.concatenate([[0], np.cumsum(sizes)])
+    # All chunks along the axis are the same.
+    edges = chunk_edges(problem.chunkings(axis)[0])
     cut = (0, *edges[starts].tolist(), lengths[axis])
     if min(np.diff(cut)) <= 0:
         return None
@@ -333,15 +327,15 @@ def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> t
 def reorder(problem: Problem, orders: Mapping[str, Sequence[int]]) -> tuple[Problem, dict[str, NDArray[np.int64]]]:
     """Return the same problem with the chunks along some axes in another order, and which chunks these were before."""
     if not orders:
-        return problem, {name: np.arange(math.prod(problem.chunk_counts(name))) for name in (*problem.operands, "d")}
-    lengths, taken, before = {"m": len(problem.out_chunks[0]), "n": len(problem.out_chunks[1])}, {}, {}
+        return problem, {name: np.arange(problem[name].count) for name in (*problem.operands, "d")}
+    lengths, taken, before = dict(zip("mn", problem.d.counts, strict=True)), {}, {}
     for name in (*problem.operands, "d"):
-        counts, axes = problem.chunk_counts(name), AXES.get(name, "mn")
+        counts, axes = problem[name].counts, AXES.get(name, "mn")
         # An input that is broadcast along an axis has one chunk there.
         moved = [axis in orders and count == lengths.get(axis, count) for axis, count in zip(axes, counts, strict=True)]
         rows, cols = (
             tuple(orders[axis] if yes else range(count)) for axis, count, yes in zip(axes, counts, moved, strict=True)
         )
         taken[name] = rows, cols
-        before[name] = np.arange(math.prod(counts)).reshape(counts)[np.ix_(rows, cols)].ravel()
-    return part_of(problem, taken, problem.result_name, same=False, arrays=problem.anonymous), before
+        before[name] = np.arange(problem[name].count).reshape(counts)[np.ix_(rows, cols)].ravel()
+    return part_of(problem, taken, array="x" * problem.shared, whole=problem.result_name), before

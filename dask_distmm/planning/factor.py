@@ -31,12 +31,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.config import Options
 from dask_distmm.errors import PlanError, ProtocolError, check_square
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.layout.redistribute import Copies
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix, Part, Worker, chunk_elements
+from dask_distmm.planning.computation import Chunks, Computation, Worker
 from dask_distmm.planning.model import ENGINES, EngineModel, Phase, Work
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
 from dask_distmm.planning.program import once
@@ -47,52 +46,32 @@ from dask_distmm.programs.steps import Buffer, Step
 # A factorization of Dask arrays: the mathematics, and the chunks of its operands and outputs
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FactorProblem(Computation):
-    """A `Factorization` whose matrices are Dask arrays; a `Computation`."""
+    """A `Factorization` whose matrices are Dask arrays; a `Computation`.
+
+    The outputs that are wanted have their names in the task. A vector is a row, a number a matrix of one element.
+    """
 
     kind: ClassVar[str] = "factorization"
-    part: ClassVar[Part | None] = None
-    by_ranks: ClassVar[tuple[bool, bool]] = (False, False)
 
-    # Names the computation everywhere; the arrays of its outputs are called after it.
-    name: str
     # The factorization.
     task: Factorization
-    # For each input of the task by name Dask's chunk sizes along both axes, and the name of its type: ranks convert it.
-    chunks: Mapping[str, Chunks]
-    dtypes: Mapping[str, str]
-    # The outputs to be made, with their names in the task. A vector is a row, a number a matrix of one element.
-    wanted: tuple[NamedMatrix, ...]
-    # As asked for; ``"auto"`` leaves the choice to the cost model.
-    engine: str
-    # Addresses to use, or their number, or None for all.
-    workers: tuple[str, ...] | int | None
-    # What the run needs of the client's configuration.
-    options: Options
-    # What the chunks are: ``"numpy"`` or ``"cupy"``.
-    array: str = "numpy"
-    # As asked for: ``"auto"``, ``"local"`` or ``"columns"``.
-    method: str = "auto"
-    # Whether the user gives A up: its chunks may go as soon as all ranks have read them.
-    overwrite_a: bool = False
 
     def __post_init__(self) -> None:
         dealt = self.task.spectral and self.method == "columns" and self.task.a_shape[0]
         if dealt and not any(map(self._shared_by, ENGINES.values())):
             what = f"{self.task.kind} of a pair of matrices" if self.task.b_shape else f"{self.task.kind} in this form"
             raise PlanError(f"{what} is computed by one worker: expected method 'auto' or 'local'")
-        shapes = [self.task.a_shape, *([self.task.b_shape] if self.task.b_shape is not None else [])]
-        for name, shape in zip(self.task.inputs, shapes, strict=True):
-            chunks = self.chunks[name]
-            if tuple(map(sum, chunks)) != shape:
-                raise PlanError(f"{name.upper()} is {shape}, its chunks add up to {tuple(map(sum, chunks))}")
+        for name, shape in {"a": self.task.a_shape, "b": self.task.b_shape}.items():
+            if shape is not None and self[name].shape != shape:
+                raise PlanError(f"{name.upper()} is {shape}, its chunks add up to {self[name].shape}")
         made = {one.name: one for one in self.task.outputs}
         for output in self.wanted:
             if output.name not in made:
                 raise PlanError(f"{self.task.kind} has no output {output.name!r}; it has {', '.join(made)}")
             expected = as_matrix(made[output.name].shape)
-            if tuple(map(sum, output.chunks)) != expected:
+            if output.shape != expected:
                 raise PlanError(f"{output.name} is {expected}, its chunks are {output.chunks}")
 
     def _shared_by(self, model: EngineModel) -> bool:
@@ -100,14 +79,9 @@ class FactorProblem(Computation):
         return self.engine in ("auto", model.name) and model.decomposes(self.task)
 
     @property
-    def compute_type(self) -> str:
-        """Name of the type that is computed in."""
-        return self.task.dtype
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Type that is computed in."""
-        return dtype_from_name(self.compute_type)
+    def compute_type(self) -> np.dtype:
+        """NumPy type that is computed in."""
+        return dtype_from_name(self.task.dtype)
 
     @property
     def flops(self) -> float:
@@ -116,7 +90,7 @@ class FactorProblem(Computation):
 
     def check(self) -> None:
         """Raise for a method that there is not."""
-        Computation.check(self)
+        super().check()
         if self.method not in ("auto", "local", "columns"):
             raise ValueError(f"method {self.method!r}")
 
@@ -594,7 +568,7 @@ class FactorPlacement(Placement):
     def gathered(self, operand: str) -> Copies:
         """Return the copies out of an operand's chunks, in the form that ranks hold, to its block columns."""
         transposed = self.problem.task.orientation(operand).transposed
-        chunks = held_chunks(self.problem.chunks_of(operand), transposed)
+        chunks = held_chunks(self.problem[operand].chunks, transposed)
         return redistribution(Layout.of_chunks(chunks), self.input_layout(operand))
 
     def delivered(self, output: str) -> Copies | None:
@@ -821,7 +795,7 @@ def _shared_phases(made: FactorPlacement) -> list[Phase]:
     column = model.column_seconds + (ranks > 1 and not model.reads_peers) * 2 * made.message_seconds
     flops, vectors = (2 / 3 + 2 * task.vectors) * complexes * n**3, 4 / 3 * n**3 * task.vectors
     return [
-        Phase(touched=n**3 / 6 * made.problem.dtype.itemsize / ranks),
+        Phase(touched=n**3 / 6 * made.problem.compute_type.itemsize / ranks),
         Phase(least=n * column),
         Phase(flops, machine.rate(task.dtype) * threads),
         Phase(vectors, machine.rate("float64") * threads),
@@ -952,13 +926,13 @@ def _consider(
         best = max(range(len(roster)), key=lambda index: (roster[index].nthreads, held[0, index]))
         made = dataclasses.replace(made, ranks=(best,))
     made = dataclasses.replace(made, owners=_owners(made))
-    size = problem.dtype.itemsize
-    given = sum(math.prod(map(sum, chunks)) for chunks in problem.chunks.values())
+    size = problem.compute_type.itemsize
+    given = sum(math.prod(matrix.shape) for matrix in problem.matrices)
     home = held[range(count), list(made.ranks)].sum() if held.any() else given / len(participants)
     by_library = problem.task.spectral and made.collective
     sweeps = _REDUCTIONS if by_library else len(made.sweeps) - made.carried
     streamed = (count - 1) * given / 2 * sweeps
-    results = sum(math.prod(map(sum, one.chunks)) for one in problem.outputs)
+    results = sum(math.prod(one.shape) for one in problem.outputs)
     moved = (given - home + streamed + results * (1 - 1 / count)) * size
     return estimated(made, _memory(made), _work(made, moved))
 
@@ -983,7 +957,7 @@ def _in_held_order(made: FactorPlacement, name: str, table: NDArray[np.int32]) -
     """Return the holders of an operand's chunks in the order of the form that ranks hold."""
     if not made.problem.task.orientation(name).transposed:
         return table
-    return np.ascontiguousarray(table.reshape(made.problem.chunk_counts(name)).T).ravel()
+    return np.ascontiguousarray(table.reshape(made.problem[name].counts).T).ravel()
 
 
 def _owners(made: FactorPlacement) -> dict[str, NDArray[np.int32]]:
@@ -991,7 +965,7 @@ def _owners(made: FactorPlacement) -> dict[str, NDArray[np.int32]]:
     found, holders = {}, list(made.holders)
     for output in made.problem.outputs:
         ranks = range(len(made.ranks)) if made.output_layout(output.name) is not None else holders
-        sizes = chunk_elements(output.chunks)
+        sizes = output.elements
         loads = collections.Counter(dict.fromkeys(ranks, 0))
         table = np.zeros(output.count, np.int32)
         for index in np.argsort(-sizes, kind="stable").tolist():
@@ -1010,10 +984,10 @@ def _memory(made: FactorPlacement) -> NDArray[np.float64]:
     outputs exists. A spectral decomposition has a workspace, and its vectors, before they are
     cut into chunks; a library has its workspace.
     """
-    problem, size, npart = made.problem, made.problem.dtype.itemsize, len(made.participants)
+    problem, size, npart = made.problem, made.problem.compute_type.itemsize, len(made.participants)
     total, going = np.zeros(npart), np.zeros(npart)
     for name in problem.operands:
-        sizes = chunk_elements(problem.chunks_of(name)) * size
+        sizes = problem[name].elements * size
         held = going if name in problem.donated else total
         if name in made.where:
             held += np.bincount(made.where[name], sizes, npart)
@@ -1033,7 +1007,7 @@ def _memory(made: FactorPlacement) -> NDArray[np.float64]:
         results = 0
         for output in problem.outputs:
             layout = made.output_layout(output.name)
-            sizes = chunk_elements(output.chunks)
+            sizes = output.elements
             results += int(sizes[made.owners[output.name] == rank].sum()) * dtype_from_name(output.dtype).itemsize
             # L is copied, as its rows are swapped in the end.
             if layout is not None and factored(problem.task) == "lu" and not made.collective:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, chunk_elements
+from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cuts import Bounds, chunk_edges, free_axes, traffic
 from dask_distmm.planning.model import ENGINES, Phase
 from dask_distmm.planning.placement import everywhere
@@ -36,10 +36,10 @@ def packing(problem: Problem, cuts: tuple[Bounds, Bounds, Bounds]) -> str:
 
     # Rounded on the way into a panel.
     rounded = problem.compute == "tf32"
-    a, b = (dtype_from_name(name) for name in (problem.a_dtype, problem.b_dtype))
-    found = "a" if rounded or packed(problem.a_chunks, (m, k), a) else ""
-    found += "b" if rounded or packed(problem.b_chunks, (k, n), b) else ""
-    return found + ("d" if packed(problem.out_chunks, (m, n), problem.result_type) else "")
+    a, b = (dtype_from_name(name) for name in (problem.a.dtype, problem.b.dtype))
+    found = "a" if rounded or packed(problem.a.chunks, (m, k), a) else ""
+    found += "b" if rounded or packed(problem.b.chunks, (k, n), b) else ""
+    return found + ("d" if packed(problem.d.chunks, (m, n), problem.result_type) else "")
 
 
 def panel_width(problem: Problem, per_k: Any, depth: Any) -> Any:
@@ -56,7 +56,7 @@ def operand_needs(plan: Plan, operand: str) -> Needs:
     """Return the bytes of A or B that each rank needs, and how many of these each participant has."""
     problem, npart = plan.problem, len(plan.participants)
     where, tiles, (_, q, s) = plan.where.get(operand), ENGINES[plan.engine].tiles(plan), plan.grid
-    parts, chunks = np.arange(len(plan.ranks)), problem.chunks_of(operand)
+    parts, chunks = np.arange(len(plan.ranks)), problem[operand].chunks
     if tiles is None:
         cuts = (plan.rows, plan.depth) if operand == "a" else (plan.depth, plan.cols)
         needed = np.multiply.outer(*map(np.diff, cuts)).ravel().astype(float)
@@ -65,7 +65,7 @@ def operand_needs(plan: Plan, operand: str) -> Needs:
         layout = tiles.a.layout if operand == "a" else tiles.b.layout
         needed = layout.elements.astype(float)
     held: NDArray[np.float64]
-    if is_by_ranks(problem, operand):
+    if problem[operand].by_ranks:
         # They come from their source as others come from other workers.
         held = np.zeros((npart, len(needed)))
     elif where is None and tiles is None and len(needed) > 1 and _lies_in_slabs(plan, operand):
@@ -77,13 +77,13 @@ def operand_needs(plan: Plan, operand: str) -> Needs:
         held = traffic(chunks, cuts, where, npart)
     else:
         held = redistribution(Layout.of_chunks(chunks), layout).traffic(where, npart).astype(float)
-    itemsize = float(problem.itemsize(operand))
+    itemsize = float(problem[operand].itemsize)
     return needed[parts] * itemsize, held[:, parts] * itemsize
 
 
 def _lies_in_slabs(plan: Plan, operand: str) -> bool:
     """Whether an operand of which nothing is known is stored in whole slabs as ranks need them: see `cuts`."""
-    (p, q, s), counts = plan.grid, plan.problem.chunk_counts(operand)
+    (p, q, s), counts = plan.grid, plan.problem[operand].counts
     parts = (p, s) if operand == "a" else (s, q)
     axis = int(parts[1] > 1)
     slabs = parts[1 - axis] == 1 == counts[1 - axis] and counts[axis] >= parts[axis]
@@ -96,15 +96,10 @@ def delivered(plan: Plan) -> NDArray[np.float64]:
     return np.asarray(moved.sum(axis=1) - np.diagonal(moved), float)
 
 
-def chunk_bytes(problem: Problem, operand: str) -> NDArray[np.int64]:
-    """Return the bytes of every chunk of operand ``"a"``, ``"b"`` or ``"d"``, in C order."""
-    return chunk_elements(problem.chunks_of(operand)) * problem.itemsize(operand)
-
-
 def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return how many bytes of A or B each participant has, from the bytes of its chunks."""
     where, npart = plan.where.get(operand), len(plan.participants)
-    if is_by_ranks(plan.problem, operand):
+    if plan.problem[operand].by_ranks:
         return _in_the_making(plan, operand, sizes)
     if where is None:
         # As evenly as whole chunks can be shared out.
@@ -134,8 +129,8 @@ def uploaded(plan: Plan) -> Phase:
     if problem.array != "numpy" or plan.from_host or not plan.machine.host_bandwidth:
         return Phase()
     # Those that ranks make are copied while others are multiplied.
-    before = [name for name in ("a" if problem.shared else "ab") if not is_by_ranks(problem, name)]
-    return Phase(waited={"host": sum((spread(plan, name, chunk_bytes(problem, name)) for name in before), np.zeros(1))})
+    before = [name for name in ("a" if problem.shared else "ab") if not problem[name].by_ranks]
+    return Phase(waited={"host": sum((spread(plan, name, problem[name].bytes) for name in before), np.zeros(1))})
 
 
 def held_operands(plan: Plan, *, on_gpus: bool = False) -> NDArray[np.float64]:
@@ -145,8 +140,8 @@ def held_operands(plan: Plan, *, on_gpus: bool = False) -> NDArray[np.float64]:
     """
     problem, total = plan.problem, np.zeros(len(plan.participants))
     for operand, given in zip("ab", multiplied_sizes(problem), strict=True):
-        sizes, size = chunk_bytes(problem, operand), problem.itemsize(operand)
-        if on_gpus and is_by_ranks(problem, operand):
+        sizes, size = problem[operand].bytes, problem[operand].itemsize
+        if on_gpus and problem[operand].by_ranks:
             continue
         if operand == "a" or not problem.shared:
             total += spread(plan, operand, sizes)
@@ -158,23 +153,18 @@ def held_operands(plan: Plan, *, on_gpus: bool = False) -> NDArray[np.float64]:
 def held_bytes(plan: Plan) -> NDArray[np.float64]:
     """Return the bytes of chunks of A, B and D that each participant has."""
     owners = np.asarray(plan.ranks)[plan.owners]
-    return held_operands(plan) + np.bincount(owners, chunk_bytes(plan.problem, "d"), len(plan.participants))
+    return held_operands(plan) + np.bincount(owners, plan.problem.d.bytes, len(plan.participants))
 
 
 def _in_the_making(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return how many bytes each rank holds of an operand whose chunks it makes: some ahead, and those in use."""
     problem, held = plan.problem, np.zeros(len(plan.participants))
-    rows, cols = problem.chunk_counts(operand)
+    rows, cols = problem[operand].counts
     # Both operands' chunks at one place of k are in use together.
-    in_use = (rows if operand == "a" else cols) if all(problem.by_ranks) else 1
+    in_use = (rows if operand == "a" else cols) if len(problem.by_ranks) == 2 else 1
     for index in plan.ranks:
         held[index] = min(len(sizes), in_use + made_ahead(plan.participants[index].nthreads)) * sizes.max()
     return held
-
-
-def is_by_ranks(problem: Any, operand: str) -> bool:
-    """Whether ranks make an operand's chunks themselves when they need them."""
-    return operand in ("a", "b") and problem.by_ranks["ab".index(operand)]
 
 
 def made_ahead(threads: int) -> int:
@@ -186,20 +176,20 @@ def made_bytes(plan: Plan) -> float:
     """Return the bytes of all chunks that ranks make themselves; a chunk that several need is made by each of them."""
     problem, found = plan.problem, 0.0
     spans = {
-        "a": (_in_whole_chunks(problem.a_chunks[0], plan.rows), _in_whole_chunks(problem.a_chunks[1], plan.depth)),
-        "b": (_in_whole_chunks(problem.b_chunks[1], plan.cols), _in_whole_chunks(problem.b_chunks[0], plan.depth)),
+        "a": (_in_whole_chunks(problem.a.chunks[0], plan.rows), _in_whole_chunks(problem.a.chunks[1], plan.depth)),
+        "b": (_in_whole_chunks(problem.b.chunks[1], plan.cols), _in_whole_chunks(problem.b.chunks[0], plan.depth)),
     }
-    if all(problem.by_ranks) and is_gram(problem):
+    if len(problem.by_ranks) == 2 and is_gram(problem):
         # A rank makes a chunk once, and has it on both sides.
         (starts, stops), along_k = spans["a"]
         first, last = (axis[None] for axis in spans["b"][0])
         both = np.minimum(stops[:, None], last) - np.maximum(starts[:, None], first)
         own = (stops - starts)[:, None] + (last - first) - np.maximum(0, both)
-        return float(own.sum()) * float(np.sum(along_k[1] - along_k[0])) * problem.itemsize("a")
+        return float(own.sum()) * float(np.sum(along_k[1] - along_k[0])) * problem.a.itemsize
     for name, times in (("a", len(plan.cols) - 1), ("b", len(plan.rows) - 1)):
-        if is_by_ranks(problem, name):
+        if problem[name].by_ranks:
             own, depth = (float(np.sum(stops - starts)) for starts, stops in spans[name])
-            found += own * depth * times * problem.itemsize(name)
+            found += own * depth * times * problem[name].itemsize
     return found
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.planning.footprint import Needs, chunk_bytes, delivered, held_operands, is_by_ranks, panel_width
+from dask_distmm.planning.footprint import Needs, delivered, held_operands, panel_width
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import accumulates_in_place, is_gram
@@ -36,11 +36,11 @@ class NumpyModel(EngineModel):
         fetched = sum((needed - held[list(plan.ranks), ranks] for needed, held in needs.values()), np.zeros(len(ranks)))
         # Complex operands that are packed are two matrices.
         apart = problem.compute_type.kind == "c" and {*"ab"} & {*plan.packing}
-        if is_gram(problem) and p == q == 1 and problem.out_chunks[0] == problem.out_chunks[1] and not apart:
+        if is_gram(problem) and p == q == 1 and problem.d.chunks[0] == problem.d.chunks[1] and not apart:
             # A triangle of D is multiplied, and what is A's and B's arrives once.
             flops, fetched = _HALF * flops, fetched / 2
         added = (s - 1) * plan.final_elements * itemsize
-        arriving = delivered(plan) * problem.itemsize("d")
+        arriving = delivered(plan) * problem.d.itemsize
         received = fetched + added + arriving
         panels = int(np.max(-(-k // panel_width(problem, height + width, k))))
         return Work(
@@ -63,12 +63,12 @@ class NumpyModel(EngineModel):
         total = held_operands(plan)
         # Where these lie is not looked at; the parts of them that a rank fetches are chunks' parts, one at a time.
         inputs = [extra.name for extra in problem.extras if extra.name != "partial"]
-        total += sum(float(chunk_bytes(problem, name).sum()) for name in inputs) / npart
-        owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), nranks) * (2 if problem.formula.saved else 1)
+        total += sum(float(problem[name].bytes.sum()) for name in inputs) / npart
+        owned = np.bincount(plan.owners, problem.d.bytes, nranks) * (2 if problem.formula.saved else 1)
         own = height * width * float(compute)
         if problem.formula.partial and not accumulates_in_place(problem):
             # Else the earlier sums become the chunks of D.
-            own += np.bincount(plan.owners, chunk_bytes(problem, "partial"), nranks)
+            own += np.bincount(plan.owners, problem["partial"].bytes, nranks)
         if plan.grid[2] > 1:
             # Another rank's partial sum of the part that is added up here, and the finished chunks.
             own += plan.final_elements * compute + owned
@@ -76,13 +76,13 @@ class NumpyModel(EngineModel):
             own += owned
         else:
             # Chunks are summed into in place; parts of them that others compute come on top.
-            own += np.maximum(0.0, owned - np.diagonal(plan.final_traffic) * problem.itemsize("d"))
-        if any(problem.by_ranks):
+            own += np.maximum(0.0, owned - np.diagonal(plan.final_traffic) * problem.d.itemsize)
+        if problem.by_ranks:
             # All that it needs of the other operand is there from the start.
             own += sum(
-                extent * k * problem.itemsize(name)
+                extent * k * problem[name].itemsize
                 for name, extent in (("a", height), ("b", width))
-                if not is_by_ranks(problem, name)
+                if not problem[name].by_ranks
             )
         else:
             panel = panel_width(problem, height + width, k)

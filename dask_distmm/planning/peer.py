@@ -16,11 +16,10 @@ import numpy as np
 from dask.utils import format_bytes
 from numpy.typing import NDArray
 
-from dask_distmm.planning.computation import Worker, chunk_elements
+from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.cuts import Rect, pieces_that_fill, slowdown
 from dask_distmm.planning.footprint import (
     Needs,
-    chunk_bytes,
     delivered,
     held_operands,
     multiplied_sizes,
@@ -92,9 +91,9 @@ class PeerModel(EngineModel):
             # Chunks that others read are copied into memory that UCX does not map: see the engine's `memory`.
             for name, read in peer_reads(plan, [name for name in "ab" if name in plan.where]).items():
                 given = multiplied_sizes(problem)["ab".index(name)]
-                total += copied * (read @ chunk_bytes(problem, name)) / problem.itemsize(name) * given
+                total += copied * (read @ problem[name].bytes) / problem[name].itemsize * given
         # Inputs of the formula count as spread evenly; each rank has copies of the parts that its chunks need.
-        total += sum(float(chunk_bytes(problem, extra.name).sum()) for extra in problem.extras) * 2 / npart
+        total += sum(float(extra.bytes.sum()) for extra in problem.extras) * 2 / npart
         found = block_schedules(plan)
         sums = sums_in(plan).itemsize
         buffers = [one.buffer_bytes for one in found] or [one.bytes for one in chunk_sources(plan)]
@@ -102,7 +101,7 @@ class PeerModel(EngineModel):
         if not found:
             # All that they need of an operand that they do not make is there from the start.
             own += _bytes_of(plan, made=False)
-        owned = np.bincount(plan.owners, chunk_bytes(problem, "d"), len(plan.ranks))
+        owned = np.bincount(plan.owners, problem.d.bytes, len(plan.ranks))
         height, width, _ = plan.extents
         own += (height * width + copied_again(plan)) * sums
         if stored_again(plan):
@@ -127,9 +126,9 @@ class PeerModel(EngineModel):
         if extent_multiple(problem) == 1:
             flops *= slowdown(problem, in_chunks=True)
         least: Any = 0.0
-        if any(problem.by_ranks) and problem.array == "numpy" and machine.host_bandwidth:
+        if problem.by_ranks and problem.array == "numpy" and machine.host_bandwidth:
             # Chunks are copied to the GPU while others are multiplied.
-            sizes = [count * problem.itemsize(name) for count, name in zip(_elements(plan), "ab", strict=True)]
+            sizes = [count * problem[name].itemsize for count, name in zip(_elements(plan), "ab", strict=True)]
             copied = [sum(sizes[one][rank] for one in x.made) for rank, x in enumerate(chunk_sources(plan))]
             least = np.array(copied) / machine.host_bandwidth
         # Chunks that ranks make belong to no worker.
@@ -149,7 +148,7 @@ class PeerModel(EngineModel):
             cut = np.array([pieces_that_fill(problem, one.parts[1] - one.parts[0], one.width) for one in found])
             begin = away**2 * np.array([one.stationary_bytes + one.panel_bytes for one in found]) / cut
         arriving = delivered(plan) * sums
-        stored = stored_again(plan) * np.bincount(plan.owners, chunk_elements(problem.out_chunks), len(ranks))
+        stored = stored_again(plan) * np.bincount(plan.owners, problem.d.elements, len(ranks))
         passes = 3.0 * partial + 2.0 * sums * (copied_again(plan) + stored)
         between, last = partial * (s > 1) * (s - 2) / max(1, s - 1), partial / max(1, s - 1) + arriving
         by_ranks = link == "ranks"
@@ -180,7 +179,7 @@ class PeerModel(EngineModel):
 
     def describe(self, plan: Plan) -> list[tuple[str, str]]:
         """Return the fact that tells the stationary and the streamed operand of the rank with the largest buffers."""
-        if any(plan.problem.by_ranks):
+        if plan.problem.by_ranks:
             most = max(chunk_sources(plan), key=lambda one: one.bytes)
             made = " and ".join("AB"[operand] for operand in most.made)
             size, buffers = (format_bytes(n) for n in (most.held_bytes + most.making_bytes, most.buffer_bytes))
@@ -227,9 +226,9 @@ def _elements(plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def _bytes_of(plan: Plan, *, made: bool) -> NDArray[np.float64]:
     """Bytes of each rank's parts of operands: of those that it makes as they are made, of others as multiplied."""
     problem = plan.problem
-    sizes = (problem.itemsize("a"), problem.itemsize("b")) if made else multiplied_sizes(problem)
-    every = zip(_elements(plan), sizes, problem.by_ranks, strict=True)
-    found = [count * float(size) for count, size, by_rank in every if by_rank == made]
+    sizes = (problem.a.itemsize, problem.b.itemsize) if made else multiplied_sizes(problem)
+    every = zip(_elements(plan), sizes, problem.matrices, strict=False)
+    found = [count * float(size) for count, size, matrix in every if matrix.by_ranks == made]
     return np.asarray(sum(found, start=0.0) + np.zeros(len(plan.ranks)))
 
 

@@ -162,7 +162,7 @@ class Placement(Explanation, Wired):
     @property
     def compute_type(self) -> str:
         """Name of the type that is computed in."""
-        return self.problem.compute_type  # type: ignore[no-any-return]
+        return self.problem.compute_type.name
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -251,12 +251,9 @@ class Placement(Explanation, Wired):
 
     def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
         """Return the shape of what a peer asks for parts of, a chunk of an operand by default; None for nothing."""
-        operands = self.problem.operands
-        if not 0 <= matrix < len(operands):
-            return None
-        rows, cols = self.problem.chunks_of(operands[matrix])
-        i, j = divmod(number, len(cols) or 1)
-        return (rows[i], cols[j]) if 0 <= i < len(rows) else None
+        operands = self.problem.matrices
+        known = 0 <= matrix < len(operands) and 0 <= number < operands[matrix].count
+        return operands[matrix].chunk_shape(number) if known else None
 
     def check(self) -> None:
         """Check that the parts of a placement fit each other.
@@ -268,7 +265,7 @@ class Placement(Explanation, Wired):
         """
         nranks, npart = math.prod(self.grid), len(self.participants)
         runs = dict(zip("ab", self.replica_runs, strict=True))
-        counts = {name: math.prod(self.problem.chunk_counts(name)) for name in self.problem.operands}
+        counts = {matrix.name: matrix.count for matrix in self.problem.matrices}
         checks = {
             "ranks": len(set(self.ranks)) == nranks == len(self.ranks) and all(0 <= r < npart for r in self.ranks),
             "replicas": 0 <= self.replicas <= npart,

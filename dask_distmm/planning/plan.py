@@ -26,7 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
-from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.cuts import Bounds, Rect, chunk_cuts, pieces_of, reduce_cuts, traffic
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
@@ -92,11 +91,6 @@ class Plan(Placement):
         return len(self.rows) - 1, len(self.cols) - 1, len(self.depth) - 1
 
     @property
-    def compute_type(self) -> str:
-        """Name of the type that is multiplied and summed in."""
-        return self.problem.compute_type.name
-
-    @property
     def kept(self) -> tuple[str, ...]:
         """D, or the gathered operand, where every worker is to have all of it and does not yet."""
         problem, gathered = self.problem, self.problem.gathered
@@ -123,7 +117,7 @@ class Plan(Placement):
     def final_elements(self) -> NDArray[np.int64]:
         """Elements of D that each rank has in full, after sums over k are added up."""
         if self.grid[2] > 1 and self.method == "allreduce":
-            return np.bincount(self.owners, chunk_elements(self.problem.out_chunks), len(self.ranks))
+            return np.bincount(self.owners, self.problem.d.elements, len(self.ranks))
         rows, cols = self.final_cuts
         return np.multiply.outer(np.diff(rows), np.diff(cols)).ravel()
 
@@ -132,7 +126,7 @@ class Plan(Placement):
         """Elements of the chunks of each rank (rows) that each rank (columns) has in full."""
         if self.grid[2] > 1 and self.method == "allreduce":
             return np.diag(self.final_elements.astype(float))
-        return traffic(self.problem.out_chunks, self.final_cuts, self.owners, len(self.ranks))
+        return traffic(self.problem.d.chunks, self.final_cuts, self.owners, len(self.ranks))
 
     def coords(self, rank: int) -> tuple[int, int, int]:
         """Return (i, j, l) of a rank; l varies fastest."""
@@ -152,7 +146,7 @@ class Plan(Placement):
     @functools.cached_property
     def chunk_cuts(self) -> tuple[Bounds, Bounds]:
         """Edges of D's chunks along rows and columns, from 0; an empty chunk repeats an edge."""
-        rows, cols = map(chunk_cuts, self.problem.out_chunks)
+        rows, cols = map(chunk_cuts, self.problem.d.chunks)
         return rows, cols
 
     def chunk_rect(self, index: int) -> Rect:
@@ -209,7 +203,7 @@ class Plan(Placement):
             "method": self.method in METHODS,
             "orders": set(self.orders.values()) <= {"C", "F"},
             "packing": set(self.packing) <= set("abd"),
-            "owners": in_range(self.owners, int(np.prod(self.problem.chunk_counts("d"))), nranks),
+            "owners": in_range(self.owners, self.problem.d.count, nranks),
         }
         for name, good in checks.items():
             if not good:

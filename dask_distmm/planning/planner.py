@@ -42,7 +42,7 @@ from dask_distmm.planning.computation import Chunks, Computation, Worker
 from dask_distmm.planning.cuts import Candidate, Cuts, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
 from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.planning.factor import FactorPlacement, FactorProblem, plan_factorization
-from dask_distmm.planning.footprint import chunk_bytes, operand_needs, packing, spread
+from dask_distmm.planning.footprint import operand_needs, packing, spread
 from dask_distmm.planning.model import ENGINES, Phase, Work, models_of
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, match_ranks, over_limit
 from dask_distmm.planning.plan import Plan
@@ -121,7 +121,7 @@ def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
 
 
 def _shapes(problem: Problem) -> dict[str, tuple[int, int]]:
-    return {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "d": (problem.m, problem.n)}
+    return {name: problem[name].shape for name in "abd"}
 
 
 def _asked_ways(problem: Problem, count: int) -> Iterator[Candidate]:
@@ -237,7 +237,7 @@ def _replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.f
 
 def _result_replicas(made: Plan) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the bytes that each participant holds, and gets, more than without replicas of D."""
-    sizes = chunk_bytes(made.problem, "d")
+    sizes = made.problem.d.bytes
     missing = np.full(len(made.participants), float(sizes.sum()))
     missing[list(made.ranks)] -= np.bincount(made.owners, sizes, len(made.ranks))
     held = missing.copy()
@@ -254,7 +254,7 @@ def _result_replicas(made: Plan) -> tuple[NDArray[np.float64], NDArray[np.float6
 
 def _operand_replicas(made: Plan, operand: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the bytes that each participant holds, and gets, more than without replicas of A or B."""
-    sizes = chunk_bytes(made.problem, operand)
+    sizes = made.problem[operand].bytes
     held = np.maximum(sizes.sum() - spread(made, operand, sizes), 0.0)
     moved = held.copy()
     if ENGINES[made.engine].by_panels:
@@ -304,20 +304,20 @@ def plan(
 ) -> Plan:
     """Choose how `problem` runs on the workers of `roster`; `where` counts `sources` after these."""
     where, names = where or {}, (engine,) if isinstance(engine, str) else tuple(engine)
-    able = [one.name for one in models_of(names) if one.makes or not any(problem.by_ranks)]
+    able = [one.name for one in models_of(names) if one.makes or not problem.by_ranks]
     if not able:
         raise PlanError(
             f"chunks of {problem.name} were to be made by the ranks that multiply them, which engine {names[0]!r} does "
             "not do: make the product anew on the cluster as it is now"
         )
     # The same multiply comes again and again in a loop: only its name differs.
-    anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
+    unnamed = problem.unnamed()
     raw = tuple((name, where[name].tobytes()) for name in ("a", "b", "partial") if name in where)
     situation = Situation(tuple(roster), tuple(sources), raw, orders, tuple(sorted(groups)))
     found: list[Plan] = []
     for name in able:
         try:
-            found.append(_plan(anonymous, situation, name))
+            found.append(_plan(unnamed, situation, name))
         except (PlanError, ProjectedMemoryError) as error:
             # The reason of the last engine counts: the others are there to be faster where they can.
             if name == able[-1] and not found:
@@ -332,8 +332,8 @@ def is_faster(problem: Problem, roster: Sequence[Worker], limits: Mapping[str, f
     `plan` would say the same. Ways to run it are looked at only if the least and the most that a run can take do not
     decide.
     """
-    anonymous = dataclasses.replace(problem, name="", arrays=problem.anonymous, part=None)
-    return any(_is_faster(anonymous, Situation(tuple(roster)), name, limit) for name, limit in limits.items())
+    unnamed, situation = problem.unnamed(), Situation(tuple(roster))
+    return any(_is_faster(unnamed, situation, name, limit) for name, limit in limits.items())
 
 
 # The best way to run a problem takes at most this many times the seconds of the smallest product, of its operations on
@@ -346,10 +346,9 @@ _COPIES, _LIBRARY_BYTES = 8, 2**28
 
 @functools.lru_cache(maxsize=64)
 def _is_faster(problem: Problem, situation: Situation, engine: str, limit: float) -> bool:
-    one, machine, roster = ((1,), (1,)), problem.options.machine(engine), situation.roster
-    smallest = dataclasses.replace(
-        problem, a_chunks=one, b_chunks=one, out_chunks=one, extras=(), formula=Formula(), gathered=""
-    )
+    machine, roster = problem.options.machine(engine), situation.roster
+    a, b, d = (dataclasses.replace(one, chunks=((1,), (1,))) for one in (problem.a, problem.b, problem.d))
+    smallest = dataclasses.replace(problem, matrices=(a, b), wanted=(d,), formula=Formula(), gathered="")
     least, threads = _plan(smallest, situation, engine).seconds, [max(1, worker.nthreads) for worker in roster]
     names = problem.compute_type.name, problem.operand_type.name, problem.compute or problem.operand_type.name
     rates = [*map(machine.rate, names), *([machine.rate("float8")] if problem.fp8 else [])]
@@ -379,7 +378,7 @@ def _all_bytes(problem: Problem) -> int:
     """Return the bytes of all matrices of a problem, each in the largest of its types."""
     types = *map(dtype_from_name, problem.dtypes_of_work), problem.compute_type
     elements = problem.m * problem.k + problem.k * problem.n + problem.m * problem.n
-    extras = sum(math.prod(map(sum, extra.chunks)) * dtype_from_name(extra.dtype).itemsize for extra in problem.extras)
+    extras = sum(math.prod(extra.shape) * extra.itemsize for extra in problem.extras)
     return elements * max(dtype.itemsize for dtype in types) + extras
 
 
@@ -410,7 +409,7 @@ def _plan(problem: Problem, situation: Situation, engine: str) -> Plan:
 
     found = [_consider(problem, situation, engine, candidate) for candidate in some]
     found.sort(key=lambda one: (one.seconds, max(one.projected_bytes.values())))
-    return choose(found, f"the multiply of {m} x {k} by {k} x {n} ({problem.dtype})", product_remedies(problem), why)
+    return choose(found, f"the multiply of {m} x {k} by {k} x {n} ({problem.d.dtype})", product_remedies(problem), why)
 
 
 def _candidates(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
@@ -498,7 +497,7 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
 
     made = finished(made)
     # Chunks of A and B may stay in host memory. A rank that is alone reads each once, and need not wait for all.
-    may_stay = model.reads_peers and problem.array == "numpy" and not problem.replicated and not any(problem.by_ranks)
+    may_stay = model.reads_peers and problem.array == "numpy" and not problem.replicated and not problem.by_ranks
     if may_stay and (over_limit(made) or len(made.participants) == 1):
         made = finished(dataclasses.replace(made, from_host=True))
     return made
@@ -510,7 +509,7 @@ def _matched(made: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, 
         begun = np.zeros((len(made.ranks), len(made.participants)))
         if "partial" in made.where:
             # Earlier sums of a rank would not only move: they could not grow in place.
-            np.add.at(begun, (made.owners, made.where["partial"]), _BEGUN * chunk_bytes(made.problem, "partial"))
+            np.add.at(begun, (made.owners, made.where["partial"]), _BEGUN * made.problem["partial"].bytes)
         return tuple(match_ranks(-held - begun[:, : held.shape[1]]))
     best, ranks = tuple(match_ranks(-held)), range(len(held))
     if not groups:

@@ -17,12 +17,11 @@ from typing import Any, ClassVar, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.config import Options
 from dask_distmm.errors import ProtocolError
 from dask_distmm.numeric.sparse import SHARE
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix, Part, Worker, chunk_elements
-from dask_distmm.planning.footprint import is_by_ranks, made_ahead
+from dask_distmm.planning.computation import Computation, Worker
+from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.model import Phase, Work, speeds
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
 from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
@@ -55,59 +54,34 @@ def once(arguments: tuple[Any, ...], what: Any, make: Callable[[], T], most: flo
     return found
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramProblem(Computation):
-    """What a program computes of Dask arrays in chunks of rows, each with all columns; a `Computation`."""
+    """What a program computes of Dask arrays in chunks of rows, each with all columns; a `Computation`.
+
+    Rows whose number is not known are -1. A vector is a row.
+    """
 
     kind: ClassVar[str] = "program"
-    part: ClassVar[Part | None] = None
 
-    # Names the computation everywhere; the arrays of its outputs are called after it.
-    name: str
     # Name of the builder (`programs.composite`), and its options.
     builder: str
     options_of_builder: Mapping[str, Any]
     # Name of the type that is computed in.
-    compute_type: str
-    # For each operand by name Dask's chunk sizes along both axes, -1 for rows whose number is not known, and the name
-    # of its type: ranks convert it.
-    chunks: Mapping[str, Chunks]
-    dtypes: Mapping[str, str]
-    # The outputs to be made. A vector is a row.
-    wanted: tuple[NamedMatrix, ...]
-    # As asked for; ``"auto"`` leaves the choice to the cost model.
-    engine: str
-    # Addresses to use, or their number, or None for all.
-    workers: tuple[str, ...] | int | None
-    # What the run needs of the client's configuration.
-    options: Options
-    # What the chunks are: ``"numpy"`` or ``"cupy"``.
-    array: str = "numpy"
-    # Whether the user gives A up: its chunks may go as soon as they have been read for the last time.
-    overwrite_a: bool = False
-    # Whether ranks make the chunks of A and B, each time that they need them.
-    by_ranks: tuple[bool, bool] = (False, False)
-    # Operands whose chunks are sparse.
-    sparse: tuple[str, ...] = ()
-
-    @property
-    def donated(self) -> tuple[str, ...]:
-        """A, if it is to be overwritten."""
-        return ("a",) if self.overwrite_a and not self.by_ranks[0] else ()
+    dtype: str
 
     def making(self, outputs: Collection[str]) -> Self:
         """Return the same computation, which makes only some outputs."""
         return dataclasses.replace(self, wanted=tuple(one for one in self.wanted if one.name in outputs))
 
     @property
-    def dtype(self) -> np.dtype:
-        """Type that is computed in."""
-        return dtype_from_name(self.compute_type)
+    def compute_type(self) -> np.dtype:
+        """NumPy type that is computed in."""
+        return dtype_from_name(self.dtype)
 
     @property
     def flops(self) -> float:
         """Floating-point operations of the program, as on one rank."""
-        owners = (0,) * len(self.chunks["a"][0])
+        owners = (0,) * self["a"].counts[0]
         return self.figures(owners, 1, Rates(1.0, 1.0, 1.0, 0.0))[0].flops
 
     def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
@@ -127,14 +101,14 @@ class ProgramProblem(Computation):
 
     def _arguments(self, owners: tuple[int, ...], ranks: int) -> tuple[Any, ...]:
         """Return the arguments of `record`."""
-        rows, cols = Rows(self.chunks["a"][0], owners, ranks), {name: sum(x[1]) for name, x in self.chunks.items()}
+        rows = Rows(self["a"].chunks[0], owners, ranks)
+        cols = {matrix.name: matrix.shape[1] for matrix in self.matrices}
         wanted = [one.name for one in self.wanted]
-        made = [name for name in self.chunks if is_by_ranks(self, name)]
-        return self.builder, self.options_of_builder, rows, cols, self.compute_type, wanted, made
+        return self.builder, self.options_of_builder, rows, cols, self.dtype, wanted, list(self.by_ranks)
 
     def check(self) -> None:
         """Raise for a builder or an array that there is not; numbers of rows need not be known."""
-        if self.builder not in BUILDERS or self.array not in ("numpy", "cupy") or "a" not in self.chunks:
+        if self.builder not in BUILDERS or self.array not in ("numpy", "cupy") or "a" not in self.operands:
             raise ValueError(f"builder {self.builder!r}, array {self.array!r}")
 
 
@@ -187,7 +161,7 @@ class ProgramPlacement(Placement):
 
     def whole(self, operand: str, number: int) -> tuple[int, int, int, int]:
         """Return the rows and columns of all of a chunk of an operand."""
-        rows, cols = self.problem.chunks_of(operand)
+        rows, cols = self.problem[operand].chunks
         return 0, rows[number] if rows[number] >= 0 else _ALL, 0, cols[0]
 
     def check_boxes(self, kind: str, boxes: NDArray[np.int64]) -> None:
@@ -209,7 +183,7 @@ class ProgramPlacement(Placement):
     def check(self) -> None:
         """Raise `ProtocolError` if the parts of a plan do not fit each other."""
         super().check()
-        count = len(self.problem.chunks["a"][0])
+        count = self.problem["a"].counts[0]
         if not self.ranks or not in_range(np.array(self.owners, np.int32), count, len(self.ranks)):
             raise ProtocolError(f"malformed plan: owners do not fit {count} chunks and {len(self.ranks)} ranks")
 
@@ -252,7 +226,7 @@ def plan_program(
 
 def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int32] | None) -> list[int]:
     """Return for each chunk of rows the worker that works on it: the one that has it, if it is one of `count`."""
-    rows = problem.chunks["a"][0]
+    rows = problem["a"].chunks[0]
     if where is None:
         return [number * min(count, len(rows)) // len(rows) for number in range(len(rows))]
     loads = collections.Counter(dict.fromkeys(range(count), 0))
@@ -269,24 +243,22 @@ def _memory(plan: ProgramPlacement) -> tuple[NDArray[np.float64], int]:
     problem, fetched = plan.problem, 0
     held = np.zeros(len(plan.participants))
     owners = np.array(plan.ranks)[list(plan.owners)]
-    for name, chunks in problem.chunks.items():
-        elements = chunk_elements((tuple(max(0, size) for size in chunks[0]), (sum(chunks[1]),)))
-        share = SHARE if name in problem.sparse else 1
-        sizes = elements * dtype_from_name(problem.dtypes[name]).itemsize * share
-        if is_by_ranks(problem, name):
+    itemsize = problem.compute_type.itemsize
+    for operand in problem.matrices:
+        elements = np.maximum(0, operand.elements)
+        share, converted = SHARE if operand.sparse else 1, operand.dtype != problem.dtype
+        sizes = elements * operand.itemsize * share
+        if operand.by_ranks:
             for index in plan.ranks:
                 # One in use, and some ahead; as they are made, and converted.
                 own = int((owners == index).sum())
                 count = min(own, 1 + made_ahead(plan.participants[index].nthreads))
-                converted = own and problem.dtypes[name] != problem.compute_type
-                held[index] += count * sizes.max() + converted * int(elements.max()) * problem.dtype.itemsize
+                held[index] += count * sizes.max() + bool(own and converted) * int(elements.max()) * itemsize
             continue
-        holders = plan.where.get(name, owners)
+        holders = plan.where.get(operand.name, owners)
         held += np.bincount(holders, sizes, len(held))
         copied = holders != owners
         fetched += int(sizes[copied].sum())
-        if problem.dtypes[name] != problem.compute_type:
-            copied[:] = True
-        held += np.bincount(owners, np.where(copied, elements * (problem.dtype.itemsize * share), 0), len(held))
+        held += np.bincount(owners, np.where(copied | converted, elements * (itemsize * share), 0), len(held))
     held[list(plan.ranks)] += plan.figures[1]
     return held, fetched

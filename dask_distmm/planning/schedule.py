@@ -48,7 +48,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.cuts import (
     Bounds,
     Rect,
@@ -60,7 +59,7 @@ from dask_distmm.planning.cuts import (
     touched,
     unit,
 )
-from dask_distmm.planning.footprint import chunk_bytes, is_by_ranks, made_ahead, multiplied_sizes, multiply_rate
+from dask_distmm.planning.footprint import made_ahead, multiplied_sizes, multiply_rate
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan, once
 from dask_distmm.planning.problem import Problem, is_gram, library_epilog
@@ -129,7 +128,7 @@ def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]
     problem, found = plan.problem, {}
     mine = np.arange(len(plan.participants))[:, None]
     for name in names:
-        sizes = problem.chunks_of(name)
+        sizes = problem[name].chunks
         if name in ("a", "b"):
             reads = np.zeros((len(plan.participants), len(sizes[0]), len(sizes[1])), bool)
             for rank, index in enumerate(plan.ranks):
@@ -141,17 +140,17 @@ def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]
             needed = np.ones(1, bool)
         if plan.from_host and name in ("a", "b"):
             needed = np.zeros(1, bool)  # they are not on GPUs
-        if is_by_ranks(problem, name):
-            found[name] = np.zeros((len(plan.participants), len(chunk_bytes(problem, name))), bool)
+        if problem[name].by_ranks:
+            found[name] = np.zeros((len(plan.participants), len(problem[name].bytes)), bool)
             continue
-        found[name] = needed & (np.asarray(plan.where[name]) == mine) & (chunk_bytes(problem, name) > 0)
+        found[name] = needed & (np.asarray(plan.where[name]) == mine) & (problem[name].bytes > 0)
     return found
 
 
 def _read(plan: Plan, rank: int, name: str) -> tuple[slice, slice]:
     """Return the rows and the columns of chunks of A or B of which a rank multiplies parts."""
     (r0, r1, c0, c1), depth = plan.region(rank), plan.k_range(rank)
-    (rows, cols), (down, across) = plan.problem.chunks_of(name), ((r0, r1), depth) if name == "a" else (depth, (c0, c1))
+    (rows, cols), (down, across) = plan.problem[name].chunks, ((r0, r1), depth) if name == "a" else (depth, (c0, c1))
     return touched(rows, *down), touched(cols, *across)
 
 
@@ -166,10 +165,10 @@ def _held(plan: Plan, rank: int, operand: int) -> tuple[float, bool]:
     if where is None or plan.from_host:
         count = (rows.stop - rows.start) * (cols.stop - cols.start)
         return count * (1.0 if plan.from_host else 1 - 1 / len(plan.participants)), False
-    chunks = where.reshape(plan.problem.chunk_counts(name))[rows, cols]
+    chunks = where.reshape(plan.problem[name].counts)[rows, cols]
     others = float(np.count_nonzero((chunks != plan.ranks[rank]) & (chunks != EVERYWHERE)))
     # The library conjugates only operands that it transposes; other ones are copied first.
-    copied = plan.problem.conjugated[operand] and plan.orders[name] == "C"
+    copied = plan.problem.matrices[operand].conjugated and plan.orders[name] == "C"
     return others, not others and not copied and chunks.shape[1 - operand] == 1
 
 
@@ -248,7 +247,7 @@ def extent_multiple(problem: Problem) -> int:
 @once
 def block_schedules(plan: Plan) -> list[BlockSchedule]:
     """Return the block schedule of each rank of a plan, in the order of the ranks; none where they make chunks."""
-    if any(plan.problem.by_ranks):
+    if plan.problem.by_ranks:
         return []  # see `chunk_sources`
     multiple, sizes = extent_multiple(plan.problem), multiplied_sizes(plan.problem)
     return [_block_schedule(plan, rank, multiple, sizes) for rank in range(len(plan.ranks))]
@@ -335,7 +334,7 @@ def sums_in(plan: Plan) -> np.dtype:
 
 def _several(plan: Plan) -> bool:
     """Whether an element of D is the sum of several products."""
-    cut = plan.grid[2] > 1 or any(plan.problem.by_ranks)
+    cut = plan.grid[2] > 1 or bool(plan.problem.by_ranks)
     return cut or any(len(one.depth) > 2 for one in block_schedules(plan))
 
 
@@ -348,14 +347,14 @@ def native(plan: Plan) -> str | None:
     epilog = library_epilog(problem)
     if epilog and (problem.compute or problem.result_type.itemsize == 2):
         return None
-    if epilog and "bias" in problem.formula.inputs and problem.chunks_of("bias")[0] != (1,):
+    if epilog and "bias" in problem.formula.inputs and problem["bias"].chunks[0] != (1,):
         return None
     return epilog
 
 
 def stored_again(plan: Plan) -> bool:
     """Whether D is written once more after its sums, to apply the formula or to round."""
-    rounded = sums_in(plan).itemsize != plan.problem.itemsize("d")
+    rounded = sums_in(plan).itemsize != plan.problem.d.itemsize
     return rounded or (plan.problem.finished and native(plan) is None)
 
 
@@ -368,7 +367,7 @@ def in_chunks(plan: Plan) -> NDArray[np.bool_]:
     if plan.grid[2] > 1 or extent_multiple(plan.problem) > 1:
         return np.zeros(plan.grid[:2], bool)
     small = []
-    for sizes, cuts in zip(plan.problem.out_chunks, (plan.rows, plan.cols), strict=True):
+    for sizes, cuts in zip(plan.problem.d.chunks, (plan.rows, plan.cols), strict=True):
         parts = overlap_sizes(sizes, cuts)
         least = np.where(parts > 0, parts, _LEAST_BLOCK).min(axis=0)
         small.append((np.count_nonzero(parts > 0, axis=0) > 1) & (least < _LEAST_BLOCK))
@@ -394,12 +393,12 @@ def in_place(plan: Plan, rank: int) -> set[Rect]:
 def copied_again(plan: Plan) -> NDArray[np.float64]:
     """Return the elements of D that each rank copies from its sums to its chunks."""
     problem, q = plan.problem, plan.grid[1]
-    times = np.ones(problem.chunk_counts("d"))
+    times = np.ones(problem.d.counts)
     if plan.grid[2] == 1 and extent_multiple(problem) == 1:
         at = divmod(plan.owners.reshape(times.shape), q)
         inside = whole = np.ones(times.shape, bool)
         for which, cuts, sizes, shape in zip(
-            at, (plan.rows, plan.cols), problem.out_chunks, ((-1, 1), (1, -1)), strict=True
+            at, (plan.rows, plan.cols), problem.d.chunks, ((-1, 1), (1, -1)), strict=True
         ):
             begin, end = (edges.reshape(shape) for edges in (chunk_edges(sizes)[:-1], chunk_edges(sizes)[1:]))
             first, last = np.take(cuts, which), np.take(cuts, which + 1)
@@ -407,7 +406,7 @@ def copied_again(plan: Plan) -> NDArray[np.float64]:
             whole = whole & (first == begin) & (end == last)
         # GEMMs write whole chunks that are the rank's own.
         times -= whole | (inside & in_chunks(plan)[at])
-    weights = (chunk_elements(problem.out_chunks) * times.ravel()).astype(float)
+    weights = (problem.d.elements * times.ravel()).astype(float)
     return np.bincount(plan.owners, weights, len(plan.ranks)).astype(float)
 
 
@@ -463,12 +462,12 @@ def chunk_sources(plan: Plan) -> list[ChunkSource]:
 def _chunk_source(plan: Plan, rank: int) -> ChunkSource:
     problem = plan.problem
     (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
-    made = tuple(operand for operand in (0, 1) if problem.by_ranks[operand])
+    made = tuple(operand for operand in (0, 1) if problem.matrices[operand].by_ranks)
     twin = len(made) > 1 and is_gram(problem) and (r0, r1) == (c0, c1)
     if twin:
         # The library conjugates what it transposes, so this one is right for both.
-        made = (0 if problem.conjugated[0] else 1,)
-    both = all(problem.by_ranks)
+        made = (0 if problem.a.conjugated else 1,)
+    both = len(problem.by_ranks) == 2
     extents, sizes, depth = (r1 - r0, c1 - c0), multiplied_sizes(problem), k1 - k0
     along_k = np.diff(_edges(plan, rank, made, None))
     across = [np.diff(_edges(plan, rank, (operand,), operand)) for operand in made]
@@ -494,8 +493,8 @@ def _chunk_source(plan: Plan, rank: int) -> ChunkSource:
     multiple, joined = extent_multiple(problem), _joins(along_k, least[1])
     buffer, panel, largest, place = 0, 0, 0, 0
     for operand, own, extent in zip(made, across, broad, strict=True):
-        size = max(sizes[operand], problem.itemsize("ab"[operand]))
-        chunk = size * math.prod(max(axis) for axis in (problem.a_chunks, problem.b_chunks)[operand])
+        size = max(sizes[operand], problem.matrices[operand].itemsize)
+        chunk = size * math.prod(max(axis) for axis in problem.matrices[operand].chunks)
         if multiple > 1 or joined or (len(own) > 1 if both else _joins(own, least[0])):
             buffer += padded(extent, multiple) * padded(deep, multiple) * sizes[operand]
         panel, largest = panel + extent * deep * size, max(largest, chunk)
@@ -516,7 +515,7 @@ def _edges(plan: Plan, rank: int, operands: Sequence[int], own: int | None) -> N
         start, stop = region[:2] if own == 0 else region[2:]
     found = [np.array([start, stop])]
     for operand in operands:
-        sizes = (plan.problem.a_chunks, plan.problem.b_chunks)[operand]
+        sizes = plan.problem.matrices[operand].chunks
         every = chunk_edges(sizes[operand if own is not None else 1 - operand])
         found.append(every[np.searchsorted(every, start, "right") : np.searchsorted(every, stop, "left")])
     return np.unique(np.concatenate(found))
@@ -531,7 +530,7 @@ def _joins(stretches: NDArray[np.int64], least: int) -> bool:
 def source_cuts(plan: Plan, rank: int, source: ChunkSource) -> tuple[Bounds, Bounds]:
     """Return where a rank's own axis of the operand that it makes, and where its part of k, are cut into steps."""
     along_k, own = _edges(plan, rank, source.made, None), _edges(plan, rank, source.made, source.made[0])
-    if all(plan.problem.by_ranks):
+    if len(plan.problem.by_ranks) == 2:
         return (int(own[0]), int(own[-1])), _cut(along_k.tolist(), source.least[1], source.most[1])
     multiple, found = extent_multiple(plan.problem), []
     for edges, least, most in zip((own, along_k), source.least, source.most, strict=True):

@@ -18,7 +18,6 @@ from typing import Any
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.factor import FactorProblem, factored
-from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.planning.model import EngineModel, Estimate, Phase, Work, estimate
 from dask_distmm.planning.placement import P
 from dask_distmm.planning.problem import Problem
@@ -33,8 +32,8 @@ _QR_SHARE, _QR_TASKS = 0.25, 6
 def run_overhead(problem: Computation, costs: DaskCosts) -> float:
     """Return the seconds that Dask takes around a run; it knows nothing of chunks that ranks make."""
     shared = isinstance(problem, Problem) and problem.shared
-    names = [name for name in problem.inputs if not (is_by_ranks(problem, name) or (name == "b" and shared))]
-    given = sum(math.prod(problem.chunk_counts(name)) for name in names)
+    names = [name for name in problem.inputs if not (problem[name].by_ranks or (name == "b" and shared))]
+    given = sum(problem[name].count for name in names)
     return costs.run + costs.chunk * (given + sum(output.count for output in problem.outputs))
 
 
@@ -61,15 +60,15 @@ _Tasks = tuple[tuple[int, int, int], int, Phase, float, float, float]
 
 def _product(problem: Problem, workers: Sequence[Worker], machine: Machine) -> _Tasks:
     count, threads = len(workers), sum(worker.nthreads for worker in workers)
-    rows, cols = len(problem.a_chunks[0]), len(problem.b_chunks[1])
-    edges = [set(itertools.accumulate(sizes)) for sizes in (problem.a_chunks[1], problem.b_chunks[0])]
+    rows, cols = len(problem.a.chunks[0]), len(problem.b.chunks[1])
+    edges = [set(itertools.accumulate(sizes)) for sizes in (problem.a.chunks[1], problem.b.chunks[0])]
     depth = len(edges[0] | edges[1])
     products = rows * cols * depth
     sums = rows * cols * math.ceil(max(0, depth - 1) / (_SUMMED - 1))
     # Where A and B are cut differently along k, one of them is cut again.
     again = products if edges[0] != edges[1] else 0
-    a_bytes, b_bytes = problem.itemsize("a") * problem.m * problem.k, problem.itemsize("b") * problem.k * problem.n
-    d_bytes = problem.itemsize("d") * problem.m * problem.n
+    a_bytes, b_bytes = problem.a.itemsize * problem.m * problem.k, problem.b.itemsize * problem.k * problem.n
+    d_bytes = problem.d.itemsize * problem.m * problem.n
     flops = math.ceil(products / threads) * problem.flops / products
     added = (depth > 1) * depth * d_bytes / count
     received = (1 - 1 / count) * (min(a_bytes, b_bytes) * (1 + bool(again)) + added)
@@ -80,14 +79,10 @@ def _product(problem: Problem, workers: Sequence[Worker], machine: Machine) -> _
 
 def _program(problem: ProgramProblem, workers: Sequence[Worker], machine: Machine) -> _Tasks:
     """QR of each chunk, and of all R; or products."""
-    rows, cols = (sum(sizes) for sizes in problem.chunks["a"])
-    chunks, threads, size = (
-        len(problem.chunks["a"][0]),
-        sum(worker.nthreads for worker in workers),
-        problem.dtype.itemsize,
-    )
-    flops, tasks = 4 * (rows + chunks * cols) * cols**2 * (4 if problem.dtype.kind == "c" else 1), _QR_TASKS
-    rate, touched, moved = machine.rate(problem.compute_type) * min(threads, chunks), 0.0, chunks * cols**2
+    (rows, cols), chunks, dtype = problem["a"].shape, problem["a"].counts[0], problem.compute_type
+    threads, size = sum(worker.nthreads for worker in workers), dtype.itemsize
+    flops, tasks = 4 * (rows + chunks * cols) * cols**2 * (4 if dtype.kind == "c" else 1), _QR_TASKS
+    rate, touched, moved = machine.rate(problem.dtype) * min(threads, chunks), 0.0, chunks * cols**2
     if problem.builder == "svd_compressed":
         # Products by narrow matrices, QR of the last one, and the products that make U.
         width, passes = problem.options_of_builder["width"], 2 + 2 * problem.options_of_builder["iterations"]
@@ -102,10 +97,10 @@ def _program(problem: ProgramProblem, workers: Sequence[Worker], machine: Machin
 
 
 def _factor(problem: FactorProblem, workers: Sequence[Worker], machine: Machine) -> _Tasks:
-    blocks, (rows, cols) = len(problem.chunks["a"][0]), problem.task.a_shape
+    blocks, (rows, cols) = problem["a"].counts[0], problem.task.a_shape
     name, right, columns = factored(problem.task), 0, 0
     if problem.task.b_shape is not None:
-        right, columns = len(problem.chunks["b"][1]), problem.task.b_shape[1]
+        right, columns = problem["b"].counts[1], problem.task.b_shape[1]
     if name == "qr":
         # Q and R of each chunk; R of all of these R; its Q in parts, and their products with the first Q.
         products, others, elements = blocks, 4 * blocks, cols * cols
@@ -117,7 +112,8 @@ def _factor(problem: FactorProblem, workers: Sequence[Worker], machine: Machine)
         others = (2 * blocks * blocks if name else 0) + triangles * blocks
         elements = rows // blocks * (cols // blocks if name else -(-columns // right))
     threads = sum(worker.nthreads for worker in workers)
-    moved = (1 - 1 / len(workers)) * (products * elements + rows * cols * (name == "cholesky")) * problem.dtype.itemsize
+    moved = (1 - 1 / len(workers)) * (products * elements + rows * cols * (name == "cholesky"))
+    moved *= problem.compute_type.itemsize
     rate = machine.rate(problem.task.dtype) * min(threads, blocks) * EngineModel.shares[name][0]
     own = Phase(problem.flops, rate)
     return (blocks, blocks, blocks), products + others, own, moved / len(workers), moved, 0.0

@@ -30,8 +30,8 @@ import numpy as np
 from dask_distmm.config import Budget, DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError, advice
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning.computation import Chunks, Part, Worker
-from dask_distmm.planning.footprint import chunk_bytes, held_bytes, made_bytes
+from dask_distmm.planning.computation import Chunks, Worker
+from dask_distmm.planning.footprint import held_bytes, made_bytes
 from dask_distmm.planning.model import ENGINES, models_of, speeds
 from dask_distmm.planning.placement import Explanation
 from dask_distmm.planning.planner import plan, product_remedies
@@ -142,66 +142,68 @@ class WavePlan(Explanation):
         return None
 
 
-def part_scheme(problem: Problem, scheme: Scheme, part: Part, name: str) -> Scheme:
-    """Return the waves, called after `name`, of which some make a part of a product, and the others nothing.
+def part_scheme(problem: Problem, scheme: Scheme, part: Problem) -> Scheme:
+    """Return the waves, called after a part of a product, of which some make that part, and the others nothing.
 
     Waves along k are joined as long as they read no more than a wave of the whole.
     """
-    sizes = [problem.itemsize(name) * yes for name, yes in zip("ab", scheme.streamed, strict=True)]
+    sizes = [problem[name].itemsize * yes for name, yes in zip("ab", scheme.streamed, strict=True)]
     rows, cols, depth = (np.diff(cuts).max() for cuts in scheme.cuts)
     most = (rows * sizes[0] + cols * sizes[1]) * depth
     extents = []
-    for cuts, chunks, numbers in zip(scheme.cuts[:2], problem.out_chunks, part.of("d")[:2], strict=True):
+    for cuts, chunks, numbers in zip(scheme.cuts[:2], problem.d.chunks, part.d.in_whole[:2], strict=True):
         kept = np.repeat(np.isin(np.arange(len(chunks)), numbers), chunks)
         extents.append(np.add.reduceat(kept, cuts[:-1], dtype=int).max())
     steps = [0]
     for start, stop in itertools.pairwise(scheme.cuts[2]):
         if start and (extents[0] * sizes[0] + extents[1] * sizes[1]) * (stop - steps[-1]) > most:
             steps.append(start)
-    return dataclasses.replace(scheme, cuts=(*scheme.cuts[:2], (*steps, problem.k)), series=name, before=0)
+    return dataclasses.replace(scheme, cuts=(*scheme.cuts[:2], (*steps, problem.k)), series=part.name, before=0)
 
 
-def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Part | None = None) -> Problem:
+def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Problem | None = None) -> Problem:
     """Return one wave of a product, or of its part, as a problem called ``...-wave-00012`` after it or the series."""
     places = np.unravel_index(number, scheme.counts)
     axes = {axis: cuts[at : at + 2] for axis, cuts, at in zip("mnk", scheme.cuts, places, strict=True)}
     first, last = axes["k"][0] == 0, axes["k"][1] == problem.k
-    extents = {"m": problem.m, "n": problem.n}
+    extents = {"m": problem.m, "n": problem.n, "k": problem.k}
 
-    def take(name: str, sizes: Chunks, along: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def take(name: str) -> tuple[list[int], list[int]]:
         taken = []
-        for axis, own in zip(along, sizes, strict=True):
+        for axis, own in zip(AXES.get(name, "mn"), problem[name].chunks, strict=True):
             ends, (start, stop) = np.cumsum(own), axes[axis]
-            if name not in ("a", "b", "d", "partial") and sum(own) != extents[axis]:
+            if sum(own) != extents[axis]:
                 start, stop = 0, sum(own)  # broadcast
-            taken.append(tuple(np.flatnonzero((ends > start) & (ends <= stop)).tolist()))
+            taken.append(np.flatnonzero((ends > start) & (ends <= stop)).tolist())
         if part is not None:
-            kept = part.of("d" if name == "partial" else name)
-            taken = [tuple(x for x in mine if x in of) for mine, of in zip(taken, kept[:2], strict=True)]
+            kept = part[name].in_whole
+            taken = [[x for x in mine if x in of] for mine, of in zip(taken, kept[:2], strict=True)]
         return taken[0], taken[1]
 
-    taken = {name: take(name, problem.chunks_of(name), AXES[name]) for name in "ab"}
-    taken |= {extra.name: take(extra.name, extra.chunks, "mn") for extra in problem.extras if last}
-    of_d = {name: take(name, problem.out_chunks, "mn") for name in ("partial",) * (not first) + ("d",)}
+    taken = {name: take(name) for name in (*(problem.operands if last else "ab"), "d")}
+    if not first:
+        taken["partial"] = taken["d"]
     formula = problem.formula if last else Formula()
     # The same chunks, as in X.T @ X: transposed once, and in the same columns.
-    across = problem.transposed in ((True, False), (False, True)) and taken["a"][0] == taken["b"][1]
+    across = problem.a.transposed != problem.b.transposed and taken["a"][0] == taken["b"][1]
     shared = problem.shared and across
     series, number = scheme.series or problem.name, scheme.before + number
-    return part_of(
-        problem,
-        taken | of_d,
-        problem.name if last else f"{series}-sum-{number:05d}",
+    wave = part_of(
+        problem.made_by_ranks(
+            [name for name, yes in zip("ab", scheme.streamed, strict=True) if yes and scheme.by_ranks]
+        ),
+        taken,
+        array=f"{problem.name}-stream" * shared,
+        whole=problem.name if last else f"{series}-sum-{number:05d}",
         name=f"{series}-wave-{number:05d}",
-        dtype=problem.dtype if last else problem.compute_type.name,
         method=scheme.method,
-        same=False,
         options=dataclasses.replace(problem.options, panel_bytes=scheme.panel_bytes, buffer_bytes=scheme.buffer_bytes),
         formula=dataclasses.replace(formula, partial=not first),
-        arrays=(f"{problem.name}-stream",) * 2 if shared else ("", ""),
         stationary=not (first and last),
-        by_ranks=scheme.streamed if scheme.by_ranks else (False, False),
     )
+    if last:
+        return wave
+    return dataclasses.replace(wave, wanted=(dataclasses.replace(wave.d, dtype=problem.compute_type.name),))
 
 
 # Where a product can be cut into waves: at edges of all chunks along an axis. Pure
@@ -214,13 +216,8 @@ _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 @functools.lru_cache(maxsize=16)
 def common_edges(problem: Problem, axis: str) -> Cuts:
     """Return where an axis, of ``"m"``, ``"n"`` and ``"k"``, can be cut: at edges of all chunks along it."""
-    inputs = [extra.chunks for extra in problem.extras]
-    chunkings = {
-        "m": [problem.a_chunks[0], problem.out_chunks[0], *(c[0] for c in inputs if sum(c[0]) == problem.m)],
-        "n": [problem.b_chunks[1], problem.out_chunks[1], *(c[1] for c in inputs if sum(c[1]) == problem.n)],
-        "k": [problem.a_chunks[1], problem.b_chunks[0]],
-    }[axis]
-    return tuple(sorted(set.intersection(*({0, *itertools.accumulate(sizes)} for sizes in chunkings))))
+    edges = ({0, *itertools.accumulate(sizes)} for sizes in problem.chunkings(axis))
+    return tuple(sorted(set.intersection(*edges)))
 
 
 def grouped(edges: Sequence[int], groups: int) -> Cuts:
@@ -240,7 +237,7 @@ def _splits(problem: Problem, streamed: tuple[bool, bool]) -> Iterator[tuple[Cut
 
 def _read(problem: Problem, streamed: tuple[bool, bool], blocks: Sequence[int]) -> tuple[int, int]:
     """Return the bytes that are read of A and of B if those streamed are read again for each block of D."""
-    a, b = problem.m * problem.k * problem.itemsize("a"), problem.k * problem.n * problem.itemsize("b")
+    a, b = problem.m * problem.k * problem.a.itemsize, problem.k * problem.n * problem.b.itemsize
     return a * (blocks[1] if streamed[0] else 1), b * (blocks[0] if streamed[1] else 1)
 
 
@@ -290,9 +287,10 @@ def choose_scheme(
     `by_ranks` are the operands whose chunks ranks can make.
     """
     # The same product comes again and again in a loop: only its name differs.
-    anonymous = dataclasses.replace(problem, name="the product", arrays=problem.anonymous)
     engines = (engine,) if isinstance(engine, str) else tuple(engine)
-    return _choose(anonymous, tuple(workers), lazy, budget, costs, engines, by_ranks, products, only_by_ranks)
+    return _choose(
+        problem.unnamed("the product"), tuple(workers), lazy, budget, costs, engines, by_ranks, products, only_by_ranks
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -334,9 +332,9 @@ def _choose(
 def _why_whole(problem: Problem, lazy: tuple[bool, bool], *, apart: bool) -> str:
     if not any(lazy) and not apart:
         return "all chunks of A and B are in memory already"
-    if problem.part is not None or any(problem.distributions) or problem.grid or problem.replicated:
+    if any(problem.distributions) or problem.grid or problem.replicated:
         return "its layout is asked for, or all of D or of an operand is to be on every worker"
-    if any(0 in sizes for sizes in (*problem.a_chunks, *problem.b_chunks, *problem.out_chunks)):
+    if any(0 in sizes for sizes in (*problem.a.chunks, *problem.b.chunks, *problem.d.chunks)):
         return "it has empty chunks"
     return ""
 
@@ -355,7 +353,7 @@ def _candidates(
         large = all(len(sizes) == 1 or sum(sizes) >= problem.options.pack_below * len(sizes) for sizes in chunks)
         return large or not any(ENGINES[name].by_panels for name in makers)
 
-    both = zip(able, (problem.a_chunks, problem.b_chunks), strict=True)
+    both = zip(able, (problem.a.chunks, problem.b.chunks), strict=True)
     made = [bool(makers) and can and fit(chunks) for can, chunks in both]
     m, n, k = (0, problem.m), (0, problem.n), (0, problem.k)
     rows, cols, depth = (common_edges(problem, axis) for axis in "mnk")
@@ -471,18 +469,18 @@ def _beside(problem: Problem, scheme: Scheme, lazy: tuple[bool, bool], workers: 
     for operand, is_lazy, streamed in zip("ab", lazy, scheme.streamed, strict=True):
         if (operand == "b" and one.shared) or (streamed and scheme.by_ranks):
             continue  # the plan's own
-        mine = chunk_bytes(one, operand)
+        mine = one[operand].bytes
         if streamed:
             loaded, largest = loaded + len(mine), max(largest, float(mine.max()))
         elif not is_lazy:
-            total += (chunk_bytes(problem, operand).sum() - mine.sum()) / workers
+            total += (problem[operand].bytes.sum() - mine.sum()) / workers
     # Chunks loaded for the next wave, and one more that is being made.
     total += largest * (math.ceil(loaded / workers) + 1)
     if one.result_name == problem.name:
         # Chunks of the wave before, on their way out.
-        total += chunk_bytes(one, "d").sum() / workers
+        total += one.d.bytes.sum() / workers
     elif scheme.visit(scheme.largest):
-        total += chunk_bytes(problem, "d").mean()
+        total += problem.d.bytes.mean()
     return total
 
 

@@ -27,8 +27,7 @@ from dask_distmm.numeric.sparse import compressed, sparse_package
 from dask_distmm.numeric.types import carried, typed
 from dask_distmm.planning import ENGINES, Computation, Placement, Plan, Problem
 from dask_distmm.planning.cuts import overlaps
-from dask_distmm.planning.footprint import is_by_ranks
-from dask_distmm.planning.program import ProgramPlacement, ProgramProblem
+from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.runtime import direct
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def other_orders(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[str, s
     for operand, planned in plan.orders.items():
         here = collections.Counter(order_of(chunk) for (name, _), chunk in chunks.items() if name == operand)
         order = here.most_common(1)[0][0] if here else planned
-        if order != planned and (ENGINES[plan.engine].on_gpus or problem.is_conjugated(operand)):
+        if order != planned and (ENGINES[plan.engine].on_gpus or problem[operand].conjugated):
             found[operand] = order
     return found
 
@@ -110,13 +109,11 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
     problem = plan.problem
     checked = {}
     for (operand, index), chunk in chunks.items():
-        sizes, dtype = problem.chunks_of(operand), problem.dtype_of(operand)
-        i, j = divmod(index, len(sizes[1]))
-        shape = (sizes[0][i], sizes[1][j])
+        shape, dtype = problem[operand].chunk_shape(index), problem[operand].dtype
         if sparse_package(chunk):
             if problem.kind != "program":
                 raise EngineError(
-                    f"chunk {problem.place_of(operand, index)} of {operand.upper()} is a {type(chunk).__name__}, and "
+                    f"chunk {problem[operand].at(index)} of {operand.upper()} is a {type(chunk).__name__}, and "
                     "the array does not say that its chunks are sparse: pass meta= where it is made, or make chunks "
                     "dense by map_blocks(lambda x: x.toarray())"
                 )
@@ -130,7 +127,7 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
             chunk = chunk.astype(expected)  # noqa: PLW2901
         if not fits or chunk.dtype != expected:
             found = f"{getattr(chunk, 'shape', None)} {getattr(chunk, 'dtype', type(chunk))}"
-            where = problem.place_of(operand, index)
+            where = problem[operand].at(index)
             raise EngineError(
                 f"chunk {where} of {operand.upper()} is {found}; the array says {shape} {dtype}: "
                 "correct the chunks or the dtype where the array is made"
@@ -148,9 +145,9 @@ def arrays_of(problem: Computation, result: Mapping[ResultKey, Any]) -> dict[Res
 def numbered(plan: Placement, result: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:
     """Return a run's chunks under the numbers that they have for the user."""
     problem, result = plan.problem, arrays_of(plan.problem, result)
-    if problem.part is None:
+    if not problem.whole:
         return result
-    numbers = {output.name: problem.numbers(output.name).tolist() for output in problem.outputs}
+    numbers = {output.name: output.every.tolist() for output in problem.outputs}
     return {(name, numbers[name][number]): chunk for (name, number), chunk in result.items()}
 
 
@@ -185,9 +182,9 @@ def _needed_chunks(plan: Placement, rank: int, operand: str) -> NDArray[np.int64
         np.array(
             [number for number, _, _ in overlaps(tuple(itertools.accumulate(sizes, initial=0)), *wanted)], np.int64
         )
-        for sizes, wanted in zip(plan.problem.chunks_of(operand), ranges, strict=True)
+        for sizes, wanted in zip(plan.problem[operand].chunks, ranges, strict=True)
     )
-    return np.add.outer(rows * plan.problem.chunk_counts(operand)[1], cols).ravel()
+    return np.add.outer(rows * plan.problem[operand].counts[1], cols).ravel()
 
 
 def unpack_tasks(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKey, SourceChunk]:
@@ -203,7 +200,7 @@ def unpack_tasks(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKe
     together = isinstance(plan.problem, Problem) and plan.problem.shared
     for operand, (numbers, tasks) in found.items():
         for number, task in zip(numbers, tasks, strict=True):
-            where = plan.problem.place_of(operand, number)
+            where = plan.problem[operand].at(number)
             make = functools.partial(_make_chunk, task, worker, turn, f"chunk {where} of {operand.upper()}")
             source = made.setdefault((id(task), together or operand), Source(make, retries))
             chunks[operand, number] = SourceChunk(source, functools.partial(_view, plan, operand, number))
@@ -217,11 +214,5 @@ def _make_chunk(task: Any, worker: Worker, turn: AbstractContextManager[Any], na
 
 
 def _view(plan: Placement, operand: str, number: int, made: Any) -> Any:
-    chunk = made.T if plan.problem.is_transposed(operand) else made
+    chunk = made.T if plan.problem[operand].transposed else made
     return check_chunks(plan, {(operand, number): chunk})[operand, number]
-
-
-def by_ranks(problem: Any) -> list[str]:
-    """Return the operands of a computation whose chunks ranks make."""
-    known = isinstance(problem, Problem | ProgramProblem)
-    return [name for name in "ab" if known and is_by_ranks(problem, name)]

@@ -69,9 +69,9 @@ def runs_faster(known: Snapshot, problem: Problem, *, lazy: bool) -> bool:
 
 def _transposed(problem: Problem, operand: str, where: NDArray[np.int32]) -> NDArray[np.int32]:
     """Return where A's or B's chunks are, in their order, from where those of the array underneath are."""
-    if not problem.transposed["ab".index(operand)]:
+    if not problem[operand].transposed:
         return where
-    nrows, ncols = problem.chunk_counts(operand)
+    nrows, ncols = problem[operand].counts
     return np.ascontiguousarray(where.reshape(ncols, nrows).T).ravel()
 
 

@@ -34,7 +34,6 @@ from dask.base import clone_key, tokenize
 from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import Problem, problem_from_wire, restrict
-from dask_distmm.planning.computation import Part
 
 # The tasks of runs, and their names, from which scheduler and workers know which multiply a task belongs to
 
@@ -92,9 +91,9 @@ def output_name(name: str, output: str) -> str:
     return f"{name}-{output}" if output else name
 
 
-def part_name(part: Part) -> str:
+def part_name(part: Problem) -> str:
     """Return the name of a part of a multiply: the same for the same chunks, however they were asked for."""
-    return f"{part.whole}-part-{tokenize(part.numbers)}"
+    return f"{part.whole}-part-{tokenize([(name, part[name].numbers) for name in (*part.operands, 'd')])}"
 
 
 def copied_name(name: str, seed: Hashable) -> str:
@@ -223,7 +222,7 @@ def part_of(
         return problem, dict(keys)
     found = {}
     for name in part.operands:
-        places = np.searchsorted(problem.numbers(name), part.numbers(name))
+        places = np.searchsorted(problem[name].every, part[name].every)
         every = keys[problem.source_of(name)]
         found[name] = [every[place] for place in places.tolist()]
     return part, found
@@ -238,16 +237,16 @@ def restricted(barrier: Any, chunks: Mapping[Any, ChunkTask]) -> dict[Any, Graph
         return {}  # the barrier will fail with it
     if not isinstance(problem, Problem):
         return {}
-    numbers = problem.numbers("").tolist()
+    numbers = problem.d.every.tolist()
     wanted = {numbers[task.index] for task in chunks.values()}
     part, inputs = part_of(problem, dict(zip(problem.inputs, keys, strict=True)), wanted)
-    if part is problem or part.part is None:
+    if part is problem:
         return {}
-    part = dataclasses.replace(part, name=part_name(part.part))
+    part = dataclasses.replace(part, name=part_name(part))
     key = barrier_key(part.name)
     lists = [List(*map(TaskRef, inputs[name])) for name in part.inputs]
     found: dict[Any, GraphNode] = {key: RunTask(key, barrier.func, part.to_wire(), *lists, **barrier.kwargs)}
-    index = {number: index for index, number in enumerate(part.numbers("").tolist())}
+    index = {number: index for index, number in enumerate(part.d.every.tolist())}
     for name, task in chunks.items():
         found[name] = ChunkTask(name, task.func, task.output, index[numbers[task.index]], TaskRef(key))
     return found

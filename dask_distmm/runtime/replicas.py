@@ -30,7 +30,6 @@ from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import GATHERED, REPLICA, ChunkKey, ResultKey
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import EVERYWHERE, Placement, Plan, Problem, Worker
-from dask_distmm.planning.footprint import chunk_bytes
 from dask_distmm.planning.placement import Where
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.messages import Released
@@ -76,14 +75,15 @@ class ReplicaStore:
         missing: list[str] = []
         if not any(plan.replica_runs) or not isinstance(plan, Plan):
             return chunks, missing
-        for operand, name, run_id in zip("ab", plan.problem.arrays, plan.replica_runs, strict=True):
+        for operand, run_id in zip("ab", plan.replica_runs, strict=True):
+            name = plan.problem[operand].array
             if not run_id or me not in plan.ranks:
                 continue
             kept = self.find(name, run_id)
             if kept is None:
                 missing.append(name)
                 continue
-            _, count = plan.problem.chunk_counts(operand)
+            _, count = plan.problem[operand].counts
             chunks |= {(operand, i * count + j): chunk for (i, j), chunk in _seen(plan.problem, operand, kept).items()}
         return chunks, missing
 
@@ -142,7 +142,7 @@ class ReplicaStore:
 def _messages(plan: Plan, me: int, matrix: str, here: Mapping[int, Any]) -> list[tuple[int, list[int]]]:
     """Return whom to ask for which chunks, message by message; not all participants begin with the same one."""
     holders = np.asarray(plan.ranks)[plan.owners] if matrix == "d" else plan.where[matrix]
-    sizes, count = chunk_bytes(plan.problem, matrix), len(plan.participants)
+    sizes, count = plan.problem[matrix].bytes, len(plan.participants)
     found: list[tuple[int, list[int]]] = []
     for peer in ((me + turn) % count for turn in range(count)):
         size = 0
@@ -159,20 +159,20 @@ def _messages(plan: Plan, me: int, matrix: str, here: Mapping[int, Any]) -> list
 
 def _array_of(problem: Problem, matrix: str) -> str:
     """Return the name of the array whose chunks are those of a matrix, or of its transpose."""
-    return problem.name if matrix == "d" else problem.arrays["ab".index(matrix)]
+    return problem.name if matrix == "d" else problem[matrix].array
 
 
 def _by_place(problem: Problem, matrix: str, chunks: Mapping[int, Any]) -> Kept:
     """Return a matrix' chunks by row and column of its array, of which the matrix may be the transpose."""
-    _, count = problem.chunk_counts(matrix)
-    transposed = problem.is_transposed(matrix)
+    _, count = problem[matrix].counts
+    transposed = problem[matrix].transposed
     places = ((*divmod(number, count), chunk) for number, chunk in chunks.items())
     return {(j, i) if transposed else (i, j): chunk.T if transposed else chunk for i, j, chunk in places}
 
 
 def _seen(problem: Problem, operand: str, kept: Kept) -> Kept:
     """Return an array's chunks by row and column of the operand, which may be its transpose."""
-    return {(j, i): chunk.T for (i, j), chunk in kept.items()} if problem.is_transposed(operand) else kept
+    return {(j, i): chunk.T for (i, j), chunk in kept.items()} if problem[operand].transposed else kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class Replicas:
         holders = {worker.address for worker in made.participants[: made.replicas]}
         for matrix in made.kept:
             name = _array_of(made.problem, matrix)
-            rows, cols = made.problem.chunk_counts(matrix)[:: -1 if made.problem.is_transposed(matrix) else 1]
+            rows, cols = made.problem[matrix].counts[:: -1 if made.problem[matrix].transposed else 1]
             before = self._held.get(name)
             tasks = [self._scheduler.tasks.get((name, i, j)) for i in range(rows) for j in range(cols)]
             self._held[name] = _Left(run_id, holders, [ts for ts in tasks if ts is not None])
@@ -219,7 +219,7 @@ class Replicas:
         self, problem: Problem, workers: Sequence[Worker], held: Where
     ) -> tuple[dict[str, NDArray[np.int32]], tuple[int, int]]:
         """Return where the operands' chunks are, and the numbers of the runs that have left replicas; 0 for none."""
-        a, b = (self._run(name, [worker.address for worker in workers]) for name in problem.arrays)
+        a, b = (self._run(x.array, [worker.address for worker in workers]) for x in (problem.a, problem.b))
         runs = {"a": a, "b": b}
         where = {name: np.full_like(table, EVERYWHERE) if runs.get(name) else table for name, table in held.items()}
         return where, (a, b)

@@ -324,7 +324,7 @@ class WorkerService:
             numbers, found = np.flatnonzero(where == me).tolist(), keys.get(problem.source_of(operand), ())
             if len(found) != len(numbers):
                 raise ProtocolError(f"{len(found)} keys for {len(numbers)} chunks of {operand.upper()}")
-            transposed = problem.is_transposed(operand)
+            transposed = problem[operand].transposed
             for number, key in zip(numbers, found, strict=True):
                 names[operand, number] = key
                 with contextlib.suppress(KeyError):
@@ -405,10 +405,10 @@ class WorkerService:
             skipped = set(np.frombuffer(raw, np.int64).tolist())
             values = {number: value for number, value in made.get(output, {}).items() if number not in skipped}
             sizes: list[int] = []
-            place, ncols, every = problem.output(output).place, problem.columns(output), list(values)
+            place, every = problem.output(output).place, list(values)
             for some in (every[at : at + _SLICE] for at in range(0, len(every), _SLICE)):
                 run.raise_if_over()
-                found = {(array, *place(number, ncols)): values[number] for number in some}
+                found = {(array, *place(number)): values[number] for number in some}
                 run.placed += found
                 sizes.extend(direct.keep(self.worker, found, f"distmm-run-{run.run_id}").values())
                 if len(values) > _SLICE:

@@ -268,7 +268,7 @@ def _memory_chart(plan: Placement) -> str:
 def plan_html(plan: Plan) -> list[str]:
     """Return what notebooks show of a plan."""
     problem, unknown = plan.problem, "" if "a" in plan.where else "; those of A and B are not known yet"
-    sentence = f"{problem.m} x {problem.k} {problem.a_dtype} times {problem.k} x {problem.n} {problem.b_dtype}: "
+    sentence = f"{problem.m} x {problem.k} {problem.a.dtype} times {problem.k} x {problem.n} {problem.b.dtype}: "
     sentence += f"{problem.flops:.3g} operations, {format_bytes(plan.bytes_moved)} moved between workers"
     sentence += f", {format_time(plan.estimate.seconds)} estimated." if plan.estimate else "."
     return [
@@ -288,7 +288,7 @@ def _edges(sizes: Sequence[int]) -> list[int]:
 
 def _operand(plan: Plan, operand: str, cells: Sequence[Cell], *, lines: bool = False) -> Drawing:
     """Return an operand, or D, with its parts."""
-    rows, cols = plan.problem.chunks_of(operand)
+    rows, cols = plan.problem[operand].chunks
     edges = (coarse(_edges(rows))[0], coarse(_edges(cols))[0]) if lines else ((), ())
     shape = sum(rows), sum(cols)
     caption = f"{shape[0]} x {shape[1]}, {len(rows)} x {len(cols)} chunks"
@@ -312,7 +312,7 @@ def _chunk_grids(plan: Plan) -> str:
 
     steps, drawn = [1], []
     for operand, owners in (*((name, plan.where.get(name)) for name in "ab"), ("d", plan.owners)):
-        sizes = plan.problem.chunks_of(operand)
+        sizes = plan.problem[operand].chunks
         (rows, row_step), (cols, col_step) = (coarse(_edges(one)) for one in sizes)
         steps += [row_step, col_step]
         cells = [
@@ -472,13 +472,14 @@ def factor_html(plan: FactorPlacement) -> list[str]:
 def program_html(plan: ProgramPlacement) -> list[str]:
     """Return what notebooks show of the plan of a program: chunks of rows, steps by rank on a time line, memory."""
     drawn = []
-    for name, (rows, cols) in plan.problem.chunks.items():
+    for operand in plan.problem.matrices:
         # A chunk whose rows are not known is drawn like the others.
-        edges, width = _edges([max(size, 1) for size in rows]), sum(cols)
+        rows, width = operand.chunks[0], operand.shape[1]
+        edges = _edges([max(size, 1) for size in rows])
         owned = zip(itertools.pairwise(edges), plan.owners, strict=True)
         cells = [(pair, (0, width), (rank,)) for pair, rank in owned]
         caption = f"? x {width}" * (min(rows) < 0)
-        drawn.append(matrix(name.upper(), (edges[-1], width), cells, caption=caption))
+        drawn.append(matrix(operand.name.upper(), (edges[-1], width), cells, caption=caption))
     loops = "; one turn of a loop stands for all" * any(isinstance(step, Loop) for step in plan.steps(0))
     return [
         _section("Chunks of rows, by the ranks that have them", _side_by_side(drawn, "which rank has which rows")),

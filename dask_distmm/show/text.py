@@ -8,7 +8,6 @@ from dask.utils import format_bytes, format_time
 
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.factor import FactorPlacement, FactorProblem
-from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan, Share
 from dask_distmm.planning.model import ENGINES, Estimate
 from dask_distmm.planning.placement import Placement, everywhere
@@ -41,9 +40,9 @@ def waves_text(made: WavePlan) -> str:
     problem, scheme = made.problem, made.scheme
     return listed(
         f"Plan: {scheme.count} waves, since the operands do not fit into memory together",
-        ("A", f"{problem.m} x {problem.k} {problem.a_dtype}"),
-        ("B", f"{problem.k} x {problem.n} {problem.b_dtype}"),
-        ("D", f"{problem.m} x {problem.n} {problem.dtype}"),
+        ("A", f"{problem.m} x {problem.k} {problem.a.dtype}"),
+        ("B", f"{problem.k} x {problem.n} {problem.b.dtype}"),
+        ("D", f"{problem.m} x {problem.n} {problem.d.dtype}"),
         ("scheme", f"{scheme.name}: {_HOW[scheme.name]}"),
         ("a wave", f"{scheme.method}: {WHAT[scheme.method]}"),
         ("chunks", "made by the ranks that multiply them, each a little ahead" * scheme.by_ranks),
@@ -78,9 +77,8 @@ def plan_text(plan: Plan) -> str:
     problem = plan.problem
 
     def chunks(operand: str) -> str:
-        nrows, ncols = problem.chunk_counts(operand)
-        views = zip(("transposed", "conjugated"), (problem.transposed, problem.conjugated), strict=True)
-        seen = [name for name, on in views if operand != "d" and on["ab".index(operand)]]
+        nrows, ncols = problem[operand].counts
+        seen = [name for name in ("transposed", "conjugated") if getattr(problem[operand], name)]
         return f"{nrows} x {ncols} chunks{', read ' * bool(seen)}{' and '.join(seen)}"
 
     rows, cols, depth = plan.block_sizes
@@ -89,9 +87,9 @@ def plan_text(plan: Plan) -> str:
     return listed(
         f"Plan: {plan.method} {on_workers(plan)}",
         ("@", plan.left and f"left to Dask's own tasks under enable(): {plan.left}"),
-        ("A", f"{problem.m} x {problem.k} {problem.a_dtype}, {chunks('a')}"),
-        ("B", f"{problem.k} x {problem.n} {problem.b_dtype}, {chunks('b')}"),
-        ("D", f"{problem.m} x {problem.n} {problem.dtype}, {chunks('d')}, computed in {_computed_in(problem)}"),
+        ("A", f"{problem.m} x {problem.k} {problem.a.dtype}, {chunks('a')}"),
+        ("B", f"{problem.k} x {problem.n} {problem.b.dtype}, {chunks('b')}"),
+        ("D", f"{problem.m} x {problem.n} {problem.d.dtype}, {chunks('d')}, computed in {_computed_in(problem)}"),
         ("formula", _formula(plan)),
         *(("also", f"{name.upper()} on all {plan.replicas} workers, for later multiplies") for name in plan.kept),
         ("asked", ", ".join(f"{x} as {y}" for x, y in zip("ABD", problem.distributions, strict=True) if y is not None)),
@@ -111,8 +109,8 @@ def plan_text(plan: Plan) -> str:
 def _order(problem: Problem) -> str:
     """Return along which axes chunks are taken in the order of their holders, if along any."""
     axes: set[str] = set()
-    for operand in "ab" if problem.part is not None else "":
-        rows, cols, _ = problem.part.of(operand)  # type: ignore[union-attr]
+    for operand in "ab":
+        rows, cols, _ = problem[operand].in_whole
         named = zip({"a": "mk", "b": "kn"}[operand], (rows, cols), strict=True)
         axes |= {axis for axis, numbers in named if list(numbers) != sorted(numbers)}
     return f"chunks along {', '.join(sorted(axes))} by the workers that hold them" if axes else ""
@@ -268,8 +266,8 @@ def factor_text(plan: FactorPlacement) -> str:
     return listed(
         f"Plan: {problem.task.kind} {on_workers(plan)}",
         *(
-            (name.upper(), f"{_sizes(chunks)} {problem.task.dtype}, {len(chunks[0])} x {len(chunks[1])} chunks")
-            for name, chunks in problem.chunks.items()
+            (x.name.upper(), f"{_sizes(x.chunks)} {problem.task.dtype}, {x.counts[0]} x {x.counts[1]} chunks")
+            for x in problem.matrices
         ),
         (
             "makes",
@@ -312,7 +310,7 @@ def _run_text(run: Placement) -> str:
     kind = "product"
     if isinstance(problem, FactorProblem | ProgramProblem):
         kind = problem.task.kind if isinstance(problem, FactorProblem) else problem.builder
-    text = f"{kind} of {' and '.join(_sizes(problem.chunks_of(name)) for name in problem.operands)}: {run.method} "
+    text = f"{kind} of {' and '.join(_sizes(problem[name].chunks) for name in problem.operands)}: {run.method} "
     return text + on_workers(run) + (f", {format_time(run.estimate.seconds)}" if run.estimate is not None else "")
 
 
@@ -331,11 +329,11 @@ def program_text(plan: ProgramPlacement) -> str:
         f"Plan: {problem.builder} {on_workers(plan)}",
         *(
             (
-                name.upper(),
-                f"{_sizes(chunks)} {problem.dtypes[name]}, {len(chunks[0])} chunks of rows"
-                + ", made by the ranks for each pass" * is_by_ranks(problem, name),
+                operand.name.upper(),
+                f"{_sizes(operand.chunks)} {operand.dtype}, {operand.counts[0]} chunks of rows"
+                + ", made by the ranks for each pass" * operand.by_ranks,
             )
-            for name, chunks in problem.chunks.items()
+            for operand in problem.matrices
         ),
         ("makes", ", ".join(f"{one.name} {_sizes(one.chunks)}" for one in problem.outputs)),
         ("method", f"rows stay where they are; A is read {times} if {expected}"),

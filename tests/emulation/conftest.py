@@ -261,18 +261,14 @@ def factorize(make_peers, monkeypatch):
         chunks = dict(zip(task.inputs, map(cut, given), strict=True))
         outputs = tuple(NamedMatrix(one.name, cut(as_matrix(one.shape)), one.dtype) for one in task.outputs)
         problem = FactorProblem(
-            *(
-                "test",
-                task,
-                chunks,
-                dict.fromkeys(chunks, task.dtype),
-                outputs,
-                "peer",
-                None,
-                dataclasses.replace(read_options(), **(config or {})),
-                "cupy",
-                "local" if task.spectral and not task.shareable else "columns",
-            )
+            name="test",
+            task=task,
+            matrices=tuple(NamedMatrix(name, sizes, task.dtype) for name, sizes in chunks.items()),
+            wanted=outputs,
+            engine="peer",
+            options=dataclasses.replace(read_options(), **(config or {})),
+            array="cupy",
+            method="local" if task.spectral and not task.shareable else "columns",
         )
         parts, where = {}, {}
         for (name, (rows, cols)), x in zip(chunks.items(), matrices, strict=True):

@@ -132,9 +132,7 @@ def test_operands_that_are_everywhere(make, method, operands):
     ranks, _ = make()
     made = conformance(ranks, method, 4, everywhere=operands, sources=1, own_out_chunks=True)
     if operands == "ab" and method not in ("reducescatter", "allreduce"):
-        delivered = redistribution(make_tiles(made).d.layout, Layout.of_chunks(made.problem.out_chunks)).traffic(
-            None, 4
-        )
+        delivered = redistribution(make_tiles(made).d.layout, Layout.of_chunks(made.problem.d.chunks)).traffic(None, 4)
         assert sum(job.received_bytes for job in ranks.jobs) <= delivered.sum() * 8
 
 
@@ -151,7 +149,7 @@ def test_results_on_all_ranks(make, method, host, dtype):
         assert all(job.held_bytes <= again.projected_bytes[f"w{job.me}"] for job in ranks.jobs)
         ranks.jobs.clear()
     others = 0 if method in ("local", "allreduce") else 2
-    size = made.problem.m * made.problem.n * made.problem.itemsize("d")
+    size = made.problem.m * made.problem.n * made.problem.d.itemsize
     assert received[1] - received[0] == others * size
     assert made.replicas == 3
 

@@ -52,16 +52,14 @@ class Solvers:
         outputs = tuple(NamedMatrix(one.name, cut(as_matrix(one.shape)), one.dtype) for one in task.outputs)
         shared = "columns" if nranks > 1 else "auto"
         problem = FactorProblem(
-            "test",
-            task,
-            chunks,
-            dict.fromkeys(chunks, task.dtype),
-            outputs,
-            "cusolvermp",
-            None,
-            read_options(),
-            "numpy" if host else "cupy",
-            shared,
+            name="test",
+            task=task,
+            matrices=tuple(NamedMatrix(name, sizes, task.dtype) for name, sizes in chunks.items()),
+            wanted=outputs,
+            engine="cusolvermp",
+            options=read_options(),
+            array="numpy" if host else "cupy",
+            method=shared,
         )
         parts, where = {}, {}
         for (name, (rows, cols)), x in zip(chunks.items(), matrices, strict=True):

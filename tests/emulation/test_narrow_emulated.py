@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from dask.array.core import slices_from_chunks
@@ -52,8 +50,8 @@ def run_narrow(ranks, method, nranks, pair, to, *, shape=(67, 59, 71), orders="C
         formula=formula,
         extras=tuple(extras),
         array="numpy" if ranks.host else "cupy",
+        out_dtype=to,
     )
-    problem = dataclasses.replace(problem, dtype=to)
     where, chunks = {}, {}
     for name, x in arrays.items():
         places = slices_from_chunks(sizes[name])
@@ -65,7 +63,7 @@ def run_narrow(ranks, method, nranks, pair, to, *, shape=(67, 59, 71), orders="C
     others = [Worker(f"s{i}") for i in range(sources)]
     made = plan(problem, roster, where, engine=ranks.name, sources=others, orders=tuple(orders))
     result = run_jobs(ranks, type(made).from_wire(made.to_wire()), chunks)
-    nrows, ncols = problem.chunk_counts("d")
+    nrows, ncols = problem.d.counts
     d = np.block([[np.asarray(result["", i * ncols + j]) for j in range(ncols)] for i in range(nrows)])
     amax = max(float(result["result_amax", index][0, 0]) for index in range(nrows * ncols))
     if to in FP8 and not ranks.host:
@@ -124,17 +122,16 @@ def test_bytes_to_int32_are_exact(make, method):
     rng = np.random.default_rng()
     sizes = [random_chunks(rng, size, 3) for size in (30, 50, 40)]
     a, b = (rng.integers(-128, 128, shape).astype(np.int8) for shape in ((30, 50), (50, 40)))
-    problem = make_problem(tuple(sizes[:2]), tuple(sizes[1:]), "int8", method=method, array="cupy")
-    problem = dataclasses.replace(problem, dtype="int32")
+    problem = make_problem(tuple(sizes[:2]), tuple(sizes[1:]), "int8", method=method, array="cupy", out_dtype="int32")
     where, chunks = {}, {}
     for name, x in (("a", a), ("b", b)):
-        places = slices_from_chunks(problem.chunks_of(name))
+        places = slices_from_chunks(problem[name].chunks)
         where[name] = rng.integers(0, 3, len(places)).astype(np.int32)
         for index, place in enumerate(places):
             chunks[name, index] = np.ascontiguousarray(x[place])
     made = plan(problem, [Worker(f"w{i}") for i in range(3)], where, engine=ranks.name)
     result = run_jobs(ranks, made, chunks)
-    nrows, ncols = problem.chunk_counts("d")
+    nrows, ncols = problem.d.counts
     d = np.block([[np.asarray(result["", i * ncols + j]) for j in range(ncols)] for i in range(nrows)])
     assert d.dtype == np.int32
     np.testing.assert_array_equal(d, a.astype(np.int32) @ b.astype(np.int32))

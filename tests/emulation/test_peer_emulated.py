@@ -641,8 +641,8 @@ def test_one_triangle_of_a_gram_matrix(make_peers, monkeypatch, nranks, dtype, m
     chunks = {("b", i * len(cols) + j): part for (i, j), part in parts.items()}
     chunks |= {("a", j * len(rows) + i): part.T for (i, j), part in parts.items()}
     found = run_jobs(ranks, made, chunks)
-    across = len(problem.out_chunks[1])
-    d = np.block([[found["", i * across + j] for j in range(across)] for i in range(len(problem.out_chunks[0]))])
+    across = len(problem.d.chunks[1])
+    d = np.block([[found["", i * across + j] for j in range(across)] for i in range(len(problem.d.chunks[0]))])
     assert_product(x.conj().T if conjugated else x.T, x, d)
     halved = [block_schedule.square_on_diagonal(made, rank, None) is not None for rank in range(len(made.ranks))]
     assert any(halved) or made.grid[:2] != (1, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import gc
 import sys
 import threading
@@ -82,9 +81,9 @@ def run(ranks, problem, a, b, nranks, kernels, *, x=None, others=0, threads=2, e
     workers = [Worker(f"w{index}", threads, device="gpu", reach=("gpu",)) for index in range(nranks)]
     matrices, given, where = {"a": a, "b": b, **(extras or {})}, {}, {}
     for name in problem.operands:
-        if name in "ab" and problem.by_ranks["ab".index(name)]:
+        if name in "ab" and problem[name].by_ranks:
             continue
-        found = split(matrices[name], problem.chunks_of(name))
+        found = split(matrices[name], problem[name].chunks)
         given |= {(name, number): np.ascontiguousarray(part) for number, part in found.items()}
         where[name] = rng.integers(0, nranks + others, len(found)).astype(np.int32)
     more = [Worker(f"s{index}", device="gpu", reach=("gpu",)) for index in range(others)]
@@ -94,12 +93,12 @@ def run(ranks, problem, a, b, nranks, kernels, *, x=None, others=0, threads=2, e
     def sources(rank):
         own, mine = {}, {}
         for name in "ab":
-            if not problem.by_ranks["ab".index(name)]:
+            if not problem[name].by_ranks:
                 continue
-            parts = split(matrices[name], problem.chunks_of(name))
+            parts = split(matrices[name], problem[name].chunks)
             for number in _needed_chunks(made, rank, name).tolist():
-                i, j = divmod(number, problem.chunk_counts(name)[1])
-                transposed = problem.is_transposed(name)
+                i, j = divmod(number, problem[name].counts[1])
+                transposed = problem[name].transposed
                 at = (name, i, j) if x is None else ("x", *((j, i) if transposed else (i, j)))
                 part = parts[number]
                 part = part.T if transposed else part
@@ -109,8 +108,8 @@ def run(ranks, problem, a, b, nranks, kernels, *, x=None, others=0, threads=2, e
         return mine
 
     result = run_jobs(ranks, made, given, sources=sources)
-    across = len(problem.out_chunks[1])
-    d = np.block([[result["", i * across + j] for j in range(across)] for i in range(len(problem.out_chunks[0]))])
+    across = len(problem.d.chunks[1])
+    d = np.block([[result["", i * across + j] for j in range(across)] for i in range(len(problem.d.chunks[0]))])
     return made, np.asarray(d).view(np.ndarray), result
 
 
@@ -120,15 +119,13 @@ def problem_of(rng, shape, a_dtype, by_ranks, method, most=5, b_dtype=None, **ch
     b_chunks = random_chunks(rng, k, most), random_chunks(rng, n, most)
     out = random_chunks(rng, m, 3), random_chunks(rng, n, 3)
     fields = {"out_chunks": out, "by_ranks": by_ranks, "method": method, "array": "cupy"} | changes
-    dtype = fields.pop("dtype", None)
-    made = make_problem(a_chunks, b_chunks, a_dtype, b_dtype=b_dtype, **fields)
-    return made if dtype is None else dataclasses.replace(made, dtype=dtype)
+    return make_problem(a_chunks, b_chunks, a_dtype, b_dtype=b_dtype, **fields)
 
 
 def matrices(rng, problem):
     return [
         random_matrix(rng, shape, dtype_from_name(name), "C")
-        for shape, name in (((problem.m, problem.k), problem.a_dtype), ((problem.k, problem.n), problem.b_dtype))
+        for shape, name in (((problem.m, problem.k), problem.a.dtype), ((problem.k, problem.n), problem.b.dtype))
     ]
 
 
@@ -187,7 +184,7 @@ def test_types(make_peers, sizes, dtype, by_ranks, host):
 def test_two_types(make_peers, dtype, b_dtype, by_ranks):
     ranks, _ = make_peers()
     rng, kernels = np.random.default_rng(), Kernels()
-    changes = {"dtype": "int32"} if dtype == "int8" else {}
+    changes = {"out_dtype": "int32"} if dtype == "int8" else {}
     problem = problem_of(rng, (40, 50, 90), dtype, by_ranks, "auto", b_dtype=b_dtype, **changes)
     a, b = matrices(rng, problem)
     _, d, _ = run(ranks, problem, a, b, 2, kernels)
@@ -217,7 +214,7 @@ def test_extents_are_padded(make_peers, sizes, monkeypatch, by_ranks, dtype):
     fp8 = dtype.startswith("float8")
     for seconds, buffers in ((0.0, 2**31), (1.0, 2**31), (0.0, 2**13)):
         with sizes(seconds, buffers):
-            changes = {"dtype": "float32"} if fp8 else {}
+            changes = {"out_dtype": "float32"} if fp8 else {}
             problem = problem_of(rng, (67, 59, 171), dtype, by_ranks, "auto", **changes)
             assert schedules.extent_multiple(problem) == 16
             a, b = matrices(rng, problem)
@@ -255,7 +252,7 @@ def test_gram_matrices(make_peers, sizes, monkeypatch, method, nranks, dtype, or
         assert_product(x.conj().T if dtype == "complex64" else x.T, x, d)
         assert set(kernels.made.values()) == {1}
         if made.grid[:2] == (1, 1):
-            down, across = problem.chunk_counts("b")
+            down, across = problem.b.counts
             # Chunks through which a cut between ranks goes are made by both.
             assert len(kernels.made) <= (down + len(made.ranks) - 1) * across
             halved = [

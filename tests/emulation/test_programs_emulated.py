@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 import dask.array as da
@@ -32,11 +31,11 @@ def run(make_peers, monkeypatch, request):
 
     def run(results, *matrices, nranks=3, made=False):
         problem = problem_of(results[0])
-        rng, rows = np.random.default_rng(), problem.chunks["a"][0]
+        rng, rows = np.random.default_rng(), problem["a"].chunks[0]
         cuts = np.cumsum([0, *rows])
         where = {name: rng.integers(0, nranks, len(rows)).astype(np.int32) for name in problem.operands}
         workers = [Worker(f"w{index}") for index in range(nranks)]
-        problem = dataclasses.replace(problem, by_ranks=(made, False))
+        problem = problem.made_by_ranks("a" * made)
         if made:
             del where["a"]
         plan = plan_program(problem, workers, where, engine="peer")

@@ -158,7 +158,7 @@ def test_what_others_read_is_offered_and_nothing_else(seed, method, nranks, sour
     told = [{name: every[me] for name, every in offered.items()} for me in range(count)]
     assert read == [{(name, int(i)) for name, mine in one.items() for i in np.flatnonzero(mine)} for one in told]
     ucx = made(seed, method, nranks, "float64", 2**14, sources, scheme="ucx://")
-    sizes = {name: np.multiply.outer(*map(np.asarray, found.problem.chunks_of(name))).ravel() * 8 for name in "ab"}
+    sizes = {name: np.multiply.outer(*map(np.asarray, found.problem[name].chunks)).ravel() * 8 for name in "ab"}
     for me, worker in enumerate(found.participants):
         copies = sum(int(sizes[name][mine].sum()) for name, mine in told[me].items())
         assert ucx.projected_bytes["ucx://" + worker.address] == found.projected_bytes[worker.address] + copies

@@ -53,7 +53,7 @@ class ClusterRunner:
     def __call__(self, problem, nranks, chunks, where):
         run = f"conformance-{next(_number)}"
         arrays, placed, bases = [], [], []
-        for op, sizes, dtype in (("a", problem.a_chunks, problem.a_dtype), ("b", problem.b_chunks, problem.b_dtype)):
+        for op, sizes, dtype in (("a", problem.a.chunks, problem.a.dtype), ("b", problem.b.chunks, problem.b.dtype)):
             name, graph = f"{run}-{op}", {}
             for index, key in enumerate(itertools.product(range(len(sizes[0])), range(len(sizes[1])))):
                 chunk = chunks[op, index]
@@ -89,7 +89,7 @@ class ClusterRunner:
             *arrays,
             method=problem.method,
             engine=self.engine,
-            out_chunks=problem.out_chunks,
+            out_chunks=problem.d.chunks,
             workers=self.addresses[:nranks],
         )
         futures = self.client.compute(list(d.to_delayed().ravel()))
@@ -97,7 +97,7 @@ class ClusterRunner:
         for index, future in enumerate(futures):
             chunk = future.result(timeout=120)
             assert type(chunk).__module__.split(".")[0] == self.kind, type(chunk)
-            result[index] = typed(chunk.get() if self.kind == "cupy" else chunk, problem.dtype)
+            result[index] = typed(chunk.get() if self.kind == "cupy" else chunk, problem.d.dtype)
         same = [self.client.submit(unchanged, base, label, workers=[at], pure=False) for base, label, at in bases]
         assert all(self.client.gather(same)), "inputs or the guard zones around them were changed"
         return result

@@ -34,14 +34,14 @@ class ToyJob(Job):
         return {("", number): d[r0:r1, c0:c1].copy() for number, (r0, r1, c0, c1) in self._places("d")}
 
     def _places(self, operand):
-        rows, cols = (np.cumsum((0, *sizes)).tolist() for sizes in self.plan.problem.chunks_of(operand))
+        rows, cols = (np.cumsum((0, *sizes)).tolist() for sizes in self.plan.problem[operand].chunks)
         for number in range((len(rows) - 1) * (len(cols) - 1)):
             i, j = divmod(number, len(cols) - 1)
             yield number, (rows[i], rows[i + 1], cols[j], cols[j + 1])
 
     def _whole(self, operand):
         problem = self.plan.problem
-        whole = np.empty([sum(sizes) for sizes in problem.chunks_of(operand)], problem.compute_type)
+        whole = np.empty([sum(sizes) for sizes in problem[operand].chunks], problem.compute_type)
         for number, (r0, r1, c0, c1) in self._places(operand):
             holder = int(self.plan.where[operand][number])
             if holder in (self.me, EVERYWHERE):

@@ -48,40 +48,40 @@ def elements(chunks, numbers):
 def test_the_part_is_made_of_whole_chunks_and_has_what_is_missing(case):
     problem, missing = case
     part = restrict(problem, missing)
-    ncols = problem.chunk_counts("d")[1]
+    ncols = problem.d.counts[1]
     if part is None:
         # Some chunk of each row, or of each column, from one common edge to the next is missing: both ways all of them.
         edges = [
             set.intersection(*(set(np.cumsum(chunking).tolist()) for chunking in axis))
             for axis in (
-                (problem.out_chunks[0], problem.a_chunks[0], problem.extras[0].chunks[0]),
-                (problem.out_chunks[1], problem.b_chunks[1], *(e.chunks[1] for e in problem.extras)),
+                (problem.d.chunks[0], problem.a.chunks[0], problem.extras[0].chunks[0]),
+                (problem.d.chunks[1], problem.b.chunks[1], *(e.chunks[1] for e in problem.extras)),
             )
         ]
         for axis, common in enumerate(edges):
-            at = np.cumsum(problem.out_chunks[axis])
+            at = np.cumsum(problem.d.chunks[axis])
             segments = {sum(edge < end for edge in common) for end in at.tolist()}
             hit = {sum(e < at[divmod(i, ncols)[axis]] for e in common) for i in missing}
             assert hit == segments
         return
-    every = part.numbers("").tolist()
+    every = part.d.every.tolist()
     assert missing <= set(every)
-    assert len(set(every)) == len(every) < len(problem.out_chunks[0]) * ncols
-    found = {name: part.part.of(name) for name in (*problem.operands, "d")}
-    of_rows, of_cols = (elements(problem.out_chunks[axis], found["d"][axis]) for axis in (0, 1))
-    assert elements(problem.a_chunks[0], found["a"][0]) == of_rows
-    assert elements(problem.b_chunks[1], found["b"][1]) == of_cols
+    assert len(set(every)) == len(every) < len(problem.d.chunks[0]) * ncols
+    found = {name: part[name].numbers for name in (*problem.operands, "d")}
+    of_rows, of_cols = (elements(problem.d.chunks[axis], found["d"][axis]) for axis in (0, 1))
+    assert elements(problem.a.chunks[0], found["a"][0]) == of_rows
+    assert elements(problem.b.chunks[1], found["b"][1]) == of_cols
     assert elements(problem.extras[0].chunks[0], found["c"][0]) == of_rows
     assert elements(problem.extras[0].chunks[1], found["c"][1]) == of_cols
     assert elements(problem.extras[1].chunks[1], found["bias"][1]) == of_cols
     assert (part.m, part.n, part.k) == (len(of_rows), len(of_cols), problem.k)
     for name in (*problem.operands, "d"):
-        for index, number in enumerate(part.numbers(name).tolist()):
-            at = part.place_of(name, index)
-            assert np.ravel_multi_index(at, problem.chunk_counts(name)) == number
-            i, j = divmod(index, part.chunk_counts(name)[1])
-            assert part.chunks_of(name)[0][i] == problem.chunks_of(name)[0][at[0]]
-            assert part.chunks_of(name)[1][j] == problem.chunks_of(name)[1][at[1]]
+        for index, number in enumerate(part[name].every.tolist()):
+            at = part[name].at(index)
+            assert np.ravel_multi_index(at, problem[name].counts) == number
+            i, j = divmod(index, part[name].counts[1])
+            assert part[name].chunks[0][i] == problem[name].chunks[0][at[0]]
+            assert part[name].chunks[1][j] == problem[name].chunks[1][at[1]]
     assert Problem.from_wire(part.to_wire()) == part
 
 
@@ -98,10 +98,10 @@ def test_a_part_of_a_part_is_the_same_part(case, data):
 def test_of_a_times_a_both_operands_have_parts():
     problem = make_problem(((2, 2), (2, 2)), ((2, 2), (2, 2)), same=True, name="m")
     part = restrict(problem, [1])
-    assert part.place_of("a", 1) == (0, 1)
-    assert part.place_of("b", 1) == (1, 1)
-    assert part.a_chunks == ((2,), (2, 2))
-    assert part.b_chunks == ((2, 2), (2,))
+    assert part.a.at(1) == (0, 1)
+    assert part.b.at(1) == (1, 1)
+    assert part.a.chunks == ((2,), (2, 2))
+    assert part.b.chunks == ((2, 2), (2,))
     assert part.result_name == "m"
 
 
@@ -121,6 +121,6 @@ def test_what_can_not_be_made_in_parts(changes):
 
 def test_a_part_of_other_chunks_is_refused():
     wire = restrict(make_problem(((4, 4), (8,)), ((8,), (8,))), [0]).to_wire()
-    wire["part"]["numbers"] = wire["part"]["numbers"][1:]
+    wire["matrices"][0]["numbers"] = ((), *wire["matrices"][0]["numbers"][1:])
     with pytest.raises(ProtocolError, match="a part of other chunks"):
         Problem.from_wire(wire)

@@ -40,7 +40,7 @@ def test_every_plan_is_whole(problem, nworkers, nsources, known, data):
     where = {}
     if known:
         rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-        counts = {op: int(np.prod(problem.chunk_counts(op))) for op in "ab"}
+        counts = {op: int(np.prod(problem[op].counts)) for op in "ab"}
         where = {op: rng.integers(0, nworkers + nsources, count).astype(np.int32) for op, count in counts.items()}
     sources = [Worker(f"source-{i}") for i in range(nsources)]
     made = plan(problem, roster(nworkers), where=where, sources=sources)
@@ -198,7 +198,7 @@ def test_errors():
 
 
 def mangled(wire, path, value):
-    wire = dict(wire)
+    wire = dict(wire) if isinstance(wire, dict) else list(wire)
     if len(path) == 1:
         wire[path[0]] = value
     else:
@@ -222,14 +222,15 @@ def mangled(wire, path, value):
         (("replica_runs",), [0, 7]),
         (("replica_runs",), [0]),
         (("replicas",), 3),
-        (("problem", "arrays"), ("x",)),
-        (("problem", "transposed"), (True,)),
-        (("problem", "conjugated"), None),
+        (("problem", "matrices", 0, "array"), 7),
+        (("problem", "matrices", 0, "transposed"), (True,)),
+        (("problem", "matrices", 1, "conjugated"), None),
+        (("problem", "matrices", 1, "numbers"), ((0,), (0,), 1)),
         (("method",), "magic"),
         (("participants",), [(1, 2, 3)]),
         (("problem",), None),
-        (("problem", "a_chunks"), ((-1, 101), (100,))),
-        (("problem", "dtype"), "float63"),
+        (("problem", "matrices", 0, "chunks"), ((-1, 101), (100,))),
+        (("problem", "wanted", 0, "dtype"), "float63"),
         (("problem", "options"), {}),
     ],
 )
@@ -294,14 +295,13 @@ def test_a_larger_share_of_the_memory_is_advised_where_that_would_do():
 )
 def test_the_short_choice_is_that_of_plans(problem, engine, types, nworkers, scale, shared):
     """It is faster if the fastest plan is; what fits easily fits in all ways, whatever is large of it."""
-    scaled = [[tuple(2**scale * size for size in sizes) for sizes in x] for x in (problem.a_chunks, problem.b_chunks)]
+    scaled = [[tuple(2**scale * size for size in sizes) for sizes in x] for x in (problem.a.chunks, problem.b.chunks)]
     chunks = [tuple(x) for x in scaled]
-    a, b, d = types
-    changes = {"a_dtype": a, "b_dtype": b, "dtype": d, "array": "numpy" if engine == "numpy" else "cupy"}
+    changes = {"b_dtype": types[1], "out_dtype": types[2], "array": "numpy" if engine == "numpy" else "cupy"}
     if shared:
         changes |= {"arrays": ("x", "x"), "transposed": (True, False)}
         chunks[1] = chunks[0][::-1]
-    problem = make_problem(*chunks, **changes)
+    problem = make_problem(*chunks, types[0], **changes)
     workers = [Worker(f"tcp://10.0.0.{i}:1", 1, host="host", device=str(i)) for i in range(nworkers)]
     made = plan(problem, workers, engine=engine)
     for factor in (0.5, 0.999, 1.001, 2.0):

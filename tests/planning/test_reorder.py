@@ -27,7 +27,7 @@ def cases(draw):
         wanted = draw(st.sets(st.integers(0, len(rows) * len(cols) - 1), min_size=1))
         problem = restrict(problem, wanted) or problem
     orders = {}
-    for axis, length in zip("mnk", (*problem.chunk_counts("d"), problem.chunk_counts("a")[1]), strict=True):
+    for axis, length in zip("mnk", (*problem.d.counts, problem.a.counts[1]), strict=True):
         if draw(st.booleans()):
             orders[axis] = draw(st.permutations(range(length)))
     return problem, orders
@@ -43,16 +43,16 @@ def test_it_is_the_same_product(case):
     for name in (*problem.operands, "d"):
         assert sorted(before[name].tolist()) == list(range(len(before[name])))
         for index, old in enumerate(before[name].tolist()):
-            assert made.place_of(name, index) == problem.place_of(name, old)
+            assert made[name].at(index) == problem[name].at(old)
             shapes = []
             for one, number in ((made, index), (problem, old)):
-                i, j = divmod(number, one.chunk_counts(name)[1])
-                shapes.append((one.chunks_of(name)[0][i], one.chunks_of(name)[1][j]))
+                i, j = divmod(number, one[name].counts[1])
+                shapes.append((one[name].chunks[0][i], one[name].chunks[1][j]))
             assert shapes[0] == shapes[1]
     # What is multiplied with each other stays so: k of A and of B, rows of A, C and D, columns of B, C, bias and D.
-    at = {name: [made.place_of(name, index) for index in range(len(before[name]))] for name in before}
-    rows = [[at[name][i * made.chunk_counts(name)[1]][0] for i in range(made.chunk_counts(name)[0])] for name in "abcd"]
-    cols = [[at[name][j][1] for j in range(made.chunk_counts(name)[1])] for name in ("a", "b", "c", "d", "bias")]
+    at = {name: [made[name].at(index) for index in range(len(before[name]))] for name in before}
+    rows = [[at[name][i * made[name].counts[1]][0] for i in range(made[name].counts[0])] for name in "abcd"]
+    cols = [[at[name][j][1] for j in range(made[name].counts[1])] for name in ("a", "b", "c", "d", "bias")]
     assert rows[0] == rows[2] == rows[3]
     assert cols[1] == cols[2] == cols[3] == cols[4]
     assert cols[0] == rows[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import dask
@@ -89,7 +88,7 @@ def test_buffers_are_as_projected(shape, sizes, count, by_ranks, seconds, room, 
                     for low, high in itertools.pairwise(own):
                         axis = (region[:2] if operand == 0 else region[2:]) if all(by_ranks) else (low, high)
                         rect = (*axis, start, stop) if operand == 0 else (start, stop, *axis)
-                        if len(chunk_blocks_of((problem.a_chunks, problem.b_chunks)[operand], operand, rect)) > 1:
+                        if len(chunk_blocks_of(problem.matrices[operand].chunks, operand, rect)) > 1:
                             most = max(most, (axis[1] - axis[0]) * (stop - start))
                 needed += block_schedule.PANELS * most * size
             assert needed <= stream.buffer_bytes
@@ -131,7 +130,7 @@ def test_a_long_gram_matrix_is_one_wave_and_ranks_share_k():
     assert scheme.peak_bytes < scheme.budget_bytes
     made = plan(wave_problem(gram(2**22, 1024, 2**14), scheme, 0), gpus(2), engine=BOTH)
     assert made.engine == "peer"
-    assert Plan.from_wire(made.to_wire()).problem.by_ranks == (True, True)
+    assert Plan.from_wire(made.to_wire()).problem.by_ranks == ("a", "b")
     assert not any(read.any() for read in peer_reads(made, "ab").values())
     assert block_schedule.native(made) is None
     (stream, other) = block_schedule.chunk_sources(made)
@@ -144,7 +143,7 @@ def test_a_long_gram_matrix_is_one_wave_and_ranks_share_k():
 
 @pytest.mark.parametrize(("size", "threads"), [(2**14, 8), (2**16, 3), (2**18, 1)])
 def test_large_chunks_are_made_by_few_threads(size, threads):
-    problem = dataclasses.replace(gram(2**22, 1024, size), by_ranks=(True, True))
+    problem = gram(2**22, 1024, size).made_by_ranks("ab")
     made = plan(problem, gpus(1, threads=8), engine="peer")
     (stream,) = block_schedule.chunk_sources(made)
     assert stream.threads == threads
@@ -173,7 +172,7 @@ def test_engines_that_can_not_make_chunks_are_left_out():
     problem = gram(2**22, 1024, 2**14)
     scheme = choose_scheme(problem, gpus(2), (True, True), BUDGET, COSTS, engine="cublasmp", by_ranks=(True, True))
     assert not scheme.by_ranks
-    made = dataclasses.replace(problem, by_ranks=(True, True))
+    made = problem.made_by_ranks("ab")
     with pytest.raises(PlanError, match=r"engine 'cublasmp' does not do"):
         plan(made, gpus(2), engine="cublasmp")
     assert plan(made, gpus(2), engine=BOTH).engine == "peer"

@@ -31,7 +31,7 @@ def made_plan(rng, method, nranks, shape, orders, **options):
     m, n, k = shape
     chunks = [random_chunks(rng, size, 4) for size in (m, n, k)]
     problem = make_problem((chunks[0], chunks[2]), (chunks[2], chunks[1]), method=method, **options)
-    counts = [int(np.prod(problem.chunk_counts(op))) for op in "ab"]
+    counts = [int(np.prod(problem[op].counts)) for op in "ab"]
     where = [rng.integers(0, nranks, count).astype(np.int32) for count in counts]
     roster = [Worker(f"w{i}", 1, 0, "host") for i in range(nranks)]
     made = plan(problem, roster, {"a": where[0], "b": where[1]}, engine="cublasmp", orders=orders)
@@ -104,8 +104,8 @@ def test_a_tile_that_is_one_chunk_is_found(method, seed):
     tiles = make_tiles(made)
     problem = made.problem
     for tile, sizes, shape in (
-        (tiles.a, problem.a_chunks, (problem.m, problem.k)),
-        (tiles.b, problem.b_chunks, (problem.k, problem.n)),
+        (tiles.a, problem.a.chunks, (problem.m, problem.k)),
+        (tiles.b, problem.b.chunks, (problem.k, problem.n)),
     ):
         numbers = np.arange(shape[0] * shape[1]).reshape(shape)
         edges = [np.concatenate([[0], np.cumsum(s)]) for s in sizes]

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import dask_distmm  # noqa: F401
 from dask_distmm import PlanError, ProjectedMemoryError
-from dask_distmm.config import DaskCosts, read_options
+from dask_distmm.config import DaskCosts
 from dask_distmm.planning import NamedMatrix, Problem, Worker
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
+from dask_distmm.testing import make_problem
 
 MIB = 2**20
 COSTS = DaskCosts(0.01, 0.0001, 0.01, 0.0005)
@@ -27,11 +28,7 @@ def problem(m, k, n, sizes, **changes):
         (*(size,) * (length // size), *([length % size] if length % size else []))
         for length, size in zip((m, k, n), sizes, strict=True)
     )
-    fields = {"a_dtype": "float64", "b_dtype": "float64", "dtype": "float64", "method": "auto", "engine": "numpy"}
-    made = Problem(
-        "x", (rows, depth), (depth, cols), (rows, cols), **fields, workers=None, same=False, options=read_options()
-    )
-    return dataclasses.replace(made, **changes)
+    return make_problem((rows, depth), (depth, cols), **{"name": "x", "engine": "numpy", **changes})
 
 
 def workers(count, limit):
@@ -71,8 +68,8 @@ def test_waves_cover_the_product_once_and_fit(shape, chunks, count, limit, by_ra
         # Waves of a block of D follow one another along k.
         assert ("partial" in one.operands) == (depth[0] > 0)
         assert depth[0] == 0 or scheme.waves[number - 1][:2] == (rows, cols)
-        finished += one.numbers("").tolist() if depth[1] == whole.k else []
-    assert sorted(finished) == list(range(len(whole.numbers(""))))
+        finished += one.d.every.tolist() if depth[1] == whole.k else []
+    assert sorted(finished) == list(range(whole.d.count))
 
 
 def gram(rows, cols, size):
@@ -120,9 +117,9 @@ def test_waves_that_ranks_make_are_long(whole):
 
 def test_the_formula_is_the_last_waves():
     formula = dataclasses.replace(problem(4, 4, 4, (4, 4, 4)).formula, alpha=(2.0, 0.0), beta=(1.0, 0.0))
-    whole = dataclasses.replace(
-        gram(2_000_000, 500, 10_000), formula=formula, extras=(NamedMatrix("c", ((500,), (500,)), "float64"),)
-    )
+    whole = gram(2_000_000, 500, 10_000)
+    c = NamedMatrix("c", ((500,), (500,)), "float64")
+    whole = dataclasses.replace(whole, formula=formula, matrices=(*whole.matrices, c))
     scheme = choose_scheme(whole, workers(2, 500 * MIB), (True, True), BUDGET, COSTS)
     first, *middle, last = (wave_problem(whole, scheme, number) for number in range(len(scheme.waves)))
     assert first.operands == ("a", "b")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -166,12 +165,10 @@ def factorize(
     method = how.get("method") or "auto"
     if method == "rows":
         raise PlanError("method='rows' is for qr, lstsq, and svd without full_matrices: pass 'columns' or 'local'")
-    *request, overwrite = _request(FactorProblem.kind, arrays, how)
-    chunks = dict(zip(task.inputs, (array.chunks for array in arrays), strict=True))
-    dtypes = dict(zip(task.inputs, (array.dtype.name for array in arrays), strict=True))
-    names = [array.name for array in arrays]
-    described: Any = (task, chunks, dtypes, outputs, *request, method, overwrite)
-    return _arrays(FactorProblem(f"{kind}-{tokenize(repr((names, *described)))}", *described), arrays, {})
+    request = _request(FactorProblem.kind, dict(zip(task.inputs, arrays, strict=True)), how, outputs)
+    token = tokenize(repr(([array.name for array in arrays], task, request, method)))
+    problem = FactorProblem(name=f"{kind}-{token}", task=task, method=method, **request)
+    return _arrays(problem, arrays, {})
 
 
 def by_program(
@@ -194,27 +191,24 @@ def by_program(
     dtype, known = dtype or common_type(operands), _axes_of(operands["a"], axes)
     named = {"": dtype.name, "real": np.empty(0, dtype).real.dtype.name}
     arrays = _native({**operands, "a": rows_of(operands["a"])})
-    chunks = {name: _known(array.chunks) for name, array in zip(operands, arrays, strict=True)}
-    dtypes = {name: array.dtype.name for name, array in zip(operands, arrays, strict=True)}
     # In the run only the rows of A are in chunks.
     inside = {**{x: sizes and (sum(sizes),) for x, sizes in known.items() if x != "m"}, "m": arrays[0].chunks[0]}
     specified = [(name, *text.partition(" ")[::2]) for name, text in wanted.items()]
     outputs = tuple(_output(name, _chunks_of(x, inside), named.get(kind, kind)) for name, x, kind in specified)
-    request = _request(ProgramProblem.kind, arrays, how)
+    request = _request(ProgramProblem.kind, dict(zip(operands, arrays, strict=True)), how, outputs)
     options["finite"] = bool(how.get("check_finite", True))
-    sparse = tuple(name for name, array in zip(operands, arrays, strict=True) if sparse_package(array._meta))
-    described: Any = (builder, options, dtype.name, chunks, dtypes, outputs, *request)
-    names = [array.name for array in arrays]
-    problem = ProgramProblem(f"{builder}-{tokenize(repr((names, *described, sparse)))}", *described)
-    problem = dataclasses.replace(problem, sparse=sparse)
+    token = tokenize(repr(([array.name for array in arrays], builder, options, dtype.name, request)))
+    problem = ProgramProblem(
+        name=f"{builder}-{token}", builder=builder, options_of_builder=options, dtype=dtype.name, **request
+    )
     made: dict[str, ChunkTasks] = {}
     try:
         if made := _made_by_ranks(problem, arrays):
-            problem = dataclasses.replace(problem, by_ranks=("a" in made, "b" in made))
+            problem = problem.made_by_ranks(made)
             _fits(problem, arrays)
     except ProjectedMemoryError:
         by_rows = any("m" in x for _, x, _ in specified)
-        if sparse or builder in _CENTRED or len(arrays[0].chunks[0]) == 1 or by_rows:
+        if any(x.sparse for x in problem.matrices) or builder in _CENTRED or len(arrays[0].chunks[0]) == 1 or by_rows:
             raise
         # R of A and B beside each other has the same R, solutions, residuals and singular values.
         small = dict(zip(operands, reduced(*arrays)[1:], strict=True))
@@ -310,11 +304,26 @@ def _native(operands: Mapping[str, Array]) -> list[Array]:
     return [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in operands.values()]
 
 
-def _request(kind: str, arrays: Sequence[Array], how: RunOptions | FactorOptions | ProductOptions) -> tuple[Any, ...]:
-    """Return engine, workers, settings, what the chunks are, and whether A's chunks may be freed."""
+def _request(
+    kind: str,
+    operands: Mapping[str, Array],
+    how: RunOptions | FactorOptions | ProductOptions,
+    outputs: tuple[NamedMatrix, ...],
+) -> dict[str, Any]:
+    """Return the fields that all kinds of computations have."""
     _, engine = check_names(None, how.get("engine"), kind=kind)
-    array = "cupy" if any(on_device(array._meta) for array in arrays) else "numpy"
-    return engine, check_workers(how.get("workers")), read_options(), array, bool(how.get("overwrite_a"))
+    return {
+        "matrices": tuple(
+            NamedMatrix(name, _known(x.chunks), x.dtype.name, sparse=bool(sparse_package(x._meta)))
+            for name, x in operands.items()
+        ),
+        "wanted": outputs,
+        "options": read_options(),
+        "engine": engine,
+        "workers": check_workers(how.get("workers")),
+        "array": "cupy" if any(on_device(x._meta) for x in operands.values()) else "numpy",
+        "overwrite_a": bool(how.get("overwrite_a")),
+    }
 
 
 def _arrays(

@@ -31,12 +31,12 @@ class Input:
         parts: dict[int, Any] | None = None,
     ) -> None:
         problem = plan.problem
-        self.name, self.type_name = name, problem.dtype_of(name)
+        self.name, self.type_name = name, problem[name].dtype
         self.dtype = carried(self.type_name, "cupy")
         grid = Layout.of_chunks(sizes)
         where = plan.where[name]
         assert where is not None
-        copies = redistribution(Layout.of_chunks(problem.chunks_of(name)), grid)
+        copies = redistribution(Layout.of_chunks(problem[name].chunks), grid)
         if parts is None:
             mine = needed[plan.ranks.index(me)]
             parts = {part: cp.empty(grid.local_shape(part), self.dtype) for part in mine}
@@ -50,7 +50,7 @@ class _ByChunk(Input):
 
     def __init__(self, plan: Plan, me: int, name: str, chunks: Mapping[ChunkKey, Any]) -> None:
         problem = plan.problem
-        sizes, (rows, cols) = problem.chunks_of(name), problem.out_chunks
+        sizes, (rows, cols) = problem[name].chunks, problem.d.chunks
         # An axis of length 1 is broadcast: all chunks of D along it need the same part.
         self._by_row, self._by_col = sum(sizes[0]) == problem.m, sum(sizes[1]) == problem.n
         parts = (rows if self._by_row else (1,), cols if self._by_col else (1,))
@@ -87,7 +87,7 @@ class NativeBias:
     """The bias that the library adds on this rank, a value for each row or column of the product that it computes."""
 
     def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], cut: BiasCut) -> None:
-        own, dtype = carried(plan.problem.dtype_of("bias"), "cupy"), plan.problem.result_type
+        own, dtype = carried(plan.problem["bias"].dtype, "cupy"), plan.problem.result_type
         self._padded = cp.zeros(cut.length, own)
         self.vector = self._padded if own == dtype else cp.empty(cut.length, dtype)
         number = cut.parts[rank]
@@ -113,7 +113,7 @@ class Finishing:
 
     def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], order: str) -> None:
         problem = plan.problem
-        self._formula, self._to = problem.formula, problem.dtype
+        self._formula, self._to = problem.formula, problem.d.dtype
         self.inputs: list[_ByChunk] = [_ByChunk(plan, me, name, chunks) for name in problem.operands[2:]]
         self.made: dict[ResultKey, Any] = {}
         for index in plan.owned(rank).tolist():

@@ -54,7 +54,7 @@ class DeviceChunks:
         self._conversions: list[tuple[cp.ndarray, str, cp.ndarray]] = []
         kinds = dict(zip("ab", problem.matrix_types, strict=True))
         for key, chunk in chunks.items():
-            type_name = problem.dtype_of(key[0])
+            type_name = problem[key[0]].dtype
             on_device = chunk
             if not isinstance(chunk, cp.ndarray):
                 part = chunk.view(np.uint8) if type_name in FP8 else chunk

@@ -55,7 +55,7 @@ class GpuProgramJob(ProgramJob):
     def _upload(self) -> None:
         for event in self._ready:
             cp.cuda.Stream.null.wait_event(event)
-        dtype = self.plan.problem.dtype if self._gathers else None
+        dtype = self.plan.problem.compute_type if self._gathers else None
         self.chunks = {
             key: chunk if isinstance(chunk, SourceChunk) else _on_device(chunk, dtype)
             for key, chunk in self.chunks.items()
@@ -117,9 +117,9 @@ class GpuProgramJob(ProgramJob):
 
     def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
         threads = self.plan.participants[self.me].nthreads
-        ahead = made_ahead(threads) * sum(self.plan.problem.by_ranks)
+        ahead = made_ahead(threads) * len(self.plan.problem.by_ranks)
         # Threads work on the default stream of this device, as tasks do.
-        make = functools.partial(_made_on_device, self.plan.problem.dtype)
+        make = functools.partial(_made_on_device, self.plan.problem.compute_type)
         return ChunkLoader(uses, threads, ahead, make, cp.cuda.Device().use)
 
     def _made(self, loads: ChunkLoader, chunk: SourceChunk) -> Any:

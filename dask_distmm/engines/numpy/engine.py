@@ -106,7 +106,7 @@ class Sums:
         self.symmetric = _is_symmetric(plan, rank, begun)
         problem, region = plan.problem, plan.region(rank)
         # BLAS conjugates, without a copy, the operand that is in the other order than D.
-        orders = zip(problem.conjugated, (plan.order_a, plan.order_b), strict=True)
+        orders = (problem.a.conjugated, plan.order_a), (problem.b.conjugated, plan.order_b)
         order: Literal["C", "F"] = "F" if (True, "C") in orders else "C"
         packed = "d" in plan.packing
         # One matrix, or a block for each part of a chunk.
@@ -139,9 +139,8 @@ class Sums:
 
     def add(self, a: list[Block], b: list[Block], before: tuple[int, int], check: Callable[[], None]) -> None:
         """Add the products of all pairs of blocks, but of the first ``before[0]`` of A and ``before[1]`` of B."""
-        conj_a, conj_b = self.plan.problem.conjugated
-        packing = self.plan.packing
-        conjugated = conj_a and "a" not in packing, conj_b and "b" not in packing
+        problem, packing = self.plan.problem, self.plan.packing
+        conjugated = problem.a.conjugated and "a" not in packing, problem.b.conjugated and "b" not in packing
         for i, left in enumerate(a):
             for j, right in enumerate(b):
                 k0, k1 = max(left.c0, right.r0), min(left.c1, right.r1)
@@ -255,7 +254,7 @@ class NumpyJob(Job[Plan]):
 
     def _multiply(self) -> None:
         assert self.rank is not None
-        if any(self.plan.problem.by_ranks):
+        if self.plan.problem.by_ranks:
             self._multiply_made()
             return
         todo = collections.deque(panels(self.plan, self.rank, self.me))
@@ -293,12 +292,12 @@ class NumpyJob(Job[Plan]):
         a, b = operands
         problem = self.plan.problem
         if "b" in packing:
-            b = [pack_blocks(b, problem, conjugated=problem.conjugated[1])]
+            b = [pack_blocks(b, problem, conjugated=problem.b.conjugated)]
         if "a" in packing and "b" in packing and self._sums.symmetric and problem.compute_type.kind != "c":
             # The same numbers, in the same memory.
             a = [Block(b[0].c0, b[0].c1, b[0].r0, b[0].r1, b[0].data.T)]
         elif "a" in packing:
-            a = [pack_blocks(a, problem, conjugated=problem.conjugated[0])]
+            a = [pack_blocks(a, problem, conjugated=problem.a.conjugated)]
         self._sums.add(a, b, before, self.ended.check)
 
     def _here(self, piece: ChunkBlock) -> NDArray[Any]:
@@ -310,7 +309,7 @@ class NumpyJob(Job[Plan]):
         """Keep a piece that has arrived, of a gathered operand; no two pieces of a rank have an element in common."""
         if (operand := self.plan.problem.operands[piece.operand]) not in self.plan.kept:
             return
-        rows, cols = self.plan.problem.chunks_of(operand)
+        rows, cols = self.plan.problem[operand].chunks
         i, j = divmod(piece.chunk, len(cols))
         shape, number = (rows[i], cols[j]), piece.chunk
         if data.shape == shape:
@@ -363,7 +362,7 @@ class NumpyJob(Job[Plan]):
         """Return numbers with their place, copied to the type that is computed in where they have another one."""
         problem, block = self.plan.problem, placed_block(piece, data)
         if "ab"[piece.operand] in self.plan.packing:
-            return pack_blocks([block], problem, conjugated=problem.conjugated[piece.operand])
+            return pack_blocks([block], problem, conjugated=problem.matrices[piece.operand].conjugated)
         return block
 
     # The chunks of D
@@ -452,7 +451,7 @@ class NumpyJob(Job[Plan]):
         }
 
     def _ask_input(self, number: int, name: str, rect: Rect) -> Callable[[], NDArray[Any]]:
-        problem, sizes = self.plan.problem, self.plan.problem.chunks_of(name)
+        problem, sizes = self.plan.problem, self.plan.problem[name].chunks
         # An axis of length 1 is broadcast.
         top, bottom = rect[:2] if sum(sizes[0]) == problem.m else (0, 1)
         left, right = rect[2:] if sum(sizes[1]) == problem.n else (0, 1)
@@ -498,7 +497,7 @@ class NumpyJob(Job[Plan]):
 
     def chunk_type(self, operand: int) -> np.dtype:
         """Type of the chunks of A (0), B (1) or an extra."""
-        return dtype_from_name(self.plan.problem.dtype_of(self.plan.problem.operands[operand]))
+        return dtype_from_name(self.plan.problem.matrices[operand].dtype)
 
     def _fetch(self, peer: int, kind: str, boxes: Boxes, dtype: np.dtype | None) -> Answer:
         """Ask a peer; return the function that waits. A vector for many small boxes needs them to be of one type."""

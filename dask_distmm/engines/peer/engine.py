@@ -127,7 +127,7 @@ class PeerJob(Job[Plan]):
         """Allocate buffers and D, and make all GEMMs."""
         assert self.rank is not None
         plan = self.plan
-        source = chunk_sources(plan)[self.rank] if any(plan.problem.by_ranks) else None
+        source = chunk_sources(plan)[self.rank] if plan.problem.by_ranks else None
         self._buffers = OperandBuffers(self._sources)
         if plan.from_host:
             self._sources.allocate()
@@ -202,7 +202,7 @@ class PeerJob(Job[Plan]):
                 stream.synchronize()
         for name, first, last in zip(("multiply", "deliver"), marks[:-1], marks[1:], strict=True):
             self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3
-        if any(self.plan.problem.by_ranks):
+        if self.plan.problem.by_ranks:
             self.timings["load"] = self._multiplication.loads.waited
         early = self._multiplication.early
         if early is not None:
@@ -273,7 +273,7 @@ class PeerTallJob(GpuProgramJob):
         for (name, number), chunk in self.chunks.items():
             dense = isinstance(chunk, cp.ndarray) and chunk.size and chunk.shape == self.plan.whole(name, number)[1::2]
             user = self.plan.ranks[self.plan.owners[number]]
-            if dense and user != self.me and chunk.dtype == self.plan.problem.dtype:
+            if dense and user != self.me and chunk.dtype == self.plan.problem.compute_type:
                 (whole,) = contiguous([chunk])
                 whole = exporter.exportable(whole, cp.cuda.Stream.null)
                 order = "C" if whole.flags.c_contiguous else "F"
@@ -334,7 +334,7 @@ class PeerTallJob(GpuProgramJob):
             return super()._ask(step)
         owner, place, order = self._near[key]
         _, rows, _, cols = self.plan.whole(*key)
-        there = self._there(owner, place, (rows, cols), self.plan.problem.dtype, order)
+        there = self._there(owner, place, (rows, cols), self.plan.problem.compute_type, order)
         # CuPy's own copies of arrays of other devices use a context there, which this process does not have.
         here = cp.empty(there.shape, there.dtype, order=order)
         here[...] = there

@@ -36,7 +36,6 @@ from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
 from dask_distmm.engines.programs.exchange import RankExchange
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh, Tridiagonal, row_bounds
-from dask_distmm.planning.computation import chunk_elements
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.programs.factor import PARTS
 from dask_distmm.programs.steps import Buffer, Key, Store
@@ -68,7 +67,7 @@ def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     """Return rows, columns and bytes of an element of each matrix that a rank offers, in the order of their numbers."""
     panels = -(-(plan.columns.count - rank) // len(plan.ranks))
     # Of Cholesky a number, of LU the pivots of a panel, of QR and of reflectors its T.
-    factored, size = (*plan.sweeps, "")[0], plan.problem.dtype.itemsize
+    factored, size = (*plan.sweeps, "")[0], plan.problem.compute_type.itemsize
     triangle = size * plan.width**2
     each = {"cholesky": 4, "lu": 4 * plan.width, "qr": triangle, "reflect": triangle}.get(factored, 0)
     found = [(plan.columns.rows, plan.columns.local_cols(rank), size), (-(-each // 16) * 16, max(1, panels), 1)]
@@ -143,7 +142,7 @@ class PulledPanels(RankExchange):
         plan, (owner, key) = self._plan, asked
         holder = plan.ranks[owner]
         self.remote.wait(holder, flag_of(plan, key), self._check)
-        dtype = plan.problem.dtype
+        dtype = plan.problem.compute_type
         shape = plan.columns.rows, plan.columns.local_cols(owner)
         columns = plan.columns.local(owner, key.number, key.number + 1)
         source = self.remote.view(holder, BLOCKS, COLUMNS, shape, dtype)[:, columns]
@@ -223,7 +222,7 @@ class PeerEigh(SharedEigh):
         self._spare = cp.empty(shapes[ROWS], np.float64, order="F")
         names = [plan.participants[index].address for index in plan.ranks]
         limit = plan.problem.options.transfer_timeout
-        self._reduction = DeviceReduction(plan.columns, rank, plan.problem.dtype, names, limit)
+        self._reduction = DeviceReduction(plan.columns, rank, plan.problem.compute_type, names, limit)
         self.remote: Remote | None = None
 
     @property
@@ -236,7 +235,7 @@ class PeerEigh(SharedEigh):
         self._reduction.abort()
 
     def _reduce(self, array: Any, progress: Callable[[float], None]) -> Tridiagonal:
-        bytes_ = exchange_bytes(self._order, self._plan.problem.dtype.itemsize)
+        bytes_ = exchange_bytes(self._order, self._plan.problem.compute_type.itemsize)
         addresses = [
             int((self.meeting if rank == self._rank else self._view(rank, EXCHANGE, (bytes_, 1), np.uint8)).data.ptr)
             for rank in range(self._plan.count)
@@ -246,7 +245,7 @@ class PeerEigh(SharedEigh):
     def _columns(self, rank: int, columns: slice) -> Any:
         """Return columns of another rank's block columns."""
         shape = self._plan.columns.rows, self._plan.columns.local_cols(rank)
-        return self._view(rank, COLUMNS, shape, self._plan.problem.dtype)[:, columns]
+        return self._view(rank, COLUMNS, shape, self._plan.problem.compute_type)[:, columns]
 
     def _view(self, rank: int, number: int, shape: tuple[int, int], dtype: Any) -> Any:
         """Return what another rank offers."""
@@ -320,7 +319,7 @@ class PeerFactorJob(GpuProgramJob):
         flags[...] = 0
         given = self._state, self._streams, flags, extras, self.ended.check
         self._flags, self.exchange = flags, PulledPanels(plan, self.comm, *given)
-        array = exporter.empty(shape, plan.problem.dtype, "F")
+        array = exporter.empty(shape, plan.problem.compute_type, "F")
         offered = [(COLUMNS, array), (EXTRAS, extras)]
         if plan.shared:
             kernels = self.blas, self.exchange, self.ended.check, self.progress
@@ -367,10 +366,10 @@ class PeerFactorJob(GpuProgramJob):
         if self.rank is not None and self.offer is not None:
             plan, problem = self.plan, self.plan.problem
             participants = np.arange(len(plan.participants))[:, None]
-            filled = {name: chunk_elements(problem.chunks_of(name)) > 0 for name in problem.operands}
+            filled = {name: problem[name].elements > 0 for name in problem.operands}
             read = {name: (plan.where[name] == participants) & some for name, some in filled.items()}
             blocks = [offered_by(plan, rank) for rank in range(len(plan.ranks))]
-            sizes = dict.fromkeys(problem.operands, problem.dtype.itemsize)
+            sizes = dict.fromkeys(problem.operands, problem.compute_type.itemsize)
             expected = Expected(plan, self.me, read, sizes, blocks, flag_count(plan))
             self._remote = Remote(plan, expected.read(offers), self._state)
             assert isinstance(self.exchange, PulledPanels)
@@ -401,9 +400,9 @@ class PeerFactorJob(GpuProgramJob):
         assert self._remote is not None
         problem = self.plan.problem
         if kind == "input":
-            rows, cols = problem.chunks_of(problem.operands[matrix])
+            rows, cols = problem.matrices[matrix].chunks
             i, j = divmod(number, len(cols))
-            return self._remote.view(holder, matrix, number, (rows[i], cols[j]), problem.dtype)
+            return self._remote.view(holder, matrix, number, (rows[i], cols[j]), problem.compute_type)
         self._remote.wait(holder, flag_of(self.plan, None), self.ended.check)
         (rows, cols, _), dtype = offered_by(self.plan, number)[RESULTS + matrix].tolist(), problem.outputs[matrix].dtype
         return self._remote.view(holder, BLOCKS, RESULTS + matrix, (rows, cols), np.dtype(dtype))

@@ -86,7 +86,7 @@ class OperandBuffers:
         (pointer, row, col), size = view.span, self.itemsizes[operand]
         inner, outer, width, height = (col, row, cols, rows) if view.order == "C" else (row, col, rows, cols)
         aligned = pointer % size == 0 and outer % size == 0
-        if self._plan.problem.conjugated[operand] and view.order == "C":
+        if self._plan.problem.matrices[operand].conjugated and view.order == "C":
             # The library conjugates only operands that it transposes; other ones are conjugated in a buffer.
             return False
         if self._multiple > 1:
@@ -120,7 +120,7 @@ class OperandBuffers:
     def complete(self, load: Load, stream: cp.cuda.Stream) -> None:
         """Put on a stream the padding and the conjugation of a part whose copies are on that stream already."""
         self._pad(load, stream)
-        if self._plan.problem.conjugated[load.operand] and self._orders[load.operand] == "C":
+        if self._plan.problem.matrices[load.operand].conjugated and self._orders[load.operand] == "C":
             assert load.slot is not None
             at, along_k = slice(load.at, load.at + load.own[1] - load.own[0]), slice(load.depth_extent)
             part = self.arrays[load.slot][(at, along_k) if load.operand == 0 else (along_k, at)]
@@ -196,7 +196,7 @@ class DeviceMaker:
     def _on_device(self, operand: str, number: int, chunk: Any, stream: cp.cuda.Stream) -> tuple[Any, DeviceView]:
         """Return a chunk on the GPU, in the type and the memory order in which it is multiplied, and where it is."""
         check_arrays("peer", {(operand, number): chunk})
-        problem, type_name = self._problem, self._problem.dtype_of(operand)
+        problem, type_name = self._problem, self._problem[operand].dtype
         goal = problem.matrix_types["ab".index(operand)]
         if not isinstance(chunk, cp.ndarray):
             part = chunk.view(np.uint8) if type_name in FP8 else chunk
@@ -208,7 +208,7 @@ class DeviceMaker:
             source, chunk = chunk, cp.empty(chunk.shape, carried(goal, "cupy"), order=order)
             chunk[...] = in_type(source, type_name, chunk.dtype)
         # The library conjugates what it transposes.
-        wanted = "F" if problem.conjugated["ab".index(operand)] else ""
+        wanted = "F" if problem[operand].conjugated else ""
         if (view := lying(chunk, wanted)) is None:
             source, chunk = chunk, cp.empty(chunk.shape, chunk.dtype, order=wanted or "C")
             bits(chunk)[...] = bits(source)
@@ -260,7 +260,7 @@ class Loads:
         self._chunks = {key: chunk for key, chunk in sources.chunks.items() if isinstance(chunk, SourceChunk)}
         self._sizes: dict[SourceChunk, int] = {}
         for (name, number), chunk in self._chunks.items():
-            rows, cols = problem.chunks_of(name)
+            rows, cols = problem[name].chunks
             i, j = divmod(number, len(cols))
             self._sizes[chunk] = rows[i] * cols[j] * buffers.itemsizes["ab".index(name)]
         self._loader: ChunkLoader | None = None

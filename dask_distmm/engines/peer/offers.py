@@ -117,7 +117,7 @@ class Expected:
         self._count = np.zeros_like(self._first)
         at = 0
         for operand, name in enumerate(problem.operands):
-            rows, cols = (np.asarray(axis, np.int64) for axis in problem.chunks_of(name))
+            rows, cols = (np.asarray(axis, np.int64) for axis in problem[name].chunks)
             extents.append(extents_of(np.repeat(rows, len(cols)), np.tile(cols, len(rows)), sizes[name]))
             self._first[operand], self._count[operand] = at, len(extents[-1])
             at += len(extents[-1])
@@ -137,7 +137,7 @@ class Expected:
         """
         problem = plan.problem
         kinds = dict(zip("ab", problem.matrix_types, strict=True))
-        sizes = {name: carried(kinds.get(name, problem.dtype_of(name)), "cupy").itemsize for name in problem.operands}
+        sizes = {name: carried(kinds.get(name, problem[name].dtype), "cupy").itemsize for name in problem.operands}
         rects = [np.array(blocks(plan, rank), np.int64).reshape(-1, 4) for rank in range(len(plan.ranks))]
         found = [extents_of(x[:, 1] - x[:, 0], x[:, 3] - x[:, 2], sums) for x in rects]
         return cls(plan, mine, read, sizes, found, len(plan.ranks) + 1)

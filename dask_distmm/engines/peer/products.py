@@ -299,4 +299,4 @@ class Multiplication:
     def _op(self, operand: int, view: DeviceView) -> str:
         if view.order == "C":
             return "N"
-        return "C" if self._result.plan.problem.conjugated[operand] else "T"
+        return "C" if self._result.plan.problem.matrices[operand].conjugated else "T"

@@ -136,7 +136,7 @@ class Sources:
         With its rows and columns; `size` is what an element has in bytes.
         """
         name = "ab"[operand]
-        sizes = self.plan.problem.chunks_of(name)
+        sizes = self.plan.problem[name].chunks
         where = self.plan.where[name]
         at = []
         for axis, (start, stop) in enumerate((rect[:2], rect[2:])):
@@ -248,7 +248,7 @@ class Sources:
     def _put(self, parts: Parts, found: Sequence[Any], uploads: Uploads, stream: cp.cuda.Stream) -> None:
         """Copy matrices to the places of the parts that they are."""
         problem = self.plan.problem
-        type_name = problem.dtype_of(problem.operands[parts.operand])
+        type_name = problem.matrices[parts.operand].dtype
         goal = problem.matrix_types[parts.operand] if parts.operand < len(problem.matrix_types) else type_name
         shapes = parts.blocks[:, [_ROWS, _COLS]].tolist()
         for data, span, shape in zip(found, parts.targets.tolist(), shapes, strict=True):

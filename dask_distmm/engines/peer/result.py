@@ -39,7 +39,7 @@ class Downloads:
     """The copies of a rank's chunks of D to host memory, in a thread and on a stream of their own."""
 
     def __init__(self, result: Result, steps: Sequence[ScheduleStep]) -> None:
-        self._type, self._stream = result.plan.problem.dtype, result.engine.downloads
+        self._type, self._stream = result.plan.problem.d.dtype, result.engine.downloads
         # A thread begins with the first GPU that the process sees.
         use = cp.cuda.Device().use
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-download", initializer=use)

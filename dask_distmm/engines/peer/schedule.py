@@ -199,7 +199,7 @@ class _ScheduleBuilder:
 
     def _load(self, operand: int, own: tuple[int, int], depth: tuple[int, int], slot: Slot | None, at: int) -> Load:
         rect = (*own, *depth) if operand == 0 else (*depth, *own)
-        chunks = (self.plan.problem.a_chunks, self.plan.problem.b_chunks)[operand]
+        chunks = self.plan.problem.matrices[operand].chunks
         if slot is not None:
             before = self.slots.get(slot, (0, 0))
             extent, depth_extent = at + own[1] - own[0], depth[1] - depth[0]
@@ -305,7 +305,7 @@ class _ScheduleBuilder:
         if self.multiple > 1:
             # Extents of GEMMs are padded, so the places of their results inside of D must be multiples, too.
             return [span[0], span[1]]
-        sizes = self.plan.problem.a_chunks[0] if operand == 0 else self.plan.problem.b_chunks[1]
+        sizes = self.plan.problem.a.chunks[0] if operand == 0 else self.plan.problem.b.chunks[1]
         inside = {edge for edge in itertools.accumulate(sizes) if span[0] < edge < span[1]}
         return sorted({*span, *inside})
 
@@ -313,7 +313,7 @@ class _ScheduleBuilder:
         """Return how many elements of a stretch each participant has."""
         own = (segment.start, segment.stop)
         rect = (*own, *depth) if operand == 0 else (*depth, *own)
-        chunks = (self.plan.problem.a_chunks, self.plan.problem.b_chunks)[operand]
+        chunks = self.plan.problem.matrices[operand].chunks
         where = self.plan.where["ab"[operand]]
         found: dict[int, int] = collections.defaultdict(int)
         for piece in chunk_blocks_of(chunks, operand, rect):
@@ -352,9 +352,8 @@ def _side_by_side(resident: Sequence[Load]) -> list[tuple[Load, ...]]:
 
 def made_orders(plan: Plan) -> tuple[str, str]:
     """Return the memory orders of buffers for A and B: the library conjugates what it transposes."""
-    problem = plan.problem
-    each = zip(problem.by_ranks, problem.conjugated, (plan.order_a, plan.order_b), strict=True)
-    a, b = ("F" if made and conjugated else order for made, conjugated, order in each)
+    each = (plan.problem.a, plan.order_a), (plan.problem.b, plan.order_b)
+    a, b = ("F" if matrix.by_ranks and matrix.conjugated else order for matrix, order in each)
     return a, b
 
 
@@ -366,9 +365,9 @@ def make_source_schedule(plan: Plan, rank: int, source: ChunkSource, in_place: C
 
     def load(operand: int, part: Rect, depth: tuple[int, int], buffer: int) -> Load:
         """Return what a part of D needs of an operand: in a buffer of this number, unless it is used in place."""
-        own, made = (part[:2] if operand == 0 else part[2:]), problem.by_ranks[operand]
+        own, made = (part[:2] if operand == 0 else part[2:]), problem.matrices[operand].by_ranks
         rect = (*own, *depth) if operand == 0 else (*depth, *own)
-        blocks = chunk_blocks_of((problem.a_chunks, problem.b_chunks)[operand], operand, rect)
+        blocks = chunk_blocks_of(problem.matrices[operand].chunks, operand, rect)
         slot = None
         if multiple > 1 or not (len(blocks) == 1 if made else in_place(operand, rect)):
             slot, size = (operand, buffer), (padded(own[1] - own[0], multiple), padded(depth[1] - depth[0], multiple))
@@ -377,7 +376,7 @@ def make_source_schedule(plan: Plan, rank: int, source: ChunkSource, in_place: C
         return Load(next(numbers), operand, rect, slot, 0, blocks, made)
 
     # All that the rank needs of an operand whose chunks it does not make.
-    held = [load(operand, region, along_k, 0) for operand in (0, 1) if not problem.by_ranks[operand]]
+    held = [load(operand, region, along_k, 0) for operand in (0, 1) if not problem.matrices[operand].by_ranks]
     own_cuts, depth_cuts = (list(itertools.pairwise(cuts)) for cuts in source_cuts(plan, rank, source))
     steps = list[ScheduleStep]()
     for own, depth in itertools.product(own_cuts, depth_cuts):

@@ -133,7 +133,7 @@ class ProgramJob(Job[Any]):
 
     def _memory(self, shape: tuple[int, int]) -> Any:
         """Return memory for this rank's block columns."""
-        return self.blas.empty(shape, self.plan.problem.dtype)
+        return self.blas.empty(shape, self.plan.problem.compute_type)
 
     def _program_kernels(self, rank: int) -> ProgramKernels:
         """Return what steps call."""
@@ -157,7 +157,7 @@ class ProgramJob(Job[Any]):
                 if (step.operand, step.number) not in self.chunks:
                     self._asked[step.operand, step.number] = self._ask(step)
         began = time.perf_counter()
-        self.timings |= {"wait": 0.0} | ({"load": 0.0} if any(self.plan.problem.by_ranks) else {})
+        self.timings |= {"wait": 0.0} | ({"load": 0.0} if self.plan.problem.by_ranks else {})
         # Infinities and NaN are checked for where they matter.
         threads, reported = self.plan.participants[self.me].nthreads, self.kernels.reported
         with np.errstate(all="ignore"), self.blas.working(threads), self.exchange:
@@ -335,7 +335,7 @@ class ProgramJob(Job[Any]):
     def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
         """Return what makes chunks in this order."""
         threads = self.plan.participants[self.me].nthreads
-        return ChunkLoader(uses, threads, made_ahead(threads) * sum(self.plan.problem.by_ranks))
+        return ChunkLoader(uses, threads, made_ahead(threads) * len(self.plan.problem.by_ranks))
 
     def _made(self, loads: ChunkLoader, chunk: SourceChunk) -> Any:
         """Return a chunk once it is made."""
@@ -347,7 +347,7 @@ class ProgramJob(Job[Any]):
     def _begin(self, step: Make, chunk: Any) -> None:
         """Have a chunk of an operand, in the type that is computed in."""
         name = step.buffer.name
-        dtype = self.plan.problem.dtype
+        dtype = self.plan.problem.compute_type
         if sparse_package(chunk):
             self.arrays[name] = chunk if chunk.dtype == dtype else chunk.astype(dtype)
         else:
@@ -504,7 +504,7 @@ class ProgramJob(Job[Any]):
 
     def _parts_of(self, name: str, rank: int) -> Iterator[tuple[Copy, tuple[int, int, int, int, int]]]:
         """Yield the parts of an operand that a rank reads: each as a copy, and as a box of a chunk."""
-        task, counts = self.plan.problem.task, self.plan.problem.chunk_counts(name)
+        task, counts = self.plan.problem.task, self.plan.problem[name].counts
         for copy in inside(task.read(name), self.plan.gathered(name).for_dst(rank)):
             yield copy, box_of(copy, counts, transposed=task.orientation(name).transposed)
 

@@ -30,7 +30,6 @@ from dask_distmm.engines.base import log
 from dask_distmm.errors import EngineError, MatrixError, RunFailedError, brief, in_words
 from dask_distmm.installing import install_command
 from dask_distmm.planning import ENGINES, Computation, Problem
-from dask_distmm.planning.footprint import is_by_ranks
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import is_sum
 from dask_distmm.runtime.messages import Done, Reply, Vote, ask, post
@@ -177,9 +176,9 @@ async def complete(
     for address, answer in answers.items():
         keys: list[tuple[Any, int]] = []
         for name, raw_numbers, raw_sizes in answer.placed:
-            place, ncols = barrier.problem.output(outputs[name]).place, barrier.problem.columns(outputs[name])
+            place = barrier.problem.output(outputs[name]).place
             numbers, sizes = (np.frombuffer(raw, np.int64).tolist() for raw in (raw_numbers, raw_sizes))
-            keys += [((name, *place(number, ncols)), size) for number, size in zip(numbers, sizes, strict=True)]
+            keys += [((name, *place(number)), size) for number, size in zip(numbers, sizes, strict=True)]
         # Dask's dashboard gets an equal share of the run for each of a worker's chunks.
         share = (ended - began) / max(1, len(keys))
         for at, (key, size) in enumerate(keys):
@@ -489,7 +488,7 @@ def _run_bytes(problem: Computation) -> dict[str, int]:
         return {"loaded_bytes": 0, "made_bytes": 0}
     sizes = {"a": problem.m * problem.k, "b": 0 if problem.shared else problem.k * problem.n}
     # The other one stays in memory where ranks make one.
-    streamed = [name for name in sizes if is_by_ranks(problem, name)] or list(sizes)
-    loaded = sum(sizes[name] * problem.itemsize(name) for name in streamed)
-    finished = 0 if is_sum(problem.result_name) else problem.m * problem.n * problem.itemsize("d")
+    streamed = [name for name in sizes if problem[name].by_ranks] or list(sizes)
+    loaded = sum(sizes[name] * problem[name].itemsize for name in streamed)
+    finished = 0 if is_sum(problem.result_name) else problem.m * problem.n * problem.d.itemsize
     return {"loaded_bytes": loaded, "made_bytes": finished}

@@ -49,7 +49,7 @@ from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import Where
 from dask_distmm.planning.problem import accumulates_in_place
 from dask_distmm.runtime import direct
-from dask_distmm.runtime.chunks import by_ranks, pack_tasks
+from dask_distmm.runtime.chunks import pack_tasks
 from dask_distmm.runtime.keys import ChunkTask, operand_keys, part_of
 from dask_distmm.runtime.messages import Description, ask, post
 from dask_distmm.runtime.replicas import Replicas
@@ -340,7 +340,7 @@ class Barrier:
         Others get the event loop in between.
         """
         found: dict[Any, tuple[str, int]] = {}
-        outputs = {one.name: (one, self.problem.numbers(one.name).tolist()) for one in self.problem.outputs}
+        outputs = {one.name: (one, one.every.tolist()) for one in self.problem.outputs}
         async for ts in with_breaks(list(self.ts.waiters or ())):
             found[ts.key] = self._chunk_of(ts, outputs)
         return found
@@ -351,7 +351,7 @@ class Barrier:
         if isinstance(task, ChunkTask) and task.output in outputs and task.index < len(outputs[task.output][1]):
             output, numbers = outputs[task.output]
             number = numbers[task.index]
-            if ts.key[1:] == output.place(number, self.problem.columns(task.output)):
+            if ts.key[1:] == output.place(number):
                 return task.output, number
         raise ProtocolError(f"task {ts.key!r} depends on {self.key!r}, and is not a chunk of its result")
 
@@ -359,7 +359,7 @@ class Barrier:
         """Return the computation that makes the wanted chunks, and the keys of its operands' chunks."""
         # Only a product can be made in part.
         numbers = {number for _, number in wanted.values()}
-        if isinstance(self.problem, Problem) and len(numbers) < len(self.problem.numbers("")):
+        if isinstance(self.problem, Problem) and len(numbers) < self.problem.d.count:
             return part_of(self.problem, self.keys, numbers)
         return self.problem.making({output for output, _ in wanted.values()}), dict(self.keys)
 
@@ -371,7 +371,7 @@ def deliveries(problem: Computation, wanted: Mapping[Any, tuple[str, int]]) -> l
         arrays.setdefault((output, array), []).append(number)
     found = []
     for (output, array), numbers in arrays.items():
-        every = problem.numbers(output)
+        every = problem.output(output).every
         others = np.setdiff1d(every, np.array(numbers, np.int64)) if len(numbers) < len(every) else every[:0]
         found.append((output, array, others.tobytes()))
     return found
@@ -619,7 +619,7 @@ class RunPlanner:
         wanted = await barrier.wanted()
         problem, keys = barrier.part(wanted)
         engines, workers = await self._workers(run, problem, wanted)
-        made_there = by_ranks(problem)
+        made_there = problem.by_ranks
         read = [name for name in keys if name not in made_there]
         sources, found = await find_holders(self._scheduler, self._roster, workers, [keys[name] for name in read])
         given = dict(zip(read, found, strict=True))
@@ -671,7 +671,7 @@ class RunPlanner:
             keys = {name: [keys[name][number] for number in before[name].tolist()] for name in keys}
             where = {name: where[name][before[name]] for name in where}
             held = where
-        expected = {name: "F" if problem.is_transposed(name) else "C" for name in "ab"}
+        expected = {name: "F" if problem[name].transposed else "C" for name in "ab"}
         order_a, order_b = (self._orders.get(_lasting_array_of(barrier, name), expected[name]) for name in "ab")
         made = await asyncio.to_thread(
             plan,
@@ -755,9 +755,7 @@ def _at_once(ts: TaskState, workers: Iterable[WorkerState]) -> dict[str, int]:
 
 def _lasting_array_of(barrier: Barrier, operand: str) -> str:
     """Return the name of the array of A or B; where it has none that lasts, one only for this multiply."""
-    problem = barrier.problem
-    name = problem.arrays["ab".index(operand)] if isinstance(problem, Problem) else ""
-    return name or f"{barrier.key}{operand}"
+    return barrier.problem[operand].array or f"{barrier.key}{operand}"
 
 
 def _by_address(made: Placement, keys: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, list[Any]]]:
