@@ -25,7 +25,7 @@ from dask_distmm.config import read_options
 from dask_distmm.engines.panels import panels
 from dask_distmm.graph.build import build_graph
 from dask_distmm.layout import Layout, ProcessGrid, redistribution
-from dask_distmm.planning import Plan, Worker, plan
+from dask_distmm.planning import NamedMatrix, Plan, Worker, plan
 from dask_distmm.planning.cuts import pieces_of, traffic
 from dask_distmm.planning.factor import Factorization, FactorPlacement, FactorProblem
 from dask_distmm.programs.check import walk as in_any_order
@@ -310,7 +310,7 @@ def choice() -> Page:
     where[::7] = np.arange(10) % 4
     problem = make_problem(even(8, 1000), even(8, 1000), method="allgather")
     made = plan(problem, FOUR, {"a": where, "b": np.arange(64, dtype=np.int32) % 4})
-    moved = traffic(made.problem.a_chunks, (made.rows, made.depth), where, 4).T * 8 / 2**20
+    moved = traffic(made.problem.a.chunks, (made.rows, made.depth), where, 4).T * 8 / 2**20
     page.title(20, y, "MiB of A that a rank needs (rows) and a worker has (columns); outlined: the match")
     for rank, worker in itertools.product(range(4), repeat=2):
         x, top = 200 + 100 * worker, y + 36 + 26 * rank
@@ -422,9 +422,8 @@ def timeline(program: FactorPlacement) -> list[Work]:
 
 def lookahead() -> Page:
     """Draw when each rank takes the steps of an LU factorization."""
-    chunks = {"a": ((120,), (120,))}
-    task = Factorization("lu", (120, 120), "float64")
-    problem = FactorProblem("lu", task, chunks, {"a": "float64"}, (), "numpy", None, read_options())
+    task, a = Factorization("lu", (120, 120), "float64"), NamedMatrix("a", ((120,), (120,)), "float64")
+    problem = FactorProblem(name="lu", task=task, matrices=(a,), wanted=(), options=read_options())
     program = FactorPlacement(
         problem=problem, engine="numpy", method="columns", participants=FOUR[:3], ranks=(0, 1, 2), width=10, owners={}
     )

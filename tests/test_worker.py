@@ -227,7 +227,7 @@ def test_other_memory_orders_than_planned():
     made = dataclasses.replace(small_plan(), engine="peer")
     chunks = {("a", 0): np.ones((4, 5), order="F"), ("a", 1): np.ones((3, 5), order="F"), ("b", 0): np.ones((5, 6))}
     assert other_orders(made, chunks) == {"a": "F"}
-    assert other_orders(dataclasses.replace(made, order_a="F"), chunks) == {}
+    assert other_orders(dataclasses.replace(made, orders={**made.orders, "a": "F"}), chunks) == {}
     assert other_orders(dataclasses.replace(made, engine="numpy"), chunks) == {}
 
 

@@ -36,7 +36,7 @@ import itertools
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from dask._task_spec import GraphNode, List, Task, TaskRef, convert_legacy_graph
@@ -91,11 +91,6 @@ _SHARE_OF_A_PART = 0.5
 _NO_PEERS: Any = SimpleNamespace(received_bytes=0)
 
 
-# One run of a layer: its multiply or a part of it, and for which chunks of D it is, by their numbers in the layer's
-# multiply; None for all.
-Piece: TypeAlias = tuple[Problem, tuple[int, ...] | None]
-
-
 @dataclasses.dataclass(frozen=True)
 class DaskTasks:
     """The inputs of the choice whether Dask's own tasks make some chunks of D in place of runs."""
@@ -106,10 +101,10 @@ class DaskTasks:
     # The graphs of A and of B; None where chunks are in memory.
     upstream: tuple[HighLevelGraph | None, HighLevelGraph | None]
 
-    def are_quicker(self, pieces: Sequence[Piece]) -> bool:
+    def are_quicker(self, problems: Sequence[Problem]) -> bool:
         """Whether they are expected to be over clearly before runs, one after the other, would be."""
         try:
-            plans = [plan(problem, self.workers, engine=self.engines) for problem, _ in pieces]
+            plans = [plan(problem, self.workers, engine=self.engines) for problem in problems]
         except ProjectedMemoryError:
             return True
         lazy = any(graph is not None for graph in self.upstream)
@@ -117,9 +112,7 @@ class DaskTasks:
         own = self.costs.start + sum(made.by_tasks.seconds - self.costs.start for made in plans if made.by_tasks)
         return own < CLEARLY * sum(made.seconds for made in plans)
 
-    def tasks(
-        self, whole: Problem, arrays: Mapping[str, tuple[str, bool]], wanted: Collection[Any]
-    ) -> dict[Any, GraphNode]:
+    def tasks(self, whole: Problem, arrays: Mapping[str, str], wanted: Collection[Any]) -> dict[Any, GraphNode]:
         """Return Dask's own tasks for some chunks of D, given by their keys, with those that load what they need.
 
         Dask loads what one task needs within that task. Chunks that are in memory, that runs make, or that have
@@ -127,7 +120,7 @@ class DaskTasks:
         """
         operands = []
         for number, name in enumerate("ab"):
-            below, graph = arrays.get(name, arrays["a"])[0], self.upstream[number]
+            below, graph = arrays.get(name, arrays["a"]), self.upstream[number]
             ours = graph is None or any(isinstance(layer, TasksLayer) for layer in graph.layers.values())
             if graph is None or ours or is_annotated(graph):
                 graph = HighLevelGraph({below: {}}, {below: set()})
@@ -152,16 +145,18 @@ class ProductLayer(TasksLayer):
     def __init__(
         self,
         whole: Problem,
-        arrays: Mapping[str, tuple[str, bool]],
-        pieces: Sequence[Piece] | None = None,
+        arrays: Mapping[str, str],
+        wanted: Collection[int] | None = None,
+        pieces: Sequence[Problem] = (),
         by_tasks: DaskTasks | None = None,
         scheme: Scheme | None = None,
         streams: Mapping[tuple[str, int], str] | HighLevelGraph | None = None,
     ) -> None:
         super().__init__()
         self.whole, self.arrays, self.by_tasks = whole, dict(arrays), by_tasks
-        self.pieces = ((whole, None),) if pieces is None else tuple(pieces)
-        # The waves in which a piece is made; None: it is one run. And where the chunks that are streamed come from: the
+        # The chunks of D that it is for, by their numbers, and the parts of the multiply that make them.
+        self.wanted, self.pieces = range(whole.d.count) if wanted is None else wanted, tuple(pieces) or (whole,)
+        # The waves in which a part is made; None: it is one run. And where the chunks that are streamed come from: the
         # names of copies by those of arrays and the numbers of visits, or the graph of which ranks make them.
         self.scheme, self.streams = scheme, streams or {}
 
@@ -169,9 +164,9 @@ class ProductLayer(TasksLayer):
     def runs(self) -> list[tuple[Problem, int]]:
         """The runs in their order, each with the number of its visit."""
         if self.scheme is None:
-            return [(problem, 0) for problem, _ in self.pieces]
+            return [(problem, 0) for problem in self.pieces]
         found = []
-        for problem, _ in self.pieces:
+        for problem in self.pieces:
             part = problem if problem.whole else None
             scheme = self.scheme if part is None else part_scheme(self.whole, self.scheme, part)
             waves = (wave_problem(self.whole, scheme, number, part) for number in range(scheme.count))
@@ -194,7 +189,6 @@ class ProductLayer(TasksLayer):
     @functools.cached_property
     def _tasks(self) -> dict[Any, Task]:  # type: ignore[override]
         found: dict[Any, Task] = {}
-        wanted = set().union(*(numbers or range(self._count) for _, numbers in self.pieces))
         made, sums = self._made(), ""
         for run, visit in self.runs:
             problem = run if made is not None else run.made_by_ranks(())
@@ -207,31 +201,26 @@ class ProductLayer(TasksLayer):
                     inputs.append(List(*map(TaskRef, keys)))
             found[before] = RunTask(before, barrier, problem.to_wire(), *inputs)
             sums = problem.result_name
-            found |= chunks_of(problem, "", wanted if sums == self.whole.name else None)
+            found |= chunks_of(problem, "", self.wanted if sums == self.whole.name else None)
         return found
 
     def _inputs(self, problem: Problem, operand: str, visit: int = 0, sums: str = "") -> list[Any]:
         """Return the keys of an operand's chunks, in the order of their numbers in a problem."""
-        name, transposed = (sums, False) if operand == "partial" else self.arrays.get(operand, self.arrays["a"])
+        matrix, name = problem[operand], sums if operand == "partial" else self.arrays.get(operand, self.arrays["a"])
         if self._is_streamed(operand) and isinstance(self.streams, dict):
             name = self.streams.get((name, visit), name)
-        places = map(problem[operand].at, range(problem[operand].count))
-        return [(name, j, i) if transposed else (name, i, j) for i, j in places]
+        places = map(matrix.at, range(matrix.count))
+        return [(name, j, i) if matrix.transposed else (name, i, j) for i, j in places]
 
     def _is_streamed(self, operand: str) -> bool:
         return self.scheme is not None and operand in "ab" and self.scheme.streamed["ab".index(operand)]
 
     # Dask's interface of a layer
 
-    @property
-    def _count(self) -> int:
-        return self.whole.d.count
-
     def get_output_keys(self) -> set[Any]:
         """Return the keys that other layers may need: of chunks of D, and of the barriers for auxiliary outputs."""
         name, ncols = self.whole.name, self.whole.d.counts[1]
-        numbers = (numbers or range(self._count) for _, numbers in self.pieces)
-        return {(name, *divmod(number, ncols)) for found in numbers for number in found} | self._barriers
+        return {(name, *divmod(number, ncols)) for number in self.wanted} | self._barriers
 
     @property
     def _barriers(self) -> set[str]:
@@ -246,9 +235,9 @@ class ProductLayer(TasksLayer):
             return self, {}
         numbers = {int(i) * ncols + int(j) for _, i, j in own}
         # Auxiliary outputs need a barrier as it is.
-        whole = bool(barriers) or len(numbers) == self._count
-        pieces, scheme = (self.pieces, self.scheme) if whole else self._part(numbers)
-        part = ProductLayer(self.whole, self.arrays, pieces, scheme=scheme, streams=scheme and self.streams)
+        whole = bool(barriers) or len(numbers) == self.whole.d.count
+        wanted, pieces, scheme = (self.wanted, self.pieces, self.scheme) if whole else self._part(numbers)
+        part = ProductLayer(self.whole, self.arrays, wanted, pieces, scheme=scheme, streams=scheme and self.streams)
         layer: Layer = part
         if scheme is not None:
             layer, needs = TasksLayer.cull(part, own | barriers, all_hlg_keys)
@@ -257,25 +246,25 @@ class ProductLayer(TasksLayer):
             layer, needs = TasksLayer(tasks), needs_of(tasks)
         else:
             needs = {key: set() for key in own}
-            for problem, _ in pieces:
+            for problem in pieces:
                 found = [part._inputs(problem, operand) for operand in problem.inputs]
                 needs[barrier_key(problem.name)] = set().union(*found)
         layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
         return layer, needs
 
-    def _part(self, numbers: Collection[int]) -> tuple[Sequence[Piece], Scheme | None]:
-        """Return the pieces that make some chunks of D, and their waves: a small part needs none."""
-        pieces = pieces_of(self.whole, numbers)
+    def _part(self, wanted: Collection[int]) -> tuple[Collection[int], Sequence[Problem], Scheme | None]:
+        """Return some chunks of D, the parts that make them, and their waves: a small part needs none."""
+        pieces = pieces_of(self.whole, wanted)
         if self.scheme is None:
-            return pieces, None
-        if sum(problem.flops for problem, _ in pieces) > _SHARE_OF_A_PART * self.whole.flops:
-            return self.pieces, self.scheme
-        held = sum(problem[name].bytes.sum() for problem, _ in pieces for name in ("a", "b", "d"))
+            return wanted, pieces, None
+        if sum(problem.flops for problem in pieces) > _SHARE_OF_A_PART * self.whole.flops:
+            return self.wanted, self.pieces, self.scheme
+        held = sum(problem[name].bytes.sum() for problem in pieces for name in "abd")
         least = self.scheme.budget_bytes * _SHARE_OF_A_PART
-        return pieces, self.scheme if 0 < least <= held else None
+        return wanted, pieces, self.scheme if 0 < least <= held else None
 
 
-def pieces_of(whole: Problem, wanted: Collection[int]) -> list[Piece]:
+def pieces_of(whole: Problem, wanted: Collection[int]) -> list[Problem]:
     """Return the runs that make some chunks of D with little work.
 
     They are one run of the least part that has all of them, or several of parts that have no row and no column of
@@ -292,16 +281,13 @@ def pieces_of(whole: Problem, wanted: Collection[int]) -> list[Piece]:
         groups = [group for group in groups if not group[0] & cols]
         groups.append((cols.union(*(x for x, _ in touching)), [row, *(r for _, rows in touching for r in rows)]))
     parts = [_piece(whole, [i * ncols + j for i in rows for j in by_row[i]]) for _, rows in groups]
-    saved = one[0].flops - sum(part.flops for part, _ in parts)
+    saved = one.flops - sum(part.flops for part in parts)
     return parts if len(parts) > 1 and saved > (len(parts) - 1) * _FLOPS_OF_A_RUN else [one]
 
 
-def _piece(whole: Problem, wanted: Collection[int]) -> Piece:
-    numbers = tuple(sorted(wanted))
-    part = restrict(whole, numbers)
-    if part is None:
-        return whole, numbers
-    return dataclasses.replace(part, name=part_name(part)), numbers
+def _piece(whole: Problem, wanted: Collection[int]) -> Problem:
+    part = restrict(whole, wanted)
+    return whole if part is None else dataclasses.replace(part, name=part_name(part))
 
 
 def build_graph(
@@ -314,7 +300,7 @@ def build_graph(
 ) -> HighLevelGraph:
     """Return the graph of D under the array name ``problem.name``: of one run, or of waves."""
     operands = {"a": a, "b": b} | dict(zip(problem.operands[2:], extras, strict=True))
-    arrays = {name: (operands[name].name, problem[name].transposed) for name in problem.inputs}
+    arrays = {name: operands[name].name for name in problem.inputs}
     dependencies = [operands[name] for name in problem.inputs]
     layer = ProductLayer(problem, arrays, by_tasks=by_tasks, scheme=scheme)
     graph = HighLevelGraph.from_collections(problem.name, layer, dependencies=dependencies)

@@ -187,7 +187,7 @@ def _slabs(plan: Plan) -> Tiles:
     mb, nb, kb = (padded(x, step, nranks if cut else 1) for x, cut in zip(lengths, slabs, strict=True))
     m, n, k = (size * (nranks if cut else 1) for size, cut in zip((mb, nb, kb), slabs, strict=True))
     row, col = ProcessGrid(nranks, 1), ProcessGrid(1, nranks)
-    order_a, order_b = ("C", "F") if problem.fp8 or replicated else (plan.order_a, plan.order_b)
+    order_a, order_b = ("C", "F") if problem.fp8 or replicated else (plan.orders["a"], plan.orders["b"])
     order = order_a if order_a == order_b else "C"
     if nranks > 1:
         order = "C" if replicated or by_rows != both else "F"
@@ -210,7 +210,7 @@ def _slabs(plan: Plan) -> Tiles:
 def _blocks(plan: Plan) -> Tiles:
     """Return the blocks of SUMMA."""
     problem, grid = plan.problem, ProcessGrid(*plan.grid[:2])
-    order = plan.order_a if plan.order_a == plan.order_b else "C"
+    order = plan.orders["a"] if plan.orders["a"] == plan.orders["b"] else "C"
     (mb,), (nb,), (kb,) = summa_blocks(problem, plan.grid)
 
     def tile(shape: tuple[int, int], block: tuple[int, int]) -> Tile:

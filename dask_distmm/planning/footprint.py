@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks
-from dask_distmm.planning.cuts import Bounds, chunk_edges, free_axes, traffic
+from dask_distmm.planning.cuts import Bounds, free_axes, traffic
 from dask_distmm.planning.model import ENGINES, Phase
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.problem import Problem, is_gram
+from dask_distmm.planning.problem import AXES, Problem, is_gram
 
 # A panel of k narrower than this keeps BLAS from its speed.
 _LEAST_WIDTH = 384
@@ -26,20 +25,18 @@ _LEAST_WIDTH = 384
 
 def packing(problem: Problem, cuts: tuple[Bounds, Bounds, Bounds]) -> str:
     """Decide which operands are packed, from the sizes of their chunks and their types."""
-    m, n, k = (int(np.diff(cut).max()) for cut in cuts)
+    extents = dict(zip("mnk", (int(np.diff(cut).max()) for cut in cuts), strict=True))
 
-    def packed(chunks: Chunks, extents: tuple[int, int], dtype: np.dtype) -> bool:
+    def packed(name: str) -> bool:
+        if name != "d" and problem.compute == "tf32":
+            return True  # rounded on the way into a panel
         # BLAS on small blocks loses more than the copy costs.
-        means = [sum(sizes) / max(1, sum(size > 0 for size in sizes)) for sizes in chunks]
-        small = [mean < min(problem.options.pack_below, x) for mean, x in zip(means, extents, strict=True)]
-        return any(small) or dtype != problem.compute_type
+        means = [sum(sizes) / max(1, sum(size > 0 for size in sizes)) for sizes in problem[name].chunks]
+        most = (min(problem.options.pack_below, extents[axis]) for axis in AXES.get(name, "mn"))
+        small = any(mean < x for mean, x in zip(means, most, strict=True))
+        return small or dtype_from_name(problem[name].dtype) != problem.compute_type
 
-    # Rounded on the way into a panel.
-    rounded = problem.compute == "tf32"
-    a, b = (dtype_from_name(name) for name in (problem.a.dtype, problem.b.dtype))
-    found = "a" if rounded or packed(problem.a.chunks, (m, k), a) else ""
-    found += "b" if rounded or packed(problem.b.chunks, (k, n), b) else ""
-    return found + ("d" if packed(problem.d.chunks, (m, n), problem.result_type) else "")
+    return "".join(filter(packed, "abd"))
 
 
 def panel_width(problem: Problem, per_k: Any, depth: Any) -> Any:
@@ -62,7 +59,7 @@ def operand_needs(plan: Plan, operand: str) -> Needs:
         needed = np.multiply.outer(*map(np.diff, cuts)).ravel().astype(float)
         parts = parts // (q * s) * s + parts % s if operand == "a" else parts % s * q + parts // s % q
     else:
-        layout = tiles.a.layout if operand == "a" else tiles.b.layout
+        layout = getattr(tiles, operand).layout
         needed = layout.elements.astype(float)
     held: NDArray[np.float64]
     if problem[operand].by_ranks:
@@ -87,7 +84,7 @@ def _lies_in_slabs(plan: Plan, operand: str) -> bool:
     parts = (p, s) if operand == "a" else (s, q)
     axis = int(parts[1] > 1)
     slabs = parts[1 - axis] == 1 == counts[1 - axis] and counts[axis] >= parts[axis]
-    return slabs and {"a": "mk", "b": "kn"}[operand][axis] in free_axes(plan.problem)
+    return slabs and AXES[operand][axis] in free_axes(plan.problem)
 
 
 def delivered(plan: Plan) -> NDArray[np.float64]:
@@ -174,27 +171,15 @@ def made_ahead(threads: int) -> int:
 
 def made_bytes(plan: Plan) -> float:
     """Return the bytes of all chunks that ranks make themselves; a chunk that several need is made by each of them."""
-    problem, found = plan.problem, 0.0
-    spans = {
-        "a": (_in_whole_chunks(problem.a.chunks[0], plan.rows), _in_whole_chunks(problem.a.chunks[1], plan.depth)),
-        "b": (_in_whole_chunks(problem.b.chunks[1], plan.cols), _in_whole_chunks(problem.b.chunks[0], plan.depth)),
-    }
-    if len(problem.by_ranks) == 2 and is_gram(problem):
-        # A rank makes a chunk once, and has it on both sides.
-        (starts, stops), along_k = spans["a"]
-        first, last = (axis[None] for axis in spans["b"][0])
-        both = np.minimum(stops[:, None], last) - np.maximum(starts[:, None], first)
-        own = (stops - starts)[:, None] + (last - first) - np.maximum(0, both)
-        return float(own.sum()) * float(np.sum(along_k[1] - along_k[0])) * problem.a.itemsize
-    for name, times in (("a", len(plan.cols) - 1), ("b", len(plan.rows) - 1)):
-        if problem[name].by_ranks:
-            own, depth = (float(np.sum(stops - starts)) for starts, stops in spans[name])
-            found += own * depth * times * problem[name].itemsize
-    return found
-
-
-def _in_whole_chunks(sizes: tuple[int, ...], cuts: Bounds) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where the parts between cuts begin and end if they are made larger, to whole chunks."""
-    edges = chunk_edges(sizes)
-    starts = edges[np.searchsorted(edges, cuts[:-1], "right") - 1]
-    return starts, edges[np.searchsorted(edges, cuts[1:], "left")]
+    problem, total = plan.problem, 0.0
+    sizes = {name: problem[name].bytes.reshape(problem[name].counts) for name in problem.by_ranks}
+    both = len(sizes) == 2 and is_gram(problem)
+    for rank in range(len(plan.ranks)):
+        read = {name: plan.chunks_read(rank, name) for name in sizes}
+        total += sum(float(sizes[name][read[name]].sum()) for name in sizes)
+        if both:
+            # A rank makes a chunk once, and has it on both sides.
+            (rows, depth), (_, cols) = read["a"], read["b"]
+            twice = slice(max(rows.start, cols.start), max(rows.start, cols.start, min(rows.stop, cols.stop)))
+            total -= float(sizes["a"][twice, depth].sum())
+    return total

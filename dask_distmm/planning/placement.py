@@ -121,6 +121,9 @@ class Placement(Explanation, Wired):
     where
         For each operand by name, int32, one for each of its chunks: the participant that holds it. `EVERYWHERE` for all
         chunks of an operand of which every rank has a replica. An operand of which nothing is known yet is missing.
+    orders
+        For operands of which it matters, the memory order, ``"C"`` or ``"F"``, that the plan expects most chunks to
+        have.
     replicas
         So many participants, the first ones, keep all of the matrices `kept` after the run.
     replica_runs
@@ -145,6 +148,7 @@ class Placement(Explanation, Wired):
     participants: tuple[Worker, ...]
     ranks: tuple[int, ...]
     where: Where = dataclasses.field(default_factory=dict)
+    orders: Mapping[str, str] = dataclasses.field(default_factory=dict)
     replicas: int = 0
     replica_runs: tuple[int, int] = (0, 0)
     group: int = 0
@@ -220,11 +224,6 @@ class Placement(Explanation, Wired):
         """Seconds that are expected from ``persist`` to all of the result in memory."""
         return self.around + (self.estimate.seconds if self.estimate else 0.0)
 
-    @property
-    def orders(self) -> dict[str, str]:
-        """For operands of which the memory order matters, the one that the plan expects most chunks to have."""
-        return {}
-
     def check_boxes(self, kind: str, boxes: NDArray[np.int64]) -> None:
         """Refuse a peer's request for a part that this plan does not have, or for nothing.
 
@@ -244,6 +243,10 @@ class Placement(Explanation, Wired):
             whole = (r0, r1, c0, c1) == (0, shape[0], 0, shape[1])  # chunks may be empty
             if not whole and not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
                 raise ProtocolError(f"rows {r0}:{r1}, columns {c0}:{c1} are not within {shape}")
+
+    def needed(self, rank: int, operand: str) -> NDArray[np.int64]:
+        """Return the numbers of the chunks that a rank needs of an operand whose chunks ranks can make."""
+        raise NotImplementedError
 
     def has_part(self, kind: str, number: int) -> bool:
         """Whether ranks publish something of a kind under this number."""

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
-from dask_distmm.planning.cuts import Bounds, Rect, chunk_cuts, pieces_of, reduce_cuts, traffic
+from dask_distmm.planning.cuts import Bounds, Rect, chunk_cuts, pieces_of, reduce_cuts, touched, traffic
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.wire import HERE
@@ -61,8 +61,6 @@ class Plan(Placement):
     packing
         Which of A, B and D are copied to one contiguous panel before they are multiplied, as ``"ab"``
         (`footprint.packing`).
-    order_a, order_b
-        Memory order of (most of) the chunks of A and B, ``"C"`` or ``"F"``.
     d_cuts
         Cuts of D's rows and columns into the slabs that the ranks hold after sums over k are added up; None where
         they hold what they compute.
@@ -79,8 +77,6 @@ class Plan(Placement):
     depth: Bounds
     owners: NDArray[np.int32]
     packing: str
-    order_a: str = "C"
-    order_b: str = "C"
     d_cuts: tuple[Bounds, Bounds] | None = None
     from_host: bool = False
     left: str = dataclasses.field(default="", metadata=HERE)
@@ -96,11 +92,6 @@ class Plan(Placement):
         problem, gathered = self.problem, self.problem.gathered
         new = gathered and not everywhere(self.where.get(gathered))
         return ("d",) * problem.formula.replicated + (gathered,) * bool(new)
-
-    @property
-    def orders(self) -> dict[str, str]:
-        """Memory orders of most chunks of A and B, as planned."""
-        return {"a": self.order_a, "b": self.order_b}
 
     @property
     def block_sizes(self) -> tuple[int, int, int]:
@@ -142,6 +133,18 @@ class Plan(Placement):
         """Return the part of k that `rank` sums over."""
         depth = self.coords(rank)[2]
         return self.depth[depth], self.depth[depth + 1]
+
+    def chunks_read(self, rank: int, operand: str) -> tuple[slice, slice]:
+        """Return the rows and the columns of chunks of A or B of which a rank multiplies parts."""
+        (r0, r1, c0, c1), depth = self.region(rank), self.k_range(rank)
+        down, across = ((r0, r1), depth) if operand == "a" else (depth, (c0, c1))
+        rows, cols = self.problem[operand].chunks
+        return touched(rows, *down), touched(cols, *across)
+
+    def needed(self, rank: int, operand: str) -> NDArray[np.int64]:
+        """Return the numbers of the chunks of A or B of which a rank needs any part."""
+        matrix = self.problem[operand]
+        return np.arange(matrix.count).reshape(matrix.counts)[self.chunks_read(rank, operand)].ravel()
 
     @functools.cached_property
     def chunk_cuts(self) -> tuple[Bounds, Bounds]:
@@ -201,7 +204,7 @@ class Plan(Placement):
         nranks = len(self.ranks)
         checks = {
             "method": self.method in METHODS,
-            "orders": set(self.orders.values()) <= {"C", "F"},
+            "orders": self.orders.keys() == {"a", "b"} and set(self.orders.values()) <= {"C", "F"},
             "packing": set(self.packing) <= set("abd"),
             "owners": in_range(self.owners, self.problem.d.count, nranks),
         }

@@ -28,7 +28,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -472,8 +472,7 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
         engine=engine,
         participants=(*situation.roster, *situation.sources),
         where=situation.where,
-        order_a=situation.orders[0],
-        order_b=situation.orders[1],
+        orders=dict(zip("ab", situation.orders, strict=True)),
         method="local" if nranks == 1 and model.collective else method,
         ranks=tuple(range(nranks)),
         rows=rows,
@@ -525,29 +524,29 @@ def _matched(made: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, 
 # The kinds of computations: which class a message means, and who plans it
 
 
-# By the kind that ``to_wire`` names: the class of the computation, and that of its plans.
-_KINDS: dict[str, tuple[type[Problem | FactorProblem | ProgramProblem], type[Placement]]] = {
-    Problem.kind: (Problem, Plan),
-    FactorProblem.kind: (FactorProblem, FactorPlacement),
-    ProgramProblem.kind: (ProgramProblem, ProgramPlacement),
+# By the kind that ``to_wire`` names: the class of the computation, that of its plans, and who plans it.
+_KINDS: dict[str, tuple[type[Computation], type[Placement], Callable[..., Placement]]] = {
+    Problem.kind: (Problem, Plan, plan),
+    FactorProblem.kind: (FactorProblem, FactorPlacement, plan_factorization),
+    ProgramProblem.kind: (ProgramProblem, ProgramPlacement, plan_program),
 }
 
 
 def problem_from_wire(wire: Any) -> Computation:
     """Make a computation from what its ``to_wire`` gave, checked."""
-    return _classes(wire)[0].from_wire(wire)
+    return _KINDS[_kind(wire)][0].from_wire(wire)
 
 
 def plan_from_wire(wire: Any) -> Placement:
     """Make a plan from what its ``to_wire`` gave, checked."""
-    return _classes(wire.get("problem") if isinstance(wire, dict) else None)[1].from_wire(wire)
+    return _KINDS[_kind(wire.get("problem") if isinstance(wire, dict) else None)][1].from_wire(wire)
 
 
-def _classes(wire: Any) -> tuple[type[Problem | FactorProblem | ProgramProblem], type[Placement]]:
+def _kind(wire: Any) -> str:
     kind = wire.get("kind") if isinstance(wire, dict) else None
     if kind not in _KINDS:
         raise ProtocolError(f"malformed problem: a computation of kind {kind!r}; known are {', '.join(_KINDS)}")
-    return _KINDS[kind]
+    return str(kind)
 
 
 def plan_computation(
@@ -562,12 +561,11 @@ def plan_computation(
 
     A factorization or a program is for the first engine that can run it in the memory that there is.
     """
+    planned = _KINDS[problem.kind][2]
     if isinstance(problem, Problem):
-        return plan(problem, roster, where, engine=engine, sources=sources)
-    assert isinstance(problem, FactorProblem | ProgramProblem)
-    planned: Any = plan_factorization if isinstance(problem, FactorProblem) else plan_program
+        return planned(problem, roster, where, engine=engine, sources=sources)
     *first, last = engine
     for name in first:
         with contextlib.suppress(PlanError, ProjectedMemoryError):
-            return planned(problem, roster, where, engine=name, sources=sources)  # type: ignore[no-any-return]
-    return planned(problem, roster, where, engine=last, sources=sources)  # type: ignore[no-any-return]
+            return planned(problem, roster, where, engine=name, sources=sources)
+    return planned(problem, roster, where, engine=last, sources=sources)

@@ -125,6 +125,10 @@ class ProgramPlacement(Placement):
         """Return the steps of a rank."""
         return self.problem.steps(self.owners, len(self.ranks), rank)
 
+    def needed(self, rank: int, operand: str) -> NDArray[np.int64]:
+        """Return the numbers of the chunks of rows that a rank has."""
+        return np.flatnonzero(np.array(self.owners) == rank)
+
     @property
     def figures(self) -> tuple[Cost, list[int]]:
         """What the program takes, where the matrix is well-conditioned, and the most bytes that each rank holds."""

@@ -56,7 +56,6 @@ from dask_distmm.planning.cuts import (
     padded,
     pieces_of,
     slowdown,
-    touched,
     unit,
 )
 from dask_distmm.planning.footprint import made_ahead, multiplied_sizes, multiply_rate
@@ -128,30 +127,21 @@ def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]
     problem, found = plan.problem, {}
     mine = np.arange(len(plan.participants))[:, None]
     for name in names:
-        sizes = problem[name].chunks
-        if name in ("a", "b"):
-            reads = np.zeros((len(plan.participants), len(sizes[0]), len(sizes[1])), bool)
+        matrix, factor = problem[name], name in ("a", "b")
+        if matrix.by_ranks or (factor and plan.from_host):
+            # They are made by those that need them, or are not on GPUs.
+            found[name] = np.zeros((len(mine), matrix.count), bool)
+            continue
+        # Any rank may need any chunk of an input of the formula: the owners of D's chunks are not looked at.
+        needed = np.ones(1, bool)
+        if factor:
+            reads = np.zeros((len(mine), *matrix.counts), bool)
             for rank, index in enumerate(plan.ranks):
-                reads[index][_read(plan, rank, name)] = True
+                reads[index][plan.chunks_read(rank, name)] = True
             flat = reads.reshape(len(reads), -1)
             needed = flat.sum(0) > flat
-        else:
-            # Any rank may need any chunk of an input of the formula: the owners of D's chunks are not looked at.
-            needed = np.ones(1, bool)
-        if plan.from_host and name in ("a", "b"):
-            needed = np.zeros(1, bool)  # they are not on GPUs
-        if problem[name].by_ranks:
-            found[name] = np.zeros((len(plan.participants), len(problem[name].bytes)), bool)
-            continue
-        found[name] = needed & (np.asarray(plan.where[name]) == mine) & (problem[name].bytes > 0)
+        found[name] = needed & (np.asarray(plan.where[name]) == mine) & (matrix.elements > 0)
     return found
-
-
-def _read(plan: Plan, rank: int, name: str) -> tuple[slice, slice]:
-    """Return the rows and the columns of chunks of A or B of which a rank multiplies parts."""
-    (r0, r1, c0, c1), depth = plan.region(rank), plan.k_range(rank)
-    (rows, cols), (down, across) = plan.problem[name].chunks, ((r0, r1), depth) if name == "a" else (depth, (c0, c1))
-    return touched(rows, *down), touched(cols, *across)
 
 
 def _held(plan: Plan, rank: int, operand: int) -> tuple[float, bool]:
@@ -160,7 +150,7 @@ def _held(plan: Plan, rank: int, operand: int) -> tuple[float, bool]:
     Chunks in host memory count as those of others. The number is an average, and may not be a whole number, if the plan
     does not know where the chunks are.
     """
-    name, (rows, cols) = "ab"[operand], _read(plan, rank, "ab"[operand])
+    name, (rows, cols) = "ab"[operand], plan.chunks_read(rank, "ab"[operand])
     where = plan.where.get(name)
     if where is None or plan.from_host:
         count = (rows.stop - rows.start) * (cols.stop - cols.start)

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import functools
 import importlib
-import itertools
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,16 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from distributed.protocol.pickle import dumps, loads
-from numpy.typing import NDArray
 
 from dask_distmm.engines.base import ChunkKey, ResultKey
 from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import EngineError, call_user, in_words
 from dask_distmm.numeric.sparse import compressed, sparse_package
 from dask_distmm.numeric.types import carried, typed
-from dask_distmm.planning import ENGINES, Computation, Placement, Plan, Problem
-from dask_distmm.planning.cuts import overlaps
-from dask_distmm.planning.program import ProgramPlacement
+from dask_distmm.planning import ENGINES, Computation, Placement, Problem
 from dask_distmm.runtime import direct
 
 if TYPE_CHECKING:
@@ -160,7 +156,7 @@ def pack_tasks(
     """Return for each rank's address the tasks of those chunks that it needs, pickled, and how it may run them."""
     found = {}
     for rank, address in enumerate(plan.workers):
-        parts = {name: _needed_chunks(plan, rank, name).tolist() for name in tasks}
+        parts = {name: plan.needed(rank, name).tolist() for name in tasks}
         # Together, so that a task of both operands stays one.
         needed = {name: (parts[name], [tasks[name][number] for number in parts[name]]) for name in tasks}
         try:
@@ -168,23 +164,6 @@ def pack_tasks(
         except BaseException as error:  # of the user's objects: none may end the scheduler
             raise EngineError(f"the tasks that make chunks can't be pickled: {in_words(error)}") from None
     return found
-
-
-def _needed_chunks(plan: Placement, rank: int, operand: str) -> NDArray[np.int64]:
-    """Return the numbers of an operand's chunks of which a rank needs any part."""
-    if isinstance(plan, ProgramPlacement):
-        return np.flatnonzero(np.array(plan.owners) == rank)
-    assert isinstance(plan, Plan)
-    r0, r1, c0, c1 = plan.region(rank)
-    along = plan.k_range(rank)
-    ranges = ((r0, r1), along) if operand == "a" else (along, (c0, c1))
-    rows, cols = (
-        np.array(
-            [number for number, _, _ in overlaps(tuple(itertools.accumulate(sizes, initial=0)), *wanted)], np.int64
-        )
-        for sizes, wanted in zip(plan.problem[operand].chunks, ranges, strict=True)
-    )
-    return np.add.outer(rows * plan.problem[operand].counts[1], cols).ravel()
 
 
 def unpack_tasks(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKey, SourceChunk]:

@@ -18,7 +18,6 @@ from dask_distmm.planning import schedule as block_schedule
 from dask_distmm.planning.footprint import made_bytes, multiplied_sizes
 from dask_distmm.planning.schedule import peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
-from dask_distmm.runtime.chunks import _needed_chunks
 from dask_distmm.testing import make_problem
 
 COSTS, BUDGET = DaskCosts(0.01, 0.00015, 0.01, 0.0005), Budget(0.6, 0.7, 5e8)
@@ -111,7 +110,7 @@ def test_what_ranks_make_is_counted_once_for_each(by_ranks, is_gram, method):
         seen = np.zeros((2, len(k), len(m)), bool)
         for operand in "ab":
             if by_ranks["ab".index(operand)]:
-                numbers = _needed_chunks(made, rank, operand)
+                numbers = made.needed(rank, operand)
                 table = np.zeros(len(k) * len(m), bool)
                 table[numbers] = True
                 seen["ab".index(operand)] = (

@@ -106,8 +106,8 @@ class Sums:
         self.symmetric = _is_symmetric(plan, rank, begun)
         problem, region = plan.problem, plan.region(rank)
         # BLAS conjugates, without a copy, the operand that is in the other order than D.
-        orders = (problem.a.conjugated, plan.order_a), (problem.b.conjugated, plan.order_b)
-        order: Literal["C", "F"] = "F" if (True, "C") in orders else "C"
+        turned = any(problem[name].conjugated and plan.orders[name] == "C" for name in "ab")
+        order: Literal["C", "F"] = "F" if turned else "C"
         packed = "d" in plan.packing
         # One matrix, or a block for each part of a chunk.
         self._cuts = (region[:2], region[2:]) if packed else plan.chunk_cuts

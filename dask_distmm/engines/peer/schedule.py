@@ -352,8 +352,8 @@ def _side_by_side(resident: Sequence[Load]) -> list[tuple[Load, ...]]:
 
 def made_orders(plan: Plan) -> tuple[str, str]:
     """Return the memory orders of buffers for A and B: the library conjugates what it transposes."""
-    each = (plan.problem.a, plan.order_a), (plan.problem.b, plan.order_b)
-    a, b = ("F" if matrix.by_ranks and matrix.conjugated else order for matrix, order in each)
+    factors = plan.problem.a, plan.problem.b
+    a, b = ("F" if one.by_ranks and one.conjugated else plan.orders[one.name] for one in factors)
     return a, b
 
 
