@@ -32,18 +32,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from dask._task_spec import GraphNode, List, Task, TaskRef, convert_legacy_graph
+from dask._task_spec import GraphNode, Task, TaskRef, convert_legacy_graph
 from dask.array.core import Array
 from dask.array.routines import matmul
 from dask.base import tokenize
 from dask.blockwise import fuse_roots, optimize_blockwise
+from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, Layer
 from distributed import Reschedule, get_worker
 from distributed.utils import sync
@@ -70,13 +70,7 @@ from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import with_tasks
 from dask_distmm.planning.waves import Scheme, part_scheme, wave_problem
 from dask_distmm.runtime.chunks import arrays_of, check_chunks, order_of, ready_event
-from dask_distmm.runtime.keys import (
-    ChunkTask,
-    RunTask,
-    barrier_key,
-    output_name,
-    part_name,
-)
+from dask_distmm.runtime.keys import ChunkTask, barrier_key, barrier_task, output_name, part_name
 from dask_distmm.runtime.messages import NAME
 
 # The task graph of a multiply: one barrier, which depends on the chunks of A and B, and the chunks of D
@@ -192,14 +186,10 @@ class ProductLayer(TasksLayer):
         made, sums = self._made(), ""
         for run, visit in self.runs:
             problem = run if made is not None else run.made_by_ranks(())
-            before, inputs = barrier_key(problem.name), list[Any]()
-            for operand in problem.inputs:
-                keys = self._inputs(problem, operand, visit, sums)
-                if made is not None and problem[operand].by_ranks:
-                    inputs.append(ChunkTasks([made[key] for key in keys]))
-                else:
-                    inputs.append(List(*map(TaskRef, keys)))
-            found[before] = RunTask(before, barrier, problem.to_wire(), *inputs)
+            inputs: dict[str, Any] = {name: self._inputs(problem, name, visit, sums) for name in problem.inputs}
+            if made is not None:
+                inputs |= {name: ChunkTasks([made[key] for key in inputs[name]]) for name in problem.by_ranks}
+            found[barrier_key(problem.name)] = barrier_task(problem, barrier, inputs)
             sums = problem.result_name
             found |= chunks_of(problem, "", self.wanted if sums == self.whole.name else None)
         return found
@@ -413,14 +403,10 @@ def build_factor_graph(
     `made` has the tasks of those operands whose chunks ranks make.
     """
     before = barrier_key(problem.name)
-    inputs: list[Any] = []
-    for name, array in zip(problem.operands, operands, strict=True):
-        nrows, ncols = problem[name].counts
-        places = itertools.product(range(nrows), range(ncols))
-        inputs.append(made.get(name) or List(*(TaskRef((array.name, i, j)) for i, j in places)))
-    run = TasksLayer({before: RunTask(before, barrier, problem.to_wire(), *inputs)})
-    given = [array for name, array in zip(problem.operands, operands, strict=True) if name not in made]
-    graph = HighLevelGraph.from_collections(before, run, dependencies=given)
+    given = {name: array for name, array in zip(problem.operands, operands, strict=True) if name not in made}
+    inputs: dict[str, Any] = {name: list(flatten(array.__dask_keys__())) for name, array in given.items()} | dict(made)
+    run = TasksLayer({before: barrier_task(problem, barrier, inputs)})
+    graph = HighLevelGraph.from_collections(before, run, dependencies=list(given.values()))
     outputs = [output.name for output in problem.outputs]
     layers = {output_name(problem.name, output): TasksLayer(chunks_of(problem, output)) for output in outputs}
     dependencies = dict(graph.dependencies) | {name: {before} for name in layers}

@@ -175,12 +175,13 @@ def make_tiles(plan: Plan) -> Tiles:
 def _slabs(plan: Plan) -> Tiles:
     """Return slabs of one size for all ranks; the other axis of a matrix is as long as all slabs of another one."""
     problem, nranks, step = plan.problem, math.prod(plan.grid), slab_step(plan.problem)
-    lengths, cuts, finals = (problem.m, problem.n, problem.k), (plan.rows, plan.cols, plan.depth), plan.d_cuts
-    for length, found in zip((*lengths, *lengths[: 2 if finals else 0]), (*cuts, *(finals or ())), strict=True):
+    lengths, cuts = (problem.m, problem.n, problem.k), (plan.rows, plan.cols, plan.depth)
+    finals = plan.d_cuts if plan.method == "reducescatter" else cuts[:2]
+    for length, found in zip((*lengths, *lengths[:2]), (*cuts, *finals), strict=True):
         size = padded(length, step, len(found) - 1)
         if found != tuple(min(i * size, length) for i in range(len(found))):
             raise ValueError(f"{length} is cut at {found}, expected {len(found) - 1} slabs of {size}")
-    by_rows, reduces = len((finals or cuts)[0]) > 2, len(plan.depth) > 2
+    by_rows, reduces = len(finals[0]) > 2, len(plan.depth) > 2
     # Whether A has slabs of m and B those of n, each rank all of D, and there is a slab of m, n, k for each rank.
     both, replicated = nranks > 1 and not reduces, reduces and plan.method == "allreduce"
     slabs = both or by_rows, both or (reduces and not replicated and not by_rows), reduces

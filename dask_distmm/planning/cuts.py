@@ -153,12 +153,21 @@ def grid_cuts(problem: Problem, grid: tuple[int, int, int]) -> tuple[Bounds, Bou
     )
 
 
-def reduce_cuts(problem: Problem, parts: int) -> tuple[Bounds, Bounds]:
-    """Cut D into `parts` slabs, for adding up partial sums.
+def rect_between(cuts: tuple[Bounds, Bounds], part: int) -> Rect:
+    """Return the rectangle of a part, in C order, between cuts of rows and columns."""
+    rows, cols = cuts
+    i, j = divmod(part, len(cols) - 1)
+    return rows[i], rows[i + 1], cols[j], cols[j + 1]
+
+
+def reduce_cuts(problem: Problem, method: str, parts: int) -> tuple[Bounds, Bounds]:
+    """Cut D into `parts` slabs, for adding up partial sums; into its chunks where each is added up by itself.
 
     Along the axis with more chunks where there are enough of them, so that whole chunks stay together;
     otherwise along the longer axis.
     """
+    if method == "allreduce":
+        return chunk_cuts(problem.d.chunks[0]), chunk_cuts(problem.d.chunks[1])
     nrows, ncols = problem.d.counts
     rowwise = by_rows(problem, nrows >= ncols if max(nrows, ncols) >= parts else problem.m >= problem.n)
     if (rowwise and problem.m >= parts) or problem.n < parts:

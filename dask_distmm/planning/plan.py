@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
-from dask_distmm.planning.cuts import Bounds, Rect, chunk_cuts, pieces_of, reduce_cuts, touched, traffic
+from dask_distmm.planning.cuts import Bounds, Rect, chunk_cuts, pieces_of, rect_between, touched, traffic
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.wire import HERE
@@ -56,14 +56,14 @@ class Plan(Placement):
     ----------
     rows, cols, depth
         Cuts of m, n and k: p + 1, q + 1 and s + 1 increasing numbers from 0.
+    d_cuts
+        Cuts of D's rows and columns into the parts that ranks hold in full, after sums over k are added up
+        (`final_ranks`).
     owners
         int32, one for each chunk of D: the rank that holds it.
     packing
         Which of A, B and D are copied to one contiguous panel before they are multiplied, as ``"ab"``
         (`footprint.packing`).
-    d_cuts
-        Cuts of D's rows and columns into the slabs that the ranks hold after sums over k are added up; None where
-        they hold what they compute.
     from_host
         Whether ranks read chunks of A and B from host memory while they multiply: they do not fit on the GPUs.
     left
@@ -75,9 +75,9 @@ class Plan(Placement):
     rows: Bounds
     cols: Bounds
     depth: Bounds
+    d_cuts: tuple[Bounds, Bounds]
     owners: NDArray[np.int32]
     packing: str
-    d_cuts: tuple[Bounds, Bounds] | None = None
     from_host: bool = False
     left: str = dataclasses.field(default="", metadata=HERE)
 
@@ -105,19 +105,23 @@ class Plan(Placement):
         return np.repeat(rows, q * s), np.tile(np.repeat(cols, s), p), np.tile(depth, p * q)
 
     @functools.cached_property
+    def final_ranks(self) -> NDArray[np.int32]:
+        """The rank that has each part of D between `d_cuts` in full: of each chunk, as allreduce has it, its owner."""
+        by_chunks = self.grid[2] > 1 and self.method == "allreduce"
+        return self.owners if by_chunks else np.arange(len(self.ranks), dtype=np.int32)
+
+    @functools.cached_property
     def final_elements(self) -> NDArray[np.int64]:
         """Elements of D that each rank has in full, after sums over k are added up."""
-        if self.grid[2] > 1 and self.method == "allreduce":
-            return np.bincount(self.owners, self.problem.d.elements, len(self.ranks))
-        rows, cols = self.final_cuts
-        return np.multiply.outer(np.diff(rows), np.diff(cols)).ravel()
+        sizes = np.multiply.outer(*map(np.diff, self.d_cuts)).ravel()
+        return np.bincount(self.final_ranks, sizes, len(self.ranks)).astype(np.int64)
 
     @functools.cached_property
     def final_traffic(self) -> NDArray[np.float64]:
         """Elements of the chunks of each rank (rows) that each rank (columns) has in full."""
-        if self.grid[2] > 1 and self.method == "allreduce":
+        if self.final_ranks is self.owners:
             return np.diag(self.final_elements.astype(float))
-        return traffic(self.problem.d.chunks, self.final_cuts, self.owners, len(self.ranks))
+        return traffic(self.problem.d.chunks, self.d_cuts, self.owners, len(self.ranks))
 
     def coords(self, rank: int) -> tuple[int, int, int]:
         """Return (i, j, l) of a rank; l varies fastest."""
@@ -154,38 +158,21 @@ class Plan(Placement):
 
     def chunk_rect(self, index: int) -> Rect:
         """Return where chunk number `index` of D (in C order) is in D."""
-        rows, cols = self.chunk_cuts
-        i, j = divmod(index, len(cols) - 1)
-        return rows[i], rows[i + 1], cols[j], cols[j + 1]
+        return rect_between(self.chunk_cuts, index)
 
     def owned(self, rank: int) -> NDArray[np.int64]:
         """Return the numbers of the chunks of D that `rank` holds in the end."""
         return np.flatnonzero(self.owners == rank)
 
-    @functools.cached_property
-    def final_cuts(self) -> tuple[Bounds, Bounds]:
-        """Cuts of D's rows and columns into the parts that ranks have in full, but where each chunk is one."""
-        return (self.rows, self.cols) if self.grid[2] == 1 else self.d_cuts or reduce_cuts(self.problem, self.grid[2])
-
     def final_rects(self, rank: int) -> list[Rect]:
         """Return the parts of D that `rank` has in full, after sums over k are added up."""
-        if self.grid[2] == 1:
-            return [self.region(rank)]
-        if self.method == "allreduce":
-            rects = [self.chunk_rect(int(index)) for index in self.owned(rank)]
-            return [r for r in rects if r[0] < r[1] and r[2] < r[3]]
-        rows, cols = self.final_cuts
-        i, j = divmod(rank, len(cols) - 1)
-        return [(rows[i], rows[i + 1], cols[j], cols[j + 1])]
+        rects = (rect_between(self.d_cuts, part) for part in np.flatnonzero(self.final_ranks == rank).tolist())
+        return [r for r in rects if r[0] < r[1] and r[2] < r[3]]
 
     def final_holders(self, index: int) -> list[tuple[int, Rect]]:
         """Return which ranks have which part of chunk number `index` of D in full."""
-        rect = self.chunk_rect(index)
-        if rect[0] == rect[1] or rect[2] == rect[3]:
-            return []
-        if self.grid[2] > 1 and self.method == "allreduce":
-            return [(int(self.owners[index]), rect)]
-        return list(pieces_of(self.final_cuts, rect))
+        ranks = self.final_ranks
+        return [(int(ranks[part]), rect) for part, rect in pieces_of(self.d_cuts, self.chunk_rect(index))]
 
     def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
         """Return the shape of a chunk of an operand, or of D."""
@@ -206,6 +193,7 @@ class Plan(Placement):
             "method": self.method in METHODS,
             "orders": self.orders.keys() == {"a", "b"} and set(self.orders.values()) <= {"C", "F"},
             "packing": set(self.packing) <= set("abd"),
+            "d_cuts": (len(self.d_cuts[0]) - 1) * (len(self.d_cuts[1]) - 1) == self.final_ranks.size,
             "owners": in_range(self.owners, self.problem.d.count, nranks),
         }
         for name, good in checks.items():

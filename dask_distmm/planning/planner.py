@@ -466,7 +466,7 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
     rows, cols, depth, d_cuts = cuts
     model, s, nroster = ENGINES[engine], len(depth) - 1, len(situation.roster)
     nranks = (len(rows) - 1) * (len(cols) - 1) * s
-    finals = d_cuts or ((rows, cols) if s == 1 else reduce_cuts(problem, s))
+    d_cuts = d_cuts or ((rows, cols) if s == 1 else reduce_cuts(problem, method, s))
     made = Plan(
         problem=problem,
         engine=engine,
@@ -479,7 +479,7 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
         cols=cols,
         depth=depth,
         d_cuts=d_cuts,
-        owners=chunk_owners(problem, method, finals, nranks),
+        owners=chunk_owners(problem, method, d_cuts, nranks),
         packing=packing(problem, (rows, cols, depth)) if model.by_panels else "",
     )
     needs = {operand: operand_needs(made, operand) for operand in "ab"}

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from dask.base import clone_key, tokenize
 
 from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import ProtocolError
-from dask_distmm.planning import Problem, problem_from_wire, restrict
+from dask_distmm.planning import Computation, Problem, problem_from_wire, restrict
 
 # The tasks of runs, and their names, from which scheduler and workers know which multiply a task belongs to
 
@@ -199,6 +199,15 @@ def parse_group_key(key: Any) -> int | None:
     return int(place) if place.isdigit() else None
 
 
+def barrier_task(
+    problem: Computation, run: Callable[..., Any], inputs: Mapping[str, Sequence[Any] | ChunkTasks], **waited_for: Any
+) -> RunTask:
+    """Return the task of a run: it needs the chunks of `inputs` by their keys, but those that ranks make."""
+    given = (inputs[name] for name in problem.inputs)
+    lists = (found if isinstance(found, ChunkTasks) else List(*map(TaskRef, found)) for found in given)
+    return RunTask(barrier_key(problem.name), run, problem.to_wire(), *lists, **waited_for)
+
+
 def operand_keys(barrier: Task) -> tuple[Any, list[list[Any]]]:
     """Return the problem of a barrier, as plain types, and for each of its inputs the chunks' keys, or their tasks.
 
@@ -244,8 +253,7 @@ def restricted(barrier: Any, chunks: Mapping[Any, ChunkTask]) -> dict[Any, Graph
         return {}
     part = dataclasses.replace(part, name=part_name(part))
     key = barrier_key(part.name)
-    lists = [List(*map(TaskRef, inputs[name])) for name in part.inputs]
-    found: dict[Any, GraphNode] = {key: RunTask(key, barrier.func, part.to_wire(), *lists, **barrier.kwargs)}
+    found: dict[Any, GraphNode] = {key: barrier_task(part, barrier.func, inputs, **barrier.kwargs)}
     index = {number: index for index, number in enumerate(part.d.every.tolist())}
     for name, task in chunks.items():
         found[name] = ChunkTask(name, task.func, task.output, index[numbers[task.index]], TaskRef(key))

@@ -21,7 +21,7 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import NamedMatrix, Worker, plan
 from dask_distmm.planning import schedule as block_schedule
 from dask_distmm.planning import schedule as schedules
-from dask_distmm.runtime.chunks import _needed_chunks, _view
+from dask_distmm.runtime.chunks import _view
 from dask_distmm.testing import assert_product, make_problem, random_chunks, random_matrix, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -96,7 +96,7 @@ def run(ranks, problem, a, b, nranks, kernels, *, x=None, others=0, threads=2, e
             if not problem[name].by_ranks:
                 continue
             parts = split(matrices[name], problem[name].chunks)
-            for number in _needed_chunks(made, rank, name).tolist():
+            for number in made.needed(rank, name).tolist():
                 i, j = divmod(number, problem[name].counts[1])
                 transposed = problem[name].transposed
                 at = (name, i, j) if x is None else ("x", *((j, i) if transposed else (i, j)))

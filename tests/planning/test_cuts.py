@@ -42,8 +42,8 @@ def test_overlaps_are_the_range(sizes, data):
 
 def test_reduce_cuts_follow_chunks():
     wide = make_problem(((40,), (10,)), ((10,), (10, 10, 10)))
-    assert reduce_cuts(wide, 3) == ((0, 40), (0, 10, 20, 30))
+    assert reduce_cuts(wide, "reducescatter", 3) == ((0, 40), (0, 10, 20, 30))
     tall = make_problem(((10, 10, 10), (10,)), ((10,), (40,)))
-    assert reduce_cuts(tall, 3) == ((0, 10, 20, 30), (0, 40))
+    assert reduce_cuts(tall, "reducescatter", 3) == ((0, 10, 20, 30), (0, 40))
     one_row = make_problem(((1,), (10,)), ((10,), (40,)))
-    assert reduce_cuts(one_row, 4) == ((0, 1), (0, 10, 20, 30, 40))
+    assert reduce_cuts(one_row, "reducescatter", 4) == ((0, 1), (0, 10, 20, 30, 40))
