@@ -199,8 +199,7 @@ class ProductLayer(TasksLayer):
         matrix, name = problem[operand], sums if operand == "partial" else self.arrays.get(operand, self.arrays["a"])
         if self._is_streamed(operand) and isinstance(self.streams, dict):
             name = self.streams.get((name, visit), name)
-        places = map(matrix.at, range(matrix.count))
-        return [(name, j, i) if matrix.transposed else (name, i, j) for i, j in places]
+        return [(name, *matrix.place(number)) for number in matrix.every.tolist()]
 
     def _is_streamed(self, operand: str) -> bool:
         return self.scheme is not None and operand in "ab" and self.scheme.streamed["ab".index(operand)]

@@ -191,6 +191,10 @@ class Layout:
         rows, cols = chunks
         return cls((sum(rows), sum(cols)), (rows, cols), ProcessGrid(len(rows), len(cols)))
 
+    def transpose(self) -> Layout:
+        """Return the layout of the transposed matrix, in which each part has its number."""
+        return Layout(self.shape[::-1], self.blocks[::-1], self.grid.transpose(), self.source[::-1])
+
     @functools.cached_property
     def rows(self) -> Axis:
         """Layout of the rows over the rows of parts."""

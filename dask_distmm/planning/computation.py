@@ -173,9 +173,11 @@ class NamedMatrix(Wired):
         return np.add.outer(np.asarray(rows, np.int64) * columns, np.asarray(cols, np.int64)).ravel()
 
     def place(self, number: int) -> tuple[int, ...]:
-        """Return the place of a chunk in the user's array, by its number in the matrix that the user sees."""
-        at = divmod(number, self.in_whole[2])
-        return at if len(self.axes) > 1 else (at[self.axes[0]],)
+        """Return the place of a chunk in its array, by its number in the matrix that the user sees."""
+        i, j = at = divmod(number, self.in_whole[2])
+        if len(self.axes) == 1:
+            return (at[self.axes[0]],)
+        return (j, i) if self.transposed else at
 
     def part(self, rows: Sequence[int], cols: Sequence[int], **changes: Any) -> Self:
         """Return some of its rows and columns of chunks."""

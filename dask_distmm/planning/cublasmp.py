@@ -116,8 +116,8 @@ class Tile:
     @property
     def stored(self) -> Layout:
         """The whole as the library sees it, padding included: the transpose of a C-ordered matrix is column-major."""
-        (m, n), (mb, nb), grid = self.shape, self.layout.blocks, self.layout.grid
-        return Layout((m, n), (mb, nb), grid) if self.order == "F" else Layout((n, m), (nb, mb), grid.transpose())
+        whole = Layout(self.shape, self.layout.blocks, self.layout.grid)
+        return whole if self.order == "F" else whole.transpose()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -254,6 +254,15 @@ class Orientation:
     transposed: bool = False
     conjugated: bool = False
 
+    def shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Return the shape of what ranks hold of a matrix of a shape."""
+        return (shape[1], shape[0]) if self.transposed else shape
+
+    def of_chunks(self, chunks: Chunks) -> Layout:
+        """Return the layout of a matrix in chunks, in the form that ranks hold; chunks have their own numbers."""
+        layout = Layout.of_chunks(chunks)
+        return layout.transpose() if self.transposed else layout
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TaskOutput:
@@ -271,12 +280,6 @@ class TaskOutput:
     form: Form
     # How ranks hold it.
     orientation: Orientation = Orientation()
-
-    @property
-    def held(self) -> tuple[int, int]:
-        """Shape of the matrix whose block columns ranks hold."""
-        rows, cols = self.shape
-        return (cols, rows) if self.orientation.transposed else (rows, cols)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -521,11 +524,6 @@ def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _W
     return max(least, min(most, -(-even // least) * least))
 
 
-def held_chunks(chunks: Chunks, transposed: bool) -> Chunks:
-    """Return chunk sizes in the form that ranks hold of a matrix."""
-    return (chunks[1], chunks[0]) if transposed else chunks
-
-
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class FactorPlacement(Placement):
     """How a FactorProblem runs."""
@@ -567,9 +565,8 @@ class FactorPlacement(Placement):
 
     def gathered(self, operand: str) -> Copies:
         """Return the copies out of an operand's chunks, in the form that ranks hold, to its block columns."""
-        transposed = self.problem.task.orientation(operand).transposed
-        chunks = held_chunks(self.problem[operand].chunks, transposed)
-        return redistribution(Layout.of_chunks(chunks), self.input_layout(operand))
+        chunks = self.task.orientation(operand).of_chunks(self.problem[operand].chunks)
+        return redistribution(chunks, self.columns.layout("ab".index(operand)))
 
     def delivered(self, output: str) -> Copies | None:
         """Return the copies from block columns to an output's chunks, in the form that ranks hold.
@@ -579,8 +576,7 @@ class FactorPlacement(Placement):
         layout = self.output_layout(output)
         if layout is None:
             return None
-        transposed = self.output(output).orientation.transposed
-        return redistribution(layout, Layout.of_chunks(held_chunks(self.problem.output(output).chunks, transposed)))
+        return redistribution(layout, self.output(output).orientation.of_chunks(self.problem.output(output).chunks))
 
     def owned(self, output: str, rank: int) -> list[int]:
         """Return the numbers of an output's chunks that a rank puts together."""
@@ -612,14 +608,12 @@ class FactorPlacement(Placement):
     def columns(self) -> Columns:
         """Where block columns lie."""
         problem = self.task
-        m, n = problem.a_shape
-        a = (n, m) if problem.orientation("a").transposed else (m, n)
+        a = problem.orientation("a").shape(problem.a_shape)
         second: tuple[int, int] | None = None
         if problem.b_shape is not None:
-            rows, cols = problem.b_shape
-            second = (cols, rows) if problem.orientation("b").transposed else (rows, cols)
+            second = problem.orientation("b").shape(problem.b_shape)
         elif problem.b_order is not None:
-            second = (m if problem.kind == "qr" else problem.b_order, problem.b_order)
+            second = (problem.a_shape[0] if problem.kind == "qr" else problem.b_order, problem.b_order)
         elif problem.spectral and problem.vectors and self.collective:
             second = a
         elif self.shared and problem.vectors:
@@ -757,10 +751,6 @@ class FactorPlacement(Placement):
             return self.task.a_shape[0]
         return self.count
 
-    def input_layout(self, name: str) -> Layout:
-        """Return the layout of ``"a"`` or ``"b"``, in the form that ranks are given (`Factorization.orientation`)."""
-        return self.columns.layout("ab".index(name))
-
     def output(self, name: str) -> TaskOutput:
         """Return a result by its name."""
         found = next(one for one in self.task.outputs if one.name == name)
@@ -772,7 +762,11 @@ class FactorPlacement(Placement):
     def output_layout(self, name: str) -> Layout | None:
         """Return the layout of a result, of the form of it that ranks hold; None if it has no block columns."""
         output = self.output(name)
-        return None if output.matrix is None else self.columns.layout(output.matrix, output.held)
+        return (
+            None
+            if output.matrix is None
+            else self.columns.layout(output.matrix, output.orientation.shape(as_matrix(output.shape)))
+        )
 
 
 # What it costs that several ranks share the eigenvalues of a Hermitian matrix, by way of a tridiagonal one. Pure
@@ -879,7 +873,7 @@ def _candidates(problem: FactorProblem, workers: int, engine: str) -> set[tuple[
     model = ENGINES[engine]
     shared = problem.task.shareable and not model.collective
     width = block_width(problem.task, workers, model.widths, shared=shared)
-    blocks = -(-problem.task.a_shape[0 if problem.task.orientation("a").transposed else 1] // width)
+    blocks = -(-problem.task.orientation("a").shape(problem.task.a_shape)[1] // width)
     most = max(1, min(workers, blocks))
     if problem.method == "local":
         return {(1, False)}
@@ -920,7 +914,7 @@ def _consider(
     )
     held = np.zeros((count, len(participants)))
     for name, table in where.items():
-        held += made.gathered(name).traffic(_in_held_order(made, name, table), len(participants)).T
+        held += made.gathered(name).traffic(table, len(participants)).T
     if count == 1 and held.any():
         # One rank alone is where most threads are, and of these where most of the operands is.
         best = max(range(len(roster)), key=lambda index: (roster[index].nthreads, held[0, index]))
@@ -951,13 +945,6 @@ def _work(made: FactorPlacement, moved: float) -> Work:
         share = model.share(algorithm, count) or (one.shares[not task.vectors] if one else 0.0)
         phases = [Phase(problem.flops, machine.rate(task.dtype) * made.threads.sum() * share, least=least)]
     return Work([*phases, Phase(waited={"ranks": moved / count, "messages": panels * (count > 1)})], moved=moved)
-
-
-def _in_held_order(made: FactorPlacement, name: str, table: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the holders of an operand's chunks in the order of the form that ranks hold."""
-    if not made.problem.task.orientation(name).transposed:
-        return table
-    return np.ascontiguousarray(table.reshape(made.problem[name].counts).T).ravel()
 
 
 def _owners(made: FactorPlacement) -> dict[str, NDArray[np.int32]]:

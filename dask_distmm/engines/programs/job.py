@@ -504,9 +504,11 @@ class ProgramJob(Job[Any]):
 
     def _parts_of(self, name: str, rank: int) -> Iterator[tuple[Copy, tuple[int, int, int, int, int]]]:
         """Yield the parts of an operand that a rank reads: each as a copy, and as a box of a chunk."""
-        task, counts = self.plan.problem.task, self.plan.problem[name].counts
+        task = self.plan.problem.task
         for copy in inside(task.read(name), self.plan.gathered(name).for_dst(rank)):
-            yield copy, box_of(copy, counts, transposed=task.orientation(name).transposed)
+            rows, cols = (copy.src_row, copy.src_row + copy.nrows), (copy.src_col, copy.src_col + copy.ncols)
+            first, second = (cols, rows) if task.orientation(name).transposed else (rows, cols)
+            yield copy, (copy.src, *first, *second)
 
     # Results from block columns
 
@@ -569,13 +571,10 @@ class ProgramJob(Job[Any]):
 
     def _taken_by(self, output: NamedMatrix, rank: int) -> Iterator[tuple[int, Copy]]:
         """Yield the parts of all ranks' block columns that the chunks of an output take on a rank, chunk by chunk."""
-        described, (rows, cols) = self.plan.output(output.name), output.chunks
-        copies = self.plan.delivered(output.name)
+        form, copies = self.plan.output(output.name).form, self.plan.delivered(output.name)
         assert copies is not None
         for index in self.plan.owned(output.name, rank):
-            i, j = divmod(index, len(cols))
-            held = j * len(rows) + i if described.orientation.transposed else index
-            yield from ((index, copy) for copy in inside(described.form, copies.for_dst(held)))
+            yield from ((index, copy) for copy in inside(form, copies.for_dst(index)))
 
     def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
         """Return a new chunk of an output, with zeros where no rank has a part of it."""
@@ -654,13 +653,3 @@ def triangle_of(kernels: Kernels, form: str, part: Any, row: int, col: int) -> A
     if form == "unit lower":
         return xp.tril(part, row - col - 1) + xp.eye(rows, cols, row - col, dtype=part.dtype)
     return xp.tril(part, row - col) if lower else xp.triu(part, row - col)
-
-
-def box_of(copy: Copy, counts: tuple[int, int], *, transposed: bool) -> tuple[int, int, int, int, int]:
-    """Return the number of a chunk and a part of it, as it is, for a copy of the form that ranks hold."""
-    rows = copy.src_row, copy.src_row + copy.nrows
-    cols = copy.src_col, copy.src_col + copy.ncols
-    if not transposed:
-        return copy.src, *rows, *cols
-    j, i = divmod(copy.src, counts[0])
-    return i * counts[1] + j, *cols, *rows
