@@ -46,7 +46,7 @@ from dask_distmm.planning.footprint import operand_needs, packing, spread
 from dask_distmm.planning.model import ENGINES, Phase, Work, models_of
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, match_ranks, over_limit
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.problem import METHODS, Problem, is_gram
+from dask_distmm.planning.problem import AXES, METHODS, Problem, is_gram
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
 
 # Candidates
@@ -80,10 +80,6 @@ def grids(problem: Problem, count: int) -> Iterator[Candidate]:
 # Distributions
 
 
-_Side = tuple[int, int | None]  # parts along an axis, and the size of a block; None for any
-_Need = tuple[tuple[_Side, _Side], ...] | None  # one of these; None for anything
-
-
 def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
     """Return the (method, p x q x s) whose tiles of A, B and D are those that were asked for.
 
@@ -96,20 +92,16 @@ def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
             f"are {nworkers}: pass grids of one size, of at most {nworkers} workers"
         )
     # No slab may be empty.
-    lengths = [
-        shape[asked.axis]
-        for asked, shape in zip(problem.distributions, _shapes(problem).values(), strict=True)
-        if isinstance(asked, Slab)
-    ]
+    named = zip("abd", problem.distributions, strict=True)
+    lengths = [problem[name].shape[asked.axis] for name, asked in named if isinstance(asked, Slab)]
     count = max(sizes) if sizes else min(nworkers, *lengths)
     found, seen = [], []
     for method, grid in _asked_ways(problem, count):
-        have = _tiles(problem, engine, method, grid)
-        reason = _misfit(problem, engine, method, grid, count, have)
+        reason = _misfit(problem, engine, method, grid, count)
         if reason is None:
             found.append((method, grid))
         else:
-            text = ", ".join(f"{operand.upper()} {_need_text(need)}" for operand, need in have.items())
+            text = ", ".join(f"{name.upper()} {_tiles_text(problem, engine, method, grid, name)}" for name in "abd")
             seen.append(f"{method} {' x '.join(map(str, grid))} has {text}{reason and f' ({reason})'}")
     if found:
         return found
@@ -118,10 +110,6 @@ def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
         f"distributions: no way to multiply on {nworkers} workers with engine {engine!r} has {_asked_text(problem)}. "
         f"{candidates}. Ask for one of these, or for less (None)"
     )
-
-
-def _shapes(problem: Problem) -> dict[str, tuple[int, int]]:
-    return {name: problem[name].shape for name in "abd"}
 
 
 def _asked_ways(problem: Problem, count: int) -> Iterator[Candidate]:
@@ -135,49 +123,44 @@ def _asked_ways(problem: Problem, count: int) -> Iterator[Candidate]:
     yield from dict.fromkeys(candidates)
 
 
-def _tiles(problem: Problem, engine: str, method: str, grid: tuple[int, int, int]) -> dict[str, _Need]:
-    """Return what tiles a candidate has of A, B and D."""
-    (p, q, s), axes, shapes = grid, {"a": "mk", "b": "kn", "d": "mn"}, _shapes(problem)
-    count, blocks, by_rows = p * q * s, not ENGINES[engine].collective, q == 1
+def _grids(
+    problem: Problem, engine: str, method: str, grid: tuple[int, int, int]
+) -> dict[str, list[tuple[int, int]] | None]:
+    """Return the grids over which a candidate can have A, B and D cut; None where these may be anywhere."""
+    (p, q, s), library = grid, ENGINES[engine].collective
+    count = p * q * s
     row, col = (count, 1), (1, count)
-    # The axes along which blocks have one size: that of slabs.
-    exact = "mnk" if method != "summa" else "mn" if blocks else ""
-    have: dict[str, list[tuple[int, int]] | None] = {name: [(p, q)] for name in "abd"}
-    if method == "allgather" and count > 1:
-        have = {"a": [row], "b": [col], "d": [row if by_rows else col]}
-        if blocks:
-            # The operand that is gathered may be anywhere.
-            have["b" if by_rows else "a"] = None
-    elif s > 1:
+    if s > 1:
         slabs = [row] * (count <= problem.m) + [col] * (count <= problem.n)
-        have = {"a": [col], "b": [row], "d": slabs if method == "reducescatter" else []}
-
-    def side(axis: str, parts: int, length: int) -> _Side:
-        return parts, -(-length // parts) if axis in exact and parts > 1 else None
-
-    return {
-        name: grids and tuple(tuple(map(side, axes[name], parts, shapes[name])) for parts in grids)  # type: ignore[misc]
-        for name, grids in have.items()
-    }
+        return {"a": [col], "b": [row], "d": slabs if method == "reducescatter" else []}
+    if method != "allgather" or count == 1:
+        return {name: [(p, q)] for name in "abd"}
+    # The operand that is gathered may be anywhere, but for a library.
+    return {"a": [row] if q == 1 or library else None, "b": [col] if q > 1 or library else None, "d": [(p, q)]}
 
 
-def _misfit(
-    problem: Problem, engine: str, method: str, grid: tuple[int, int, int], count: int, have: Mapping[str, _Need]
-) -> str | None:
+def _blocks(
+    problem: Problem, engine: str, method: str, name: str, sides: tuple[int, int]
+) -> tuple[int | None, int | None]:
+    """Return the rows and columns of a matrix' blocks on a grid: of slabs where these have one size, None for any."""
+    exact = "mnk" if method != "summa" else "" if ENGINES[engine].collective else "mn"
+    every = zip(AXES.get(name, "mn"), problem[name].shape, sides, strict=True)
+    mb, nb = (-(-length // parts) if axis in exact and parts > 1 else None for axis, length, parts in every)
+    return mb, nb
+
+
+def _misfit(problem: Problem, engine: str, method: str, grid: tuple[int, int, int], count: int) -> str | None:
     """Return None if a candidate has what was asked for, else a reason (empty where what it has says it)."""
-    shapes = _shapes(problem)
-    for (operand, need), asked in zip(have.items(), problem.distributions, strict=True):
-        if asked is None or need is None:
+    have = _grids(problem, engine, method, grid)
+    for name, asked in zip("abd", problem.distributions, strict=True):
+        if asked is None or (grids := have[name]) is None:
             continue
-        found = asked.layout(shapes[operand], count)
-        sides = (found.grid.nprow, found.blocks[0]), (found.grid.npcol, found.blocks[1])
-        if not any(all(map(_fits, sides, one)) for one in need):
+        found = asked.layout(problem[name].shape, count)
+        sides = found.grid.nprow, found.grid.npcol
+        sizes = zip(_blocks(problem, engine, method, name, sides), found.blocks, strict=True)
+        if sides not in grids or any(block not in (None, size) for block, size in sizes):
             return ""
     return ENGINES[engine].misfit(problem, grid) if method == "summa" and count > 1 else None
-
-
-def _fits(side: tuple[int, int], need: _Side) -> bool:
-    return side[0] == need[0] and (need[1] in (None, side[1]) or side[0] == 1)
 
 
 def _asked_text(problem: Problem) -> str:
@@ -185,18 +168,19 @@ def _asked_text(problem: Problem) -> str:
     return ", ".join(f"{name} as {asked}" for name, asked in named if asked is not None)
 
 
-def _need_text(need: _Need) -> str:
-    """Say in words what tiles a candidate has."""
-    if need is None:
+def _tiles_text(problem: Problem, engine: str, method: str, grid: tuple[int, int, int], name: str) -> str:
+    """Say in words what tiles of a matrix a candidate has."""
+    if (grids := _grids(problem, engine, method, grid)[name]) is None:
         return "anywhere"
     texts = []
-    for (nprow, mb), (npcol, nb) in need:
+    for nprow, npcol in grids:
         if nprow == npcol == 1:
             texts.append("on one worker")
         elif min(nprow, npcol) == 1:
             texts.append("in row slabs" if npcol == 1 else "in column slabs")
         else:
-            size = " x ".join("any" if block is None else str(block) for block in (mb, nb))
+            blocks = _blocks(problem, engine, method, name, (nprow, npcol))
+            size = " x ".join("any" if block is None else str(block) for block in blocks)
             texts.append(f"in blocks of {size} on a {nprow} x {npcol} grid")
     return " or ".join(texts) or "wherever its chunks will stay"
 
