@@ -246,18 +246,12 @@ def traffic(chunks: Chunks, cuts: tuple[Bounds, Bounds], holders: NDArray[Any], 
     return np.bincount(at.ravel(), sizes.ravel(), count * nparts).astype(float).reshape(count, nparts)
 
 
-def largest_overlap(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
-    """Return for each chunk of certain sizes the part of `cuts` that covers most of it."""
-    return np.asarray(np.argmax(overlap_sizes(sizes, cuts), axis=1))
-
-
 def chunk_owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], ranks: int) -> NDArray[np.int32]:
     """Give every chunk of D to the rank with the largest part of it after some cuts; all ranks as many by allreduce."""
-    nrows, ncols = problem.d.counts
     if method == "allreduce":
-        return (np.arange(nrows * ncols, dtype=np.int64) * ranks // (nrows * ncols)).astype(np.int32)
-    row, col = (largest_overlap(sizes, bounds) for sizes, bounds in zip(problem.d.chunks, cuts, strict=True))
-    return (row[:, None] * (len(cuts[1]) - 1) + col).ravel().astype(np.int32)
+        return (np.arange(problem.d.count, dtype=np.int64) * ranks // problem.d.count).astype(np.int32)
+    row, col = (overlap_sizes(*axis).argmax(axis=1) for axis in zip(problem.d.chunks, cuts, strict=True))
+    return np.asarray(row[:, None] * (len(cuts[1]) - 1) + col, np.int32).ravel()
 
 
 # Rows, columns and k in the order of the workers that hold their chunks
@@ -281,33 +275,28 @@ def by_holder(problem: Problem, where: Where) -> dict[str, list[int]]:
     """Return the order of the chunks of some axes, where it differs from what it is."""
     found = {}
     for axis in free_axes(problem):
-        amounts = _amounts(problem, where, axis)
-        if amounts is None or len(amounts) < 2:
-            continue
-        order = np.argsort(amounts.argmax(axis=1), kind="stable").tolist()
-        if amounts.max(axis=1).sum() >= _WHOLE * amounts.sum() and order != list(range(len(order))):
-            found[axis] = order
+        if (holders := _holders(problem, where, axis)) is not None:
+            order = np.argsort(holders, kind="stable").tolist()
+            if order != list(range(len(order))):
+                found[axis] = order
     return found
 
 
-def _amounts(problem: Problem, where: Where, axis: str) -> NDArray[np.float64] | None:
-    """Return for each chunk of an axis how many bytes of A and B along it each holder has; None if nothing is known."""
-    held = []
+def _holders(problem: Problem, where: Where, axis: str) -> NDArray[np.int64] | None:
+    """Return for each chunk of an axis the worker that has most of A and B along it; None if not nearly all has one."""
+    known = []
     for operand in "ab":
-        if axis not in AXES[operand] or operand not in where or (where[operand] < 0).any():
-            continue
-        sizes = np.multiply.outer(*(np.asarray(x, float) for x in problem[operand].chunks))
-        table, weight = where[operand].reshape(sizes.shape), sizes * problem[operand].itemsize
-        if AXES[operand].index(axis):
-            table, weight = table.T, weight.T
-        held.append((table, weight))
-    if not held:
+        if axis in AXES[operand] and operand in where and not (where[operand] < 0).any():
+            matrix = problem[operand]
+            at = np.unravel_index(np.arange(matrix.count), matrix.counts)[AXES[operand].index(axis)]
+            known.append((at, where[operand], matrix.bytes))
+    if not known:
         return None
-    count = 1 + max(int(table.max()) for table, _ in held)
-    amounts = np.zeros((len(held[0][0]), count))
-    for table, weight in held:
-        np.add.at(amounts, (np.arange(len(table))[:, None], table), weight)
-    return amounts
+    chunks, holders, sizes = map(np.concatenate, zip(*known, strict=True))
+    amounts = np.zeros((chunks.max() + 1, holders.max() + 1))
+    np.add.at(amounts, (chunks, holders), sizes)
+    whole = amounts.max(axis=1).sum() >= _WHOLE * amounts.sum()
+    return amounts.argmax(axis=1) if whole else None
 
 
 def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> tuple[Bounds, Bounds, Bounds] | None:
@@ -316,10 +305,9 @@ def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> t
     if len(axes) != 1 or axes[0][0] not in free_axes(problem):
         return None
     ((axis, parts),) = axes
-    amounts = _amounts(problem, where, axis)
-    if amounts is None or amounts.max(axis=1).sum() < _WHOLE * amounts.sum():
+    holders = _holders(problem, where, axis)
+    if holders is None:
         return None
-    holders = amounts.argmax(axis=1)
     starts = np.flatnonzero(np.diff(holders)) + 1
     if len(starts) + 1 != parts or len(np.unique(holders)) != parts:
         return None

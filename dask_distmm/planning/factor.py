@@ -868,15 +868,13 @@ def _shares_eigh(problem: FactorProblem, workers: int, engine: str) -> bool:
 
 def _candidates(problem: FactorProblem, workers: int, engine: str) -> set[tuple[int, bool]]:
     """Return the numbers of ranks that are considered, and whether they share eigenvalues, as one can, too."""
-    if _alone(problem, engine):
+    if _alone(problem, engine) or problem.method == "local":
         return {(1, False)}
     model = ENGINES[engine]
     shared = problem.task.shareable and not model.collective
     width = block_width(problem.task, workers, model.widths, shared=shared)
     blocks = -(-problem.task.orientation("a").shape(problem.task.a_shape)[1] // width)
     most = max(1, min(workers, blocks))
-    if problem.method == "local":
-        return {(1, False)}
     if problem.method == "columns":
         return {(most, shared)}
     if shared:

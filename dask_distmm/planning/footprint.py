@@ -94,10 +94,16 @@ def delivered(plan: Plan) -> NDArray[np.float64]:
 
 
 def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return how many bytes of A or B each participant has, from the bytes of its chunks."""
-    where, npart = plan.where.get(operand), len(plan.participants)
+    """Return how many bytes of A, B or D each participant has, from the bytes of its chunks."""
+    where = np.asarray(plan.ranks)[plan.owners] if operand == "d" else plan.where.get(operand)
+    npart = len(plan.participants)
     if plan.problem[operand].by_ranks:
-        return _in_the_making(plan, operand, sizes)
+        # Some ahead, and those in use: both operands' chunks at one place of k are in use together.
+        in_use = plan.problem[operand].counts["ab".index(operand)] if len(plan.problem.by_ranks) == 2 else 1
+        held = np.zeros(npart)
+        for index in plan.ranks:
+            held[index] = min(len(sizes), in_use + made_ahead(plan.participants[index].nthreads)) * sizes.max()
+        return held
     if where is None:
         # As evenly as whole chunks can be shared out.
         return np.full(npart, sizes.sum() / len(sizes) * -(-len(sizes) // npart))
@@ -149,19 +155,7 @@ def held_operands(plan: Plan, *, on_gpus: bool = False) -> NDArray[np.float64]:
 
 def held_bytes(plan: Plan) -> NDArray[np.float64]:
     """Return the bytes of chunks of A, B and D that each participant has."""
-    owners = np.asarray(plan.ranks)[plan.owners]
-    return held_operands(plan) + np.bincount(owners, plan.problem.d.bytes, len(plan.participants))
-
-
-def _in_the_making(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return how many bytes each rank holds of an operand whose chunks it makes: some ahead, and those in use."""
-    problem, held = plan.problem, np.zeros(len(plan.participants))
-    rows, cols = problem[operand].counts
-    # Both operands' chunks at one place of k are in use together.
-    in_use = (rows if operand == "a" else cols) if len(problem.by_ranks) == 2 else 1
-    for index in plan.ranks:
-        held[index] = min(len(sizes), in_use + made_ahead(plan.participants[index].nthreads)) * sizes.max()
-    return held
+    return held_operands(plan) + spread(plan, "d", plan.problem.d.bytes)
 
 
 def made_ahead(threads: int) -> int:

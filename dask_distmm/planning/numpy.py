@@ -27,7 +27,6 @@ class NumpyModel(EngineModel):
         """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of others."""
         problem, machine, ranks = plan.problem, plan.machine, range(len(plan.ranks))
         p, q, s = plan.grid
-        threads = np.array([plan.participants[index].nthreads for index in plan.ranks])
         height, width, k = plan.extents
         itemsize = problem.compute_type.itemsize
         flops = problem.flops * (height / problem.m) * (width / problem.n) * (k / problem.k)
@@ -45,7 +44,7 @@ class NumpyModel(EngineModel):
         panels = int(np.max(-(-k // panel_width(problem, height + width, k))))
         return Work(
             [
-                Phase(flops, machine.rate(problem.compute_type.name) * threads, packed),
+                Phase(flops, machine.rate(problem.compute_type.name) * plan.threads, packed),
                 Phase(waited={"ranks": received, "memory": added}),
             ],
             messages=4 + (min(panels, 2) + (s > 1) + bool(arriving.any())) * (len(plan.participants) > 1),

@@ -213,38 +213,25 @@ SINGLE_BYTES = 2**16
 
 def _replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the bytes that participants hold, and get, so that the first `count` have all of `Plan.kept`."""
-    found = [_result_replicas(made) if matrix == "d" else _operand_replicas(made, matrix) for matrix in made.kept]
-    held, moved = (np.sum(sizes, axis=0) for sizes in zip(*found, strict=True))
+    ranks, engine = list(made.ranks), ENGINES[made.engine]
+    held, moved = np.zeros((2, len(made.participants)))
+    for name in made.kept:
+        sizes = made.problem[name].bytes
+        missing = np.maximum(sizes.sum() - spread(made, name, sizes), 0.0)
+        held += missing
+        if name != "d" and engine.by_panels:
+            needed, at = operand_needs(made, name)
+            missing[ranks] -= needed - at[ranks, range(len(needed))]
+        elif name == "d" and engine.all_reduced(made):
+            missing[ranks] = 0
+        elif name == "d" and engine.collective:
+            small = np.where(sizes < SINGLE_BYTES, sizes, 0)
+            own = np.bincount(made.owners, small, len(ranks))
+            # A vector to each other rank, and one from it.
+            held[ranks] += own * (len(ranks) - 1) + (small.sum() - own)
+        moved += np.maximum(missing, 0.0)
     held[count:] = moved[count:] = 0
     return held, moved
-
-
-def _result_replicas(made: Plan) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the bytes that each participant holds, and gets, more than without replicas of D."""
-    sizes = made.problem.d.bytes
-    missing = np.full(len(made.participants), float(sizes.sum()))
-    missing[list(made.ranks)] -= np.bincount(made.owners, sizes, len(made.ranks))
-    held = missing.copy()
-    engine = ENGINES[made.engine]
-    if engine.all_reduced(made):
-        missing[list(made.ranks)] = 0
-    elif engine.collective:
-        small = np.where(sizes < SINGLE_BYTES, sizes, 0)
-        own = np.bincount(made.owners, small, len(made.ranks))
-        # A vector to each other rank, and one from it.
-        held[list(made.ranks)] += own * (len(made.ranks) - 1) + (small.sum() - own)
-    return held, missing
-
-
-def _operand_replicas(made: Plan, operand: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the bytes that each participant holds, and gets, more than without replicas of A or B."""
-    sizes = made.problem[operand].bytes
-    held = np.maximum(sizes.sum() - spread(made, operand, sizes), 0.0)
-    moved = held.copy()
-    if ENGINES[made.engine].by_panels:
-        needed, at = operand_needs(made, operand)
-        moved[list(made.ranks)] -= needed - at[list(made.ranks), range(len(needed))]
-    return held, np.maximum(moved, 0.0)
 
 
 # ``plan(problem, roster)``: look at every way to run a problem, take the fastest that fits into memory

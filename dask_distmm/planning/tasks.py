@@ -48,7 +48,8 @@ def with_tasks(made: P, workers: Sequence[Worker], costs: DaskCosts, *, lazy: bo
 def tasks_estimate(problem: Any, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
     """Return what Dask's own tasks would take for a computation of any kind."""
     kinds: dict[str, Callable[..., _Tasks]] = {"product": _product, "factorization": _factor, "program": _program}
-    grid, tasks, own, received, moved, held = kinds[problem.kind](problem, workers, machine)
+    threads = sum(worker.nthreads for worker in workers)
+    grid, tasks, own, received, moved, held = kinds[problem.kind](problem, len(workers), threads, machine)
     phases = [own, Phase(waited={"dask": received})]
     work = Work(phases, seconds=costs.start + tasks * costs.task, moved=moved)
     return estimate(work, machine, "dask", grid, held)
@@ -58,8 +59,7 @@ def tasks_estimate(problem: Any, workers: Sequence[Worker], machine: Machine, co
 _Tasks = tuple[tuple[int, int, int], int, Phase, float, float, float]
 
 
-def _product(problem: Problem, workers: Sequence[Worker], machine: Machine) -> _Tasks:
-    count, threads = len(workers), sum(worker.nthreads for worker in workers)
+def _product(problem: Problem, count: int, threads: int, machine: Machine) -> _Tasks:
     rows, cols = len(problem.a.chunks[0]), len(problem.b.chunks[1])
     edges = [set(itertools.accumulate(sizes)) for sizes in (problem.a.chunks[1], problem.b.chunks[0])]
     depth = len(edges[0] | edges[1])
@@ -77,10 +77,10 @@ def _product(problem: Problem, workers: Sequence[Worker], machine: Machine) -> _
     return (rows, cols, depth), products + sums + again, own, received, received * count, held
 
 
-def _program(problem: ProgramProblem, workers: Sequence[Worker], machine: Machine) -> _Tasks:
+def _program(problem: ProgramProblem, count: int, threads: int, machine: Machine) -> _Tasks:
     """QR of each chunk, and of all R; or products."""
     (rows, cols), chunks, dtype = problem["a"].shape, problem["a"].counts[0], problem.compute_type
-    threads, size = sum(worker.nthreads for worker in workers), dtype.itemsize
+    size = dtype.itemsize
     flops, tasks = 4 * (rows + chunks * cols) * cols**2 * (4 if dtype.kind == "c" else 1), _QR_TASKS
     rate, touched, moved = machine.rate(problem.dtype) * min(threads, chunks), 0.0, chunks * cols**2
     if problem.builder == "svd_compressed":
@@ -96,7 +96,7 @@ def _program(problem: ProgramProblem, workers: Sequence[Worker], machine: Machin
     return (chunks, 1, 1), chunks * tasks, Phase(flops, rate, touched), moved * size, moved * size, 0.0
 
 
-def _factor(problem: FactorProblem, workers: Sequence[Worker], machine: Machine) -> _Tasks:
+def _factor(problem: FactorProblem, count: int, threads: int, machine: Machine) -> _Tasks:
     blocks, (rows, cols) = problem["a"].counts[0], problem.task.a_shape
     name, right, columns = factored(problem.task), 0, 0
     if problem.task.b_shape is not None:
@@ -111,9 +111,8 @@ def _factor(problem: FactorProblem, workers: Sequence[Worker], machine: Machine)
             products += (blocks - 2) * (blocks - 1) * blocks // 6 + blocks * (blocks - 1) // 2
         others = (2 * blocks * blocks if name else 0) + triangles * blocks
         elements = rows // blocks * (cols // blocks if name else -(-columns // right))
-    threads = sum(worker.nthreads for worker in workers)
-    moved = (1 - 1 / len(workers)) * (products * elements + rows * cols * (name == "cholesky"))
+    moved = (1 - 1 / count) * (products * elements + rows * cols * (name == "cholesky"))
     moved *= problem.compute_type.itemsize
     rate = machine.rate(problem.task.dtype) * min(threads, blocks) * EngineModel.shares[name][0]
     own = Phase(problem.flops, rate)
-    return (blocks, blocks, blocks), products + others, own, moved / len(workers), moved, 0.0
+    return (blocks, blocks, blocks), products + others, own, moved / count, moved, 0.0

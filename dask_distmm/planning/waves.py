@@ -24,6 +24,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 
@@ -125,21 +126,14 @@ class WavePlan(Explanation):
     # The product and its waves.
     problem: Problem
     scheme: Scheme
-
-    @property
-    def method(self) -> str:
-        """``"waves"``."""
-        return "waves"
+    method: ClassVar[str] = "waves"
+    # Where chunks will be loaded is not known.
+    bytes_moved: ClassVar[int | None] = None
 
     @property
     def seconds(self) -> float:
         """Estimated time, loading included."""
         return self.scheme.seconds
-
-    @property
-    def bytes_moved(self) -> None:
-        """Not estimated: where chunks will be loaded is not known."""
-        return None
 
 
 def part_scheme(problem: Problem, scheme: Scheme, part: Problem) -> Scheme:
