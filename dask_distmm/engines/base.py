@@ -85,13 +85,15 @@ class Job(Generic[P]):
         self.consumed: list[ChunkKey] = []
         self.missing: list[int] = []
         self.on_gathered: Callable[[], Any] = lambda: None
+        # Bytes of matrices that have come past `comm`.
+        self.pulled_bytes = 0
         self._inputs: Future[None] = Future()
         self._inputs.set_result(None)
 
     @property
     def received_bytes(self) -> int:
         """Bytes of matrices that have arrived from other participants, but for what a library moves on its own."""
-        return self.comm.received_bytes
+        return self.comm.received_bytes + self.pulled_bytes
 
     def prepare(self) -> None:
         """Allocate; called before the vote. Raise, and no rank starts."""

@@ -409,12 +409,6 @@ class CusolverMpJob(GpuProgramJob):
         self._state, self._shared = engine, len(self.plan.ranks) > 1
         least = CUSOLVERMP.share(algorithm_of(self.plan.problem.task), len(self.plan.ranks))
         self._entry = CollectiveEntry(self.plan, self.rank, self.comm, self.ended, least)
-        self._received = 0
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of matrices that have arrived from other participants, but for what the library moves."""
-        return self.comm.received_bytes + self._received
 
     def _memory(self, shape: tuple[int, int]) -> Any:
         # Ranks without a column have memory, too: the library wants a pointer, and columns without gaps.
@@ -496,7 +490,7 @@ class CusolverMpJob(GpuProgramJob):
             shuffle = Shuffle(some, self.rank, ranks, src, dst, "F", device_bytes, single=_BATCH_BYTES)
             exchange = Exchange(shuffle)
             exchange.run(self._stream, self._group.comm)
-            self._received += exchange.received_bytes
+            self.pulled_bytes += exchange.received_bytes
         for array in dst.values():
             if conjugated and array.dtype.kind == "c":
                 cp.conjugate(array, out=array)

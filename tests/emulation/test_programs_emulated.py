@@ -53,6 +53,9 @@ def run(make_peers, monkeypatch, request):
         found = run_jobs(ranks, ProgramPlacement.from_wire(plan.to_wire()), there, sources=sources)
         moved = [key for key in there if plan.ranks[plan.owners[key[1]]] != where[key[0]][key[1]]]
         assert sorted(ranks.jobs[-1]._near) == sorted(moved)
+        # And what ranks publish.
+        pulled = sum(job.pulled_bytes for job in ranks.jobs[-len(plan.participants) :])
+        assert pulled >= sum(chunks[key].nbytes for key in moved)
         assert all(isinstance(chunk, devices.ndarray) for chunk in found.values())
         return {
             one.name: np.concatenate([np.asarray(found[one.name, number]) for number in range(one.count)])

@@ -315,7 +315,9 @@ class PeerTallJob(GpuProgramJob):
 
     def _there(self, owner: int, place: NDArray[Any], shape: tuple[int, int], dtype: np.dtype, order: str) -> Any:
         """Return a dense matrix in the memory of a participant."""
-        allocation, offset = read_place(place, math.prod(shape) * dtype.itemsize)
+        size = math.prod(shape) * dtype.itemsize
+        allocation, offset = read_place(place, size)
+        self.pulled_bytes += size
         process, state = self._processes[owner], self._state
         base = allocation.address
         if process != state.exporter.process:

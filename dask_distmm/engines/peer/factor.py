@@ -293,7 +293,7 @@ class PeerFactorJob(GpuProgramJob):
     def received_bytes(self) -> int:
         """Bytes of panels that were pulled from other ranks, or that came over Dask's comms."""
         pulled = self.exchange.pulled_bytes if isinstance(self.exchange, PulledPanels) else 0
-        return self.comm.received_bytes + pulled
+        return super().received_bytes + pulled
 
     # Before the vote
 

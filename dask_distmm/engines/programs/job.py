@@ -430,6 +430,7 @@ class ProgramJob(Job[Any]):
                 found = wait_checked(asked[holder], self.ended.check)
             else:
                 found = self._read(kind, holder, [part.box for part in parts[holder]])
+                self.pulled_bytes += sum(part.place.nbytes for part in parts[holder] if holder != self.me)
             self._put(parts[holder], found)
 
     def _fetch(self, kind: str, holder: int, parts: Sequence[Part]) -> Future[Sequence[Any]]:
