@@ -50,9 +50,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.errors import PlanError, call_user, unknown_name
-from dask_distmm.numeric.types import compute_dtype
+from dask_distmm.numeric.types import compute_dtype, store
 
 # The names of the epilogs, for programs and for type checkers. Pure
 
@@ -349,21 +350,10 @@ def finish(xp: Any, formula: Formula, acc: Any, inputs: Mapping[str, Any]) -> tu
     return scaled(formula, d, inputs), aux
 
 
-def finish_by_rows(
-    formula: Formula, acc: Any, inputs: Mapping[str, Any], store: Callable[[slice, Any], None]
-) -> dict[str, Any]:
-    """Apply the formula to a NumPy array, a few rows at a time.
+def finish_by_rows(formula: Formula, acc: Any, inputs: Mapping[str, Any], out: NDArray[Any]) -> dict[str, Any]:
+    """Apply the formula to a NumPy array, a few rows at a time; store D, which may lie over the sums, in `out`.
 
-    Parameters
-    ----------
-    formula, acc, inputs
-        As for `elementwise`.
-    store
-        Called as ``store(rows, d)`` with each part of D.
-
-    Returns
-    -------
-    The auxiliary outputs by name, in the type of `acc`.
+    Returns the auxiliary outputs by name, in the type of `acc`. Parameters as `elementwise`.
     """
     step = max(1, _BLOCK_BYTES // max(1, acc.shape[1] * acc.itemsize))
     found: dict[str, list[Any]] = {}
@@ -374,7 +364,7 @@ def finish_by_rows(
         for name, values in aux.items():
             # D may be stored over the sums.
             found.setdefault(name, []).append(values.copy() if np.may_share_memory(values, acc) else values)
-        store(rows, d)
+        store(out[rows], d)
     return {name: _joined(formula, name, parts) for name, parts in found.items()}
 
 

@@ -83,6 +83,12 @@ def stored(xp: Any, x: Any, name: str, fp8_bytes: bool) -> Any:
     return x != 0 if dtype.kind == "b" else x.astype(dtype, copy=False)
 
 
+def store(target: NDArray[Any], data: NDArray[Any]) -> None:
+    """Store sums in the type of the result: rounded once, integers wrapped around, FP8 saturated, bool "not zero"."""
+    with np.errstate(over="ignore"):
+        target[...] = data if target.dtype == data.dtype else stored(np, data, target.dtype.name, fp8_bytes=False)
+
+
 def round_tf32(x: NDArray[Any]) -> None:
     """Round float32 (or complex64) numbers to 10 bits of mantissa in place, to the nearest, ties to even.
 

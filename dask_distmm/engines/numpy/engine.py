@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import importlib.metadata
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import finish_by_rows, part_shape
 from dask_distmm.numeric.sparse import sparse_package
-from dask_distmm.numeric.types import dtype_from_name, round_tf32, stored
+from dask_distmm.numeric.types import dtype_from_name, round_tf32, store
 from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.cuts import Rect, pieces_of
 from dask_distmm.planning.footprint import made_ahead
@@ -429,8 +428,7 @@ class NumpyJob(Job[Plan]):
             with np.errstate(all="ignore"):
                 acc = self.result["", index]
                 out = acc if acc.dtype == problem.result_type else np.empty(acc.shape, problem.result_type)
-                store = functools.partial(_round_rows_into, out)
-                aux = finish_by_rows(formula, acc, {name: wait() for name, wait in asked.items()}, store)
+                aux = finish_by_rows(formula, acc, {name: wait() for name, wait in asked.items()}, out)
                 self.result["", index] = out
                 for name, values in aux.items():
                     dtype = problem.formula.dtype_of(name, problem.result_type)
@@ -468,7 +466,7 @@ class NumpyJob(Job[Plan]):
     def _store(self, index: int, rect: Rect, data: NDArray[Any], *, onto: bool = False) -> None:
         top, _, left, _ = self.plan.chunk_rect(index)
         target = self.result["", index][rect[0] - top : rect[1] - top, rect[2] - left : rect[3] - left]
-        _round_into(target, target + data if onto else data)
+        store(target, target + data if onto else data)
 
     # Matrices between participants
 
@@ -589,13 +587,3 @@ def _result_boxes(rects: Sequence[Rect]) -> Boxes:
     boxes = np.zeros((len(rects), 6), np.int64)
     boxes[:, 2:] = rects
     return boxes
-
-
-def _round_rows_into(target: NDArray[Any], rows: slice, data: NDArray[Any]) -> None:
-    _round_into(target[rows], data)
-
-
-def _round_into(target: NDArray[Any], data: NDArray[Any]) -> None:
-    """Store sums in the type of the result: rounded once, integers wrapped around, FP8 saturated, bool "not zero"."""
-    with np.errstate(over="ignore"):
-        target[...] = data if target.dtype == data.dtype else stored(np, data, target.dtype.name, fp8_bytes=False)
