@@ -128,7 +128,7 @@ def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
     for event in (None, "x", {}, {"worker": []}, {"worker": next(iter(workers)), "reason": "forged"}):
         inproc_client.log_event(MISSING, event)
     for name, statuses in found.items():
-        assert statuses <= {"OK", "refused", "failed", "missing", "gone"}, name
+        assert statuses <= {"OK", "refused", "failed", "missing", "lost"}, name
         assert not statuses or name == "describe" or "refused" in statuses, name
     assert_product(a, a, matmul(x, x, method="summa").compute())
     assert inproc_client.nthreads() == workers

@@ -70,7 +70,8 @@ def test_what_replicas_add_to_a_plan(method, engine, nranks, seed):
     packed = 2 * size * (len(after.ranks) - 1) if engine == "cublasmp" and not by_library else 0
     assert sum(after.projected_bytes.values()) - sum(before.projected_bytes.values()) == added + packed
     moved = size * (nranks - len(after.ranks)) if by_library else added
-    assert after.bytes_moved - before.bytes_moved == moved
+    # Both are estimates, and rounded.
+    assert abs(after.bytes_moved - before.bytes_moved - moved) <= 1
     assert (after.estimate.seconds > before.estimate.seconds) == (moved > 0)
 
 
@@ -284,7 +285,7 @@ def test_requests_for_replicas():
         assert not early.done()
         await ask(side, WorkerService.abort, 1, "test")
         assert (await early).status == "failed"
-        assert (await fetch(1)).status == "gone"
+        assert (await fetch(1)).status == "lost"
         assert (await ask(side, WorkerService.prepare, 2, 0, wire, keys)).status == "OK"
         early = fetch(2)
         assert (await ask(side, WorkerService.start, 2)).status == "OK"
@@ -293,7 +294,7 @@ def test_requests_for_replicas():
         assert len(side.replicas.find("m", 2)) == 2
         assert side.replicas.find("m", 1) is None
         side.finish(run_id=2)
-        assert (await fetch(2)).status == "gone"
+        assert (await fetch(2)).status == "lost"
         assert side.replicas.find("m", 2) is not None
         side.replicas.drop("m", 2)
         assert not len(side.replicas)

@@ -98,7 +98,7 @@ def test_a_worker_that_closes_says_so():
         vote = await prepared(side, 2)
         assert (vote.status, vote.message) == ("lost", "it is closing")
         box = np.array([[0, 1, 0, 2, 0, 5]], np.int64).tobytes()
-        assert (await ask(side, WorkerService.fetch, 1, "input", box, flat=False)).status == "gone"
+        assert (await ask(side, WorkerService.fetch, 1, "input", box, flat=False)).status == "lost"
         assert (await ask(side, WorkerService.abort, 1, "over")).status == "OK"
 
     asyncio.run(work())
@@ -199,7 +199,7 @@ def test_stale_and_missing():
         for run_id in (1, 3, "x"):
             assert (await ask(side, WorkerService.start, run_id, deliver=ALL)).status == "refused"
             status = (await ask(side, WorkerService.fetch, run_id, "input", b"\0" * 48, flat=False)).status
-            assert status == ("refused" if run_id == "x" else "gone")
+            assert status == ("refused" if run_id == "x" else "lost")
         assert state(side) == before
         await ask(side, WorkerService.abort, 2, "test")
         assert (await ask(side, WorkerService.start, 2, deliver=ALL)).status == "refused"
@@ -290,7 +290,7 @@ def test_any_message_in_any_order(messages):
                 assert fields["kind"] in ("partial", "final")
                 continue
             good = handler is WorkerService.abort or (handler is WorkerService.fetch and fields["kind"] == "input")
-            assert answer.status in ({"OK", "refused", "gone"} if good else {"refused", "gone", "failed"})
+            assert answer.status in ({"OK", "refused", "lost"} if good else {"refused", "lost", "failed"})
             assert state(side) == before
         assert (await ask(side, WorkerService.start, 1, deliver=ALL)).status == "OK"
         np.testing.assert_array_equal(side.worker.data["m", 0, 0], np.full((4, 6), 5.0))

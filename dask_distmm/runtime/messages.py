@@ -45,9 +45,7 @@ Count = Annotated[int, (0, math.inf)]
 Seconds = Annotated[int | float, (0, math.inf)]
 Share = Annotated[float, (0, 1)]
 
-Status = Literal[
-    "OK", "missing", "no replicas", "orders", "refused", "failed", "matrix", "source", "function", "lost", "gone"
-]
+Status = Literal["OK", "missing", "no replicas", "orders", "refused", "failed", "matrix", "source", "function", "lost"]
 
 # How messages travel
 
@@ -286,7 +284,7 @@ class Done(Reply):
 
 @dataclasses.dataclass(frozen=True)
 class Delivery(Reply):
-    """Parts of a participant's matrices, or a loan of them (`cross_memory`); ``"gone"``: the run is not live there."""
+    """Parts of a participant's matrices, or a loan of them (`cross_memory`); ``"lost"``: the run is not live there."""
 
     data: Sequence[Any] = ()
     loan: Sequence[Any] = ()

@@ -113,7 +113,7 @@ class DaskComm:
             ) from None
         except OSError as error:  # CommClosedError among them
             raise PeerLostError(f"worker {address}: {error}") from error
-        if answer is None or answer.status in ("gone", "lost"):
+        if answer is None or answer.status == "lost":
             # Either the run was ended, or another process has taken the worker's place, perhaps without the plugin yet.
             message = "it does not know the run" if answer is None else answer.message
             raise PeerLostError(f"worker {address}: {message}")
@@ -525,7 +525,7 @@ class WorkerService:
         try:
             table = np.frombuffer(boxes, np.int64).reshape(-1, 6)
             if run_id not in self.runs:
-                return Delivery("gone", f"run {run_id} is not live here")
+                return Delivery("lost", f"run {run_id} is not live here")
             run = self.runs[run_id]
             plan, job = run.plan, run.job
             if kind == "replica":
