@@ -26,10 +26,10 @@ from dask_distmm.arrays.linalg.factorize import (
     operand,
     plus_ones,
 )
-from dask_distmm.arrays.linalg.public import NORM, PRODUCT, SINGULAR, TASKS, Operand, ProductOptions, RunOptions, public
+from dask_distmm.arrays.linalg.public import NORM, PRODUCT, SINGULAR, TASKS, Operand, ProductOptions, RunOptions
 from dask_distmm.arrays.linalg.solutions import inv
 from dask_distmm.arrays.linalg.spectral import eigvalsh, svdvals, zero_below
-from dask_distmm.arrays.linalg.stacks import by_tasks
+from dask_distmm.arrays.linalg.stacks import by_tasks, public
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, parse
 from dask_distmm.errors import PlanError, check_square

@@ -17,13 +17,12 @@ from dask_distmm.arrays.linalg.factorize import (
     reduced,
     rows_of,
 )
-from dask_distmm.arrays.linalg.public import PANELS, TALL, FactorOptions, Operand, QRResult, public
-from dask_distmm.arrays.linalg.stacks import of_stacks
+from dask_distmm.arrays.linalg.public import PANELS, TALL, FactorOptions, Operand, QRResult
+from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.errors import PlanError
 
 
 @public(FactorOptions, PANELS)
-@of_stacks
 def cholesky(
     a: Operand, *, upper: bool | None = None, lower: bool | None = None, **how: Unpack[FactorOptions]
 ) -> Array:
@@ -168,7 +167,6 @@ def qr(a: Operand, mode: Literal["r"], **how: Unpack[FactorOptions]) -> Array: .
 
 
 @public(FactorOptions, TALL)
-@of_stacks
 def qr(a: Operand, mode: Literal["reduced", "complete", "r"] = "reduced", **how: Unpack[FactorOptions]) -> Any:
     """Return Q and R with ``a = Q @ R``: Q has orthonormal columns, R is upper triangular.
 

@@ -15,7 +15,8 @@ from distributed.protocol.pickle import dumps
 
 from dask_distmm.arrays.linalg.array_api import norm
 from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, times
-from dask_distmm.arrays.linalg.public import SOLVED_IN_TURNS, TURNS, RunOptions, public
+from dask_distmm.arrays.linalg.public import SOLVED_IN_TURNS, TURNS, RunOptions
+from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.errors import PlanError, check_square
 from dask_distmm.numeric.epilogs import call_function
 

@@ -24,8 +24,9 @@ from dask_distmm.arrays.linalg.factorize import (
     unchecked,
 )
 from dask_distmm.arrays.linalg.factors import qr
-from dask_distmm.arrays.linalg.public import COMPONENTS, COMPRESSED, MOMENTS, Operand, RunOptions, public
+from dask_distmm.arrays.linalg.public import COMPONENTS, COMPRESSED, MOMENTS, Operand, RunOptions
 from dask_distmm.arrays.linalg.spectral import right_vectors, svd, with_noise
+from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.arrays.request import check_names, check_workers
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.sparse import sparse_package

@@ -1,7 +1,7 @@
 """Common to functions of `dask_distmm.linalg`: options of a run, the check of every value, their names in errors.
 
-A function is annotated ``**how: Unpack[RunOptions]``, and its values by types; `public` makes its signature and its
-docstring list the options and the costs, and refuses what is not among the options and what the annotations do not
+A function is annotated ``**how: Unpack[RunOptions]``, and its values by types; `stacks.public` makes its signature and
+its docstring list the options and the costs, and refuses what is not among the options and what the annotations do not
 allow. The rule for names and places is in ``docs/linear-algebra.md``: those of NumPy, else SciPy's;
 ``docs/make_arguments.py`` makes that page's tables of signatures and costs.
 """
@@ -10,29 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import inspect
 import numbers
 import reprlib
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeAlias, TypedDict, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
 from dask.array.core import Array
 
-from dask_distmm.arrays.kinds import any_kind
-from dask_distmm.arrays.request import takes
 from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.typing import ArrayLike, Engine, Method
 
 # What a function takes in place of an array.
 Operand: TypeAlias = Array | ArrayLike
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 if TYPE_CHECKING:
     EigResult = NamedTuple("EigResult", [("eigenvalues", Array), ("eigenvectors", Array)])  # noqa: UP014
@@ -167,7 +161,7 @@ _PRODUCT_METHOD = """method : str, optional
     As `dask_distmm.matmul` takes it; by default the fastest by the cost model."""
 
 # Names that other functions have, and what stands for them here.
-_HINTS = {
+HINTS = {
     **dict.fromkeys(("overwrite_b", "lwork", "lapack_driver", "driver"), "leave it out, it does not change results"),
     "dtype": "convert the operands by astype",
     "chunks": "rechunk the operands or the result",
@@ -177,7 +171,7 @@ _inside = contextvars.ContextVar("inside", default=False)
 
 def documented(doc: str, options: type | None, cost: Cost) -> str:
     """Return a docstring with the options of runs, the costs, and what happens with NaN."""
-    texts = {name: _OPTION_TEXTS[name] for name in _hints(options)}
+    texts = {name: _OPTION_TEXTS[name] for name in hints_of(options)}
     texts |= {"method": _PRODUCT_METHOD} if options is ProductOptions else {}
     error = "NaN and infinities are a `MatrixError` when it is computed"
     nan = (
@@ -195,42 +189,9 @@ def documented(doc: str, options: type | None, cost: Cost) -> str:
     return "\n".join([listed, *texts.values(), "", "Returns", behind, ""])
 
 
-def _hints(options: type | None) -> dict[str, Any]:
+def hints_of(options: type | None) -> dict[str, Any]:
+    """Return the types of options by their names."""
     return {} if options is None else typing.get_type_hints(options)
-
-
-def public(options: type | None, cost: Cost = PANELS) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a function public: see the module's docstring. Options that have their defaults are not handed on.
-
-    `options` is None for functions that Dask's own tasks compute.
-    """
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        if function.__doc__:  # not under python -OO
-            function.__doc__ = documented(function.__doc__, options, cost)
-        cast(Any, function).cost = cost
-        allowed = typing.get_type_hints(function) | _hints(options)
-        # A program can register more engines than type checkers know.
-        allowed["engine"] = str | None
-        adapted, signature = any_kind(function), inspect.signature(function)
-
-        @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> T:
-            try:
-                values = signature.bind(*args, **kwargs).arguments
-            except TypeError:
-                return function(*args, **kwargs)  # raises Python's own error, which names the function
-            options_given = values.pop("how", {})
-            for name, value in {**values, **options_given}.items():
-                check_value(name, value, allowed[name])
-            return adapted(*args, **{name: x for name, x in kwargs.items() if x is not defaults.get(name, checked)})
-
-        shown = takes(options, _HINTS)(cast(Callable[P, T], checked))
-        listed = inspect.signature(shown).parameters
-        defaults = {name: listed[name].default for name in _hints(options)}
-        return named(function.__name__)(shown)
-
-    return decorate
 
 
 @contextlib.contextmanager

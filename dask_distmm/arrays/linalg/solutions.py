@@ -33,10 +33,9 @@ from dask_distmm.arrays.linalg.public import (
     Operand,
     SlogdetResult,
     SolveOptions,
-    public,
 )
 from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse
-from dask_distmm.arrays.linalg.stacks import of_stacks
+from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 
 # SciPy's names of the structure of a matrix, and the way to solve.
@@ -173,7 +172,6 @@ def _swapped_back(piv: Any) -> Any:
 
 
 @public(FactorOptions, PANELS)
-@of_stacks
 def solve(
     a: Operand,
     b: Operand,
@@ -288,7 +286,6 @@ def solve_triangular(
 
 
 @public(FactorOptions, PANELS)
-@of_stacks
 def inv(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     """Return the inverse of a matrix; to solve equations, `solve` takes less and is more accurate.
 
@@ -318,7 +315,6 @@ def inv(a: Operand, **how: Unpack[FactorOptions]) -> Array:
 
 
 @public(FactorOptions, PANELS)
-@of_stacks
 def slogdet(a: Operand, **how: Unpack[FactorOptions]) -> SlogdetResult:
     """Return the sign of a determinant, and the logarithm of its absolute value, as ``numpy.linalg.slogdet`` does.
 
@@ -343,7 +339,6 @@ def slogdet(a: Operand, **how: Unpack[FactorOptions]) -> SlogdetResult:
 
 
 @public(FactorOptions, PANELS)
-@of_stacks
 def det(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     """Return the determinant of a matrix; where it may overflow, use `slogdet`.
 
@@ -367,7 +362,6 @@ def det(a: Operand, **how: Unpack[FactorOptions]) -> Array:
 
 
 @public(FactorOptions, LEAST_SQUARES)
-@of_stacks
 def lstsq(
     a: Operand, b: Operand, rcond: float | None = None, **how: Unpack[FactorOptions]
 ) -> tuple[Array, Array, int | Array, Array]:
@@ -507,7 +501,6 @@ def ridge(a: Operand, b: Operand, alpha: float | Sequence[float], **how: Unpack[
 
 
 @public(FactorOptions, LEAST_SQUARES)
-@of_stacks
 def pinv(
     a: Operand,
     rcond: float | None = None,

@@ -51,9 +51,8 @@ from dask_distmm.arrays.linalg.public import (
     Operand,
     RunOptions,
     SVDResult,
-    public,
 )
-from dask_distmm.arrays.linalg.stacks import of_stacks
+from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.errors import MatrixError, PlanError, check_square
 from dask_distmm.runtime.chunks import array_kind
 
@@ -179,7 +178,6 @@ def eigh(
 
 
 @public(FactorOptions, EIGEN)
-@of_stacks
 def eigh(
     a: Operand,
     UPLO: Literal["L", "U", "l", "u"] = "L",
@@ -235,7 +233,6 @@ def eigh(
 
 
 @public(FactorOptions, EIGEN)
-@of_stacks
 def eigvalsh(
     a: Operand,
     UPLO: Literal["L", "U", "l", "u"] = "L",
@@ -303,7 +300,6 @@ def eig(a: Operand, *, left: Literal[False] = False, right: Literal[False], **ho
 
 
 @public(FactorOptions, ALONE)
-@of_stacks
 def eig(a: Operand, *, left: bool = False, right: bool = True, **how: Unpack[FactorOptions]) -> Any:
     """Return eigenvalues and eigenvectors of any square matrix: ``a @ v = v * w``.
 
@@ -346,7 +342,6 @@ def eig(a: Operand, *, left: bool = False, right: bool = True, **how: Unpack[Fac
 
 
 @public(FactorOptions, ALONE)
-@of_stacks
 def eigvals(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     """Return the eigenvalues of any square matrix, in no order and always complex; see `eig`.
 
@@ -370,7 +365,6 @@ def eigvals(a: Operand, **how: Unpack[FactorOptions]) -> Array:
 
 
 @public(FactorOptions, ALONE)
-@of_stacks
 def schur(
     a: Operand, output: Literal["real", "complex", "r", "c"] = "real", **how: Unpack[FactorOptions]
 ) -> tuple[Array, Array]:
@@ -414,7 +408,6 @@ def schur(
 
 
 @public(RunOptions, POWERS)
-@of_stacks
 def expm(A: Operand, **how: Unpack[RunOptions]) -> Array:
     """Return the exponential of a matrix.
 
@@ -459,7 +452,6 @@ def expm(A: Operand, **how: Unpack[RunOptions]) -> Array:
 
 
 @public(RunOptions, ALONE)
-@of_stacks
 def sqrtm(A: Operand, **how: Unpack[RunOptions]) -> Array:
     """Return the principal square root of a matrix, on one worker: ``x @ x = A``.
 
@@ -494,7 +486,6 @@ def sqrtm(A: Operand, **how: Unpack[RunOptions]) -> Array:
 
 
 @public(RunOptions, ALONE)
-@of_stacks
 def logm(A: Operand, **how: Unpack[RunOptions]) -> Array:
     """Return the principal logarithm of a matrix, on one worker: ``expm(x) = A``.
 
@@ -540,7 +531,6 @@ def svd(
 
 
 @public(FactorOptions, SINGULAR)
-@of_stacks
 def svd(a: Operand, full_matrices: bool = True, compute_uv: bool = True, **how: Unpack[FactorOptions]) -> Any:
     """Return the singular value decomposition ``a = u @ diag(s) @ vh``.
 

@@ -1,17 +1,18 @@
-"""Stacks of matrices: a table of what NumPy's batched functions take and return, and one way to call each of them.
+"""Functions of `dask_distmm.linalg` are made public here, and take stacks of matrices, by a table of NumPy's functions.
 
-A stack is an array of more than two dimensions whose last two are matrices; the others are broadcast as NumPy does it.
-One task computes all matrices of a chunk; the last two axes become one chunk each. Matrices too large for a task, and
-those of a call with the options of a run, are runs, one each.
+The table has what NumPy's batched functions take and return. A stack is an array of more than two dimensions whose
+last two are matrices; the others are broadcast as NumPy does it. One task computes all matrices of a chunk; the last
+two axes become one chunk each. Matrices too large for a task, and those of a call with the options of a run, are runs,
+one each.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import math
 import re
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -21,10 +22,21 @@ from dask.array.core import Array
 from dask.array.utils import meta_from_array
 from dask.utils import parse_bytes
 
-from dask_distmm.arrays.kinds import ndim_of
+from dask_distmm.arrays.kinds import any_kind, ndim_of
 from dask_distmm.arrays.linalg.factorize import common_type, operand
-from dask_distmm.arrays.linalg.public import EigResult, RunOptions, named
+from dask_distmm.arrays.linalg.public import (
+    HINTS,
+    PANELS,
+    Cost,
+    EigResult,
+    RunOptions,
+    check_value,
+    documented,
+    hints_of,
+    named,
+)
 from dask_distmm.arrays.product import stacked
+from dask_distmm.arrays.request import takes
 from dask_distmm.config import parsed
 from dask_distmm.errors import MatrixError, PlanError, check_square
 from dask_distmm.planning.factor import Factorization
@@ -190,23 +202,56 @@ RULES: Mapping[str, Callable[..., Rule]] = {
 }
 
 
-def of_stacks(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function of matrices take stacks of them, as the table says."""
-    rule, signature = RULES[function.__name__], inspect.signature(function)
-    names = list(itertools.takewhile(lambda name: name in ("a", "A", "b"), inspect.signature(rule).parameters))
+def public(options: type | None, cost: Cost = PANELS) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make a function public: see the module `public`. Options that have their defaults are not handed on.
+
+    `options` is None for functions that Dask's own tasks compute. A function of the table takes stacks, too.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        if function.__doc__:  # not under python -OO
+            function.__doc__ = documented(function.__doc__, options, cost)
+        cast(Any, function).cost = cost
+        allowed = typing.get_type_hints(function) | hints_of(options)
+        # A program can register more engines than type checkers know.
+        allowed["engine"] = str | None
+        adapted, signature = any_kind(_of_stacks(function)), inspect.signature(function)
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> T:
+            try:
+                values = signature.bind(*args, **kwargs).arguments
+            except TypeError:
+                return function(*args, **kwargs)  # raises Python's own error, which names the function
+            options_given = values.pop("how", {})
+            for name, value in {**values, **options_given}.items():
+                check_value(name, value, allowed[name])
+            return adapted(*args, **{name: x for name, x in kwargs.items() if x is not defaults.get(name, checked)})
+
+        shown = takes(options, HINTS)(cast(Callable[P, T], checked))
+        listed = inspect.signature(shown).parameters
+        defaults = {name: listed[name].default for name in hints_of(options)}
+        return named(function.__name__)(shown)
+
+    return decorate
+
+
+def _of_stacks(function: Callable[P, T]) -> Callable[P, T]:
+    """Have a function of matrices take stacks of them, if it is in the table."""
+    if (rule := RULES.get(function.__name__)) is None:
+        return function
+    signature, known = inspect.signature(function), inspect.signature(rule).parameters
+    names = [name for name in ("a", "A", "b") if name in known]
 
     @functools.wraps(function)
     def taken(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            values = signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return function(*args, **kwargs)  # raises Python's own error, which names the function
+        values = signature.bind(*args, **kwargs).arguments
         if max(_ndim_of(values[name]) for name in names) <= 2:
             return function(*args, **kwargs)
         how = values.pop("how", {})
         arrays = {name: operand(name, values.pop(name)) for name in names}
         given = {name: x for name, x in values.items() if x is not signature.parameters[name].default}
-        if lacking := given.keys() - inspect.signature(rule).parameters.keys():
+        if lacking := given.keys() - known.keys():
             raise PlanError(f"a stack of matrices has no {min(lacking)}=: leave it out, or loop over the matrices")
         if how.keys() & RunOptions.__annotations__ or _large(arrays):
             return cast(T, _by_runs(function, arrays, given | how))
