@@ -201,58 +201,41 @@ def _merged(x: Array, letters: str, groups: Sequence[str]) -> Array:
     if all(len(group) == 1 for group in groups):
         # Of a matrix a run sees through it.
         return x if order == sorted(order) else x.T if x.ndim == 2 else x.transpose(order)
-    sizes = dict(zip(letters, x.chunks, strict=True))
-    name = f"merged-{tokenize(x.name, order, groups)}"
-    graph = {}
-    for place, merged, _, shape in _blocks(groups, sizes):
-        at = tuple(place[order.index(i)] for i in range(x.ndim))
-        graph[name, *merged] = Task((name, *merged), _reshaped, TaskRef((x.name, *at)), order, shape)
-    return _array(name, graph, x, [tuple(_products(group, sizes)) for group in groups])
+    return _reshaped(x, order, _merged_chunks(groups, dict(zip(letters, x.chunks, strict=True))))
 
 
 def _apart(x: Array, groups: Sequence[str], sizes: Mapping[str, Sizes]) -> Array:
     """Return an array whose axes are those of all groups, of one that has an axis for each."""
-    merged = tuple(tuple(_products(group, sizes)) for group in groups)
+    merged = _merged_chunks(groups, sizes)
     x = x if x.chunks == merged else x.rechunk(merged)
     if all(len(group) == 1 for group in groups):
         return x
-    name = f"apart-{tokenize(x.name, groups, sizes)}"
-    order = list(range(x.ndim))
-    graph = {
-        (name, *place): Task((name, *place), _reshaped, TaskRef((x.name, *at)), order, shape)
-        for place, at, shape, _ in _blocks(groups, sizes)
-    }
-    return _array(name, graph, x, [sizes[one] for one in itertools.chain(*groups)])
+    return _reshaped(x, list(range(x.ndim)), tuple(sizes[one] for one in itertools.chain(*groups)))
 
 
 def _count(sizes: Mapping[str, Sizes], *groups: str) -> int:
     return math.prod(len(sizes[one]) for one in itertools.chain(*groups))
 
 
-def _products(group: str, sizes: Mapping[str, Sizes]) -> Iterator[int]:
-    return map(math.prod, itertools.product(*(sizes[one] for one in group)))
+def _merged_chunks(groups: Sequence[str], sizes: Mapping[str, Sizes]) -> tuple[Sizes, ...]:
+    return tuple(tuple(map(math.prod, itertools.product(*(sizes[one] for one in group)))) for group in groups)
 
 
-def _blocks(groups: Sequence[str], sizes: Mapping[str, Sizes]) -> Iterator[tuple[Sizes, Sizes, Sizes, Sizes]]:
-    """Yield the place of each chunk along all axes and along the groups, and its shape in both."""
-    each = [list(itertools.product(*(enumerate(sizes[one]) for one in group))) for group in groups]
-    for blocks in itertools.product(*map(enumerate, each)):
-        flat = [one for _, block in blocks for one in block]
-        yield (
-            tuple(i for i, _ in flat),
-            tuple(number for number, _ in blocks),
-            tuple(size for _, size in flat),
-            tuple(math.prod(size for _, size in block) for _, block in blocks),
-        )
-
-
-def _reshaped(chunk: Any, order: Sequence[int], shape: Sizes) -> Any:
-    return chunk.transpose(order).reshape(shape)
-
-
-def _array(name: str, graph: dict[Any, Any], x: Array, chunks: Sequence[Sizes]) -> Array:
+def _reshaped(x: Array, order: Sequence[int], chunks: tuple[Sizes, ...]) -> Array:
+    """Return an array whose chunks, in C order, are those of one with its axes in another order, reshaped."""
+    name = f"reshaped-{tokenize(x.name, order, chunks)}"
+    places = itertools.product(*(range(x.numblocks[axis]) for axis in order))
+    keys = itertools.product([name], *(range(len(sizes)) for sizes in chunks))
+    graph = {
+        key: Task(key, _reshape, TaskRef((x.name, *(place[order.index(i)] for i in range(x.ndim)))), order, shape)
+        for key, place, shape in zip(keys, places, itertools.product(*chunks), strict=True)
+    }
     made = HighLevelGraph.from_collections(name, graph, dependencies=[x])
-    return da.Array(made, name, tuple(chunks), meta=meta_from_array(x._meta, ndim=len(chunks)), dtype=x.dtype)
+    return da.Array(made, name, chunks, meta=meta_from_array(x._meta, ndim=len(chunks)), dtype=x.dtype)
+
+
+def _reshape(chunk: Any, order: Sequence[int], shape: Sizes) -> Any:
+    return chunk.transpose(order).reshape(shape)
 
 
 # NumPy's functions
