@@ -24,6 +24,7 @@ from dask_distmm.arrays.linalg.factorize import (
     mirrored,
     op_of,
     operand,
+    plus_identity,
     plus_ones,
 )
 from dask_distmm.arrays.linalg.public import NORM, PRODUCT, SINGULAR, TASKS, Operand, ProductOptions, RunOptions
@@ -471,8 +472,7 @@ def power(a: Array, n: int, product: Product) -> Any:
     if n < 0:
         a, n = inv(a), -n
     if not n:
-        whole = a.rechunk({a.ndim - 2: -1, a.ndim - 1: -1})
-        return whole.map_blocks(_identities, dtype=a.dtype, meta=a._meta).rechunk(a.chunks)
+        return plus_identity(da.zeros_like(a))
     result, square = None, a
     while True:
         if n % 2:
@@ -481,11 +481,6 @@ def power(a: Array, n: int, product: Product) -> Any:
         if not n:
             return result
         square = product(square, square)
-
-
-def _identities(block: Any) -> Any:
-    rows = np.arange(block.shape[-1], like=block)
-    return np.zeros_like(block) + (rows[:, None] == rows).astype(block.dtype)
 
 
 @public(RunOptions, SINGULAR)
@@ -769,7 +764,5 @@ def _operands(a: Any, b: Any) -> tuple[Array, Array]:
 def _chunk_triangle(block: Any, lower: bool, unit: bool, block_info: Any = None) -> Any:
     (rows, _), (cols, _) = block_info[0]["array-location"]
     offset: int = rows - cols
-    if not unit:
-        return np.tril(block, offset) if lower else np.triu(block, offset)
-    strict = np.tril(block, offset - 1) if lower else np.triu(block, offset + 1)
-    return plus_ones(strict, offset)
+    found = np.tril(block, offset - unit) if lower else np.triu(block, offset + unit)
+    return plus_ones(found, offset) if unit else found

@@ -352,12 +352,22 @@ def adjoint(a: Array) -> Array:
     return found
 
 
+def plus_identity(x: Array) -> Array:
+    """Return matrices with 1 added to each element of their diagonals."""
+    return x.map_blocks(_plus_ones, dtype=x.dtype, meta=x._meta)
+
+
+def _plus_ones(block: Any, block_info: Any = None) -> Any:
+    first, other = (start for start, _ in block_info[0]["array-location"][-2:])
+    return plus_ones(block, first - other)
+
+
 def plus_ones(block: Any, offset: int) -> Any:
-    """Return a chunk with 1 added to the elements ``[i, i + offset]``.
+    """Return a chunk with 1 added to the elements ``[..., i, i + offset]``.
 
     CuPy's `eye` does not take all that NumPy's passes to it, so the ones are made by a comparison.
     """
-    rows, cols = (np.arange(size, like=block) for size in block.shape)
+    rows, cols = (np.arange(size, like=block) for size in block.shape[-2:])
     return block + (rows[:, None] + offset == cols)
 
 

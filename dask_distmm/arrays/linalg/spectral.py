@@ -34,7 +34,7 @@ from dask_distmm.arrays.linalg.factorize import (
     left_beyond_memory,
     matrix,
     operand,
-    plus_ones,
+    plus_identity,
     times,
     unchecked,
 )
@@ -121,21 +121,12 @@ def _inverse_applied(x: Array, c: float, how: RunOptions) -> Array:
     """Return ``x @ inv(1 + c x^H x)``."""
     (m, n), cols = x.shape, x.chunks[1]
     if c <= _CHOLESKY:
-        operands = {"a": _plus_identity(c * times(adjoint(x), x, how)), "b": adjoint(x)}
+        operands = {"a": plus_identity(c * times(adjoint(x), x, how)), "b": adjoint(x)}
         axes = {"k": x.chunks[0]}
         return adjoint(factorize("solve", operands, {"x": "nk"}, how=how, axes=axes, assume_a="pos")[0])
-    identity = _plus_identity(da.zeros_like(x, shape=(n, n), chunks=(cols, cols)))
+    identity = plus_identity(da.zeros_like(x, shape=(n, n), chunks=(cols, cols)))
     q, _ = qr(da.concatenate([math.sqrt(c) * x, identity]), **how)
     return times(q[:m], adjoint(q[m:]), how) / math.sqrt(c)
-
-
-def _plus_identity(x: Array) -> Array:
-    return x.map_blocks(_plus_ones, dtype=x.dtype, meta=x._meta)
-
-
-def _plus_ones(block: Any, block_info: Any = None) -> Any:
-    first, other = (start for start, _ in block_info[0]["array-location"])
-    return plus_ones(block, first - other)
 
 
 # A matrix so much longer than wide, and of this many elements, is reduced to R before its SVD: all workers share in the
