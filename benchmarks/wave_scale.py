@@ -50,7 +50,7 @@ def measure(count: int, chunks: int) -> dict[str, float]:
     scheme = choose_scheme(problem, workers, (True, True), budget, dask_costs(), by_ranks=(True, True))
     lap("seconds to choose the scheme")
     found["waves"] = len(scheme.waves)
-    layer = build_graph(problem, request.lying["a"], request.lying["b"], scheme=scheme).layers[problem.name]
+    layer = build_graph(problem, *request.lying, scheme=scheme).layers[problem.name]
     tracemalloc.start()
     tasks = dict(layer)
     found["bytes of the tasks in the scheduler"] = tracemalloc.get_traced_memory()[0]

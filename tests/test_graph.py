@@ -88,7 +88,7 @@ def test_operands_of_dasks_own_tasks():
     right = da.from_array(y.T, chunks=(30, 20)).conj().T
     for a, value, inside in ((plain, abs(x) + 1j, True), (annotated, 2 * (abs(x) + 1j), False)):
         request = parse(a, right)
-        problem, under = request.problem, [request.lying[name] for name in "ab"]
+        problem, under = request.problem, request.lying
         arrays = {name: problem[name].array for name in "ab"}
         for upstream, known in (((None, None), {*under[0].dask, *under[1].dask}), (tuple(x.dask for x in under), ())):
             key = (problem.name, np.int64(1), np.int64(0))

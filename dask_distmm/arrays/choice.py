@@ -144,8 +144,8 @@ def by_tasks(request: Request, known: Snapshot | None) -> DaskTasks | None:
     cut_otherwise = problem.d.chunks != (problem.a.chunks[0], problem.b.chunks[1])
     if known is None or request.demands or cut_otherwise or minimum_flops() is not None:
         return None
-    graphs = [request.lying[name].dask if lazy else None for name, lazy in zip("ab", request.lazy, strict=True)]
-    return DaskTasks(tuple(known.workers), tuple(known.engines), dask_costs(), (graphs[0], graphs[1]))
+    a, b = (x.dask if lazy else None for x, lazy in zip(request.lying, request.lazy, strict=True))
+    return DaskTasks(tuple(known.workers), tuple(known.engines), dask_costs(), (a, b))
 
 
 def _fits_easily(request: Request, client: Client, known: Snapshot) -> bool:
@@ -170,8 +170,8 @@ def _loading(request: Request, client: Client, known: Snapshot, budget: Budget) 
 
 def _not_there(request: Request, client: Client) -> tuple[bool, bool]:
     """Return whether A and B are to be made: a chunk that is lazy here may be in memory for another collection."""
-    there = [(request.lying[name].name, 0, 0) in client.futures for name in "ab"]
-    return request.lazy[0] and not there[0], request.lazy[1] and not there[1]
+    a, b = (lazy and (x.name, 0, 0) not in client.futures for x, lazy in zip(request.lying, request.lazy, strict=True))
+    return a, b
 
 
 def decide(request: Request, client: Client | None, known: Snapshot, *, reordered: bool = False) -> Decision:
@@ -205,8 +205,8 @@ def _scheme_by_ranks(request: Request, client: Client, known: Snapshot, plan: Pl
     if loading < _LONG or not all(one.makes for one in models_of([plan.engine])):
         return None
     lazy_a, lazy_b = both = _not_there(request, client)
-    made = [request.lying[name] for name, yes in (("a", lazy_a), ("b", lazy_b and not request.problem.shared)) if yes]
-    if not all(can_be_made(x, sampled=True) for x in made):
+    made = zip(request.lying, (lazy_a, lazy_b and not request.problem.shared), strict=True)
+    if not all(can_be_made(x, sampled=True) for x, yes in made if yes):
         return None
     asked = dataclasses.replace(request.problem, method=plan.method)
     try:
@@ -229,7 +229,7 @@ def _spills(made: Plan, budget: Budget) -> bool:
 
 def _scheme(request: Request, client: Client, budget: Budget) -> Scheme | None:
     """Return the waves of a product; None if it can't be made in waves, or does not fit in them either."""
-    problem, a, b = request.problem, request.lying["a"], request.lying["b"]
+    problem, (a, b) = request.problem, request.lying
     known = ask_roster(client, problem.demand, [a, b])
     if known is None:
         return None

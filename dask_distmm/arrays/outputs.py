@@ -41,9 +41,9 @@ def run_outputs(
 
     With a scheme it is a sequence of runs. With `by_tasks` parts of D may be left to Dask's own tasks.
     """
-    problem, formula, (a, b, *extras) = request.problem, request.formula, request.lying.values()
+    problem, formula, (a, b) = request.problem, request.formula, request.lying
     meta = meta_from_array(request.prototype, ndim=2, dtype=carried(problem.d.dtype, problem.array))
-    graph = build_graph(problem, a, b, extras, by_tasks, scheme)
+    graph = build_graph(problem, a, b, [array for _, array in request.extras], by_tasks, scheme)
     d = Array(graph, problem.name, problem.d.chunks, meta=meta)
     found: dict[str, da.Array] = {}
     for name in formula.per_element:

@@ -348,7 +348,7 @@ class Matmul:
         asked: AllOptions = {**self._asked, "epilog": epilog, "bias_axis": bias_axis, "result_amax": result_amax}
         request = self._request(self._arrays | inputs, tuple(inputs), asked)
         problem = request.problem
-        known = ask_roster(client, problem.demand, [request.lying["a"], request.lying["b"]])
+        known = ask_roster(client, problem.demand, request.lying)
         if known is None:
             raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
         made = plan_on(known, problem)

@@ -173,7 +173,7 @@ def explain_product(request: Request) -> Explanation:
         _, known = known_workers(problem, imagined)
     else:
         assert client is not None
-        known = ask_roster(client, problem.demand, [request.lying["a"], request.lying["b"]])
+        known = ask_roster(client, problem.demand, request.lying)
     if known is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
     decision = decide(request, client, known, reordered=True)
@@ -288,7 +288,7 @@ def in_series(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] | N
 
     `arrays` are those of which all are items; None if they have arrays of their own.
     """
-    sources = [arrays or (x.lying["a"], x.lying["b"]) for x in requests]
+    sources = [arrays or x.lying for x in requests]
     client = current_client()
     if client is None or len(requests) < 2:
         return None
@@ -329,8 +329,7 @@ def _schemes(
     lazy = [(a.name not in there, b.name not in there) for a, b in sources]
     # For A and for B whether ranks can make the chunks of all products.
     can_a, can_b = (
-        can_be_made(*(x.lying[name] for x, is_lazy in zip(requests, lazy, strict=True) if is_lazy[at]))
-        for at, name in enumerate("ab")
+        can_be_made(*(x.lying[at] for x, is_lazy in zip(requests, lazy, strict=True) if is_lazy[at])) for at in (0, 1)
     )
     try:
         for able in ((can_a, can_b), (False, False)):

@@ -437,12 +437,17 @@ class Request:
         return [*(self.named if self.batch == "items" else choice), *_named(compute_type=self.compute_type)]
 
     @functools.cached_property
+    def views(self) -> tuple[tuple[da.Array, bool, bool], ...]:
+        """What A and B are views of: see `view_of`."""
+        return view_of(self.a), view_of(self.b)
+
+    @functools.cached_property
     def problem(self) -> Problem:
         """The Problem of multiplying two matrices."""
         a, b, types, formula, options = self.a, self.b, self.types, self.formula, read_options()
         matrices = []
-        for name, x, dtype in (("a", a, types.a), ("b", b, types.b)):
-            lying, transposed, conjugated = view_of(x)
+        for name, dtype, view in zip("ab", types[:2], self.views, strict=True):
+            lying, transposed, conjugated = view
             chunks = lying.chunks[::-1] if transposed else lying.chunks
             matrices.append(NamedMatrix(name, chunks, dtype, (0, 1), lying.name, transposed, conjugated))
         matrices += [NamedMatrix(name, array.chunks, array.dtype.name) for name, array in self.extras]
@@ -467,19 +472,17 @@ class Request:
             gathered=self.gathered,
         )
 
-    @functools.cached_property
-    def lying(self) -> dict[str, da.Array]:
-        """The operands of a run by name; of A and B the arrays whose chunks are multiplied, transposed or not."""
-        found = {}
-        for x, matrix in ((self.a, self.problem.a), (self.b, self.problem.b)):
-            rows, cols = matrix.chunks
-            found[matrix.name] = under(x, matrix.array, (cols, rows) if matrix.transposed else (rows, cols))
-        return found | dict(self.extras)
+    @property
+    def lying(self) -> tuple[da.Array, da.Array]:
+        """The arrays whose chunks are multiplied, transposed or not."""
+        (a, *_), (b, *_) = self.views
+        return a, b
 
     @functools.cached_property
     def lazy(self) -> tuple[bool, bool]:
         """Whether the chunks of A and of B are still to be made."""
-        return is_lazy(self.lying["a"]), is_lazy(self.lying["b"])
+        a, b = map(is_lazy, self.lying)
+        return a, b
 
     def without_dropped(self, d: da.Array) -> da.Array:
         """Return D without the axes that no operand has."""
