@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from html import escape
 from typing import Any
 
-import numpy as np
 from dask.utils import format_bytes, format_time
-from numpy.typing import NDArray
 
 from dask_distmm.arrays.product import NotCollective
 from dask_distmm.planning.cublasmp import Tile
@@ -204,6 +202,11 @@ def _section(title: str, body: str) -> str:
     return f'<div style="margin: 1em 0 0.3em"><b>{escape(title)}</b></div><div>{body}</div>'
 
 
+def _bars(title: str, rows: Sequence[Bar], label: str, *below: str) -> str:
+    """Return the section of a bar chart, and what is below it; empty without bars."""
+    return _section(title, bar_chart(rows, label) + "".join(below)) if rows else ""
+
+
 def _beside(title: str, body: str) -> str:
     """Return a section that others may stand beside."""
     style = "display: inline-block; vertical-align: top; width: 420px; max-width: 100%; margin-right: 24px"
@@ -255,11 +258,9 @@ def _memory_chart(plan: Placement) -> str:
         allowed = limits.get(address, 0) * fraction
         bound = f"of {format_bytes(allowed)} allowed" if allowed else "no limit"
         rows.append((address, f"{format_bytes(size)} {bound}", [(size, _TAKEN)], allowed or None, False))
-    if not rows:
-        return ""
     line = f"The line is what a run may hold, {fraction:.0%} of the worker's memory limit." * any(limits.values())
-    chart = bar_chart(rows, "projected memory of each worker against its limit") + _more(most, rows, "more, with less")
-    return _section("Projected memory of the workers", chart + _said(line))
+    below = _more(most, rows, "more, with less"), _said(line)
+    return _bars("Projected memory of the workers", rows, "projected memory of each worker against its limit", *below)
 
 
 # Products
@@ -282,6 +283,12 @@ def plan_html(plan: Plan) -> list[str]:
     ]
 
 
+def _cells(rows: Sequence[int], cols: Sequence[int], ranks: Callable[[int, int], tuple[int, ...]]) -> list[Cell]:
+    """Return the parts between edges that are not empty, and the ranks of each by its numbers."""
+    pairs = itertools.product(*(enumerate(itertools.pairwise(edges)) for edges in (rows, cols)))
+    return [(row, col, ranks(i, j)) for (i, row), (j, col) in pairs if row[0] < row[1] and col[0] < col[1]]
+
+
 def _edges(sizes: Sequence[int]) -> list[int]:
     return list(itertools.accumulate(sizes, initial=0))
 
@@ -302,28 +309,25 @@ def _chunk_grids(plan: Plan) -> str:
     others = [p for p in range(len(plan.participants)) if p not in rank_of]
     number = rank_of | {p: len(plan.ranks) + at for at, p in enumerate(others)}
 
-    def who(owners: NDArray[np.int32] | None, chunk: int, *, ranks: bool) -> tuple[int, ...]:
-        if owners is None:
-            return ()
-        # Others than these: every rank has it.
-        owner = int(owners[chunk])
-        owner = owner if ranks else number.get(owner, -1)
-        return (owner,) if owner >= 0 else tuple(range(len(plan.ranks)))
+    steps = [1]
 
-    steps, drawn = [1], []
-    for operand, owners in (*((name, plan.where.get(name)) for name in "ab"), ("d", plan.owners)):
-        sizes = plan.problem[operand].chunks
+    def drawn(operand: str) -> Drawing:
+        sizes, owners = plan.problem[operand].chunks, plan.owners if operand == "d" else plan.where.get(operand)
         (rows, row_step), (cols, col_step) = (coarse(_edges(one)) for one in sizes)
-        steps += [row_step, col_step]
-        cells = [
-            (row, col, who(owners, i * row_step * len(sizes[1]) + j * col_step, ranks=operand == "d"))
-            for i, row in enumerate(itertools.pairwise(rows))
-            for j, col in enumerate(itertools.pairwise(cols))
-            if row[0] < row[1] and col[0] < col[1]
-        ]
-        drawn.append(_operand(plan, operand, cells))
+        steps.extend((row_step, col_step))
+
+        def who(i: int, j: int) -> tuple[int, ...]:
+            if owners is None:
+                return ()
+            # Others than these: every rank has it.
+            owner = int(owners[i * row_step * len(sizes[1]) + j * col_step])
+            owner = owner if operand == "d" else number.get(owner, -1)
+            return (owner,) if owner >= 0 else tuple(range(len(plan.ranks)))
+
+        return _operand(plan, operand, _cells(rows, cols, who))
+
+    a, b, d = map(drawn, "abd")
     note = f"Too many chunks to draw: one in {max(steps)} stands for its neighbours." * (max(steps) > 1)
-    a, b, d = drawn
     return product_diagram(a, b, d, "chunks of A, B and D, and the workers that hold them") + _said(note)
 
 
@@ -358,18 +362,18 @@ def _layout(plan: Plan) -> str:
 
 def _operand_parts(plan: Plan, rows: Sequence[int], cols: Sequence[int], axes: tuple[int, int]) -> list[Cell]:
     """Return the parts of an operand, with the ranks that need each; its axes are number `axes` of the ranks' grid."""
-    who: dict[tuple[int, int], list[int]] = {}
+    who: dict[tuple[int, ...], tuple[int, ...]] = {}
     for rank in range(len(plan.ranks)):
-        at = plan.coords(rank)
-        who.setdefault((at[axes[0]], at[axes[1]]), []).append(rank)
-    return [((rows[i], rows[i + 1]), (cols[j], cols[j + 1]), tuple(ranks)) for (i, j), ranks in who.items()]
+        at = tuple(plan.coords(rank)[axis] for axis in axes)
+        who[at] = (*who.get(at, ()), rank)
+    return _cells(rows, cols, lambda *at: who[at])
 
 
 def _dealt(tile: Tile, shape: tuple[int, int]) -> list[Cell]:
     """Return the blocks of a block-cyclic layout, with the rank that has each."""
     blocks = zip(shape, tile.layout.blocks, strict=True)
-    rows, cols = (itertools.pairwise(coarse([*range(0, length, block), length])[0]) for length, block in blocks)
-    return [(row, col, (tile.layout.owner(row[0], col[0]),)) for row, col in itertools.product(rows, cols)]
+    rows, cols = (coarse([*range(0, length, block), length])[0] for length, block in blocks)
+    return _cells(rows, cols, lambda i, j: (tile.layout.owner(rows[i], cols[j]),))
 
 
 def _time_chart(plan: Plan) -> str:
@@ -389,9 +393,8 @@ def _time_chart(plan: Plan) -> str:
     if (own := plan.by_tasks) is not None:
         note = f"{format_time(own.seconds)}; the run with Dask's overhead takes {format_time(plan.seconds)}"
         rows.append(_time_bar("Dask's own tasks", note, own, bold=not plan.worth_it))
-    more = _more(ways, ways[:_MOST_WAYS], "more, see the text")
-    chart = bar_chart(rows, "estimated time of each way") + more + _time_key("multiplying", "moving", "messages")
-    return _section("Estimated time, and what it was chosen against", chart)
+    below = _more(ways, ways[:_MOST_WAYS], "more, see the text"), _time_key("multiplying", "moving", "messages")
+    return _bars("Estimated time, and what it was chosen against", rows, "estimated time of each way", *below)
 
 
 def batch_html(plan: BatchPlan) -> list[str]:
@@ -403,11 +406,11 @@ def batch_html(plan: BatchPlan) -> list[str]:
         )
         for name, x in known.items()
     ]
-    chart = bar_chart(rows, "estimated time of both ways") if rows else ""
+    below = _time_key("multiplying", "moving", "having tasks")
     each = plan.plan._repr_html_() if plan.route == "collective" and plan.plan is not None else ""
     return [
         _said(plan.reason),
-        chart and _section("Estimated time", chart + _time_key("multiplying", "moving", "having tasks")),
+        _bars("Estimated time", rows, "estimated time of both ways", below),
         each and _section("Each run", each),
     ]
 
@@ -423,11 +426,9 @@ def group_html(plan: GroupPlan) -> list[str]:
         m, n, k = plan.shapes[number]
         fill = _MOVING if share.collective else _MULTIPLYING
         rows.append((f"{number}: {m} x {k} by {k} x {n}", in_words(share), [(seconds, fill)], None, share.collective))
-    if not rows:
-        return []
     legend = key([(_MULTIPLYING, "plain tasks, all together"), (_MOVING, "a collective run")])
-    chart = bar_chart(rows, "estimated time of each") + _more(found, rows, "shorter ones") + legend
-    return [_section("Estimated time of each product", chart)]
+    more = _more(found, rows, "shorter ones")
+    return [_bars("Estimated time of each product", rows, "estimated time of each", more, legend)]
 
 
 def waves_html(plan: WavePlan) -> list[str]:
@@ -449,8 +450,8 @@ def waves_html(plan: WavePlan) -> list[str]:
     bar: Bar = ("a worker", memory, [(scheme.peak_bytes, _TAKEN)], scheme.budget_bytes, False)
     return [
         _section(f"Waves, by number; scheme {scheme.name}", product_diagram(a, b, d, "which wave needs which parts")),
-        _section(f"Estimated time: {format_time(plan.seconds)}", bar_chart(times, "loading and multiplying")),
-        _section("Projected memory", bar_chart([bar], "projected memory of a worker")),
+        _bars(f"Estimated time: {format_time(plan.seconds)}", times, "loading and multiplying"),
+        _bars("Projected memory", [bar], "projected memory of a worker"),
     ]
 
 
@@ -475,10 +476,8 @@ def program_html(plan: ProgramPlacement) -> list[str]:
     for operand in plan.problem.matrices:
         # A chunk whose rows are not known is drawn like the others.
         rows, width = operand.chunks[0], operand.shape[1]
-        edges = _edges([max(size, 1) for size in rows])
-        owned = zip(itertools.pairwise(edges), plan.owners, strict=True)
-        cells = [(pair, (0, width), (rank,)) for pair, rank in owned]
-        caption = f"? x {width}" * (min(rows) < 0)
+        edges, caption = _edges([max(size, 1) for size in rows]), f"? x {width}" * (min(rows) < 0)
+        cells = _cells(edges, (0, width), lambda i, _: (plan.owners[i],))
         drawn.append(matrix(operand.name.upper(), (edges[-1], width), cells, caption=caption))
     loops = "; one turn of a loop stands for all" * any(isinstance(step, Loop) for step in plan.steps(0))
     return [
@@ -493,8 +492,8 @@ def program_html(plan: ProgramPlacement) -> list[str]:
 def _estimated(plan: FactorPlacement | ProgramPlacement) -> str:
     if (estimate := plan.estimate) is None:
         return ""
-    chart = bar_chart([_time_bar(plan.method, format_time(estimate.seconds), estimate)], "estimated time")
-    return _section("Estimated time", chart + _time_key("computing", "moving or waiting", "other"))
+    bar = _time_bar(plan.method, format_time(estimate.seconds), estimate)
+    return _bars("Estimated time", [bar], "estimated time", _time_key("computing", "moving or waiting", "other"))
 
 
 def chain_html(plan: ChainPlan) -> list[str]:
@@ -505,8 +504,7 @@ def chain_html(plan: ChainPlan) -> list[str]:
         title, seconds = repr(run).splitlines()[0].removeprefix("Plan: "), run.estimate.seconds if run.estimate else 0.0
         rows.append((str(number), f"{format_time(seconds)}  {title}", [(seconds, _MULTIPLYING)], None, False))
         runs.append(f"<details><summary>{number}: {escape(title)}</summary>{run._repr_html_()}</details>")
-    chart = [_section("Estimated time of each run", bar_chart(rows, "estimated time of each run"))] if rows else []
-    return [*chart, *runs]
+    return [_bars("Estimated time of each run", rows, "estimated time of each run"), *runs]
 
 
 def _time_lines(spans: Sequence[Span]) -> str:
