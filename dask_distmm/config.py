@@ -32,6 +32,34 @@ def register_defaults() -> None:
     dask.config.update_defaults(DEFAULTS)
 
 
+def parsed(key: str, parse: Callable[[Any], Any]) -> Any:
+    """Return one option as `parse` reads it."""
+    value = setting(key)
+    try:
+        return parse(value)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise PlanError(f"config distmm.{key} is {value!r}; expected something like {_default(key)!r}") from error
+
+
+def _expected(key: str, fits: Callable[[Any], bool], expected: str) -> Any:
+    """Return one option, which has to fit; `expected` says how."""
+    if not fits(value := setting(key)):
+        raise PlanError(f"config distmm.{key} is {value!r}; expected {expected}")
+    return value
+
+
+def setting(key: str) -> Any:
+    """Return one option: the user's, or the shipped default."""
+    return dask.config.get(f"distmm.{key}", default=_default(key))
+
+
+def _default(key: str) -> Any:
+    value: Any = DEFAULTS["distmm"]
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
     """Measured constants of one engine on this kind of machine, for the cost model."""
@@ -59,28 +87,65 @@ class Machine:
         return rates.get(dtype, rates["other"]) * 1e9
 
 
+def _number(key: str, low: float, high: float = float("inf")) -> float:
+    def fits(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+    return float(_expected(key, fits, f"a number from {low} to {high}"))
+
+
+def _truth(key: str) -> bool:
+    return bool(_expected(key, lambda value: isinstance(value, bool), "true or false"))
+
+
+def _machines(key: str) -> tuple[tuple[str, Machine], ...]:
+    return tuple((engine, _machine(f"{key}.{engine}")) for engine in _default(key))
+
+
+def _machine(key: str) -> Machine:
+    gflops = _expected(
+        f"{key}.gflops", lambda value: isinstance(value, Mapping) and "other" in value, "a mapping with 'other'"
+    )
+    exposed = _expected(f"{key}.exposed", lambda value: isinstance(value or {}, Mapping), "a mapping") or {}
+    return Machine(
+        gflops=tuple(sorted((str(name), _number(f"{key}.gflops.{name}", 1e-9)) for name in gflops)),
+        **{name: _number(f"{key}.{name.replace('_', '-')}", least) for name, least in _LEAST.items()},
+        exposed=tuple(sorted((str(n), _number(f"{key}.exposed.{n}", 0.0)) for n in exposed)),
+    )
+
+
+# The least values of constants of machines.
+_LEAST = dict.fromkeys(("bandwidth", "memory_bandwidth"), 1.0)
+_LEAST |= dict.fromkeys(("latency", "network_bandwidth", "dask_bandwidth", "host_bandwidth"), 0.0)
+
+
+def _option(key: str, read: Callable[..., Any], *how: Any) -> Any:
+    """Declare a field of `Options`: the key in the configuration, and how it is read and checked."""
+    return dataclasses.field(metadata={"read": functools.partial(read, key, *how)})
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
     """The configuration of a run. Times in seconds, sizes in bytes."""
 
     # They are the same in most messages (`planning.wire`).
     as_text: ClassVar[bool] = True
-    retries: int
-    limit_fraction: float
-    load_timeout: float
-    vote_timeout: float
-    transfer_timeout: float
-    silence_timeout: float
-    grace_timeout: float
-    panel_bytes: int
-    prefetch_panels: int
-    pack_below: int
-    cross_memory: bool
-    max_groups: int
-    keep_workspace_bytes: int
-    allow_plaintext_nccl: bool
-    buffer_bytes: int
-    machines: tuple[tuple[str, Machine], ...]
+    retries: int = _option("retries", _number, 0)
+    limit_fraction: float = _option("memory.limit-fraction", _number, 1e-9, 1.0)
+    load_timeout: float = _option("timeouts.load", parsed, parse_timedelta)
+    vote_timeout: float = _option("timeouts.vote", parsed, parse_timedelta)
+    transfer_timeout: float = _option("timeouts.transfer", parsed, parse_timedelta)
+    silence_timeout: float = _option("timeouts.silence", parsed, parse_timedelta)
+    grace_timeout: float = _option("timeouts.grace", parsed, parse_timedelta)
+    panel_bytes: int = _option("numpy.panel-bytes", parsed, parse_bytes)
+    prefetch_panels: int = _option("numpy.prefetch-panels", _number, 1)
+    pack_below: int = _option("numpy.pack-below", _number, 0)
+    cross_memory: bool = _option("numpy.cross-memory", _truth)
+    max_groups: int = _option("cublasmp.max-groups", _number, 1)
+    keep_workspace_bytes: int = _option("cublasmp.keep-workspace", parsed, parse_bytes)
+    allow_plaintext_nccl: bool = _option("allow-plaintext-nccl", _truth)
+    buffer_bytes: int = _option("peer.buffer-bytes", parsed, parse_bytes)
+    machines: tuple[tuple[str, Machine], ...] = _option("machine", _machines)
 
     def machine(self, name: str) -> Machine:
         """Constants of the machine by their name in the config, which is that of an engine."""
@@ -102,53 +167,14 @@ def _state(*names: str) -> bytes:
         return repr(found).encode()
 
 
-_TIMEOUTS = ("load", "vote", "transfer", "silence", "grace")
-# Constants of machines that may be 0.
-_MAY_BE_0 = ("latency", "network_bandwidth", "dask_bandwidth", "host_bandwidth")
-
-
 @functools.lru_cache(maxsize=16)
 def _read_options(state: bytes) -> Options:
-    def number(key: str, low: float, high: float = float("inf")) -> float:
-        def fits(value: Any) -> bool:
-            return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-
-        return float(_expected(key, fits, f"a number from {low} to {high}"))
-
-    def truth(key: str) -> bool:
-        return bool(_expected(key, lambda value: isinstance(value, bool), "true or false"))
-
-    def machine(engine: str) -> Machine:
-        key = f"machine.{engine}"
-        gflops = _expected(
-            f"{key}.gflops", lambda value: isinstance(value, Mapping) and "other" in value, "a mapping with 'other'"
-        )
-        exposed = _expected(f"{key}.exposed", lambda value: isinstance(value or {}, Mapping), "a mapping") or {}
-        return Machine(
-            gflops=tuple(sorted((str(name), number(f"{key}.gflops.{name}", 1e-9)) for name in gflops)),
-            bandwidth=number(f"{key}.bandwidth", 1.0),
-            memory_bandwidth=number(f"{key}.memory-bandwidth", 1.0),
-            **{name: number(f"{key}.{name.replace('_', '-')}", 0.0) for name in _MAY_BE_0},
-            exposed=tuple(sorted((str(n), number(f"{key}.exposed.{n}", 0.0)) for n in exposed)),
-        )
-
     _check_keys(dask.config.get("distmm", {}), DEFAULTS["distmm"], "distmm")
     # Read elsewhere, checked here: a mistake in the configuration shows at the first product.
     minimum_flops(), enabled_setting()
-    return Options(
-        retries=int(number("retries", 0)),
-        limit_fraction=number("memory.limit-fraction", 1e-9, 1.0),
-        **{f"{name}_timeout": float(parsed(f"timeouts.{name}", parse_timedelta)) for name in _TIMEOUTS},
-        panel_bytes=int(parsed("numpy.panel-bytes", parse_bytes)),
-        prefetch_panels=int(number("numpy.prefetch-panels", 1)),
-        pack_below=int(number("numpy.pack-below", 0)),
-        cross_memory=truth("numpy.cross-memory"),
-        max_groups=int(number("cublasmp.max-groups", 1)),
-        keep_workspace_bytes=int(parsed("cublasmp.keep-workspace", parse_bytes)),
-        allow_plaintext_nccl=truth("allow-plaintext-nccl"),
-        buffer_bytes=int(parsed("peer.buffer-bytes", parse_bytes)),
-        machines=tuple((engine, machine(engine)) for engine in _default("machine")),
-    )
+    kinds: dict[Any, Any] = {"int": int, "float": float, "bool": bool}
+    every = dataclasses.fields(Options)
+    return Options(**{field.name: kinds.get(field.type, tuple)(field.metadata["read"]()) for field in every})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -257,31 +283,3 @@ def _wave_budget(state: bytes) -> Budget | None:
     # Without spilling a worker may hold what a run may.
     target, spill = (dask.config.get(f"distributed.worker.memory.{key}", None) or most for key in ("target", "spill"))
     return Budget(min(most, float(target)), min(most, float(spill)), *rates.values()) if mode == "auto" else None
-
-
-def parsed(key: str, parse: Callable[[Any], Any]) -> Any:
-    """Return one option as `parse` reads it."""
-    value = setting(key)
-    try:
-        return parse(value)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise PlanError(f"config distmm.{key} is {value!r}; expected something like {_default(key)!r}") from error
-
-
-def _expected(key: str, fits: Callable[[Any], bool], expected: str) -> Any:
-    """Return one option, which has to fit; `expected` says how."""
-    if not fits(value := setting(key)):
-        raise PlanError(f"config distmm.{key} is {value!r}; expected {expected}")
-    return value
-
-
-def setting(key: str) -> Any:
-    """Return one option: the user's, or the shipped default."""
-    return dask.config.get(f"distmm.{key}", default=_default(key))
-
-
-def _default(key: str) -> Any:
-    value: Any = DEFAULTS["distmm"]
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
