@@ -440,28 +440,20 @@ def _product(how: ProductOptions) -> Product:
     return lambda a, b: multiply(parse(a, b, **options))
 
 
-def cheapest_order(sizes: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return where to split a product of matrices so that it takes the fewest multiplications."""
-    count = len(sizes) - 1
-    cost = {(i, i): 0 for i in range(count)}
-    split: dict[tuple[int, int], int] = {}
-    for length in range(1, count):
-        for i in range(count - length):
-            j = i + length
-            costs = {s: cost[i, s] + cost[s + 1, j] + sizes[i] * sizes[s + 1] * sizes[j + 1] for s in range(i, j)}
-            split[i, j] = min(costs, key=costs.__getitem__)
-            cost[i, j] = costs[split[i, j]]
-    return split
-
-
 def chain(arrays: Sequence[Array], product: Product) -> Any:
-    """Return the product of matrices in the cheapest order."""
+    """Return the product of matrices, in the order that takes the fewest multiplications."""
     sizes = [1 if arrays[0].ndim == 1 else arrays[0].shape[0], *(x.shape[0] for x in arrays[1:])]
     sizes.append(1 if arrays[-1].ndim == 1 else arrays[-1].shape[1])
-    split = cheapest_order(sizes)
+
+    @functools.cache
+    def cheapest(i: int, j: int) -> tuple[int, int]:
+        """Return the multiplications of the product of matrices i to j, and behind which of them it is split."""
+        last = {s: sizes[i] * sizes[s + 1] * sizes[j + 1] for s in range(i, j)}
+        return min(((cheapest(i, s)[0] + cheapest(s + 1, j)[0] + last[s], s) for s in last), default=(0, i))
 
     def part(i: int, j: int) -> Any:
-        return arrays[i] if i == j else product(part(i, split[i, j]), part(split[i, j] + 1, j))
+        _, split = cheapest(i, j)
+        return arrays[i] if i == j else product(part(i, split), part(split + 1, j))
 
     return part(0, len(arrays) - 1)
 
