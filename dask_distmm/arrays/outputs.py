@@ -48,7 +48,7 @@ def run_outputs(
     found: dict[str, da.Array] = {}
     for name in formula.per_element:
         output = problem.output(name)
-        meta = output_meta(d, dtype_from_name(output.dtype))
+        meta = output_meta(d._meta, dtype_from_name(output.dtype))
         graph = build_output(problem, name, d)
         found[name] = finished(request, name, Array(graph, output_name(problem.name, name), output.chunks, meta=meta))
     if formula.operand_sum:
@@ -67,10 +67,10 @@ def finished(request: Request, name: str, parts: da.Array) -> da.Array:
     return array if request.types.d in FP8 else array.astype(request.dtype)
 
 
-def output_meta(d: da.Array, dtype: np.dtype) -> Any:
-    """Return the meta of an auxiliary output in chunks like those of D."""
+def output_meta(meta: Any, dtype: np.dtype, ndim: int | None = None) -> Any:
+    """Return the meta of an output, of that of an array whose chunks are of the same kind."""
     # NumPy warns when complex numbers become real, even if there are none.
-    return meta_from_array(d._meta if dtype.kind == "c" else d._meta.real, dtype=dtype)
+    return meta_from_array(meta if dtype.kind == "c" else meta.real, ndim, dtype=dtype)
 
 
 def operand_sum(request: Request) -> da.Array:
@@ -122,7 +122,7 @@ def plain_tasks(
             operator.itemgetter(number),
             dtype=kind,
             chunks=tuple(own if kept else (1,) * len(own) for own, kept in sizes),
-            meta=output_meta(made, kind),
+            meta=output_meta(made._meta, kind),
         )
         aux[name] = finished(request, name, parts)
     d = made.map_blocks(operator.itemgetter(0), dtype=dtype, meta=meta) if aux else made

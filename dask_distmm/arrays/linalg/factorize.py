@@ -11,13 +11,13 @@ import numpy as np
 from dask._task_spec import DependenciesMapping
 from dask.array.core import Array, blockwise, concatenate
 from dask.array.linalg import tsqr
-from dask.array.utils import meta_from_array
 from dask.base import is_dask_collection, tokenize
 from dask.core import toposort
 from dask.highlevelgraph import MaterializedLayer
 
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.public import FactorOptions, ProductOptions, RunOptions, SolveOptions
+from dask_distmm.arrays.outputs import output_meta
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, is_lazy, parse
 from dask_distmm.config import read_options, wave_budget
@@ -98,6 +98,15 @@ def matrix(
             "rows: transpose it, or make its chunks dense by map_blocks"
         )
     return array
+
+
+def right_sides(a: Array, b: Any, *, unknown_rows: bool = False) -> Array:
+    """Return right-hand sides as a matrix of as many rows as A."""
+    columns, (m, n) = matrix("b", b, vector=True, unknown_rows=unknown_rows), a.shape
+    rows = columns.shape[0]
+    if rows != m and not np.isnan([rows, m]).any():
+        raise PlanError(f"a is {m} x {n}, so b must have {m} rows; it has {rows}")
+    return columns
 
 
 # The axes of an output by their letters: m and n are those of A, r the shorter of these, a point is none; those of
@@ -337,10 +346,7 @@ def _arrays(
             graph,
             output_name(problem.name, one.name),
             tuple(tuple(size if size >= 0 else np.nan for size in one.chunks[axis]) for axis in one.axes),
-            # NumPy warns when complex numbers become real, even if there are none.
-            meta=meta_from_array(
-                prototype if one.dtype.startswith("complex") else prototype.real, len(one.axes), dtype=one.dtype
-            ),
+            meta=output_meta(prototype, np.dtype(one.dtype), len(one.axes)),
         )
         for one in problem.outputs
     )

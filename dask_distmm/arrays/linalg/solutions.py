@@ -19,6 +19,7 @@ from dask_distmm.arrays.linalg.factorize import (
     op_of,
     operand,
     reduced,
+    right_sides,
     rows_of,
     times,
     unchecked,
@@ -142,11 +143,7 @@ def lu_solve(
             "lu_factor returned"
         )
     b, op = operand("b", b), op_of(trans)
-    rows, columns = rows.rechunk(-1), matrix("b", b, vector=True)
-    if len(columns) != len(found):
-        raise PlanError(
-            f"a is {len(found)} x {found.shape[1]}, so b must have {len(found)} rows; it has {len(columns)}"
-        )
+    rows, columns = rows.rechunk(-1), right_sides(found, b)
     if op == "N":
         rows = rows.map_blocks(_swapped, dtype=np.int64)
         first = solve_triangular(found, picked(columns, rows), lower=True, unit_diagonal=True, **how)
@@ -438,16 +435,14 @@ def least_squares_by_rows(a: Array, b: Array, rcond: float | None, how: FactorOp
 
 def _same_rows(a: Array, b: Array) -> Array:
     """Return right-hand sides in the same chunks of rows as a matrix."""
-    columns, (m, n), chunks = matrix("b", b, vector=True, unknown_rows=True), a.shape, a.chunks[0]
-    if np.isnan(m) or np.isnan(len(columns)):
+    columns, chunks = right_sides(a, b, unknown_rows=True), a.chunks[0]
+    if np.isnan([a.shape[0], columns.shape[0]]).any():
         if len(columns.chunks[0]) != len(chunks):
             raise PlanError(
                 f"a has rows of unknown number in {len(chunks)} chunks, so b must have as many chunks; it has "
                 f"{len(columns.chunks[0])}: call compute_chunk_sizes() of both first"
             )
         return rows_of(columns)
-    if len(columns) != m:
-        raise PlanError(f"a is {m} x {n}, so b must have {m} rows; it has {len(columns)}")
     return columns.rechunk((chunks, -1))
 
 

@@ -35,6 +35,7 @@ from dask_distmm.arrays.linalg.factorize import (
     matrix,
     operand,
     plus_identity,
+    right_sides,
     times,
     unchecked,
 )
@@ -742,9 +743,7 @@ def pseudoinverse(a: Array, rtol: float | None, hermitian: bool, how: FactorOpti
 def least_squares_of_any_rank(a: Any, b: Any, rcond: float, how: FactorOptions) -> tuple[Any, Any, Array, Array]:
     """Return what `lstsq` does, with the rank and the singular values, as lazy arrays."""
     a, b = matrix("a", a), operand("b", b)
-    columns, (m, n) = matrix("b", b, vector=True), a.shape
-    if len(columns) != m:
-        raise PlanError(f"a is {m} x {n}, so b must have {m} rows; it has {len(columns)}")
+    columns, (m, n) = right_sides(a, b), a.shape
     a, columns = (x.astype(common_type({"a": a, "b": columns})) for x in (a, columns))
     u, s, vh = svd(a, full_matrices=False, **how)
     # LAPACK takes the machine precision in place of a negative one.

@@ -19,7 +19,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 import dask.array as da
 import numpy as np
 from dask.array.core import Array
-from dask.array.utils import meta_from_array
 from dask.utils import parse_bytes
 
 from dask_distmm.arrays.kinds import any_kind, ndim_of
@@ -35,6 +34,7 @@ from dask_distmm.arrays.linalg.public import (
     hints_of,
     named,
 )
+from dask_distmm.arrays.outputs import output_meta
 from dask_distmm.arrays.product import stacked
 from dask_distmm.arrays.request import takes
 from dask_distmm.config import parsed
@@ -325,10 +325,7 @@ def by_tasks(
     # Types and the kind of the result are those of small matrices.
     sample = call(*((np.eye if "," in letters else np.ones)(3, dtype=dtype) for letters in inputs))
     meta, several = given[0]._meta, isinstance(sample, tuple)
-    metas = [
-        meta_from_array(meta if x.dtype.kind == "c" else meta.real, dtype=x.dtype)
-        for x in (sample if several else [sample])
-    ]
+    metas = [output_meta(meta, x.dtype) for x in (sample if several else [sample])]
     found = da.apply_gufunc(
         _of_chunks,
         core,
