@@ -101,10 +101,16 @@ def matrix(
 
 
 def right_sides(a: Array, b: Any, *, unknown_rows: bool = False) -> Array:
-    """Return right-hand sides as a matrix of as many rows as A."""
+    """Return right-hand sides as a matrix of as many rows as A; where that is not known, of as many chunks."""
     columns, (m, n) = matrix("b", b, vector=True, unknown_rows=unknown_rows), a.shape
-    rows = columns.shape[0]
-    if rows != m and not np.isnan([rows, m]).any():
+    rows, count, expected = columns.shape[0], columns.numblocks[0], a.numblocks[0]
+    if np.isnan([rows, m]).any():
+        if count != expected:
+            raise PlanError(
+                f"a has rows of unknown number in {expected} chunks, so b must have as many chunks; it has {count}: "
+                "call compute_chunk_sizes() of both first"
+            )
+    elif rows != m:
         raise PlanError(f"a is {m} x {n}, so b must have {m} rows; it has {rows}")
     return columns
 
@@ -193,13 +199,14 @@ def by_program(
     """Return outputs of a program as lazy arrays, all of them of one run.
 
     `wanted` has the letters of their axes, and their types behind those: that of the computation by default, "real" the
-    real one. A is brought into chunks of rows, which the other operands have too. Where the workers can't hold the
+    real one. A is brought into chunks of rows, and the other operands into the same. Where the workers can't hold the
     operands ranks make the chunks of those that are lazy, for each pass; `ProjectedMemoryError` if that can't be, or is
     too much.
     """
     dtype, known = dtype or common_type(operands), _axes_of(operands["a"], axes)
     named = {"": dtype.name, "real": np.empty(0, dtype).real.dtype.name}
-    arrays = _native({**operands, "a": rows_of(operands["a"])})
+    a = rows_of(operands["a"])
+    arrays = _native({name: a if name == "a" else _in_rows_of(a, x) for name, x in operands.items()})
     # In the run only the rows of A are in chunks.
     inside = {**{x: sizes and (sum(sizes),) for x, sizes in known.items() if x != "m"}, "m": arrays[0].chunks[0]}
     specified = [(name, *text.partition(" ")[::2]) for name, text in wanted.items()]
@@ -279,6 +286,11 @@ def rows_of(a: Array) -> Array:
     meta = compressed(a._meta)
     new = {"n": a.shape[1]}
     return blockwise(_beside, "mn", a, "mk", new_axes=new, concatenate=False, dtype=a.dtype, meta=meta)
+
+
+def _in_rows_of(a: Array, x: Array) -> Array:
+    """Return an operand in the chunks of rows of A; as many of them where their rows are not known."""
+    return rows_of(x) if np.isnan([a.shape[0], x.shape[0]]).any() else x.rechunk((a.chunks[0], -1))
 
 
 def _beside(blocks: Sequence[Any]) -> Any:

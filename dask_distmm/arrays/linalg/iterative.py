@@ -302,11 +302,10 @@ def eigsh(
         raise PlanError(f"ncv must be between {k + 1} and {n}, got {ncv}")
     eps = float(np.finfo(dtype).eps)
     options = {"k": k, "ncv": ncv, "which": which, "tol": tol or eps, "maxiter": maxiter or 10 * n, "eps": eps}
-    operands = {"a": a} if v0 is None else {"a": a, "g": _vector("v0", v0, a).rechunk((a.chunks[0], -1))}
-    operands = {name: x.astype(dtype) for name, x in operands.items()}
+    operands = {"a": a.astype(dtype)} | ({} if v0 is None else {"g": _vector("v0", v0, a).astype(dtype)})
     wanted = {"w": ".k float64", **({"v": "mk"} if return_eigenvectors else {})}
     seed = secrets.randbits(64) if rng is None else rng
-    w, *v = by_program("eigsh", operands, wanted, how=how, axes={"k": (k,)}, seed=seed, **options, **functions)
+    w, *v = by_program("eigsh", operands, wanted, how=how, axes={"k": (k,)}, seed=seed, functions=functions, **options)
     w = w.astype(np.empty(0, dtype).real.dtype)
     return (w, *v) if return_eigenvectors else w
 
@@ -383,11 +382,11 @@ def lobpcg(
     n, k = len(a), x.shape[1]
     if len(x) != n or not 1 <= k <= n // 5:
         raise PlanError(f"A is {n} x {n}, so X must have {n} rows and 1 to {n // 5} columns; it is {len(x)} x {k}")
-    dtype, operands = _in_rows(a, {"X": x}, {"g": x} | _preconditioner(M, a, functions))
+    dtype, operands = _of_one_type(a, {"X": x}, {"g": x} | _preconditioner(M, a, functions))
     eps = float(np.finfo(dtype).eps)
     options = {"tol": tol or eps**0.5 * n, "maxiter": maxiter or 20, "largest": largest, "eps": eps}
     wanted = {"w": ".k float64", "v": "mk"}
-    w, v = by_program("lobpcg", operands, wanted, how=how, axes={"k": (k,)}, **options, **functions)
+    w, v = by_program("lobpcg", operands, wanted, how=how, axes={"k": (k,)}, functions=functions, **options)
     return w.astype(np.empty(0, dtype).real.dtype), v
 
 
@@ -513,14 +512,12 @@ def _least_squares(
     """Return x, some numbers, and for `calc_var` the estimate of variances, of A, b and x0."""
     a, b, x0 = given
     start = None if x0 is None else matrix("x0", x0, vector=True)
-    a, functions = _two_functions(a, b, start) or (matrix("A", a), {})
-    (m, n), columns = a.shape, a.chunks[1]
-    if functions:
-        n, columns = functions["columns"], cast(Array, start).chunks[0]
+    a, columns, functions = _two_functions(a, b, start)
+    m, n = len(a), sum(columns)
     _check(how, maxiter, **limits)
     if not m or not n:
         raise PlanError(f"A must have rows and columns, got {m} x {n}")
-    right = _vector("b", b, a).rechunk((a.chunks[0], -1))
+    right = _vector("b", b, a)
     dtype = common_type({"A": a, "b": right})
     operands = {"a": a, "b": right}
     if start is not None:
@@ -529,35 +526,35 @@ def _least_squares(
         dtype = np.result_type(dtype, np.complex64) if start.dtype.kind == "c" else dtype
         start = start.astype(dtype)
         if functions:
-            function, whole = functions["functions"]["a"], start.rechunk(-1)
+            function, whole = functions["a"], start.rechunk(-1)
             product = right.map_blocks(_rows_by, whole, function=function, dtype=dtype, meta=start._meta)
         else:
             product = times(a.astype(dtype), start, how)
-        operands["g"] = (right - product).rechunk(right.chunks)
+        operands["g"] = right - product
     wanted = {"x": "n.", "numbers": ".k float64", **({"var": "n."} if options.get("calc_var") else {})}
     axes, most = {"n": columns, "k": (8 if kind == "lsqr" else 7,)}, 2 * n if kind == "lsqr" else min(m, n)
     options |= {"eps": float(np.finfo(dtype).eps)} if kind == "lsqr" else {}
     operands = {name: x.astype(dtype) for name, x in operands.items()}
-    options |= {"maxiter": most if maxiter is None else maxiter, **limits, **functions}
+    options |= {"maxiter": most if maxiter is None else maxiter, **limits, "functions": functions, "columns": n}
     x, *more = by_program(kind, operands, wanted, how=how, axes=axes, **options)
     return x if start is None else x + start[:, 0].rechunk((columns,)), *more
 
 
-def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Array, dict[str, Any]] | None:
-    """Return b in place of a matrix of which two functions are given, and these; None for an array."""
+def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Array, tuple[int, ...], Functions]:
+    """Return a matrix, and the chunks of its columns; of two functions b, those of x0, and the functions."""
     if isinstance(a, tuple) and len(a) == 2 and all(map(callable, a)):
         if start is None:
             raise PlanError("A is two functions, so x0 must be passed: it says how many columns A has")
         names = zip(("a", "adjoint"), ("A", "the adjoint of A"), a, strict=True)
-        pickled = {name: _pickled(role, function) for name, role, function in names}
-        rows = matrix("b", b, vector=True)
-        return rows.rechunk((rows.chunks[0], -1)), {"functions": pickled, "columns": len(start)}
+        functions = {name: _pickled(role, function) for name, role, function in names}
+        return matrix("b", b, vector=True), start.chunks[0], cast(Functions, functions)
     if callable(a) or hasattr(a, "matvec"):
         raise PlanError(
             f"A is a {type(a).__name__}; expected an array, or two functions: lambda x, rows: (A @ x)[rows], and "
             "lambda u, rows: A[rows].conj().T @ u of the rows u of a vector"
         )
-    return None
+    found = matrix("A", a)
+    return found, found.chunks[1], {}
 
 
 def _rows_by(block: Any, x: Any, *, function: bytes, block_info: Any) -> Any:
@@ -580,25 +577,24 @@ def _solved(
     a, functions = _operator(a, b, "b")
     for name, function in callbacks.items():
         _check_callback(function)
-        if function is not None:
-            functions.setdefault("functions", {})[name] = dumps(function)
+        functions |= {} if function is None else {name: dumps(function)}
     right = {"b": _vector("b", b, a)}
     start = {"g": _vector("x0", x0, a)} if x0 is not None else {}
-    dtype, operands = _in_rows(a, right, right | start | _preconditioner(m, a, functions))
+    dtype, operands = _of_one_type(a, right, right | start | _preconditioner(m, a, functions))
     options |= {} if kind == "cg" else {"eps": float(np.finfo(dtype).eps)}
     if "restart" in options:
         options["restart"] = min(int(options["restart"]), len(a))
-    options |= {"maxiter": maxiter or max(1, (5 if kind == "minres" else 10) * len(a)), **functions}
-    x, info = by_program(kind, operands, {"x": "m.", "info": ".1 int64"}, how=how, **options)
+    options["maxiter"] = maxiter or max(1, (5 if kind == "minres" else 10) * len(a))
+    x, info = by_program(kind, operands, {"x": "m.", "info": ".1 int64"}, how=how, functions=functions, **options)
     return x, info[0]
 
 
-def _in_rows(a: Array, main: dict[str, Array], given: dict[str, Array]) -> tuple[np.dtype, dict[str, Array]]:
-    """Return the type of A and a main operand, complex if another one is, and all operands in it, in A's rows."""
+def _of_one_type(a: Array, main: dict[str, Array], given: dict[str, Array]) -> tuple[np.dtype, dict[str, Array]]:
+    """Return the type of A and a main operand, complex if another one is, and all operands in it."""
     dtype = common_type({"A": a, **main})
     if any(x.dtype.kind == "c" for x in (a, *given.values())):
         dtype = np.result_type(dtype, np.complex64)
-    return dtype, {name: x.rechunk((a.chunks[0], -1)).astype(dtype) for name, x in {"a": a, **given}.items()}
+    return dtype, {name: x.astype(dtype) for name, x in {"a": a, **given}.items()}
 
 
 def _check_callback(function: Any) -> None:
@@ -624,7 +620,7 @@ def _check(how: RunOptions, maxiter: int | None, **limits: float) -> None:
 
 
 # Users' functions in place of matrices, pickled, by the names of these; an option of the builder.
-Functions = dict[str, dict[str, bytes]]
+Functions = dict[str, bytes]
 
 
 def _operator(x: Any, like: Any, name: str) -> tuple[Array, Functions]:
@@ -635,15 +631,14 @@ def _operator(x: Any, like: Any, name: str) -> tuple[Array, Functions]:
     if (pickled := _pickled("A", x)) is not None:
         if like is None:
             raise PlanError(f"A is a function, so {name} must be passed: its chunks say which rows each worker has")
-        rows = matrix(name, like, vector=True)
-        a, functions = rows.rechunk((rows.chunks[0], -1)), {"functions": {"a": pickled}}
+        a = matrix(name, like, vector=True)
     else:
-        a, functions = matrix("A", x), {}
+        a = matrix("A", x)
         check_square("A", a.shape)
         a = a.rechunk((max(a.chunks, key=len), -1))
     if not len(a):
         raise PlanError("A must have at least one row, got 0 x 0")
-    return a, functions
+    return a, {} if pickled is None else {"a": pickled}
 
 
 def _pickled(name: str, x: Any) -> bytes | None:
@@ -661,7 +656,7 @@ def _preconditioner(m: Any, a: Array, functions: Functions) -> dict[str, Array]:
     if m is None:
         return {}
     if (pickled := _pickled("M", m)) is not None:
-        functions.setdefault("functions", {})["m"] = pickled
+        functions["m"] = pickled
         return {}
     found, n = operand("M", m), len(a)
     if found.shape not in ((n, n), (n,)):

@@ -423,7 +423,7 @@ def _singular_values(r: Any) -> Any:
 
 def least_squares_by_rows(a: Array, b: Array, rcond: float | None, how: FactorOptions) -> tuple[Any, Any, Any, Any]:
     """Return what `lstsq` does of a tall matrix."""
-    (m, n), columns = a.shape, _same_rows(a, b)
+    (m, n), columns = a.shape, right_sides(a, b, unknown_rows=True)
     # LAPACK takes the machine precision in place of a negative one.
     eps = float(np.finfo(common_type({"a": a, "b": b})).eps)
     rtol = eps if rcond is not None and rcond < 0 else rcond
@@ -431,19 +431,6 @@ def least_squares_by_rows(a: Array, b: Array, rcond: float | None, how: FactorOp
     operands, axes = {"a": a, "b": columns}, {"k": b.chunks[1] if b.ndim > 1 else (1,)}
     x, residuals, rank, s = by_program("lstsq", operands, wanted, how=how, axes=axes, rtol=rtol)
     return x, residuals if m > n else from_array(x._meta.real.ravel()), n if rcond is None else rank[0, 0], s
-
-
-def _same_rows(a: Array, b: Array) -> Array:
-    """Return right-hand sides in the same chunks of rows as a matrix."""
-    columns, chunks = right_sides(a, b, unknown_rows=True), a.chunks[0]
-    if np.isnan([a.shape[0], columns.shape[0]]).any():
-        if len(columns.chunks[0]) != len(chunks):
-            raise PlanError(
-                f"a has rows of unknown number in {len(chunks)} chunks, so b must have as many chunks; it has "
-                f"{len(columns.chunks[0])}: call compute_chunk_sizes() of both first"
-            )
-        return rows_of(columns)
-    return columns.rechunk((chunks, -1))
 
 
 @public(SolveOptions, ROWS)
@@ -487,7 +474,7 @@ def ridge(a: Operand, b: Operand, alpha: float | Sequence[float], **how: Unpack[
     method = how.get("method") or "auto"
     if method not in ("auto", "rows"):
         raise PlanError(f"method={method!r} is not for ridge: pass 'rows', or leave it out")
-    columns, count = _same_rows(a, b), len(alphas)
+    columns, count = right_sides(a, b, unknown_rows=True), len(alphas)
     operands, axes = {"a": a, "b": columns}, {"k": (columns.shape[1] * count,)}
     (x,) = by_program("ridge", operands, {"x": "Nk"}, how=how, axes=axes, alphas=tuple(alphas.tolist()))
     if np.ndim(alpha):
