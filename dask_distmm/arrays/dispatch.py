@@ -348,11 +348,8 @@ def enable() -> None:
     PlanError
         The config ``distmm.enabled`` has another value than true, false or null.
     """
-    global _switched_on
     enabled_setting()
-    with _lock:
-        _switched_on = True
-        _replace_functions()
+    _switch(on=True)
 
 
 def disable() -> None:
@@ -360,30 +357,30 @@ def disable() -> None:
 
     Inside ``with enabled():`` of any thread routing continues until the last such block ends.
     """
-    global _switched_on
-    with _lock:
-        _switched_on = False
-        _uninstall_if_unused()
+    _switch(on=False)
 
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
     """Route Dask's matrix products here inside a ``with`` block."""
-    global _contexts
-    with _lock:
-        _contexts += 1
-        _replace_functions()
+    _switch(contexts=1)
     try:
         yield
     finally:
-        with _lock:
-            _contexts -= 1
-            _uninstall_if_unused()
+        _switch(contexts=-1)
 
 
 def is_enabled() -> bool:
     """Whether Dask's matrix products are routed here now."""
     return (_switched_on or _contexts > 0) and enabled_setting() is not False
+
+
+def _switch(*, on: bool | None = None, contexts: int = 0) -> None:
+    """Note what a call changes, and have our functions in place or not."""
+    global _switched_on, _contexts
+    with _lock:
+        _switched_on, _contexts = _switched_on if on is None else on, _contexts + contexts
+        (_replace_functions if _switched_on or _contexts else _put_back)()
 
 
 def _replace_functions() -> None:
@@ -423,9 +420,7 @@ def _replace(
             setattr(owner, name, replacement)
 
 
-def _uninstall_if_unused() -> None:
-    if _switched_on or _contexts:
-        return
+def _put_back() -> None:
     for (module, name), before in _replaced.items():
         # Where somebody has put a function of their own over ours, theirs stays; ours passes on.
         if not getattr(getattr(module, name), "_distmm", False):
