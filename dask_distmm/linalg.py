@@ -75,7 +75,7 @@ from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.many import ChainPlan
 from dask_distmm.planning.placement import Placement
 from dask_distmm.planning.planner import plan_computation
-from dask_distmm.runtime.client import ask_roster, current_client
+from dask_distmm.runtime.client import ask_roster, current_client, imagined_snapshot
 
 __all__ = [
     "MatrixError", "NotSquareError", "cg", "cho_factor", "cho_solve", "cholesky", "cond", "corrcoef", "cov", "cross",
@@ -135,7 +135,6 @@ def _lazy(x: Array) -> bool:
 def _plan_of(problem: Computation) -> Placement:
     client = current_client()
     known = ask_roster(client, problem.demand) if client is not None else None
-    workers, engines = (
-        (known.workers, known.engines) if known is not None else ([Worker("here")], (problem.engine_alone,))
-    )
-    return plan_computation(problem, workers, engine=engines)
+    if known is None:
+        known = imagined_snapshot(problem, [Worker("here")])
+    return plan_computation(problem, known.workers, engine=known.engines)

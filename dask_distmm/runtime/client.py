@@ -36,7 +36,7 @@ _installed: weakref.WeakSet[Any] = weakref.WeakSet()
 _refused: weakref.WeakKeyDictionary[Any, tuple[float, str]] = weakref.WeakKeyDictionary()
 
 
-def imagined_snapshot(problem: Problem, workers: Sequence[Worker]) -> Snapshot:
+def imagined_snapshot(problem: Computation, workers: Sequence[Worker]) -> Snapshot:
     """Return a snapshot of workers of which nothing is known but that they are there."""
     return Snapshot("OK", engines=(problem.engine_alone,), workers=workers)
 

@@ -173,15 +173,9 @@ def documented(doc: str, options: type | None, cost: Cost) -> str:
     """Return a docstring with the options of runs, the costs, and what happens with NaN."""
     texts = {name: _OPTION_TEXTS[name] for name in hints_of(options)}
     texts |= {"method": _PRODUCT_METHOD} if options is ProductOptions else {}
-    error = "NaN and infinities are a `MatrixError` when it is computed"
-    nan = (
-        cost[2]
-        if len(cost) > 2
-        else f"{error}, unless ``check_finite=False``."
-        if "check_finite" in texts
-        else f"{error}."
-    )
-    paragraphs = f"Where it runs: {cost[0]}.", f"Memory of a worker beside its chunks: {cost[1]}.", nan
+    unless = ", unless ``check_finite=False``" * ("check_finite" in texts)
+    where, held, nan = (*cost, f"NaN and infinities are a `MatrixError` when it is computed{unless}.")[:3]
+    paragraphs = f"Where it runs: {where}.", f"Memory of a worker beside its chunks: {held}.", nan
     notes = "Notes\n-----\n" + "\n\n".join(textwrap.fill(text, 112) for text in paragraphs) + "\n"
     listed, behind = inspect.cleandoc(doc).split("\n\nReturns\n", 1)
     if behind.partition("\nExamples\n")[1]:
