@@ -49,7 +49,7 @@ from dask_distmm.arrays.outputs import (
 )
 from dask_distmm.arrays.quantize import as_operands, widen_chunk
 from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse, takes
-from dask_distmm.config import dask_costs, parsed, read_options, wave_budget
+from dask_distmm.config import Machine, dask_costs, parsed, read_options, wave_budget
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError, advice
 from dask_distmm.graph.layers import TasksLayer, can_be_made
 from dask_distmm.numeric.epilogs import Formula
@@ -170,7 +170,7 @@ def explain_product(request: Request) -> Explanation:
         return plan_batch(request, needed, imagined)
     problem = request.problem
     if imagined is not None:
-        _, known = known_workers(problem, imagined)
+        known: Snapshot | None = known_workers(problem, imagined)
     else:
         assert client is not None
         known = ask_roster(client, problem.demand, request.lying)
@@ -353,25 +353,20 @@ def _schemes(
 # Batches: the choice
 
 
-def known_workers(problem: Problem, imagined: int | None) -> tuple[list[Worker], Snapshot | None]:
-    """Return the workers, and the scheduler's answer for a collective run; None if the scheduler can't be asked."""
+def known_workers(problem: Problem, imagined: int | None) -> Snapshot:
+    """Return the workers, and the engines of a collective run; none of these where there can't be one."""
     if imagined is not None:
-        workers = [Worker(f"worker-{i}") for i in range(imagined)]
-        return workers, imagined_snapshot(problem, workers)
+        return imagined_snapshot(problem, [Worker(f"worker-{i}") for i in range(imagined)])
     client = current_client()
     assert client is not None
     try:
-        known = recent_snapshot(client, problem)
+        # An asynchronous client can't ask now; what it knows already must do.
+        return recent_snapshot(client, problem) or imagined_snapshot(problem, _counted(client))
     except MissingEngineError:
         # CuPy chunks where no worker has the GPU engine: plain tasks need CuPy only.
         if problem.array != "cupy":
             raise
-        return _counted(client), None
-    if known is None:
-        # An asynchronous client can't ask now; what it knows already must do.
-        workers = _counted(client)
-        known = imagined_snapshot(problem, workers)
-    return list(known.workers), known
+        return Snapshot("OK", workers=_counted(client))
 
 
 def _counted(client: Any) -> list[Worker]:
@@ -388,16 +383,14 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     runs = 1 if one else math.prod(request.batch_shape)
     single = one or item_of(request, (0,) * len(request.batch_shape))
     problem = single.problem
-    workers, known = known_workers(problem, imagined)
+    known = known_workers(problem, imagined)
+    workers = known.workers
     task_bytes, overhead = int(parsed("batch.task-bytes", parse_bytes)), dask_costs().task
-    read = read_options()
-    batch = _batch_of(request)
-    pool = Pool.of(workers, read.limit_fraction, request.kind)
-    machine = read.machine(engine_alone(request.kind))
+    batch, (machine, pool) = _batch_of(request), _slots(request, known)
     chunks, by_items = item_plan(batch, pool, machine, task_bytes, overhead)
     fits = not pool.memory or batch.held_bytes <= pool.memory
     plan: Plan | WavePlan | None = None
-    if known is not None:
+    if known.engines:
         try:
             plan = decide(single, None if imagined else current_client(), known).made(problem)
         except (PlanError, ProjectedMemoryError):
@@ -411,6 +404,13 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     if route == "collective" and not one and not fit_together([request.a, request.b], made_bytes([request]), workers):
         reason += "; one after the other, if they are lazy, since they do not fit into memory together"
     return BatchPlan(batch, route, reason, chunks, by_items, by_runs, runs, plan)
+
+
+def _slots(request: Request, known: Snapshot) -> tuple[Machine, Pool]:
+    """Return the machine, and what its workers have for plain tasks."""
+    options = read_options()
+    pool = Pool.of(known.workers, options.limit_fraction, request.kind)
+    return options.machine(engine_alone(request.kind)), pool
 
 
 def check_task_memory(
@@ -616,12 +616,10 @@ def _runs(number: int, request: Request) -> bool:
         raise PlanError(f"product {number}: {error}") from error
 
 
-def _member(
-    request: Request, wanted: str, needed: Sequence[str]
-) -> tuple[GroupedProduct, Batch, Pool, Snapshot | None]:
+def _member(request: Request, wanted: str, needed: Sequence[str]) -> tuple[GroupedProduct, Batch, Pool, Snapshot]:
     """Return what a product takes, the product as a batch of one item, and the workers: for plain tasks, for a run."""
-    options, (workers, known) = read_options(), known_workers(request.problem, None)
-    machine, pool = options.machine(engine_alone(request.kind)), Pool.of(workers, options.limit_fraction, request.kind)
+    known = known_workers(request.problem, None)
+    machine, pool = _slots(request, known)
     (m, n), k = request.shape, request.a.shape[1]
     work = Batch((), (), (), (), m, n, k, request.a.dtype.name, request.b.dtype.name, request.dtype.name)
     (a_bytes, b_bytes, _), foreign = work.item_bytes, (1 - 1 / pool.workers) / machine.bandwidth
@@ -636,9 +634,9 @@ def _member(
     return product, work, pool, known
 
 
-def _run_seconds(request: Request, known: Snapshot | None, *, forced: bool) -> float | None:
+def _run_seconds(request: Request, known: Snapshot, *, forced: bool) -> float | None:
     """Return the seconds of a collective run; None where none is possible, which is an error if it is forced."""
-    if known is None:
+    if not known.engines:
         return None
     try:
         found = decide(request, current_client(), known).made(request.problem)
