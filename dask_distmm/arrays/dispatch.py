@@ -306,15 +306,15 @@ _OURS: dict[Callable[..., Any], Callable[..., Any]] = {
 }
 
 
-def numpys_first(before: Callable[..., Any], wanted: Callable[[], bool]) -> Callable[..., Any]:
-    """Return an ``Array.__array_function__`` that has these functions while `wanted` says so, and is `before` else."""
+def _numpys_first(functions: Mapping[Any, Callable[..., Any]], before: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an ``Array.__array_function__`` that has these functions, and is `before` for all others."""
 
     @functools.wraps(before)
     def answer(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        ours = _OURS.get(func)
+        ours = functions.get(func) if is_enabled() else None
         if ours is not None and kind_of(self):
             ours = any_kind(ours)
-        if ours is not None and wanted() and all(issubclass(type(self), x) or is_valid_chunk_type(x) for x in types):
+        if ours is not None and all(issubclass(type(self), x) or is_valid_chunk_type(x) for x in types):
             try:
                 result = ours(*args, **kwargs)
             except PlanError:
@@ -401,11 +401,11 @@ def _replace_functions() -> None:
             if owner.__name__.endswith(COMPAT_LINALG):
                 _replace(owner, routed.ARRAY_API, adds=True)
     for kind in {Array, getattr(package, "Array", Array)}:
-        _replace(kind, {"__array_function__": numpys_first}, lambda make, before: make(before, is_enabled))
+        _replace(kind, {"__array_function__": _OURS}, _numpys_first)
 
 
 def _replace(
-    owner: Any, ways: Mapping[str, Callable[..., Any]], around: Callable[..., Any] | None = None, *, adds: bool = False
+    owner: Any, ways: Mapping[str, Any], around: Callable[..., Any] | None = None, *, adds: bool = False
 ) -> None:
     """Put functions of ours in place of those that a module or a class has under these names.
 

@@ -156,9 +156,14 @@ def as_kind(xp: Any, x: Any) -> Any:
     return x if xp is np or array_kind(x) == "cupy" else xp.asarray(x)
 
 
-def without_a_run(request: Request) -> WithAux:
-    """Return D and the auxiliary outputs, of Dask's own product where no run is possible."""
+def without_a_run(request: Request, *, possible: bool) -> WithAux | da.Array:
+    """Return D, and the auxiliary outputs if there are any, of Dask's own product; `possible`: a run might be, too."""
     a, b, types = request.a, request.b, request.types
+    if request.plain and request.empty and (possible or request.is_batch):
+        return da.zeros(request.shape, dtype=request.dtype, chunks="auto" if request.is_batch else request.chunks)
+    if request.plain:
+        # The very function that Dask would have called.
+        return dask_matmul(a, b).astype(request.dtype)
     dtype = sum_dtype(types.operand, request.dtype, max(1, a.shape[-1]))
     if types.usual:
         wide = dask_matmul(a, b).astype(dtype)

@@ -35,7 +35,6 @@ from dask.highlevelgraph import HighLevelGraph
 from dask.utils import format_bytes, parse_bytes
 
 from dask_distmm.arrays.choice import by_tasks, decide, decide_now, why_leave, why_left, why_not_run
-from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.arrays.kinds import check_planned, planning
 from dask_distmm.arrays.outputs import (
     as_kind,
@@ -109,7 +108,7 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
         check_planned("batches need more of Dask than it has there")
     reason = None if enabled else check_planned(why_not_run(request, cluster=request.is_batch or not planning()))
     if reason is not None or request.empty:
-        return _delivered(request, _without_a_run(request, possible=reason is None))
+        return _delivered(request, without_a_run(request, possible=reason is None))
     if request.is_batch:
         made = plan_batch(request, request.demands, imagined=None)
         if made.route == "items":
@@ -134,17 +133,6 @@ def multiply_all(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] 
     first = WavePlan(requests[0].problem, schemes[0])
     requests[0].logger.info("%d products one after the other, lazy\n%r", len(requests), first)
     return [x.without_dropped(run_outputs(x, scheme)) for x, scheme in zip(requests, schemes, strict=True)]
-
-
-def _without_a_run(request: Request, *, possible: bool) -> Any:
-    """Return what Dask's own operations make where nothing is multiplied here, though that may be possible."""
-    a, b = request.a, request.b
-    if not request.plain:
-        return without_a_run(request)
-    if request.empty and (possible or request.is_batch):
-        return da.zeros(request.shape, dtype=request.dtype, chunks="auto" if request.is_batch else request.chunks)
-    # The very function that Dask would have called.
-    return dask_matmul(a, b).astype(request.dtype)
 
 
 def _delivered(request: Request, found: Any) -> Any:
