@@ -571,11 +571,11 @@ def svd(a: Operand, full_matrices: bool = True, compute_uv: bool = True, **how: 
     if full and method != "auto" and method != "local" and a.size:
         raise PlanError(f"method={method!r} of {m} x {n} has no full_matrices: pass full_matrices=False")
     found = _decomposition(a, full, compute_uv, how)
-    return SVDResult(*found) if compute_uv else found
+    return SVDResult(*found) if compute_uv else found[0]
 
 
-def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -> Any:
-    """Return what `svd` does; `full` only of a matrix that is not square."""
+def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -> tuple[Array, ...]:
+    """Return what `svd` does, s alone in a tuple, too; `full` only of a matrix that is not square."""
     m, n = a.shape
     if not all(a.shape):
         how["method"] = "local"
@@ -584,18 +584,16 @@ def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -
         return _decomposed(a, full, compute_uv, how)
     if m < n:
         found = _decomposition(adjoint(a), False, compute_uv, how)
-        return (adjoint(found[2]), found[1], adjoint(found[0])) if compute_uv else found
+        return tuple(x if x.ndim == 1 else adjoint(x) for x in reversed(found))
     if goes_by_rows(a, how):
         with left_beyond_memory(a):
             return svd_by_rows(a, compute_uv, how)
-    shared, tall = method == "columns", _goes_by_r(a, how)
-    if tall and not compute_uv:
-        a = qr(a, "r", **how)
-    elif tall:
-        q, a = qr(a, **how)
-    by_polar = shared or _quicker_by_polar(a, compute_uv)
+    q: list[Array] = []
+    if _goes_by_r(a, how):
+        *q, a = qr(a, **how) if compute_uv else (qr(a, "r", **how),)
+    by_polar = method == "columns" or _quicker_by_polar(a, compute_uv)
     found = _by_polar(a, compute_uv, how) if by_polar else _decomposed(a, False, compute_uv, how)
-    return (times(q, found[0], how), *found[1:]) if tall and compute_uv else found
+    return (times(q[0], found[0], how), *found[1:]) if q else found
 
 
 def right_vectors(a: Array, how: RunOptions) -> tuple[Any, Any]:
@@ -612,18 +610,17 @@ def _goes_by_r(a: Array, how: RunOptions) -> bool:
     return method != "local" and m >= _TALL * n and (m * n >= _LARGE or method == "columns")
 
 
-def svd_by_rows(a: Array, vectors: bool, how: RunOptions | FactorOptions, **options: Any) -> Any:
+def svd_by_rows(a: Array, vectors: bool, how: RunOptions | FactorOptions, **options: Any) -> tuple[Array, ...]:
     """Return the decomposition of a tall matrix whose rows stay where they are."""
     wanted = {"u": "mn", "s": ".N real", "vh": "nn"} if vectors else {"s": ".N real"}
-    found = by_program("svd", {"a": a}, wanted, how=how, **options)
-    return found if vectors else found[0]
+    return by_program("svd", {"a": a}, wanted, how=how, **options)
 
 
 def _quicker_by_polar(a: Array, vectors: bool) -> bool:
     return array_kind(a._meta) == "cupy" and min(a.shape) >= (_POLAR if vectors else _POLAR_VALUES)
 
 
-def _by_polar(a: Array, vectors: bool, how: FactorOptions) -> Any:
+def _by_polar(a: Array, vectors: bool, how: FactorOptions) -> tuple[Array, ...]:
     """Return the decomposition of a matrix that is not wide by way of the polar one, which all workers compute.
 
     With A = U P and -P = V W V^H, where eigenvalues ascend, A = (U V) (-W) V^H: Y. Nakatsukasa, N. J. Higham, SIAM J.
@@ -633,17 +630,15 @@ def _by_polar(a: Array, vectors: bool, how: FactorOptions) -> Any:
     unitary, best = unitary_factor(a, how), FactorOptions(**{**how, "method": "auto"})
     negative = -times(adjoint(unitary), a, how)
     if not vectors:
-        return da.maximum(-eigvalsh(negative, **best), 0)
+        return (da.maximum(-eigvalsh(negative, **best), 0),)
     w, v = eigh(negative, **best)
     return times(unitary, v, how), da.maximum(-w, 0), adjoint(v)
 
 
-def _decomposed(a: Array, full: bool, vectors: bool, how: FactorOptions) -> Any:
+def _decomposed(a: Array, full: bool, vectors: bool, how: FactorOptions) -> tuple[Array, ...]:
     """Return the decomposition of a matrix by one worker."""
-    if not vectors:
-        return factorize("svd", {"a": a}, {"s": ".R"}, how=how, vectors=False)[0]
-    wanted = {"u": "mm" if full else "mr", "s": ".R", "vh": "nn" if full else "rn"}
-    return factorize("svd", {"a": a}, wanted, how=how, mode="complete" if full else "reduced")
+    wanted = {"u": "mm" if full else "mr", "s": ".R", "vh": "nn" if full else "rn"} if vectors else {"s": ".R"}
+    return factorize("svd", {"a": a}, wanted, how=how, vectors=vectors, mode="complete" if full else "reduced")
 
 
 @public(FactorOptions, SINGULAR)
