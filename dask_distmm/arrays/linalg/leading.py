@@ -99,13 +99,11 @@ def svd_compressed(
             raise PlanError(f"{name} must be at least 0, got {value}")
     seed = secrets.randbits(64) if seed is None else seed
     m, n = a.shape
-    if m < n and goes_by_rows(a.T, how):
+    tall = adjoint(a) if m < n else a
+    if goes_by_rows(tall, how):
         with left_beyond_memory(a):
-            found = compressed_by_rows(adjoint(a), k, n_power_iter, n_oversamples, seed, how)
-            return adjoint(found[2]), found[1], adjoint(found[0])
-    if goes_by_rows(a, how):
-        with left_beyond_memory(a):
-            return compressed_by_rows(a, k, n_power_iter, n_oversamples, seed, how)
+            u, s, vh = compressed_by_rows(tall, k, n_power_iter, n_oversamples, seed, how)
+            return (adjoint(vh), s, adjoint(u)) if m < n else (u, s, vh)
     count, across = min(k + n_oversamples, m, n), adjoint(a)
     vectors = with_noise(da.zeros_like(a, shape=(n, count), chunks=(a.chunks[1], (count,))), 1.0, seed)
     q, _ = qr(times(a, vectors, how), **how)

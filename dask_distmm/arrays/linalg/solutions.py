@@ -401,17 +401,24 @@ def lstsq(
     array([2.])
     """
     a, b = matrix("a", a, unknown_rows=True, sparse=True), operand("b", b)
-    if goes_by_rows(a, how):
-        return least_squares_by_rows(a, b, rcond, how)
-    if rcond is not None:
-        return least_squares_of_any_rank(a, b, rcond, how)
-    columns, (m, n) = matrix("b", b, vector=True), a.shape
-    wanted = {"x": "nk" if b.ndim > 1 else "n.", "r": "rr", **({"residuals": ".k"} if m > n else {})}
-    operands, axes = {"a": a, "b": columns}, {"k": columns.chunks[1]}
-    x, r, *more = factorize("lstsq", operands, wanted, how=how, axes=axes)
-    residuals = more[0] if more else from_array(x._meta.real.ravel())
-    s = r.rechunk(-1).map_blocks(_singular_values, drop_axis=1, meta=r._meta.real.ravel())
-    return x, residuals, min(m, n), s
+    if rcond is not None and rcond < 0:
+        # LAPACK takes the machine precision in place of a negative one.
+        rcond = float(np.finfo(common_type({"a": a, "b": b})).eps)
+    by_rows = goes_by_rows(a, how)
+    columns, (m, n) = right_sides(a if by_rows else matrix("a", a), b, unknown_rows=by_rows), a.shape
+    operands, axes, x_axes = {"a": a, "b": columns}, {"k": columns.chunks[1]}, "nk" if b.ndim > 1 else "n."
+    if by_rows:
+        wanted = {"x": x_axes, "residuals": ".K real", "rank": "11 int64", "s": ".N real"}
+        x, residuals, found, s = by_program("lstsq", operands, wanted, how=how, axes=axes, rtol=rcond)
+        rank = n if rcond is None else found[0, 0]
+    elif rcond is not None:
+        x, residuals, rank, s = least_squares_of_any_rank(a, columns, rcond, how)
+        x = x[:, 0] if b.ndim == 1 else x
+    else:
+        wanted = {"x": x_axes, "r": "rr", **({"residuals": ".k"} if m > n else {})}
+        x, r, residuals = (*factorize("lstsq", operands, wanted, how=how, axes=axes), None)[:3]
+        rank, s = min(m, n), r.rechunk(-1).map_blocks(_singular_values, drop_axis=1, meta=r._meta.real.ravel())
+    return x, residuals if m > n else from_array(x._meta.real.ravel()), rank, s
 
 
 def _singular_values(r: Any) -> Any:
@@ -419,18 +426,6 @@ def _singular_values(r: Any) -> Any:
         return np.linalg.svd(r, compute_uv=False)
     # LAPACK has an error for these.
     return abs(np.diagonal(r)) * r.real.dtype.type(np.nan)
-
-
-def least_squares_by_rows(a: Array, b: Array, rcond: float | None, how: FactorOptions) -> tuple[Any, Any, Any, Any]:
-    """Return what `lstsq` does of a tall matrix."""
-    (m, n), columns = a.shape, right_sides(a, b, unknown_rows=True)
-    # LAPACK takes the machine precision in place of a negative one.
-    eps = float(np.finfo(common_type({"a": a, "b": b})).eps)
-    rtol = eps if rcond is not None and rcond < 0 else rcond
-    wanted = {"x": "nk" if b.ndim > 1 else "n.", "residuals": ".K real", "rank": "11 int64", "s": ".N real"}
-    operands, axes = {"a": a, "b": columns}, {"k": b.chunks[1] if b.ndim > 1 else (1,)}
-    x, residuals, rank, s = by_program("lstsq", operands, wanted, how=how, axes=axes, rtol=rtol)
-    return x, residuals if m > n else from_array(x._meta.real.ravel()), n if rcond is None else rank[0, 0], s
 
 
 @public(SolveOptions, ROWS)

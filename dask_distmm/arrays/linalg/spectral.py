@@ -21,7 +21,7 @@ from typing import Any, Literal, Unpack, overload
 
 import dask.array as da
 import numpy as np
-from dask.array.core import Array, from_array, normalize_chunks
+from dask.array.core import Array, normalize_chunks
 
 from dask_distmm.arrays.linalg.factorize import (
     adjoint,
@@ -33,9 +33,7 @@ from dask_distmm.arrays.linalg.factorize import (
     goes_by_rows,
     left_beyond_memory,
     matrix,
-    operand,
     plus_identity,
-    right_sides,
     times,
     unchecked,
 )
@@ -735,18 +733,14 @@ def pseudoinverse(a: Array, rtol: float | None, hermitian: bool, how: FactorOpti
     return times(left * _inverted(s, zero_below(abs(s), a.shape, rtol)), right, how)
 
 
-def least_squares_of_any_rank(a: Any, b: Any, rcond: float, how: FactorOptions) -> tuple[Any, Any, Array, Array]:
-    """Return what `lstsq` does, with the rank and the singular values, as lazy arrays."""
-    a, b = matrix("a", a), operand("b", b)
-    columns, (m, n) = right_sides(a, b), a.shape
-    a, columns = (x.astype(common_type({"a": a, "b": columns})) for x in (a, columns))
+def least_squares_of_any_rank(a: Array, b: Array, rcond: float, how: FactorOptions) -> tuple[Array, Any, Array, Array]:
+    """Return what `lstsq` does of matrices of as many rows; residuals only where there are any."""
+    a, b = (x.astype(common_type({"a": a, "b": b})) for x in (a, b))
     u, s, vh = svd(a, full_matrices=False, **how)
-    # LAPACK takes the machine precision in place of a negative one.
-    limit = zero_below(s, a.shape, float(np.finfo(s.dtype).eps) if rcond < 0 else rcond)
-    inner = times(adjoint(u), columns, how) * _inverted(s, limit)[:, None]
-    x = times(adjoint(vh), inner, how)
-    residuals = (abs(columns - times(a, x, how)) ** 2).sum(axis=0) if m > n else from_array(s._meta.ravel())
-    return x[:, 0] if b.ndim == 1 else x, residuals, (s > limit).sum(), s
+    limit = zero_below(s, a.shape, rcond)
+    x = times(adjoint(vh), times(adjoint(u), b, how) * _inverted(s, limit)[:, None], how)
+    residuals = (abs(b - times(a, x, how)) ** 2).sum(axis=0) if a.shape[0] > a.shape[1] else None
+    return x, residuals, (s > limit).sum(), s
 
 
 def _inverted(s: Array, limit: Array) -> Array:
