@@ -451,11 +451,8 @@ class Matmul:
                         + (f", or rechunk it to {mine}" if field == "chunks" else "")
                     )
         arrays = {**self._arrays, **self._transposed(given), **inputs}
-        asked: AllOptions = {**self._asked}
-        if alpha is not None:
-            asked["alpha"] = alpha
-        if beta is not None:
-            asked["beta"] = beta
+        factors = {name: x for name, x in (("alpha", alpha), ("beta", beta)) if x is not None}
+        asked = cast(AllOptions, {**self._asked, **factors})
         request = None if self._missing(arrays) else self._request(arrays, self._inputs, asked)
         self._arrays.update(arrays)
         self._placed.difference_update(given, inputs)
@@ -563,10 +560,7 @@ def _signature(array: da.Array) -> dict[str, Any]:
 def _check_collective(arrays: Mapping[str, da.Array], request: Request) -> None:
     """Refuse a product that no run can make."""
     a, b = arrays["a"], arrays["b"]
-    reason = why_not(a, b, request.types)
-    if reason is None and (a.ndim != 2 or b.ndim != 2):
-        reason = f"the operands have {a.ndim} and {b.ndim} dimensions; it takes matrices"
-    if reason is None and request.empty:
-        reason = "the product is empty or all zeros"
-    if reason is not None:
+    matrices = f"the operands have {a.ndim} and {b.ndim} dimensions; it takes matrices" * (a.ndim != 2 or b.ndim != 2)
+    empty = "the product is empty or all zeros" * request.empty
+    if reason := why_not(a, b, request.types) or matrices or empty:
         raise PlanError(f"a Matmul can't be made here: {reason}")
