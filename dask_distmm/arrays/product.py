@@ -206,8 +206,8 @@ def by_items(request: Request, cut: tuple[Sizes, ...]) -> WithAux:
 # Batches: collective runs
 
 
-def as_one_product(request: Request) -> Request | None:
-    """Return the product of two matrices that is the whole batch, if there is one.
+def as_one_product(request: Request) -> tuple[Request, Callable[[da.Array], da.Array]] | None:
+    """Return the product of two matrices that is the whole batch, and what makes D of its D; None if there is none.
 
     There is one if all items share B (they lie below one another then) or A (beside one another), and the formula looks
     at each element of D for itself.
@@ -217,23 +217,16 @@ def as_one_product(request: Request) -> Request | None:
         return None
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     if math.prod(b.shape[:-2]) == 1:
-        return _of_matrices(request, a.reshape((-1, k)), b.reshape((k, n)))
+        return _of_matrices(request, a.reshape((-1, k)), b.reshape((k, n))), lambda d: d.reshape(request.shape)
     if math.prod(a.shape[:-2]) == 1:
-        return _of_matrices(request, a.reshape((m, k)), da.moveaxis(b, -2, 0).reshape((k, -1)))
+        one = _of_matrices(request, a.reshape((m, k)), da.moveaxis(b, -2, 0).reshape((k, -1)))
+        return one, lambda d: da.moveaxis(d.reshape((m, *request.batch_shape, n)), 0, -2)
     return None
 
 
 def _of_matrices(request: Request, a: da.Array, b: da.Array, extras: Sequence[tuple[str, da.Array]] = ()) -> Request:
     """Return the same request for two matrices."""
     return dataclasses.replace(request, a=a, b=b, extras=extras, out_chunks=None, dropped=(), batch="auto")
-
-
-def _unshared(request: Request, d: da.Array) -> da.Array:
-    """Return D of the batch from D of the product that `as_one_product` has returned."""
-    m, n = request.shape[-2:]
-    if math.prod(request.b.shape[:-2]) == 1:
-        return d.reshape(request.shape)
-    return da.moveaxis(d.reshape((m, *request.batch_shape, n)), 0, -2)
 
 
 def item_of(request: Request, index: Sizes) -> Request:
@@ -251,7 +244,7 @@ def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> With
     """Return D and the auxiliary outputs, by collective runs: `run` returns the products of pairs of matrices."""
     formula, batch = request.formula, request.batch_shape
     if (one := as_one_product(request)) is not None:
-        return _unshared(request, run([one])[0]), {}
+        return one[1](run([one[0]])[0]), {}
     found = [as_pair(x) for x in run([item_of(request, index) for index in np.ndindex(batch)])]
     outputs = {name: stacked([aux[name] for _, aux in found], batch) for name in found[0][1]}
     if formula.amax:
@@ -369,7 +362,7 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     """Choose the route of a batch that can run."""
     one = as_one_product(request)
     runs = 1 if one else math.prod(request.batch_shape)
-    single = one or item_of(request, (0,) * len(request.batch_shape))
+    single = one[0] if one else item_of(request, (0,) * len(request.batch_shape))
     problem = single.problem
     known = known_workers(problem, imagined)
     workers = known.workers
