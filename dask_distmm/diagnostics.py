@@ -348,24 +348,16 @@ def memory_bars(record: Record | None, process: Mapping[str, int]) -> Columns:
     return _columns("worker process projected held", rows)
 
 
-def rates(records: Sequence[Record]) -> Columns:
-    """Return MiB moved, speed and bound (in the unit of `rates_unit`) of the last runs that are done."""
-    _, unit = rates_unit(records)
+def rates(records: Sequence[Record]) -> tuple[str, Columns]:
+    """Return the unit of speeds, and MiB moved, speed and bound of the last runs that are done."""
+    last = [record for record in records if record.outcome == "done"][-_BARS:]
+    name, unit = rate_unit(max((record.rate for record in last), default=0.0))
     rows = [
         (str(one.run_id), one.received_bytes / _MIB, one.rate / unit, one.bound / unit, format_rate(one.rate),
          format_rate(one.bound), one.share_of_bound)
-        for one in _last_done(records)
+        for one in last
     ]  # fmt: skip
-    return _columns("run moved rate bound speed most of_bound", rows)
-
-
-def rates_unit(records: Sequence[Record]) -> tuple[str, float]:
-    """Return the unit in which the speeds of the last runs are drawn, and its size."""
-    return rate_unit(max((record.rate for record in _last_done(records)), default=0.0))
-
-
-def _last_done(records: Sequence[Record]) -> list[Record]:
-    return [record for record in records if record.outcome == "done"][-_BARS:]
+    return name, _columns("run moved rate bound speed most of_bound", rows)
 
 
 # The tables and plots of the page
@@ -467,7 +459,7 @@ def distmm_doc(scheduler: Any, extra: Mapping[str, Any], doc: Any) -> None:
     still *= bokeh.__version__.startswith("3.9.")
     plugin, picked = scheduler.plugins[NAME], None
     first, waves, chosen = (Div(styles={"font-size": "14px", "margin": margin}) for margin in ("8px", "0 8px", "8px"))
-    empty = runs([], 0.0), phase_bars(None, 0.0), memory_bars(None, {}), rates([])
+    empty = runs([], 0.0), phase_bars(None, 0.0), memory_bars(None, {}), rates([])[1]
     table, phases, memory, speeds = (ColumnDataSource(data=data) for data in empty)
     by_rank, by_worker = _timeline(phases), _memory_plot(memory)
     for plot in (by_rank, by_worker):
@@ -496,8 +488,8 @@ def distmm_doc(scheduler: Any, extra: Mapping[str, Any], doc: Any) -> None:
         phases.data = phase_bars(record, time.time())
         memory.data = memory_bars(record, {address: ws.memory.process for address, ws in scheduler.workers.items()})
         by_worker.y_range.factors = memory.data["worker"][::-1]
-        speeds.data = rates(records)
-        speed.title.text = f"{rates_unit(records)[0]}; the line is the bound of the cost model"
+        unit, speeds.data = rates(records)
+        speed.title.text = f"{unit}; the line is the bound of the cost model"
         for plot in (moved, speed):
             plot.x_range.factors = speeds.data["run"]
 
