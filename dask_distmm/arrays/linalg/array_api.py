@@ -10,7 +10,7 @@ from typing import Any, Literal, Unpack
 import dask.array as da
 import dask.config
 import numpy as np
-from dask.array.core import Array, blockwise
+from dask.array.core import Array
 from dask.array.utils import meta_from_array
 from dask.utils import parse_bytes
 from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
@@ -319,13 +319,9 @@ def kron(a: Any, b: Any) -> Any:
     dtype, limit = np.result_type(first.dtype, second.dtype), parse_bytes(dask.config.get("array.chunk-size"))
     if np.prod(first.chunksize) * second.size * dtype.itemsize > limit:
         first = first.rechunk("auto", block_size_limit=max(first.itemsize, limit // max(1, second.size)))
-    axes = tuple(range(ndim))
-    grown = {i: tuple(size * second.shape[i] for size in first.chunks[i]) for i in axes}
+    grown = tuple(tuple(size * n for size in sizes) for sizes, n in zip(first.chunks, second.shape, strict=True))
     meta = meta_from_array(first._meta, ndim, dtype=dtype)
-    return blockwise(
-        np.kron, axes, first, axes, second.rechunk(-1), tuple(range(ndim, 2 * ndim)),
-        adjust_chunks=grown, concatenate=True, meta=meta,
-    )  # fmt: skip
+    return first.map_blocks(np.kron, second.rechunk(-1), chunks=grown, meta=meta)
 
 
 @public(ProductOptions, PRODUCT)
