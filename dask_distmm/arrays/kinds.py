@@ -251,16 +251,10 @@ def kinds(values: Any) -> set[str]:
 
 def owners() -> list[Any]:
     """Return the modules and classes of this process in which the ways to multiply arrays have their names."""
-    found: list[Any] = [dask.array.routines, dask.array]
-    if not planning():
-        found += _compats()
-    else:
-        # Its `@` asks no module, it raises NotImplementedError.
-        found.append(dask.array.Array)
-    if "dask_array" in sys.modules:
-        names = ("dask_array", "dask_array.linalg", "dask_array.linalg._tensordot", "dask_array._einsum")
-        found += [sys.modules[name] for name in names if name in sys.modules]
-    return found
+    # The `@` of planned arrays asks no module, it raises NotImplementedError.
+    found = [dask.array.routines, dask.array, *([dask.array.Array] if planning() else _compats())]
+    names = ("dask_array", "dask_array.linalg", "dask_array.linalg._tensordot", "dask_array._einsum")
+    return found + [sys.modules[name] for name in names if name in sys.modules]
 
 
 # How the names of array-api-compat's modules end, also those of copies that other packages bring.
