@@ -7,6 +7,7 @@ letters can be read on, told apart with most kinds of colour blindness; whatever
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence, Sized
 from html import escape
 from typing import Any
@@ -509,15 +510,9 @@ def chain_html(plan: ChainPlan) -> list[str]:
 
 def _time_lines(spans: Sequence[Span]) -> str:
     """Return a line for each rank with what it does when, and the key to the colours."""
-    joined: list[Span] = []
-    last: dict[int, int] = {}
-    for rank, name, start, stop in spans:
-        at = last.get(rank)
-        if at is not None and joined[at][1] == name:
-            joined[at] = (rank, name, joined[at][2], stop)
-        else:
-            last[rank] = len(joined)
-            joined.append((rank, name, start, stop))
+    by_rank = itertools.groupby(sorted(spans, key=operator.itemgetter(0)), operator.itemgetter(0, 1))
+    repeated = (list(found) for _, found in by_rank)
+    joined = sorted(((*found[0][:3], found[-1][3]) for found in repeated), key=operator.itemgetter(2))
     end = max((stop for *_, stop in joined), default=0.0) or 1.0
     seconds: dict[str, float] = {}
     for _, name, start, stop in joined:
