@@ -104,14 +104,11 @@ def assert_product(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], *, factor:
     ref = np.matmul(a.astype(high), b.astype(high))
     real = np.float64 if narrow else np.longdouble
     magnitude = np.matmul(np.abs(a.astype(high)).astype(real), np.abs(b.astype(high)).astype(real))
-    if narrow:
-        eps = float(np.finfo(np.float32).eps)
-        own = 2.0**-10 if dtype == np.float16 else 2.0**-7
-        half_ulp = 0.5 * own * np.abs(ref) + (2.0**-25 if dtype == np.float16 else 0.0)
-        bound = factor * eps * magnitude + half_ulp * (1 + factor * eps)
-    else:
-        eps = float(np.finfo(dtype).eps)
-        bound = factor * eps * magnitude
+    eps = float(np.finfo(np.float32 if narrow else dtype).eps)
+    # Of types of two bytes, which are summed in float32, and rounded once more.
+    own, least = (2.0**-10, 2.0**-25) if dtype == np.float16 else (2.0**-7, 0.0)
+    half_ulp = 0.5 * own * np.abs(ref) + least if narrow else 0.0
+    bound = factor * eps * magnitude + half_ulp * (1 + factor * eps)
     error = np.abs(c.astype(high) - ref)
     good = error <= bound
     assert good.all(), (
