@@ -143,29 +143,23 @@ def lu_solve(
             "lu_factor returned"
         )
     b, op = operand("b", b), op_of(trans)
-    rows, columns = rows.rechunk(-1), right_sides(found, b)
+    rows, columns = rows.rechunk(-1).map_blocks(_swapped, op != "N", dtype=np.int64), right_sides(found, b)
     if op == "N":
-        rows = rows.map_blocks(_swapped, dtype=np.int64)
         first = solve_triangular(found, picked(columns, rows), lower=True, unit_diagonal=True, **how)
         x = solve_triangular(found, first, **unchecked(how))
     else:
         # op(A) is op(U) op(L) and then the swaps in the other order.
-        rows = rows.map_blocks(_swapped_back, dtype=np.int64)
         first = solve_triangular(found, columns, op, **how)
         x = picked(solve_triangular(found, first, op, lower=True, unit_diagonal=True, **unchecked(how)), rows)
     return x[:, 0] if b.ndim == 1 else x
 
 
-def _swapped(piv: Any) -> Any:
-    """Return the order of rows after LAPACK's swaps."""
+def _swapped(piv: Any, back: bool) -> Any:
+    """Return the order of rows after LAPACK's swaps, or the one that undoes them."""
     rows = np.arange(len(piv), dtype=np.int64)
     for i, j in enumerate(piv.tolist()):
         rows[[i, j]] = rows[[j, i]]
-    return rows
-
-
-def _swapped_back(piv: Any) -> Any:
-    return np.argsort(_swapped(piv))
+    return np.argsort(rows) if back else rows
 
 
 @public(FactorOptions, PANELS)
