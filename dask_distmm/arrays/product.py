@@ -274,21 +274,16 @@ def in_series(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] | N
     if client is None or len(requests) < 2:
         return None
     known = recent_snapshot(client, requests[0].problem)
-    if known is None or fit_together([x for pair in sources for x in pair], made_bytes(requests), known.workers):
+    if known is None or fit_together([x for pair in sources for x in pair], requests, known.workers):
         return None
     return _schemes(requests, client, sources)
 
 
-def fit_together(arrays: Sequence[da.Array], more: float, workers: Sequence[Worker]) -> bool:
-    """Whether arrays, and some more bytes, are in memory at once without spilling; true where waves are off."""
-    budget = wave_budget()
-    needed = sum({array.name: array.nbytes for array in arrays}.values()) + more
-    return budget is None or needed <= sum(map(budget.of, workers))
-
-
-def made_bytes(requests: Sequence[Request]) -> float:
-    """Return the bytes of D of products."""
-    return sum(float(math.prod(request.shape)) * request.dtype.itemsize for request in requests)
+def fit_together(arrays: Sequence[da.Array], requests: Sequence[Request], workers: Sequence[Worker]) -> bool:
+    """Whether arrays, and D of products, are in memory at once without spilling; true where waves are off."""
+    budget, held = wave_budget(), sum({array.name: array.nbytes for array in arrays}.values())
+    made = sum(float(math.prod(request.shape)) * request.dtype.itemsize for request in requests)
+    return budget is None or held + made <= sum(map(budget.of, workers))
 
 
 def _schemes(
@@ -305,7 +300,7 @@ def _schemes(
     limits = (max(1, int(w.memory_limit - held / min(budget.managed, budget.process))) for w in known.workers)
     every = zip(known.workers, limits, strict=True)
     workers = [dataclasses.replace(w, memory_limit=limit if w.memory_limit else 0) for w, limit in every]
-    if fit_together([x for name, x in distinct.items() if name not in there], made_bytes(requests), workers):
+    if fit_together([x for name, x in distinct.items() if name not in there], requests, workers):
         return None
     lazy = [(a.name not in there, b.name not in there) for a, b in sources]
     # For A and for B whether ranks can make the chunks of all products.
@@ -382,7 +377,7 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     if route == "items" and not fits:
         other = ["use batch='collective'"] if request.batch == "items" else []
         check_task_memory("one item of the batch", batch, pool, other, [worker.address for worker in workers])
-    if route == "collective" and not one and not fit_together([request.a, request.b], made_bytes([request]), workers):
+    if route == "collective" and not one and not fit_together([request.a, request.b], [request], workers):
         reason += "; one after the other, if they are lazy, since they do not fit into memory together"
     return BatchPlan(batch, route, reason, chunks, by_items, by_runs, runs, plan)
 
