@@ -220,7 +220,7 @@ class Computation(Wired):
     whole: str = ""
 
     def __getitem__(self, name: str) -> NamedMatrix:
-        """Return an operand by its name."""
+        """Return an operand by its name, or a matrix that is wanted; the main output is ``"d"``."""
         return self._by_name[name]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class Computation(Wired):
 
     @functools.cached_property
     def _by_name(self) -> dict[str, NamedMatrix]:
-        return {matrix.name: matrix for matrix in self.matrices}
+        return {matrix.name or "d": matrix for matrix in (*self.wanted, *self.matrices)}
 
     @property
     def compute_type(self) -> np.dtype:
@@ -274,6 +274,8 @@ class Computation(Wired):
 
     def made_by_ranks(self, names: Collection[str]) -> Self:
         """Return the same computation, in which ranks make just the chunks of these operands."""
+        if set(names) == set(self.by_ranks):
+            return self
         matrices = (dataclasses.replace(matrix, by_ranks=matrix.name in names) for matrix in self.matrices)
         return dataclasses.replace(self, matrices=tuple(matrices))
 

@@ -263,7 +263,7 @@ _WHOLE = 0.9
 
 def free_axes(problem: Problem) -> str:
     """Return the axes, of m, n and k, whose chunks can be taken in another order."""
-    if any(problem.distributions) or problem.grid is not None or problem.replicated:
+    if problem.laid_out:
         return ""
     # In another order of m or n the chunks of a stationary D would come to lie elsewhere.
     axes = "k" if problem.stationary else "mnk"
@@ -293,8 +293,8 @@ def _holders(problem: Problem, where: Where, axis: str) -> NDArray[np.int64] | N
     if not known:
         return None
     chunks, holders, sizes = map(np.concatenate, zip(*known, strict=True))
-    amounts = np.zeros((chunks.max() + 1, holders.max() + 1))
-    np.add.at(amounts, (chunks, holders), sizes)
+    count = int(holders.max()) + 1
+    amounts = np.bincount(chunks * count + holders, sizes, (chunks.max() + 1) * count).reshape(-1, count)
     whole = amounts.max(axis=1).sum() >= _WHOLE * amounts.sum()
     return amounts.argmax(axis=1) if whole else None
 

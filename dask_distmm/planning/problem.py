@@ -54,7 +54,7 @@ def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
 
     Chunks have the numbers that they have for the user, also where the problem itself is a part.
     """
-    if any(problem.distributions) or problem.grid or problem.replicated:
+    if problem.laid_out:
         return None
     of_d = problem.d.in_whole
     at = np.divmod(np.asarray(sorted(wanted), np.int64), of_d[2])
@@ -161,10 +161,6 @@ class Problem(Computation):
             if self.d.shape[axis] != size:
                 text = f"out_chunks[{axis}] adds up to {self.d.shape[axis]}, the result's shape says {size}"
                 raise PlanError(f"{text}: pass chunk sizes that add up to it")
-
-    @functools.cached_property
-    def _by_name(self) -> dict[str, NamedMatrix]:
-        return {matrix.name: matrix for matrix in self.matrices} | {"d": self.d}
 
     @property
     def a(self) -> NamedMatrix:
@@ -280,6 +276,11 @@ class Problem(Computation):
     def shared(self) -> bool:
         """Whether A and B are made of the same chunks, as in ``X.T @ X``, so that each is held once."""
         return self.same or bool(self.a.array and self.a.array == self.b.array)
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether it was asked for where matrices are to be: by distributions, a grid, or one of them everywhere."""
+        return any(self.distributions) or self.grid is not None or self.replicated
 
     @property
     def replicated(self) -> bool:

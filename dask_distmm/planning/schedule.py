@@ -52,6 +52,7 @@ from dask_distmm.planning.cuts import (
     Bounds,
     Rect,
     chunk_edges,
+    common,
     overlap_sizes,
     padded,
     pieces_of,
@@ -88,24 +89,17 @@ class Triangle(NamedTuple):
 
     def kept(self, rect: Rect) -> Iterator[Rect]:
         """Yield the parts of a rectangle of D that are multiplied."""
-        r0, r1, c0, c1 = rect
-        yield from _filled((r0, r1, c0, min(c1, self.start)))
-        yield from _filled((r0, r1, max(c0, self.stop), c1))
+        top, bottom, left, right = rect
+        parts = [(top, bottom, left, self.start), (top, bottom, self.stop, right)]
         for first, last in self.strips:
-            left, right = max(c0, first), min(c1, last)
             # Rows above the square are whole; within it a strip begins with its own rows.
-            yield from _filled((r0, min(r1, self.start), left, right))
-            yield from _filled((max(r0, first), r1, left, right))
+            parts += [(top, self.start, first, last), (first, bottom, first, last)]
+        yield from filter(None, (common(rect, part) for part in parts))
 
     def copied(self) -> Iterator[Rect]:
         """Yield the rectangles above the diagonal that are copied."""
         for left, right in self.strips[1:]:
             yield self.start, left, left, right
-
-
-def _filled(rect: Rect) -> Iterator[Rect]:
-    if rect[0] < rect[1] and rect[2] < rect[3]:
-        yield rect
 
 
 def square_on_diagonal(plan: Plan, rank: int, epilog: str | None) -> Triangle | None:

@@ -32,6 +32,7 @@ from dask_distmm.config import Budget, DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError, advice
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning.computation import Chunks, Worker
+from dask_distmm.planning.cuts import chunk_edges
 from dask_distmm.planning.footprint import held_bytes, made_bytes
 from dask_distmm.planning.model import ENGINES, models_of, speeds
 from dask_distmm.planning.placement import Explanation
@@ -165,9 +166,9 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Problem | 
     def take(name: str) -> tuple[list[int], list[int]]:
         taken = []
         for axis, own in zip(AXES.get(name, "mn"), problem[name].chunks, strict=True):
-            ends, (start, stop) = np.cumsum(own), axes[axis]
-            if sum(own) != extents[axis]:
-                start, stop = 0, sum(own)  # broadcast
+            ends, (start, stop) = chunk_edges(own)[1:], axes[axis]
+            if ends[-1] != extents[axis]:
+                start, stop = 0, ends[-1]  # broadcast
             taken.append(np.flatnonzero((ends > start) & (ends <= stop)).tolist())
         if part is not None:
             kept = part[name].in_whole
@@ -326,7 +327,7 @@ def _choose(
 def _why_whole(problem: Problem, lazy: tuple[bool, bool], *, apart: bool) -> str:
     if not any(lazy) and not apart:
         return "all chunks of A and B are in memory already"
-    if any(problem.distributions) or problem.grid or problem.replicated:
+    if problem.laid_out:
         return "its layout is asked for, or all of D or of an operand is to be on every worker"
     if any(0 in sizes for sizes in (*problem.a.chunks, *problem.b.chunks, *problem.d.chunks)):
         return "it has empty chunks"
