@@ -1,4 +1,4 @@
-"""What engines have whose ranks call libraries of NVIDIA together: groups of ranks with a communicator of their own."""
+"""Engines whose ranks call libraries of NVIDIA together: their groups of ranks, with a communicator each."""
 
 from __future__ import annotations
 
