@@ -154,6 +154,8 @@ class Problem(Computation):
     gathered: str = ""
 
     def __post_init__(self) -> None:
+        if len(self.matrices) < 2 or len(self.wanted) != 1:
+            raise ValueError(f"{len(self.matrices)} matrices and {len(self.wanted)} results of a product")
         (m, k), (b_rows, n) = self.a.shape, self.b.shape
         if k != b_rows:
             raise PlanError(f"A has {k} columns, B {b_rows} rows: they must agree")
@@ -306,6 +308,8 @@ class Problem(Computation):
         """Raise for values that no problem has."""
         super().check()
         self.compute_type, self.result_type  # noqa: B018 - the types must exist
+        if self.operands[:2] != ("a", "b") or self.d.name:
+            raise ValueError(f"a product of {self.operands[:2]} called {self.d.name!r}")
         if self.compute not in ("", *COMPUTE_TYPES) or self.gathered not in ("", "a", "b"):
             raise ValueError(f"compute {self.compute!r}, gathered {self.gathered!r}")
 
