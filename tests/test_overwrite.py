@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import dask
@@ -159,6 +160,5 @@ def test_memory_is_projected_without_the_chunks():
     size = 8 * 8192 * 8192 // 2
     assert all(kept.projected_bytes[w.address] - given.projected_bytes[w.address] == size for w in workers)
     assert plan_computation(kept.problem.keeping(), workers, engine=("numpy",)).projected_bytes == kept.projected_bytes
-    assert given.problem.keeping() == kept.problem.__class__(
-        **{field: getattr(given.problem, field) for field in given.problem.__slots__} | {"overwrite_a": False}
-    )
+    fields = {field.name: getattr(given.problem, field.name) for field in dataclasses.fields(given.problem)}
+    assert given.problem.keeping() == kept.problem.__class__(**fields | {"overwrite_a": False})
