@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import dask.array as da
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.planning import Plan, Problem, Worker, plan
 from dask_distmm.planning.cublasmp import make_tiles, own_kernel, returned_type
+from dask_distmm.planning.cuts import free_axes, grid_cuts
 from dask_distmm.planning.planner import operand_tiles
 from dask_distmm.testing import assert_product, make_problem
 
@@ -212,6 +215,10 @@ def test_a_plan_made_from_its_tiles_is_the_same(engine, shape, nworkers, method,
     again = make_problem(
         tiles["a"][0], tiles["b"][0], method=first.method, out_chunks=chunks[2], workers=first.workers, grid=first.grid
     )
+    cuts = zip("mnk", (first.rows, first.cols, first.depth), grid_cuts(problem, first.grid), strict=True)
+    uneven = {axis for axis, own, even in cuts if own != even}
+    if engine == "numpy" and not uneven <= set(free_axes(dataclasses.replace(again, grid=None))):
+        return  # Cuts that leave chunks where they are take equal chunks along the axis, and D has others than tiles.
     ranks = [roster[index] for index in first.ranks]
     homes = {operand: tiles[operand][1].astype(np.int32) for operand in "ab"}
     second = plan(again, ranks, homes, engine=engine)

@@ -23,6 +23,7 @@ their holders, where each of them is on one worker::
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -302,7 +303,9 @@ def _holders(problem: Problem, where: Where, axis: str) -> NDArray[np.int64] | N
 def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> tuple[Bounds, Bounds, Bounds] | None:
     """Return cuts of m, n and k by which each rank has what is whole on one worker; None if there are none."""
     axes = [(axis, parts) for axis, parts in zip("mnk", grid, strict=True) if parts > 1]
-    if len(axes) != 1 or axes[0][0] not in free_axes(problem):
+    # A grid that was asked for says nothing of cuts, so that what is on its ranks already stays there.
+    free = free_axes(problem if problem.grid is None else dataclasses.replace(problem, grid=None))
+    if len(axes) != 1 or axes[0][0] not in free:
         return None
     ((axis, parts),) = axes
     holders = _holders(problem, where, axis)
