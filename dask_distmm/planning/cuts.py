@@ -23,7 +23,6 @@ their holders, where each of them is on one worker::
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -264,8 +263,11 @@ _WHOLE = 0.9
 
 def free_axes(problem: Problem) -> str:
     """Return the axes, of m, n and k, whose chunks can be taken in another order."""
-    if problem.laid_out:
-        return ""
+    return "" if problem.laid_out else _axes_alike(problem)
+
+
+def _axes_alike(problem: Problem) -> str:
+    """Return the axes, of m, n and k, along which the chunks of all matrices are the same, and may go elsewhere."""
     # In another order of m or n the chunks of a stationary D would come to lie elsewhere.
     axes = "k" if problem.stationary else "mnk"
     found = ((axis, problem.chunkings(axis)) for axis in axes)
@@ -304,10 +306,11 @@ def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> t
     """Return cuts of m, n and k by which each rank has what is whole on one worker; None if there are none."""
     axes = [(axis, parts) for axis, parts in zip("mnk", grid, strict=True) if parts > 1]
     # A grid that was asked for says nothing of cuts, so that what is on its ranks already stays there.
-    free = free_axes(problem if problem.grid is None else dataclasses.replace(problem, grid=None))
-    if len(axes) != 1 or axes[0][0] not in free:
+    if len(axes) != 1 or any(problem.distributions) or problem.replicated:
         return None
     ((axis, parts),) = axes
+    if axis not in _axes_alike(problem):
+        return None
     holders = _holders(problem, where, axis)
     if holders is None:
         return None

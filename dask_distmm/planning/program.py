@@ -222,7 +222,7 @@ def plan_program(
     workers = _workers_of_rows(problem, len(roster), where.get("a", where.get("b")))
     plans = [placed(workers)]
     if problem.workers is None and "a" in where and plans[0].cost.waiting > _WORTH_MOVING:
-        (most, _), *_ = collections.Counter(workers).most_common()
+        ((most, _),) = collections.Counter(workers).most_common(1)
         plans = sorted([*plans, placed([most] * len(workers))], key=lambda plan: plan.seconds)
     remedies = ["use more workers"] if problem.workers is None else ["name more workers by workers="]
     return choose(plans, f"{problem.builder} of a matrix in {len(workers)} chunks of rows", remedies)

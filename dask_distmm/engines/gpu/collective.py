@@ -10,7 +10,7 @@ import cupy as cp
 
 from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, make_unique_id, nccl_version
 from dask_distmm.engines.base import Engine, log
-from dask_distmm.engines.gpu.operands import check_gpu
+from dask_distmm.engines.gpu.operands import check_gpu, device_memory
 from dask_distmm.errors import EngineError
 from dask_distmm.installing import install_command
 from dask_distmm.planning import Placement
@@ -89,7 +89,7 @@ class CollectiveEngine(Engine):
 
     def memory(self) -> int:
         """Return the bytes of the device."""
-        return int(cp.cuda.runtime.memGetInfo()[1])
+        return device_memory()
 
     def new_id(self, number: int) -> bytes:
         """Return an id under which ranks make a group's communicator; empty if they have it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,12 @@ def check_gpu() -> None:
         raise EngineError(f"no NVIDIA GPU: {error}") from error
     if not count:
         raise EngineError("no NVIDIA GPU is visible to this process")
+
+
+@functools.cache
+def device_memory() -> int:
+    """Return the bytes of the device."""
+    return int(cp.cuda.runtime.memGetInfo()[1])
 
 
 def check_arrays(engine: str, chunks: Mapping[ChunkKey, Any], *, sparse: bool = False) -> None:

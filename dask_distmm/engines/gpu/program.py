@@ -193,6 +193,7 @@ class GpuProgramJob(ProgramJob):
                 put(self.blas, part, array)
         if plain:
             size = parts[0].place.itemsize
+            # Their tables may go at once: what is allocated next on this stream, the current one, is used after them.
             make_copies([table_of(plain, size)], size)[0].run(self._stream)
 
     def _make_room(self) -> None:

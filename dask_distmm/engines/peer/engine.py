@@ -31,7 +31,7 @@ from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Engine, Job, ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.finishing import BiasCut, NativeBias
 from dask_distmm.engines.gpu.gemm import GemmTypes, check_fp8
-from dask_distmm.engines.gpu.operands import DeviceChunks, array_at, check_arrays, check_gpu, mark
+from dask_distmm.engines.gpu.operands import DeviceChunks, array_at, check_arrays, check_gpu, device_memory, mark
 from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.loads import Loads, OperandBuffers
@@ -384,7 +384,7 @@ class PeerEngine(PeerState, Engine):
 
     def memory(self) -> int:
         """Return the bytes of the device."""
-        return int(cp.cuda.runtime.memGetInfo()[1])
+        return device_memory()
 
     def links(self) -> tuple[str, tuple[str, ...]]:
         """Return the PCI address of this process' GPU, and of those whose memory it can read."""

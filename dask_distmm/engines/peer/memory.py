@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import PeerLostError
 from dask_distmm.engines.base import log
-from dask_distmm.engines.gpu.operands import array_at
+from dask_distmm.engines.gpu.operands import array_at, device_memory
 from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Places, Told, offer_of
 from dask_distmm.errors import EngineError
 from dask_distmm.layout.rectangles import Span, span_of
@@ -64,7 +64,7 @@ class Exporter:
     def begin(self, address: str, most: int) -> None:
         """Begin a run on the worker of this address; free what is kept beyond `most` bytes or a share of the device."""
         self.own_memory_only = maps_for_itself(address)
-        if self._pool.free_bytes() > min(most, _device_bytes() // _SHARE):
+        if self._pool.free_bytes() > min(most, device_memory() // _SHARE):
             self.free()
 
     def free(self) -> None:
@@ -151,12 +151,6 @@ def _allocate(size: int) -> Any:
 
 
 @functools.cache
-def _device_bytes() -> int:
-    """Return the bytes of the device."""
-    return int(cp.cuda.runtime.memGetInfo()[1])
-
-
-@functools.cache
 def maps_for_itself(address: str) -> bool:
     """Whether Dask's comms map device memory too, on a worker of this address: UCX does, where it may use CUDA IPC."""
     if not address.startswith("ucx"):
@@ -220,7 +214,7 @@ class Mappings:
     def trim(self) -> None:
         """Close what is too much, when no run uses any of it: too many of a process, or too large a share of memory."""
         for mapped in self._mapped.values():
-            while len(mapped) > _MOST_MAPPED or (mapped and self._bytes(mapped) > _device_bytes() // _SHARE):
+            while len(mapped) > _MOST_MAPPED or (mapped and self._bytes(mapped) > device_memory() // _SHARE):
                 self._close(mapped.popitem(last=False)[1])
 
     def _bytes(self, mapped: Mapping[int, int]) -> int:

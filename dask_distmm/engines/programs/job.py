@@ -177,37 +177,25 @@ class ProgramJob(Job[Any]):
         """Wait until all is done."""
 
     def take(self, steps: Sequence[Step], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
-        """Take steps, which are this `share` of the work; some chunks are made ahead of them."""
-        uses = [self.chunks[step.operand, step.number].again() for step in steps if self._is_made(step)]
-        if not uses:
-            self._take_all(steps, before, share, ahead)
-            return
-        outside, loads = (self._loads, self._uses), self._loader(uses)
-        self._loads, self._uses = loads, collections.deque(uses)
-        try:
-            self._take_all(steps, before, share, ahead)
-        finally:
-            loads.close()
-            self._loads, self._uses = outside
-
-    def _take_all(self, steps: Sequence[Step], before: float, share: float, ahead: int) -> None:
+        """Take steps, which are this `share` of the work."""
         pulls = collections.deque(step for step in steps if isinstance(step, Pull))
         asked, most = collections.deque[Any](), _room(pulls, ahead)
-        for number, step in enumerate(steps):
-            self.ended.check()
-            while pulls and len(asked) < most:
-                pull = pulls.popleft()
-                asked.append(self.exchange.ask(pull.owner, self._numbered(pull.key)))
-                most = _room(pulls, ahead)
-            done, part = before + share * number / len(steps), share / len(steps)
-            if isinstance(step, If):
-                self.take(step.then if self._is_set(step.flag) else step.otherwise, done, part)
-            elif isinstance(step, Loop):
-                self._repeat(step, done, part)
-            else:
-                self._take(step, asked)
-            if share:
-                self.progress(done + part)
+        with self._making(steps):
+            for number, step in enumerate(steps):
+                self.ended.check()
+                while pulls and len(asked) < most:
+                    pull = pulls.popleft()
+                    asked.append(self.exchange.ask(pull.owner, self._numbered(pull.key)))
+                    most = _room(pulls, ahead)
+                done, part = before + share * number / len(steps), share / len(steps)
+                if isinstance(step, If):
+                    self.take(step.then if self._is_set(step.flag) else step.otherwise, done, part)
+                elif isinstance(step, Loop):
+                    self._repeat(step, done, part)
+                else:
+                    self._take(step, asked)
+                if share:
+                    self.progress(done + part)
 
     def _repeat(self, loop: Loop, before: float, share: float) -> None:
         outside, come = self._offset, before
@@ -259,17 +247,17 @@ class ProgramJob(Job[Any]):
                     self.exchange.drop(self._taken.pop(buffer.name))
 
     def _on(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
-        return self.kernels.blas.on(lane) if lane else _HERE
+        return self.blas.on(lane) if lane else _HERE
 
     def _call(self, call: Call) -> None:
-        began, blas = time.perf_counter(), self.kernels.blas
+        began = time.perf_counter()
         arguments = [self._at(buffer) for buffer in call.arguments]
         with self._on(call.lane):
             found = getattr(self.kernels, call.kernel)(*arguments, **call.options)
         if call.makes:
             found = found if isinstance(found, tuple) else (found,)
             self.arrays |= {buffer.name: array for buffer, array in zip(call.makes, found, strict=True)}
-        if not blas.asynchronous:
+        if not self.blas.asynchronous:
             phase = f"{call.kernel}()"
             if self._gathers:
                 phase = "panel" if call.lane in ("ahead", "panel") else "update"
@@ -331,6 +319,21 @@ class ProgramJob(Job[Any]):
     def _is_made(self, step: Step) -> TypeGuard[Make]:
         """Whether a step takes a chunk that this rank makes."""
         return isinstance(step, Make) and isinstance(self.chunks.get((step.operand, step.number)), SourceChunk)
+
+    @contextlib.contextmanager
+    def _making(self, steps: Sequence[Step]) -> Iterator[None]:
+        """Make chunks that some steps take ahead of them, inside of a ``with`` block; such blocks may be nested."""
+        uses = [self.chunks[step.operand, step.number].again() for step in steps if self._is_made(step)]
+        if not uses:
+            yield
+            return
+        outside, loads = (self._loads, self._uses), self._loader(uses)
+        self._loads, self._uses = loads, collections.deque(uses)
+        try:
+            yield
+        finally:
+            loads.close()
+            self._loads, self._uses = outside
 
     def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
         """Return what makes chunks in this order."""
@@ -470,15 +473,13 @@ class ProgramJob(Job[Any]):
         if not task.check_finite or target.dtype.kind not in "fc":
             return
         places = [(0, 0, target)]
-        if task.read(name) != "full":
-            # Of each column, the rows that were read; of those of one chunk and one block they are the same.
-            ends: dict[tuple[int, int, int], tuple[int, int]] = {}
-            for copy, _ in self._parts_of(name, self.rank):
-                first, last = ends.setdefault((copy.col, copy.dst_col, copy.ncols), (copy.row, copy.row))
-                ends[copy.col, copy.dst_col, copy.ncols] = min(first, copy.row), max(last, copy.row + copy.nrows)
-            places = [
-                (first, col, target[first:last, at : at + count]) for (col, at, count), (first, last) in ends.items()
-            ]
+        if (form := task.read(name)) != "full":
+            # Of the columns of one chunk and one block the same rows were read.
+            columns = {(copy.col, copy.dst_col, copy.ncols) for copy in self.plan.gathered(name).for_dst(self.rank)}
+            if form == "lower":
+                places = [(col, col, target[col:, at : at + count]) for col, at, count in sorted(columns)]
+            else:
+                places = [(0, col, target[: col + count, at : at + count]) for col, at, count in sorted(columns)]
         # CuPy has one block of threads for the sum of all, and one for each column.
         self._sums += ((name, row, col, place, place.sum(axis=0).sum()) for row, col, place in places)
 
