@@ -23,6 +23,7 @@ import pytest
 from distributed import Client, LocalCluster
 from distributed.utils import get_mp_context
 from faults import remove_faults
+from hangs import MARGIN, watched
 from hypothesis import settings
 from leaks import assert_nothing_left, no_leaks
 from threadpoolctl import threadpool_limits
@@ -113,6 +114,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = _drawn(items)
     place = {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+
+
+@pytest.fixture(autouse=True)
+def _hangs_are_shown(request: pytest.FixtureRequest) -> Iterator[None]:
+    marker = request.node.get_closest_marker("timeout")
+    with watched(float(marker.args[0] if marker else request.config.getini("timeout")) - MARGIN):
+        yield
 
 
 @pytest.fixture(autouse=True)
