@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,8 @@ os.environ.setdefault("PYTHONFAULTHANDLER", "1")
 
 def view(dask_scheduler: Scheduler) -> list[str]:
     """Return lines on workers, on tasks that are not in memory, and on what our plugin has noted last."""
-    lines = [f"{ws.address} {ws.status} {[str(ts.key) for ts in ws.processing]}" for ws in dask_scheduler.workers.values()]
+    workers = dask_scheduler.workers.values()
+    lines = [f"{ws.address} {ws.status} {[str(ts.key) for ts in ws.processing]}" for ws in workers]
     for key, ts in dask_scheduler.tasks.items():
         if ts.state != "memory":
             lines.append(f"{key} {ts.state} waits for {[str(one.key) for one in ts.waiting_on or ()][:5]}")
@@ -40,8 +42,10 @@ def show() -> None:
             print(client, *client.sync(client._run_on_scheduler, view, callback_timeout=5), sep="\n", file=sys.stderr)
     for child in psutil.Process().children(recursive=True)[::-1]:
         with contextlib.suppress(psutil.Error):
-            print("aborted:", child.pid, *child.cmdline()[:4], file=sys.stderr)
+            print(f"aborted: {child.pid} {' '.join(child.cmdline())[:100]}", file=sys.stderr, flush=True)
             child.send_signal(signal.SIGABRT)
+            # One after the other: they write to the same place.
+            time.sleep(0.2)
 
 
 @contextlib.contextmanager
