@@ -33,7 +33,8 @@ def pytest_generate_tests(metafunc):
     marker = metafunc.definition.get_closest_marker("engines")
     metafunc.parametrize("engine", marker.args if marker else ["cublasmp", "peer"], indirect=True)
     if "nworkers" in metafunc.fixturenames:
-        counts = [n for n in getattr(metafunc.module, "COUNTS", range(1, 5)) if n <= max(4, GPUS)]
+        most = max(4, 2 * GPUS if SHARED else GPUS)
+        counts = [n for n in getattr(metafunc.module, "COUNTS", (1, 2, 3, 4, 8)) if n <= most]
         metafunc.parametrize("nworkers", counts, ids=lambda n: f"{n}workers", scope="session")
 
 
@@ -74,7 +75,7 @@ def sharing(nworkers, devices, env=None, **options):
         environment = (env or {}) | {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
         return {"cls": Nanny, "options": {"nthreads": 1, "env": environment, "silence_logs": options["silence_logs"]}}
 
-    scheduler = {"cls": Scheduler, "options": {"dashboard": False, "host": "127.0.0.1", "port": 0}}
+    scheduler = {"cls": Scheduler, "options": {"dashboard_address": "127.0.0.1:0", "host": "127.0.0.1", "port": 0}}
     return SpecCluster({number: worker(number) for number in range(nworkers)}, scheduler, silence_logs=50)
 
 
