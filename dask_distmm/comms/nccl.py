@@ -22,7 +22,11 @@ _BYTE = int(nccl.UINT8)
 
 def nccl_version() -> tuple[int, ...]:
     """Return the version of the NCCL library that is loaded."""
-    code = int(bindings.get_version())
+    return version_of(int(bindings.get_version()))
+
+
+def version_of(code: int) -> tuple[int, ...]:
+    """Return the version that a library of NVIDIA says as a number."""
     return code // 10000, code // 100 % 100, code % 100
 
 
@@ -58,6 +62,10 @@ class NcclComm:
         for peer, pointer, size in receive:
             bindings.recv(pointer, size, _BYTE, peer, self.handle, self.stream.ptr)
         bindings.group_end()
+
+    def broadcast(self, pointer: int, size: int, root: int, stream: cp.cuda.Stream) -> None:
+        """Copy bytes of device memory from the rank `root` to all others. Returns at once."""
+        bindings.broadcast(pointer, pointer, size, _BYTE, root, self.handle, stream.ptr)
 
     def agree(self, problem: str = "") -> dict[int, str]:
         """Tell all ranks of a problem, if there is one, and return the problems of all by rank. Waits."""

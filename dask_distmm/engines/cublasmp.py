@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import collections
 import gc
-import importlib.metadata
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
@@ -31,6 +30,7 @@ import numpy as np
 from nvmath.bindings import cublasMp
 
 from dask_distmm.comms.base import Boxes
+from dask_distmm.comms.nccl import version_of
 from dask_distmm.engines.base import (
     REPLICA,
     Job,
@@ -557,10 +557,10 @@ def _named(chunks: Mapping[int, Any], owned: Collection[int]) -> dict[ResultKey,
 class CublasMpEngine(CollectiveEngine):
     """Multiplies on GPUs with cuBLASMp, one GPU a worker process."""
 
-    name, library, least = "cublasmp", "cuBLASMp", (1000, "0.10")
+    name, least = "cublasmp", {"cuBLASMp": (0, 10, 0)}
 
-    def _versions(self) -> tuple[int, Mapping[str, str]]:
-        return int(cublasMp.get_version()), {"nvmath": importlib.metadata.version("nvmath-python")}
+    def _libraries(self) -> Mapping[str, tuple[int, ...]]:
+        return {"cuBLASMp": version_of(int(cublasMp.get_version()))}
 
     def job(self, side: Side[Any]) -> CublasMpJob:
         """Return what does a participant's part of a run."""

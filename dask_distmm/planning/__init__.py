@@ -15,7 +15,6 @@ from dask_distmm.planning.computation import Demand as Demand
 from dask_distmm.planning.computation import NamedMatrix as NamedMatrix
 from dask_distmm.planning.computation import Worker as Worker
 from dask_distmm.planning.cublasmp import CUBLASMP
-from dask_distmm.planning.cusolvermp import CUSOLVERMP
 from dask_distmm.planning.many import Batch as Batch
 from dask_distmm.planning.many import BatchPlan as BatchPlan
 from dask_distmm.planning.many import GroupPlan as GroupPlan
@@ -24,7 +23,7 @@ from dask_distmm.planning.model import ENGINES as ENGINES
 from dask_distmm.planning.model import register
 from dask_distmm.planning.numpy import NUMPY
 from dask_distmm.planning.numpy import NumpyModel as NumpyModel
-from dask_distmm.planning.peer import PEER
+from dask_distmm.planning.peer import NCCL, PEER
 from dask_distmm.planning.placement import EVERYWHERE as EVERYWHERE
 from dask_distmm.planning.placement import Explanation as Explanation
 from dask_distmm.planning.placement import Placement as Placement
@@ -38,5 +37,5 @@ from dask_distmm.planning.problem import Problem as Problem
 from dask_distmm.planning.problem import restrict as restrict
 
 # In the order in which they are preferred: GPUs that read each other's memory, other GPUs, CPUs.
-for _model in (PEER, CUBLASMP, CUSOLVERMP, NUMPY):
+for _model in (PEER, CUBLASMP, NCCL, NUMPY):
     register(_model)

@@ -546,17 +546,9 @@ class FactorPlacement(Placement):
         return len(self.ranks)
 
     @property
-    def collective(self) -> bool:
-        """Whether a library computes on all ranks together, on matrices of square blocks that begin on rank 0.
-
-        Then a spectral decomposition has block columns, too.
-        """
-        return ENGINES[self.engine].collective and self.count > 1
-
-    @property
     def shared(self) -> bool:
         """Whether ranks share the eigenvalues of a matrix in block columns; otherwise one of them has all of it."""
-        return self.method == "columns" and self.task.shareable and not ENGINES[self.engine].collective
+        return self.method == "columns" and self.task.shareable
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -600,7 +592,7 @@ class FactorPlacement(Placement):
         super().check()
         counts = {one.name: one.count for one in self.problem.outputs}
         good = self.width > 0 and self.ranks and self.owners.keys() == counts.keys()
-        good = good and (not self.task.spectral or self.count == 1 or self.collective or self.shared)
+        good = good and (not self.task.spectral or self.count == 1 or self.shared)
         if not good or not all(in_range(self.owners[name], counts[name], len(self.ranks)) for name in counts):
             raise ProtocolError(f"malformed plan: width {self.width} or owners do not fit {len(self.ranks)} ranks")
 
@@ -614,8 +606,6 @@ class FactorPlacement(Placement):
             second = problem.orientation("b").shape(problem.b_shape)
         elif problem.b_order is not None:
             second = (problem.a_shape[0] if problem.kind == "qr" else problem.b_order, problem.b_order)
-        elif problem.spectral and problem.vectors and self.collective:
-            second = a
         elif self.shared and problem.vectors:
             second = next(one.shape for one in problem.outputs if one.name == "v")  # type: ignore[assignment]
         below = int(self.shared)
@@ -623,9 +613,8 @@ class FactorPlacement(Placement):
             return Columns((Matrix(a, self.width),), self.count, below=below)
         # The block columns of Q begin where those of A do. Of right-hand sides each rank gets some if it can.
         even = -(-second[1] // self.count)
-        width = self.width if problem.kind == "qr" or self.collective else max(1, min(self.width, even))
-        matrices = Matrix(a, self.width), Matrix(second, width)
-        return Columns(matrices, self.count, aligned=self.collective, below=below)
+        width = self.width if problem.kind == "qr" else max(1, min(self.width, even))
+        return Columns((Matrix(a, self.width), Matrix(second, width)), self.count, below=below)
 
     @functools.cached_property
     def sweeps(self) -> tuple[str, ...]:
@@ -681,6 +670,7 @@ class FactorPlacement(Placement):
             check=self._check,
             holders=() if task.spectral else self.holders,
             queued=ENGINES[self.engine].on_gpus and name == "qr",
+            together=ENGINES[self.engine].collective,
         )
         for number, operand in enumerate(task.inputs):
             p.gather(operand, number)
@@ -689,11 +679,7 @@ class FactorPlacement(Placement):
         # Right-hand sides go through the factorization with A; but not the columns that are to become Q, or a solution
         # of an underdetermined system.
         together = len(columns.matrices) > 1 and task.kind != "qr" and not task.by_adjoint
-        if self.collective:
-            pivots, diagonals = p.known(panels if name == "lu" else ())
-            results = [self._buffer(output) for output in task.outputs if self.output(output.name).matrix is None]
-            p.call("by_library", p.array, makes=results if task.spectral else [*pivots, *diagonals])
-        elif task.spectral:
+        if task.spectral:
             results = list(map(self._buffer, task.outputs))
             if self.shared:
                 factor.eigenvalues(p, panels if self.sweeps else (), results[:1], vectors=task.vectors)
@@ -705,9 +691,9 @@ class FactorPlacement(Placement):
             )
         else:
             p.complete(panels)
-        if "substitute" in self.sweeps and not self.collective:
+        if "substitute" in self.sweeps:
             factor.substitute(p, panels, carried=self.carried, **substitution)
-        if "reflect" in self.sweeps and not (self.collective or self.shared):
+        if "reflect" in self.sweeps and not self.shared:
             # The columns of Q before a panel's first one are those of the identity in its rows: they stay as they are.
             factor.reflect(p, panels, lambda k: last + k if task.kind == "qr" else last)
         with p.on("join"):
@@ -726,8 +712,8 @@ class FactorPlacement(Placement):
             factor.store_columns(p, output.name, p.matrix(1)[self.task.a_shape[1] :, :], "residuals")
             return
         (rows, cols), first = layout.local_shape(p.me), self.columns.first(output.matrix or 0)
-        # Rows of L are swapped by the panels that come after, unless a library has done so.
-        swapped = self.task.kind == "lu" and output.form != "upper" and not self.collective
+        # Rows of L are swapped by the panels that come after.
+        swapped = self.task.kind == "lu" and output.form != "upper"
         place = p.blocks(first, self.columns.count)[:rows, :cols]
         factor.store_columns(p, output.name, place, "swapped" * swapped, self.panels)
 
@@ -755,7 +741,7 @@ class FactorPlacement(Placement):
         """Return a result by its name."""
         found = next(one for one in self.task.outputs if one.name == name)
         # The block columns of eigenvectors are distributed as those of a second matrix.
-        if (self.collective or self.shared) and found.form == "spectral" and len(found.shape) > 1:
+        if self.shared and found.form == "spectral" and len(found.shape) > 1:
             return dataclasses.replace(found, matrix=1, form="full")
         return found
 
@@ -809,10 +795,6 @@ def shared_bytes(task: Factorization, ranks: int, itemsize: int, width: int) -> 
 
 
 # Who computes a factorization: how many of the workers, and which; its time and its memory as projected
-
-
-# A reduction to tridiagonal form, and the way back of the vectors, move this many times what a factorization does.
-_REDUCTIONS = 4
 
 
 def algorithm_of(task: Factorization) -> str:
@@ -871,7 +853,7 @@ def _candidates(problem: FactorProblem, workers: int, engine: str) -> set[tuple[
     if _alone(problem, engine) or problem.method == "local":
         return {(1, False)}
     model = ENGINES[engine]
-    shared = problem.task.shareable and not model.collective
+    shared = problem.task.shareable
     width = block_width(problem.task, workers, model.widths, shared=shared)
     blocks = -(-problem.task.orientation("a").shape(problem.task.a_shape)[1] // width)
     most = max(1, min(workers, blocks))
@@ -921,9 +903,7 @@ def _consider(
     size = problem.compute_type.itemsize
     given = sum(math.prod(matrix.shape) for matrix in problem.matrices)
     home = held[range(count), list(made.ranks)].sum() if held.any() else given / len(participants)
-    by_library = problem.task.spectral and made.collective
-    sweeps = _REDUCTIONS if by_library else len(made.sweeps) - made.carried
-    streamed = (count - 1) * given / 2 * sweeps
+    streamed = (count - 1) * given / 2 * (len(made.sweeps) - made.carried)
     results = sum(math.prod(one.shape) for one in problem.outputs)
     moved = (given - home + streamed + results * (1 - 1 / count)) * size
     return estimated(made, _memory(made), _work(made, moved))
@@ -966,8 +946,7 @@ def _memory(made: FactorPlacement) -> NDArray[np.float64]:
 
     Its chunks of the operands; a rank also its block columns, two panels that are under way, and at the end its part
     of every output and its chunks of that. Chunks of an operand with donated memory are freed before any chunk of the
-    outputs exists. A spectral decomposition has a workspace, and its vectors, before they are
-    cut into chunks; a library has its workspace.
+    outputs exists. A spectral decomposition has a workspace, and its vectors, before they are cut into chunks.
     """
     problem, size, npart = made.problem, made.problem.compute_type.itemsize, len(made.participants)
     total, going = np.zeros(npart), np.zeros(npart)
@@ -982,9 +961,7 @@ def _memory(made: FactorPlacement) -> NDArray[np.float64]:
     for rank, index in enumerate(made.ranks):
         array = made.columns.rows * made.columns.local_cols(rank)
         beside = 2 * made.columns.rows * made.width * size
-        if made.collective:
-            beside = ENGINES[made.engine].workspace(made, rank) * size
-        elif made.shared:
+        if made.shared:
             beside = shared_bytes(problem.task, len(made.ranks), size, made.width)
         elif problem.task.spectral:
             made_whole = sum(math.prod(one.shape) * dtype_from_name(one.dtype).itemsize for one in problem.task.outputs)
@@ -995,7 +972,7 @@ def _memory(made: FactorPlacement) -> NDArray[np.float64]:
             sizes = output.elements
             results += int(sizes[made.owners[output.name] == rank].sum()) * dtype_from_name(output.dtype).itemsize
             # L is copied, as its rows are swapped in the end.
-            if layout is not None and factored(problem.task) == "lu" and not made.collective:
+            if layout is not None and factored(problem.task) == "lu":
                 results += math.prod(layout.local_shape(rank)) * size
         total[index] += array * size + beside
         at_the_end[index] = results

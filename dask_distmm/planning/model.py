@@ -140,8 +140,7 @@ class EngineModel:
     on_gpus: bool = False
     # Whether its ranks read the memory of each other's GPUs, and of their host.
     reads_peers: bool = False
-    # Whether its ranks call a library together, with a communicator in which they have an order, that TLS does not
-    # cover.
+    # Whether its ranks meet in a library, with a communicator in which they have an order, that TLS does not cover.
     collective: bool = False
     # Whether its ranks can make chunks of A and B themselves, when they need them.
     makes: bool = False
@@ -225,10 +224,6 @@ class EngineModel:
     def share(self, algorithm: str, ranks: int) -> float:
         """Return the share of a product's rate at which a factorization runs on some ranks; 0 where none is known."""
         return self.shares.get(algorithm, (0.0, 0.0))[ranks > 1]
-
-    def workspace(self, plan: Any, rank: int) -> int:
-        """Return the elements that a collective library holds on a rank beside the matrices of a plan."""
-        return 0
 
     def shares_eigh_from(self, dtype: str, workers: int) -> int | None:
         """Return from which order on ``method="auto"`` has eigenvalues by way of block columns; None for never."""

@@ -1,4 +1,4 @@
-"""The model of the engine `peer`: GPUs that read each other's memory. Pure.
+"""The models of the engines `peer`, for GPUs that read each other's memory, and `nccl`, for those that don't. Pure.
 
 Beside the roofline a run of several ranks, or of chunks of others, has 4 messages (2 for a single rank), 2 more
 for sums of others, 1 where several ranks pull parts of both A and B, 0.75 each time that twice as many chunks are
@@ -49,13 +49,18 @@ def reaches(reader: Worker, other: Worker) -> bool:
     return reader.host == other.host and (reader.device == other.device or other.device in reader.reach)
 
 
-class PeerModel(EngineModel):
-    """The model of the engine."""
+class SolverModel(EngineModel):
+    """The model of engines whose ranks factorize on GPUs."""
 
     # One GPU: H200, float64, N = 32768.
     shares: ClassVar = {**EngineModel.shares, "cholesky": (0.75, 0.85), "lu": (0.55, 0.75), "qr": (0.72, 0.7)}
     # A panel of 512 columns, its way to another rank, what it is applied to first: two H200, float64, N = 16384, 32768.
     panel_seconds: ClassVar = {"cholesky": 1.8e-3, "lu": 3.5e-3, "qr": 6e-3}
+
+
+class PeerModel(SolverModel):
+    """The model of the engine."""
+
     # Exchanges included: two H200, float64, N = 16384 and 32768.
     column_seconds: ClassVar = 4e-5
 
@@ -232,6 +237,10 @@ def _bytes_of(plan: Plan, *, made: bool) -> NDArray[np.float64]:
     return np.asarray(sum(found, start=0.0) + np.zeros(len(plan.ranks)))
 
 
+# Factorizations on GPUs that can't read each other's memory: panels are broadcast.
+NCCL = SolverModel(
+    "nccl", "dask_distmm.engines.nccl", frozenset(["factorization"]), (128, 512), on_gpus=True, collective=True
+)
 PEER = PeerModel(
     "peer",
     "dask_distmm.engines.peer.engine",

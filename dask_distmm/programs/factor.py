@@ -72,9 +72,6 @@ class Columns:
     matrices: tuple[Matrix, ...]
     # Number of ranks.
     ranks: int
-    # Whether the second matrix begins on rank 0, too, as libraries want it: between the two there are as many blocks
-    # without columns as it takes.
-    aligned: bool = False
     # Rows below the diagonal at which panels begin: 1 for the reflectors of a tridiagonal reduction.
     below: int = 0
 
@@ -90,12 +87,7 @@ class Columns:
 
     def first(self, matrix: int) -> int:
         """Return the number of the first block of a matrix, and behind the last matrix the number of all blocks."""
-        found = 0
-        for number, one in enumerate(self.matrices[:matrix], start=1):
-            found += one.count
-            if self.aligned and number < len(self.matrices):
-                found = -(-found // self.ranks) * self.ranks
-        return found
+        return sum(one.count for one in self.matrices[:matrix])
 
     def owner(self, block: int) -> int:
         """Return the rank that has a block."""
@@ -108,7 +100,6 @@ class Columns:
         for number, matrix in enumerate(self.matrices):
             cols = matrix.shape[1]
             found += (BlockColumn(number, at, min(at + matrix.width, cols)) for at in range(0, cols, matrix.width))
-            found += [BlockColumn(number, cols, cols)] * (self.first(number + 1) - len(found))
         return tuple(found)
 
     @property
@@ -210,13 +201,16 @@ class Panels(Recorder):
         check: int | None = None,
         holders: Sequence[int] = (),
         queued: bool = False,
+        together: bool = False,
     ) -> None:
         super().__init__(me, Rows((), (), columns.ranks), dtype)
         self.columns = columns
         # What panels are of: ``"cholesky"``, ``"lu"``, ``"qr"``, ``"reflect"`` for reflectors, or nothing; the parts
         # of them that others need; the size that diagonals are looked at with, if they are; the ranks that have all
-        # pivots in the end; whether updates are queued before a panel that is waited for.
+        # pivots in the end; whether updates are queued before a panel that is waited for; whether all ranks meet for
+        # each panel of a sweep, also those that do not need it, as a broadcast wants it.
         self._factored, self._parts, self._check, self._holders, self._queued = factored, parts, check, holders, queued
+        self._together, self._sweeps = together and columns.ranks > 1, 0
         self.array = Buffer("x", (columns.rows, columns.local_cols(me)), dtype)
         self._here[self.array.name] = self.array
         self.steps.append(Make(self.array, "", donated=True))
@@ -291,14 +285,20 @@ class Panels(Recorder):
     ) -> None:
         """Apply panels to block columns; if panels are factorized, the next one before the others are updated."""
         todo = [(k, *targets(k)) for k in order]
+        # A panel has another number in each sweep for which all ranks meet.
+        offset = self._sweeps * self.columns.count
+        self._sweeps += self._together
         if factor and todo and self.owns(todo[0][0]):
             self._factor(todo[0][0], factor)
         for at, (k, first, stop) in enumerate(todo):
-            remote = not self.owns(k) and bool(self._owned(first, stop))
+            remote = not self.owns(k) and (self._together or bool(self._owned(first, stop)))
             if remote:
-                self.pull(self.columns.owner(k), Key(part, k), self._with_extra(k, part), taken=True)
+                self.pull(self.columns.owner(k), Key(part, offset + k), self._with_extra(k, part), taken=True)
                 if factor:
                     self._note(k)
+            elif self._together and self.owns(k) and not factor:
+                with self._joining(k):
+                    self.publish(part, offset + k, *self._with_extra(k, part))
             following = todo[at + 1][0] if at + 1 < len(todo) else self.columns.count
             ahead = factor is not None and at + 1 < len(todo) and self.owns(following)
             if ahead:
@@ -340,7 +340,7 @@ class Panels(Recorder):
             self._fresh = True
             if self._holders:
                 self.call("diagonal", self.panel(k), makes=[self._diagonal(k)])
-            self._complete(k)
+            self._complete(k, ["lower"] if self._together else self._parts)
 
     def _diagonal(self, k: int) -> Buffer:
         return Buffer(f"diagonal.{k}", (self.panel(k).shape[1], 1), self.dtype)
@@ -359,15 +359,15 @@ class Panels(Recorder):
             # So that all ranks name the same minor, the first: those after it are wrong, too.
             self.call("check_minor", self.extra(k), start=self.columns.place(k)[0], copied=True)
 
-    def _complete(self, k: int) -> None:
-        """Look at a panel of this rank that does not change any more, and publish it."""
+    def _complete(self, k: int, parts: Sequence[str]) -> None:
+        """Look at a panel of this rank that does not change any more, and publish parts of it."""
         start, stop = self.columns.place(k)
         if self._check is not None:
             rows = self.blocks(k, k + 1)[:, : stop - start]
             self.call("check_diagonal", rows, start=start, size=self._check)
-        for part in self._parts if self.columns.ranks > 1 else ():
+        for part in parts if self.columns.ranks > 1 else ():
             self.publish(part, k, *self._with_extra(k, part))
-        if set(self._holders) - {self.me}:
+        if set(self._holders) - {self.me} and not self._together:
             self.publish("pivots", k, self.extra(k), self._diagonal(k))
 
     def complete(self, order: Iterable[int]) -> None:
@@ -375,7 +375,7 @@ class Panels(Recorder):
         for k in order:
             if self.owns(k):
                 with self.on("ahead"):
-                    self._complete(k)
+                    self._complete(k, () if self._together else self._parts)
 
     def starts(self, order: Iterable[int]) -> list[int]:
         """Return the first rows of panels."""
@@ -388,7 +388,7 @@ class Panels(Recorder):
 
     def pivots(self, order: Iterable[int], last: int) -> None:
         """Get the pivots that have not come with panels, where all are wanted."""
-        for k in order:
+        for k in () if self._together else order:
             if self.me in self._holders and not self.owns(k) and not self._owned(k + 1, last):
                 self.pull(self.columns.owner(k), Key("pivots", k), self._pivots(k), taken=True)
 

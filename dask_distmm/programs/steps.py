@@ -411,7 +411,6 @@ CONTRACTS: dict[str, Contract] = {
     # Of the whole matrix: eigenvalues and the like. Of all ranks' block columns: T of the reflectors; eigenvalues, and
     # the eigenvectors of a tridiagonal matrix; their phases.
     "decompose": Contract("u", _none),
-    "by_library": Contract("u", _none),
     "tridiagonalize": Contract("u", lambda a: 4 / 3 * a[0] ** 2 * a[1]),
     "diagonalize": Contract("u", _none),
     "normalize_phases": Contract("u", _none),

@@ -58,10 +58,10 @@ class Ranks:
             gc.enable()
 
 
-class SolverRanks(Ranks):
-    """The engine of factorizations that all ranks compute together, with LAPACK for what one computes alone."""
+class NcclRanks(Ranks):
+    """The engine of factorizations whose panels are broadcast, with LAPACK for kernels."""
 
-    name = "cusolvermp"
+    name = "nccl"
 
     def __init__(self, module, host, kernels):
         super().__init__(module, host)
@@ -69,7 +69,7 @@ class SolverRanks(Ranks):
 
     def job(self, side):
         if side.me not in self.engines:
-            self.engines[side.me] = self.module.CusolverMpEngine()
+            self.engines[side.me] = self.module.NcclEngine()
             self.engines[side.me].solver = lambda: self.kernels
         return super().job(side)
 
@@ -191,11 +191,11 @@ def make(monkeypatch):
 
 
 @pytest.fixture
-def make_solvers(monkeypatch):
+def make_broadcasting(monkeypatch):
     def make(host=False):
         world = devices.install(monkeypatch)
-        engine = importlib.import_module("dask_distmm.engines.cusolvermp")
-        return SolverRanks(engine, host, DeviceKernels()), world
+        engine = importlib.import_module("dask_distmm.engines.nccl")
+        return NcclRanks(engine, host, DeviceKernels()), world
 
     yield make
     _forget()

@@ -25,7 +25,7 @@ import solvers
 
 _TIMEOUT = 30
 # Modules that import the libraries, or those that do.
-_ENGINES = ("cublasmp", "cusolvermp", "gpu", "peer")
+_ENGINES = ("cublasmp", "gpu", "nccl", "peer")
 OVER_LIBRARIES = ("dask_distmm.comms.nccl", *(f"dask_distmm.engines.{name}" for name in _ENGINES))
 _SIZES = {"unsigned char": 1, "unsigned short": 2, "unsigned int": 4, "unsigned long long": 8, "uint4": 16}
 EPILOGUES = {"ALLREDUCE": 1, "RELU": 2, "GELU": 3, "BIAS": 4, "RELU_BIAS": 5, "GELU_BIAS": 6}
@@ -424,11 +424,19 @@ def install(monkeypatch, shares_memory=True, memory=None):
         everything = comm.hub.together(comm.rank, values, b"".join)
         ctypes.memmove(dst, everything, len(everything))
 
+    def broadcast(src, dst, size, kind, root, handle, stream):
+        comm = world.handles[handle]
+        values = ctypes.string_at(src, size) if comm.rank == root else b""
+        sent = comm.hub.together(comm.rank, (root, size, values), list)
+        assert {one[:2] for one in sent} == {(root, size)}, "ranks meet for different broadcasts"
+        ctypes.memmove(dst, sent[root][2], size)
+
     nccl_bindings = types.SimpleNamespace(
         get_version=lambda: 23007,
         group_start=group_start,
         group_end=group_end,
         all_gather=all_gather,
+        broadcast=broadcast,
         send=lambda p, n, kind, peer, c, s: local.sends.append((p, n, peer, world.handles[c])),
         recv=lambda p, n, kind, peer, c, s: local.receives.append((p, n, peer, world.handles[c])),
     )

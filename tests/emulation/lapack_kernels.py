@@ -11,10 +11,25 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 
 
 class DeviceKernels(LapackKernels):
-    """LAPACK in place of cuSOLVER: matrices are on the device."""
+    """LAPACK in place of cuSOLVER: matrices are on the device, and what comes of calls is looked at in the end."""
+
+    asynchronous, streams = True, (devices.Stream.null, devices.Stream.null)
 
     def empty(self, shape, dtype):
         return super().empty(shape, dtype).view(devices.ndarray)
+
+    def getrf(self, a, *, pivoting=True):
+        pivots = super().getrf(a, pivoting=pivoting)
+        return pivots.view(devices.ndarray) if pivoting else None
+
+    def potrf(self, a):
+        return super().potrf(a).view(devices.ndarray)
+
+    def geqrt(self, a):
+        return super().geqrt(a).view(devices.ndarray)
+
+    def triangle(self, a, *, lower, unit):
+        return super().triangle(a, lower=lower, unit=unit).view(devices.ndarray)
 
 
 class QueuedKernels(LapackKernels):

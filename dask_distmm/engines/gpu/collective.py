@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import cupy as cp
 
@@ -51,9 +52,8 @@ class RankGroup:
 class CollectiveEngine(Engine):
     """An engine whose ranks share a communicator, one GPU a worker process."""
 
-    # The library's name, and its least version as a number and as text.
-    library: str
-    least: tuple[int, str]
+    # The least versions of the libraries that it has beside NCCL.
+    least: ClassVar[Mapping[str, tuple[int, ...]]] = {}
 
     def __init__(self) -> None:
         # By number the groups of ranks that have a communicator.
@@ -67,25 +67,24 @@ class CollectiveEngine(Engine):
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that must agree between workers."""
         check_gpu()
+        least = {"NCCL": LEAST_NCCL, **self.least}
         try:
-            version, others = self._versions()
-            nccl, (least, text) = nccl_version(), self.least
+            found = {"NCCL": nccl_version(), **self._libraries()}
+            others = {"nvmath": importlib.metadata.version("nvmath-python")}
         except (ImportError, RuntimeError) as error:
             raise EngineError(
-                f"{self.library} or NCCL can't be loaded ({error}): {install_command('cu13')} (cu12 for CUDA 12)"
+                f"{' or '.join(least)} can't be loaded ({error}): {install_command('cu13')} (cu12 for CUDA 12)"
             ) from error
-        found = ".".join(map(str, nccl))
-        if version < least or nccl < LEAST_NCCL:
+        if any(found[name] < least[name] for name in least):
             major = cp.cuda.runtime.runtimeGetVersion() // 1000
             raise EngineError(
-                f"{self.library} {version} and NCCL {found} were found; needed are {self.library} {text} ({least}) and "
-                f"NCCL {'.'.join(map(str, LEAST_NCCL))} or newer: {install_command(f'cu{major}')}"
+                f"{_named(found)} were found; needed are {_named(least)} or newer: {install_command(f'cu{major}')}"
             )
-        return {self.name: str(version), "nccl": found, **others}
+        return {name.lower(): _dotted(version) for name, version in found.items()} | others
 
-    def _versions(self) -> tuple[int, Mapping[str, str]]:
-        """Return the version of the library, and those of others beside NCCL."""
-        raise NotImplementedError
+    def _libraries(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the versions of the libraries that it has beside NCCL."""
+        return {}
 
     def memory(self) -> int:
         """Return the bytes of the device."""
@@ -115,3 +114,11 @@ class CollectiveEngine(Engine):
                 "a rank of group %s is gone: its communicator and %d MiB of this GPU stay taken until the worker "
                 "restarts", group, kept,
             )  # fmt: skip
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _named(versions: Mapping[str, tuple[int, ...]]) -> str:
+    return " and ".join(f"{name} {_dotted(version)}" for name, version in versions.items())

@@ -19,6 +19,7 @@ then has a copy engine pull the panel, while the GEMMs of the panel before run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,11 +30,11 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ResultKey, Side
 from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns, placed
 from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.gpu.tridiagonal import DeviceReduction, Peers, exchange_bytes
 from dask_distmm.engines.peer.memory import Exporter, PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
-from dask_distmm.engines.programs.exchange import RankExchange
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh, Tridiagonal, row_bounds
 from dask_distmm.planning.factor import FactorPlacement
@@ -48,8 +49,6 @@ from dask_distmm.programs.steps import Buffer, Key, Store
 COLUMNS, EXTRAS, EXCHANGE, ROWS, RESULTS = 0, 1, 2, 3, 4
 # The number of the flag that says that these rows are complete, from that of the end on.
 ROWS_COMPLETE = 1
-# The parts of panels that are pulled.
-_PANELS = "lower", "upper"
 
 
 def flag_of(plan: FactorPlacement, key: Key | None) -> int:
@@ -84,7 +83,7 @@ def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     return np.array(found, np.int64)
 
 
-class PulledPanels(RankExchange):
+class PulledPanels(DevicePanels):
     """The exchange of one rank's panels by pulls from other GPUs' memory."""
 
     def __init__(
@@ -97,21 +96,15 @@ class PulledPanels(RankExchange):
         extras: Any,
         check: Callable[[], None],
     ) -> None:
-        super().__init__(plan.ranks, comm, check)
-        self._plan = plan
-        self._flags, self._extras, self._streams = flags, extras, streams
+        super().__init__(plan.ranks, comm, check, state.pulls(1)[0], streams)
+        self._plan, self._flags, self._extras = plan, flags, extras
         # After which pivots are there.
         self.made: dict[Key, Any] = {}
-        self._pulling = state.pulls(1)[0]
         self.remote: Remote
-        self.pulled_bytes = 0
-        # Buffers that are free, with the events after which they may be filled; and those of panels that are here.
-        self._free: list[tuple[Any, list[Any]]] = []
-        self._used: dict[Key, list[Any]] = {}
 
     def publish(self, key: Key, arrays: Sequence[Any]) -> None:
         """Let others pull a panel after the work that is on the current stream now."""
-        if key.part not in (*_PANELS, "pivots"):
+        if key.part not in (*self.parts, "pivots"):
             super().publish(key, arrays)
             return
         current = cp.cuda.get_current_stream()
@@ -131,75 +124,29 @@ class PulledPanels(RankExchange):
         column: Any = extras[:, panel // len(self._plan.ranks)]
         return column.view(dtype)
 
-    def ask(self, owner: int, key: Key) -> Any:
-        """Note what is to be pulled: it begins as soon as `get` finds the flag up."""
-        return (owner, key) if key.part in _PANELS else super().ask(owner, key)
-
-    def get(self, asked: Any, *, again: bool = False) -> Sequence[Any]:
-        """Pull a panel; the stream of the work waits for it, this thread only for its flag."""
-        if not isinstance(asked, tuple) or asked[1].part not in _PANELS:
-            return super().get(asked, again=again)
-        plan, (owner, key) = self._plan, asked
+    def _come(self, owner: int, key: Key, like: Sequence[Buffer]) -> tuple[Any, ...]:
+        """Pull a panel as soon as its flag is up, for which this thread waits."""
+        plan = self._plan
         holder = plan.ranks[owner]
         self.remote.wait(holder, flag_of(plan, key), self._check)
-        dtype = plan.problem.compute_type
         shape = plan.columns.rows, plan.columns.local_cols(owner)
         columns = plan.columns.local(owner, key.number, key.number + 1)
-        source = self.remote.view(holder, BLOCKS, COLUMNS, shape, dtype)[:, columns]
+        source = self.remote.view(holder, BLOCKS, COLUMNS, shape, plan.problem.compute_type)[:, columns]
         start, stop = plan.columns.place(key.number)
-        source = source[start:] if key.part == "lower" else source[:stop]
-        panel = self._pull(key, source)
-        if key.part == "upper" or not len(self._extras):
-            self._ready()
+        panel = self._pull(key, source[start:] if key.part == "lower" else source[:stop], like[0])
+        if len(like) == 1:
             return (panel,)
-        width = stop - start
         rows, count, _ = offered_by(plan, owner)[EXTRAS].tolist()
         extras = self.remote.view(holder, BLOCKS, EXTRAS, (rows, count), np.dtype(np.uint8))
-        # LU's pivots, Cholesky's info or QR's T.
-        size = {"lu": min(panel.shape), "cholesky": 1}.get(plan.sweeps[0])
-        kind = dtype if size is None else np.dtype(np.int32)
-        taken = self._pull(key, self._slot(extras, key.number, kind)[: size or width * width][:, None])
-        self._ready()
-        extra = taken[:, 0]
-        return panel, (extra.reshape((width, width), order="F") if size is None else extra)
+        slot = self._slot(extras, key.number, np.dtype(like[1].dtype))
+        return panel, self._pull(key, slot[: math.prod(like[1].shape)][:, None], like[1])
 
-    def _pull(self, key: Key, source: Any) -> Any:
+    def _pull(self, key: Key, source: Any, like: Buffer) -> Any:
         """Have a copy engine copy a matrix, column by column, into a buffer."""
-        size = source.size * source.itemsize
-        buffer, events = self._take(size)
-        target = buffer[:size].view(source.dtype).reshape(source.shape, order="F")
-        self._used.setdefault(key, []).append(buffer)
-        for event in events:
-            self._pulling.wait_event(event)
-        if size:
-            rows = len(source) * source.itemsize
-            cp.cuda.runtime.memcpy2DAsync(
-                target.data.ptr, rows, source.data.ptr, source.strides[1] if source.shape[1] > 1 else rows, rows,
-                source.shape[1], cp.cuda.runtime.memcpyDeviceToDevice, self._pulling.ptr,
-            )  # fmt: skip
-        self.pulled_bytes += size
+        target = placed(self._room(key, source.nbytes), like)
+        copy_columns(source, target, self._coming)
+        self.pulled_bytes += source.nbytes
         return target
-
-    def _take(self, size: int) -> tuple[Any, list[Any]]:
-        """Return a buffer of this many bytes, and the events after which it may be filled."""
-        for at, (buffer, events) in enumerate(self._free):
-            if size <= len(buffer) <= max(2 * size, 2**20):
-                del self._free[at]
-                return buffer, events
-        # Straight from the pool of the default stream, on which nothing else runs: its memory is free now.
-        with cp.cuda.Stream.null:
-            return cp.empty(max(1, size), np.uint8), []
-
-    def _ready(self) -> None:
-        """Let the work wait for the pulls so far."""
-        event = record(self._pulling)
-        for stream in self._streams:
-            stream.wait_event(event)
-
-    def drop(self, key: Key) -> None:
-        """Let a panel's buffers be filled again after the work that is on the stream now."""
-        events = [record(stream) for stream in self._streams]
-        self._free += [(buffer, events) for buffer in self._used.pop(key, ())]
 
 
 # Eigenvalues that GPUs of one host share: what each lets the others read, and reads of them

@@ -62,10 +62,10 @@ class RankExchange:
         if settle(self._future(key), arrays) and self._board is not None:
             self._board.lend(key, arrays)
 
-    def ask(self, owner: int, key: Key) -> Any:
+    def ask(self, owner: int, key: Key, like: Sequence[Any] = ()) -> Any:
         """Ask rank `owner` for what it publishes under `key`, now or later, without waiting; return what `get` takes.
 
-        Nothing is sent to a rank that can be read.
+        `like` are the buffers that it is for. Nothing is sent to a rank that can be read.
         """
         return (owner, key) if owner in self._readers else self._fetch(owner, key)
 

@@ -162,7 +162,7 @@ class ProgramJob(Job[Any]):
         threads, reported = self.plan.participants[self.me].nthreads, self.kernels.reported
         with np.errstate(all="ignore"), self.blas.working(threads), self.exchange:
             self.take(self._steps, reported, 1 - reported)
-            self.kernels.complete()
+            self._look()
             self._synchronize()
             spent = sum(self.timings.get(phase, 0.0) for phase in ("wait", "load", "gather"))
             self.timings["work"] = time.perf_counter() - began - spent
@@ -172,6 +172,10 @@ class ProgramJob(Job[Any]):
                 self._deliver()
         self.timings |= self.kernels.timings
         return self._result
+
+    def _look(self) -> None:
+        """Look at what was computed; raise if it is no result."""
+        self.kernels.complete()
 
     def _synchronize(self) -> None:
         """Wait until all is done."""
@@ -185,7 +189,7 @@ class ProgramJob(Job[Any]):
                 self.ended.check()
                 while pulls and len(asked) < most:
                     pull = pulls.popleft()
-                    asked.append(self.exchange.ask(pull.owner, self._numbered(pull.key)))
+                    asked.append(self.exchange.ask(pull.owner, self._numbered(pull.key), pull.buffers))
                     most = _room(pulls, ahead)
                 done, part = before + share * number / len(steps), share / len(steps)
                 if isinstance(step, If):

@@ -1,4 +1,4 @@
-"""Factorizations by cuSOLVERMp over the stand-ins: layouts, pivots, order of collective calls. LAPACK computes."""
+"""Factorizations whose panels are broadcast, over the stand-ins: layouts, pivots, the order in which ranks meet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from matrices import noise
 from residuals import (
     assert_cholesky,
-    assert_eigh,
     assert_inverse,
     assert_least_squares,
     assert_lu,
@@ -21,7 +20,7 @@ from residuals import (
 )
 
 from dask_distmm.config import read_options
-from dask_distmm.errors import EngineError, MatrixError
+from dask_distmm.errors import MatrixError
 from dask_distmm.planning import ENGINES, Worker
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import Factorization, FactorPlacement, FactorProblem, as_matrix, plan_factorization
@@ -32,7 +31,7 @@ RANKS = [1, 2, 3]
 CASES = [*((3, dtype) for dtype in DTYPES), (1, "float64"), (2, "complex128")]
 
 
-class Solvers:
+class Factorizing:
     """Runs factorizations on stand-ins of GPUs, from chunks of any sizes that lie anywhere."""
 
     def __init__(self, ranks, world):
@@ -56,7 +55,7 @@ class Solvers:
             task=task,
             matrices=tuple(NamedMatrix(name, sizes, task.dtype) for name, sizes in chunks.items()),
             wanted=outputs,
-            engine="cusolvermp",
+            engine="nccl",
             options=read_options(),
             array="numpy" if host else "cupy",
             method=shared,
@@ -71,13 +70,12 @@ class Solvers:
             where[name] = rng.integers(0, nranks + sources, len(rows) * len(cols)).astype(np.int32)
         workers = [Worker(f"w{index}") for index in range(nranks)]
         others = [Worker(f"s{index}") for index in range(sources)]
-        made = plan_factorization(problem, workers, where, engine="cusolvermp", sources=others)
+        made = plan_factorization(problem, workers, where, engine="nccl", sources=others)
         assert len(made.ranks) == nranks
         before = {key: part.copy() for key, part in parts.items()}
         found = run_jobs(self.ranks, FactorPlacement.from_wire(made.to_wire()), parts)
         for key, part in parts.items():
             np.testing.assert_array_equal(part, before[key])
-        assert self.world.open["descriptor"] == 0
         results = {}
         for one in outputs:
             counts, numbers = one.counts, iter(range(one.count))
@@ -100,13 +98,12 @@ class Solvers:
 
 
 @pytest.fixture
-def factorize(make_solvers, monkeypatch):
-    monkeypatch.setitem(ENGINES, "cusolvermp", dataclasses.replace(ENGINES["cusolvermp"], widths=(8, 8)))
-    found = Solvers(*make_solvers())
+def factorize(make_broadcasting, monkeypatch):
+    monkeypatch.setitem(ENGINES, "nccl", dataclasses.replace(ENGINES["nccl"], widths=(8, 8)))
+    found = Factorizing(*make_broadcasting())
     yield found
     found.release()
-    for kind in ("communicator", "grid", "descriptor"):
-        assert found.world.open[kind] == 0, kind
+    assert found.world.open["communicator"] == 0
 
 
 def positive(rng, n, dtype):
@@ -200,18 +197,6 @@ def test_least_squares(factorize, nranks, dtype, shape):
     assert_pseudoinverse(a, factorize("pinv", nranks, a)["x"])
 
 
-@pytest.mark.parametrize(("nranks", "dtype"), CASES)
-def test_eigenvalues(factorize, nranks, dtype):
-    rng = np.random.default_rng()
-    x = noise(rng, (52, 52), dtype)
-    a = (x + x.conj().T) / 2
-    for lower in (True, False):
-        found = factorize("eigh", nranks, triangle(a, lower), lower=lower)
-        assert_eigh(a, found["w"][0], found["v"])
-    (w,) = factorize("eigh", nranks, triangle(a, True), vectors=False).values()
-    np.testing.assert_allclose(w[0], found["w"][0], rtol=0, atol=1e-5 * abs(w).max())
-
-
 @pytest.mark.parametrize("host", [True, False])
 def test_chunks_of_workers_that_are_no_ranks(factorize, host):
     rng = np.random.default_rng()
@@ -224,7 +209,7 @@ def test_chunks_of_workers_that_are_no_ranks(factorize, host):
 def test_few_rows_more_columns_than_one_batch(factorize, monkeypatch):
     import sys
 
-    monkeypatch.setattr(sys.modules["dask_distmm.engines.cusolvermp"], "_BATCH_BYTES", 300)
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.nccl"], "_BATCH_BYTES", 300)
     a = noise(np.random.default_rng(), (90, 90), "float64")
     found = factorize("lu", 3, a)
     assert_lu(a, found["l"], found["u"], found["p"][0])
@@ -239,7 +224,7 @@ def test_matrices_that_have_no_such_factor(factorize, nranks):
         factorize("cholesky", nranks, a)
     a[37, 37] = np.nan
     assert np.isnan(factorize("solve", nranks, a, b, assume_a="pos")["x"]).any()
-    for kind, given, options in (("eigh", (a,), {}), ("cholesky", (a,), {}), ("solve", (a, b), {"assume_a": "pos"})):
+    for kind, given, options in (("cholesky", (a,), {}), ("solve", (a, b), {"assume_a": "pos"})):
         with pytest.raises(MatrixError, match="a must not contain infs or NaNs"):
             factorize(kind, nranks, *given, check_finite=True, **options)
     singular = noise(rng, (60, 60), "float64")
@@ -263,45 +248,3 @@ def test_nan_stays_nan(factorize):
     found = factorize("lu", 2, a)
     assert np.isnan(found["u"]).any()
     assert sorted(found["p"][0].tolist()) == list(range(40))
-
-
-def test_a_library_that_refuses(factorize):
-    import sys
-
-    solver = sys.modules["nvmath.bindings"].cusolverMp
-    sizes, a = solver.potrf_buffer_size, positive(np.random.default_rng(), 40, "float64")
-
-    def refuses(handle, uplo, n, pointer, ia, ja, descriptor, kind):
-        if factorize.world.handles[descriptor].rank == 1:
-            raise RuntimeError("NOT_SUPPORTED")
-        return sizes(handle, uplo, n, pointer, ia, ja, descriptor, kind)
-
-    solver.potrf_buffer_size = refuses
-    with pytest.raises(EngineError, match="w1: RuntimeError: potrf: NOT_SUPPORTED"):
-        factorize("cholesky", 2, a)
-    solver.potrf_buffer_size = sizes
-    getrf = solver.getrf
-
-    def other_pivots(handle, m, n, pointer, ia, ja, descriptor, pivots, *more):
-        getrf(handle, m, n, pointer, ia, ja, descriptor, pivots, *more)
-        import ctypes
-
-        (ctypes.c_int64 * 8).from_address(pivots)[:] = [0] * 8
-
-    solver.getrf = other_pivots
-    with pytest.raises(EngineError, match="has swapped row 0 with row -1"):
-        factorize("lu", 2, a)
-    solver.getrf = getrf
-    (factor,) = factorize("cholesky", 2, a).values()
-    assert_cholesky(a, factor)
-
-
-def test_what_one_rank_computes_needs_no_library(factorize):
-    before = len(factorize.world.calls)
-    a = noise(np.random.default_rng(), (30, 20), "float64")
-    found = factorize("svd", 1, a)
-    np.testing.assert_allclose((found["u"] * found["s"]) @ found["vh"], a, atol=1e-12)
-    s = a.T @ a
-    found = factorize("eigh", 1, s, subset=(3, 9))
-    assert_eigh(s, found["w"][0], found["v"], first=3)
-    assert len(factorize.world.calls) == before

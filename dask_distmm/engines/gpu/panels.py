@@ -1,0 +1,94 @@
+"""Panels of other ranks' block columns on this rank's GPU: the memory into which they come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from dask_distmm.comms.base import Comm
+from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.programs.exchange import RankExchange
+from dask_distmm.programs.steps import Buffer, Key
+
+
+class DevicePanels(RankExchange):
+    """The exchange of panels that come on a stream of their own, while the ones before are applied."""
+
+    # The parts of panels that come so.
+    parts = "lower", "upper"
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        comm: Comm,
+        check: Callable[[], None],
+        coming: cp.cuda.Stream,
+        streams: Sequence[cp.cuda.Stream],
+    ) -> None:
+        super().__init__(ranks, comm, check)
+        self._coming, self._streams = coming, streams
+        self.pulled_bytes = 0
+        # Buffers that are free, with the events after which they may be filled; and those of panels that are here.
+        self._free: list[tuple[Any, list[Any]]] = []
+        self._used: dict[Key, list[Any]] = {}
+
+    def ask(self, owner: int, key: Key, like: Sequence[Any] = ()) -> Any:
+        """Note what is to come, and into buffers like which."""
+        return (owner, key, like) if key.part in self.parts else super().ask(owner, key, like)
+
+    def get(self, asked: Any, *, again: bool = False) -> Sequence[Any]:
+        """Have a panel come; the streams of the work wait for it."""
+        if not isinstance(asked, tuple) or asked[1].part not in self.parts:
+            return super().get(asked, again=again)
+        owner, key, like = asked
+        found = self._come(owner, key, like)
+        event = record(self._coming)
+        for stream in self._streams:
+            stream.wait_event(event)
+        return found
+
+    def _come(self, owner: int, key: Key, like: Sequence[Buffer]) -> tuple[Any, ...]:
+        """Have what belongs to a panel copied to buffers, on the stream for that; return it in the form of `like`."""
+        raise NotImplementedError
+
+    def _room(self, key: Key, size: int) -> Any:
+        """Return a buffer of this many bytes for a panel, which may be filled on the stream of those that come."""
+        fitting = [at for at, (one, _) in enumerate(self._free) if size <= len(one) <= max(2 * size, 2**20)]
+        idle = (at for at in fitting if all(event.done for event in self._free[at][1]))
+        # With two of them one panel comes while the other one is applied.
+        at = next(idle, fitting[0] if len(fitting) > 1 else None)
+        if at is not None:
+            buffer, events = self._free.pop(at)
+            for event in events:
+                self._coming.wait_event(event)
+        else:
+            # Straight from the pool of the default stream, on which nothing else runs: its memory is free now.
+            with cp.cuda.Stream.null:
+                buffer = cp.empty(max(1, size), np.uint8)
+        self._used.setdefault(key, []).append(buffer)
+        return buffer
+
+    def drop(self, key: Key) -> None:
+        """Let a panel's buffers be filled again after the work that is on the streams now."""
+        events = [record(stream) for stream in self._streams]
+        self._free += [(buffer, events) for buffer in self._used.pop(key, ())]
+
+
+def placed(buffer: Any, like: Any) -> Any:
+    """Return the first bytes of a buffer as a column-major matrix like another, or as the vector of numbers."""
+    dtype = np.dtype(like.dtype)
+    array = buffer[: math.prod(like.shape) * dtype.itemsize].view(dtype)
+    return array if dtype.kind == "i" else array.reshape(like.shape, order="F")
+
+
+def copy_columns(source: Any, target: Any, stream: cp.cuda.Stream) -> None:
+    """Copy a matrix to a contiguous one column by column, by a copy engine."""
+    if source.size:
+        rows = len(source) * source.itemsize
+        columns, pitch = source.size // len(source), source.strides[1] if source.size > len(source) else rows
+        given = target.data.ptr, rows, source.data.ptr, pitch, rows, columns
+        cp.cuda.runtime.memcpy2DAsync(*given, cp.cuda.runtime.memcpyDeviceToDevice, stream.ptr)

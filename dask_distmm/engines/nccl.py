@@ -1,0 +1,285 @@
+"""The engine for factorizations on GPUs that can't read each other's memory: those of several hosts.
+
+One participant's side of a run.
+
+::
+
+    prepare()   chunks are brought to the device, block columns are allocated
+    execute()   chunks of workers that are not ranks are fetched over Dask's comms
+                the gate: all ranks go on, or none
+                block columns are made of the ranks' chunks, by NCCL
+                the program's steps; panels are broadcast on a stream of their own (`SentPanels`)
+                chunks of the outputs are made of all ranks' block columns, by NCCL
+
+All ranks meet for each panel in the order of the program, also those that do not need it. A rank queues all its steps
+without a look at what comes of them, so none leaves before the others; what one of them finds then, and what can fail
+on one only, such as an allocation, is agreed on by all (`RankGroup.together`).
+
+The communicator is what the ranks of a plan share and keep between runs. To make, to use or to free it is collective:
+all ranks do it in the same order, as they see the same runs in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import cupy as cp
+import numpy as np
+
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.base import ResultKey, Side, wait_checked
+from dask_distmm.engines.entry import CollectiveEntry
+from dask_distmm.engines.gpu.collective import CollectiveEngine, RankGroup
+from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
+from dask_distmm.engines.gpu.operands import check_arrays, record
+from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns, placed
+from dask_distmm.engines.gpu.program import GpuProgramJob
+from dask_distmm.engines.programs.blas import assign
+from dask_distmm.engines.programs.job import Part, put, triangle_of
+from dask_distmm.errors import MatrixError
+from dask_distmm.layout import Copy, Moves
+from dask_distmm.layout.rectangles import Shuffle
+from dask_distmm.planning.computation import NamedMatrix
+from dask_distmm.planning.factor import FactorPlacement, algorithm_of
+from dask_distmm.planning.model import ENGINES
+from dask_distmm.planning.placement import Placement
+from dask_distmm.programs.steps import Buffer, Key, Make
+
+# Each array of a message begins at a multiple of this many bytes.
+_ALIGNED = 16
+
+
+class SentPanels(DevicePanels):
+    """The exchange of panels by broadcasts. `group` must be set before the first one."""
+
+    group: RankGroup
+
+    def offer(self, plan: Placement) -> dict[str, Any]:
+        """Offer nothing: no rank reads the memory of another one."""
+        return {}
+
+    def publish(self, key: Key, arrays: Sequence[Any]) -> None:
+        """Give a panel to all others, after the work that is on the current stream now."""
+        self._coming.wait_event(record(cp.cuda.get_current_stream()))
+        self._broadcast(key, arrays, self.group.comm.rank)
+        event = record(self._coming)
+        self._free += [(buffer, [event]) for buffer in self._used.pop(key)]
+
+    def _come(self, owner: int, key: Key, like: Sequence[Buffer]) -> tuple[Any, ...]:
+        """Take part in the broadcast of a panel."""
+        found = self._broadcast(key, like, owner)
+        self.pulled_bytes += sum(x.nbytes for x in found)
+        return found
+
+    def _broadcast(self, key: Key, arrays: Sequence[Any], root: int) -> tuple[Any, ...]:
+        """Queue the broadcast of arrays in one buffer; return their places there. Others than the root give shapes."""
+        sizes = [math.prod(one.shape) * np.dtype(one.dtype).itemsize for one in arrays]
+        ends = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
+        buffer = self._room(key, ends[-1])
+        places = tuple(placed(buffer[at:], one) for at, one in zip(ends, arrays, strict=False))
+        if root == self.group.comm.rank:
+            for array, place in zip(arrays, places, strict=True):
+                copy_columns(array, place, self._coming)
+        self.group.comm.broadcast(int(buffer.data.ptr), ends[-1], root, self._coming)
+        return places
+
+    def complete(self) -> None:
+        """Let what comes next on the streams of the work wait for all broadcasts."""
+        event = record(self._coming)
+        for stream in self._streams:
+            stream.wait_event(event)
+
+
+# One participant's side of a factorization
+
+
+# Bytes that are on their way from one rank to another at a time, and again in the other direction.
+_BATCH_BYTES = 2**28
+# Seconds that work which was begun may take to end after an error, and between two looks whether it has.
+_SETTLING, _LOOK = 5.0, 1e-3
+
+
+class NcclJob(GpuProgramJob):
+    """One participant's side of one run; see the text of the module."""
+
+    def __init__(self, side: Side[FactorPlacement], engine: NcclEngine) -> None:
+        super().__init__(side, engine)
+        self._state = engine
+        # None for a rank that is alone, as for a participant that is no rank.
+        self._panels: SentPanels | None = None
+        if len(self.plan.ranks) > 1 and self.rank is not None:
+            given = self.ended.check, engine.coming, engine.solver().streams
+            self.exchange = self._panels = SentPanels(self.plan.ranks, self.comm, *given)
+        least = ENGINES[self.plan.engine].share(algorithm_of(self.plan.problem.task), len(self.plan.ranks))
+        self._entry = CollectiveEntry(self.plan, self.rank, self.comm, self.ended, least)
+
+    # The work
+
+    def execute(self) -> dict[ResultKey, Any]:
+        """Gather the operands, take the steps, put the outputs together."""
+        try:
+            if self._panels is not None:
+                with self._stream:
+                    self._outside = self._fetched()
+                    self._entry.enter(lambda: self._state.new_id(self.plan.group))
+                    self._panels.group = self._joined()
+            return super().execute()
+        finally:
+            self._entry.leave()
+
+    def _synchronize(self) -> None:
+        if self._panels is not None:
+            self._panels.complete()
+        super()._synchronize()
+
+    def _look(self) -> None:
+        """Look at what was computed; raise on all ranks if one of them has found something in its columns."""
+        problem = ""
+        try:
+            super()._look()
+        except MatrixError as error:
+            problem = str(error)
+        self._refuse(problem)
+
+    def _settle(self) -> None:
+        """Let work end, also some that was begun before an error, which may never end: its memory is freed then."""
+        end = time.monotonic() + _SETTLING
+        while not self._stream.done and time.monotonic() < end:
+            time.sleep(_LOOK)
+
+    def _joined(self) -> RankGroup:
+        """Return the ranks' group."""
+        assert self.rank is not None
+        given = self.plan, self.rank, self._entry.unique_id, self._stream
+        return self._state.group(self.plan.group, lambda: RankGroup(*given))
+
+    def _fetched(self) -> dict[str, list[tuple[Part, Any]]]:
+        """Return by operand the parts that workers have which are not ranks."""
+        found: dict[str, list[tuple[Part, Any]]] = {}
+        for step in self._steps:
+            if isinstance(step, Make) and step.operand:
+                for holder, parts in self._wanted(step.operand, self._at(step.buffer)).items():
+                    if holder not in self.plan.ranks:
+                        answer = wait_checked(self._fetch("input", holder, parts), self.ended.check)
+                        found.setdefault(step.operand, []).extend(zip(parts, answer, strict=True))
+        return found
+
+    def _gather(self, name: str, target: Any) -> None:
+        """Write this rank's block columns of an operand."""
+        if self._panels is None:
+            super()._gather(name, target)
+            return
+        assert self.rank is not None
+        plan, rank_of = self.plan, {index: rank for rank, index in enumerate(self.plan.ranks)}
+        orientation = plan.problem.task.orientation(name)
+        copies: list[tuple[Copy, int, int]] = []
+        src: dict[int, Any] = {}
+        for peer in rank_of.values():
+            for copy, (index, *_) in self._parts_of(name, peer):
+                holder = int(plan.where[name][index])
+                if holder in rank_of:
+                    copies.append((copy, rank_of[holder], peer))
+                if holder == self.me:
+                    chunk = self.chunks[name, index]
+                    src[copy.src] = chunk.T if orientation.transposed else chunk
+        self._exchange(copies, src, {self.rank: target}, conjugated=orientation.conjugated)
+        for part, array in self._outside.pop(name, ()):
+            put(self.blas, part, cp.asarray(array, plan.problem.compute_type))
+
+    def _exchange(
+        self, copies: Iterable[tuple[Copy, int, int]], src: dict[int, Any], dst: dict[int, Any], *, conjugated: bool
+    ) -> None:
+        """Carry out copies, each with the ranks of its source and of its destination, to column-major matrices."""
+        assert self.rank is not None
+        assert self._panels is not None
+        group, ranks = self._panels.group, range(len(self.plan.ranks))
+        size = max((x.itemsize for x in (*src.values(), *dst.values())), default=1)
+        moves = Moves(*np.array([(*copy[:8], *owners) for copy, *owners in copies], np.int64).reshape(-1, 10).T)
+        for some in moves.rounds(len(ranks), _BATCH_BYTES // size):
+            shuffle = Shuffle(some, self.rank, ranks, src, dst, "F", device_bytes, single=_BATCH_BYTES)
+            exchange = Exchange(shuffle)
+            exchange.run(self._stream, group.comm)
+            self.pulled_bytes += exchange.received_bytes
+        for array in dst.values():
+            if conjugated and array.dtype.kind == "c":
+                cp.conjugate(array, out=array)
+
+    def _refuse(self, problem: str) -> None:
+        """Raise on all ranks if there is a problem on one of them."""
+        if self._panels is not None:
+            problem = next(iter(self._panels.group.comm.agree(problem).values()), "")
+        super()._refuse(problem)
+
+    def _assemble(self, number: int, output: NamedMatrix) -> dict[ResultKey, Any]:
+        """Return the chunks of an output that this rank puts together."""
+        if self._panels is None:
+            return super()._assemble(number, output)
+        assert self.rank is not None
+        found: dict[ResultKey, Any] = self._panels.group.together(lambda: self._blanks(output))
+        described = self.plan.output(output.name)
+        orientation, copies, dst = described.orientation, list[tuple[Copy, int, int]](), dict[int, Any]()
+        for peer in range(len(self.plan.ranks)):
+            for index, copy in self._taken_by(output, peer):
+                copies.append((copy, copy.src, peer))
+                if peer == self.rank:
+                    dst[copy.dst] = found[output.name, index].T if orientation.transposed else found[output.name, index]
+        self._exchange(copies, {self.rank: self._parts[output.name]}, dst, conjugated=orientation.conjugated)
+        for copy, _, peer in copies:
+            if peer == self.rank:
+                place = dst[copy.dst][copy.dst_index]
+                made = triangle_of(self.blas, described.form, place, copy.row, copy.col)
+                if made is not place:
+                    assign(place, made)
+        return found
+
+    # Messages between participants
+
+    def available(self, kind: str, boxes: Boxes) -> Future[Any]:
+        """Return the future that says when `serve` can answer."""
+        return self._entry.entered(int(boxes[0, 0])) if kind == "enter" else super().available(kind, boxes)
+
+    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+        """Return boxes of the chunks that are here, or the id under which ranks make their communicator."""
+        return list(self._entry.answer()) if kind == "enter" else super().serve(kind, boxes, flat)
+
+    # The end
+
+    def abort(self, error: BaseException) -> None:
+        """End with `error`: at once before the gate; else when the library returns, or else with the process."""
+        self._entry.abort(error)
+        super().abort(error)
+
+
+class NcclEngine(CollectiveEngine):
+    """Factorizes on GPUs of any hosts, one GPU a worker process."""
+
+    name = "nccl"
+
+    @functools.cached_property
+    def coming(self) -> cp.cuda.Stream:
+        """The stream on which panels come."""
+        return cp.cuda.Stream(non_blocking=True)
+
+    @functools.cached_property
+    def _kernels(self) -> Any:
+        # cuSOLVER is loaded by those who use it.
+        from dask_distmm.engines.gpu.lapack import SolverKernels
+
+        return SolverKernels(self.stream)
+
+    def solver(self) -> Any:
+        """Return the kernels of one GPU (`SolverKernels`), on the engine's stream."""
+        return self._kernels
+
+    def job(self, side: Side[Any]) -> NcclJob:
+        """Return what does a participant's part of a run."""
+        check_arrays(self.name, side.chunks)
+        return NcclJob(side, self)
+
+
+ENGINE = NcclEngine()
