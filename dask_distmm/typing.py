@@ -56,7 +56,7 @@ WithAux: TypeAlias = "tuple[da.Array, dict[str, da.Array]]"
 Op: TypeAlias = Literal["N", "T", "C"]
 Method: TypeAlias = Literal["auto", "local", "allgather", "reducescatter", "allreduce", "summa"]
 # Those of this package. A type checker does not know engines that a program registers: `typing.cast` helps there.
-Engine: TypeAlias = Literal["auto", "peer", "cublasmp", "cusolvermp", "numpy"]
+Engine: TypeAlias = Literal["auto", "peer", "cublasmp", "nccl", "numpy"]
 Batch: TypeAlias = Literal["auto", "items", "collective"]
 # The types that `quantize` makes: one scale for a matrix, and one for each block.
 Scaled: TypeAlias = Literal["float8_e4m3", "float8_e5m2"]

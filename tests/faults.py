@@ -24,7 +24,7 @@ FAULT_POINTS = {
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp", "Group", "multiply"),
     "steps": ("dask_distmm.engines.programs.job", "ProgramJob", "_call"),
-    "solver": ("dask_distmm.engines.cusolvermp", "Group", "call"),
+    "broadcast": ("dask_distmm.comms.nccl", "NcclComm", "broadcast"),
     "panel": ("dask_distmm.engines.peer.products", "Multiplication", "_multiply"),
     "step": ("dask_distmm.engines.peer.loads", "Loads", "_make"),
     "program": ("dask_distmm.engines.programs.job", "ProgramJob", "_take"),

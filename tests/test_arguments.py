@@ -129,15 +129,15 @@ def test_wrong_values_are_errors():
         (lambda: linalg.matrix_rank(a, 1e-3, rtol=1e-3), "two limits"),
         (lambda: linalg.solve_triangular(a, a, True), "trans must be"),
         (lambda: linalg.qr(lazy(random((90, 3))), "reducd"), "unknown mode 'reducd': did you mean 'reduced'"),
-        (lambda: linalg.qr(lazy(random((90, 3))), method="rows", engine="cusolvermp"), "is not for a program"),
+        (lambda: linalg.qr(lazy(random((90, 3))), method="rows", engine="nccl"), "is not for a program"),
         (lambda: linalg.cholesky(a, method="rows"), "method='rows' is for"),
         (lambda: linalg.norm(a, "fro", engine="numpy"), "ord='fro' here is computed by Dask's tasks"),
         (lambda: linalg.norm(a, axis=0, method="local"), "which have no method="),
         (lambda: linalg.norm(a, axis=5), r"norm\(\): axis 5 is out of bounds"),
         (lambda: linalg.lu(a, engine="cublasmp"), "'cublasmp' is not for a factorization"),
-        (lambda: linalg.gram(a, engine="cusolvermp"), "'cusolvermp' is not for a product"),
-        (lambda: matmul(a, a, engine="cusolvermp"), "is not for a product"),
-        (lambda: explain(a, a, engine="cusolvermp", workers=2), "is not for a product"),
+        (lambda: linalg.gram(a, engine="nccl"), "'nccl' is not for a product"),
+        (lambda: matmul(a, a, engine="nccl"), "is not for a product"),
+        (lambda: explain(a, a, engine="nccl", workers=2), "is not for a product"),
         (lambda: linalg.svd(lazy(random((9, 3))), method="columns"), "pass full_matrices=False"),
     ):
         with pytest.raises(PlanError, match=message):
@@ -146,7 +146,7 @@ def test_wrong_values_are_errors():
         wide = lazy(random((4, 6)))
         with pytest.raises(np.linalg.LinAlgError, match=rf"^{function.__name__}\(\): a must be square, got 4 x 6"):
             function(*(((wide, da.arange(4)), wide) if function is linalg.lu_solve else (wide,)))
-    with dask.config.set({"distmm.engine": "cusolvermp"}):
+    with dask.config.set({"distmm.engine": "nccl"}):
         assert explain(a, a, workers=2).engine == "numpy"
 
 

@@ -59,7 +59,7 @@ def cpu_worker(**changes: Any) -> dict[str, Any]:
 def gpu_worker(number: int, **changes: Any) -> dict[str, Any]:
     """Facts of a worker with a GPU of its own."""
     gpus = {"driver": "580.1", "cuda": "13.0", "devices": DEVICES, "without_peer_access": []}
-    engines = {"cublasmp": LIBRARIES, "cusolvermp": LIBRARIES, "numpy": {}}
+    engines = {"cublasmp": LIBRARIES, "nccl": LIBRARIES, "numpy": {}}
     more = {"engines": engines, "gpus": gpus, "driver_loaded": True, "cuda_major": 13}
     return cpu_worker(**more, visible_devices=f"{number},{(number + 1) % 4}", threads=1, **changes)
 
@@ -112,13 +112,13 @@ def test_gpus_that_do_not_reach_each_other() -> None:
 def test_gpus_of_several_hosts_factorize_by_one_engine() -> None:
     report = peer_cluster()
     for worker in report.workers.values():
-        worker["engines"]["cusolvermp"] = {"error": "no cuSOLVERMp"}
+        worker["engines"]["nccl"] = {"error": "no NCCL"}
     assert report.findings == []
     report.workers["tcp://3"]["host"] = "two"
     assert [found.level for found in report.findings] == ["note"]
     text = report.findings[0].text
     assert "no engine factorizes matrices on these GPUs" in text
-    assert "peer: its GPUs are on 2 hosts; cusolvermp: no cuSOLVERMp" in text
+    assert "peer: its GPUs are on 2 hosts; nccl: no NCCL" in text
     assert "dask_distmm[cu13]" in report.findings[0].remedy
 
 

@@ -15,7 +15,7 @@ from dask_distmm.runtime.messages import Description
 from dask_distmm.runtime.scheduler.freezing import Roster
 from dask_distmm.testing import make_problem
 
-GPUS = {name: {"nccl": "2.30.7"} for name in ("cublasmp", "cusolvermp")}
+GPUS = {name: {"nccl": "2.30.7"} for name in ("cublasmp", "nccl")}
 GPUS |= {"peer": {"cuda": "13000"}, "numpy": {"numpy": "2"}}
 
 
@@ -83,20 +83,18 @@ def test_others_do_not_and_asking_for_it_says_why(said, reason):
 @pytest.mark.parametrize("array", ["cupy", "numpy"])
 def test_factorizations_of_one_host_and_of_several(array, dtype):
     asked = {"array": array, "dtype": dtype, "kind": "factorization"}
-    assert choose(roster(gpu(0), gpu(1)), **asked) == (("peer", "cusolvermp"), ["w0", "w1"])
+    assert choose(roster(gpu(0), gpu(1)), **asked) == (("peer", "nccl"), ["w0", "w1"])
     apart = roster(gpu(0), gpu(1, host="other"))
-    assert choose(apart, **asked) == (("cusolvermp",), ["w0", "w1"])
-    assert choose(apart, "cusolvermp", **asked) == (("cusolvermp",), ["w0", "w1"])
-    with pytest.raises(EngineError, match=r"w0 is on host 'h', w1 on 'other'. Use engine='cusolvermp', or name"):
+    assert choose(apart, **asked) == (("nccl",), ["w0", "w1"])
+    assert choose(apart, "nccl", **asked) == (("nccl",), ["w0", "w1"])
+    with pytest.raises(EngineError, match=r"w0 is on host 'h', w1 on 'other'. Use engine='nccl', or name"):
         choose(apart, "peer", **asked)
-    with pytest.raises(
-        MissingEngineError, match="engine 'cusolvermp' can't multiply .*; use engine='peer' or 'cublasmp'"
-    ):
-        choose(apart, "cusolvermp", array=array, dtype=dtype)
-    lacking = GPUS | {"cusolvermp": {"error": "no cuSOLVERMp"}}
+    with pytest.raises(MissingEngineError, match="engine 'nccl' can't multiply .*; use engine='peer' or 'cublasmp'"):
+        choose(apart, "nccl", array=array, dtype=dtype)
+    lacking = GPUS | {"nccl": {"error": "no NCCL"}}
     without = roster(gpu(0, engines=lacking), gpu(1, host="other", engines=lacking))
     if array == "cupy":
-        with pytest.raises(EngineError, match=r"for GPUs of one host.*engine='cusolvermp'"):
+        with pytest.raises(EngineError, match=r"for GPUs of one host.*engine='nccl'"):
             choose(without, **asked)
     else:
         assert choose(without, **asked) == (("numpy",), ["w0", "w1"])
@@ -113,10 +111,10 @@ def test_programs_run_on_gpus_that_can_not_read_each_other(array):
 def test_matrices_do_not_leave_a_host_where_encryption_is_required():
     found = roster(gpu(0), gpu(1, host="other"))
     found._scheduler.security.require_encryption = True
-    with pytest.raises(EngineError, match=r"engine 'cusolvermp' would send matrices between the hosts"):
+    with pytest.raises(EngineError, match=r"engine 'nccl' would send matrices between the hosts"):
         choose(found, kind="factorization")
     demand = Demand("auto", "cupy", ("float64",) * 3, None, plaintext_nccl=True, kind="factorization")
-    assert asyncio.run(found.choose(demand))[0] == ("cusolvermp",)
+    assert asyncio.run(found.choose(demand))[0] == ("nccl",)
 
 
 def test_an_engine_that_more_workers_have_is_taken():

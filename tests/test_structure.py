@@ -44,9 +44,9 @@ ORDER = [
     "__main__",
 ]
 PURE = {"errors", "layout", "numeric", "programs", "planning", "typing", "engines", "show"}
-ON_GPUS = {"cublasmp", "cusolvermp", "gpu", "peer"}
+ON_GPUS = {"cublasmp", "nccl", "gpu", "peer"}
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
-ENGINES = {"numpy", "peer", "cublasmp", "cusolvermp"}
+ENGINES = {"numpy", "peer", "cublasmp", "nccl"}
 
 PATHS = sorted(ROOT.rglob("*.py"))
 

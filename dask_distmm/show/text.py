@@ -243,7 +243,7 @@ def in_words(share: Share | None) -> str:
 _WHAT = {
     "local": "one worker has the whole matrix",
     "host": "one worker has the whole matrix; LAPACK on its host computes, or cuSOLVER where it can",
-    "columns": "block columns on all workers; the owner of a panel factorizes it, others fetch it",
+    "columns": "block columns on all workers; the owner of a panel factorizes it, the others get it",
     "eigh": "block columns on all workers, which reduce the matrix to a tridiagonal one, and divide that",
 }
 
@@ -251,8 +251,6 @@ _WHAT = {
 def _method(plan: FactorPlacement) -> str:
     if plan.shared:
         return _WHAT["eigh"]
-    if plan.collective:
-        return f"block columns on all workers, which compute together by {ENGINES[plan.engine].library}"
     task = plan.problem.task
     by_host = ENGINES[plan.engine].on_gpus and task.spectral and task.decomposition.on_host
     return _WHAT["host" if by_host else plan.method]
@@ -274,7 +272,7 @@ def factor_text(plan: FactorPlacement) -> str:
             ", ".join(f"{x.name} {_sizes(x.chunks)} in {x.counts[0]} x {x.counts[1]} chunks" for x in problem.outputs),
         ),
         ("method", _method(plan)),
-        ("blocks", f"{blocks} of up to {plan.width} columns" * bool(plan.sweeps or plan.collective or plan.shared)),
+        ("blocks", f"{blocks} of up to {plan.width} columns" * bool(plan.sweeps or plan.shared)),
         ("work", f"{problem.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved between workers"),
         ("memory", _memory(plan)),
         ("time", _time(plan.estimate, "computing", "moving")),

@@ -47,7 +47,6 @@ _TITLES = {
     "dask_distmm": "dask_distmm",
     "python": "Python",
     "cublasmp": "cuBLASMp",
-    "cusolvermp": "cuSOLVERMp",
     "nccl": "NCCL",
     "nvmath": "nvmath-python",
     "cupy": "CuPy",

@@ -35,7 +35,6 @@ DISTRIBUTIONS = {
     "nccl4py": ("nccl4py",),
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
     "cublasmp": ("nvidia-cublasmp-cu13", "nvidia-cublasmp-cu12"),
-    "cusolvermp": ("nvidia-cusolvermp-cu13", "nvidia-cusolvermp-cu12"),
     "dask_cuda": ("dask-cuda",),
     "ucxx": ("distributed-ucxx-cu13", "distributed-ucxx-cu12", "distributed-ucxx"),
     "rmm": ("rmm-cu13", "rmm-cu12", "rmm"),

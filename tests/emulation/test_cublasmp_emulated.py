@@ -285,7 +285,7 @@ def test_old_libraries_are_refused_with_the_command(make, monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.0.0")
     assert ranks.module.ENGINE.versions()["nccl"] == "2.30.7"
     monkeypatch.setattr(sys.modules["nvmath.bindings"].cublasMp, "get_version", lambda: 900)
-    with pytest.raises(EngineError, match=r"cuBLASMp 900 and NCCL 2.30.7 were found.*pip install.*cu13"):
+    with pytest.raises(EngineError, match=r"NCCL 2.30.7 and cuBLASMp 0.9.0 were found.*pip install.*cu13"):
         ranks.module.ENGINE.versions()
 
 

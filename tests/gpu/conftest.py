@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config, items):
         needed = item.callspec.params.get("nworkers", 1) if hasattr(item, "callspec") else 1
         marker = item.get_closest_marker("gpus")
         needed = max(needed, marker.args[0] if marker else 1)
-        alone = SHARED and GPUS and "[peer" in item.name and "another_library" not in item.name
+        alone = SHARED and GPUS and "[peer" in item.name and "both_engines" not in item.name
         enough = needed if alone else GPUS
         if needed > enough:
             skipped.setdefault(item.path, []).append(item)

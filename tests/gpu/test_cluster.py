@@ -372,18 +372,18 @@ def test_factorizations_on_hosts_without_shared_memory(tmp_path):
         assert_solution(a, x, b)
         q, r = (client.compute(one, sync=True).get() for one in client.persist(linalg.qr(on_gpus(a, 300), **shared)))
         assert_qr(a, q, r)
-        w, v = (client.compute(one, sync=True).get() for one in client.persist(linalg.eigh(on_gpus(s, 300), **shared)))
+        w, v = (client.compute(one, sync=True).get() for one in client.persist(linalg.eigh(on_gpus(s, 300))))
         assert_eigh(s, w, v)
         x = client.compute(linalg.solve_triangular(on_gpus(s, 300), on_gpus(b, 300), **shared), sync=True).get()
         assert_solution(np.triu(s), x, b)
-        assert {event["engine"] for event in events(client, "start")} == {"cusolvermp"}
-        assert all(found == [False] for found in client.run(shares, engine="cusolvermp").values())
+        assert {event["engine"] for event in events(client, "start")} == {"nccl"}
+        assert all(found == [False] for found in client.run(shares, engine="nccl").values())
         assert_nothing_left(client)
 
 
-@pytest.mark.engines("cusolvermp")
+@pytest.mark.engines("nccl")
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize("point", ["exchange", "solver"])
+@pytest.mark.parametrize("point", ["exchange", "broadcast"])
 def test_a_rank_killed_while_all_factorize(start, nworkers, point):
     """The others wait for it in the library: their processes end themselves, and Dask begins again."""
     from faults import inject

@@ -15,7 +15,7 @@ from dask_distmm import linalg
 from dask_distmm.arrays.linalg import factorize
 from dask_distmm.planning import program
 
-pytestmark = pytest.mark.engines("peer", "cusolvermp")
+pytestmark = pytest.mark.engines("peer", "nccl")
 # Of steps that are products, too, or of what one GPU computes alone.
 on_one_host = pytest.mark.engines("peer")
 COUNTS = (1, 2, 3, 4, 8)
@@ -241,21 +241,6 @@ def test_numpy_chunks(clusters, nworkers):
     assert residual(low @ low.T, s, norm(s), 300) < GATE
 
 
-@pytest.mark.engines("cusolvermp")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lower", [True, False])
-def test_eigenvalues_by_all(clusters, nworkers, dtype, lower):
-    client, _ = clusters(nworkers)
-    a = noise(np.random.default_rng(), (701, 701), dtype)
-    h = a + a.conj().T
-    given = (np.tril if lower else np.triu)(h)
-    w, v = (computed(client, x) for x in client.persist(linalg.eigh(on_gpus(given), lower=lower, **SHARED)))
-    assert_eigh(h, w, v)
-    alone = computed(client, linalg.eigvalsh(on_gpus(given), lower=lower, **SHARED))
-    np.testing.assert_allclose(alone, w, rtol=0, atol=1e3 * np.finfo(dtype).eps * abs(w).max())
-
-
-@pytest.mark.engines("cusolvermp")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_triangular_systems(clusters, nworkers, dtype):
     client, _ = clusters(nworkers)
@@ -272,8 +257,8 @@ def test_triangular_systems(clusters, nworkers, dtype):
 
 @on_one_host
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_another_library_agrees(clusters, nworkers, dtype):
-    """cuSOLVERMp's factors are those of the engine `peer`: another code, other blocks, the same matrix."""
+def test_both_engines_agree(clusters, nworkers, dtype):
+    """Panels that are broadcast are those that are pulled."""
     client, _ = clusters(nworkers)
     rng = np.random.default_rng()
     n, near = 900, {"rtol": 0, "atol": 1e4 * np.finfo(dtype).eps}
@@ -281,7 +266,7 @@ def test_another_library_agrees(clusters, nworkers, dtype):
 
     def both(function, x, **options):
         found = []
-        for engine in ("peer", "cusolvermp"):
+        for engine in ("peer", "nccl"):
             made = function(on_gpus(x), engine=engine, **SHARED, **options)
             parts = made if isinstance(made, tuple) else (made,)
             found.append([computed(client, one) for one in client.persist(parts)])
@@ -291,7 +276,6 @@ def test_another_library_agrees(clusters, nworkers, dtype):
         np.testing.assert_allclose(mine / norm(mine), theirs / norm(mine), **near)
     (_, pivots), (_, others) = (list(pair) for pair in zip(*both(linalg.lu_factor, a), strict=True))
     if np.dtype(dtype).kind == "f":
-        # What the largest complex number of a column is, libraries see differently.
         np.testing.assert_array_equal(pivots, others)
     for mine, theirs in both(linalg.qr, a, mode="r"):
         np.testing.assert_allclose(abs(mine) / norm(mine), abs(theirs) / norm(mine), **near)

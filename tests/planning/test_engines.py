@@ -114,7 +114,7 @@ def test_an_engine_in_one_module(toy):
 
 
 def test_an_unknown_engine_is_named():
-    with pytest.raises(EngineError, match="unknown engine 'toy'; known are 'peer', 'cublasmp', 'cusolvermp', 'numpy'"):
+    with pytest.raises(EngineError, match="unknown engine 'toy'; known are 'peer', 'cublasmp', 'nccl', 'numpy'"):
         models_of(["numpy", "toy"])
 
 

@@ -1,18 +1,16 @@
-"""Plans of factorizations that a library computes on all ranks together."""
+"""Plans of factorizations on GPUs of several hosts, whose panels are broadcast, and of those that ranks share."""
 
 from __future__ import annotations
 
 import dask.array as da
 import numpy as np
 import pytest
-from matrices import numroc
 
 from dask_distmm import linalg
 from dask_distmm.arrays.linalg.factorize import problem_of
-from dask_distmm.errors import ProtocolError
+from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.planning import ENGINES, Worker, plan_computation
 from dask_distmm.planning.factor import FactorPlacement, plan_factorization
-from dask_distmm.programs.factor import Columns, Matrix
 
 HOSTS = [Worker(f"w{i}", memory_limit=2**36, host=f"h{i}") for i in range(4)]
 
@@ -21,25 +19,6 @@ def problem(function, *shapes, **options):
     arrays = {name: da.zeros(shape, chunks=2048) for name, shape in zip("ab", shapes, strict=False)}
     made = function(**arrays, **options)
     return problem_of(made[0] if isinstance(made, tuple) else made)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_matrices_lie_as_the_library_wants_them(ranks):
-    rng = np.random.default_rng()
-    for _ in range(20):
-        width = int(rng.integers(1, 9))
-        shapes = [(40, int(rng.integers(1, 60))) for _ in range(2)]
-        columns = Columns(tuple(Matrix(shape, width) for shape in shapes), ranks, aligned=True)
-        for number, (_, cols) in enumerate(shapes):
-            first, stop = columns.first(number), columns.first(number + 1)
-            assert first % ranks == 0
-            for rank in range(ranks):
-                local = columns.local(rank, first, stop)
-                assert local.stop - local.start == numroc(cols, width, rank, 0, ranks)
-                owned = [columns.blocks[block] for block in columns.owned(rank, first, stop)]
-                assert sum(block.stop - block.start for block in owned) == local.stop - local.start
-            assert columns.layout(number).source == (0, 0)
-        assert sum(columns.local_cols(rank) for rank in range(ranks)) == sum(cols for _, cols in shapes)
 
 
 @pytest.mark.parametrize(
@@ -51,21 +30,18 @@ def test_matrices_lie_as_the_library_wants_them(ranks):
         (linalg.solve, [(16384, 16384), (16384, 5)]),
         (linalg.solve_triangular, [(16384, 16384), (16384, 5)]),
         (linalg.lstsq, [(8192, 16384), (8192, 3)]),
-        (linalg.eigh, [(16384, 16384)]),
-        (linalg.eigvalsh, [(16384, 16384)]),
     ],
 )
 def test_all_hosts_take_part_if_they_are_to(function, shapes):
-    task = problem(function, *shapes, method="columns", engine="cusolvermp")
-    made = plan_factorization(task, HOSTS, engine="cusolvermp")
+    task = problem(function, *shapes, method="columns", engine="nccl")
+    made = plan_factorization(task, HOSTS, engine="nccl")
     assert len(made.ranks) == 4
     again = FactorPlacement.from_wire(made.to_wire())
     assert again.columns == made.columns
-    assert again.collective
     assert {one.name: again.output_layout(one.name) for one in task.outputs} == {
         one.name: made.output_layout(one.name) for one in task.outputs
     }
-    assert "cuSOLVERMp" in repr(made)
+    assert "the owner of a panel factorizes it" in repr(made)
     again.check_boxes("enter", np.array([[3, 0, 0, 0, 0, 0]]))
     with pytest.raises(ProtocolError, match="wants to enter"):
         again.check_boxes("enter", np.array([[4, 0, 0, 0, 0, 0]]))
@@ -74,7 +50,7 @@ def test_all_hosts_take_part_if_they_are_to(function, shapes):
 def test_the_network_counts():
     near = [Worker(w.address, memory_limit=w.memory_limit, host="h") for w in HOSTS]
     task = problem(linalg.qr, (16384, 16384), method="columns")
-    apart, together = (plan_factorization(task, some, engine="cusolvermp").estimate for some in (HOSTS, near))
+    apart, together = (plan_factorization(task, some, engine="nccl").estimate for some in (HOSTS, near))
     assert apart.transfer_seconds > together.transfer_seconds
     assert apart.compute_seconds == together.compute_seconds
 
@@ -96,7 +72,7 @@ def test_eigenvalues_that_one_gpu_can_not_hold_are_shared():
     task = problem(linalg.eigh, (8192, 8192))
     for gib, expected in ((40, "local"), (2, "columns")):
         workers = [Worker(w.address, memory_limit=gib * 2**30, host="h") for w in HOSTS]
-        made = plan_computation(task, workers, engine=("peer", "cusolvermp"))
+        made = plan_computation(task, workers, engine=("peer", "nccl"))
         assert (made.engine, made.method) == ("peer", expected)
     # Large ones are, as that is quicker, and one GPU goes that way, too; so do those that ask for block columns.
     for n, workers, expected in ((12288, HOSTS, "columns"), (12288, HOSTS[:1], "local"), (16384, HOSTS[:1], "columns")):
@@ -105,7 +81,7 @@ def test_eigenvalues_that_one_gpu_can_not_hold_are_shared():
     asked = problem(linalg.eigh, (512, 512), method="columns")
     assert plan_computation(asked, HOSTS, engine=("peer",)).method == "columns"
     pair = problem(linalg.eigh, (512, 512), (512, 512))
-    assert plan_computation(pair, HOSTS, engine=("peer", "cusolvermp")).method == "local"
+    assert plan_computation(pair, HOSTS, engine=("peer", "nccl")).method == "local"
 
 
 def test_few_panels_go_to_one_gpu():
@@ -116,8 +92,11 @@ def test_few_panels_go_to_one_gpu():
 
 
 def test_what_ranks_share():
-    decomposes = ENGINES["cusolvermp"].decomposes
+    decomposes = ENGINES["peer"].decomposes
     assert decomposes(problem(linalg.eigh, (9, 9)).task)
     assert not decomposes(problem(linalg.eigh, (9, 9), (9, 9)).task)
-    assert not decomposes(problem(linalg.eigh, (9, 9), subset_by_index=(0, 1)).task)
     assert not decomposes(problem(linalg.svd, (9, 9), method="local").task)
+    with pytest.raises(
+        PlanError, match="eigh in this form is computed by one worker: expected method 'auto' or 'local'"
+    ):
+        problem(linalg.eigh, (900, 900), method="columns", engine="nccl")

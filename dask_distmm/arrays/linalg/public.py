@@ -145,7 +145,7 @@ SOLVED_IN_TURNS = *TURNS, "NaN ends the iteration; it is not an error."
 PRODUCT = "one run, as a product by `dask_distmm.matmul`, also in waves", "as for `matmul`", _CARRIED
 _OPTION_TEXTS = {
     "engine": """engine : str, optional
-    ``"numpy"``, ``"peer"``, ``"cublasmp"`` or ``"cusolvermp"``; by default the one that the cost model chooses.""",
+    ``"numpy"``, ``"peer"``, ``"cublasmp"`` or ``"nccl"``; by default the one that the cost model chooses.""",
     "workers": """workers : sequence of str or int, optional
     Addresses of the workers that may take part, or their number; all by default.""",
     "method": """method : {"auto", "local", "columns", "rows"}, optional
