@@ -110,7 +110,7 @@ class NcclJob(GpuProgramJob):
     def __init__(self, side: Side[FactorPlacement], engine: NcclEngine) -> None:
         super().__init__(side, engine)
         self._state = engine
-        # None for a rank that is alone, as for a participant that is no rank.
+        # None where one rank computes, and for participants that are not ranks.
         self._panels: SentPanels | None = None
         if len(self.plan.ranks) > 1 and self.rank is not None:
             given = self.ended.check, engine.coming, engine.solver().streams

@@ -174,7 +174,7 @@ class ProgramJob(Job[Any]):
         return self._result
 
     def _look(self) -> None:
-        """Look at what was computed; raise if it is no result."""
+        """Look at what was computed; raise if it can't be right."""
         self.kernels.complete()
 
     def _synchronize(self) -> None:
