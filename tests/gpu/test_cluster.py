@@ -301,6 +301,8 @@ def apart(tmp_path):
         "NCCL_SHM_DISABLE": "1",
         "NCCL_NET": "Socket",
         "NCCL_SOCKET_IFNAME": "lo",
+        # Chunks are made by functions of modules of these tests.
+        "PYTHONPATH": os.pathsep.join(sys.path),
         "DASK_DISTRIBUTED__WORKER__PRELOAD": "dask_distmm",
         "DASK_DISTRIBUTED__SCHEDULER__PRELOAD": "dask_distmm",
     }
