@@ -147,10 +147,12 @@ class NcclJob(GpuProgramJob):
         self._refuse(problem)
 
     def _settle(self) -> None:
-        """Let work end, also some that was begun before an error, which may never end: its memory is freed then."""
-        end = time.monotonic() + _SETTLING
-        while not self._stream.done and time.monotonic() < end:
+        """Let work end, also some that was begun before an error; what may never end keeps its memory."""
+        end, streams = time.monotonic() + _SETTLING, (self._stream, self._state.coming)
+        while not all(stream.done for stream in streams) and time.monotonic() < end:
             time.sleep(_LOOK)
+        if not all(stream.done for stream in streams):
+            self._state.stuck += [self.arrays, self._panels]
 
     def _joined(self) -> RankGroup:
         """Return the ranks' group."""
@@ -259,6 +261,11 @@ class NcclEngine(CollectiveEngine):
     """Factorizes on GPUs of any hosts, one GPU a worker process."""
 
     name = "nccl"
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What work that never ends may still write to.
+        self.stuck: list[Any] = []
 
     @functools.cached_property
     def coming(self) -> cp.cuda.Stream:

@@ -31,7 +31,6 @@ class DevicePanels(RankExchange):
     ) -> None:
         super().__init__(ranks, comm, check)
         self._coming, self._streams = coming, streams
-        self.pulled_bytes = 0
         # Buffers that are free, with the events after which they may be filled; and those of panels that are here.
         self._free: list[tuple[Any, list[Any]]] = []
         self._used: dict[Key, list[Any]] = {}

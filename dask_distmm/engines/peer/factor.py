@@ -236,12 +236,6 @@ class PeerFactorJob(GpuProgramJob):
         # Where ranks share eigenvalues.
         self._shares: PeerEigh | None = None
 
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of panels that were pulled from other ranks, or that came over Dask's comms."""
-        pulled = self.exchange.pulled_bytes if isinstance(self.exchange, PulledPanels) else 0
-        return super().received_bytes + pulled
-
     # Before the vote
 
     def prepare(self) -> None:

@@ -24,6 +24,8 @@ class RankExchange:
         self._ranks, self._comm, self._check = ranks, comm, check
         self._futures: dict[tuple[str, int], Future[Sequence[Any]]] = {}
         self._error: BaseException | None = None
+        # Bytes that have come otherwise than by `comm`.
+        self.pulled_bytes = 0
         self._board: Board | None = None
         # Of other ranks, those that can be read.
         self._readers: dict[int, BoardReader] = {}

@@ -118,6 +118,11 @@ class ProgramJob(Job[Any]):
         # Parts of operands that are to be finite: row and column at which they begin, where they are, and their sums.
         self._sums: list[tuple[str, int, int, Any, Any]] = []
 
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of matrices that have arrived from other participants."""
+        return super().received_bytes + self.exchange.pulled_bytes
+
     # Before the work
 
     def prepare(self) -> None:
