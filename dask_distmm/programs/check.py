@@ -2,8 +2,11 @@
 
 For all values of the flags: every list comes to its end; nothing is read that was not written, here or by the rank
 that it is pulled from; names are created when they are not there, used while they are, and freed; operands are not
-overwritten; what is published does not change; all ranks have a flag from rank 0; what a loop has published is pulled
-before it is freed. It does not know whether numbers are right.
+overwritten; what is published does not change; all ranks decide alike; what a loop has published is pulled before it
+is freed. It does not know whether numbers are right.
+
+Ranks decide alike by flags that are *replicated*, the same bits on all of them: copies of one rank's, or what the same
+calls of exact kernels make of replicated values. So each value has a number, and equal numbers mean equal bits.
 
 Seconds, bytes and passes of a program: its lists, run without numbers and with a clock.
 
@@ -16,8 +19,10 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from dask_distmm.programs.steps import (
+    CONTRACTS,
     Box,
     Buffer,
     Call,
@@ -187,8 +192,13 @@ class _State:
         # What each rank has published and not freed, and how much of that at the starts of turns.
         self._held: list[list[Key]] = [[] for _ in range(ranks)]
         self._before: list[list[int]] = [[] for _ in range(ranks)]
-        # By rank and flag, whether it came from rank 0.
-        self._from_root: set[tuple[int, str]] = set()
+        # The numbers of values: of each rank's buffers by name, of what is published, and by what they are made of.
+        self._value: list[dict[str, int]] = [{} for _ in range(ranks)]
+        self._values_then: dict[tuple[int, Key], list[int]] = {}
+        self._numbers, self._made = itertools.count(), dict[tuple[Any, ...], int]()
+        # The values of flags by which the first rank to come there has gone on; how many each rank has come to.
+        self._decisions: list[int] = []
+        self._decided = [0] * ranks
 
     def take(self, rank: int, step: FlatStep) -> None:
         """Take one step."""
@@ -197,9 +207,12 @@ class _State:
         match step:
             case New(made, zero):
                 self._begin(rank, made, written=zero)
+                if zero:
+                    self._set(rank, made, self._number("zeros"))
             case Make(View() as place):
                 self._has(rank, place, written=False)
                 self._change(rank, place)
+                self._set(rank, place, next(self._numbers))
             case Make(made, operand, donated=donated):
                 self._begin(rank, made, written=bool(operand))
                 if not donated:
@@ -210,11 +223,13 @@ class _State:
                     once = sum(map(functools.partial(_overlap, buffer), step.arguments)) == 1
                     _expect(role == "r" or once, f"{buffer.name} is written and given twice")
                     self._has(rank, buffer, written=role != "w")
+                made_of = self._made_of(rank, step)
                 for buffer in changed:
                     self._change(rank, buffer)
-                    self._from_root.discard((rank, buffer.name))
                 for buffer in step.makes:
                     self._begin(rank, buffer, written=True)
+                for index, buffer in enumerate((*changed, *step.makes)):
+                    self._set(rank, buffer, self._number(index, *made_of))
             case Publish(key, buffers, copied):
                 _expect((rank, key) not in self._lent, f"{key} is published twice")
                 self._lent[rank, key] = buffers
@@ -224,6 +239,7 @@ class _State:
                     self._has(rank, buffer, written=True)
                     if not copied:
                         fixed.setdefault(buffer.name, []).append(buffer.box)
+                self._values_then[rank, key] = [self._value_of(rank, buffer) for buffer in buffers]
             case Pull(owner, key, buffers, taken):
                 there = self._lent[owner, key]
                 _expect(owner != rank, "a rank pulls from itself")
@@ -232,20 +248,19 @@ class _State:
                 self._pulled.setdefault((owner, key), []).append((rank, self._known[rank][rank]))
                 shapes = [[(one.shape, one.dtype) for one in some] for some in (there, buffers)]
                 _expect(shapes[0] == shapes[1], f"{there} is pulled as {buffers}")
-                for source, buffer in zip(there, buffers, strict=True):
+                for buffer, value in zip(buffers, self._values_then[owner, key], strict=True):
                     if taken:
                         self._begin(rank, buffer, written=True)
                     self._has(rank, buffer, written=False)
                     self._change(rank, buffer)
-                    if owner == 0 and source.name == buffer.name:
-                        self._from_root.add((rank, buffer.name))
+                    self._set(rank, buffer, value)
             case Turn(_, starts=True):
                 self._before[rank].append(len(self._held[rank]))
-            case Turn():
+            case Turn(loop):
                 self._free(rank, self._before[rank].pop())
+                self._decide(rank, loop.flag)
             case If(flag) | Loop(flag):
-                self._has(rank, flag, written=True)
-                _expect(rank == 0 or (rank, flag.name) in self._from_root, f"{flag.name} is not from rank 0")
+                self._decide(rank, flag)
             case Store(View() as place):
                 self._has(rank, place, written=True)
                 fixed.setdefault(place.name, []).append(place.box)
@@ -254,11 +269,43 @@ class _State:
                 del here[made.name]
                 written.discard(made.name)
 
+    def _decide(self, rank: int, flag: Buffer) -> None:
+        """Go on by a flag: all ranks must have the same bits there."""
+        self._has(rank, flag, written=True)
+        if self._decided[rank] == len(self._decisions):
+            self._decisions.append(self._value[rank][flag.name])
+        alike = self._value[rank][flag.name] == self._decisions[self._decided[rank]]
+        _expect(alike, f"{flag.name} may have other bits than that of another rank: it is not replicated")
+        self._decided[rank] += 1
+
+    def _number(self, *made_of: Any) -> int:
+        """Return the number of a value: the same one for what is made of the same values in the same way."""
+        return self._made.setdefault(made_of, next(self._numbers))
+
+    def _value_of(self, rank: int, place: Buffer | View) -> int:
+        """Return the number of the value of a buffer, or of a part of one."""
+        value = self._value[rank][place.name]
+        return value if isinstance(place, Buffer) else self._number("part", value, place.box)
+
+    def _set(self, rank: int, place: Buffer | View, value: int) -> None:
+        """Have a value in a buffer, or in a part of one."""
+        here = self._value[rank]
+        here[place.name] = value if isinstance(place, Buffer) else self._number(here[place.name], place.box, value)
+
+    def _made_of(self, rank: int, call: Call) -> tuple[Any, ...]:
+        """Return what an exact kernel does, and the values that it reads; another one makes what nobody else makes."""
+        if not CONTRACTS[call.kernel].exact:
+            return (next(self._numbers),)
+        values = [self._value_of(rank, buffer) if role != "w" else role for buffer, role in roles_of(call)]
+        kinds = [(one.shape, one.dtype) for one in call.arguments]
+        return call.kernel, repr(sorted(call.options.items())), *kinds, *values
+
     def _begin(self, rank: int, buffer: Buffer | View, *, written: bool) -> None:
         """Have a buffer that was not there."""
         _expect(buffer.name not in self.here[rank], f"{buffer.name} is there already")
         assert isinstance(buffer, Buffer), buffer
         self.here[rank][buffer.name] = buffer
+        self._value[rank][buffer.name] = next(self._numbers)
         self._fixed[rank].pop(buffer.name, None)
         (self._written[rank].add if written else self._written[rank].discard)(buffer.name)
 

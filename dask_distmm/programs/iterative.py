@@ -1,8 +1,8 @@
 """Iterative solvers: one run each, a product with A in each turn, dot products summed over ranks; and exponentials.
 
 A rank has its chunks of rows of A, and the same rows of each vector, in one buffer. The vector that A is multiplied by
-comes to all ranks, with a flag of rank 0 that says whether there is another turn. Numbers are computed by all ranks
-alike, from sums in the same order.
+comes to all ranks. Numbers are computed by all ranks alike, from sums in the same order. If steps are exact, so is the
+flag that says whether there is another turn; otherwise it is rank 0's, which comes with a vector.
 """
 
 from __future__ import annotations
@@ -64,11 +64,15 @@ _SQUARES, _MOST_SQUARES = 4, 1100
 # Those of each solver by its name, with which the names of its steps begin.
 NUMBERS = {"cg": CG, "minres": MINRES, "bidiagonal": BIDIAGONAL, "lsqr": LSQR, "lsmr": LSMR, "gmres": GMRES}
 NUMBERS |= {"lanczos": LANCZOS, "lobpcg": ("worst",)}
+# Steps that are exact, as contracts have it.
+EXACT = {"cg_start", "cg_step", "cg_next", "minres_start", "minres_alpha", "minres_rotate", "minres_test"}
+EXACT |= {"lanczos_start", "lanczos_step", "lanczos_next", "lobpcg_test"}
 
 
 def _advance(p: Recorder, step: str, reads: Sequence[Buffer], *updated: Buffer, **options: Any) -> None:
     """Take a step of a solver: its numbers, and others behind them, follow from those that are read."""
-    p.call("advance", *reads, *updated, step=step, reads=len(reads), **options)
+    kernel = "advance" if step in EXACT else "advance_inexactly"
+    p.call(kernel, *reads, *updated, step=step, reads=len(reads), **options)
 
 
 class Vectors:
@@ -127,15 +131,24 @@ class Vectors:
 
     def whole(self, part: Buffer, *flags: Buffer, into: Buffer | None = None) -> Buffer:
         """Return all rows of a vector, on all ranks; flags come from rank 0 with them."""
-        parts = [one for (one,) in self.p.share(part, flags=flags)]
-        whole = into or self.p.small(sum(self.p.rows.sizes), part.shape[1])
+        return self._assembled([one for (one,) in self.p.share(part, flags=flags)], into)
+
+    def together(self, part: Buffer, *own: Buffer, into: Buffer | None = None) -> list[Buffer]:
+        """Return all rows of a vector, and sums of all ranks' buffers, by the same messages; one rank has them all."""
+        parts, *numbers = (list(one) for one in zip(*self.p.share(part, *own), strict=True))
+        whole = self._assembled(parts, into) if into or len(parts) > 1 else part
+        return [whole, *map(self._summed, numbers)]
+
+    def _assembled(self, parts: list[Buffer], into: Buffer | None) -> Buffer:
+        whole = into or self.p.small(sum(self.p.rows.sizes), parts[0].shape[1])
         self.p.call("assemble", whole, *parts, places=tuple(self.runs))
-        self.p.drop(*(one for one in parts if one != part))
+        del parts[self.p.me]
+        self.p.drop(*parts)
         return whole
 
-    def times(self, operand: str, whole: Buffer) -> Buffer:
+    def times(self, operand: str, whole: Buffer, into: Buffer | None = None) -> Buffer:
         """Return the product of a matrix and a vector that all ranks have."""
-        product, matrix = self.new(cols=whole.shape[1]), self.operands[operand]
+        product, matrix = into or self.new(cols=whole.shape[1]), self.operands[operand]
         for number, chunk in self.p.numbered(matrix):
             if matrix.function:
                 self.p.call("apply", whole, product, **self.applied(matrix, operand.upper(), number))
@@ -162,16 +175,23 @@ class Vectors:
 
     def dots(self, *pairs: tuple[Buffer, Buffer]) -> Buffer:
         """Return the dot products of pairs of vectors, summed over all ranks."""
+        return self.total(self.own_dots(*pairs))
+
+    def own_dots(self, *pairs: tuple[Buffer, Buffer]) -> Buffer:
+        """Return the dot products of pairs of vectors, in the rows of a rank."""
         own = self.p.numbers(len(pairs))
         self.p.call("dots", own, *(one for pair in pairs for one in pair))
-        return self.total(own)
+        return own
 
     def total(self, own: Buffer) -> Buffer:
         """Return the sum of all ranks' buffers, on all of them."""
-        parts = [one for (one,) in self.p.share(own)]
+        return self._summed([one for (one,) in self.p.share(own)])
+
+    def _summed(self, parts: list[Buffer]) -> Buffer:
         if len(parts) == 1:
-            return own
-        total = self.p.numbers(own.shape[1], own.dtype, own.shape[0])
+            return parts[0]
+        (rows, cols), dtype = parts[0].shape, parts[0].dtype
+        total = self.p.numbers(cols, dtype, rows)
         self.p.call("total", total, *parts)
         self.p.drop(*parts)
         return total
@@ -230,11 +250,10 @@ def cg(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float, atol: fl
     z = v.preconditioned(r)
     state, go = p.numbers(len(CG)), p.flag()
     p.new(state, go, zero=True)
-    sums = v.dots((b, b), (r, r), (r, z))
+    d = v.new(z)
+    whole, sums = v.together(d, v.own_dots((b, b), (r, r), (r, z)))
     _advance(p, "cg_start", [sums], state, go, rtol=rtol, atol=atol)
     p.call("scale", state, x)
-    d = v.new(z)
-    whole = v.whole(d, go)
     p.drop(b, sums, *({z} - {r}))
 
     def turn() -> None:
@@ -246,11 +265,11 @@ def cg(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float, atol: fl
         p.call("axpy", state, q, r, sign=-1)
         p.drop(q, sums)
         z = v.preconditioned(r)
-        sums = v.dots((r, r), (r, z))
+        rows, sums = v.together(z, v.own_dots((r, r), (r, z)))
         _advance(p, "cg_next", [sums], state, go)
-        p.call("xpay", state, z, d)
-        p.drop(sums, *({z} - {r}))
-        v.whole(d, go, into=whole)
+        for direction, come in {d: z, whole: rows}.items():
+            p.call("xpay", state, come, direction)
+        p.drop(sums, *(one for one in (z, rows) if one != r))
 
     p.loop(go, turn, maxiter, min(maxiter, EXPECTED))
     _results(p, v, wanted, x, state, CG, maxiter)
@@ -266,12 +285,14 @@ def minres(
     y = v.preconditioned(old)
     state, go = p.numbers(len(MINRES), "float64"), p.flag()
     p.new(state, go, zero=True)
-    sums = v.dots((old, y), (b, b))
+    last, before, now, direction = v.new(old), v.new(zero=True), v.new(zero=True), v.new(y)
+    whole, sums = v.together(direction, v.own_dots((old, y), (b, b)))
     _advance(p, "minres_start", [sums], state, go, shift=shift)
     p.call("scale", state, x, at=at("keep"))
-    last, before, now, direction = v.new(old), v.new(zero=True), v.new(zero=True), v.new(y)
-    p.call("scale", state, direction, at=at("over_beta"))
-    whole = v.whole(direction, go)
+    # The rows of a rank, and all of them.
+    directions = dict.fromkeys((direction, whole))
+    for one in directions:
+        p.call("scale", state, one, at=at("over_beta"))
     p.drop(b, sums, *({y} - {old}))
 
     def turn() -> None:
@@ -286,7 +307,7 @@ def minres(
         p.call("copy", y, last)
         p.drop(sums, y)
         y = v.preconditioned(last)
-        sums = v.dots((last, y))
+        _, sums = v.together(y, v.own_dots((last, y)), into=whole if whole != direction else None)
         _advance(p, "minres_rotate", [sums], state, eps=eps)
         new = v.new()
         p.call("combine", state, new, direction, before, now)
@@ -298,9 +319,9 @@ def minres(
         sums = v.dots((x, x))
         _advance(p, "minres_test", [sums], state, go, rtol=rtol, eps=eps, maxiter=maxiter)
         p.call("copy", y, direction)
-        p.call("scale", state, direction, at=at("over_beta"))
+        for one in directions:
+            p.call("scale", state, one, at=at("over_beta"))
         p.drop(sums, *({y} - {last}))
-        v.whole(direction, go, into=whole)
 
     p.loop(go, turn, maxiter, min(maxiter, EXPECTED))
     _results(p, v, wanted, x, state, MINRES, maxiter + 1)
@@ -497,17 +518,17 @@ def eigsh(
     _advance(p, "lanczos_start", [sums], state, go, inside)
     p.call("scale", state, w, at=1)
     p.call("put_column", state, w, basis)
-    whole = v.whole(w, go, inside)
-    p.drop(sums, w)
+    whole = p.zeros(n, 1)
+    p.drop(sums)
 
     def step() -> None:
-        w = v.times("a", whole)
+        v.whole(w, into=whole)
+        v.times("a", whole, into=w)
         first, second = (v.orthogonal(state, basis, w) for _ in range(2))
         _advance(p, "lanczos_step", [first, second], state, inside, small, eps=eps, n=n)
         p.call("scale", state, w, at=1)
         p.call("put_column", state, w, basis)
-        v.whole(w, inside, into=whole)
-        p.drop(first, second, w)
+        p.drop(first, second)
 
     def cycle() -> None:
         p.loop(inside, step, ncv, max(1, (ncv - k) // 2))
@@ -516,14 +537,12 @@ def eigsh(
             _advance(p, "lanczos_restart", [], state, go, inside, small, vectors, values, **options)
         p.share(flags=(state, go, inside, small, vectors, values))
         p.call("rotate_basis", state, vectors, basis)
-        w = v.new()
         p.call("lanczos_vector", state, basis, w, seed=(seed, p.me))
         first, second = (v.orthogonal(state, basis, w) for _ in range(2))
         _advance(p, "lanczos_next", [second], state)
         p.call("scale", state, w, at=1)
         p.call("put_column", state, w, basis)
-        v.whole(w, go, inside, into=whole)
-        p.drop(first, second, w)
+        p.drop(first, second)
 
     # The kernel raises an error if nothing has converged within the allowed turns.
     p.loop(go, cycle, maxiter + 1, min(maxiter, 10))
@@ -542,8 +561,8 @@ def lobpcg(
     # X, the preconditioned residuals, and the last step; and what A makes of them.
     s, image = v.new(zero=True, cols=3 * k), v.new(zero=True, cols=3 * k)
     values, rotation = p.numbers(k, "float64"), p.numbers(2 * k, rows=3 * k)
-    state, go = p.numbers(1, "float64"), p.flag()
-    p.new(values, rotation, state, go, zero=True)
+    state, go, products = p.numbers(1, "float64"), p.flag(), p.numbers(k, rows=k)
+    p.new(values, rotation, state, go, products, zero=True)
     p.call("put_block", first, s, at=0)
     whole = v.whole(first)
     product = v.times("a", whole)
@@ -557,22 +576,22 @@ def lobpcg(
         if p.me == 0:
             p.call("lobpcg_ritz", grams, values, rotation, largest=largest, eps=eps)
         p.share(flags=(values, rotation))
-        r, own_norms = v.new(cols=k), p.numbers(k, "float64")
+        r, own_norms, own_products = v.new(cols=k), p.numbers(k, "float64"), p.numbers(k, rows=k)
         p.call("lobpcg_update", rotation, values, s, image, r)
         p.call("column_squares", own_norms, r)
-        norms = v.total(own_norms)
-        _advance(p, "lobpcg_test", [norms], state, go, tol=tol)
         w = v.preconditioned(r)
-        own = p.numbers(k, rows=k)
-        p.call("block_products", own, s, w)
-        products = v.total(own)
+        p.call("block_products", own_products, s, w)
+        _, norms, sums = v.together(w, own_norms, own_products, into=whole)
+        _advance(p, "lobpcg_test", [norms], state, go, tol=tol)
+        p.call("copy", sums, products)
         p.call("subtract_block", products, s, w)
         p.call("put_block", w, s, at=k)
-        v.whole(w, go, into=whole)
-        p.drop(grams, norms, products, *{w, r})
+        p.drop(grams, norms, sums, *{w, r})
 
     def turn() -> None:
+        # The residuals came before they were made orthogonal to X, so their products are.
         product = v.times("a", whole)
+        p.call("subtract_block", products, image, product)
         p.call("put_block", product, image, at=k)
         p.drop(product)
         ritz()

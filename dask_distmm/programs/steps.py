@@ -168,7 +168,7 @@ class Pull:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class If:
-    """Go on by one list or the other: all ranks have the flag from rank 0."""
+    """Go on by one list or the other: all ranks have the same flag, one rank's or what all compute alike."""
 
     flag: Buffer
     then: tuple[Step, ...]
@@ -177,7 +177,7 @@ class If:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
-    """Repeat a list as long as a flag is set that all ranks have from rank 0, up to a limit of turns.
+    """Repeat a list as long as a flag is set, which is the same on all ranks, up to a limit of turns.
 
     In each turn all ranks wait for each other. So at the end of a turn nobody needs what was published before it.
     """
@@ -276,6 +276,9 @@ class Contract:
     flops: Flops
     # Whether it decomposes a small matrix: many short steps, one after the other.
     decomposes: bool = False
+    # Whether it makes the same bits of the same values everywhere: sums, products, quotients and square roots of real
+    # numbers, one after the other. BLAS, LAPACK, NumPy's sums, powers and hypot depend on the machine.
+    exact: bool = False
 
 
 def _none(*shapes: tuple[int, int]) -> float:
@@ -350,7 +353,7 @@ CONTRACTS: dict[str, Contract] = {
     "add_applied": Contract("ru", _none),
     "call_back": Contract("r", _none),
     "assemble": Contract("wr", _none),
-    "total": Contract("wr", _none),
+    "total": Contract("wr", _none, exact=True),
     "dots": Contract("wr", lambda out, *x: sum(2 * one[0] * one[1] for one in x[::2])),
     "axpy": Contract("rru", lambda s, x, y: 2 * x[0] * x[1]),
     "xpay": Contract("rru", lambda s, x, y: 2 * x[0] * x[1]),
@@ -360,7 +363,8 @@ CONTRACTS: dict[str, Contract] = {
     "combine": Contract("rwr", lambda s, y, *x: 2 * len(x) * y[0] * y[1]),
     "add_squares": Contract("rru", lambda s, x, y: 2 * x[0] * x[1]),
     # Numbers of a solver, and others that it has; those that are only read come before, `reads` of them.
-    "advance": Contract("u", _none),
+    "advance": Contract("u", _none, exact=True),
+    "advance_inexactly": Contract("u", _none),
     "info": Contract("rw", _none),
     "column_sums": Contract("wr", lambda out, *x: sum(one[0] * one[1] for one in x)),
     "add_polynomial": Contract("ur", lambda y, *x: 2 * len(x) * y[0] * y[1]),

@@ -26,6 +26,18 @@ def _rotation(a: Any, b: Any) -> tuple[Any, Any, Any]:
     return (a / r, b / r, r) if r else (np.float64(1), np.float64(0), r)
 
 
+def _length(a: Any, b: Any) -> Any:
+    """Return the length of (a, b) as an exact kernel may: the C library's `hypot` depends on the machine."""
+    low, high = sorted((abs(a), abs(b)))
+    ratio = low / high if 0 < high < np.inf else np.float64(0)
+    return high * np.sqrt(1 + ratio * ratio)
+
+
+def _squares(x: Any) -> Any:
+    """Return squared moduli as an exact kernel may. A sum is the last one of `cumsum`, which adds one after the other."""
+    return x.real * x.real + x.imag * x.imag
+
+
 class IterationKernels:
     """Those of `programs.iterative`."""
 
@@ -186,6 +198,9 @@ class IterationKernels:
         elif come is not None:
             self.reached = come
         state[0, : len(names)] = [getattr(s, name) for name in names]
+
+    # Those whose numbers may differ between machines.
+    advance_inexactly = advance
 
     # A basis of vectors, of which the first columns are there
 
@@ -373,7 +388,7 @@ def minres_rotate(s: Any, sums: Any, *, eps: float) -> None:
     old, s.beta = s.beta, np.sqrt(square)
     s.over_beta = 1 / s.beta if s.beta else 0.0
     s.minus_beta = -s.beta / old
-    s.tnorm2 += s.alpha**2 + old**2 + s.beta**2
+    s.tnorm2 += s.alpha * s.alpha + old * old + s.beta * s.beta
     s.count += 1
     if s.count == 1 and s.beta / s.beta1 <= 10 * eps:
         s.stop = -1
@@ -382,8 +397,8 @@ def minres_rotate(s: Any, sums: Any, *, eps: float) -> None:
     s.gbar = s.sn * s.dbar - s.cs * s.alpha
     s.epsln = s.sn * s.beta
     s.dbar = -s.cs * s.beta
-    s.root = np.hypot(s.gbar, s.dbar)
-    gamma = max(np.hypot(s.gbar, s.beta), np.float64(eps))
+    s.root = _length(s.gbar, s.dbar)
+    gamma = max(_length(s.gbar, s.beta), np.float64(eps))
     s.cs, s.sn = s.gbar / gamma, s.beta / gamma
     s.phi = s.cs * s.phibar
     s.phibar *= s.sn
@@ -616,9 +631,9 @@ def lanczos_step(s: Any, first: Any, second: Any, inside: Any, small: Any, *, ep
     column = first[0, : at + 1] + second[0, : at + 1]
     small[: at + 1, at], small[at, : at + 1] = column, column.conj()
     small[at, at] = column[at].real
-    s.beta = np.sqrt(max(0.0, second[0, -1].real - (abs(second[0, : at + 1]) ** 2).sum()))
+    s.beta = np.sqrt(max(0.0, second[0, -1].real - _squares(second[0, : at + 1]).cumsum()[-1]))
     # The remainder may only be small.
-    s.norm = max(s.norm, abs(small).max())
+    s.norm = max(s.norm, np.sqrt(_squares(small).max()))
     s.broken = s.beta <= 10 * eps * s.norm or at + 1 >= n
     s.scale = 0.0 if s.broken else 1 / s.beta
     s.column += 1
@@ -674,7 +689,7 @@ def lanczos_restart(
 
 def lanczos_next(s: Any, second: Any) -> None:
     """Go on with a vector that is orthogonal to what is there."""
-    square = second[0, -1].real - (abs(second[0, : int(s.kept)]) ** 2).sum()
+    square = second[0, -1].real - _squares(second[0, : int(s.kept)]).cumsum()[-1]
     s.scale = 1 / np.sqrt(square) if square > 0 else 0.0
     s.column = s.kept
 
