@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.base import get_engine
+from dask_distmm.planning import program
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
 from dask_distmm.testing import run_jobs
@@ -15,9 +18,14 @@ def on_ranks(results, arrays, ranks=3):
     """Return arrays that one program makes, from a run on several ranks whose chunks lie anywhere."""
     rng, problem = np.random.default_rng(), problem_of(results[0])
     rows = problem["a"].chunks[0]
-    where = {name: rng.integers(0, ranks + 1, len(rows)).astype(np.int32) for name in problem.operands}
+    where = {}
+    for name in problem.operands:
+        where[name] = rng.permutation(np.resize(rng.permutation(ranks + 1), len(rows))).astype(np.int32)
     workers = [Worker(f"w{number}") for number in range(ranks + 1)]
-    plan = plan_program(problem, workers[:ranks], where, engine="numpy", sources=workers[ranks:])
+    # A small matrix would go to one of them.
+    with mock.patch.object(program, "_WORTH_MOVING", np.inf):
+        plan = plan_program(problem, workers[:ranks], where, engine="numpy", sources=workers[ranks:])
+    assert len(plan.ranks) == ranks or len(rows) <= ranks
     assert ProgramPlacement.from_wire(plan.to_wire()).to_wire() == plan.to_wire()
     cuts = np.cumsum([0, *rows])
     chunks = {(name, i): array[cuts[i] : cuts[i + 1]] for name, array in arrays.items() for i in range(len(rows))}

@@ -276,8 +276,9 @@ class Contract:
     flops: Flops
     # Whether it decomposes a small matrix: many short steps, one after the other.
     decomposes: bool = False
-    # Whether it makes the same bits of the same values everywhere: sums, products, quotients and square roots of real
-    # numbers, one after the other. BLAS, LAPACK, NumPy's sums, powers and hypot depend on the machine.
+    # Whether it makes the same bits of the same values everywhere: sums, products, quotients and square roots of single
+    # numbers, one after the other. BLAS, LAPACK, powers, `hypot` and NumPy's products of complex arrays depend on the
+    # machine.
     exact: bool = False
 
 
@@ -368,12 +369,13 @@ CONTRACTS: dict[str, Contract] = {
     "info": Contract("rw", _none),
     "column_sums": Contract("wr", lambda out, *x: sum(one[0] * one[1] for one in x)),
     "add_polynomial": Contract("ur", lambda y, *x: 2 * len(x) * y[0] * y[1]),
-    "exponential_start": Contract("rw", _none),
-    "exponential_next": Contract("uw", _none),
+    "exponential_start": Contract("rw", _none, exact=True),
+    "exponential_next": Contract("uw", _none, exact=True),
     "row": Contract("rw", _none),
     "project": Contract("wrrr", lambda out, s, basis, w: 2 * basis[0] * basis[1]),
     "orthogonalize": Contract("rrru", lambda h, s, basis, w: 2 * basis[0] * basis[1]),
     "put_column": Contract("rru", _none),
+    "gmres_solve": Contract("rrrw", _none),
     "basis_add": Contract("rru", lambda y, basis, x: 2 * basis[0] * basis[1]),
     "draw": Contract("w", _none),
     "rotate_basis": Contract("rru", lambda s, y, basis: 2 * basis[0] * y[0] * y[1]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import itertools
 import warnings
 
@@ -16,6 +18,7 @@ from ranks import on_ranks
 from dask_distmm import PlanError, linalg, testing
 from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.base import Side
+from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.errors import MatrixError, NotSquareError
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
@@ -488,6 +491,45 @@ def test_functions_that_fail():
         linalg.lsmr((broken, broken), b)
     with pytest.raises(PlanError, match="A is a function, so v0 must be passed"):
         linalg.eigsh(laplacian, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("function", ["cg", "minres", "gmres", "eigsh", "lobpcg", "expm"])
+def test_all_ranks_have_the_same_bits(function, dtype, monkeypatch):
+    """Each computes the numbers of a solver and its flags for itself: also of NaN, and where M is a function."""
+    rng, seen = np.random.default_rng(), collections.defaultdict(list)
+
+    def noted(name, kernel):
+        def call(self, *arguments, **options):
+            kernel(self, *arguments, **options)
+            seen[self].append((name, options.get("step"), *(one.tobytes() for one in arguments)))
+
+        return call
+
+    for name in ("total", "advance", "exponential_start", "exponential_next"):
+        monkeypatch.setattr(ProgramKernels, name, noted(name, getattr(ProgramKernels, name)))
+    a, b = hermitian(rng, dtype, np.geomspace(1, 30, N)), noise(rng, (N,), dtype)
+    for matrix in (a, np.where(np.arange(N) == 7, np.nan, a).astype(dtype)):
+        given, chunked = {"a": matrix}, da.from_array(matrix, chunks=(7, N))
+        if function in ("eigsh", "lobpcg"):
+            x = noise(rng, (N, 2), dtype)
+            start = {} if function == "eigsh" else {"X": da.from_array(x, chunks=(7, 2))}
+            given |= {} if function == "eigsh" else {"g": x}
+            results = getattr(linalg, function)(chunked, *([3] if function == "eigsh" else []), **start)
+        elif function == "expm":
+            results = [linalg.expm(chunked / 10, method="rows")]
+            given["a"] = matrix / 10
+        else:
+            m = {"M": lambda x, rows: 0.5 * x[rows]}
+            results = getattr(linalg, function)(chunked, da.from_array(b, chunks=7), maxiter=20, **m)
+            given["b"] = b[:, None]
+        seen.clear()
+        with contextlib.suppress(MatrixError):
+            on_ranks(results, given)
+        # An error, on one rank, ends the others in the middle.
+        least = min(map(len, seen.values()))
+        assert matrix is not a or (len(seen), {len(one) for one in seen.values()}) == (3, {least})
+        assert len({tuple(one[:least]) for one in seen.values()}) == 1
 
 
 def test_progress_follows_the_residual(monkeypatch):

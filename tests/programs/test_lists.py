@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from typing import Any
 
@@ -28,12 +29,14 @@ from dask_distmm.programs.steps import (
     If,
     Key,
     Loop,
+    Make,
     New,
     Publish,
     Pull,
     Step,
     Store,
     View,
+    roles_of,
 )
 
 # Builder, options, all outputs.
@@ -219,6 +222,103 @@ def test_loops_that_run_ahead_are_found():
             continue
         with pytest.raises(ProgramError, match="freed before|may still pull"):
             check(lists)
+
+
+# What a turn of the innermost loop pulls from each other rank, one message after the other.
+PULLS = {"cg": 2, "minres": 3, "gmres": 3, "eigsh": 3, "expm": 1, "lobpcg": 3, "lsqr": 1, "lsmr": 1}
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] in PULLS], ids=lambda case: case[0])
+def test_messages_of_a_turn(case):
+    """A full M takes one more, and so does a callback that is told all of x."""
+    for more, ranks in itertools.product(range(len(MORE.get(case[0], [{}]))), (1, 2, 4)):
+        lists = recorded(case, list(range(ranks)), ranks, [9] * ranks, more=more)
+        options, operands = case[1].get("functions", {}), MORE.get(case[0], [{}])[more]
+        full = "m" in options or operands.get("m") == -1
+        expected = PULLS[case[0]] + full + ("callback" in options)
+        for steps in lists:
+            loop = [step for step in every(steps) if isinstance(step, Loop)][-1]
+            assert sum(isinstance(step, Pull) for step in every(loop.body)) == expected * (ranks - 1)
+
+
+def rewritten(steps, change):
+    """Return steps with what `change` returns for each call in its place."""
+    for step in steps:
+        if isinstance(step, Loop):
+            yield dataclasses.replace(step, body=tuple(rewritten(step.body, change)))
+        else:
+            yield from change(step) if isinstance(step, Call) else [step]
+
+
+def exact_calls(steps):
+    """Return the sums that become numbers of a solver, which become flags, and the calls that make these."""
+    exact = [step for step in every(steps) if isinstance(step, Call) and CONTRACTS[step.kernel].exact]
+    read = {buffer.name for step in exact for buffer, role in roles_of(step) if role == "r" and step.kernel != "total"}
+    sums = [step for step in exact if step.kernel == "total" and step.arguments[0].name in read]
+    return sums, [step for step in exact if step.kernel == "advance"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from([case for case in CASES if case[0] in SQUARE]), st.integers(2, 4), st.data())
+def test_flags_of_own_numbers_are_found(case, ranks, data):
+    """A rank that adds up in another order, leaves out a part, or takes other options may decide otherwise."""
+    more = data.draw(st.integers(0, len(MORE.get(case[0], [{}])) - 1))
+    lists = recorded(case, list(range(ranks)), ranks, [9] * ranks, more=more)
+    check(lists)
+    rank = data.draw(st.integers(0, ranks - 1))
+    sums, steps = exact_calls(lists[rank])
+    chosen = data.draw(st.sampled_from(sums + steps))
+    total, *parts = chosen.arguments
+
+    changes: list[Any] = [{"options": {**chosen.options, "eps": 0.5}}, None]
+    if chosen in sums:
+        others = (parts[::-1], parts[1:], [parts[0], *parts[:-1]])
+        changes += [{"arguments": (total, *some)} for some in others]
+        changes += ["own", {"kernel": "copy", "arguments": (parts[0], total), "options": {}}]
+    change = data.draw(st.sampled_from(changes))
+
+    def changed(step):
+        if (step.kernel, step.arguments[0]) != (chosen.kernel, total):
+            return [step]
+        if change == "own":
+            (mine,) = [part for part in step.arguments[1:] if "@" not in part.name]
+            return [dataclasses.replace(step, arguments=(total, mine))]
+        return [] if change is None else [dataclasses.replace(step, **change)]
+
+    # All of them with its own part, or one of them in another way.
+    for me in range(ranks) if change == "own" else [rank]:
+        lists[me] = tuple(rewritten(lists[me], changed))
+    with pytest.raises(ProgramError, match="is not replicated|was not written"):
+        check(lists)
+
+
+def test_flags_that_are_the_same_bits():
+    """From one rank, whichever it is; of zeros, by an exact kernel; not one that has changed since, or of operands."""
+    go, own, a = Buffer("s0", (1, 1), "bool"), Buffer("s1", (1, 1), "float64", host=True), Buffer("a.0", (1, 1), "bool")
+    key = Key(PART, 1)
+    here: list[Step] = [New(own, zero=True), New(go, zero=True)]
+    step = Call("exponential_next", (own, go), {})
+    estimated = Call("advance_inexactly", (own, go), {"step": "lsqr_start", "reads": 0})
+    branch, end = If(go, (), ()), [Drop(own), Drop(go)]
+    given, taken = Publish(key, (go,), copied=True), Pull(1, key, (go,))
+    for first, second, alike in (
+        ([step, branch], [step, branch], True),
+        ([step, branch], [step, step, branch], False),
+        ([estimated, branch], [estimated, branch], False),
+        ([taken, branch], [estimated, given, branch], True),
+        ([taken, branch], [given, step, branch], False),
+        ([taken, branch, step, branch], [step, given, branch, branch], True),
+        ([taken, branch, step, step, branch], [step, given, branch, branch], False),
+    ):
+        lists = [[*here, *first, *end], [*here, *second, *end]]
+        if alike:
+            check(lists)
+            continue
+        with pytest.raises(ProgramError, match="s0 may have other bits than that of another rank"):
+            check(lists)
+    operands: list[Step] = [Make(a, "a"), If(a, (), ()), Drop(a)]
+    with pytest.raises(ProgramError, match="a.0 may have other bits"):
+        check([operands, operands])
 
 
 def test_what_the_checker_says():

@@ -28,13 +28,13 @@ def _rotation(a: Any, b: Any) -> tuple[Any, Any, Any]:
 
 def _length(a: Any, b: Any) -> Any:
     """Return the length of (a, b) as an exact kernel may: the C library's `hypot` depends on the machine."""
-    low, high = sorted((abs(a), abs(b)))
+    low, high = np.minimum(abs(a), abs(b)), np.maximum(abs(a), abs(b))
     ratio = low / high if 0 < high < np.inf else np.float64(0)
     return high * np.sqrt(1 + ratio * ratio)
 
 
 def _squares(x: Any) -> Any:
-    """Return squared moduli as an exact kernel may. A sum is the last one of `cumsum`, which adds one after the other."""
+    """Return squared moduli as an exact kernel may. It adds them by `cumsum`, one after the other."""
     return x.real * x.real + x.imag * x.imag
 
 
@@ -168,15 +168,18 @@ class IterationKernels:
 
     def exponential_start(self, sums: Any, state: Any, *, limit: float, most: int, finite: bool) -> None:
         """Find how often the polynomial is squared: powers of A divided by that power of two have norms below it."""
-        first, *norms = sums.max(axis=1, initial=0)
-        if finite and not np.isfinite(first):
+        first, square, cube = sums.max(axis=1, initial=0).tolist()
+        if finite and not math.isfinite(first):
             raise MatrixError(not_finite("A"))
-        with np.errstate(all="ignore"):
-            size = max(norm ** (1 / power) for power, norm in enumerate(norms, 2)) / limit
-        if finite and not np.isfinite(size):
+        count = 0
+        if math.isfinite(square) and math.isfinite(cube):
+            for power, ratio in ((2, square / (limit * limit)), (3, cube / (limit * limit * limit))):
+                # The ratio is below two to this power; without logarithms that is exact.
+                _, exponent = math.frexp(ratio)
+                count = min(most, max(count, -(-exponent // power)))
+        elif finite:
             raise MatrixError("powers of A overflow, and so would its exponential: A has too large elements")
-        count = min(most, max(0, math.ceil(math.log2(size)))) if np.isfinite(size) and size > 0 else 0
-        state[0, : len(EXPONENTIAL)] = [*(2.0 ** (-power * count) for power in (1, 2, 3)), count + 1]
+        state[0, : len(EXPONENTIAL)] = [*(math.ldexp(1, -power * count) for power in (1, 2, 3)), count + 1]
 
     def exponential_next(self, state: Any, go: Any) -> None:
         """Say whether another square is to come after this."""
@@ -219,6 +222,16 @@ class IterationKernels:
     def put_column(self, state: Any, w: Any, basis: Any) -> None:
         """Make a vector one of a basis."""
         basis[:, int(state[0, 0])] = w[:, 0]
+
+    def gmres_solve(self, state: Any, triangle: Any, side: Any, y: Any) -> None:
+        """Solve with the triangle; what is singular is left out."""
+        count = int(state[0, 0])
+        y[...] = 0
+        y[0, :count] = side[0, :count]
+        for row in range(count - 1, -1, -1):
+            pivot = triangle[row, row]
+            y[0, row] = y[0, row] / pivot if pivot else 0
+            y[0, :row] -= y[0, row] * triangle[:row, row]
 
     def basis_add(self, y: Any, basis: Any, x: Any) -> None:
         """X += V Y."""
@@ -569,7 +582,7 @@ def gmres_rotate(
     column = triangle[:, at]
     column[...] = 0
     column[: at + 1] = first[0, : at + 1] + second[0, : at + 1]
-    below = np.sqrt(max(0.0, second[0, -1].real - (abs(second[0, : at + 1]) ** 2).sum()))
+    below = np.sqrt(max(0.0, second[0, -1].real - _squares(second[0, : at + 1]).cumsum()[-1]))
     s.broken = below <= eps * np.sqrt(first[0, -1].real)
     s.scale = 0.0 if s.broken else 1 / below
     if at == 0:
@@ -579,26 +592,15 @@ def gmres_rotate(
         c, sn = rotations[row]
         one, other = column[row], column[row + 1]
         column[row], column[row + 1] = c * one + sn * other, c * other - np.conj(sn) * one
-    size, below = abs(column[at]), 0.0 if s.broken else below
-    radius = np.hypot(size, below)
+    size, below = _length(column[at].real, column[at].imag), 0.0 if s.broken else below
+    radius = _length(size, below)
     phase = column[at] / size if size else 1.0
     c, sn = (size / radius, phase * below / radius) if radius else (1.0, 0.0)
     rotations[at], column[at] = (c, sn), phase * radius
     side[0, at], side[0, at + 1] = c * side[0, at], -np.conj(sn) * side[0, at]
-    s.residual = abs(side[0, at + 1])
+    s.residual = _length(side[0, at + 1].real, side[0, at + 1].imag)
     s.column += 1
     inside[...] = s.residual > s.goal and not s.broken and np.isfinite(s.residual)
-
-
-def gmres_solve(s: Any, triangle: Any, side: Any, y: Any) -> None:
-    """Solve with the triangle; what is singular is left out."""
-    count = int(s.column)
-    y[...] = 0
-    y[0, :count] = side[0, :count]
-    for row in range(count - 1, -1, -1):
-        pivot = triangle[row, row]
-        y[0, row] = y[0, row] / pivot if pivot else 0
-        y[0, :row] -= y[0, row] * triangle[:row, row]
 
 
 def gmres_restart(s: Any, sums: Any, go: Any, inside: Any, *, eps: float) -> Any:
@@ -720,7 +722,6 @@ _STEPS: dict[str, Callable[..., Any]] = {
         lsmr_test,
         gmres_start,
         gmres_rotate,
-        gmres_solve,
         gmres_restart,
         lanczos_start,
         lanczos_step,
