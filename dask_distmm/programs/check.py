@@ -183,7 +183,7 @@ class _State:
         self._written: list[set[str]] = [set() for _ in range(ranks)]
         # The rectangles of each that must not change any more.
         self._fixed: list[dict[str, list[Box]]] = [{} for _ in range(ranks)]
-        self._lent: dict[tuple[int, Key], tuple[Buffer | View, ...]] = {}
+        self._lent: dict[tuple[int, Key], list[tuple[Buffer | View, int]]] = {}
         # What each rank knows of the others: how many of its steps each has done at least. As of the moment of
         # publishing; and by rank and key the steps by which it was pulled.
         self._known = [[0] * ranks for _ in range(ranks)]
@@ -192,13 +192,11 @@ class _State:
         # What each rank has published and not freed, and how much of that at the starts of turns.
         self._held: list[list[Key]] = [[] for _ in range(ranks)]
         self._before: list[list[int]] = [[] for _ in range(ranks)]
-        # The numbers of values: of each rank's buffers by name, of what is published, and by what they are made of.
+        # The numbers of values: of each rank's buffers by name, and by what they are made of.
         self._value: list[dict[str, int]] = [{} for _ in range(ranks)]
-        self._values_then: dict[tuple[int, Key], list[int]] = {}
         self._numbers, self._made = itertools.count(), dict[tuple[Any, ...], int]()
-        # The values of flags by which the first rank to come there has gone on; how many each rank has come to.
-        self._decisions: list[int] = []
-        self._decided = [0] * ranks
+        # The values of the flags by which each rank has gone on.
+        self._decided: list[list[int]] = [[] for _ in range(ranks)]
 
     def take(self, rank: int, step: FlatStep) -> None:
         """Take one step."""
@@ -207,8 +205,7 @@ class _State:
         match step:
             case New(made, zero):
                 self._begin(rank, made, written=zero)
-                if zero:
-                    self._set(rank, made, self._number("zeros"))
+                self._set(rank, made, self._number("zeros", made.shape) if zero else next(self._numbers))
             case Make(View() as place):
                 self._has(rank, place, written=False)
                 self._change(rank, place)
@@ -232,23 +229,22 @@ class _State:
                     self._set(rank, buffer, self._number(index, *made_of))
             case Publish(key, buffers, copied):
                 _expect((rank, key) not in self._lent, f"{key} is published twice")
-                self._lent[rank, key] = buffers
                 self._known_then[rank, key] = list(self._known[rank])
                 self._held[rank].append(key)
                 for buffer in buffers:
                     self._has(rank, buffer, written=True)
                     if not copied:
                         fixed.setdefault(buffer.name, []).append(buffer.box)
-                self._values_then[rank, key] = [self._value_of(rank, buffer) for buffer in buffers]
+                self._lent[rank, key] = [(buffer, self._value_of(rank, buffer)) for buffer in buffers]
             case Pull(owner, key, buffers, taken):
                 there = self._lent[owner, key]
                 _expect(owner != rank, "a rank pulls from itself")
                 _expect(key in self._held[owner], f"{key} was freed before")
                 self._known[rank] = list(map(max, self._known[rank], self._known_then[owner, key]))
                 self._pulled.setdefault((owner, key), []).append((rank, self._known[rank][rank]))
-                shapes = [[(one.shape, one.dtype) for one in some] for some in (there, buffers)]
-                _expect(shapes[0] == shapes[1], f"{there} is pulled as {buffers}")
-                for buffer, value in zip(buffers, self._values_then[owner, key], strict=True):
+                kinds = [(source.shape, source.dtype) for source, _ in there]
+                _expect(kinds == [(one.shape, one.dtype) for one in buffers], f"{kinds} are pulled as {buffers}")
+                for buffer, (_, value) in zip(buffers, there, strict=True):
                     if taken:
                         self._begin(rank, buffer, written=True)
                     self._has(rank, buffer, written=False)
@@ -272,11 +268,10 @@ class _State:
     def _decide(self, rank: int, flag: Buffer) -> None:
         """Go on by a flag: all ranks must have the same bits there."""
         self._has(rank, flag, written=True)
-        if self._decided[rank] == len(self._decisions):
-            self._decisions.append(self._value[rank][flag.name])
-        alike = self._value[rank][flag.name] == self._decisions[self._decided[rank]]
+        at = len(self._decided[rank])
+        self._decided[rank].append(self._value[rank][flag.name])
+        alike = len({values[at] for values in self._decided if len(values) > at}) == 1
         _expect(alike, f"{flag.name} may have other bits than that of another rank: it is not replicated")
-        self._decided[rank] += 1
 
     def _number(self, *made_of: Any) -> int:
         """Return the number of a value: the same one for what is made of the same values in the same way."""
@@ -296,9 +291,8 @@ class _State:
         """Return what an exact kernel does, and the values that it reads; another one makes what nobody else makes."""
         if not CONTRACTS[call.kernel].exact:
             return (next(self._numbers),)
-        values = [self._value_of(rank, buffer) if role != "w" else role for buffer, role in roles_of(call)]
-        kinds = [(one.shape, one.dtype) for one in call.arguments]
-        return call.kernel, repr(sorted(call.options.items())), *kinds, *values
+        values = [one.box if role == "w" else self._value_of(rank, one) for one, role in roles_of(call)]
+        return call.kernel, repr(sorted(call.options.items())), *values
 
     def _begin(self, rank: int, buffer: Buffer | View, *, written: bool) -> None:
         """Have a buffer that was not there."""

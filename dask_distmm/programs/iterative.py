@@ -143,8 +143,7 @@ class Vectors:
     def _assembled(self, parts: list[Buffer], into: Buffer | None) -> Buffer:
         whole = into or self.p.small(sum(self.p.rows.sizes), parts[0].shape[1])
         self.p.call("assemble", whole, *parts, places=tuple(self.runs))
-        del parts[self.p.me]
-        self.p.drop(*parts)
+        self.p.drop(*(one for one in parts if "@" in one.name))
         return whole
 
     def times(self, operand: str, whole: Buffer, into: Buffer | None = None) -> Buffer:
@@ -191,8 +190,7 @@ class Vectors:
     def _summed(self, parts: list[Buffer]) -> Buffer:
         if len(parts) == 1:
             return parts[0]
-        (rows, cols), dtype = parts[0].shape, parts[0].dtype
-        total = self.p.numbers(cols, dtype, rows)
+        total = self.p.numbers(parts[0].shape[1], parts[0].dtype, parts[0].shape[0])
         self.p.call("total", total, *parts)
         self.p.drop(*parts)
         return total
@@ -497,17 +495,7 @@ def gmres(
 
 
 def eigsh(
-    p: Recorder,
-    operands: Operands,
-    wanted: Wanted,
-    *,
-    k: int,
-    ncv: int,
-    which: str,
-    tol: float,
-    maxiter: int,
-    seed: int,
-    eps: float,
+    p: Recorder, operands: Operands, wanted: Wanted, *, k: int, ncv: int, seed: int, eps: float, **limits: Any
 ) -> None:
     """Find eigenvalues of a Hermitian matrix by Lanczos with thick restarts (Wu, Simon 2000), orthogonal throughout."""
     v, n = Vectors(p, operands), sum(p.rows.sizes)
@@ -534,10 +522,10 @@ def eigsh(
 
     def cycle() -> None:
         p.loop(inside, step, ncv, max(1, (ncv - k) // 2))
+        numbers = state, go, inside, small, vectors, values
         if p.me == 0:
-            options = {"which": which, "tol": tol, "maxiter": maxiter, "eps": eps, "n": n}
-            _advance(p, "lanczos_restart", [], state, go, inside, small, vectors, values, **options)
-        p.share(flags=(state, go, inside, small, vectors, values))
+            _advance(p, "lanczos_restart", [], *numbers, eps=eps, n=n, **limits)
+        p.share(flags=numbers)
         p.call("rotate_basis", state, vectors, basis)
         p.call("lanczos_vector", state, basis, w, seed=(seed, p.me))
         first, second = (v.orthogonal(state, basis, w) for _ in range(2))
@@ -547,7 +535,7 @@ def eigsh(
         p.drop(first, second)
 
     # The kernel raises an error if nothing has converged within the allowed turns.
-    p.loop(go, cycle, maxiter + 1, min(maxiter, 10))
+    p.loop(go, cycle, limits["maxiter"] + 1, min(limits["maxiter"], 10))
     if "v" in wanted:
         v.store("v", basis, k)
     if "w" in wanted:

@@ -642,21 +642,9 @@ def lanczos_step(s: Any, first: Any, second: Any, inside: Any, small: Any, *, ep
     inside[...] = not s.broken and np.isfinite(s.beta) and s.column < len(small)
 
 
-def lanczos_restart(
-    s: Any,
-    go: Any,
-    inside: Any,
-    small: Any,
-    vectors: Any,
-    values: Any,
-    *,
-    which: str,
-    tol: float,
-    maxiter: int,
-    eps: float,
-    n: int,
-) -> Any:
+def lanczos_restart(s: Any, *arrays: Any, which: str, tol: float, maxiter: int, eps: float, n: int) -> Any:
     """Decide which vectors stay, and whether those that are wanted have converged."""
+    go, inside, small, vectors, values = arrays
     count, k, most = int(s.column), values.shape[1], len(small)
     if not np.isfinite(small).all():
         raise MatrixError(not_finite("a"))
@@ -704,31 +692,7 @@ def lobpcg_test(s: Any, sums: Any, go: Any, *, tol: float) -> Any:
 
 
 _STEPS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        cg_start,
-        cg_step,
-        cg_next,
-        minres_start,
-        minres_alpha,
-        minres_rotate,
-        minres_test,
-        bidiagonal_beta,
-        bidiagonal_alpha,
-        lsqr_start,
-        lsqr_rotate,
-        lsmr_start,
-        lsmr_rotate,
-        lsmr_test,
-        gmres_start,
-        gmres_rotate,
-        gmres_restart,
-        lanczos_start,
-        lanczos_step,
-        lanczos_restart,
-        lanczos_next,
-        lobpcg_test,
-    )
+    name: step for name, step in globals().items() if name.partition("_")[0] in NUMBERS
 }
 
 
