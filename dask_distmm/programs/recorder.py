@@ -317,7 +317,7 @@ class Recorder:
         return dataclasses.replace(buffer, name=f"{buffer.name}@{rank}", shape=(rows, buffer.shape[1]))
 
     def loop(self, flag: Buffer, body: Callable[[], Any], most: int, expected: int) -> None:
-        """Repeat steps while a flag is set that all ranks have from rank 0; a turn leaves the buffers that it found."""
+        """Repeat steps while a flag is set, the same on all ranks; a turn leaves the buffers that it found."""
         outside, before = self.steps, self._here.copy()
         self.steps = []
         body()
@@ -326,7 +326,7 @@ class Recorder:
         self.steps.append(Loop(flag, steps, most, expected))
 
     def either(self, flag: Buffer, then: Callable[[], Any], otherwise: Callable[[], Any]) -> None:
-        """Go on in one way or the other, by a flag that all ranks have; both leave the same buffers."""
+        """Go on in one way or the other, by a flag that is the same on all ranks; both leave the same buffers."""
         outside, before, lists, ends = self.steps, self._here, [], []
         for branch in (then, otherwise):
             self.steps, self._here = [], before.copy()

@@ -139,7 +139,7 @@ POWERS = (
 )
 TURNS = (
     "one run for the whole iteration: each worker has rows of A, or one all of them",
-    "its rows of the vectors that the method keeps, and all rows of one vector; on one worker all of A",
+    "its rows of the vectors that the method keeps, and all rows of one vector (`cg`: two); on one worker all of A",
 )
 SOLVED_IN_TURNS = *TURNS, "NaN ends the iteration; it is not an error."
 PRODUCT = "one run, as a product by `dask_distmm.matmul`, also in waves", "as for `matmul`", _CARRIED
