@@ -136,11 +136,11 @@ class Vectors:
 
     def together(self, part: Buffer, *own: Buffer, into: Buffer | None = None) -> list[Buffer]:
         """Return all rows of a vector, and sums of all ranks' buffers, by the same messages; one rank has them all."""
-        parts, *numbers = (list(one) for one in zip(*self.p.share(part, *own), strict=True))
+        parts, *numbers = zip(*self.p.share(part, *own), strict=True)
         whole = self._assembled(parts, into) if into or len(parts) > 1 else part
         return [whole, *map(self._summed, numbers)]
 
-    def _assembled(self, parts: list[Buffer], into: Buffer | None) -> Buffer:
+    def _assembled(self, parts: Sequence[Buffer], into: Buffer | None) -> Buffer:
         whole = into or self.p.small(sum(self.p.rows.sizes), parts[0].shape[1])
         self.p.call("assemble", whole, *parts, places=tuple(self.runs))
         self.p.drop(*(one for one in parts if "@" in one.name))
@@ -175,7 +175,8 @@ class Vectors:
 
     def dots(self, *pairs: tuple[Buffer, Buffer]) -> Buffer:
         """Return the dot products of pairs of vectors, summed over all ranks."""
-        return self.total(self.own_dots(*pairs))
+        (total,) = self.totals(self.own_dots(*pairs))
+        return total
 
     def own_dots(self, *pairs: tuple[Buffer, Buffer]) -> Buffer:
         """Return the dot products of pairs of vectors, in the rows of a rank."""
@@ -183,11 +184,11 @@ class Vectors:
         self.p.call("dots", own, *(one for pair in pairs for one in pair))
         return own
 
-    def total(self, own: Buffer) -> Buffer:
-        """Return the sum of all ranks' buffers, on all of them."""
-        return self._summed([one for (one,) in self.p.share(own)])
+    def totals(self, *own: Buffer) -> list[Buffer]:
+        """Return sums of all ranks' buffers, on all of them."""
+        return [self._summed(parts) for parts in zip(*self.p.share(*own), strict=True)]
 
-    def _summed(self, parts: list[Buffer]) -> Buffer:
+    def _summed(self, parts: Sequence[Buffer]) -> Buffer:
         if len(parts) == 1:
             return parts[0]
         total = self.p.numbers(parts[0].shape[1], parts[0].dtype, parts[0].shape[0])
@@ -214,7 +215,7 @@ class Vectors:
         """Have W orthogonal to the columns of a basis; return the products with them, and then |W|^2 before."""
         own = self.p.numbers(basis.shape[1] + 1)
         self.p.call("project", own, state, basis, w)
-        sums = self.total(own)
+        (sums,) = self.totals(own)
         self.p.call("orthogonalize", sums, state, basis, w)
         return sums
 
@@ -551,8 +552,8 @@ def lobpcg(
     # X, the preconditioned residuals, and the last step; and what A makes of them.
     s, image = v.new(zero=True, cols=3 * k), v.new(zero=True, cols=3 * k)
     values, rotation = p.numbers(k, "float64"), p.numbers(2 * k, rows=3 * k)
-    state, go, products = p.numbers(1, "float64"), p.flag(), p.numbers(k, rows=k)
-    p.new(values, rotation, state, go, products, zero=True)
+    state, go = p.numbers(1, "float64"), p.flag()
+    p.new(values, rotation, state, go, zero=True)
     p.call("put_block", first, s, at=0)
     whole = v.whole(first)
     product = v.times("a", whole)
@@ -562,7 +563,7 @@ def lobpcg(
     def ritz() -> None:
         own = p.numbers(6 * k, rows=3 * k)
         p.call("lobpcg_gram", own, s, image)
-        grams = v.total(own)
+        (grams,) = v.totals(own)
         if p.me == 0:
             p.call("lobpcg_ritz", grams, values, rotation, largest=largest, eps=eps)
         p.share(flags=(values, rotation))
@@ -571,17 +572,15 @@ def lobpcg(
         p.call("column_squares", own_norms, r)
         w = v.preconditioned(r)
         p.call("block_products", own_products, s, w)
-        _, norms, sums = v.together(w, own_norms, own_products, into=whole)
+        norms, products = v.totals(own_norms, own_products)
         _advance(p, "lobpcg_test", [norms], state, go, tol=tol)
-        p.call("copy", sums, products)
         p.call("subtract_block", products, s, w)
         p.call("put_block", w, s, at=k)
-        p.drop(grams, norms, sums, *{w, r})
+        v.whole(w, whole)
+        p.drop(grams, norms, products, *{w, r})
 
     def turn() -> None:
-        # The residuals came before they were made orthogonal to X, so their products are.
         product = v.times("a", whole)
-        p.call("subtract_block", products, image, product)
         p.call("put_block", product, image, at=k)
         p.drop(product)
         ritz()
@@ -607,7 +606,7 @@ def expm(p: Recorder, operands: Operands, wanted: Wanted) -> None:
     square = v.product(a, whole)
     cube = v.product(square, whole)
     p.call("column_sums", own, a, square, cube)
-    sums = v.total(own)
+    (sums,) = v.totals(own)
     limit = _TAYLOR_NORMS[np.dtype(p.real).itemsize]
     p.call("exponential_start", sums, state, limit=limit, most=_MOST_SQUARES, finite=p.finite)
     p.drop(own, *({sums} - {own}))

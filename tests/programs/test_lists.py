@@ -225,7 +225,7 @@ def test_loops_that_run_ahead_are_found():
 
 
 # What a turn of the innermost loop pulls from each other rank, one message after the other.
-PULLS = {"cg": 2, "minres": 3, "gmres": 3, "eigsh": 3, "expm": 1, "lobpcg": 3, "lsqr": 1, "lsmr": 1}
+PULLS = {"cg": 2, "minres": 3, "gmres": 3, "eigsh": 3, "expm": 1, "lobpcg": 4, "lsqr": 1, "lsmr": 1}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[0] in PULLS], ids=lambda case: case[0])
