@@ -22,7 +22,6 @@ all ranks do it in the same order, as they see the same runs in the same order.
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -48,7 +47,7 @@ from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement, algorithm_of
 from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import Placement
-from dask_distmm.programs.steps import Buffer, Key, Make
+from dask_distmm.programs.steps import Key, Make
 
 # Each array of a message begins at a multiple of this many bytes.
 _ALIGNED = 16
@@ -66,33 +65,19 @@ class SentPanels(DevicePanels):
     def publish(self, key: Key, arrays: Sequence[Any]) -> None:
         """Give a panel to all others, after the work that is on the current stream now."""
         self._coming.wait_event(record(cp.cuda.get_current_stream()))
-        self._broadcast(key, arrays, self.group.comm.rank)
-        event = record(self._coming)
-        self._free += [(buffer, [event]) for buffer in self._used.pop(key)]
+        self._come(self.group.comm.rank, key, arrays)
+        self._release(key, [self._coming])
 
-    def _come(self, owner: int, key: Key, like: Sequence[Buffer]) -> tuple[Any, ...]:
-        """Take part in the broadcast of a panel."""
-        found = self._broadcast(key, like, owner)
-        self.pulled_bytes += sum(x.nbytes for x in found)
-        return found
-
-    def _broadcast(self, key: Key, arrays: Sequence[Any], root: int) -> tuple[Any, ...]:
-        """Queue the broadcast of arrays in one buffer; return their places there. Others than the root give shapes."""
-        sizes = [math.prod(one.shape) * np.dtype(one.dtype).itemsize for one in arrays]
-        ends = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
+    def _come(self, owner: int, key: Key, like: Sequence[Any]) -> tuple[Any, ...]:
+        """Take part in the broadcast of a panel, of all its arrays in one buffer; its owner has them in `like`."""
+        ends = np.cumsum([0, *(-(-one.nbytes // _ALIGNED) * _ALIGNED for one in like)]).tolist()
         buffer = self._room(key, ends[-1])
-        places = tuple(placed(buffer[at:], one) for at, one in zip(ends, arrays, strict=False))
-        if root == self.group.comm.rank:
-            for array, place in zip(arrays, places, strict=True):
+        places = tuple(placed(buffer[at:], one) for at, one in zip(ends, like, strict=False))
+        if owner == self.group.comm.rank:
+            for array, place in zip(like, places, strict=True):
                 copy_columns(array, place, self._coming)
-        self.group.comm.broadcast(int(buffer.data.ptr), ends[-1], root, self._coming)
+        self.group.comm.broadcast(int(buffer.data.ptr), ends[-1], owner, self._coming)
         return places
-
-    def complete(self) -> None:
-        """Let what comes next on the streams of the work wait for all broadcasts."""
-        event = record(self._coming)
-        for stream in self._streams:
-            stream.wait_event(event)
 
 
 # One participant's side of a factorization

@@ -32,8 +32,10 @@ class DeviceKernels(LapackKernels):
         return super().triangle(a, lower=lower, unit=unit).view(devices.ndarray)
 
 
-class QueuedKernels(LapackKernels):
-    """LAPACK in place of cuSOLVER: each call comes after all that is queued on the stream of the work."""
+class QueuedKernels(DeviceKernels):
+    """The same where each call comes after all that is queued on the stream of the work, and is looked at then."""
+
+    asynchronous = False
 
     def __init__(self, stream):
         self.streams, self.xp = (stream, stream), sys.modules["cupy"]
@@ -50,10 +52,3 @@ class QueuedKernels(LapackKernels):
 
     def empty(self, shape, dtype):
         return devices.empty(shape, dtype, "F")
-
-    def getrf(self, a, *, pivoting=True):
-        pivots = super().getrf(a, pivoting=pivoting)
-        return pivots.view(devices.ndarray) if pivoting else None
-
-    def potrf(self, a):
-        return super().potrf(a).view(devices.ndarray)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,12 +42,16 @@ class DevicePanels(RankExchange):
         """Have a panel come; the streams of the work wait for it."""
         if not isinstance(asked, tuple) or asked[1].part not in self.parts:
             return super().get(asked, again=again)
-        owner, key, like = asked
-        found = self._come(owner, key, like)
+        found = self._come(*asked)
+        self.pulled_bytes += sum(x.nbytes for x in found)
+        self.complete()
+        return found
+
+    def complete(self) -> None:
+        """Let what comes next on the streams of the work wait for all that comes until now."""
         event = record(self._coming)
         for stream in self._streams:
             stream.wait_event(event)
-        return found
 
     def _come(self, owner: int, key: Key, like: Sequence[Buffer]) -> tuple[Any, ...]:
         """Have what belongs to a panel copied to buffers, on the stream for that; return it in the form of `like`."""
@@ -73,14 +76,18 @@ class DevicePanels(RankExchange):
 
     def drop(self, key: Key) -> None:
         """Let a panel's buffers be filled again after the work that is on the streams now."""
-        events = [record(stream) for stream in self._streams]
+        self._release(key, self._streams)
+
+    def _release(self, key: Key, streams: Sequence[cp.cuda.Stream]) -> None:
+        """Let the buffers of a panel be filled again after the work that is on some streams now."""
+        events = [record(stream) for stream in streams]
         self._free += [(buffer, events) for buffer in self._used.pop(key, ())]
 
 
 def placed(buffer: Any, like: Any) -> Any:
     """Return the first bytes of a buffer as a column-major matrix like another, or as the vector of numbers."""
     dtype = np.dtype(like.dtype)
-    array = buffer[: math.prod(like.shape) * dtype.itemsize].view(dtype)
+    array = buffer[: like.nbytes].view(dtype)
     return array if dtype.kind == "i" else array.reshape(like.shape, order="F")
 
 

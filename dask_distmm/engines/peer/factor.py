@@ -145,7 +145,6 @@ class PulledPanels(DevicePanels):
         """Have a copy engine copy a matrix, column by column, into a buffer."""
         target = placed(self._room(key, source.nbytes), like)
         copy_columns(source, target, self._coming)
-        self.pulled_bytes += source.nbytes
         return target
 
 

@@ -34,8 +34,14 @@ def _length(a: Any, b: Any) -> Any:
 
 
 def _squares(x: Any) -> Any:
-    """Return squared moduli as an exact kernel may. It adds them by `cumsum`, one after the other."""
+    """Return squared moduli as an exact kernel may."""
     return x.real * x.real + x.imag * x.imag
+
+
+def _left_of(sums: Any, count: int) -> Any:
+    """Return what is left of |w|^2, the last sum, without the components of w along the first vectors of a basis."""
+    # An exact kernel adds one after the other.
+    return sums[0, -1].real - _squares(sums[0, :count]).cumsum()[-1]
 
 
 class IterationKernels:
@@ -582,7 +588,7 @@ def gmres_rotate(
     column = triangle[:, at]
     column[...] = 0
     column[: at + 1] = first[0, : at + 1] + second[0, : at + 1]
-    below = np.sqrt(max(0.0, second[0, -1].real - _squares(second[0, : at + 1]).cumsum()[-1]))
+    below = np.sqrt(max(0.0, _left_of(second, at + 1)))
     s.broken = below <= eps * np.sqrt(first[0, -1].real)
     s.scale = 0.0 if s.broken else 1 / below
     if at == 0:
@@ -633,7 +639,7 @@ def lanczos_step(s: Any, first: Any, second: Any, inside: Any, small: Any, *, ep
     column = first[0, : at + 1] + second[0, : at + 1]
     small[: at + 1, at], small[at, : at + 1] = column, column.conj()
     small[at, at] = column[at].real
-    s.beta = np.sqrt(max(0.0, second[0, -1].real - _squares(second[0, : at + 1]).cumsum()[-1]))
+    s.beta = np.sqrt(max(0.0, _left_of(second, at + 1)))
     # The remainder may only be small.
     s.norm = max(s.norm, np.sqrt(_squares(small).max()))
     s.broken = s.beta <= 10 * eps * s.norm or at + 1 >= n
@@ -679,7 +685,7 @@ def lanczos_restart(s: Any, *arrays: Any, which: str, tol: float, maxiter: int, 
 
 def lanczos_next(s: Any, second: Any) -> None:
     """Go on with a vector that is orthogonal to what is there."""
-    square = second[0, -1].real - _squares(second[0, : int(s.kept)]).cumsum()[-1]
+    square = _left_of(second, int(s.kept))
     s.scale = 1 / np.sqrt(square) if square > 0 else 0.0
     s.column = s.kept
 

@@ -411,7 +411,8 @@ class ProgramJob(Job[Any]):
         self._add_up(name, target)
         if name == self.plan.problem.operands[-1]:
             self._synchronize()
-            self._refuse(self._unfit())
+            if self.plan.problem.task.check_finite:
+                self._refuse(self._unfit())
             self.on_gathered()
         self._note("gather", began)
 
