@@ -42,8 +42,9 @@ class GpuProgramJob(ProgramJob):
         self._ready, self._stream = side.ready, state.stream
         self.lends = not self._gathers
         self._on_host = ProgramKernels(self.blas.on_host)
-        # Memory that it has beside chunks.
+        # Memory that it has beside chunks; what is read by work that is queued, with the events after which it was.
         self._allocated: list[Any] = []
+        self._being_read: list[tuple[Any, Sequence[Any]]] = []
 
     def prepare(self) -> None:
         """Bring the chunks to the device, and allocate."""
@@ -89,6 +90,7 @@ class GpuProgramJob(ProgramJob):
 
     def _synchronize(self) -> None:
         self._stream.synchronize()
+        self._being_read.clear()
 
     def _settle(self) -> None:
         """Wait until all work has ended, also after an error: the memory in which it is done is freed then."""
@@ -182,8 +184,8 @@ class GpuProgramJob(ProgramJob):
 
     def _put(self, parts: Sequence[Part], found: Iterable[Any]) -> None:
         """Write parts to their places: all those that are copied as they are at once."""
-        plain = list[Rectangle]()
-        for part, array in zip(parts, found, strict=True):
+        plain, arrays = list[Rectangle](), list(found)
+        for part, array in zip(parts, arrays, strict=True):
             self.ended.check()
             as_it_is = isinstance(array, cp.ndarray) and array.dtype == part.place.dtype and not part.conjugated
             if as_it_is and not crosses(part.form, part.place.shape, part.row, part.col):
@@ -195,6 +197,9 @@ class GpuProgramJob(ProgramJob):
             size = parts[0].place.itemsize
             # Their tables may go at once: what is allocated next on this stream, the current one, is used after them.
             make_copies([table_of(plain, size)], size)[0].run(self._stream)
+        # What came over Dask's comms is nobody else's, and its memory others' as soon as it is let go.
+        queued = [(event, some) for event, some in self._being_read if not event.done]
+        self._being_read = [*queued, (record(self._stream), arrays)]
 
     def _make_room(self) -> None:
         """Free what the engine keeps for its next run, if memory is short."""
