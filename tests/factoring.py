@@ -14,8 +14,35 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.planning.computation import NamedMatrix, Worker
-from dask_distmm.planning.factor import Factorization, FactorPlacement, FactorProblem, as_matrix, block_width
+from dask_distmm.planning.factor import (
+    Factorization,
+    FactorPlacement,
+    FactorProblem,
+    as_matrix,
+    block_width,
+    plan_factorization,
+)
 from dask_distmm.testing import random_chunks, run_jobs
+
+
+def factor_problem(task: Factorization, **how: Any) -> FactorProblem:
+    """Return a factorization, with all results, whose matrices are in chunks of any sizes."""
+    rng = np.random.default_rng()
+
+    def cut(shape: tuple[int, ...]) -> Any:
+        return tuple(random_chunks(rng, size, 4) for size in as_matrix(shape))
+
+    shapes = zip("ab", (task.a_shape, task.b_shape), strict=True)
+    matrices = tuple(NamedMatrix(name, cut(shape), task.dtype) for name, shape in shapes if shape)
+    outputs = tuple(NamedMatrix(one.name, cut(one.shape), one.dtype) for one in task.outputs)
+    how = {"options": read_options()} | how
+    return FactorProblem(name="test", task=task, matrices=matrices, wanted=outputs, **how)
+
+
+def random_holders(problem: FactorProblem, workers: int) -> dict[str, NDArray[np.int32]]:
+    """Return for each chunk of the operands one of so many workers."""
+    rng = np.random.default_rng()
+    return {one.name: rng.integers(0, workers, one.count).astype(np.int32) for one in problem.matrices}
 
 
 def factor_plan(
@@ -23,32 +50,34 @@ def factor_plan(
 ) -> FactorPlacement:
     """Return a plan by which ranks compute all results, of chunks of any sizes that lie anywhere."""
     rng = np.random.default_rng()
-
-    def cut(shape: tuple[int, ...]) -> Any:
-        return tuple(random_chunks(rng, size, 4) for size in as_matrix(shape))
-
-    chunks = {name: cut(shape) for name, shape in zip("ab", (task.a_shape, task.b_shape), strict=True) if shape}
-    outputs = tuple(NamedMatrix(one.name, cut(one.shape), one.dtype) for one in task.outputs)
-    matrices = tuple(NamedMatrix(name, sizes, task.dtype) for name, sizes in chunks.items())
-    problem = FactorProblem(
-        name="test", task=task, matrices=matrices, wanted=outputs, engine=engine, options=read_options()
-    )
-    counts = {name: len(rows) * len(cols) for name, (rows, cols) in chunks.items()}
+    problem = factor_problem(task, engine=engine)
     plan = FactorPlacement(
         problem=problem,
         engine=engine,
         method="columns" if ranks > 1 or shared else "local",
         participants=tuple(Worker(f"w{number}") for number in range(ranks + 1)),
         ranks=tuple(range(ranks)),
-        where={name: rng.integers(0, ranks + 1, count).astype(np.int32) for name, count in counts.items()},
+        where=random_holders(problem, ranks + 1),
         width=width or block_width(task, ranks, shared=shared),
         owners={},
     )
+    outputs = problem.wanted
     holders = {one.name: plan.holders if plan.output_layout(one.name) is None else range(ranks) for one in outputs}
     owners = {one.name: rng.choice(holders[one.name], one.count).astype(np.int32) for one in outputs}
     plan = dataclasses.replace(plan, owners=owners)
     plan.check()
     return plan
+
+
+def planned(task: Factorization, workers: int, *, engine: str, sources: int = 0, **how: Any) -> FactorPlacement:
+    """Return the plan of some workers, as the planner makes it and they get it, of chunks that lie anywhere."""
+    problem = factor_problem(task, engine=engine, **how)
+    where = random_holders(problem, workers + sources)
+    roster, others = (
+        [Worker(f"{letter}{number}") for number in range(n)] for letter, n in (("w", workers), ("s", sources))
+    )
+    made = plan_factorization(problem, roster, where, engine=engine, sources=others)
+    return FactorPlacement.from_wire(made.to_wire())
 
 
 class _OnKernels(Engine):
@@ -66,16 +95,28 @@ def run_factorization(
 
     `kernels` is the arithmetic; None for NumPy's.
     """
-    parts: dict[tuple[str, int], NDArray[Any]] = {}
-    for matrix, x in zip(plan.problem.matrices, (a, b), strict=False):
-        assert x is not None
+    found = run_plan(_OnKernels(kernels or LapackKernels()), plan, *(x for x in (a, b) if x is not None))
+    return {one.name: found[one.name].reshape(one.shape) for one in plan.task.outputs}
+
+
+def run_plan(engine: Any, plan: FactorPlacement, *matrices: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """Run a plan with a thread for each rank; return all results as matrices by name.
+
+    Chunks lie in any memory order, and must not change.
+    """
+    rng, parts = np.random.default_rng(), dict[tuple[str, int], NDArray[Any]]()
+    for matrix, x in zip(plan.problem.matrices, matrices, strict=True):
         name, (rows, cols) = matrix.name, matrix.chunks
         across = (np.split(some, np.cumsum(cols)[:-1], axis=1) for some in np.split(x, np.cumsum(rows)[:-1]))
-        parts |= {(name, number): part for number, part in enumerate(part for some in across for part in some)}
-    found = run_jobs(_OnKernels(kernels or LapackKernels()), plan, parts)
-    results = {}
-    for one, output in zip(plan.problem.outputs, plan.task.outputs, strict=True):
+        every = enumerate(part for some in across for part in some)
+        parts |= {(name, number): part.copy(order=rng.choice(["C", "F"])) for number, part in every}
+    before = {key: part.copy() for key, part in parts.items()}
+    found, results = run_jobs(engine, plan, parts), {}
+    for key, part in parts.items():
+        np.testing.assert_array_equal(part, before[key])
+    for one in plan.problem.outputs:
         count = one.counts[1]
-        blocks = [[found[one.name, i * count + j] for j in range(count)] for i in range(one.counts[0])]
-        results[one.name] = np.block(blocks).reshape(output.shape)
+        blocks = [[np.asarray(found[one.name, i * count + j]) for j in range(count)] for i in range(one.counts[0])]
+        results[one.name] = np.block(blocks)
+        assert results[one.name].dtype == one.dtype
     return results

@@ -14,15 +14,15 @@ import msgpack
 import numpy as np
 import pytest
 import shared
+from factoring import planned, run_plan
 from lapack_kernels import DeviceKernels, QueuedKernels
 
 from dask_distmm.config import read_options
 from dask_distmm.engines.sources import SourceChunk
-from dask_distmm.planning import ENGINES, METHODS, Plan, Worker
+from dask_distmm.planning import ENGINES, METHODS, Plan
 from dask_distmm.planning import cuts as extents
-from dask_distmm.planning.computation import NamedMatrix
-from dask_distmm.planning.factor import Factorization, FactorPlacement, FactorProblem, as_matrix, plan_factorization
-from dask_distmm.testing import conformance, random_chunks, run_jobs
+from dask_distmm.planning.factor import Factorization
+from dask_distmm.testing import conformance
 
 
 class Ranks:
@@ -250,44 +250,14 @@ def factorize(make_peers, monkeypatch):
 
     def run(kind, nranks, *matrices, sources=0, host=False, config=None, **options):
         ranks.host = host
-        rng = np.random.default_rng()
-        given = [x.shape for x in matrices]
-        task = Factorization(kind, given[0], matrices[0].dtype.name, *given[1:], **options)
-
-        def cut(shape):
-            rows, cols = (random_chunks(rng, size, 4) for size in shape)
-            return rows, cols
-
-        chunks = dict(zip(task.inputs, map(cut, given), strict=True))
-        outputs = tuple(NamedMatrix(one.name, cut(as_matrix(one.shape)), one.dtype) for one in task.outputs)
-        problem = FactorProblem(
-            name="test",
-            task=task,
-            matrices=tuple(NamedMatrix(name, sizes, task.dtype) for name, sizes in chunks.items()),
-            wanted=outputs,
-            engine="peer",
-            options=dataclasses.replace(read_options(), **(config or {})),
-            array="cupy",
-            method="local" if task.spectral and not task.shareable else "columns",
-        )
-        parts, where = {}, {}
-        for (name, (rows, cols)), x in zip(chunks.items(), matrices, strict=True):
-            edges = [np.cumsum((0, *sizes)) for sizes in (rows, cols)]
-            for number in range(len(rows) * len(cols)):
-                i, j = divmod(number, len(cols))
-                parts[name, number] = x[edges[0][i] : edges[0][i + 1], edges[1][j] : edges[1][j + 1]].copy()
-            where[name] = rng.integers(0, nranks + sources, len(rows) * len(cols)).astype(np.int32)
-        workers = [Worker(f"w{index}") for index in range(nranks)]
-        others = [Worker(f"s{index}") for index in range(sources)]
-        made = plan_factorization(problem, workers, where, engine="peer", sources=others)
-        found = run_jobs(ranks, FactorPlacement.from_wire(made.to_wire()), parts)
-        results = {}
-        for one in outputs:
-            counts, numbers = one.counts, iter(range(one.count))
-            results[one.name] = np.block(
-                [[np.asarray(found[one.name, next(numbers)]) for _ in range(counts[1])] for _ in range(counts[0])]
-            )
-        return results
+        shape, *others = (x.shape for x in matrices)
+        task = Factorization(kind, shape, matrices[0].dtype.name, *others, **options)
+        how = {
+            "options": dataclasses.replace(read_options(), **(config or {})),
+            "array": "cupy",
+            "method": "local" if task.spectral and not task.shareable else "columns",
+        }
+        return run_plan(ranks, planned(task, nranks, engine="peer", sources=sources, **how), *matrices)
 
     run.ranks = ranks
     return run

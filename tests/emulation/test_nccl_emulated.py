@@ -8,6 +8,7 @@ import threading
 
 import numpy as np
 import pytest
+from factoring import planned, run_plan
 from matrices import noise
 from residuals import (
     assert_cholesky,
@@ -19,12 +20,9 @@ from residuals import (
     assert_solution,
 )
 
-from dask_distmm.config import read_options
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning import ENGINES, Worker
-from dask_distmm.planning.computation import NamedMatrix
-from dask_distmm.planning.factor import Factorization, FactorPlacement, FactorProblem, as_matrix, plan_factorization
-from dask_distmm.testing import random_chunks, run_jobs
+from dask_distmm.planning import ENGINES
+from dask_distmm.planning.factor import Factorization
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 RANKS = [1, 2, 3]
@@ -39,50 +37,12 @@ class Factorizing:
 
     def __call__(self, kind, nranks, *matrices, sources=0, host=False, **options):
         self.ranks.host = host
-        rng = np.random.default_rng()
-        given = [x.shape for x in matrices]
-        task = Factorization(kind, given[0], matrices[0].dtype.name, *given[1:], **options)
-
-        def cut(shape):
-            rows, cols = (random_chunks(rng, size, 4) for size in shape)
-            return rows, cols
-
-        chunks = dict(zip(task.inputs, map(cut, given), strict=True))
-        outputs = tuple(NamedMatrix(one.name, cut(as_matrix(one.shape)), one.dtype) for one in task.outputs)
-        shared = "columns" if nranks > 1 else "auto"
-        problem = FactorProblem(
-            name="test",
-            task=task,
-            matrices=tuple(NamedMatrix(name, sizes, task.dtype) for name, sizes in chunks.items()),
-            wanted=outputs,
-            engine="nccl",
-            options=read_options(),
-            array="numpy" if host else "cupy",
-            method=shared,
-        )
-        parts, where = {}, {}
-        for (name, (rows, cols)), x in zip(chunks.items(), matrices, strict=True):
-            edges = [np.cumsum((0, *sizes)) for sizes in (rows, cols)]
-            for number in range(len(rows) * len(cols)):
-                i, j = divmod(number, len(cols))
-                part = x[edges[0][i] : edges[0][i + 1], edges[1][j] : edges[1][j + 1]]
-                parts[name, number] = part.copy(order=rng.choice(["C", "F"]))
-            where[name] = rng.integers(0, nranks + sources, len(rows) * len(cols)).astype(np.int32)
-        workers = [Worker(f"w{index}") for index in range(nranks)]
-        others = [Worker(f"s{index}") for index in range(sources)]
-        made = plan_factorization(problem, workers, where, engine="nccl", sources=others)
+        shape, *others = (x.shape for x in matrices)
+        task = Factorization(kind, shape, matrices[0].dtype.name, *others, **options)
+        how = {"array": "numpy" if host else "cupy", "method": "columns" if nranks > 1 else "auto"}
+        made = planned(task, nranks, engine="nccl", sources=sources, **how)
         assert len(made.ranks) == nranks
-        before = {key: part.copy() for key, part in parts.items()}
-        found = run_jobs(self.ranks, FactorPlacement.from_wire(made.to_wire()), parts)
-        for key, part in parts.items():
-            np.testing.assert_array_equal(part, before[key])
-        results = {}
-        for one in outputs:
-            counts, numbers = one.counts, iter(range(one.count))
-            blocks = [[np.asarray(found[one.name, next(numbers)]) for _ in range(counts[1])] for _ in range(counts[0])]
-            results[one.name] = np.block(blocks)
-            assert results[one.name].dtype == one.dtype
-        return results
+        return run_plan(self.ranks, made, *matrices)
 
     def release(self):
         """Free the group on all ranks, which is collective."""
