@@ -316,17 +316,17 @@ def apart(tmp_path):
             (worker, {"CUDA_VISIBLE_DEVICES": devices[0]}),
             (worker, {"CUDA_VISIBLE_DEVICES": devices[1]}),
         ):
-            log = (tmp_path / f"{len(processes)}.log").open("w")
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "dask", *command],
-                    env=environment | more,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                    cwd=tmp_path,
+            with (tmp_path / f"{len(processes)}.log").open("w") as log:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "dask", *command],
+                        env=environment | more,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                        cwd=tmp_path,
+                    )
                 )
-            )
         with Client(f"tcp://127.0.0.1:{port}", timeout=60) as client:
             client.wait_for_workers(2, timeout=60)
             yield client
