@@ -36,7 +36,7 @@ from dask_distmm.engines.entry import CollectiveEntry
 from dask_distmm.engines.gpu.collective import CollectiveEngine, RankGroup
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.operands import check_arrays, record
-from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns, placed
+from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns
 from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.programs.blas import assign
 from dask_distmm.engines.programs.job import Part, put, triangle_of
@@ -47,10 +47,7 @@ from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement, algorithm_of
 from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import Placement
-from dask_distmm.programs.steps import Key, Make
-
-# Each array of a message begins at a multiple of this many bytes.
-_ALIGNED = 16
+from dask_distmm.programs.steps import Key, Make, Publish, Pull
 
 
 class SentPanels(DevicePanels):
@@ -69,14 +66,12 @@ class SentPanels(DevicePanels):
         self._release(key, [self._coming])
 
     def _come(self, owner: int, key: Key, like: Sequence[Any]) -> tuple[Any, ...]:
-        """Take part in the broadcast of a panel, of all its arrays in one buffer; its owner has them in `like`."""
-        ends = np.cumsum([0, *(-(-one.nbytes // _ALIGNED) * _ALIGNED for one in like)]).tolist()
-        buffer = self._room(key, ends[-1])
-        places = tuple(placed(buffer[at:], one) for at, one in zip(ends, like, strict=False))
+        """Take part in the broadcast of a panel; its owner has the arrays in `like`."""
+        buffer, places = self._room(key, like)
         if owner == self.group.comm.rank:
             for array, place in zip(like, places, strict=True):
                 copy_columns(array, place, self._coming)
-        self.group.comm.broadcast(int(buffer.data.ptr), ends[-1], owner, self._coming)
+        self.group.comm.broadcast(int(buffer.data.ptr), len(buffer), owner, self._coming)
         return places
 
 
@@ -85,6 +80,8 @@ class SentPanels(DevicePanels):
 
 # Bytes that are on their way from one rank to another at a time, and again in the other direction.
 _BATCH_BYTES = 2**28
+# Panels that are under way at a time, and bytes for what goes with one.
+_UNDER_WAY, _BESIDE = 2, 64
 # Seconds that work which was begun may take to end after an error, and between two looks whether it has.
 _SETTLING, _LOOK = 5.0, 1e-3
 
@@ -113,9 +110,18 @@ class NcclJob(GpuProgramJob):
                     self._outside = self._fetched()
                     self._entry.enter(lambda: self._state.new_id(self.plan.group))
                     self._panels.group = self._joined()
+                    self._panels.group.together(self._reserve)
             return super().execute()
         finally:
             self._entry.leave()
+
+    def _reserve(self) -> None:
+        """Have the buffers of all panels that are under way at a time: none is to lack one later."""
+        assert self._panels is not None
+        messages = [step.buffers for step in self._steps if isinstance(step, Publish | Pull)]
+        size = max((sum(one.nbytes for one in some) for some in messages), default=0)
+        for _ in range(_UNDER_WAY):
+            self._panels.reserve(size + _BESIDE)
 
     def _synchronize(self) -> None:
         if self._panels is not None:

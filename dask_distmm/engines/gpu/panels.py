@@ -13,6 +13,9 @@ from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.programs.exchange import RankExchange
 from dask_distmm.programs.steps import Buffer, Key
 
+# Each array in a buffer begins at a multiple of this many bytes.
+_ALIGNED = 16
+
 
 class DevicePanels(RankExchange):
     """The exchange of panels that come on a stream of their own, while the ones before are applied."""
@@ -32,7 +35,7 @@ class DevicePanels(RankExchange):
         self._coming, self._streams = coming, streams
         # Buffers that are free, with the events after which they may be filled; and those of panels that are here.
         self._free: list[tuple[Any, list[Any]]] = []
-        self._used: dict[Key, list[Any]] = {}
+        self._used: dict[Key, Any] = {}
 
     def ask(self, owner: int, key: Key, like: Sequence[Any] = ()) -> Any:
         """Note what is to come, and into buffers like which."""
@@ -57,31 +60,36 @@ class DevicePanels(RankExchange):
         """Have what belongs to a panel copied to buffers, on the stream for that; return it in the form of `like`."""
         raise NotImplementedError
 
-    def _room(self, key: Key, size: int) -> Any:
-        """Return a buffer of this many bytes for a panel, which may be filled on the stream of those that come."""
-        fitting = [at for at, (one, _) in enumerate(self._free) if size <= len(one) <= max(2 * size, 2**20)]
+    def _room(self, key: Key, like: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """Return a buffer for a panel, which may be filled on the stream for that, and the places of arrays in it."""
+        ends = np.cumsum([0, *(-(-one.nbytes // _ALIGNED) * _ALIGNED for one in like)]).tolist()
+        fitting = [at for at, (one, _) in enumerate(self._free) if len(one) >= ends[-1]]
         idle = (at for at in fitting if all(event.done for event in self._free[at][1]))
         # With two of them one panel comes while the other one is applied.
         at = next(idle, fitting[0] if len(fitting) > 1 else None)
-        if at is not None:
-            buffer, events = self._free.pop(at)
-            for event in events:
-                self._coming.wait_event(event)
-        else:
-            # Straight from the pool of the default stream, on which nothing else runs: its memory is free now.
-            with cp.cuda.Stream.null:
-                buffer = cp.empty(max(1, size), np.uint8)
-        self._used.setdefault(key, []).append(buffer)
-        return buffer
+        if at is None:
+            self.reserve(ends[-1])
+            at = -1
+        buffer, events = self._free.pop(at)
+        for event in events:
+            self._coming.wait_event(event)
+        self._used[key] = buffer
+        return buffer[: ends[-1]], tuple(placed(buffer[at:], one) for at, one in zip(ends, like, strict=False))
+
+    def reserve(self, size: int) -> None:
+        """Have one more buffer of this many bytes."""
+        # Straight from the pool of the default stream, on which nothing else runs: its memory is free now.
+        with cp.cuda.Stream.null:
+            self._free.append((cp.empty(max(1, size), np.uint8), []))
 
     def drop(self, key: Key) -> None:
         """Let a panel's buffers be filled again after the work that is on the streams now."""
         self._release(key, self._streams)
 
     def _release(self, key: Key, streams: Sequence[cp.cuda.Stream]) -> None:
-        """Let the buffers of a panel be filled again after the work that is on some streams now."""
-        events = [record(stream) for stream in streams]
-        self._free += [(buffer, events) for buffer in self._used.pop(key, ())]
+        """Let the buffer of a panel be filled again after the work that is on some streams now."""
+        if key in self._used:
+            self._free.append((self._used.pop(key), [record(stream) for stream in streams]))
 
 
 def placed(buffer: Any, like: Any) -> Any:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ResultKey, Side
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns, placed
+from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns
 from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.gpu.tridiagonal import DeviceReduction, Peers, exchange_bytes
 from dask_distmm.engines.peer.memory import Exporter, PeerState, Remote
@@ -133,19 +133,16 @@ class PulledPanels(DevicePanels):
         columns = plan.columns.local(owner, key.number, key.number + 1)
         source = self.remote.view(holder, BLOCKS, COLUMNS, shape, plan.problem.compute_type)[:, columns]
         start, stop = plan.columns.place(key.number)
-        panel = self._pull(key, source[start:] if key.part == "lower" else source[:stop], like[0])
-        if len(like) == 1:
-            return (panel,)
-        rows, count, _ = offered_by(plan, owner)[EXTRAS].tolist()
-        extras = self.remote.view(holder, BLOCKS, EXTRAS, (rows, count), np.dtype(np.uint8))
-        slot = self._slot(extras, key.number, np.dtype(like[1].dtype))
-        return panel, self._pull(key, slot[: math.prod(like[1].shape)][:, None], like[1])
-
-    def _pull(self, key: Key, source: Any, like: Buffer) -> Any:
-        """Have a copy engine copy a matrix, column by column, into a buffer."""
-        target = placed(self._room(key, source.nbytes), like)
-        copy_columns(source, target, self._coming)
-        return target
+        sources = [source[start:] if key.part == "lower" else source[:stop]]
+        if len(like) > 1:
+            rows, count, _ = offered_by(plan, owner)[EXTRAS].tolist()
+            extras = self.remote.view(holder, BLOCKS, EXTRAS, (rows, count), np.dtype(np.uint8))
+            slot = self._slot(extras, key.number, np.dtype(like[1].dtype))
+            sources.append(slot[: math.prod(like[1].shape)])
+        _, places = self._room(key, like)
+        for one, place in zip(sources, places, strict=True):
+            copy_columns(one, place, self._coming)
+        return places
 
 
 # Eigenvalues that GPUs of one host share: what each lets the others read, and reads of them
