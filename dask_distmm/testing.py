@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.config import read_options
-from dask_distmm.engines.base import GATHERED, REPLICA, ChunkKey, Engine, Job, ResultKey, Side
+from dask_distmm.engines.base import REPLICA, ChunkKey, Engine, Job, ResultKey, Side
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype
 from dask_distmm.planning import EVERYWHERE, Chunks, NamedMatrix, Placement, Plan, Problem, Worker, plan
 from dask_distmm.planning.distribution import FREE, Distributions
+from dask_distmm.planning.placement import GATHERED
 
 # Random chunks and matrices of any supported type, and Problems of them
 
@@ -138,7 +139,7 @@ class LocalComm:
         self.received_bytes = 0
         self._lock = threading.Lock()
 
-    def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
+    def fetch(self, peer: int, kind: str, boxes: Boxes) -> Future[Sequence[NDArray[Any]]]:
         """Ask a peer, which checks the request; answered by a thread once the peer is ready."""
         answer: Future[Sequence[NDArray[Any]]] = Future()
         with self._lock:
@@ -150,7 +151,7 @@ class LocalComm:
                 self.hook(peer, kind)
                 self.jobs[peer].plan.check_boxes(kind, boxes)
                 # Copies, as a network makes: a peer must not see later changes of ours.
-                answer.set_result([x.copy(order="K") for x in self.jobs[peer].serve(kind, boxes, flat)])
+                answer.set_result([x.copy(order="K") for x in self.jobs[peer].serve(kind, boxes)])
             except BaseException as error:
                 answer.set_exception(error)
 

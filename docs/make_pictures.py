@@ -22,12 +22,12 @@ from matplotlib.patches import Polygon, Rectangle
 
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import read_options
-from dask_distmm.engines.panels import panels
 from dask_distmm.graph.build import build_graph
 from dask_distmm.layout import Layout, ProcessGrid, redistribution
 from dask_distmm.planning import NamedMatrix, Plan, Worker, plan
 from dask_distmm.planning.cuts import pieces_of, traffic
 from dask_distmm.planning.factor import Factorization, FactorPlacement, FactorProblem
+from dask_distmm.planning.product import panels
 from dask_distmm.programs.check import walk as in_any_order
 from dask_distmm.programs.steps import Call, Publish, Pull, flops_of
 from dask_distmm.testing import make_problem
@@ -251,7 +251,7 @@ def walk() -> Page:
     problem = dataclasses.replace(problem, options=dataclasses.replace(problem.options, panel_bytes=1))
     made, page = plan(problem, FOUR, {"a": holder, "b": holder}), Page(480)
     page.title(20, 20, "Order of the panels of k. Colour: the worker that holds the panel's rows of B.")
-    walks = [panels(made, rank, made.ranks[rank]) for rank in range(4)]
+    walks = [panels(made, rank) for rank in range(4)]
     for rank, order in enumerate(walks):
         y = 42 + 34 * rank
         page.disc(36, y + 13, rank)

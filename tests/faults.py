@@ -18,7 +18,7 @@ FAULT_POINTS = {
     "vote": ("dask_distmm.runtime.worker", "WorkerService", "_prepare"),
     "execute": ("dask_distmm.engines.numpy.engine", "NumpyJob", "execute"),
     "tiles": ("dask_distmm.engines.numpy.engine", "NumpyJob", "serve"),
-    "assemble": ("dask_distmm.engines.numpy.engine", "NumpyJob", "_assemble"),
+    "assemble": ("dask_distmm.engines.numpy.engine", "NumpyJob", "_handed_over"),
     "replicate": ("dask_distmm.runtime.replicas", "ReplicaStore", "gather"),
     "place": ("dask_distmm.runtime.worker", "WorkerService", "_place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),

@@ -19,7 +19,7 @@ from run_events import events
 import dask_distmm
 from dask_distmm import PlanError, Slab
 from dask_distmm.engines.entry import CollectiveEntry
-from dask_distmm.engines.numpy.engine import NumpyEngine, NumpyJob
+from dask_distmm.engines.numpy.engine import NumpyEngine, NumpyJob, ProductKernels
 from dask_distmm.errors import EngineError, MissingEngineError, RunFailedError
 from dask_distmm.planning import ENGINES
 from dask_distmm.testing import assert_product
@@ -29,15 +29,15 @@ class StandInJob(NumpyJob):
     """Multiplies as the numpy engine does, behind the gate of a collective engine."""
 
     def __init__(self, engine, side):
-        super().__init__(side)
+        super().__init__(side, ProductKernels())
         self.engine, self.entry = engine, CollectiveEntry(self.plan, self.rank, self.comm, self.ended)
         self.held_bytes, self.kept_bytes = 1000 + self.me, 700
 
     def available(self, kind, boxes):
         return self.entry.entered(int(boxes[0, 0])) if kind == "enter" else super().available(kind, boxes)
 
-    def serve(self, kind, boxes, flat):
-        return self.entry.answer() if kind == "enter" else super().serve(kind, boxes, flat)
+    def serve(self, kind, boxes):
+        return self.entry.answer() if kind == "enter" else super().serve(kind, boxes)
 
     def execute(self):
         if self.rank is None:

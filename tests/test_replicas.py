@@ -22,11 +22,11 @@ from stand_ins import Loop, ask
 
 import dask_distmm
 from dask_distmm import Matmul, PlanError, ProjectedMemoryError, matmul
-from dask_distmm.engines.base import GATHERED
 from dask_distmm.engines.numpy.engine import ENGINE
 from dask_distmm.errors import RunFailedError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import EVERYWHERE, METHODS, Plan, Worker, plan
+from dask_distmm.planning.placement import GATHERED
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.worker import WorkerService
@@ -277,7 +277,7 @@ def test_requests_for_replicas():
 
         def fetch(run_id, index=1):
             box[0, 1] = index
-            return asyncio.ensure_future(ask(side, WorkerService.fetch, run_id, "replica", box.tobytes(), flat=False))
+            return asyncio.ensure_future(ask(side, WorkerService.fetch, run_id, "replica", box.tobytes()))
 
         assert (await ask(side, WorkerService.prepare, 1, 0, wire, keys)).status == "OK"
         early = fetch(1)

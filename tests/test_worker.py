@@ -64,7 +64,7 @@ def test_one_run_by_hand():
         with_chunks(side)
         assert (await prepared(side)).status == "OK"
         box = np.array([[0, 1, 0, 2, 0, 5]], np.int64).tobytes()
-        answer = await ask(side, WorkerService.fetch, 1, "input", box, flat=False)
+        answer = await ask(side, WorkerService.fetch, 1, "input", box)
         assert answer.status == "OK"
         answer = await ask(side, WorkerService.start, 1, deliver=ALL)
         assert answer.status == "OK"
@@ -98,7 +98,7 @@ def test_a_worker_that_closes_says_so():
         vote = await prepared(side, 2)
         assert (vote.status, vote.message) == ("lost", "it is closing")
         box = np.array([[0, 1, 0, 2, 0, 5]], np.int64).tobytes()
-        assert (await ask(side, WorkerService.fetch, 1, "input", box, flat=False)).status == "lost"
+        assert (await ask(side, WorkerService.fetch, 1, "input", box)).status == "lost"
         assert (await ask(side, WorkerService.abort, 1, "over")).status == "OK"
 
     asyncio.run(work())
@@ -198,7 +198,7 @@ def test_stale_and_missing():
             assert (await prepared(side, run_id)).status == "refused"
         for run_id in (1, 3, "x"):
             assert (await ask(side, WorkerService.start, run_id, deliver=ALL)).status == "refused"
-            status = (await ask(side, WorkerService.fetch, run_id, "input", b"\0" * 48, flat=False)).status
+            status = (await ask(side, WorkerService.fetch, run_id, "input", b"\0" * 48)).status
             assert status == ("refused" if run_id == "x" else "lost")
         assert state(side) == before
         await ask(side, WorkerService.abort, 2, "test")
@@ -238,7 +238,7 @@ def test_a_request_that_is_given_up_harms_no_run():
         assert (await prepared(side)).status == "OK"
         boxes = np.array([[0, 0, 0, 1, 0, 1]], np.int64).tobytes()
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask(side, WorkerService.fetch, 1, "partial", boxes, flat=False), 0.05)
+            await asyncio.wait_for(ask(side, WorkerService.fetch, 1, "part", boxes), 0.05)
         assert (await ask(side, WorkerService.start, 1, deliver=ALL)).status == "OK"
         side.close()
 
@@ -254,18 +254,17 @@ calls = st.one_of(
     st.tuples(st.just(WorkerService.abort), st.fixed_dictionaries({"run_id": st.integers(2, 9), "reason": st.text()})),
     st.tuples(
         st.just(WorkerService.fetch),
-        st.fixed_dictionaries({"run_id": st.integers(0, 3), "kind": junk, "boxes": junk, "flat": st.booleans()}),
+        st.fixed_dictionaries({"run_id": st.integers(0, 3), "kind": junk, "boxes": junk}),
     ),
     st.tuples(
         st.just(WorkerService.fetch),
         st.fixed_dictionaries(
             {
                 "run_id": st.just(1),
-                "kind": st.sampled_from(["input", "partial", "final", "replica", "other"]),
+                "kind": st.sampled_from(["input", "part", "final", "replica", "other"]),
                 "boxes": st.lists(st.integers(-2, 2**40), min_size=6, max_size=6).map(
                     lambda x: np.array([x], np.int64).tobytes()
                 ),
-                "flat": st.booleans(),
             }
         ),
     ),
@@ -287,7 +286,7 @@ def test_any_message_in_any_order(messages):
                 answer = await asyncio.wait_for(ask(side, handler, **fields), 0.3)
             except TimeoutError:
                 # A valid request for sums, which wait until they are there.
-                assert fields["kind"] in ("partial", "final")
+                assert fields["kind"] == "part"
                 continue
             good = handler is WorkerService.abort or (handler is WorkerService.fetch and fields["kind"] == "input")
             assert answer.status in ({"OK", "refused", "lost"} if good else {"refused", "lost", "failed"})
@@ -311,7 +310,7 @@ def test_requests_outside_of_a_chunk(side):
             [0, 0, 2, 2, 0, 1],
             [1, 0, -1, 1, 0, 1],
         ):
-            answer = await ask(own, WorkerService.fetch, 1, "input", np.array([box], np.int64).tobytes(), flat=False)
+            answer = await ask(own, WorkerService.fetch, 1, "input", np.array([box], np.int64).tobytes())
             assert answer.status == "refused", box
         own.close()
 
@@ -335,7 +334,7 @@ def test_a_worker_that_ends_asks_nobody():
     worker = SimpleNamespace(address="inproc://1", loop=SimpleNamespace(asyncio_loop=loop))
     comm = DaskComm(worker, 1, ["inproc://2"], 1.0)
     with pytest.raises(ConnectionError, match="worker inproc://1 is closing"):
-        comm.fetch(0, "input", np.zeros((1, 6), np.int64), flat=False)
+        comm.fetch(0, "input", np.zeros((1, 6), np.int64))
 
 
 def test_reports_say_something_new(monkeypatch):

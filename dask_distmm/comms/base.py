@@ -21,6 +21,6 @@ class Comm(Protocol):
 
     received_bytes: int
 
-    def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
+    def fetch(self, peer: int, kind: str, boxes: Boxes) -> Future[Sequence[NDArray[Any]]]:
         """Ask participant `peer` for boxes of its matrices, without waiting."""
         ...

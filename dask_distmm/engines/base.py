@@ -25,7 +25,7 @@ ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
 # ``(REPLICA, number)`` is a chunk of D that another rank owns, ``(GATHERED, number)`` one of `Problem.gathered` that
 # another participant has.
 ResultKey = tuple[str, int]
-REPLICA, GATHERED = "replica", "gathered"
+REPLICA = "replica"
 
 log = logging.getLogger("dask_distmm")
 
@@ -114,7 +114,7 @@ class Job(Generic[P]):
         """Return a future that is done as soon as `serve` can answer for this kind: at once where it is for chunks."""
         return self._inputs
 
-    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+    def serve(self, kind: str, boxes: Boxes) -> list[Any]:
         """Return what a peer has asked for with `Comm.fetch`, in any memory order. May copy; off the event loop.
 
         These are boxes of the chunks that are here; subclasses have more kinds.

@@ -517,7 +517,7 @@ class CublasMpJob(Job[Plan]):
             boxes[:, 0], boxes[:, 1] = number, leg.src
             boxes[:, 2], boxes[:, 3] = leg.src_row, leg.src_row + leg.nrows
             boxes[:, 4], boxes[:, 5] = leg.src_col, leg.src_col + leg.ncols
-            answer = self.comm.fetch(peer, "input", boxes, False)
+            answer = self.comm.fetch(peer, "input", boxes)
             for i, data in enumerate(wait_checked(answer, self.ended.check)):
                 r, c = int(leg.dst_row[i]), int(leg.dst_col[i])
                 data = data.view(np.uint8) if type_name in FP8 else data  # noqa: PLW2901
@@ -534,11 +534,11 @@ class CublasMpJob(Job[Plan]):
         """Return the future that says when `serve` can answer."""
         return self._entry.entered(int(boxes[0, 0])) if kind == "enter" else self._inputs
 
-    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+    def serve(self, kind: str, boxes: Boxes) -> list[Any]:
         """Return boxes of the chunks that are here, or the id under which the ranks make their communicator."""
         if kind == "enter":
             return list(self._entry.answer())
-        found = contiguous(super().serve(kind, boxes, flat))
+        found = contiguous(super().serve(kind, boxes))
         cp.cuda.Stream.null.synchronize()
         return found
 

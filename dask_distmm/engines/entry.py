@@ -70,7 +70,7 @@ class CollectiveEntry:
             opened: Future[Any] = self.entered(0)
         else:
             request = np.array([[self._rank, 0, 0, 0, 0, 0]], np.int64)
-            opened = self._comm.fetch(self._plan.ranks[0], "enter", request, False)
+            opened = self._comm.fetch(self._plan.ranks[0], "enter", request)
         wait_for([opened])
         answer = opened.result()
         if self._rank:

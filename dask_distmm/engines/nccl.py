@@ -236,9 +236,9 @@ class NcclJob(GpuProgramJob):
         """Return the future that says when `serve` can answer."""
         return self._entry.entered(int(boxes[0, 0])) if kind == "enter" else super().available(kind, boxes)
 
-    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+    def serve(self, kind: str, boxes: Boxes) -> list[Any]:
         """Return boxes of the chunks that are here, or the id under which ranks make their communicator."""
-        return list(self._entry.answer()) if kind == "enter" else super().serve(kind, boxes, flat)
+        return list(self._entry.answer()) if kind == "enter" else super().serve(kind, boxes)
 
     # The end
 

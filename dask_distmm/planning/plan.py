@@ -30,6 +30,7 @@ from dask_distmm.planning.cuts import Bounds, Rect, chunk_cuts, pieces_of, rect_
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.wire import HERE
+from dask_distmm.programs.steps import PART
 
 T = TypeVar("T")
 
@@ -70,7 +71,7 @@ class Plan(Placement):
         Why `@` under `enable` leaves this product to Dask's own tasks; empty where it does not, or was not asked.
     """
 
-    asked_for: ClassVar[tuple[str, ...]] = ("input", "partial", "final", "enter")
+    asked_for: ClassVar[tuple[str, ...]] = ("input", PART, "enter")
     problem: Problem
     rows: Bounds
     cols: Bounds
@@ -174,9 +175,9 @@ class Plan(Placement):
         ranks = self.final_ranks
         return [(int(ranks[part]), rect) for part, rect in pieces_of(self.d_cuts, self.chunk_rect(index))]
 
-    def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
-        """Return the shape of a chunk of an operand, or of D."""
-        return super().shape_of(kind, matrix, number) if kind == "input" else (self.problem.m, self.problem.n)
+    def has_part(self, kind: str, number: int) -> bool:
+        """Whether ranks may publish something under a key."""
+        return 0 <= number < len(self.ranks) * (len(self.ranks) + 1)
 
     def check(self) -> None:
         """Raise `ProtocolError` if the parts of a plan do not fit each other."""

@@ -73,7 +73,7 @@ def walk(lists: Lists, flags: Mapping[str, bool], turns: int = 1) -> Iterator[tu
         for rank, steps in enumerate(todo):
             while at[rank] < len(steps):
                 step = steps[at[rank]]
-                if isinstance(step, Pull) and (step.owner, step.key) not in published:
+                if isinstance(step, Pull) and not step.boxes and (step.owner, step.key) not in published:
                     break
                 if isinstance(step, Publish):
                     published.add((rank, step.key))
@@ -182,7 +182,8 @@ class _State:
         self.here: list[dict[str, Buffer]] = [{} for _ in range(ranks)]
         self._written: list[set[str]] = [set() for _ in range(ranks)]
         # The rectangles of each that must not change any more.
-        self._fixed: list[dict[str, list[Box]]] = [{} for _ in range(ranks)]
+        # With the key under which one rank gets it, after which it may.
+        self._fixed: list[dict[str, list[tuple[Box, Key | None]]]] = [{} for _ in range(ranks)]
         self._lent: dict[tuple[int, Key], list[tuple[Buffer | View, int]]] = {}
         # What each rank knows of the others: how many of its steps each has done at least. As of the moment of
         # publishing; and by rank and key the steps by which it was pulled.
@@ -213,7 +214,7 @@ class _State:
             case Make(made, operand, donated=donated):
                 self._begin(rank, made, written=bool(operand))
                 if not donated:
-                    fixed[made.name] = [made.box]
+                    fixed[made.name] = [(made.box, None)]
             case Call():
                 changed = [buffer for buffer, role in roles_of(step) if role != "r"]
                 for buffer, role in roles_of(step):
@@ -227,16 +228,19 @@ class _State:
                     self._begin(rank, buffer, written=True)
                 for index, buffer in enumerate((*changed, *step.makes)):
                     self._set(rank, buffer, self._number(index, *made_of))
-            case Publish(key, buffers, copied):
+            case Publish(key, buffers, copied, once=once):
                 _expect((rank, key) not in self._lent, f"{key} is published twice")
                 self._known_then[rank, key] = list(self._known[rank])
                 self._held[rank].append(key)
                 for buffer in buffers:
                     self._has(rank, buffer, written=True)
                     if not copied:
-                        fixed.setdefault(buffer.name, []).append(buffer.box)
+                        fixed.setdefault(buffer.name, []).append((buffer.box, key if once else None))
                 self._lent[rank, key] = [(buffer, self._value_of(rank, buffer)) for buffer in buffers]
-            case Pull(owner, key, buffers, taken):
+            case Pull(_, _, buffers, boxes=boxes) if boxes:
+                for buffer in buffers:
+                    self._begin(rank, buffer, written=True)
+            case Pull(owner, key, buffers, taken, op):
                 there = self._lent[owner, key]
                 _expect(owner != rank, "a rank pulls from itself")
                 _expect(key in self._held[owner], f"{key} was freed before")
@@ -247,9 +251,9 @@ class _State:
                 for buffer, (_, value) in zip(buffers, there, strict=True):
                     if taken:
                         self._begin(rank, buffer, written=True)
-                    self._has(rank, buffer, written=False)
+                    self._has(rank, buffer, written=bool(op))
                     self._change(rank, buffer)
-                    self._set(rank, buffer, value)
+                    self._set(rank, buffer, next(self._numbers) if op else value)
             case Turn(_, starts=True):
                 self._before[rank].append(len(self._held[rank]))
             case Turn(loop):
@@ -259,7 +263,7 @@ class _State:
                 self._decide(rank, flag)
             case Store(View() as place):
                 self._has(rank, place, written=True)
-                fixed.setdefault(place.name, []).append(place.box)
+                fixed.setdefault(place.name, []).append((place.box, None))
             case Store(made) | Drop(made):
                 self._has(rank, made, written=isinstance(step, Store))
                 del here[made.name]
@@ -306,8 +310,14 @@ class _State:
     def _change(self, rank: int, buffer: Buffer | View) -> None:
         """Write to a buffer, or a part of one."""
         kept = self._fixed[rank].get(buffer.name, ())
-        _expect(not any(_crossing(buffer.box, box) for box in kept), f"{buffer.name} must not change")
+        fixed = (_crossing(buffer.box, box) and not self._is_over(rank, key) for box, key in kept)
+        _expect(not any(fixed), f"{buffer.name} must not change")
         self._written[rank].add(buffer.name)
+
+    def _is_over(self, rank: int, key: Key | None) -> bool:
+        """Whether a rank knows that another one has what it has published for it."""
+        pulled = self._pulled.get((rank, key), ()) if key else ()
+        return any(self._known[rank][reader] >= number for reader, number in pulled)
 
     def _free(self, rank: int, count: int) -> None:
         """Free the first of what a rank has published: everybody must have pulled them, and the rank know it."""

@@ -126,11 +126,11 @@ class Recorder:
         """Take all chunks of operands that are not made one by one."""
         for operand in operands:
             for number, piece in () if operand.made else self.numbered(operand):
-                self._make(operand, number, piece)
+                self._make(operand.name, number, piece)
 
-    def _make(self, operand: Tall, number: int, piece: Buffer) -> None:
+    def _make(self, operand: str, number: int, piece: Buffer, *, donated: bool = False) -> None:
         self._here[piece.name] = piece
-        self.steps.append(Make(piece, operand.name, number))
+        self.steps.append(Make(piece, operand, number, donated))
 
     def chunks(self, *arguments: Buffer | Tall) -> Iterator[list[Buffer]]:
         """Yield arguments with each of this rank's chunks in the places of matrices.
@@ -148,7 +148,7 @@ class Recorder:
         piece = self.pieces(argument)[index]
         if (argument.made or argument.formula) and piece.name not in self._here:
             if argument.made:
-                self._make(argument, self.mine[index], piece)
+                self._make(argument.name, self.mine[index], piece)
             else:
                 kernel, *reads = argument.formula
                 self.call(kernel, *(self._at(index, one, made) for one in reads), piece)
@@ -163,8 +163,8 @@ class Recorder:
     def call(self, kernel: str, *arguments: Buffer | View, makes: Sequence[Buffer] = (), **options: Any) -> None:
         """Call a kernel; what it writes is allocated, if it is not there."""
         call, here = Call(kernel, arguments, options, tuple(makes), self._lane), self._here
-        for buffer in arguments:
-            if buffer.name not in here and (buffer, "w") in roles_of(call):
+        for buffer, role in roles_of(call):
+            if role == "w" and buffer.name not in here:
                 self.new(buffer)  # type: ignore[arg-type]
         for buffer in makes:
             here[buffer.name] = buffer
@@ -218,14 +218,14 @@ class Recorder:
 
     # Steps of all ranks
 
-    def pull(self, owner: int, key: Key, buffers: tuple[Any, ...], *, taken: bool = False) -> None:
+    def pull(self, owner: int, key: Key, buffers: tuple[Any, ...], *, taken: bool = False, **how: Any) -> None:
         """Copy what another rank publishes; buffers that are not there are allocated, or begin as what comes."""
         missing = [buffer for buffer in buffers if buffer.name not in self._here]
         if taken:
             self._here |= {buffer.name: buffer for buffer in missing}
         else:
             self.new(*missing)
-        self.steps.append(Pull(owner, key, buffers, taken))
+        self.steps.append(Pull(owner, key, buffers, taken, **how))
 
     def add_up(self, *buffers: Buffer, op: str = "") -> None:
         """Add buffers of all ranks up on rank 0, along a binary tree; others drop theirs.

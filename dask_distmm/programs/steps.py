@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
+from dask_distmm.numeric.types import dtype_from_name
 
 # The nine kinds of steps, and the buffers that they name
 
@@ -52,7 +52,7 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         """Its bytes, without rows that are not known."""
-        return max(0, math.prod(self.shape)) * np.dtype(self.dtype).itemsize
+        return max(0, math.prod(self.shape)) * dtype_from_name(self.dtype).itemsize
 
     @property
     def is_operand(self) -> bool:
@@ -93,7 +93,7 @@ class View:
     @property
     def nbytes(self) -> int:
         """Its bytes."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * dtype_from_name(self.dtype).itemsize
 
     def __getitem__(self, index: tuple[slice, slice]) -> View:
         top, bottom, left, right = self.box
@@ -139,26 +139,30 @@ class Call:
 class Publish:
     """Let other ranks have buffers, under a key that is the same on all ranks; they don't change any more.
 
-    `copied`: others get them as they are, and they may change.
+    `copied`: others get them as they are, and they may change. `once`: one rank gets them, after which they may.
     """
 
     key: Key
     buffers: tuple[Buffer | View, ...]
     copied: bool = False
     lane: Lane = ""
+    once: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pull:
     """Copy what another rank publishes under a key, now or later: one message.
 
-    `taken`: buffers begin as what arrives, without another copy.
+    `taken`: buffers begin as what arrives, without another copy. `op`: ``"add"`` in place of a copy. `boxes`: parts of
+    chunks of operands, from a participant that holds them: operand, chunk, rows and columns from first to last + 1.
     """
 
     owner: int
     key: Key
     buffers: tuple[Buffer | View, ...]
     taken: bool = False
+    op: Literal["", "add"] = ""
+    boxes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -319,6 +323,14 @@ CONTRACTS: dict[str, Contract] = {
     "check_right": Contract("rr", _none),
     # Small matrices, on one rank or on all.
     "add": Contract("ru", _none),
+    # Products. C += A B; the lower triangle of it; the upper triangle as the lower one, in a block or by two.
+    "add_product": Contract("rru", lambda a, b, c: 2 * math.sqrt(math.prod(a + b + c))),
+    "add_symmetric": Contract("rru", lambda a, b, c: math.sqrt(math.prod(a + b + c))),
+    "mirror": Contract("ur", _none),
+    # Parts become one matrix; sums, and parts of chunks of D; what the formula reads, and sums.
+    "join": Contract("w", _none),
+    "store": Contract("w", _none),
+    "finish": Contract("u", _none),
     "copy": Contract("rw", _none),
     "adjoint": Contract("rw", _none),
     "normal": Contract("w", _none),

@@ -287,4 +287,6 @@ class Delivery(Reply):
     """Parts of a participant's matrices, or a loan of them (`cross_memory`); ``"lost"``: the run is not live there."""
 
     data: Sequence[Any] = ()
+    # Of arrays that come in one vector.
+    shapes: Sequence[Sequence[int]] = ()
     loan: Sequence[Any] = ()

@@ -27,10 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import GATHERED, REPLICA, ChunkKey, ResultKey
+from dask_distmm.engines.base import REPLICA, ChunkKey, ResultKey
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import EVERYWHERE, Placement, Plan, Problem, Worker
-from dask_distmm.planning.placement import Where
+from dask_distmm.planning.placement import GATHERED, Where
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.messages import Released
 from dask_distmm.runtime.run import WorkerRun
@@ -125,7 +125,7 @@ class ReplicaStore:
             boxes = np.zeros((len(indices), 6), np.int64)
             boxes[:, 0], boxes[:, 1] = _MATRICES[matrix], indices
             async with window:
-                arrived = await asyncio.wrap_future(comm.fetch(peer, "replica", boxes, False))
+                arrived = await asyncio.wrap_future(comm.fetch(peer, "replica", boxes))
             found.update(zip(indices, arrived, strict=True))
 
         await asyncio.gather(*itertools.starmap(ask, _messages(plan, me, matrix, found)))

@@ -90,18 +90,18 @@ class DaskComm:
         self._epoch, self._cross_memory = epoch, cross_memory
         self.received_bytes = 0
 
-    def fetch(self, peer: int, kind: str, boxes: Boxes, flat: bool) -> Future[Sequence[NDArray[Any]]]:
+    def fetch(self, peer: int, kind: str, boxes: Boxes) -> Future[Sequence[NDArray[Any]]]:
         """Ask a participant for boxes of its matrices; see `Comm.fetch`."""
-        request = self._request(self._addresses[peer], kind, boxes, flat)
+        request = self._request(self._addresses[peer], kind, boxes)
         try:
             return asyncio.run_coroutine_threadsafe(request, self._worker.loop.asyncio_loop)
         except RuntimeError:  # the event loop is closed: this process ends
             request.close()
             raise PeerLostError(f"worker {address_of(self._worker)} is closing") from None
 
-    async def _request(self, address: str, kind: str, boxes: Boxes, flat: bool) -> Sequence[NDArray[Any]]:
+    async def _request(self, address: str, kind: str, boxes: Boxes) -> Sequence[NDArray[Any]]:
         place = cross_memory.process_name() if self._cross_memory else ""
-        wanted = self._run_id, kind, boxes.tobytes(), flat, place
+        wanted = self._run_id, kind, boxes.tobytes(), place
         call = ask(self._worker.rpc(address), WorkerService.fetch, self._epoch, *wanted)
         try:
             # Sums are there when the peer has multiplied, which may take any time; chunks are there now.
@@ -126,7 +126,10 @@ class DaskComm:
             except OSError as error:
                 log.info("worker %s sends what can't be read in its memory: %s", address, error)
                 self._cross_memory = False
-                return await self._request(address, kind, boxes, flat)
+                return await self._request(address, kind, boxes)
+        if answer.shapes:
+            parts = np.split(data[0], np.cumsum([math.prod(shape) for shape in answer.shapes])[:-1])
+            data = [part.reshape(shape) for part, shape in zip(parts, answer.shapes, strict=True)]
         if kind != "enter":
             self.received_bytes += sum(x.nbytes for x in data)
         return data
@@ -138,6 +141,8 @@ class DaskComm:
 A = TypeVar("A", bound=Reply)
 T = TypeVar("T")
 
+# Arrays smaller than this on average travel in one vector.
+_FLAT_BYTES = 2**20
 # Number of chunks that are handed to Dask before others get the event loop again.
 _SLICE = 500
 # How often a worker says how far it is (seconds).
@@ -517,7 +522,7 @@ class WorkerService:
 
     # Called by other workers
 
-    async def fetch(self, run_id: int, kind: str, boxes: bytes, flat: bool, place: str = "") -> Delivery:
+    async def fetch(self, run_id: int, kind: str, boxes: bytes, place: str = "") -> Delivery:
         """Return parts of this worker's matrices to a peer of the same run; see `Comm.fetch`.
 
         `place` is the peer's `cross_memory.process_name`.
@@ -535,13 +540,11 @@ class WorkerService:
             plan.check_boxes(kind, table)
             # Shielded: a peer that cancels its request must not cancel the future, for which others wait too.
             await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
-            lends = job.lends and cross_memory.is_near(place)
-            data = await asyncio.to_thread(job.serve, kind, table, flat and not lends)
-            if lends and (loan := cross_memory.lend(data, place)):
+            data = await asyncio.to_thread(job.serve, kind, table)
+            if job.lends and (loan := cross_memory.lend(data, place)):
                 return Delivery("OK", loan=loan)
-            if lends and flat:
-                data = await asyncio.to_thread(job.serve, kind, table, True)
-            return Delivery("OK", data=[to_serialize(x) for x in await asyncio.to_thread(contiguous, data)])
+            data, shapes = await asyncio.to_thread(_as_sent, data)
+            return Delivery("OK", data=[to_serialize(x) for x in data], shapes=shapes)
         except (ProtocolError, TypeError, ValueError, KeyError) as error:
             return Delivery("refused", repr(error))
         except Exception as error:
@@ -559,6 +562,14 @@ class WorkerService:
             self.worker.handlers["dump_state"] = self._dask_dump
         # All other handlers stay: messages that the scheduler has sent before it knew may still arrive. A worker that
         # does not know them is taken for one without this package.
+
+
+def _as_sent(arrays: Sequence[Any]) -> tuple[Sequence[Any], Sequence[tuple[int, ...]]]:
+    """Return arrays without gaps; many small ones of one type as one vector, with their shapes."""
+    small = len(arrays) > 1 and sum(x.nbytes for x in arrays) < _FLAT_BYTES * len(arrays)
+    if not small or any(type(x) is not np.ndarray or x.dtype != arrays[0].dtype for x in arrays):
+        return contiguous(arrays), ()
+    return [np.concatenate([x.ravel() for x in arrays])], [x.shape for x in arrays]
 
 
 def _device_limit(data: Any) -> float:

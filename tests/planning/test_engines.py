@@ -48,7 +48,7 @@ class ToyJob(Job):
                 whole[r0:r1, c0:c1] = self.chunks[operand, number]
             else:
                 boxes = np.array([("ab".index(operand), number, 0, r1 - r0, 0, c1 - c0)])
-                whole[r0:r1, c0:c1] = self.comm.fetch(holder, "input", boxes, False).result()[0]
+                whole[r0:r1, c0:c1] = self.comm.fetch(holder, "input", boxes).result()[0]
         return whole
 
 

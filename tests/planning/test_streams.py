@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from dask_distmm import PlanError
 from dask_distmm.config import DaskCosts
-from dask_distmm.engines.panels import chunk_blocks_of
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning import schedule as block_schedule
 from dask_distmm.planning.footprint import made_bytes, multiplied_sizes
+from dask_distmm.planning.product import chunk_blocks_of
 from dask_distmm.planning.schedule import peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 from dask_distmm.testing import make_problem

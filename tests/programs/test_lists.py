@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from factoring import factor_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_distmm.config import read_options
+from dask_distmm.engines.numpy.engine import ProductKernels
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs import iterations
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh
+from dask_distmm.numeric.epilogs import Formula
+from dask_distmm.planning import METHODS, NamedMatrix, Worker, plan, product
 from dask_distmm.planning.factor import Factorization
 from dask_distmm.programs.check import ProgramError, Rates, all_flags, check, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
@@ -36,8 +42,10 @@ from dask_distmm.programs.steps import (
     Step,
     Store,
     View,
+    flops_of,
     roles_of,
 )
+from dask_distmm.testing import make_problem, random_chunks
 
 # Builder, options, all outputs.
 LIMITS = {"atol": 1e-6, "btol": 1e-6, "conlim": 1e8}
@@ -117,6 +125,11 @@ def test_contracts_and_kernels_and_builders_know_each_other():
                 calls = [step for step in every(steps) if isinstance(step, Call)]
                 used |= {step.kernel for step in calls}
                 taken |= {step.options["step"] for step in calls if step.kernel.startswith("advance")}
+    for kind, seed in itertools.product(("gram", "formula"), range(20)):
+        lists, _ = product_lists(seed, "local", 2, kind)
+        calls = [step for steps in lists for step in steps if isinstance(step, Call)]
+        used |= {step.kernel for step in calls}
+        assert all(callable(getattr(ProductKernels, step.kernel)) for step in calls)
     for builder in ("svd",):
         used |= {s.kernel for s in every(recorded((builder, {}, ("s",)), [0], 1, [9])[0]) if isinstance(s, Call)}
     assert used == CONTRACTS.keys()
@@ -152,6 +165,64 @@ def test_memory_of_many_branches():
     """Twenty power iterations have millions of combinations of flags."""
     few, many = (("svd_compressed", {"k": 3, "width": 5, "iterations": n, "seed": 0}, ("u",)) for n in (1, 20))
     assert peak_bytes(recorded(few, [0, 1], 2, [9, 9])[0]) <= peak_bytes(recorded(many, [0, 1], 2, [9, 9])[0])
+
+
+def product_lists(seed, method, workers, kind):
+    """Return the lists of a product of random chunks, and its plan; chunks that are there from the start are made."""
+    rng = np.random.default_rng(seed)
+    m, n, k = (int(x) for x in rng.integers(1, 200, 3))
+    if kind == "gram":
+        n = m
+    rows, depth, cols = (random_chunks(rng, x, 4) for x in (m, k, n))
+    cols = rows if kind == "gram" else cols
+    options = dataclasses.replace(
+        read_options(), pack_below=int(rng.choice([0, 384])), panel_bytes=int(rng.integers(1, 2**20))
+    )
+    changes = {
+        "plain": {},
+        "gram": {"arrays": ("x", "x"), "transposed": (True, False)},
+        "made": {"by_ranks": (bool(rng.integers(2)), True)},
+        "formula": {
+            "formula": Formula(beta=(1.0, 0.0), epilog="gelu_aux_bias", amax=True),
+            "extras": (NamedMatrix("c", (rows, cols), "float64"), NamedMatrix("bias", ((1,), cols), "float64")),
+        },
+        "begun": {"formula": Formula(partial=True), "extras": (NamedMatrix("partial", (rows, cols), "float64"),)},
+    }[kind]
+    problem = make_problem((rows, depth), (depth, cols), method=method, options=options, **changes)
+    where = {
+        one.name: rng.integers(0, workers, one.count).astype(np.int32) for one in problem.matrices if not one.by_ranks
+    }
+    if kind == "gram":
+        where["b"] = where["a"].reshape(problem.a.counts).T.ravel()
+    made = plan(problem, [Worker(f"w{i}") for i in range(workers)], where, engine="numpy")
+    lists = []
+    for rank, me in enumerate(made.ranks):
+        begun = {int(i) for i in made.owned(rank) if kind == "begun" and made.where["partial"][i] == me}
+        steps = product.steps(made, rank, begun)
+        used = [
+            one.buffer if isinstance(one, View) else one for s in steps if isinstance(s, Call) for one in s.arguments
+        ]
+        names = {f"{name}.{i}": (name, int(i)) for name in made.where for i in np.flatnonzero(made.where[name] == me)}
+        there = [*{buffer.name: buffer for buffer in used if buffer.name in names}.values()]
+        lists.append([*(Make(x, *names[x.name]) for x in there), *steps, *map(Drop, there)])
+    return lists, made
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(METHODS),
+    st.integers(1, 5),
+    st.sampled_from(["plain", "gram", "made", "formula", "begun"]),
+)
+def test_products_come_to_their_end(seed, method, workers, kind):
+    lists, made = product_lists(seed, method, workers, kind)
+    check(lists)
+    stored = collections.Counter(s.number for steps in lists for s in steps if isinstance(s, Store) and not s.output)
+    assert stored == dict.fromkeys(range(made.problem.d.count), 1)
+    flops = sum(flops_of(step) for steps in lists for step in steps if isinstance(step, Call))
+    if kind != "gram":
+        assert flops == pytest.approx(made.problem.flops)
 
 
 def mutated(number, steps):

@@ -108,9 +108,9 @@ class GpuProgramJob(ProgramJob):
         self._stream.wait_event(record(cp.cuda.Stream.null))
         return made
 
-    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+    def serve(self, kind: str, boxes: Boxes) -> list[Any]:
         """Return what is on the device for peers that ask over Dask's comms, or what was published on the host."""
-        found = super().serve(kind, boxes, flat)
+        found = super().serve(kind, boxes)
         if kind == PART:
             return found
         found = contiguous(found)

@@ -224,9 +224,9 @@ class PeerJob(Job[Plan]):
 
     # Messages between participants
 
-    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+    def serve(self, kind: str, boxes: Boxes) -> list[Any]:
         """Return boxes of the chunks that are here, for participants that can't map this process' memory."""
-        found = super().serve(kind, boxes, flat)
+        found = super().serve(kind, boxes)
         if self.lends and all(isinstance(one, np.ndarray) for one in found):
             return found
         found = contiguous(found)

@@ -353,12 +353,12 @@ class PeerFactorJob(GpuProgramJob):
         pointer = self._flags.data.ptr + flag_of(self.plan, None) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, self._stream.ptr)
 
-    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+    def serve(self, kind: str, boxes: Boxes) -> list[Any]:
         """Return boxes of the chunks that are here, or pivots, for peers that ask over Dask's comms."""
         if kind == "pivots" and isinstance(self.exchange, PulledPanels):
             self.exchange.made[Key("pivots", int(boxes[0, 0]))].synchronize()
-            return [x.get() for x in super().serve(kind, boxes, flat)]
-        return super().serve(kind, boxes, flat)
+            return [x.get() for x in super().serve(kind, boxes)]
+        return super().serve(kind, boxes)
 
     def abort(self, error: BaseException) -> None:
         """End everything with `error`, kernels that wait for other ranks, too."""

@@ -386,8 +386,9 @@ class Loads:
             stream.wait_event(self._last_use[load.slot])
         for block, chunk in zip(load.chunk_blocks, chunks, strict=True):
             stream.wait_event(chunk.complete)
+            r0, r1, c0, c1 = block.rect
             with stream:
-                bits(self.buffers.arrays[load.slot][block.place])[...] = bits(chunk.array[block.inside])
+                bits(self.buffers.arrays[load.slot][r0:r1, c0:c1])[...] = bits(chunk.array[block.inside])
         self.buffers.complete(load, stream)
         return record(stream)
 

@@ -18,13 +18,13 @@ from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import MatrixRef
 from dask_distmm.engines.gpu.host import Uploads, in_type, staging
 from dask_distmm.engines.gpu.operands import array_at, record
-from dask_distmm.engines.panels import ChunkBlock
 from dask_distmm.engines.peer.memory import PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS
 from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import EVERYWHERE, Plan
 from dask_distmm.planning.cuts import Rect
+from dask_distmm.planning.product import ChunkBlock
 
 # Columns of a table of chunk blocks.
 _CHUNK, _R0, _C0, _ROWS, _COLS, _ROW, _COL = map(
@@ -228,7 +228,7 @@ class Sources:
     def ask(self, pull: Pull) -> None:
         """Ask other participants for the parts of a pull that can't be mapped, unless they were; do not wait."""
         for holder in pull.outside.keys() - pull.asked.keys() - {self.me}:
-            pull.asked[holder] = self.comm.fetch(holder, "input", _boxes(pull.outside[holder]), False)
+            pull.asked[holder] = self.comm.fetch(holder, "input", _boxes(pull.outside[holder]))
 
     def _upload(self, pull: Pull, stream: cp.cuda.Stream) -> None:
         """Put on a stream the copies of the parts that can't be mapped, as they come."""

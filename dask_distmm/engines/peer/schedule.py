@@ -19,10 +19,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dask_distmm.engines.panels import ChunkBlock, chunk_blocks_of, coalesce
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import Rect, full_side, padded, pieces_that_fill, unit
 from dask_distmm.planning.placement import EVERYWHERE
+from dask_distmm.planning.product import ChunkBlock, chunk_blocks_of, coalesce
 from dask_distmm.planning.schedule import PANELS, BlockSchedule, ChunkSource, extent_multiple, source_cuts
 
 Slot = tuple[int, int]  # operand and number of a buffer

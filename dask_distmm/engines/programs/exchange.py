@@ -38,9 +38,9 @@ class RankExchange:
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take the offers of all participants."""
-        for rank, participant in enumerate(self._ranks):
+        for rank, participant in enumerate(self._ranks if self._board is not None else ()):
             offer = offers[participant]
-            if self._board is None or not isinstance(offer, Mapping) or "board" not in offer:
+            if not isinstance(offer, Mapping) or "board" not in offer:
                 continue
             try:
                 self._readers[rank] = BoardReader(offer["board"])
@@ -72,7 +72,7 @@ class RankExchange:
         return (owner, key) if owner in self._readers else self._fetch(owner, key)
 
     def _fetch(self, owner: int, key: Key) -> Future[Sequence[Any]]:
-        return self._comm.fetch(self._ranks[owner], key[0], np.array([[key[1], 0, 0, 0, 0, 0]], np.int64), False)
+        return self._comm.fetch(self._ranks[owner], key[0], np.array([[key[1], 0, 0, 0, 0, 0]], np.int64))
 
     def fetch(self, key: Key, owner: int) -> Sequence[Any]:
         """Return the arrays that a rank publishes under a key, now or later."""

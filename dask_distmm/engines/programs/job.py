@@ -28,13 +28,11 @@ from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, settle, wait_checked
 from dask_distmm.engines.programs.blas import Kernels, assign
 from dask_distmm.engines.programs.exchange import RankExchange
-from dask_distmm.engines.programs.kernels import ProgramKernels
-from dask_distmm.engines.programs.spectral import not_finite
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
-from dask_distmm.engines.tridiagonal import SharedEigh
-from dask_distmm.errors import MatrixError
+from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.numeric.sparse import rows_from, sparse_package
+from dask_distmm.numeric.types import dtype_from_name, store
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
@@ -92,7 +90,8 @@ class ProgramJob(Job[Any]):
     def __init__(self, side: Side[Any], kernels: Kernels) -> None:
         super().__init__(side)
         # Steps call methods of `kernels` by name; `blas` queues calls on lanes.
-        self.blas, self.kernels = kernels, ProgramKernels(kernels)
+        self.blas: Kernels = kernels
+        self.kernels: Any = kernels
         self.exchange = RankExchange(self.plan.ranks, self.comm, self.ended.check)
         self.arrays: dict[str, Any] = {}
         # Keys published so far, in order; the turns of all loops so far; the offset of numbers of messages.
@@ -140,8 +139,12 @@ class ProgramJob(Job[Any]):
         """Return memory for this rank's block columns."""
         return self.blas.empty(shape, self.plan.problem.compute_type)
 
-    def _program_kernels(self, rank: int) -> ProgramKernels:
+    def _program_kernels(self, rank: int) -> Any:
         """Return what steps call."""
+        # Workers that only multiply import none of it.
+        from dask_distmm.engines.programs.kernels import ProgramKernels
+        from dask_distmm.engines.tridiagonal import SharedEigh
+
         if not (self._gathers and self.plan.shared):
             return ProgramKernels(self.blas)
         return SharedEigh(self.plan, rank, self.blas, self.exchange, self.ended.check, self.progress)
@@ -188,21 +191,23 @@ class ProgramJob(Job[Any]):
     def take(self, steps: Sequence[Step], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
         """Take steps, which are this `share` of the work."""
         pulls = collections.deque(step for step in steps if isinstance(step, Pull))
-        asked, most = collections.deque[Any](), _room(pulls, ahead)
+        asked, coming = collections.deque[Any](), collections.deque[Pull]()
         with self._making(steps):
             for number, step in enumerate(steps):
                 self.ended.check()
-                while pulls and len(asked) < most:
-                    pull = pulls.popleft()
-                    asked.append(self.exchange.ask(pull.owner, self._numbered(pull.key), pull.buffers))
-                    most = _room(pulls, ahead)
+                while pulls and self._may_ask(pulls[0], coming, ahead):
+                    coming.append(pulls.popleft())
+                    asked.append(self._request(coming[-1]))
                 done, part = before + share * number / len(steps), share / len(steps)
                 if isinstance(step, If):
                     self.take(step.then if self._is_set(step.flag) else step.otherwise, done, part)
                 elif isinstance(step, Loop):
                     self._repeat(step, done, part)
+                elif isinstance(step, Pull):
+                    self._arrive(step, asked.popleft())
+                    coming.popleft()
                 else:
-                    self._take(step, asked)
+                    self._take(step)
                 if share:
                     self.progress(done + part)
 
@@ -230,17 +235,23 @@ class ProgramJob(Job[Any]):
         """Return the key of a message in this turn."""
         return Key(key.part, key.number + self._offset)
 
-    def _take(self, step: Step, asked: collections.deque[Any]) -> None:
+    def _request(self, pull: Pull) -> Any:
+        """Ask for a message."""
+        if pull.boxes:
+            return self.comm.fetch(pull.owner, "input", np.array(pull.boxes, np.int64))
+        return self.exchange.ask(pull.owner, self._numbered(pull.key), pull.buffers)
+
+    def _may_ask(self, pull: Pull, coming: Sequence[Pull], ahead: int) -> bool:
+        """Whether a message may be asked for while others are on their way."""
+        return len(coming) < (1 if pull.taken and pull.nbytes > _LARGE else ahead)
+
+    def _take(self, step: Step) -> None:
         arrays = self.arrays
         match step:
             case Call():
                 self._call(step)
-            case Pull():
-                self._arrive(step, asked.popleft())
             case New(buffer, zero):
-                arrays[buffer.name] = self._new(buffer)
-                if zero:
-                    arrays[buffer.name][...] = 0
+                arrays[buffer.name] = self._zeros(buffer) if zero else self._new(buffer)
             case Make():
                 self._make(step)
             case Publish(key, buffers, copied, lane):
@@ -267,19 +278,26 @@ class ProgramJob(Job[Any]):
             found = found if isinstance(found, tuple) else (found,)
             self.arrays |= {buffer.name: array for buffer, array in zip(call.makes, found, strict=True)}
         if not self.blas.asynchronous:
-            phase = f"{call.kernel}()"
-            if self._gathers:
-                phase = "panel" if call.lane in ("ahead", "panel") else "update"
-            self._note(phase, began)
+            self._note(self._phase(call), began)
+
+    def _phase(self, call: Call) -> str:
+        if self._gathers:
+            return "panel" if call.lane in ("ahead", "panel") else "update"
+        return f"{call.kernel}()"
 
     def _arrive(self, pull: Pull, asked: Any) -> None:
         began, key = time.perf_counter(), self._numbered(pull.key)
         found = self.exchange.get(asked, again=pull.taken)
         self._note("wait", began)
+        if (shapes := [x.shape for x in found]) != [x.shape for x in pull.buffers] and pull.boxes:
+            raise EngineError(f"a participant sent matrices of shapes {shapes}, expected those of {pull.buffers}")
         for buffer, part in zip(pull.buffers, found, strict=True):
             if pull.taken:
                 self.arrays[buffer.name] = part
                 self._taken.setdefault(pull.buffers[0].name, key)
+            elif pull.op:
+                place = self._at(buffer)
+                place += part
             else:
                 self._fill(self._at(buffer), part, pull.owner)
 
@@ -323,6 +341,12 @@ class ProgramJob(Job[Any]):
             rows, cols = (here if rows < 0 else rows), (here if cols < 0 else cols)
         return self.kernels.empty((rows, cols), np.dtype(buffer.dtype), tall=bool(buffer.like))
 
+    def _zeros(self, buffer: Buffer) -> Any:
+        """Allocate a buffer filled with zeros."""
+        array = self._new(buffer)
+        array[...] = 0
+        return array
+
     # Chunks of tall matrices
 
     def _is_made(self, step: Step) -> TypeGuard[Make]:
@@ -357,9 +381,8 @@ class ProgramJob(Job[Any]):
         return found
 
     def _begin(self, step: Make, chunk: Any) -> None:
-        """Have a chunk of an operand, in the type that is computed in."""
-        name = step.buffer.name
-        dtype = self.plan.problem.compute_type
+        """Have a chunk of an operand, in the type that its buffer has."""
+        name, dtype = step.buffer.name, dtype_from_name(step.buffer.dtype)
         if sparse_package(chunk):
             self.arrays[name] = chunk if chunk.dtype == dtype else chunk.astype(dtype)
         else:
@@ -373,7 +396,7 @@ class ProgramJob(Job[Any]):
         names = self.plan.problem.operands
         box = self.plan.whole(step.operand, step.number)
         boxes = np.array([(names.index(step.operand), step.number, *box)], np.int64)
-        return self.comm.fetch(int(self.plan.where[step.operand][step.number]), "input", boxes, False)
+        return self.comm.fetch(int(self.plan.where[step.operand][step.number]), "input", boxes)
 
     def _chunk(self, operand: str, number: int) -> Any:
         """Return a chunk of an operand that was there before the run."""
@@ -388,7 +411,7 @@ class ProgramJob(Job[Any]):
 
     def _fill(self, target: Any, part: Any, owner: int) -> None:
         """Write what another rank has lent."""
-        target[...] = part
+        store(target, part)
 
     def _free(self, buffer: Buffer) -> None:
         """Free a buffer; say so after the last chunk that was here before the run."""
@@ -447,7 +470,7 @@ class ProgramJob(Job[Any]):
             self._put(parts[holder], found)
 
     def _fetch(self, kind: str, holder: int, parts: Sequence[Part]) -> Future[Sequence[Any]]:
-        return self.comm.fetch(holder, kind, np.array([part.box for part in parts], np.int64), False)
+        return self.comm.fetch(holder, kind, np.array([part.box for part in parts], np.int64))
 
     def _read(self, kind: str, holder: int, boxes: Sequence[Sequence[int]]) -> Iterator[Any]:
         """Yield boxes of matrices that this process can read."""
@@ -495,6 +518,8 @@ class ProgramJob(Job[Any]):
 
     def _unfit(self) -> str:
         """Return what is wrong with the elements of the operands that were read, or nothing."""
+        from dask_distmm.engines.programs.spectral import not_finite
+
         xp, task = self.blas.xp, self.plan.problem.task
         sums, self._sums = self._sums, []
         good = self.blas.host(xp.isfinite(xp.stack([total for *_, total in sums]))) if sums else ()
@@ -600,7 +625,7 @@ class ProgramJob(Job[Any]):
         futures = {"input": self._inputs, "final": self._final}
         return futures[kind] if kind in futures else self.exchange.published(kind, boxes)
 
-    def serve(self, kind: str, boxes: Boxes, flat: bool) -> list[Any]:
+    def serve(self, kind: str, boxes: Boxes) -> list[Any]:
         """Return boxes of chunks or of this rank's parts of outputs, or what this rank has published."""
         self.ended.check()
         if kind not in ("input", "final"):
@@ -618,11 +643,6 @@ class ProgramJob(Job[Any]):
         super().abort(error)
         self.exchange.abort(error)
         settle(self._final, error=error)
-
-
-def _room(pulls: Sequence[Pull], ahead: int) -> int:
-    """Return how many messages may be on their way with the next one of these."""
-    return 1 if pulls and pulls[0].taken and pulls[0].nbytes > _LARGE else ahead
 
 
 def inside(form: str, copies: Iterable[Copy]) -> Iterator[Copy]:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_distmm.config import read_options
-from dask_distmm.engines.panels import panels
 from dask_distmm.planning import METHODS, Worker, plan
 from dask_distmm.planning.cuts import pieces_of
+from dask_distmm.planning.product import panels
 from dask_distmm.testing import make_problem, random_chunks
 
 
@@ -29,7 +29,7 @@ def test_every_needed_element_is_in_one_piece(seed, method, nworkers):
         r0, r1, c0, c1 = made.region(rank)
         k0, k1 = made.k_range(rank)
         counts = (np.zeros((m, k), int), np.zeros((k, n), int))
-        walked = panels(made, rank, me)
+        walked = panels(made, rank)
         assert sorted((p.k0, p.k1) for p in walked) == sorted({(p.k0, p.k1) for p in walked})
         assert sum(p.k1 - p.k0 for p in walked) == k1 - k0
         remote_seen = False

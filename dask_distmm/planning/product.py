@@ -1,0 +1,462 @@
+"""The steps of a rank of a product: what it reads, multiplies, adds up and hands over. Pure.
+
+A rank walks over its part of k in panels. For each it needs rows of A and columns of B. Chunks that are here are used
+as they lie; the others are asked for some panels ahead. Panels that need nothing from others come first, and each rank
+starts at another place, so that not all ask the same worker at once::
+
+    asked for    [ 3 ][ 4 ]                      on their way
+    multiplied        [ 2 ]                      D += A[:, panel] @ B[panel, :]
+    done         [ 0 ][ 1 ]
+
+Chunks of operands that are here need no step. Those that the rank makes itself are multiplied as soon as they are
+there, while the next ones are made. D is summed up right in the chunks of the result where these are large enough
+(`Plan.packing`). With several ranks along k, partial sums are then read from the others and added up where
+`Plan.final_rects` says; parts of chunks that other ranks have computed come last.
+
+Where B is A transposed, as in ``X.T @ X``, a part of both is read once, and of blocks of D on the diagonal, and of
+pairs of blocks across it, the lower triangle is made; the upper one is its mirror image.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dask_distmm.planning.computation import Chunks
+from dask_distmm.planning.cuts import Rect, chunk_cuts, overlaps, padded, pieces_of
+from dask_distmm.planning.footprint import panel_width
+from dask_distmm.planning.placement import EVERYWHERE, GATHERED
+from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.problem import is_gram
+from dask_distmm.programs.recorder import Recorder, Rows
+from dask_distmm.programs.steps import PART, Buffer, Key, Publish, Step, View
+
+# Products of fewer rows, or a shorter k, are not worth the mirroring.
+_SYMMETRIC = 64
+
+
+# Parts of chunks, and the order in which a rank multiplies them
+
+
+class ChunkBlock(NamedTuple):
+    """A rectangle of a chunk of an operand, by its number, A (0) or B (1), and where it is in the whole matrix."""
+
+    operand: int
+    chunk: int
+    r0: int
+    c0: int
+    rows: int
+    cols: int
+    row: int
+    col: int
+
+    @property
+    def inside(self) -> tuple[slice, slice]:
+        """Where it is in the chunk."""
+        return slice(self.r0, self.r0 + self.rows), slice(self.c0, self.c0 + self.cols)
+
+    @property
+    def rect(self) -> Rect:
+        """Where it is in the whole matrix."""
+        return self.row, self.row + self.rows, self.col, self.col + self.cols
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Its range of k."""
+        return self.rect[2:] if self.operand == 0 else self.rect[:2]
+
+
+class Panel(NamedTuple):
+    """A stretch of k: pieces that are at home, and pieces to ask each other participant for."""
+
+    k0: int
+    k1: int
+    local: list[ChunkBlock]
+    remote: dict[int, list[ChunkBlock]]
+
+
+def panels(plan: Plan, rank: int) -> list[Panel]:
+    """Return the panels of a rank in the order in which it multiplies them.
+
+    Every element of ``A[rows, depth]`` and ``B[depth, cols]`` is in exactly one piece. Panels that need
+    nothing from others come first; the rest begins at another place on each rank.
+    """
+    k0, k1 = plan.k_range(rank)
+    pieces = _pieces(plan, rank)
+    height, cols, depth = (int(extents[rank]) for extents in plan.extents)
+    width = int(panel_width(plan.problem, height + cols, depth))
+    cuts = coalesce(sorted({k0, k1, *(piece.depth[0] for piece in pieces)}), width)
+    made = [Panel(low, high, [], {}) for low, high in itertools.pairwise(cuts)]
+    where, here = [plan.where[name].tolist() for name in "ab"], (plan.ranks[rank], EVERYWHERE)
+    for piece in pieces:
+        (start, stop), holder = piece.depth, where[piece.operand][piece.chunk]
+        for number, low, high in overlaps(cuts, start, stop):
+            cut = piece if (low, high) == (start, stop) else _along_k(piece, low - start, high - low)
+            (made[number].local if holder in here else made[number].remote.setdefault(holder, [])).append(cut)
+    turn = rank * len(made) // len(plan.ranks)
+    order = sorted(range(len(made)), key=lambda x: (bool(made[x].remote), (x - turn) % len(made)))
+    return [made[x] for x in order]
+
+
+def _pieces(plan: Plan, rank: int) -> list[ChunkBlock]:
+    """Return the parts of chunks that a rank multiplies, first those of A."""
+    problem, (r0, r1, c0, c1), along_k = plan.problem, plan.region(rank), plan.k_range(rank)
+    of_a = chunk_blocks_of(problem.a.chunks, 0, (r0, r1, *along_k), (0, 0))
+    return of_a + chunk_blocks_of(problem.b.chunks, 1, (*along_k, c0, c1), (0, 0))
+
+
+def _along_k(piece: ChunkBlock, offset: int, size: int) -> ChunkBlock:
+    if piece.operand == 0:
+        return piece._replace(c0=piece.c0 + offset, cols=size, col=piece.col + offset)
+    return piece._replace(r0=piece.r0 + offset, rows=size, row=piece.row + offset)
+
+
+def coalesce(edges: Sequence[int], width: int, step: int = 1) -> tuple[int, ...]:
+    """Join stretches between edges up to `width`; cut longer ones evenly, at multiples of `step` from the edge."""
+    cuts = [edges[0]]
+    for previous, edge in itertools.pairwise(edges):
+        if edge - cuts[-1] > width and cuts[-1] != previous:
+            cuts.append(previous)
+        while edge - cuts[-1] > width:
+            left = edge - cuts[-1]
+            cuts.append(cuts[-1] + padded(left, step, -(-left // width)))
+    if cuts[-1] != edges[-1]:
+        cuts.append(edges[-1])
+    return tuple(cuts)
+
+
+def chunk_blocks_of(chunks: Chunks, operand: int, rect: Rect, start: tuple[int, int] | None = None) -> list[ChunkBlock]:
+    """Cut a part of a matrix at its chunks; places are counted from an element, else from the part's first one."""
+    rows, cols = chunk_cuts(chunks[0]), chunk_cuts(chunks[1])
+    (top, left), ncols = start or (rect[0], rect[2]), len(cols) - 1
+    across = overlaps(cols, rect[2], rect[3])
+    return [
+        ChunkBlock(operand, i * ncols + j, r0 - rows[i], c0 - cols[j], r1 - r0, c1 - c0, r0 - top, c0 - left)
+        for i, r0, r1 in overlaps(rows, rect[0], rect[1])
+        for j, c0, c1 in across
+    ]
+
+
+# The steps
+
+
+class Placed(NamedTuple):
+    """A matrix of a rank, or its transpose (`turned`), and its place: rows and columns of D, or of an operand."""
+
+    matrix: Buffer | View
+    rect: Rect
+    turned: bool = False
+
+    def part(self, rect: Rect) -> Buffer | View:
+        """Return what it has of a rectangle."""
+        if rect == self.rect:
+            return self.matrix
+        (r0, r1, c0, c1), (top, _, left, _) = rect, self.rect
+        rows, cols = slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
+        return self.matrix[cols, rows] if self.turned else self.matrix[rows, cols]
+
+
+# Parts of A and B that are multiplied with each other: of one operand, and groups of the other one.
+Turn = tuple[list[ChunkBlock], list[list[ChunkBlock]]]
+
+
+def steps(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
+    """Return the steps of a rank, which has sums already in chunks of D that were begun, and adds to these."""
+    p = _Product(plan, rank, begun)
+    p.begin()
+    p.multiply(_turns_of_made(plan, rank) if plan.problem.by_ranks else _turns_of_panels(plan, rank))
+    p.sum_up()
+    p.assemble()
+    p.hand_over()
+    return p.end()
+
+
+def _turns_of_panels(plan: Plan, rank: int) -> list[Turn]:
+    """Return the turns of a rank that has chunks in memory: chunks that are here need no waiting."""
+    turns: list[Turn] = []
+    for panel in panels(plan, rank):
+        a, b, far_a, far_b = (
+            [piece for piece in some if piece.operand == number]
+            for some in (panel.local, [*itertools.chain(*panel.remote.values())])
+            for number in (0, 1)
+        )
+        apart = bool(panel.remote) and not {*"ab"} & {*plan.packing}
+        turns += [(a, [b]), (far_a, [b + far_b]), (a, [far_b])] if apart else [(a + far_a, [b + far_b])]
+    return turns
+
+
+def _turns_of_made(plan: Plan, rank: int) -> list[Turn]:
+    """Return the turns of a rank that makes chunks itself, so ordered that few are held.
+
+    Each part of the operand whose chunks it makes, of A where it makes both, comes with those of the other one along
+    the same k, and all follow k.
+    """
+    pieces = sorted(_pieces(plan, rank), key=lambda piece: (piece.depth[0], piece.row + piece.col))
+    outer = int(not plan.problem.a.by_ranks)
+    own, others = ([piece for piece in pieces if piece.operand == number] for number in (outer, 1 - outer))
+    return [([one], [[x] for x in others if x.depth[0] < one.depth[1] and one.depth[0] < x.depth[1]]) for one in own]
+
+
+class _Product(Recorder):
+    """Records the steps of a rank."""
+
+    def __init__(self, plan: Plan, rank: int, begun: Collection[int]) -> None:
+        super().__init__(rank, Rows((), (), len(plan.ranks)), plan.problem.compute_type.name)
+        self.plan, self.problem, self.begun, self.packing = plan, plan.problem, begun, plan.packing
+        self.conjugated = tuple(self.problem[name].conjugated and name not in self.packing for name in "ab")
+        self.gram, self.region = is_gram(plan.problem), plan.region(rank)
+        self.keeps, self.where = plan.kept, {name: where.tolist() for name, where in plan.where.items()}
+        # Sums are in one matrix, or in a block for each part of a chunk.
+        self.packed = "d" in self.packing
+        self.cuts = (self.region[:2], self.region[2:]) if self.packed else plan.chunk_cuts
+        self.blocks: dict[int, Placed] = {}
+        # Blocks above and on the diagonal, and of which ones' lower triangles they are made at the end.
+        self.mirrored: dict[int, int] = {}
+        # This rank's chunks of D; parts of chunks of operands that are here; numbers of messages.
+        self.of_d: dict[int, Placed] = {}
+        self.at: dict[ChunkBlock, Placed] = {}
+        self.needed: Collection[ChunkBlock] = ()
+        self.asked = itertools.count()
+        # What has come of an operand that is kept, by chunk; matrices that parts were copied to, by their place.
+        self.kept = collections.defaultdict[int, list[ChunkBlock]](list)
+        self.joined: dict[Rect, Any] = {}
+
+    # Sums
+
+    def begin(self) -> None:
+        """Have memory for sums."""
+        plan = self.plan
+        dtype = self.problem.d.dtype if self.problem.formula.trivial or not self.packed else self.dtype
+        for index in plan.owned(self.me).tolist():
+            rect = plan.chunk_rect(index)
+            chunk = Buffer(f"d.{index}", _shape(rect), dtype)
+            self.of_d[index] = Placed(chunk, rect)
+            if index in self.begun:
+                self._make("partial", index, chunk, donated=True)
+            elif not self.packed:
+                self.new(chunk, zero=True)
+        for index, rect in pieces_of(self.cuts, self.region):
+            if index in self.of_d and not self.packed:
+                self.blocks[index] = Placed(self.of_d[index].part(rect), rect)
+            else:
+                sums = Buffer(f"sum.{index}", _shape(rect), self.dtype)
+                self.blocks[index] = Placed(sums, rect)
+                self.new(sums, zero=True)
+        for index, cell in pieces_of(plan.chunk_cuts, self.region) if self.packed and self.begun else ():
+            if index in self.begun:
+                self.call("store", self.of_d[index].part(cell), self.blocks[0].part(cell), reads=1)
+        # Of one matrix some parts may have been begun.
+        even = self.gram and (not self.packed or len(self.begun) in (0, self.problem.d.count))
+        found = {block.rect: index for index, block in self.blocks.items() if even}
+        for (r0, r1, c0, c1), index in found.items():
+            lower = found.get((c0, c1, r0, r1), -1)
+            large = r0 < c0 or (r0 == c0 and r1 - r0 >= _SYMMETRIC)
+            if large and lower >= 0 and (lower in self.begun) == (index in self.begun):
+                self.mirrored[index] = lower
+
+    # Operands
+
+    def _once(self, piece: ChunkBlock) -> ChunkBlock:
+        """Return the piece of B that one of A is, transposed, where both are needed."""
+        if piece.operand or not self.gram or self.keeps:
+            return piece
+        row, col = divmod(piece.chunk, self.problem.a.counts[1])
+        _, _, r0, c0, rows, cols, top, left = piece
+        twin = ChunkBlock(1, col * self.problem.b.counts[1] + row, c0, r0, cols, rows, left, top)
+        return twin if twin in self.needed else piece
+
+    def fetch(self, pieces: Iterable[ChunkBlock]) -> None:
+        """Have parts of chunks here: from each holder in one message; all of these are asked for together."""
+        asked, at = collections.defaultdict[int, list[ChunkBlock]](list), self.at
+        near, matrices = (self.plan.ranks[self.me], EVERYWHERE), self.problem.matrices
+        for wanted in pieces:
+            piece = self._once(wanted)
+            if piece not in at:
+                matrix, extents = matrices[piece.operand], (piece.rows, piece.cols)
+                name, shape = f"{matrix.name}.{piece.chunk}", matrix.chunk_shape(piece.chunk)
+                holder = EVERYWHERE if matrix.by_ranks else self.where[matrix.name][piece.chunk]
+                if holder in near:
+                    chunk = Buffer(name, shape, matrix.dtype)
+                    if matrix.by_ranks and name not in self._here:
+                        self._make(matrix.name, piece.chunk, chunk)
+                    at[piece] = Placed(chunk if extents == shape else chunk[piece.inside], piece.rect)
+                else:
+                    at[piece] = Placed(Buffer(f"{name}.{piece.r0}.{piece.c0}", extents, matrix.dtype), piece.rect)
+                    asked[holder].append(piece)
+                    if matrix.name in self.keeps:
+                        self.kept[piece.chunk].append(piece)
+            if wanted is not piece:
+                at[wanted] = Placed(at[piece].matrix, wanted.rect, turned=True)
+        number = next(self.asked) if asked else 0
+        for holder, some in asked.items():
+            boxes = tuple((p.operand, p.chunk, p.r0, p.r0 + p.rows, p.c0, p.c0 + p.cols) for p in some)
+            buffers = tuple(at[piece].matrix for piece in some)
+            self.pull(holder, Key("input", number), buffers, taken=True, boxes=boxes)
+
+    def free(self, pieces: Iterable[ChunkBlock]) -> None:
+        """Free parts of chunks."""
+        names = [self.at.pop(piece).matrix.name for piece in pieces]
+        self.drop(*(self._here[name] for name in names if name in self._here))
+
+    def join(self, pieces: Sequence[ChunkBlock], dtype: str, **how: Any) -> Any:
+        """Return a matrix to which pieces that cover a rectangle are copied."""
+        placed = [self.at[piece] for piece in pieces]
+        top, bottom, left, right = _around(pieces)
+        whole = self.small(bottom - top, right - left, dtype)
+        places = [(r0 - top, r1 - top, c0 - left, c1 - left, turned) for _, (r0, r1, c0, c1), turned in placed]
+        self.call("join", *(one.matrix for one in placed), whole, reads=len(placed), places=places, **how)
+        return whole
+
+    # Products
+
+    def multiply(self, turns: Sequence[Turn]) -> None:
+        """Add all products to the sums; parts of chunks are here as long as they are needed."""
+        problem = self.problem
+        self.needed = {piece for one, some in turns for piece in itertools.chain(one, *some)}
+        last = {self._once(piece): n for n, (one, some) in enumerate(turns) for piece in itertools.chain(one, *some)}
+        ends = collections.defaultdict[int, list[ChunkBlock]](list)
+        for piece, number in last.items():
+            ends[number].append(piece)
+        made = problem.by_ranks
+        self.fetch(piece for piece in last if made and not problem.matrices[piece.operand].by_ranks)
+        for number, (one, some) in enumerate(turns):
+            self.fetch(one if made else itertools.chain(one, *some))
+            with self.copied(one) as firsts:
+                for group in some:
+                    self.fetch(group if made else ())
+                    with self.copied(group) as seconds:
+                        for pair in itertools.product(firsts, seconds):
+                            self.add(*pair[:: -1 if one[0].operand else 1])
+            self.free(piece for piece in ends[number] if problem.operands[piece.operand] not in self.keeps)
+        for upper, lower in self.mirrored.items():
+            self.call("mirror", *dict.fromkeys((self.blocks[upper].matrix, self.blocks[lower].matrix)))
+
+    @contextlib.contextmanager
+    def copied(self, pieces: Sequence[ChunkBlock]) -> Iterator[list[Placed]]:
+        """Have parts of A or B as they are multiplied: as they lie, or in one matrix of the type of the sums."""
+        names = {"ab"[piece.operand] for piece in pieces} & {*self.packing}
+        if not names:
+            yield [self.at[piece] for piece in pieces]
+        for name in names:
+            rect = _around(pieces)
+            if twin := self.joined.get((*rect[2:], *rect[:2])) if self.gram and self.dtype == self.real else None:
+                yield [Placed(twin, rect, turned=True)]
+                continue
+            how = {"conjugated": self.problem[name].conjugated, "rounded": self.problem.compute == "tf32"}
+            self.joined[rect] = whole = self.join(pieces, self.dtype, **how)
+            yield [Placed(whole, rect)]
+            self.joined.pop(rect, None)
+            self.drop(whole)
+
+    def add(self, a: Placed, b: Placed) -> None:
+        """Add a product to the blocks that it is a part of."""
+        k0, k1 = max(a.rect[2], b.rect[0]), min(a.rect[3], b.rect[1])
+        for index, block in self.blocks.items() if k0 < k1 else ():
+            r0, r1 = max(block.rect[0], a.rect[0]), min(block.rect[1], a.rect[1])
+            c0, c1 = max(block.rect[2], b.rect[2]), min(block.rect[3], b.rect[3])
+            lower = self.mirrored.get(index)
+            if r0 < r1 and c0 < c1 and (lower is None or (lower == index and c0 < r1)):
+                symmetric = lower == index and (r0, r1) == (c0, c1) and min(r1 - r0, k1 - k0) >= _SYMMETRIC
+                how: dict[str, Any] = {"turned": (a.turned, b.turned), "conjugated": self.conjugated}
+                parts = a.part((r0, r1, k0, k1)), b.part((k0, k1, c0, c1)), block.part((r0, r1, c0, c1))
+                self.call("add_symmetric" if symmetric else "add_product", *parts, **how)
+
+    # Chunks of D
+
+    def sum_up(self) -> None:
+        """Add the other ranks' partial sums to this rank's part of D, in an order that is the same every time."""
+        ranks = range(len(self.plan.ranks) if self.plan.grid[2] > 1 else 0)
+        parts = {rank: self._final_parts(rank) for rank in ranks}
+        # Not all ranks begin with the same one.
+        others = [*ranks[self.me + 1 :], *ranks[: self.me]]
+        self._give({reader: parts[reader] for reader in others if parts[reader]}, self.me)
+        for owner in others if ranks and parts[self.me] else ():
+            self.pull(owner, self._key(owner, self.me), tuple(parts[self.me]), op="add")
+
+    def _final_parts(self, rank: int) -> list[Any]:
+        rects = self.plan.final_rects(rank)
+        return [self.blocks[index].part(cell) for rect in rects for index, cell in pieces_of(self.cuts, rect)]
+
+    def _key(self, number: int, reader: int) -> Key:
+        # Messages of one number are asked for together: those of finished parts.
+        return Key(PART, number * len(self.plan.ranks) + reader)
+
+    def _give(self, parts: Mapping[int, Sequence[Any]], number: int) -> None:
+        """Let others have parts of sums."""
+        self.steps += (Publish(self._key(number, to), tuple(some), once=True) for to, some in parts.items())
+
+    def assemble(self) -> None:
+        """Have this rank's chunks of D complete, in the type of the result."""
+        plan = self.plan
+        given, wanted = (collections.defaultdict[int, list[Any]](list) for _ in range(2))
+        for index, cell in itertools.chain(*(pieces_of(plan.chunk_cuts, rect) for rect in plan.final_rects(self.me))):
+            if index not in self.of_d:
+                given[int(plan.owners[index])].append(self.blocks[0 if self.packed else index].part(cell))
+        self._give(given, len(plan.ranks))
+        own: list[tuple[Any, Any]] = []
+        for index, chunk in self.of_d.items():
+            if chunk.matrix.name not in self._here:
+                self.new(chunk.matrix, zero=bool(self.begun))  # type: ignore[arg-type]
+            for holder, rect in plan.final_holders(index):
+                if holder != self.me:
+                    wanted[holder].append(chunk.part(rect))
+                elif self.packed:
+                    own.append((self.blocks[0].part(rect), chunk.part(rect)))
+        if own:
+            self.call("store", *itertools.chain(*zip(*own, strict=True)), reads=len(own))
+        for holder, some in wanted.items():
+            # Where k is cut the sums of others have what was begun here.
+            op = "add" if self.begun and plan.grid[2] == 1 else ""
+            self.pull(holder, self._key(len(plan.ranks), self.me), tuple(some), op=op)
+
+    def hand_over(self) -> None:
+        """Apply the formula to this rank's chunks of D, one by one, and hand them over, and what is kept."""
+        formula, outputs, names = self.problem.formula, self.problem.outputs, self.problem.operands
+        rest = dataclasses.replace(formula, partial=False)
+        for index, (chunk, rect, _) in self.of_d.items():
+            continues = index in self.begun
+            # Sums that were begun are complete now, and may be all there is to do.
+            if formula.trivial or (continues and rest.trivial):
+                self.leave("", chunk, index)
+                continue
+            read = [name for name in names[2:] if (name != "partial" or not continues) and 0 not in chunk.shape]
+            pieces = [self._read(names.index(name), rect) for name in read]
+            self.fetch(itertools.chain(*pieces))
+            given = [
+                self.at[some[0]].matrix if len(some) == 1 else self.join(some, self.problem[name].dtype)
+                for name, some in zip(read, pieces, strict=True)
+            ]
+            made = [Buffer(f"{one.name}@{index}", one.chunk_shape(index), one.dtype) for one in outputs]
+            how: dict[str, Any] = {"formula": rest if continues else formula, "dtypes": [one.dtype for one in outputs]}
+            self.call("finish", *given, chunk, makes=made, reads=len(given), names=read, **how)
+            self.free(itertools.chain(*pieces))
+            self.drop(chunk, *given)  # type: ignore[arg-type]
+            for output, buffer in zip(outputs, made, strict=True):
+                self.leave(output.name, buffer, index)
+        for number, some in self.kept.items():
+            matrix = self.problem[self.problem.gathered]
+            if sum(piece.rows * piece.cols for piece in some) == matrix.elements[number]:
+                whole = self.at[some[0]].matrix if len(some) == 1 else self.join(some, matrix.dtype)
+                self.leave(GATHERED, whole, number)
+
+    def _read(self, number: int, rect: Rect) -> list[ChunkBlock]:
+        """Return the parts of chunks that the formula reads of an operand for a part of D."""
+        sizes = self.problem.matrices[number].chunks
+        # An axis of length 1 is broadcast.
+        rows = rect[:2] if sum(sizes[0]) == self.problem.m else (0, 1)
+        cols = rect[2:] if sum(sizes[1]) == self.problem.n else (0, 1)
+        return chunk_blocks_of(sizes, number, (*rows, *cols), (0, 0))
+
+
+def _shape(rect: Rect) -> tuple[int, int]:
+    return rect[1] - rect[0], rect[3] - rect[2]
+
+
+def _around(pieces: Sequence[ChunkBlock]) -> Rect:
+    """Return the rectangle that pieces cover."""
+    tops, bottoms, lefts, rights = zip(*(piece.rect for piece in pieces), strict=True)
+    return min(tops), max(bottoms), min(lefts), max(rights)
