@@ -240,12 +240,11 @@ class _Product(Recorder):
             elif not self.packed:
                 self.new(chunk, zero=True)
         for index, rect in pieces_of(self.cuts, self.region):
-            if index in self.of_d and not self.packed:
-                self.blocks[index] = Placed(self.of_d[index].part(rect), rect)
-            else:
-                sums = Buffer(f"sum.{index}", _shape(rect), self.dtype)
-                self.blocks[index] = Placed(sums, rect)
-                self.new(sums, zero=True)
+            inside = index in self.of_d and not self.packed
+            block = self.of_d[index].part(rect) if inside else Buffer(f"sum.{index}", _shape(rect), self.dtype)
+            self.blocks[index] = Placed(block, rect)
+            if isinstance(block, Buffer) and not inside:
+                self.new(block, zero=True)
         for index, cell in pieces_of(plan.chunk_cuts, self.region) if self.packed and self.begun else ():
             if index in self.begun:
                 self.call("store", self.of_d[index].part(cell), self.blocks[0].part(cell), reads=1)
@@ -318,9 +317,6 @@ class _Product(Recorder):
         problem = self.problem
         self.needed = {piece for one, some in turns for piece in itertools.chain(one, *some)}
         last = {self._once(piece): n for n, (one, some) in enumerate(turns) for piece in itertools.chain(one, *some)}
-        ends = collections.defaultdict[int, list[ChunkBlock]](list)
-        for piece, number in last.items():
-            ends[number].append(piece)
         made = problem.by_ranks
         self.fetch(piece for piece in last if made and not problem.matrices[piece.operand].by_ranks)
         for number, (one, some) in enumerate(turns):
@@ -331,7 +327,8 @@ class _Product(Recorder):
                     with self.copied(group) as seconds:
                         for pair in itertools.product(firsts, seconds):
                             self.add(*pair[:: -1 if one[0].operand else 1])
-            self.free(piece for piece in ends[number] if problem.operands[piece.operand] not in self.keeps)
+            ended = (x for x in dict.fromkeys(map(self._once, itertools.chain(one, *some))) if last[x] == number)
+            self.free(x for x in ended if problem.operands[x.operand] not in self.keeps)
         for upper, lower in self.mirrored.items():
             self.call("mirror", *dict.fromkeys((self.blocks[upper].matrix, self.blocks[lower].matrix)))
 
@@ -426,10 +423,7 @@ class _Product(Recorder):
             read = [name for name in names[2:] if (name != "partial" or not continues) and 0 not in chunk.shape]
             pieces = [self._read(names.index(name), rect) for name in read]
             self.fetch(itertools.chain(*pieces))
-            given = [
-                self.at[some[0]].matrix if len(some) == 1 else self.join(some, self.problem[name].dtype)
-                for name, some in zip(read, pieces, strict=True)
-            ]
+            given = [self._whole(some, self.problem[name].dtype) for name, some in zip(read, pieces, strict=True)]
             made = [Buffer(f"{one.name}@{index}", one.chunk_shape(index), one.dtype) for one in outputs]
             how: dict[str, Any] = {"formula": rest if continues else formula, "dtypes": [one.dtype for one in outputs]}
             self.call("finish", *given, chunk, makes=made, reads=len(given), names=read, **how)
@@ -440,8 +434,10 @@ class _Product(Recorder):
         for number, some in self.kept.items():
             matrix = self.problem[self.problem.gathered]
             if sum(piece.rows * piece.cols for piece in some) == matrix.elements[number]:
-                whole = self.at[some[0]].matrix if len(some) == 1 else self.join(some, matrix.dtype)
-                self.leave(GATHERED, whole, number)
+                self.leave(GATHERED, self._whole(some, matrix.dtype), number)
+
+    def _whole(self, pieces: Sequence[ChunkBlock], dtype: str) -> Any:
+        return self.at[pieces[0]].matrix if len(pieces) == 1 else self.join(pieces, dtype)
 
     def _read(self, number: int, rect: Rect) -> list[ChunkBlock]:
         """Return the parts of chunks that the formula reads of an operand for a part of D."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -31,10 +32,8 @@ Pair = tuple[bool, bool]
 class ProductKernels(LapackKernels):
     """The kernels of products, as `programs.steps` names them."""
 
-    reported = reached = 0.0
-
-    def __init__(self) -> None:
-        self.timings: dict[str, float] = {}
+    reported = 0.0
+    timings: Mapping[str, float] = MappingProxyType({})
 
     def complete(self) -> None:
         """Do nothing: all is done."""
@@ -112,9 +111,9 @@ class NumpyJob(ProgramJob):
         # The system's zeros cost nothing until they are written to.
         return np.zeros(buffer.shape, dtype_from_name(buffer.dtype), self._order)
 
-    def _may_ask(self, pull: Pull, coming: Sequence[Pull], ahead: int) -> bool:
+    def _may_ask(self, pull: Pull, asked: Sequence[tuple[Pull, Any]], ahead: int) -> bool:
         """Whether a message may be asked for; those of one number, as of a panel, come together."""
-        numbers = {one.key for one in coming} | {pull.key}
+        numbers = {one.key for one, _ in asked} | {pull.key}
         most: int = self.plan.problem.options.prefetch_panels
         return len(numbers) <= most
 

@@ -191,21 +191,19 @@ class ProgramJob(Job[Any]):
     def take(self, steps: Sequence[Step], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
         """Take steps, which are this `share` of the work."""
         pulls = collections.deque(step for step in steps if isinstance(step, Pull))
-        asked, coming = collections.deque[Any](), collections.deque[Pull]()
+        asked = collections.deque[tuple[Pull, Any]]()
         with self._making(steps):
             for number, step in enumerate(steps):
                 self.ended.check()
-                while pulls and self._may_ask(pulls[0], coming, ahead):
-                    coming.append(pulls.popleft())
-                    asked.append(self._request(coming[-1]))
+                while pulls and self._may_ask(pulls[0], asked, ahead):
+                    asked.append((pulls[0], self._request(pulls.popleft())))
                 done, part = before + share * number / len(steps), share / len(steps)
                 if isinstance(step, If):
                     self.take(step.then if self._is_set(step.flag) else step.otherwise, done, part)
                 elif isinstance(step, Loop):
                     self._repeat(step, done, part)
                 elif isinstance(step, Pull):
-                    self._arrive(step, asked.popleft())
-                    coming.popleft()
+                    self._arrive(*asked.popleft())
                 else:
                     self._take(step)
                 if share:
@@ -241,9 +239,9 @@ class ProgramJob(Job[Any]):
             return self.comm.fetch(pull.owner, "input", np.array(pull.boxes, np.int64))
         return self.exchange.ask(pull.owner, self._numbered(pull.key), pull.buffers)
 
-    def _may_ask(self, pull: Pull, coming: Sequence[Pull], ahead: int) -> bool:
+    def _may_ask(self, pull: Pull, asked: Sequence[tuple[Pull, Any]], ahead: int) -> bool:
         """Whether a message may be asked for while others are on their way."""
-        return len(coming) < (1 if pull.taken and pull.nbytes > _LARGE else ahead)
+        return len(asked) < (1 if pull.taken and pull.nbytes > _LARGE else ahead)
 
     def _take(self, step: Step) -> None:
         arrays = self.arrays
