@@ -33,9 +33,7 @@ class NumpyModel(EngineModel):
         sizes = {"a": height * k, "b": k * width, "d": height * width}
         packed = sum((sizes[name] for name in plan.packing), np.zeros(len(ranks))) * itemsize
         fetched = sum((needed - held[list(plan.ranks), ranks] for needed, held in needs.values()), np.zeros(len(ranks)))
-        # Complex operands that are packed are two matrices.
-        apart = problem.compute_type.kind == "c" and {*"ab"} & {*plan.packing}
-        if is_gram(problem) and p == q == 1 and problem.d.chunks[0] == problem.d.chunks[1] and not apart:
+        if is_gram(problem) and p == q == 1 and problem.d.chunks[0] == problem.d.chunks[1]:
             # A triangle of D is multiplied, and what is A's and B's arrives once.
             flops, fetched = _HALF * flops, fetched / 2
         added = (s - 1) * plan.final_elements * itemsize

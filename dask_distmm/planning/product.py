@@ -221,7 +221,7 @@ class _Product(Recorder):
         self.at: dict[ChunkBlock, Placed] = {}
         self.needed: Collection[ChunkBlock] = ()
         self.asked = itertools.count()
-        # What has come of an operand that is kept, by chunk; matrices that parts were copied to, by their place.
+        # Parts that have come of an operand that is kept, by chunk; matrices that parts were copied to, by their place.
         self.kept = collections.defaultdict[int, list[ChunkBlock]](list)
         self.joined: dict[Rect, Any] = {}
 
@@ -315,8 +315,9 @@ class _Product(Recorder):
     def multiply(self, turns: Sequence[Turn]) -> None:
         """Add all products to the sums; parts of chunks are here as long as they are needed."""
         problem = self.problem
-        self.needed = {piece for one, some in turns for piece in itertools.chain(one, *some)}
-        last = {self._once(piece): n for n, (one, some) in enumerate(turns) for piece in itertools.chain(one, *some)}
+        uses = [(number, piece) for number, (one, some) in enumerate(turns) for piece in itertools.chain(one, *some)]
+        self.needed = {piece for _, piece in uses}
+        last = {self._once(piece): number for number, piece in uses}
         made = problem.by_ranks
         self.fetch(piece for piece in last if made and not problem.matrices[piece.operand].by_ranks)
         for number, (one, some) in enumerate(turns):
