@@ -220,6 +220,8 @@ class _Product(Recorder):
         self.of_d: dict[int, Placed] = {}
         self.at: dict[ChunkBlock, Placed] = {}
         self.needed: Collection[ChunkBlock] = ()
+        # Those of them that are freed after their last use.
+        self.held: list[ChunkBlock] = []
         self.asked = itertools.count()
         # Parts that have come of an operand that is kept, by chunk; matrices that parts were copied to, by their place.
         self.kept = collections.defaultdict[int, list[ChunkBlock]](list)
@@ -280,14 +282,14 @@ class _Product(Recorder):
                 holder = EVERYWHERE if matrix.by_ranks else self.where[matrix.name][piece.chunk]
                 if holder in near:
                     chunk = Buffer(name, shape, matrix.dtype)
-                    if matrix.by_ranks and name not in self._here:
+                    if matrix.by_ranks:
                         self._make(matrix.name, piece.chunk, chunk)
+                        self.held.append(piece)
                     at[piece] = Placed(chunk if extents == shape else chunk[piece.inside], piece.rect)
                 else:
                     at[piece] = Placed(Buffer(f"{name}.{piece.r0}.{piece.c0}", extents, matrix.dtype), piece.rect)
                     asked[holder].append(piece)
-                    if matrix.name in self.keeps:
-                        self.kept[piece.chunk].append(piece)
+                    (self.kept[piece.chunk] if matrix.name in self.keeps else self.held).append(piece)
             if wanted is not piece:
                 at[wanted] = Placed(at[piece].matrix, wanted.rect, turned=True)
         number = next(self.asked) if asked else 0
@@ -316,7 +318,7 @@ class _Product(Recorder):
         """Add all products to the sums; parts of chunks are here as long as they are needed."""
         problem = self.problem
         uses = [(number, piece) for number, (one, some) in enumerate(turns) for piece in itertools.chain(one, *some)]
-        self.needed = {piece for _, piece in uses}
+        self.needed = {piece for _, piece in uses if self.gram}
         last = {self._once(piece): number for number, piece in uses}
         made = problem.by_ranks
         self.fetch(piece for piece in last if made and not problem.matrices[piece.operand].by_ranks)
@@ -328,8 +330,8 @@ class _Product(Recorder):
                     with self.copied(group) as seconds:
                         for pair in itertools.product(firsts, seconds):
                             self.add(*pair[:: -1 if one[0].operand else 1])
-            ended = (x for x in dict.fromkeys(map(self._once, itertools.chain(one, *some))) if last[x] == number)
-            self.free(x for x in ended if problem.operands[x.operand] not in self.keeps)
+            self.free(piece for piece in self.held if last[piece] == number)
+            self.held = [piece for piece in self.held if last[piece] != number]
         for upper, lower in self.mirrored.items():
             self.call("mirror", *dict.fromkeys((self.blocks[upper].matrix, self.blocks[lower].matrix)))
 
