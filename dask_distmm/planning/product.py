@@ -23,6 +23,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -393,19 +394,24 @@ class _Product(Recorder):
         """Have this rank's chunks of D complete, in the type of the result."""
         plan = self.plan
         given, wanted = (collections.defaultdict[int, list[Any]](list) for _ in range(2))
-        for index, cell in itertools.chain(*(pieces_of(plan.chunk_cuts, rect) for rect in plan.final_rects(self.me))):
-            if index not in self.of_d:
-                given[int(plan.owners[index])].append(self.blocks[0 if self.packed else index].part(cell))
-        self._give(given, len(plan.ranks))
         own: list[tuple[Any, Any]] = []
+        # Elements of this rank's chunks that it has itself.
+        there = dict.fromkeys(self.of_d, 0)
+        for index, cell in itertools.chain(*(pieces_of(plan.chunk_cuts, rect) for rect in plan.final_rects(self.me))):
+            if index not in there:
+                given[int(plan.owners[index])].append(self.blocks[0 if self.packed else index].part(cell))
+                continue
+            there[index] += (cell[1] - cell[0]) * (cell[3] - cell[2])
+            if self.packed:
+                own.append((self.blocks[0].part(cell), self.of_d[index].part(cell)))
+        self._give(given, len(plan.ranks))
         for index, chunk in self.of_d.items():
             if chunk.matrix.name not in self._here:
                 self.new(chunk.matrix, zero=bool(self.begun))  # type: ignore[arg-type]
-            for holder, rect in plan.final_holders(index):
-                if holder != self.me:
-                    wanted[holder].append(chunk.part(rect))
-                elif self.packed:
-                    own.append((self.blocks[0].part(rect), chunk.part(rect)))
+            if there[index] < math.prod(chunk.matrix.shape):
+                for holder, rect in plan.final_holders(index):
+                    if holder != self.me:
+                        wanted[holder].append(chunk.part(rect))
         if own:
             self.call("store", *itertools.chain(*zip(*own, strict=True)), reads=len(own))
         for holder, some in wanted.items():

@@ -120,6 +120,10 @@ class NumpyJob(ProgramJob):
     def _phase(self, call: Call) -> str:
         return "deliver" if call.kernel in ("store", "finish") else "multiply"
 
+    def _use(self, chunk: SourceChunk) -> SourceChunk:
+        # Each is taken once, and one of both operands is made once.
+        return chunk
+
     def _handed_over(self, array: Any, *, tall: bool) -> Any:
         return array
 

@@ -354,7 +354,7 @@ class ProgramJob(Job[Any]):
     @contextlib.contextmanager
     def _making(self, steps: Sequence[Step]) -> Iterator[None]:
         """Make chunks that some steps take ahead of them, inside of a ``with`` block; such blocks may be nested."""
-        uses = [self.chunks[step.operand, step.number].again() for step in steps if self._is_made(step)]
+        uses = [self._use(self.chunks[step.operand, step.number]) for step in steps if self._is_made(step)]
         if not uses:
             yield
             return
@@ -365,6 +365,10 @@ class ProgramJob(Job[Any]):
         finally:
             loads.close()
             self._loads, self._uses = outside
+
+    def _use(self, chunk: SourceChunk) -> SourceChunk:
+        """Return a chunk to be made: for each pass over an operand once more."""
+        return chunk.again()
 
     def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
         """Return what makes chunks in this order."""
