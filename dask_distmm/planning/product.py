@@ -33,11 +33,14 @@ from dask_distmm.planning.footprint import panel_width
 from dask_distmm.planning.placement import EVERYWHERE, GATHERED
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import is_gram
+from dask_distmm.planning.program import once
 from dask_distmm.programs.recorder import Recorder, Rows
 from dask_distmm.programs.steps import PART, Buffer, Key, Publish, Step, View
 
 # Products of fewer rows, or a shorter k, are not worth the mirroring.
 _SYMMETRIC = 64
+# Lists of plans of more bytes are not kept for the next run: there are thousands of chunks.
+_LONG = 2**14
 
 
 # Parts of chunks, and the order in which a rank multiplies them
@@ -71,13 +74,17 @@ class ChunkBlock(NamedTuple):
         return self.rect[2:] if self.operand == 0 else self.rect[:2]
 
 
+# Parts of chunks of A, and of B.
+Pieces = tuple[list[ChunkBlock], list[ChunkBlock]]
+
+
 class Panel(NamedTuple):
     """A stretch of k: pieces that are at home, and pieces to ask each other participant for."""
 
     k0: int
     k1: int
-    local: list[ChunkBlock]
-    remote: dict[int, list[ChunkBlock]]
+    local: Pieces
+    remote: dict[int, Pieces]
 
 
 def panels(plan: Plan, rank: int) -> list[Panel]:
@@ -86,34 +93,25 @@ def panels(plan: Plan, rank: int) -> list[Panel]:
     Every element of ``A[rows, depth]`` and ``B[depth, cols]`` is in exactly one piece. Panels that need
     nothing from others come first; the rest begins at another place on each rank.
     """
-    k0, k1 = plan.k_range(rank)
-    pieces = _pieces(plan, rank)
-    height, cols, depth = (int(extents[rank]) for extents in plan.extents)
-    width = int(panel_width(plan.problem, height + cols, depth))
-    cuts = coalesce(sorted({k0, k1, *(piece.depth[0] for piece in pieces)}), width)
-    made = [Panel(low, high, [], {}) for low, high in itertools.pairwise(cuts)]
+    problem, (r0, r1, c0, c1), (k0, k1) = plan.problem, plan.region(rank), plan.k_range(rank)
+    of_a, of_b = problem.a.chunks, problem.b.chunks
+    starts = (low for sizes in (of_a[1], of_b[0]) for _, low, _ in overlaps(chunk_cuts(sizes), k0, k1))
+    cuts = coalesce(sorted({*starts, k1}), int(panel_width(problem, r1 - r0 + c1 - c0, k1 - k0)))
     where, here = [plan.where[name].tolist() for name in "ab"], (plan.ranks[rank], EVERYWHERE)
-    for piece in pieces:
-        (start, stop), holder = piece.depth, where[piece.operand][piece.chunk]
-        for number, low, high in overlaps(cuts, start, stop):
-            cut = piece if (low, high) == (start, stop) else _along_k(piece, low - start, high - low)
-            (made[number].local if holder in here else made[number].remote.setdefault(holder, [])).append(cut)
+    made: list[Panel] = []
+    for low, high in itertools.pairwise(cuts):
+        panel = Panel(low, high, ([], []), {})
+        for operand, chunks, rect in ((0, of_a, (r0, r1, low, high)), (1, of_b, (low, high, c0, c1))):
+            for piece in chunk_blocks_of(chunks, operand, rect, (0, 0)):
+                holder = where[operand][piece.chunk]
+                some = panel.local if holder in here else panel.remote.get(holder)
+                if some is None:
+                    some = panel.remote[holder] = ([], [])
+                some[operand].append(piece)
+        made.append(panel)
     turn = rank * len(made) // len(plan.ranks)
     order = sorted(range(len(made)), key=lambda x: (bool(made[x].remote), (x - turn) % len(made)))
     return [made[x] for x in order]
-
-
-def _pieces(plan: Plan, rank: int) -> list[ChunkBlock]:
-    """Return the parts of chunks that a rank multiplies, first those of A."""
-    problem, (r0, r1, c0, c1), along_k = plan.problem, plan.region(rank), plan.k_range(rank)
-    of_a = chunk_blocks_of(problem.a.chunks, 0, (r0, r1, *along_k), (0, 0))
-    return of_a + chunk_blocks_of(problem.b.chunks, 1, (*along_k, c0, c1), (0, 0))
-
-
-def _along_k(piece: ChunkBlock, offset: int, size: int) -> ChunkBlock:
-    if piece.operand == 0:
-        return piece._replace(c0=piece.c0 + offset, cols=size, col=piece.col + offset)
-    return piece._replace(r0=piece.r0 + offset, rows=size, row=piece.row + offset)
 
 
 def coalesce(edges: Sequence[int], width: int, step: int = 1) -> tuple[int, ...]:
@@ -156,9 +154,11 @@ class Placed(NamedTuple):
         """Return what it has of a rectangle."""
         if rect == self.rect:
             return self.matrix
-        (r0, r1, c0, c1), (top, _, left, _) = rect, self.rect
-        rows, cols = slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
-        return self.matrix[cols, rows] if self.turned else self.matrix[rows, cols]
+        (r0, r1, c0, c1), (top, _, left, _), (down, _, right, _) = rect, self.rect, self.matrix.box
+        buffer = self.matrix.buffer if isinstance(self.matrix, View) else self.matrix
+        if self.turned:
+            r0, r1, c0, c1, top, left = c0, c1, r0, r1, left, top
+        return View(buffer, (down + r0 - top, down + r1 - top, right + c0 - left, right + c1 - left))
 
 
 # Parts of A and B that are multiplied with each other: of one operand, and groups of the other one.
@@ -167,8 +167,26 @@ Turn = tuple[list[ChunkBlock], list[list[ChunkBlock]]]
 
 def steps(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
     """Return the steps of a rank, which has sums already in chunks of D that were begun, and adds to these."""
+    # All that is left may change them.
+    options = dataclasses.replace(plan.problem.options, machines=())
+    problem = dataclasses.replace(plan.problem, name="", whole="", options=options)
+    what = dataclasses.replace(plan, problem=problem, participants=(), projected_bytes={}, around=0.0, by_tasks=None)
+    what = dataclasses.replace(what, estimate=None, alternatives=())
+    return once((what,), (rank, *sorted(begun)), lambda: record(plan, rank, begun), _LONG)
+
+
+def first_steps(plan: Plan, rank: int, begun: Collection[int] = ()) -> list[Step]:
+    """Return those that `steps` begins with: they take the memory for sums."""
     p = _Product(plan, rank, begun)
     p.begin()
+    return p.steps
+
+
+def record(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
+    """Return the steps of a rank, made anew."""
+    p = _Product(plan, rank, begun)
+    p.begin()
+    p.resume()
     p.multiply(_turns_of_made(plan, rank) if plan.problem.by_ranks else _turns_of_panels(plan, rank))
     p.sum_up()
     p.assemble()
@@ -180,12 +198,9 @@ def _turns_of_panels(plan: Plan, rank: int) -> list[Turn]:
     """Return the turns of a rank that has chunks in memory: chunks that are here need no waiting."""
     turns: list[Turn] = []
     for panel in panels(plan, rank):
-        a, b, far_a, far_b = (
-            [piece for piece in some if piece.operand == number]
-            for some in (panel.local, [*itertools.chain(*panel.remote.values())])
-            for number in (0, 1)
-        )
-        apart = bool(panel.remote) and not {*"ab"} & {*plan.packing}
+        (a, b), far = panel.local, panel.remote.values()
+        far_a, far_b = ([*itertools.chain(*(some[operand] for some in far))] for operand in (0, 1))
+        apart = far and not {*"ab"} & {*plan.packing}
         turns += [(a, [b]), (far_a, [b + far_b]), (a, [far_b])] if apart else [(a + far_a, [b + far_b])]
     return turns
 
@@ -196,7 +211,10 @@ def _turns_of_made(plan: Plan, rank: int) -> list[Turn]:
     Each part of the operand whose chunks it makes, of A where it makes both, comes with those of the other one along
     the same k, and all follow k.
     """
-    pieces = sorted(_pieces(plan, rank), key=lambda piece: (piece.depth[0], piece.row + piece.col))
+    (r0, r1, c0, c1), along_k = plan.region(rank), plan.k_range(rank)
+    of_a = chunk_blocks_of(plan.problem.a.chunks, 0, (r0, r1, *along_k), (0, 0))
+    of_b = chunk_blocks_of(plan.problem.b.chunks, 1, (*along_k, c0, c1), (0, 0))
+    pieces = sorted(of_a + of_b, key=lambda piece: (piece.depth[0], piece.row + piece.col))
     outer = int(not plan.problem.a.by_ranks)
     own, others = ([piece for piece in pieces if piece.operand == number] for number in (outer, 1 - outer))
     return [([one], [[x] for x in others if x.depth[0] < one.depth[1] and one.depth[0] < x.depth[1]]) for one in own]
@@ -226,7 +244,7 @@ class _Product(Recorder):
         self.asked = itertools.count()
         # Parts that have come of an operand that is kept, by chunk; matrices that parts were copied to, by their place.
         self.kept = collections.defaultdict[int, list[ChunkBlock]](list)
-        self.joined: dict[Rect, Any] = {}
+        self.joined: dict[Rect, Placed] = {}
 
     # Sums
 
@@ -248,6 +266,10 @@ class _Product(Recorder):
             self.blocks[index] = Placed(block, rect)
             if isinstance(block, Buffer) and not inside:
                 self.new(block, zero=True)
+
+    def resume(self) -> None:
+        """Take up sums that were begun, and find blocks that are mirror images."""
+        plan = self.plan
         for index, cell in pieces_of(plan.chunk_cuts, self.region) if self.packed and self.begun else ():
             if index in self.begun:
                 self.call("store", self.of_d[index].part(cell), self.blocks[0].part(cell), reads=1)
@@ -273,30 +295,32 @@ class _Product(Recorder):
 
     def fetch(self, pieces: Iterable[ChunkBlock]) -> None:
         """Have parts of chunks here: from each holder in one message; all of these are asked for together."""
-        asked, at = collections.defaultdict[int, list[ChunkBlock]](list), self.at
-        near, matrices = (self.plan.ranks[self.me], EVERYWHERE), self.problem.matrices
+        asked, at = collections.defaultdict[int, list[tuple[Any, ...]]](list), self.at
+        near, matrices, gram = (self.plan.ranks[self.me], EVERYWHERE), self.problem.matrices, self.gram
         for wanted in pieces:
-            piece = self._once(wanted)
+            piece = self._once(wanted) if gram else wanted
             if piece not in at:
-                matrix, extents = matrices[piece.operand], (piece.rows, piece.cols)
-                name, shape = f"{matrix.name}.{piece.chunk}", matrix.chunk_shape(piece.chunk)
-                holder = EVERYWHERE if matrix.by_ranks else self.where[matrix.name][piece.chunk]
+                operand, number, r0, c0, rows, cols, row, col = piece
+                matrix, box = matrices[operand], (r0, r0 + rows, c0, c0 + cols)
+                rect = row, row + rows, col, col + cols
+                holder = EVERYWHERE if matrix.by_ranks else self.where[matrix.name][number]
                 if holder in near:
-                    chunk = Buffer(name, shape, matrix.dtype)
+                    shape = matrix.chunk_shape(number)
+                    chunk = Buffer(f"{matrix.name}.{number}", shape, matrix.dtype)
                     if matrix.by_ranks:
-                        self._make(matrix.name, piece.chunk, chunk)
+                        self._make(matrix.name, number, chunk)
                         self.held.append(piece)
-                    at[piece] = Placed(chunk if extents == shape else chunk[piece.inside], piece.rect)
+                    at[piece] = Placed(chunk if (rows, cols) == shape else View(chunk, box), rect)
                 else:
-                    at[piece] = Placed(Buffer(f"{name}.{piece.r0}.{piece.c0}", extents, matrix.dtype), piece.rect)
-                    asked[holder].append(piece)
-                    (self.kept[piece.chunk] if matrix.name in self.keeps else self.held).append(piece)
+                    part = Buffer(f"{matrix.name}.{number}.{r0}.{c0}", (rows, cols), matrix.dtype)
+                    at[piece] = Placed(part, rect)
+                    asked[holder].append((part, (operand, number, *box)))
+                    (self.kept[number] if matrix.name in self.keeps else self.held).append(piece)
             if wanted is not piece:
                 at[wanted] = Placed(at[piece].matrix, wanted.rect, turned=True)
         number = next(self.asked) if asked else 0
         for holder, some in asked.items():
-            boxes = tuple((p.operand, p.chunk, p.r0, p.r0 + p.rows, p.c0, p.c0 + p.cols) for p in some)
-            buffers = tuple(at[piece].matrix for piece in some)
+            buffers, boxes = zip(*some, strict=True)
             self.pull(holder, Key("input", number), buffers, taken=True, boxes=boxes)
 
     def free(self, pieces: Iterable[ChunkBlock]) -> None:
@@ -304,23 +328,25 @@ class _Product(Recorder):
         names = [self.at.pop(piece).matrix.name for piece in pieces]
         self.drop(*(self._here[name] for name in names if name in self._here))
 
-    def join(self, pieces: Sequence[ChunkBlock], dtype: str, **how: Any) -> Any:
-        """Return a matrix to which pieces that cover a rectangle are copied."""
-        placed = [self.at[piece] for piece in pieces]
-        top, bottom, left, right = _around(pieces)
+    def join(self, parts: Sequence[Placed], dtype: str = "", **how: Any) -> Placed:
+        """Return a matrix to which parts that cover a rectangle are copied, of the type of the sums or another one."""
+        top, bottom, left, right = rect = _around(parts)
         whole = self.small(bottom - top, right - left, dtype)
-        places = [(r0 - top, r1 - top, c0 - left, c1 - left, turned) for _, (r0, r1, c0, c1), turned in placed]
-        self.call("join", *(one.matrix for one in placed), whole, reads=len(placed), places=places, **how)
-        return whole
+        places = [(r0 - top, r1 - top, c0 - left, c1 - left, turned) for _, (r0, r1, c0, c1), turned in parts]
+        self.call("join", *(one.matrix for one in parts), whole, reads=len(parts), places=places, **how)
+        return Placed(whole, rect)
 
     # Products
 
     def multiply(self, turns: Sequence[Turn]) -> None:
         """Add all products to the sums; parts of chunks are here as long as they are needed."""
         problem = self.problem
-        uses = [(number, piece) for number, (one, some) in enumerate(turns) for piece in itertools.chain(one, *some)]
-        self.needed = {piece for _, piece in uses if self.gram}
-        last = {self._once(piece): number for number, piece in uses}
+        last: dict[ChunkBlock, int] = {}
+        for number, (one, some) in enumerate(turns):
+            last.update(dict.fromkeys(itertools.chain(one, *some), number))
+        if self.gram:
+            self.needed, uses = set(last), sorted(last.items(), key=lambda item: item[1])
+            last = {self._once(piece): number for piece, number in uses}
         made = problem.by_ranks
         self.fetch(piece for piece in last if made and not problem.matrices[piece.operand].by_ranks)
         for number, (one, some) in enumerate(turns):
@@ -339,19 +365,20 @@ class _Product(Recorder):
     @contextlib.contextmanager
     def copied(self, pieces: Sequence[ChunkBlock]) -> Iterator[list[Placed]]:
         """Have parts of A or B as they are multiplied: as they lie, or in one matrix of the type of the sums."""
-        names = {"ab"[piece.operand] for piece in pieces} & {*self.packing}
-        if not names:
-            yield [self.at[piece] for piece in pieces]
-        for name in names:
-            rect = _around(pieces)
-            if twin := self.joined.get((*rect[2:], *rect[:2])) if self.gram and self.dtype == self.real else None:
-                yield [Placed(twin, rect, turned=True)]
-                continue
-            how = {"conjugated": self.problem[name].conjugated, "rounded": self.problem.compute == "tf32"}
-            self.joined[rect] = whole = self.join(pieces, self.dtype, **how)
-            yield [Placed(whole, rect)]
-            self.joined.pop(rect, None)
-            self.drop(whole)
+        placed = [self.at[piece] for piece in pieces]
+        if not pieces or (name := "ab"[pieces[0].operand]) not in self.packing:
+            yield placed
+            return
+        if self.joined and self.gram and self.dtype == self.real:
+            rect = _around(placed)
+            if twin := self.joined.get((*rect[2:], *rect[:2])):
+                yield [Placed(twin.matrix, rect, turned=True)]
+                return
+        whole = self.join(placed, conjugated=self.problem[name].conjugated, rounded=self.problem.compute == "tf32")
+        self.joined[whole.rect] = whole
+        yield [whole]
+        self.joined.pop(whole.rect, None)
+        self.drop(whole.matrix)  # type: ignore[arg-type]
 
     def add(self, a: Placed, b: Placed) -> None:
         """Add a product to the blocks that it is a part of."""
@@ -446,7 +473,8 @@ class _Product(Recorder):
                 self.leave(GATHERED, self._whole(some, matrix.dtype), number)
 
     def _whole(self, pieces: Sequence[ChunkBlock], dtype: str) -> Any:
-        return self.at[pieces[0]].matrix if len(pieces) == 1 else self.join(pieces, dtype)
+        placed = [self.at[piece] for piece in pieces]
+        return (placed[0] if len(placed) == 1 else self.join(placed, dtype)).matrix
 
     def _read(self, number: int, rect: Rect) -> list[ChunkBlock]:
         """Return the parts of chunks that the formula reads of an operand for a part of D."""
@@ -461,7 +489,7 @@ def _shape(rect: Rect) -> tuple[int, int]:
     return rect[1] - rect[0], rect[3] - rect[2]
 
 
-def _around(pieces: Sequence[ChunkBlock]) -> Rect:
-    """Return the rectangle that pieces cover."""
-    tops, bottoms, lefts, rights = zip(*(piece.rect for piece in pieces), strict=True)
+def _around(parts: Sequence[Placed]) -> Rect:
+    """Return the rectangle that parts cover."""
+    tops, bottoms, lefts, rights = zip(*(one.rect for one in parts), strict=True)
     return min(tops), max(bottoms), min(lefts), max(rights)

@@ -37,7 +37,7 @@ class Key(NamedTuple):
     number: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Buffer:
     """A matrix in the memory of one rank."""
 
@@ -68,7 +68,7 @@ class Buffer:
         return View(self, self.box)[index]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class View:
     """A rectangle of a buffer, cut by slices as NumPy cuts."""
 
@@ -102,7 +102,7 @@ class View:
         return View(self.buffer, (top + first, top + max(first, stop), left + begin, left + max(begin, end)))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class New:
     """Allocate; `zero`: filled with zeros, as sums need."""
 
@@ -110,7 +110,7 @@ class New:
     zero: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Make:
     """Take a chunk of an operand: one that is in memory here, or elsewhere, or is still to be made.
 
@@ -124,7 +124,7 @@ class Make:
     donated: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Call:
     """Call a kernel: all arithmetic. `arguments` are in the order of its contract; it returns what it `makes`."""
 
@@ -135,7 +135,7 @@ class Call:
     lane: Lane = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Publish:
     """Let other ranks have buffers, under a key that is the same on all ranks; they don't change any more.
 
@@ -149,7 +149,7 @@ class Publish:
     once: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Pull:
     """Copy what another rank publishes under a key, now or later: one message.
 
@@ -170,7 +170,7 @@ class Pull:
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class If:
     """Go on by one list or the other: all ranks have the same flag, one rank's or what all compute alike."""
 
@@ -179,7 +179,7 @@ class If:
     otherwise: tuple[Step, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Loop:
     """Repeat a list as long as a flag is set, which is the same on all ranks, up to a limit of turns.
 
@@ -193,7 +193,7 @@ class Loop:
     expected: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Turn:
     """The start or the end of a turn of a loop, where lists are flat."""
 
@@ -201,7 +201,7 @@ class Turn:
     starts: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Store:
     """Hand a buffer over as a chunk of an output; it is not in use any more.
 
@@ -213,7 +213,7 @@ class Store:
     number: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Drop:
     """Free a buffer."""
 
@@ -270,7 +270,7 @@ def flags_of(steps: Sequence[Step]) -> set[str]:
 Flops = Callable[..., float]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Contract:
     """The promise of one kernel."""
 

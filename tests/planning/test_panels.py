@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 from hypothesis import given, settings
@@ -37,7 +38,7 @@ def test_every_needed_element_is_in_one_piece(seed, method, nworkers):
             remote_seen |= bool(panel.remote)
             assert bool(panel.remote) == remote_seen, "a panel that needs nothing comes after one that does"
             for holder, pieces in [(me, panel.local), *panel.remote.items()]:
-                for p in pieces:
+                for p in itertools.chain(*pieces):
                     chunk_row, chunk_col = divmod(p.chunk, len((a, b)[p.operand][1]))
                     assert where[p.operand][p.chunk] == holder
                     assert p.row == starts[p.operand][0][chunk_row] + p.r0

@@ -225,6 +225,27 @@ def test_products_come_to_their_end(seed, method, workers, kind):
         assert flops == pytest.approx(made.problem.flops)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(METHODS), st.integers(1, 3), st.integers(1, 3))
+def test_lists_are_kept_for_like_plans_only(seed, method, workers, others):
+    plans = [product_lists(seed, method, count, kind)[1] for count in (workers, others) for kind in ("plain", "made")]
+    plans += [
+        dataclasses.replace(made, **change)
+        for made in plans[:1]
+        for change in (
+            {"packing": "ab" if made.packing == "" else ""},
+            {"where": {name: np.full_like(at, made.ranks[-1]) for name, at in made.where.items()}},
+            {"owners": np.full_like(made.owners, len(made.ranks) - 1)},
+            {"problem": dataclasses.replace(made.problem, formula=Formula(alpha=(2.0, 0.0)))},
+            {"problem": dataclasses.replace(made.problem, name="another")},
+        )
+    ]
+    for one in plans * 2:
+        for rank in range(len(one.ranks)):
+            assert product.steps(one, rank) == product.record(one, rank)
+    assert product.steps(plans[-1], 0) is product.steps(plans[0], 0)
+
+
 def mutated(number, steps):
     """Return steps of which one is deleted, or has another key, and that step; None for arithmetic and branches."""
     at = number.randrange(len(steps))
