@@ -37,6 +37,7 @@ class Key(NamedTuple):
     number: int
 
 
+# Nothing changes them; but it takes four times as long to make frozen ones, and lists have thousands.
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Buffer:
     """A matrix in the memory of one rank."""
