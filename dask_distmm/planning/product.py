@@ -175,18 +175,10 @@ def steps(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...
     return once((what,), (rank, *sorted(begun)), lambda: record(plan, rank, begun), _LONG)
 
 
-def first_steps(plan: Plan, rank: int, begun: Collection[int] = ()) -> list[Step]:
-    """Return those that `steps` begins with: they take the memory for sums."""
-    p = _Product(plan, rank, begun)
-    p.begin()
-    return p.steps
-
-
 def record(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
     """Return the steps of a rank, made anew."""
     p = _Product(plan, rank, begun)
     p.begin()
-    p.resume()
     p.multiply(_turns_of_made(plan, rank) if plan.problem.by_ranks else _turns_of_panels(plan, rank))
     p.sum_up()
     p.assemble()
@@ -266,10 +258,6 @@ class _Product(Recorder):
             self.blocks[index] = Placed(block, rect)
             if isinstance(block, Buffer) and not inside:
                 self.new(block, zero=True)
-
-    def resume(self) -> None:
-        """Take up sums that were begun, and find blocks that are mirror images."""
-        plan = self.plan
         for index, cell in pieces_of(plan.chunk_cuts, self.region) if self.packed and self.begun else ():
             if index in self.begun:
                 self.call("store", self.of_d[index].part(cell), self.blocks[0].part(cell), reads=1)

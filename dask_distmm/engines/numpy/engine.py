@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -10,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import Engine, Job, ResultKey, Side
+from dask_distmm.engines.base import Engine, Job, Side
 from dask_distmm.engines.numpy.blas import add_lower, gemm, mirror, reflect
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.job import ProgramJob
@@ -21,8 +22,8 @@ from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import dtype_from_name, round_tf32, store
 from dask_distmm.planning import Plan
 from dask_distmm.planning.problem import accumulates_in_place
-from dask_distmm.planning.product import first_steps, steps
-from dask_distmm.programs.steps import Buffer, Call, Pull
+from dask_distmm.planning.product import steps
+from dask_distmm.programs.steps import Buffer, Call, New, Publish, Pull
 
 Array: TypeAlias = NDArray[Any]
 Pair = tuple[bool, bool]
@@ -95,18 +96,13 @@ class NumpyJob(ProgramJob):
             keys = [("partial", index) for index in plan.owned(self.rank).tolist()]
             # One that came from another process may be read-only.
             self.consumed = [key for key in keys if key in self.chunks and self.chunks[key].flags.writeable]
-        self._begun = {index for _, index in self.consumed}
-        self._first = first_steps(plan, self.rank, self._begun)
-        for step in self._first:
+        every = steps(plan, self.rank, {index for _, index in self.consumed})
+        before = [*itertools.takewhile(lambda x: isinstance(x, New) or getattr(x, "operand", "") == "partial", every)]
+        for step in before:
             self._take(step)
-        if plan.grid[2] > 1 or np.count_nonzero(plan.final_traffic - np.diag(np.diag(plan.final_traffic))):
+        self._steps = every[len(before) :]
+        if any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in self._steps):
             self.offer = self.exchange.offer(plan)
-
-    def execute(self) -> dict[ResultKey, Any]:
-        """Take all steps."""
-        if self.rank is not None:
-            self._steps = steps(self.plan, self.rank, self._begun)[len(self._first) :]
-        return super().execute()
 
     def _new(self, buffer: Buffer) -> Any:
         return np.empty(buffer.shape, dtype_from_name(buffer.dtype))
