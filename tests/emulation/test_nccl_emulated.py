@@ -20,7 +20,7 @@ from residuals import (
     assert_solution,
 )
 
-from dask_distmm.errors import MatrixError
+from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.factor import Factorization
 
@@ -200,6 +200,36 @@ def test_matrices_that_have_no_such_factor(factorize, nranks):
     for kind, given in (("lstsq", (deficient, noise(rng, (70, 3), "float64"))), ("pinv", (deficient.T.copy(),))):
         with pytest.raises(MatrixError, match="column 29 depends"):
             factorize(kind, nranks, *given)
+
+
+@pytest.mark.parametrize("kind", ["cholesky", "lu", "qr", "solve", "inv"])
+def test_all_memory_for_panels_is_there_before_the_first_step(factorize, monkeypatch, kind):
+    """Later no rank could say that it lacks some, as the others wait in the library."""
+    from dask_distmm.engines.gpu.panels import DevicePanels
+
+    rng = np.random.default_rng()
+    a, reserve, sizes, calls = positive(rng, 60, "float64"), DevicePanels.reserve, [], itertools.count()
+
+    def counted(panels, size):
+        sizes.append(size)
+        reserve(panels, size)
+
+    monkeypatch.setattr(DevicePanels, "reserve", counted)
+    given = (a, noise(rng, (60, 9), "float64")) if kind == "solve" else (a,)
+    factorize(kind, 3, *given)
+    assert len(sizes) == 2 * 3
+    assert len(set(sizes)) == 1
+
+    def missing(panels, size):
+        if next(calls) == 1:
+            raise MemoryError(f"no {size} bytes")
+        counted(panels, size)
+
+    monkeypatch.setattr(DevicePanels, "reserve", missing)
+    with pytest.raises(EngineError, match=f"MemoryError: no {sizes[0]} bytes"):
+        factorize(kind, 3, *given)
+    monkeypatch.setattr(DevicePanels, "reserve", reserve)
+    factorize(kind, 3, *given)
 
 
 def test_nan_stays_nan(factorize):
