@@ -678,7 +678,7 @@ class FactorPlacement(Placement):
             factor.complete_second(p, identity=task.b_order is not None)
         # Right-hand sides go through the factorization with A; but not the columns that are to become Q, or a solution
         # of an underdetermined system.
-        together = len(columns.matrices) > 1 and task.kind != "qr" and not task.by_adjoint
+        beside = len(columns.matrices) > 1 and task.kind != "qr" and not task.by_adjoint
         if task.spectral:
             results = list(map(self._buffer, task.outputs))
             if self.shared:
@@ -687,7 +687,7 @@ class FactorPlacement(Placement):
                 factor.decompose(p, results, task)
         elif name:
             {"cholesky": factor.cholesky, "lu": factor.lu, "qr": factor.qr}[name](
-                p, panels, count if together else last
+                p, panels, count if beside else last
             )
         else:
             p.complete(panels)
