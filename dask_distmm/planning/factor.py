@@ -686,9 +686,7 @@ class FactorPlacement(Placement):
             else:
                 factor.decompose(p, results, task)
         elif name:
-            {"cholesky": factor.cholesky, "lu": factor.lu, "qr": factor.qr}[name](
-                p, panels, count if beside else last
-            )
+            {"cholesky": factor.cholesky, "lu": factor.lu, "qr": factor.qr}[name](p, panels, count if beside else last)
         else:
             p.complete(panels)
         if "substitute" in self.sweeps:
