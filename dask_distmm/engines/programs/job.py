@@ -287,7 +287,7 @@ class ProgramJob(Job[Any]):
         began, key = time.perf_counter(), self._numbered(pull.key)
         found = self.exchange.get(asked, again=pull.taken)
         self._note("wait", began)
-        if (shapes := [x.shape for x in found]) != [x.shape for x in pull.buffers] and pull.boxes:
+        if pull.boxes and (shapes := [x.shape for x in found]) != [x.shape for x in pull.buffers]:
             raise EngineError(f"a participant sent matrices of shapes {shapes}, expected those of {pull.buffers}")
         for buffer, part in zip(pull.buffers, found, strict=True):
             if pull.taken:
