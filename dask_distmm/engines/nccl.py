@@ -36,7 +36,7 @@ from dask_distmm.engines.entry import CollectiveEntry
 from dask_distmm.engines.gpu.collective import CollectiveEngine, RankGroup
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.operands import check_arrays, record
-from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns
+from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns, ends_of
 from dask_distmm.engines.gpu.program import GpuProgramJob
 from dask_distmm.engines.programs.blas import assign
 from dask_distmm.engines.programs.job import Part, put, triangle_of
@@ -80,8 +80,8 @@ class SentPanels(DevicePanels):
 
 # Bytes that are on their way from one rank to another at a time, and again in the other direction.
 _BATCH_BYTES = 2**28
-# Panels that are under way at a time, and bytes for what goes with one.
-_UNDER_WAY, _BESIDE = 2, 64
+# Panels that are under way at a time.
+_UNDER_WAY = 2
 # Seconds that work which was begun may take to end after an error, and between two looks whether it has.
 _SETTLING, _LOOK = 5.0, 1e-3
 
@@ -118,10 +118,10 @@ class NcclJob(GpuProgramJob):
     def _reserve(self) -> None:
         """Have the buffers of all panels that are under way at a time: none is to lack one later."""
         assert self._panels is not None
-        messages = [step.buffers for step in self._steps if isinstance(step, Publish | Pull)]
-        size = max((sum(one.nbytes for one in some) for some in messages), default=0)
+        messages = (step.buffers for step in self._steps if isinstance(step, Publish | Pull))
+        size = max((ends_of(buffers)[-1] for buffers in messages), default=0)
         for _ in range(_UNDER_WAY):
-            self._panels.reserve(size + _BESIDE)
+            self._panels.reserve(size)
 
     def _synchronize(self) -> None:
         if self._panels is not None:

@@ -62,7 +62,7 @@ class DevicePanels(RankExchange):
 
     def _room(self, key: Key, like: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         """Return a buffer for a panel, which may be filled on the stream for that, and the places of arrays in it."""
-        ends = np.cumsum([0, *(-(-one.nbytes // _ALIGNED) * _ALIGNED for one in like)]).tolist()
+        ends = ends_of(like)
         fitting = [at for at, (one, _) in enumerate(self._free) if len(one) >= ends[-1]]
         idle = (at for at in fitting if all(event.done for event in self._free[at][1]))
         # With two of them one panel comes while the other one is applied.
@@ -90,6 +90,12 @@ class DevicePanels(RankExchange):
         """Let the buffer of a panel be filled again after the work that is on some streams now."""
         if key in self._used:
             self._free.append((self._used.pop(key), [record(stream) for stream in streams]))
+
+
+def ends_of(arrays: Sequence[Any]) -> list[int]:
+    """Return where arrays begin in one buffer, in bytes, and where the last one ends."""
+    ends: list[int] = np.cumsum([0, *(-(-one.nbytes // _ALIGNED) * _ALIGNED for one in arrays)]).tolist()
+    return ends
 
 
 def placed(buffer: Any, like: Any) -> Any:
