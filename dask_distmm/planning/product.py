@@ -94,24 +94,30 @@ def panels(plan: Plan, rank: int) -> list[Panel]:
     nothing from others come first; the rest begins at another place on each rank.
     """
     problem, (r0, r1, c0, c1), (k0, k1) = plan.problem, plan.region(rank), plan.k_range(rank)
-    of_a, of_b = problem.a.chunks, problem.b.chunks
-    starts = (low for sizes in (of_a[1], of_b[0]) for _, low, _ in overlaps(chunk_cuts(sizes), k0, k1))
+    along_k = problem.a.chunks[1], problem.b.chunks[0]
+    starts = (low for sizes in along_k for _, low, _ in overlaps(chunk_cuts(sizes), k0, k1))
     cuts = coalesce(sorted({*starts, k1}), int(panel_width(problem, r1 - r0 + c1 - c0, k1 - k0)))
     where, here = [plan.where[name].tolist() for name in "ab"], (plan.ranks[rank], EVERYWHERE)
     made: list[Panel] = []
     for low, high in itertools.pairwise(cuts):
         panel = Panel(low, high, ([], []), {})
-        for operand, chunks, rect in ((0, of_a, (r0, r1, low, high)), (1, of_b, (low, high, c0, c1))):
-            for piece in chunk_blocks_of(chunks, operand, rect, (0, 0)):
-                holder = where[operand][piece.chunk]
-                some = panel.local if holder in here else panel.remote.get(holder)
-                if some is None:
-                    some = panel.remote[holder] = ([], [])
-                some[operand].append(piece)
+        for piece in _pieces(plan, rank, low, high):
+            holder = where[piece.operand][piece.chunk]
+            some = panel.local if holder in here else panel.remote.get(holder)
+            if some is None:
+                some = panel.remote[holder] = ([], [])
+            some[piece.operand].append(piece)
         made.append(panel)
     turn = rank * len(made) // len(plan.ranks)
     order = sorted(range(len(made)), key=lambda x: (bool(made[x].remote), (x - turn) % len(made)))
     return [made[x] for x in order]
+
+
+def _pieces(plan: Plan, rank: int, low: int, high: int) -> list[ChunkBlock]:
+    """Return the parts of chunks that a rank multiplies along a stretch of k, first those of A."""
+    r0, r1, c0, c1 = plan.region(rank)
+    of_a = chunk_blocks_of(plan.problem.a.chunks, 0, (r0, r1, low, high), (0, 0))
+    return of_a + chunk_blocks_of(plan.problem.b.chunks, 1, (low, high, c0, c1), (0, 0))
 
 
 def coalesce(edges: Sequence[int], width: int, step: int = 1) -> tuple[int, ...]:
@@ -154,11 +160,9 @@ class Placed(NamedTuple):
         """Return what it has of a rectangle."""
         if rect == self.rect:
             return self.matrix
-        (r0, r1, c0, c1), (top, _, left, _), (down, _, right, _) = rect, self.rect, self.matrix.box
-        buffer = self.matrix.buffer if isinstance(self.matrix, View) else self.matrix
-        if self.turned:
-            r0, r1, c0, c1, top, left = c0, c1, r0, r1, left, top
-        return View(buffer, (down + r0 - top, down + r1 - top, right + c0 - left, right + c1 - left))
+        (r0, r1, c0, c1), (top, _, left, _) = rect, self.rect
+        rows, cols = slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
+        return self.matrix[cols, rows] if self.turned else self.matrix[rows, cols]
 
 
 # Parts of A and B that are multiplied with each other: of one operand, and groups of the other one.
@@ -167,11 +171,10 @@ Turn = tuple[list[ChunkBlock], list[list[ChunkBlock]]]
 
 def steps(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
     """Return the steps of a rank, which has sums already in chunks of D that were begun, and adds to these."""
-    # All that is left may change them.
+    # All that is left of what came to this worker may change them.
     options = dataclasses.replace(plan.problem.options, machines=())
     problem = dataclasses.replace(plan.problem, name="", whole="", options=options)
-    what = dataclasses.replace(plan, problem=problem, participants=(), projected_bytes={}, around=0.0, by_tasks=None)
-    what = dataclasses.replace(what, estimate=None, alternatives=())
+    what = dataclasses.replace(plan, problem=problem, participants=())
     return once((what,), (rank, *sorted(begun)), lambda: record(plan, rank, begun), _LONG)
 
 
@@ -203,10 +206,7 @@ def _turns_of_made(plan: Plan, rank: int) -> list[Turn]:
     Each part of the operand whose chunks it makes, of A where it makes both, comes with those of the other one along
     the same k, and all follow k.
     """
-    (r0, r1, c0, c1), along_k = plan.region(rank), plan.k_range(rank)
-    of_a = chunk_blocks_of(plan.problem.a.chunks, 0, (r0, r1, *along_k), (0, 0))
-    of_b = chunk_blocks_of(plan.problem.b.chunks, 1, (*along_k, c0, c1), (0, 0))
-    pieces = sorted(of_a + of_b, key=lambda piece: (piece.depth[0], piece.row + piece.col))
+    pieces = sorted(_pieces(plan, rank, *plan.k_range(rank)), key=lambda piece: (piece.depth[0], piece.row + piece.col))
     outer = int(not plan.problem.a.by_ranks)
     own, others = ([piece for piece in pieces if piece.operand == number] for number in (outer, 1 - outer))
     return [([one], [[x] for x in others if x.depth[0] < one.depth[1] and one.depth[0] < x.depth[1]]) for one in own]
@@ -336,7 +336,8 @@ class _Product(Recorder):
             self.needed, uses = set(last), sorted(last.items(), key=lambda item: item[1])
             last = {self._once(piece): number for piece, number in uses}
         made = problem.by_ranks
-        self.fetch(piece for piece in last if made and not problem.matrices[piece.operand].by_ranks)
+        if made:
+            self.fetch(piece for piece in last if not problem.matrices[piece.operand].by_ranks)
         for number, (one, some) in enumerate(turns):
             self.fetch(one if made else itertools.chain(one, *some))
             with self.copied(one) as firsts:
