@@ -180,7 +180,7 @@ def steps(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...
 
 def record(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
     """Return the steps of a rank, made anew."""
-    p = _Product(plan, rank, begun)
+    p = Product(plan, rank, begun)
     p.begin()
     p.multiply(_turns_of_made(plan, rank) if plan.problem.by_ranks else _turns_of_panels(plan, rank))
     p.sum_up()
@@ -212,7 +212,7 @@ def _turns_of_made(plan: Plan, rank: int) -> list[Turn]:
     return [([one], [[x] for x in others if x.depth[0] < one.depth[1] and one.depth[0] < x.depth[1]]) for one in own]
 
 
-class _Product(Recorder):
+class Product(Recorder):
     """Records the steps of a rank."""
 
     def __init__(self, plan: Plan, rank: int, begun: Collection[int]) -> None:
@@ -430,10 +430,11 @@ class _Product(Recorder):
                         wanted[holder].append(chunk.part(rect))
         if own:
             self.call("store", *itertools.chain(*zip(*own, strict=True)), reads=len(own))
-        for holder, some in wanted.items():
+        # Not all ranks begin with the same one.
+        for holder in sorted(wanted, key=lambda rank: (rank - self.me) % len(plan.ranks)):
             # Where k is cut the sums of others have what was begun here.
             op = "add" if self.begun and plan.grid[2] == 1 else ""
-            self.pull(holder, self._key(len(plan.ranks), self.me), tuple(some), op=op)
+            self.pull(holder, self._key(len(plan.ranks), self.me), tuple(wanted[holder]), op=op)
 
     def hand_over(self) -> None:
         """Apply the formula to this rank's chunks of D, one by one, and hand them over, and what is kept."""
@@ -446,7 +447,10 @@ class _Product(Recorder):
                 self.leave("", chunk, index)
                 continue
             read = [name for name in names[2:] if (name != "partial" or not continues) and 0 not in chunk.shape]
-            pieces = [self._read(names.index(name), rect) for name in read]
+            pieces = [
+                chunk_blocks_of(self.problem[name].chunks, names.index(name), self._read_of(name, rect), (0, 0))
+                for name in read
+            ]
             self.fetch(itertools.chain(*pieces))
             given = [self._whole(some, self.problem[name].dtype) for name, some in zip(read, pieces, strict=True)]
             made = [Buffer(f"{one.name}@{index}", one.chunk_shape(index), one.dtype) for one in outputs]
@@ -465,13 +469,10 @@ class _Product(Recorder):
         placed = [self.at[piece] for piece in pieces]
         return (placed[0] if len(placed) == 1 else self.join(placed, dtype)).matrix
 
-    def _read(self, number: int, rect: Rect) -> list[ChunkBlock]:
-        """Return the parts of chunks that the formula reads of an operand for a part of D."""
-        sizes = self.problem.matrices[number].chunks
-        # An axis of length 1 is broadcast.
-        rows = rect[:2] if sum(sizes[0]) == self.problem.m else (0, 1)
-        cols = rect[2:] if sum(sizes[1]) == self.problem.n else (0, 1)
-        return chunk_blocks_of(sizes, number, (*rows, *cols), (0, 0))
+    def _read_of(self, name: str, rect: Rect) -> Rect:
+        """Return the part that the formula reads of an operand for a part of D: an axis of length 1 is broadcast."""
+        rows, cols = self.problem[name].shape
+        return (*(rect[:2] if rows == self.problem.m else (0, 1)), *(rect[2:] if cols == self.problem.n else (0, 1)))
 
 
 def _shape(rect: Rect) -> tuple[int, int]:

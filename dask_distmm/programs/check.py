@@ -39,6 +39,7 @@ from dask_distmm.programs.steps import (
     Store,
     Turn,
     View,
+    crossing,
     flags_of,
     flatten,
     flops_of,
@@ -164,15 +165,8 @@ def _expect(good: bool, what: str) -> None:
         raise ProgramError(what)
 
 
-def _crossing(one: Box, other: Box) -> bool:
-    """Whether two rectangles of a buffer have elements in common."""
-    # The rows of a chunk may not be known.
-    apart = one[0] >= other[1] or other[0] >= one[1] or one[2] >= other[3] or other[2] >= one[3]
-    return one == other or not apart
-
-
 def _overlap(one: Buffer | View, other: Buffer | View) -> bool:
-    return one.name == other.name and _crossing(one.box, other.box)
+    return one.name == other.name and crossing(one.box, other.box)
 
 
 class _State:
@@ -310,7 +304,7 @@ class _State:
     def _change(self, rank: int, buffer: Buffer | View) -> None:
         """Write to a buffer, or a part of one."""
         kept = self._fixed[rank].get(buffer.name, ())
-        fixed = (_crossing(buffer.box, box) and not self._is_over(rank, key) for box, key in kept)
+        fixed = (crossing(buffer.box, box) and not self._is_over(rank, key) for box, key in kept)
         _expect(not any(fixed), f"{buffer.name} must not change")
         self._written[rank].add(buffer.name)
 

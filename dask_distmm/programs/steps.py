@@ -30,6 +30,13 @@ TURN = 1 << 32
 Box = tuple[int, int, int, int]
 
 
+def crossing(one: Box, other: Box) -> bool:
+    """Whether two rectangles of a buffer have elements in common."""
+    # The rows of a chunk may not be known.
+    apart = one[0] >= other[1] or other[0] >= one[1] or one[2] >= other[3] or other[2] >= one[3]
+    return one == other or not apart
+
+
 class Key(NamedTuple):
     """Names what a rank publishes: a kind and a number; it is the same until the end of the run."""
 
@@ -116,13 +123,15 @@ class Make:
     """Take a chunk of an operand: one that is in memory here, or elsewhere, or is still to be made.
 
     `donated`: it may be overwritten. Of a rectangle of a buffer: fill it with all parts of the operand that belong
-    there; without an operand the buffer is memory that was allocated before the run.
+    there, or with this part of it (`rect`), whose chunks may be anywhere; without an operand the buffer is memory that
+    was allocated before the run.
     """
 
     buffer: Buffer | View
     operand: str
     number: int = 0
     donated: bool = False
+    rect: Box | None = None
 
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
@@ -324,14 +333,16 @@ CONTRACTS: dict[str, Contract] = {
     "check_right": Contract("rr", _none),
     # Small matrices, on one rank or on all.
     "add": Contract("ru", _none),
-    # Products. C += A B; the lower triangle of it; the upper triangle as the lower one, in a block or by two.
-    "add_product": Contract("rru", lambda a, b, c: 2 * math.sqrt(math.prod(a + b + c))),
+    # Products. C += A B, or C = A B; the lower triangle of it; the upper triangle as the lower one, in a block or by two.
+    "add_product": Contract("rru", lambda *s: 2 * math.sqrt(math.prod(s[-3] + s[-2] + s[-1]))),
+    "product": Contract("rrw", lambda *s: 2 * math.sqrt(math.prod(s[-3] + s[-2] + s[-1]))),
     "add_symmetric": Contract("rru", lambda a, b, c: math.sqrt(math.prod(a + b + c))),
     "mirror": Contract("ur", _none),
     # Parts become one matrix; sums, and parts of chunks of D; what the formula reads, and sums.
     "join": Contract("w", _none),
     "store": Contract("w", _none),
     "finish": Contract("u", _none),
+    "finish_into": Contract("rw", _none),
     "copy": Contract("rw", _none),
     "adjoint": Contract("rw", _none),
     "normal": Contract("w", _none),

@@ -14,7 +14,7 @@ from dask_distmm.engines.base import ChunkKey, ResultKey, log
 from dask_distmm.layout import Layout, Moves, redistribution
 from dask_distmm.numeric.epilogs import Formula, elementwise, part_shape, reductions, scalars, scaled
 from dask_distmm.numeric.types import FP8, carried, decode, stored
-from dask_distmm.planning import Chunks, Plan
+from dask_distmm.planning import Chunks, Plan, Problem
 
 
 class Input:
@@ -65,8 +65,7 @@ class _ByChunk(Input):
 
     def values(self, index: int) -> Any:
         """Return the part that chunk `index` of D needs, in float32 if the input is FP8."""
-        found = self.parts[self.part(index)]
-        return decode(cp, found, self.type_name, np.dtype(np.float32)) if self.type_name in FP8 else found
+        return decoded(self.parts[self.part(index)], self.type_name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,37 +111,23 @@ class Finishing:
     """The formula on one rank's chunks of D after the product; its outputs are allocated when it is made."""
 
     def __init__(self, plan: Plan, me: int, rank: int, chunks: Mapping[ChunkKey, Any], order: str) -> None:
-        problem = plan.problem
-        self._formula, self._to = problem.formula, problem.d.dtype
+        self._problem = problem = plan.problem
         self.inputs: list[_ByChunk] = [_ByChunk(plan, me, name, chunks) for name in problem.operands[2:]]
         self.made: dict[ResultKey, Any] = {}
         for index in plan.owned(rank).tolist():
             r0, r1, c0, c1 = plan.chunk_rect(index)
             shape = (r1 - r0, c1 - c0)
-            self.made["", index] = cp.empty(shape, carried(self._to, "cupy"), order=order)
-            for name in self._formula.per_element:
-                dtype = self._formula.dtype_of(name, problem.result_type)
-                self.made[name, index] = cp.zeros(part_shape(self._formula.keeps(name), shape), dtype)
+            self.made["", index] = cp.empty(shape, carried(problem.d.dtype, "cupy"), order=order)
+            for name in problem.formula.per_element:
+                dtype = problem.formula.dtype_of(name, problem.result_type)
+                self.made[name, index] = cp.empty(part_shape(problem.formula.keeps(name), shape), dtype)
 
     def apply(self, sums: Mapping[int, Any], stream: cp.cuda.Stream) -> dict[ResultKey, Any]:
         """Put the formula on the stream; return the outputs."""
         with stream:
             for index, acc in sums.items():
-                if not acc.size:
-                    continue
-                inputs = {one.name: one.values(index) for one in self.inputs}
-                d = self.made["", index]
-                # The scale of D, and what FP8 and integers need, come after the kernel.
-                last = d.dtype.kind in "iu" or self._formula.scale_d != 1 or "scale_d" in self._formula.scales
-                target = cp.empty(acc.shape, acc.dtype) if last else d
-                saved = [self.made[self._formula.saved, index]] if self._formula.saved else []
-                kernel = _formula_kernel(self._formula, tuple(inputs))
-                kernel(acc, list(inputs.values()), [target, *saved], scalars(self._formula, acc.dtype))
-                found = reductions(cp, self._formula, target.astype(acc.dtype, copy=False))
-                if last:
-                    d[...] = stored(cp, scaled(self._formula, target, inputs), self._to, fp8_bytes=True)
-                for name, values in found.items():
-                    self.made[name, index][...] = values
+                made = {name: self.made[name, index] for name in ("", *self._problem.formula.per_element)}
+                finish_into(self._problem, acc, {one.name: one.values(index) for one in self.inputs}, made)
         return self.made
 
     @property
@@ -155,6 +140,31 @@ class Finishing:
         """All device memory that it holds."""
         parts = [array for one in self.inputs for array in one.parts.values()]
         return [*self.made.values(), *parts]
+
+
+def decoded(array: Any, type_name: str) -> Any:
+    """Return an input of the formula as it is computed with: FP8 in float32."""
+    return decode(cp, array, type_name, np.dtype(np.float32)) if type_name in FP8 else array
+
+
+def finish_into(problem: Problem, acc: Any, inputs: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+    """Apply the formula to a chunk of sums, on the current stream; `made` are D, under no name, and other outputs."""
+    formula, d = problem.formula, made[""]
+    if not acc.size:
+        for name in formula.per_element:
+            made[name][...] = 0
+        return
+    # The scale of D, and what FP8 and integers need, come after the kernel.
+    last = d.dtype.kind in "iu" or formula.scale_d != 1 or "scale_d" in formula.scales
+    target = cp.empty(acc.shape, acc.dtype) if last else d
+    saved = [made[formula.saved]] if formula.saved else []
+    kernel = _formula_kernel(formula, tuple(inputs))
+    kernel(acc, list(inputs.values()), [target, *saved], scalars(formula, acc.dtype))
+    found = reductions(cp, formula, target.astype(acc.dtype, copy=False))
+    if last:
+        d[...] = stored(cp, scaled(formula, target, inputs), problem.d.dtype, fp8_bytes=True)
+    for name, values in found.items():
+        made[name][...] = values
 
 
 def _formula_kernel(formula: Formula, names: tuple[str, ...]) -> Kernel:

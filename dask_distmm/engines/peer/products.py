@@ -1,50 +1,64 @@
-"""The products of a schedule as GEMMs into the blocks of D.
+"""One participant's side of one run of a product on GPUs of one host: no rank sends, each pulls what it needs.
 
-Long products are begun before the vote is counted, because they need no other rank and the GPU is idle.
+::
 
-They are on the same stream as all other products. A stream that waits until the run takes place (cuStreamWaitValue32)
-would save the 0.1 ms that the host takes for a first launch, but CUDA waits for all streams when it loads a kernel for
-the first time: on H200 that ended in a deadlock. Short products become a CUDA graph: the host launches a graph in 0.005
-ms, while a call of the library takes 0.02 ms, and 0.1 ms after an idle moment.
+    prepare()   chunks are brought to the device and offered to the others; buffers and D are allocated; own chunks are
+                copied into buffers, and the first products are begun. An error here is a vote against the run
+    accept()    the offers of all others are read and their memory is mapped; mappings that are out of date are closed
+    execute()   the steps of `planning.blocks`: pulls on streams of their own, GEMMs on another stream as soon as their
+                operands are here; partial sums of other ranks are pulled and added as they get ready; parts of this
+                rank's chunks of D that other ranks computed are pulled; the formula is applied
 
-The host issues each step when the one `PANELS` before it is done, and checks in between whether the run has been ended.
-No kernel waits for another rank.
+No rank sends anything, and no kernel waits for another rank. A flag in a peer's memory says whether its sums are ready.
+The memory that a rank offers stays as it is until all participants have answered that they are done.
 
-Where a rank makes chunks of A or B itself, each is made, multiplied and dropped::
+Long products are begun before the vote is counted, because they need no other rank and the GPU is idle. They are on the
+same stream as all other products. A stream that waits until the run takes place (cuStreamWaitValue32) would save the
+0.1 ms that the host takes for a first launch, but CUDA waits for all streams when it loads a kernel for the first time:
+on H200 that ended in a deadlock. Short products become a CUDA graph: the host launches a graph in 0.005 ms, while a
+call of the library takes 0.02 ms, and 0.1 ms after an idle moment.
 
-    threads     make 2 | make 3 | make 4        each on a stream of its own (`loads`)
-    copies               join 1 | join 2        small chunks side by side in a buffer, on a stream of pulls
-    GEMMs                  multiply 0 | multiply 1
-
-The host takes the chunks in the order of the steps, and puts a step on its streams as soon as the tasks of its chunks
-have returned; their kernels may still run. Before it takes more chunks than it may hold, it waits until earlier steps
-are over, and drops theirs.
+The host waits for products some steps back, and checks meanwhile whether the run has been ended. Chunks that a rank
+makes itself are held until the products that read them are over; before it takes more of them than it may hold, the
+host waits for such.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import cupy as cp
 import numpy as np
+from numpy.typing import NDArray
 
-from dask_distmm.engines.base import log
-from dask_distmm.engines.gpu.finishing import NativeBias
-from dask_distmm.engines.gpu.gemm import PLAIN, FusedEpilog, Gemm, GemmShape, GemmTypes, MatrixRef
-from dask_distmm.engines.gpu.operands import mark, record
-from dask_distmm.engines.peer.loads import Loads
-from dask_distmm.engines.peer.readable import DeviceView, moved
-from dask_distmm.engines.peer.result import Downloads, Result
-from dask_distmm.engines.peer.schedule import Product, ScheduleStep
-from dask_distmm.layout.rectangles import span_of
-from dask_distmm.planning.cuts import Rect, padded
-from dask_distmm.planning.schedule import PANELS, extent_multiple, native
+from dask_distmm.comms.base import Boxes, PeerLostError
+from dask_distmm.engines.base import ResultKey, Side, contiguous, log
+from dask_distmm.engines.gpu.copy_kernels import CopyBatch, Rectangle, make_copies, table_of
+from dask_distmm.engines.gpu.finishing import decoded, finish_into
+from dask_distmm.engines.gpu.gemm import PLAIN, FusedEpilog, Gemm, GemmShape, GemmTypes, MatrixRef, check_fp8
+from dask_distmm.engines.gpu.host import to_host
+from dask_distmm.engines.gpu.operands import DeviceChunks, mark, record
+from dask_distmm.engines.peer.memory import PeerState, Remote
+from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
+from dask_distmm.engines.peer.readable import DeviceMaker, DeviceView, Filling, Made, Parts, Sources, bits, lying
+from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.engines.sources import ChunkLoader, SourceChunk
+from dask_distmm.layout.rectangles import Span, span_of
+from dask_distmm.numeric.types import carried, typed
+from dask_distmm.planning import Plan
+from dask_distmm.planning.blocks import steps
+from dask_distmm.planning.cuts import Rect, common, padded
+from dask_distmm.planning.product import ChunkBlock, chunk_blocks_of
+from dask_distmm.planning.schedule import PANELS, blocks, chunk_sources, extent_multiple, native, peer_reads, sums_in
+from dask_distmm.programs.steps import Box, Buffer, Call, Drop, Make, New, Publish, Pull, Step, Store, View, crossing
 
-# The first products of a rank, whose operands are on its own GPU: begun before the vote, or captured in a graph
+# Products of a rank that are put on a stream together: begun before the vote, or captured in a graph
 
 
 # Products that together take between this many seconds are begun before the vote. Shorter ones are kept to hide pulls.
@@ -52,6 +66,10 @@ from dask_distmm.planning.schedule import PANELS, extent_multiple, native
 _LEAST_SECONDS, _MOST_SECONDS = 1e-3, 5e-3
 # Products that together take less than this many seconds become a graph; behind longer ones the host has enough time.
 _SHORT_SECONDS = 0.3e-3
+# Seconds of products on the stream whose end the host has not seen, unless they are few.
+_QUEUED_SECONDS = 10e-3
+# Where they multiply chunks that were made, of which each is held meanwhile: at most so many.
+_MOST_QUEUED = 8
 
 
 class Captured:
@@ -89,22 +107,13 @@ def capture(stream: cp.cuda.Stream, products: Sequence[Work]) -> Captured | None
     return Captured(graph, products)
 
 
-def shorten(stream: cp.cuda.Stream, products: Sequence[Work], rate: float) -> Sequence[Work]:
-    """Return products that are put on a stream together as a graph, if they are short and can be."""
-    if not 0 < sum(gemm.flops for gemm in products) < _SHORT_SECONDS * rate:
-        return products
-    captured = capture(stream, products)
-    return products if captured is None else [captured]
-
-
-def at_hand(products: Sequence[tuple[Sequence[Work], bool]], rate: float) -> tuple[int, bool]:
+def at_hand(products: Sequence[tuple[Work, bool]], rate: float) -> tuple[int, bool]:
     """Return how many products can come first, and whether these are to be begun."""
     seconds, count = 0.0, 0
-    for gemms, here in products:
-        more = sum(gemm.flops for gemm in gemms) / rate
-        if not here or seconds + more > _MOST_SECONDS:
+    for gemm, here in products:
+        if not here or seconds + gemm.flops / rate > _MOST_SECONDS:
             break
-        seconds, count = seconds + more, count + 1
+        seconds, count = seconds + gemm.flops / rate, count + 1
     return count, count > 0 and seconds >= _LEAST_SECONDS
 
 
@@ -134,169 +143,660 @@ class Ahead:
         return seconds, min(seconds, began - self._put)
 
 
-# The products of a schedule as GEMMs into the blocks of D
+class Downloads:
+    """The copies of a rank's results to host memory, in a thread and on a stream of their own."""
+
+    def __init__(self, stream: cp.cuda.Stream) -> None:
+        self._stream = stream
+        # A thread begins with the first GPU that the process sees.
+        use = cp.cuda.Device().use
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-download", initializer=use)
+
+    def begin(self, chunk: Any, complete: cp.cuda.Event) -> Future[NDArray[Any]]:
+        """Begin to copy a chunk, once an event is done."""
+        return self._thread.submit(self._copy, chunk, complete)
+
+    def _copy(self, chunk: Any, complete: cp.cuda.Event) -> NDArray[Any]:
+        self._stream.wait_event(complete)
+        return to_host(chunk, self._stream)
+
+    def close(self) -> None:
+        """End the thread; copies that have not begun are dropped."""
+        self._thread.shutdown(cancel_futures=True)
+        self._stream.synchronize()
 
 
-# Steps on their streams whose end the host has not seen, where chunks are made: these are small.
-_MOST_STEPS = 8
+# The steps of a rank
 
 
-class Multiplication:
-    """All steps of one rank, issued on streams: loads, GEMMs, and the sums of other ranks."""
+# GEMMs are fast if the distance of rows is a multiple of this many elements.
+_ALIGNED = 16
+# Buffers for partial sums: one is filled while the other one is added.
+_ADDING = 2
+_PRODUCTS = "product", "add_product"
 
-    def __init__(self, loads: Loads, result: Result, kinds: GemmTypes, bias: NativeBias | None) -> None:
-        self.steps, self.loads, self.rank = loads.steps, loads, result.rank
-        self._result, self._kinds, self._epilog, self._bias = result, kinds, native(result.plan), bias
-        sources = loads.sources
-        self._ended, self._stream = sources.ended, sources.engine.stream
-        self._rects = np.array([rect for rect, _ in result.blocks], np.int64).reshape(-1, 4)
-        self._multiple = extent_multiple(result.plan.problem)
-        # Where chunks that are made lie is known only then.
-        known = self.steps if loads.source is None else ()
-        self._gemms: list[list[Sequence[Work]]] = [[self._of(product) for product in step.products] for step in known]
-        self._most = PANELS if loads.source is None else _MOST_STEPS
-        # For each step that is on the stream the event behind it, and the chunks that it reads until then.
-        self._over: collections.deque[tuple[cp.cuda.Event, Any]] = collections.deque()
-        self.early: Ahead | None = None
+
+class PeerJob(ProgramJob):
+    """One participant's side of one run; see the text of the module."""
+
+    plan: Plan
+
+    def __init__(self, side: Side[Plan], engine: PeerState) -> None:
+        super().__init__(side, None)
+        plan = self.plan
+        self.engine, self._address = engine, plan.participants[self.me].address
+        self._lost: set[int] = set()
+        self._ready, self._stream = side.ready, engine.stream
+        self._kinds = GemmTypes(*plan.problem.matrix_types, sums_in(plan).name, plan.problem.compute)
+        self._expected: Expected | None = None
+        self.lends = plan.from_host
+        self._sources = Sources(self, engine)
+        self._multiple, self._epilog = extent_multiple(plan.problem), native(plan)
+        self._orders = ("C", "F") if plan.problem.fp8 else made_orders(plan)
+        self._itemsizes = [carried(name, "cupy").itemsize for name in plan.problem.matrix_types]
+        # Work that is ready, by the step: products, and the places that all of a graph read; copies.
+        self._works: dict[int, list[Work]] = {}
+        self._together: dict[int, list[Call]] = {}
+        self._copies: dict[int, CopyBatch] = {}
         self.first: Captured | None = None
+        self.early: Ahead | None = None
+        # Loads that were done before the vote; for each other one the parts of chunks, and the copies of those on this
+        # GPU unless these are done; all that fills it.
+        self.before_vote: set[int] = set()
+        self._pending: dict[int, tuple[Parts, list[CopyBatch]]] = {}
+        self._found: dict[int, Filling] = {}
+        # By the name of a buffer: what comes to which part of it, as an event or as a load that is not issued, because
+        # the host would wait for it; the event behind the last product that reads it.
+        self._coming: dict[str, list[tuple[Box, Any]]] = collections.defaultdict(list)
+        self._last_use: dict[str, cp.cuda.Event] = {}
+        # Products whose end the host has not seen: the event behind each, its flops, what is held until then, its bytes.
+        self._queue = collections.deque[tuple[cp.cuda.Event, float, Any, int]]()
+        self._queued_flops = 0.0
+        self._held_bytes = self._most_held = 0
+        self._source = chunk_sources(plan)[self.rank] if plan.problem.by_ranks and self.rank is not None else None
+        # Buffers for others' sums, and the events behind their last uses.
+        self._adding: list[Any] = []
+        self._added: dict[int, Any] = {}
+        self._turn = 0
+        self._downloads: Downloads | None = None
+        self._missing: set[int] = set()
+        self._rank = -1 if self.rank is None else self.rank
 
-    def begin_early(self, rate: float) -> None:
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of matrices that were pulled from other participants, or that came over Dask's comms."""
+        return self.comm.received_bytes + self._sources.pulled_bytes
+
+    # Before the vote
+
+    def prepare(self) -> None:
+        """Allocate, make the offer, and begin the first products.
+
+        Memory is allocated on the default stream, because its users will free it.
+        """
+        problem, stream = self.plan.problem, self._stream
+        for event in self._ready:
+            cp.cuda.Stream.null.wait_event(event)
+        if problem.fp8:
+            check_fp8()
+        self._kinds.compute_type  # noqa: B018 - the library must have it
+        self.engine.exporter.begin(self._address, problem.options.keep_workspace_bytes)
+        stays = ("a", "b") if self.plan.from_host else ()
+        there = {key: x for key, x in self.chunks.items() if key[0] not in stays and not isinstance(x, SourceChunk)}
+        self._on_device = DeviceChunks(problem, there)
+        self.chunks |= self._on_device.arrays
+        self._sources.chunks = self.chunks
+        if self.rank is not None:
+            self._allocate()
+        allocated = cp.cuda.Event(disable_timing=True)
+        allocated.record(cp.cuda.Stream.null)
+        stream.wait_event(allocated)
+        try:
+            self._on_device.fill(stream)
+            self._copy_own_chunks()
+            if len(self.plan.participants) > 1:
+                read = peer_reads(self.plan, problem.operands)
+                self.offer = self._make_offer(read)
+                if self.rank is not None:
+                    self._expected = Expected.of_product(self.plan, self.me, sums_in(self.plan).itemsize, read)
+        finally:
+            # Others may read chunks from the vote on, so the chunks must be complete. And an abort may free memory, so
+            # no copy into it may be under way.
+            stream.synchronize()
+        if self._source is None and self.rank is not None:
+            self._begin_early(problem.options.machine("peer").rate(self._kinds.compute or self._kinds.a))
+
+    def _allocate(self) -> None:
+        """Allocate all memory but that of chunks that are made; make copies and products that are known."""
+        assert self.rank is not None
+        if self.plan.from_host:
+            self._sources.allocate()
+        every = steps(self.plan, self.rank, self._lies)
+        self.arrays = {f"{name}.{number}": x for (name, number), x in self.chunks.items() if name in "ab"}
+        made = {step.buffer.name: self._new(step.buffer) for step in every if isinstance(step, New)}
+        self.arrays |= made
+        self._steps = tuple(step for step in every if not isinstance(step, New))
+        sums, size = [pull for pull in every if isinstance(pull, Pull) and pull.op], sums_in(self.plan).itemsize
+        parts = [place.shape for pull in sums[:1] for place in pull.buffers]
+        if parts:
+            limit = max(cols for _, cols in parts), self.plan.problem.options.buffer_bytes // 4 // _ADDING // size
+            most = min(max(rows * cols for rows, cols in parts), max(limit))
+            self._adding = [cp.empty(most, sums_in(self.plan)) for _ in range(_ADDING)]
+        self._flags = self.engine.exporter.empty((1, len(self.plan.ranks) + 1), np.dtype(np.int32))
+        self._allocated = [*made.values(), *self._adding]
+        for step in self._steps:
+            if isinstance(step, Call) and step.kernel == "store":
+                self._copies[id(step)] = self._copies_of(step)
+        if self.plan.problem.array == "numpy":
+            self._downloads = Downloads(self.engine.downloads)
+
+    def _new(self, buffer: Buffer) -> Any:
+        (rows, cols), dtype, kind = buffer.shape, carried(buffer.dtype, "cupy"), buffer.name.split(".")[0]
+        if kind == "panel":
+            order = self._orders[int(buffer.name.split(".")[1])]
+            full = (rows, padded(cols, _ALIGNED)) if order == "C" else (padded(rows, _ALIGNED), cols)
+            return cp.empty(full, dtype, order=order)[:rows, :cols]
+        if kind == "sum":
+            full = padded(rows, self._multiple), padded(cols, max(self._multiple, _ALIGNED))
+            return self.engine.exporter.empty(full, dtype)[:rows, :cols]
+        return cp.empty((rows, cols), dtype)
+
+    def _copies_of(self, call: Call) -> CopyBatch:
+        """Return the copies of a call of `store`."""
+        count, size = call.options["reads"], sums_in(self.plan).itemsize
+        found = []
+        for place, target in zip(call.arguments[:count], call.arguments[count:], strict=True):
+            span = self._span(place)
+            if call.options.get("turned"):
+                span = Span(span.pointer, span.col_stride, span.row_stride)
+            found.append(Rectangle(span, self._span(target), *target.shape))
+        (copies,) = make_copies([table_of(found, size)], size, here=True)
+        return copies
+
+    def _lies(self, block: ChunkBlock) -> bool:
+        """Whether the library can multiply a part of a chunk where it lies."""
+        view = lying(self.chunks["ab"[block.operand], block.chunk])
+        if view is None:
+            return False
+        if self.plan.problem.matrices[block.operand].conjugated and view.order == "C":
+            # The library conjugates only operands that it transposes; other ones are conjugated in a buffer.
+            return False
+        pointer, row, col = view.span.at(block.r0, block.c0)
+        outer = row if view.order == "C" else col
+        if self._multiple > 1 and any(x % 16 for x in (pointer, outer, block.rows, block.cols)):
+            return False
+        return not self.plan.problem.fp8 or view.order == self._orders[block.operand]
+
+    def _copy_own_chunks(self) -> None:
+        """Find the chunk blocks of all loads; put on the stream the copies of own chunks into buffers that are free.
+
+        A buffer is free for its first load. Later loads into the same buffer wait until it has been multiplied.
+        """
+        used, stream, sources = set[str](), self._stream, self._sources
+        for step in self._steps:
+            if isinstance(step, Call):
+                used.update(place.name for place in step.arguments)
+            elif isinstance(step, Make) and step.rect is not None and step.operand in "ab":
+                parts = self._blocks_of(step)
+                if sources.is_in_host(parts.operand):
+                    self._pending[id(step)] = parts, []
+                    continue
+                own = sources.own_copies(parts)
+                if step.buffer.name in used:
+                    self._pending[id(step)] = parts, [own]
+                elif (parts.holders == self.me).all():
+                    self._fill_part(step, Filling([own], {}, 0, {}), stream)
+                    self.before_vote.add(id(step))
+                else:
+                    sources.run(own, stream)
+                    self._pending[id(step)] = parts, []
+
+    def _blocks_of(self, load: Make) -> Parts:
+        assert load.rect is not None
+        names = self.plan.problem.operands
+        number = names.index(load.operand)
+        blocks_of_chunks = chunk_blocks_of(self.plan.problem[load.operand].chunks, number, load.rect)
+        size = self.arrays[load.buffer.name].dtype.itemsize
+        return self._sources.parts(number, blocks_of_chunks, self._span(load.buffer), size)
+
+    def _make_offer(self, read: Mapping[str, NDArray[np.bool_]]) -> dict[str, Any]:
+        """Offer all memory that others read; chunks in memory that can't be exported are copied once."""
+        exporter, stream, offered = self.engine.exporter, self._stream, dict[int, Any]()
+        matrices = []
+        for number, name in enumerate(self.plan.problem.operands):
+            for index in np.flatnonzero(read[name][self.me]).tolist():
+                array = self.chunks[name, index]
+                if id(array) not in offered:  # A and B may be the same
+                    offered[id(array)] = exporter.exportable(array, stream)
+                matrices.append((number, index, offered[id(array)]))
+        if self.rank is not None:
+            # Blocks that are in this rank's chunks nobody else reads.
+            sums = ((name, x) for name, x in self.arrays.items() if name.startswith("sum.") and x.size)
+            matrices += [(BLOCKS, int(name.removeprefix("sum.")), x) for name, x in sums]
+            matrices.append((FLAGS, 0, self._flags))
+            cp.cuda.runtime.memsetAsync(self._flags.data.ptr, 0, self._flags.nbytes, stream.ptr)
+        self._sources.kept += offered.values()
+        return exporter.offer(matrices)
+
+    def _begin_early(self, rate: float) -> None:
         """Begin the first products whose operands are on this GPU, or capture them in a CUDA graph."""
-        every = [
-            (product, gemms, at)
-            for step, gemms in zip(self.steps, self._gemms, strict=False)
-            for at, product in enumerate(step.products)
-        ]
-        here = [(gemms[at], self._bias is None and self._is_here(product)) for product, gemms, at in every]
-        count, long = at_hand(here, rate)
-        products = [gemm for _, gemms, at in every[:count] for gemm in gemms[at]]
+        calls: list[tuple[Call, Gemm, bool]] = []
+        away, before = dict[str, list[Box]](), None
+        runs: list[list[Call]] = []
+        for step in self._steps:
+            if isinstance(step, Make) and id(step) not in self.before_vote:
+                away.setdefault(step.buffer.name, []).append(step.buffer.box)
+            if not isinstance(step, Call) or step.kernel not in _PRODUCTS:
+                before = None
+                continue
+            here = not any(crossing(place.box, box) for place in step.arguments for box in away.get(place.name, ()))
+            calls.append((step, self._gemm(step), here))
+            # Those of the same buffers make one product.
+            names = [place.name for place in step.arguments[:-1]]
+            if names != before:
+                runs.append([])
+            runs[-1].append(step)
+            before = names
+        self._works = {id(call): [gemm] for call, gemm, _ in calls}
+        count, long = at_hand([(gemm, here) for _, gemm, here in calls], rate)
+        products = [gemm for _, gemm, _ in calls[:count]]
         self.early = Ahead(self._stream, products) if long else None
         self.first = None if long else capture(self._stream, products)
-        done = count if self.early or self.first else 0
-        for number, (_, gemms, at) in enumerate(every):
-            gemms[at] = [] if number < done else shorten(self._stream, gemms[at], rate)
+        if self.early or self.first:
+            self._works |= {id(call): [] for call, _, _ in calls[:count]}
+        for run in runs:
+            gemms = [gemm for call in run for gemm in self._works[id(call)]]
+            if 0 < sum(gemm.flops for gemm in gemms) < _SHORT_SECONDS * rate:
+                captured = capture(self._stream, gemms)
+                if captured is not None:
+                    self._works |= {id(call): [] for call in run} | {id(run[0]): [captured]}
+                    self._together[id(run[0])] = run
 
-    def _is_here(self, product: Product) -> bool:
-        return all(load.number in self.loads.before_vote for load in product.loaded)
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Take what all participants offer, and map what this rank needs of it."""
+        self._began = time.perf_counter()
+        if self.rank is None:
+            return
+        if self._expected is not None:
+            self._sources.remote = Remote(self.plan, self._expected.read(offers), self.engine, self._lost)
+        # The loads of the first products are urgent if the GPU has none that began early.
+        first = itertools.takewhile(lambda step: not isinstance(step, Drop), self._steps)
+        urgent = {id(step) for step in first} if not (self.early or self.first) else set()
+        self._found = self._sources.find(self._pending, urgent)
+        self.timings["offers"] = time.perf_counter() - self._began
 
-    def find_loads(self) -> None:
-        """Find all copies from other GPUs; the first step's are urgent if the GPU has no GEMM that began early."""
-        waiting = self.steps[: not (self.early or self.first)]
-        self.loads.find({load.number for step in waiting for load in step.loads})
+    # The work
 
-    def run(self, progress: Callable[[float], None], downloads: Downloads | None = None) -> None:
-        """Issue all steps, and add the sums of other ranks as they get ready."""
-        mine, done, result, count = False, list[int](), self._result, len(self._result.plan.ranks)
-        if self._bias is not None:
-            self.loads.sources.gather(self._bias, self._stream)
-            self._bias.convert(self._stream)
-        if self.first is not None:
-            self.first.run(self._stream)
+    def execute(self) -> dict[ResultKey, Any]:
+        """Take all steps; return this rank's chunks of D and of auxiliary outputs."""
+        if self.rank is None:
+            return {}
+        started, every = time.perf_counter(), self._steps
+        marks = [mark(self._stream)]
+        # Up to the last product, and the last sums of others.
+        last = max((at for at, step in enumerate(every) if _multiplies(step)), default=-1) + 1
+        if self._source is not None:
+            self.timings["load"] = 0.0
         try:
-            self.loads.begin()
-            for number, step in enumerate(self.steps):
-                # Others' sums are added to this rank's part of D once that is complete: while the GPU has other work.
-                if number >= PANELS and mine and result.coming:
-                    result.add_ready(block=False)
-                self._make_room(step)
-                progress((number - len(self._over)) / len(self.steps))
-                self._issue(number, step)
-                over = record(self._stream)
-                self._over.append((over, self.loads.taken()))
-                self.loads.note_use(step, over)
-                if downloads is not None:
-                    downloads.begin(number, over)
-                done += step.done
-                # Of a triangle nothing is complete before all of it is.
-                if result.triangle is None or step is self.steps[-1]:
-                    result.mirror()
-                    for rank in done:
-                        result.raise_flag(rank)
-                    mine, done = mine or self.rank in done, []
-                while self.loads.issue_next(number):
-                    pass
-            while result.coming:
-                result.add_ready(block=True)
-            if count > 1:
-                result.raise_flag(count)
-            if self.loads.source is not None:
-                self._ended.wait(self._over[-1][0])
+            if self.first is not None:
+                self.first.run(self._stream)
+            self.take(every[:last], 0.0, last / len(every))
+            if self._source is not None and self._queue:
+                self.ended.wait(self._queue[-1][0])
+            marks.append(mark(self._stream))
+            self.take(every[last:], last / len(every), 1 - last / len(every))
+            marks.append(mark(self._stream))
+            self.missing = sorted(self._missing)
+            self.ended.wait(marks[-1])
+            outputs = {key: self._on_host(key, x) if self._downloads else x for key, x in self._result.items()}
         finally:
-            self.loads.close()
-            self._over.clear()
+            if self._downloads is not None:
+                self._downloads.close()
+            # The memory of this run may be freed now, so its streams must be idle. No kernel waits for another rank, so
+            # this takes no longer than the work that is on the streams.
+            for stream in (*self._sources.streams, self.engine.looking, self.engine.sums, self._stream):
+                stream.synchronize()
+            self._queue.clear()
+        for name, first, end in zip(("multiply", "deliver"), marks[:-1], marks[1:], strict=True):
+            self.timings[name] = cp.cuda.get_elapsed_time(first, end) / 1e3
+        if self.early is not None:
+            seconds, self.timings["ahead"] = self.early.over(self._began)
+            self.timings["multiply"] += seconds
+        self.timings["total"] = time.perf_counter() - started
+        self.held_bytes = self._count()
+        self.engine.mappings.trim()
+        self.progress(1.0)
+        return outputs
 
-    def _make_room(self, step: ScheduleStep) -> None:
-        """Let go of steps that are over, and of their chunks; wait for such where too much would be on its way."""
-        while self._over:
-            over, chunks = self._over[0]
-            if len(self._over) >= self._most or self.loads.are_full(step):
-                self._ended.wait(over)
+    def _on_host(self, key: ResultKey, copy: Future[NDArray[Any]]) -> NDArray[Any]:
+        found: NDArray[Any] = typed(copy.result(), "" if key[0] else self.plan.problem.d.dtype)
+        return found
+
+    def _count(self) -> int:
+        """Return the bytes of all device memory that this rank holds for the run."""
+        arrays = [*self._on_device.all_arrays, *self._allocated, *self._sources.kept]
+        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values()) + self._most_held
+
+    # Loads
+
+    def _make(self, step: Make) -> None:
+        """Have a chunk made, or a part of an operand loaded, unless it was before the vote."""
+        if step.rect is None:
+            self._make_room(self._bytes(step.buffer))
+            super()._make(step)
+        elif id(step) not in self.before_vote:
+            filling = self._filling(step)
+            if filling.outside:
+                # The host waits for them, so that what is next on the stream goes first.
+                self._sources.ask(filling)
+            coming = step if filling.outside else self._issue(step)
+            self._coming[step.buffer.name].append((step.buffer.box, coming))
+
+    def _filling(self, step: Make) -> Filling:
+        """Return what fills a part: of inputs of the formula that of all parts is found when the first one is needed."""
+        if id(step) not in self._found:
+            loads = [x for x in self._steps if isinstance(x, Make) and x.operand == step.operand]
+            parts = {id(load): self._blocks_of(load) for load in loads}
+            self._found |= self._sources.find({at: (one, [self._sources.own_copies(one)]) for at, one in parts.items()})
+        return self._found[id(step)]
+
+    def _issue(self, step: Make) -> cp.cuda.Event:
+        """Put a load on the stream of pulls, where it waits until its buffer is free; return when it is done."""
+        stream = self._sources.stream
+        if step.buffer.name in self._last_use:
+            stream.wait_event(self._last_use[step.buffer.name])
+        self._fill_part(step, self._filling(step), stream)
+        return record(stream)
+
+    def _fill_part(self, step: Make, filling: Filling, stream: cp.cuda.Stream) -> None:
+        self._sources.pull(filling, stream)
+        if step.operand in "ab":
+            self._complete("ab".index(step.operand), step.buffer, stream)
+
+    def _complete(self, operand: int, place: Buffer | View, stream: cp.cuda.Stream) -> None:
+        """Put on a stream the padding and the conjugation of a part whose copies are on that stream already."""
+        array, (top, bottom, left, right) = self.arrays[place.name], place.box
+        own, depth = ((top, bottom), right) if operand == 0 else ((left, right), bottom)
+        conjugated = self.plan.problem.matrices[operand].conjugated and self._orders[operand] == "C"
+        if conjugated or depth % self._multiple:
+            # GEMMs sum over the padding of k.
+            array = array if operand == 0 else array.T
+            with stream:
+                if depth % self._multiple:
+                    array[own[0] : padded(own[1], self._multiple), depth : padded(depth, self._multiple)] = 0
+                if conjugated:
+                    part = array[slice(*own), :depth]
+                    cp.conjugate(part, out=part)
+
+    def _await(self, place: Buffer | View) -> None:
+        """Let the stream of products wait for what comes to a place; issue what was left for now."""
+        if waiting := self._coming.get(place.name):
+            wanted = [one for one in waiting if crossing(one[0], place.box)]
+            self._coming[place.name] = [one for one in waiting if one not in wanted]
+            for _, one in wanted:
+                self._stream.wait_event(self._issue(one) if isinstance(one, Make) else one)
+
+    # Chunks that this rank makes
+
+    def _use(self, chunk: SourceChunk) -> SourceChunk:
+        # Each is taken once.
+        return chunk
+
+    def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
+        assert self._source is not None
+        making = self.engine.making(self._source.threads)
+        chunks = {key: chunk for key, chunk in self.chunks.items() if isinstance(chunk, SourceChunk)}
+        maker = DeviceMaker(self.plan.problem, chunks, making, record(cp.cuda.get_current_stream()))
+        return ChunkLoader(uses, self._source.threads, self._source.ahead, maker.make, maker.begin)
+
+    def _begin(self, step: Make, chunk: Made) -> None:
+        self.arrays[step.buffer.name] = chunk.array
+        self._coming[step.buffer.name] = [(step.buffer.box, chunk.complete)]
+        self._held_bytes += self._bytes(step.buffer)
+        self._most_held = max(self._most_held, self._held_bytes)
+
+    def _bytes(self, buffer: Buffer | View) -> int:
+        return buffer.shape[0] * buffer.shape[1] * carried(buffer.dtype, "cupy").itemsize
+
+    def _join(self, call: Call) -> None:
+        """Copy chunks, when they are complete, side by side to a buffer."""
+        stream, count, whole = self._sources.stream, call.options["reads"], call.options["whole"]
+        if whole.name in self._last_use:
+            stream.wait_event(self._last_use[whole.name])
+        for source, target in zip(call.arguments[:count], call.arguments[count:], strict=True):
+            for _, complete in self._coming[source.name]:
+                stream.wait_event(complete)
+            with stream:
+                bits(self._at(target))[...] = bits(self._at(source))
+        self._complete(int(whole.name.split(".")[1]), whole, stream)
+        self._coming[whole.name].append((whole.box, record(stream)))
+
+    def _free(self, buffer: Buffer) -> None:
+        """Hold a chunk that was made until the products that read it are over; all else stays for others."""
+        if buffer.is_operand:
+            self._coming.pop(buffer.name, None)
+            self._note_over(record(self._stream), 0.0, self.arrays.pop(buffer.name), self._bytes(buffer))
+
+    # Products
+
+    def _note_over(self, over: cp.cuda.Event, flops: float, held: Any = None, size: int = 0) -> None:
+        self._queue.append((over, flops, held, size))
+        self._queued_flops += flops
+
+    def _make_room(self, size: int = 0) -> None:
+        """Let go of products that are over, and of their chunks; wait for such where too much would be on its way."""
+        source = self._source
+        rate = self.plan.problem.options.machine("peer").rate(self._kinds.compute or self._kinds.a)
+        while self._queue:
+            over, flops, _, held = self._queue[0]
+            many = len(self._queue) >= (PANELS if source is None else _MOST_QUEUED)
+            full = source is not None and self._held_bytes + size > source.held_bytes
+            if full or (many and (source is not None or self._queued_flops > rate * _QUEUED_SECONDS)):
+                self.ended.wait(over)
             elif not over.done:
                 break
-            self._over.popleft()
-            self.loads.release(chunks)
-        self._ended.check()
+            self._queue.popleft()
+            self._queued_flops -= flops
+            self._held_bytes -= held
 
-    def _issue(self, number: int, step: ScheduleStep) -> None:
-        """Issue the products of a step, each as soon as its own loads are issued.
+    def _call(self, call: Call) -> None:
+        if call.kernel == "join":
+            self._join(call)
+            return
+        for place in itertools.chain(*(one.arguments[:-1] for one in self._together.get(id(call), (call,)))):
+            self._await(place)
+        if call.kernel in _PRODUCTS:
+            self._make_room()
+            works = self._works.get(id(call))
+            self._multiply(call, [self._gemm(call)] if works is None else works)
+        elif call.kernel == "store":
+            self._copies[id(call)].run(self._stream)
+            if call.options.get("turned") and self.plan.problem.result_type.kind == "c":
+                with self._stream:
+                    for part in map(self._at, call.arguments[call.options["reads"] :]):
+                        cp.conjugate(part, out=part)
+        else:
+            with self._stream:
+                getattr(self, f"_{call.kernel}")(call)
 
-        The host takes about as long to issue the loads of a step as GPUs take for one of them.
-        """
-        for at, product in enumerate(step.products):
-            self.loads.issue_for(product)
-            gemms = self._gemms[number][at] if self._gemms else self._of(product)
-            self._multiply(product, gemms)
-            self.loads.issue_next(number - 1)
+    def _multiply(self, call: Call, works: Sequence[Work]) -> None:
+        """Put products on the stream."""
+        for work in works:
+            work.run(self._stream)
+        over = record(self._stream)
+        self._note_over(over, sum(work.flops for work in works))
+        self._last_use |= dict.fromkeys((place.name for place in call.arguments), over)
 
-    def _multiply(self, product: Product, gemms: Sequence[Work]) -> None:
-        """Put a product on the stream, where it waits for its operands."""
-        self.loads.wait_for(product, self._stream)
-        for gemm in gemms:
-            gemm.run(self._stream)
+    def _gemm(self, call: Call) -> Gemm:
+        """Return a product, ready to be put on a stream."""
+        *bias, a, b, d = call.arguments
+        views = [self._view_of(place, turned) for place, turned in zip((a, b), call.options["turned"], strict=True)]
+        rows, cols = (
+            MatrixRef(one.span.pointer, one.distance(size)) for one, size in zip(views, self._itemsizes, strict=True)
+        )
+        depth = a.shape[0] if call.options["turned"][0] else a.shape[1]
+        m, n, k = (padded(extent, self._multiple) for extent in (*d.shape, depth))
+        shape = GemmShape(m, n, k, True, (self._op(1, views[1]), self._op(0, views[0])))
+        at = self._span(d)
+        target = MatrixRef(at.pointer, max(1, at.row_stride // self.arrays[d.name].itemsize))
+        native = PLAIN
+        if self._epilog is not None:
+            address = self._span(bias[0]).pointer if bias else 0
+            native = FusedEpilog(complex(*self.plan.problem.formula.alpha), self._epilog, address)
+        return Gemm(shape, self._kinds, rows, cols, target, add=call.kernel == "add_product", native=native)
 
-    # Products as GEMMs
-
-    def _of(self, product: Product) -> list[Work]:
-        """Return a product as GEMMs: one or some for each block of D that it is multiplied into."""
-        buffers, triangle = self.loads.buffers, self._result.triangle
-        a, b, rect = buffers.view(product.a[0]), buffers.view(product.b[0]), product.rect
-        found = list[Work]()
-        for number in self._touched(rect):
-            (top, bottom, left, right), array = self._result.blocks[number]
-            part = max(top, rect[0]), min(bottom, rect[1]), max(left, rect[2]), min(right, rect[3])
-            for i0, i1, j0, j1 in triangle.kept(part) if triangle is not None else (part,):
-                rows, cols = (
-                    moved(x, axis, at, buffers.itemsizes[axis])
-                    for x, axis, at in ((a, 0, i0 - rect[0]), (b, 1, j0 - rect[2]))
-                )
-                extents = i1 - i0, j1 - j0, product.a[0].depth_extent
-                m, n, k = (padded(extent, self._multiple) for extent in extents)
-                shape = GemmShape(m, n, k, True, (self._op(1, b), self._op(0, a)))
-                at = span_of(array).at(i0 - top, j0 - left)
-                d = MatrixRef(at.pointer, max(1, at.row_stride // array.dtype.itemsize))
-                found.append(Gemm(shape, self._kinds, rows, cols, d, add=product.add, native=self._native(j0)))
-        return found
-
-    def _touched(self, rect: Rect) -> list[int]:
-        """Return the numbers of the blocks of D that a part of it overlaps."""
-        if len(self._rects) == 1:
-            return [0]
-        top, bottom, left, right = self._rects.T
-        here = (top < rect[1]) & (bottom > rect[0]) & (left < rect[3]) & (right > rect[2])
-        found: list[int] = np.flatnonzero(here).tolist()
-        return found
-
-    def _native(self, column: int) -> FusedEpilog:
-        """Return the library's factor, epilog and bias for a product whose first column is this one of D."""
-        if self._epilog is None:
-            return PLAIN
-        bias = 0
-        if self._bias is not None:
-            vector = self._bias.vector
-            bias = int(vector.data.ptr) + (column - self._result.plan.region(self.rank)[2]) * vector.itemsize
-        return FusedEpilog(complex(*self._result.plan.problem.formula.alpha), self._epilog, bias)
+    def _view_of(self, place: Buffer | View, turned: bool) -> DeviceView:
+        """Return how a part of A or B lies, or its transpose."""
+        array, (top, _, left, _) = self.arrays[place.name], place.box
+        if place.name.startswith("panel"):
+            span, order = span_of(array), self._orders[int(place.name.split(".")[1])]
+        else:
+            found = lying(array)
+            assert found is not None
+            span, order = found
+        span = span.at(top, left)
+        if turned:
+            return DeviceView(Span(span.pointer, span.col_stride, span.row_stride), "F" if order == "C" else "C")
+        return DeviceView(span, order)
 
     def _op(self, operand: int, view: DeviceView) -> str:
         if view.order == "C":
             return "N"
-        return "C" if self._result.plan.problem.matrices[operand].conjugated else "T"
+        return "C" if self.plan.problem.matrices[operand].conjugated else "T"
+
+    def _span(self, place: Buffer | View) -> Span:
+        return span_of(self.arrays[place.name]).at(place.box[0], place.box[2])
+
+    # Sums of others, and parts of chunks that others have computed
+
+    def _take(self, step: Step) -> None:
+        if isinstance(step, Publish):
+            # One flag for each rank, whose part of the sums is complete, and one for all of this rank's part of D.
+            count = len(self.plan.ranks)
+            number, reader = divmod(step.key.number, count)
+            at = self._flags.data.ptr + (reader if number == self._rank else count) * FLAG_BYTES
+            cp.cuda.runtime.memsetAsync(at, 1, FLAG_BYTES, self._stream.ptr)
+        else:
+            super()._take(step)
+
+    def _request(self, pull: Pull) -> Any:
+        """Ask for nothing: what is pulled is looked at when it is needed."""
+
+    def _arrive(self, pull: Pull, asked: Any) -> None:
+        if pull.op:
+            self._add(pull)
+        elif (copies := self._copies_from(pull)) is None:
+            self._missing.update(int(place.name.split(".")[1]) for place in pull.buffers)
+        else:
+            self._sources.run(copies, self.engine.sums)
+            self._stream.wait_event(record(self.engine.sums))
+
+    def _add(self, pull: Pull) -> None:
+        """Add another rank's partial sums, once they are ready."""
+        sources, holder, pulls, found = self._sources, self.plan.ranks[pull.owner], self.engine.sums, []
+        assert sources.remote is not None
+        # The copies are made before the sums are ready, because a GPU waits once they are.
+        for place in pull.buffers:
+            (top, bottom, left, right), cols = place.box, place.shape[1]
+            most = max(1, self._adding[0].size // cols)
+            for row in range(top, bottom, most):
+                rows = min(row + most, bottom) - row
+                number = self._turn = (self._turn + 1) % _ADDING
+                buffer = self._adding[number][: rows * cols].reshape(rows, cols)
+                source = sources.block(holder, 0, buffer.nbytes)
+                assert source is not None
+                copy = Rectangle(source.at(row, left), span_of(buffer), rows, cols)
+                (copies,) = make_copies([table_of([copy], buffer.itemsize)], buffer.itemsize)
+                found.append((number, buffer, copies, self.arrays[place.name][row : row + rows, left:right]))
+        sources.remote.ready(holder, self._rank, self.ended.check)
+        for number, buffer, copies, part in found:
+            if number in self._added:
+                pulls.wait_event(self._added[number])
+            sources.run(copies, pulls)
+            self._stream.wait_event(record(pulls))
+            with self._stream:
+                cp.add(part, buffer, out=part)
+            self._added[number] = record(self._stream)
+
+    def _copies_from(self, pull: Pull) -> CopyBatch | None:
+        """Return the copies of parts of chunks out of another rank's blocks of D, once these are complete.
+
+        None if the rank is gone and has not completed it, or nobody can tell any more.
+        """
+        sources, plan, size = self._sources, self.plan, sums_in(self.plan).itemsize
+        holder, found = plan.ranks[pull.owner], list[Rectangle]()
+        assert sources.remote is not None
+        if not sources.remote.ready(holder, len(plan.ranks), self.ended.check):
+            return None
+        try:
+            for number, whole in enumerate(blocks(plan, pull.owner)):
+                inside = [(place, part) for place in pull.buffers if (part := common(self._in_d(place), whole))]
+                area = sum((r1 - r0) * (c1 - c0) for _, (r0, r1, c0, c1) in inside)
+                source = sources.block(holder, number, area * size) if area else None
+                for place, (r0, r1, c0, c1) in inside:
+                    assert source is not None
+                    top, _, left, _ = self._in_d(place)
+                    target = self._span(place).at(r0 - top, c0 - left)
+                    found.append(Rectangle(source.at(r0 - whole[0], c0 - whole[2]), target, r1 - r0, c1 - c0))
+        except PeerLostError:
+            return None
+        return make_copies([table_of(found, size)], size)[0]
+
+    def _in_d(self, place: Buffer | View) -> Rect:
+        """Return where a part of a chunk of D is in D."""
+        (row, _, column, _), (r0, r1, c0, c1) = self.plan.chunk_rect(int(place.name.split(".")[1])), place.box
+        return row + r0, row + r1, column + c0, column + c1
+
+    # Results
+
+    def _copy(self, call: Call) -> None:
+        source, target = map(self._at, call.arguments)
+        target[...] = source
+
+    def _finish_into(self, call: Call) -> None:
+        """Apply the formula to a chunk of sums."""
+        problem, count, names = self.plan.problem, call.options["reads"], call.options["names"]
+        arrays = [self._at(place) for place in call.arguments]
+        inputs = {name: decoded(x, problem[name].dtype) for name, x in zip(names, arrays, strict=False)}
+        made = {one.name: x for one, x in zip(problem.outputs, arrays[count + 1 :], strict=True)}
+        finish_into(problem, arrays[count], inputs, made)
+
+    def _store(self, step: Store) -> None:
+        if step.number not in self._missing:
+            array = self.arrays[step.buffer.name]
+            found = self._downloads.begin(array, record(self._stream)) if self._downloads else array
+            self._result[step.output, step.number] = found
+
+    # Messages between participants
+
+    def serve(self, kind: str, boxes: Boxes) -> list[Any]:
+        """Return boxes of the chunks that are here, for participants that can't map this process' memory."""
+        found = super().serve(kind, boxes)
+        if self.lends and all(isinstance(one, np.ndarray) for one in found):
+            return found
+        found = contiguous(found)
+        cp.cuda.Stream.null.synchronize()
+        return found
+
+    def lose(self, participant: int) -> None:
+        """Go on without a participant that is gone: what is mapped of its memory stays. Any thread."""
+        self._lost.add(participant)
+
+    def abort(self, error: BaseException) -> None:
+        """End with `error`, before the next step. Any thread; may be repeated."""
+        super().abort(error)
+        if self.early is not None:
+            self.early.give_up()
+
+
+def _multiplies(step: Step) -> bool:
+    """Whether a step has to do with sums over k."""
+    adds = isinstance(step, Pull) and bool(step.op)
+    return adds or (isinstance(step, Call) and (step.kernel in _PRODUCTS or "turned" in step.options))
+
+
+def made_orders(plan: Plan) -> tuple[str, str]:
+    """Return the memory orders of buffers for A and B: the library conjugates what it transposes."""
+    factors = plan.problem.a, plan.problem.b
+    a, b = ("F" if one.by_ranks and one.conjugated else plan.orders[one.name] for one in factors)
+    return a, b

@@ -1,8 +1,28 @@
-"""The chunks that a rank can read, on its own GPU and on others, and the pulls that copy them into its memory."""
+"""The chunks that a rank can read, on its own GPU and on others, and copies of them; and chunks that it makes.
+
+Of operands whose chunks a rank makes itself it waits for the tasks that make them, a few ahead, in threads.
+
+Each thread has a CUDA stream of its own, which is CuPy's current stream there. So the kernels of a task overlap with
+those of other threads and with GEMMs, and the thread puts the next task's kernels on its stream while they run. An
+event tells when a chunk is complete, and the stream of GEMMs waits for it.
+
+Memory. A chunk's memory comes from CuPy's pool in the order of its thread's stream (CuPy's own pool has free blocks for
+each stream; RMM's waits where a block goes from one stream to another). When the last reference is dropped, the pool
+may hand it to the next task of that thread at once, whose kernels come later *on that stream*, but not later than a
+GEMM on another one. So a reference is kept until the event behind the last work that reads the chunk is done, as the
+host has seen it (`products`). What a task allocates and frees itself is used only on its thread's stream; so are
+the original of a chunk that is converted, and what is copied to the GPU: all of that may be dropped at once.
+
+These streams and CUDA's default stream wait for each other (they are not created as non-blocking). Without that, tasks
+would be wrong that use libraries which work on the default stream (cuDF, Numba, PyTorch), or arrays that other tasks
+have made there. Streams of the engine are non-blocking: GEMMs do not wait for the default stream. With several threads,
+what one task leaves on the GPU for others, as in a cache, has to be complete when it leaves it: others run on other
+streams. A worker of dask-cuda has one thread unless it is told otherwise.
+"""
 
 from __future__ import annotations
 
-import collections
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -12,18 +32,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import Job, wait_checked
+from dask_distmm.engines.base import ChunkKey, Job, wait_checked
 from dask_distmm.engines.gpu.copy_kernels import CopyBatch, make_copies, pull_table
-from dask_distmm.engines.gpu.finishing import Finishing, NativeBias
-from dask_distmm.engines.gpu.gemm import MatrixRef
-from dask_distmm.engines.gpu.host import Uploads, in_type, staging
-from dask_distmm.engines.gpu.operands import array_at, record
+from dask_distmm.engines.gpu.host import Uploads, device_like, in_type, staging, to_device
+from dask_distmm.engines.gpu.operands import array_at, check_arrays, record
 from dask_distmm.engines.peer.memory import PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS
+from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import FP8, carried, typed
-from dask_distmm.planning import EVERYWHERE, Plan
-from dask_distmm.planning.cuts import Rect
+from dask_distmm.planning import EVERYWHERE, Plan, Problem
 from dask_distmm.planning.product import ChunkBlock
 
 # Columns of a table of chunk blocks.
@@ -38,11 +56,9 @@ class DeviceView(NamedTuple):
     span: Span
     order: str
 
-
-def moved(view: DeviceView, axis: int, by: int, size: int) -> MatrixRef:
-    """Return a matrix from a later row (axis 0) or column on, as the library wants it."""
-    pointer, row, col = view.span.at(*((by, 0) if axis == 0 else (0, by)))
-    return MatrixRef(pointer, max(1, (row if view.order == "C" else col) // size))
+    def distance(self, size: int) -> int:
+        """Return the distance of rows (order ``"C"``) or columns (``"F"``), in elements of `size` bytes."""
+        return max(1, (self.span.row_stride if self.order == "C" else self.span.col_stride) // size)
 
 
 class Parts(NamedTuple):
@@ -75,7 +91,7 @@ class Parts(NamedTuple):
         return pull_table(sources, self.targets, self.blocks[:, _ROWS], self.blocks[:, _COLS], self.size)
 
 
-class Pull(NamedTuple):
+class Filling(NamedTuple):
     """Copies that fill a part of an operand."""
 
     # Of what is here, and of what is mapped.
@@ -130,32 +146,6 @@ class Sources:
         strides = np.broadcast_to(np.array(target[1:], np.int64), (len(table), 2))
         return Parts(operand, holders, table, np.column_stack([starts, strides]), size)
 
-    def chunk_at(self, operand: int, rect: Rect, size: int) -> tuple[DeviceView, int, int] | None:
-        """Return the part of the one chunk of this GPU that a part of an operand is; None if there is none such.
-
-        With its rows and columns; `size` is what an element has in bytes.
-        """
-        name = "ab"[operand]
-        sizes = self.plan.problem[name].chunks
-        where = self.plan.where[name]
-        at = []
-        for axis, (start, stop) in enumerate((rect[:2], rect[2:])):
-            ends = np.cumsum(sizes[axis])
-            number = int(np.searchsorted(ends, start, "right"))
-            if stop > ends[number]:
-                return None
-            at.append((number, start - int(ends[number] - sizes[axis][number])))
-        index = at[0][0] * len(sizes[1]) + at[1][0]
-        assert where is not None
-        if where[index] not in (self.me, EVERYWHERE):
-            return None
-        span = span_of(self.chunks[name, index])
-        rows, cols = rect[1] - rect[0], rect[3] - rect[2]
-        order = "C" if span.col_stride == size or (cols == 1 and rows > 1) else "F"
-        if rows == 1 and cols > 1 and span.col_stride != size:
-            order = "F"
-        return DeviceView(span.at(at[0][1], at[1][1]), order), rows, cols
-
     def own_copies(self, parts: Parts) -> CopyBatch:
         """Return the copies of the parts whose chunks are on this GPU."""
         own, name = parts.take(parts.holders == self.me), self.plan.problem.operands[parts.operand]
@@ -166,16 +156,16 @@ class Sources:
 
     def find(
         self, every: Mapping[int, tuple[Parts, list[CopyBatch]]], at_first: Collection[int] = ()
-    ) -> dict[int, Pull]:
+    ) -> dict[int, Filling]:
         """Return the pulls of several parts, and map the memory that they read."""
-        found: dict[int, Pull] = {}
+        found: dict[int, Filling] = {}
         for operand in {parts.operand for parts, _ in every.values()}:
             these = {number: one for number, one in every.items() if one[0].operand == operand}
             made = self._find(list(these.values()), [number in at_first for number in these])
             found |= zip(these, made, strict=True)
         return found
 
-    def _find(self, every: Sequence[tuple[Parts, list[CopyBatch]]], at_first: Sequence[bool]) -> list[Pull]:
+    def _find(self, every: Sequence[tuple[Parts, list[CopyBatch]]], at_first: Sequence[bool]) -> list[Filling]:
         """Return the pulls of parts of one operand, all at once, because the GPUs wait for the first pull of a run."""
         offering = np.zeros(len(self.plan.participants), bool) if self.remote is None else self.remote.offering
         offering[self.me] = False
@@ -198,16 +188,16 @@ class Sources:
             outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist())
             outside -= set() if in_host else {self.me}
             others = {holder: parts.take(parts.holders == holder) for holder in sorted(outside) if not offering[holder]}
-            found.append(Pull([*own_copies, copies], others, there.bytes, {}))
+            found.append(Filling([*own_copies, copies], others, there.bytes, {}))
         return found
 
-    def pull(self, pull: Pull, stream: cp.cuda.Stream) -> None:
+    def pull(self, filling: Filling, stream: cp.cuda.Stream) -> None:
         """Put a pull on a stream."""
-        for copies in pull.copies:
+        for copies in filling.copies:
             self.run(copies, stream)
-        self.pulled_bytes += pull.away
-        if pull.outside:
-            self._upload(pull, stream)
+        self.pulled_bytes += filling.away
+        if filling.outside:
+            self._upload(filling, stream)
 
     def block(self, holder: int, number: int, size: int) -> Span | None:
         """Return where a block of another rank's is, mapped here, of which `size` bytes are wanted."""
@@ -225,24 +215,24 @@ class Sources:
         if self._staging is None:
             self._staging = staging()
 
-    def ask(self, pull: Pull) -> None:
+    def ask(self, filling: Filling) -> None:
         """Ask other participants for the parts of a pull that can't be mapped, unless they were; do not wait."""
-        for holder in pull.outside.keys() - pull.asked.keys() - {self.me}:
-            pull.asked[holder] = self.comm.fetch(holder, "input", _boxes(pull.outside[holder]))
+        for holder in filling.outside.keys() - filling.asked.keys() - {self.me}:
+            filling.asked[holder] = self.comm.fetch(holder, "input", _boxes(filling.outside[holder]))
 
-    def _upload(self, pull: Pull, stream: cp.cuda.Stream) -> None:
+    def _upload(self, filling: Filling, stream: cp.cuda.Stream) -> None:
         """Put on a stream the copies of the parts that can't be mapped, as they come."""
-        self.ask(pull)
+        self.ask(filling)
         self.allocate()
         uploads = Uploads(stream, self._staging)
         # The own parts are there already.
-        for holder, parts in sorted(pull.outside.items(), key=lambda one: one[0] != self.me):
+        for holder, parts in sorted(filling.outside.items(), key=lambda one: one[0] != self.me):
             name = self.plan.problem.operands[parts.operand]
             if holder == self.me:
                 boxes = _boxes(parts)[:, 1:].tolist()
                 self._put(parts, [self.chunks[name, at][r0:r1, c0:c1] for at, r0, r1, c0, c1 in boxes], uploads, stream)
             else:
-                self._put(parts, wait_checked(pull.asked.pop(holder), self.ended.check), uploads, stream)
+                self._put(parts, wait_checked(filling.asked.pop(holder), self.ended.check), uploads, stream)
         uploads.finish()
 
     def _put(self, parts: Parts, found: Sequence[Any], uploads: Uploads, stream: cp.cuda.Stream) -> None:
@@ -266,22 +256,6 @@ class Sources:
             with stream:
                 target[...] = in_type(part, held, target.dtype)
 
-    def gather(self, finishing: Finishing | NativeBias, stream: cp.cuda.Stream) -> None:
-        """Pull the inputs of the formula on this rank; let a stream wait for them."""
-        pulls = self.stream
-        for one in finishing.inputs:
-            number = self.plan.problem.operands.index(one.name)
-            moves = one.moves.take(one.moves.dst_owner == self.me)
-            columns = (moves.src, moves.src_row, moves.src_col, moves.nrows, moves.ncols, moves.dst_row, moves.dst_col)
-            blocks: dict[int, list[ChunkBlock]] = collections.defaultdict(list)
-            for part, *piece in zip(moves.dst.tolist(), *(x.tolist() for x in columns), strict=True):
-                blocks[part].append(ChunkBlock(number, *piece))
-            size = one.dtype.itemsize
-            every = [self.parts(number, these, span_of(one.parts[part]), size) for part, these in blocks.items()]
-            for pull in self.find({at: (parts, [self.own_copies(parts)]) for at, parts in enumerate(every)}).values():
-                self.pull(pull, pulls)
-        stream.wait_event(record(pulls))
-
 
 def _boxes(parts: Parts) -> Boxes:
     """Return parts as they are asked for."""
@@ -289,3 +263,101 @@ def _boxes(parts: Parts) -> Boxes:
     first = table[:, [_R0, _C0]]
     edges = np.stack([first, first + table[:, [_ROWS, _COLS]]], 2).reshape(-1, 4)
     return np.column_stack([table[:, : _CHUNK + 1], edges])
+
+
+# Chunks that tasks make in threads of the rank, on the GPU, in the type in which they are multiplied
+
+
+# One thread at a time copies to the GPU: several have no more of the bus, and the pinned buffers are for one.
+_copying = threading.Lock()
+
+
+class Made(NamedTuple):
+    """A chunk on the GPU."""
+
+    # Keeps its memory.
+    array: Any
+    # Where it is.
+    view: DeviceView
+    # The event after which it may be read.
+    complete: cp.cuda.Event
+
+
+class DeviceMaker:
+    """What the threads of a `ChunkLoader` do for a rank."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        chunks: Mapping[ChunkKey, SourceChunk],
+        streams: Sequence[cp.cuda.Stream],
+        begin: cp.cuda.Event,
+    ) -> None:
+        self._problem, self._event = problem, begin
+        self._keys = {chunk: key for key, chunk in chunks.items()}
+        self._free, self._own = list(streams), threading.local()
+        # A thread begins with the first GPU that the process sees.
+        self._use_device = cp.cuda.Device().use
+
+    def begin(self) -> None:
+        """Give a thread its stream."""
+        self._use_device()
+        self._own.stream = self._free.pop()
+        self._own.stream.wait_event(self._event)
+
+    def make(self, source: Source, chunks: Sequence[SourceChunk]) -> dict[SourceChunk, Made]:
+        """Run the task of a source; return those of its chunks that are used."""
+        stream = self._own.stream
+        # Not by `use`: a task that has a stream of its own for a while would leave its thread on the default stream.
+        with stream:
+            made = source.make()
+            current = cp.cuda.get_current_stream()
+            if current.ptr != stream.ptr:
+                # The task has left its thread with another one.
+                stream.wait_event(record(current))
+            with stream:
+                arrays = {chunk: self._on_device(*self._keys[chunk], chunk.view(made), stream) for chunk in chunks}
+        complete = record(stream)
+        return {chunk: Made(*found, complete) for chunk, found in arrays.items()}
+
+    def _on_device(self, operand: str, number: int, chunk: Any, stream: cp.cuda.Stream) -> tuple[Any, DeviceView]:
+        """Return a chunk on the GPU, in the type and the memory order in which it is multiplied, and where it is."""
+        check_arrays("peer", {(operand, number): chunk})
+        problem, type_name = self._problem, self._problem[operand].dtype
+        goal = problem.matrix_types["ab".index(operand)]
+        if not isinstance(chunk, cp.ndarray):
+            part = chunk.view(np.uint8) if type_name in FP8 else chunk
+            chunk = device_like(part)
+            with _copying:
+                to_device(part, chunk, stream, "made")
+        if type_name != goal:
+            order = "F" if lying(chunk, "F") and not lying(chunk, "C") else "C"
+            source, chunk = chunk, cp.empty(chunk.shape, carried(goal, "cupy"), order=order)
+            chunk[...] = in_type(source, type_name, chunk.dtype)
+        # The library conjugates what it transposes.
+        wanted = "F" if problem[operand].conjugated else ""
+        if (view := lying(chunk, wanted)) is None:
+            source, chunk = chunk, cp.empty(chunk.shape, chunk.dtype, order=wanted or "C")
+            bits(chunk)[...] = bits(source)
+            view = lying(chunk, wanted)
+        assert view is not None
+        return chunk, view
+
+
+def bits(array: Any) -> Any:
+    """Return an array to be copied as it is: CuPy has no kernels for some types of two bytes."""
+    return array.view(np.uint16) if array.dtype.kind == "V" and array.dtype.itemsize == 2 else array
+
+
+def lying(array: Any, wanted: str = "") -> DeviceView | None:
+    """Return the storage of a matrix if its rows (order ``"C"``) or columns (``"F"``) are dense; None if not."""
+    (rows, cols), (down, across), size = array.shape, map(int, array.strides), int(array.itemsize)
+    pointer = int(array.data.ptr)
+    if pointer % size:
+        return None
+    # The stride along an axis of length 1 means nothing.
+    if wanted != "F" and (across == size or cols == 1) and (rows == 1 or (down >= cols * size and not down % size)):
+        return DeviceView(Span(pointer, down if rows > 1 else cols * size, size), "C")
+    if wanted != "C" and (down == size or rows == 1) and (cols == 1 or (across >= rows * size and not across % size)):
+        return DeviceView(Span(pointer, size, across if cols > 1 else rows * size), "F")
+    return None

@@ -87,7 +87,7 @@ class ProgramJob(Job[Any]):
 
     lends = True
 
-    def __init__(self, side: Side[Any], kernels: Kernels) -> None:
+    def __init__(self, side: Side[Any], kernels: Any) -> None:
         super().__init__(side)
         # Steps call methods of `kernels` by name; `blas` queues calls on lanes.
         self.blas: Kernels = kernels

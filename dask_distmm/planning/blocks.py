@@ -1,0 +1,596 @@
+"""The steps of a rank of a product on a GPU: what it loads and multiplies when, adds up and hands over. Pure.
+
+The first steps wait for as little as possible. Parts that are multiplied in place come first, then parts whose chunks
+are on this GPU. The stationary part is loaded in pieces, and each piece is multiplied as soon as it has arrived; so is
+the first panel, if it comes from another GPU. No piece is so small that its products leave multiprocessors idle. The
+other panels follow in the order of the ranks that have them. Each rank begins with the panels of the next rank, so that
+no two ranks pull from the same one at the same time::
+
+    rank 0   0  1  2  3
+    rank 1   1  2  3  0
+    rank 2   2  3  0  1
+    rank 3   3  0  1  2
+
+A load is a step of its own, which comes as soon as the products that use its buffer are on their way, but behind the
+first of those that come next: it takes the host as long to put a load on a stream as it takes a GPU to do it.
+
+Where a rank makes chunks of A or B itself, each is made, multiplied, or copied to a buffer beside others, and dropped.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from dask_distmm.planning.cuts import Rect, common, full_side, padded, pieces_of, pieces_that_fill, unit
+from dask_distmm.planning.placement import EVERYWHERE
+from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.product import ChunkBlock, Placed, Product, chunk_blocks_of, coalesce
+from dask_distmm.planning.schedule import (
+    PANELS,
+    BlockSchedule,
+    ChunkSource,
+    block_schedules,
+    chunk_sources,
+    extent_multiple,
+    in_chunks,
+    native,
+    source_cuts,
+    square_on_diagonal,
+    sums_in,
+)
+from dask_distmm.programs.steps import Buffer, Call, Make, Publish, Pull, Step, Store, View
+
+# A panel has only chunks of this GPU or only chunks of others, if no panel gets narrower than this part of the usual
+# width, or if the products still fill a GPU.
+_FINEST = 2
+# A panel is ordered by the rank that has more than this part of its elements.
+_MOSTLY = 0.5
+
+
+class Part(NamedTuple):
+    """A part of A (operand 0) or B (1) that is multiplied."""
+
+    operand: int
+    # Its rows and columns.
+    rect: Rect
+    # Where it is: in a chunk, or in a buffer to which it is loaded.
+    matrix: View
+    loaded: bool
+    # The parts of chunks that it consists of where this rank makes these.
+    made: tuple[ChunkBlock, ...] = ()
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """First index and end along its own axis: rows of A, columns of B."""
+        return self.rect[:2] if self.operand == 0 else self.rect[2:]
+
+    @property
+    def placed(self) -> Placed:
+        """It, where it is."""
+        return Placed(self.matrix, self.rect)
+
+
+class Multiply(NamedTuple):
+    """The product of a part of A and a part of B; `needs` are to be there before it."""
+
+    a: Placed
+    b: Placed
+    needs: tuple[Part, ...]
+    # Whether it adds to D instead of overwriting it.
+    add: bool
+
+
+class Group(NamedTuple):
+    """The loads and products of one panel of the streamed operand; the first group may have several panels."""
+
+    # In the order in which they are issued.
+    loads: list[Part]
+    products: list[Multiply]
+    # Ranks whose part of the partial sums is complete after it.
+    done: tuple[int, ...] = ()
+
+
+class _Segment(NamedTuple):
+    """A stretch of an operand's own axis; `in_place`: it is multiplied there instead of in a buffer."""
+
+    start: int
+    stop: int
+    in_place: bool
+
+
+# Whether the library can multiply a part of a chunk of this GPU where it lies.
+Lies = Callable[[ChunkBlock], bool]
+
+
+def steps(plan: Plan, rank: int, lies: Lies) -> tuple[Step, ...]:
+    """Return the steps of a rank, where the chunks in its memory lie as `lies` says."""
+    p = _Blocks(plan, rank, lies)
+    groups = (
+        p.groups_of_made(chunk_sources(plan)[rank]) if plan.problem.by_ranks else p.groups(block_schedules(plan)[rank])
+    )
+    p.begin()
+    p.take(groups)
+    p.sum_up()
+    p.assemble()
+    p.hand_over()
+    return _stored_soon(p.end())
+
+
+class _Blocks(Product):
+    """Records the steps of a rank."""
+
+    def __init__(self, plan: Plan, rank: int, lies: Lies) -> None:
+        super().__init__(plan, rank, ())
+        self.dtype, self.lies, self.keeps = sums_in(plan).name, lies, ()
+        self.multiple, self.side = extent_multiple(plan.problem), full_side(plan.problem)
+        i, j, _ = plan.coords(rank)
+        # D is multiplied into its chunks if all are large, or if the rank's part of it is within one of its own.
+        inside = [index for index, _ in pieces_of(plan.chunk_cuts, self.region)]
+        alone = plan.grid[2] == self.multiple == len(inside) == 1 and int(plan.owners[inside[0]]) == rank
+        self.packed = not (in_chunks(plan)[i, j] or alone)
+        self.cuts = (self.region[:2], self.region[2:]) if self.packed else plan.chunk_cuts
+        self.triangle = square_on_diagonal(plan, rank, native(plan))
+        self.kinds = plan.problem.matrix_types
+        # Buffers for parts of A and B by name; the bias, if the library adds it.
+        self.slots: dict[str, Buffer] = {}
+        self.bias: Placed | None = None
+        # Ranks whose sums are to be added: the one before this one computes this rank's part right after its own.
+        others = range(1, len(plan.ranks)) if plan.grid[2] > 1 and plan.final_rects(rank) else ()
+        self.coming, self.complete = collections.deque((rank - behind) % len(plan.ranks) for behind in others), 0
+
+    # Which part of what is loaded when: the plan's `BlockSchedule`, applied to the places of the chunks
+
+    def groups(self, schedule: BlockSchedule) -> list[Group]:
+        """Return the work of a rank whose chunks are there."""
+        plan, (r0, r1, c0, c1) = self.plan, self.region
+        self.schedule, self.stationary, self.streamed = schedule, schedule.stationary, 1 - schedule.stationary
+        span, panel_numbers = ((c0, c1) if self.streamed == 1 else (r0, r1)), itertools.count()
+        found: list[Group] = []
+        epochs = list(itertools.product(itertools.pairwise(schedule.parts), itertools.pairwise(schedule.depth)))
+        for epoch, (part, depth) in enumerate(epochs):
+            panels = self._panels(span, depth)
+            here = self._here_first(panels, depth)
+            resident = self._stationary_parts(part, depth, epoch, self._width(panels, here))
+            if epoch == 0 and not here and all(one.loaded for one in resident):
+                panels = self._ramp(panels, resident)
+            wholes = _side_by_side(resident)
+            # Parts that are multiplied in place come first, then other parts on this GPU.
+            resident.sort(key=lambda one: (one.loaded, self._is_away(one, depth)))
+            wholes.sort(key=lambda group: group[0].loaded)
+            fresh = [one for one in resident if one.loaded]
+            add = depth[0] > schedule.depth[0]
+            # The panels on this GPU, or else the first panel, are multiplied with each stationary piece as it arrives.
+            at_first = max(1, here) if fresh else 1
+            last = {to: segment for segment, to in panels}
+            for number, group in enumerate([panels[:at_first], *([panel] for panel in panels[at_first:])]):
+                parts = [
+                    self._part(self.streamed, segment, depth, 0 if segment.in_place else next(panel_numbers) % PANELS)
+                    for segment, _ in group
+                ]
+                loads = [one for one in parts if one.loaded]
+                if number == 0:
+                    loads = [*fresh[:1], *loads, *fresh[1:]]
+                stationary = [(one,) for one in resident] if number == 0 else wholes
+                products = [self._multiply(together, panel, add) for together in stationary for panel in parts]
+                done: tuple[int, ...] = ()
+                if plan.grid[2] > 1 and epoch == len(epochs) - 1:
+                    done = tuple(to for segment, to in group if segment == last[to])
+                    if -1 in done:
+                        done = tuple(range(len(plan.ranks)))
+                found.append(Group(loads, products, done))
+        return found
+
+    def _here_first(self, panels: Sequence[tuple[_Segment, int]], depth: tuple[int, int]) -> int:
+        """Return how many panels at the front are on this GPU; one buffer is left for the first panel that is not."""
+        away = [self._away(self.streamed, segment, depth) for segment, _ in panels[: PANELS - 1]]
+        return away.index(True) if True in away else len(away)
+
+    def _width(self, panels: Sequence[tuple[_Segment, int]], here: int) -> int:
+        """Return the mean width of the panels that are multiplied first; a panel from another GPU will be cut."""
+        widths = [segment.stop - segment.start for segment, _ in panels[: max(1, here)]]
+        return sum(widths) // here if here else min(*widths, self.side)
+
+    def _multiply(self, stationary: tuple[Part, ...], panel: Part, add: bool) -> Multiply:
+        """Return the product of parts that are side by side in one buffer, or of one, with a panel."""
+        first, last = stationary[0], stationary[-1]
+        whole = first.placed
+        if first is not last:
+            (top, _, left, _), (_, bottom, _, right) = first.matrix.box, last.matrix.box
+            rect = (first.rect[0], last.rect[1], first.rect[2], last.rect[3])
+            whole = Placed(View(first.matrix.buffer, (top, bottom, left, right)), rect)
+        a, b = (whole, panel.placed) if self.stationary == 0 else (panel.placed, whole)
+        return Multiply(a, b, tuple(one for one in (*stationary, panel) if one.loaded), add)
+
+    def _rect(self, operand: int, own: tuple[int, int], depth: tuple[int, int]) -> Rect:
+        return (*own, *depth) if operand == 0 else (*depth, *own)
+
+    def _part(self, operand: int, segment: _Segment, depth: tuple[int, int], slot: int, at: int = 0) -> Part:
+        """Return a part that is multiplied in place, or loaded to a place of the buffer with a number."""
+        rect = self._rect(operand, segment[:2], depth)
+        if segment.in_place:
+            (block,) = chunk_blocks_of(self.problem.matrices[operand].chunks, operand, rect, (0, 0))
+            return Part(operand, rect, self._in_chunk(block), loaded=False)
+        return Part(operand, rect, self._in_slot(operand, slot, at, rect), loaded=True)
+
+    def _in_chunk(self, block: ChunkBlock) -> View:
+        matrix = self.problem.matrices[block.operand]
+        buffer = Buffer(f"{matrix.name}.{block.chunk}", matrix.chunk_shape(block.chunk), self.kinds[block.operand])
+        return View(buffer, (block.r0, block.r0 + block.rows, block.c0, block.c0 + block.cols))
+
+    def _in_slot(self, operand: int, number: int, at: int, rect: Rect) -> View:
+        """Return the place of a part in a buffer, which grows so that its parts fit; k begins at 0."""
+        name = f"panel.{operand}.{number}"
+        buffer = self.slots.setdefault(name, Buffer(name, (0, 0), self.kinds[operand]))
+        rows, cols = rect[1] - rect[0], rect[3] - rect[2]
+        top, left = (at, 0) if operand == 0 else (0, at)
+        most = padded(top + rows, self.multiple), padded(left + cols, self.multiple)
+        buffer.shape = max(buffer.shape[0], most[0]), max(buffer.shape[1], most[1])
+        return View(buffer, (top, top + rows, left, left + cols))
+
+    def _stationary_parts(self, part: tuple[int, int], depth: tuple[int, int], epoch: int, width: int) -> list[Part]:
+        """Return the stationary part in pieces, for panels of this width."""
+        found: list[Part] = []
+        operand, slot, at = self.stationary, epoch % self.schedule.stationary_buffers, 0
+        for segment in self._segments(operand, part, depth):
+            if segment.in_place:
+                found.append(self._part(operand, segment, depth, 0))
+                continue
+            length = segment.stop - segment.start
+            size = self._piece(length, width) if epoch == 0 and self._away(operand, segment, depth) else length
+            for start in range(segment.start, segment.stop, size):
+                stop = min(start + size, segment.stop)
+                found.append(self._part(operand, _Segment(start, stop, False), depth, slot, at))
+                at += stop - start
+        return found
+
+    def _panels(self, span: tuple[int, int], depth: tuple[int, int]) -> list[tuple[_Segment, int]]:
+        """Return the panels in order, each with the rank whose part of the partial sums it belongs to, or -1."""
+        plan, rank = self.plan, self.me
+        count = len(plan.ranks)
+        slabs = [(span, -1)]
+        if plan.grid[2] > 1 and plan.method == "reducescatter":
+            rects = [plan.final_rects(to)[0] for to in range(count)]
+            slabs = [((x[0], x[1]) if self.streamed == 0 else (x[2], x[3]), to) for to, x in enumerate(rects)]
+            # The rank's own slab comes first: others' sums are added to it while the other slabs are multiplied.
+            slabs = slabs[rank:] + slabs[:rank]
+            if any(start % self.multiple for (start, _), _ in slabs):
+                # The padding of a slab would be multiplied into the next slab.
+                slabs = [(span, -1)]
+        found: list[tuple[_Segment, int]] = []
+        for slab, to in slabs:
+            pieces: list[_Segment] = []
+            for segment in self._segments(self.streamed, slab, depth):
+                if segment.in_place:
+                    pieces.append(segment)
+                    continue
+                for run in self._runs(segment, depth):
+                    edges, width = self._edges(self.streamed, run[:2]), self.schedule.width
+                    cuts = coalesce(edges, width, unit(width, self.multiple))
+                    pieces += [_Segment(low, high, False) for low, high in itertools.pairwise(cuts)]
+            found += [(piece, to) for piece in self._in_order(pieces, depth)]
+        return found
+
+    def _ramp(self, panels: Sequence[tuple[_Segment, int]], resident: Sequence[Part]) -> list[tuple[_Segment, int]]:
+        """Cut the first panel, which comes from another GPU, into pieces."""
+        (first, to), *rest = panels
+        size = self._piece(first.stop - first.start, max(one.own[1] - one.own[0] for one in resident))
+        starts = range(first.start, first.stop, size)
+        return [(_Segment(start, min(start + size, first.stop), False), to) for start in starts] + rest
+
+    def _runs(self, segment: _Segment, depth: tuple[int, int]) -> list[_Segment]:
+        """Cut a stretch of the streamed operand into parts on this GPU and parts on others, if these are wide."""
+        found: list[tuple[_Segment, bool]] = []
+        for start, stop in itertools.pairwise(self._edges(self.streamed, segment[:2])):
+            one = _Segment(start, stop, False)
+            away = self._away(self.streamed, one, depth)
+            if found and found[-1][1] == away:
+                one = one._replace(start=found.pop()[0].start)
+            found.append((one, away))
+        low, high = self.schedule.parts[:2]
+        least = min(self.schedule.width // _FINEST, self.side**2 // (high - low))
+        if any(one.stop - one.start < least for one, _ in found):
+            return [segment]
+        return [one for one, _ in found]
+
+    def _in_order(self, segments: list[_Segment], depth: tuple[int, int]) -> list[_Segment]:
+        """Return panels in the order in which they are pulled."""
+        count, ranks = len(self.plan.ranks), self.plan.ranks
+        holders = [self._holders(self.streamed, segment, depth) for segment in segments]
+        me, first = ranks[self.me], self.me * len(segments) // count
+        whole = all(max(found.values()) > _MOSTLY * sum(found.values()) for found in holders)
+
+        def key(at: int) -> tuple[bool, bool, int, int]:
+            most = max(holders[at], key=lambda holder: holders[at][holder])
+            behind = (ranks.index(most) - self.me) % count if most in ranks else count
+            away = self.plan.from_host or set(holders[at]) != {me}
+            return not segments[at].in_place, away, behind if whole else 0, (at - first) % len(segments)
+
+        return [segments[at] for at in sorted(range(len(segments)), key=key)]
+
+    def _segments(self, operand: int, span: tuple[int, int], depth: tuple[int, int]) -> list[_Segment]:
+        """Cut a stretch of an operand's own axis into parts that are multiplied in place and parts that are loaded."""
+        found: list[_Segment] = []
+        for start, stop in itertools.pairwise(self._edges(operand, span)):
+            in_place = self._in_place(operand, self._rect(operand, (start, stop), depth))
+            if found and not in_place and not found[-1].in_place:
+                start = found.pop().start  # noqa: PLW2901
+            found.append(_Segment(start, stop, in_place))
+        return found
+
+    def _in_place(self, operand: int, rect: Rect) -> bool:
+        """Whether a part of an operand is in one chunk of this GPU, where the library can multiply it."""
+        matrix = self.problem.matrices[operand]
+        blocks = chunk_blocks_of(matrix.chunks, operand, rect, (0, 0))
+        if len(blocks) > 1 or (self.problem.by_ranks and self.multiple > 1):
+            return False
+        if matrix.by_ranks:
+            return True
+        here = self.where[matrix.name][blocks[0].chunk] in (self.plan.ranks[self.me], EVERYWHERE)
+        return here and not self.plan.from_host and self.lies(blocks[0])
+
+    def _edges(self, operand: int, span: tuple[int, int]) -> list[int]:
+        """Return the edges of chunks within a stretch, its ends included."""
+        if self.multiple > 1:
+            # Extents of GEMMs are padded, so the places of their results inside of D must be multiples, too.
+            return [span[0], span[1]]
+        sizes = self.problem.a.chunks[0] if operand == 0 else self.problem.b.chunks[1]
+        inside = {edge for edge in itertools.accumulate(sizes) if span[0] < edge < span[1]}
+        return sorted({*span, *inside})
+
+    def _holders(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> dict[int, int]:
+        """Return how many elements of a stretch each participant has."""
+        matrix, found = self.problem.matrices[operand], collections.defaultdict[int, int](int)
+        for piece in chunk_blocks_of(matrix.chunks, operand, self._rect(operand, segment[:2], depth)):
+            holder = self.where[matrix.name][piece.chunk]
+            found[self.plan.ranks[self.me] if holder == EVERYWHERE else holder] += piece.rows * piece.cols
+        return found
+
+    def _piece(self, length: int, other: int) -> int:
+        """Return the size of pieces whose products with a part of extent `other` still fill a GPU."""
+        count = pieces_that_fill(self.problem, length, other)
+        return padded(length, unit(length // count, self.multiple), count)
+
+    def _away(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> bool:
+        return self.plan.from_host or set(self._holders(operand, segment, depth)) != {self.plan.ranks[self.me]}
+
+    def _is_away(self, part: Part, depth: tuple[int, int]) -> bool:
+        return self._away(part.operand, _Segment(*part.own, in_place=not part.loaded), depth)
+
+    # The same where the rank makes chunks: a group for each product, whose chunks are made for it
+
+    def groups_of_made(self, source: ChunkSource) -> list[Group]:
+        """Return the work of a rank that makes chunks."""
+        plan, problem, region, along_k = self.plan, self.problem, self.region, self.plan.k_range(self.me)
+
+        def part(operand: int, of_d: Rect, depth: tuple[int, int], buffer: int) -> Part:
+            """Return what a part of D needs of an operand: in a buffer of this number, unless it is used in place."""
+            own, matrix = (of_d[:2] if operand == 0 else of_d[2:]), problem.matrices[operand]
+            rect = self._rect(operand, own, depth)
+            found = self._part(operand, _Segment(*own, self._in_place(operand, rect)), depth, buffer)
+            return found._replace(made=tuple(chunk_blocks_of(matrix.chunks, operand, rect)) if matrix.by_ranks else ())
+
+        # All that the rank needs of an operand whose chunks it does not make.
+        held = [part(operand, region, along_k, 0) for operand in (0, 1) if not problem.matrices[operand].by_ranks]
+        own_cuts, depth_cuts = (list(itertools.pairwise(cuts)) for cuts in source_cuts(plan, self.me, source))
+        found = list[Group]()
+        for own, depth in itertools.product(own_cuts, depth_cuts):
+            of_d = region
+            if held:
+                of_d = (*own, *region[2:]) if source.made[0] == 0 else (*region[:2], *own)
+            made = [part(operand, of_d, depth, len(found) % PANELS) for operand in source.made]
+            pair = {one.operand: one.placed for one in made}
+            for other in held:
+                (r0, r1), (c0, c1) = (region[:2], depth) if other.operand == 0 else (depth, region[2:])
+                rect = (r0, r1, c0, c1)
+                pair[other.operand] = Placed(other.placed.part(rect), rect)
+            if source.twin:
+                ((operand, one),) = pair.items()
+                pair[1 - operand] = Placed(one.matrix, (*one.rect[2:], *one.rect[:2]), turned=True)
+            first = [one for one in held if one.loaded] if not found else []
+            needs = (*(one for one in held if one.loaded), *made)
+            found.append(Group([*first, *made], [Multiply(pair[0], pair[1], needs, depth != depth_cuts[0])]))
+        if plan.grid[2] > 1:
+            found[-1] = found[-1]._replace(done=tuple(range(len(plan.ranks))))
+        return found
+
+    # The steps
+
+    def begin(self) -> None:
+        """Have memory for buffers, sums and chunks of D, and the bias where the library adds it."""
+        self.new(*self.slots.values())
+        for index in self.plan.owned(self.me).tolist():
+            rect = self.plan.chunk_rect(index)
+            self.of_d[index] = Placed(Buffer(f"d.{index}", (rect[1] - rect[0], rect[3] - rect[2]), self.dtype), rect)
+            self.new(self.of_d[index].matrix)  # type: ignore[arg-type]
+        for at, (index, rect) in enumerate(pieces_of(self.cuts, self.region)):
+            inside = index in self.of_d and not self.packed
+            sums = Buffer(f"sum.{at}", (rect[1] - rect[0], rect[3] - rect[2]), self.dtype)
+            self.blocks[index] = Placed(self.of_d[index].part(rect) if inside else sums, rect)
+            if not inside:
+                self.new(sums)
+        if native(self.plan) is not None and "bias" in self.problem.formula.inputs:
+            rect = (0, 1, *self.region[2:])
+            found = self._load("bias", rect)
+            if (goal := self.problem.d.dtype) != found.dtype:
+                found, given = self.small(1, found.shape[1], goal), found
+                self.call("copy", given, found)
+            self.bias = Placed(found, rect)
+
+    def _load(self, name: str, rect: Rect) -> Buffer:
+        """Have a part of an operand in a new matrix."""
+        found = self.small(rect[1] - rect[0], rect[3] - rect[2], self.problem[name].dtype)
+        self.new(found)
+        self.steps.append(Make(found[:, :], name, rect=rect))
+        return found
+
+    def take(self, groups: Sequence[Group]) -> None:
+        """Record loads and products: loads in their order, each once its buffer is free."""
+        pending = collections.deque[tuple[Part, int]]()
+        # By the names of buffers, and of chunks that are made, the last group that multiplies what is there.
+        last: dict[str, int] = {}
+        for number, group in enumerate(groups):
+            pending += [(part, last.get(part.matrix.name, -1)) for part in group.loads]
+            for part in itertools.chain(*(product.needs for product in group.products)):
+                chunks = [self._in_chunk(block).name for block in part.made]
+                last |= dict.fromkeys([part.matrix.name, *chunks], number)
+        issued, held = set[int](), set[str]()
+
+        def issue() -> None:
+            part, _ = pending.popleft()
+            self._issue(part)
+            issued.add(id(part))
+
+        def can_come(after: int) -> bool:
+            return bool(pending) and not pending[0][0].made and pending[0][1] <= after
+
+        for number, group in enumerate(groups):
+            for product in group.products:
+                while not all(id(part) in issued for part in product.needs):
+                    issue()
+                self._add_product(product)
+                if can_come(number - 1):
+                    issue()
+            held |= {self._in_chunk(block).name for part in group.loads for block in part.made}
+            over = {name for name in held if last[name] == number}
+            self.drop(*(self._here[name] for name in sorted(over)))
+            held -= over
+            # Of a triangle nothing is complete before all of it is.
+            if self.triangle is None or group is groups[-1]:
+                self._mirror()
+                self._publish_sums(itertools.chain(*(one.done for one in groups)) if self.triangle else group.done)
+            while can_come(number):
+                issue()
+
+    def _issue(self, part: Part) -> None:
+        """Record what fills a part."""
+        for block in part.made:
+            chunk = self._in_chunk(block).buffer
+            if chunk.name not in self._here:
+                self._make(self.problem.matrices[part.operand].name, block.chunk, chunk)
+        if part.made and part.loaded:
+            top, _, left, _ = part.matrix.box
+            places = [(block.row, block.row + block.rows, block.col, block.col + block.cols) for block in part.made]
+            targets = [
+                View(part.matrix.buffer, (top + r0, top + r1, left + c0, left + c1)) for r0, r1, c0, c1 in places
+            ]
+            self.call("join", *map(self._in_chunk, part.made), *targets, reads=len(targets), whole=part.matrix)
+        elif part.loaded:
+            self.steps.append(Make(part.matrix, self.problem.matrices[part.operand].name, rect=part.rect))
+
+    def _add_product(self, product: Multiply) -> None:
+        a, b, kernel = product.a, product.b, "add_product" if product.add else "product"
+        for block in self.blocks.values():
+            inside = common((*a.rect[:2], *b.rect[2:]), block.rect)
+            for part in filter(None, self.triangle.kept(inside) if self.triangle and inside else (inside,)):
+                r0, r1, c0, c1 = part
+                bias = () if self.bias is None else (self.bias.part((0, 1, c0, c1)),)
+                matrices = a.part((r0, r1, *a.rect[2:])), b.part((*b.rect[:2], c0, c1)), block.part(part)
+                self.call(kernel, *bias, *matrices, reads=len(bias), turned=(a.turned, b.turned))
+
+    def _mirror(self) -> None:
+        """Record the copies that complete a symmetric D: an element (i, j) is that at (j, i), or its conjugate."""
+        pairs = [
+            (source.part((j0, j1, i0, i1)), target.part((i0, i1, j0, j1)))
+            for part in (self.triangle.copied() if self.triangle else ())
+            for target, source in itertools.product(self.blocks.values(), repeat=2)
+            for inside in filter(None, (common(part, target.rect),))
+            for i0, i1, j0, j1 in filter(None, (common(inside, (*source.rect[2:], *source.rect[:2])),))
+        ]
+        if pairs:
+            lower, upper = zip(*pairs, strict=True)
+            self.call("store", *lower, *upper, reads=len(pairs), turned=True)
+
+    # Sums over k
+
+    def _final_parts(self, rank: int) -> list[Buffer | View]:
+        return [self.blocks[0].part(rect) for rect in merged(self.plan.final_rects(rank))]
+
+    def _publish_sums(self, done: Iterator[int] | tuple[int, ...]) -> None:
+        """Let ranks have their parts of the sums; add those of others that are complete by now to this rank's."""
+        for to in done:
+            self.complete += 1
+            if to != self.me and (parts := self._final_parts(to)):
+                self._give({to: parts}, self.me)
+        # The host waits for them, so that this GPU is to have a slab more to multiply.
+        count = len(self.plan.ranks)
+        while self.coming and (self.me - self.coming[0]) % count <= self.complete - 2:
+            self._add_sums()
+
+    def _add_sums(self) -> None:
+        owner = self.coming.popleft()
+        self.pull(owner, self._key(owner, self.me), tuple(self._final_parts(self.me)), op="add")
+
+    def sum_up(self) -> None:
+        """Add the partial sums that are left."""
+        while self.coming:
+            self._add_sums()
+
+    # The formula
+
+    def hand_over(self) -> None:
+        """Apply the formula to this rank's chunks of D, or round them; hand them over."""
+        problem, formula, parts = self.problem, self.problem.formula, dict[tuple[str, Rect], Buffer]()
+        if not problem.finished or native(self.plan) is not None:
+            for index, chunk in self.of_d.items():
+                found = chunk.matrix
+                if problem.d.dtype != self.dtype:
+                    found = Buffer(f"rounded.{index}", chunk.matrix.shape, problem.d.dtype)
+                    self.call("copy", chunk.matrix, found)
+                self.leave("", found, index)
+            return
+        names = problem.operands[2:]
+        for rect, name in itertools.product([chunk.rect for chunk in self.of_d.values()], names):
+            at = name, self._read_of(name, rect)
+            if at not in parts:
+                parts[at] = self._load(*at)
+        for index, (sums, rect, _) in self.of_d.items():
+            made = [Buffer(f"{one.name}@{index}", one.chunk_shape(index), one.dtype) for one in problem.outputs]
+            read = [parts[name, self._read_of(name, rect)] for name in names]
+            self.call("finish_into", *read, sums, *made, reads=len(read), names=names, formula=formula)
+            for output, buffer in zip(problem.outputs, made, strict=True):
+                self.leave(output.name, buffer, index)
+
+
+def merged(rects: Sequence[Rect]) -> list[Rect]:
+    """Merge rectangles into larger ones: neighbours in a row first, then rows of equal columns."""
+    for own, other in ((2, 0), (0, 2)):
+        found: list[Rect] = []
+        for rect in rects:
+            if found and found[-1][other : other + 2] == rect[other : other + 2] and found[-1][own + 1] == rect[own]:
+                before = list(found.pop())
+                before[own + 1] = rect[own + 1]
+                rect = (before[0], before[1], before[2], before[3])  # noqa: PLW2901
+            found.append(rect)
+        rects = found
+    return list(rects)
+
+
+def _side_by_side(resident: Sequence[Part]) -> list[tuple[Part, ...]]:
+    """Group parts that are side by side both in one buffer and in the matrix."""
+    found: list[tuple[Part, ...]] = []
+    for one in resident:
+        before = found[-1][-1] if found else None
+        if before is not None and one.loaded and before.matrix.buffer is one.matrix.buffer:
+            axis = 2 * one.operand
+            if before.own[1] == one.own[0] and before.matrix.box[axis + 1] == one.matrix.box[axis]:
+                found[-1] = (*found[-1], one)
+                continue
+        found.append((one,))
+    return found
+
+
+def _stored_soon(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Hand each buffer over as soon as no step needs it any more: results go to the host while others are made."""
+    last, found = dict[str, int](), collections.defaultdict[int, list[Step]](list)
+    for number, step in enumerate(steps):
+        match step:
+            case Call(_, buffers) | Publish(_, buffers) | Pull(_, _, buffers):
+                last |= dict.fromkeys((one.name for one in buffers), number)
+            case Store(buffer):
+                found[last[buffer.name]].append(step)
+                continue
+        found[number].insert(0, step)
+    return tuple(itertools.chain(*(found[number] for number in range(len(steps)))))
