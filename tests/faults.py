@@ -25,8 +25,8 @@ FAULT_POINTS = {
     "library": ("dask_distmm.engines.cublasmp", "Group", "multiply"),
     "steps": ("dask_distmm.engines.programs.job", "ProgramJob", "_call"),
     "broadcast": ("dask_distmm.comms.nccl", "NcclComm", "broadcast"),
-    "panel": ("dask_distmm.engines.peer.products", "Multiplication", "_multiply"),
-    "step": ("dask_distmm.engines.peer.loads", "Loads", "_make"),
+    "panel": ("dask_distmm.engines.peer.products", "PeerJob", "_multiply"),
+    "step": ("dask_distmm.engines.peer.products", "PeerJob", "_begin"),
     "program": ("dask_distmm.engines.programs.job", "ProgramJob", "_take"),
     "workspace": ("dask_distmm.engines.cublasmp", "Group", "allocate"),
 }

@@ -1,7 +1,7 @@
 """How the order of a run's pulls and products works out, without GPUs: ``python -m benchmarks.gpu.model``.
 
 A fluid model of the peer engine. Ranks begin a little apart. Each pulls and multiplies in the engine's own order
-(`dask_distmm.engines.peer.schedule`). A GPU sends and receives so many bytes a second in all, which copies that
+(`dask_distmm.planning.blocks`). A GPU sends and receives so many bytes a second in all, which copies that
 go on at the same time share as evenly as can be; products take what their operations take at the rate of a large one,
 or longer if they are too small to fill a GPU. The host, latencies and the sums that ranks pull at the end are left out:
 the model tells orders from each other, and no milliseconds.
@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from dask.array.core import slices_from_chunks
 from numpy.typing import NDArray
 
 from benchmarks.gpu import cases
-from dask_distmm.engines.peer.schedule import make_schedule, pending_loads
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.cuts import Rect, full_side
-from dask_distmm.planning.schedule import BlockSchedule, block_schedules, extent_multiple
+from dask_distmm.planning.blocks import steps
+from dask_distmm.planning.cuts import full_side
+from dask_distmm.planning.product import chunk_blocks_of
+from dask_distmm.programs.steps import Box, Call, Make, crossing
 from dask_distmm.testing import make_problem
 
 # In place of a number of chunks.
@@ -75,46 +75,40 @@ def even_shares(flows: Sequence[tuple[int, int]], bandwidth: float) -> list[floa
     return [rates[number] for number in range(len(flows))]
 
 
-def lies_in_one(made: Plan, me: int, operand: int, rect: Rect) -> bool:
-    """Whether a part of an operand is in one chunk of a participant."""
-    sizes, where = made.problem.matrices[operand].chunks, made.where["ab"[operand]]
-    assert where is not None
-    if extent_multiple(made.problem) > 1 and any(x % 16 for x in (rect[1] - rect[0], rect[3] - rect[2])):
-        return False
-    places = slices_from_chunks(sizes)
-    for part in np.flatnonzero(where == me).tolist():
-        rows, cols = places[part]
-        if rows.start <= rect[0] and rect[1] <= rows.stop and cols.start <= rect[2] and rect[3] <= cols.stop:
-            return True
-    return False
-
-
-def rank_of(made: Plan, rank: int, schedule: BlockSchedule) -> Rank:
+def rank_of(made: Plan, rank: int) -> Rank:
     """Return what a rank does in a plan."""
     me, full = made.ranks[rank], full_side(made.problem)
-    steps = make_schedule(made, rank, schedule, lambda operand, rect: lies_in_one(made, me, operand, rect)).steps
-    pulls = []
-    for load, after in pending_loads(steps):
-        name = "ab"[load.operand]
-        where, itemsize = made.where[name], made.problem[name].itemsize
-        assert where is not None
-        held: dict[int, float] = {}
-        for piece in load.chunk_blocks:
-            holder = int(where[piece.chunk])
-            held[holder] = held.get(holder, 0.0) + piece.rows * piece.cols * itemsize
-        held.pop(me, None)
-        # The next rank first, as the engine has it.
-        sources = sorted(held.items(), key=lambda one: (one[0] - me) % len(made.participants))
-        pulls.append(Pull(load.number, sources, after))
-    products = []
-    for number, step in enumerate(steps):
-        for product in step.products:
-            (r0, r1, c0, c1), (k0, k1) = product.rect, product.a[0].depth
-            needs = frozenset(load.number for load in product.loaded)
-            area = (r1 - r0) * (c1 - c0)
+    pulls, products = list[Pull](), list[Product]()
+    # For each buffer the loads that are in it, and the last product that has read it.
+    inside, used = dict[str, list[tuple[Box, int]]](), dict[str, int]()
+    for step in steps(made, rank, lambda operand, number: True):
+        if isinstance(step, Make) and step.rect is not None:
+            matrix = made.problem[step.operand]
+            held: dict[int, float] = {}
+            for piece in chunk_blocks_of(matrix.chunks, "ab".index(step.operand), step.rect):
+                holder = int(made.where[matrix.name][piece.chunk])
+                held[holder] = held.get(holder, 0.0) + piece.rows * piece.cols * matrix.itemsize
+            held.pop(me, None)
+            # The next rank first, as the engine has it.
+            sources = sorted(held.items(), key=lambda one: (one[0] - me) % len(made.participants))
+            name, box = step.buffer.name, step.buffer.box
+            kept = [one for one in inside.get(name, ()) if not crossing(one[0], box)]
+            after = used.get(name, -1) if len(kept) < len(inside.get(name, ())) else -1
+            inside[name] = [*kept, (box, len(pulls))]
+            pulls.append(Pull(len(pulls), sources, after))
+        elif isinstance(step, Call) and step.kernel in ("product", "add_product"):
+            a, _, d = step.arguments
+            needs = {
+                number
+                for place in step.arguments[:2]
+                for box, number in inside.get(place.name, ())
+                if crossing(box, place.box)
+            }
+            used |= {place.name: len(products) for place in step.arguments}
+            area = d.shape[0] * d.shape[1]
             # Near what was measured: see `dask_distmm.planning.cuts`.
             share = math.sqrt(min(1.0, area / full**2))
-            products.append(Product(2.0 * area * (k1 - k0), share, number, needs))
+            products.append(Product(2.0 * area * a.shape[1], share, len(products), frozenset(needs)))
     return Rank(pulls, products)
 
 
@@ -243,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("Share of the bound, if a pull reads one GPU after the other, and all at the same time (as the engine does)")
     for gpus, n, chunks in itertools.product(options.gpus, options.sizes, options.chunks):
         made = make_plan(gpus, n, chunks, options.type, options.method)
-        ranks = [rank_of(made, rank, schedule) for rank, schedule in enumerate(block_schedules(made))]
+        ranks = [rank_of(made, rank) for rank in range(len(made.ranks))]
         bound = 2.0 * n**3 / gpus / options.rate
         found: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(5):

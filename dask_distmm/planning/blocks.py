@@ -27,7 +27,8 @@ from typing import NamedTuple
 from dask_distmm.planning.cuts import Rect, common, full_side, padded, pieces_of, pieces_that_fill, unit
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.product import ChunkBlock, Placed, Product, chunk_blocks_of, coalesce
+from dask_distmm.planning.product import LONG, ChunkBlock, Placed, Product, chunk_blocks_of, coalesce, deciding
+from dask_distmm.planning.program import once
 from dask_distmm.planning.schedule import (
     PANELS,
     BlockSchedule,
@@ -101,12 +102,33 @@ class _Segment(NamedTuple):
     in_place: bool
 
 
-# Whether the library can multiply a part of a chunk of this GPU where it lies.
-Lies = Callable[[ChunkBlock], bool]
+# Whether the library can multiply a chunk of this GPU, by operand (0 or 1) and number, where it lies.
+Lies = Callable[[int, int], bool]
+# Lists that are kept for plans that are alike: chunks may lie differently.
+_KEPT = 4
 
 
 def steps(plan: Plan, rank: int, lies: Lies) -> tuple[Step, ...]:
     """Return the steps of a rank, where the chunks in its memory lie as `lies` says."""
+    if plan.problem.by_ranks:  # which follow from machines, too
+        return record(plan, rank, lies)
+    answers: dict[tuple[int, int], bool] = {}
+    kept: list[tuple[dict[tuple[int, int], bool], tuple[Step, ...]]]
+    kept = once((deciding(plan),), ("blocks", rank), list, LONG)
+    for before, found in kept:
+        if all(lies(*chunk) == answer for chunk, answer in before.items()):
+            return found
+
+    def asked(operand: int, number: int) -> bool:
+        return answers.setdefault((operand, number), lies(operand, number))
+
+    made = record(plan, rank, asked)
+    kept[:] = [*kept[1 - _KEPT :], (answers, made)]
+    return made
+
+
+def record(plan: Plan, rank: int, lies: Lies) -> tuple[Step, ...]:
+    """Return the steps of a rank, made anew."""
     p = _Blocks(plan, rank, lies)
     groups = (
         p.groups_of_made(chunk_sources(plan)[rank]) if plan.problem.by_ranks else p.groups(block_schedules(plan)[rank])
@@ -328,8 +350,11 @@ class _Blocks(Product):
             return False
         if matrix.by_ranks:
             return True
-        here = self.where[matrix.name][blocks[0].chunk] in (self.plan.ranks[self.me], EVERYWHERE)
-        return here and not self.plan.from_host and self.lies(blocks[0])
+        (block,) = blocks
+        if self.multiple > 1 and any(x % 16 for x in (block.r0, block.c0, block.rows, block.cols)):
+            return False
+        here = self.where[matrix.name][block.chunk] in (self.plan.ranks[self.me], EVERYWHERE)
+        return here and not self.plan.from_host and self.lies(operand, block.chunk)
 
     def _edges(self, operand: int, span: tuple[int, int]) -> list[int]:
         """Return the edges of chunks within a stretch, its ends included."""

@@ -40,7 +40,7 @@ from dask_distmm.programs.steps import PART, Buffer, Key, Publish, Step, View
 # Products of fewer rows, or a shorter k, are not worth the mirroring.
 _SYMMETRIC = 64
 # Lists of plans of more bytes are not kept for the next run: there are thousands of chunks.
-_LONG = 2**14
+LONG = 2**14
 
 
 # Parts of chunks, and the order in which a rank multiplies them
@@ -171,11 +171,14 @@ Turn = tuple[list[ChunkBlock], list[list[ChunkBlock]]]
 
 def steps(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
     """Return the steps of a rank, which has sums already in chunks of D that were begun, and adds to these."""
-    # All that is left of what came to this worker may change them.
+    return once((deciding(plan),), (rank, *sorted(begun)), lambda: record(plan, rank, begun), LONG)
+
+
+def deciding(plan: Plan) -> Plan:
+    """Return what lists of steps follow from: all that came to this worker, but names and constants of machines."""
     options = dataclasses.replace(plan.problem.options, machines=())
     problem = dataclasses.replace(plan.problem, name="", whole="", options=options)
-    what = dataclasses.replace(plan, problem=problem, participants=())
-    return once((what,), (rank, *sorted(begun)), lambda: record(plan, rank, begun), _LONG)
+    return dataclasses.replace(plan, problem=problem, participants=())
 
 
 def record(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:

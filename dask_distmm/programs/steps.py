@@ -333,7 +333,7 @@ CONTRACTS: dict[str, Contract] = {
     "check_right": Contract("rr", _none),
     # Small matrices, on one rank or on all.
     "add": Contract("ru", _none),
-    # Products. C += A B, or C = A B; the lower triangle of it; the upper triangle as the lower one, in a block or by two.
+    # Products. C += A B; C = A B; the lower triangle of it; the upper triangle as the lower one, in a block or by two.
     "add_product": Contract("rru", lambda *s: 2 * math.sqrt(math.prod(s[-3] + s[-2] + s[-1]))),
     "product": Contract("rrw", lambda *s: 2 * math.sqrt(math.prod(s[-3] + s[-2] + s[-1]))),
     "add_symmetric": Contract("rru", lambda a, b, c: math.sqrt(math.prod(a + b + c))),

@@ -23,6 +23,7 @@ from dask_distmm.planning import Worker, plan
 from dask_distmm.planning import schedule as block_schedule
 from dask_distmm.planning import schedule as schedules
 from dask_distmm.planning.distribution import BlockCyclic, Slab
+from dask_distmm.programs.steps import Make
 from dask_distmm.testing import assert_product, conformance, make_problem, random_chunks, random_matrix, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -362,8 +363,8 @@ def test_what_is_multiplied_before_the_vote_is_over_when_a_run_is_given_up(make_
     kind, looked_at = sys.modules["dask_distmm.engines.peer.engine"].PeerJob, []
 
     def accept(self, offers):
-        if self._multiplication is not None and self._multiplication.early is not None:
-            blocks = [np.asarray(array).view(np.uint8) for _, array in self._result.blocks]
+        if self.early is not None:
+            blocks = [np.asarray(x).view(np.uint8) for name, x in self.arrays.items() if name[:2] in ("d.", "su")]
             assert self.engine.stream.queue, "nobody waits for it before"
             self.abort(EngineError("not all voted for it"))
             looked_at.append([block.copy() for block in blocks])
@@ -392,7 +393,7 @@ def test_first_products_that_ran_before_are_a_graph(make_peers, monkeypatch, met
     for seed in range(30):
         for _ in range(2):
             conformance(ranks, method, nranks, dtype, shape=(64, 48, 56), most_chunks=2, seed=seed)
-            captured += sum(job._multiplication.first is not None for job in ranks.jobs[-nranks:])
+            captured += sum(job.first is not None for job in ranks.jobs[-nranks:])
         if captured > 2:
             return
     raise AssertionError(f"{captured} of 30 problems began with what a rank has at home")
@@ -406,10 +407,10 @@ def test_what_takes_too_little_or_too_much_is_not_begun_before_the_vote(make_pee
     monkeypatch.setattr(module, "_MOST_SECONDS", most)
     for again in (False, True):
         conformance(ranks, "local", 1, seed=5)
-        assert (ranks.jobs[-1]._multiplication.early is not None) == begun
+        assert (ranks.jobs[-1].early is not None) == begun
         assert ("ahead" in ranks.jobs[-1].timings) == begun
         # Products that have run before are captured instead.
-        assert not again or (ranks.jobs[-1]._multiplication.first is not None) == (not begun and most == 5.0)
+        assert not again or (ranks.jobs[-1].first is not None) == (not begun and most == 5.0)
 
 
 def test_a_job_that_is_dropped_has_its_products_over_with(make_peers, monkeypatch):
@@ -446,13 +447,13 @@ def test_only_so_much_stays_mapped(make_peers, monkeypatch):
 def test_a_rank_that_fails_ends_the_run_for_all(make_peers, monkeypatch, method):
     """The others wait for its sums at most until they are told."""
     ranks, _ = make_peers()
-    kind = sys.modules["dask_distmm.engines.peer.products"].Multiplication
+    kind = sys.modules["dask_distmm.engines.peer.products"].PeerJob
     real = kind._multiply
 
-    def fail(self, product, gemms):
+    def fail(self, call, works):
         if self.rank == 1:
             raise ZeroDivisionError("in the middle")
-        real(self, product, gemms)
+        real(self, call, works)
 
     monkeypatch.setattr(kind, "_multiply", fail)
     with pytest.raises(ZeroDivisionError, match="in the middle"):
@@ -464,21 +465,20 @@ def test_a_rank_that_fails_ends_the_run_for_all(make_peers, monkeypatch, method)
 def test_products_are_launched_as_soon_as_their_own_pulls_are(make_peers, monkeypatch):
     """Not when all pulls are: the host takes as long for these as GPUs do."""
     ranks, _ = make_peers()
-    launched = collections.defaultdict(list)
+    kind, launched = sys.modules["dask_distmm.engines.peer.products"].PeerJob, collections.defaultdict(list)
 
-    def log(module, kind, name):
-        kind = getattr(sys.modules[f"dask_distmm.engines.peer.{module}"], kind)
+    def log(name):
         real = getattr(kind, name)
 
-        def call(self, what, *gemms):
+        def call(self, what, *works):
             # Products that were begun before the vote are not launched again.
-            launched[id(getattr(self, "loads", self))] += [what] if name == "_issue" or gemms[0] else []
-            return real(self, what, *gemms)
+            launched[id(self)] += [what] if name == "_issue" or works[0] else []
+            return real(self, what, *works)
 
         monkeypatch.setattr(kind, name, call)
 
-    log("loads", "Loads", "_issue")
-    log("products", "Multiplication", "_multiply")
+    log("_issue")
+    log("_multiply")
     sizes = ((20,) * 4,) * 2
     problem = make_problem(sizes, sizes, method="allgather")
     where = np.tile(np.arange(4) % 2, 4).astype(np.int32)
@@ -490,14 +490,19 @@ def test_products_are_launched_as_soon_as_their_own_pulls_are(make_peers, monkey
     found = run_jobs(ranks, made, chunks)
     assert_product(a, b, np.block([[found["", 4 * i + j] for j in range(4)] for i in range(4)]))
     for job in ranks.jobs[-2:]:
-        pulled, products, between = set(), 0, 0
-        for what in launched[id(job._multiplication.loads)]:
-            if hasattr(what, "slot"):
-                pulled.add(what.number)
-                between += products > 0 and what in job._multiplication.steps[0].loads
+        every = {id(step): step for step in job._steps if isinstance(step, Make)}
+        loaded, products, between = {id(every[number]) for number in job.before_vote}, 0, 0
+        for what in launched[id(job)]:
+            if isinstance(what, Make):
+                loaded.add(id(what))
+                # Pieces of what stays come one by one.
+                between += products > 0 and what.buffer.name.endswith(".0")
                 continue
             products += 1
-            assert {load.number for load in what.loaded} <= pulled | job._multiplication.loads.before_vote
+            first = next(number for number, step in enumerate(job._steps) if step is what)
+            before = [step for step in job._steps[:first] if isinstance(step, Make)]
+            needed = {x.name for x in what.arguments}
+            assert {id(step) for step in before if step.buffer.name in needed} <= loaded
         assert between, "all pulls of the first step came before its products"
 
 
@@ -556,9 +561,9 @@ def test_a_rank_that_is_gone_is_missed_where_it_was_needed(make_peers, monkeypat
 
 def test_a_rank_that_never_finishes_its_sums_is_named(make_peers, monkeypatch):
     ranks, _ = make_peers()
-    kind = sys.modules["dask_distmm.engines.peer.result"].Result
-    real = kind.raise_flag
-    monkeypatch.setattr(kind, "raise_flag", lambda self, number: self.rank == 2 or real(self, number))
+    kind = sys.modules["dask_distmm.engines.peer.products"].PeerJob
+    real = kind._publish
+    monkeypatch.setattr(kind, "_publish", lambda self, key: self.rank == 2 or real(self, key))
     with (
         dask.config.set({"distmm.timeouts.transfer": "0.3s"}),
         pytest.raises(EngineError, match=r"worker w\d has not finished its sums for"),

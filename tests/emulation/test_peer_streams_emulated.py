@@ -160,7 +160,7 @@ def test_little_room(make_peers, sizes, method, by_ranks):
     for job in ranks.jobs:
         if job.rank is not None:
             stream = block_schedule.chunk_sources(made)[job.rank]
-            assert 0 < job._multiplication.loads.most_held <= stream.held_bytes
+            assert 0 < job.most_held <= stream.held_bytes
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"])

@@ -26,10 +26,11 @@ host waits for such.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -54,9 +55,23 @@ from dask_distmm.numeric.types import carried, typed
 from dask_distmm.planning import Plan
 from dask_distmm.planning.blocks import steps
 from dask_distmm.planning.cuts import Rect, common, padded
-from dask_distmm.planning.product import ChunkBlock, chunk_blocks_of
+from dask_distmm.planning.product import chunk_blocks_of
 from dask_distmm.planning.schedule import PANELS, blocks, chunk_sources, extent_multiple, native, peer_reads, sums_in
-from dask_distmm.programs.steps import Box, Buffer, Call, Drop, Make, New, Publish, Pull, Step, Store, View, crossing
+from dask_distmm.programs.steps import (
+    Box,
+    Buffer,
+    Call,
+    Drop,
+    Key,
+    Make,
+    New,
+    Publish,
+    Pull,
+    Step,
+    Store,
+    View,
+    crossing,
+)
 
 # Products of a rank that are put on a stream together: begun before the vote, or captured in a graph
 
@@ -209,16 +224,17 @@ class PeerJob(ProgramJob):
         # the host would wait for it; the event behind the last product that reads it.
         self._coming: dict[str, list[tuple[Box, Any]]] = collections.defaultdict(list)
         self._last_use: dict[str, cp.cuda.Event] = {}
-        # Products whose end the host has not seen: the event behind each, its flops, what is held until then, its bytes.
+        # Products whose end the host has not seen: an event, flops, what is held until then, and the bytes of that.
         self._queue = collections.deque[tuple[cp.cuda.Event, float, Any, int]]()
         self._queued_flops = 0.0
-        self._held_bytes = self._most_held = 0
+        self._held_bytes = self.most_held = 0
         self._source = chunk_sources(plan)[self.rank] if plan.problem.by_ranks and self.rank is not None else None
         # Buffers for others' sums, and the events behind their last uses.
         self._adding: list[Any] = []
         self._added: dict[int, Any] = {}
         self._turn = 0
         self._downloads: Downloads | None = None
+        self._stores: list[Store] = []
         self._missing: set[int] = set()
         self._rank = -1 if self.rank is None else self.rank
 
@@ -272,10 +288,19 @@ class PeerJob(ProgramJob):
         if self.plan.from_host:
             self._sources.allocate()
         every = steps(self.plan, self.rank, self._lies)
-        self.arrays = {f"{name}.{number}": x for (name, number), x in self.chunks.items() if name in "ab"}
         made = {step.buffer.name: self._new(step.buffer) for step in every if isinstance(step, New)}
-        self.arrays |= made
-        self._steps = tuple(step for step in every if not isinstance(step, New))
+        self.arrays = {**made}
+        if self.plan.problem.array == "numpy":
+            self._downloads = Downloads(self.engine.downloads)
+        else:
+            self._stores = [step for step in every if isinstance(step, Store)]
+        # Memory stays until the end, when others have read it, and results that stay here may be noted then.
+        gone = New if self._downloads else New | Store
+        self._steps = tuple(
+            step
+            for step in every
+            if not isinstance(step, gone) and (not isinstance(step, Drop) or step.buffer.is_operand)
+        )
         sums, size = [pull for pull in every if isinstance(pull, Pull) and pull.op], sums_in(self.plan).itemsize
         parts = [place.shape for pull in sums[:1] for place in pull.buffers]
         if parts:
@@ -285,13 +310,15 @@ class PeerJob(ProgramJob):
         self._flags = self.engine.exporter.empty((1, len(self.plan.ranks) + 1), np.dtype(np.int32))
         self._allocated = [*made.values(), *self._adding]
         for step in self._steps:
-            if isinstance(step, Call) and step.kernel == "store":
-                self._copies[id(step)] = self._copies_of(step)
-        if self.plan.problem.array == "numpy":
-            self._downloads = Downloads(self.engine.downloads)
+            if isinstance(step, Call):
+                for name, number in (place.name.split(".")[:2] for place in step.arguments if place.name[1] == "."):
+                    if name in "ab" and not isinstance(chunk := self.chunks[name, int(number)], SourceChunk):
+                        self.arrays[f"{name}.{number}"] = chunk
+                if step.kernel == "store":
+                    self._copies[id(step)] = self._copies_of(step)
 
     def _new(self, buffer: Buffer) -> Any:
-        (rows, cols), dtype, kind = buffer.shape, carried(buffer.dtype, "cupy"), buffer.name.split(".")[0]
+        (rows, cols), dtype, (kind, *_) = buffer.shape, carried(buffer.dtype, "cupy"), buffer.name.split(".")
         if kind == "panel":
             order = self._orders[int(buffer.name.split(".")[1])]
             full = (rows, padded(cols, _ALIGNED)) if order == "C" else (padded(rows, _ALIGNED), cols)
@@ -313,19 +340,18 @@ class PeerJob(ProgramJob):
         (copies,) = make_copies([table_of(found, size)], size, here=True)
         return copies
 
-    def _lies(self, block: ChunkBlock) -> bool:
-        """Whether the library can multiply a part of a chunk where it lies."""
-        view = lying(self.chunks["ab"[block.operand], block.chunk])
+    def _lies(self, operand: int, number: int) -> bool:
+        """Whether the library can multiply a chunk where it lies."""
+        view = lying(self.chunks["ab"[operand], number])
         if view is None:
             return False
-        if self.plan.problem.matrices[block.operand].conjugated and view.order == "C":
+        if self.plan.problem.matrices[operand].conjugated and view.order == "C":
             # The library conjugates only operands that it transposes; other ones are conjugated in a buffer.
             return False
-        pointer, row, col = view.span.at(block.r0, block.c0)
-        outer = row if view.order == "C" else col
-        if self._multiple > 1 and any(x % 16 for x in (pointer, outer, block.rows, block.cols)):
+        outer = view.span.row_stride if view.order == "C" else view.span.col_stride
+        if self._multiple > 1 and (view.span.pointer % 16 or outer % 16):
             return False
-        return not self.plan.problem.fp8 or view.order == self._orders[block.operand]
+        return not self.plan.problem.fp8 or view.order == self._orders[operand]
 
     def _copy_own_chunks(self) -> None:
         """Find the chunk blocks of all loads; put on the stream the copies of own chunks into buffers that are free.
@@ -419,9 +445,13 @@ class PeerJob(ProgramJob):
             return
         if self._expected is not None:
             self._sources.remote = Remote(self.plan, self._expected.read(offers), self.engine, self._lost)
-        # The loads of the first products are urgent if the GPU has none that began early.
-        first = itertools.takewhile(lambda step: not isinstance(step, Drop), self._steps)
-        urgent = {id(step) for step in first} if not (self.early or self.first) else set()
+        # Of the first buffers the first loads are urgent if the GPU has no product that began early.
+        urgent, filled = set[int](), collections.defaultdict[str, list[Box]](list)
+        for step in self._steps if not (self.early or self.first) else ():
+            if isinstance(step, Make) and id(step) in self._pending and step.buffer.name.endswith(".0"):
+                boxes = filled[step.buffer.name]
+                urgent |= set() if any(crossing(box, step.buffer.box) for box in boxes) else {id(step)}
+                boxes.append(step.buffer.box)
         self._found = self._sources.find(self._pending, urgent)
         self.timings["offers"] = time.perf_counter() - self._began
 
@@ -441,12 +471,12 @@ class PeerJob(ProgramJob):
             if self.first is not None:
                 self.first.run(self._stream)
             self.take(every[:last], 0.0, last / len(every))
-            if self._source is not None and self._queue:
-                self.ended.wait(self._queue[-1][0])
             marks.append(mark(self._stream))
             self.take(every[last:], last / len(every), 1 - last / len(every))
             marks.append(mark(self._stream))
             self.missing = sorted(self._missing)
+            for step in self._stores:
+                self._store(step)
             self.ended.wait(marks[-1])
             outputs = {key: self._on_host(key, x) if self._downloads else x for key, x in self._result.items()}
         finally:
@@ -475,7 +505,7 @@ class PeerJob(ProgramJob):
     def _count(self) -> int:
         """Return the bytes of all device memory that this rank holds for the run."""
         arrays = [*self._on_device.all_arrays, *self._allocated, *self._sources.kept]
-        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values()) + self._most_held
+        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values()) + self.most_held
 
     # Loads
 
@@ -493,7 +523,7 @@ class PeerJob(ProgramJob):
             self._coming[step.buffer.name].append((step.buffer.box, coming))
 
     def _filling(self, step: Make) -> Filling:
-        """Return what fills a part: of inputs of the formula that of all parts is found when the first one is needed."""
+        """Return what fills a part; of an input of the formula all parts are found when the first one is needed."""
         if id(step) not in self._found:
             loads = [x for x in self._steps if isinstance(x, Make) and x.operand == step.operand]
             parts = {id(load): self._blocks_of(load) for load in loads}
@@ -549,11 +579,19 @@ class PeerJob(ProgramJob):
         maker = DeviceMaker(self.plan.problem, chunks, making, record(cp.cuda.get_current_stream()))
         return ChunkLoader(uses, self._source.threads, self._source.ahead, maker.make, maker.begin)
 
+    @contextlib.contextmanager
+    def _making(self, steps: Sequence[Step]) -> Iterator[None]:
+        with super()._making(steps):
+            yield
+            # Threads end after what they have put on their streams.
+            if self._loads is not None and self._queue:
+                self.ended.wait(self._queue[-1][0])
+
     def _begin(self, step: Make, chunk: Made) -> None:
         self.arrays[step.buffer.name] = chunk.array
         self._coming[step.buffer.name] = [(step.buffer.box, chunk.complete)]
         self._held_bytes += self._bytes(step.buffer)
-        self._most_held = max(self._most_held, self._held_bytes)
+        self.most_held = max(self.most_held, self._held_bytes)
 
     def _bytes(self, buffer: Buffer | View) -> int:
         return buffer.shape[0] * buffer.shape[1] * carried(buffer.dtype, "cupy").itemsize
@@ -651,7 +689,9 @@ class PeerJob(ProgramJob):
         if place.name.startswith("panel"):
             span, order = span_of(array), self._orders[int(place.name.split(".")[1])]
         else:
-            found = lying(array)
+            matrix = self.plan.problem[place.name[0]]
+            # The library conjugates what it transposes.
+            found = lying(array, "F" if matrix.by_ranks and matrix.conjugated else "")
             assert found is not None
             span, order = found
         span = span.at(top, left)
@@ -671,13 +711,16 @@ class PeerJob(ProgramJob):
 
     def _take(self, step: Step) -> None:
         if isinstance(step, Publish):
-            # One flag for each rank, whose part of the sums is complete, and one for all of this rank's part of D.
-            count = len(self.plan.ranks)
-            number, reader = divmod(step.key.number, count)
-            at = self._flags.data.ptr + (reader if number == self._rank else count) * FLAG_BYTES
-            cp.cuda.runtime.memsetAsync(at, 1, FLAG_BYTES, self._stream.ptr)
+            self._publish(step.key)
         else:
             super()._take(step)
+
+    def _publish(self, key: Key) -> None:
+        """Raise a flag: one for each rank, whose part of the sums is complete, or that for all of this rank's sums."""
+        count = len(self.plan.ranks)
+        number, reader = divmod(key.number, count)
+        at = self._flags.data.ptr + (reader if number == self._rank else count) * FLAG_BYTES
+        cp.cuda.runtime.memsetAsync(at, 1, FLAG_BYTES, self._stream.ptr)
 
     def _request(self, pull: Pull) -> Any:
         """Ask for nothing: what is pulled is looked at when it is needed."""
