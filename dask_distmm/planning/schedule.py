@@ -109,6 +109,10 @@ def square_on_diagonal(plan: Plan, rank: int, epilog: str | None) -> Triangle | 
     turns = plan.problem.result_type.kind == "c" and complex(*plan.problem.formula.alpha).imag != 0
     if stop - start < _LEAST_SQUARE or not is_gram(plan.problem) or epilog or (epilog is not None and turns):
         return None
+    # What a product is padded by must not be added to its neighbour.
+    multiple = extent_multiple(plan.problem)
+    if (top - left) % multiple or (stop < right and (stop - left) % multiple):
+        return None
     width = max(_NARROWEST, min(_WIDEST, (stop - start) // _STRIPS // _NARROWEST * _NARROWEST))
     return Triangle(start, stop, width)
 
