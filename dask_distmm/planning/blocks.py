@@ -180,7 +180,7 @@ class _Blocks(Product):
                 panels = self._ramp(panels, resident)
             wholes = _side_by_side(resident)
             # Parts that are multiplied in place come first, then other parts on this GPU.
-            resident.sort(key=lambda one: (one.loaded, self._is_away(one, depth)))
+            resident.sort(key=lambda one: (one.loaded, self._is_away(one)))
             wholes.sort(key=lambda group: group[0].loaded)
             fresh = [one for one in resident if one.loaded]
             add = depth[0] > schedule.depth[0]
@@ -381,7 +381,8 @@ class _Blocks(Product):
     def _away(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> bool:
         return self.plan.from_host or set(self._holders(operand, segment, depth)) != {self.plan.ranks[self.me]}
 
-    def _is_away(self, part: Part, depth: tuple[int, int]) -> bool:
+    def _is_away(self, part: Part) -> bool:
+        depth = part.rect[2:] if part.operand == 0 else part.rect[:2]
         return self._away(part.operand, _Segment(*part.own, in_place=not part.loaded), depth)
 
     # The same where the rank makes chunks: a group for each product, whose chunks are made for it
@@ -454,14 +455,21 @@ class _Blocks(Product):
     def take(self, groups: Sequence[Group]) -> None:
         """Record loads and products: loads in their order, each once its buffer is free."""
         pending = collections.deque[tuple[Part, int]]()
+        issued, held = set[int](), set[str]()
         # By the names of buffers, and of chunks that are made, the last group that multiplies what is there.
         last: dict[str, int] = {}
         for number, group in enumerate(groups):
-            pending += [(part, last.get(part.matrix.name, -1)) for part in group.loads]
+            for part in group.loads:
+                after = last.get(part.matrix.name, -1)
+                if after < 0 and not part.made and not self._is_away(part):
+                    # What is all here is there before the run.
+                    self._issue(part)
+                    issued.add(id(part))
+                else:
+                    pending.append((part, after))
             for part in itertools.chain(*(product.needs for product in group.products)):
                 chunks = [self._in_chunk(block).name for block in part.made]
                 last |= dict.fromkeys([part.matrix.name, *chunks], number)
-        issued, held = set[int](), set[str]()
 
         def issue() -> None:
             part, _ = pending.popleft()

@@ -83,8 +83,6 @@ _LEAST_SECONDS, _MOST_SECONDS = 1e-3, 5e-3
 _SHORT_SECONDS = 0.3e-3
 # Seconds of products on the stream whose end the host has not seen, unless they are few.
 _QUEUED_SECONDS = 10e-3
-# Where they multiply chunks that were made, of which each is held meanwhile: at most so many.
-_MOST_QUEUED = 8
 
 
 class Captured:
@@ -206,6 +204,7 @@ class PeerJob(ProgramJob):
         self._expected: Expected | None = None
         self.lends = plan.from_host
         self._sources = Sources(self, engine)
+        self._rate = plan.problem.options.machine("peer").rate(self._kinds.compute or self._kinds.a)
         self._multiple, self._epilog = extent_multiple(plan.problem), native(plan)
         self._orders = ("C", "F") if plan.problem.fp8 else made_orders(plan)
         self._itemsizes = [carried(name, "cupy").itemsize for name in plan.problem.matrix_types]
@@ -280,7 +279,7 @@ class PeerJob(ProgramJob):
             # no copy into it may be under way.
             stream.synchronize()
         if self._source is None and self.rank is not None:
-            self._begin_early(problem.options.machine("peer").rate(self._kinds.compute or self._kinds.a))
+            self._begin_early()
 
     def _allocate(self) -> None:
         """Allocate all memory but that of chunks that are made; make copies and products that are known."""
@@ -404,7 +403,7 @@ class PeerJob(ProgramJob):
         self._sources.kept += offered.values()
         return exporter.offer(matrices)
 
-    def _begin_early(self, rate: float) -> None:
+    def _begin_early(self) -> None:
         """Begin the first products whose operands are on this GPU, or capture them in a CUDA graph."""
         calls: list[tuple[Call, Gemm, bool]] = []
         away, before = dict[str, list[Box]](), None
@@ -424,7 +423,7 @@ class PeerJob(ProgramJob):
             runs[-1].append(step)
             before = names
         self._works = {id(call): [gemm] for call, gemm, _ in calls}
-        count, long = at_hand([(gemm, here) for _, gemm, here in calls], rate)
+        count, long = at_hand([(gemm, here) for _, gemm, here in calls], self._rate)
         products = [gemm for _, gemm, _ in calls[:count]]
         self.early = Ahead(self._stream, products) if long else None
         self.first = None if long else capture(self._stream, products)
@@ -432,7 +431,7 @@ class PeerJob(ProgramJob):
             self._works |= {id(call): [] for call, _, _ in calls[:count]}
         for run in runs:
             gemms = [gemm for call in run for gemm in self._works[id(call)]]
-            if 0 < sum(gemm.flops for gemm in gemms) < _SHORT_SECONDS * rate:
+            if 0 < sum(gemm.flops for gemm in gemms) < _SHORT_SECONDS * self._rate:
                 captured = capture(self._stream, gemms)
                 if captured is not None:
                     self._works |= {id(call): [] for call in run} | {id(run[0]): [captured]}
@@ -624,12 +623,10 @@ class PeerJob(ProgramJob):
     def _make_room(self, size: int = 0) -> None:
         """Let go of products that are over, and of their chunks; wait for such where too much would be on its way."""
         source = self._source
-        rate = self.plan.problem.options.machine("peer").rate(self._kinds.compute or self._kinds.a)
         while self._queue:
             over, flops, _, held = self._queue[0]
-            many = len(self._queue) >= (PANELS if source is None else _MOST_QUEUED)
             full = source is not None and self._held_bytes + size > source.held_bytes
-            if full or (many and (source is not None or self._queued_flops > rate * _QUEUED_SECONDS)):
+            if full or (len(self._queue) >= PANELS and self._queued_flops > self._rate * _QUEUED_SECONDS):
                 self.ended.wait(over)
             elif not over.done:
                 break
