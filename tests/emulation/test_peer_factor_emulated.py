@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -54,6 +56,20 @@ def test_all_ranks_name_the_first_minor(factorize, minor, monkeypatch):
     for _ in range(5):
         with pytest.raises(MatrixError, match=f"leading minor of order {minor} is not positive"):
             factorize("cholesky", 3, a)
+
+
+def test_kernels_that_wait_for_a_panel_end_with_the_run(factorize, matrix, monkeypatch):
+    made, potrf = itertools.count(), QueuedKernels.potrf
+
+    def failing(self, a):
+        if next(made) == 3:
+            raise ArithmeticError("a GPU is broken")
+        return potrf(self, a)
+
+    monkeypatch.setattr(QueuedKernels, "potrf", failing)
+    a = matrix(90, 90)
+    with pytest.raises(ArithmeticError, match="broken"):
+        factorize("cholesky", 3, a @ a.T + np.eye(90))
 
 
 @pytest.mark.parametrize("nranks", [1, 3])
