@@ -156,12 +156,11 @@ def _gram(kernels: Kernels, q: Any, gram: Any, beta: int = 0) -> None:
 # Panels, and what they are applied to
 
 
-# One GEMM of several block columns has a higher rate than one of each (1 H200, float64, 16384 rows, a panel of 512
-# columns: of 512, 1024 and 4096 columns 37, 41 and 46 TFLOP/s). It computes elements above the diagonal, too: at most
-# this share of the others.
-_BESIDE = 1 / 24
-# From this many rows on they are multiplied by the inverses of triangles of at least this order (1 H200, float64, 32768
-# x 512 beside other products, which take longer meanwhile: 0.4 and 1.0 ms).
+# One GEMM of several block columns has a higher rate than one of each. It computes elements above the diagonal, too: at
+# most this share of the others (2 H200, float64, N = 32768: the run with 1/12, 1/24, 1/48 takes 192, 185, 181 ms).
+_BESIDE = 1 / 48
+# A matrix with this many rows is multiplied by the inverses of triangles of this order, rather than solved with them:
+# other products have more of the GPU meanwhile (1 H200, float64, 32768 x 512: cuBLAS' trsm takes 1.0 ms from them).
 _ROWS, _INVERTED = 16384, 256
 # Rows that one GEMM adds up at a time. One block of a GEMM that adds up 32768 rows takes 1 ms, and the small kernels of
 # a panel wait for it one by one (1 H200, a QR panel of 32768 x 512: alone 7 ms, beside that 31, beside parts 19; the
