@@ -14,12 +14,13 @@ Chunks of workers whose memory this GPU can't read come over Dask's comms.
 A rank offers one allocation each for its block columns, for what belongs to its panels beside these (pivots, T), and
 for its parts of the outputs; and flags, one for each part of each panel, one for the end. It raises a flag on its own
 stream, after the work that makes a panel. On the GPU of a rank that needs the panel a kernel reads the flag over NVLink
-until it is up; then a copy engine pulls the panel, while the GEMMs of the panel before run. So the host queues all
-steps without a look at the flags: with one, each panel would be there 0.3 ms later (2 H200).
+until it is up; then a copy engine pulls the panel, while the GEMMs of the panel before run. So the host queues steps
+without a look at the flags: with one, each panel would be there 0.3 ms later (2 H200).
 """
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import ResultKey, Side
+from dask_distmm.engines.base import Ended, ResultKey, Side
 from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns
@@ -86,6 +87,10 @@ def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     return np.array(found, np.int64)
 
 
+# Pulls that are queued, at most: after a run has been ended, what is queued is done all the same.
+_QUEUED = 8
+
+
 class PulledPanels(DevicePanels):
     """The exchange of one rank's panels by pulls from other GPUs' memory."""
 
@@ -97,13 +102,14 @@ class PulledPanels(DevicePanels):
         streams: Sequence[cp.cuda.Stream],
         flags: Any,
         extras: Any,
-        check: Callable[[], None],
+        ended: Ended,
     ) -> None:
-        super().__init__(plan.ranks, comm, check, state.coming, streams)
+        super().__init__(plan.ranks, comm, ended.check, state.coming, streams)
         self._plan, self._flags, self._extras = plan, flags, extras
         # The host says here that the run is over.
         self._over = cupyx.empty_pinned(1, np.uint32)
         self._over[...] = 0
+        self._ended, self._events = ended, collections.deque[Any]()
         # After which pivots are there.
         self.made: dict[Key, Any] = {}
         self.remote: Remote
@@ -150,6 +156,9 @@ class PulledPanels(DevicePanels):
         _, places = self._room(key, like)
         for one, place in zip(sources, places, strict=True):
             copy_columns(one, place, self._coming)
+        self._events.append(record(self._coming))
+        if len(self._events) > _QUEUED:
+            self._ended.wait(self._events.popleft())
         return places
 
     def __exit__(self, kind: type[BaseException] | None, *given: object) -> None:
@@ -272,7 +281,7 @@ class PeerFactorJob(GpuProgramJob):
         extras = exporter.empty(shapes[EXTRAS], np.dtype(np.uint8), "F")
         flags = exporter.empty((1, flag_count(plan)), np.dtype(np.int32))
         flags[...] = 0
-        given = self._state, self._streams, flags, extras, self.ended.check
+        given = self._state, self._streams, flags, extras, self.ended
         self._flags, self.exchange = flags, PulledPanels(plan, self.comm, *given)
         array = exporter.empty(shape, plan.problem.compute_type, "F")
         offered = [(COLUMNS, array), (EXTRAS, extras)]
