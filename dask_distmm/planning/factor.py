@@ -504,8 +504,8 @@ _WIDTHS = (32, 256)
 # Number of blocks that a rank should have: with fewer, ranks finish far apart.
 _BLOCKS = 8
 # With this many blocks a rank of twice the width the next panel is there in time all the same, and products have a
-# higher rate (1 H200, float64, 32768 x 512 by 512, by 1024: 47 and 53 TFLOP/s). Those of Cholesky take less time: with
-# so many blocks they are wider, up to twice (2 H200, float64, N = 32768: 768 columns 179 ms, 512 182).
+# higher rate (1 H200, float64, 32768 x 512 by 512, by 1024: 47 and 53 TFLOP/s). Panels of Cholesky take less time: with
+# the second number of blocks these are wider, up to twice (2 H200, float64, N = 32768: 768 columns 179 ms, 512 181).
 _MANY, _MANY_CHOLESKY = 32, 21
 # The most columns of a block where all ranks read their whole share for each column that is eliminated.
 _EVEN = 256
