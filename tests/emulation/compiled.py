@@ -97,13 +97,28 @@ class RawModule:
             launched = functools.partial(
                 function, ctypes.c_uint(grid[0]), *(ctypes.c_uint(size) for size in (*block, 1)[:2]), *given
             )
-            captured = sys.modules["cupy"].cuda.get_current_stream().captured
-            if captured is None:
+            stream = sys.modules["cupy"].cuda.get_current_stream()
+            if name == "wait_for_word":
+                # The thread that would raise the word may be this one.
+                stream.queue.append(("wait", Words(arguments)))
+                stream.add(launched)
+            elif stream.captured is None:
                 launched()
             else:
-                captured.append(AtOnce(launched, arguments))
+                stream.captured.append(AtOnce(launched, arguments))
 
         return launch
+
+
+class Words:
+    """What a kernel waits for: one of some words in memory that is not zero."""
+
+    def __init__(self, addresses):
+        self.addresses = addresses
+
+    @property
+    def done(self):
+        return any(ctypes.c_uint.from_address(int(address)).value for address in self.addresses)
 
 
 class AtOnce:

@@ -242,10 +242,12 @@ def factorize(make_peers, monkeypatch):
 
     def solver(state):
         # Panels are published on the stream of the work.
-        monkeypatch.setattr(sys.modules["cupy"].cuda, "get_current_stream", streams.__getitem__, raising=False)
+        monkeypatch.setattr(sys.modules["cupy"].cuda, "get_current_stream", current, raising=False)
         return QueuedKernels(state.stream)
 
-    streams = type("Streams", (), {"__getitem__": lambda self: ranks.engines[world.memory.process].stream})()
+    def current():
+        return shared.current_stream(ranks.engines[world.memory.process].stream)
+
     monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.memory"].PeerState, "solver", solver)
 
     def run(kind, nranks, *matrices, sources=0, host=False, config=None, **options):

@@ -93,7 +93,7 @@ def zeros(shape, dtype=float, order="C"):
 class Stream:
     ptr, done = 7, True
 
-    def __init__(self, non_blocking=False):
+    def __init__(self, non_blocking=False, priority=0):
         pass
 
     def wait_event(self, event):
@@ -278,7 +278,7 @@ def _lazy(memory):
     together = defaultdict(list)
 
     class Bound(shared.Stream):
-        def __init__(self, non_blocking=False):
+        def __init__(self, non_blocking=False, priority=0):
             super().__init__(together[memory.process])
 
     Bound.null = shared.Stream([], immediate=True)

@@ -19,6 +19,7 @@ import mmap
 import os
 import random
 import threading
+import time
 import weakref
 
 import compiled
@@ -308,7 +309,10 @@ class Stream:
             streams = [stream for stream in self.together if stream.queue]
             random.shuffle(streams)
             if streams and not any(stream.step() for stream in streams):
-                raise AssertionError("streams wait for each other for ever")
+                # Others may raise a word in memory.
+                if not any(isinstance(stream.queue[0][1], compiled.Words) for stream in streams):
+                    raise AssertionError("streams wait for each other for ever")
+                time.sleep(1e-4)
 
     def synchronize(self):
         self.some()

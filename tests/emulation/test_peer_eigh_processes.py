@@ -27,12 +27,13 @@ def with_lapack(dask_worker=None):
     import importlib
 
     import lapack_kernels
+    from shared import current_stream
 
     engine = importlib.import_module("dask_distmm.engines.peer.engine").ENGINE
     sys.modules["dask_distmm.engines.gpu.tridiagonal"]._BLOCKS = 2
     kernels = lapack_kernels.QueuedKernels(engine.stream)
     type(engine).solver = lambda self: kernels
-    sys.modules["cupy"].cuda.get_current_stream = lambda: engine.stream
+    sys.modules["cupy"].cuda.get_current_stream = lambda: current_stream(engine.stream)
 
 
 def shared(a):

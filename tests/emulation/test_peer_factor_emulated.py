@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
+
 import numpy as np
 import pytest
 import scipy.linalg
@@ -20,7 +23,8 @@ def matrix():
 
 @pytest.mark.parametrize("lower", [True, False])
 @pytest.mark.parametrize("nranks", [1, 2, 3])
-def test_cholesky(factorize, matrix, nranks, lower):
+def test_cholesky(factorize, matrix, nranks, lower, monkeypatch):
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.factor"], "_QUEUED", 1)
     a = matrix(90, 90)
     a = a @ a.T + np.eye(90)
     (factor,) = factorize("cholesky", nranks, a, lower=lower).values()
@@ -54,6 +58,20 @@ def test_all_ranks_name_the_first_minor(factorize, minor, monkeypatch):
     for _ in range(5):
         with pytest.raises(MatrixError, match=f"leading minor of order {minor} is not positive"):
             factorize("cholesky", 3, a)
+
+
+def test_kernels_that_wait_for_a_panel_end_with_the_run(factorize, matrix, monkeypatch):
+    made, potrf = itertools.count(), QueuedKernels.potrf
+
+    def failing(self, a):
+        if next(made) == 3:
+            raise ArithmeticError("a GPU is broken")
+        return potrf(self, a)
+
+    monkeypatch.setattr(QueuedKernels, "potrf", failing)
+    a = matrix(90, 90)
+    with pytest.raises(ArithmeticError, match="broken"):
+        factorize("cholesky", 3, a @ a.T + np.eye(90))
 
 
 @pytest.mark.parametrize("nranks", [1, 3])

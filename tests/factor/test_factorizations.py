@@ -108,6 +108,25 @@ def test_updates_of_several_block_columns(monkeypatch, dtype, ranks, n, width):
     assert counts[2] < counts[0] or (n, ranks) in ((64, 2), (64, 3))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("what", [*MATRICES, "singular"])
+def test_panels_that_are_multiplied_by_inverses(monkeypatch, dtype, what):
+    """As on GPUs, if they have many rows."""
+    rows, rng, solve = [], np.random.default_rng(), LapackKernels.trsm
+    monkeypatch.setattr(factor, "_ROWS", 30)
+    monkeypatch.setattr(factor, "_INVERTED", 8)
+    monkeypatch.setattr(Device, "trsm", lambda self, a, b, **how: rows.append(len(b)) or solve(self, a, b, **how))
+    if what == "singular":
+        x = noise(rng, (100, 40), dtype)
+        a = x @ x.conj().T
+        a += np.eye(100, dtype=dtype) * np.linalg.norm(a, 2) * 100 * np.finfo(dtype).eps
+    else:
+        a = positive(rng, 100, dtype, what)
+    plan = factor_plan(Factorization("cholesky", a.shape, dtype), 2, 16)
+    assert_cholesky(a, run_factorization(plan, np.tril(a), kernels=Device())["l"])
+    assert max(rows) < 30
+
+
 @pytest.mark.parametrize("columns", [1, 70])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_solutions_with_updates_of_several_block_columns(ranks, columns):

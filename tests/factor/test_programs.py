@@ -18,7 +18,7 @@ from dask_distmm.planning.factor import Factorization, block_width
 from dask_distmm.programs import factor
 from dask_distmm.programs.check import ProgramError, Rates, check, cost
 from dask_distmm.programs.factor import Columns, Matrix
-from dask_distmm.programs.steps import Call, Drop, Key, Publish, Pull
+from dask_distmm.programs.steps import Call, Drop, Key, Publish, Pull, roles_of
 
 WAYS = [
     {"kind": "cholesky"},
@@ -200,6 +200,40 @@ def test_a_panel_is_published_before_others_are_updated(kind, ranks, queued, mon
                 assert at <= ahead or (at < made if queued and kind == "qr" else at > told)
 
 
+def collide(call, other):
+    """Whether one of two calls writes what the other one touches."""
+    pairs = itertools.product(*([*roles_of(one), *((made, "w") for made in one.makes)] for one in (call, other)))
+    for (one, role), (two, role_of_two) in pairs:
+        (top, bottom, left, right), (first, last, start, stop) = one.box, two.box
+        both = top < last and first < bottom and left < stop and start < right
+        if one.name == two.name and both and (role, role_of_two) != ("r", "r"):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("collective", [False, True])
+@pytest.mark.parametrize("kind", ["cholesky", "lu", "qr", "solve"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_calls_on_two_streams_wait_for_each_other(kind, ranks, collective):
+    """Where one writes what another one touches, one of them is queued after the other one has been waited for."""
+    b, options = ((90, 20), {"assume_a": "pos"}) if kind == "solve" else (None, {})
+    engine = "nccl" if collective else "peer"
+    plan = factor_plan(Factorization(kind, (90, 90), "float64", b, **options), ranks, 9, engine=engine)
+    for rank in range(ranks):
+        # Calls on the stream of the work and on that of the work ahead; how many of the other one's each waits for.
+        queued, known = ([], []), [0, 0]
+        for step in plan.steps(rank):
+            if not isinstance(step, Call | Publish):
+                continue
+            on = int(step.lane in ("ahead", "panel"))
+            if step.lane in ("ahead", "join"):
+                known[on] = len(queued[not on])
+            if isinstance(step, Call):
+                assert not [other for other in queued[not on][known[on] :] if collide(step, other)], step
+                queued[on].append(step)
+        assert queued[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -242,6 +276,11 @@ def test_widths(n, ranks):
     most = 512 if n >= 32 * ranks * 512 else 256
     assert width >= max(n, 256) if ranks == 1 else 32 <= width <= most
     assert most == 256 or ranks == 1 or width == 512
+
+
+@pytest.mark.parametrize(("n", "ranks", "width"), [(16384, 2, 512), (32768, 2, 768), (32768, 4, 512), (65536, 2, 1024)])
+def test_widths_of_cholesky_on_gpus(n, ranks, width):
+    assert block_width(Factorization("cholesky", (n, n), "float64"), ranks, (128, 512)) == width
 
 
 @given(st.sampled_from(["full", "lower", "unit lower", "upper"]), *[st.integers(0, 9)] * 2, *[st.integers(1, 9)] * 2)

@@ -14,9 +14,11 @@ from faults import inject
 from gpu_products import check, on_gpus, random
 from leaks import assert_nothing_left
 from matrices import assert_large_product
+from residuals import assert_cholesky
 from run_events import events
 
 import dask_distmm
+from dask_distmm import linalg
 from dask_distmm.errors import RunFailedError
 from dask_distmm.planning.schedule import extent_multiple
 from dask_distmm.testing import conformance
@@ -74,6 +76,22 @@ def test_extents_that_are_padded(clusters, dtype, method):
     assert extent_multiple(dask_distmm.explain(x, y, method=method).problem) == 16
     found = client.compute(dask_distmm.matmul(x, y, method=method), sync=True).get()
     assert_large_product(a, b, found)
+
+
+@pytest.mark.parametrize("skip", [0, 20])
+def test_a_rank_killed_while_others_wait_for_its_panel(start, nworkers, skip):
+    """Kernels on their GPUs do: they end with the run."""
+    s = random((900, 900))
+    s = s @ s.T + 900 * np.eye(900)
+    with dask.config.set(QUIET), start(nworkers, "tcp") as client:
+        victim, *others = sorted(client.nthreads())
+        survivors = set(client.run(os.getpid, workers=others).values())
+        client.run(inject, "steps", "kill", skip, workers=[victim])
+        factor = linalg.cholesky(on_gpus(s, 300), lower=True, method="columns")
+        assert_cholesky(s, client.compute(factor, sync=True).get())
+        client.wait_for_workers(nworkers, timeout=30)
+        assert survivors <= set(client.run(os.getpid).values())
+        assert_nothing_left(client)
 
 
 @pytest.mark.parametrize("method", ["allgather", "reducescatter"])

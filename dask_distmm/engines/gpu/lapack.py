@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nvmath.bindings import cublas, cusolverDn
 
 from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
-from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.gpu.operands import FIRST, record
 from dask_distmm.engines.gpu.tridiagonal import DeviceMerging
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.blas import solve_by_halves
@@ -27,8 +27,6 @@ _WORKSPACE_BYTES = 2**25
 _SOLVED, _MANY = 128, 4096
 # Orders of which singular values come from the polar decomposition, which takes more memory.
 _POLAR = 128, 8192
-# Priority of a stream whose kernels go before those of others.
-_FIRST = -5
 _LETTERS = {"float32": "s", "float64": "d", "complex64": "c", "complex128": "z"}
 # cublasFillMode_t, cublasSideMode_t, cublasDiagType_t, cublasDirectMode_t, cublasStorevMode_t
 _LOWER, _UPPER, _LEFT, _RIGHT, _NON_UNIT, _UNIT, _FORWARD, _COLUMNWISE = 0, 1, 0, 1, 0, 1, 0, 0
@@ -78,7 +76,7 @@ class SolverKernels(DeviceMerging):
     asynchronous, xp = True, cp
 
     def __init__(self, stream: cp.cuda.Stream) -> None:
-        self._main, self._ahead = _Handles(stream), _Handles(cp.cuda.Stream(non_blocking=True, priority=_FIRST))
+        self._main, self._ahead = _Handles(stream), _Handles(cp.cuda.Stream(non_blocking=True, priority=FIRST))
         self._now = self._main
         self._parameters = cusolverDn.create_params()
         self._info = cp.zeros(1, np.int32)

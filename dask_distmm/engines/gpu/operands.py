@@ -18,6 +18,9 @@ from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import FP8, carried
 from dask_distmm.planning import Problem
 
+# Priority of a stream whose kernels go before those of others.
+FIRST = -5
+
 # Checks of the engines for GPUs: that there is a GPU, and that chunks are matrices of CuPy or NumPy
 
 

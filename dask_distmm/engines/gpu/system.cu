@@ -14,3 +14,8 @@ __device__ __forceinline__ long long now() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(found));
   return found;
 }
+// Waits for a word of another GPU, or for the host to say that the run is over.
+extern "C" __global__ void wait_for_word(long long word, long long over) {
+  for (unsigned turn = 1; !load_acquired((const unsigned*)word); ++turn)
+    if (turn % 64 == 0 && *(volatile unsigned*)over) return;
+}

@@ -13,22 +13,26 @@ Chunks of workers whose memory this GPU can't read come over Dask's comms.
 
 A rank offers one allocation each for its block columns, for what belongs to its panels beside these (pivots, T), and
 for its parts of the outputs; and flags, one for each part of each panel, one for the end. It raises a flag on its own
-stream, after the work that makes a panel. A rank that needs the panel reads the flag over NVLink until it is up, and
-then has a copy engine pull the panel, while the GEMMs of the panel before run.
+stream, after the work that makes a panel. On the GPU of a rank that needs the panel a kernel reads the flag over NVLink
+until it is up; then a copy engine pulls the panel, while the GEMMs of the panel before run. So the host queues steps
+without a look at the flags: with one, each panel would be there 0.3 ms later (2 H200).
 """
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy as cp
+import cupyx
 import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import ResultKey, Side
+from dask_distmm.engines.base import Ended, ResultKey, Side
+from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns
 from dask_distmm.engines.gpu.program import GpuProgramJob
@@ -83,6 +87,10 @@ def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     return np.array(found, np.int64)
 
 
+# Pulls that are queued, at most: after a run has been ended, what is queued is done all the same.
+_QUEUED = 8
+
+
 class PulledPanels(DevicePanels):
     """The exchange of one rank's panels by pulls from other GPUs' memory."""
 
@@ -94,10 +102,14 @@ class PulledPanels(DevicePanels):
         streams: Sequence[cp.cuda.Stream],
         flags: Any,
         extras: Any,
-        check: Callable[[], None],
+        ended: Ended,
     ) -> None:
-        super().__init__(plan.ranks, comm, check, state.pulls(1)[0], streams)
+        super().__init__(plan.ranks, comm, ended.check, state.coming, streams)
         self._plan, self._flags, self._extras = plan, flags, extras
+        # The host says here that the run is over.
+        self._over = cupyx.empty_pinned(1, np.uint32)
+        self._over[...] = 0
+        self._ended, self._events = ended, collections.deque[Any]()
         # After which pivots are there.
         self.made: dict[Key, Any] = {}
         self.remote: Remote
@@ -125,10 +137,12 @@ class PulledPanels(DevicePanels):
         return column.view(dtype)
 
     def _come(self, owner: int, key: Key, like: Sequence[Buffer]) -> tuple[Any, ...]:
-        """Pull a panel as soon as its flag is up, for which this thread waits."""
+        """Pull a panel as soon as its flag is up."""
         plan = self._plan
         holder = plan.ranks[owner]
-        self.remote.wait(holder, flag_of(plan, key), self._check)
+        words = self.remote.flag(holder, flag_of(plan, key)), self._over.ctypes.data
+        with self._coming:
+            kernel("system", "wait_for_word")((1,), (1,), tuple(map(np.int64, words)))
         shape = plan.columns.rows, plan.columns.local_cols(owner)
         columns = plan.columns.local(owner, key.number, key.number + 1)
         source = self.remote.view(holder, BLOCKS, COLUMNS, shape, plan.problem.compute_type)[:, columns]
@@ -142,7 +156,20 @@ class PulledPanels(DevicePanels):
         _, places = self._room(key, like)
         for one, place in zip(sources, places, strict=True):
             copy_columns(one, place, self._coming)
+        self._events.append(record(self._coming))
+        if len(self._events) > _QUEUED:
+            self._ended.wait(self._events.popleft())
         return places
+
+    def __exit__(self, kind: type[BaseException] | None, *given: object) -> None:
+        # Others may wait for a panel of this rank, which then waits for theirs.
+        self._over[0] |= kind is not None
+        super().__exit__(kind, *given)
+
+    def abort(self, error: BaseException) -> None:
+        """End all requests, and kernels that wait."""
+        super().abort(error)
+        self._over[0] = 1
 
 
 # Eigenvalues that GPUs of one host share: what each lets the others read, and reads of them
@@ -254,7 +281,7 @@ class PeerFactorJob(GpuProgramJob):
         extras = exporter.empty(shapes[EXTRAS], np.dtype(np.uint8), "F")
         flags = exporter.empty((1, flag_count(plan)), np.dtype(np.int32))
         flags[...] = 0
-        given = self._state, self._streams, flags, extras, self.ended.check
+        given = self._state, self._streams, flags, extras, self.ended
         self._flags, self.exchange = flags, PulledPanels(plan, self.comm, *given)
         array = exporter.empty(shape, plan.problem.compute_type, "F")
         offered = [(COLUMNS, array), (EXTRAS, extras)]
@@ -323,8 +350,14 @@ class PeerFactorJob(GpuProgramJob):
         return made
 
     def _settle(self) -> None:
-        for one in (*self._streams, self._state.looking, *self._state.pulls(1)):
+        for one in (*self._streams, self._state.looking, self._state.coming):
             one.synchronize()
+
+    def _look(self) -> None:
+        # What came may be anything if the run was ended.
+        self._settle()
+        self.ended.check()
+        super()._look()
 
     def _reads(self, kind: str, holder: int) -> bool:
         return (

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import PeerLostError
 from dask_distmm.engines.base import log
-from dask_distmm.engines.gpu.operands import array_at, device_memory
+from dask_distmm.engines.gpu.operands import FIRST, array_at, device_memory
 from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Places, Told, offer_of
 from dask_distmm.errors import EngineError
 from dask_distmm.layout.rectangles import Span, span_of
@@ -278,6 +278,11 @@ class PeerState:
         return cp.cuda.Stream(non_blocking=True)
 
     @functools.cached_property
+    def coming(self) -> cp.cuda.Stream:
+        """The stream of pulls of panels: kernels that wait for flags do not wait for those of updates to begin."""
+        return cp.cuda.Stream(non_blocking=True, priority=FIRST)
+
+    @functools.cached_property
     def sums(self) -> cp.cuda.Stream:
         """The stream of pulls of others' sums: they wait for products, and pulls of panels must not wait with them."""
         return cp.cuda.Stream(non_blocking=True)
@@ -436,11 +441,15 @@ class Remote:
             check()
             time.sleep(_LOOK)
 
-    def _look(self, holder: int, flag: int) -> bool:
-        """Read a flag in another GPU's memory."""
+    def flag(self, holder: int, flag: int) -> int:
+        """Return the address of a flag in another GPU's memory."""
         if holder not in self._flags:
             self._flags[holder] = int(self.spans(FLAGS, np.array([holder]), np.array([0]))[0, 0])
-        stream, runtime, at = self._engine.looking, cp.cuda.runtime, self._flags[holder] + flag * FLAG_BYTES
+        return self._flags[holder] + flag * FLAG_BYTES
+
+    def _look(self, holder: int, flag: int) -> bool:
+        """Read a flag in another GPU's memory."""
+        stream, runtime, at = self._engine.looking, cp.cuda.runtime, self.flag(holder, flag)
         runtime.memcpyAsync(self._seen.ctypes.data, at, FLAG_BYTES, runtime.memcpyDefault, stream.ptr)
         stream.synchronize()
         return bool(self._seen[0])

@@ -16,7 +16,7 @@ import numpy as np
 import scipy.linalg
 from numpy.typing import NDArray
 
-from dask_distmm.engines.programs.blas import Kernels, assign
+from dask_distmm.engines.programs.blas import Kernels, assign, solve_by_halves
 from dask_distmm.engines.programs.spectral import decompose
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning.factor import Factorization
@@ -156,10 +156,12 @@ def _gram(kernels: Kernels, q: Any, gram: Any, beta: int = 0) -> None:
 # Panels, and what they are applied to
 
 
-# One GEMM of several block columns has a higher rate than one of each (1 H200, float64, 16384 rows, a panel of 512
-# columns: of 512, 1024 and 4096 columns 37, 41 and 46 TFLOP/s). It computes elements above the diagonal, too: at most
-# this share of the others.
-_BESIDE = 1 / 12
+# One GEMM of several block columns has a higher rate than one of each. It computes elements above the diagonal, too: at
+# most this share of the others (2 H200, float64, N = 32768: the run with 1/12, 1/24, 1/48 takes 192, 185, 181 ms).
+_BESIDE = 1 / 48
+# A matrix with this many rows is multiplied by the inverses of triangles of this order, rather than solved with them:
+# other products have more of the GPU meanwhile (1 H200, float64, 32768 x 512: cuBLAS' trsm takes 1.0 ms from them).
+_ROWS, _INVERTED = 16384, 256
 # Rows that one GEMM adds up at a time. One block of a GEMM that adds up 32768 rows takes 1 ms, and the small kernels of
 # a panel wait for it one by one (1 H200, a QR panel of 32768 x 512: alone 7 ms, beside that 31, beside parts 19; the
 # parts take 6 % more).
@@ -295,6 +297,19 @@ class FactorKernels:
                 assign(target, source)
                 if stop < len(every):
                     self.blas.laswp(target[stop:], every[stop:] - np.int32(stop))
+
+    def trsm(self, a: Any, b: Any, *, right: bool, **how: Any) -> None:
+        """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``."""
+        kernels, order = self.blas, len(a)
+        if not (kernels.asynchronous and right and order >= _INVERTED and len(b) >= _ROWS):
+            kernels.trsm(a, b, right=right, **how)
+        elif order >= 2 * _INVERTED:
+            solve_by_halves(self, a, b, right=right, **how)
+        else:
+            inverse, copy = kernels.xp.eye(order, dtype=a.dtype, order="F"), kernels.empty(b.shape, b.dtype)
+            kernels.trsm(a, inverse, right=False, **how | {"op": "N"})
+            assign(copy, b)
+            kernels.gemm(copy, inverse, b, "N", how["op"], alpha=1, beta=0)
 
     def column_norms(self, x: Any, norms: Any) -> None:
         """Compute squared norms of columns."""
