@@ -21,7 +21,7 @@ from dask_distmm.engines.programs import iterations
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning import METHODS, NamedMatrix, Worker, plan, product
+from dask_distmm.planning import METHODS, NamedMatrix, Worker, blocks, plan, product
 from dask_distmm.planning.factor import Factorization
 from dask_distmm.programs.check import ProgramError, Rates, all_flags, check, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
@@ -126,10 +126,12 @@ def test_contracts_and_kernels_and_builders_know_each_other():
                 used |= {step.kernel for step in calls}
                 taken |= {step.options["step"] for step in calls if step.kernel.startswith("advance")}
     for kind, seed in itertools.product(("gram", "formula"), range(20)):
-        lists, _ = product_lists(seed, "local", 2, kind)
+        lists, made = product_lists(seed, "local", 2, kind)
+        on_gpu = [step for step in blocks.record(made, 0, lambda operand, number: True) if isinstance(step, Call)]
         calls = [step for steps in lists for step in steps if isinstance(step, Call)]
         used |= {step.kernel for step in calls}
         assert all(callable(getattr(ProductKernels, step.kernel)) for step in calls)
+        used |= {step.kernel for step in on_gpu}
     for builder in ("svd",):
         used |= {s.kernel for s in every(recorded((builder, {}, ("s",)), [0], 1, [9])[0]) if isinstance(s, Call)}
     assert used == CONTRACTS.keys()
