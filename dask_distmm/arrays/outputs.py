@@ -12,6 +12,7 @@ import numpy as np
 from dask.array.blockwise import blockwise
 from dask.array.core import Array
 from dask.array.utils import meta_from_array
+from dask.highlevelgraph import HighLevelGraph
 
 from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.arrays.kinds import reducible
@@ -21,6 +22,7 @@ from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.graph.build import DaskTasks, build_graph, build_output
 from dask_distmm.numeric.epilogs import Formula, finish
 from dask_distmm.numeric.types import FP8, carried, compute_dtype, dtype_from_name, stored, sum_dtype, typed
+from dask_distmm.planning.computation import Computation, NamedMatrix
 from dask_distmm.planning.waves import Scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.keys import output_name
@@ -42,18 +44,22 @@ def run_outputs(
     With a scheme it is a sequence of runs. With `by_tasks` parts of D may be left to Dask's own tasks.
     """
     problem, formula, (a, b) = request.problem, request.formula, request.lying
-    meta = meta_from_array(request.prototype, ndim=2, dtype=carried(problem.d.dtype, problem.array))
     graph = build_graph(problem, a, b, [array for _, array in request.extras], by_tasks, scheme)
-    d = Array(graph, problem.name, problem.d.chunks, meta=meta)
+    d = run_output(problem, problem.d, graph, request.prototype)
     found: dict[str, da.Array] = {}
-    for name in formula.per_element:
-        output = problem.output(name)
-        meta = output_meta(d._meta, dtype_from_name(output.dtype))
-        graph = build_output(problem, name, d)
-        found[name] = finished(request, name, Array(graph, output_name(problem.name, name), output.chunks, meta=meta))
+    for output in problem.outputs[1:]:
+        parts = run_output(problem, output, build_output(problem, output.name, d), request.prototype)
+        found[output.name] = finished(request, output.name, parts)
     if formula.operand_sum:
         found[formula.operand_sum] = operand_sum(request)
     return (d, found) if found else d
+
+
+def run_output(problem: Computation, output: NamedMatrix, graph: HighLevelGraph, prototype: Any) -> Array:
+    """Return an output of a run as a lazy array, whose chunks are of the same kind as an array."""
+    chunks = tuple(tuple(size if size >= 0 else np.nan for size in output.chunks[axis]) for axis in output.axes)
+    meta = output_meta(prototype, carried(output.dtype, problem.array), len(output.axes))
+    return Array(graph, output_name(problem.name, output.name), chunks, meta=meta)
 
 
 def finished(request: Request, name: str, parts: da.Array) -> da.Array:
