@@ -365,13 +365,8 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     batch, (machine, pool) = _batch_of(request), _slots(request, known)
     chunks, by_items = item_plan(batch, pool, machine, task_bytes, overhead)
     fits = not pool.memory or batch.held_bytes <= pool.memory
-    plan: Plan | WavePlan | None = None
-    if known.engines:
-        try:
-            plan = decide(single, None if imagined else current_client(), known).made(problem)
-        except (PlanError, ProjectedMemoryError):
-            if request.batch == "collective" or needed or not fits:
-                raise
+    needs_run = request.batch == "collective" or bool(needed) or not fits
+    plan = _planned(single, known, None if imagined else current_client(), needed=needs_run)
     by_runs = None if plan is None else _estimated(plan, problem, runs)
     route, reason = choose_batch_route(request.batch, by_items if fits else None, by_runs, needed)
     if route == "items" and not fits:
@@ -380,6 +375,16 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     if route == "collective" and not one and not fit_together([request.a, request.b], [request], workers):
         reason += "; one after the other, if they are lazy, since they do not fit into memory together"
     return BatchPlan(batch, route, reason, chunks, by_items, by_runs, runs, plan)
+
+
+def _planned(request: Request, known: Snapshot, client: Client | None, *, needed: bool) -> Plan | WavePlan | None:
+    """Return the plan of a product; None where no run is possible, which is an error if one is needed."""
+    try:
+        return decide(request, client, known).made(request.problem) if known.engines else None
+    except (PlanError, ProjectedMemoryError):
+        if needed:
+            raise
+        return None
 
 
 def _slots(request: Request, known: Snapshot) -> tuple[Machine, Pool]:
@@ -573,7 +578,9 @@ def _plan_groups(requests: Sequence[Request]) -> GroupPlan:
     long = long_products([member.seconds for member in members], slots)
     for at, (i, member) in enumerate(zip(ours, members, strict=True)):
         if member.forced or (at in long and member.forced is None):
-            member.run = _run_seconds(requests[i], snapshots[at], forced=bool(member.forced))
+            made = _planned(requests[i], snapshots[at], current_client(), needed=bool(member.forced))
+            if made is not None and made.seconds is not None:
+                member.run = made.seconds + run_overhead(requests[i].problem, dask_costs())
     given, total = share_out(members, slots, dask_costs().task)
     for i, whole, pool, share in zip(ours, works, pools, given, strict=True):
         if not share.collective:
@@ -608,19 +615,6 @@ def _member(request: Request, wanted: str, needed: Sequence[str]) -> tuple[Group
         forced={"items": False, "collective": True}.get(wanted, True if needed or too_large else None),
     )
     return product, work, pool, known
-
-
-def _run_seconds(request: Request, known: Snapshot, *, forced: bool) -> float | None:
-    """Return the seconds of a collective run; None where none is possible, which is an error if it is forced."""
-    if not known.engines:
-        return None
-    try:
-        found = decide(request, current_client(), known).made(request.problem)
-    except (PlanError, ProjectedMemoryError):
-        if forced:
-            raise
-        return None
-    return None if found.seconds is None else found.seconds + run_overhead(request.problem, dask_costs())
 
 
 def _by_slabs(request: Request, share: Share) -> da.Array:
