@@ -39,9 +39,9 @@ from dask_distmm.arrays.kinds import check_planned, planning
 from dask_distmm.arrays.outputs import (
     as_kind,
     as_pair,
+    delivered,
     finish_chunk,
     in_chunks,
-    operand_sum,
     plain_tasks,
     run_outputs,
     without_a_run,
@@ -108,19 +108,18 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
         check_planned("batches need more of Dask than it has there")
     reason = None if enabled else check_planned(why_not_run(request, cluster=request.is_batch or not planning()))
     if reason is not None or request.empty:
-        return _delivered(request, without_a_run(request, possible=reason is None))
+        return without_a_run(request, possible=reason is None)
     if request.is_batch:
         made = plan_batch(request, request.demands, imagined=None)
         if made.route == "items":
             request.logger.info("a batch, lazy\n%r", made)
-            return _delivered(request, by_items(request, made.chunks))
-        return _delivered(request, by_runs(request, lambda items: multiply_all(items, (request.a, request.b))))
+            return by_items(request, made.chunks)
+        return by_runs(request, lambda items: multiply_all(items, (request.a, request.b)))
     decision = decide_now(request, enabled=enabled)
     if decision.left:
         return NotImplemented
     parts = by_tasks(request, decision.known) if enabled else None
-    found = run_outputs(request, decision.scheme, by_tasks=parts)
-    return request.without_dropped(found) if request.dropped else found
+    return run_outputs(request, decision.scheme, by_tasks=parts)
 
 
 def multiply_all(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] | None = None) -> list[Any]:
@@ -132,16 +131,7 @@ def multiply_all(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] 
         return list(map(multiply, requests))
     first = WavePlan(requests[0].problem, schemes[0])
     requests[0].logger.info("%d products one after the other, lazy\n%r", len(requests), first)
-    return [x.without_dropped(run_outputs(x, scheme)) for x, scheme in zip(requests, schemes, strict=True)]
-
-
-def _delivered(request: Request, found: Any) -> Any:
-    """Return D in the axes and chunks that were asked for, and the auxiliary outputs if there are any."""
-    d, aux = as_pair(found)
-    d = request.without_dropped(d)
-    if request.out_chunks is not None:
-        d = d.rechunk(request.out_chunks, method="tasks")
-    return (d, aux) if aux else d
+    return list(map(run_outputs, requests, schemes))
 
 
 def explain_product(request: Request) -> Explanation:
@@ -192,7 +182,7 @@ def multiply_items(
     return finish_chunk(acc, *extras, dtypes=(dtypes[0], inner.name, *dtypes[3:]), names=names, formula=formula)
 
 
-def by_items(request: Request, cut: tuple[Sizes, ...]) -> WithAux:
+def by_items(request: Request, cut: tuple[Sizes, ...]) -> WithAux | da.Array:
     """Return D and the auxiliary outputs, by tasks that multiply some items each."""
     a, b, types, ndim = request.a, request.b, request.types, len(request.shape)
     chunks = (*cut, (request.shape[-2],), (request.shape[-1],))
@@ -240,18 +230,16 @@ def item_of(request: Request, index: Sizes) -> Request:
     return _of_matrices(request, item(request.a), item(request.b), extras)
 
 
-def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> WithAux:
+def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> WithAux | da.Array:
     """Return D and the auxiliary outputs, by collective runs: `run` returns the products of pairs of matrices."""
     formula, batch = request.formula, request.batch_shape
     if (one := as_one_product(request)) is not None:
-        return one[1](run([one[0]])[0]), {}
+        return delivered(request, one[1](run([one[0]])[0]), {})
     found = [as_pair(x) for x in run([item_of(request, index) for index in np.ndindex(batch)])]
     outputs = {name: stacked([aux[name] for _, aux in found], batch) for name in found[0][1]}
     if formula.amax:
         outputs["result_amax"] = outputs["result_amax"].max()
-    if formula.operand_sum:
-        outputs[formula.operand_sum] = operand_sum(request)
-    return stacked([d for d, _ in found], batch), outputs
+    return delivered(request, stacked([d for d, _ in found], batch), outputs)
 
 
 def stacked(found: Sequence[da.Array], batch: Sizes) -> da.Array:
