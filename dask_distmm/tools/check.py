@@ -158,6 +158,12 @@ def _listed(found: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{value or 'unknown'} on {short(who)}" for value, who in found.items())
 
 
+def _shared(values: Mapping[str, Any], most: int = 3) -> str:
+    """Return the value that all workers have, or each value with the workers that have it."""
+    found = differing(values)
+    return "; ".join(f"{value} ({short(who, most)})" if len(found) > 1 else value for value, who in found.items())
+
+
 # Findings
 
 
@@ -459,11 +465,7 @@ def _worker_tables(report: Report) -> str:
             described[title][address] = value
     if len(rows) > 1:
         lines += [_table(rows), ""]
-    for title, values in described.items():
-        found = differing(values)
-        texts = [f"{value} ({short(who)})" if len(found) > 1 else value for value, who in found.items()]
-        lines.append(_wrapped(f"{title:<11}", "; ".join(texts)))
-    return "\n".join(lines)
+    return "\n".join(lines + [_wrapped(f"{title:<11}", _shared(values)) for title, values in described.items()])
 
 
 def _blas(pools: Any) -> str:
@@ -511,19 +513,13 @@ def _library_table(report: Report) -> str:
     for name in sorted(
         report.client["versions"], key=lambda name: order.index(name) if name in _TITLES else len(order)
     ):
-        cells = [_version_cell(name, who) for who in columns.values()]
+        cells = [_shared({who: x["versions"].get(name) for who, x in asked.items()}, 1) for asked in columns.values()]
+        cells = ["-" if cell in ("", "none") else cell for cell in cells]
         if set(cells) == {"-"}:
             missing.append(_TITLES.get(name, name))
         else:
             rows.append([_TITLES.get(name, name), *cells])
     return _table(rows) + ("\n" + _wrapped("not installed: ", ", ".join(missing)) if missing else "")
-
-
-def _version_cell(name: str, asked: Mapping[str, Facts]) -> str:
-    found = differing({who: facts["versions"].get(name) for who, facts in asked.items()})
-    if len(found) > 1:
-        return "; ".join(f"{version} ({short(who, 1)})" for version, who in found.items())
-    return next((version for version in found if version != "none"), "-")
 
 
 def _finding(found: Finding, report: Report) -> str:
