@@ -238,11 +238,10 @@ class Report:
     @property
     def findings(self) -> list[Finding]:
         """All findings, the worst first; what is found of several workers is one."""
-        found: dict[tuple[str, str, str], Finding] = {}
+        found = collections.defaultdict[tuple[str, str, str], list[str]](list)
         for one in judge(self):
-            before = found.setdefault((one.level, one.text, one.remedy), dataclasses.replace(one, where=()))
-            found[one.level, one.text, one.remedy] = dataclasses.replace(one, where=before.where + one.where)
-        return sorted(found.values(), key=lambda one: -_LEVELS.index(one.level))
+            found[one.level, one.text, one.remedy] += one.where
+        return sorted((Finding(*key, tuple(x)) for key, x in found.items()), key=lambda one: -_LEVELS.index(one.level))
 
     @property
     def status(self) -> int:
