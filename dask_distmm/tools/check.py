@@ -43,19 +43,7 @@ _SECONDS = 120
 
 
 _WIDTH = 100
-_TITLES = {
-    "dask_distmm": "dask_distmm",
-    "python": "Python",
-    "cublasmp": "cuBLASMp",
-    "nccl": "NCCL",
-    "nvmath": "nvmath-python",
-    "cupy": "CuPy",
-    "dask_cuda": "dask-cuda",
-    "ucxx": "UCX (distributed-ucxx)",
-    "rmm": "RMM",
-    "numpy": "NumPy",
-    "zarr": "Zarr",
-}
+
 _MARKS = {"error": "ERROR", "warning": "WARNING", "note": "note"}
 
 # What one process, or one library in it, has said.
@@ -508,16 +496,14 @@ def _library_table(report: Report) -> str:
         if report.scheduler is not None:
             columns["scheduler"] = {"the scheduler": report.scheduler}
     columns["workers" if report.address else "version"] = report.answering
-    order, rows, missing = list(_TITLES), [["library", *columns]], []
-    for name in sorted(
-        report.client["versions"], key=lambda name: order.index(name) if name in _TITLES else len(order)
-    ):
+    rows, missing = [["library", *columns]], []
+    for name, (title, *_) in questions.LIBRARIES.items():
         cells = [_shared({who: x["versions"].get(name) for who, x in asked.items()}, 1) for asked in columns.values()]
         cells = ["-" if cell in ("", "none") else cell for cell in cells]
         if set(cells) == {"-"}:
-            missing.append(_TITLES.get(name, name))
+            missing.append(title)
         else:
-            rows.append([_TITLES.get(name, name), *cells])
+            rows.append([title, *cells])
     return _table(rows) + ("\n" + _wrapped("not installed: ", ", ".join(missing)) if missing else "")
 
 
