@@ -306,7 +306,7 @@ def program_text(plan: ProgramPlacement) -> str:
     problem, cost = plan.problem, plan.cost
     loops = [step for step in plan.steps(0) if isinstance(step, Loop)]
     expected = "turns are as many as expected" if loops else "it is well-conditioned"
-    times = "once" if cost.passes == 1 else f"{cost.passes:g} times"
+    times, by_ranks = "once" if cost.passes == 1 else f"{cost.passes:g} times", ", made by the ranks for each pass"
     steps = [
         f"{line.kernel:20}{format_time(line.seconds):>12}  {line.flops:8.2g} flops" + "  reads A" * bool(line.reads)
         for line in cost.lines
@@ -315,12 +315,8 @@ def program_text(plan: ProgramPlacement) -> str:
     return listed(
         f"Plan: {problem.builder} {on_workers(plan)}",
         *(
-            (
-                operand.name.upper(),
-                f"{_sizes(operand.chunks)} {operand.dtype}, {operand.counts[0]} chunks of rows"
-                + ", made by the ranks for each pass" * operand.by_ranks,
-            )
-            for operand in problem.matrices
+            (x.name.upper(), f"{_sizes(x.chunks)} {x.dtype}, {x.counts[0]} chunks of rows{by_ranks * x.by_ranks}")
+            for x in problem.matrices
         ),
         ("makes", ", ".join(f"{one.name} {_sizes(one.chunks)}" for one in problem.outputs)),
         ("method", f"rows stay where they are; A is read {times} if {expected}"),
