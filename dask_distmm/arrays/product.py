@@ -590,9 +590,7 @@ def _runs(number: int, request: Request) -> bool:
 def _member(request: Request, wanted: str, needed: Sequence[str]) -> tuple[GroupedProduct, Batch, Pool, Snapshot]:
     """Return what a product takes, the product as a batch of one item, and the workers: for plain tasks, for a run."""
     known = known_workers(request.problem, None)
-    machine, pool = _slots(request, known)
-    (m, n), k = request.shape, request.a.shape[1]
-    work = Batch((), (), (), (), m, n, k, request.a.dtype.name, request.b.dtype.name, request.dtype.name)
+    work, (machine, pool) = _batch_of(request), _slots(request, known)
     (a_bytes, b_bytes, _), foreign = work.item_bytes, (1 - 1 / pool.workers) / machine.bandwidth
     too_large = bool(pool.memory) and work.held_bytes > pool.memory
     product = GroupedProduct(
