@@ -6,8 +6,7 @@ import operator
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
-from dask.array import arange
-from dask.array.core import Array, blockwise
+from dask.array.core import Array, blockwise, from_array
 
 from dask_distmm.arrays.linalg.factorize import (
     by_program,
@@ -111,11 +110,7 @@ def lu(a: Operand, permute_l: bool = False, *, p_indices: bool = False, **how: U
     p, low, up = factorize("lu", {"a": a}, {"p": ".m", "l": "mr", "u": "rn"}, how=how)
     if permute_l:
         return picked(low, p), up
-    if not p_indices:
-        # P in real numbers, with ``P @ x = x[p]``.
-        columns = arange(len(p), chunks=p.chunks[0], like=p._meta)
-        p = (p[:, None] == columns).astype(np.empty(0, low.dtype).real.dtype)
-    return p, low, up
+    return p if p_indices else _permutation(p, low.dtype), low, up
 
 
 def picked(x: Array, rows: Array) -> Array:
@@ -123,6 +118,17 @@ def picked(x: Array, rows: Array) -> Array:
     columns = x.rechunk({0: -1})
     found = blockwise(operator.getitem, "ij", columns, "ij", rows.rechunk(-1), "i", dtype=x.dtype, meta=x._meta)
     return found.rechunk(x.chunks)
+
+
+def _permutation(p: Array, dtype: np.dtype) -> Array:
+    """Return the matrix P with ``P @ x = x[p]``, in real numbers."""
+    real, columns = np.empty(0, dtype).real.dtype, from_array(np.arange(len(p)), chunks=p.chunks)
+    meta = p._meta[:, None].astype(real)
+    return blockwise(_ones_at, "ij", p, "i", columns, "j", real, None, dtype=real, meta=meta)
+
+
+def _ones_at(p: Any, columns: Any, dtype: np.dtype) -> Any:
+    return (p[:, None] == np.asarray(columns, like=p)).astype(dtype)
 
 
 @public(FactorOptions, PANELS)
