@@ -40,7 +40,7 @@ def delivered(request: Request, d: Array, aux: dict[str, da.Array]) -> WithAux |
         aux = {**aux, request.formula.operand_sum: operand_sum(request)}
     if request.dropped:
         d = d[(..., *(0 if axis in request.dropped else slice(None) for axis in (-2, -1)))]
-    if request.out_chunks is not None:
+    if request.out_chunks not in (None, d.chunks):
         d = d.rechunk(request.out_chunks, method="tasks")
     return (d, aux) if aux else d
 
