@@ -121,9 +121,8 @@ def explain(x: Any) -> Placement | ChainPlan:
     arrays = [as_array(one) for one in (x if isinstance(x, tuple) else (x,)) if is_dask_collection(one)]
     if not any(map(_lazy, arrays)):
         raise PlanError(f"x must be a lazy result of dask_distmm.linalg, not persisted; got {type(x).__name__}")
-    found = [steps_of(one) for one in arrays]
-    problems = list({problem.name: problem for some in found for problem in some}.values())
-    runs = tuple(map(_plan_of, problems))
+    problems = {problem.name: problem for one in arrays for problem in reversed(list(steps_of(one)))}
+    runs = tuple(map(_plan_of, problems.values()))
     return runs[0] if len(runs) == 1 else ChainPlan(runs)
 
 

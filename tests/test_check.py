@@ -29,7 +29,7 @@ def _from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installing, "_origin", lambda: None)
 
 
-VERSIONS = dict.fromkeys(facts.DISTRIBUTIONS, "1.2.3") | {"python": "3.12.1", "dask_distmm": "0.1.0"}
+VERSIONS = dict.fromkeys(facts.LIBRARIES, "1.2.3") | {"python": "3.12.1", "dask_distmm": "0.1.0"}
 LIBRARIES = {"cublasmp": "1000", "nccl": "2.30.7", "nvmath": "1.0.0"}
 DEVICES = [{"name": "H200", "uuid": f"GPU-{i}", "memory": 140 * 2**30} for i in range(4)]
 

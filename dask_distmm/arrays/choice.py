@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dask.utils import format_time
 
@@ -208,15 +208,20 @@ def _scheme_by_ranks(request: Request, client: Client, known: Snapshot, plan: Pl
     made = zip(request.lying, (lazy_a, lazy_b and not request.problem.shared), strict=True)
     if not all(can_be_made(x, sampled=True) for x, yes in made if yes):
         return None
-    asked = dataclasses.replace(request.problem, method=plan.method)
+    problem = dataclasses.replace(request.problem, method=plan.method)
+    scheme = _tried(request.logger, problem, known, both, budget, by_ranks=both, only_by_ranks=True)
+    return scheme if scheme is not None and scheme.seconds <= loading + plan.seconds else None
+
+
+def _tried(
+    logger: logging.Logger, problem: Problem, known: Snapshot, lazy: tuple[bool, bool], budget: Budget, **how: Any
+) -> Scheme | None:
+    """Return the waves of a product; None if there are none that fit, and the log says why."""
     try:
-        scheme = choose_scheme(
-            asked, known.workers, both, budget, dask_costs(), engine=known.engines, by_ranks=both, only_by_ranks=True
-        )
+        return choose_scheme(problem, known.workers, lazy, budget, dask_costs(), engine=known.engines, **how)
     except (PlanError, ProjectedMemoryError) as error:
-        request.logger.info("%s", error)
+        logger.info("%s", error)
         return None
-    return scheme if scheme.seconds <= loading + plan.seconds else None
 
 
 def _spills(made: Plan, budget: Budget) -> bool:
@@ -239,9 +244,5 @@ def _scheme(request: Request, client: Client, budget: Budget) -> Scheme | None:
     tries = [((lazy_a, lazy_b), (can_a, can_b))]
     # Results that have no room in memory are on disk: Dask reads back those of a wave, and spills others for them.
     tries += [((True, True), (False, False))] * (not (lazy_a and lazy_b))
-    for lazy, can in tries:
-        try:
-            return choose_scheme(problem, known.workers, lazy, budget, dask_costs(), engine=known.engines, by_ranks=can)
-        except (PlanError, ProjectedMemoryError) as error:
-            request.logger.info("%s", error)
-    return None
+    found = (_tried(request.logger, problem, known, lazy, budget, by_ranks=can) for lazy, can in tries)
+    return next((scheme for scheme in found if scheme is not None), None)

@@ -110,11 +110,6 @@ def tensor_of(array: Any) -> Any:
     return torch.from_dlpack(array.view(carrier)).view(getattr(torch, name))
 
 
-def tensor_meta(meta: Any) -> Any:
-    """Return the meta of a Dask array whose chunks are to be tensors, from that of one with NumPy or CuPy chunks."""
-    return tensor_of(np.empty((0,) * meta.ndim, meta.dtype) if array_kind(meta) != "cupy" else meta)
-
-
 def to_torch(array: da.Array | str, worker: Any = None) -> dict[tuple[int, ...], Any]:
     """Return the chunks of a persisted array that lie in this worker's process, as tensors of the same memory.
 
@@ -220,7 +215,7 @@ def like(kind: str, x: Any) -> Any:
     if not kind or not isinstance(x, Array):
         return x
     if kind == "torch":
-        meta = tensor_meta(x._meta)
+        meta = tensor_of(x._meta if array_kind(x._meta) == "cupy" else np.empty((0,) * x.ndim, x.dtype))
         return x.map_blocks(tensor_of, dtype=meta.dtype, meta=meta)
     if kind == "planned":
         from dask_distmm.arrays.expressions import from_array

@@ -12,6 +12,7 @@ import numpy as np
 from dask.array.blockwise import blockwise
 from dask.array.core import Array
 from dask.array.utils import meta_from_array
+from dask.highlevelgraph import HighLevelGraph
 
 from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.arrays.kinds import reducible
@@ -21,6 +22,7 @@ from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.graph.build import DaskTasks, build_graph, build_output
 from dask_distmm.numeric.epilogs import Formula, finish
 from dask_distmm.numeric.types import FP8, carried, compute_dtype, dtype_from_name, stored, sum_dtype, typed
+from dask_distmm.planning.computation import Computation, NamedMatrix
 from dask_distmm.planning.waves import Scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.keys import output_name
@@ -32,28 +34,39 @@ def as_pair(found: WithAux | da.Array) -> WithAux:
     return found if isinstance(found, tuple) else (found, {})
 
 
+def delivered(request: Request, d: Array, aux: dict[str, da.Array]) -> WithAux | da.Array:
+    """Return D in the axes and chunks that were asked for, and the auxiliary outputs if there are any."""
+    if request.formula.operand_sum:
+        aux = {**aux, request.formula.operand_sum: operand_sum(request)}
+    if request.dropped:
+        d = d[(..., *(0 if axis in request.dropped else slice(None) for axis in (-2, -1)))]
+    if request.out_chunks not in (None, d.chunks):
+        d = d.rechunk(request.out_chunks, method="tasks")
+    return (d, aux) if aux else d
+
+
 def run_outputs(
-    request: Request,
-    scheme: Scheme | None = None,
-    by_tasks: DaskTasks | None = None,
+    request: Request, scheme: Scheme | None = None, by_tasks: DaskTasks | None = None
 ) -> WithAux | da.Array:
     """Return D of a run of two matrices, and the auxiliary outputs if there are any.
 
     With a scheme it is a sequence of runs. With `by_tasks` parts of D may be left to Dask's own tasks.
     """
-    problem, formula, (a, b) = request.problem, request.formula, request.lying
-    meta = meta_from_array(request.prototype, ndim=2, dtype=carried(problem.d.dtype, problem.array))
+    problem, (a, b) = request.problem, request.lying
     graph = build_graph(problem, a, b, [array for _, array in request.extras], by_tasks, scheme)
-    d = Array(graph, problem.name, problem.d.chunks, meta=meta)
-    found: dict[str, da.Array] = {}
-    for name in formula.per_element:
-        output = problem.output(name)
-        meta = output_meta(d._meta, dtype_from_name(output.dtype))
-        graph = build_output(problem, name, d)
-        found[name] = finished(request, name, Array(graph, output_name(problem.name, name), output.chunks, meta=meta))
-    if formula.operand_sum:
-        found[formula.operand_sum] = operand_sum(request)
-    return (d, found) if found else d
+    d = run_output(problem, problem.d, graph, request.prototype)
+    aux: dict[str, da.Array] = {}
+    for output in problem.outputs[1:]:
+        parts = run_output(problem, output, build_output(problem, output.name, d), request.prototype)
+        aux[output.name] = finished(request, output.name, parts)
+    return delivered(request, d, aux)
+
+
+def run_output(problem: Computation, output: NamedMatrix, graph: HighLevelGraph, prototype: Any) -> Array:
+    """Return an output of a run as a lazy array, whose chunks are of the same kind as an array."""
+    chunks = tuple(tuple(size if size >= 0 else np.nan for size in output.chunks[axis]) for axis in output.axes)
+    meta = output_meta(prototype, carried(output.dtype, problem.array), len(output.axes))
+    return Array(graph, output_name(problem.name, output.name), chunks, meta=meta)
 
 
 def finished(request: Request, name: str, parts: da.Array) -> da.Array:
@@ -89,7 +102,7 @@ def plain_tasks(
     chunks: tuple[tuple[int, ...], ...],
     operands: Sequence[tuple[da.Array, tuple[int, ...]]],
     dtypes: tuple[str, ...],
-) -> WithAux:
+) -> WithAux | da.Array:
     """Return D in some chunks, and the auxiliary outputs: a task each, of parts of some arrays and of the formula's.
 
     `operands` come with the axes of D that theirs are; `dtypes` are the names of the types of D and of them.
@@ -125,10 +138,7 @@ def plain_tasks(
             meta=output_meta(made._meta, kind),
         )
         aux[name] = finished(request, name, parts)
-    d = made.map_blocks(operator.itemgetter(0), dtype=dtype, meta=meta) if aux else made
-    if formula.operand_sum:
-        aux[formula.operand_sum] = operand_sum(request)
-    return d, aux
+    return delivered(request, made.map_blocks(operator.itemgetter(0), dtype=dtype, meta=meta) if aux else made, aux)
 
 
 def in_chunks(array: da.Array, chunks: Sequence[tuple[int, ...]]) -> da.Array:
@@ -160,10 +170,11 @@ def without_a_run(request: Request, *, possible: bool) -> WithAux | da.Array:
     """Return D, and the auxiliary outputs if there are any, of Dask's own product; `possible`: a run might be, too."""
     a, b, types = request.a, request.b, request.types
     if request.plain and request.empty and (possible or request.is_batch):
-        return da.zeros(request.shape, dtype=request.dtype, chunks="auto" if request.is_batch else request.chunks)
+        chunks = "auto" if request.is_batch else request.chunks
+        return delivered(request, da.zeros(request.shape, dtype=request.dtype, chunks=chunks), {})
     if request.plain:
         # The very function that Dask would have called.
-        return dask_matmul(a, b).astype(request.dtype)
+        return delivered(request, dask_matmul(a, b).astype(request.dtype), {})
     dtype = sum_dtype(types.operand, request.dtype, max(1, a.shape[-1]))
     if types.usual:
         wide = dask_matmul(a, b).astype(dtype)

@@ -23,7 +23,6 @@ import operator
 import uuid
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 import dask
@@ -488,9 +487,7 @@ class Matmul:
         self._open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.free()
 
     def __repr__(self) -> str:

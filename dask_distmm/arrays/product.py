@@ -39,9 +39,9 @@ from dask_distmm.arrays.kinds import check_planned, planning
 from dask_distmm.arrays.outputs import (
     as_kind,
     as_pair,
+    delivered,
     finish_chunk,
     in_chunks,
-    operand_sum,
     plain_tasks,
     run_outputs,
     without_a_run,
@@ -108,19 +108,18 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
         check_planned("batches need more of Dask than it has there")
     reason = None if enabled else check_planned(why_not_run(request, cluster=request.is_batch or not planning()))
     if reason is not None or request.empty:
-        return _delivered(request, without_a_run(request, possible=reason is None))
+        return without_a_run(request, possible=reason is None)
     if request.is_batch:
         made = plan_batch(request, request.demands, imagined=None)
         if made.route == "items":
             request.logger.info("a batch, lazy\n%r", made)
-            return _delivered(request, by_items(request, made.chunks))
-        return _delivered(request, by_runs(request, lambda items: multiply_all(items, (request.a, request.b))))
+            return by_items(request, made.chunks)
+        return by_runs(request, lambda items: multiply_all(items, (request.a, request.b)))
     decision = decide_now(request, enabled=enabled)
     if decision.left:
         return NotImplemented
     parts = by_tasks(request, decision.known) if enabled else None
-    found = run_outputs(request, decision.scheme, by_tasks=parts)
-    return request.without_dropped(found) if request.dropped else found
+    return run_outputs(request, decision.scheme, by_tasks=parts)
 
 
 def multiply_all(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] | None = None) -> list[Any]:
@@ -132,16 +131,7 @@ def multiply_all(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] 
         return list(map(multiply, requests))
     first = WavePlan(requests[0].problem, schemes[0])
     requests[0].logger.info("%d products one after the other, lazy\n%r", len(requests), first)
-    return [x.without_dropped(run_outputs(x, scheme)) for x, scheme in zip(requests, schemes, strict=True)]
-
-
-def _delivered(request: Request, found: Any) -> Any:
-    """Return D in the axes and chunks that were asked for, and the auxiliary outputs if there are any."""
-    d, aux = as_pair(found)
-    d = request.without_dropped(d)
-    if request.out_chunks is not None:
-        d = d.rechunk(request.out_chunks, method="tasks")
-    return (d, aux) if aux else d
+    return list(map(run_outputs, requests, schemes))
 
 
 def explain_product(request: Request) -> Explanation:
@@ -192,7 +182,7 @@ def multiply_items(
     return finish_chunk(acc, *extras, dtypes=(dtypes[0], inner.name, *dtypes[3:]), names=names, formula=formula)
 
 
-def by_items(request: Request, cut: tuple[Sizes, ...]) -> WithAux:
+def by_items(request: Request, cut: tuple[Sizes, ...]) -> WithAux | da.Array:
     """Return D and the auxiliary outputs, by tasks that multiply some items each."""
     a, b, types, ndim = request.a, request.b, request.types, len(request.shape)
     chunks = (*cut, (request.shape[-2],), (request.shape[-1],))
@@ -240,18 +230,16 @@ def item_of(request: Request, index: Sizes) -> Request:
     return _of_matrices(request, item(request.a), item(request.b), extras)
 
 
-def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> WithAux:
+def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> WithAux | da.Array:
     """Return D and the auxiliary outputs, by collective runs: `run` returns the products of pairs of matrices."""
     formula, batch = request.formula, request.batch_shape
     if (one := as_one_product(request)) is not None:
-        return one[1](run([one[0]])[0]), {}
+        return delivered(request, one[1](run([one[0]])[0]), {})
     found = [as_pair(x) for x in run([item_of(request, index) for index in np.ndindex(batch)])]
     outputs = {name: stacked([aux[name] for _, aux in found], batch) for name in found[0][1]}
     if formula.amax:
         outputs["result_amax"] = outputs["result_amax"].max()
-    if formula.operand_sum:
-        outputs[formula.operand_sum] = operand_sum(request)
-    return stacked([d for d, _ in found], batch), outputs
+    return delivered(request, stacked([d for d, _ in found], batch), outputs)
 
 
 def stacked(found: Sequence[da.Array], batch: Sizes) -> da.Array:
@@ -365,13 +353,8 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     batch, (machine, pool) = _batch_of(request), _slots(request, known)
     chunks, by_items = item_plan(batch, pool, machine, task_bytes, overhead)
     fits = not pool.memory or batch.held_bytes <= pool.memory
-    plan: Plan | WavePlan | None = None
-    if known.engines:
-        try:
-            plan = decide(single, None if imagined else current_client(), known).made(problem)
-        except (PlanError, ProjectedMemoryError):
-            if request.batch == "collective" or needed or not fits:
-                raise
+    needs_run = request.batch == "collective" or bool(needed) or not fits
+    plan = _planned(single, known, None if imagined else current_client(), needed=needs_run)
     by_runs = None if plan is None else _estimated(plan, problem, runs)
     route, reason = choose_batch_route(request.batch, by_items if fits else None, by_runs, needed)
     if route == "items" and not fits:
@@ -380,6 +363,16 @@ def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) ->
     if route == "collective" and not one and not fit_together([request.a, request.b], [request], workers):
         reason += "; one after the other, if they are lazy, since they do not fit into memory together"
     return BatchPlan(batch, route, reason, chunks, by_items, by_runs, runs, plan)
+
+
+def _planned(request: Request, known: Snapshot, client: Client | None, *, needed: bool) -> Plan | WavePlan | None:
+    """Return the plan of a product; None where no run is possible, which is an error if one is needed."""
+    try:
+        return decide(request, client, known).made(request.problem) if known.engines else None
+    except (PlanError, ProjectedMemoryError):
+        if needed:
+            raise
+        return None
 
 
 def _slots(request: Request, known: Snapshot) -> tuple[Machine, Pool]:
@@ -573,7 +566,9 @@ def _plan_groups(requests: Sequence[Request]) -> GroupPlan:
     long = long_products([member.seconds for member in members], slots)
     for at, (i, member) in enumerate(zip(ours, members, strict=True)):
         if member.forced or (at in long and member.forced is None):
-            member.run = _run_seconds(requests[i], snapshots[at], forced=bool(member.forced))
+            made = _planned(requests[i], snapshots[at], current_client(), needed=bool(member.forced))
+            if made is not None and made.seconds is not None:
+                member.run = made.seconds + run_overhead(requests[i].problem, dask_costs())
     given, total = share_out(members, slots, dask_costs().task)
     for i, whole, pool, share in zip(ours, works, pools, given, strict=True):
         if not share.collective:
@@ -595,9 +590,7 @@ def _runs(number: int, request: Request) -> bool:
 def _member(request: Request, wanted: str, needed: Sequence[str]) -> tuple[GroupedProduct, Batch, Pool, Snapshot]:
     """Return what a product takes, the product as a batch of one item, and the workers: for plain tasks, for a run."""
     known = known_workers(request.problem, None)
-    machine, pool = _slots(request, known)
-    (m, n), k = request.shape, request.a.shape[1]
-    work = Batch((), (), (), (), m, n, k, request.a.dtype.name, request.b.dtype.name, request.dtype.name)
+    work, (machine, pool) = _batch_of(request), _slots(request, known)
     (a_bytes, b_bytes, _), foreign = work.item_bytes, (1 - 1 / pool.workers) / machine.bandwidth
     too_large = bool(pool.memory) and work.held_bytes > pool.memory
     product = GroupedProduct(
@@ -608,19 +601,6 @@ def _member(request: Request, wanted: str, needed: Sequence[str]) -> tuple[Group
         forced={"items": False, "collective": True}.get(wanted, True if needed or too_large else None),
     )
     return product, work, pool, known
-
-
-def _run_seconds(request: Request, known: Snapshot, *, forced: bool) -> float | None:
-    """Return the seconds of a collective run; None where none is possible, which is an error if it is forced."""
-    if not known.engines:
-        return None
-    try:
-        found = decide(request, current_client(), known).made(request.problem)
-    except (PlanError, ProjectedMemoryError):
-        if forced:
-            raise
-        return None
-    return None if found.seconds is None else found.seconds + run_overhead(request.problem, dask_costs())
 
 
 def _by_slabs(request: Request, share: Share) -> da.Array:

@@ -484,12 +484,6 @@ class Request:
         a, b = map(is_lazy, self.lying)
         return a, b
 
-    def without_dropped(self, d: da.Array) -> da.Array:
-        """Return D without the axes that no operand has."""
-        if not self.dropped:
-            return d
-        return d[(..., *(0 if axis in self.dropped else slice(None) for axis in (-2, -1)))]
-
 
 def parse(a: Any, b: Any, c: Any = None, **options: Unpack[AllOptions]) -> Request:
     """Return the request of a user, checked."""

@@ -336,12 +336,10 @@ def _layout(plan: Plan) -> str:
     """Draw how A, B and D lie on the ranks while they are multiplied, over their chunks."""
     tiles, problem, note = ENGINES[plan.engine].tiles(plan), plan.problem, ""
     if tiles is not None:
-        whole = [((0, problem.m), (0, problem.n), tuple(range(len(plan.ranks))))]
-        found = [
-            _dealt(tiles.a, (problem.m, problem.k)),
-            _dealt(tiles.b, (problem.k, problem.n)),
-            whole if tiles.replicated else _dealt(tiles.d, (problem.m, problem.n)),
-        ]
+        every = zip("abd", (tiles.a, tiles.b, tiles.d), strict=True)
+        found = [_dealt(tile, problem[name].shape) for name, tile in every]
+        if tiles.replicated:
+            found[2] = [((0, problem.m), (0, problem.n), tuple(range(len(plan.ranks))))]
         blocks = " and ".join(f"{a} x {b}" for a, b in dict.fromkeys(tile.layout.blocks for tile in (tiles.a, tiles.b)))
         note = f"Block-cyclic tiles, A and B in blocks of {blocks}; the library gathers what a rank lacks."
     else:
@@ -435,15 +433,14 @@ def group_html(plan: GroupPlan) -> list[str]:
 def waves_html(plan: WavePlan) -> list[str]:
     """Return what notebooks show of a product in waves: which wave needs what, time, memory."""
     problem, scheme = plan.problem, plan.scheme
-    shapes = {"a": (problem.m, problem.k), "b": (problem.k, problem.n), "d": (problem.m, problem.n)}
-    parts: dict[str, dict[tuple[tuple[int, int], tuple[int, int]], list[int]]] = {name: {} for name in shapes}
+    parts: dict[str, dict[tuple[tuple[int, int], tuple[int, int]], list[int]]] = {name: {} for name in "abd"}
     for number, (rows, cols, depth) in enumerate(scheme.waves[:_MOST_WAVES], 1):
         boxes = {"a": (rows, depth), "b": (depth, cols), "d": (rows, cols)}
         for name, box in boxes.items():
             parts[name].setdefault(box, []).append(number)
     a, b, d = (
-        matrix(name.upper(), shape, [(*box, tuple(waves)) for box, waves in parts[name].items()])
-        for name, shape in shapes.items()
+        matrix(name.upper(), problem[name].shape, [(*box, tuple(waves)) for box, waves in parts[name].items()])
+        for name in "abd"
     )
     both = ("loading", scheme.read_seconds, _MOVING), ("multiplying", scheme.run_seconds, _MULTIPLYING)
     times: list[Bar] = [(name, format_time(seconds), [(seconds, fill)], None, False) for name, seconds, fill in both]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from dask.utils import format_bytes, format_time
 
-from dask_distmm.planning.computation import Chunks
+from dask_distmm.planning.computation import Chunks, NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement, FactorProblem
 from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan, Share
 from dask_distmm.planning.model import ENGINES, Estimate
@@ -40,9 +41,7 @@ def waves_text(made: WavePlan) -> str:
     problem, scheme = made.problem, made.scheme
     return listed(
         f"Plan: {scheme.count} waves, since the operands do not fit into memory together",
-        ("A", f"{problem.m} x {problem.k} {problem.a.dtype}"),
-        ("B", f"{problem.k} x {problem.n} {problem.b.dtype}"),
-        ("D", f"{problem.m} x {problem.n} {problem.d.dtype}"),
+        *((name.upper(), f"{_sizes(problem[name].chunks)} {problem[name].dtype}") for name in "abd"),
         ("scheme", f"{scheme.name}: {_HOW[scheme.name]}"),
         ("a wave", f"{scheme.method}: {WHAT[scheme.method]}"),
         ("chunks", "made by the ranks that multiply them, each a little ahead" * scheme.by_ranks),
@@ -59,8 +58,8 @@ def waves_text(made: WavePlan) -> str:
 # Products
 
 
-def _grid(grid: tuple[int, int, int]) -> str:
-    return " x ".join(map(str, grid))
+def _by(sizes: Sequence[int]) -> str:
+    return " x ".join(map(str, sizes))
 
 
 WHAT = {
@@ -74,27 +73,20 @@ WHAT = {
 
 def plan_text(plan: Plan) -> str:
     """Return the text of a plan that `explain` prints."""
-    problem = plan.problem
-
-    def chunks(operand: str) -> str:
-        nrows, ncols = problem[operand].counts
-        seen = [name for name in ("transposed", "conjugated") if getattr(problem[operand], name)]
-        return f"{nrows} x {ncols} chunks{', read ' * bool(seen)}{' and '.join(seen)}"
-
-    rows, cols, depth = plan.block_sizes
+    problem, (rows, cols, depth) = plan.problem, plan.block_sizes
     packed = ", ".join(name.upper() for name in plan.packing) or "nothing"
     others = [e for e in plan.alternatives if e is not plan.estimate]
     return listed(
         f"Plan: {plan.method} {on_workers(plan)}",
         ("@", plan.left and f"left to Dask's own tasks under enable(): {plan.left}"),
-        ("A", f"{problem.m} x {problem.k} {problem.a.dtype}, {chunks('a')}"),
-        ("B", f"{problem.k} x {problem.n} {problem.b.dtype}, {chunks('b')}"),
-        ("D", f"{problem.m} x {problem.n} {problem.d.dtype}, {chunks('d')}, computed in {_computed_in(problem)}"),
+        ("A", _matrix(problem.a)),
+        ("B", _matrix(problem.b)),
+        ("D", f"{_matrix(problem.d)}, computed in {_computed_in(problem)}"),
         ("formula", _formula(plan)),
         *(("also", f"{name.upper()} on all {plan.replicas} workers, for later multiplies") for name in plan.kept),
         ("asked", ", ".join(f"{x} as {y}" for x, y in zip("ABD", problem.distributions, strict=True) if y is not None)),
         ("method", WHAT[plan.method]),
-        ("grid", f"{_grid(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}"),
+        ("grid", f"{_by(plan.grid)} ranks over m x n x k, blocks up to {rows} x {cols} x {depth}"),
         ("inputs", f"{_placed(plan)}; packed: {packed}"),
         ("order", _order(problem)),
         ("work", f"{problem.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved between workers"),
@@ -179,7 +171,7 @@ def _compared(plan: Plan) -> str:
 
 
 def _against(estimate: Estimate, chosen: Estimate | None) -> str:
-    text = f"{estimate.method} {_grid(estimate.grid)}: {format_time(estimate.seconds)}"
+    text = f"{estimate.method} {_by(estimate.grid)}: {format_time(estimate.seconds)}"
     text += f", {format_bytes(estimate.bytes_moved)} moved, {format_bytes(estimate.peak_bytes)} a worker"
     if chosen and estimate.seconds < chosen.seconds:
         text += " (too much memory)"
@@ -205,7 +197,7 @@ def batch_text(plan: BatchPlan) -> str:
         f"Batch: {BATCH_ROUTES[plan.route]}",
         (
             "items",
-            f"{batch.count} ({' x '.join(map(str, batch.shape))}) of {batch.m} x {batch.k} {batch.a_dtype} by "
+            f"{batch.count} ({_by(batch.shape)}) of {batch.m} x {batch.k} {batch.a_dtype} by "
             f"{batch.k} x {batch.n} {batch.b_dtype}, computed in {batch.compute_type}",
         ),
         ("work", f"{batch.flops * batch.count:.3g} flops"),
@@ -263,13 +255,10 @@ def factor_text(plan: FactorPlacement) -> str:
     others = [one for one in plan.alternatives if one is not plan.estimate and one.grid != plan.grid]
     return listed(
         f"Plan: {problem.task.kind} {on_workers(plan)}",
-        *(
-            (x.name.upper(), f"{_sizes(x.chunks)} {problem.task.dtype}, {x.counts[0]} x {x.counts[1]} chunks")
-            for x in problem.matrices
-        ),
+        *((x.name.upper(), _matrix(x, problem.task.dtype)) for x in problem.matrices),
         (
             "makes",
-            ", ".join(f"{x.name} {_sizes(x.chunks)} in {x.counts[0]} x {x.counts[1]} chunks" for x in problem.outputs),
+            ", ".join(f"{x.name} {_sizes(x.chunks)} in {_by(x.counts)} chunks" for x in problem.outputs),
         ),
         ("method", _method(plan)),
         ("blocks", f"{blocks} of up to {plan.width} columns" * bool(plan.sweeps or plan.shared)),
@@ -317,7 +306,7 @@ def program_text(plan: ProgramPlacement) -> str:
     problem, cost = plan.problem, plan.cost
     loops = [step for step in plan.steps(0) if isinstance(step, Loop)]
     expected = "turns are as many as expected" if loops else "it is well-conditioned"
-    times = "once" if cost.passes == 1 else f"{cost.passes:g} times"
+    times, by_ranks = "once" if cost.passes == 1 else f"{cost.passes:g} times", ", made by the ranks for each pass"
     steps = [
         f"{line.kernel:20}{format_time(line.seconds):>12}  {line.flops:8.2g} flops" + "  reads A" * bool(line.reads)
         for line in cost.lines
@@ -326,12 +315,8 @@ def program_text(plan: ProgramPlacement) -> str:
     return listed(
         f"Plan: {problem.builder} {on_workers(plan)}",
         *(
-            (
-                operand.name.upper(),
-                f"{_sizes(operand.chunks)} {operand.dtype}, {operand.counts[0]} chunks of rows"
-                + ", made by the ranks for each pass" * operand.by_ranks,
-            )
-            for operand in problem.matrices
+            (x.name.upper(), f"{_sizes(x.chunks)} {x.dtype}, {x.counts[0]} chunks of rows{by_ranks * x.by_ranks}")
+            for x in problem.matrices
         ),
         ("makes", ", ".join(f"{one.name} {_sizes(one.chunks)}" for one in problem.outputs)),
         ("method", f"rows stay where they are; A is read {times} if {expected}"),
@@ -349,6 +334,12 @@ def program_text(plan: ProgramPlacement) -> str:
 def on_workers(plan: Placement) -> str:
     """Return how many workers compute, and by which engine."""
     return f"on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}"
+
+
+def _matrix(one: NamedMatrix, dtype: str = "") -> str:
+    """Return the extents, the type and the chunks of a matrix, and how these are read."""
+    seen = " and ".join(name for name in ("transposed", "conjugated") if getattr(one, name))
+    return f"{_sizes(one.chunks)} {dtype or one.dtype}, {_by(one.counts)} chunks{seen and f', read {seen}'}"
 
 
 def _sizes(chunks: Chunks) -> str:

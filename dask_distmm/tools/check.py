@@ -43,19 +43,7 @@ _SECONDS = 120
 
 
 _WIDTH = 100
-_TITLES = {
-    "dask_distmm": "dask_distmm",
-    "python": "Python",
-    "cublasmp": "cuBLASMp",
-    "nccl": "NCCL",
-    "nvmath": "nvmath-python",
-    "cupy": "CuPy",
-    "dask_cuda": "dask-cuda",
-    "ucxx": "UCX (distributed-ucxx)",
-    "rmm": "RMM",
-    "numpy": "NumPy",
-    "zarr": "Zarr",
-}
+
 _MARKS = {"error": "ERROR", "warning": "WARNING", "note": "note"}
 
 # What one process, or one library in it, has said.
@@ -158,6 +146,12 @@ def _listed(found: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{value or 'unknown'} on {short(who)}" for value, who in found.items())
 
 
+def _shared(values: Mapping[str, Any], most: int = 3) -> str:
+    """Return the value that all workers have, or each value with the workers that have it."""
+    found = differing(values)
+    return "; ".join(f"{value} ({short(who, most)})" if len(found) > 1 else value for value, who in found.items())
+
+
 # Findings
 
 
@@ -232,11 +226,10 @@ class Report:
     @property
     def findings(self) -> list[Finding]:
         """All findings, the worst first; what is found of several workers is one."""
-        found: dict[tuple[str, str, str], Finding] = {}
+        found = collections.defaultdict[tuple[str, str, str], list[str]](list)
         for one in judge(self):
-            before = found.setdefault((one.level, one.text, one.remedy), dataclasses.replace(one, where=()))
-            found[one.level, one.text, one.remedy] = dataclasses.replace(one, where=before.where + one.where)
-        return sorted(found.values(), key=lambda one: -_LEVELS.index(one.level))
+            found[one.level, one.text, one.remedy] += one.where
+        return sorted((Finding(*key, tuple(x)) for key, x in found.items()), key=lambda one: -_LEVELS.index(one.level))
 
     @property
     def status(self) -> int:
@@ -459,11 +452,7 @@ def _worker_tables(report: Report) -> str:
             described[title][address] = value
     if len(rows) > 1:
         lines += [_table(rows), ""]
-    for title, values in described.items():
-        found = differing(values)
-        texts = [f"{value} ({short(who)})" if len(found) > 1 else value for value, who in found.items()]
-        lines.append(_wrapped(f"{title:<11}", "; ".join(texts)))
-    return "\n".join(lines)
+    return "\n".join(lines + [_wrapped(f"{title:<11}", _shared(values)) for title, values in described.items()])
 
 
 def _blas(pools: Any) -> str:
@@ -507,23 +496,15 @@ def _library_table(report: Report) -> str:
         if report.scheduler is not None:
             columns["scheduler"] = {"the scheduler": report.scheduler}
     columns["workers" if report.address else "version"] = report.answering
-    order, rows, missing = list(_TITLES), [["library", *columns]], []
-    for name in sorted(
-        report.client["versions"], key=lambda name: order.index(name) if name in _TITLES else len(order)
-    ):
-        cells = [_version_cell(name, who) for who in columns.values()]
+    rows, missing = [["library", *columns]], []
+    for name, (title, *_) in questions.LIBRARIES.items():
+        cells = [_shared({who: x["versions"].get(name) for who, x in asked.items()}, 1) for asked in columns.values()]
+        cells = ["-" if cell in ("", "none") else cell for cell in cells]
         if set(cells) == {"-"}:
-            missing.append(_TITLES.get(name, name))
+            missing.append(title)
         else:
-            rows.append([_TITLES.get(name, name), *cells])
+            rows.append([title, *cells])
     return _table(rows) + ("\n" + _wrapped("not installed: ", ", ".join(missing)) if missing else "")
-
-
-def _version_cell(name: str, asked: Mapping[str, Facts]) -> str:
-    found = differing({who: facts["versions"].get(name) for who, facts in asked.items()})
-    if len(found) > 1:
-        return "; ".join(f"{version} ({short(who, 1)})" for version, who in found.items())
-    return next((version for version in found if version != "none"), "-")
 
 
 def _finding(found: Finding, report: Report) -> str:

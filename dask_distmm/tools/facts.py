@@ -23,21 +23,23 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# Distributions by their name here; the first that is installed counts.
-DISTRIBUTIONS = {
-    "dask_distmm": ("dask_distmm",),
-    "dask": ("dask",),
-    "distributed": ("distributed",),
-    "numpy": ("numpy",),
-    "zarr": ("zarr",),
-    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
-    "nvmath": ("nvmath-python",),
-    "nccl4py": ("nccl4py",),
-    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-    "cublasmp": ("nvidia-cublasmp-cu13", "nvidia-cublasmp-cu12"),
-    "dask_cuda": ("dask-cuda",),
-    "ucxx": ("distributed-ucxx-cu13", "distributed-ucxx-cu12", "distributed-ucxx"),
-    "rmm": ("rmm-cu13", "rmm-cu12", "rmm"),
+# Libraries by their name here, in the order in which they are shown: the name that is shown, and the distributions, of
+# which the first that is installed counts.
+LIBRARIES = {
+    "dask_distmm": ("dask_distmm", "dask_distmm"),
+    "python": ("Python",),
+    "cublasmp": ("cuBLASMp", "nvidia-cublasmp-cu13", "nvidia-cublasmp-cu12"),
+    "nccl": ("NCCL", "nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    "nvmath": ("nvmath-python", "nvmath-python"),
+    "cupy": ("CuPy", "cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "dask_cuda": ("dask-cuda", "dask-cuda"),
+    "ucxx": ("UCX (distributed-ucxx)", "distributed-ucxx-cu13", "distributed-ucxx-cu12", "distributed-ucxx"),
+    "rmm": ("RMM", "rmm-cu13", "rmm-cu12", "rmm"),
+    "numpy": ("NumPy", "numpy"),
+    "zarr": ("Zarr", "zarr"),
+    "dask": ("dask", "dask"),
+    "distributed": ("distributed", "distributed"),
+    "nccl4py": ("nccl4py", "nccl4py"),
 }
 
 
@@ -59,13 +61,13 @@ def installed(*names: str) -> tuple[str, str] | tuple[None, None]:
 
 def versions() -> dict[str, str | None]:
     """Return the installed version of each library by its name here, None where it is missing."""
-    found = {name: installed(*candidates)[1] for name, candidates in DISTRIBUTIONS.items()}
-    return {"python": platform.python_version(), **found}
+    found = {name: installed(*distributions)[1] for name, (_, *distributions) in LIBRARIES.items()}
+    return found | {"python": platform.python_version()}
 
 
 def cuda_major() -> int | None:
     """Return the CUDA version that the installed CuPy was made for, None if there is none or it doesn't say."""
-    return {"cupy-cuda13x": 13, "cupy-cuda12x": 12}.get(installed(*DISTRIBUTIONS["cupy"])[0] or "")
+    return {"cupy-cuda13x": 13, "cupy-cuda12x": 12}.get(installed(*LIBRARIES["cupy"][1:])[0] or "")
 
 
 def engine_versions() -> dict[str, Any]:

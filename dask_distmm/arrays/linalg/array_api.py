@@ -592,15 +592,13 @@ def norm(
         x = x.astype(common_type({"x": x}))
     try:
         axes = normalize_axis_tuple(range(x.ndim) if axis is None else axis, x.ndim)
-    except (ValueError, TypeError) as error:
-        raise PlanError(str(error)) from error
-    if len(axes) != 2 or ord not in (2, -2, "nuc"):
-        if how:
-            raise PlanError(f"ord={ord!r} here is computed by Dask's tasks, which have no {min(how)}=: leave it out")
-        try:
+        of_values = len(axes) == 2 and ord in (2, -2, "nuc")
+        if not of_values and not how:
             return da.linalg.norm(x, ord, axis, keepdims)
-        except (ValueError, NotImplementedError) as error:
-            raise PlanError(str(error)) from error
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise PlanError(str(error)) from error
+    if not of_values:
+        raise PlanError(f"ord={ord!r} here is computed by Dask's tasks, which have no {min(how)}=: leave it out")
     s = svdvals(da.moveaxis(x, axes, (-2, -1)), **how)
     found = s.sum(axis=-1) if ord == "nuc" else _end(s, largest=ord == 2)
     return da.expand_dims(found, tuple(sorted(axes))) if keepdims else found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from dask.highlevelgraph import MaterializedLayer
 
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.public import FactorOptions, ProductOptions, RunOptions, SolveOptions
-from dask_distmm.arrays.outputs import output_meta
+from dask_distmm.arrays.outputs import run_output
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, is_lazy, parse
 from dask_distmm.config import read_options, wave_budget
@@ -33,7 +33,7 @@ from dask_distmm.planning.planner import plan_computation, problem_from_wire
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.chunks import array_kind, on_device
 from dask_distmm.runtime.client import current_client, recent_snapshot
-from dask_distmm.runtime.keys import barrier_name, output_name
+from dask_distmm.runtime.keys import barrier_name
 
 # A matrix is tall if it has this many times as many rows as columns, and so has each chunk of rows, on average.
 _ALL, _EACH = 4, 2
@@ -353,15 +353,7 @@ def _arrays(
     """Return the outputs of a run as lazy arrays; `made` has the tasks of operands whose chunks ranks make."""
     graph = build_factor_graph(problem, arrays, made)
     prototype = next(dense(x._meta) for x in arrays if on_device(x._meta) == (problem.array == "cupy"))
-    return tuple(
-        Array(
-            graph,
-            output_name(problem.name, one.name),
-            tuple(tuple(size if size >= 0 else np.nan for size in one.chunks[axis]) for axis in one.axes),
-            meta=output_meta(prototype, np.dtype(one.dtype), len(one.axes)),
-        )
-        for one in problem.outputs
-    )
+    return tuple(run_output(problem, output, graph, prototype) for output in problem.outputs)
 
 
 def adjoint(a: Array) -> Array:
@@ -425,10 +417,9 @@ def times(a: Array, b: Array, how: RunOptions) -> Array:
     return found
 
 
-def steps_of(x: Array) -> list[Computation]:
-    """Return the computations of the runs in the graph of an array, in order."""
-    found: list[Computation] = []
-    for name in x.dask._toposort_layers():
+def steps_of(x: Array) -> Iterator[Computation]:
+    """Yield the computations of the runs in the graph of an array, the last one first."""
+    for name in reversed(x.dask._toposort_layers()):
         layer = x.dask.layers[name]
         if not isinstance(layer, MaterializedLayer | TasksLayer):
             continue
@@ -438,16 +429,9 @@ def steps_of(x: Array) -> list[Computation]:
             tasks = dict(layer)
             inside = {key: found & tasks.keys() for key, found in DependenciesMapping(tasks).items()}
             barriers = [key for key in toposort(tasks, dependencies=inside) if barrier_name(key) is not None]
-        found += [problem_from_wire(layer[key].args[0]) for key in barriers]
-    return found
+        yield from (problem_from_wire(layer[key].args[0]) for key in reversed(barriers))
 
 
 def problem_of(x: Array) -> FactorProblem | ProgramProblem | None:
     """Return the last factorization or program that an array is made by, or None if there is none in its graph."""
-    for name in reversed(list(x.dask.layers)):
-        layer = x.dask.layers[name]
-        if barrier_name(name) is not None and len(layer) == 1:
-            (task,) = layer.values()
-            if task.args[0].get("kind") in (FactorProblem.kind, ProgramProblem.kind):
-                return problem_from_wire(task.args[0])  # type: ignore[return-value]
-    return None
+    return next((one for one in steps_of(x) if isinstance(one, FactorProblem | ProgramProblem)), None)

@@ -15,7 +15,7 @@ from distributed.protocol.pickle import dumps
 
 from dask_distmm.arrays.linalg.array_api import norm
 from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, times
-from dask_distmm.arrays.linalg.public import SOLVED_IN_TURNS, TURNS, RunOptions
+from dask_distmm.arrays.linalg.public import SOLVED_IN_TURNS, TURNS, RunOptions, check_range
 from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.errors import PlanError, check_square
 from dask_distmm.numeric.epilogs import call_function
@@ -212,8 +212,7 @@ def gmres(
     """
     if callback is not None and callback_type is None:
         raise PlanError("callback_type must be 'x' or 'pr_norm' if there is a callback, got None")
-    if restart is not None and restart < 1:
-        raise PlanError(f"restart must be at least 1, got {restart}")
+    check_range(1, restart=restart)
     functions = {"pr_norm" if callback_type == "pr_norm" else "callback": callback}
     options = {"rtol": rtol, "atol": atol, "restart": restart or 20}
     return _solved("gmres", (A, b, x0, M), functions, maxiter, how, **options)
@@ -295,11 +294,9 @@ def eigsh(
     _check(how, maxiter, tol=tol)
     a, functions = _operator(A, v0, "v0")
     n, dtype = len(a), common_type({"A": a})
-    if not 1 <= k < n:
-        raise PlanError(f"k must be between 1 and {n - 1}, got {k}: use eigh for all eigenvalues")
+    check_range(1, n - 1, ": use eigh for all eigenvalues", k=k)
     ncv = min(n, max(2 * k + 1, 20)) if ncv is None else ncv
-    if not k < ncv <= n:
-        raise PlanError(f"ncv must be between {k + 1} and {n}, got {ncv}")
+    check_range(k + 1, n, ncv=ncv)
     eps = float(np.finfo(dtype).eps)
     options = {"k": k, "ncv": ncv, "which": which, "tol": tol or eps, "maxiter": maxiter or 10 * n, "eps": eps}
     operands = {"a": a.astype(dtype)} | ({} if v0 is None else {"g": _vector("v0", v0, a).astype(dtype)})
@@ -612,11 +609,8 @@ def _check(how: RunOptions, maxiter: int | None, **limits: float) -> None:
     method = how.get("method") or "auto"
     if method not in ("auto", "rows"):
         raise PlanError(f"method={method!r} is not for iterative solvers: pass 'rows', or leave it out")
-    if maxiter is not None and maxiter < 1:
-        raise PlanError(f"maxiter must be at least 1, got {maxiter}")
-    for name, limit in limits.items():
-        if name != "shift" and not limit >= 0:
-            raise PlanError(f"{name} must be at least 0, got {limit}")
+    check_range(1, maxiter=maxiter)
+    check_range(0, **{name: limit for name, limit in limits.items() if name != "shift"})
 
 
 # Users' functions in place of matrices, pickled, by the names of these; an option of the builder.

@@ -24,7 +24,7 @@ from dask_distmm.arrays.linalg.factorize import (
     unchecked,
 )
 from dask_distmm.arrays.linalg.factors import qr
-from dask_distmm.arrays.linalg.public import COMPONENTS, COMPRESSED, MOMENTS, Operand, RunOptions
+from dask_distmm.arrays.linalg.public import COMPONENTS, COMPRESSED, MOMENTS, Operand, RunOptions, check_range
 from dask_distmm.arrays.linalg.spectral import right_vectors, svd, with_noise
 from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.arrays.request import check_names, check_workers
@@ -92,11 +92,8 @@ def svd_compressed(
     array([3.])
     """
     a = computed("a", a, sparse=True)
-    if not 1 <= k <= min(a.shape):
-        raise PlanError(f"k must be between 1 and {min(a.shape)}, got {k}")
-    for name, value in (("n_power_iter", n_power_iter), ("n_oversamples", n_oversamples), ("seed", seed or 0)):
-        if value < 0:
-            raise PlanError(f"{name} must be at least 0, got {value}")
+    check_range(1, min(a.shape), k=k)
+    check_range(0, n_power_iter=n_power_iter, n_oversamples=n_oversamples, seed=seed)
     seed = secrets.randbits(64) if seed is None else seed
     m, n = a.shape
     tall = adjoint(a) if m < n else a
@@ -172,8 +169,7 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
     k = most if n_components is None else n_components
     if len(a) < 2:
         raise PlanError(f"a must have at least 2 rows, got {len(a)}")
-    if not 1 <= k <= most:
-        raise PlanError(f"n_components must be between 1 and {most}, got {k}")
+    check_range(1, most, n_components=k)
     if goes_by_rows(a, how):
         wanted = {"components": "kn", "variances": ".k real", "mean": ".N"}
         options: dict[str, Any] = {"k": k, "spread": _SPARSE_SPREAD if sparse else _SPREAD}

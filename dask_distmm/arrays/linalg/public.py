@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import math
 import numbers
 import reprlib
 import textwrap
@@ -215,6 +216,14 @@ def check_value(name: str, value: Any, allowed: Any) -> None:
     if isinstance(value, str) and choices and all(isinstance(one, str) for one in choices):
         raise PlanError(unknown_name(name, value, choices))
     raise PlanError(f"{name} must be {' or '.join(map(_text, kinds))}, got {reprlib.repr(value)}")
+
+
+def check_range(least: int, most: float = math.inf, advice: str = "", /, **values: float | None) -> None:
+    """Refuse numbers that are not in a range; None stands for a default."""
+    for name, value in values.items():
+        if value is not None and not least <= value <= most:
+            expected = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+            raise PlanError(f"{name} must be {expected}, got {value}{advice}")
 
 
 # How a kind of values is called, and its classes.

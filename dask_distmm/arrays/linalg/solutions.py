@@ -39,19 +39,11 @@ from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudo
 from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 
-# SciPy's names of the structure of a matrix, and the way to solve.
+# SciPy's names of the structure of a matrix, of which the first three letters tell how it is solved.
 Structure: TypeAlias = Literal[
     "gen", "general", "diagonal", "tridiagonal", "banded", "sym", "symmetric", "her", "hermitian", "pos",
     "positive definite", "upper triangular", "lower triangular",
 ]  # fmt: skip
-_STRUCTURES = {
-    **dict.fromkeys(("gen", "general", "diagonal", "tridiagonal", "banded"), "gen"),
-    **dict.fromkeys(("sym", "symmetric"), "sym"),
-    **dict.fromkeys(("her", "hermitian"), "her"),
-    **dict.fromkeys(("pos", "positive definite"), "pos"),
-    "upper triangular": "upper",
-    "lower triangular": "lower",
-}
 
 
 @public(FactorOptions, PANELS)
@@ -208,9 +200,9 @@ def solve(
     >>> linalg.solve([[2.0, 0.0], [0.0, 4.0]], [2.0, 4.0]).compute()
     array([1., 1.])
     """
-    structure = _STRUCTURES[assume_a or "gen"]
-    if structure in ("upper", "lower"):
-        return solve_triangular(a, b, "T" if transposed else "N", structure == "lower", **how)
+    structure = (assume_a or "gen")[:3]
+    if structure in ("upp", "low"):
+        return solve_triangular(a, b, "T" if transposed else "N", structure == "low", **how)
     a, b = matrix("a", a), operand("b", b)
     if structure in ("sym", "her") and a.shape[0] == a.shape[1]:
         a = mirrored(a, lower=lower, hermitian=structure == "her")

@@ -218,7 +218,17 @@ def eigh(
     >>> linalg.eigh([[2.0, 0.0], [0.0, 1.0]]).eigenvalues.compute()
     array([1., 2.])
     """
-    found = _eigenpairs(a, b, _reads_lower(UPLO, lower), subset_by_index, not eigvals_only, how)
+    if lower is not None and UPLO in "Uu":
+        raise PlanError(f"UPLO={UPLO!r} and lower={lower} are two names for one choice: pass one of them")
+    a, subset = matrix("a", a), subset_by_index
+    operands, cols = {"a": a} if b is None else {"a": a, "b": matrix("b", b)}, a.chunks[1]
+    if subset is not None:
+        first, last = subset = operator.index(subset[0]), operator.index(subset[1])
+        cols = normalize_chunks(max(1, *cols), (max(0, last - first + 1),))[0]
+    wanted = {"w": ".K"} if eigvals_only else {"w": ".K", "v": "mk"}
+    options: dict[str, Any] = {"axes": {"k": cols}, "subset": subset, "vectors": not eigvals_only}
+    options["lower"] = UPLO in "Ll" if lower is None else bool(lower)
+    found = factorize("eigh", operands, wanted, how=how, **options)
     return found[0] if eigvals_only else EighResult(*found)
 
 
@@ -254,25 +264,7 @@ def eigvalsh(
     >>> linalg.eigvalsh([[2.0, 0.0], [0.0, 1.0]]).compute()
     array([1., 2.])
     """
-    return _eigenpairs(a, b, _reads_lower(UPLO, lower), subset_by_index, False, how)[0]
-
-
-def _reads_lower(UPLO: str, lower: bool | None) -> bool:
-    if lower is not None and UPLO in "Uu":
-        raise PlanError(f"UPLO={UPLO!r} and lower={lower} are two names for one choice: pass one of them")
-    return UPLO in "Ll" if lower is None else bool(lower)
-
-
-def _eigenpairs(
-    a: Any, b: Any, lower: bool, subset: tuple[int, int] | None, vectors: bool, how: FactorOptions
-) -> tuple[Array, ...]:
-    a = matrix("a", a)
-    operands, cols = {"a": a} if b is None else {"a": a, "b": matrix("b", b)}, a.chunks[1]
-    if subset is not None:
-        first, last = subset = operator.index(subset[0]), operator.index(subset[1])
-        cols = normalize_chunks(max(1, *cols), (max(0, last - first + 1),))[0]
-    options: dict[str, Any] = {"axes": {"k": cols}, "lower": lower, "subset": subset, "vectors": vectors}
-    return factorize("eigh", operands, {"w": ".K", **({"v": "mk"} if vectors else {})}, how=how, **options)
+    return eigh(a, UPLO, b=b, lower=lower, eigvals_only=True, subset_by_index=subset_by_index, **how)
 
 
 @overload
