@@ -25,7 +25,7 @@ GEMMs are large::
 
 How a rank multiplies chunks that it makes itself, and the memory that this takes. Pure.
 
-Each chunk is made by tasks that run in threads of the rank, a few ahead of its use (`engines.peer.loads`). D's
+Each chunk is made by tasks that run in threads of the rank, a few ahead of its use (`engines.peer.readable`). D's
 block stays on the GPU and grows; an operand whose chunks the rank does not make is there from the start. A *step* is
 one product::
 
@@ -370,11 +370,6 @@ def blocks(plan: Plan, rank: int) -> list[Rect]:
     """
     region, (i, j, _) = plan.region(rank), plan.coords(rank)
     return [piece for _, piece in pieces_of(plan.chunk_cuts, region)] if in_chunks(plan)[i, j] else [region]
-
-
-def in_place(plan: Plan, rank: int) -> set[Rect]:
-    """Return the rectangles of `blocks` that the GEMMs may write straight into a chunk of D, if the rank owns it."""
-    return set() if plan.grid[2] > 1 or extent_multiple(plan.problem) > 1 else set(blocks(plan, rank))
 
 
 @once

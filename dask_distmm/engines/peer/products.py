@@ -187,6 +187,8 @@ _ALIGNED = 16
 # Buffers for partial sums: one is filled while the other one is added.
 _ADDING = 2
 _PRODUCTS = "product", "add_product"
+# Seconds between two looks at what ends a run.
+_LOOK = 1e-3
 
 
 class PeerJob(ProgramJob):
@@ -469,9 +471,10 @@ class PeerJob(ProgramJob):
         try:
             if self.first is not None:
                 self.first.run(self._stream)
-            self.take(every[:last], 0.0, last / len(every))
+            share = last / max(1, len(every))
+            self.take(every[:last], 0.0, share)
             marks.append(mark(self._stream))
-            self.take(every[last:], last / len(every), 1 - last / len(every))
+            self.take(every[last:], share, 1 - share)
             marks.append(mark(self._stream))
             self.missing = sorted(self._missing)
             for step in self._stores:
@@ -748,7 +751,10 @@ class PeerJob(ProgramJob):
                 copy = Rectangle(source.at(row, left), span_of(buffer), rows, cols)
                 (copies,) = make_copies([table_of([copy], buffer.itemsize)], buffer.itemsize)
                 found.append((number, buffer, copies, self.arrays[place.name][row : row + rows, left:right]))
-        sources.remote.ready(holder, self._rank, self.ended.check)
+        while not sources.remote.ready(holder, self._rank, self.ended.check):
+            # Without its sums nothing is right: a rank that is gone ends the run.
+            self.ended.check()
+            time.sleep(_LOOK)
         for number, buffer, copies, part in found:
             if number in self._added:
                 pulls.wait_event(self._added[number])
