@@ -96,8 +96,6 @@ def ld_of(x: NDArray[Any]) -> ctypes.c_int:
 # ``gemm(a, b, c)``: c += a @ b, in place, on matrices as they lie in memory
 
 
-# Products of fewer rows, or a shorter k, are not worth the mirroring.
-_SYMMETRIC = 64
 # Tiles of a matrix and its transpose that a core's cache has room for.
 _MIRRORED = 256
 
@@ -124,18 +122,6 @@ def gemm(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], conjugated: tuple[bo
         transa, transb, ref(m), ref(n), ref(k), one.ctypes.data, a.ctypes.data, ref(lda),
         b.ctypes.data, ref(ldb), one.ctypes.data, c.ctypes.data, ref(ld_of(c)),
     )  # fmt: skip
-
-
-def is_symmetric(a: NDArray[Any], b: NDArray[Any], conjugated: tuple[bool, bool]) -> bool:
-    """Whether ``a @ b`` is symmetric, or Hermitian where complex, because both are the same numbers in memory."""
-    return (
-        min(a.shape) >= _SYMMETRIC
-        and a.ctypes.data == b.ctypes.data
-        and a.shape == b.shape[::-1]
-        and a.strides == b.strides[::-1]
-        and (a.dtype.kind == "f" or conjugated[0] != conjugated[1])
-        and (column_major(a) or column_major(a.T))
-    )
 
 
 def add_lower(x: NDArray[Any], c: NDArray[Any], conjugated: tuple[bool, bool] = (False, False)) -> bool:
