@@ -32,18 +32,17 @@ def oracle(folder, size):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = str(Path(__file__).with_name("nvmath_oracle.py"))
-    logs = [(folder / f"{rank}.log").open("w") for rank in range(size)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(size), str(port), str(folder)], stdout=logs[rank], stderr=logs[rank]
-        )
-        for rank in range(size)
-    ]
+    processes = []
+    for rank in range(size):
+        command = [sys.executable, script, str(rank), str(size), str(port), str(folder)]
+        with (folder / f"{rank}.log").open("w") as log:
+            processes.append(subprocess.Popen(command, stdout=log, stderr=log))
     try:
         ended = [process.wait(100) for process in processes]
     finally:
         for process in processes:
             process.kill()
+            process.wait()
     said = "\n".join((folder / f"{rank}.log").read_text()[-2000:] for rank in range(size))
     assert not any(ended), said
 
