@@ -28,7 +28,7 @@ from dask_distmm.planning.cuts import Rect, common, full_side, padded, pieces_of
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.product import LONG, ChunkBlock, Placed, Product, chunk_blocks_of, coalesce, deciding
-from dask_distmm.planning.program import once
+from dask_distmm.planning.program import remembered
 from dask_distmm.planning.schedule import (
     PANELS,
     BlockSchedule,
@@ -114,7 +114,7 @@ def steps(plan: Plan, rank: int, lies: Lies) -> tuple[Step, ...]:
         return record(plan, rank, lies)
     answers: dict[tuple[int, int], bool] = {}
     kept: list[tuple[dict[tuple[int, int], bool], tuple[Step, ...]]]
-    kept = once((deciding(plan),), ("blocks", rank), list, LONG)
+    kept = remembered((deciding(plan),), ("blocks", rank), list, LONG)
     for before, found in kept:
         if all(lies(*chunk) == answer for chunk, answer in before.items()):
             return found

@@ -38,7 +38,7 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Worker
 from dask_distmm.planning.model import ENGINES, EngineModel, Phase, Work
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
-from dask_distmm.planning.program import once
+from dask_distmm.planning.program import remembered
 from dask_distmm.programs import factor
 from dask_distmm.programs.factor import PANEL_PARTS, PARTS, Columns, Matrix, Panels
 from dask_distmm.programs.steps import Buffer, Step
@@ -651,7 +651,7 @@ class FactorPlacement(Placement):
         """Return the steps of a rank."""
         names = tuple(one.name for one in self.problem.outputs)
         what = self.task, self.engine, self.method, self.count, self.width, names
-        return once(what, rank, lambda: self._record(rank))
+        return remembered(what, rank, lambda: self._record(rank))
 
     def _record(self, rank: int) -> tuple[Step, ...]:
         task, columns, panels = self.task, self.columns, self.panels

@@ -33,7 +33,7 @@ from dask_distmm.planning.footprint import panel_width
 from dask_distmm.planning.placement import EVERYWHERE, GATHERED
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import is_gram
-from dask_distmm.planning.program import once
+from dask_distmm.planning.program import remembered
 from dask_distmm.programs.recorder import Recorder, Rows
 from dask_distmm.programs.steps import PART, Buffer, Key, Publish, Step, View
 
@@ -171,7 +171,7 @@ Turn = tuple[list[ChunkBlock], list[list[ChunkBlock]]]
 
 def steps(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
     """Return the steps of a rank, which has sums already in chunks of D that were begun, and adds to these."""
-    return once((deciding(plan),), (rank, *sorted(begun)), lambda: record(plan, rank, begun), LONG)
+    return remembered((deciding(plan),), (rank, *sorted(begun)), lambda: record(plan, rank, begun), LONG)
 
 
 def deciding(plan: Plan) -> Plan:

@@ -44,7 +44,7 @@ def _known(digest: bytes) -> dict[Any, Any]:
     return {}
 
 
-def once(arguments: tuple[Any, ...], what: Any, make: Callable[[], T], most: float = math.inf) -> T:
+def remembered(arguments: tuple[Any, ...], what: Any, make: Callable[[], T], most: float = math.inf) -> T:
     """Return what is made of a program, by what it follows from; only once if that is at most `most` bytes."""
     text = pickle.dumps(arguments)
     known = _known(hashlib.sha256(text).digest()) if len(text) <= most else {}
@@ -87,7 +87,7 @@ class ProgramProblem(Computation):
     def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank, if `owners` have the chunks of rows."""
         arguments = self._arguments(owners, ranks)
-        return once(arguments, rank, lambda: record(*arguments, me=rank), _LONG)
+        return remembered(arguments, rank, lambda: record(*arguments, me=rank), _LONG)
 
     def figures(self, owners: tuple[int, ...], ranks: int, rates: Rates) -> tuple[Cost, list[int]]:
         """Return what it takes, where the matrix is well-conditioned, and the most bytes that each rank holds."""
@@ -97,7 +97,7 @@ class ProgramProblem(Computation):
             lists = [record(*arguments, me=rank) for rank in range(ranks)]
             return cost(lists, rates), list(map(peak_bytes, lists))
 
-        return once(arguments, rates, made)
+        return remembered(arguments, rates, made)
 
     def _arguments(self, owners: tuple[int, ...], ranks: int) -> tuple[Any, ...]:
         """Return the arguments of `record`."""
