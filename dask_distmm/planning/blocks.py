@@ -102,34 +102,34 @@ class _Segment(NamedTuple):
     in_place: bool
 
 
-# Whether the library can multiply a chunk of this GPU, by operand (0 or 1) and number, where it lies.
-Lies = Callable[[int, int], bool]
-# Lists that are kept for plans that are alike: chunks may lie differently.
+# Whether the library can multiply a chunk of this GPU, by operand (0 or 1) and number, as it is.
+Usable = Callable[[int, int], bool]
+# Lists that are kept for plans that are alike, whose chunks may be stored differently.
 _KEPT = 4
 
 
-def steps(plan: Plan, rank: int, lies: Lies) -> tuple[Step, ...]:
-    """Return the steps of a rank, where the chunks in its memory lie as `lies` says."""
+def steps(plan: Plan, rank: int, usable: Usable) -> tuple[Step, ...]:
+    """Return the steps of a rank; `usable` says which chunks in its memory can be multiplied as they are."""
     if plan.problem.by_ranks:  # which follow from machines, too
-        return record(plan, rank, lies)
+        return record(plan, rank, usable)
     answers: dict[tuple[int, int], bool] = {}
     kept: list[tuple[dict[tuple[int, int], bool], tuple[Step, ...]]]
     kept = remembered((deciding(plan),), ("blocks", rank), list, LONG)
     for before, found in kept:
-        if all(lies(*chunk) == answer for chunk, answer in before.items()):
+        if all(usable(*chunk) == answer for chunk, answer in before.items()):
             return found
 
     def asked(operand: int, number: int) -> bool:
-        return answers.setdefault((operand, number), lies(operand, number))
+        return answers.setdefault((operand, number), usable(operand, number))
 
     made = record(plan, rank, asked)
     kept[:] = [*kept[1 - _KEPT :], (answers, made)]
     return made
 
 
-def record(plan: Plan, rank: int, lies: Lies) -> tuple[Step, ...]:
+def record(plan: Plan, rank: int, usable: Usable) -> tuple[Step, ...]:
     """Return the steps of a rank, made anew."""
-    p = _Blocks(plan, rank, lies)
+    p = _Blocks(plan, rank, usable)
     groups = (
         p.groups_of_made(chunk_sources(plan)[rank]) if plan.problem.by_ranks else p.groups(block_schedules(plan)[rank])
     )
@@ -144,15 +144,15 @@ def record(plan: Plan, rank: int, lies: Lies) -> tuple[Step, ...]:
 class _Blocks(Product):
     """Records the steps of a rank."""
 
-    def __init__(self, plan: Plan, rank: int, lies: Lies) -> None:
+    def __init__(self, plan: Plan, rank: int, usable: Usable) -> None:
         super().__init__(plan, rank, ())
-        self.dtype, self.lies, self.keeps = sums_in(plan).name, lies, ()
+        self.dtype, self.usable, self.keeps = sums_in(plan).name, usable, ()
         self.multiple, self.side = extent_multiple(plan.problem), full_side(plan.problem)
         i, j, _ = plan.coords(rank)
         # D is multiplied into its chunks if all are large, or if the rank's part of it is within one of its own.
         inside = [index for index, _ in pieces_of(plan.chunk_cuts, self.region)]
-        alone = plan.grid[2] == self.multiple == len(inside) == 1 and int(plan.owners[inside[0]]) == rank
-        self.packed = not (in_chunks(plan)[i, j] or alone)
+        within = plan.grid[2] == self.multiple == len(inside) == 1 and int(plan.owners[inside[0]]) == rank
+        self.packed = not (in_chunks(plan)[i, j] or within)
         self.cuts = (self.region[:2], self.region[2:]) if self.packed else plan.chunk_cuts
         self.triangle = square_on_diagonal(plan, rank, native(plan))
         self.kinds = plan.problem.matrix_types
@@ -354,7 +354,7 @@ class _Blocks(Product):
         if self.multiple > 1 and any(x % 16 for x in (block.r0, block.c0, block.rows, block.cols)):
             return False
         here = self.where[matrix.name][block.chunk] in (self.plan.ranks[self.me], EVERYWHERE)
-        return here and not self.plan.from_host and self.lies(operand, block.chunk)
+        return here and not self.plan.from_host and self.usable(operand, block.chunk)
 
     def _edges(self, operand: int, span: tuple[int, int]) -> list[int]:
         """Return the edges of chunks within a stretch, its ends included."""
@@ -462,7 +462,7 @@ class _Blocks(Product):
             for part in group.loads:
                 after = last.get(part.matrix.name, -1)
                 if after < 0 and not part.made and not self._is_away(part):
-                    # What is all here is there before the run.
+                    # A part that is all on this GPU is there before the run.
                     self._issue(part)
                     issued.add(id(part))
                 else:

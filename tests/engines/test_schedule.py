@@ -70,8 +70,8 @@ def made(seed, method, nranks, kind, size, sources=0, together=False, scheme="",
     return plan(problem, roster, where, sources=others, engine="peer")
 
 
-def lists_of(found, lies=lambda operand, number: True):
-    return [lists.steps(found, rank, lies) for rank in range(len(found.ranks))]
+def lists_of(found, usable=lambda operand, number: True):
+    return [lists.steps(found, rank, usable) for rank in range(len(found.ranks))]
 
 
 def calls_of(steps):
@@ -211,11 +211,11 @@ def test_lists_are_kept_for_like_plans_and_chunks_that_lie_alike_only(seed, meth
         dataclasses.replace(plans[0], problem=dataclasses.replace(plans[0].problem, name="another")),
     ]
     answers = [lambda operand, number: True, lambda operand, number: False, lambda operand, number: number % 2 == 0]
-    for found, lies in list(itertools.product(plans, answers)) * 2:
+    for found, usable in list(itertools.product(plans, answers)) * 2:
         for rank in range(len(found.ranks)):
-            assert lists.steps(found, rank, lies) == lists.record(found, rank, lies)
-    for lies in answers:
-        assert lists.steps(plans[-1], 0, lies) is lists.steps(plans[0], 0, lies)
+            assert lists.steps(found, rank, usable) == lists.record(found, rank, usable)
+    for usable in answers:
+        assert lists.steps(plans[-1], 0, usable) is lists.steps(plans[0], 0, usable)
 
 
 @settings(max_examples=25, deadline=None)
@@ -260,7 +260,7 @@ def test_ranks_do_not_pull_from_the_same_one_at_the_same_time():
     for rank in range(4):
         groups = groups_of(found, rank)
         assert len(groups) == 4
-        assert not groups[0].loads, "what lies right comes first"
+        assert not groups[0].loads, "what usable right comes first"
         panels = [(product.a, product.b)[1 - held] for group in groups for product in group.products]
         order.append([holders(found, 1 - held, panel.rect).pop() for panel in panels])
     assert all(len(set(together)) == 4 for together in zip(*order, strict=True))

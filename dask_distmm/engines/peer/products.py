@@ -288,7 +288,7 @@ class PeerJob(ProgramJob):
         assert self.rank is not None
         if self.plan.from_host:
             self._sources.allocate()
-        every = steps(self.plan, self.rank, self._lies)
+        every = steps(self.plan, self.rank, self._usable)
         made = {step.buffer.name: self._new(step.buffer) for step in every if isinstance(step, New)}
         self.arrays = {**made}
         if self.plan.problem.array == "numpy":
@@ -341,8 +341,8 @@ class PeerJob(ProgramJob):
         (copies,) = make_copies([table_of(found, size)], size, here=True)
         return copies
 
-    def _lies(self, operand: int, number: int) -> bool:
-        """Whether the library can multiply a chunk where it lies."""
+    def _usable(self, operand: int, number: int) -> bool:
+        """Whether the library can multiply a chunk as it is."""
         view = lying(self.chunks["ab"[operand], number])
         if view is None:
             return False
@@ -684,7 +684,7 @@ class PeerJob(ProgramJob):
         return Gemm(shape, self._kinds, rows, cols, target, add=call.kernel == "add_product", native=native)
 
     def _view_of(self, place: Buffer | View, turned: bool) -> DeviceView:
-        """Return how a part of A or B lies, or its transpose."""
+        """Return how a part of A or B is stored, or its transpose."""
         array, (top, _, left, _) = self.arrays[place.name], place.box
         if place.name.startswith("panel"):
             span, order = span_of(array), self._orders[int(place.name.split(".")[1])]
