@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import uuid
 
 import dask
@@ -9,7 +10,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import scipy.sparse.linalg
-from distributed import get_worker
+from distributed import get_worker, wait
 from faults import inject
 from matrices import until
 from run_events import events_after, newest_run, runs_after
@@ -87,7 +88,11 @@ def test_a_worker_dies_in_a_turn(fault_client):
     a = poisson(12)
     b = np.random.default_rng(0).standard_normal(len(a))
     x, y = (da.from_array(one, chunks=(len(a) // 6, len(a))[: one.ndim]) for one in (a, b))
-    address = sorted(fault_client.nthreads())[1]
+    x, y = fault_client.persist([x, y])
+    wait([x, y])
+    # All rows may go to the worker that has most of them.
+    holders = collections.Counter(held[0] for held in fault_client.who_has(x).values())
+    address = holders.most_common(1)[0][0]
     fault_client.run(inject, "program", "kill", skip=200, workers=[address])
     moment = newest_run(fault_client)
     found, info = [one.result(timeout=60) for one in fault_client.compute(list(linalg.cg(x, y)))]
