@@ -43,6 +43,11 @@ class Span(NamedTuple):
         """Return the place of the part that begins at a row and a column."""
         return self._replace(pointer=self.pointer + row * self.row_stride + col * self.col_stride)
 
+    @property
+    def turned(self) -> Span:
+        """The place of the transpose."""
+        return Span(self.pointer, self.col_stride, self.row_stride)
+
 
 def span_of(array: Any) -> Span:
     """Return where a device array is."""

@@ -27,7 +27,16 @@ from typing import NamedTuple
 from dask_distmm.planning.cuts import Rect, common, full_side, padded, pieces_of, pieces_that_fill, unit
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.product import LONG, ChunkBlock, Placed, Product, chunk_blocks_of, coalesce, deciding
+from dask_distmm.planning.product import (
+    LONG,
+    ChunkBlock,
+    Placed,
+    Product,
+    chunk_blocks_of,
+    coalesce,
+    deciding,
+    shape_of,
+)
 from dask_distmm.planning.program import remembered
 from dask_distmm.planning.schedule import (
     PANELS,
@@ -120,7 +129,9 @@ def steps(plan: Plan, rank: int, usable: Usable) -> tuple[Step, ...]:
             return found
 
     def asked(operand: int, number: int) -> bool:
-        return answers.setdefault((operand, number), usable(operand, number))
+        if (operand, number) not in answers:
+            answers[operand, number] = usable(operand, number)
+        return answers[operand, number]
 
     made = record(plan, rank, asked)
     kept[:] = [*kept[1 - _KEPT :], (answers, made)]
@@ -246,7 +257,7 @@ class _Blocks(Product):
         """Return the place of a part in a buffer, which grows so that its parts fit; k begins at 0."""
         name = f"panel.{operand}.{number}"
         buffer = self.slots.setdefault(name, Buffer(name, (0, 0), self.kinds[operand]))
-        rows, cols = rect[1] - rect[0], rect[3] - rect[2]
+        rows, cols = shape_of(rect)
         top, left = (at, 0) if operand == 0 else (0, at)
         most = padded(top + rows, self.multiple), padded(left + cols, self.multiple)
         buffer.shape = max(buffer.shape[0], most[0]), max(buffer.shape[1], most[1])
@@ -429,11 +440,11 @@ class _Blocks(Product):
         self.new(*self.slots.values())
         for index in self.plan.owned(self.me).tolist():
             rect = self.plan.chunk_rect(index)
-            self.of_d[index] = Placed(Buffer(f"d.{index}", (rect[1] - rect[0], rect[3] - rect[2]), self.dtype), rect)
+            self.of_d[index] = Placed(Buffer(f"d.{index}", shape_of(rect), self.dtype), rect)
             self.new(self.of_d[index].matrix)  # type: ignore[arg-type]
         for at, (index, rect) in enumerate(pieces_of(self.cuts, self.region)):
             inside = index in self.of_d and not self.packed
-            sums = Buffer(f"sum.{at}", (rect[1] - rect[0], rect[3] - rect[2]), self.dtype)
+            sums = Buffer(f"sum.{at}", shape_of(rect), self.dtype)
             self.blocks[index] = Placed(self.of_d[index].part(rect) if inside else sums, rect)
             if not inside:
                 self.new(sums)
@@ -447,7 +458,7 @@ class _Blocks(Product):
 
     def _load(self, name: str, rect: Rect) -> Buffer:
         """Have a part of an operand in a new matrix."""
-        found = self.small(rect[1] - rect[0], rect[3] - rect[2], self.problem[name].dtype)
+        found = self.small(*shape_of(rect), self.problem[name].dtype)
         self.new(found)
         self.steps.append(Make(found[:, :], name, rect=rect))
         return found

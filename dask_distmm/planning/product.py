@@ -249,7 +249,7 @@ class Product(Recorder):
         dtype = self.problem.d.dtype if self.problem.formula.trivial or not self.packed else self.dtype
         for index in plan.owned(self.me).tolist():
             rect = plan.chunk_rect(index)
-            chunk = Buffer(f"d.{index}", _shape(rect), dtype)
+            chunk = Buffer(f"d.{index}", shape_of(rect), dtype)
             self.of_d[index] = Placed(chunk, rect)
             if index in self.begun:
                 self._make("partial", index, chunk, donated=True)
@@ -257,7 +257,7 @@ class Product(Recorder):
                 self.new(chunk, zero=True)
         for index, rect in pieces_of(self.cuts, self.region):
             inside = index in self.of_d and not self.packed
-            block = self.of_d[index].part(rect) if inside else Buffer(f"sum.{index}", _shape(rect), self.dtype)
+            block = self.of_d[index].part(rect) if inside else Buffer(f"sum.{index}", shape_of(rect), self.dtype)
             self.blocks[index] = Placed(block, rect)
             if isinstance(block, Buffer) and not inside:
                 self.new(block, zero=True)
@@ -478,7 +478,8 @@ class Product(Recorder):
         return (*(rect[:2] if rows == self.problem.m else (0, 1)), *(rect[2:] if cols == self.problem.n else (0, 1)))
 
 
-def _shape(rect: Rect) -> tuple[int, int]:
+def shape_of(rect: Rect) -> tuple[int, int]:
+    """Return the rows and columns of a rectangle."""
     return rect[1] - rect[0], rect[3] - rect[2]
 
 

@@ -321,7 +321,7 @@ class PeerJob(ProgramJob):
     def _new(self, buffer: Buffer) -> Any:
         (rows, cols), dtype, (kind, *_) = buffer.shape, carried(buffer.dtype, "cupy"), buffer.name.split(".")
         if kind == "panel":
-            order = self._orders[int(buffer.name.split(".")[1])]
+            order = self._orders[number_of(buffer)]
             full = (rows, padded(cols, _ALIGNED)) if order == "C" else (padded(rows, _ALIGNED), cols)
             return cp.empty(full, dtype, order=order)[:rows, :cols]
         if kind == "sum":
@@ -335,8 +335,7 @@ class PeerJob(ProgramJob):
         found = []
         for place, target in zip(call.arguments[:count], call.arguments[count:], strict=True):
             span = self._span(place)
-            if call.options.get("turned"):
-                span = Span(span.pointer, span.col_stride, span.row_stride)
+            span = span.turned if call.options.get("turned") else span
             found.append(Rectangle(span, self._span(target), *target.shape))
         (copies,) = make_copies([table_of(found, size)], size, here=True)
         return copies
@@ -608,7 +607,7 @@ class PeerJob(ProgramJob):
                 stream.wait_event(complete)
             with stream:
                 bits(self._at(target))[...] = bits(self._at(source))
-        self._complete(int(whole.name.split(".")[1]), whole, stream)
+        self._complete(number_of(whole), whole, stream)
         self._coming[whole.name].append((whole.box, record(stream)))
 
     def _free(self, buffer: Buffer) -> None:
@@ -687,7 +686,7 @@ class PeerJob(ProgramJob):
         """Return how a part of A or B is stored, or its transpose."""
         array, (top, _, left, _) = self.arrays[place.name], place.box
         if place.name.startswith("panel"):
-            span, order = span_of(array), self._orders[int(place.name.split(".")[1])]
+            span, order = span_of(array), self._orders[number_of(place)]
         else:
             matrix = self.plan.problem[place.name[0]]
             # The library conjugates what it transposes.
@@ -696,7 +695,7 @@ class PeerJob(ProgramJob):
             span, order = found
         span = span.at(top, left)
         if turned:
-            return DeviceView(Span(span.pointer, span.col_stride, span.row_stride), "F" if order == "C" else "C")
+            return DeviceView(span.turned, "F" if order == "C" else "C")
         return DeviceView(span, order)
 
     def _op(self, operand: int, view: DeviceView) -> str:
@@ -729,7 +728,7 @@ class PeerJob(ProgramJob):
         if pull.op:
             self._add(pull)
         elif (copies := self._copies_from(pull)) is None:
-            self._missing.update(int(place.name.split(".")[1]) for place in pull.buffers)
+            self._missing.update(number_of(place) for place in pull.buffers)
         else:
             self._sources.run(copies, self.engine.sums)
             self._stream.wait_event(record(self.engine.sums))
@@ -790,7 +789,7 @@ class PeerJob(ProgramJob):
 
     def _in_d(self, place: Buffer | View) -> Rect:
         """Return where a part of a chunk of D is in D."""
-        (row, _, column, _), (r0, r1, c0, c1) = self.plan.chunk_rect(int(place.name.split(".")[1])), place.box
+        (row, _, column, _), (r0, r1, c0, c1) = self.plan.chunk_rect(number_of(place)), place.box
         return row + r0, row + r1, column + c0, column + c1
 
     # Results
@@ -833,6 +832,11 @@ class PeerJob(ProgramJob):
         super().abort(error)
         if self.early is not None:
             self.early.give_up()
+
+
+def number_of(place: Buffer | View) -> int:
+    """Return the number behind the kind in the name of a buffer: of an operand, a chunk or a block of D."""
+    return int(place.name.split(".")[1])
 
 
 def _multiplies(step: Step) -> bool:
