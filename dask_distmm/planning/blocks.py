@@ -411,9 +411,10 @@ class _Blocks(Product):
 
         # All that the rank needs of an operand whose chunks it does not make.
         held = [part(operand, region, along_k, 0) for operand in (0, 1) if not problem.matrices[operand].by_ranks]
-        own_cuts, depth_cuts = (list(itertools.pairwise(cuts)) for cuts in source_cuts(plan, self.me, source))
+        own_cuts, depth_cuts = source_cuts(plan, self.me, source)
+        depths = list(itertools.pairwise(depth_cuts))
         found = list[Group]()
-        for own, depth in itertools.product(own_cuts, depth_cuts):
+        for own, depth in ((own, depth) for cuts in own_cuts for depth in depths for own in itertools.pairwise(cuts)):
             of_d = region
             if held:
                 of_d = (*own, *region[2:]) if source.made[0] == 0 else (*region[:2], *own)
@@ -428,7 +429,7 @@ class _Blocks(Product):
                 pair[1 - operand] = Placed(one.matrix, (*one.rect[2:], *one.rect[:2]), turned=True)
             first = [one for one in held if one.loaded] if not found else []
             needs = (*(one for one in held if one.loaded), *made)
-            found.append(Group([*first, *made], [Multiply(pair[0], pair[1], needs, depth != depth_cuts[0])]))
+            found.append(Group([*first, *made], [Multiply(pair[0], pair[1], needs, depth != depths[0])]))
         if plan.grid[2] > 1:
             found[-1] = found[-1]._replace(done=tuple(range(len(plan.ranks))))
         return found

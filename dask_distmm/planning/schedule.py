@@ -474,20 +474,26 @@ def _chunk_source(plan: Plan, rank: int) -> ChunkSource:
         broad = [min(broad[0], most[0])]
     deep = min(most[1], max(2 * least[1], int(along_k.max())))
     multiple, joined = extent_multiple(problem), _joins(along_k, least[1])
-    buffer, panel, largest, place = 0, 0, 0, 0
+    buffer, panel, largest, place, kept = 0, 0, 0, 0, 0
     for operand, own, extent in zip(made, across, broad, strict=True):
         size = max(sizes[operand], problem.matrices[operand].itemsize)
         chunk = size * math.prod(max(axis) for axis in problem.matrices[operand].chunks)
+        # Steps begin at multiples, and end where the last chunk ends.
+        spans = padded(extent + multiple - 1, multiple), padded(deep + multiple - 1, multiple)
         if multiple > 1 or joined or (len(own) > 1 if both else _joins(own, least[0])):
-            buffer += padded(extent, multiple) * padded(deep, multiple) * sizes[operand]
+            buffer += math.prod(spans) * sizes[operand]
         panel, largest = panel + extent * deep * size, max(largest, chunk)
         place += chunk * (len(own) if both else 1)
+        if multiple > 1 and not both:
+            # Chunks end within steps, and those at the end of a group are held until the next one.
+            around = zip(spans[:: 1 - 2 * operand], problem.matrices[operand].chunks, strict=True)
+            place, kept = size * math.prod(span + max(axis) for span, axis in around), chunk * (len(along_k) + 1)
     worker = plan.participants[plan.ranks[rank]]
     most_threads = max(1, worker.memory_limit // _THREAD_SHARE // largest) if worker.memory_limit else worker.nthreads
     threads = min(worker.nthreads, most_threads)
     share, step = int(_AHEAD * problem.options.buffer_bytes), max(place, panel if buffer else 0)
     ahead = max(made_ahead(threads), min(_MOST_AHEAD, share // largest))
-    held = max(_STEPS_HELD * step, min(_MOST_HELD * step, share))
+    held = max(_STEPS_HELD * step, min(_MOST_HELD * step, share)) + kept
     return ChunkSource(made, twin, least, most, PANELS * buffer, threads, ahead, held, (ahead + threads) * largest)
 
 
@@ -510,17 +516,23 @@ def _joins(stretches: NDArray[np.int64], least: int) -> bool:
     return bool((small[:-1] & small[1:]).any())
 
 
-def source_cuts(plan: Plan, rank: int, source: ChunkSource) -> tuple[Bounds, Bounds]:
-    """Return where a rank's own axis of the operand that it makes, and where its part of k, are cut into steps."""
+def source_cuts(plan: Plan, rank: int, source: ChunkSource) -> tuple[list[Bounds], Bounds]:
+    """Return where a rank's own axis of the operand that it makes, and where its part of k, are cut into steps.
+
+    The cuts of the own axis come in groups: the parts of a chunk, which follow each other for each part of k, so that
+    no chunk is held over all of k.
+    """
     along_k, own = _edges(plan, rank, source.made, None), _edges(plan, rank, source.made, source.made[0])
     if len(plan.problem.by_ranks) == 2:
-        return (int(own[0]), int(own[-1])), _cut(along_k.tolist(), source.least[1], source.most[1])
-    multiple, found = extent_multiple(plan.problem), []
-    for edges, least, most in zip((own, along_k), source.least, source.most, strict=True):
+        return [(int(own[0]), int(own[-1]))], _cut(along_k.tolist(), source.least[1], source.most[1])
+    multiple, found, ends = extent_multiple(plan.problem), list[Bounds](), set[int]()
+    for edges, least, most in zip((along_k, own), source.least[::-1], source.most[::-1], strict=True):
         # The padding behind one part must be neither part of the next one nor multiplied with it.
-        at = np.append(edges[0] + (edges[:-1] - edges[0]) // multiple * multiple, edges[-1])
-        found.append(_cut(np.unique(at).tolist(), least, most // multiple * multiple, multiple))
-    return found[0], found[1]
+        at = np.append(edges[0] + (edges[:-1] - edges[0]) // multiple * multiple, edges[-1]).tolist()
+        found.append(_cut(sorted(ends := {*at}), least, most // multiple * multiple, multiple))
+    depth, cuts = found
+    stops = [number for number, at in enumerate(cuts) if at in ends]
+    return [cuts[first : last + 1] for first, last in itertools.pairwise(stops)], depth
 
 
 def _cut(edges: Sequence[int], least: int, most: int, step: int = 1) -> Bounds:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import math
 
 import dask
 import numpy as np
@@ -12,12 +14,14 @@ from hypothesis import strategies as st
 
 from dask_distmm import PlanError
 from dask_distmm.config import DaskCosts
-from dask_distmm.planning import Plan, Worker, plan
+from dask_distmm.planning import Plan, Worker, plan, planner
 from dask_distmm.planning import schedule as block_schedule
+from dask_distmm.planning.blocks import record
 from dask_distmm.planning.footprint import made_bytes, multiplied_sizes
 from dask_distmm.planning.product import chunk_blocks_of
 from dask_distmm.planning.schedule import peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
+from dask_distmm.programs.steps import Drop, Make
 from dask_distmm.testing import make_problem
 
 COSTS, BUDGET = DaskCosts(0.01, 0.00015, 0.01, 0.0005), Budget(0.6, 0.7, 5e8)
@@ -60,13 +64,29 @@ def test_chunks_are_joined_and_cut(lengths, least, most, step):
         assert not inside or (stretches < least).all()
 
 
-@settings(max_examples=60, deadline=None)
+def _most_held(steps):
+    """Return the most bytes of chunks that a list holds, each of which is made once."""
+    made, held, most = collections.Counter(), 0, 0
+    for step in steps:
+        match step:
+            case Make(buffer, rect=None) if buffer.is_operand:
+                made[buffer.name] += 1
+                held += math.prod(buffer.shape) * np.dtype(buffer.dtype).itemsize
+                most = max(most, held)
+            case Drop(buffer) if buffer.is_operand:
+                held -= math.prod(buffer.shape) * np.dtype(buffer.dtype).itemsize
+    assert set(made.values()) == {1}
+    assert held == 0
+    return most
+
+
+@settings(max_examples=100, deadline=None)
 @given(
     st.tuples(*[st.integers(8, 60)] * 3), st.tuples(*[st.integers(2, 30)] * 3), st.integers(1, 3),
     st.sampled_from([(True, True), (True, False), (False, True)]), st.sampled_from([0.0, 1e-9, 1.0]),
-    st.sampled_from([2**12, 2**31]), st.sampled_from(["float64", "float16"]),
+    st.sampled_from([2**12, 2**31]), st.sampled_from(["float64", "float16"]), st.sampled_from([8, 512]),
 )  # fmt: skip
-def test_buffers_are_as_projected(shape, sizes, count, by_ranks, seconds, room, dtype):
+def test_memory_is_as_projected(shape, sizes, count, by_ranks, seconds, room, dtype, padded):
     rows, cols, depth = (
         (size,) * (extent // size) + ((extent % size,) if extent % size else ())
         for extent, size in zip(shape, sizes, strict=True)
@@ -74,17 +94,25 @@ def test_buffers_are_as_projected(shape, sizes, count, by_ranks, seconds, room, 
     with pytest.MonkeyPatch.context() as patch, dask.config.set({"distmm.peer.buffer-bytes": room}):
         patch.setattr(block_schedule, "_LEAST_SECONDS", seconds)
         patch.setattr(block_schedule, "_LEAST_EXTENT", 8)
+        patch.setattr(block_schedule, "_LEAST_PADDED", padded)
         problem = make_problem((rows, depth), (depth, cols), dtype, array="cupy", by_ranks=by_ranks)
-        made = plan(problem, gpus(count), engine="peer")
+        places = {
+            name: np.arange(problem[name].count, dtype=np.int32) % count
+            for name in problem.operands
+            if not problem[name].by_ranks
+        }
+        planner._plan.cache_clear()
+        made = plan(problem, gpus(count), places, engine="peer")
         assert made.engine == "peer"
         size = multiplied_sizes(problem)[0]
         for rank, stream in enumerate(block_schedule.chunk_sources(made)):
             own, along_k = block_schedule.source_cuts(made, rank, stream)
             needed, region = 0, made.region(rank)
+            cuts = [part for group in own for part in itertools.pairwise(group)]
             for operand in stream.made:
                 most = 0
                 for start, stop in itertools.pairwise(along_k):
-                    for low, high in itertools.pairwise(own):
+                    for low, high in cuts:
                         axis = (region[:2] if operand == 0 else region[2:]) if all(by_ranks) else (low, high)
                         rect = (*axis, start, stop) if operand == 0 else (start, stop, *axis)
                         if len(chunk_blocks_of(problem.matrices[operand].chunks, operand, rect)) > 1:
@@ -92,6 +120,7 @@ def test_buffers_are_as_projected(shape, sizes, count, by_ranks, seconds, room, 
                 needed += block_schedule.PANELS * most * size
             assert needed <= stream.buffer_bytes
             assert stream.ahead > stream.threads >= 1
+            assert 0 < _most_held(record(made, rank, lambda *_: True)) <= stream.held_bytes
         assert max(made.projected_bytes.values()) >= max(stream.bytes for stream in block_schedule.chunk_sources(made))
 
 
