@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
 from faults import inject
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from leaks import assert_nothing_left
 from matrices import fresh, until
@@ -113,6 +113,8 @@ def test_what_a_gathered_operand_adds_to_a_plan(method, engine, nranks, operand,
         plan(make_problem(*sizes, method=method, grid=grid, gathered=gathered), roster, where, engine=engine)
         for gathered in ("", operand)
     )
+    # Cuts that follow chunks gain less where all of an operand moves anyway: the plans may have others.
+    assume((before.rows, before.cols, before.depth) == (after.rows, after.cols, after.depth))
     assert (before.kept, after.kept) == ((), (operand,))
     again = Plan.from_wire(after.to_wire())
     assert (again.replicas, again.kept) == (nranks, (operand,))
