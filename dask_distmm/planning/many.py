@@ -99,7 +99,7 @@ class GroupedProduct:
 
 def long_products(seconds: Sequence[float], slots: int) -> list[int]:
     """Return the products that would take one slot longer than its share of all, the longest first."""
-    share = sum(seconds) / slots
+    share = sum(seconds) / slots * (1 + 1e-9)  # equal ones are not longer by what is rounded
     return sorted((i for i, each in enumerate(seconds) if each > share), key=lambda i: -seconds[i])
 
 

@@ -121,7 +121,7 @@ def test_the_choice():
 
 
 @given(
-    st.lists(st.floats(1e-4, 10), min_size=1, max_size=20),
+    st.lists(st.floats(1e-4, 10), min_size=1, max_size=20) | st.tuples(st.floats(1e-4, 10)).map(lambda one: [*one] * 3),
     st.integers(1, 8),
     st.data(),
 )
