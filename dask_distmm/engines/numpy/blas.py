@@ -75,8 +75,8 @@ def routine(char: str, name: str) -> Callable[..., None] | None:
     found = re.fullmatch(r"void \((.*)\)", signature.decode())
     if not found or "int *" not in (kinds := found[1].split(", ")):
         return None
-    types: dict[str, Any] = {"char *": ctypes.c_char_p, "int *": ctypes.POINTER(ctypes.c_int)}
-    prototype = ctypes.CFUNCTYPE(None, *(types.get(kind, ctypes.c_void_p) for kind in kinds))
+    types = (ctypes.c_char_p if kind == "char *" else ctypes.c_void_p for kind in kinds)
+    prototype = ctypes.CFUNCTYPE(None, *types)
     return prototype(api.PyCapsule_GetPointer(capsule, signature))
 
 

@@ -16,7 +16,6 @@ from dask_distmm.errors import EngineError
 from dask_distmm.programs.steps import Lane
 
 _ref = ctypes.byref
-_Integers = ctypes.POINTER(ctypes.c_int)
 # Columns that start at the same place of a page compete for the same lines of a cache: their distance is kept from
 # being a multiple of this many bytes.
 _PAGE, _LINE = 1024, 64
@@ -382,7 +381,7 @@ def _call_routine(out: NDArray[Any], name: str, *arguments: Any) -> None:
 
 def _argument(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        return value.ctypes.data_as(_Integers) if value.dtype == np.int32 else value.ctypes.data
+        return value.ctypes.data
     if isinstance(value, bytes):
         return value
     return _ref(value if isinstance(value, ctypes.c_int) else ctypes.c_int(value))
