@@ -94,20 +94,15 @@ class Memory:
     def allocate(self, size, *, exportable=None, alone=False):
         """Return a block of memory, out of the pool or an allocation of its own."""
         size = max(1, size)
-        exportable = self.process not in self.not_exportable if exportable is None else exportable
+        process = self.process
+        exportable = process not in self.not_exportable if exportable is None else exportable
         with self.lock:
-            fitting = [
-                arena
-                for arena in self.arenas
-                if arena.owner == self.process and arena.exportable == exportable and arena.size - arena.used >= size
-            ]
-            if alone or not fitting:
-                arena = Arena(
-                    self.folder, self.process, next(self.numbers), max(size, 0 if alone else _ARENA_BYTES), exportable
-                )
+            mine = (one for one in self.arenas if one.owner == process and one.exportable == exportable)
+            arena = None if alone else next((one for one in mine if one.size - one.used >= size), None)
+            if arena is None:
+                least = 0 if alone else _ARENA_BYTES
+                arena = Arena(self.folder, process, next(self.numbers), max(size, least), exportable)
                 self.arenas.append(arena)
-            else:
-                arena = fitting[0]
             address = arena.address + arena.used
             arena.used = min(arena.size, arena.used + -(-size // _ALIGNED) * _ALIGNED)
             arena.blocks += 1
