@@ -162,7 +162,7 @@ def test_secular_equations_beside_numpys(merging, n, spread):
         one.vectors(rows, which, out)
     # Rounding turns vectors of eigenvalues that are close towards each other.
     gaps = np.diff(expected.values, prepend=-np.inf, append=np.inf)
-    turned = 1e-15 * expected.values[-1] / np.minimum(gaps[:-1], gaps[1:])
+    turned = 1e-15 * expected.values[-1] / np.maximum(np.minimum(gaps[:-1], gaps[1:]), 1e-300)
     assert (np.abs(vectors[0] - vectors[1]) <= np.maximum(1e-13, turned[which])).all()
     np.testing.assert_allclose(vectors[0].T @ vectors[0], np.eye(len(which)), rtol=0, atol=1e-13)
 
