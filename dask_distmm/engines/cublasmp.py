@@ -63,6 +63,7 @@ from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cublasmp import CUBLASMP, Tiles, make_tiles, own_kernel, returned_type, tile_chunk
+from dask_distmm.planning.cuts import shape_of
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.planner import SINGLE_BYTES
 
@@ -380,7 +381,7 @@ class CublasMpJob(Job[Plan]):
         if index is not None and owned == [index]:
             return target, Filled({index: target}, None)
         rects = {i: plan.chunk_rect(i) for i in owned}
-        chunks = {i: cp.empty((r[1] - r[0], r[3] - r[2]), self.sum_type, order=tile.order) for i, r in rects.items()}
+        chunks = {i: cp.empty(shape_of(r), self.sum_type, order=tile.order) for i, r in rects.items()}
         source = {0 if tiles.replicated else self.rank: target}
         return target, Filled(chunks, self._shuffle(moves, source, chunks, tile.order))
 

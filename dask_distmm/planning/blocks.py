@@ -24,19 +24,10 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from dask_distmm.planning.cuts import Rect, common, full_side, padded, pieces_of, pieces_that_fill, unit
+from dask_distmm.planning.cuts import Rect, common, full_side, padded, pieces_of, pieces_that_fill, shape_of, unit
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.product import (
-    LONG,
-    ChunkBlock,
-    Placed,
-    Product,
-    chunk_blocks_of,
-    coalesce,
-    deciding,
-    shape_of,
-)
+from dask_distmm.planning.product import LONG, ChunkBlock, Placed, Product, chunk_blocks_of, coalesce, deciding
 from dask_distmm.planning.program import remembered
 from dask_distmm.planning.schedule import (
     PANELS,
@@ -47,7 +38,7 @@ from dask_distmm.planning.schedule import (
     extent_multiple,
     in_chunks,
     native,
-    source_cuts,
+    source_steps,
     square_on_diagonal,
     sums_in,
 )
@@ -411,10 +402,8 @@ class _Blocks(Product):
 
         # All that the rank needs of an operand whose chunks it does not make.
         held = [part(operand, region, along_k, 0) for operand in (0, 1) if not problem.matrices[operand].by_ranks]
-        own_cuts, depth_cuts = source_cuts(plan, self.me, source)
-        depths = list(itertools.pairwise(depth_cuts))
         found = list[Group]()
-        for own, depth in ((own, depth) for cuts in own_cuts for depth in depths for own in itertools.pairwise(cuts)):
+        for own, depth in source_steps(plan, self.me, source):
             of_d = region
             if held:
                 of_d = (*own, *region[2:]) if source.made[0] == 0 else (*region[:2], *own)
@@ -429,7 +418,7 @@ class _Blocks(Product):
                 pair[1 - operand] = Placed(one.matrix, (*one.rect[2:], *one.rect[:2]), turned=True)
             first = [one for one in held if one.loaded] if not found else []
             needs = (*(one for one in held if one.loaded), *made)
-            found.append(Group([*first, *made], [Multiply(pair[0], pair[1], needs, depth != depths[0])]))
+            found.append(Group([*first, *made], [Multiply(pair[0], pair[1], needs, depth[0] > along_k[0])]))
         if plan.grid[2] > 1:
             found[-1] = found[-1]._replace(done=tuple(range(len(plan.ranks))))
         return found

@@ -188,6 +188,11 @@ def overlaps(cuts: Bounds, start: int, stop: int) -> list[tuple[int, int, int]]:
     return found
 
 
+def shape_of(rect: Rect) -> tuple[int, int]:
+    """Return the rows and columns of a rectangle."""
+    return rect[1] - rect[0], rect[3] - rect[2]
+
+
 def common(one: Rect, other: Rect) -> Rect | None:
     """Return the part that two rectangles have in common; None for nothing."""
     r0, r1, c0, c1 = max(one[0], other[0]), min(one[1], other[1]), max(one[2], other[2]), min(one[3], other[3])

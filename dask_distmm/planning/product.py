@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dask_distmm.planning.computation import Chunks
-from dask_distmm.planning.cuts import Rect, chunk_cuts, overlaps, padded, pieces_of
+from dask_distmm.planning.cuts import Rect, chunk_cuts, overlaps, padded, pieces_of, shape_of
 from dask_distmm.planning.footprint import panel_width
 from dask_distmm.planning.placement import EVERYWHERE, GATHERED
 from dask_distmm.planning.plan import Plan
@@ -476,11 +476,6 @@ class Product(Recorder):
         """Return the part that the formula reads of an operand for a part of D: an axis of length 1 is broadcast."""
         rows, cols = self.problem[name].shape
         return (*(rect[:2] if rows == self.problem.m else (0, 1)), *(rect[2:] if cols == self.problem.n else (0, 1)))
-
-
-def shape_of(rect: Rect) -> tuple[int, int]:
-    """Return the rows and columns of a rectangle."""
-    return rect[1] - rect[0], rect[3] - rect[2]
 
 
 def _around(parts: Sequence[Placed]) -> Rect:

@@ -483,11 +483,12 @@ def _chunk_source(plan: Plan, rank: int) -> ChunkSource:
         if multiple > 1 or joined or (len(own) > 1 if both else _joins(own, least[0])):
             buffer += math.prod(spans) * sizes[operand]
         panel, largest = panel + extent * deep * size, max(largest, chunk)
-        place += chunk * (len(own) if both else 1)
         if multiple > 1 and not both:
             # Chunks end within steps, and those at the end of a group are held until the next one.
             around = zip(spans[:: 1 - 2 * operand], problem.matrices[operand].chunks, strict=True)
             place, kept = size * math.prod(span + max(axis) for span, axis in around), chunk * (len(along_k) + 1)
+        else:
+            place += chunk * (len(own) if both else 1)
     worker = plan.participants[plan.ranks[rank]]
     most_threads = max(1, worker.memory_limit // _THREAD_SHARE // largest) if worker.memory_limit else worker.nthreads
     threads = min(worker.nthreads, most_threads)
@@ -516,23 +517,33 @@ def _joins(stretches: NDArray[np.int64], least: int) -> bool:
     return bool((small[:-1] & small[1:]).any())
 
 
-def source_cuts(plan: Plan, rank: int, source: ChunkSource) -> tuple[list[Bounds], Bounds]:
-    """Return where a rank's own axis of the operand that it makes, and where its part of k, are cut into steps.
+def source_steps(plan: Plan, rank: int, source: ChunkSource) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return the steps of a rank that makes chunks, in order: a stretch of the made operand's own axis, and one of k.
 
-    The cuts of the own axis come in groups: the parts of a chunk, which follow each other for each part of k, so that
-    no chunk is held over all of k.
+    Parts of a chunk follow each other for each part of k, so that no chunk is held over all of k.
     """
-    along_k, own = _edges(plan, rank, source.made, None), _edges(plan, rank, source.made, source.made[0])
+    own, along_k = _edges(plan, rank, source.made, source.made[0]), _edges(plan, rank, source.made, None)
     if len(plan.problem.by_ranks) == 2:
-        return [(int(own[0]), int(own[-1]))], _cut(along_k.tolist(), source.least[1], source.most[1])
-    multiple, found, ends = extent_multiple(plan.problem), list[Bounds](), set[int]()
-    for edges, least, most in zip((along_k, own), source.least[::-1], source.most[::-1], strict=True):
-        # The padding behind one part must be neither part of the next one nor multiplied with it.
-        at = np.append(edges[0] + (edges[:-1] - edges[0]) // multiple * multiple, edges[-1]).tolist()
-        found.append(_cut(sorted(ends := {*at}), least, most // multiple * multiple, multiple))
-    depth, cuts = found
-    stops = [number for number, at in enumerate(cuts) if at in ends]
-    return [cuts[first : last + 1] for first, last in itertools.pairwise(stops)], depth
+        depth = _cut(along_k.tolist(), source.least[1], source.most[1])
+        return [((int(own[0]), int(own[-1])), part) for part in itertools.pairwise(depth)]
+    multiple = extent_multiple(plan.problem)
+    # The padding behind one part must be neither part of the next one nor multiplied with it.
+    starts = [
+        np.unique(np.append(edges[0] + (edges[:-1] - edges[0]) // multiple * multiple, edges[-1])).tolist()
+        for edges in (own, along_k)
+    ]
+    cuts, depth = (
+        _cut(edges, least, most // multiple * multiple, multiple)
+        for edges, least, most in zip(starts, source.least, source.most, strict=True)
+    )
+    ends = set(starts[0])
+    groups = itertools.pairwise([number for number, at in enumerate(cuts) if at in ends])
+    return [
+        (part, deep)
+        for first, last in groups
+        for deep in itertools.pairwise(depth)
+        for part in itertools.pairwise(cuts[first : last + 1])
+    ]
 
 
 def _cut(edges: Sequence[int], least: int, most: int, step: int = 1) -> Bounds:

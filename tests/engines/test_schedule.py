@@ -260,7 +260,7 @@ def test_ranks_do_not_pull_from_the_same_one_at_the_same_time():
     for rank in range(4):
         groups = groups_of(found, rank)
         assert len(groups) == 4
-        assert not groups[0].loads, "what usable right comes first"
+        assert not groups[0].loads, "what lies right comes first"
         panels = [(product.a, product.b)[1 - held] for group in groups for product in group.products]
         order.append([holders(found, 1 - held, panel.rect).pop() for panel in panels])
     assert all(len(set(together)) == 4 for together in zip(*order, strict=True))

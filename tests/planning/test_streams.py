@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import math
 
 import dask
 import numpy as np
@@ -71,10 +70,10 @@ def _most_held(steps):
         match step:
             case Make(buffer, rect=None) if buffer.is_operand:
                 made[buffer.name] += 1
-                held += math.prod(buffer.shape) * np.dtype(buffer.dtype).itemsize
+                held += buffer.nbytes
                 most = max(most, held)
             case Drop(buffer) if buffer.is_operand:
-                held -= math.prod(buffer.shape) * np.dtype(buffer.dtype).itemsize
+                held -= buffer.nbytes
     assert set(made.values()) == {1}
     assert held == 0
     return most
@@ -106,17 +105,15 @@ def test_memory_is_as_projected(shape, sizes, count, by_ranks, seconds, room, dt
         assert made.engine == "peer"
         size = multiplied_sizes(problem)[0]
         for rank, stream in enumerate(block_schedule.chunk_sources(made)):
-            own, along_k = block_schedule.source_cuts(made, rank, stream)
+            steps = block_schedule.source_steps(made, rank, stream)
             needed, region = 0, made.region(rank)
-            cuts = [part for group in own for part in itertools.pairwise(group)]
             for operand in stream.made:
                 most = 0
-                for start, stop in itertools.pairwise(along_k):
-                    for low, high in cuts:
-                        axis = (region[:2] if operand == 0 else region[2:]) if all(by_ranks) else (low, high)
-                        rect = (*axis, start, stop) if operand == 0 else (start, stop, *axis)
-                        if len(chunk_blocks_of(problem.matrices[operand].chunks, operand, rect)) > 1:
-                            most = max(most, (axis[1] - axis[0]) * (stop - start))
+                for own, (start, stop) in steps:
+                    axis = (region[:2] if operand == 0 else region[2:]) if all(by_ranks) else own
+                    rect = (*axis, start, stop) if operand == 0 else (start, stop, *axis)
+                    if len(chunk_blocks_of(problem.matrices[operand].chunks, operand, rect)) > 1:
+                        most = max(most, (axis[1] - axis[0]) * (stop - start))
                 needed += block_schedule.PANELS * most * size
             assert needed <= stream.buffer_bytes
             assert stream.ahead > stream.threads >= 1
@@ -184,8 +181,8 @@ def test_small_chunks_are_joined():
     assert scheme.by_ranks
     made = plan(wave_problem(problem, scheme, 0), gpus(1), engine="peer")
     (stream,) = block_schedule.chunk_sources(made)
-    steps = np.diff(block_schedule.source_cuts(made, 0, stream)[1])
-    assert set(steps[:-1].tolist()) == {6 * 2**10}
+    steps = [stop - start for _, (start, stop) in block_schedule.source_steps(made, 0, stream)]
+    assert set(steps[:-1]) == {6 * 2**10}
     assert stream.ahead == 64
 
 

@@ -513,7 +513,7 @@ class PeerJob(ProgramJob):
     def _make(self, step: Make) -> None:
         """Have a chunk made, or a part of an operand loaded, unless it was before the vote."""
         if step.rect is None:
-            self._make_room(self._bytes(step.buffer))
+            self._make_room(step.buffer.nbytes)
             super()._make(step)
         elif id(step) not in self.before_vote:
             filling = self._filling(step)
@@ -591,11 +591,8 @@ class PeerJob(ProgramJob):
     def _begin(self, step: Make, chunk: Made) -> None:
         self.arrays[step.buffer.name] = chunk.array
         self._coming[step.buffer.name] = [(step.buffer.box, chunk.complete)]
-        self._held_bytes += self._bytes(step.buffer)
+        self._held_bytes += step.buffer.nbytes
         self.most_held = max(self.most_held, self._held_bytes)
-
-    def _bytes(self, buffer: Buffer | View) -> int:
-        return buffer.shape[0] * buffer.shape[1] * carried(buffer.dtype, "cupy").itemsize
 
     def _join(self, call: Call) -> None:
         """Copy chunks, when they are complete, side by side to a buffer."""
@@ -614,7 +611,7 @@ class PeerJob(ProgramJob):
         """Hold a chunk that was made until the products that read it are over; all else stays for others."""
         if buffer.is_operand:
             self._coming.pop(buffer.name, None)
-            self._note_over(record(self._stream), 0.0, self.arrays.pop(buffer.name), self._bytes(buffer))
+            self._note_over(record(self._stream), 0.0, self.arrays.pop(buffer.name), buffer.nbytes)
 
     # Products
 
