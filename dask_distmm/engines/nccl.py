@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -38,8 +38,7 @@ from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.operands import check_arrays, record
 from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns, ends_of
 from dask_distmm.engines.gpu.program import GpuProgramJob
-from dask_distmm.engines.programs.blas import assign
-from dask_distmm.engines.programs.job import Part, put, triangle_of
+from dask_distmm.engines.programs.job import Part, keep_triangle, put
 from dask_distmm.errors import MatrixError
 from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
@@ -208,10 +207,17 @@ class NcclJob(GpuProgramJob):
             problem = next(iter(self._panels.group.comm.agree(problem).values()), "")
         super()._refuse(problem)
 
-    def _assemble(self, number: int, output: NamedMatrix) -> dict[ResultKey, Any]:
-        """Return the chunks of an output that this rank puts together."""
-        if self._panels is None:
-            return super()._assemble(number, output)
+    def _complete_parts(self) -> None:
+        # Messages of one communicator follow each other.
+        if self._panels is not None:
+            self._panels.complete()
+        super()._complete_parts()
+
+    def _assemble(self, number: int, output: NamedMatrix) -> Iterator[None]:
+        """Put this rank's chunks of an output together."""
+        if self._panels is None or self.plan.output_layout(output.name) is None:
+            yield from super()._assemble(number, output)
+            return
         assert self.rank is not None
         found: dict[ResultKey, Any] = self._panels.group.together(lambda: self._blanks(output))
         described = self.plan.output(output.name)
@@ -224,11 +230,8 @@ class NcclJob(GpuProgramJob):
         self._exchange(copies, {self.rank: self._parts[output.name]}, dst, conjugated=orientation.conjugated)
         for copy, _, peer in copies:
             if peer == self.rank:
-                place = dst[copy.dst][copy.dst_index]
-                made = triangle_of(self.blas, described.form, place, copy.row, copy.col)
-                if made is not place:
-                    assign(place, made)
-        return found
+                keep_triangle(self.blas, described.form, dst[copy.dst][copy.dst_index], copy.row, copy.col)
+        self._result |= found
 
     # Messages between participants
 

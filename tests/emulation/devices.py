@@ -59,6 +59,8 @@ class ndarray(np.ndarray):  # noqa: N801 - as CuPy's
         return Pointer(self.__array_interface__["data"][0])
 
     def get(self, stream=None, order="C"):
+        if stream is not None:
+            stream.synchronize()
         return np.array(self.view(np.ndarray), copy=True, order="K")
 
     def set(self, values, stream=None):

@@ -46,7 +46,7 @@ class QueuedKernels(DeviceKernels):
 
     def __getattribute__(self, name):
         found = super().__getattribute__(name)
-        if callable(found):
+        if callable(found) or name == "xp":
             self.streams[0].synchronize()
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cupy as cp
@@ -274,6 +274,13 @@ class SolverKernels(DeviceMerging):
     def host(self, a: Any) -> NDArray[Any]:
         """Return an array of any shape on the host."""
         return a if isinstance(a, np.ndarray) else a.get(stream=self._now.stream)
+
+    def hosts(self, arrays: Sequence[Any]) -> Sequence[NDArray[Any]]:
+        """Return arrays of any shapes on the host, by one copy."""
+        flat = [x.ravel().view(np.uint8) for x in arrays if not isinstance(x, np.ndarray)]
+        ends = np.cumsum([0, *map(len, flat)])
+        found = iter(np.split(self.host(cp.concatenate(flat)), ends[1:-1]) if flat else ())
+        return [x if isinstance(x, np.ndarray) else next(found).view(x.dtype).reshape(x.shape) for x in arrays]
 
     def _buffers(self, sizes: tuple[int, int]) -> tuple[Any, NDArray[np.uint8]]:
         """Return the workspaces that a routine asks for, on the device and on the host."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import cupy as cp
@@ -20,7 +20,7 @@ from dask_distmm.engines.base import ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.copy_kernels import Rectangle, make_copies, table_of
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.programs.blas import assign
-from dask_distmm.engines.programs.job import TRIANGLES, Part, ProgramJob, crosses, put
+from dask_distmm.engines.programs.job import TRIANGLES, Part, ProgramJob, keep_triangle, put
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.layout.rectangles import span_of
@@ -172,31 +172,33 @@ class GpuProgramJob(ProgramJob):
 
         def make() -> Any:
             try:
-                return cp.empty(shape, dtype, order=order)
+                chunk = cp.empty(shape, dtype, order=order)
             except cp.cuda.memory.OutOfMemoryError:
                 self._make_room()
-                return cp.empty(shape, dtype, order=order)
+                chunk = cp.empty(shape, dtype, order=order)
+            if form in TRIANGLES:
+                assign(chunk, 0)
+            return chunk
 
-        chunk = self._on_default_stream(make)
-        if form in TRIANGLES:
-            assign(chunk, 0)
-        return chunk
+        return self._on_default_stream(make)
 
     def _put(self, parts: Sequence[Part], found: Iterable[Any]) -> None:
         """Write parts to their places: all those that are copied as they are at once."""
-        plain, arrays = list[Rectangle](), list(found)
+        plain, arrays = list[tuple[Part, Rectangle]](), list(found)
         for part, array in zip(parts, arrays, strict=True):
             self.ended.check()
-            as_it_is = isinstance(array, cp.ndarray) and array.dtype == part.place.dtype and not part.conjugated
-            if as_it_is and not crosses(part.form, part.place.shape, part.row, part.col):
+            if isinstance(array, cp.ndarray) and array.dtype == part.place.dtype and not part.conjugated:
                 source = span_of(array.T if part.transposed else array)
-                plain.append(Rectangle(source, span_of(part.place), *part.place.shape))
+                plain.append((part, Rectangle(source, span_of(part.place), *part.place.shape)))
             else:
                 put(self.blas, part, array)
         if plain:
             size = parts[0].place.itemsize
             # Their tables may go at once: what is allocated next on this stream, the current one, is used after them.
-            make_copies([table_of(plain, size)], size)[0].run(self._stream)
+            make_copies([table_of([one for _, one in plain], size)], size)[0].run(self._stream)
+        for part, _ in plain:
+            # Copies of what another GPU has are faster than kernels that read it.
+            keep_triangle(self.blas, part.form, part.place, part.row, part.col)
         # What came over Dask's comms is nobody else's, and its memory others' as soon as it is let go.
         queued = [(event, some) for event, some in self._being_read if not event.done]
         self._being_read = [*queued, (record(self._stream), arrays)]
@@ -204,8 +206,8 @@ class GpuProgramJob(ProgramJob):
     def _make_room(self) -> None:
         """Free what the engine keeps for its next run, if memory is short."""
 
-    def _deliver(self) -> None:
-        super()._deliver()
+    def _end_results(self, moves: Sequence[Iterator[None]]) -> None:
+        super()._end_results(moves)
         if self.plan.problem.array == "numpy":
             self._result = {key: chunk.get(stream=self._stream) for key, chunk in self._result.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -250,6 +250,10 @@ class LapackKernels:
     def host(self, a: NDArray[Any]) -> NDArray[Any]:
         """Return the array itself."""
         return a
+
+    def hosts(self, arrays: Sequence[NDArray[Any]]) -> Sequence[NDArray[Any]]:
+        """Return the arrays themselves."""
+        return arrays
 
     def tridiagonal_values(
         self, d: NDArray[np.float64], e: NDArray[np.float64], first: int, last: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -114,6 +115,10 @@ class Kernels(Protocol):
 
     def host(self, a: Any) -> NDArray[Any]:
         """Return an array of any shape on the host."""
+        ...
+
+    def hosts(self, arrays: Sequence[Any]) -> Sequence[NDArray[Any]]:
+        """Return arrays of any shapes on the host, by one copy."""
         ...
 
     # Tridiagonal matrices, and what divide and conquer takes beside products; matrices are in float64 (`take`: any)

@@ -176,8 +176,9 @@ class FactorKernels:
 
     def __init__(self, blas: Kernels) -> None:
         self.blas = blas
-        # Looks at what was computed: they wait for it, so that where calls are asynchronous they come last.
-        self._looks: list[Callable[[], None]] = []
+        # Looks at what was computed, and at which arrays: they wait for these, so that where calls are asynchronous
+        # they come last.
+        self._looks: list[tuple[Callable[..., None], Sequence[Any]]] = []
         # Seconds of the parts of what ranks share.
         self.timings: dict[str, float] = {}
 
@@ -187,24 +188,24 @@ class FactorKernels:
     def complete(self) -> None:
         """Look at what was computed, when all is queued."""
         with self.blas.on("join"):
-            for look in self._looks:
-                look()
+            found = iter(self.blas.hosts([array for _, arrays in self._looks for array in arrays]))
+        for look, arrays in self._looks:
+            look(*itertools.islice(found, len(arrays)))
 
-    def _look(self, look: Callable[[], None]) -> None:
+    def _look(self, look: Callable[..., None], *arrays: Any) -> None:
         if self.blas.asynchronous:
-            self._looks.append(look)
+            self._looks.append((look, arrays))
         else:
-            look()
+            look(*self.blas.hosts(arrays))
 
     def check_minor(self, info: Any, *, start: int, copied: bool = False) -> None:
         """Raise if the Cholesky factorization of a diagonal block, which begins at `start`, has found it indefinite."""
-        info = self.blas.diagonal(info[:, None]) if copied and self.blas.asynchronous else info
 
-        def look() -> None:
-            if order := int(self.blas.host(info)[0]):
+        def look(info: Any) -> None:
+            if order := int(info.flat[0]):
                 raise MatrixError(indefinite(start + order))
 
-        self._look(look)
+        self._look(look, self.blas.diagonal(info[:, None]) if copied and self.blas.asynchronous else info)
 
     def check_diagonal(self, rows: Any, *, start: int, size: int) -> None:
         """Raise if the diagonal of a panel, all rows, says that the matrix is singular.
@@ -212,24 +213,21 @@ class FactorKernels:
         It is where an element is zero; with a larger side of the matrix (`size`), where it is rounding of its column.
         """
         kernels, stop = self.blas, start + rows.shape[1]
-        diagonal = kernels.diagonal(rows[start:])
-        above = inside = None
+
+        def look(diagonal: Any, *parts: Any) -> None:
+            found = abs(diagonal)
+            # Without a size, of nothing.
+            norms = np.hypot(*parts) if parts else np.zeros_like(found)
+            if (small := found <= size * np.finfo(norms.dtype).eps * norms).any():
+                raise MatrixError(singular(start + int(np.argmax(small)), rank=size > 0))
+
+        arrays = [kernels.diagonal(rows[start:])]
         if size:
             # The norm of R's column is that of A's: what is left of it is rounding if the columns before it span it.
             norm = kernels.xp.linalg.norm
-            above = norm(rows[:start], axis=0)
-            inside = norm(kernels.triangle(rows[start:stop], lower=False, unit=False), axis=0)
-
-        def look() -> None:
-            found = abs(kernels.host(diagonal))
-            least = np.zeros(len(found), found.dtype)
-            if size:
-                norms = np.hypot(kernels.host(above), kernels.host(inside))
-                least = size * np.finfo(norms.dtype).eps * norms
-            if (found <= least).any():
-                raise MatrixError(singular(start + int(np.argmax(found <= least)), rank=size > 0))
-
-        self._look(look)
+            arrays.append(norm(rows[:start], axis=0))
+            arrays.append(norm(kernels.triangle(rows[start:stop], lower=False, unit=False), axis=0))
+        self._look(look, *arrays)
 
     def copied(self, a: Any) -> Any:
         """Return a copy."""
@@ -254,7 +252,7 @@ class FactorKernels:
 
     def pivots(self, *pivots: Any, starts: Sequence[int], count: int = 0) -> NDArray[np.int32]:
         """Return all pivots, from 0."""
-        found = [self.blas.host(some) + np.int32(start) for some, start in zip(pivots, starts, strict=True)]
+        found = [x + np.int32(start) for x, start in zip(self.blas.hosts(pivots), starts, strict=True)]
         return np.concatenate(found or [np.zeros(0, np.int32)])
 
     def permutation(self, *pivots: Any, starts: Sequence[int], count: int) -> NDArray[np.int64]:
@@ -265,7 +263,7 @@ class FactorKernels:
     def determinant(self, *factors: Any, starts: Sequence[int], form: str, dtype: str) -> NDArray[Any]:
         """Return the determinant, its sign or the logarithm of its modulus, by pivots and diagonals of panels."""
         pivots = self.pivots(*factors[: len(starts)], starts=starts)
-        diagonal = np.concatenate([*map(self.blas.host, factors[len(starts) :]), np.ones(0, dtype)])
+        diagonal = np.concatenate([*self.blas.hosts(factors[len(starts) :]), np.ones(0, dtype)])
         size = abs(diagonal)
         with np.errstate(all="ignore"):
             if form == "logdet":
@@ -284,11 +282,11 @@ class FactorKernels:
         Of each block `blocks` has the columns, and the row at which its panel ends.
         """
         every, at = self.pivots(*pivots, starts=starts), 0
-        later = _rows_later(every, starts, [stop for _, stop in blocks], len(a)) if self.blas.asynchronous else {}
+        later = _rows_later(every, starts, len(a)) if self.blas.asynchronous else {}
         for width, stop in blocks:
             source, target = (x[:, at : at + width] for x in (a, part))
             at += width
-            if stop in later:
+            if stop in later and stop < len(every):
                 # One swap after the other would take longer on a GPU than picking all rows at once.
                 assign(target[:stop], source[:stop])
                 xp = self.blas.xp
@@ -393,21 +391,17 @@ def _rows_of(kernels: Kernels, rows: Any, blocks: Sequence[tuple[int, int]]) -> 
     return found
 
 
-def _rows_later(
-    pivots: NDArray[np.int32], starts: Sequence[int], stops: Sequence[int], count: int
-) -> dict[int, NDArray[np.int64]]:
-    """Return, for the ends of some panels, the order of the rows below after all later swaps."""
-    then = dict[int, NDArray[np.int64]]()
-    # Row i is row `rows[i]` of the matrix as it was, which has come to row `places[rows[i]]`. LAPACK swaps numbers.
-    rows, places = np.arange(count, dtype=np.float64), np.empty(count, np.int64)
-    for start, stop in itertools.pairwise((*starts, len(pivots))):
-        swapped = scipy.linalg.lapack.dlaswp(rows[start:, None], pivots[start:stop] - start, overwrite_a=True)
-        rows[start:] = swapped[:, 0]
-        if stop in stops and stop < len(pivots):
-            places[rows.astype(np.int64)] = np.arange(count)
-            then[stop] = places.copy()
-    last = rows.astype(np.int64)
-    return {stop: found[last[stop:]] - stop for stop, found in then.items()}
+def _rows_later(pivots: NDArray[np.int32], starts: Sequence[int], count: int) -> dict[int, NDArray[np.int64]]:
+    """Return, for the ends of panels, the order of the rows below after all later swaps."""
+    rows, found = np.arange(count - len(pivots)), dict[int, NDArray[np.int64]]()
+    for start, stop in reversed([*itertools.pairwise((*starts, len(pivots)))]):
+        found[stop] = rows
+        # LAPACK swaps numbers.
+        numbers = np.arange(count - start, dtype=np.float64)[:, None]
+        swaps = pivots[start:stop] - np.int32(start)
+        swapped = scipy.linalg.lapack.dlaswp(numbers, swaps, overwrite_a=True)[:, 0].astype(np.int64)
+        rows = np.concatenate([swapped[: stop - start], swapped[stop - start :][rows]])
+    return found
 
 
 def indefinite(order: int) -> str:

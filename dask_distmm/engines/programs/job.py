@@ -69,7 +69,7 @@ class Part(NamedTuple):
     place: Any
     row: int
     col: int
-    # What there is of it in its place; see `triangle_of`.
+    # What there is of it in its place; see `keep_triangle`.
     form: str
     # Whether its transpose, or conjugate, is written.
     transposed: bool
@@ -170,14 +170,18 @@ class ProgramJob(Job[Any]):
         threads, reported = self.plan.participants[self.me].nthreads, self.kernels.reported
         with np.errstate(all="ignore"), self.blas.working(threads), self.exchange:
             self.take(self._steps, reported, 1 - reported)
-            self._look()
+            moves = self._begin_results() if self._gathers else []
             self._synchronize()
             spent = sum(self.timings.get(phase, 0.0) for phase in ("wait", "load", "gather"))
             self.timings["work"] = time.perf_counter() - began - spent
             if self.blas.asynchronous:
                 self.timings["compute"] = self.timings["work"]
+            began = time.perf_counter()
+            self._end_results(moves)
+            self._look()
+            self._synchronize()
             if self._gathers:
-                self._deliver()
+                self._note("deliver", began)
         self.timings |= self.kernels.timings
         return self._result
 
@@ -443,7 +447,7 @@ class ProgramJob(Job[Any]):
 
     def _gather(self, name: str, target: Any) -> None:
         """Write parts of an operand's chunks to their places."""
-        self._move("input", self._wanted(name, target))
+        collections.deque(self._move("input", self._wanted(name, target)), 0)
 
     def _wanted(self, name: str, target: Any) -> dict[int, list[Part]]:
         """Return by holder the parts of an operand that are written to this rank's block columns."""
@@ -456,20 +460,23 @@ class ProgramJob(Job[Any]):
             found[int(self.plan.where[name][index])].append(part)
         return found
 
-    def _move(self, kind: str, parts: Mapping[int, list[Part]]) -> None:
-        """Write parts of what participants hold to their places."""
-        # Matrices that are here come first, and not all ranks begin with the same one.
-        holders = sorted(parts, key=lambda holder: (holder - self.me) % len(self.plan.participants))
+    def _move(self, kind: str, parts: Mapping[int, list[Part]]) -> Iterator[None]:
+        """Write parts of what participants hold to their places; pause after those that are here."""
+        # Not all ranks begin with the same one.
+        holders = sorted({self.me, *parts}, key=lambda holder: (holder - self.me) % len(self.plan.participants))
         asked = {
-            holder: self._fetch(kind, holder, parts[holder]) for holder in holders if not self._reads(kind, holder)
+            holder: self._fetch(kind, holder, parts[holder]) for holder in holders[1:] if not self._reads(kind, holder)
         }
         for holder in holders:
+            some = parts.get(holder, [])
             if holder in asked:
                 found = wait_checked(asked[holder], self.ended.check)
             else:
-                found = self._read(kind, holder, [part.box for part in parts[holder]])
-                self.pulled_bytes += sum(part.place.nbytes for part in parts[holder] if holder != self.me)
-            self._put(parts[holder], found)
+                found = self._read(kind, holder, [part.box for part in some])
+                self.pulled_bytes += sum(part.place.nbytes for part in some if holder != self.me)
+            self._put(some, found)
+            if holder == self.me:
+                yield
 
     def _fetch(self, kind: str, holder: int, parts: Sequence[Part]) -> Future[Sequence[Any]]:
         return self.comm.fetch(holder, kind, np.array([part.box for part in parts], np.int64))
@@ -551,38 +558,30 @@ class ProgramJob(Job[Any]):
 
     # Results from block columns
 
-    def _deliver(self) -> None:
-        """Let others have this rank's parts of the results, and put its chunks together."""
-        began = time.perf_counter()
-        self._complete_parts()
-        for number, output in enumerate(self.plan.problem.outputs):
-            whole = self.plan.output_layout(output.name) is None
-            self._result |= self._cut(output) if whole else self._assemble(number, output)
-        self._synchronize()
-        self._note("deliver", began)
+    def _begin_results(self) -> list[Iterator[None]]:
+        """Let others have this rank's parts of the results, and begin to put its chunks together."""
+        with self.blas.on("join"):
+            self._complete_parts()
+            moves = [self._assemble(number, output) for number, output in enumerate(self.plan.problem.outputs)]
+            # What is queued now is done as soon as the last steps are.
+            for move in moves if self.blas.asynchronous else ():
+                next(move, None)
+        return moves
+
+    def _end_results(self, moves: Sequence[Iterator[None]]) -> None:
+        """Put this rank's chunks of the results together."""
+        for move in moves:
+            collections.deque(move, 0)
 
     def _complete_parts(self) -> None:
         """Let others have this rank's parts of the outputs."""
         settle(self._final)
 
-    def _cut(self, output: NamedMatrix) -> dict[ResultKey, Any]:
-        """Return this rank's chunks of an output that has no block columns: ranks that have it have all of it."""
-        assert self.rank is not None
-        if not (owned := self.plan.owned(output.name, self.rank)):
-            return {}
-        array = self._parts[output.name].reshape(tuple(map(sum, output.chunks)))
-        rows, cols = (np.cumsum([0, *sizes]) for sizes in output.chunks)
-        places = {index: divmod(index, len(output.chunks[1])) for index in owned}
-        found: dict[ResultKey, Any] = {}
-        for index, (i, j) in places.items():
-            part = self.blas.xp.asarray(array[rows[i] : rows[i + 1], cols[j] : cols[j + 1]])
-            order: Literal["C", "F"] = "F" if part.strides[0] < part.strides[-1] else "C"
-            found[output.name, index] = self._blank(part.shape, np.dtype(output.dtype), order, "full")
-            assign(found[output.name, index], part)
-        return found
-
-    def _assemble(self, number: int, output: NamedMatrix) -> dict[ResultKey, Any]:
-        """Return the chunks of an output that this rank puts together."""
+    def _assemble(self, number: int, output: NamedMatrix) -> Iterator[None]:
+        """Put this rank's chunks of an output together; pause when what is here is in its place."""
+        if self.plan.output_layout(output.name) is None:
+            self._cut(output)
+            return
         assert self.rank is not None
         found, parts = self._blanks(output), collections.defaultdict[int, list[Part]](list)
         described = self.plan.output(output.name)
@@ -594,8 +593,22 @@ class ProgramJob(Job[Any]):
             parts[self.plan.ranks[copy.src]].append(
                 Part(box, place, copy.row, copy.col, described.form, False, conjugated)
             )
-        self._move("final", parts)
-        return found
+        yield from self._move("final", parts)
+        self._result |= found
+
+    def _cut(self, output: NamedMatrix) -> None:
+        """Cut an output that has no block columns: ranks that have it have all of it."""
+        assert self.rank is not None
+        if not (owned := self.plan.owned(output.name, self.rank)):
+            return
+        array = self._parts[output.name].reshape(tuple(map(sum, output.chunks)))
+        rows, cols = (np.cumsum([0, *sizes]) for sizes in output.chunks)
+        places = {index: divmod(index, len(output.chunks[1])) for index in owned}
+        for index, (i, j) in places.items():
+            part = self.blas.xp.asarray(array[rows[i] : rows[i + 1], cols[j] : cols[j + 1]])
+            order: Literal["C", "F"] = "F" if part.strides[0] < part.strides[-1] else "C"
+            self._result[output.name, index] = chunk = self._blank(part.shape, np.dtype(output.dtype), order, "full")
+            assign(chunk, part)
 
     def _blanks(self, output: NamedMatrix) -> dict[ResultKey, Any]:
         """Return new chunks for those of an output that this rank puts together."""
@@ -662,28 +675,24 @@ def inside(form: str, copies: Iterable[Copy]) -> Iterator[Copy]:
 def put(kernels: Kernels, part: Part, array: Any) -> None:
     """Write a part to its place."""
     array, place = kernels.xp.asarray(array), part.place
-    array = triangle_of(kernels, part.form, array.T if part.transposed else array, part.row, part.col)
+    array = array.T if part.transposed else array
     array = array.conj() if part.conjugated else array
     across = array.ndim == 2 and (array.strides[0] < array.strides[1]) != (place.strides[0] < place.strides[1])
-    if not across or not isinstance(array, np.ndarray):
+    if across and isinstance(array, np.ndarray):
+        # NumPy turns a matrix slowly where columns are far apart: what it reads and writes has to stay in the caches.
+        for row in range(0, len(array), _STRIP):
+            place[row : row + _STRIP] = array[row : row + _STRIP]
+    else:
         assign(place, array)
+    keep_triangle(kernels, part.form, place, part.row, part.col)
+
+
+def keep_triangle(kernels: Kernels, form: str, place: Any, row: int, col: int) -> None:
+    """Write zeros, and ones, to what of a part of a result is not in its triangle."""
+    (rows, cols), xp = place.shape, kernels.xp
+    if form not in TRIANGLES or not (col < row + rows if form == "upper" else row < col + cols):
         return
-    # NumPy turns a matrix slowly where columns are far apart: what it reads and writes has to stay in the caches.
-    for row in range(0, len(array), _STRIP):
-        place[row : row + _STRIP] = array[row : row + _STRIP]
-
-
-def crosses(form: str, shape: tuple[int, int], row: int, col: int) -> bool:
-    """Whether a part of a result is not wholly in its triangle."""
-    rows, cols = shape
-    return form in TRIANGLES and (col < row + rows if form == "upper" else row < col + cols)
-
-
-def triangle_of(kernels: Kernels, form: str, part: Any, row: int, col: int) -> Any:
-    """Return a part of a result with zeros, or ones, in place of what is not in its triangle."""
-    if not crosses(form, part.shape, row, col):
-        return part
-    (rows, cols), lower, xp = part.shape, form != "upper", kernels.xp
+    made = (xp.triu if form == "upper" else xp.tril)(place, row - col - (form == "unit lower"))
     if form == "unit lower":
-        return xp.tril(part, row - col - 1) + xp.eye(rows, cols, row - col, dtype=part.dtype)
-    return xp.tril(part, row - col) if lower else xp.triu(part, row - col)
+        made += xp.eye(rows, cols, row - col, dtype=place.dtype)
+    assign(place, made)
