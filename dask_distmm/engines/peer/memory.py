@@ -410,35 +410,24 @@ class Remote:
             self._awake.add(holder)
             self._engine.wake(mapped, size)
 
-    def ready(self, holder: int, flag: int, check: Callable[[], None] | None = None) -> bool:
-        """Whether a participant has raised a flag.
+    def wait(self, holder: int, flag: int, check: Callable[[], None], most: float = math.inf) -> None:
+        """Wait until a participant has raised a flag; `check` raises if the run has been ended.
 
-        With `check`, which raises if the run has been ended, wait until it has, or is gone.
+        PeerLostError if it is gone and has not raised it, EngineError after `most` seconds.
         """
-        options = self._plan.problem.options
-        most = options.transfer_timeout + self._plan.flops / options.machine(self._plan.engine).rate("other")
-        end = time.monotonic() + most
+        address, end = self._plan.participants[holder].address, time.monotonic() + most
         while True:
             gone = holder in self._lost  # before the look: it may have raised it with its last breath
-            try:
-                if self._look(holder, flag):
-                    return True
-            except PeerLostError:
-                return False
-            if gone or check is None:
-                return False
+            if self._look(holder, flag):
+                return
+            if gone:
+                raise PeerLostError(f"{address} is gone")
             check()
             if time.monotonic() > end:
                 raise EngineError(
-                    f"worker {self._plan.participants[holder].address} has not finished its sums for {most:.0f} s, "
-                    "longer than the whole product could take (config distmm.timeouts.transfer)"
+                    f"worker {address} has not finished its sums for {most:.0f} s, longer than the whole product could "
+                    "take (config distmm.timeouts.transfer)"
                 )
-            time.sleep(_LOOK)
-
-    def wait(self, holder: int, flag: int, check: Callable[[], None]) -> None:
-        """Wait until a participant has raised a flag; `check` raises if the run has been ended."""
-        while not self._look(holder, flag):
-            check()
             time.sleep(_LOOK)
 
     def flag(self, holder: int, flag: int) -> int:

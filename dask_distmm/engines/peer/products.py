@@ -187,8 +187,6 @@ _ALIGNED = 16
 # Buffers for partial sums: one is filled while the other one is added.
 _ADDING = 2
 _PRODUCTS = "product", "add_product"
-# Seconds between two looks at what ends a run.
-_LOOK = 1e-3
 
 
 class PeerJob(ProgramJob):
@@ -237,7 +235,6 @@ class PeerJob(ProgramJob):
         self._downloads: Downloads | None = None
         self._stores: list[Store] = []
         self._missing: set[int] = set()
-        self._rank = -1 if self.rank is None else self.rank
 
     @property
     def received_bytes(self) -> int:
@@ -715,7 +712,7 @@ class PeerJob(ProgramJob):
         """Raise a flag: one for each rank, whose part of the sums is complete, or that for all of this rank's sums."""
         count = len(self.plan.ranks)
         number, reader = divmod(key.number, count)
-        at = self._flags.data.ptr + (reader if number == self._rank else count) * FLAG_BYTES
+        at = self._flags.data.ptr + (reader if number == self.rank else count) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(at, 1, FLAG_BYTES, self._stream.ptr)
 
     def _request(self, pull: Pull) -> Any:
@@ -730,10 +727,17 @@ class PeerJob(ProgramJob):
             self._sources.run(copies, self.engine.sums)
             self._stream.wait_event(record(self.engine.sums))
 
+    @property
+    def _patience(self) -> float:
+        """Seconds that another rank may take: longer than the whole product could."""
+        options = self.plan.problem.options
+        return options.transfer_timeout + self.plan.flops / options.machine(self.plan.engine).rate("other")
+
     def _add(self, pull: Pull) -> None:
         """Add another rank's partial sums, once they are ready."""
         sources, holder, pulls, found = self._sources, self.plan.ranks[pull.owner], self.engine.sums, []
         assert sources.remote is not None
+        assert self.rank is not None
         # The copies are made before the sums are ready, because a GPU waits once they are.
         for place in pull.buffers:
             (top, bottom, left, right), cols = place.box, place.shape[1]
@@ -747,10 +751,7 @@ class PeerJob(ProgramJob):
                 copy = Rectangle(source.at(row, left), span_of(buffer), rows, cols)
                 (copies,) = make_copies([table_of([copy], buffer.itemsize)], buffer.itemsize)
                 found.append((number, buffer, copies, self.arrays[place.name][row : row + rows, left:right]))
-        while not sources.remote.ready(holder, self._rank, self.ended.check):
-            # Without its sums nothing is right: a rank that is gone ends the run.
-            self.ended.check()
-            time.sleep(_LOOK)
+        sources.remote.wait(holder, self.rank, self.ended.check, self._patience)
         for number, buffer, copies, part in found:
             if number in self._added:
                 pulls.wait_event(self._added[number])
@@ -768,9 +769,8 @@ class PeerJob(ProgramJob):
         sources, plan, size = self._sources, self.plan, sums_in(self.plan).itemsize
         holder, found = plan.ranks[pull.owner], list[Rectangle]()
         assert sources.remote is not None
-        if not sources.remote.ready(holder, len(plan.ranks), self.ended.check):
-            return None
         try:
+            sources.remote.wait(holder, len(plan.ranks), self.ended.check, self._patience)
             for number, whole in enumerate(blocks(plan, pull.owner)):
                 inside = [(place, part) for place in pull.buffers if (part := common(self._in_d(place), whole))]
                 area = sum((r1 - r0) * (c1 - c0) for _, (r0, r1, c0, c1) in inside)
