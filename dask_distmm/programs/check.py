@@ -2,8 +2,9 @@
 
 For all values of the flags: every list comes to its end; nothing is read that was not written, here or by the rank
 that it is pulled from; names are created when they are not there, used while they are, and freed; operands are not
-overwritten; what is published does not change; all ranks decide alike; what a loop has published is pulled before it
-is freed. It does not know whether numbers are right.
+overwritten; what is published does not change; steps of two lanes that may run at the same time do not write what the
+other one reads or writes; all ranks decide alike; what a loop has published is pulled before it is freed. It does not
+know whether numbers are right.
 
 Ranks decide alike by flags that are *replicated*, the same bits on all of them: copies of one rank's, or what the same
 calls of exact kernels make of replicated values. So each value has a number, and equal numbers mean equal bits.
@@ -190,6 +191,8 @@ class _State:
         # The numbers of values: of each rank's buffers by name, and by what they are made of.
         self._value: list[dict[str, int]] = [{} for _ in range(ranks)]
         self._numbers, self._made = itertools.count(), dict[tuple[Any, ...], int]()
+        # What steps of each rank read and write that its other queue, of what is ahead or not, has not waited for.
+        self._beside = [{ahead: list[tuple[Buffer | View, bool]]() for ahead in (False, True)} for _ in range(ranks)]
         # The values of the flags by which each rank has gone on.
         self._decided: list[list[int]] = [[] for _ in range(ranks)]
 
@@ -262,6 +265,27 @@ class _State:
                 self._has(rank, made, written=isinstance(step, Store))
                 del here[made.name]
                 written.discard(made.name)
+        self._queue(rank, step)
+
+    def _queue(self, rank: int, step: FlatStep) -> None:
+        """Queue a step: none that may run at the same time may write what it uses, or use what it writes."""
+        match step:
+            case Call(makes=makes, lane=lane):
+                used = [(place, role != "r") for place, role in roles_of(step)] + [(place, True) for place in makes]
+            case Publish(buffers=buffers, lane=lane):
+                used = [(place, False) for place in buffers]
+            case Pull(buffers=buffers, taken=False):
+                used, lane = [(place, True) for place in buffers], ""
+            case _:
+                return
+        ahead = lane in ("ahead", "panel")
+        others = self._beside[rank][not ahead]
+        if lane in ("ahead", "join"):
+            others.clear()
+        for place, writes in used:
+            beside = any((writes or wrote) and _overlap(place, other) for other, wrote in others)
+            _expect(not beside, f"{place.name} may be written, or read, by a step of another lane")
+        self._beside[rank][ahead] += used
 
     def _decide(self, rank: int, flag: Buffer) -> None:
         """Go on by a flag: all ranks must have the same bits there."""

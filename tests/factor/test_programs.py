@@ -168,6 +168,7 @@ ARRAY = PLAN.steps(0)[0].buffer
             lambda steps: [*without(steps, Publish), next(step for step in steps if isinstance(step, Publish))],
             "no rank can go on",
         ),
+        (0, lambda steps: [dataclasses.replace(x, lane="") if is_call("swap_rows")(x) else x for x in steps], "lane"),
     ],
 )
 def test_the_check_finds_wrong_programs(rank, change, message):

@@ -127,6 +127,14 @@ class SolverKernels(DeviceMerging):
             arguments = none, none, y.size, 1, one.ctypes.data, x.data.ptr, y.size, other.ctypes.data
             function(self._now.blas, *arguments, y.data.ptr, y.size, y.data.ptr, y.size)
 
+    def adjoint(self, a: Any, out: Any) -> None:
+        """Write ``a^H``."""
+        if out.size:
+            one, none = _scalar(1, out.dtype), _scalar(0, out.dtype)
+            function = getattr(cublas, f"{_LETTERS[out.dtype.name]}geam")
+            arguments = OPS["C"], OPS["N"], *out.shape, one.ctypes.data, *_at(a), none.ctypes.data
+            function(self._now.blas, *arguments, *_at(out), *_at(out))
+
     def dots(self, *vectors: Any) -> NDArray[Any]:
         """Return the dot products ``x^H y`` of pairs of vectors, with one look at the device for all."""
         dtype = vectors[0].dtype

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.numpy.blas import blas_threads, column_major, ld_of, routine
-from dask_distmm.engines.programs.blas import solve_by_halves
+from dask_distmm.engines.programs.blas import assign, solve_by_halves
 from dask_distmm.errors import EngineError
 from dask_distmm.programs.steps import Lane
 
@@ -109,6 +109,10 @@ class LapackKernels:
         if b != 1:
             y *= b
         y += x if a == 1 else a * x
+
+    def adjoint(self, a: NDArray[Any], out: NDArray[Any]) -> None:
+        """Write ``a^H``."""
+        assign(out, a.conj().T)
 
     def dots(self, *vectors: NDArray[Any]) -> NDArray[Any]:
         """Return the dot products ``x^H y`` of pairs of vectors."""

@@ -55,6 +55,10 @@ class Kernels(Protocol):
         """Compute ``y = a x + b y`` of contiguous matrices of one memory order."""
         ...
 
+    def adjoint(self, a: Any, out: Any) -> None:
+        """Write ``a^H``."""
+        ...
+
     def dots(self, *vectors: Any) -> NDArray[Any]:
         """Return the dot products ``x^H y`` of pairs of contiguous vectors, on the host."""
         ...

@@ -305,9 +305,9 @@ class FactorKernels:
             solve_by_halves(self, a, b, right=right, **how)
         else:
             inverse, copy = kernels.xp.eye(order, dtype=a.dtype, order="F"), kernels.empty(b.shape, b.dtype)
-            kernels.trsm(a, inverse, right=False, **how | {"op": "N"})
+            kernels.trsm(a, inverse, right=False, **how)
             assign(copy, b)
-            kernels.gemm(copy, inverse, b, "N", how["op"], alpha=1, beta=0)
+            kernels.gemm(copy, inverse, b, alpha=1, beta=0)
 
     def column_norms(self, x: Any, norms: Any) -> None:
         """Compute squared norms of columns."""
@@ -346,11 +346,16 @@ class FactorKernels:
         kernels, at = self.blas, 0
         if kernels.asynchronous:
             # Calls cost time, too: one for several block columns, and some operations too many around the diagonal.
-            beside = _rows_of(kernels, rows, blocks)
+            # GEMMs that take no operand transposed are faster, by more than to transpose it takes.
+            beside = kernels.empty((rows.shape[1], columns.shape[1]), rows.dtype)
+            for first, stop in blocks:
+                kernels.adjoint(rows[first:stop], beside[:, at : at + stop - first])
+                at += stop - first
+            at = 0
             for group in _grouped(blocks, len(rows)):
                 first, width = group[0][0], sum(stop - start for start, stop in group)
-                block, own = columns[first:, at : at + width], beside[at : at + width]
-                kernels.gemm(rows[first:], own, block, "N", "C", alpha=-1, beta=1)
+                some = slice(at, at + width)
+                kernels.gemm(rows[first:], beside[:, some], columns[first:, some], alpha=-1, beta=1)
                 at += width
             return
         for first, stop in blocks:
@@ -370,24 +375,6 @@ def _grouped(blocks: Sequence[tuple[int, int]], end: int) -> list[list[tuple[int
             found[-1].append(block)
         else:
             found.append([block])
-    return found
-
-
-def _rows_of(kernels: Kernels, rows: Any, blocks: Sequence[tuple[int, int]]) -> Any:
-    """Return those rows of a panel that are the columns of some blocks, one below the other."""
-    (first, stop), count, depth = blocks[0], len(blocks), rows.shape[1]
-    if count == 1:
-        return rows[first:stop]
-    width, distance = stop - first, blocks[1][0] - first
-    found = kernels.empty((sum(stop - first for first, stop in blocks), depth), rows.dtype)
-    whole = count if blocks[-1][1] - blocks[-1][0] == width else count - 1
-    strided = kernels.xp.lib.stride_tricks.as_strided
-    # Columns first, so that the elements that lie side by side are copied together.
-    to, by = found.strides, rows.strides
-    given = strided(rows[first:].T, (depth, whole, width), (by[1], distance * by[0], by[0]))
-    strided(found.T, (depth, whole, width), (to[1], width * to[0], to[0]))[...] = given
-    if whole < count:
-        assign(found[whole * width :], rows[slice(*blocks[-1])])
     return found
 
 
