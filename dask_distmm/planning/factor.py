@@ -701,6 +701,10 @@ class FactorPlacement(Placement):
                 self._store(p, output)
         return p.end()
 
+    def is_swapped(self, output: TaskOutput) -> bool:
+        """Whether rows of a result, L, are swapped by the panels that come after: it is a copy."""
+        return self.task.kind == "lu" and output.matrix is not None and output.form != "upper"
+
     def _store(self, p: Panels, output: TaskOutput) -> None:
         """Record how a result is handed over."""
         layout = self.output_layout(output.name)
@@ -712,8 +716,7 @@ class FactorPlacement(Placement):
             factor.store_columns(p, output.name, p.matrix(1)[self.task.a_shape[1] :, :], "residuals")
             return
         (rows, cols), first = layout.local_shape(p.me), self.columns.first(output.matrix or 0)
-        # Rows of L are swapped by the panels that come after.
-        swapped = self.task.kind == "lu" and output.form != "upper"
+        swapped = self.is_swapped(output)
         place = p.blocks(first, self.columns.count)[:rows, :cols]
         factor.store_columns(p, output.name, place, "swapped" * swapped, self.panels)
 
@@ -971,8 +974,7 @@ def _memory(made: FactorPlacement) -> NDArray[np.float64]:
             layout = made.output_layout(output.name)
             sizes = output.elements
             results += int(sizes[made.owners[output.name] == rank].sum()) * dtype_from_name(output.dtype).itemsize
-            # L is copied, as its rows are swapped in the end.
-            if layout is not None and factored(problem.task) == "lu":
+            if layout is not None and made.is_swapped(made.output(output.name)):
                 results += math.prod(layout.local_shape(rank)) * size
         total[index] += array * size + beside
         at_the_end[index] = results

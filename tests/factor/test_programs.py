@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dask_distmm.engines.programs.job import inside
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.layout.redistribute import Copy
-from dask_distmm.planning.factor import Factorization, block_width
+from dask_distmm.planning.factor import Factorization, _memory, block_width
 from dask_distmm.programs import factor
-from dask_distmm.programs.check import ProgramError, Rates, check, cost
+from dask_distmm.programs.check import ProgramError, Rates, check, cost, peak_bytes
 from dask_distmm.programs.factor import Columns, Matrix
 from dask_distmm.programs.steps import Call, Drop, Key, Publish, Pull, roles_of
 
@@ -131,6 +131,23 @@ def test_every_column_is_in_one_place(m, n, nrhs, ranks, width, width_b):
             assert layout.local_shape(rank) == (m, part.stop - part.start)
             for block in columns.owned(rank, columns.first(matrix), columns.first(matrix + 1)):
                 assert not m or layout.owner(0, columns.blocks[block].start) == rank
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 40), st.integers(1, 4), st.integers(8, 64))
+@settings(max_examples=20, deadline=None)
+def test_memory_is_as_projected(way, m, n, nrhs, ranks, width):
+    m, n = (max(m, n), min(m, n)) if way["kind"] in ("lstsq", "pinv") else (m, n)
+    plan = factor_plan(problem(way, m, n, nrhs), ranks, width)
+    projected, panels = _memory(plan), 2 * plan.columns.rows * plan.width * 8
+    for rank, index in enumerate(plan.ranks):
+        held = peak_bytes(plan.steps(rank))
+        held += sum(int(plan.problem[x].elements[plan.where[x] == index].sum()) * 8 for x in plan.problem.operands)
+        for output in plan.problem.outputs:
+            mine = plan.owners[output.name] == rank
+            held += int(output.elements[mine].sum()) * np.dtype(output.dtype).itemsize
+        # Pivots and the like, which are small, are not projected.
+        assert held - 64 * (m + n) <= projected[index] <= held + panels
 
 
 PLAN = factor_plan(Factorization("lu", (40, 40), "float64"), 2, 8)
