@@ -67,9 +67,9 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
-# A test with more cases than this runs as many of them, drawn anew in each run; with --all it runs all of them. The
-# tests of faults, which kill and stop processes, count as cases of one test.
-CASES = 12
+# A test with more cases than this runs as many of them, drawn anew in each run; with --all it runs all of them. Of all
+# tests of faults, which kill and stop processes, so many cases are run.
+CASES, FAULTS = 8, 12
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,14 +96,15 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def _drawn(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return at most `CASES` of each test's cases, and of all tests of faults together; of tests for GPUs all."""
+    """Return at most `CASES` of each test's cases, and `FAULTS` of all tests of faults; of tests for GPUs all."""
     cases = collections.defaultdict(list)
     for item in items:
         cases["faults" if item.get_closest_marker("faults") else item.nodeid.partition("[")[0]].append(item)
     kept: set[pytest.Item] = set()
     for name, group in cases.items():
         rng = random.Random(f"{os.environ['DISTMM_TEST_DRAW']} {name}")
-        kept.update(group if len(group) <= CASES or "gpu/" in name else rng.sample(group, CASES))
+        most = len(group) if "gpu/" in name else FAULTS if name == "faults" else CASES
+        kept.update(rng.sample(group, min(most, len(group))))
     return [item for item in items if item in kept]
 
 
