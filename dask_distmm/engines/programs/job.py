@@ -563,7 +563,7 @@ class ProgramJob(Job[Any]):
         with self.blas.on("join"):
             self._complete_parts()
             moves = [self._assemble(number, output) for number, output in enumerate(self.plan.problem.outputs)]
-            # What is queued now is done as soon as the last steps are.
+            # Copies that are queued now begin as soon as the last steps are done.
             for move in moves if self.blas.asynchronous else ():
                 next(move, None)
         return moves
