@@ -191,8 +191,8 @@ class _State:
         # The numbers of values: of each rank's buffers by name, and by what they are made of.
         self._value: list[dict[str, int]] = [{} for _ in range(ranks)]
         self._numbers, self._made = itertools.count(), dict[tuple[Any, ...], int]()
-        # By rank and queue, of steps ahead or of the others: places that its steps use, and whether these write there, as
-        # far as the other queue has not waited for them.
+        # By rank and queue, of steps ahead or of the others: places that its steps read, or write, and that the other
+        # queue has not waited for.
         self._beside = [{ahead: list[tuple[Buffer | View, bool]]() for ahead in (False, True)} for _ in range(ranks)]
         # The values of the flags by which each rank has gone on.
         self._decided: list[list[int]] = [[] for _ in range(ranks)]
