@@ -19,6 +19,7 @@ from stand_ins import Loop, ask
 
 from dask_distmm import matmul
 from dask_distmm.engines.numpy.engine import NumpyJob
+from dask_distmm.errors import EngineError
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.runtime import worker as worker_module
 from dask_distmm.runtime.chunks import other_orders
@@ -147,7 +148,7 @@ def test_what_a_failed_run_has_placed_goes():
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("ends", ["finish", "abort", "fails", "breaks"])
+@pytest.mark.parametrize("ends", ["finish", "abort", "fails", "breaks", "serves"])
 def test_a_run_that_is_over_is_gone_at_once(ends, monkeypatch):
     """Its memory, that of GPUs too, does not wait until Python looks for circles of references."""
     made, prepare = [], NumpyJob.prepare
@@ -167,7 +168,10 @@ def test_a_run_that_is_over_is_gone_at_once(ends, monkeypatch):
             side.finish(run_id=1)
         elif ends == "breaks":
             assert (await ask(side, WorkerService.start, 1, deliver=ALL)).status == "failed"
-        if ends in ("abort", "breaks"):
+        elif ends == "serves":
+            boxes = np.array([[0, 0, 0, 4, 0, 5]], np.int64).tobytes()
+            assert (await ask(side, WorkerService.fetch, 1, "input", boxes)).status == "failed"
+        if ends in ("abort", "breaks", "serves"):
             await ask(side, WorkerService.abort, 1, "test")
         await side._in_engine(False, int)
         side.close()
@@ -175,6 +179,13 @@ def test_a_run_that_is_over_is_gone_at_once(ends, monkeypatch):
     def broken(job):
         raise MemoryError("no more")
 
+    def ended(job, *asked):
+        job.abort(EngineError("enough"))
+        return serve(job, *asked)
+
+    serve = NumpyJob.serve
+    if ends == "serves":
+        monkeypatch.setattr(NumpyJob, "serve", ended)
     monkeypatch.setattr(NumpyJob, "prepare", noted)
     if ends == "breaks":
         monkeypatch.setattr(NumpyJob, "execute", broken)

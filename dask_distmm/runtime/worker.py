@@ -628,15 +628,22 @@ def _in_thread(address: str, function: Callable[..., T], *args: Any) -> T:
         return function(*args)
     except BaseException as error:
         failed = type(error).__name__, _fields(error, address)
+        _let_go(error)
     # Not in the block above: as its context the error would keep all that it has met.
     raise _FailedError(*failed)
 
 
 def _failure(kind: type[A], error: BaseException, closed: bool) -> A:
     """Return an error as a reply; a worker that closes says only that."""
-    if closed:
-        return kind("lost", "it is closing")
-    return kind(**(error.fields if isinstance(error, _FailedError) else _fields(error)))
+    fields = error.fields if isinstance(error, _FailedError) else _fields(error)
+    _let_go(error)
+    return kind("lost", "it is closing") if closed else kind(**fields)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Have an error, which a run that was ended with it keeps, hold no frames that it has passed: they hold the run."""
+    while error is not None:
+        error.__traceback__, error = None, error.__cause__ or error.__context__
 
 
 def _fields(error: BaseException, address: str = "") -> dict[str, Any]:
