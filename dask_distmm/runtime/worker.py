@@ -635,9 +635,12 @@ def _in_thread(address: str, function: Callable[..., T], *args: Any) -> T:
 
 def _failure(kind: type[A], error: BaseException, closed: bool) -> A:
     """Return an error as a reply; a worker that closes says only that."""
-    fields = error.fields if isinstance(error, _FailedError) else _fields(error)
+    if closed:
+        reply = kind("lost", "it is closing")
+    else:
+        reply = kind(**(error.fields if isinstance(error, _FailedError) else _fields(error)))
     _let_go(error)
-    return kind("lost", "it is closing") if closed else kind(**fields)
+    return reply
 
 
 def _let_go(error: BaseException | None) -> None:
