@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "api": ("explain", "matmul"),
     "arrays.dispatch": ("disable", "enable", "enabled", "is_enabled"),
+    "arrays.jit": ("jit",),
     "arrays.kinds": ("to_torch",),
     "arrays.prepared": ("Matmul", "distribute", "free_replicas", "replicate"),
     "arrays.product": ("NotCollective", "explain_grouped", "matmul_grouped"),
@@ -50,6 +51,8 @@ _HOMES = {
     "planning": ("BatchPlan", "Explanation", "GroupPlan", "Plan"),
     "planning.distribution": ("BlockCyclic", "Slab"),
     "runtime.client": ("free_workspaces",),
+    "tracing.arrays": ("logsumexp", "segment_sum"),
+    "tracing.control": ("cond", "fori_loop", "while_loop"),
 }
 _MODULES = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
 

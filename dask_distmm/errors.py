@@ -37,6 +37,10 @@ class PlanError(DistMMError, ValueError):
     """
 
 
+class TracingError(PlanError, TypeError):
+    """A function can't be traced by `dask_distmm.jit`: what it does with its arrays needs their elements, or has no rule."""
+
+
 class ProjectedMemoryError(DistMMError, MemoryError):
     """The projected memory of a worker is above its limit. Nothing was moved.
 

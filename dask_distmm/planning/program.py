@@ -28,8 +28,11 @@ from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows
 from dask_distmm.programs.steps import PART, Step
+from dask_distmm.tracing.lower import traced
 
 T = TypeVar("T")
+# What makes the steps of a program, by its name.
+_BUILDERS: Mapping[str, Callable[..., None]] = {**BUILDERS, "traced": traced}
 # The end of a range of rows whose number is not known.
 _ALL = 2**62
 # Ranks that wait this long for messages, as in each turn of a loop: one may be faster alone (seconds).
@@ -68,6 +71,8 @@ class ProgramProblem(Computation):
     options_of_builder: Mapping[str, Any]
     # Name of the type that is computed in.
     dtype: str
+    # Arrays that the builder names by their numbers; nothing else that is known of the program follows from them.
+    constants: Sequence[bytes] = ()
 
     def making(self, outputs: Collection[str]) -> Self:
         """Return the same computation, which makes only some outputs."""
@@ -87,14 +92,23 @@ class ProgramProblem(Computation):
     def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank, if `owners` have the chunks of rows."""
         arguments = self._arguments(owners, ranks)
-        return remembered(arguments, rank, lambda: record(*arguments, me=rank), _LONG)
+        return remembered(arguments, rank, lambda: self._recorded(arguments, rank), _LONG)
+
+    def _recorded(self, arguments: tuple[Any, ...], rank: int) -> tuple[Step, ...]:
+        return record(_BUILDERS[self.builder], *arguments[1:], me=rank)
+
+    @property
+    def replicated(self) -> Collection[str]:
+        """Names of the operands of which all ranks need all."""
+        found: Collection[str] = self.options_of_builder.get("whole", ())
+        return found
 
     def figures(self, owners: tuple[int, ...], ranks: int, rates: Rates) -> tuple[Cost, list[int]]:
         """Return what it takes, where the matrix is well-conditioned, and the most bytes that each rank holds."""
         arguments = self._arguments(owners, ranks)
 
         def made() -> tuple[Cost, list[int]]:
-            lists = [record(*arguments, me=rank) for rank in range(ranks)]
+            lists = [self._recorded(arguments, rank) for rank in range(ranks)]
             return cost(lists, rates), list(map(peak_bytes, lists))
 
         return remembered(arguments, rates, made)
@@ -108,7 +122,7 @@ class ProgramProblem(Computation):
 
     def check(self) -> None:
         """Raise for a builder or an array that there is not; numbers of rows need not be known."""
-        if self.builder not in BUILDERS or self.array not in ("numpy", "cupy") or "a" not in self.operands:
+        if self.builder not in _BUILDERS or self.array not in ("numpy", "cupy") or "a" not in self.operands:
             raise ValueError(f"builder {self.builder!r}, array {self.array!r}")
 
 
@@ -126,7 +140,9 @@ class ProgramPlacement(Placement):
         return self.problem.steps(self.owners, len(self.ranks), rank)
 
     def needed(self, rank: int, operand: str) -> NDArray[np.int64]:
-        """Return the numbers of the chunks of rows that a rank has."""
+        """Return the numbers of the chunks of rows that a rank has, or of all chunks."""
+        if operand in self.problem.replicated:
+            return np.arange(self.problem[operand].count)
         return np.flatnonzero(np.array(self.owners) == rank)
 
     @property
@@ -258,6 +274,10 @@ def _memory(plan: ProgramPlacement) -> tuple[NDArray[np.float64], int]:
                 own = int((owners == index).sum())
                 count = min(own, 1 + made_ahead(plan.participants[index].nthreads))
                 held[index] += count * sizes.max() + bool(own and converted) * int(elements.max()) * itemsize
+            continue
+        if operand.name in problem.replicated:
+            held += sizes.sum()
+            fetched += int(sizes.sum()) * (len(plan.ranks) - 1)
             continue
         holders = plan.where.get(operand.name, owners)
         held += np.bincount(holders, sizes, len(held))

@@ -138,13 +138,13 @@ def tsqr(p: Recorder, a: Tall, q: Tall, r: Buffer) -> None:
 
     def triangle() -> tuple[Buffer, Buffer]:
         """Return the names of a triangle, and of the number of its rows, which may be less than n."""
-        return p.small(n, n), p.small(1, 1, COUNT)
+        return p.small(n, n), p.numbers(1, COUNT)
 
     every = [triangle() for _ in p.rows.sizes]
     pairs = [every[number] for number in p.mine]
     for pair, (chunk, part) in zip(pairs, p.chunks(a, q), strict=True):
         p.call("factor", chunk, part, *pair)
-    own, all_rows, top = triangle(), p.small(1, 1, COUNT), p.small(n, n)
+    own, all_rows, top = triangle(), p.numbers(1, COUNT), p.small(n, n)
     p.call("stack", *own, *itertools.chain(*pairs))
     of_ranks = p.collect(*own)
     p.on_root("stack", [], [r, all_rows, *itertools.chain(*of_ranks)])
@@ -525,7 +525,7 @@ BUILDERS: Mapping[str, Callable[..., None]] = {
 
 
 def record(
-    kind: str,
+    builder: Callable[..., None],
     options: Mapping[str, Any],
     rows: Rows,
     cols: Mapping[str, int],
@@ -539,8 +539,12 @@ def record(
     options = dict(options)
     p = Recorder(me, rows, dtype, finite=options.pop("finite", True))
     functions, size = options.pop("functions", {}), options.pop("columns", sum(rows.sizes))
-    operands = {name: Tall(name, count, operand=True, made=name in made) for name, count in cols.items()}
+    types, whole = options.pop("types", {}), options.pop("whole", ())
+    operands = {
+        name: Tall(name, count, operand=True, made=name in made, dtype=types.get(name, ""), whole=name in whole)
+        for name, count in cols.items()
+    }
     p.make(*operands.values())
     operands |= {name: Tall(name, size, function=function) for name, function in functions.items()}
-    BUILDERS[kind](p, operands, wanted, **options)
+    builder(p, operands, wanted, **options)
     return p.end()

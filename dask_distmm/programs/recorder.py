@@ -61,6 +61,10 @@ class Tall:
     formula: tuple[Any, ...] = ()
     # A user's function that multiplies by some of its rows, pickled; it has no chunks.
     function: bytes = b""
+    # The name of its type; that of the computation by default.
+    dtype: str = ""
+    # Whether all ranks read all of it; it is in one chunk.
+    whole: bool = False
 
 
 Operands = Mapping[str, Tall]
@@ -100,7 +104,7 @@ class Recorder:
 
     def flag(self) -> Buffer:
         """Return the name of a flag."""
-        return self.small(1, 1, FLAG)
+        return self.numbers(1, FLAG)
 
     def tall(self, cols: int, *formula: Any) -> Tall:
         """Return the name of a matrix in the same chunks of rows as the operands."""
@@ -109,12 +113,12 @@ class Recorder:
     def pieces(self, matrix: Tall) -> list[Buffer]:
         """Return this rank's chunks of a matrix."""
         if matrix.name not in self._pieces:
-            name, cols, sizes = matrix.name, matrix.cols, self.rows.sizes
-            self._pieces[name] = [
-                Buffer(f"{name}.{number}", (sizes[number], cols), self.dtype, "" if matrix.operand else f"a.{number}")
-                for number in self.mine
-            ]
+            self._pieces[matrix.name] = [self._piece(matrix, number) for number in self.mine]
         return self._pieces[matrix.name]
+
+    def _piece(self, matrix: Tall, number: int) -> Buffer:
+        shape, dtype = (self.rows.sizes[number], matrix.cols), matrix.dtype or self.dtype
+        return Buffer(f"{matrix.name}.{number}", shape, dtype, "" if matrix.operand else f"a.{number}")
 
     def numbered(self, matrix: Tall) -> Iterator[tuple[int, Buffer]]:
         """Yield this rank's chunks of a matrix with their numbers."""
@@ -125,7 +129,7 @@ class Recorder:
     def make(self, *operands: Tall) -> None:
         """Take all chunks of operands that are not made one by one."""
         for operand in operands:
-            for number, piece in () if operand.made else self.numbered(operand):
+            for number, piece in () if operand.made or operand.whole else self.numbered(operand):
                 self._make(operand.name, number, piece)
 
     def _make(self, operand: str, number: int, piece: Buffer, *, donated: bool = False) -> None:
@@ -311,6 +315,31 @@ class Recorder:
             self.pull(rank, key, (*theirs, *(() if rank else flags)))
             found.append(theirs)
         return found
+
+    def share_rows(
+        self, sums: Sequence[Buffer], matrices: Sequence[Tall]
+    ) -> tuple[list[list[Buffer]], list[list[Buffer]]]:
+        """Return, on all ranks, some buffers of each rank, and all chunks of matrices: one message of each rank."""
+        key, ranks = next(self._keys), range(self.rows.ranks)
+        pieces = {(x.name, i): self._piece(x, i) for x in matrices for i in range(len(self.rows.sizes))}
+        chunks = [[i for i, owner in enumerate(self.rows.owners) if owner == rank] for rank in ranks]
+        if self.rows.ranks > 1:
+            theirs = (pieces[x.name, i] for x in matrices for i in chunks[self.me])
+            self.steps.append(Publish(key, (*sums, *theirs), copied=True))
+        parts: list[list[Buffer]] = [[] for _ in sums]
+        for rank in ranks:
+            own = list(sums) if rank == self.me else [self._of(rank, buffer) for buffer in sums]
+            if rank != self.me:
+                self.pull(rank, key, (*own, *(pieces[x.name, i] for x in matrices for i in chunks[rank])))
+            for some, buffer in zip(parts, own, strict=True):
+                some.append(buffer)
+        return parts, [[pieces[x.name, i] for i in range(len(self.rows.sizes))] for x in matrices]
+
+    def whole_operand(self, operand: Tall, shape: tuple[int, int]) -> Buffer:
+        """Take all of an operand."""
+        buffer = Buffer(f"{operand.name}.0", shape, operand.dtype)
+        self._make(operand.name, 0, buffer)
+        return buffer
 
     def _of(self, rank: int, buffer: Buffer) -> Buffer:
         rows = self.heights[rank] if buffer.name[0] == "p" else buffer.shape[0]

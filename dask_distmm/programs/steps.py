@@ -343,7 +343,7 @@ CONTRACTS: dict[str, Contract] = {
     "store": Contract("w", _none),
     "finish": Contract("u", _none),
     "finish_into": Contract("rw", _none),
-    "copy": Contract("rw", _none),
+    "copy": Contract("rw", _none, exact=True),
     "adjoint": Contract("rw", _none),
     "normal": Contract("w", _none),
     # R of a Gram matrix; whether that is R of A already, and whether it is good enough to divide by.
@@ -390,6 +390,15 @@ CONTRACTS: dict[str, Contract] = {
     # Numbers of a solver, and others that it has; those that are only read come before, `reads` of them.
     "advance": Contract("u", _none, exact=True),
     "advance_inexactly": Contract("u", _none),
+    # Traced functions: statements, whose roles and flops are options; exact ones; a constant; one value everywhere;
+    # results of ranks are combined; a flag; the number of the next turn.
+    "evaluate": Contract("r", _none),
+    "evaluate_exactly": Contract("r", _none, exact=True),
+    "constant": Contract("w", _none, exact=True),
+    "set_all": Contract("w", _none, exact=True),
+    "combine": Contract("r", _none, exact=True),
+    "decide": Contract("rw", _none, exact=True),
+    "increment": Contract("u", _none, exact=True),
     "info": Contract("rw", _none),
     "column_sums": Contract("wr", lambda out, *x: sum(one[0] * one[1] for one in x)),
     "add_polynomial": Contract("ur", lambda y, *x: 2 * len(x) * y[0] * y[1]),
@@ -449,7 +458,8 @@ CONTRACTS: dict[str, Contract] = {
 
 def roles_of(call: Call) -> Iterator[tuple[Buffer | View, str]]:
     """Yield the arguments of a call, and what becomes of each: r, u or w."""
-    roles, count = "r" * call.options.get("reads", 0) + CONTRACTS[call.kernel].roles, len(call.arguments)
+    roles = call.options.get("roles") or "r" * call.options.get("reads", 0) + CONTRACTS[call.kernel].roles
+    count = len(call.arguments)
     # There may be none of the last ones.
     roles = roles[: max(count, len(roles) - 1)] + roles[-1] * (count - len(roles))
     yield from zip(call.arguments, roles, strict=True)
@@ -457,6 +467,8 @@ def roles_of(call: Call) -> Iterator[tuple[Buffer | View, str]]:
 
 def flops_of(call: Call) -> float:
     """Return the floating-point operations of a call."""
+    if "flops" in call.options:
+        return float(call.options["flops"])
     shapes = [buffer.shape for buffer in call.arguments]
     found = CONTRACTS[call.kernel].flops(*((max(0, rows), max(0, cols)) for rows, cols in shapes))
     return found * 4 if any(buffer.dtype.startswith("complex") for buffer in call.arguments) else found

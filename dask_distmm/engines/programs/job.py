@@ -146,7 +146,9 @@ class ProgramJob(Job[Any]):
         from dask_distmm.engines.tridiagonal import SharedEigh
 
         if not (self._gathers and self.plan.shared):
-            return ProgramKernels(self.blas)
+            kernels = ProgramKernels(self.blas)
+            kernels.constants = getattr(self.plan.problem, "constants", ())
+            return kernels
         return SharedEigh(self.plan, rank, self.blas, self.exchange, self.ended.check, self.progress)
 
     def accept(self, offers: Sequence[Any]) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from dask_distmm.engines.programs.blas import Kernels
+from dask_distmm.engines.programs.evaluate import TracedKernels
 from dask_distmm.engines.programs.factor import FactorKernels, add_gram, is_near, singular, strips_of, upper_of
 from dask_distmm.engines.programs.iterations import IterationKernels
 from dask_distmm.engines.programs.spectral import not_finite, unit_factors
 from dask_distmm.errors import MatrixError
 from dask_distmm.numeric.sparse import add_thin_gram, dense, sparse_package
-from dask_distmm.programs.steps import COUNT, FLAG
 
 # R of a Gram matrix is R of A up to rounding if the square of the condition of A's scaled columns is not above this;
 # as good are the solutions of its normal equations.
@@ -41,11 +41,12 @@ _LONG = 256
 _WELL = 16
 
 
-class ProgramKernels(IterationKernels, FactorKernels):
+class ProgramKernels(IterationKernels, FactorKernels, TracedKernels):
     """The kernels of one run."""
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__(kernels)
+        TracedKernels.__init__(self)
         self.xp = kernels.xp
         # By the number of an array that divides others: itself, its inverse, and whether that is as good.
         self._inverses: dict[int, tuple[Any, Any, bool]] = {}
@@ -53,8 +54,6 @@ class ProgramKernels(IterationKernels, FactorKernels):
 
     def empty(self, shape: tuple[int, int], dtype: np.dtype, *, tall: bool) -> Any:
         """Return a new matrix."""
-        if dtype.name in (FLAG, COUNT):
-            return np.zeros(shape, dtype)
         return self.xp.empty(shape, dtype) if tall else self.blas.empty(shape, dtype)
 
     # Chunks of rows

@@ -1,0 +1,605 @@
+"""From statements in placements to the steps of a rank.
+
+Statements on rows that wait for the same messages are one *pass*: one call that goes over the rows of a rank once, strip
+by strip, and keeps what lies between statements in the cache. So between two messages each chunk is read once. What
+the ranks' passes add up, and what all ranks need of rows, is one message; then come the statements on what all ranks
+have. Each of these has a *stage*, the number of messages before it::
+
+    stage 0   statements of all ranks   pass over rows   message
+    stage 1   statements of all ranks   pass over rows   message   ...
+
+A loop, a branch, or a factorization of what is in rows stands between two such sequences. The state of a loop stays in
+its buffers: a pass writes the next state over the last one where nothing reads that any more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dask_distmm.programs.composite import tall_qr
+from dask_distmm.programs.recorder import Operands, Recorder, Tall, Wanted
+from dask_distmm.programs.steps import Buffer
+from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, letters_of, program_of
+from dask_distmm.tracing.place import Axis, Placements
+
+# Loops end when their flag says so.
+_MOST = 2**62
+# Expected number of turns of a loop without a count, for the cost model.
+EXPECTED = 100
+# Functions whose results are not unique: one rank computes them for all.
+_OF_ONE_RANK = {"linalg.eigh", "linalg.eig", "linalg.eigvals", "linalg.svd", "linalg.qr", "argsort", "argmin", "argmax"}
+# Statements that make the same bits of the same values everywhere, as contracts of exact kernels have it.
+_EXACT = {"index", "transpose", "reshape", "broadcast", "concat", "take", "fill", "gather"}
+_EXACT_FUNCTIONS = {
+    "absolute", "add", "astype", "bitwise_and", "bitwise_or", "bitwise_xor", "ceil", "clip", "conjugate", "divide",
+    "equal", "floor", "floor_divide", "greater", "greater_equal", "imag", "invert", "isfinite", "isinf", "isnan", "less",
+    "less_equal", "logical_and", "logical_not", "logical_or", "logical_xor", "maximum", "minimum", "multiply", "negative",
+    "not_equal", "positive", "real", "sign", "sqrt", "square", "subtract", "trunc", "where",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """Statements that are one call, with what that is given and makes.
+
+    Arguments are, in this order: what it reads, of which values in rows are as many arrays as this rank has chunks;
+    sums, to which it adds; values in rows that it writes, chunk by chunk. It returns values that all ranks have.
+    """
+
+    reads: tuple[int, ...]
+    statements: tuple[Statement, ...]
+    # Values that ranks combine, and by what.
+    sums: tuple[tuple[int, str], ...]
+    rows: tuple[int, ...]
+    whole: tuple[int, ...]
+    kinds: Mapping[int, Kind]
+    axes: Mapping[int, Axis]
+    # Values on all ranks whose axis of rows is stored first.
+    moved: Mapping[int, Axis]
+    # The numbers of rows before each chunk, and of rows in it; -1 where that is not known.
+    firsts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def stored_shape(kind: Kind, axis: Axis) -> tuple[int, int]:
+    """Return the rows and columns in which a value is stored; rows of all ranks."""
+    if axis is not None:
+        return kind.shape[axis], math.prod((*kind.shape[:axis], *kind.shape[axis + 1 :]))
+    return (kind.shape[0], kind.shape[1]) if len(kind.shape) == 2 else (1, kind.size)
+
+
+def traced(
+    p: Recorder,
+    operands: Operands,
+    wanted: Wanted,
+    *,
+    program: str,
+    sources: Sequence[str | int],
+    names: Sequence[str],
+) -> None:
+    """Take the steps of a traced function: `sources` are the operands and constants of its inputs."""
+    found = program_of(program)
+    placements = Placements(found)
+    placements.improve([name in wanted for name in names])
+    lowering = Lowering(p, placements)
+    for number, source in zip(found.block.inputs, sources, strict=True):
+        lowering.begin(number, operands[source] if isinstance(source, str) else source)
+    lowering.take(placements.block.statements, {x for x in placements.block.outputs if isinstance(x, int)})
+    kept = [name for name in names if name in wanted]
+    for name, ref in zip(kept, placements.block.outputs, strict=True):
+        p.store(name, lowering.copied(ref))
+
+
+class Lowering:
+    """The steps of one rank, and where the values are that are there."""
+
+    def __init__(self, p: Recorder, placements: Placements) -> None:
+        self.p, self.kinds, self.axes, self.combine = p, placements.kinds, placements.axes, placements.combine
+        self.here: dict[int, Buffer | Tall] = {}
+        self.moved: dict[int, Axis] = {}
+        # Values of which all ranks have the same bits.
+        self.exact: set[int] = set()
+        # How often all ranks have waited for each other.
+        self.meetings = 0
+        firsts = np.cumsum([0, *map(abs, p.rows.sizes)]).tolist()
+        self.firsts = tuple(firsts[number] for number in p.mine)
+        self.sizes = tuple(p.rows.sizes[number] for number in p.mine)
+
+    # Values
+
+    def begin(self, number: int, source: Tall | int) -> None:
+        """Have an input: an operand, or a constant by its number."""
+        kind = self.kinds[number]
+        if isinstance(source, int):
+            buffer = self.buffer(number)
+            self.p.call("constant", buffer, number=source)
+            self.here[number] = buffer
+        elif source.whole:
+            (self.here[number],) = self.p.whole_operand(source, stored_shape(kind, None))
+        else:
+            self.here[number] = source
+        if self.axes[number] is None:
+            self.exact.add(number)
+
+    def buffer(self, number: int) -> Buffer:
+        """Return the name of memory for a value that all ranks have."""
+        kind = self.kinds[number]
+        return self.p.small(*stored_shape(kind, self.moved.get(number)), kind.dtype)
+
+    def tall(self, number: int) -> Tall:
+        """Return the name of memory for a value in rows."""
+        kind = self.kinds[number]
+        return dataclasses.replace(self.p.tall(stored_shape(kind, self.axes[number])[1]), dtype=kind.dtype)
+
+    def place(self, number: int) -> Buffer | Tall:
+        """Return the name of memory for a value."""
+        return self.buffer(number) if self.axes[number] is None else self.tall(number)
+
+    def drop(self, place: Buffer | Tall) -> None:
+        """Free a value."""
+        if isinstance(place, Buffer):
+            self.p.drop(place)
+        else:
+            self.p.drop_tall(place)
+
+    def copy(self, source: Buffer | Tall, target: Buffer | Tall) -> None:
+        """Copy a value."""
+        if isinstance(source, Buffer):
+            assert isinstance(target, Buffer)
+            self.p.call("copy", source, target)
+        else:
+            self.p.each("copy", source, target)
+
+    def copied(self, ref: Ref) -> Buffer | Tall:
+        """Return a value of its own for an output; a number of Python's becomes an array."""
+        assert isinstance(ref, int)
+        place = self.place(ref)
+        self.copy(self.here[ref], place)
+        return place
+
+    # Sequences of statements
+
+    def take(self, statements: Sequence[Statement], kept: Collection[int], targets: Mapping[int, tuple[Any, int]] = {}) -> set[int]:  # noqa: B006
+        """Take statements; free what they make but for what is kept. Return the values that are in their targets.
+
+        A target is memory for a value that may be written once another value is not read any more.
+        """
+        before, placed = set(self.here), set[int]()
+        after = self._read_after(statements, kept)
+        at = 0
+        while at < len(statements):
+            if self._is_apart(statements[at]):
+                self._apart(statements[at])
+                at += 1
+            else:
+                end = next((i for i in range(at, len(statements)) if self._is_apart(statements[i])), len(statements))
+                placed |= self._sequence(statements[at:end], after[end - 1], targets)
+                at = end
+            for number in [x for x in self.here if x not in before and x not in after[at - 1]]:
+                self.drop(self.here.pop(number))
+        return placed
+
+    def _read_after(self, statements: Sequence[Statement], kept: Collection[int]) -> list[set[int]]:
+        found, now = [], set(kept)
+        for statement in reversed(statements):
+            found.append(set(now))
+            now.update(statement.reads)
+        return found[::-1]
+
+    def _is_apart(self, statement: Statement) -> bool:
+        tall = statement.family == "qr" and self.axes[statement.outputs[0]] is not None
+        return statement.family in ("loop", "cond") or tall
+
+    def _apart(self, statement: Statement) -> None:
+        if statement.family == "loop":
+            self._loop(statement)
+        elif statement.family == "cond":
+            self._cond(statement)
+        else:
+            self._qr(statement)
+
+    def _is_local(self, statement: Statement) -> bool:
+        """Whether each rank works on its own rows."""
+        places = [self.axes[x] for x in (*statement.reads, *statement.outputs)]
+        return statement.family != "gather" and any(axis is not None for axis in places)
+
+    def _stages(self, statements: Sequence[Statement]) -> tuple[dict[int, int], list[int]]:
+        """Return after how many messages each value is there, and of each statement."""
+        level, stages = dict[int, int](), []
+        for statement in statements:
+            stage = max((level.get(x, 0) for x in statement.reads), default=0)
+            stages.append(stage)
+            combined = statement.outputs[0] in self.combine or statement.family == "gather"
+            level.update(dict.fromkeys(statement.outputs, stage + combined))
+        return level, stages
+
+    def _sequence(self, statements: Sequence[Statement], kept: Collection[int], targets: Mapping[int, tuple[Any, int]]) -> set[int]:
+        """Take statements between which nothing stands."""
+        _, stages = self._stages(statements)
+        before = set(self.here)
+        placed = set[int]()
+        for stage in range(max(stages, default=-1) + 1):
+            now = [x for x, s in zip(statements, stages, strict=True) if s == stage]
+            later = [x for x, s in zip(statements, stages, strict=True) if s > stage]
+            read_later = set(kept).union(*(x.reads for x in later))
+            local = [x for x in now if self._is_local(x)]
+            gathers = [x for x in now if x.family == "gather"]
+            whole = [x for x in now if not self._is_local(x) and x.family != "gather"]
+            self._whole(whole, read_later.union(*(x.reads for x in (*local, *gathers))))
+            gathered = {x for one in gathers for x in one.reads}
+            sums, found = self._pass(local, read_later | gathered, targets, read_later | gathered)
+            placed |= found
+            self._message(sums, gathers)
+            for number in [x for x in self.here if x not in before and x not in read_later]:
+                self.drop(self.here.pop(number))
+        return placed
+
+    # Statements on what all ranks have
+
+    def _whole(self, statements: Sequence[Statement], read: Collection[int]) -> None:
+        """Take statements on what all ranks have: exact ones first, and apart those of which one rank decides."""
+        groups: list[tuple[str, list[Statement]]] = []
+        for statement in statements:
+            kind = self._kind_of(statement)
+            if kind == "exact":
+                self.exact.update(statement.outputs)
+            # Into the first group behind what it reads.
+            at = 0
+            for i, (_, group) in enumerate(groups):
+                if any(not set(one.outputs).isdisjoint(statement.reads) for one in group):
+                    at = i if groups[i][0] == kind and kind != "one" else i + 1
+            place = next((i for i in range(at, len(groups)) if groups[i][0] == kind and kind != "one"), None)
+            if place is None:
+                groups.append((kind, [statement]))
+            else:
+                groups[place][1].append(statement)
+            if kind == "one":
+                self.exact.update(statement.outputs)
+        for i, (kind, group) in enumerate(groups):
+            after = set(read).union(*(one.reads for _, later in groups[i + 1 :] for one in later))
+            made = [x for one in group for x in one.outputs if x in after]
+            reads = self._outer_reads(group)
+            call = Pass(reads, tuple(group), (), (), tuple(made), *self._described(group, reads), (), ())
+            buffers = [self.buffer(number) for number in made]
+            self.here.update(zip(made, buffers, strict=True))
+            if kind != "one" or self.p.me == 0:
+                self._call(call, [], [], buffers, exact=kind == "exact")
+            if kind == "one":
+                self.p.give(*buffers)
+
+    def _kind_of(self, statement: Statement) -> str:
+        function = statement.options.get("f")
+        if (statement.family in ("whole", "along", "reduce") and function in _OF_ONE_RANK) or statement.family == "qr":
+            return "one"
+        fine = statement.family in _EXACT or (statement.family == "map" and function in _EXACT_FUNCTIONS)
+        real = all(self.kinds[x].dtype[0] != "c" for x in (*statement.reads, *statement.outputs))
+        return "exact" if fine and real and self.exact.issuperset(statement.reads) else "same"
+
+    def _outer_reads(self, statements: Sequence[Statement]) -> tuple[int, ...]:
+        own = {x for one in statements for x in one.outputs}
+        return tuple(dict.fromkeys(x for one in statements for x in one.reads if x not in own))
+
+    def _described(self, statements: Sequence[Statement], reads: Sequence[int]) -> tuple[Any, ...]:
+        numbers = {*reads, *(x for one in statements for x in one.outputs)}
+        return (
+            {x: self.kinds[x] for x in sorted(numbers)},
+            {x: self.axes[x] for x in sorted(numbers)},
+            {x: self.moved[x] for x in sorted(numbers) if x in self.moved},
+        )
+
+    # Passes over rows
+
+    def _pass(
+        self,
+        statements: Sequence[Statement],
+        read: Collection[int],
+        targets: Mapping[int, tuple[Any, int]],
+        read_later: Collection[int],
+    ) -> tuple[list[tuple[int, list[Buffer]]], set[int]]:
+        """Take statements on rows; return the sums of this rank, and values that are in their targets."""
+        if not statements:
+            return [], set()
+        made = [x for one in statements for x in one.outputs]
+        sums = [(x, self.combine[x]) for x in made if x in self.combine]
+        rows = [x for x in made if x not in self.combine and x in read]
+        reads = self._outer_reads(statements)
+        described = self._described(statements, reads)
+        placed = set()
+        for number in rows:
+            target, old = targets.get(number, (None, -1))
+            if target is not None and old not in read_later and self.axes[number] is not None:
+                self.here[number] = target
+                placed.add(number)
+            else:
+                self.here[number] = self.tall(number)
+        buffers = []
+        for number, op in sums:
+            source = next(one for one in statements if number in one.outputs).inputs[0]
+            parts = self._parts(number, op, self.kinds[source].dtype if isinstance(source, int) else "")
+            buffers.append((number, parts))
+            for part, value in parts:
+                self.p.call("set_all", part, value=value)
+        call = Pass(reads, tuple(statements), tuple(sums), tuple(rows), (), *described, self.firsts, self.sizes)
+        arguments = [self.here[x] for x in reads]
+        outputs = [part for _, parts in buffers for part, _ in parts]
+        written = [self.here[x] for x in rows]
+        if any(isinstance(x, Tall) and (x.made or x.formula) for x in arguments):
+            for index, given in enumerate(self.p.chunks(*arguments, *outputs, *written)):
+                one = dataclasses.replace(call, firsts=self.firsts[index : index + 1], sizes=self.sizes[index : index + 1])
+                self._evaluate(one, given, len(arguments), len(outputs), [])
+        else:
+            pieces = [self.p.pieces(x) if isinstance(x, Tall) else [x] for x in (*arguments, *outputs, *written)]
+            first = sum(map(len, pieces[: len(arguments)]))
+            self._evaluate(call, [x for some in pieces for x in some], first, len(outputs), [])
+        return [(number, [part for part, _ in parts]) for number, parts in buffers], placed
+
+    def _parts(self, number: int, op: str, source: str) -> list[tuple[Buffer, Any]]:
+        """Return what a rank adds to, and what it begins with."""
+        kind = self.kinds[number]
+        if op in ("argmax", "argmin"):
+            values = Kind(kind.shape, source)
+            best = self.p.small(*stored_shape(values, None), values.dtype)
+            return [(best, identity(op[3:], values.dtype)), (self.buffer(number), -1)]
+        return [(self.buffer(number), identity(op, kind.dtype))]
+
+    def _call(self, call: Pass, outputs: Sequence[Buffer], written: Sequence[Any], makes: Sequence[Buffer], *, exact: bool = False) -> None:
+        arguments = [self.here[x] for x in call.reads]
+        self._evaluate(call, [*arguments, *outputs, *written], len(arguments), len(outputs), makes, exact=exact)
+
+    def _evaluate(
+        self, call: Pass, given: Sequence[Any], reads: int, updates: int, makes: Sequence[Buffer], *, exact: bool = False
+    ) -> None:
+        roles = "r" * reads + "u" * updates + "w" * (len(given) - reads - updates)
+        share = sum(map(abs, call.sizes)) / max(1, sum(map(abs, self.p.rows.sizes))) if call.sizes else 1.0
+        flops = self._flops(call) * share
+        kernel = "evaluate_exactly" if exact else "evaluate"
+        self.p.call(kernel, *given, makes=makes, program=call, roles=roles, flops=flops)
+
+    def _flops(self, call: Pass) -> float:
+        total = 0.0
+        for statement in call.statements:
+            sizes = [call.kinds[x].size for x in statement.outputs]
+            if statement.family == "contract":
+                first, second, _ = letters_of(statement.options["spec"])
+                lengths = dict(zip(first + second, [n for x in statement.inputs if isinstance(x, int) for n in call.kinds[x].shape], strict=True))
+                total += 2.0 * math.prod(lengths.values())
+            elif statement.family in ("whole", "qr"):
+                read = [call.kinds[x] for x in statement.reads if call.kinds[x].shape]
+                total += max((4.0 * kind.size * kind.shape[-1] for kind in read), default=0.0)
+            else:
+                read = [call.kinds[x].size for x in statement.reads]
+                total += max([*sizes, *read])
+        return total
+
+    # Messages
+
+    def _message(self, sums: Sequence[tuple[int, list[Buffer]]], gathers: Sequence[Statement]) -> None:
+        """Combine the sums of all ranks, and give all rows of some values to all, in one message."""
+        if not sums and not gathers:
+            return
+        p = self.p
+        talls = list(dict.fromkeys(self.here[x] for one in gathers for x in one.reads))
+        parts, rows = p.share_rows([part for _, some in sums for part in some], talls)
+        self.meetings += 1
+        at = 0
+        for number, own in sums:
+            of_ranks = parts[at : at + len(own)]
+            at += len(own)
+            op = self.combine[number]
+            if len(of_ranks[0]) == 1:
+                self.here[number] = own[-1]
+                p.drop(*own[:-1])
+            else:
+                totals = [dataclasses.replace(one, name=p.small(1, 1).name) for one in own]
+                every = [part for of_rank in zip(*of_ranks, strict=True) for part in of_rank]
+                p.call("combine", *every, *totals, op=op, roles="r" * len(every) + "w" * len(totals))
+                p.drop(*every, *totals[:-1])
+                self.here[number] = totals[-1]
+            self.exact.add(number)
+        for statement in gathers:
+            (source,), (number,) = statement.reads, statement.outputs
+            if self.axes[source]:
+                self.moved[number] = self.axes[source]
+            buffer = self.buffer(number)
+            pieces = rows[talls.index(self.here[source])]
+            p.call("assemble", buffer, *pieces, places=tuple((i, 0, n) for i, n in enumerate(p.rows.sizes)))
+            self.here[number] = buffer
+            self.exact.add(number)
+        own_pieces = {piece.name for tall in talls for piece in p.pieces(tall)}
+        p.drop(*(piece for some in rows for piece in some if piece.name not in own_pieces))
+
+    # Loops, branches, factorizations
+
+    def _flag(self, ref: Ref, flag: Buffer) -> None:
+        """Have a flag, which is the same on all ranks: what they decide by."""
+        if isinstance(ref, Literal):
+            self.p.call("set_all", flag, value=bool(ref.value))
+        elif ref in self.exact:
+            self.p.call("decide", self.here[ref], flag)
+        else:
+            self.p.on_root("decide", [self.here[ref]], [flag])
+            self.p.share(flags=(flag,))
+            self.meetings += 1
+
+    def _loop(self, loop: Statement) -> None:
+        p, body = self.p, loop.blocks[-1]
+        skipped = loop.options["skipped"]
+        numbers, states = body.inputs[:skipped], body.inputs[skipped:]
+        flag, one = p.flag(), None
+        # The state, in memory of its own.
+        places = []
+        for ref, number in zip(loop.inputs, states, strict=True):
+            assert isinstance(ref, int)
+            self.here[number] = place = self.place(number)
+            self.copy(self.here[ref], place)
+            places.append(place)
+        exact = self._exact_states(loop)
+        self.exact.update(exact)
+        for number in numbers:
+            self.here[number] = self.buffer(number)
+            p.call("set_all", self.here[number], value=0)
+            self.exact.add(number)
+        condition = loop.blocks[0] if len(loop.blocks) > 1 else None
+        count = loop.options.get("count")
+
+        def look() -> None:
+            """Say whether there is another turn."""
+            if condition is None:
+                return
+            for number, state in zip(condition.inputs, places, strict=True):
+                self.here[number] = state
+                if states[condition.inputs.index(number)] in self.exact:
+                    self.exact.add(number)
+            (ref,) = condition.outputs
+            kept = {ref} if isinstance(ref, int) else set()
+            before = set(self.here)
+            self.take(condition.statements, kept)
+            self._flag(ref, flag)
+            for number in [x for x in self.here if x not in before]:
+                self.drop(self.here.pop(number))
+            for number in condition.inputs:
+                self.here.pop(number, None)
+
+        if condition is None:
+            p.call("set_all", flag, value=True)
+        look()
+
+        def turn() -> None:
+            met = self.meetings
+            outputs = [x for x in body.outputs if isinstance(x, int)]
+            targets: dict[int, tuple[Any, int]] = {}
+            for out, number, place in zip(body.outputs, states, places, strict=True):
+                if isinstance(out, int) and out not in states and outputs.count(out) == 1 and number not in outputs:
+                    targets.setdefault(out, (place, number))
+            before = set(self.here)
+            placed = self.take(body.statements, set(outputs), targets)
+            moves = [
+                (self.here[out], place)
+                for out, number, place in zip(body.outputs, states, places, strict=True)
+                if isinstance(out, int) and out != number and not (out in placed and self.here[out] is place)
+            ]
+            own = {id(place) for place in places}
+            # What is part of the state itself is copied before it is overwritten.
+            spare = {}
+            for source, _ in moves:
+                if id(source) in own and id(source) not in spare:
+                    spare[id(source)] = fresh = self._like(source)
+                    self.copy(source, fresh)
+            for source, place in moves:
+                self.copy(spare.get(id(source), source), place)
+            for fresh in spare.values():
+                self.drop(fresh)
+            for number in [x for x in self.here if x not in before]:
+                gone = self.here.pop(number)
+                if id(gone) not in own:
+                    self.drop(gone)
+            for number in numbers:
+                p.call("increment", self.here[number])
+            look()
+            if self.meetings == met:
+                # Nobody may be a turn ahead: what was published is freed.
+                p.share()
+
+        p.loop(flag, turn, _MOST if count is None else count, EXPECTED if count is None else count)
+        p.drop(flag)
+        for number in numbers:
+            self.drop(self.here.pop(number))
+        for number, out in zip(states, loop.outputs, strict=True):
+            self.here[out] = self.here.pop(number)
+            if number in self.exact:
+                self.exact.add(out)
+
+    def _like(self, place: Buffer | Tall) -> Buffer | Tall:
+        """Return the name of memory like some."""
+        if isinstance(place, Buffer):
+            return dataclasses.replace(place, name=self.p.small(1, 1).name)
+        return dataclasses.replace(self.p.tall(place.cols), dtype=place.dtype)
+
+    def _exact_states(self, loop: Statement) -> set[int]:
+        """Return the parts of a loop's state of which all ranks have the same bits in each turn."""
+        body = loop.blocks[-1]
+        skipped = loop.options["skipped"]
+        found = {
+            number
+            for ref, number in zip(loop.inputs, body.inputs[skipped:], strict=True)
+            if isinstance(ref, int) and ref in self.exact and self.axes[number] is None
+        }
+        while True:
+            known = self._exact_in(body.statements, self.exact | found | set(body.inputs[:skipped]))
+            wrong = {
+                number
+                for out, number in zip(body.outputs, body.inputs[skipped:], strict=True)
+                if number in found and isinstance(out, int) and out not in known
+            }
+            if not wrong:
+                return found
+            found -= wrong
+
+    def _exact_in(self, statements: Sequence[Statement], known: Collection[int]) -> set[int]:
+        outside, self.exact = self.exact, set(known)
+        for statement in statements:
+            combined = [x for x in statement.outputs if x in self.combine]
+            if combined or statement.family == "gather":
+                self.exact.update(statement.outputs)
+            elif not statement.blocks and all(self.axes[x] is None for x in statement.outputs):
+                if self._kind_of(statement) != "same":
+                    self.exact.update(statement.outputs)
+        found, self.exact = self.exact, outside
+        return found
+
+    def _cond(self, cond: Statement) -> None:
+        p, flag = self.p, self.p.flag()
+        self._flag(cond.inputs[0], flag)
+        places = [self.place(number) for number in cond.outputs]
+        for place in places:
+            if isinstance(place, Buffer):
+                p.new(place)
+            else:
+                p.new(*p.pieces(place))
+
+        def branch(block: Any) -> None:
+            before = set(self.here)
+            self.take(block.statements, {x for x in block.outputs if isinstance(x, int)})
+            for ref, place in zip(block.outputs, places, strict=True):
+                self.copy(self.here[ref], place)
+            for number in [x for x in self.here if x not in before]:
+                self.drop(self.here.pop(number))
+
+        met, known = self.meetings, set(self.exact)
+        ends = []
+        for block in cond.blocks:
+            ends.append(block)
+        p.either(flag, lambda: branch(ends[0]), lambda: branch(ends[1]))
+        self.meetings, self.exact = met, known
+        p.drop(flag)
+        self.here.update(zip(cond.outputs, places, strict=True))
+
+    def _qr(self, statement: Statement) -> None:
+        """Factorize what is in rows, in its type."""
+        p, (source,), (q, r) = self.p, statement.reads, statement.outputs
+        kind = self.kinds[source]
+        outside = p.dtype, p.real, p.wide, p.finite
+        p.dtype, p.real, p.finite = kind.dtype, np.empty(0, kind.dtype).real.dtype.name, False
+        a, result, triangle = self.here[source], self.tall(q), self.buffer(r)
+        assert isinstance(a, Tall)
+        tall_qr(p, a, result, triangle)
+        p.dtype, p.real, p.wide, p.finite = outside
+        p.give(triangle)
+        self.here[q], self.here[r] = result, triangle
+        self.exact.add(r)
+
+
+def identity(op: str, dtype: str) -> Any:
+    """Return what changes nothing when it is combined with others."""
+    kind = np.dtype(dtype)
+    if op in ("max", "min"):
+        if kind.kind == "b":
+            return op == "min"
+        limits = (-np.inf, np.inf) if kind.kind == "f" else (np.iinfo(kind).min, np.iinfo(kind).max)
+        return limits[op == "min"]
+    return {"prod": 1, "all": True}.get(op, 0)

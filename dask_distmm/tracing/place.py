@@ -1,0 +1,397 @@
+"""Where values are: along one axis in the rows of ranks, or on all of them. One rule for each family of statements.
+
+A rule says in which placements a statement takes its inputs, and what that gives. Inputs that are elsewhere are brought
+there by statements of their own: ``gather`` (all ranks get all rows) and ``local`` (each rank takes its own rows, for
+which nothing travels). What is reduced over rows is combined over ranks, and then on all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from dask_distmm.tracing.form import Block, Kind, Literal, Program, Ref, Statement, letters_of
+
+# The axis along which a value is in the rows of ranks; None where all ranks have all of it.
+Axis = int | None
+
+
+class Placed(NamedTuple):
+    """In which placements a statement takes its inputs, and where its results are."""
+
+    inputs: tuple[Axis, ...]
+    outputs: tuple[Axis, ...]
+    # How results of ranks, each of its own rows, are combined to that of all.
+    combine: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """What a rule looks at: a statement, the kinds and placements of its inputs, its kinds, the rows of all."""
+
+    statement: Statement
+    kinds: tuple[Kind, ...]
+    axes: tuple[Axis, ...]
+    outputs: tuple[Kind, ...]
+    rows: int
+
+    def largest(self) -> int:
+        """Return the number of the largest input that is in rows; -1 if there is none."""
+        found = [(kind.nbytes, -i) for i, (kind, axis) in enumerate(zip(self.kinds, self.axes, strict=True)) if axis is not None]
+        return -max(found)[1] if found else -1
+
+
+def _everywhere(given: Given) -> Placed:
+    """All ranks have it, and its inputs."""
+    return Placed((None,) * len(given.kinds), (None,) * len(given.outputs))
+
+
+def _map(given: Given) -> Placed:
+    (out,) = given.outputs
+    chosen = given.largest()
+    if chosen < 0:
+        return _everywhere(given)
+    behind = len(out.shape) - len(given.kinds[chosen].shape)
+    at = (given.axes[chosen] or 0) + behind
+    if out.shape[at] != given.rows:
+        return _everywhere(given)
+    return Placed(tuple(_aligned(kind, at - len(out.shape), given.rows) for kind in given.kinds), (at,))
+
+
+def _aligned(kind: Kind, from_end: int, rows: int) -> Axis:
+    """Return the axis of an input of an elementwise function that is at one of its result."""
+    axis = len(kind.shape) + from_end
+    return axis if axis >= 0 and kind.shape[axis] == rows and (rows > 1 or axis == 0) else None
+
+
+def _reduce(given: Given) -> Placed:
+    (axis,), options = given.axes, given.statement.options
+    if axis is None:
+        return _everywhere(given)
+    if axis in options["axes"]:
+        return Placed((axis,), (None,), options["f"])
+    return Placed((axis,), (axis if options["keepdims"] else axis - sum(i < axis for i in options["axes"]),))
+
+
+def _contract(given: Given) -> Placed:
+    first, second, out = letters_of(given.statement.options["spec"])
+    chosen = given.largest()
+    if chosen < 0:
+        return _everywhere(given)
+    letters = (first, second)
+    letter = letters[chosen][given.axes[chosen] or 0]
+    inputs = tuple(names.index(letter) if letter in names else None for names in letters)
+    return Placed(inputs, (out.index(letter),)) if letter in out else Placed(inputs, (None,), "sum")
+
+
+def _index(given: Given) -> Placed:
+    (axis,) = given.axes
+    if axis is None:
+        return _everywhere(given)
+    seen, at = -1, 0
+    for one in given.statement.options["index"]:
+        seen += one is not None
+        if seen == axis and one is not None:
+            if one != [None, None, None]:
+                # Rows are taken from the ranks that have them.
+                return Placed((axis,), (None,), "select")
+            return Placed((axis,), (at,))
+        at += not isinstance(one, int)
+    raise AssertionError(given)
+
+
+def _transpose(given: Given) -> Placed:
+    (axis,) = given.axes
+    return _everywhere(given) if axis is None else Placed((axis,), (given.statement.options["axes"].index(axis),))
+
+
+def _reshape(given: Given) -> Placed:
+    (axis,), (kind,), (out,) = given.axes, given.kinds, given.outputs
+    if axis is None:
+        return _everywhere(given)
+    before = math.prod(kind.shape[:axis])
+    for at, size in enumerate(out.shape):
+        if size == given.rows and math.prod(out.shape[:at]) == before:
+            return Placed((axis,), (at,))
+    return _everywhere(given)
+
+
+def _broadcast(given: Given) -> Placed:
+    (axis,), (kind,), (out,) = given.axes, given.kinds, given.outputs
+    if axis is None or kind.shape[axis] != out.shape[axis + len(out.shape) - len(kind.shape)]:
+        return _everywhere(given)
+    return Placed((axis,), (axis + len(out.shape) - len(kind.shape),))
+
+
+def _concat(given: Given) -> Placed:
+    chosen = given.largest()
+    axis = given.axes[chosen] if chosen >= 0 else None
+    if axis is None or axis == given.statement.options["axis"]:
+        return _everywhere(given)
+    return Placed((axis,) * len(given.kinds), (axis,))
+
+
+def _take(given: Given) -> Placed:
+    (of, by), axis = given.axes, given.statement.options["axis"]
+    ndim = len(given.kinds[1].shape)
+    if by is not None and (of is None or of == axis or given.kinds[0].nbytes <= given.kinds[1].nbytes):
+        return Placed((None, by), (axis + by,))
+    if of is None:
+        return _everywhere(given)
+    if of == axis:
+        return Placed((of, None), (None,), "select")
+    return Placed((of, None), (of if of < axis else of - 1 + ndim,))
+
+
+def _segment_sum(given: Given) -> Placed:
+    return Placed((0, 0), (None,), "sum") if 0 in given.axes else _everywhere(given)
+
+
+def _along(given: Given) -> Placed:
+    (axis,) = given.axes
+    if axis is None or axis == given.statement.options["axis"]:
+        return _everywhere(given)
+    return Placed((axis,), (axis,))
+
+
+def _qr(given: Given) -> Placed:
+    rows, cols = given.kinds[0].shape
+    return Placed((0,), (0, None)) if given.axes == (0,) and rows >= cols else _everywhere(given)
+
+
+def _random(given: Given) -> Placed:
+    # The key is on all ranks.
+    (out,) = given.outputs
+    return Placed((None,), (0 if out.shape and out.shape[0] == given.rows > 1 else None,))
+
+
+def _call(given: Given) -> Placed:
+    """A user's function gets rows of what is in rows, and all of the rest."""
+    rows = given.statement.options["rows"]
+    inputs = tuple(0 if i in rows else None for i in range(len(given.kinds)))
+    if given.statement.options["sums"]:
+        return Placed(inputs, (None,) * len(given.outputs), "sum")
+    return Placed(inputs, (0,) * len(given.outputs))
+
+
+RULES: Mapping[str, Callable[[Given], Placed]] = {
+    "map": _map,
+    "fill": _map,
+    "reduce": _reduce,
+    "contract": _contract,
+    "index": _index,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "broadcast": _broadcast,
+    "concat": _concat,
+    "take": _take,
+    "segment_sum": _segment_sum,
+    "along": _along,
+    "whole": _everywhere,
+    "qr": _qr,
+    "random": _random,
+    "call": _call,
+}
+
+
+class Placements:
+    """The placements of all values of a program, and its statements with what brings values to where they are read."""
+
+    def __init__(self, program: Program) -> None:
+        self.kinds, self.rows = dict(program.kinds), program.rows
+        self.axes: dict[int, Axis] = dict(zip(program.block.inputs, program.axes, strict=True))
+        # How ranks' results of a statement are combined, by the number of the value.
+        self.combine: dict[int, str] = {}
+        self.block = self._placed(program.block)
+
+    def _new(self, kind: Kind, axis: Axis) -> int:
+        number = len(self.kinds)
+        self.kinds[number], self.axes[number] = kind, axis
+        return number
+
+    def _axis(self, ref: Ref) -> Axis:
+        return None if isinstance(ref, Literal) else self.axes[ref]
+
+    def _kind(self, ref: Ref) -> Kind:
+        return Kind((), type(ref.value).__name__) if isinstance(ref, Literal) else self.kinds[ref]
+
+    def _placed(self, block: Block) -> Block:
+        into: list[Statement] = []
+        # What has been brought elsewhere in this block, by value and axis.
+        moved: dict[tuple[int, Axis], int] = {}
+        for statement in block.statements:
+            if statement.family == "loop":
+                self._loop(statement, into, moved)
+            elif statement.family == "cond":
+                self._cond(statement, into, moved)
+            else:
+                self._one(statement, into, moved)
+        return Block(list(block.inputs), into, list(block.outputs))
+
+    def _one(self, statement: Statement, into: list[Statement], moved: dict[tuple[int, Axis], int]) -> None:
+        given = Given(
+            statement,
+            tuple(map(self._kind, statement.inputs)),
+            tuple(map(self._axis, statement.inputs)),
+            tuple(self.kinds[number] for number in statement.outputs),
+            self.rows,
+        )
+        placed = RULES[statement.family](given)
+        inputs = tuple(
+            self._brought(ref, axis, into, moved, statement.line)
+            for ref, axis in zip(statement.inputs, placed.inputs, strict=True)
+        )
+        options = statement.options | ({"length": self.rows} if placed.combine == "select" else {})
+        into.append(dataclasses.replace(statement, inputs=inputs, options=options))
+        self.axes.update(zip(statement.outputs, placed.outputs, strict=True))
+        if placed.combine:
+            self.combine.update(dict.fromkeys(statement.outputs, placed.combine))
+
+    def _brought(
+        self, ref: Ref, axis: Axis, into: list[Statement], moved: dict[tuple[int, Axis], int], line: int
+    ) -> Ref:
+        """Return a value in the placement in which it is read."""
+        if isinstance(ref, Literal) or self.axes[ref] == axis:
+            return ref
+        if (ref, axis) not in moved:
+            source: Ref = ref
+            if axis is not None and self.axes[ref] is not None:
+                source = self._brought(ref, None, into, moved, line)
+            number = self._new(self.kinds[ref], axis)
+            family = "gather" if axis is None else "local"
+            into.append(Statement(family, {} if axis is None else {"axis": axis}, (source,), (number,), (), line))
+            moved[ref, axis] = number
+        return moved[ref, axis]
+
+    def _loop(self, loop: Statement, into: list[Statement], moved: dict[tuple[int, Axis], int]) -> None:
+        *_, body = loop.blocks
+        skipped = len(body.inputs) - len(loop.inputs)
+        axes = [self._axis(ref) for ref in loop.inputs]
+        while True:
+            for block in loop.blocks:
+                self.axes.update(dict.fromkeys(block.inputs[: len(block.inputs) - len(axes)]))
+                self.axes.update(zip(block.inputs[len(block.inputs) - len(axes) :], axes, strict=True))
+            placed = self._placed(body)
+            made = [self._axis(ref) for ref in placed.outputs]
+            # What is in rows on one of both ways is so throughout.
+            joined = [new if old is None else old for old, new in zip(axes, made, strict=True)]
+            if joined == axes:
+                break
+            axes = joined
+        self._end(placed, axes, loop.line)
+        blocks = [placed]
+        if len(loop.blocks) > 1:
+            flag = self._placed(loop.blocks[0])
+            self._end(flag, [None], loop.line)
+            blocks.insert(0, flag)
+        inputs = tuple(
+            self._brought(ref, axis, into, moved, loop.line) for ref, axis in zip(loop.inputs, axes, strict=True)
+        )
+        into.append(dataclasses.replace(loop, inputs=inputs, blocks=tuple(blocks), options={**loop.options, "skipped": skipped}))
+        self.axes.update(zip(loop.outputs, axes, strict=True))
+
+    def _cond(self, cond: Statement, into: list[Statement], moved: dict[tuple[int, Axis], int]) -> None:
+        blocks = tuple(map(self._placed, cond.blocks))
+        made = [[self._axis(ref) for ref in block.outputs] for block in blocks]
+        axes = [two if one is None else one for one, two in zip(*made, strict=True)]
+        for block in blocks:
+            self._end(block, axes, cond.line)
+        flag = self._brought(cond.inputs[0], None, into, moved, cond.line)
+        into.append(dataclasses.replace(cond, inputs=(flag,), blocks=blocks))
+        self.axes.update(zip(cond.outputs, axes, strict=True))
+
+    def _end(self, block: Block, axes: Sequence[Axis], line: int) -> None:
+        """Bring the outputs of a block to some placements."""
+        moved: dict[tuple[int, Axis], int] = {}
+        block.outputs = [
+            self._brought(ref, axis, block.statements, moved, line) for ref, axis in zip(block.outputs, axes, strict=True)
+        ]
+
+    # Passes
+
+    def improve(self, wanted: Sequence[bool]) -> None:
+        """Compute before a loop what does not change in it, and drop what nobody reads."""
+        self.block.outputs = [ref for ref, is_wanted in zip(self.block.outputs, wanted, strict=True) if is_wanted]
+        self._hoist(self.block)
+        _drop_unread(self.block)
+
+    def _hoist(self, block: Block) -> None:
+        found: list[Statement] = []
+        for statement in block.statements:
+            for inner in statement.blocks:
+                self._hoist(inner)
+            if statement.family == "loop":
+                found += self._invariant(statement.blocks[-1])
+            found.append(statement)
+        block.statements = found
+
+    def _invariant(self, body: Block) -> list[Statement]:
+        """Take the statements out of a loop's body that make the same in each turn, and are small."""
+        changing, fixed = set(body.inputs), dict[int, Statement]()
+        for statement in body.statements:
+            if statement.blocks or changing.intersection(statement.reads):
+                changing.update(statement.outputs)
+            else:
+                fixed.update(dict.fromkeys(statement.outputs, statement))
+        needed: dict[int, Statement] = {}
+        taken = []
+        for statement in body.statements:
+            if all(number in fixed and self._is_small(number, fixed) for number in statement.outputs):
+                taken.append(statement)
+                self._need(statement, fixed, needed)
+        if not taken:
+            return []
+        own, every = {id(statement) for statement in taken}, body.statements
+        body.statements = [one for one in body.statements if id(one) not in own]
+        # What they read of the body, too, is computed twice, under another number.
+        names: dict[int, int] = {}
+        hoisted = []
+        for statement in every:
+            if statement.outputs[0] not in needed:
+                continue
+            if id(statement) not in own:
+                for number in statement.outputs:
+                    names[number] = self._new(self.kinds[number], self.axes[number])
+                    if number in self.combine:
+                        self.combine[names[number]] = self.combine[number]
+            hoisted.append(
+                dataclasses.replace(
+                    statement,
+                    inputs=tuple(names.get(x, x) if isinstance(x, int) else x for x in statement.inputs),
+                    outputs=tuple(names.get(x, x) for x in statement.outputs),
+                )
+            )
+        return hoisted
+
+    def _need(self, statement: Statement, fixed: Mapping[int, Statement], needed: dict[int, Statement]) -> None:
+        if statement.outputs[0] not in needed:
+            needed.update(dict.fromkeys(statement.outputs, statement))
+            for ref in statement.reads:
+                if ref in fixed:
+                    self._need(fixed[ref], fixed, needed)
+
+    def _is_small(self, number: int, fixed: Mapping[int, Statement]) -> bool:
+        """Whether a value is kept rather than computed in each turn: it is on all ranks, or has few columns."""
+        if self.axes[number] is None:
+            return True
+        read = [self.kinds[ref].nbytes for ref in fixed[number].reads if self.axes[ref] is not None]
+        return self.kinds[number].size <= _NARROW * self.rows and fixed[number].family != "local" and bool(read)
+
+
+# Values in rows with up to this many columns are kept over the turns of a loop.
+_NARROW = 2
+
+
+def _drop_unread(block: Block) -> None:
+    read = {ref for ref in block.outputs if isinstance(ref, int)}
+    kept = []
+    for statement in reversed(block.statements):
+        if read.isdisjoint(statement.outputs):
+            continue
+        for inner in statement.blocks:
+            _drop_unread(inner)
+        read.update(statement.reads)
+        kept.append(statement)
+    block.statements = kept[::-1]
