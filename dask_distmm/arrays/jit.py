@@ -122,12 +122,12 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, or trace it and return lazy arrays."""
-        leaves, tree = self._bound(args, kwargs)
+        leaves, tree = self.bound(args, kwargs)
         if not any(map(_is_lazy, leaves)):
             return self._fun(*args, **kwargs)
-        return _compiled(self.__name__, *self._traced(leaves, tree)).results()
+        return _compiled(self.__name__, *self.traced(leaves, tree)).results()
 
-    def _bound(self, args: Any, kwargs: Any) -> tuple[list[Any], Tree]:
+    def bound(self, args: Any, kwargs: Any) -> tuple[list[Any], Tree]:
         """Return the leaves of the arguments, and how they are nested; Dask arrays of other kinds as Dask's own."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -137,7 +137,7 @@ class Jitted:
         leaves, tree = flattened((list(bound.args), bound.kwargs))
         return [as_array(x) if _is_lazy(x) else x for x in leaves], tree
 
-    def _traced(self, leaves: list[Any], tree: Tree) -> tuple[_Traced, list[Any]]:
+    def traced(self, leaves: list[Any], tree: Tree) -> tuple[_Traced, list[Any]]:
         """Return the trace for arguments of these kinds, and the arguments."""
         key = tree, tuple(map(_key, leaves))
         try:
@@ -216,6 +216,11 @@ class _Compiled(NamedTuple):
         return nested(leaves, self.traced.tree)
 
 
+def compiled(function: Jitted, args: Any, kwargs: Any) -> _Compiled:
+    """Return a function with its arguments as a problem."""
+    return _compiled(function.__name__, *function.traced(*function.bound(args, kwargs)))
+
+
 def _compiled(name: str, traced: _Traced, leaves: list[Any]) -> _Compiled:
     """Give the inputs of a trace to ranks: rows where they are, what is small with the program."""
     inputs = [leaves[x] if own else x for x, own in zip(traced.sources, traced.own, strict=True)]
@@ -254,9 +259,9 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any]) -> _Compiled:
             outputs[x.number] = f"r{len(outputs)}", x.kind, placed.axes[x.number]
     options = {
         "program": program.to_text(),
-        "sources": sources,
-        "names": [outputs[x][0] for x in program.block.outputs if isinstance(x, int)],
-        "whole": whole,
+        "sources": tuple(sources),
+        "names": tuple(outputs[x][0] for x in program.block.outputs if isinstance(x, int)),
+        "whole": tuple(whole),
         "types": {one: x.dtype.name for one, x in operands.items()},
         "finite": False,
     }

@@ -7,6 +7,7 @@ until they are given to all (`give`): what is not unique, as signs of vectors, i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -204,6 +205,14 @@ class Recorder:
         """Free this rank's chunks of matrices."""
         self.drop(*itertools.chain(*map(self.pieces, matrices)))
 
+    @contextlib.contextmanager
+    def keeping(self, *kept: Buffer | Tall) -> Iterator[None]:
+        """Free what is new at the end of a ``with`` block, but for some."""
+        before = set(self._here)
+        yield
+        names = before.union(*([x.name] if isinstance(x, Buffer) else [y.name for y in self.pieces(x)] for x in kept))
+        self.drop(*(self._here[name] for name in sorted(self._here.keys() - names)))
+
     def store(self, output: str, matrix: Buffer | Tall) -> None:
         """Hand chunks over as those of an output: a small matrix is rank 0's, others drop theirs."""
         if isinstance(matrix, Tall):
@@ -322,6 +331,10 @@ class Recorder:
         """Return, on all ranks, some buffers of each rank, and all chunks of matrices: one message of each rank."""
         key, ranks = next(self._keys), range(self.rows.ranks)
         pieces = {(x.name, i): self._piece(x, i) for x in matrices for i in range(len(self.rows.sizes))}
+        # The number of rows of what others have is known.
+        pieces |= {
+            at: dataclasses.replace(piece, like="") for at, piece in pieces.items() if self.rows.owners[at[1]] != self.me
+        }
         chunks = [[i for i, owner in enumerate(self.rows.owners) if owner == rank] for rank in ranks]
         if self.rows.ranks > 1:
             theirs = (pieces[x.name, i] for x in matrices for i in chunks[self.me])

@@ -396,7 +396,7 @@ CONTRACTS: dict[str, Contract] = {
     "evaluate_exactly": Contract("r", _none, exact=True),
     "constant": Contract("w", _none, exact=True),
     "set_all": Contract("w", _none, exact=True),
-    "combine": Contract("r", _none, exact=True),
+    "merge": Contract("r", _none, exact=True),
     "decide": Contract("rw", _none, exact=True),
     "increment": Contract("u", _none, exact=True),
     "info": Contract("rw", _none),

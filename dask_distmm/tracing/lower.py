@@ -56,6 +56,8 @@ class Pass:
     # Values that ranks combine, and by what.
     sums: tuple[tuple[int, str], ...]
     rows: tuple[int, ...]
+    # Those of them that are written over another value, which it reads there.
+    over: Mapping[int, int]
     whole: tuple[int, ...]
     kinds: Mapping[int, Kind]
     axes: Mapping[int, Axis]
@@ -264,7 +266,7 @@ class Lowering:
             after = set(read).union(*(one.reads for _, later in groups[i + 1 :] for one in later))
             made = [x for one in group for x in one.outputs if x in after]
             reads = self._outer_reads(group)
-            call = Pass(reads, tuple(group), (), (), tuple(made), *self._described(group, reads), (), ())
+            call = Pass(reads, tuple(group), (), (), {}, tuple(made), *self._described(group, reads), (), ())
             buffers = [self.buffer(number) for number in made]
             self.here.update(zip(made, buffers, strict=True))
             if kind != "one" or self.p.me == 0:
@@ -309,12 +311,14 @@ class Lowering:
         rows = [x for x in made if x not in self.combine and x in read]
         reads = self._outer_reads(statements)
         described = self._described(statements, reads)
-        placed = set()
+        placed, over = set(), dict[int, int]()
         for number in rows:
             target, old = targets.get(number, (None, -1))
             if target is not None and old not in read_later and self.axes[number] is not None:
                 self.here[number] = target
                 placed.add(number)
+                if old in reads:
+                    over[number] = old
             else:
                 self.here[number] = self.tall(number)
         buffers = []
@@ -324,7 +328,8 @@ class Lowering:
             buffers.append((number, parts))
             for part, value in parts:
                 self.p.call("set_all", part, value=value)
-        call = Pass(reads, tuple(statements), tuple(sums), tuple(rows), (), *described, self.firsts, self.sizes)
+        reads = tuple(x for x in reads if x not in over.values())
+        call = Pass(reads, tuple(statements), tuple(sums), tuple(rows), over, (), *described, self.firsts, self.sizes)
         arguments = [self.here[x] for x in reads]
         outputs = [part for _, parts in buffers for part, _ in parts]
         written = [self.here[x] for x in rows]
@@ -354,7 +359,8 @@ class Lowering:
     def _evaluate(
         self, call: Pass, given: Sequence[Any], reads: int, updates: int, makes: Sequence[Buffer], *, exact: bool = False
     ) -> None:
-        roles = "r" * reads + "u" * updates + "w" * (len(given) - reads - updates)
+        written = "".join(("u" if x in call.over else "w") * len(call.sizes) for x in call.rows)
+        roles = "r" * reads + "u" * updates + written
         share = sum(map(abs, call.sizes)) / max(1, sum(map(abs, self.p.rows.sizes))) if call.sizes else 1.0
         flops = self._flops(call) * share
         kernel = "evaluate_exactly" if exact else "evaluate"
@@ -397,14 +403,13 @@ class Lowering:
             else:
                 totals = [dataclasses.replace(one, name=p.small(1, 1).name) for one in own]
                 every = [part for of_rank in zip(*of_ranks, strict=True) for part in of_rank]
-                p.call("combine", *every, *totals, op=op, roles="r" * len(every) + "w" * len(totals))
+                p.call("merge", *every, *totals, op=op, roles="r" * len(every) + "w" * len(totals))
                 p.drop(*every, *totals[:-1])
                 self.here[number] = totals[-1]
             self.exact.add(number)
         for statement in gathers:
             (source,), (number,) = statement.reads, statement.outputs
-            if self.axes[source]:
-                self.moved[number] = self.axes[source]
+            self.moved[number] = self.axes[source]
             buffer = self.buffer(number)
             pieces = rows[talls.index(self.here[source])]
             p.call("assemble", buffer, *pieces, places=tuple((i, 0, n) for i, n in enumerate(p.rows.sizes)))
@@ -587,7 +592,8 @@ class Lowering:
         p.dtype, p.real, p.finite = kind.dtype, np.empty(0, kind.dtype).real.dtype.name, False
         a, result, triangle = self.here[source], self.tall(q), self.buffer(r)
         assert isinstance(a, Tall)
-        tall_qr(p, a, result, triangle)
+        with p.keeping(result, triangle):
+            tall_qr(p, a, result, triangle)
         p.dtype, p.real, p.wide, p.finite = outside
         p.give(triangle)
         self.here[q], self.here[r] = result, triangle

@@ -66,7 +66,7 @@ class TracedKernels:
         """Have a condition as a flag on the host."""
         flag[...] = bool(self.blas.host(condition).all())
 
-    def combine(self, *arrays: Any, op: str, roles: str, **_: Any) -> None:
+    def merge(self, *arrays: Any, op: str, roles: str, **_: Any) -> None:
         """Combine the results of ranks, in their order."""
         count = roles.count("w")
         totals = arrays[len(arrays) - count :]
@@ -201,6 +201,7 @@ class _Compiled:
             own = [next(given) for _ in range(1 + arg)]
             totals[number] = [natural(x, Kind(kinds[number].shape, x.dtype.name), None) for x in own]
         written = {number: [next(given) for _ in range(count)] for number in program.rows}
+        pieces |= {old: written[number] for number, old in program.over.items()}
         if not self.local:
             for statement, call in self.calls:
                 self._take(env, statement, call, 0, 0, totals)
