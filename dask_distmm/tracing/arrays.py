@@ -971,11 +971,14 @@ def segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
 def summed_by_label(data: Any, labels: Any, count: int) -> Any:
     """Add rows up by their labels, of NumPy or CuPy."""
     flat = data.reshape(len(data), -1)
-    if type(data).__module__.startswith("cupy"):
-        import cupy as cp
+    on_gpu = type(data).__module__.startswith("cupy")
+    if on_gpu or count * flat.shape[1] <= _NARROW:
+        import numpy
 
-        chosen = (labels[:, None] == cp.arange(count)).astype(flat.dtype if flat.dtype.kind in "fc" else np.float64)
-        found = (chosen.T @ flat).astype(cp.sum(flat[:0]).dtype)
+        xp = sys.modules["cupy"] if on_gpu else numpy
+        kind = flat.dtype if flat.dtype.kind in "fc" else np.dtype(np.float64)
+        chosen = (labels == xp.arange(count)[:, None]).astype(kind)
+        found = xp.matmul(chosen, flat).astype(np.sum(np.zeros(1, flat.dtype)).dtype, copy=False)
     else:
         from scipy.sparse import csr_array
 
@@ -984,6 +987,10 @@ def summed_by_label(data: Any, labels: Any, count: int) -> Any:
         chosen = csr_array((inside.astype(kind), columns, np.arange(len(flat) + 1)), (len(flat), count))
         found = np.asarray(chosen.T @ flat.astype(kind, copy=False))
     return found.reshape(count, *data.shape[1:])
+
+
+# Rows are added up by a product with ones and zeros where the sums have up to this many elements.
+_NARROW = 1024
 
 
 # Functions along an axis, or of matrices that all ranks have

@@ -6,6 +6,7 @@ again as soon as nobody reads it any more. On GPUs a strip is a chunk.
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -20,14 +21,13 @@ from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, index_of, le
 from dask_distmm.tracing.lower import Pass
 from dask_distmm.tracing.place import Axis
 
-# Bytes of rows that a strip has at most, and the rows that it has at least.
-_STRIP_BYTES, _STRIP_ROWS = 2**20, 64
+# Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least.
+_STRIP_BYTES, _STRIP_ROWS = 2**19, 512
 # What combines the results of ranks, and of strips.
 _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", "min": "minimum", "any": "logical_or",
            "all": "logical_and"}  # fmt: skip
 
-Call = Callable[[dict[int, Any], int, int], Any]
-
+_VIEWS = ("transpose", "index", "reshape", "broadcast")
 
 def natural(array: Any, kind: Kind, axis: Axis) -> Any:
     """Return what is stored as a matrix in the shape that it has; its rows, stored first, along an axis."""
@@ -73,7 +73,7 @@ class TracedKernels:
         for i, total in enumerate(totals):
             total[...] = arrays[i]
         for at in range(count, len(arrays) - count, count):
-            combine_into(self.xp, op, totals, arrays[at : at + count])
+            merge_into(self.xp, op, totals, arrays[at : at + count])
 
     def evaluate(self, *arrays: Any, program: Pass, roles: str, **_: Any) -> Any:
         """Take the statements of a pass."""
@@ -86,7 +86,7 @@ class TracedKernels:
     evaluate_exactly = evaluate
 
 
-def combine_into(xp: Any, op: str, totals: Sequence[Any], others: Sequence[Any]) -> None:
+def merge_into(xp: Any, op: str, totals: Sequence[Any], others: Sequence[Any]) -> None:
     """Combine results with others, in place."""
     if op in ("argmax", "argmin"):
         (best, at), (other, found) = totals, others
@@ -102,27 +102,33 @@ def combine_into(xp: Any, op: str, totals: Sequence[Any], others: Sequence[Any])
 
 
 class _Compiled:
-    """A pass as calls, with the memory that they use again."""
+    """A pass as a function of Python's, which is written out statement by statement, and the memory that it uses again."""
 
     def __init__(self, program: Pass, kernels: TracedKernels) -> None:
         self.program, self.xp = program, kernels.xp
         self.kinds, self.axes, self.ops = program.kinds, program.axes, dict(program.sums)
-        self.local = bool(program.sizes)
+        self.in_rows = bool(program.sizes)
+        self.rows_read = [x for x in program.reads if self.axes[x] is not None] + list(program.over.values())
+        self.whole_read = [x for x in program.reads if self.axes[x] is None]
         self.strip = self._strip_rows()
         # For each value that has memory of its own in a strip, the number of that memory; its type and shape.
         self.slots: dict[int, int] = {}
         self.memory: list[Any] = []
-        if self.local and self.xp is np:
+        if self.in_rows and self.xp is np:
             self._plan_memory()
-        self.calls = [(statement, self._call(statement)) for statement in program.statements]
+        # The function for chunks of which those of some values are sparse, and memory for strips of some rows.
+        self.functions: dict[frozenset[int], Callable[..., Any]] = {}
+        self.parts: dict[int, list[Any]] = {}
 
     # Memory of strips
 
     def _strip_rows(self) -> int:
         """Return how many rows a strip has."""
-        if not self.local or self.xp is not np:
+        if not self.in_rows or self.xp is not np:
             return 2**62
-        widths = [self._width(x) for x in self.kinds if self.axes[x] is not None]
+        uses = collections.Counter(x for one in self.program.statements for x in (*one.reads, *one.outputs))
+        views = {x for one in self.program.statements if one.family in _VIEWS for x in one.outputs}
+        widths = [self._width(x) for x, n in uses.items() if n > 1 and self.axes[x] is not None and x not in views]
         return max(_STRIP_ROWS, _STRIP_BYTES // max(1, sum(widths)))
 
     def _width(self, number: int) -> int:
@@ -142,14 +148,14 @@ class _Compiled:
         for i, statement in enumerate(statements):
             for ref in statement.reads:
                 end[root.get(ref, ref)] = i
-            if statement.family in ("transpose", "index", "reshape", "broadcast"):
+            if statement.family in _VIEWS:
                 (ref,) = statement.inputs
                 assert isinstance(ref, int)
                 # A view keeps what it is of.
                 root[statement.outputs[0]] = root.get(ref, ref)
         end.update((root.get(x, x), len(statements)) for x in self.program.rows)
-        free: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        taken: dict[int, tuple[int, tuple[str, tuple[int, ...]]]] = {}
+        free: dict[tuple[str, tuple[int, ...], Axis], list[int]] = {}
+        taken: dict[int, tuple[int, tuple[str, tuple[int, ...], Axis]]] = {}
 
         def release(at: int) -> None:
             for number in [x for x in taken if end.get(x, -1) <= at]:
@@ -158,100 +164,121 @@ class _Compiled:
 
         for i, statement in enumerate(statements):
             # One that reads and writes the same elements may do so in place.
-            in_place = statement.family == "map" and statement.options["f"] not in ("where", "nan_to_num", "round")
-            release(i if in_place else i - 1)
+            release(i if self._is_ufunc(statement) else i - 1)
             (number, *more) = statement.outputs
-            if statement.family in ("map", "contract") and self.axes[number] is not None and not more:
-                key = self.kinds[number].dtype, self._rest(number)
+            if self._has_out(statement) and self.axes[number] is not None and not more:
+                key = self.kinds[number].dtype, self._rest(number), self.axes[number]
                 if not free.get(key):
                     free.setdefault(key, []).append(len(self.memory))
-                    self.memory.append(np.empty((self._most_rows(), *key[1]), key[0]))
+                    # NumPy gives memory that costs nothing before it is written to.
+                    self.memory.append((np.empty((self.strip, *key[1]), key[0]), key[2]))
                 slot = free[key].pop()
                 self.slots[number] = slot
                 taken[number] = slot, key
 
-    def _most_rows(self) -> int:
-        sizes = [size for size in self.program.sizes if size >= 0]
-        return min(self.strip, max(sizes)) if len(sizes) == len(self.program.sizes) else self.strip
+    def _is_ufunc(self, statement: Statement) -> bool:
+        return statement.family == "map" and isinstance(getattr(np, statement.options["f"], None), np.ufunc)
 
-    def _out(self, number: int, rows: int) -> Any:
-        """Return memory for a value of a strip, in its shape; None where it has none."""
-        slot = self.slots.get(number)
-        if slot is None or rows > len(self.memory[slot]):
-            return None
-        found, axis = self.memory[slot][:rows], self.axes[number]
-        return found if axis == 0 else np.moveaxis(found, 0, axis or 0)
+    def _has_out(self, statement: Statement) -> bool:
+        return self._is_ufunc(statement) or statement.options.get("f") in ("astype", "where") or (
+            statement.family == "contract" and is_product(statement.options["spec"])
+        )
 
-    # The calls
+    def _memory_of(self, rows: int) -> list[Any]:
+        """Return the memory of a strip of so many rows, in the shapes of values."""
+        if rows not in self.parts:
+            self.parts[rows] = [
+                np.moveaxis(x[:rows], 0, axis) if axis else x[:rows] for x, axis in self.memory
+            ]
+        return self.parts[rows]
+
+    # A strip
+
+    def function(self, sparse: frozenset[int] = frozenset()) -> Callable[..., Any]:
+        """Return the function of a strip: its first row, how many it has, what it reads, memory, and sums."""
+        if sparse in self.functions:
+            return self.functions[sparse]
+        program, lines = self.program, list[str]()
+        self.sparse, self.names = set(sparse), {
+            "dense": dense, "merge": functools.partial(merge_into, self.xp), "add": self.xp.add, "xp": self.xp,
+        }  # fmt: skip
+        for what, some in (("read", self.rows_read), ("given", self.whole_read)):
+            lines += [f"({''.join(f'v{x}, ' for x in some)}) = {what}"] if some else []
+        lines += [f"({''.join(f'm{i}, ' for i in range(len(self.memory)))}) = memory"] if self.slots else []
+        for statement in program.statements:
+            (number, *more) = statement.outputs
+            op = self.ops.get(number)
+            if op == "select":
+                select = functools.partial(_select, self.xp, statement, self.axes[statement.inputs[0]])  # type: ignore[index]
+                lines.append(self._called(number, select, *statement.inputs, f"totals[{number}][0], first, rows"))
+                continue
+            text = getattr(self, statement.family)(statement)
+            if more:
+                lines.append(f"{', '.join(f'v{x}' for x in statement.outputs)} = {text}")
+                lines += [f"merge({self.ops[x]!r}, totals[{x}], [v{x}])" for x in statement.outputs if x in self.ops]
+            elif op is None:
+                lines.append(f"v{number} = {text}")
+            elif op == "sum":
+                lines.append(f"add(totals[{number}][0], {text}, totals[{number}][0])")
+            else:
+                lines.append(f"merge({op!r}, totals[{number}], {text if op.startswith('arg') else f'[{text}]'})")
+        lines.append(f"return ({''.join(f'v{x}, ' for x in (*program.rows, *program.whole))})")
+        exec("def strip(first, rows, read, given, memory, totals):\n" + "\n".join(f"    {x}" for x in lines), self.names)
+        self.functions[sparse] = self.names["strip"]
+        return self.functions[sparse]
+
+    def _name(self, ref: Ref | str, *, dense: bool = True) -> str:
+        """Return what a statement reads as an argument."""
+        if isinstance(ref, Literal):
+            name = f"k{len(self.names)}"
+            self.names[name] = ref.value
+            return name
+        if isinstance(ref, str):
+            return ref
+        return f"dense(v{ref})" if dense and ref in self.sparse else f"v{ref}"
+
+    def _called(self, number: int, function: Callable[..., Any], *given: Ref | str, dense: bool = True) -> str:
+        """Return the call of a function."""
+        self.names[f"f{number}"] = function
+        return f"f{number}({', '.join(self._name(x, dense=dense) for x in given)})"
 
     def run(self, arrays: Sequence[Any]) -> Any:
         """Take the statements; add to sums and write rows, or return what all ranks have."""
         program, kinds, axes = self.program, self.kinds, self.axes
         given, count = iter(arrays), len(program.sizes)
-        env: dict[int, Any] = {}
-        pieces: dict[int, list[Any]] = {}
+        whole, pieces = [], dict[int, list[Any]]()
         for number in program.reads:
             if axes[number] is None:
-                env[number] = self._whole(number, next(given))
+                whole.append(natural(next(given), kinds[number], program.moved.get(number)))
             else:
                 pieces[number] = [next(given) for _ in range(count)]
         totals = {}
         for number, op in program.sums:
-            arg = op in ("argmax", "argmin")
-            own = [next(given) for _ in range(1 + arg)]
-            totals[number] = [natural(x, Kind(kinds[number].shape, x.dtype.name), None) for x in own]
+            own = [next(given) for _ in range(1 + op.startswith("arg"))]
+            totals[number] = [natural(x, kinds[number], None) for x in own]
         written = {number: [next(given) for _ in range(count)] for number in program.rows}
         pieces |= {old: written[number] for number, old in program.over.items()}
-        if not self.local:
-            for statement, call in self.calls:
-                self._take(env, statement, call, 0, 0, totals)
-            return tuple(self._stored(number, env[number]) for number in program.whole)
+        if not self.in_rows:
+            made = self.function()(0, 0, (), whole, (), totals)
+            return tuple(self._stored(number, value) for number, value in zip(program.whole, made, strict=True))
         for index in range(count):
-            chunks = {number: some[index] for number, some in pieces.items()}
-            out = {number: some[index] for number, some in written.items()}
-            rows = max((x.shape[0] for x in (*chunks.values(), *out.values())), default=max(0, program.sizes[index]))
-            sparse = any(sparse_package(x) for x in chunks.values())
-            step = rows if sparse else self.strip
-            for start in range(0, rows, max(1, step)):
-                stop = min(rows, start + step)
-                whole = stop - start == rows
-                for number, chunk in chunks.items():
-                    part = chunk if whole else chunk[start:stop]
-                    env[number] = part if sparse_package(part) else natural(part, kinds[number], axes[number])
-                for statement, call in self.calls:
-                    self._take(env, statement, call, program.firsts[index] + start, stop - start, totals)
-                for number, chunk in out.items():
-                    value, axis = env[number], axes[number] or 0
-                    rest = chunk.shape[1:]
-                    chunk[start:stop] = (np.moveaxis(value, axis, 0) if axis else value).reshape(stop - start, *rest)
+            chunks = [(x, pieces[x][index]) for x in self.rows_read]
+            out = [(some[index], axes[number] or 0) for number, some in written.items()]
+            rows = max((len_(x) for _, x in (*chunks, *enumerate(x for x, _ in out))), default=max(0, program.sizes[index]))
+            sparse = frozenset(x for x, chunk in chunks if sparse_package(chunk))
+            step, function = max(1, rows if sparse else min(rows, self.strip)), self.function(sparse)
+            for start in range(0, rows, step):
+                size = min(rows - start, step)
+                parts = [
+                    chunk if x in sparse else natural(chunk[start : start + size], kinds[x], axes[x])
+                    for x, chunk in chunks
+                ]
+                memory = self._memory_of(size) if size <= self.strip else [None] * len(self.memory)
+                made = function(program.firsts[index] + start, size, parts, whole, memory, totals)
+                for (chunk, axis), value in zip(out, made, strict=True):
+                    value = self.xp.moveaxis(value, axis, 0) if axis else value
+                    chunk[start : start + size] = value.reshape(size, *chunk.shape[1:])
         return ()
-
-    def _take(
-        self, env: dict[int, Any], statement: Statement, call: Call, first: int, rows: int, totals: dict[int, list[Any]]
-    ) -> None:
-        (number, *more) = statement.outputs
-        op = self.ops.get(number)
-        if op == "select":
-            _select(self.xp, statement, env, self.axes, totals[number][0], first, rows)
-            return
-        found = call(env, first, rows)
-        if more:
-            for one, value in zip(statement.outputs, found, strict=True):
-                if one in self.ops:
-                    combine_into(self.xp, self.ops[one], totals[one], [value])
-                else:
-                    env[one] = value
-        elif op is None:
-            env[number] = found
-        elif op in ("argmax", "argmin"):
-            if rows:
-                combine_into(self.xp, op, totals[number], found)
-        elif rows or op in ("sum", "any", "all", "prod"):
-            combine_into(self.xp, op, totals[number], [found])
-
-    def _whole(self, number: int, array: Any) -> Any:
-        kind, axis = self.kinds[number], self.program.moved.get(number)
-        return array if sparse_package(array) else natural(array, kind, axis)
 
     def _stored(self, number: int, value: Any) -> Any:
         """Return what all ranks have as the matrix that it is stored in."""
@@ -260,179 +287,167 @@ class _Compiled:
         shape = kind.shape if len(kind.shape) == 2 else (1, kind.size)
         return value.reshape(shape) if value.shape != shape else value
 
-    def _call(self, statement: Statement) -> Call:
-        return _FAMILIES[statement.family](self, statement)
+    # Families: each as an expression
 
-    def _getter(self, ref: Ref) -> Callable[[dict[int, Any]], Any]:
-        if isinstance(ref, Literal):
-            value = ref.value
-            return lambda env: value
-        return lambda env: env[ref]
-
-    def _dense(self, ref: Ref) -> Callable[[dict[int, Any]], Any]:
-        get = self._getter(ref)
-        if isinstance(ref, Literal) or self.axes[ref] is None:
-            return get
-        return lambda env: dense(get(env))
-
-    # Families
-
-    def map(self, statement: Statement) -> Call:
+    def map(self, statement: Statement) -> str:
         """Elementwise functions."""
-        xp, (number,) = self.xp, statement.outputs
         options = {k: v for k, v in statement.options.items() if k != "f"}
-        name, gets = statement.options["f"], [self._dense(ref) for ref in statement.inputs]
-        if number not in self.slots:
-            return lambda env, first, rows: elementwise(xp, name, [get(env) for get in gets], options)
+        name, (number,) = statement.options["f"], statement.outputs
+        slot = self.slots.get(number)
+        if self._is_ufunc(statement):
+            out = () if slot is None else (f"m{slot}",)
+            return self._called(number, getattr(self.xp, name), *statement.inputs, *out)
+        if slot is not None and name == "where":
+            return self._called(number, _where, *statement.inputs, f"m{slot}")
+        if slot is not None and name == "astype":
+            return self._called(number, _cast, *statement.inputs, f"m{slot}")
+        function = functools.partial(elementwise, self.xp, name, options=options)
+        return self._called(number, lambda *given: function(given), *statement.inputs)
 
-        def call(env: dict[int, Any], first: int, rows: int) -> Any:
-            out, given = self._out(number, rows), [get(env) for get in gets]
-            if out is None or name in ("clip", "nan_to_num", "round", "angle", "copy"):
-                return elementwise(xp, name, given, options)
-            if name == "where":
-                np.copyto(out, given[2])
-                np.copyto(out, given[1], where=given[0])
-            elif name in ("astype", "real", "imag"):
-                np.copyto(out, given[0] if name == "astype" else getattr(given[0], name), casting="unsafe")
-            else:
-                getattr(np, name)(*given, out=out)
-            return out
-
-        return call
-
-    def fill(self, statement: Statement) -> Call:
+    def fill(self, statement: Statement) -> str:
         """One value in the shape of an array."""
-        like, value = (self._getter(ref) for ref in statement.inputs)
-        return lambda env, first, rows: self.xp.full(like(env).shape, value(env), statement.options["dtype"])
+        full, dtype = self.xp.full, statement.options["dtype"]
+        return self._called(
+            statement.outputs[0], lambda like, value: full(like.shape, value, dtype), *statement.inputs, dense=False
+        )
 
-    def reduce(self, statement: Statement) -> Call:
+    def reduce(self, statement: Statement) -> str:
         """Sums and the like, of a strip where they go over rows."""
-        xp, (number,), (ref,) = self.xp, statement.outputs, statement.inputs
-        options, get = statement.options, self._dense(ref)
+        xp, (number,), options = self.xp, statement.outputs, statement.options
         name, axes, keepdims = options["f"], tuple(options["axes"]), options["keepdims"]
-        if name not in ("argmax", "argmin"):
-            function, dtype = getattr(xp, name), self.kinds[number].dtype
-            how = {"dtype": dtype} if name in ("sum", "prod") else {}
-            raw = self._getter(ref)
+        function = getattr(xp, name)
+        if name in ("argmax", "argmin"):
+            (axis,) = axes
+            if number not in self.ops:
+                return self._called(number, lambda x: function(x, axis=axis, keepdims=keepdims), *statement.inputs)
+            best = functools.partial(_best, xp, function, axis, keepdims)
+            return self._called(number, best, *statement.inputs, "first")
+        if name == "sum" and len(axes) == 1 and not keepdims and statement.inputs[0] in self.sparse:
+            summed = functools.partial(_sparse_sum, xp, axes[0])
+            return self._called(number, summed, *statement.inputs, dense=False)
+        how = {"axis": axes, "keepdims": keepdims}
+        if name in ("sum", "prod"):
+            how["dtype"] = self.kinds[number].dtype
+        return self._called(number, functools.partial(function, **how), *statement.inputs)
 
-            def call(env: dict[int, Any], first: int, rows: int) -> Any:
-                x = raw(env)
-                if sparse_package(x) and name == "sum" and len(axes) == 1 and not keepdims:
-                    return xp.asarray(x.sum(axis=axes[0])).ravel()
-                return function(dense(x) if sparse_package(x) else x, axis=axes, keepdims=keepdims, **how)
-
-            return call
-        (axis,) = axes
-        if number not in self.ops:
-            return lambda env, first, rows: getattr(xp, name)(get(env), axis=axis, keepdims=keepdims)
-
-        def best(env: dict[int, Any], first: int, rows: int) -> Any:
-            x = get(env)
-            if not rows:
-                return None
-            at = xp.expand_dims(getattr(xp, name)(x, axis=axis), axis)
-            values, found = xp.take_along_axis(x, at, axis), at + first
-            return (values, found) if keepdims else (xp.squeeze(values, axis), xp.squeeze(found, axis))
-
-        return best
-
-    def contract(self, statement: Statement) -> Call:
+    def contract(self, statement: Statement) -> str:
         """Products."""
-        (one, two), (number,) = map(self._getter, statement.inputs), statement.outputs
-        product = contraction(self.xp, statement.options["spec"])
-        if number not in self.slots:
-            return lambda env, first, rows: product(one(env), two(env), None)
-        return lambda env, first, rows: product(one(env), two(env), self._out(number, rows))
+        (number,), spec = statement.outputs, statement.options["spec"]
+        first, second = (self._name(x, dense=False) for x in statement.inputs)
+        if not is_product(spec):
+            return self._called(number, contraction(self.xp, spec), *statement.inputs)
+        if self.sparse.isdisjoint(statement.reads):
+            flip_a, flip_b, turned = product_of(spec)
+            first, second = first + ".T" * flip_a, second + ".T" * flip_b
+            slot = self.slots.get(number)
+            if slot is None or turned:
+                return f"xp.matmul({first}, {second})" + ".T" * turned
+            return f"xp.matmul({first}, {second}, m{slot})"
+        return self._called(number, functools.partial(_sparse_product, product_of(spec)), *statement.inputs, dense=False)
 
-    def index(self, statement: Statement) -> Call:
+    def index(self, statement: Statement) -> str:
         """Basic indices."""
-        index, get = index_of(statement.options["index"]), self._dense(statement.inputs[0])
-        return lambda env, first, rows: get(env)[index]
+        index = index_of(statement.options["index"])
+        return self._called(statement.outputs[0], lambda x: x[index], *statement.inputs)
 
-    def transpose(self, statement: Statement) -> Call:
+    def transpose(self, statement: Statement) -> str:
         """Axes in another order."""
-        axes, get = statement.options["axes"], self._getter(statement.inputs[0])
-        if axes == [1, 0]:
-            return lambda env, first, rows: get(env).T
-        return lambda env, first, rows: get(env).transpose(axes)
+        if statement.options["axes"] == [1, 0]:
+            # Of sparse rows, too.
+            (source,) = statement.inputs
+            self.sparse.update(statement.outputs if source in self.sparse else ())
+            return f"v{source}.T"
+        axes = statement.options["axes"]
+        return self._called(statement.outputs[0], lambda x: x.transpose(axes), *statement.inputs)
 
-    def reshape(self, statement: Statement) -> Call:
+    def _local_shape(self, statement: Statement) -> Callable[[int], list[int]]:
+        """Return a function of the number of rows that returns the shape of a statement's result."""
+        shape, axis = list(statement.options["shape"]), self.axes[statement.outputs[0]]
+        return lambda rows: [rows if i == axis else n for i, n in enumerate(shape)]
+
+    def reshape(self, statement: Statement) -> str:
         """Another shape."""
-        shape, get, axis = list(statement.options["shape"]), self._dense(statement.inputs[0]), self.axes[statement.outputs[0]]
+        shape = self._local_shape(statement)
+        return self._called(statement.outputs[0], lambda x, rows: x.reshape(shape(rows)), *statement.inputs, "rows")
 
-        def call(env: dict[int, Any], first: int, rows: int) -> Any:
-            if axis is not None:
-                return get(env).reshape([rows if i == axis else n for i, n in enumerate(shape)])
-            return get(env).reshape(shape)
-
-        return call
-
-    def broadcast(self, statement: Statement) -> Call:
+    def broadcast(self, statement: Statement) -> str:
         """Axes of length 1 are repeated."""
-        shape, get, axis = statement.options["shape"], self._dense(statement.inputs[0]), self.axes[statement.outputs[0]]
-        return lambda env, first, rows: self.xp.broadcast_to(
-            get(env), [rows if i == axis else n for i, n in enumerate(shape)]
+        xp, shape = self.xp, self._local_shape(statement)
+        return self._called(
+            statement.outputs[0], lambda x, rows: xp.broadcast_to(x, shape(rows)), *statement.inputs, "rows"
         )
 
-    def concat(self, statement: Statement) -> Call:
+    def concat(self, statement: Statement) -> str:
         """Arrays one behind the other."""
-        gets, axis = [self._dense(ref) for ref in statement.inputs], statement.options["axis"]
-        return lambda env, first, rows: self.xp.concatenate([get(env) for get in gets], axis)
+        xp, axis = self.xp, statement.options["axis"]
+        return self._called(statement.outputs[0], lambda *given: xp.concatenate(given, axis), *statement.inputs)
 
-    def take(self, statement: Statement) -> Call:
+    def take(self, statement: Statement) -> str:
         """Rows by numbers."""
-        (get, number), axis = map(self._dense, statement.inputs), statement.options["axis"]
-        return lambda env, first, rows: self.xp.take(get(env), number(env), axis)
-
-    def segment_sum(self, statement: Statement) -> Call:
-        """Sums of rows by labels."""
-        (get, labels), count = map(self._dense, statement.inputs), statement.options["count"]
-        return lambda env, first, rows: summed_by_label(get(env), labels(env), count)
-
-    def along(self, statement: Statement) -> Call:
-        """Functions along an axis that is not that of rows."""
-        options, get = dict(statement.options), self._dense(statement.inputs[0])
-        function = getattr(self.xp, options.pop("f"))
-        return lambda env, first, rows: function(get(env), **options)
-
-    def whole(self, statement: Statement) -> Call:
-        """Functions of matrices."""
-        xp, options, gets = self.xp, statement.options["how"], [self._getter(ref) for ref in statement.inputs]
-        function = functools.partial(function_of(xp, statement.options["f"]), **options)
-        several = len(statement.outputs) > 1
-        return lambda env, first, rows: tuple(function(*(get(env) for get in gets))) if several else function(
-            *(get(env) for get in gets)
+        return self._called(
+            statement.outputs[0], functools.partial(self.xp.take, axis=statement.options["axis"]), *statement.inputs
         )
 
-    def qr(self, statement: Statement) -> Call:
+    def segment_sum(self, statement: Statement) -> str:
+        """Sums of rows by labels."""
+        count = statement.options["count"]
+        return self._called(
+            statement.outputs[0], lambda x, labels: summed_by_label(x, labels, count), *statement.inputs
+        )
+
+    def along(self, statement: Statement) -> str:
+        """Functions along an axis that is not that of rows."""
+        options = dict(statement.options)
+        function = getattr(self.xp, options.pop("f"))
+        return self._called(statement.outputs[0], functools.partial(function, **options), *statement.inputs)
+
+    def whole(self, statement: Statement) -> str:
+        """Functions of matrices."""
+        function = functools.partial(function_of(self.xp, statement.options["f"]), **statement.options["how"])
+        return self._called(statement.outputs[0], function, *statement.inputs)
+
+    def qr(self, statement: Statement) -> str:
         """QR of a matrix that all ranks have."""
-        get = self._getter(statement.inputs[0])
-        return lambda env, first, rows: tuple(self.xp.linalg.qr(get(env)))
+        return self._called(statement.outputs[0], self.xp.linalg.qr, *statement.inputs)
 
-    def local(self, statement: Statement) -> Call:
+    def local(self, statement: Statement) -> str:
         """A rank's own rows of what all ranks have."""
-        get, before = self._getter(statement.inputs[0]), (slice(None),) * statement.options["axis"]
-        return lambda env, first, rows: get(env)[(*before, slice(first, first + rows))]
+        (source,) = statement.inputs
+        return f"v{source}[{':, ' * statement.options['axis']}first:first + rows]"
 
 
-_FAMILIES: dict[str, Callable[[_Compiled, Statement], Call]] = {
-    name: getattr(_Compiled, name)
-    for name in (
-        "map", "fill", "reduce", "contract", "index", "transpose", "reshape", "broadcast", "concat", "take",
-        "segment_sum", "along", "whole", "qr", "local",
-    )
-}  # fmt: skip
+def len_(x: Any) -> int:
+    """Return the rows of a chunk, which may be sparse."""
+    return int(x.shape[0])
 
 
-def _select(
-    xp: Any, statement: Statement, env: dict[int, Any], axes: Any, total: Any, first: int, rows: int
-) -> None:
+def _where(condition: Any, x: Any, y: Any, out: Any) -> Any:
+    np.copyto(out, y)
+    np.copyto(out, x, where=condition)
+    return out
+
+
+def _cast(x: Any, out: Any) -> Any:
+    np.copyto(out, x, casting="unsafe")
+    return out
+
+
+def _sparse_sum(xp: Any, axis: int, x: Any) -> Any:
+    return xp.asarray(x.sum(axis=axis)).ravel()
+
+
+def _best(xp: Any, function: Any, axis: int, keepdims: bool, x: Any, first: int) -> tuple[Any, Any]:
+    """Return the best elements along the axis of rows, and where these are among all rows."""
+    at = xp.expand_dims(function(x, axis=axis), axis)
+    values, found = xp.take_along_axis(x, at, axis), at + first
+    return (values, found) if keepdims else (xp.squeeze(values, axis), xp.squeeze(found, axis))
+
+
+def _select(xp: Any, statement: Statement, axis: int, x: Any, *rest: Any) -> None:
     """Write those of some rows that this rank has."""
-    source = statement.inputs[0]
-    assert isinstance(source, int)
-    x, axis = dense(env[source]), axes[source]
+    *given, total, first, rows = rest
     if statement.family == "take":
-        numbers = env[statement.inputs[1]]  # type: ignore[index]
+        (numbers,) = given
         length = statement.options.get("length")
         numbers = xp.where(numbers < 0, numbers + length, numbers) if length else numbers
         inside = (numbers >= first) & (numbers < first + rows)
@@ -470,8 +485,31 @@ def _between(wanted: range, first: int, stop: int) -> range:
     return range(max(0, low), max(0, min(len(wanted), high)))
 
 
-def contraction(xp: Any, spec: str) -> Callable[[Any, Any, Any], Any]:
-    """Return a function that contracts two arrays, and may write to a third one."""
+def is_product(spec: str) -> bool:
+    """Whether a contraction is a product of two matrices or vectors."""
+    first, second, out = letters_of(spec)
+    summed = [x for x in first if x in second]
+    return len(summed) == 1 and summed[0] not in out and len(first) <= 2 and len(second) <= 2
+
+
+def product_of(spec: str) -> tuple[bool, bool, bool]:
+    """Return which operands of a product are transposed before, and whether the result is."""
+    first, second, out = letters_of(spec)
+    (summed,) = [x for x in first if x in second]
+    left, right = first.replace(summed, ""), second.replace(summed, "")
+    return bool(left) and first[0] == summed, bool(right) and second[-1] == summed, bool(left and right) and out[0] == right
+
+
+def _sparse_product(how: tuple[bool, bool, bool], a: Any, b: Any) -> Any:
+    flip_a, flip_b, turned = how
+    a, b = (a.T if flip_a else a), (b.T if flip_b else b)
+    found = a @ b if sparse_package(a) else (b.T @ a.T).T
+    found = dense(found)
+    return found.T if turned else found
+
+
+def contraction(xp: Any, spec: str) -> Callable[[Any, Any], Any]:
+    """Return a function that contracts any axes of two arrays."""
     first, second, out = letters_of(spec)
     batch = [x for x in out if x in first and x in second]
     summed = [x for x in first if x in second and x not in out]
@@ -479,30 +517,15 @@ def contraction(xp: Any, spec: str) -> Callable[[Any, Any, Any], Any]:
     right = [x for x in second if x not in first]
     order = [*batch, *left, *right]
     back = [order.index(x) for x in out]
-    if not batch and len(summed) == 1 and len(left) <= 1 and len(right) <= 1:
-        flip_a, flip_b = first == "".join([*summed, *left]) and bool(left), second == "".join([*right, *summed]) and bool(right)
-        turned = back == [1, 0]
-
-        def product(a: Any, b: Any, into: Any) -> Any:
-            a, b = (a.T if flip_a else a), (b.T if flip_b else b)
-            if sparse_package(a) or sparse_package(b):
-                found = a @ b if sparse_package(a) else (b.T @ a.T).T
-                return found.T if turned else found
-            if into is None or (into.ndim == 2 and turned):
-                found = xp.matmul(a, b)
-                return found.T if turned else found
-            return xp.matmul(a, b, out=into)
-
-        return product
     axes_a = [first.index(x) for x in (*batch, *left, *summed)]
     axes_b = [second.index(x) for x in (*batch, *summed, *right)]
 
-    def general(a: Any, b: Any, into: Any) -> Any:
-        a, b = dense(a).transpose(axes_a), dense(b).transpose(axes_b)
+    def contracted(a: Any, b: Any) -> Any:
+        a, b = a.transpose(axes_a), b.transpose(axes_b)
         shape = (*a.shape[: len(batch) + len(left)], *b.shape[len(batch) + len(summed) :])
         lead, depth = a.shape[: len(batch)], math.prod(a.shape[len(batch) + len(left) :])
         x = a.reshape(*lead, math.prod(a.shape[len(batch) : len(batch) + len(left)]), depth)
         y = b.reshape(*lead, depth, math.prod(b.shape[len(batch) + len(summed) :]))
         return xp.matmul(x, y).reshape(shape).transpose(back)
 
-    return general
+    return contracted
