@@ -971,26 +971,21 @@ def segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
 def summed_by_label(data: Any, labels: Any, count: int) -> Any:
     """Add rows up by their labels, of NumPy or CuPy."""
     flat = data.reshape(len(data), -1)
-    on_gpu = type(data).__module__.startswith("cupy")
-    if on_gpu or count * flat.shape[1] <= _NARROW:
-        import numpy
+    dtype = np.sum(np.zeros(1, data.dtype)).dtype
+    if type(data).__module__.startswith("cupy"):
+        xp = sys.modules["cupy"]
+        chosen = (labels == xp.arange(count)[:, None]).astype(flat.dtype if flat.dtype.kind in "fc" else np.float64)
+        found = (chosen @ flat).astype(dtype)
+        return found.reshape(count, *data.shape[1:])
+    inside = (labels >= 0) & (labels < count)
+    if not inside.all():
+        flat, labels = flat[inside], labels[inside]
+    if data.ndim == 1 and dtype == np.float64:
+        return np.bincount(labels, flat[:, 0], count)
+    from scipy.sparse import csr_array
 
-        xp = sys.modules["cupy"] if on_gpu else numpy
-        kind = flat.dtype if flat.dtype.kind in "fc" else np.dtype(np.float64)
-        chosen = (labels == xp.arange(count)[:, None]).astype(kind)
-        found = xp.matmul(chosen, flat).astype(np.sum(np.zeros(1, flat.dtype)).dtype, copy=False)
-    else:
-        from scipy.sparse import csr_array
-
-        inside = (labels >= 0) & (labels < count)
-        columns, kind = np.where(inside, labels, 0), np.sum(flat[:0]).dtype
-        chosen = csr_array((inside.astype(kind), columns, np.arange(len(flat) + 1)), (len(flat), count))
-        found = np.asarray(chosen.T @ flat.astype(kind, copy=False))
-    return found.reshape(count, *data.shape[1:])
-
-
-# Rows are added up by a product with ones and zeros where the sums have up to this many elements.
-_NARROW = 1024
+    chosen = csr_array((np.ones(len(flat), dtype), labels, np.arange(len(flat) + 1)), (len(flat), count))
+    return np.asarray(chosen.T @ flat.astype(dtype, copy=False)).reshape(count, *data.shape[1:])
 
 
 # Functions along an axis, or of matrices that all ranks have

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from dask_distmm.engines.programs.blas import Kernels
+from dask_distmm.engines.programs.fused import groups, source
 from dask_distmm.numeric.sparse import dense, sparse_package
 from dask_distmm.tracing.arrays import elementwise, function_of, summed_by_label
 from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, index_of, letters_of
@@ -22,7 +23,7 @@ from dask_distmm.tracing.lower import Pass
 from dask_distmm.tracing.place import Axis
 
 # Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least.
-_STRIP_BYTES, _STRIP_ROWS = 2**19, 512
+_STRIP_BYTES, _STRIP_ROWS = 2**19, 1024
 # What combines the results of ranks, and of strips.
 _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", "min": "minimum", "any": "logical_or",
            "all": "logical_and"}  # fmt: skip
@@ -205,7 +206,10 @@ class _Compiled:
         for what, some in (("read", self.rows_read), ("given", self.whole_read)):
             lines += [f"({''.join(f'v{x}, ' for x in some)}) = {what}"] if some else []
         lines += [f"({''.join(f'm{i}, ' for i in range(len(self.memory)))}) = memory"] if self.slots else []
-        for statement in program.statements:
+        for statement in self._kernels():
+            if isinstance(statement, tuple):
+                lines.append(self._fused(*statement))
+                continue
             (number, *more) = statement.outputs
             op = self.ops.get(number)
             if op == "select":
@@ -226,6 +230,20 @@ class _Compiled:
         exec("def strip(first, rows, read, given, memory, totals):\n" + "\n".join(f"    {x}" for x in lines), self.names)
         self.functions[sparse] = self.names["strip"]
         return self.functions[sparse]
+
+    def _kernels(self) -> Sequence[Any]:
+        """Return the statements; on GPUs those that are one kernel together."""
+        if self.xp is np:
+            return self.program.statements
+        kept = {*self.program.rows, *self.program.whole}
+        return groups(self.program.statements, self.kinds, kept)
+
+    def _fused(self, statements: Sequence[Statement], targets: Sequence[int]) -> str:
+        """Return the call of a kernel of elementwise statements."""
+        reads, given, made, body = source(statements, self.kinds, targets)
+        kernel = self.xp.ElementwiseKernel(given, made, body, "distmm_fused")
+        called = self._called(targets[0], kernel, *reads)
+        return f"{', '.join(f'v{x}' for x in targets)} = {called}"
 
     def _name(self, ref: Ref | str, *, dense: bool = True) -> str:
         """Return what a statement reads as an argument."""
