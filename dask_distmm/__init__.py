@@ -53,6 +53,7 @@ _HOMES = {
     "runtime.client": ("free_workspaces",),
     "tracing.arrays": ("logsumexp", "segment_sum"),
     "tracing.control": ("cond", "fori_loop", "while_loop"),
+    "tracing.functions": ("callback", "map_rows", "sum_rows"),
 }
 _MODULES = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
 
@@ -77,7 +78,7 @@ def __getattr__(name: str) -> Any:
         found = _options_checked(getattr(module, name))
         # The same object there, or it could not be pickled.
         setattr(module, name, found)
-    elif name in ("linalg", "typing"):
+    elif name in ("linalg", "random", "typing"):
         found = importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -48,6 +48,7 @@ class _Traced(NamedTuple):
     own: list[bool]
     outputs: list[Any]
     tree: Tree
+    functions: list[bytes]
 
 
 @overload
@@ -166,7 +167,7 @@ class Jitted:
         inner.inputs = list(trace.inputs)
         sources = [numbers[n] if n in numbers else array for n, array in trace.inputs.items()]
         own = [number in numbers for number in trace.inputs]
-        return _Traced(trace.program(inner), sources, own, outputs, result_tree)
+        return _Traced(trace.program(inner), sources, own, outputs, result_tree, trace.functions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +231,7 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any]) -> _Compiled:
     leader = max(lazy, key=lambda x: x.nbytes)
     m = len(leader)
     a = rows_of(_matrix(leader, rows=True))
-    operands, axes, sources, constants = {"a": a}, list[Axis](), list[str | int](), list[bytes]()
+    operands, axes, sources, constants = {"a": a}, list[Axis](), list[str | int](), list(traced.functions)
     whole = []
     for x in inputs:
         in_rows = x.ndim > 0 and x.shape[0] == m

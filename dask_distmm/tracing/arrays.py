@@ -41,6 +41,8 @@ class Trace:
         self._known: dict[int, TracedArray] = {}
         self.blocks: list[_Open] = []
         self.lines: dict[str, int] = {}
+        # Users' functions, pickled.
+        self.functions: list[bytes] = []
         # Frames of this folder are the package's own.
         self._own = directory or __file__.rpartition("tracing")[0]
 
@@ -110,6 +112,12 @@ class Trace:
         """Record a statement that makes one value."""
         (found,) = self.add(family, options, inputs, [kind])
         return found
+
+    def function(self, pickled: bytes) -> int:
+        """Return the number of a user's function."""
+        if pickled not in self.functions:
+            self.functions.append(pickled)
+        return self.functions.index(pickled)
 
     def _line(self) -> int:
         frame = sys._getframe(1)

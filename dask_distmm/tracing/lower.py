@@ -39,7 +39,7 @@ _EXACT_FUNCTIONS = {
     "absolute", "add", "astype", "bitwise_and", "bitwise_or", "bitwise_xor", "ceil", "clip", "conjugate", "divide",
     "equal", "floor", "floor_divide", "greater", "greater_equal", "imag", "invert", "isfinite", "isinf", "isnan", "less",
     "less_equal", "logical_and", "logical_not", "logical_or", "logical_xor", "maximum", "minimum", "multiply", "negative",
-    "not_equal", "positive", "real", "sign", "sqrt", "square", "subtract", "trunc", "where",
+    "left_shift", "not_equal", "positive", "real", "right_shift", "sign", "sqrt", "square", "subtract", "trunc", "where",
 }  # fmt: skip
 
 
@@ -216,7 +216,7 @@ class Lowering:
         for statement in statements:
             stage = max((level.get(x, 0) for x in statement.reads), default=0)
             stages.append(stage)
-            combined = statement.outputs[0] in self.combine or statement.family == "gather"
+            combined = statement.family == "gather" or any(x in self.combine for x in statement.outputs)
             level.update(dict.fromkeys(statement.outputs, stage + combined))
         return level, stages
 
@@ -271,12 +271,14 @@ class Lowering:
             self.here.update(zip(made, buffers, strict=True))
             if kind != "one" or self.p.me == 0:
                 self._call(call, [], [], buffers, exact=kind == "exact")
-            if kind == "one":
+            if kind == "one" and buffers:
                 self.p.give(*buffers)
 
     def _kind_of(self, statement: Statement) -> str:
         function = statement.options.get("f")
-        if (statement.family in ("whole", "along", "reduce") and function in _OF_ONE_RANK) or statement.family == "qr":
+        if statement.family in ("whole", "along", "reduce") and function in _OF_ONE_RANK:
+            return "one"
+        if statement.family in ("qr", "callback", "call"):
             return "one"
         fine = statement.family in _EXACT or (statement.family == "map" and function in _EXACT_FUNCTIONS)
         real = all(self.kinds[x].dtype[0] != "c" for x in (*statement.reads, *statement.outputs))

@@ -193,6 +193,7 @@ RULES: Mapping[str, Callable[[Given], Placed]] = {
     "qr": _qr,
     "random": _random,
     "call": _call,
+    "callback": _everywhere,
 }
 
 
@@ -331,7 +332,7 @@ class Placements:
         """Take the statements out of a loop's body that make the same in each turn, and are small."""
         changing, fixed = set(body.inputs), dict[int, Statement]()
         for statement in body.statements:
-            if statement.blocks or changing.intersection(statement.reads):
+            if statement.blocks or has_effect(statement) or changing.intersection(statement.reads):
                 changing.update(statement.outputs)
             else:
                 fixed.update(dict.fromkeys(statement.outputs, statement))
@@ -384,11 +385,16 @@ class Placements:
 _NARROW = 2
 
 
+def has_effect(statement: Statement) -> bool:
+    """Whether a statement is taken for what it does, whatever is read of it."""
+    return statement.family == "callback" or any(has_effect(one) for block in statement.blocks for one in block.statements)
+
+
 def _drop_unread(block: Block) -> None:
     read = {ref for ref in block.outputs if isinstance(ref, int)}
     kept = []
     for statement in reversed(block.statements):
-        if read.isdisjoint(statement.outputs):
+        if read.isdisjoint(statement.outputs) and not has_effect(statement):
             continue
         for inner in statement.blocks:
             _drop_unread(inner)

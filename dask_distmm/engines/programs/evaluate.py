@@ -16,8 +16,11 @@ import numpy as np
 
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.fused import groups, source
+from dask_distmm.errors import MatrixError
+from dask_distmm.numeric.epilogs import call_function
 from dask_distmm.numeric.sparse import dense, sparse_package
 from dask_distmm.tracing.arrays import elementwise, function_of, summed_by_label
+from dask_distmm.tracing.draw import drawn
 from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, index_of, letters_of
 from dask_distmm.tracing.lower import Pass
 from dask_distmm.tracing.place import Axis
@@ -106,7 +109,7 @@ class _Compiled:
     """A pass as a function of Python's, which is written out statement by statement, and the memory that it uses again."""
 
     def __init__(self, program: Pass, kernels: TracedKernels) -> None:
-        self.program, self.xp = program, kernels.xp
+        self.program, self.kernels, self.xp = program, kernels, kernels.xp
         self.kinds, self.axes, self.ops = program.kinds, program.axes, dict(program.sums)
         self.in_rows = bool(program.sizes)
         self.rows_read = [x for x in program.reads if self.axes[x] is not None] + list(program.over.values())
@@ -125,7 +128,7 @@ class _Compiled:
 
     def _strip_rows(self) -> int:
         """Return how many rows a strip has."""
-        if not self.in_rows or self.xp is not np:
+        if not self.in_rows or self.xp is not np or any(x.family == "call" for x in self.program.statements):
             return 2**62
         uses = collections.Counter(x for one in self.program.statements for x in (*one.reads, *one.outputs))
         views = {x for one in self.program.statements if one.family in _VIEWS for x in one.outputs}
@@ -166,6 +169,8 @@ class _Compiled:
         for i, statement in enumerate(statements):
             # One that reads and writes the same elements may do so in place.
             release(i if self._is_ufunc(statement) else i - 1)
+            if not statement.outputs:
+                continue
             (number, *more) = statement.outputs
             if self._has_out(statement) and self.axes[number] is not None and not more:
                 key = self.kinds[number].dtype, self._rest(number), self.axes[number]
@@ -209,6 +214,9 @@ class _Compiled:
         for statement in self._kernels():
             if isinstance(statement, tuple):
                 lines.append(self._fused(*statement))
+                continue
+            if not statement.outputs:
+                lines.append(self.callback(statement))
                 continue
             (number, *more) = statement.outputs
             op = self.ops.get(number)
@@ -424,6 +432,35 @@ class _Compiled:
         function = functools.partial(function_of(self.xp, statement.options["f"]), **statement.options["how"])
         return self._called(statement.outputs[0], function, *statement.inputs)
 
+    def random(self, statement: Statement) -> str:
+        """Random numbers, which the host draws."""
+        xp, how, host = self.xp, statement.options, self.kernels.blas.host
+        given = how["f"], how["shape"], how["dtype"]
+        size = how["shape"][0] if how["shape"] else 1
+        if self.axes[statement.outputs[0]] is None:
+            return self._called(statement.outputs[0], lambda key: xp.asarray(drawn(host(key), *given, 0, size)), *statement.inputs)
+        return self._called(
+            statement.outputs[0], lambda key, *rows: xp.asarray(drawn(host(key), *given, *rows)), *statement.inputs, "first", "rows"
+        )
+
+    def call(self, statement: Statement) -> str:
+        """A user's function of rows."""
+        kernels, options = self.kernels, statement.options
+        kinds = [self.kinds[x] for x in statement.outputs]
+        rows = "rows" if not options["sums"] and self.axes[statement.outputs[0]] is not None else "None"
+        number = str(options["function"])
+        call = functools.partial(_user_rows, kernels, kinds, options["name"])
+        return self._called(statement.outputs[0], call, number, rows, *statement.inputs)
+
+    def callback(self, statement: Statement) -> str:
+        """A user's function that one rank calls."""
+        kernels, function = self.kernels, statement.options["function"]
+
+        def call(*given: Any) -> None:
+            call_function(kernels.constants[function], "callback", *(kernels.blas.host(x).copy() for x in given))
+
+        return self._called(id(statement), call, *statement.inputs)
+
     def qr(self, statement: Statement) -> str:
         """QR of a matrix that all ranks have."""
         return self._called(statement.outputs[0], self.xp.linalg.qr, *statement.inputs)
@@ -432,6 +469,25 @@ class _Compiled:
         """A rank's own rows of what all ranks have."""
         (source,) = statement.inputs
         return f"v{source}[{':, ' * statement.options['axis']}first:first + rows]"
+
+
+def _user_rows(
+    kernels: TracedKernels, kinds: Sequence[Kind], name: str, function: int, rows: int | None, *given: Any
+) -> Any:
+    """Call a user's function with arrays that can't be written to; check what it returns."""
+    if kernels.xp is np:
+        given = tuple(x.view() if isinstance(x, np.ndarray) else x for x in given)
+        for x in given:
+            if isinstance(x, np.ndarray):
+                x.flags.writeable = False
+    found = call_function(kernels.constants[function], name, *given)
+    results = found if isinstance(found, tuple) else (found,)
+    expected = [(rows, *kind.shape[1:]) if rows is not None else kind.shape for kind in kinds]
+    shapes = [np.shape(x) for x in results]
+    if shapes != expected:
+        raise MatrixError(f"the function given to {name} returned arrays of shapes {shapes}; expected {expected}")
+    made = tuple(kernels.xp.asarray(x, kind.dtype) for x, kind in zip(results, kinds, strict=True))
+    return made if isinstance(found, tuple) else made[0]
 
 
 def len_(x: Any) -> int:
