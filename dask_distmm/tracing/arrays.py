@@ -455,7 +455,9 @@ def _trace_of(inputs: Sequence[Any]) -> Trace:
 
 
 def _unknown(name: str) -> TracingError:
-    names = {function.__name__ for function in _FUNCTIONS} | {x for x in dir(np) if isinstance(getattr(np, x), np.ufunc)}
+    names = {function.__name__ for function in _FUNCTIONS} | {
+        x for x in dir(np) if isinstance(getattr(np, x), np.ufunc)
+    }
     if name in _SHAPED_BY_DATA:
         hint = "the shape of its result depends on elements, which are not known while a function is traced"
     else:

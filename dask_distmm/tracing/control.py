@@ -269,6 +269,8 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
         kinds.append([x.kind for x in values])
         trees.append(tree)
     if kinds[0] != kinds[1] or trees[0] != trees[1]:
-        shown = " and ".join(f"{_shown(t)}: " + ", ".join(f"{k.dtype} {k.shape}" for k in ks) for t, ks in zip(trees, kinds, strict=True))
+        shown = " and ".join(
+            f"{_shown(t)}: " + ", ".join(f"{k.dtype} {k.shape}" for k in ks) for t, ks in zip(trees, kinds, strict=True)
+        )
         raise TracingError(f"cond: the functions return {shown}; expected the same structures, shapes and types")
     return nested(trace.add("cond", {}, [pred], kinds[0], blocks), trees[0])

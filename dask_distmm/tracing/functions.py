@@ -134,7 +134,9 @@ def _called(f: Callable[..., Any], arrays: tuple[Any, ...], meta: Any, name: str
             ) from error
         sizes = {np.shape(x)[:1] for x in (meta if isinstance(meta, tuple) else (meta,))}
         if name == "map_rows" and sizes != {(1,)}:
-            raise TracingError(f"map_rows: {getattr(f, '__name__', f)} returns {sizes.pop()} rows for one row; expected 1")
+            raise TracingError(
+                f"map_rows: {getattr(f, '__name__', f)} returns {sizes.pop()} rows for one row; expected 1"
+            )
     several = isinstance(meta, tuple)
     found = [np.asarray(x) if not hasattr(x, "dtype") else x for x in (meta if several else (meta,))]
     first = (m,) if name == "map_rows" else ()

@@ -166,7 +166,9 @@ class Lowering:
 
     # Sequences of statements
 
-    def take(self, statements: Sequence[Statement], kept: Collection[int], targets: Mapping[int, tuple[Any, int]] = {}) -> set[int]:  # noqa: B006
+    def take(
+        self, statements: Sequence[Statement], kept: Collection[int], targets: Mapping[int, tuple[Any, int]] = {}
+    ) -> set[int]:  # noqa: B006
         """Take statements; free what they make but for what is kept. Return the values that are in their targets.
 
         A target is memory for a value that may be written once another value is not read any more.
@@ -220,7 +222,9 @@ class Lowering:
             level.update(dict.fromkeys(statement.outputs, stage + combined))
         return level, stages
 
-    def _sequence(self, statements: Sequence[Statement], kept: Collection[int], targets: Mapping[int, tuple[Any, int]]) -> set[int]:
+    def _sequence(
+        self, statements: Sequence[Statement], kept: Collection[int], targets: Mapping[int, tuple[Any, int]]
+    ) -> set[int]:
         """Take statements between which nothing stands."""
         _, stages = self._stages(statements)
         before = set(self.here)
@@ -337,7 +341,9 @@ class Lowering:
         written = [self.here[x] for x in rows]
         if any(isinstance(x, Tall) and (x.made or x.formula) for x in arguments):
             for index, given in enumerate(self.p.chunks(*arguments, *outputs, *written)):
-                one = dataclasses.replace(call, firsts=self.firsts[index : index + 1], sizes=self.sizes[index : index + 1])
+                one = dataclasses.replace(
+                    call, firsts=self.firsts[index : index + 1], sizes=self.sizes[index : index + 1]
+                )
                 self._evaluate(one, given, len(arguments), len(outputs), [])
         else:
             pieces = [self.p.pieces(x) if isinstance(x, Tall) else [x] for x in (*arguments, *outputs, *written)]
@@ -354,12 +360,27 @@ class Lowering:
             return [(best, identity(op[3:], values.dtype)), (self.buffer(number), -1)]
         return [(self.buffer(number), identity(op, kind.dtype))]
 
-    def _call(self, call: Pass, outputs: Sequence[Buffer], written: Sequence[Any], makes: Sequence[Buffer], *, exact: bool = False) -> None:
+    def _call(
+        self,
+        call: Pass,
+        outputs: Sequence[Buffer],
+        written: Sequence[Any],
+        makes: Sequence[Buffer],
+        *,
+        exact: bool = False,
+    ) -> None:
         arguments = [self.here[x] for x in call.reads]
         self._evaluate(call, [*arguments, *outputs, *written], len(arguments), len(outputs), makes, exact=exact)
 
     def _evaluate(
-        self, call: Pass, given: Sequence[Any], reads: int, updates: int, makes: Sequence[Buffer], *, exact: bool = False
+        self,
+        call: Pass,
+        given: Sequence[Any],
+        reads: int,
+        updates: int,
+        makes: Sequence[Buffer],
+        *,
+        exact: bool = False,
     ) -> None:
         written = "".join(("u" if x in call.over else "w") * len(call.sizes) for x in call.rows)
         roles = "r" * reads + "u" * updates + written
@@ -374,7 +395,13 @@ class Lowering:
             sizes = [call.kinds[x].size for x in statement.outputs]
             if statement.family == "contract":
                 first, second, _ = letters_of(statement.options["spec"])
-                lengths = dict(zip(first + second, [n for x in statement.inputs if isinstance(x, int) for n in call.kinds[x].shape], strict=True))
+                lengths = dict(
+                    zip(
+                        first + second,
+                        [n for x in statement.inputs if isinstance(x, int) for n in call.kinds[x].shape],
+                        strict=True,
+                    )
+                )
                 total += 2.0 * math.prod(lengths.values())
             elif statement.family in ("whole", "qr"):
                 read = [call.kinds[x] for x in statement.reads if call.kinds[x].shape]

@@ -39,7 +39,11 @@ class Given:
 
     def largest(self) -> int:
         """Return the number of the largest input that is in rows; -1 if there is none."""
-        found = [(kind.nbytes, -i) for i, (kind, axis) in enumerate(zip(self.kinds, self.axes, strict=True)) if axis is not None]
+        found = [
+            (kind.nbytes, -i)
+            for i, (kind, axis) in enumerate(zip(self.kinds, self.axes, strict=True))
+            if axis is not None
+        ]
         return -max(found)[1] if found else -1
 
 
@@ -290,7 +294,9 @@ class Placements:
         inputs = tuple(
             self._brought(ref, axis, into, moved, loop.line) for ref, axis in zip(loop.inputs, axes, strict=True)
         )
-        into.append(dataclasses.replace(loop, inputs=inputs, blocks=tuple(blocks), options={**loop.options, "skipped": skipped}))
+        into.append(
+            dataclasses.replace(loop, inputs=inputs, blocks=tuple(blocks), options={**loop.options, "skipped": skipped})
+        )
         self.axes.update(zip(loop.outputs, axes, strict=True))
 
     def _cond(self, cond: Statement, into: list[Statement], moved: dict[tuple[int, Axis], int]) -> None:
@@ -307,7 +313,8 @@ class Placements:
         """Bring the outputs of a block to some placements."""
         moved: dict[tuple[int, Axis], int] = {}
         block.outputs = [
-            self._brought(ref, axis, block.statements, moved, line) for ref, axis in zip(block.outputs, axes, strict=True)
+            self._brought(ref, axis, block.statements, moved, line)
+            for ref, axis in zip(block.outputs, axes, strict=True)
         ]
 
     # Passes
@@ -387,7 +394,9 @@ _NARROW = 2
 
 def has_effect(statement: Statement) -> bool:
     """Whether a statement is taken for what it does, whatever is read of it."""
-    return statement.family == "callback" or any(has_effect(one) for block in statement.blocks for one in block.statements)
+    return statement.family == "callback" or any(
+        has_effect(one) for block in statement.blocks for one in block.statements
+    )
 
 
 def _drop_unread(block: Block) -> None:

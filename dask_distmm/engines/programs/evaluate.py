@@ -33,6 +33,7 @@ _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", 
 
 _VIEWS = ("transpose", "index", "reshape", "broadcast")
 
+
 def natural(array: Any, kind: Kind, axis: Axis) -> Any:
     """Return what is stored as a matrix in the shape that it has; its rows, stored first, along an axis."""
     if axis is None:
@@ -186,16 +187,16 @@ class _Compiled:
         return statement.family == "map" and isinstance(getattr(np, statement.options["f"], None), np.ufunc)
 
     def _has_out(self, statement: Statement) -> bool:
-        return self._is_ufunc(statement) or statement.options.get("f") in ("astype", "where") or (
-            statement.family == "contract" and is_product(statement.options["spec"])
+        return (
+            self._is_ufunc(statement)
+            or statement.options.get("f") in ("astype", "where")
+            or (statement.family == "contract" and is_product(statement.options["spec"]))
         )
 
     def _memory_of(self, rows: int) -> list[Any]:
         """Return the memory of a strip of so many rows, in the shapes of values."""
         if rows not in self.parts:
-            self.parts[rows] = [
-                np.moveaxis(x[:rows], 0, axis) if axis else x[:rows] for x, axis in self.memory
-            ]
+            self.parts[rows] = [np.moveaxis(x[:rows], 0, axis) if axis else x[:rows] for x, axis in self.memory]
         return self.parts[rows]
 
     # A strip
@@ -235,7 +236,9 @@ class _Compiled:
             else:
                 lines.append(f"merge({op!r}, totals[{number}], {text if op.startswith('arg') else f'[{text}]'})")
         lines.append(f"return ({''.join(f'v{x}, ' for x in (*program.rows, *program.whole))})")
-        exec("def strip(first, rows, read, given, memory, totals):\n" + "\n".join(f"    {x}" for x in lines), self.names)
+        exec(
+            "def strip(first, rows, read, given, memory, totals):\n" + "\n".join(f"    {x}" for x in lines), self.names
+        )
         self.functions[sparse] = self.names["strip"]
         return self.functions[sparse]
 
@@ -290,7 +293,9 @@ class _Compiled:
         for index in range(count):
             chunks = [(x, pieces[x][index]) for x in self.rows_read]
             out = [(some[index], axes[number] or 0) for number, some in written.items()]
-            rows = max((len_(x) for _, x in (*chunks, *enumerate(x for x, _ in out))), default=max(0, program.sizes[index]))
+            rows = max(
+                (len_(x) for _, x in (*chunks, *enumerate(x for x, _ in out))), default=max(0, program.sizes[index])
+            )
             sparse = frozenset(x for x, chunk in chunks if sparse_package(chunk))
             step, function = max(1, rows if sparse else min(rows, self.strip)), self.function(sparse)
             for start in range(0, rows, step):
@@ -369,7 +374,9 @@ class _Compiled:
             if slot is None or turned:
                 return f"xp.matmul({first}, {second})" + ".T" * turned
             return f"xp.matmul({first}, {second}, m{slot})"
-        return self._called(number, functools.partial(_sparse_product, product_of(spec)), *statement.inputs, dense=False)
+        return self._called(
+            number, functools.partial(_sparse_product, product_of(spec)), *statement.inputs, dense=False
+        )
 
     def index(self, statement: Statement) -> str:
         """Basic indices."""
@@ -438,9 +445,15 @@ class _Compiled:
         given = how["f"], how["shape"], how["dtype"]
         size = how["shape"][0] if how["shape"] else 1
         if self.axes[statement.outputs[0]] is None:
-            return self._called(statement.outputs[0], lambda key: xp.asarray(drawn(host(key), *given, 0, size)), *statement.inputs)
+            return self._called(
+                statement.outputs[0], lambda key: xp.asarray(drawn(host(key), *given, 0, size)), *statement.inputs
+            )
         return self._called(
-            statement.outputs[0], lambda key, *rows: xp.asarray(drawn(host(key), *given, *rows)), *statement.inputs, "first", "rows"
+            statement.outputs[0],
+            lambda key, *rows: xp.asarray(drawn(host(key), *given, *rows)),
+            *statement.inputs,
+            "first",
+            "rows",
         )
 
     def call(self, statement: Statement) -> str:
@@ -571,7 +584,11 @@ def product_of(spec: str) -> tuple[bool, bool, bool]:
     first, second, out = letters_of(spec)
     (summed,) = [x for x in first if x in second]
     left, right = first.replace(summed, ""), second.replace(summed, "")
-    return bool(left) and first[0] == summed, bool(right) and second[-1] == summed, bool(left and right) and out[0] == right
+    return (
+        bool(left) and first[0] == summed,
+        bool(right) and second[-1] == summed,
+        bool(left and right) and out[0] == right,
+    )
 
 
 def _sparse_product(how: tuple[bool, bool, bool], a: Any, b: Any) -> Any:

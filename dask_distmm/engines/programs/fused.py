@@ -100,7 +100,9 @@ def _operand(ref: Ref, dtype: str) -> str:
         return f"(({_TYPES[dtype]})v{ref})"
     value = np.dtype(dtype).type(ref.value)
     if dtype.startswith("float"):
-        text = {"nan": "nan(\"\")", "inf": "(1.0 / 0.0)", "-inf": "(-1.0 / 0.0)"}.get(repr(float(value)), repr(float(value)))
+        text = {"nan": 'nan("")', "inf": "(1.0 / 0.0)", "-inf": "(-1.0 / 0.0)"}.get(
+            repr(float(value)), repr(float(value))
+        )
         return f"(({_TYPES[dtype]}){text})"
     return f"(({_TYPES[dtype]}){int(value)})"
 
@@ -113,12 +115,7 @@ def groups(
     for statement in statements:
         for x in set(statement.reads):
             uses.setdefault(x, []).append(statement)
-    fusible = {
-        id(one)
-        for one in statements
-        if one.family == "map"
-        and expression(one, kinds) is not None
-    }
+    fusible = {id(one) for one in statements if one.family == "map" and expression(one, kinds) is not None}
     found: list[tuple[list[Statement], list[int]] | Statement] = []
     waiting: list[Statement] = []
 
