@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,7 +52,7 @@ def nmf(X: Any, W: Any, H: Any) -> State:
 def kmeans(X: Any, C: Any) -> State:
     """Lloyd's algorithm."""
     nearest = ((C * C).sum(1) - 2 * (X @ C.T)).argmin(1)
-    chosen = (nearest[:, None] == np.arange(len(C), like=like(C))).astype(X.dtype)
+    chosen = (nearest[:, None] == module(C).arange(len(C))).astype(X.dtype)
     return ((chosen.T @ X) / (chosen.sum(0)[:, None] + 1e-9),)
 
 
@@ -68,7 +69,7 @@ def subspace(A: Any, Q: Any) -> State:
 
 def als(X: Any, U: Any, V: Any) -> State:
     """Alternating least squares."""
-    eye = 1e-3 * np.eye(V.shape[1], like=like(V))
+    eye = 1e-3 * eye_of(V)
     U = X @ (V @ np.linalg.inv(V.T @ V + eye))
     return U, X.T @ U @ np.linalg.inv(U.T @ U + eye)
 
@@ -81,7 +82,7 @@ def pagerank(A: Any, x: Any) -> State:
 
 def lasso(X: Any, b: Any, z: Any, u: Any) -> State:
     """ADMM (Boyd and others 2011, section 6.4)."""
-    gram = X.T @ X + np.eye(X.shape[1], like=like(z))
+    gram = X.T @ X + eye_of(X)
     x = np.linalg.solve(gram, (X.T @ b + (z - u))[:, None])[:, 0]
     v = x + u
     z = np.sign(v) * np.maximum(abs(v) - 0.1, 0)
@@ -95,9 +96,14 @@ def sinkhorn(C: Any, v: Any) -> State:
     return (1 / (K.T @ u),)
 
 
-def like(x: Any) -> Any:
-    """Return an array for `like=`: NumPy's functions make those of traced arrays as NumPy's."""
-    return x if type(x).__module__.startswith(("cupy", "numpy")) else np.empty(0)
+def module(x: Any) -> Any:
+    """Return the package of an array; of a traced one NumPy."""
+    return sys.modules["cupy"] if type(x).__module__.startswith("cupy") else np
+
+
+def eye_of(x: Any) -> Any:
+    """Return an identity with as many columns as a matrix has."""
+    return module(x).eye(x.shape[1])
 
 
 CASES = {

@@ -333,7 +333,9 @@ class Recorder:
         pieces = {(x.name, i): self._piece(x, i) for x in matrices for i in range(len(self.rows.sizes))}
         # The number of rows of what others have is known.
         pieces |= {
-            at: dataclasses.replace(piece, like="") for at, piece in pieces.items() if self.rows.owners[at[1]] != self.me
+            at: dataclasses.replace(piece, like="")
+            for at, piece in pieces.items()
+            if self.rows.owners[at[1]] != self.me
         }
         chunks = [[i for i, owner in enumerate(self.rows.owners) if owner == rank] for rank in ranks]
         if self.rows.ranks > 1:

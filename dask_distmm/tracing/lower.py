@@ -66,6 +66,8 @@ class Pass:
     # The numbers of rows before each chunk, and of rows in it; -1 where that is not known.
     firsts: tuple[int, ...]
     sizes: tuple[int, ...]
+    # Whether sums begin here, else it adds to them.
+    fresh: bool = True
 
 
 def stored_shape(kind: Kind, axis: Axis) -> tuple[int, int]:
@@ -327,19 +329,23 @@ class Lowering:
                     over[number] = old
             else:
                 self.here[number] = self.tall(number)
+        arguments = [self.here[x] for x in reads if x not in over.values()]
+        fresh = not any(isinstance(x, Tall) and (x.made or x.formula) for x in arguments)
         buffers = []
         for number, op in sums:
             source = next(one for one in statements if number in one.outputs).inputs[0]
             parts = self._parts(number, op, self.kinds[source].dtype if isinstance(source, int) else "")
             buffers.append((number, parts))
-            for part, value in parts:
-                self.p.call("set_all", part, value=value)
+            if not fresh:
+                for part, value in parts:
+                    self.p.call("set_all", part, value=value)
         reads = tuple(x for x in reads if x not in over.values())
-        call = Pass(reads, tuple(statements), tuple(sums), tuple(rows), over, (), *described, self.firsts, self.sizes)
-        arguments = [self.here[x] for x in reads]
+        call = Pass(
+            reads, tuple(statements), tuple(sums), tuple(rows), over, (), *described, self.firsts, self.sizes, fresh
+        )
         outputs = [part for _, parts in buffers for part, _ in parts]
         written = [self.here[x] for x in rows]
-        if any(isinstance(x, Tall) and (x.made or x.formula) for x in arguments):
+        if not fresh:
             for index, given in enumerate(self.p.chunks(*arguments, *outputs, *written)):
                 one = dataclasses.replace(
                     call, firsts=self.firsts[index : index + 1], sizes=self.sizes[index : index + 1]
@@ -383,7 +389,7 @@ class Lowering:
         exact: bool = False,
     ) -> None:
         written = "".join(("u" if x in call.over else "w") * len(call.sizes) for x in call.rows)
-        roles = "r" * reads + "u" * updates + written
+        roles = "r" * reads + ("w" if call.fresh else "u") * updates + written
         share = sum(map(abs, call.sizes)) / max(1, sum(map(abs, self.p.rows.sizes))) if call.sizes else 1.0
         flops = self._flops(call) * share
         kernel = "evaluate_exactly" if exact else "evaluate"

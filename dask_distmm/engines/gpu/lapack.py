@@ -70,6 +70,18 @@ class _Handles:
         cublas.set_workspace(self.blas, self.workspace.data.ptr, self.workspace.nbytes)
 
 
+def _in_order(x: Any) -> tuple[Any, bool, int]:
+    """Return a matrix, or a copy of it, whether its columns are contiguous, else its rows, and how far these are apart."""
+    (rows, cols), (down, across), size = x.shape, x.strides, x.itemsize
+    if rows == 1 or cols == 1:
+        down, across = down if rows > 1 else size, across if cols > 1 else size
+    if down == size and (cols == 1 or across >= rows * size):
+        return x, True, rows if cols == 1 else across // size
+    if across == size and (rows == 1 or down >= cols * size):
+        return x, False, cols if rows == 1 else down // size
+    return cp.ascontiguousarray(x), False, cols
+
+
 class SolverKernels(DeviceMerging):
     """`dask_distmm.engines.programs.Kernels` for CuPy arrays, on two streams."""
 
@@ -118,6 +130,37 @@ class SolverKernels(DeviceMerging):
             function = getattr(cublas, f"{_LETTERS[c.dtype.name]}gemm")
             arguments = OPS[op_a], OPS[op_b], *c.shape, depth, one.ctypes.data, *_at(a), *_at(b), other.ctypes.data
             function(self._now.blas, *arguments, *_at(c))
+
+    def product(self, a: Any, b: Any, out: Any = None, *, beta: float = 0) -> Any:
+        """Return ``a b``, of matrices and vectors of one type in any memory order; with `out` ``out = a b + beta out``."""
+        shape = (*a.shape[:-1], *b.shape[1:])
+        if not (a.size and b.size and shape):
+            found = cp.sum(a * b) if not shape else cp.zeros(shape, a.dtype)
+            if out is None:
+                return found
+            out[...] = found if beta == 0 else out + found
+            return out
+        out = cp.empty(shape, a.dtype) if out is None else out
+        letter, one, other = _LETTERS[a.dtype.name], _scalar(1, a.dtype), _scalar(beta, a.dtype)
+        if len(shape) == 1:
+            matrix, vector = (a, b) if b.ndim == 1 else (b.T, a)
+            matrix, by_columns, distance = _in_order(matrix)
+            sizes = matrix.shape if by_columns else matrix.shape[::-1]
+            getattr(cublas, f"{letter}gemv")(
+                self._now.blas, OPS["N" if by_columns else "T"], *sizes, one.ctypes.data, matrix.data.ptr, distance,
+                vector.data.ptr, vector.strides[0] // vector.itemsize, other.ctypes.data, out.data.ptr,
+                out.strides[0] // out.itemsize,
+            )  # fmt: skip
+            return out
+        out, columns, width = _in_order(out)
+        # A row-major result is the transpose of a column-major one.
+        first, second, target = (a, b, out) if columns else (b.T, a.T, out.T)
+        (first, n1, d1), (second, n2, d2) = _in_order(first), _in_order(second)
+        getattr(cublas, f"{letter}gemm")(
+            self._now.blas, OPS["N" if n1 else "T"], OPS["N" if n2 else "T"], *target.shape, first.shape[1],
+            one.ctypes.data, first.data.ptr, d1, second.data.ptr, d2, other.ctypes.data, target.data.ptr, width,
+        )  # fmt: skip
+        return out
 
     def axpby(self, a: complex, x: Any, b: complex, y: Any) -> None:
         """Compute ``y = a x + b y``, in one kernel."""

@@ -16,7 +16,7 @@ import cupy as cp
 import numpy as np
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import ResultKey, Side, contiguous
+from dask_distmm.engines.base import ResultKey, Side, contiguous, log
 from dask_distmm.engines.gpu.copy_kernels import Rectangle, make_copies, table_of
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.programs.blas import assign
@@ -31,6 +31,51 @@ from dask_distmm.programs.steps import CONTRACTS, PART, Buffer, Call, roles_of
 # Elements of the largest argument of a decomposition that the host does: it is five times as fast for order 64, and
 # twice for 128 (Xeon, H200).
 _MOST_ON_HOST = 2**14
+# So many places in memory are known of passes: more hardly come again.
+_MOST_GRAPHS = 256
+
+
+class Replays:
+    """Launches of passes that are taken again and again as CUDA graphs: for the same places in memory, the same graph."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        # What passes have done so far, by the places of all they were given: a graph and its results, or 1; None where
+        # there is no graph.
+        self._known: dict[Any, Any] = {}
+        # What a graph has allocated stays its own: others would write there.
+        self._pool = cp.cuda.MemoryPool()
+
+    def __call__(self, key: Any, arrays: Sequence[Any], take: Callable[[], Any]) -> Any:
+        """Take a pass, for the third time and later by its graph."""
+        if not all(isinstance(x, cp.ndarray) for x in arrays):
+            return take()
+        key = key, *((x.data.ptr, x.strides) for x in arrays)
+        seen = self._known.get(key, 0)
+        if isinstance(seen, tuple):
+            seen[0].launch(self._stream)
+            return seen[1]
+        if seen is None or len(self._known) > _MOST_GRAPHS:
+            return take()
+        if not seen:
+            # Kernels are compiled and loaded.
+            self._known[key] = 1
+            return take()
+        try:
+            with cp.cuda.using_allocator(self._pool.malloc):
+                self._stream.begin_capture()
+                try:
+                    results = take()
+                finally:
+                    graph = self._stream.end_capture()
+            graph.upload(self._stream)
+        except Exception as error:  # whatever it is, it comes again without a graph, or it is only that
+            log.info("a pass can't be captured: %s", error)
+            self._known[key] = None
+            return take()
+        self._known[key] = graph, results
+        graph.launch(self._stream)
+        return results
 
 
 class GpuProgramJob(ProgramJob):
@@ -52,6 +97,12 @@ class GpuProgramJob(ProgramJob):
         super().prepare()
         # Others may ask for chunks from the vote on.
         cp.cuda.Stream.null.synchronize()
+
+    def _program_kernels(self, rank: int) -> Any:
+        kernels = super()._program_kernels(rank)
+        if not self._gathers:
+            kernels.replay = Replays(self._stream)
+        return kernels
 
     def _upload(self) -> None:
         for event in self._ready:

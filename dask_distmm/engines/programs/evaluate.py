@@ -22,7 +22,7 @@ from dask_distmm.numeric.sparse import dense, sparse_package
 from dask_distmm.tracing.arrays import elementwise, function_of, summed_by_label
 from dask_distmm.tracing.draw import drawn
 from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, index_of, letters_of
-from dask_distmm.tracing.lower import Pass
+from dask_distmm.tracing.lower import Pass, identity
 from dask_distmm.tracing.place import Axis
 
 # Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least.
@@ -49,8 +49,9 @@ class TracedKernels:
 
     blas: Kernels
     xp: Any
-    # The constants of the program.
+    # The constants of the program; what takes a pass, given its name and its arrays.
     constants: Sequence[Any] = ()
+    replay: Callable[[Any, Sequence[Any], Callable[[], Any]], Any] = staticmethod(lambda key, arrays, take: take())
 
     def __init__(self) -> None:
         self._compiled: dict[int, tuple[Pass, _Compiled]] = {}
@@ -75,9 +76,15 @@ class TracedKernels:
         """Combine the results of ranks, in their order."""
         count = roles.count("w")
         totals = arrays[len(arrays) - count :]
-        for i, total in enumerate(totals):
-            total[...] = arrays[i]
-        for at in range(count, len(arrays) - count, count):
+        if count == 1:
+            # The first two at once.
+            first, second, *others = arrays[:-1]
+            getattr(self.xp, _UFUNCS[op])(first, second, out=totals[0])
+            arrays = (first, *others)
+        else:
+            for total, part in zip(totals, arrays, strict=False):
+                total[...] = part
+        for at in range(count, len(arrays) - (count > 1) * count, count):
             merge_into(self.xp, op, totals, arrays[at : at + count])
 
     def evaluate(self, *arrays: Any, program: Pass, roles: str, **_: Any) -> Any:
@@ -85,7 +92,8 @@ class TracedKernels:
         key = id(program)
         if key not in self._compiled:
             self._compiled[key] = program, _Compiled(program, self)
-        return self._compiled[key][1].run(arrays)
+        compiled = self._compiled[key][1]
+        return self.replay(key, arrays, lambda: compiled.run(arrays))
 
     # Those that make the same bits everywhere.
     evaluate_exactly = evaluate
@@ -225,6 +233,10 @@ class _Compiled:
                 select = functools.partial(_select, self.xp, statement, self.axes[statement.inputs[0]])  # type: ignore[index]
                 lines.append(self._called(number, select, *statement.inputs, f"totals[{number}][0], first, rows"))
                 continue
+            if op == "sum" and self._by_blas(statement):
+                names = [self._name(x) for x in statement.inputs]
+                lines.append(self._blas(statement, *names, f"totals[{number}][0]", "1"))
+                continue
             text = getattr(self, statement.family)(statement)
             if more:
                 lines.append(f"{', '.join(f'v{x}' for x in statement.outputs)} = {text}")
@@ -284,6 +296,8 @@ class _Compiled:
         totals = {}
         for number, op in program.sums:
             own = [next(given) for _ in range(1 + op.startswith("arg"))]
+            for part, value in zip(own, (identity(op, own[0].dtype.name), -1) if program.fresh else (), strict=False):
+                part[...] = value
             totals[number] = [natural(x, kinds[number], None) for x in own]
         written = {number: [next(given) for _ in range(count)] for number in program.rows}
         pieces |= {old: written[number] for number, old in program.over.items()}
@@ -365,6 +379,8 @@ class _Compiled:
         """Products."""
         (number,), spec = statement.outputs, statement.options["spec"]
         first, second = (self._name(x, dense=False) for x in statement.inputs)
+        if self._by_blas(statement):
+            return self._blas(statement, first, second)
         if not is_product(spec):
             return self._called(number, contraction(self.xp, spec), *statement.inputs)
         if self.sparse.isdisjoint(statement.reads):
@@ -377,6 +393,26 @@ class _Compiled:
         return self._called(
             number, functools.partial(_sparse_product, product_of(spec)), *statement.inputs, dense=False
         )
+
+    def _by_blas(self, statement: Statement) -> bool:
+        """Whether a statement is a product that a GPU's BLAS makes, and may add to another one."""
+        kinds = {self.kinds[x].dtype for x in (*statement.reads, *statement.outputs)}
+        return (
+            statement.family == "contract"
+            and self.xp is not np
+            and is_product(statement.options["spec"])
+            and len(kinds) == 1
+            and kinds <= {"float32", "float64", "complex64", "complex128"}
+            and self.sparse.isdisjoint(statement.reads)
+        )
+
+    def _blas(self, statement: Statement, first: str, second: str, out: str = "None", beta: str = "0") -> str:
+        """Return the call of a product of a GPU's BLAS."""
+        flip_a, flip_b, turned = product_of(statement.options["spec"])
+        a, b, product = first + ".T" * flip_a, second + ".T" * flip_b, self.kernels.blas.product  # type: ignore[attr-defined]
+        out = out + ".T" * (turned and out != "None")
+        called = self._called(statement.outputs[0], product, a, b, out, f"beta={beta}")
+        return called + ".T" * (turned and out == "None")
 
     def index(self, statement: Statement) -> str:
         """Basic indices."""
@@ -435,8 +471,17 @@ class _Compiled:
         return self._called(statement.outputs[0], functools.partial(function, **options), *statement.inputs)
 
     def whole(self, statement: Statement) -> str:
-        """Functions of matrices."""
-        function = functools.partial(function_of(self.xp, statement.options["f"]), **statement.options["how"])
+        """Functions of matrices; what CuPy lacks is done by the host."""
+        xp, name, host = self.xp, statement.options["f"], self.kernels.blas.host
+        try:
+            function = functools.partial(function_of(xp, name), **statement.options["how"])
+        except AttributeError:
+            own = functools.partial(function_of(np, name), **statement.options["how"])
+
+            def function(*given: Any) -> Any:
+                found = own(*map(host, given))
+                return tuple(map(xp.asarray, found)) if isinstance(found, tuple) else xp.asarray(found)
+
         return self._called(statement.outputs[0], function, *statement.inputs)
 
     def random(self, statement: Statement) -> str:
