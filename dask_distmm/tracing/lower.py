@@ -427,21 +427,22 @@ class Lowering:
         talls = list(dict.fromkeys(self.here[x] for one in gathers for x in one.reads))
         parts, rows = p.share_rows([part for _, some in sums for part in some], talls)
         self.meetings += 1
+        every, totals = list[Buffer](), list[Buffer]()
         at = 0
         for number, own in sums:
             of_ranks = parts[at : at + len(own)]
             at += len(own)
-            op = self.combine[number]
-            if len(of_ranks[0]) == 1:
-                self.here[number] = own[-1]
-                p.drop(*own[:-1])
-            else:
-                totals = [dataclasses.replace(one, name=p.small(1, 1).name) for one in own]
-                every = [part for of_rank in zip(*of_ranks, strict=True) for part in of_rank]
-                p.call("merge", *every, *totals, op=op, roles="r" * len(every) + "w" * len(totals))
-                p.drop(*every, *totals[:-1])
-                self.here[number] = totals[-1]
+            if p.rows.ranks > 1:
+                every += (part for of_rank in zip(*of_ranks, strict=True) for part in of_rank)
+                totals += (dataclasses.replace(one, name=p.small(1, 1).name) for one in own)
+            self.here[number] = totals[-1] if p.rows.ranks > 1 else own[-1]
             self.exact.add(number)
+        if totals:
+            ops = tuple(self.combine[number] for number, _ in sums)
+            roles = "r" * len(every) + "w" * len(totals)
+            p.call("merge", *every, *totals, ops=ops, ranks=p.rows.ranks, roles=roles)
+        kept = {self.here[number] for number, _ in sums}
+        p.drop(*(x for x in (*every, *totals, *(x for _, own in sums for x in own)) if x not in kept))
         for statement in gathers:
             (source,), (number,) = statement.reads, statement.outputs
             self.moved[number] = self.axes[source]

@@ -31,6 +31,7 @@ _STRIP_BYTES, _STRIP_ROWS = 2**19, 1024
 _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", "min": "minimum", "any": "logical_or",
            "all": "logical_and"}  # fmt: skip
 
+_BLAS_TYPES = {"float32", "float64", "complex64", "complex128"}
 _VIEWS = ("transpose", "index", "reshape", "broadcast")
 
 
@@ -72,20 +73,24 @@ class TracedKernels:
         """Have a condition as a flag on the host."""
         flag[...] = bool(self.blas.host(condition).all())
 
-    def merge(self, *arrays: Any, op: str, roles: str, **_: Any) -> None:
-        """Combine the results of ranks, in their order."""
-        count = roles.count("w")
-        totals = arrays[len(arrays) - count :]
-        if count == 1:
-            # The first two at once.
-            first, second, *others = arrays[:-1]
-            getattr(self.xp, _UFUNCS[op])(first, second, out=totals[0])
-            arrays = (first, *others)
-        else:
-            for total, part in zip(totals, arrays, strict=False):
-                total[...] = part
-        for at in range(count, len(arrays) - (count > 1) * count, count):
-            merge_into(self.xp, op, totals, arrays[at : at + count])
+    def merge(self, *arrays: Any, ops: Sequence[str], ranks: int, **_: Any) -> None:
+        """Combine the results of ranks, in their order; of some sums, one after the other, and then the totals."""
+        self.replay((ops, ranks), arrays, lambda: self._merge(arrays, ops, ranks))
+
+    def _merge(self, arrays: Sequence[Any], ops: Sequence[str], ranks: int) -> None:
+        widths = [1 + op.startswith("arg") for op in ops]
+        given, totals = iter(arrays), iter(arrays[ranks * sum(widths) :])
+        for op, width in zip(ops, widths, strict=True):
+            parts = [[next(given) for _ in range(width)] for _ in range(ranks)]
+            total = [next(totals) for _ in range(width)]
+            if width == 1 and ranks > 1:
+                # The first two at once.
+                getattr(self.xp, _UFUNCS[op])(*parts.pop(0), *parts.pop(0), out=total[0])
+            else:
+                for target, part in zip(total, parts.pop(0), strict=True):
+                    target[...] = part
+            for part in parts:
+                merge_into(self.xp, op, total, part)
 
     def evaluate(self, *arrays: Any, program: Pass, roles: str, **_: Any) -> Any:
         """Take the statements of a pass."""
@@ -132,6 +137,7 @@ class _Compiled:
         # The function for chunks of which those of some values are sparse, and memory for strips of some rows.
         self.functions: dict[frozenset[int], Callable[..., Any]] = {}
         self.parts: dict[int, list[Any]] = {}
+        self.vectors: dict[tuple[int, Any], Any] = {}
 
     # Memory of strips
 
@@ -216,6 +222,7 @@ class _Compiled:
         program, lines = self.program, list[str]()
         self.sparse, self.names = set(sparse), {
             "dense": dense, "merge": functools.partial(merge_into, self.xp), "add": self.xp.add, "xp": self.xp,
+            "ones": self._ones,
         }  # fmt: skip
         for what, some in (("read", self.rows_read), ("given", self.whole_read)):
             lines += [f"({''.join(f'v{x}, ' for x in some)}) = {what}"] if some else []
@@ -234,8 +241,13 @@ class _Compiled:
                 lines.append(self._called(number, select, *statement.inputs, f"totals[{number}][0], first, rows"))
                 continue
             if op == "sum" and self._by_blas(statement):
-                names = [self._name(x) for x in statement.inputs]
-                lines.append(self._blas(statement, *names, f"totals[{number}][0]", "1"))
+                lines.append(self._blas(statement, *map(self._name, statement.inputs), f"totals[{number}][0]", "1"))
+                continue
+            if op == "sum" and self._sums_columns(statement):
+                # CuPy's own sum over the long axis is 30 times as slow (H100, 200,000 x 32: 3.7 ms).
+                product, source = self.kernels.blas.product, self._name(statement.inputs[0])  # type: ignore[attr-defined]
+                total = f"totals[{number}][0]" + "[0]" * bool(statement.options["keepdims"])
+                lines.append(self._called(number, product, f"ones(rows, {source}.dtype)", source, total, "beta=1"))
                 continue
             text = getattr(self, statement.family)(statement)
             if more:
@@ -394,6 +406,22 @@ class _Compiled:
             number, functools.partial(_sparse_product, product_of(spec)), *statement.inputs, dense=False
         )
 
+    def _sums_columns(self, statement: Statement) -> bool:
+        """Whether a statement is the sum of the columns of a matrix on a GPU."""
+        return (
+            statement.family == "reduce"
+            and self.xp is not np
+            and statement.options["axes"] == [0]
+            and all(len(self.kinds[x].shape) == 2 and self.kinds[x].dtype in _BLAS_TYPES for x in statement.reads)
+            and self.sparse.isdisjoint(statement.reads)
+        )
+
+    def _ones(self, rows: int, dtype: Any) -> Any:
+        """Return a vector of ones, which is made once."""
+        if (rows, dtype) not in self.vectors:
+            self.vectors[rows, dtype] = self.xp.ones(rows, dtype)
+        return self.vectors[rows, dtype]
+
     def _by_blas(self, statement: Statement) -> bool:
         """Whether a statement is a product that a GPU's BLAS makes, and may add to another one."""
         kinds = {self.kinds[x].dtype for x in (*statement.reads, *statement.outputs)}
@@ -402,7 +430,7 @@ class _Compiled:
             and self.xp is not np
             and is_product(statement.options["spec"])
             and len(kinds) == 1
-            and kinds <= {"float32", "float64", "complex64", "complex128"}
+            and kinds <= _BLAS_TYPES
             and self.sparse.isdisjoint(statement.reads)
         )
 
