@@ -9,8 +9,10 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,10 +54,17 @@ class TracedKernels:
     xp: Any
     # The constants of the program; what takes a pass, given its name and its arrays.
     constants: Sequence[Any] = ()
+    # The threads that share strips.
+    threads = 1
     replay: Callable[[Any, Sequence[Any], Callable[[], Any]], Any] = staticmethod(lambda key, arrays, take: take())
 
     def __init__(self) -> None:
         self._compiled: dict[int, tuple[Pass, _Compiled]] = {}
+
+    @functools.cached_property
+    def pool(self) -> ThreadPoolExecutor:
+        """The threads that take strips; they end with the run."""
+        return ThreadPoolExecutor(self.threads, thread_name_prefix="distmm-strip")
 
     def constant(self, out: Any, *, number: int) -> None:
         """Write a constant of the program."""
@@ -119,6 +128,19 @@ def merge_into(xp: Any, op: str, totals: Sequence[Any], others: Sequence[Any]) -
     getattr(xp, _UFUNCS[op])(total, other, out=total)
 
 
+class _Strip(NamedTuple):
+    """Some rows of a chunk, with what is taken for them."""
+
+    function: Callable[..., Any]
+    sparse: frozenset[int]
+    chunks: list[tuple[int, Any]]
+    out: list[tuple[Any, int]]
+    # The row of all at which the chunk begins, and the row of the chunk at which this does.
+    first: int
+    start: int
+    size: int
+
+
 class _Compiled:
     """A pass as a function of Python's, which is written out statement by statement, and the memory that it uses again."""
 
@@ -131,12 +153,13 @@ class _Compiled:
         self.strip = self._strip_rows()
         # For each value that has memory of its own in a strip, the number of that memory; its type and shape.
         self.slots: dict[int, int] = {}
-        self.memory: list[Any] = []
+        self.memory: list[tuple[str, tuple[int, ...], Axis]] = []
         if self.in_rows and self.xp is np:
             self._plan_memory()
         # The function for chunks of which those of some values are sparse, and memory for strips of some rows.
         self.functions: dict[frozenset[int], Callable[..., Any]] = {}
-        self.parts: dict[int, list[Any]] = {}
+        self.arrays: dict[int, tuple[int, list[Any]]] = {}
+        self.parts: dict[tuple[int, int], list[Any]] = {}
         self.vectors: dict[tuple[int, Any], Any] = {}
 
     # Memory of strips
@@ -191,8 +214,7 @@ class _Compiled:
                 key = self.kinds[number].dtype, self._rest(number), self.axes[number]
                 if not free.get(key):
                     free.setdefault(key, []).append(len(self.memory))
-                    # NumPy gives memory that costs nothing before it is written to.
-                    self.memory.append((np.empty((self.strip, *key[1]), key[0]), key[2]))
+                    self.memory.append(key)
                 slot = free[key].pop()
                 self.slots[number] = slot
                 taken[number] = slot, key
@@ -207,11 +229,18 @@ class _Compiled:
             or (statement.family == "contract" and is_product(statement.options["spec"]))
         )
 
-    def _memory_of(self, rows: int) -> list[Any]:
-        """Return the memory of a strip of so many rows, in the shapes of values."""
-        if rows not in self.parts:
-            self.parts[rows] = [np.moveaxis(x[:rows], 0, axis) if axis else x[:rows] for x, axis in self.memory]
-        return self.parts[rows]
+    def _memory_of(self, thread: int, rows: int) -> list[Any]:
+        """Return a thread's memory for a strip of so many rows, in the shapes of values."""
+        if (thread, rows) not in self.parts:
+            most, arrays = self.arrays.get(thread, (0, []))
+            if rows > most:
+                arrays = [np.empty((rows, *rest), dtype) for dtype, rest, _ in self.memory]
+                self.arrays[thread] = rows, arrays
+            self.parts[thread, rows] = [
+                np.moveaxis(x[:rows], 0, axis) if axis else x[:rows]
+                for x, (*_, axis) in zip(arrays, self.memory, strict=True)
+            ]
+        return self.parts[thread, rows]
 
     # A strip
 
@@ -316,26 +345,55 @@ class _Compiled:
         if not self.in_rows:
             made = self.function()(0, 0, (), whole, (), totals)
             return tuple(self._stored(number, value) for number, value in zip(program.whole, made, strict=True))
-        for index in range(count):
-            chunks = [(x, pieces[x][index]) for x in self.rows_read]
-            out = [(some[index], axes[number] or 0) for number, some in written.items()]
-            rows = max(
-                (len_(x) for _, x in (*chunks, *enumerate(x for x, _ in out))), default=max(0, program.sizes[index])
-            )
-            sparse = frozenset(x for x, chunk in chunks if sparse_package(chunk))
-            step, function = max(1, rows if sparse else min(rows, self.strip)), self.function(sparse)
-            for start in range(0, rows, step):
-                size = min(rows - start, step)
+        strips = [strip for index in range(count) for strip in self._strips(index, pieces, written)]
+        threads = min(self.kernels.threads, len(strips)) if self.xp is np else 1
+        if threads < 2:
+            self._take(0, strips, whole, totals)
+            return ()
+        groups = [strips[len(strips) * t // threads : len(strips) * (t + 1) // threads] for t in range(threads)]
+        sums = [totals, *(self._empty_sums(totals) for _ in groups[1:])]
+        deque(self.kernels.pool.map(self._take, range(threads), groups, [whole] * threads, sums), 0)
+        # In the order of rows.
+        for number, op in program.sums:
+            for others in sums[1:]:
+                merge_into(np, op, totals[number], others[number])
+        return ()
+
+    def _empty_sums(self, totals: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
+        """Return sums of nothing."""
+        return {
+            number: [
+                np.full(x.shape, value, x.dtype)
+                for x, value in zip(totals[number], (identity(op, totals[number][0].dtype.name), -1), strict=False)
+            ]
+            for number, op in self.program.sums
+        }
+
+    def _strips(
+        self, index: int, pieces: Mapping[int, Sequence[Any]], written: Mapping[int, Sequence[Any]]
+    ) -> Iterator[_Strip]:
+        """Yield the strips of a chunk."""
+        chunks = [(x, pieces[x][index]) for x in self.rows_read]
+        out = [(some[index], self.axes[number] or 0) for number, some in written.items()]
+        lengths = [x.shape[0] for _, x in chunks] + [x.shape[0] for x, _ in out]
+        rows = max(lengths, default=max(0, self.program.sizes[index]))
+        sparse = frozenset(x for x, chunk in chunks if sparse_package(chunk))
+        function, step = self.function(sparse), max(1, rows if sparse else min(rows, self.strip))
+        for start in range(0, rows, step):
+            yield _Strip(function, sparse, chunks, out, self.program.firsts[index], start, min(rows - start, step))
+
+    def _take(self, thread: int, strips: Sequence[_Strip], whole: Sequence[Any], totals: Mapping[int, Any]) -> None:
+        """Take the statements for strips."""
+        with np.errstate(all="ignore"):
+            for function, sparse, chunks, out, first, start, size in strips:
+                rows = slice(start, start + size)
                 parts = [
-                    chunk if x in sparse else natural(chunk[start : start + size], kinds[x], axes[x])
-                    for x, chunk in chunks
+                    chunk if x in sparse else natural(chunk[rows], self.kinds[x], self.axes[x]) for x, chunk in chunks
                 ]
-                memory = self._memory_of(size) if size <= self.strip else [None] * len(self.memory)
-                made = function(program.firsts[index] + start, size, parts, whole, memory, totals)
+                made = function(first + start, size, parts, whole, self._memory_of(thread, size), totals)
                 for (chunk, axis), value in zip(out, made, strict=True):
                     value = self.xp.moveaxis(value, axis, 0) if axis else value
-                    chunk[start : start + size] = value.reshape(size, *chunk.shape[1:])
-        return ()
+                    chunk[rows] = value.reshape(size, *chunk.shape[1:])
 
     def _stored(self, number: int, value: Any) -> Any:
         """Return what all ranks have as the matrix that it is stored in."""
@@ -574,11 +632,6 @@ def _user_rows(
         raise MatrixError(f"the function given to {name} returned arrays of shapes {shapes}; expected {expected}")
     made = tuple(kernels.xp.asarray(x, kind.dtype) for x, kind in zip(results, kinds, strict=True))
     return made if isinstance(found, tuple) else made[0]
-
-
-def len_(x: Any) -> int:
-    """Return the rows of a chunk, which may be sparse."""
-    return int(x.shape[0])
 
 
 def _where(condition: Any, x: Any, y: Any, out: Any) -> Any:

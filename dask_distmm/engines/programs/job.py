@@ -170,7 +170,10 @@ class ProgramJob(Job[Any]):
         self.timings |= {"wait": 0.0} | ({"load": 0.0} if self.plan.problem.by_ranks else {})
         # Infinities and NaN are checked for where they matter.
         threads, reported = self.plan.participants[self.me].nthreads, self.kernels.reported
-        with np.errstate(all="ignore"), self.blas.working(threads), self.exchange:
+        # Of a traced function threads share strips of rows, each with a BLAS of one thread.
+        shared = getattr(self.plan.problem, "builder", "") == "traced" and not self.blas.asynchronous
+        self.kernels.threads = threads if shared else 1
+        with np.errstate(all="ignore"), self.blas.working(1 if shared else threads), self.exchange:
             self.take(self._steps, reported, 1 - reported)
             moves = self._begin_results() if self._gathers else []
             self._synchronize()
