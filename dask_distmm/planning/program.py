@@ -28,7 +28,9 @@ from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows
 from dask_distmm.programs.steps import PART, Step
+from dask_distmm.tracing.form import program_of
 from dask_distmm.tracing.lower import traced
+from dask_distmm.tracing.place import Placements, Row, described
 
 T = TypeVar("T")
 # What makes the steps of a program, by its name.
@@ -96,6 +98,18 @@ class ProgramProblem(Computation):
 
     def _recorded(self, arguments: tuple[Any, ...], rank: int) -> tuple[Step, ...]:
         return record(_BUILDERS[self.builder], *arguments[1:], me=rank)
+
+    @property
+    def statements(self) -> list[Row]:
+        """The statements of a traced function."""
+        text = self.options_of_builder.get("program")
+        if text is None:
+            return []
+        program = program_of(text)
+        placements, names = Placements(program), self.options_of_builder["names"]
+        wanted = {one.name for one in self.wanted}
+        placements.improve([name in wanted for name in names])
+        return list(described(placements, program.lines))
 
     @property
     def replicated(self) -> Collection[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dask.utils import format_bytes, format_time
 
@@ -325,7 +325,21 @@ def program_text(plan: ProgramPlacement) -> str:
         ("memory", _memory(plan)),
         ("time", _time(plan.estimate, "computing", "waiting for others")),
         ("steps", "\n".join(steps)),
+        ("source", "\n".join(_statements(problem))),
     )
+
+
+def _statements(problem: ProgramProblem) -> Iterator[str]:
+    """Yield the statements of a traced function, below the lines of its source."""
+    before = ""
+    for row in problem.statements:
+        indent = "  " * row.depth
+        if row.line != before:
+            place, _, text = row.line.rpartition(": ") if ": " in row.line else (row.line, "", "")
+            yield f"{indent}{text}    # {place.rpartition('/')[2]}"
+        before = row.line
+        moved = f", {format_bytes(row.moved)} of each other rank" if row.moved else ""
+        yield f"{indent}  {row.what:24}{row.kind:28}{row.where}{moved}".rstrip()
 
 
 # Parts that several have

@@ -1242,7 +1242,7 @@ def matmul(a: Any, b: Any, **_: Any) -> TracedArray:
     a, b = as_traced(a), as_traced(b)
     if not a.ndim or not b.ndim:
         raise TracingError("matmul of a number: use *")
-    batch = max(a.ndim, b.ndim) - 2
+    batch = max(0, a.ndim - 2, b.ndim - 2)
     if batch > 0 and a.ndim != b.ndim and min(a.ndim, b.ndim) > 1:
         a, b = (x[(None,) * (batch + 2 - x.ndim)] for x in (a, b))
     if batch > 0 and min(a.ndim, b.ndim) > 1 and a.shape[:-2] != b.shape[:-2]:
@@ -1251,7 +1251,7 @@ def matmul(a: Any, b: Any, **_: Any) -> TracedArray:
     first = "" if a.ndim == 1 else _BATCH[: a.ndim - 2] + _FREE
     second = "" if b.ndim == 1 else _BATCH[: b.ndim - 2]
     last = "" if b.ndim == 1 else _OTHER
-    out = _BATCH[: max(a.ndim, b.ndim) - 2] + (_FREE if first else "") + last
+    out = _BATCH[:batch] + (_FREE if first else "") + last
     return contracted(f"{first}{_SUMMED},{second}{_SUMMED}{last}->{out}", a, b)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dask_distmm.tracing.form import Block, Kind, Literal, Program, Ref, Statement, letters_of
@@ -386,6 +386,46 @@ class Placements:
             return True
         read = [self.kinds[ref].nbytes for ref in fixed[number].reads if self.axes[ref] is not None]
         return self.kinds[number].size <= _NARROW * self.rows and fixed[number].family != "local" and bool(read)
+
+
+class Row(NamedTuple):
+    """A statement as people read it."""
+
+    # How many loops and branches it is in.
+    depth: int
+    # The line of the user's source; what is done; where the result is; its type and shape; bytes that travel.
+    line: str
+    what: str
+    where: str
+    kind: str
+    moved: int
+
+
+def described(placements: Placements, lines: Sequence[str]) -> Iterator[Row]:
+    """Yield the statements in their order: where values are, and the bytes that each rank gets from others."""
+    yield from _rows(placements, placements.block, lines, 0)
+
+
+def _rows(placements: Placements, block: Block, lines: Sequence[str], depth: int) -> Iterator[Row]:
+    for statement in block.statements:
+        line = lines[statement.line] if 0 <= statement.line < len(lines) else ""
+        if statement.blocks:
+            count = statement.options.get("count")
+            name = "cond" if statement.family == "cond" else "while_loop" if count is None else f"fori_loop, {count} turns"
+            yield Row(depth, line, name, "", "", 0)
+            for inner in statement.blocks:
+                yield from _rows(placements, inner, lines, depth + 1)
+            continue
+        for number in statement.outputs:
+            kind, axis = placements.kinds[number], placements.axes[number]
+            options = statement.options
+            what = str(options.get("f", options.get("spec", statement.family)))
+            travels = number in placements.combine or statement.family == "gather"
+            where = "all" if axis is None else "rows" if axis == 0 else f"rows, axis {axis}"
+            if travels:
+                where = f"all, {placements.combine.get(number, 'gathered')} over ranks"
+            shape = " x ".join(map(str, kind.shape)) or "number"
+            yield Row(depth, line, what, where, f"{kind.dtype} {shape}", kind.nbytes if travels else 0)
 
 
 # Values in rows with up to this many columns are kept over the turns of a loop.
