@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dask.array as da
 import numpy as np
 
 from dask_distmm import cond, fori_loop, logsumexp, segment_sum, while_loop
@@ -71,6 +72,8 @@ class Program:
                 continue
             self.steps.append(step)
             values.append(made)
+        # Whether single precision is somewhere in it.
+        self.rough = any(x.dtype.name in ("float32", "complex64") for x in values)
         self.wanted = sorted({len(values) - 1, *rng.choice(len(values), 3).tolist()})
 
     def __call__(self, *arrays):
@@ -85,7 +88,10 @@ class Program:
             found = [i for i, x in enumerate(values) if fits(x)]
             return None if not found else found[int(rng.integers(max(0, len(found) - 6), len(found)))]
 
-        kind = rng.choice(["unary", "binary", "reduce", "product", "shape", "other", "loop"], p=[0.2, 0.25, 0.15, 0.15, 0.1, 0.1, 0.05])
+        kind = rng.choice(
+            ["unary", "binary", "reduce", "product", "shape", "other", "loop"],
+            p=[0.2, 0.25, 0.15, 0.15, 0.1, 0.1, 0.05],
+        )
         i = pick()
         if kind == "unary":
             f = UNARY[rng.integers(len(UNARY))]
@@ -163,8 +169,50 @@ class Program:
             turns = int(rng.integers(0, 4))
             return lambda v: fori_loop(0, turns, lambda t, s: same(s, v[: len(values)]) + t * 0.01, v[x])
         if which == 1:
-            end = lambda v: while_loop(  # noqa: E731
-                lambda s: s[1] < 2.5, lambda s: (same(s[0], v[: len(values)]), s[1] + 1 + 0 * abs(s[0]).sum()), (v[x], 0.0)
+            end = (
+                lambda v: while_loop(  # noqa: E731
+                    lambda s: s[1] < 2.5,
+                    lambda s: (same(s[0], v[: len(values)]), s[1] + 1 + 0 * abs(s[0]).sum()),
+                    (v[x], 0.0),
+                )
             )
             return lambda v: end(v)[0]
         return lambda v: cond(abs(v[x]).sum() > 3.3, lambda s: same(s, v), lambda s: s * 0.5, v[x])
+
+
+def inputs(rng):
+    """Return random arrays, and Dask arrays of those that are in rows."""
+    m, n, k = (int(x) for x in rng.integers(1, (30, 6, 4)))
+    arrays = [
+        rng.standard_normal((m, n)),
+        rng.standard_normal(m),
+        rng.integers(-2, 3, (m,)),
+        rng.standard_normal((n, k)),
+    ]
+    if rng.integers(2):
+        arrays.append(rng.standard_normal((m, m)))
+    cuts = np.sort(rng.integers(0, m + 1, int(rng.integers(0, 5))))
+    chunks = tuple(int(x) for x in np.diff([0, *cuts, m]))
+    return arrays, [
+        da.from_array(x, chunks=(chunks, *x.shape[1:])) if len(x) == m and i != 3 else x for i, x in enumerate(arrays)
+    ]
+
+
+def assert_close(found, expected, *, rough=False):
+    """Compare results, with their shapes and types."""
+    expected = np.asarray(expected)
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    rtol, atol = (2e-4, 1e-5) if rough else (1e-7, 1e-9)
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol)
+
+
+def check_program(seed, ranks, compute):
+    rng = np.random.default_rng(seed)
+    arrays, lazy = inputs(rng)
+    with np.errstate(all="ignore"):
+        program = Program(rng, int(rng.integers(1, 14)), arrays)
+        expected = program(*arrays)
+    found = compute(program, lazy, ranks)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, rough=program.rough)

@@ -377,7 +377,7 @@ CONTRACTS: dict[str, Contract] = {
     "apply": Contract("rw", _none),
     "add_applied": Contract("ru", _none),
     "call_back": Contract("r", _none),
-    "assemble": Contract("wr", _none),
+    "assemble": Contract("wr", _none, exact=True),
     "total": Contract("wr", _none, exact=True),
     "dots": Contract("wr", lambda out, *x: sum(2 * one[0] * one[1] for one in x[::2])),
     "axpy": Contract("rru", lambda s, x, y: 2 * x[0] * x[1]),

@@ -95,8 +95,11 @@ def traced(
         lowering.begin(number, operands[source] if isinstance(source, str) else source)
     lowering.take(placements.block.statements, {x for x in placements.block.outputs if isinstance(x, int)})
     kept = [name for name in names if name in wanted]
+    taken = set(found.block.inputs)
     for name, ref in zip(kept, placements.block.outputs, strict=True):
-        p.store(name, lowering.copied(ref))
+        # What is nobody else's is handed over as it is.
+        p.store(name, lowering.copied(ref) if ref in taken else lowering.here[ref])  # type: ignore[index]
+        taken.add(ref)  # type: ignore[arg-type]
 
 
 class Lowering:
@@ -124,7 +127,7 @@ class Lowering:
             self.p.call("constant", buffer, number=source)
             self.here[number] = buffer
         elif source.whole:
-            (self.here[number],) = self.p.whole_operand(source, stored_shape(kind, None))
+            self.here[number] = self.p.whole_operand(source, stored_shape(kind, None))
         else:
             self.here[number] = source
         if self.axes[number] is None:

@@ -558,16 +558,7 @@ class _Compiled:
 
     def whole(self, statement: Statement) -> str:
         """Functions of matrices; what CuPy lacks is done by the host."""
-        xp, name, host = self.xp, statement.options["f"], self.kernels.blas.host
-        try:
-            function = functools.partial(function_of(xp, name), **statement.options["how"])
-        except AttributeError:
-            own = functools.partial(function_of(np, name), **statement.options["how"])
-
-            def function(*given: Any) -> Any:
-                found = own(*map(host, given))
-                return tuple(map(xp.asarray, found)) if isinstance(found, tuple) else xp.asarray(found)
-
+        function = functools.partial(_whole, self.xp, self.kernels.blas.host, statement.options)
         return self._called(statement.outputs[0], function, *statement.inputs)
 
     def random(self, statement: Statement) -> str:
@@ -613,6 +604,20 @@ class _Compiled:
         """A rank's own rows of what all ranks have."""
         (source,) = statement.inputs
         return f"v{source}[{':, ' * statement.options['axis']}first:first + rows]"
+
+
+def _whole(xp: Any, host: Callable[[Any], Any], options: Mapping[str, Any], *given: Any) -> Any:
+    """Call a function of NumPy's, with NumPy's arrays where CuPy has none of this name."""
+    name, how = options["f"], options["how"]
+    try:
+        function = function_of(xp, name)
+    except AttributeError:
+        found = function_of(np, name)(*map(host, given), **how)
+        return tuple(map(xp.asarray, found)) if isinstance(found, tuple) else xp.asarray(found)
+    try:
+        return function(*given, **how)
+    except np.linalg.LinAlgError as error:
+        raise MatrixError(f"{name.removeprefix('linalg.')} of a matrix of shape {given[0].shape}: {error}") from error
 
 
 def _user_rows(

@@ -1,0 +1,177 @@
+"""Traced functions on worker processes: one run each, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import collections
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import scipy.sparse
+from distributed import wait
+from faults import inject
+from matrices import until
+from run_events import events_after, newest_run, runs_after
+from traced_cases import CASES, arguments, assert_equal, operands
+from traced_programs import assert_close, check_program
+
+import dask_distmm
+from dask_distmm import fori_loop, while_loop
+from dask_distmm import random as draws
+from dask_distmm.errors import MatrixError
+from dask_distmm.planning import program
+from dask_distmm.tracing.control import flattened
+
+
+@pytest.fixture(autouse=True)
+def on_all_workers(monkeypatch):
+    """Leave rows where they are: by themselves arrays of this size go to one worker."""
+    monkeypatch.setattr(program, "_WORTH_MOVING", np.inf)
+
+
+@dask_distmm.jit(static_argnames="turns")
+def nmf(X, W, H, *, turns=30):
+    def turn(i, state):
+        W, H = state
+        H = H * (W.T @ X) / (W.T @ W @ H + 1e-9)
+        W = W * (X @ H.T) / (W @ (H @ H.T) + 1e-9)
+        return W, H
+
+    return fori_loop(0, turns, turn, (W, H))
+
+
+def data(m=600, n=20, k=4, chunks=6):
+    rng = np.random.default_rng()
+    arrays = [rng.random((m, n)), rng.random((m, k)), rng.random((k, n))]
+    return arrays, [*(da.from_array(x, chunks=(m // chunks, -1)).persist() for x in arrays[:2]), arrays[2]]
+
+
+def test_one_run(client):
+    arrays, lazy = data()
+    moment = newest_run(client)
+    found = dask.compute(*nmf(*lazy))
+    for one, other in zip(found, nmf(*arrays), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+    assert runs_after(client, moment) == 1
+    # Another result of the same function on the same arrays has the same name.
+    assert nmf(*lazy)[0].name == nmf(*lazy)[0].name
+    # Results are operands of what comes next.
+    w, h = nmf(*lazy, turns=10)
+    again = dask.compute(*nmf(lazy[0], w, h, turns=20))
+    for one, other in zip(again, found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(client, name):
+    function = CASES[name]
+    arrays, lazy = operands(np.random.default_rng())
+    with np.errstate(all="ignore"):
+        expected, _ = flattened(function(*arguments(function, arrays)))
+    found, _ = flattened(dask_distmm.jit(function)(*arguments(function, lazy)))
+    for one, other in zip(dask.compute(*found), expected, strict=True):
+        assert_equal(np.asarray(one), other)
+
+
+@pytest.mark.parametrize("number", range(30))
+def test_random_programs(client, number):
+    def compute(function, lazy, ranks):
+        return dask.compute(*dask_distmm.jit(lambda *x: function(*x))(*lazy))
+
+    check_program(int(np.random.default_rng().integers(2**40)), 0, compute)
+
+
+def test_without_a_cluster():
+    arrays, lazy = data()
+    for scheduler in ("threads", "sync"):
+        found = dask.compute(*nmf(*lazy), scheduler=scheduler)
+        for one, other in zip(found, nmf(*arrays), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+def test_what_is_wanted_is_computed(client):
+    (x, *_), (lazy, *_) = data()
+    calls = dask_distmm.jit(lambda a: (a.sum(0), dask_distmm.map_rows(lambda rows: 1 / 0, a, meta=np.ones((1, 1)))))
+    total, failing = calls(lazy)
+    np.testing.assert_allclose(total.compute(), x.sum(0))
+    with pytest.raises(ZeroDivisionError):
+        failing.compute()
+
+
+def test_sparse_rows(client):
+    rng = np.random.default_rng()
+    x = scipy.sparse.random(600, 40, 0.1, format="csr", random_state=rng)
+    w, h = rng.random((600, 3)), rng.random((3, 40))
+    chunks = da.from_array(np.arange(600), chunks=100)
+    meta = scipy.sparse.csr_matrix((0, 40))
+    rows = chunks.map_blocks(lambda i: x[i], dtype=float, chunks=((100,) * 6, (40,)), new_axis=1, meta=meta)
+    found = dask.compute(*nmf(rows, da.from_array(w, chunks=(100, 3)), h))
+    for one, other in zip(found, nmf(x.toarray(), w, h), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-8)
+
+
+def test_types(client):
+    x = np.random.default_rng().integers(0, 9, (60, 4))
+    for dtype in ("int8", "uint16", "int32", "bool", "float16", "float32"):
+        given = x.astype(dtype)
+        function = dask_distmm.jit(lambda a: (a.sum(0), a * 2, (a * 0.5).sum(), abs(a).max(), a.astype("f8").T @ a))
+        lazy = da.from_array(given, chunks=(20, 4))
+        for one, other in zip(dask.compute(*function(lazy)), function(given), strict=True):
+            other = np.asarray(other)
+            assert one.dtype == other.dtype, dtype
+            np.testing.assert_allclose(one, other, rtol=2e-3 if dtype == "float16" else 1e-5)
+
+
+def test_random_numbers_do_not_depend_on_chunks(client):
+    function = dask_distmm.jit(lambda x: x + draws.normal(draws.key(3), x.shape))
+    zeros = np.zeros((50, 3))
+    for chunks in (7, 50, 23):
+        np.testing.assert_array_equal(function(da.from_array(zeros, chunks=(chunks, 3))).compute(), function(zeros))
+
+
+def test_a_function_that_fails(client):
+    def broken(rows):
+        raise KeyError("mine")
+
+    lazy = da.ones((40, 2), chunks=(10, 2))
+    with pytest.raises(KeyError, match="mine"):
+        dask_distmm.jit(lambda x: dask_distmm.map_rows(broken, x, meta=np.ones((1, 2))))(lazy).compute()
+    with pytest.raises(MatrixError, match="inv of a matrix of shape"):
+        dask_distmm.jit(lambda x: np.linalg.inv(x.T @ x))(lazy).compute()
+
+
+def test_a_lost_worker(fault_client):
+    arrays, lazy = data(m=1200)
+    wait(lazy[:2])
+    holders = collections.Counter(who for places in fault_client.who_has(lazy[0]).values() for who in places)
+    address = holders.most_common(1)[0][0]
+    fault_client.run(inject, "program", "kill", skip=int(np.random.default_rng().integers(60, 400)), workers=[address])
+    moment = newest_run(fault_client)
+    found = [one.result(timeout=60) for one in fault_client.compute(list(nmf(*lazy)))]
+    for one, other in zip(found, nmf(*arrays), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+    assert events_after(fault_client, moment, "restart")
+
+
+def test_cancelled(client):
+    lazy = da.ones((4000, 8), chunks=(500, 8)).persist()
+    endless = dask_distmm.jit(
+        lambda x: while_loop(lambda s: s[1] > -1, lambda s: (s[0] * 0.999 + 0.001, s[1] + x[0, 0]), (x, 0.0))[1]
+    )
+    moment = newest_run(client)
+    future = client.compute(endless(lazy))
+    until(lambda: events_after(client, moment, "start"))
+    future.cancel()
+    until(lambda: events_after(client, moment, "released"))
+    # The workers are free for the next run.
+    assert not events_after(client, moment)
+    assert_close(dask_distmm.jit(lambda x: x.sum())(lazy).compute(), np.float64(32000))
+
+
+def test_two_at_once(client):
+    arrays, lazy = data()
+    both = [*nmf(*lazy, turns=20), *nmf(*lazy, turns=25)]
+    found = [future.result() for future in client.compute(both)]
+    for one, other in zip(found, [*nmf(*arrays, turns=20), *nmf(*arrays, turns=25)], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
