@@ -128,7 +128,8 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
     quantization_scales : mapping, optional
         For FP8 only, and needed there: ``"a"``, ``"b"``, ``"d"`` for an FP8 D, and ``"c"`` for a C that is quantized
         too: numbers, or 0-d arrays, which stay lazy if they are Dask's. A matrix stands for its numbers times its
-        scale; D is stored as ``saturate(scale_d * F(...))``. See docs/precision.md.
+        scale; D is stored as ``saturate(scale_d * F(...))``. See
+        https://dask-distmm.readthedocs.io/en/latest/precision.html.
     compute_type : str, optional
         ``"fp32"``, ``"tf32"`` or ``"bf16x9"`` for float32 and complex64, ``"fp64"`` or ``"fp64_emulated"`` for
         float64 and complex128. By default the config ``distmm.compute-type`` where it fits, else true float32 and

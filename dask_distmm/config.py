@@ -18,7 +18,7 @@ import dask.config
 import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
-from dask_distmm.errors import PlanError, unknown_name
+from dask_distmm.errors import PlanError, page, unknown_name
 
 # The loader in C takes a tenth of the time.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -237,7 +237,7 @@ def _check_keys(found: Any, known: Mapping[str, Any], path: str) -> None:
         if key not in known and name not in known:
             if path == "distmm.machine":
                 continue
-            raise PlanError(unknown_name(f"key of the config {path}:", key, known, "docs/configuration.md"))
+            raise PlanError(unknown_name(f"key of the config {path}:", key, known, page("configuration")))
         inner = known.get(key, known.get(name))
         if isinstance(inner, Mapping) and name not in _FREE:
             _check_keys(value, inner, f"{path}.{name}")

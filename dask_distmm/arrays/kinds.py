@@ -31,7 +31,7 @@ from dask.highlevelgraph import HighLevelGraph
 from distributed import get_worker
 
 from dask_distmm.comms.serializers import register_serializers
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, page
 from dask_distmm.numeric.sparse import compressed, sparse_package
 from dask_distmm.numeric.types import FP8, dtype_from_name
 from dask_distmm.runtime.chunks import array_kind
@@ -68,7 +68,7 @@ def _of_tensor(x: Any) -> Any:
     if x.requires_grad:
         raise PlanError(
             "the operand is a tensor that requires grad, and nothing here is recorded for autograd: pass x.detach(), "
-            "or write a torch.autograd.Function as in docs/examples/linear_layer.py"
+            f"or write a torch.autograd.Function as {page('examples')} has one"
         )
     if x.layout != sys.modules["torch"].strided or x.device.type not in ("cpu", "cuda"):
         raise PlanError(
@@ -271,7 +271,7 @@ def _has_compat() -> bool:
 
 
 def any_kind(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function that takes plain arrays take and return those of other kinds."""
+    """Return a function of plain arrays that takes and returns arrays of other kinds too."""
 
     @functools.wraps(function)
     def adapted(*args: Any, **kwargs: Any) -> Any:

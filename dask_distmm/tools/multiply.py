@@ -347,7 +347,7 @@ def _to_zarr(path: Path, place: Place, array: da.Array) -> Any:
 
 
 def _by_workers(client: Client, stored: Any) -> None:
-    """Have the workers write; after an error or Ctrl-C wait for the tasks that write, whose files are removed then."""
+    """Write from the workers; after an error or Ctrl-C wait for the tasks that write, whose files are then removed."""
     with undisturbed():
         done = client.compute(stored)
     try:

@@ -191,7 +191,7 @@ def _covariances(make: Callable[[], Any], m: Any, y: Any, rowvar: Any, ddof: int
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function leave arguments that it does not have to Dask's own, whose error names that one."""
+    """Return a function that leaves calls with unknown arguments to Dask's own, whose error names the argument."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)

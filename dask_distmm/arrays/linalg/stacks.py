@@ -237,7 +237,7 @@ def public(options: type | None, cost: Cost = PANELS) -> Callable[[Callable[P, T
 
 
 def _of_stacks(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function of matrices take stacks of them, if it is in the table."""
+    """Return a function of matrices that takes stacks of them too, if it is in the table."""
     if (rule := RULES.get(function.__name__)) is None:
         return function
     signature, known = inspect.signature(function), inspect.signature(rule).parameters
