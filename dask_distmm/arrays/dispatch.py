@@ -66,6 +66,7 @@ from dask_distmm.arrays.fallback import (
     multiply_sparse,
     or_dask,
     sparse_in_einsum,
+    stock_matmul,
     takes_sparse,
     why_not,
 )
@@ -472,6 +473,8 @@ def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
         second = "".join(first[left[right.index(i)]] if i in right else next(rest) for i in range(ndims[1]))
         out = "".join(x for x in first + second if (x in first) != (x in second))
         result = contract(a, first, b, second, out, _product)
+        if result is NotImplemented:
+            _check_lengths((first, second), (a, b), lambda: dask_tensordot(a, b, axes=found))
     if result is NotImplemented and isinstance(axes, Iterable) and any(np.min(x, initial=0) < 0 for x in axes):
         return dask_tensordot(a, b, axes=found)
     return result
@@ -481,7 +484,36 @@ def _einsum(*args: Any, **kwargs: Any) -> Any:
     """Take contractions that are products, of two operands or of more, one after the other."""
     # How Dask would go about it says nothing of ours.
     asked = None if set(kwargs) - {"optimize", "split_every"} else parsed(args)
-    return NotImplemented if asked is None or sparse_in_einsum(*asked[1]) else einsum(*asked, _product)
+    if asked is None or sparse_in_einsum(*asked[1]):
+        return NotImplemented
+    spec, arrays = asked
+    _check_lengths(spec.split("->")[0].split(","), arrays, lambda: dask_einsum(spec, *arrays))
+    return einsum(spec, arrays, _product)
+
+
+def _check_lengths(terms: Sequence[str], arrays: Sequence[Array], own: Callable[[], Any]) -> None:
+    """Refuse axes of one letter that have several lengths, where Dask's own function refuses them, too."""
+    seen: dict[str, tuple[int, int]] = {}
+    for at, (letters, x) in enumerate(zip(terms, arrays, strict=True)):
+        for axis, letter in enumerate(letters):
+            before, place = seen.setdefault(letter, (at, axis))
+            if x.shape[axis] != arrays[before].shape[place] and not np.isnan([*x.shape, *arrays[before].shape]).any():
+                error = PlanError(
+                    f"shapes {arrays[before].shape} and {x.shape} don't match: axis {place} of operand {before} and "
+                    f"axis {axis} of operand {at} must be equal"
+                )
+                return _refuse(error, own)
+    return None
+
+
+def _refuse(error: PlanError, own: Callable[[], Any]) -> None:
+    """Raise an error in place of that of Dask's own function, which says more of chunks; none if it has a result."""
+    try:
+        if not planning():
+            return own()
+    except ValueError:
+        pass
+    raise error from None
 
 
 def _chunks_of_stack(a: Array, b: Array) -> tuple[tuple[int, ...], ...]:
@@ -502,14 +534,15 @@ def _product(a: Any, b: Any) -> Any:
     # Planned arrays have no product that this could be left to.
     if planning():
         return multiply(parse(a, b))
-    if is_sparse(a) or is_sparse(b):
-        return multiply_sparse(a, b) if takes_sparse(a, b) else NotImplemented
-    if why_not(a, b, most=max(a.ndim, b.ndim)) is not None:
-        return NotImplemented
+    if (is_sparse(a) or is_sparse(b)) and takes_sparse(a, b):
+        return multiply_sparse(a, b)
     try:
         check_shapes(a, b)
-    except PlanError:
-        # Dask has an error to raise.
+    except PlanError as error:
+        # Dask takes some types and sizes that are not for runs, and a length of 1 for any.
+        _refuse(error, lambda: stock_matmul(a, b))
+        return NotImplemented
+    if is_sparse(a) or is_sparse(b) or why_not(a, b, most=max(a.ndim, b.ndim)) is not None:
         return NotImplemented
 
     def make() -> Any:

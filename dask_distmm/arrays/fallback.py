@@ -98,14 +98,14 @@ def _cut(a: Array, b: Array) -> tuple[Array, Array]:
 # Dask's own functions, whatever is installed under their names later
 
 
-_stock_matmul: Callable[..., Any] = dask.array.routines.matmul
+stock_matmul: Callable[..., Any] = dask.array.routines.matmul
 dask_tensordot: Callable[..., Any] = dask.array.routines.tensordot
 dask_rechunk: Callable[..., Any] = rechunk
 
 
 def dask_matmul(a: da.Array, b: da.Array) -> da.Array:
     """Multiply by tasks: by Dask's own function, which has no product of sparse chunks."""
-    found: da.Array = multiply_sparse(a, b) if is_sparse(a) or is_sparse(b) else _stock_matmul(a, b)
+    found: da.Array = multiply_sparse(a, b) if is_sparse(a) or is_sparse(b) else stock_matmul(a, b)
     return found
 
 
