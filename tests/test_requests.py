@@ -175,5 +175,5 @@ def test_data_frames_are_named() -> None:
     class DataFrame:
         columns = dtypes = shape = ndim = None
 
-    with pytest.raises(PlanError, match=r"the second operand is a DataFrame; .*to_dask_array\(lengths=True\)"):
+    with pytest.raises(PlanError, match=r"the second operand is a DataFrame; .*to_numpy\(\)"):
         matmul(ones(2, 2), DataFrame())

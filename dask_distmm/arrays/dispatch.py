@@ -502,15 +502,16 @@ def _check_lengths(terms: Sequence[str], arrays: Sequence[Array], own: Callable[
                     f"shapes {arrays[before].shape} and {x.shape} don't match: axis {place} of operand {before} and "
                     f"axis {axis} of operand {at} must be equal"
                 )
-                return _refuse(error, own)
-    return None
+                _refuse(error, own)
+                return
 
 
 def _refuse(error: PlanError, own: Callable[[], Any]) -> None:
     """Raise an error in place of that of Dask's own function, which says more of chunks; none if it has a result."""
     try:
         if not planning():
-            return own()
+            own()
+            return
     except ValueError:
         pass
     raise error from None

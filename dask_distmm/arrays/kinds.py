@@ -26,9 +26,11 @@ import dask.array as da
 import dask.array.routines
 import numpy as np
 from dask.array.core import Array
+from dask.base import is_dask_collection
 from dask.core import flatten
+from dask.delayed import Delayed
 from dask.highlevelgraph import HighLevelGraph
-from distributed import get_worker
+from distributed import Future, get_worker
 
 from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.errors import PlanError, page
@@ -205,9 +207,31 @@ def as_array(x: Any) -> Array:
     return dask.array.core.asanyarray(plain(x))
 
 
+def check_operand(name: str, x: Any) -> None:
+    """Refuse what is not an array, and what NumPy takes for an array of one object."""
+    each, remedy = x[0] if type(x) in (list, tuple) and x else x, ""
+    if isinstance(each, Future):
+        remedy = ": pass the Dask array that it is computed from, or dask.array.from_delayed(future, shape, dtype)"
+    elif isinstance(each, Delayed):
+        remedy = ": pass dask.array.from_delayed(x, shape, dtype) with the shape and the type of its value"
+    elif is_dask_collection(x) and hasattr(x, "to_dask_array"):
+        remedy = ": pass x.to_dask_array(lengths=True)"
+    elif (
+        isinstance(x, str | bytes | list | tuple)
+        or hasattr(x, "shape")
+        or (made := np.asanyarray(x)).shape
+        or made.dtype != object
+    ):
+        return
+    several = "" if each is x else f"{type(x).__name__} of "
+    found = "None" if x is None else f"a {several}{type(each).__name__}"
+    raise PlanError(f"{name} is {found}; expected an array{remedy}")
+
+
 def ndim_of(x: Any) -> int:
     """Return the number of dimensions, as ``np.ndim``, which Dask does not answer where arrays are planned."""
-    return int(x.ndim) if isinstance(x, Array) else np.ndim(x)
+    found: Any = x.ndim if isinstance(x, Array) else np.ndim(x)
+    return int(found) if isinstance(found, int) else 0  # A Delayed has any attribute, as one more Delayed.
 
 
 def like(kind: str, x: Any) -> Any:
@@ -234,7 +258,7 @@ def reducible(x: Array) -> Any:
 def _each(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _each(function, x) for key, x in value.items()}
-    if hasattr(value, "_fields"):
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_each(function, x) for x in value))
     return tuple(_each(function, x) for x in value) if type(value) is tuple else function(value)
 

@@ -616,8 +616,8 @@ def check_shapes(a: da.Array, b: da.Array) -> None:
     if a.shape[-1] != (b.shape[-2] if b.ndim > 1 else b.shape[0]):
         raise PlanError(
             f"shapes {a.shape} and {b.shape} don't match: the last axis of the first and "
-            f"{'the last but one' if b.ndim > 1 else 'the only'} axis of the second must be equal; transpose one, for "
-            "example A.T, if that is meant"
+            f"{'the last but one' if b.ndim > 1 else 'the only'} axis of the second must be equal; transpose one, as "
+            "A.T and op_a='T' do, if that is meant"
         )
     try:
         np.broadcast_shapes(a.shape[:-2], b.shape[:-2])

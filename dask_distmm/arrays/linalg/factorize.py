@@ -15,7 +15,7 @@ from dask.base import is_dask_collection, tokenize
 from dask.core import toposort
 from dask.highlevelgraph import MaterializedLayer
 
-from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.kinds import as_array, check_operand
 from dask_distmm.arrays.linalg.public import FactorOptions, ProductOptions, RunOptions, SolveOptions
 from dask_distmm.arrays.outputs import run_output
 from dask_distmm.arrays.product import multiply
@@ -47,14 +47,17 @@ _TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F
 
 def operand(name: str, x: Any, *, sparse: bool = False) -> Array:
     """Return an operand as an array of numbers; its chunks may be sparse only if that is said."""
+    check_operand(name, x)
     if hasattr(x, "to_numpy") and not is_dask_collection(x):
         x = x.to_numpy()  # of pandas and the like
     try:
         array = as_array(x)
     except (TypeError, ValueError) as error:
         raise PlanError(f"{name} is a {type(x).__name__} of which no array can be made: {error}") from error
-    if array.dtype.kind not in "biufcV":
-        raise PlanError(f"{name} is {array.dtype}; expected float32, float64, complex64 or complex128: convert it")
+    if array.dtype.kind not in "biufcV" or array.dtype.type is np.void:
+        found = f"{name} is {array.dtype}; expected float32, float64, complex64 or complex128"
+        fields = array.dtype.names
+        raise PlanError(f"{found}: {f'pass one field, {name}[{fields[0]!r}]' if fields else 'convert it by astype'}")
     if sparse_package(array._meta):
         if not sparse:
             raise PlanError(
@@ -89,7 +92,10 @@ def matrix(
         array = array[:, None]
     if array.ndim != 2:
         expected = "1-D or 2-D" if vector else "2-D"
-        raise PlanError(f"{name} must be {expected}, got {array.ndim}-D: loop over the matrices of a stack")
+        remedy = ": loop over the matrices of a stack" if array.ndim > 2 else ""
+        if array.ndim == 1:
+            remedy = f": pass {name}[:, None] for a column, {name}[None, :] for a row"
+        raise PlanError(f"{name} must be {expected}, got {array.ndim}-D{remedy}")
     if any(np.isnan(size) for size in itertools.chain(*array.chunks[unknown_rows:])):
         raise PlanError(f"{name} has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first")
     if sparse_package(array._meta) and (array.shape[1] == 0 or array.shape[0] < array.shape[1]):
