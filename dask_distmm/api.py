@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
 import dask.array as da
 
@@ -27,8 +27,10 @@ from dask_distmm.typing import (
     MatmulOptions,
     Method,
     NoOther,
-    Nothing,
+    NoSuchOption,
+    OneArgumentFewer,
     Op,
+    TwoOperands,
     WithAux,
 )
 
@@ -67,7 +69,7 @@ def matmul(
 
 @overload
 def matmul(
-    a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, *more: Nothing[Literal["one argument fewer"]],
+    a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, *more: OneArgumentFewer[Never],
     alpha: complex | NoOther = 1.0, beta: complex | NoOther | None = None, op_a: Op | NoOther = "N",
     op_b: Op | NoOther = "N", epilog: AnyEpilog | EpilogFunction | NoOther | None = None,
     epilog_inputs: Mapping[str, ArrayLike] | NoOther | None = None, bias_axis: Literal[-1, 0] | NoOther = -1,
@@ -79,12 +81,12 @@ def matmul(
     distributions: Sequence[Distribution | None] | NoOther | None = None,
     logger: logging.Logger | NoOther | None = None, batch: Batch | NoOther | None = None,
     gathered: Literal["a", "b"] | NoOther | None = None,
-    **wrong: Nothing[Literal["no such option"]],
+    **wrong: NoSuchOption[Never],
 ) -> da.Array: ...  # fmt: skip
 
 
 @overload
-def matmul(a: Nothing[Literal["two operands"]], **options: Any) -> da.Array: ...
+def matmul(a: TwoOperands[Never], **options: Any) -> da.Array: ...
 
 
 @any_kind  # type: ignore[misc]  # No value fits what overloads take besides.
