@@ -22,6 +22,7 @@ from dask_distmm.graph.layers import can_be_made
 from dask_distmm.planning import NamedMatrix, Plan, Problem
 from dask_distmm.planning.footprint import held_bytes
 from dask_distmm.planning.model import models_of
+from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.planner import fits_easily
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme, in_host, in_host_memory
 from dask_distmm.runtime.client import ask_roster, current_client, plan_on, recent_snapshot, runs_faster
@@ -37,7 +38,7 @@ _LONG = 0.5
 _SIZES = (10_000, 5_000, 2_000, 1_000, 500, 200)
 # The latest of these remedies, by what it is for.
 _advised: dict[Any, str] = {}
-_ONCE = "its own tasks use each chunk once, so that they stream by themselves"
+_ONCE = "tasks use each chunk once, so that they stream by themselves"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def why_not_run(request: Request, *, cluster: bool) -> str | None:
 def why_leave(request: Request) -> str:
     """Return why ``@`` under `enable` leaves a product that can run to Dask, whatever the cluster is; empty if not."""
     if added_in_64_bits(request.dtype):
-        return "it adds integers of fewer than 64 bits in 64 bits; dask_distmm.matmul keeps their type"
+        return "they add integers of fewer than 64 bits in 64 bits; dask_distmm.matmul keeps their type"
     least, flops = minimum_flops(), 2.0 * math.prod(request.shape) * request.a.shape[-1]
     if least is not None and flops < least:
         return f"{flops:.3g} flops are too little work to pay (config distmm.minimum-flops: {least:.3g})"
@@ -113,7 +114,7 @@ def decide_now(request: Request, *, enabled: bool = False) -> Decision:
         request.logger.info("%s, lazy\n%r", request.problem.name, found.made(request.problem))
         return dataclasses.replace(found, left=why_left(request, found) if enabled else "")
     if enabled and minimum_flops() is None and not runs_faster(known, request.problem, lazy=any(request.lazy)):
-        return Decision(left="its own tasks are expected to take no longer")
+        return Decision(left=f"a run is not expected to take at most {CLEARLY:.0%} of their time")
     return found
 
 
@@ -123,8 +124,10 @@ def why_left(request: Request, found: Decision) -> str:
         return left
     plan, scheme = found.plan, found.scheme
     if plan is not None and plan.by_tasks is not None and not plan.worth_it:
-        seconds = format_time(plan.by_tasks.seconds), format_time(plan.seconds)
-        return "its own tasks are expected to take {}, a run {}".format(*seconds)
+        return (
+            f"they are expected to take {format_time(plan.by_tasks.seconds)}, a run {format_time(plan.seconds)} (a run "
+            f"has to take at most {CLEARLY:.0%} of their time)"
+        )
     # Ranks on GPUs that make the chunks themselves are faster: they need no task for each, and GPUs multiply meanwhile.
     if minimum_flops() is not None or plan is not None or scheme is None or (scheme.by_ranks and found.on_gpus):
         return ""

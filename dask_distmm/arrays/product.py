@@ -156,7 +156,7 @@ def explain_product(request: Request) -> Explanation:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
     decision = decide(request, client, known, reordered=True)
     found = decision.made(problem)
-    if isinstance(found, WavePlan) or not request.plain or request.named:
+    if not request.plain or request.named:
         return found
     left = why_leave(request) or why_left(request, decision)
     return dataclasses.replace(found, left=left)
