@@ -171,7 +171,7 @@ def _state(*names: str) -> bytes:
 def _read_options(state: bytes) -> Options:
     _check_keys(dask.config.get("distmm", {}), DEFAULTS["distmm"], "distmm")
     # Read elsewhere, checked here: a mistake in the configuration shows at the first product.
-    minimum_flops(), enabled_setting()
+    minimum_flops(), enabled_setting(), hints_wanted()
     kinds: dict[Any, Any] = {"int": int, "float": float, "bool": bool}
     every = dataclasses.fields(Options)
     return Options(**{field.name: kinds.get(field.type, tuple)(field.metadata["read"]()) for field in every})
@@ -216,6 +216,11 @@ def raises_beyond_memory() -> bool:
     """Whether what does not fit into memory is an error under ``enable()``, or left to Dask's own tasks."""
     exceeded = _expected("memory.exceeded", ("dask", "raise").__contains__, "'dask' or 'raise'")
     return bool(exceeded == "raise")
+
+
+def hints_wanted() -> bool:
+    """Whether the log says why `enable` has made no run of any product."""
+    return _truth("hints")
 
 
 def enabled_setting() -> bool | None:

@@ -22,7 +22,7 @@ from dask_distmm.graph.layers import can_be_made
 from dask_distmm.planning import NamedMatrix, Plan, Problem
 from dask_distmm.planning.footprint import held_bytes
 from dask_distmm.planning.model import models_of
-from dask_distmm.planning.placement import CLEARLY
+from dask_distmm.planning.placement import CLEARLY, Placement
 from dask_distmm.planning.planner import fits_easily
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme, in_host, in_host_memory
 from dask_distmm.runtime.client import ask_roster, current_client, plan_on, recent_snapshot, runs_faster
@@ -38,6 +38,10 @@ _LONG = 0.5
 _SIZES = (10_000, 5_000, 2_000, 1_000, 500, 200)
 # The latest of these remedies, by what it is for.
 _advised: dict[Any, str] = {}
+PAYS = (
+    "A run pays for products of more work and of more chunks: dask_distmm.explain(A, B) has both times, and the config "
+    "distmm.minimum-flops: 0 makes a run of each product"
+)
 _ONCE = "tasks use each chunk once, so that they stream by themselves"
 
 
@@ -52,6 +56,13 @@ class Decision:
     known: Snapshot | None = None
     # Why the product is left to Dask; empty if it is not.
     left: str = ""
+
+    @property
+    def change(self) -> str:
+        """What would change that a product is left to Dask."""
+        if self.left.endswith(_ONCE):
+            return "persist() A and B where they fit into memory"
+        return PAYS * bool(self.left)
 
     @property
     def on_gpus(self) -> bool:
@@ -123,16 +134,20 @@ def why_left(request: Request, found: Decision) -> str:
     if left := _why_streamed(request, found):
         return left
     plan, scheme = found.plan, found.scheme
-    if plan is not None and plan.by_tasks is not None and not plan.worth_it:
-        return (
-            f"they are expected to take {format_time(plan.by_tasks.seconds)}, a run {format_time(plan.seconds)} (a run "
-            f"has to take at most {CLEARLY:.0%} of their time)"
-        )
+    if plan is not None and not plan.worth_it:
+        return by_times(plan)
     # Ranks on GPUs that make the chunks themselves are faster: they need no task for each, and GPUs multiply meanwhile.
     if minimum_flops() is not None or plan is not None or scheme is None or (scheme.by_ranks and found.on_gpus):
         return ""
     single = scheme.name == "sums" and request.problem.d.counts == (1, 1)
     return f"it does not fit into memory, and {_ONCE}" if single or scheme.name in ("rows", "cols") else ""
+
+
+def by_times(plan: Placement) -> str:
+    """Return why Dask's own tasks are chosen by time, with the margin that is asked for."""
+    assert plan.by_tasks is not None
+    own, run = format_time(plan.by_tasks.seconds), format_time(plan.seconds)
+    return f"they are expected to take {own}, a run {run} (a run has to take at most {CLEARLY:.0%} of their time)"
 
 
 def _why_streamed(request: Request, found: Decision) -> str:

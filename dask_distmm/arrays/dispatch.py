@@ -64,6 +64,8 @@ from dask_distmm.arrays.fallback import (
     dask_tensordot,
     is_sparse,
     multiply_sparse,
+    note_left,
+    note_taken,
     or_dask,
     sparse_in_einsum,
     stock_matmul,
@@ -536,6 +538,7 @@ def _product(a: Any, b: Any) -> Any:
     if planning():
         return multiply(parse(a, b))
     if (is_sparse(a) or is_sparse(b)) and takes_sparse(a, b):
+        note_taken()
         return multiply_sparse(a, b)
     try:
         check_shapes(a, b)
@@ -543,13 +546,23 @@ def _product(a: Any, b: Any) -> Any:
         # Dask takes some types and sizes that are not for runs, and a length of 1 for any.
         _refuse(error, lambda: stock_matmul(a, b))
         return NotImplemented
-    if is_sparse(a) or is_sparse(b) or why_not(a, b, most=max(a.ndim, b.ndim)) is not None:
+    if is_sparse(a) or is_sparse(b):
+        return NotImplemented
+    what, flops = f"{a.shape} @ {b.shape} of {a.dtype}", 2.0 * a.size * (b.shape[-1] if b.ndim > 1 else 1)
+    if (why := why_not(a, b, most=max(a.ndim, b.ndim))) is not None:
+        note_left(what, flops, why)
         return NotImplemented
 
     def make() -> Any:
         request = parse(a, b)
         if request.is_batch:
             request = dataclasses.replace(request, out_chunks=_chunks_of_stack(a, b))
-        return NotImplemented if why_leave(request) else multiply(request, enabled=True)
+        if not (why := why_leave(request)):
+            return multiply(request, enabled=True)
+        note_left(what, flops, why)
+        return NotImplemented
 
-    return or_dask(make, raises=raises_beyond_memory())
+    found = or_dask(make, raises=raises_beyond_memory())
+    if found is not NotImplemented:
+        note_taken()
+    return found
