@@ -99,6 +99,8 @@ IN_PROGRAMS: dict[str, Callable[[], Any]] = {
     "objects and a method": lambda: matmul(Q.astype(object), Q, method="summa"),
     "objects and explain": lambda: explain(Q.astype(object), Q),
     "objects and bias": lambda: matmul(Q.astype(object), Q, epilog="bias", epilog_inputs={"bias": V}),
+    "explain of a result that is in memory": lambda: explain(matmul(A, B).persist()),
+    "explain of a result, and an option": lambda: explain(matmul(A, B), method="summa"),
     "a misspelt method": lambda: matmul(A, B, method="suma"),
     "a misspelt engine": lambda: matmul(A, B, engine="nunpy"),
     "the engine cublasmp, which no worker has": lambda: matmul(A, B, engine="cublasmp"),
@@ -175,6 +177,7 @@ IN_PROGRAMS: dict[str, Callable[[], Any]] = {
     "config: flops in words": under_enable("minimum-flops", "lots"),
     "config: enabled maybe": with_config("enabled", "maybe"),
     "config: a time in words": with_config("timeouts.vote", "later"),
+    "config: hints": with_config("hints", "maybe"),
     "config: exceeded": under_enable("memory.exceeded", "ignore"),
     "config: a share above 1": with_config("memory.limit-fraction", 1.5),
 }
