@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from matrices import until
 
 import dask_distmm
-from dask_distmm import ProjectedMemoryError, explain, matmul
+from dask_distmm import ProjectedMemoryError, explain, linalg, matmul
 from dask_distmm.arrays.request import parse
 from dask_distmm.graph.build import build_graph
 from dask_distmm.planning.waves import WavePlan
@@ -172,6 +172,13 @@ def test_smaller_chunks_that_do_are_named(client, coarse):
     waves = explain(*made(int(named[2])))
     assert isinstance(waves, WavePlan)
     assert len(waves.scheme.waves) == int(named[3])
+
+
+def test_smaller_chunks_of_rows_are_advised_for_tall_matrices(client):
+    tall = [da.zeros((4_000_000, 100), chunks=chunks) for chunks in (-1, (40_000, -1))]
+    with pytest.raises(ProjectedMemoryError, match="in 1 chunk of rows .*Use smaller chunks of rows: .* has 2.98 GiB"):
+        linalg.lstsq(tall[0], tall[0][:, 0])
+    assert linalg.explain(linalg.lstsq(tall[1], tall[1][:, 0])).method == "rows"
 
 
 def test_under_enable_it_is_dasks(client, caplog, no_waves):
