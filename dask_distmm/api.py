@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
 import dask.array as da
 
 from dask_distmm.arrays.kinds import any_kind
+from dask_distmm.arrays.linalg.factorize import explain_result
 from dask_distmm.arrays.product import NotCollective, explain_product, multiply
 from dask_distmm.arrays.request import HINTS, UnknownChunksError, parse, takes
+from dask_distmm.errors import PlanError
 from dask_distmm.planning import Explanation
 from dask_distmm.typing import (
     AllOptions,
@@ -27,8 +29,10 @@ from dask_distmm.typing import (
     MatmulOptions,
     Method,
     NoOther,
-    Nothing,
+    NoSuchOption,
+    OneArgumentFewer,
     Op,
+    TwoOperands,
     WithAux,
 )
 
@@ -67,7 +71,7 @@ def matmul(
 
 @overload
 def matmul(
-    a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, *more: Nothing[Literal["one argument fewer"]],
+    a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, *more: OneArgumentFewer[Never],
     alpha: complex | NoOther = 1.0, beta: complex | NoOther | None = None, op_a: Op | NoOther = "N",
     op_b: Op | NoOther = "N", epilog: AnyEpilog | EpilogFunction | NoOther | None = None,
     epilog_inputs: Mapping[str, ArrayLike] | NoOther | None = None, bias_axis: Literal[-1, 0] | NoOther = -1,
@@ -79,12 +83,12 @@ def matmul(
     distributions: Sequence[Distribution | None] | NoOther | None = None,
     logger: logging.Logger | NoOther | None = None, batch: Batch | NoOther | None = None,
     gathered: Literal["a", "b"] | NoOther | None = None,
-    **wrong: Nothing[Literal["no such option"]],
+    **wrong: NoSuchOption[Never],
 ) -> da.Array: ...  # fmt: skip
 
 
 @overload
-def matmul(a: Nothing[Literal["two operands"]], **options: Any) -> da.Array: ...
+def matmul(a: TwoOperands[Never], **options: Any) -> da.Array: ...
 
 
 @any_kind  # type: ignore[misc]  # No value fits what overloads take besides.
@@ -128,7 +132,8 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
     quantization_scales : mapping, optional
         For FP8 only, and needed there: ``"a"``, ``"b"``, ``"d"`` for an FP8 D, and ``"c"`` for a C that is quantized
         too: numbers, or 0-d arrays, which stay lazy if they are Dask's. A matrix stands for its numbers times its
-        scale; D is stored as ``saturate(scale_d * F(...))``. See docs/precision.md.
+        scale; D is stored as ``saturate(scale_d * F(...))``. See
+        https://dask-distmm.readthedocs.io/en/latest/precision.html.
     compute_type : str, optional
         ``"fp32"``, ``"tf32"`` or ``"bf16x9"`` for float32 and complex64, ``"fp64"`` or ``"fp64_emulated"`` for
         float64 and complex128. By default the config ``distmm.compute-type`` where it fits, else true float32 and
@@ -192,30 +197,41 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
 
 @any_kind
 @takes(AllOptions, HINTS)
-def explain(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[AllOptions]) -> Explanation:
+def explain(
+    a: ArrayLike, b: ArrayLike | None = None, c: ArrayLike | None = None, **options: Unpack[AllOptions]
+) -> Explanation:
     """Return the plan for ``matmul(a, b, ...)`` on the cluster as it is now, without computing anything.
+
+    The first line says what ``A @ B`` does under `enable`. Without `b` it is the plan of a lazy result: of the runs
+    that it comes from.
 
     Parameters
     ----------
     a, b, c, alpha, beta, op_a, op_b, epilog, epilog_inputs, bias_axis, result_amax
     a_type, b_type, result_type, quantization_scales, compute_type
     method, engine, out_chunks, workers, distributions, batch, gathered, logger
-        As for `matmul`; `logger` is told nothing. Without a cluster ``workers=4`` plans for four imagined ones, with
-        one thread each and no memory limit.
+        As for `matmul`; `logger` is told nothing. `a` alone is a result, as `linalg.explain` takes it. Without a
+        cluster ``workers=4`` plans for four imagined ones, with one thread each and no memory limit.
 
     Returns
     -------
-    Plan, WavePlan, BatchPlan or NotCollective
+    Plan, WavePlan, BatchPlan, NotCollective or ChainPlan
         For matrices: method, grid, block sizes, bytes, memory and time, with all that the method was chosen against.
         For products that do not fit into memory: the waves. For batches: the way, and the estimates of both. Or the
         reason why Dask's own function would run, unknown chunk sizes among others (`matmul` refuses those). A plan has
-        in `left` why ``@`` under `enable` would not take it.
+        in `left` why ``@`` under `enable` would not take it: empty if it would, None for what ``@`` can't be asked for.
+        For a result: its run, or all of them.
 
     Raises
     ------
     PlanError, ProjectedMemoryError
-        As `matmul`.
+        As `matmul`. Without `b`: there are options, or `a` has been computed or persisted.
     """
+    if b is None:
+        if c is not None or options:
+            given = "c" if c is not None else next(iter(options))
+            raise PlanError(f"b is missing, and {given}= is for products: pass b, too")
+        return explain_result(a)
     try:
         request = parse(a, b, c, **options)
     except UnknownChunksError as error:

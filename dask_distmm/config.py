@@ -18,7 +18,7 @@ import dask.config
 import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
-from dask_distmm.errors import PlanError, unknown_name
+from dask_distmm.errors import PlanError, page, unknown_name
 
 # The loader in C takes a tenth of the time.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -171,7 +171,7 @@ def _state(*names: str) -> bytes:
 def _read_options(state: bytes) -> Options:
     _check_keys(dask.config.get("distmm", {}), DEFAULTS["distmm"], "distmm")
     # Read elsewhere, checked here: a mistake in the configuration shows at the first product.
-    minimum_flops(), enabled_setting()
+    minimum_flops(), enabled_setting(), hints_wanted()
     kinds: dict[Any, Any] = {"int": int, "float": float, "bool": bool}
     every = dataclasses.fields(Options)
     return Options(**{field.name: kinds.get(field.type, tuple)(field.metadata["read"]()) for field in every})
@@ -218,6 +218,11 @@ def raises_beyond_memory() -> bool:
     return bool(exceeded == "raise")
 
 
+def hints_wanted() -> bool:
+    """Whether the log says why `enable` has made no run of any product."""
+    return _truth("hints")
+
+
 def enabled_setting() -> bool | None:
     """Return whether products are routed here from the start (true), after `enable` (None), or never (false)."""
     value: bool | None = _expected(
@@ -237,7 +242,7 @@ def _check_keys(found: Any, known: Mapping[str, Any], path: str) -> None:
         if key not in known and name not in known:
             if path == "distmm.machine":
                 continue
-            raise PlanError(unknown_name(f"key of the config {path}:", key, known, "docs/configuration.md"))
+            raise PlanError(unknown_name(f"key of the config {path}:", key, known, page("configuration")))
         inner = known.get(key, known.get(name))
         if isinstance(inner, Mapping) and name not in _FREE:
             _check_keys(value, inner, f"{path}.{name}")

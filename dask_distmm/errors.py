@@ -18,6 +18,9 @@ from numpy.linalg import LinAlgError
 
 T = TypeVar("T")
 
+# Where the documentation is read.
+DOCS = "https://dask-distmm.readthedocs.io/en/latest"
+
 # Longer reasons are cut: they are kept, logged and sent to all participants of a run.
 _BRIEF = 1000
 # Number of workers whose histories go into an error's text.
@@ -190,6 +193,11 @@ def options_checked(found: T) -> T:
         return found(*args, **kwargs)
 
     return cast(T, checked)
+
+
+def page(name: str) -> str:
+    """Return the address of a page of the documentation, by the name of its file: ``"epilogs"``."""
+    return f"{DOCS}/{name}.html"
 
 
 def advice(remedies: Sequence[str]) -> str:

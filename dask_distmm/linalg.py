@@ -14,11 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dask._task_spec import Task
-from dask.array.core import Array
-from dask.base import is_dask_collection
-
-from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.linalg.array_api import (
     cond,
     cross,
@@ -40,7 +35,7 @@ from dask_distmm.arrays.linalg.array_api import (
     vecmat,
     vector_norm,
 )
-from dask_distmm.arrays.linalg.factorize import steps_of
+from dask_distmm.arrays.linalg.factorize import explain_result
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
 from dask_distmm.arrays.linalg.iterative import cg, eigsh, gmres, lobpcg, lsmr, lsqr, minres
 from dask_distmm.arrays.linalg.leading import corrcoef, cov, pca, svd_compressed
@@ -70,12 +65,9 @@ from dask_distmm.arrays.linalg.spectral import (
     svd,
     svdvals,
 )
-from dask_distmm.errors import MatrixError, NotSquareError, PlanError, options_checked
-from dask_distmm.planning.computation import Computation, Worker
+from dask_distmm.errors import MatrixError, NotSquareError, options_checked
 from dask_distmm.planning.many import ChainPlan
 from dask_distmm.planning.placement import Placement
-from dask_distmm.planning.planner import plan_computation
-from dask_distmm.runtime.client import ask_roster, current_client, imagined_snapshot
 
 __all__ = [
     "MatrixError", "NotSquareError", "cg", "cho_factor", "cho_solve", "cholesky", "cond", "corrcoef", "cov", "cross",
@@ -118,22 +110,4 @@ def explain(x: Any) -> Placement | ChainPlan:
     >>> from dask_distmm import linalg
     >>> explain(linalg.cholesky(da.eye(100, chunks=30)))  # doctest: +SKIP
     """
-    arrays = [as_array(one) for one in (x if isinstance(x, tuple) else (x,)) if is_dask_collection(one)]
-    if not any(map(_lazy, arrays)):
-        raise PlanError(f"x must be a lazy result of dask_distmm.linalg, not persisted; got {type(x).__name__}")
-    problems = {problem.name: problem for one in arrays for problem in reversed(list(steps_of(one)))}
-    runs = tuple(map(_plan_of, problems.values()))
-    return runs[0] if len(runs) == 1 else ChainPlan(runs)
-
-
-def _lazy(x: Array) -> bool:
-    layers = x.dask.layers.values()
-    return any(not layer.is_materialized() or any(isinstance(x, Task) for x in layer.values()) for layer in layers)
-
-
-def _plan_of(problem: Computation) -> Placement:
-    client = current_client()
-    known = ask_roster(client, problem.demand) if client is not None else None
-    if known is None:
-        known = imagined_snapshot(problem, [Worker("here")])
-    return plan_computation(problem, known.workers, engine=known.engines)
+    return explain_result(x)

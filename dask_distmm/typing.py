@@ -37,13 +37,25 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Nothing(Protocol[T_co]):
-    """What no value is, and every value resembles, as ``Nothing[Never]`` or of a text, which mypy then prints.
+    """What no value is, and every value resembles, as ``Nothing[Never]``.
 
     For a call that fits no overload mypy names the wrong argument if each argument resembles what an overload takes,
     and else prints all overloads.
     """
 
     def __sizeof__(self) -> T_co: ...  # type: ignore[override]
+
+
+class NoSuchOption(Nothing[T_co], Protocol[T_co]):
+    """By its name mypy says what is wrong with a call of `dask_distmm.matmul`, as by those below."""
+
+
+class OneArgumentFewer(Nothing[T_co], Protocol[T_co]):
+    """The type of a fourth operand."""
+
+
+class TwoOperands(Nothing[T_co], Protocol[T_co]):
+    """The type of a single operand."""
 
 
 NoOther: TypeAlias = Nothing[Never]

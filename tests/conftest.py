@@ -57,6 +57,8 @@ dask.config.set({
     "distributed.admin.tick.interval": "500ms",
     "distributed.admin.system-monitor.interval": "5s",
     "distributed.worker.memory.monitor-interval": "500ms",
+    # Which test has the twentieth product that is left to Dask differs between runs.
+    "distmm.hints": False,
 })  # fmt: skip
 
 # Small matrices gain nothing from a second thread of BLAS, and wait long for it where two processes test on two cores.

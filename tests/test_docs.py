@@ -16,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import tomllib
 from pathlib import Path
 
 import dask
@@ -26,6 +27,7 @@ import pytest
 import yaml
 
 import dask_distmm
+from dask_distmm import errors
 from dask_distmm.config import DEFAULTS
 
 ROOT = Path(__file__).parents[1]
@@ -157,6 +159,22 @@ def test_links_lead_somewhere():
             if not found.exists() and not found.with_suffix(".ipynb").exists():
                 wrong.append(f"{page.relative_to(ROOT)}: {target}")
     assert not wrong
+
+
+def test_the_package_names_addresses_of_pages_that_exist():
+    """An installed package has no folder of documentation: messages, docstrings and metadata name addresses."""
+    shipped = [path for path in (ROOT / "dask_distmm").rglob("*") if path.suffix in (".py", ".yaml", ".cu")]
+    texts = {path: path.read_text() for path in [*shipped, ROOT / "pyproject.toml"]}
+    local = r"\b(?:docs|benchmarks)/[\w./-]+\.\w+"
+    paths = {path.name: found for path in shipped if (found := re.findall(local, texts[path]))}
+    assert not paths
+    assert errors.page("epilogs") == f"{errors.DOCS}/epilogs.html"
+    address = rf"{re.escape(errors.DOCS)}/([\w./-]*)"
+    named = {name.rstrip(".") for text in texts.values() for name in re.findall(address, text)} - {""}
+    named |= {f"{name}.html" for text in texts.values() for name in re.findall(r"\bpage\([\"']([^\"']+)[\"']\)", text)}
+    assert {"epilogs.html", "configuration.html", "precision.html", "changelog.html"} <= named
+    assert not [name for name in named if not (DOCS / name).with_suffix(".md").is_file()]
+    assert tomllib.loads(texts[ROOT / "pyproject.toml"])["project"]["urls"]["Documentation"] == f"{errors.DOCS}/"
 
 
 # What a stranger asks: the page that answers, and words of the answer.

@@ -159,8 +159,8 @@ def test_mistakes():
         (lambda: linalg.lu(a, method="summa"), "unknown method"),
         (lambda: linalg.qr(a, "full"), "unknown mode 'full'"),
         (lambda: linalg.lu(a.astype("datetime64[s]")), "expected float32"),
-        (lambda: linalg.explain(a.persist(scheduler="sync")), "must be a lazy result"),
-        (lambda: linalg.explain(3), "must be a lazy result"),
+        (lambda: linalg.explain(a.persist(scheduler="sync")), "expected a lazy result"),
+        (lambda: linalg.explain(3), "expected a lazy result"),
     ):
         with pytest.raises(PlanError, match=message):
             call()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from types import SimpleNamespace
 
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from matrices import until
 
 import dask_distmm
-from dask_distmm import ProjectedMemoryError, explain, matmul
+from dask_distmm import ProjectedMemoryError, explain, linalg, matmul
 from dask_distmm.arrays.request import parse
 from dask_distmm.graph.build import build_graph
+from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.scheduler import freezing, plugin
 from dask_distmm.runtime.scheduler.plugin import stuck
@@ -142,12 +144,41 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(client, no_waves):
     graph = build_graph(problem, x, x)
     d = da.Array(graph, problem.name, problem.d.chunks, dtype=float)
     pids = client.run(lambda dask_worker: id(dask_worker))
-    with pytest.raises(ProjectedMemoryError, match="let Dask's own tasks multiply"):
+    with pytest.raises(ProjectedMemoryError, match="Use more workers"):
         client.compute(d.sum()).result(timeout=60)
     assert client.run(lambda dask_worker: id(dask_worker)) == pids
     after = client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.transition_counter)
     # The tasks came and went: none of the 24 chunks of 200 MB was waited for.
     assert after - before < 40 * len(dict(graph))
+
+
+@pytest.mark.parametrize("coarse", ["a", "b", "ab"])
+def test_smaller_chunks_that_do_are_named(client, coarse):
+    """The remedy names the operands that are too coarse, and a size with which the plan is in as many waves."""
+
+    def made(size):
+        rng, found = da.random.default_rng(1), dict.fromkeys("ab", 1_000) | dict.fromkeys(coarse, size)
+        return [rng.random((20_000, 20_000), chunks=found[name]) for name in "ab"]
+
+    for ask in (matmul, explain):
+        with pytest.raises(ProjectedMemoryError) as caught:
+            ask(*made(20_000))
+    text = str(caught.value)
+    named = re.search(r"smaller chunks where (.+) (?:is|are) made: with chunks=(\d+) there are (\d+) waves", text)
+    assert named, text
+    assert named[1] == " and ".join(coarse.upper())
+    # One chunk of 3 GB does not stream.
+    assert "under enable()" not in text
+    waves = explain(*made(int(named[2])))
+    assert isinstance(waves, WavePlan)
+    assert len(waves.scheme.waves) == int(named[3])
+
+
+def test_smaller_chunks_of_rows_are_advised_for_tall_matrices(client):
+    tall = [da.zeros((4_000_000, 100), chunks=chunks) for chunks in (-1, (40_000, -1))]
+    with pytest.raises(ProjectedMemoryError, match="in 1 chunk of rows .*Use smaller chunks of rows: .* has 2.98 GiB"):
+        linalg.lstsq(tall[0], tall[0][:, 0])
+    assert linalg.explain(linalg.lstsq(tall[1], tall[1][:, 0])).method == "rows"
 
 
 def test_under_enable_it_is_dasks(client, caplog, no_waves):
@@ -156,6 +187,8 @@ def test_under_enable_it_is_dasks(client, caplog, no_waves):
         d = x.T @ x
     assert not any(barrier_name(key) for key in dict(d.dask))
     assert "left to Dask's own tasks" in caplog.text
+    # That was just done.
+    assert "under enable()" not in caplog.text
     with (
         dask_distmm.enabled(),
         dask.config.set({"distmm.memory.exceeded": "raise"}),
@@ -179,14 +212,15 @@ def test_the_quicker_of_both_is_taken(client):
     def here(product):
         return any(barrier_name(key) for key in dict(product.dask))
 
+    own = "Dask's own tasks, as they are expected to take"
     with dask_distmm.enabled():
         for slow, taken in (("dask.run", False), ("dask.start", True)):
             with dask.config.set({f"distmm.{slow}": "1h"}):
                 product = x @ y
                 assert here(product) == taken
                 assert_product(a, b, product.compute())
-                assert ("@ uses the collective run" in repr(explain(x, y))) == taken
-                assert ("@ uses Dask's own tasks" in repr(explain(x, y))) != taken
+                verdict = repr(explain(x, y)).splitlines()[0]
+                assert verdict.startswith(f"A @ B under enable(): {'a collective run' if taken else own}")
                 with dask.config.set({"distmm.minimum-flops": 0}):
                     assert here(x @ y)
                 with dask.config.set({"distmm.minimum-flops": 1e12}):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 
 import dask
@@ -10,6 +11,7 @@ import pytest
 from matrices import is_collective
 
 import dask_distmm
+from dask_distmm import PlanError
 from dask_distmm.testing import assert_product
 
 NAMES = [(da, "matmul"), (da, "tensordot"), (dask.array.routines, "matmul"), (dask.array.routines, "tensordot")]
@@ -49,6 +51,52 @@ def test_every_way_to_multiply(inproc_client, take_all, way):
         assert is_collective(c)
     assert not is_collective(WAYS[way](first, y))
     assert_product(a, b, c.compute())
+
+
+@pytest.mark.parametrize("connected", [True, False])
+@pytest.mark.parametrize("way", [*WAYS, "einsum"])
+def test_shapes_that_do_not_match_have_one_text(request, way, connected):
+    """The text of `matmul`, with and without a cluster, where Dask's own function has an error, too."""
+    if connected:
+        request.getfixturevalue("inproc_client")
+    x = da.ones((40, 30), chunks=9)
+    call = {**WAYS, "einsum": lambda a, b: da.einsum("ij,jk->ik", a, b)}[way]
+    first = np.ones((40, 30)) if way == "reflected @" else x
+    with pytest.raises(ValueError, match="Chunks do not add up"):
+        call(first, x)
+    with dask_distmm.enabled(), pytest.raises(PlanError) as caught:
+        call(first, x)
+    assert str(caught.value).startswith("shapes (40, 30) and (40, 30) don't match: ")
+    assert "must be equal" in str(caught.value)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "einsum"])
+def test_a_length_of_1_stays_what_it_is_in_dask(inproc_client, take_all, way):
+    """Where Dask has a result there is no error."""
+    x, y = da.ones((40, 1), chunks=9), da.ones((5, 20), chunks=9)
+    call = {**WAYS, "einsum": lambda a, b: da.einsum("ij,jk->ik", a, b)}[way]
+    first = np.ones((40, 1)) if way == "reflected @" else x
+    found = error_or_value(lambda: call(first, y).compute())
+    with dask_distmm.enabled():
+        assert error_or_value(lambda: call(first, y).compute()) == found
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: da.ones((2, 9, 9)) @ da.ones((3, 9, 9)), "their batch axes (2,) and (3,) must be equal"),
+        (lambda: da.einsum("ab,bc,cd->ad", da.ones((2, 3)), da.ones((3, 4)), da.ones((5, 6))),
+         "shapes (3, 4) and (5, 6) don't match: axis 1 of operand 1 and axis 0 of operand 2 must be equal"),
+        (lambda: da.tensordot(da.ones((2, 3, 4)), da.ones((3, 5)), axes=((1, 2), (0, 1))),
+         "axis 2 of operand 0 and axis 1 of operand 1 must be equal"),
+        (lambda: da.vdot(da.ones(4), da.ones(5)), "shapes (4,) and (5,) don't match"),
+    ],
+)  # fmt: skip
+def test_axes_that_do_not_match_are_named(make, text):
+    with pytest.raises(ValueError):  # noqa: PT011
+        make()
+    with dask_distmm.enabled(), pytest.raises(PlanError, match=re.escape(text)):
+        make()
 
 
 @pytest.mark.parametrize("axes", [((0,), (0,)), ((1,), (1,)), ((0,), (1,))])

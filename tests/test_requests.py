@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import html
+
 import dask
 import dask.array as da
 import numpy as np
 import pytest
+from dask.utils import format_time
 from distributed import Client
 
-from dask_distmm import NotCollective, PlanError, Slab, enabled, explain, explain_grouped, matmul, matmul_grouped
+from dask_distmm import (
+    NotCollective,
+    PlanError,
+    Slab,
+    enabled,
+    explain,
+    explain_grouped,
+    linalg,
+    matmul,
+    matmul_grouped,
+)
 from dask_distmm.config import enabled_setting, minimum_flops, read_options
 
 ONLY_BY_A_RUN = {
@@ -92,15 +105,54 @@ def test_explain_says_what_the_operator_does(inproc_client: Client) -> None:
         taken = (a @ b).name.startswith("matmul-")
     found = explain(a, b)
     assert taken == (not found.left)
-    assert found.left in repr(found).splitlines()[1]
-    assert "left to Dask" in found._repr_html_()
+    first, second, *_ = repr(found).splitlines()
+    assert first == f"A @ B under enable(): Dask's own tasks, as {found.left}"
+    assert second.startswith("Plan: ")
+    assert found._repr_html_().count(html.escape(first)) == 2
     # What `@` can't express is not compared with it.
-    assert not explain(a, b, method="local").left
+    alone = explain(a, b, method="local")
+    assert alone.left is None
+    assert repr(alone).startswith("Plan: local on ")
     with dask.config.set({"distmm.minimum-flops": 1e15}):
         assert "too little work" in explain(a, b).left
     with dask.config.set({"distmm.minimum-flops": 0}), enabled():
-        assert not explain(a, b).left
+        assert explain(a, b).left == ""
+        assert repr(explain(a, b)).startswith("A @ B under enable(): a collective run, ")
         assert (a @ b).name.startswith("matmul-")
+
+
+def test_the_verdict_has_both_times_and_the_margin(inproc_client: Client) -> None:
+    a = da.random.random((60, 60), chunks=10).persist()
+    verdicts = {}
+    for cost in ("dask.run", "dask.start"):
+        with dask.config.set({f"distmm.{cost}": "1h"}), enabled():
+            plan = explain(a, a)
+            verdicts[cost] = repr(plan).splitlines()[0]
+            taken = (a @ a).name.startswith("matmul-")
+            assert taken == (plan.left == "") == plan.worth_it
+        for seconds in (plan.seconds, plan.by_tasks.seconds):
+            assert format_time(seconds) in verdicts[cost]
+    assert "Dask's own tasks, as they are expected to take" in verdicts["dask.run"]
+    assert "a collective run, " in verdicts["dask.start"]
+    assert all("a run has to take at most 90% of " in text for text in verdicts.values())
+
+
+def test_explain_of_a_result_is_that_of_its_runs(inproc_client: Client) -> None:
+    a = da.random.random((60, 60), chunks=20)
+    product = matmul(a, a)
+    plan = explain(product)
+    assert (plan.method, plan.problem.name) == (linalg.explain(product).method, product.name)
+    assert repr(plan) == repr(linalg.explain(product))
+    several = explain(linalg.cholesky(matmul(a, a.T) + 60 * da.eye(60, chunks=20)))
+    assert [run.problem.kind for run in several.runs] == ["product", "factorization"]
+    d, aux = matmul(a, a, epilog="relu_aux")
+    assert explain((d, aux["relu_aux"])).problem.formula.epilog == "relu_aux"
+    assert explain(a + 1).method == "dask"
+    for computed in (product.persist(), np.ones((3, 3))):
+        with pytest.raises(PlanError, match="neither computed nor persisted"):
+            explain(computed)
+    with pytest.raises(PlanError, match="b is missing, and method= is for products"):
+        explain(product, method="summa")
 
 
 def test_explain_of_unknown_chunks(inproc_client: Client) -> None:
@@ -153,7 +205,7 @@ def test_what_the_configuration_may_have() -> None:
         (lambda a: matmul(a, a, methd="summa"), "did you mean 'method'"),
         (lambda a: matmul_grouped(a, a), r"pass the pairs in one list, \[\(a, b\), ...\]"),
         (lambda a: matmul_grouped([(a, a)], bias=a), "call matmul for each"),
-        (lambda a: explain(a), "missing 1 required positional argument: 'b'"),
+        (lambda a: matmul(a), "missing 1 required positional argument: 'b'"),
     ],
 )
 def test_calls_with_other_arguments_say_how_it_is_written(call: object, hint: str) -> None:
@@ -175,5 +227,5 @@ def test_data_frames_are_named() -> None:
     class DataFrame:
         columns = dtypes = shape = ndim = None
 
-    with pytest.raises(PlanError, match=r"the second operand is a DataFrame; .*to_dask_array\(lengths=True\)"):
+    with pytest.raises(PlanError, match=r"the second operand is a DataFrame; .*to_numpy\(\)"):
         matmul(ones(2, 2), DataFrame())

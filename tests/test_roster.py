@@ -100,6 +100,14 @@ def test_factorizations_of_one_host_and_of_several(array, dtype):
         assert choose(without, **asked) == (("numpy",), ["w0", "w1"])
 
 
+def test_on_cpus_other_versions_are_fixed_without_the_libraries_for_gpus():
+    other = cpu() | {"engines": cpu()["engines"] | {"numpy": {"numpy": "1"}}}
+    with pytest.raises(EngineError, match="different versions of the libraries of engine 'numpy'") as caught:
+        choose(roster(cpu(), other), array="numpy")
+    assert "[cu" not in str(caught.value)
+    assert "pip install" in str(caught.value)
+
+
 @pytest.mark.parametrize("array", ["cupy", "numpy"])
 def test_programs_run_on_gpus_that_can_not_read_each_other(array):
     apart = roster(gpu(0, reach=[]), gpu(1, reach=[]), gpu(2, host="other"), gpu(3) | {"links": {}})

@@ -92,10 +92,11 @@ def wrong(a: da.Array, b: da.Array, text: str) -> None:
     matmul(a, b, epilog="relu_aux", engine="nump")  # "engine" to "matmul" has incompatible type
     matmul(a, b, epilog="relu", result_amax=True, op_a="t")  # "op_a" to "matmul" has incompatible type
     matmul(a, b, compute_type="fp16")  # "compute_type" to "matmul" has incompatible type
-    matmul(a, b, metod="summa")  # "metod" to "matmul" has incompatible type "str"; expected "Nothing[Literal['no
+    matmul(a, b, metod="summa")  # "metod" to "matmul" has incompatible type "str"; expected "NoSuchOption[
+    matmul(a, b, epilogue="relu")  # "epilogue" to "matmul" has incompatible type "str"; expected "NoSuchOption[
     matmul(a, b, epilog="relu_aux", result_amax=True, foo=3)  # "foo" to "matmul" has incompatible type
-    matmul(a)  # Argument 1 to "matmul" has incompatible type "Array"; expected "Nothing[Literal['two operands']]"
-    matmul(a, b, a, b)  # Argument 4 to "matmul"
+    matmul(a)  # Argument 1 to "matmul" has incompatible type "Array"; expected "TwoOperands[
+    matmul(a, b, a, b)  # Argument 4 to "matmul" has incompatible type "Array"; expected "OneArgumentFewer[
     matmul(a, "x")  # Argument 2 to "matmul" has incompatible type "str"
     matmul(a, 2.0)  # Argument 2 to "matmul" has incompatible type "float"
     matmul(a, b, epilog="relu_aux").compute()  # has no attribute "compute"

@@ -10,17 +10,19 @@ import logging
 import math
 from typing import TYPE_CHECKING, Any
 
-from dask.utils import format_time
+from dask.array.core import normalize_chunks
+from dask.utils import format_bytes, format_time
 
 from dask_distmm.arrays.fallback import added_in_64_bits, why_not
 from dask_distmm.arrays.request import Request, unfit
-from dask_distmm.config import Budget, dask_costs, minimum_flops, wave_budget
+from dask_distmm.config import Budget, dask_costs, minimum_flops, raises_beyond_memory, wave_budget
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import DaskTasks
 from dask_distmm.graph.layers import can_be_made
-from dask_distmm.planning import Plan, Problem
+from dask_distmm.planning import NamedMatrix, Plan, Problem
 from dask_distmm.planning.footprint import held_bytes
 from dask_distmm.planning.model import models_of
+from dask_distmm.planning.placement import CLEARLY, Placement
 from dask_distmm.planning.planner import fits_easily
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme, in_host, in_host_memory
 from dask_distmm.runtime.client import ask_roster, current_client, plan_on, recent_snapshot, runs_faster
@@ -32,7 +34,15 @@ if TYPE_CHECKING:
 # Chunks that take so long to make (seconds) may be made by ranks, while they multiply. Whether that can be is seen in
 # the graph, of which 1,500 chunks take half a second.
 _LONG = 0.5
-_ONCE = "its own tasks use each chunk once, so that they stream by themselves"
+# The sizes of chunks that are tried, and named, where larger ones do not fit into memory.
+_SIZES = (10_000, 5_000, 2_000, 1_000, 500, 200)
+# The latest of these remedies, by what it is for.
+_advised: dict[Any, str] = {}
+PAYS = (
+    "A run pays for products of more work and of more chunks: dask_distmm.explain(A, B) has both times, and the config "
+    "distmm.minimum-flops: 0 makes a run of each product"
+)
+_ONCE = "tasks use each chunk once, so that they stream by themselves"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +56,13 @@ class Decision:
     known: Snapshot | None = None
     # Why the product is left to Dask; empty if it is not.
     left: str = ""
+
+    @property
+    def change(self) -> str:
+        """What would change that a product is left to Dask."""
+        if self.left.endswith(_ONCE):
+            return "persist() A and B where they fit into memory"
+        return PAYS * bool(self.left)
 
     @property
     def on_gpus(self) -> bool:
@@ -80,7 +97,7 @@ def why_not_run(request: Request, *, cluster: bool) -> str | None:
 def why_leave(request: Request) -> str:
     """Return why ``@`` under `enable` leaves a product that can run to Dask, whatever the cluster is; empty if not."""
     if added_in_64_bits(request.dtype):
-        return "it adds integers of fewer than 64 bits in 64 bits; dask_distmm.matmul keeps their type"
+        return "they add integers of fewer than 64 bits in 64 bits; dask_distmm.matmul keeps their type"
     least, flops = minimum_flops(), 2.0 * math.prod(request.shape) * request.a.shape[-1]
     if least is not None and flops < least:
         return f"{flops:.3g} flops are too little work to pay (config distmm.minimum-flops: {least:.3g})"
@@ -104,11 +121,11 @@ def decide_now(request: Request, *, enabled: bool = False) -> Decision:
     if enabled and (left := _why_streamed(request, found)):
         return Decision(left=left)
     if request.logger.isEnabledFor(logging.INFO) or not _fits_easily(request, client, known):
-        found = decide(request, client, known)
+        found = decide(request, client, known, enabled=enabled)
         request.logger.info("%s, lazy\n%r", request.problem.name, found.made(request.problem))
         return dataclasses.replace(found, left=why_left(request, found) if enabled else "")
     if enabled and minimum_flops() is None and not runs_faster(known, request.problem, lazy=any(request.lazy)):
-        return Decision(left="its own tasks are expected to take no longer")
+        return Decision(left=f"a run is not expected to take at most {CLEARLY:.0%} of their time")
     return found
 
 
@@ -117,14 +134,20 @@ def why_left(request: Request, found: Decision) -> str:
     if left := _why_streamed(request, found):
         return left
     plan, scheme = found.plan, found.scheme
-    if plan is not None and plan.by_tasks is not None and not plan.worth_it:
-        seconds = format_time(plan.by_tasks.seconds), format_time(plan.seconds)
-        return "its own tasks are expected to take {}, a run {}".format(*seconds)
+    if plan is not None and not plan.worth_it:
+        return by_times(plan)
     # Ranks on GPUs that make the chunks themselves are faster: they need no task for each, and GPUs multiply meanwhile.
     if minimum_flops() is not None or plan is not None or scheme is None or (scheme.by_ranks and found.on_gpus):
         return ""
     single = scheme.name == "sums" and request.problem.d.counts == (1, 1)
     return f"it does not fit into memory, and {_ONCE}" if single or scheme.name in ("rows", "cols") else ""
+
+
+def by_times(plan: Placement) -> str:
+    """Return why Dask's own tasks are chosen by time, with the margin that is asked for."""
+    assert plan.by_tasks is not None
+    own, run = format_time(plan.by_tasks.seconds), format_time(plan.seconds)
+    return f"they are expected to take {own}, a run {run} (a run has to take at most {CLEARLY:.0%} of their time)"
 
 
 def _why_streamed(request: Request, found: Decision) -> str:
@@ -174,7 +197,9 @@ def _not_there(request: Request, client: Client) -> tuple[bool, bool]:
     return a, b
 
 
-def decide(request: Request, client: Client | None, known: Snapshot, *, reordered: bool = False) -> Decision:
+def decide(
+    request: Request, client: Client | None, known: Snapshot, *, reordered: bool = False, enabled: bool = False
+) -> Decision:
     """Return how a product is made; without a client workers are only imagined."""
     failure: ProjectedMemoryError | None = None
     plan: Plan | None = None
@@ -188,12 +213,60 @@ def decide(request: Request, client: Client | None, known: Snapshot, *, reordere
     budget = None if client is None else wave_budget()
     if client is not None and budget is not None:
         if plan is None or _spills(plan, budget):
-            scheme = _scheme(request, client, budget)
+            scheme = _scheme(request, client, budget, request.problem)
         if scheme is None and plan is not None:
             scheme = _scheme_by_ranks(request, client, known, plan, budget)
     if failure is not None and scheme is None:
-        raise failure
+        more = []
+        if client is not None and budget is not None:
+            # A loop under enable() asks again and again, and waves of many chunks take a second to plan.
+            asked = request.problem.a.chunks, request.problem.b.chunks, request.lazy, tuple(failure.limit.items())
+            if asked not in _advised:
+                _advised.clear()
+                _advised[asked] = _smaller_chunks(request, client, known, budget)
+            more.append(_advised[asked])
+        # Under enable() a product that does not fit is left to these anyway, unless the configuration says otherwise.
+        if _may_stream(request, failure) and (not enabled or raises_beyond_memory()):
+            how = "the config distmm.memory.exceeded: dask" if enabled else "A @ B under enable()"
+            more.append(f"let Dask's own tasks multiply, which may stream it: {how}")
+        text = "".join(f". Or {remedy}" for remedy in more if remedy)
+        raise ProjectedMemoryError(f"{failure}{text}", failure.projected, failure.limit)
     return Decision(plan, scheme, known)
+
+
+def _may_stream(request: Request, failure: ProjectedMemoryError) -> bool:
+    """Whether Dask's own tasks may make a product that does not fit: a worker can hold one chunk of each matrix."""
+    problem = request.problem
+    held = sum(x.itemsize * math.prod(map(max, x.chunks)) for x in (problem.a, problem.b, problem.d))
+    return request.plain and not request.demands and held <= min(failure.limit.values())
+
+
+def _smaller_chunks(request: Request, client: Client, known: Snapshot, budget: Budget) -> str:
+    """Return the remedy that names the largest chunks of lazy operands with which waves fit; empty if none do."""
+    problem, room = request.problem, min((budget.of(worker) for worker in known.workers), default=0.0)
+    coarse = [problem[name] for name, is_lazy in zip("ab", request.lazy, strict=True) if is_lazy]
+    for size in _SIZES:
+        if any(2 * x.itemsize * math.prod(min(size, n) for n in x.shape) > room for x in coarse):
+            continue
+        cut = {x.name: _in_chunks_of(x, size) for x in coarse if size < max(map(max, x.chunks))}
+        a, b = (cut.get(name, problem[name]) for name in "ab")
+        d = problem.d
+        if request.out_chunks is None:
+            d = dataclasses.replace(d, chunks=(a.chunks[0], b.chunks[1]))
+        matrices = (a, b, *problem.matrices[2:])
+        finer = dataclasses.replace(problem, matrices=matrices, wanted=(d, *problem.wanted[1:]))
+        if cut and (scheme := _scheme(request, client, budget, finer)) is not None:
+            names = [name.upper() for name in cut if not (name == "b" and problem.shared)]
+            made = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} made"
+            found = f"{scheme.count} waves of {format_bytes(scheme.peak_bytes)} a worker, {format_time(scheme.seconds)}"
+            return f"use smaller chunks where {made}: with chunks={size} there are {found}"
+    return ""
+
+
+def _in_chunks_of(matrix: NamedMatrix, size: int) -> NamedMatrix:
+    """Return a matrix in chunks of `size` along each axis, as `chunks=` of Dask's functions gives them."""
+    rows, cols = normalize_chunks(size, matrix.shape)
+    return dataclasses.replace(matrix, chunks=(rows, cols))
 
 
 def _scheme_by_ranks(request: Request, client: Client, known: Snapshot, plan: Plan, budget: Budget) -> Scheme | None:
@@ -232,9 +305,9 @@ def _spills(made: Plan, budget: Budget) -> bool:
     return any(made.projected_bytes[worker.address] > budget.of(worker) for worker in made.participants)
 
 
-def _scheme(request: Request, client: Client, budget: Budget) -> Scheme | None:
+def _scheme(request: Request, client: Client, budget: Budget, problem: Problem) -> Scheme | None:
     """Return the waves of a product; None if it can't be made in waves, or does not fit in them either."""
-    problem, (a, b) = request.problem, request.lying
+    a, b = request.lying
     known = ask_roster(client, problem.demand, [a, b])
     if known is None:
         return None

@@ -64,8 +64,11 @@ from dask_distmm.arrays.fallback import (
     dask_tensordot,
     is_sparse,
     multiply_sparse,
+    note_left,
+    note_taken,
     or_dask,
     sparse_in_einsum,
+    stock_matmul,
     takes_sparse,
     why_not,
 )
@@ -472,6 +475,8 @@ def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
         second = "".join(first[left[right.index(i)]] if i in right else next(rest) for i in range(ndims[1]))
         out = "".join(x for x in first + second if (x in first) != (x in second))
         result = contract(a, first, b, second, out, _product)
+        if result is NotImplemented:
+            _check_lengths((first, second), (a, b), lambda: dask_tensordot(a, b, axes=found))
     if result is NotImplemented and isinstance(axes, Iterable) and any(np.min(x, initial=0) < 0 for x in axes):
         return dask_tensordot(a, b, axes=found)
     return result
@@ -481,7 +486,37 @@ def _einsum(*args: Any, **kwargs: Any) -> Any:
     """Take contractions that are products, of two operands or of more, one after the other."""
     # How Dask would go about it says nothing of ours.
     asked = None if set(kwargs) - {"optimize", "split_every"} else parsed(args)
-    return NotImplemented if asked is None or sparse_in_einsum(*asked[1]) else einsum(*asked, _product)
+    if asked is None or sparse_in_einsum(*asked[1]):
+        return NotImplemented
+    spec, arrays = asked
+    _check_lengths(spec.split("->")[0].split(","), arrays, lambda: dask_einsum(spec, *arrays))
+    return einsum(spec, arrays, _product)
+
+
+def _check_lengths(terms: Sequence[str], arrays: Sequence[Array], own: Callable[[], Any]) -> None:
+    """Refuse axes of one letter that have several lengths, where Dask's own function refuses them, too."""
+    seen: dict[str, tuple[int, int]] = {}
+    for at, (letters, x) in enumerate(zip(terms, arrays, strict=True)):
+        for axis, letter in enumerate(letters):
+            before, place = seen.setdefault(letter, (at, axis))
+            if x.shape[axis] != arrays[before].shape[place] and not np.isnan([*x.shape, *arrays[before].shape]).any():
+                error = PlanError(
+                    f"shapes {arrays[before].shape} and {x.shape} don't match: axis {place} of operand {before} and "
+                    f"axis {axis} of operand {at} must be equal"
+                )
+                _refuse(error, own)
+                return
+
+
+def _refuse(error: PlanError, own: Callable[[], Any]) -> None:
+    """Raise an error in place of that of Dask's own function, which says more of chunks; none if it has a result."""
+    try:
+        if not planning():
+            own()
+            return
+    except ValueError:
+        pass
+    raise error from None
 
 
 def _chunks_of_stack(a: Array, b: Array) -> tuple[tuple[int, ...], ...]:
@@ -502,20 +537,32 @@ def _product(a: Any, b: Any) -> Any:
     # Planned arrays have no product that this could be left to.
     if planning():
         return multiply(parse(a, b))
-    if is_sparse(a) or is_sparse(b):
-        return multiply_sparse(a, b) if takes_sparse(a, b) else NotImplemented
-    if why_not(a, b, most=max(a.ndim, b.ndim)) is not None:
-        return NotImplemented
+    if (is_sparse(a) or is_sparse(b)) and takes_sparse(a, b):
+        note_taken()
+        return multiply_sparse(a, b)
     try:
         check_shapes(a, b)
-    except PlanError:
-        # Dask has an error to raise.
+    except PlanError as error:
+        # Dask takes some types and sizes that are not for runs, and a length of 1 for any.
+        _refuse(error, lambda: stock_matmul(a, b))
+        return NotImplemented
+    if is_sparse(a) or is_sparse(b):
+        return NotImplemented
+    what, flops = f"{a.shape} @ {b.shape} of {a.dtype}", 2.0 * a.size * (b.shape[-1] if b.ndim > 1 else 1)
+    if (why := why_not(a, b, most=max(a.ndim, b.ndim))) is not None:
+        note_left(what, flops, why)
         return NotImplemented
 
     def make() -> Any:
         request = parse(a, b)
         if request.is_batch:
             request = dataclasses.replace(request, out_chunks=_chunks_of_stack(a, b))
-        return NotImplemented if why_leave(request) else multiply(request, enabled=True)
+        if not (why := why_leave(request)):
+            return multiply(request, enabled=True)
+        note_left(what, flops, why)
+        return NotImplemented
 
-    return or_dask(make, raises=raises_beyond_memory())
+    found = or_dask(make, raises=raises_beyond_memory())
+    if found is not NotImplemented:
+        note_taken()
+    return found

@@ -7,6 +7,8 @@ matrices in chunks of rows, a task is a chunk of the result, and each worker fet
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
+from dask_distmm.config import hints_wanted
 from dask_distmm.engines.base import log
 from dask_distmm.errors import EngineError, MissingEngineError, PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.numeric.sparse import compressed, dense, multiply, sparse_package, total
@@ -98,18 +101,21 @@ def _cut(a: Array, b: Array) -> tuple[Array, Array]:
 # Dask's own functions, whatever is installed under their names later
 
 
-_stock_matmul: Callable[..., Any] = dask.array.routines.matmul
+stock_matmul: Callable[..., Any] = dask.array.routines.matmul
 dask_tensordot: Callable[..., Any] = dask.array.routines.tensordot
 dask_rechunk: Callable[..., Any] = rechunk
 
 
 def dask_matmul(a: da.Array, b: da.Array) -> da.Array:
     """Multiply by tasks: by Dask's own function, which has no product of sparse chunks."""
-    found: da.Array = multiply_sparse(a, b) if is_sparse(a) or is_sparse(b) else _stock_matmul(a, b)
+    found: da.Array = multiply_sparse(a, b) if is_sparse(a) or is_sparse(b) else stock_matmul(a, b)
     return found
 
 
 # Why a product is left to Dask's own function
+
+
+NO_CLUSTER = "no cluster is connected; create a distributed.Client"
 
 
 def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bool = True, most: int = 2) -> str | None:
@@ -134,8 +140,72 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
         names = " and ".join(dict.fromkeys(dtypes))
         return f"no engine multiplies {kind} arrays of the types {names}; convert them, as by astype('float64')"
     if cluster and current_client() is None:
-        return "no cluster is connected; create a distributed.Client"
+        return NO_CLUSTER
     return None
+
+
+# What `enable` has done with the products of a program
+
+
+@dataclasses.dataclass
+class Tally:
+    """The products of one client that were left to Dask, as long as there is no run and no hint."""
+
+    count: int = 0
+    # Of the largest one: its operations, its text, why it was left, and what would change that.
+    flops: float = -1.0
+    what: str = ""
+    why: str = ""
+    change: str = ""
+
+
+# So many products are a program.
+_MANY = 20
+# By the identity of a client; None once there was a run, or a hint.
+_tallies: dict[str, Tally | None] = {}
+
+
+def _client_id() -> str:
+    client = current_client()
+    return "" if client is None else str(client.id)
+
+
+def note_taken() -> None:
+    """Note that `enable` has made something for the current client."""
+    _tallies[_client_id()] = None
+
+
+def note_left(what: str, flops: float, why: str, change: str = "") -> None:
+    """Note that `enable` has left a product to Dask; after many of them and no run the log has a hint."""
+    name = _client_id()
+    tally = _tallies.setdefault(name, Tally())
+    if tally is None:
+        return
+    tally.count += 1
+    if flops > tally.flops:
+        tally.flops, tally.what, tally.why, tally.change = flops, what, why, change
+    if tally.count >= _MANY:
+        _hint(tally)
+        _tallies[name] = None
+
+
+def _hint(tally: Tally) -> None:
+    if not hints_wanted():
+        return
+    which = f"The largest of {tally.count} products" if tally.count > 1 else "The only product"
+    log.warning(
+        "enable() has made no collective run so far. %s%s is left to Dask's own tasks, as %s%s. (The config "
+        "distmm.hints: false turns this hint off.)",
+        *(which, tally.what and f", {tally.what},", tally.why, tally.change and f". {tally.change}"),
+    )
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Give the hint for a program that ends without any run."""
+    left = [tally for tally in _tallies.values() if tally is not None]
+    if left and None not in _tallies.values():
+        _hint(max(left, key=lambda tally: tally.flops))
 
 
 def has_unknown_chunks(x: da.Array) -> bool:
@@ -146,14 +216,16 @@ def has_unknown_chunks(x: da.Array) -> bool:
 def or_dask(make: Callable[[], Any], *, raises: bool) -> Any:
     """Return what `make` returns; NotImplemented where nothing runs on the cluster, and where memory is short.
 
-    The latter is an error if it `raises`. It is logged why, unless an engine is missing there.
+    The latter is an error if it `raises`. It is logged why; where an engine is missing only as a hint.
     """
     try:
         return make()
     except (EngineError, ProtocolError, ProjectedMemoryError) as error:
         if raises and isinstance(error, ProjectedMemoryError):
             raise
-        if not isinstance(error, MissingEngineError):
+        if isinstance(error, MissingEngineError):
+            note_left("", 0.0, str(error))
+        else:
             log.warning("left to Dask's own tasks: %s", error)
         return NotImplemented
 

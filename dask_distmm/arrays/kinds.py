@@ -26,12 +26,14 @@ import dask.array as da
 import dask.array.routines
 import numpy as np
 from dask.array.core import Array
+from dask.base import is_dask_collection
 from dask.core import flatten
+from dask.delayed import Delayed
 from dask.highlevelgraph import HighLevelGraph
-from distributed import get_worker
+from distributed import Future, get_worker
 
 from dask_distmm.comms.serializers import register_serializers
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, page
 from dask_distmm.numeric.sparse import compressed, sparse_package
 from dask_distmm.numeric.types import FP8, dtype_from_name
 from dask_distmm.runtime.chunks import array_kind
@@ -68,7 +70,7 @@ def _of_tensor(x: Any) -> Any:
     if x.requires_grad:
         raise PlanError(
             "the operand is a tensor that requires grad, and nothing here is recorded for autograd: pass x.detach(), "
-            "or write a torch.autograd.Function as in docs/examples/linear_layer.py"
+            f"or write a torch.autograd.Function as {page('examples')} has one"
         )
     if x.layout != sys.modules["torch"].strided or x.device.type not in ("cpu", "cuda"):
         raise PlanError(
@@ -205,9 +207,31 @@ def as_array(x: Any) -> Array:
     return dask.array.core.asanyarray(plain(x))
 
 
+def check_operand(name: str, x: Any) -> None:
+    """Refuse what is not an array, and what NumPy takes for an array of one object."""
+    each, remedy = x[0] if type(x) in (list, tuple) and x else x, ""
+    if isinstance(each, Future):
+        remedy = ": pass the Dask array that it is computed from, or dask.array.from_delayed(future, shape, dtype)"
+    elif isinstance(each, Delayed):
+        remedy = ": pass dask.array.from_delayed(x, shape, dtype) with the shape and the type of its value"
+    elif is_dask_collection(x) and hasattr(x, "to_dask_array"):
+        remedy = ": pass x.to_dask_array(lengths=True)"
+    elif (
+        isinstance(x, str | bytes | list | tuple)
+        or hasattr(x, "shape")
+        or (made := np.asanyarray(x)).shape
+        or made.dtype != object
+    ):
+        return
+    several = "" if each is x else f"{type(x).__name__} of "
+    found = "None" if x is None else f"a {several}{type(each).__name__}"
+    raise PlanError(f"{name} is {found}; expected an array{remedy}")
+
+
 def ndim_of(x: Any) -> int:
     """Return the number of dimensions, as ``np.ndim``, which Dask does not answer where arrays are planned."""
-    return int(x.ndim) if isinstance(x, Array) else np.ndim(x)
+    found: Any = x.ndim if isinstance(x, Array) else np.ndim(x)
+    return int(found) if isinstance(found, int) else 0  # A Delayed has any attribute, as one more Delayed.
 
 
 def like(kind: str, x: Any) -> Any:
@@ -234,7 +258,7 @@ def reducible(x: Array) -> Any:
 def _each(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _each(function, x) for key, x in value.items()}
-    if hasattr(value, "_fields"):
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_each(function, x) for x in value))
     return tuple(_each(function, x) for x in value) if type(value) is tuple else function(value)
 
@@ -271,7 +295,7 @@ def _has_compat() -> bool:
 
 
 def any_kind(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function that takes plain arrays take and return those of other kinds."""
+    """Return a function of plain arrays that takes and returns arrays of other kinds too."""
 
     @functools.wraps(function)
     def adapted(*args: Any, **kwargs: Any) -> Any:

@@ -35,6 +35,7 @@ from dask.highlevelgraph import HighLevelGraph
 from dask.utils import format_bytes, parse_bytes
 
 from dask_distmm.arrays.choice import by_tasks, decide, decide_now, why_leave, why_left, why_not_run
+from dask_distmm.arrays.fallback import note_left
 from dask_distmm.arrays.kinds import check_planned, planning
 from dask_distmm.arrays.outputs import (
     as_kind,
@@ -117,6 +118,8 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
         return by_runs(request, lambda items: multiply_all(items, (request.a, request.b)))
     decision = decide_now(request, enabled=enabled)
     if decision.left:
+        sizes = f"{request.a.shape} @ {request.b.shape} of {request.a.dtype}"
+        note_left(sizes, request.problem.flops, decision.left, decision.change)
         return NotImplemented
     parts = by_tasks(request, decision.known) if enabled else None
     return run_outputs(request, decision.scheme, by_tasks=parts)
@@ -143,8 +146,12 @@ def explain_product(request: Request) -> Explanation:
         return NotCollective(reason)
     if request.empty:
         return NotCollective("the product is empty or all zeros, nothing is multiplied")
+    # Imagined workers are not a demand.
+    needed, named = (
+        [text for text in texts if imagined is None or not text.startswith("workers=")]
+        for texts in (request.demands, request.named)
+    )
     if request.is_batch:
-        needed = [text for text in request.demands if imagined is None or not text.startswith("workers=")]
         return plan_batch(request, needed, imagined)
     problem = request.problem
     if imagined is not None:
@@ -156,7 +163,7 @@ def explain_product(request: Request) -> Explanation:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
     decision = decide(request, client, known, reordered=True)
     found = decision.made(problem)
-    if isinstance(found, WavePlan) or not request.plain or request.named:
+    if not request.plain or named:
         return found
     left = why_leave(request) or why_left(request, decision)
     return dataclasses.replace(found, left=left)

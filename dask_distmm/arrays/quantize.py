@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from dask.array.utils import meta_from_array
 
-from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.kinds import as_array, check_operand
 from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.numeric.epilogs import Formula
@@ -193,11 +193,9 @@ def as_operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
     These products are a reference: each scale times each number is exact in float32 (but where it leaves its range).
     """
     for name, x in (("first", a), ("second", b)):
+        check_operand(f"the {name} operand", x)
         if hasattr(x, "columns") and hasattr(x, "dtypes"):
-            raise PlanError(
-                f"the {name} operand is a {type(x).__name__}; expected an array: pass x.to_numpy(), or of a Dask "
-                "DataFrame x.to_dask_array(lengths=True)"
-            )
+            raise PlanError(f"the {name} operand is a {type(x).__name__}; expected an array: pass x.to_numpy()")
     if not isinstance(a, BlockScaled) and not isinstance(b, BlockScaled):
         return as_array(a), as_array(b)
     found = [f"{x.format} in blocks along axis {x.axis}" if isinstance(x, BlockScaled) else "unscaled" for x in (a, b)]

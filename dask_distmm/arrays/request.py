@@ -33,7 +33,7 @@ from dask_distmm.arrays.kinds import as_array
 from dask_distmm.arrays.quantize import as_operands, with_scales
 from dask_distmm.config import Options, read_options, setting
 from dask_distmm.engines.base import log
-from dask_distmm.errors import PlanError, check_options, unknown_name
+from dask_distmm.errors import PlanError, check_options, page, unknown_name
 from dask_distmm.numeric.epilogs import PLAIN, Epilog, Formula
 from dask_distmm.numeric.types import Types, dtype_from_name, resolve_types, sum_dtype, supported
 from dask_distmm.planning import ENGINES, METHODS, Chunks, NamedMatrix, Problem
@@ -75,7 +75,7 @@ HINTS = {
 def takes(
     options: type | None, hints: Mapping[str, str] | None = None, positional: str = ""
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Have a function with ``**options`` show each option in its signature, and refuse a name that is none."""
+    """Decorate a function with ``**options``: its signature lists each option, and an unknown name is refused."""
     known = {} if options is None else options.__annotations__
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -268,7 +268,7 @@ def _wrong_inputs(formula: Formula, inputs: Mapping[str, Any]) -> str:
         fitting = [epilog.value for epilog in Epilog if set(Formula(epilog=epilog.value).inputs) == set(inputs)]
         given = f"epilog_inputs has {', '.join(map(repr, found))}, and no epilog reads it"
         if not fitting:
-            return f"{given}: pass epilog=..., which names its inputs (docs/epilogs.md), or leave epilog_inputs out"
+            return f"{given}: pass epilog=..., which names its inputs ({page('epilogs')}), or leave epilog_inputs out"
         known = ", ".join(map(repr, fitting[:3])) + ", ..." * (len(fitting) > 3)
         return f"{given}: pass epilog= too, one of {known}"
     example = ", ".join(f"{key!r}: ..." for key in needed)
@@ -617,7 +617,7 @@ def check_shapes(a: da.Array, b: da.Array) -> None:
         raise PlanError(
             f"shapes {a.shape} and {b.shape} don't match: the last axis of the first and "
             f"{'the last but one' if b.ndim > 1 else 'the only'} axis of the second must be equal; transpose one, as "
-            "by op_a='T' or op_b='T', if that is meant"
+            "A.T and op_a='T' do, if that is meant"
         )
     try:
         np.broadcast_shapes(a.shape[:-2], b.shape[:-2])

@@ -95,7 +95,7 @@ class DaskTasks:
     # The graphs of A and of B; None where chunks are in memory.
     upstream: tuple[HighLevelGraph | None, HighLevelGraph | None]
 
-    def are_quicker(self, problems: Sequence[Problem]) -> bool:
+    def is_faster(self, problems: Sequence[Problem]) -> bool:
         """Whether they are expected to be over clearly before runs, one after the other, would be."""
         try:
             plans = [plan(problem, self.workers, engine=self.engines) for problem in problems]
@@ -230,7 +230,7 @@ class ProductLayer(TasksLayer):
         layer: Layer = part
         if scheme is not None:
             layer, needs = TasksLayer.cull(part, own | barriers, all_hlg_keys)
-        elif not whole and self.by_tasks is not None and self.by_tasks.are_quicker(pieces):
+        elif not whole and self.by_tasks is not None and self.by_tasks.is_faster(pieces):
             tasks = self.by_tasks.tasks(self.whole, self.arrays, own)
             layer, needs = TasksLayer(tasks), needs_of(tasks)
         else:

@@ -212,7 +212,7 @@ def _layer_of(key: Key) -> Key:
 
 
 def _widen(spans: dict[Key, Span], keys: Iterable[Key], span: Span) -> list[Key]:
-    """Have some keys needed from one wave to another one; return those for which that is new."""
+    """Keep some keys from one wave to another one; return those that were not kept before."""
     changed = []
     for key in keys:
         before = spans.get(key, span)

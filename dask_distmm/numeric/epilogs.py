@@ -52,7 +52,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import PlanError, call_user, unknown_name
+from dask_distmm.errors import PlanError, call_user, page, unknown_name
 from dask_distmm.numeric.types import compute_dtype, store
 
 # The names of the epilogs, for programs and for type checkers. Pure
@@ -185,7 +185,7 @@ class Formula:
     def __post_init__(self) -> None:
         """Check the values."""
         if self.epilog and self.epilog not in _NAMES:
-            raise PlanError(unknown_name("epilog", self.epilog, _NAMES, "docs/epilogs.md"))
+            raise PlanError(unknown_name("epilog", self.epilog, _NAMES, page("epilogs")))
         if self.bias_axis not in (-1, 0, 1):
             raise PlanError(f"bias_axis={self.bias_axis!r}; expected -1 (one value per column of D) or 0 (one per row)")
 

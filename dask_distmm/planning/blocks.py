@@ -426,7 +426,7 @@ class _Blocks(Product):
     # The steps
 
     def begin(self) -> None:
-        """Have memory for buffers, sums and chunks of D, and the bias where the library adds it."""
+        """Allocate buffers, sums and chunks of D, and load the bias where the library adds it."""
         self.new(*self.slots.values())
         for index in self.plan.owned(self.me).tolist():
             rect = self.plan.chunk_rect(index)
@@ -447,7 +447,7 @@ class _Blocks(Product):
             self.bias = Placed(found, rect)
 
     def _load(self, name: str, rect: Rect) -> Buffer:
-        """Have a part of an operand in a new matrix."""
+        """Copy a part of an operand to a new matrix."""
         found = self.small(*shape_of(rect), self.problem[name].dtype)
         self.new(found)
         self.steps.append(Make(found[:, :], name, rect=rect))

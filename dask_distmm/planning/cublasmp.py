@@ -8,7 +8,7 @@ where D's tiles are in F order and the transpose of D where they are in C order 
 column of D is native to an all-gather of A and to a reduce-scatter into rows, a value for each row to the others.
 Factors of the product are native to every method.
 
-Not all that the library offers is as good as the engine's own kernel (measured, docs/gpu-validation.md): its gelu of
+Not all that the library offers is as good as the engine's own kernel (measured, page GPU validation): its gelu of
 float64 is off by up to 3e-10, and its all-gather with 16-bit types rounds the product before it adds a bias or applies
 gelu. These are not left to it. And where extents of 16-bit matrices are not multiples of 16 bytes, its all-gather and
 SUMMA may round parts of the sums (see below), as SUMMA does after each panel of k wherever there are several: there
@@ -23,7 +23,7 @@ column-major matrix of its transpose, so nothing is ever transposed for the sake
 * D in C order:  ``Z = D^T``,  ``X = B^T``,  ``Y = A^T``
 
 and an operand is taken with op N if it has D's memory order, with op T if it has the other one. The library's
-tuned 1-D paths want the operands in slabs (found from its log, docs/gpu-validation.md):
+tuned 1-D paths want the operands in slabs (seen in its log, page GPU validation):
 
 ===============  ==================  ================  ==========================================
 method, grid     A                   B                 D
@@ -43,7 +43,7 @@ And m, n and k of each rank's own multiply must be multiples of 16: slabs are, a
 SUMMA and the fallback have no FP8.
 
 Of 16-bit types they are multiples of 8, which are 16 bytes, for another reason: where they are not, cuBLASMp's
-all-gather and SUMMA may cut k and add the parts up in D, rounded each time (docs/gpu-validation.md), and all methods
+all-gather and SUMMA may cut k and add the parts up in D, rounded each time (page GPU validation), and all methods
 take 3 to 6 times as long. Blocks that the caller asked for, and the last blocks of SUMMA, can't be padded: their D is
 returned in the type of the sums; see `returned_type`.
 """

@@ -3,7 +3,7 @@
 A cut follows chunk edges where that costs little balance, since a chunk that is in one rank's part need
 not be taken apart. Where chunks are too coarse for that, the cut is even and goes through them.
 
-Measured on H200 with cuBLAS 13.1 (docs/gpu-validation.md): bfloat16 products take three times as long where rows of A,
+Measured on H200 with cuBLAS 13.1 (page GPU validation): bfloat16 products take three times as long where rows of A,
 B or D have no multiple of 16 bytes, six times where they have an odd number of elements, and float64 ones 1.4 times,
 however far apart rows are. How many rows there are makes no difference, nor does it to float32 and complex types. A
 product of too few elements leaves multiprocessors idle: with k = 8192 and 16384 one of a quarter of 2048 x 2048 had

@@ -68,7 +68,8 @@ class Plan(Placement):
     from_host
         Whether ranks read chunks of A and B from host memory while they multiply: they do not fit on the GPUs.
     left
-        Why `@` under `enable` leaves this product to Dask's own tasks; empty where it does not, or was not asked.
+        Why `@` under `enable` leaves this product to Dask's own tasks; empty where it does not, None where that was
+        not asked.
     """
 
     asked_for: ClassVar[tuple[str, ...]] = ("input", PART, "enter")
@@ -80,7 +81,7 @@ class Plan(Placement):
     owners: NDArray[np.int32]
     packing: str
     from_host: bool = False
-    left: str = dataclasses.field(default="", metadata=HERE)
+    left: str | None = dataclasses.field(default=None, metadata=HERE)
 
     @property
     def grid(self) -> tuple[int, int, int]:

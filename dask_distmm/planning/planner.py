@@ -415,10 +415,7 @@ def product_remedies(problem: Problem) -> list[str]:
         found.append("use more workers" if problem.workers is None else "name more workers by workers=")
         found += ["use method='auto'"] if problem.method != "auto" else []
     kept = ["d"] * problem.formula.replicated + [problem.gathered] * bool(problem.gathered)
-    found += [f"leave out {asked[name]}" for name in kept]
-    if problem.formula.trivial and not kept and not problem.compute:
-        found.append("let Dask's own tasks multiply, which may stream it: A @ B under enable()")
-    return found
+    return found + [f"leave out {asked[name]}" for name in kept]
 
 
 def _consider(problem: Problem, situation: Situation, engine: str, candidate: Candidate) -> Plan:

@@ -244,7 +244,7 @@ class Product(Recorder):
     # Sums
 
     def begin(self) -> None:
-        """Have memory for sums."""
+        """Allocate the memory of sums."""
         plan = self.plan
         dtype = self.problem.d.dtype if self.problem.formula.trivial or not self.packed else self.dtype
         for index in plan.owned(self.me).tolist():
@@ -285,7 +285,7 @@ class Product(Recorder):
         return twin if twin in self.needed else piece
 
     def fetch(self, pieces: Iterable[ChunkBlock]) -> None:
-        """Have parts of chunks here: from each holder in one message; all of these are asked for together."""
+        """Receive parts of chunks: one message from each holder, all of which are requested together."""
         asked, at = collections.defaultdict[int, list[tuple[Any, ...]]](list), self.at
         near, matrices, gram = (self.plan.ranks[self.me], EVERYWHERE), self.problem.matrices, self.gram
         for wanted in pieces:
@@ -356,7 +356,7 @@ class Product(Recorder):
 
     @contextlib.contextmanager
     def copied(self, pieces: Sequence[ChunkBlock]) -> Iterator[list[Placed]]:
-        """Have parts of A or B as they are multiplied: as they lie, or in one matrix of the type of the sums."""
+        """Yield parts of A or B as they are multiplied: in place, or copied to one matrix of the type of the sums."""
         placed = [self.at[piece] for piece in pieces]
         if not pieces or (name := "ab"[pieces[0].operand]) not in self.packing:
             yield placed
@@ -410,7 +410,7 @@ class Product(Recorder):
         self.steps += (Publish(self._key(number, to), tuple(some), once=True) for to, some in parts.items())
 
     def assemble(self) -> None:
-        """Have this rank's chunks of D complete, in the type of the result."""
+        """Complete this rank's chunks of D, and convert them to the type of the result."""
         plan = self.plan
         given, wanted = (collections.defaultdict[int, list[Any]](list) for _ in range(2))
         own: list[tuple[Any, Any]] = []

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
+from dask.utils import format_bytes
 from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
@@ -39,6 +40,8 @@ _BUILDERS: Mapping[str, Callable[..., None]] = {**BUILDERS, "traced": traced}
 _ALL = 2**62
 # Ranks that wait this long for messages, as in each turn of a loop: one may be faster alone (seconds).
 _WORTH_MOVING = 5e-3
+# Where one chunk has more than this share of a worker's memory, smaller chunks are advised.
+_COARSE = 1 / 8
 # Steps of programs with more bytes of arguments are not kept: those of many chunks are large.
 _LONG = 2048
 
@@ -255,7 +258,11 @@ def plan_program(
         ((most, _),) = collections.Counter(workers).most_common(1)
         plans = sorted([*plans, placed([most] * len(workers))], key=lambda plan: plan.seconds)
     remedies = ["use more workers"] if problem.workers is None else ["name more workers by workers="]
-    return choose(plans, f"{problem.builder} of a matrix in {len(workers)} chunks of rows", remedies)
+    limits, a = [one.memory_limit for one in roster if one.memory_limit], problem["a"]
+    if limits and not a.sparse and (largest := max(a.chunks[0]) * a.shape[1] * a.itemsize) > min(limits) * _COARSE:
+        remedies.insert(0, f"use smaller chunks of rows: the largest one of A has {format_bytes(largest)}")
+    chunks = f"{len(workers)} chunk{'s' * (len(workers) != 1)} of rows"
+    return choose(plans, f"{problem.builder} of a matrix in {chunks}", remedies)
 
 
 def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int32] | None) -> list[int]:

@@ -127,6 +127,8 @@ class WavePlan(Explanation):
     # The product and its waves.
     problem: Problem
     scheme: Scheme
+    # As of a `Plan`.
+    left: str | None = None
     method: ClassVar[str] = "waves"
     # Where chunks will be loaded is not known.
     bytes_moved: ClassVar[int | None] = None

@@ -25,7 +25,7 @@ from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.programs.check import Span
 from dask_distmm.programs.steps import Loop
-from dask_distmm.show.text import BATCH_ROUTES, WHAT, in_words
+from dask_distmm.show.text import BATCH_ROUTES, WHAT, in_words, plan_line
 
 # Matrices and bars as inline SVG: no script, no style sheet, readable on light and on dark pages. Pure
 
@@ -274,7 +274,7 @@ def plan_html(plan: Plan) -> list[str]:
     sentence += f"{problem.flops:.3g} operations, {format_bytes(plan.bytes_moved)} moved between workers"
     sentence += f", {format_time(plan.estimate.seconds)} estimated." if plan.estimate else "."
     return [
-        _said(plan.left, "@ is left to Dask's own tasks under enable():"),
+        _said(plan_line(plan) if plan.left is not None else ""),
         _said(sentence),
         _beside(f"Chunks, by the workers that hold them{unknown}", _chunk_grids(plan)),
         _beside(f"Who multiplies what: {WHAT[plan.method]}", _layout(plan)),

@@ -11,7 +11,7 @@ from dask_distmm.planning.computation import Chunks, NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement, FactorProblem
 from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan, Share
 from dask_distmm.planning.model import ENGINES, Estimate
-from dask_distmm.planning.placement import Placement, everywhere
+from dask_distmm.planning.placement import CLEARLY, Placement, everywhere
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem
@@ -36,11 +36,29 @@ def listed(head: str, *facts: tuple[object, str]) -> str:
     return "\n".join([head, *(f"  {title!s:<10}" + fact.replace("\n", indent) for title, fact in facts if fact)])
 
 
+def _verdict(made: Plan | WavePlan) -> str:
+    """Return the line that says what ``@`` does with a product; empty where that was not asked."""
+    if made.left is None:
+        return ""
+    if made.left:
+        return f"A @ B under enable(): Dask's own tasks, as {made.left}\n"
+    how = "a collective run" if isinstance(made, Plan) else "waves of collective runs"
+    text = f"A @ B under enable(): {how}, {format_time(made.seconds)} expected"
+    if isinstance(made, Plan) and (own := made.by_tasks) is not None:
+        text += f"; Dask's own tasks {format_time(own.seconds)} (a run has to take at most {CLEARLY:.0%} of that)"
+    return f"{text}\n"
+
+
+def plan_line(plan: Plan) -> str:
+    """Return the method and who multiplies."""
+    return f"Plan: {plan.method} {on_workers(plan)}"
+
+
 def waves_text(made: WavePlan) -> str:
     """Return the text of a product in waves that `explain` prints."""
     problem, scheme = made.problem, made.scheme
     return listed(
-        f"Plan: {scheme.count} waves, since the operands do not fit into memory together",
+        f"{_verdict(made)}Plan: {scheme.count} waves, since the operands do not fit into memory together",
         *((name.upper(), f"{_sizes(problem[name].chunks)} {problem[name].dtype}") for name in "abd"),
         ("scheme", f"{scheme.name}: {_HOW[scheme.name]}"),
         ("a wave", f"{scheme.method}: {WHAT[scheme.method]}"),
@@ -77,8 +95,7 @@ def plan_text(plan: Plan) -> str:
     packed = ", ".join(name.upper() for name in plan.packing) or "nothing"
     others = [e for e in plan.alternatives if e is not plan.estimate]
     return listed(
-        f"Plan: {plan.method} {on_workers(plan)}",
-        ("@", plan.left and f"left to Dask's own tasks under enable(): {plan.left}"),
+        f"{_verdict(plan)}{plan_line(plan)}",
         ("A", _matrix(problem.a)),
         ("B", _matrix(problem.b)),
         ("D", f"{_matrix(problem.d)}, computed in {_computed_in(problem)}"),
@@ -159,14 +176,12 @@ def _number(value: complex) -> str:
 
 
 def _compared(plan: Plan) -> str:
-    """Return the seconds that Dask takes around the run and for its own tasks, and which of the two ``@`` uses."""
+    """Return the seconds that Dask takes around the run, and for its own tasks."""
     if plan.by_tasks is None or plan.estimate is None:
         return ""
-    used = "the collective run" if plan.worth_it else "Dask's own tasks"
     return (
         f"{format_time(plan.around)} around the run, {format_time(plan.seconds)} in all\n"
-        f"as {math.prod(plan.by_tasks.grid)} products of chunks {format_time(plan.by_tasks.seconds)}; "
-        f"under enable() @ uses {used}"
+        f"as {math.prod(plan.by_tasks.grid)} products of chunks {format_time(plan.by_tasks.seconds)}"
     )
 
 

@@ -304,7 +304,7 @@ def _engines(report: Report) -> Iterator[Finding]:
     found = differing({address: ", ".join(f"{k} {v}" for k, v in each) for address, each in versions.items()})
     if len(found) > 1:
         text = f"workers have different libraries of engine {name!r}: {_listed(found)}"
-        yield Finding("error", text, install_line(answering[able[0]]))
+        yield Finding("error", text, install_line(answering[able[0]]) if on_gpus else install_command(elsewhere=True))
     names = [one for one in _KINDS["factorization"] if has(one, "on_gpus")]
     if on_gpus and not any(map(report.able, names)):
         why = "; ".join(f"{one}: {report.why_not(one)}" for one in names)

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from dask_distmm._version import __version__
-from dask_distmm.errors import PlanError
+from dask_distmm.errors import PlanError, page
 from dask_distmm.planning import ENGINES, METHODS
 
 # The exit status by which a shell knows a program that Ctrl-C (signal 2) has ended.
@@ -137,7 +137,7 @@ OPERANDS = together(
     click.option(
         "--epilog",
         metavar="NAME",
-        help="Function of the product before it is stored: relu, gelu_bias, ... (docs/epilogs.md).",
+        help=f"Function of the product before it is stored: relu, gelu_bias, ... ({page('epilogs')}).",
     ),
     click.option("--bias", metavar="FILE", help="Bias of the epilog: (n,), one value per column; or (m, 1)."),
     click.option("--aux", metavar="FILE", help="What a forward pass kept, for drelu, dgelu, ..."),

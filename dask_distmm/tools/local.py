@@ -57,7 +57,7 @@ def chunk_rows(length: int, workers: int) -> int:
 
 
 def computed(array: da.Array) -> da.Array:
-    """Have the cluster compute an array; return it once all of it is in its memory."""
+    """Compute an array on the cluster; return it once all of it is in the cluster's memory."""
     array = array.persist()
     for future in as_completed(futures_of(array)):
         if future.status != "finished":

@@ -31,6 +31,7 @@ from dask_distmm.errors import DistMMError, PlanError
 from dask_distmm.installing import library_of
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
+from dask_distmm.planning.waves import WavePlan
 from dask_distmm.tools.local import chunk_rows, computed, connected, default_workers, undisturbed
 
 # Arrays in Zarr stores, .npy and HDF5 files: read lazily by the workers; written beside their place, then renamed
@@ -347,7 +348,7 @@ def _to_zarr(path: Path, place: Place, array: da.Array) -> Any:
 
 
 def _by_workers(client: Client, stored: Any) -> None:
-    """Have the workers write; after an error or Ctrl-C wait for the tasks that write, whose files are removed then."""
+    """Write from the workers; after an error or Ctrl-C wait for the tasks that write, whose files are then removed."""
     with undisturbed():
         done = client.compute(stored)
     try:
@@ -491,6 +492,8 @@ def multiply_files(asked: Asked, say: Say) -> None:
                 _check_paths(client, [str(path.parent) for path in paths if path], os.W_OK)
             arrays, options = arguments(asked, _worker_count(client))
             plan = explain(*arrays, **options)
+            if isinstance(plan, Plan | WavePlan):
+                plan = dataclasses.replace(plan, left=None)  # It is made, whatever @ would do.
             say(repr(plan).splitlines()[0])
             found = matmul(*arrays, **options)
             results = [found[0], found[1][kept(asked)]] if isinstance(found, tuple) else [found]

@@ -9,9 +9,10 @@ from typing import Any
 import dask
 import dask.array as da
 import numpy as np
+from distributed import get_client
 
 import dask_distmm as dd
-from dask_distmm import BlockCyclic, Matmul, Slab, explain, matmul, matmul_grouped, quantize
+from dask_distmm import BlockCyclic, Matmul, Slab, explain, linalg, matmul, matmul_grouped, quantize
 
 
 def ones(*shape: int, dtype: str = "float64") -> da.Array:
@@ -28,6 +29,12 @@ class DataFrame:
     columns = dtypes = shape = ndim = None
 
 
+class DaskDataFrame(DataFrame):
+    """Has what tells one of Dask's from an array."""
+
+    to_dask_array = __dask_graph__ = __dask_keys__ = lambda self: {"x": 1}
+
+
 def with_config(key: str, value: Any) -> Callable[[], Any]:
     def call() -> Any:
         with dask.config.set({f"distmm.{key}": value}):
@@ -42,6 +49,14 @@ def under_enable(key: str, value: Any) -> Callable[[], Any]:
             return A @ B
 
     return call
+
+
+def enabled(call: Callable[[], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        with dd.enabled():
+            return call()
+
+    return made
 
 
 def planned() -> Matmul:
@@ -71,11 +86,21 @@ IN_PROGRAMS: dict[str, Callable[[], Any]] = {
     "texts": lambda: matmul(da.from_array(np.zeros((20, 20), "U3"), chunks=10), Q),
     "records": lambda: matmul(da.from_array(np.zeros((20, 20), "i4,f8"), chunks=10), Q),
     "a DataFrame": lambda: matmul(A, DataFrame()),
+    "a Dask DataFrame": lambda: matmul(A, DaskDataFrame()),
+    "None": lambda: matmul(A, None),
+    "a Future": lambda: matmul(A, get_client().submit(np.ones, (30, 20))),
+    "a list of Futures": lambda: matmul(A, [get_client().submit(np.ones, 20)]),
+    "a Delayed": lambda: matmul(A, dask.delayed(np.ones)((30, 20))),
+    "a dict": lambda: matmul(A, {"b": B}),
+    "shapes that don't match, under enable()": enabled(lambda: A @ A),
+    "axes that don't match, under enable()": enabled(lambda: da.tensordot(A, A, axes=1)),
     "unknown chunk sizes": lambda: matmul(Q[Q[:, 0] > 0], Q),
     "explain of unknown chunk sizes": lambda: explain(Q[Q[:, 0] > 0], Q),
     "objects and a method": lambda: matmul(Q.astype(object), Q, method="summa"),
     "objects and explain": lambda: explain(Q.astype(object), Q),
     "objects and bias": lambda: matmul(Q.astype(object), Q, epilog="bias", epilog_inputs={"bias": V}),
+    "explain of a result that is in memory": lambda: explain(matmul(A, B).persist()),
+    "explain of a result, and an option": lambda: explain(matmul(A, B), method="summa"),
     "a misspelt method": lambda: matmul(A, B, method="suma"),
     "a misspelt engine": lambda: matmul(A, B, engine="nunpy"),
     "the engine cublasmp, which no worker has": lambda: matmul(A, B, engine="cublasmp"),
@@ -129,12 +154,30 @@ IN_PROGRAMS: dict[str, Callable[[], Any]] = {
     "a group with a bias": lambda: matmul_grouped([(Q, Q)], bias=V),
     "execute before plan": lambda: planned().execute(),
     "operands of another shape": lambda: planned().reset_operands(a=Q),
+    "linalg: None": lambda: linalg.solve(Q, None),
+    "linalg: a Future": lambda: linalg.svd(get_client().submit(np.ones, (20, 20))),
+    "linalg: a Delayed": lambda: linalg.cg(dask.delayed(np.ones)((20, 20)), V),
+    "linalg: a vector in place of a matrix": lambda: linalg.solve(V, V),
+    "linalg: a stack where there is none": lambda: linalg.pca(ones(2, 9, 9)),
+    "linalg: records": lambda: linalg.solve(da.from_array(np.zeros((20, 20), "i4,f8"), chunks=10), V),
+    "linalg: texts": lambda: linalg.solve(da.from_array(np.zeros((20, 20), "U3"), chunks=10), V),
+    "linalg: a matrix that is not square": lambda: linalg.solve(A, V),
+    "linalg: right-hand sides of another length": lambda: linalg.solve(Q, ones(7)),
+    "linalg: a singular matrix": lambda: linalg.solve(Q, V).compute(),
+    "linalg: a singular matrix in a stack": lambda: linalg.inv(da.zeros((2, 3, 3))).compute(),
+    "linalg: a matrix that is not positive definite": lambda: linalg.cholesky(-Q).compute(),
+    "linalg: least squares of columns that depend on each other": lambda: linalg.lstsq(Q, V)[0].compute(),
+    "linalg: the same of a tall matrix": lambda: linalg.pinv(ones(200, 5)).compute(),
+    "linalg: NaN in pca": lambda: linalg.pca(ones(200, 5) * np.nan)[0].compute(),
+    "linalg: NaN in solve": lambda: linalg.solve(Q * np.nan, V).compute(),
+    "linalg: a misspelt option": lambda: linalg.cholesky(Q, lowr=True),
     "config: a misspelt method": with_config("method", "suma"),
     "config: a misspelt key": with_config("enabld", True),
     "config: a misspelt key further down": with_config("timeouts.vot", "3s"),
     "config: flops in words": under_enable("minimum-flops", "lots"),
     "config: enabled maybe": with_config("enabled", "maybe"),
     "config: a time in words": with_config("timeouts.vote", "later"),
+    "config: hints": with_config("hints", "maybe"),
     "config: exceeded": under_enable("memory.exceeded", "ignore"),
     "config: a share above 1": with_config("memory.limit-fraction", 1.5),
 }

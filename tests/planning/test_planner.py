@@ -258,12 +258,12 @@ def test_hundred_thousand_chunks_stay_small_on_the_wire():
 @pytest.mark.parametrize(
     ("changes", "advised", "useless"),
     [
-        ({}, ["Use more workers", "higher memory_limit", "A @ B under enable()"], ["method='auto'", "grid"]),
+        ({}, ["Use more workers", "higher memory_limit"], ["method='auto'", "grid"]),
         ({"method": "local"}, ["Use method='auto', by which workers share it"], ["more workers", "grid"]),
         ({"method": "summa"}, ["Use more workers", "use method='auto'"], ["grid"]),
         ({"method": "summa", "grid": (2, 1, 1)}, ["Use a larger grid"], ["more workers", "method='auto'"]),
         ({"workers": 2}, ["Name more workers by workers="], ["Use more workers"]),
-        ({"gathered": "a"}, ["all of A is to be on each worker", "leave out gathered='a'"], ["A @ B under enable()"]),
+        ({"gathered": "a"}, ["all of A is to be on each worker", "leave out gathered='a'"], ["grid"]),
     ],
 )
 def test_what_is_advised_where_memory_is_short(changes, advised, useless):
@@ -284,7 +284,7 @@ def test_a_larger_share_of_the_memory_is_advised_where_that_would_do():
     ):
         plan(problem, roster(2, memory_limit=int(peak * 1.1)))
     cupy = make_problem(((16,) * 4,) * 2, ((16,) * 4,) * 2, array="cupy")
-    with pytest.raises(ProjectedMemoryError, match="Use more workers, .*use GPUs with more memory"):
+    with pytest.raises(ProjectedMemoryError, match="Use more workers or use GPUs with more memory"):
         plan(cupy, roster(2, memory_limit=2000), engine="cublasmp")
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-from dask._task_spec import DependenciesMapping
+from dask._task_spec import DependenciesMapping, Task
 from dask.array.core import Array, blockwise, concatenate
 from dask.array.linalg import tsqr
 from dask.base import is_dask_collection, tokenize
 from dask.core import toposort
 from dask.highlevelgraph import MaterializedLayer
 
-from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.kinds import as_array, check_operand
 from dask_distmm.arrays.linalg.public import FactorOptions, ProductOptions, RunOptions, SolveOptions
 from dask_distmm.arrays.outputs import run_output
 from dask_distmm.arrays.product import multiply
@@ -27,12 +27,14 @@ from dask_distmm.graph.build import build_factor_graph
 from dask_distmm.graph.layers import TasksLayer, tasks_of_chunks
 from dask_distmm.numeric.sparse import SHARE, beside, compressed, dense, sparse_package
 from dask_distmm.planning import ENGINES
-from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix
+from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix, Worker
 from dask_distmm.planning.factor import Factorization, FactorProblem
+from dask_distmm.planning.many import ChainPlan
+from dask_distmm.planning.placement import Placement
 from dask_distmm.planning.planner import plan_computation, problem_from_wire
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.chunks import array_kind, on_device
-from dask_distmm.runtime.client import current_client, recent_snapshot
+from dask_distmm.runtime.client import ask_roster, current_client, imagined_snapshot, recent_snapshot
 from dask_distmm.runtime.keys import barrier_name
 
 # A matrix is tall if it has this many times as many rows as columns, and so has each chunk of rows, on average.
@@ -47,14 +49,17 @@ _TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F
 
 def operand(name: str, x: Any, *, sparse: bool = False) -> Array:
     """Return an operand as an array of numbers; its chunks may be sparse only if that is said."""
+    check_operand(name, x)
     if hasattr(x, "to_numpy") and not is_dask_collection(x):
         x = x.to_numpy()  # of pandas and the like
     try:
         array = as_array(x)
     except (TypeError, ValueError) as error:
         raise PlanError(f"{name} is a {type(x).__name__} of which no array can be made: {error}") from error
-    if array.dtype.kind not in "biufcV":
-        raise PlanError(f"{name} is {array.dtype}; expected float32, float64, complex64 or complex128: convert it")
+    if array.dtype.kind not in "biufcV" or array.dtype.type is np.void:
+        found = f"{name} is {array.dtype}; expected float32, float64, complex64 or complex128"
+        fields = array.dtype.names
+        raise PlanError(f"{found}: {f'pass one field, {name}[{fields[0]!r}]' if fields else 'convert it by astype'}")
     if sparse_package(array._meta):
         if not sparse:
             raise PlanError(
@@ -89,7 +94,10 @@ def matrix(
         array = array[:, None]
     if array.ndim != 2:
         expected = "1-D or 2-D" if vector else "2-D"
-        raise PlanError(f"{name} must be {expected}, got {array.ndim}-D: loop over the matrices of a stack")
+        remedy = ": loop over the matrices of a stack" if array.ndim > 2 else ""
+        if array.ndim == 1:
+            remedy = f": pass {name}[:, None] for a column, {name}[None, :] for a row"
+        raise PlanError(f"{name} must be {expected}, got {array.ndim}-D{remedy}")
     if any(np.isnan(size) for size in itertools.chain(*array.chunks[unknown_rows:])):
         raise PlanError(f"{name} has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first")
     if sparse_package(array._meta) and (array.shape[1] == 0 or array.shape[0] < array.shape[1]):
@@ -430,6 +438,29 @@ def steps_of(x: Array) -> Iterator[Computation]:
             inside = {key: found & tasks.keys() for key, found in DependenciesMapping(tasks).items()}
             barriers = [key for key in toposort(tasks, dependencies=inside) if barrier_name(key) is not None]
         yield from (problem_from_wire(layer[key].args[0]) for key in reversed(barriers))
+
+
+def explain_result(x: Any) -> Placement | ChainPlan:
+    """Return the plan of the runs that a lazy array, or several, come from."""
+    arrays = [as_array(one) for one in (x if isinstance(x, tuple) else (x,)) if is_dask_collection(one)]
+    if not any(map(_lazy, arrays)):
+        raise PlanError(f"expected a lazy result, neither computed nor persisted; got {type(x).__name__}")
+    problems = {problem.name: problem for one in arrays for problem in reversed(list(steps_of(one)))}
+    runs = tuple(map(_plan_of, problems.values()))
+    return runs[0] if len(runs) == 1 else ChainPlan(runs)
+
+
+def _lazy(x: Array) -> bool:
+    layers = x.dask.layers.values()
+    return any(not layer.is_materialized() or any(isinstance(x, Task) for x in layer.values()) for layer in layers)
+
+
+def _plan_of(problem: Computation) -> Placement:
+    client = current_client()
+    known = ask_roster(client, problem.demand) if client is not None else None
+    if known is None:
+        known = imagined_snapshot(problem, [Worker("here")])
+    return plan_computation(problem, known.workers, engine=known.engines)
 
 
 def problem_of(x: Array) -> FactorProblem | ProgramProblem | None:

@@ -11,8 +11,10 @@ from typing import Any, Literal, Unpack, cast
 import numpy as np
 from dask.array import zeros_like
 from dask.array.core import Array
+from dask.base import is_dask_collection
 from distributed.protocol.pickle import dumps
 
+from dask_distmm.arrays.kinds import check_operand
 from dask_distmm.arrays.linalg.array_api import norm
 from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, times
 from dask_distmm.arrays.linalg.public import SOLVED_IN_TURNS, TURNS, RunOptions, check_range
@@ -545,6 +547,8 @@ def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Array, tuple[in
         names = zip(("a", "adjoint"), ("A", "the adjoint of A"), a, strict=True)
         functions = {name: _pickled(role, function) for name, role, function in names}
         return matrix("b", b, vector=True), start.chunks[0], cast(Functions, functions)
+    if is_dask_collection(a):
+        check_operand("A", a)
     if callable(a) or hasattr(a, "matvec"):
         raise PlanError(
             f"A is a {type(a).__name__}; expected an array, or two functions: lambda x, rows: (A @ x)[rows], and "
@@ -637,6 +641,8 @@ def _operator(x: Any, like: Any, name: str) -> tuple[Array, Functions]:
 
 def _pickled(name: str, x: Any) -> bytes | None:
     """Return a function as bytes; None for an array."""
+    if is_dask_collection(x):
+        check_operand(name, x)  # A Delayed has any attribute.
     if hasattr(x, "matvec"):
         raise PlanError(
             f"{name} is a {type(x).__name__}, which multiplies all rows at once; expected an array or a function that "

@@ -247,7 +247,7 @@ def corrcoef(x: Any, y: Any = None, rowvar: bool = True, **how: Unpack[RunOption
 
 def _covariances(given: Mapping[str, Any], rowvar: bool, ddof: int, correlation: bool, how: RunOptions) -> Any:
     """Return covariances, or correlations."""
-    variables = [_observations(name, x, rowvar) for name, x in given.items() if x is not None]
+    variables = [_observations(name, x, rowvar) for name, x in given.items() if x is not None or name != "y"]
     if not variables or len({len(x) for x in variables}) > 1:
         counts = " and ".join(str(len(x)) for x in variables)
         raise PlanError(f"{' and '.join(given)} must have as many observations, got {counts}")

@@ -2,8 +2,8 @@
 
 A function is annotated ``**how: Unpack[RunOptions]``, and its values by types; `stacks.public` makes its signature and
 its docstring list the options and the costs, and refuses what is not among the options and what the annotations do not
-allow. The rule for names and places is in ``docs/linear-algebra.md``: those of NumPy, else SciPy's;
-``docs/make_arguments.py`` makes that page's tables of signatures and costs.
+allow. The rule for names and places is on the page *Linear algebra*: those of NumPy, else SciPy's; the tables of
+signatures and costs on that page are made from these functions.
 """
 
 from __future__ import annotations

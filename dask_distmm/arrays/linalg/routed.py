@@ -26,7 +26,8 @@ from dask.array.linalg import compression_level
 from dask.array.linalg import lstsq as dask_lstsq
 from dask.array.utils import svd_flip
 
-from dask_distmm.arrays.fallback import or_dask
+from dask_distmm.arrays.choice import PAYS, by_times
+from dask_distmm.arrays.fallback import NO_CLUSTER, note_left, note_taken, or_dask
 from dask_distmm.arrays.linalg import array_api, factors, leading, solutions, spectral
 from dask_distmm.arrays.linalg.factorize import common_type, goes_by_rows, problem_of
 from dask_distmm.arrays.linalg.public import QRResult, SVDResult, named
@@ -191,7 +192,7 @@ def _covariances(make: Callable[[], Any], m: Any, y: Any, rowvar: Any, ddof: int
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function leave arguments that it does not have to Dask's own, whose error names that one."""
+    """Return a function that leaves calls with unknown arguments to Dask's own, whose error names the argument."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -338,7 +339,14 @@ def _by_lu(a: Any, blocks: int) -> StockSupport:
 
 
 def _take(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: bool = True, narrow: bool = False) -> Any:
-    """Return what `make` returns, or NotImplemented where Dask's own function is to be called."""
+    """Return what `make` returns, or NotImplemented where Dask's own function is to be called; note which."""
+    found = _taken(make, *operands, stock=stock, run=run, narrow=narrow)
+    if found is not NotImplemented:
+        note_taken()
+    return found
+
+
+def _taken(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: bool, narrow: bool) -> Any:
     arrays = [x for x in operands if isinstance(x, Array)]
     # Of types of one or two bytes some of Dask's functions make float32, others float64.
     if not arrays or (not narrow and arrays[0].dtype.itemsize < 4):
@@ -364,7 +372,11 @@ def _take(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: boo
 def _left(problem: FactorProblem | ProgramProblem, stock: StockSupport) -> bool:
     """Whether a factorization or a program is left to Dask's own function."""
     client, least = current_client(), minimum_flops()
+    kind = problem.task.kind if isinstance(problem, FactorProblem) else problem.builder
+    what = f"{kind} of {problem['a'].shape} of {problem['a'].dtype}"
     if stock == "full" and (client is None or problem.flops < (least or 1)):
+        small = f"it has fewer operations than the config distmm.minimum-flops, {least:g}" if least else "it is empty"
+        note_left(what, problem.flops, NO_CLUSTER if client is None else small)
         return True
     known = recent_snapshot(client, problem) if client is not None else None
     if known is None:
@@ -372,4 +384,8 @@ def _left(problem: FactorProblem | ProgramProblem, stock: StockSupport) -> bool:
     made = plan_computation(problem, known.workers, engine=known.engines)
     if stock != "full" or least is not None:
         return False
-    return not with_tasks(made, known.workers, dask_costs()).worth_it
+    compared = with_tasks(made, known.workers, dask_costs())
+    if compared.worth_it:
+        return False
+    note_left(what, problem.flops, by_times(compared), PAYS)
+    return True

@@ -237,7 +237,7 @@ def public(options: type | None, cost: Cost = PANELS) -> Callable[[Callable[P, T
 
 
 def _of_stacks(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function of matrices take stacks of them, if it is in the table."""
+    """Return a function of matrices that takes stacks of them too, if it is in the table."""
     if (rule := RULES.get(function.__name__)) is None:
         return function
     signature, known = inspect.signature(function), inspect.signature(rule).parameters
@@ -373,7 +373,9 @@ def _of_chunks(*chunks: Any, call: Callable[..., Any], names: tuple[str, ...]) -
     """Call a function of NumPy or CuPy; errors are typed."""
     for name, chunk in zip(names, chunks, strict=False):
         if not np.isfinite(chunk).all():
-            raise MatrixError(f"{name} must not contain infs or NaNs")
+            from dask_distmm.engines.programs.spectral import not_finite
+
+            raise MatrixError(not_finite(name))
     try:
         if array_kind(chunks[0]) != "cupy":
             found = call(*chunks)
@@ -383,5 +385,6 @@ def _of_chunks(*chunks: Any, call: Callable[..., Any], names: tuple[str, ...]) -
             with cupyx.errstate(linalg="raise"):
                 found = call(*chunks)
     except np.linalg.LinAlgError as error:
-        raise MatrixError(f"a matrix of the stack: {error}") from None
+        remedy = "; pinv and lstsq take such matrices" if "ingular" in str(error) else ""
+        raise MatrixError(f"a matrix of the stack: {error}{remedy}") from None
     return tuple(found) if isinstance(found, tuple) else found

@@ -212,14 +212,15 @@ class FactorKernels:
 
         It is where an element is zero; with a larger side of the matrix (`size`), where it is rounding of its column.
         """
-        kernels, stop = self.blas, start + rows.shape[1]
+        kernels, stop, longest = self.blas, start + rows.shape[1], max(size, len(rows))
 
         def look(diagonal: Any, *parts: Any) -> None:
             found = abs(diagonal)
             # Without a size, of nothing.
             norms = np.hypot(*parts) if parts else np.zeros_like(found)
             if (small := found <= size * np.finfo(norms.dtype).eps * norms).any():
-                raise MatrixError(singular(start + int(np.argmax(small)), rank=size > 0))
+                limit = longest * float(np.finfo(norms.dtype).eps)
+                raise MatrixError(singular(start + int(np.argmax(small)), limit, rank=size > 0))
 
         arrays = [kernels.diagonal(rows[start:])]
         if size:
@@ -399,8 +400,17 @@ def indefinite(order: int) -> str:
     )
 
 
-def singular(at: int, *, rank: bool) -> str:
-    """Return the text for a diagonal element of a triangular factor that is zero; `rank`: or rounding of its column."""
+def singular(at: int, limit: float, *, rank: bool) -> str:
+    """Return the text for a diagonal element of a triangular factor that is zero; `rank`: or rounding of its column.
+
+    `limit` is NumPy's for singular values that count as zero.
+    """
     if rank:
-        return f"column {at} depends on those before it: the matrix is not of full rank; pass rcond="
-    return f"the matrix is singular: diagonal element {at} of its triangular factor is exactly zero"
+        return (
+            f"column {at} depends on those before it: the matrix is not of full rank; pass rcond={limit:.1e}, for "
+            "example: singular values up to that share of the largest one count as zero"
+        )
+    return (
+        f"the matrix is singular: diagonal element {at} of its triangular factor is exactly zero; "
+        f"dask_distmm.linalg.lstsq and pinv with rcond={limit:.1e}, and ridge take such matrices"
+    )

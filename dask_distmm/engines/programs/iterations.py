@@ -176,7 +176,7 @@ class IterationKernels:
         """Find how often the polynomial is squared: powers of A divided by that power of two have norms below it."""
         first, square, cube = sums.max(axis=1, initial=0).tolist()
         if finite and not math.isfinite(first):
-            raise MatrixError(not_finite("A"))
+            raise MatrixError(not_finite("A", option=False))
         count = 0
         if math.isfinite(square) and math.isfinite(cube):
             for power, ratio in ((2, square / (limit * limit)), (3, cube / (limit * limit * limit))):
@@ -278,7 +278,7 @@ class IterationKernels:
     def lobpcg_ritz(self, grams: Any, values: Any, rotation: Any, *, largest: bool, eps: float) -> None:
         """Have the wanted Ritz values, and the combinations of S that are X and the next step."""
         if not np.isfinite(grams).all():
-            raise MatrixError(not_finite("a"))
+            raise MatrixError(not_finite("a", option=False))
         size, k = len(grams), values.shape[1]
         norms = np.sqrt(np.diagonal(grams).real)
         scale = np.where(norms > 0, 1 / norms, 0)
@@ -653,7 +653,7 @@ def lanczos_restart(s: Any, *arrays: Any, which: str, tol: float, maxiter: int, 
     go, inside, small, vectors, values = arrays
     count, k, most = int(s.column), values.shape[1], len(small)
     if not np.isfinite(small).all():
-        raise MatrixError(not_finite("a"))
+        raise MatrixError(not_finite("a", option=False))
     s.turns, s.count = s.turns + 1, count
     inside[...] = True
     vectors[...] = 0

@@ -80,6 +80,8 @@ class Part(NamedTuple):
 # keeps the memory in which it comes, and that is more than this many bytes.
 _AHEAD, _LARGE = 4, 2**20
 _HERE = contextlib.nullcontext()
+# Builders of functions that have no check_finite=.
+_UNSKIPPED = ("pca", "svd_compressed", "cov")
 
 
 class ProgramJob(Job[Any]):
@@ -146,8 +148,9 @@ class ProgramJob(Job[Any]):
         from dask_distmm.engines.tridiagonal import SharedEigh
 
         if not (self._gathers and self.plan.shared):
-            kernels = ProgramKernels(self.blas)
-            kernels.constants = getattr(self.plan.problem, "constants", ())
+            problem = self.plan.problem
+            kernels = ProgramKernels(self.blas, may_skip=getattr(problem, "builder", "") not in _UNSKIPPED)
+            kernels.constants = getattr(problem, "constants", ())
             return kernels
         return SharedEigh(self.plan, rank, self.blas, self.exchange, self.ended.check, self.progress)
 

@@ -44,10 +44,12 @@ _WELL = 16
 class ProgramKernels(IterationKernels, FactorKernels, TracedKernels):
     """The kernels of one run."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: Kernels, *, may_skip: bool = True) -> None:
         super().__init__(kernels)
         TracedKernels.__init__(self)
         self.xp = kernels.xp
+        # Whether the function may have the option not to check elements.
+        self.may_skip = may_skip
         # By the number of an array that divides others: itself, its inverse, and whether that is as good.
         self._inverses: dict[int, tuple[Any, Any, bool]] = {}
         self._spare = np.empty(0)
@@ -220,7 +222,7 @@ class ProgramKernels(IterationKernels, FactorKernels, TracedKernels):
     def check(self, r: Any, *, cols: int) -> None:
         """Raise if R of [A B] is not finite; A has this many columns."""
         if not self._is_finite(r):
-            raise MatrixError(not_finite("b" if self._is_finite(r[:cols, :cols]) else "a"))
+            raise MatrixError(not_finite("b" if self._is_finite(r[:cols, :cols]) else "a", option=self.may_skip))
 
     def check_right(self, good: Any, c: Any) -> None:
         """Raise if A^H B is not finite, where A^H A is good."""
@@ -523,7 +525,8 @@ class ProgramKernels(IterationKernels, FactorKernels, TracedKernels):
         size, norms = abs(self.blas.host(self.blas.diagonal(r))), self.blas.host(self.xp.linalg.norm(r, axis=0))
         low = size <= rows * np.finfo(norms.dtype).eps * norms
         if low.any():
-            raise MatrixError(singular(int(np.argmax(low)), rank=True))
+            eps = float(np.finfo(norms.dtype).eps)
+            raise MatrixError(singular(int(np.argmax(low)), max(rows, len(r)) * eps, rank=True))
 
     def _inverse(self, r: Any) -> Any:
         """Return the inverse of an upper triangular matrix, column-major."""

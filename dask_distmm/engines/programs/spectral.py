@@ -199,12 +199,10 @@ FUNCTIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def not_finite(name: str) -> str:
-    """Return the text for a matrix with elements that are NaN or infinite."""
-    return (
-        f"{name} must not contain infs or NaNs: replace them, or pass check_finite=False to a function of "
-        "dask_distmm.linalg that has it"
-    )
+def not_finite(name: str, *, option: bool = True) -> str:
+    """Return the text for a matrix with elements that are NaN or infinite; `option`: functions may have one for it."""
+    text = f"{name} must not contain infs or NaNs: replace them, for example by dask.array.nan_to_num"
+    return f"{text}, or pass check_finite=False if the function has it" if option else text
 
 
 def unit_factors(kernels: Kernels, v: Any) -> Any:

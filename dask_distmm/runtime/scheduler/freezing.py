@@ -225,9 +225,10 @@ class Roster:
                 versions.setdefault(text, address)
             if len(versions) > 1:
                 listed = "; ".join(f"{version} on {address}" for version, address in versions.items())
+                gpus = f"{install_command('cu13', elsewhere=True)} (cu12 for CUDA 12)"
                 raise EngineError(
                     f"workers have different versions of {what}: {listed}. Install the same on all: "
-                    f"{install_command('cu13', elsewhere=True)} (cu12 for CUDA 12, no brackets for CPUs)"
+                    f"{gpus if ENGINES[engine].on_gpus else install_command(elsewhere=True)}"
                 )
 
     def _check_encryption(self, engine: str, addresses: Sequence[str]) -> None:
