@@ -3,15 +3,17 @@
     python -m benchmarks.algorithms [--gpu] [--protocol tcp|ucx] [--kinds nmf kmeans ...] [--ranks 2] [--turns 20]
         [--repeat 3] [--stock 0] [--shrink 1] [--out FILE]
 
-Two worker processes of one thread, or one worker a GPU. ``turn`` is a turn of `dask_distmm.jit`, from the difference of
-a short and a long loop; ``call`` a call with one turn, from the call to memory. ``alone`` are the same statements with
-NumPy (CuPy) on one worker's rows, done by all workers at the same time. ``stock`` and ``enabled`` are one ``persist`` of
-Dask arrays a turn, without and with `enable`. Milliseconds, medians by turns. Results are compared with the statements'.
+Two worker processes of one thread, or one worker a GPU. ``turn`` is a turn of `dask_distmm.jit`, from the difference
+of a short and a long loop; ``call`` a call with one turn, from the call to memory. ``alone`` are the same statements
+with NumPy (CuPy) on one worker's rows, done by all workers at the same time. ``stock`` and ``enabled`` are one
+``persist`` of Dask arrays a turn, without and with `enable`. Milliseconds, medians by turns. Results are compared
+with the statements'.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import sys
@@ -101,6 +103,11 @@ def module(x: Any) -> Any:
     return sys.modules["cupy"] if type(x).__module__.startswith("cupy") else np
 
 
+def package(on_gpus: bool) -> Any:
+    """Return CuPy or NumPy."""
+    return importlib.import_module("cupy" if on_gpus else "numpy")
+
+
 def eye_of(x: Any) -> Any:
     """Return an identity with as many columns as a matrix has."""
     return module(x).eye(x.shape[1])
@@ -163,10 +170,7 @@ def finished(results: State) -> State:
 
 def alone(name: str, part: list[Any], state: list[Any], on_gpus: bool, turns: int) -> float:
     """Return the seconds of a turn on some rows, on a worker."""
-    xp: Any = np
-    if on_gpus:
-        import cupy as xp
-    case = CASES[name]
+    xp, case = package(on_gpus), CASES[name]
     operands, values = [xp.asarray(x) for x in part], tuple(xp.asarray(x) for x in state)
 
     def turn() -> None:
@@ -191,7 +195,7 @@ def by_persist(case: Case, operands: list[Any], state: list[Any], turns: int) ->
 
 def measure(client: Client, name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of one algorithm."""
-    case, ranks, xp = CASES[name], given.ranks, np
+    case, ranks, xp = CASES[name], given.ranks, package(given.gpu)
     operands, state = arrays(case, on_gpus=given.gpu, shrink=given.shrink, chunks=4 * ranks)
     function = repeated(case)
 
@@ -223,8 +227,6 @@ def measure(client: Client, name: str, given: argparse.Namespace) -> dict[str, A
     except (ValueError, TypeError):
         figures["alone"] = float("nan")
     expected = [dask.compute(x)[0] for x in (*operands, *state)]
-    if given.gpu:
-        import cupy as xp  # type: ignore[no-redef]
     whole = [xp.asarray(x) for x in expected]
     values = tuple(whole[len(operands) :])
     for _ in range(3):
@@ -238,12 +240,12 @@ def measure(client: Client, name: str, given: argparse.Namespace) -> dict[str, A
         try:
             figures["stock"] = by_persist(case, operands, state, given.stock)
         except Exception as error:
-            figures["stock"] = type(error).__name__  # type: ignore[assignment]
+            figures["stock"] = type(error).__name__
         with dask_distmm.enabled():
             try:
                 figures["enabled"] = by_persist(case, operands, state, given.stock)
             except Exception as error:
-                figures["enabled"] = type(error).__name__  # type: ignore[assignment]
+                figures["enabled"] = type(error).__name__
     return {"name": name, "shape": shape, **figures}
 
 

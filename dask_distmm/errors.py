@@ -41,7 +41,7 @@ class PlanError(DistMMError, ValueError):
 
 
 class TracingError(PlanError, TypeError):
-    """A function can't be traced by `dask_distmm.jit`: what it does with its arrays needs their elements, or has no rule."""
+    """A function can't be traced by `dask_distmm.jit`: it needs elements of its arrays, or what it does has no rule."""
 
 
 class ProjectedMemoryError(DistMMError, MemoryError):

@@ -59,7 +59,7 @@ class Program:
     """Operations by numbers of values; `run` does them on arrays of any kind."""
 
     def __init__(self, rng, length, arrays, depth=0):
-        self.steps = []
+        self.steps, self.rough = [], False
         self.count = len(arrays)
         values = list(arrays)
         for _ in range(length):
@@ -73,7 +73,7 @@ class Program:
             self.steps.append(step)
             values.append(made)
         # Whether single precision is somewhere in it.
-        self.rough = any(x.dtype.name in ("float32", "complex64") for x in values)
+        self.rough |= any(x.dtype.name in ("float32", "complex64") for x in values)
         self.wanted = sorted({len(values) - 1, *rng.choice(len(values), 3).tolist()})
 
     def __call__(self, *arrays):
@@ -156,6 +156,7 @@ class Program:
         if x is None or depth > 1:
             return None
         inner = Program(rng, 4, [*values[-3:], values[x]], depth + 1)
+        self.rough |= inner.rough
         first, shape = max(0, len(values) - 3), values[x].shape
 
         def same(state, v):
@@ -169,14 +170,14 @@ class Program:
             turns = int(rng.integers(0, 4))
             return lambda v: fori_loop(0, turns, lambda t, s: same(s, v[: len(values)]) + t * 0.01, v[x])
         if which == 1:
-            end = (
-                lambda v: while_loop(  # noqa: E731
-                    lambda s: s[1] < 2.5,
-                    lambda s: (same(s[0], v[: len(values)]), s[1] + 1 + 0 * abs(s[0]).sum()),
-                    (v[x], 0.0),
-                )
-            )
-            return lambda v: end(v)[0]
+
+            def repeated(v):
+                def turn(s):
+                    return same(s[0], v[: len(values)]), s[1] + 1 + 0 * abs(s[0]).sum()
+
+                return while_loop(lambda s: s[1] < 2.5, turn, (v[x], 0.0))[0]
+
+            return repeated
         return lambda v: cond(abs(v[x]).sum() > 3.3, lambda s: same(s, v), lambda s: s * 0.5, v[x])
 
 

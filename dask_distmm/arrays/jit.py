@@ -58,8 +58,8 @@ def jit(fun: None = None, *, static_argnames: str | Iterable[str] = ()) -> Calla
 def jit(fun: Callable[..., Any] | None = None, *, static_argnames: str | Iterable[str] = ()) -> Any:
     """Make a function on Dask arrays one run, whatever it is made of, as ``jax.jit`` does for arrays of JAX.
 
-    The function is written with NumPy, and with `fori_loop`, `while_loop` and `cond` where it repeats or decides. When it
-    is called with Dask arrays it is traced: called once with arrays that only know their shapes and types. What it
+    The function is written with NumPy, and with `fori_loop`, `while_loop` and `cond` where it repeats or decides. When
+    it is called with Dask arrays it is traced: called once with arrays that only know their shapes and types. What it
     returns are lazy Dask arrays, which one run makes. Called with NumPy or CuPy arrays it just computes.
 
     Arrays with as many rows as the largest Dask array stay in chunks of rows, where they are; all others come to all
@@ -76,13 +76,13 @@ def jit(fun: Callable[..., Any] | None = None, *, static_argnames: str | Iterabl
     Returns
     -------
     function
-        With the same arguments. Its results are Dask arrays: those in rows in the chunks of rows of the largest operand,
-        others in one chunk.
+        With the same arguments. Its results are Dask arrays: those in rows in the chunks of rows of the largest
+        operand, others in one chunk.
 
     Raises
     ------
     TracingError
-        When it is called: the function needs elements of its arrays, or does what has no rule. The error names the line.
+        When it is called: the function needs elements of its arrays, or does what has no rule.
 
     Examples
     --------
@@ -106,6 +106,7 @@ class Jitted:
 
     def __init__(self, fun: Callable[..., Any], static: tuple[str, ...]) -> None:
         functools.update_wrapper(self, fun)
+        self.name: str = getattr(fun, "__name__", type(fun).__name__)
         self._fun, self._static, self._signature = fun, static, inspect.signature(fun)
         self._traces: collections.OrderedDict[Any, _Traced] = collections.OrderedDict()
         names = self._signature.parameters
@@ -126,7 +127,7 @@ class Jitted:
         leaves, tree = self.bound(args, kwargs)
         if not any(map(_is_lazy, leaves)):
             return self._fun(*args, **kwargs)
-        return _compiled(self.__name__, *self.traced(leaves, tree)).results()
+        return _compiled(self.name, *self.traced(leaves, tree)).results()
 
     def bound(self, args: Any, kwargs: Any) -> tuple[list[Any], Tree]:
         """Return the leaves of the arguments, and how they are nested; Dask arrays of other kinds as Dask's own."""
@@ -140,7 +141,7 @@ class Jitted:
 
     def traced(self, leaves: list[Any], tree: Tree) -> tuple[_Traced, list[Any]]:
         """Return the trace for arguments of these kinds, and the arguments."""
-        key = tree, tuple(map(_key, leaves))
+        key: Any = (tree, tuple(map(_key, leaves)))
         try:
             found = self._traces.get(key)
         except TypeError:  # one that has no hash
@@ -165,7 +166,7 @@ class Jitted:
             outputs = [trace.lift(x) if isinstance(x, TracedArray) else x for x in made]
             inner = block.end(trace, [x for x in outputs if isinstance(x, TracedArray)])
         inner.inputs = list(trace.inputs)
-        sources = [numbers[n] if n in numbers else array for n, array in trace.inputs.items()]
+        sources = [numbers.get(n, array) for n, array in trace.inputs.items()]
         own = [number in numbers for number in trace.inputs]
         return _Traced(trace.program(inner), sources, own, outputs, result_tree, trace.functions)
 
@@ -219,7 +220,7 @@ class _Compiled(NamedTuple):
 
 def compiled(function: Jitted, args: Any, kwargs: Any) -> _Compiled:
     """Return a function with its arguments as a problem."""
-    return _compiled(function.__name__, *function.traced(*function.bound(args, kwargs)))
+    return _compiled(function.name, *function.traced(*function.bound(args, kwargs)))
 
 
 def _compiled(name: str, traced: _Traced, leaves: list[Any]) -> _Compiled:
@@ -246,11 +247,11 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any]) -> _Compiled:
             continue
         source = f"b{len(operands)}"
         sources.append(source)
-        x = x if isinstance(x, Array) else from_array(x, chunks=-1)
+        lazy_x = x if isinstance(x, Array) else from_array(x, chunks=-1)
+        operands[source] = _matrix(lazy_x, rows=in_rows)
         if in_rows:
-            operands[source] = _matrix(x, rows=True).rechunk((a.chunks[0], -1))
+            operands[source] = operands[source].rechunk((a.chunks[0], -1))
         else:
-            operands[source] = _matrix(x, rows=False)
             whole.append(source)
     program = dataclasses.replace(traced.program, axes=tuple(axes), rows=m)
     placed = Placements(program)

@@ -114,10 +114,11 @@ class Recorder:
     def pieces(self, matrix: Tall) -> list[Buffer]:
         """Return this rank's chunks of a matrix."""
         if matrix.name not in self._pieces:
-            self._pieces[matrix.name] = [self._piece(matrix, number) for number in self.mine]
+            self._pieces[matrix.name] = [self.chunk_of(matrix, number) for number in self.mine]
         return self._pieces[matrix.name]
 
-    def _piece(self, matrix: Tall, number: int) -> Buffer:
+    def chunk_of(self, matrix: Tall, number: int) -> Buffer:
+        """Return the name of a chunk of a matrix, whoever has it."""
         shape, dtype = (self.rows.sizes[number], matrix.cols), matrix.dtype or self.dtype
         return Buffer(f"{matrix.name}.{number}", shape, dtype, "" if matrix.operand else f"a.{number}")
 
@@ -330,7 +331,7 @@ class Recorder:
     ) -> tuple[list[list[Buffer]], list[list[Buffer]]]:
         """Return, on all ranks, some buffers of each rank, and all chunks of matrices: one message of each rank."""
         key, ranks = next(self._keys), range(self.rows.ranks)
-        pieces = {(x.name, i): self._piece(x, i) for x in matrices for i in range(len(self.rows.sizes))}
+        pieces = {(x.name, i): self.chunk_of(x, i) for x in matrices for i in range(len(self.rows.sizes))}
         # The number of rows of what others have is known.
         pieces |= {
             at: dataclasses.replace(piece, like="")

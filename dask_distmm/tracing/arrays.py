@@ -12,15 +12,17 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from dask_distmm.errors import TracingError
 from dask_distmm.tracing.form import Block, Kind, Literal, Program, Ref, Statement, index_to_plain
 
 # The functions of the NumPy functions that traced arrays take.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+F = TypeVar("F", bound=Callable[..., Any])
 _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("trace", default=None)
 # Functions of NumPy's of more than one result, or on parts of arrays that depend on their elements.
 _SHAPED_BY_DATA = ("unique", "nonzero", "argwhere", "flatnonzero", "extract", "compress", "delete", "trim_zeros")
@@ -196,7 +198,7 @@ def kind_of(x: Any) -> Kind:
 
 
 def _length(size: Any) -> int:
-    if size != size:
+    if np.isnan(size):
         raise TracingError(
             "an array has chunks of unknown sizes; call its compute_chunk_sizes() before it is passed to the function"
         )
@@ -233,7 +235,7 @@ def elementwise(xp: Any, name: str, inputs: Sequence[Any], options: Mapping[str,
     return function(*inputs) if out is None else function(*inputs, out=out)
 
 
-class TracedArray:
+class TracedArray(NDArrayOperatorsMixin):
     """An array of a function that is being traced: shape and type, no elements."""
 
     __slots__ = ("kind", "number", "trace")
@@ -295,7 +297,7 @@ class TracedArray:
             "traced. For a branch use dask_distmm.cond or numpy.where, for a loop dask_distmm.while_loop or fori_loop"
         )
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> bool:  # noqa: PLE0304
         self._refuse("the truth value")
 
     def __float__(self) -> float:
@@ -307,7 +309,7 @@ class TracedArray:
     def __complex__(self) -> complex:
         self._refuse("complex()")
 
-    def __index__(self) -> int:
+    def __index__(self) -> int:  # noqa: PLE0305
         self._refuse("a Python index or count")
 
     def __array__(self, *_: Any, **__: Any) -> Any:
@@ -339,10 +341,8 @@ class TracedArray:
         if ufunc in _FUNCTIONS:
             return _FUNCTIONS[ufunc](*inputs, **{k: v for k, v in options.items() if v is not None})
         if method == "reduce":
-            found = {np.add: sum_, np.multiply: prod_, np.maximum: max_, np.minimum: min_}
-            found |= {np.logical_and: all_, np.logical_or: any_}
-            if ufunc in found:
-                return found[ufunc](*inputs, **{"axis": 0} | options)
+            if ufunc in _REDUCTIONS:
+                return _REDUCTIONS[ufunc](*inputs, **{"axis": 0} | options)
         elif method == "outer":
             a, b = inputs
             return ufunc(a[(..., *(None,) * np.ndim(b))], b)
@@ -469,10 +469,10 @@ def _unknown(name: str) -> TracingError:
     )
 
 
-def implements(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def implements(*functions: Any) -> Callable[[F], F]:
     """Make a function the meaning of some of NumPy's for traced arrays."""
 
-    def register(own: Callable[..., Any]) -> Callable[..., Any]:
+    def register(own: F) -> F:
         _FUNCTIONS.update(dict.fromkeys(functions, own))
         return own
 
@@ -487,23 +487,6 @@ def as_traced(x: Any) -> TracedArray:
         found = trace.lift(np.asarray(found.value))
         assert isinstance(found, TracedArray)
     return found
-
-
-# Operators
-
-for _name, _ufunc in {
-    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",
-    "mod": "remainder", "pow": "power", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
-    "lshift": "left_shift", "rshift": "right_shift",
-}.items():  # fmt: skip
-    setattr(TracedArray, f"__{_name}__", lambda self, other, f=_ufunc: mapped(f, (self, other)))
-    setattr(TracedArray, f"__r{_name}__", lambda self, other, f=_ufunc: mapped(f, (other, self)))
-for _name, _ufunc in {
-    "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal", "ne": "not_equal",
-}.items():  # fmt: skip
-    setattr(TracedArray, f"__{_name}__", lambda self, other, f=_ufunc: mapped(f, (self, other)))
-for _name, _ufunc in {"neg": "negative", "pos": "positive", "abs": "absolute", "invert": "invert"}.items():
-    setattr(TracedArray, f"__{_name}__", lambda self, f=_ufunc: mapped(f, (self,)))
 
 
 # Elementwise functions that are no ufuncs
@@ -544,7 +527,7 @@ def isclose(a: Any, b: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: b
 
 
 _FUNCTIONS |= {
-    np.allclose: lambda a, b, **how: all_(isclose(a, b, **how)),
+    np.allclose: lambda a, b, **how: np.all(isclose(a, b, **how)),
     np.real: lambda x: x.real,
     np.imag: lambda x: x.imag,
     np.angle: lambda x: mapped("angle", (x,)),
@@ -690,8 +673,7 @@ def std(
     a: Any, axis: Any = None, dtype: Any = None, out: None = None, ddof: float = 0, keepdims: bool = False, **how: Any
 ) -> TracedArray:
     """Compute standard deviations."""
-    found: TracedArray = np.sqrt(var(a, axis, dtype, out, ddof, keepdims, **how))
-    return found
+    return as_traced(np.sqrt(var(a, axis, dtype, out, ddof, keepdims, **how)))
 
 
 @implements(np.count_nonzero)
@@ -725,6 +707,11 @@ _FUNCTIONS |= {
 }
 
 
+_REDUCTIONS: dict[Any, Callable[..., Any]] = {
+    np.add: sum_, np.multiply: prod_, np.maximum: max_, np.minimum: min_, np.logical_and: all_, np.logical_or: any_,
+}  # fmt: skip
+
+
 def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> TracedArray:
     """Return the logarithm of the sum of exponentials, as ``scipy.special.logsumexp`` does.
 
@@ -749,8 +736,8 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> TracedArray:
     >>> float(logsumexp(np.array([1000.0, 1000.0])).round(3))
     1000.693
     """
-    top = np.max(x, axis=axis, keepdims=True)
-    top = np.where(np.isfinite(top), top, 0)
+    largest: Any = np.max(x, axis=axis, keepdims=True)
+    top = np.where(np.isfinite(largest), largest, 0)
     found = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
     return found if keepdims else found.squeeze(axis)
 
@@ -899,7 +886,7 @@ def _indexed(x: TracedArray, index: tuple[Any, ...]) -> TracedArray:
             plain.append(slice(*(None if v is None else operator.index(v) for v in (one.start, one.stop, one.step))))
         elif one is None:
             plain.append(None)
-        elif isinstance(one, bool) or getattr(one, "dtype", None) == bool:
+        elif isinstance(one, bool) or getattr(one, "dtype", np.dtype(int)).kind == "b":
             raise TracingError(
                 "an index of bools has a shape that depends on elements: use numpy.where, or sums with factors of 0"
             )
@@ -1052,7 +1039,7 @@ def _sample(kind: Kind) -> Any:
     """Return an array of a kind on which functions of matrices do not fail."""
     found = np.zeros(kind.shape, kind.dtype)
     if found.ndim > 1:
-        found += np.eye(*kind.shape[-2:], dtype=kind.dtype)
+        found += np.eye(kind.shape[-2], kind.shape[-1], dtype=np.dtype(kind.dtype))
     return found
 
 
@@ -1163,7 +1150,11 @@ _FUNCTIONS |= {
 @implements(np.diagonal, np.linalg.diagonal)
 def diagonal(a: Any, offset: int = 0) -> TracedArray:
     """Return the diagonal of a square matrix."""
-    (found,) = [whole("diagonal", (a,), offset=offset)] if offset else [sum_(a * np.eye(*a.shape, dtype=bool), 1)]
+    (found,) = (
+        [whole("diagonal", (a,), offset=offset)]
+        if offset
+        else [sum_(a * np.eye(a.shape[0], a.shape[1], dtype=np.bool_), 1)]
+    )
     return found[: min(a.shape)] if not offset else found
 
 
@@ -1172,7 +1163,7 @@ def diag(v: Any, k: int = 0) -> TracedArray:
     """Return a diagonal matrix, or the diagonal of a matrix."""
     v = as_traced(v)
     if v.ndim == 1 and k == 0:
-        return where(np.eye(len(v), dtype=bool), v[:, None], np.zeros((), v.dtype))
+        return where(np.eye(len(v), dtype=np.bool_), v[:, None], np.zeros((), v.dtype))
     found: TracedArray = diagonal(v, k) if v.ndim == 2 else whole("diag", (v,), k=k)
     return found
 
@@ -1255,10 +1246,6 @@ def matmul(a: Any, b: Any, **_: Any) -> TracedArray:
     return contracted(f"{first}{_SUMMED},{second}{_SUMMED}{last}->{out}", a, b)
 
 
-TracedArray.__matmul__ = matmul  # type: ignore[attr-defined]
-TracedArray.__rmatmul__ = lambda self, other: matmul(other, self)  # type: ignore[attr-defined]
-
-
 @implements(np.dot)
 def dot(a: Any, b: Any, out: None = None) -> Any:
     """Multiply matrices, vectors or numbers, as NumPy's ``dot`` does."""
@@ -1317,7 +1304,10 @@ def einsum(subscripts: Any, *operands: Any, **options: Any) -> TracedArray:
         out = "".join(sorted(x for x in set(left) - {","} if left.count(x) == 1))
     if len(names) != len(given) or any(len(n) != x.ndim for n, x in zip(names, given, strict=False)):
         raise TracingError(f"einsum {subscripts!r} of arrays of shapes {', '.join(str(x.shape) for x in given)}")
-    terms = [_alone(n, x, set(out).union(*names[:i], *names[i + 1 :])) for i, (n, x) in enumerate(zip(names, given))]
+    terms = [
+        _alone(n, x, set(out).union(*names[:i], *names[i + 1 :]))
+        for i, (n, x) in enumerate(zip(names, given, strict=True))
+    ]
     if len(terms) > 2:
         samples = [np.broadcast_to(np.zeros(()), x.shape) for _, x in terms]
         path = np.einsum_path(",".join(n for n, _ in terms) + "->" + out, *samples, optimize="greedy")[0][1:]
@@ -1343,7 +1333,7 @@ def _alone(name: str, x: TracedArray, needed: set[str]) -> tuple[str, TracedArra
         while name.count(letter) > 1:
             i, j = name.index(letter), name.rindex(letter)
             n = x.shape[i]
-            eye = np.eye(n, dtype=bool).reshape([n if k in (i, j) else 1 for k in range(x.ndim)])
+            eye = np.eye(n, dtype=np.bool_).reshape([n if k in (i, j) else 1 for k in range(x.ndim)])
             x, name = sum_(where(eye, x, 0), j), name[:j] + name[j + 1 :]
     axes = [i for i, letter in enumerate(name) if letter not in needed]
     if not axes:

@@ -157,4 +157,4 @@ def letters_of(spec: str) -> tuple[str, str, str]:
 def extents(spec: str, shapes: Sequence[tuple[int, ...]]) -> Mapping[str, int]:
     """Return the extent of each letter of a contraction."""
     first, second, _ = letters_of(spec)
-    return dict(zip(first + second, (*shapes[0], *shapes[1]), strict=True))
+    return dict(zip(first + second, (*shapes[0], *shapes[-1]), strict=True))

@@ -16,8 +16,8 @@ from dask_distmm.tracing.form import Kind
 def map_rows(f: Callable[..., Any], *arrays: Any, meta: Any = None) -> Any:
     """Call any function for each chunk of rows.
 
-    In a function of `jit` workers call it, with NumPy or CuPy arrays as the chunks of the operands are, which must not be
-    changed; anywhere else it is called once.
+    In a function of `jit` workers call it, with NumPy or CuPy arrays as the chunks of the operands are, which must not
+    be changed; anywhere else it is called once.
 
     Parameters
     ----------
@@ -90,8 +90,8 @@ def callback(f: Callable[..., Any], *arrays: Any) -> None:
     Parameters
     ----------
     f : function
-        Called with arrays of NumPy. An error that it raises ends the run, and arrives as it is. Numbers get to the client
-        by ``distributed.get_worker().log_event(topic, message)`` and ``client.get_events(topic)``.
+        Called with arrays of NumPy. An error that it raises ends the run, and arrives as it is. Numbers get to the
+        client by ``distributed.get_worker().log_event(topic, message)`` and ``client.get_events(topic)``.
     *arrays : array
         What it is called with; what is in rows comes to all workers before.
 

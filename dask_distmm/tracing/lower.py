@@ -1,9 +1,9 @@
 """From statements in placements to the steps of a rank.
 
-Statements on rows that wait for the same messages are one *pass*: one call that goes over the rows of a rank once, strip
-by strip, and keeps what lies between statements in the cache. So between two messages each chunk is read once. What
-the ranks' passes add up, and what all ranks need of rows, is one message; then come the statements on what all ranks
-have. Each of these has a *stage*, the number of messages before it::
+Statements on rows that wait for the same messages are one *pass*: one call that goes over the rows of a rank once,
+strip by strip, and keeps what lies between statements in the cache. So between two messages each chunk is read once.
+What the ranks' passes add up, and what all ranks need of rows, is one message; then come the statements on what all
+ranks have. Each of these has a *stage*, the number of messages before it::
 
     stage 0   statements of all ranks   pass over rows   message
     stage 1   statements of all ranks   pass over rows   message   ...
@@ -24,7 +24,7 @@ import numpy as np
 from dask_distmm.programs.composite import tall_qr
 from dask_distmm.programs.recorder import Operands, Recorder, Tall, Wanted
 from dask_distmm.programs.steps import Buffer
-from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, letters_of, program_of
+from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, extents, program_of
 from dask_distmm.tracing.place import Axis, Placements
 
 # Loops end when their flag says so.
@@ -37,10 +37,16 @@ _OF_ONE_RANK = {"linalg.eigh", "linalg.eig", "linalg.eigvals", "linalg.svd", "li
 _EXACT = {"index", "transpose", "reshape", "broadcast", "concat", "take", "fill", "gather"}
 _EXACT_FUNCTIONS = {
     "absolute", "add", "astype", "bitwise_and", "bitwise_or", "bitwise_xor", "ceil", "clip", "conjugate", "divide",
-    "equal", "floor", "floor_divide", "greater", "greater_equal", "imag", "invert", "isfinite", "isinf", "isnan", "less",
-    "less_equal", "logical_and", "logical_not", "logical_or", "logical_xor", "maximum", "minimum", "multiply", "negative",
-    "left_shift", "not_equal", "positive", "real", "right_shift", "sign", "sqrt", "square", "subtract", "trunc", "where",
+    "equal", "floor", "floor_divide", "greater", "greater_equal", "imag", "invert", "isfinite", "isinf", "isnan",
+    "left_shift", "less", "less_equal", "logical_and", "logical_not", "logical_or", "logical_xor", "maximum", "minimum",
+    "multiply", "negative", "not_equal", "positive", "real", "right_shift", "sign", "sqrt", "square", "subtract",
+    "trunc", "where",
 }  # fmt: skip
+
+
+# Memory for a value, which may be written when another value is not read any more; by the value's number.
+Targets = Mapping[int, tuple[Any, int]]
+_NO_TARGETS: Targets = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +70,8 @@ class Pass:
     # Values on all ranks whose axis of rows is stored first.
     moved: Mapping[int, Axis]
     # The numbers of rows before each chunk, and of rows in it; -1 where that is not known.
-    firsts: tuple[int, ...]
-    sizes: tuple[int, ...]
+    firsts: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
     # Whether sums begin here, else it adds to them.
     fresh: bool = True
 
@@ -95,11 +101,11 @@ def traced(
         lowering.begin(number, operands[source] if isinstance(source, str) else source)
     lowering.take(placements.block.statements, {x for x in placements.block.outputs if isinstance(x, int)})
     kept = [name for name in names if name in wanted]
-    taken = set(found.block.inputs)
-    for name, ref in zip(kept, placements.block.outputs, strict=True):
+    inputs, outputs = set(found.block.inputs), placements.block.outputs
+    for at, (name, ref) in enumerate(zip(kept, outputs, strict=True)):
         # What is nobody else's is handed over as it is.
-        p.store(name, lowering.copied(ref) if ref in taken else lowering.here[ref])  # type: ignore[index]
-        taken.add(ref)  # type: ignore[arg-type]
+        assert isinstance(ref, int)
+        p.store(name, lowering.copied(ref) if ref in inputs or ref in outputs[at + 1 :] else lowering.here[ref])
 
 
 class Lowering:
@@ -107,7 +113,7 @@ class Lowering:
 
     def __init__(self, p: Recorder, placements: Placements) -> None:
         self.p, self.kinds, self.axes, self.combine = p, placements.kinds, placements.axes, placements.combine
-        self.here: dict[int, Buffer | Tall] = {}
+        self.here: dict[int, Any] = {}
         self.moved: dict[int, Axis] = {}
         # Values of which all ranks have the same bits.
         self.exact: set[int] = set()
@@ -171,9 +177,7 @@ class Lowering:
 
     # Sequences of statements
 
-    def take(
-        self, statements: Sequence[Statement], kept: Collection[int], targets: Mapping[int, tuple[Any, int]] = {}
-    ) -> set[int]:  # noqa: B006
+    def take(self, statements: Sequence[Statement], kept: Collection[int], targets: Targets = _NO_TARGETS) -> set[int]:
         """Take statements; free what they make but for what is kept. Return the values that are in their targets.
 
         A target is memory for a value that may be written once another value is not read any more.
@@ -227,9 +231,7 @@ class Lowering:
             level.update(dict.fromkeys(statement.outputs, stage + combined))
         return level, stages
 
-    def _sequence(
-        self, statements: Sequence[Statement], kept: Collection[int], targets: Mapping[int, tuple[Any, int]]
-    ) -> set[int]:
+    def _sequence(self, statements: Sequence[Statement], kept: Collection[int], targets: Targets) -> set[int]:
         """Take statements between which nothing stands."""
         _, stages = self._stages(statements)
         before = set(self.here)
@@ -275,7 +277,7 @@ class Lowering:
             after = set(read).union(*(one.reads for _, later in groups[i + 1 :] for one in later))
             made = [x for one in group for x in one.outputs if x in after]
             reads = self._outer_reads(group)
-            call = Pass(reads, tuple(group), (), (), {}, tuple(made), *self._described(group, reads), (), ())
+            call = Pass(reads, tuple(group), (), (), {}, tuple(made), **self._described(group, reads))
             buffers = [self.buffer(number) for number in made]
             self.here.update(zip(made, buffers, strict=True))
             if kind != "one" or self.p.me == 0:
@@ -297,13 +299,13 @@ class Lowering:
         own = {x for one in statements for x in one.outputs}
         return tuple(dict.fromkeys(x for one in statements for x in one.reads if x not in own))
 
-    def _described(self, statements: Sequence[Statement], reads: Sequence[int]) -> tuple[Any, ...]:
+    def _described(self, statements: Sequence[Statement], reads: Sequence[int]) -> dict[str, Any]:
         numbers = {*reads, *(x for one in statements for x in one.outputs)}
-        return (
-            {x: self.kinds[x] for x in sorted(numbers)},
-            {x: self.axes[x] for x in sorted(numbers)},
-            {x: self.moved[x] for x in sorted(numbers) if x in self.moved},
-        )
+        return {
+            "kinds": {x: self.kinds[x] for x in sorted(numbers)},
+            "axes": {x: self.axes[x] for x in sorted(numbers)},
+            "moved": {x: self.moved[x] for x in sorted(numbers) if x in self.moved},
+        }
 
     # Passes over rows
 
@@ -311,7 +313,7 @@ class Lowering:
         self,
         statements: Sequence[Statement],
         read: Collection[int],
-        targets: Mapping[int, tuple[Any, int]],
+        targets: Targets,
         read_later: Collection[int],
     ) -> tuple[list[tuple[int, list[Buffer]]], set[int]]:
         """Take statements on rows; return the sums of this rank, and values that are in their targets."""
@@ -344,7 +346,16 @@ class Lowering:
                     self.p.call("set_all", part, value=value)
         reads = tuple(x for x in reads if x not in over.values())
         call = Pass(
-            reads, tuple(statements), tuple(sums), tuple(rows), over, (), *described, self.firsts, self.sizes, fresh
+            reads,
+            tuple(statements),
+            tuple(sums),
+            tuple(rows),
+            over,
+            (),
+            **described,
+            firsts=self.firsts,
+            sizes=self.sizes,
+            fresh=fresh,
         )
         outputs = [part for _, parts in buffers for part, _ in parts]
         written = [self.here[x] for x in rows]
@@ -403,21 +414,13 @@ class Lowering:
         for statement in call.statements:
             sizes = [call.kinds[x].size for x in statement.outputs]
             if statement.family == "contract":
-                first, second, _ = letters_of(statement.options["spec"])
-                lengths = dict(
-                    zip(
-                        first + second,
-                        [n for x in statement.inputs if isinstance(x, int) for n in call.kinds[x].shape],
-                        strict=True,
-                    )
-                )
+                lengths = extents(statement.options["spec"], [call.kinds[x].shape for x in statement.reads])
                 total += 2.0 * math.prod(lengths.values())
             elif statement.family in ("whole", "qr"):
                 read = [call.kinds[x] for x in statement.reads if call.kinds[x].shape]
                 total += max((4.0 * kind.size * kind.shape[-1] for kind in read), default=0.0)
             else:
-                read = [call.kinds[x].size for x in statement.reads]
-                total += max([*sizes, *read])
+                total += max([*sizes, *(call.kinds[x].size for x in statement.reads)], default=0)
         return total
 
     # Messages
@@ -474,7 +477,7 @@ class Lowering:
         p, body = self.p, loop.blocks[-1]
         skipped = loop.options["skipped"]
         numbers, states = body.inputs[:skipped], body.inputs[skipped:]
-        flag, one = p.flag(), None
+        flag = p.flag()
         # The state, in memory of its own.
         places = []
         for ref, number in zip(loop.inputs, states, strict=True):
@@ -588,11 +591,12 @@ class Lowering:
         outside, self.exact = self.exact, set(known)
         for statement in statements:
             combined = [x for x in statement.outputs if x in self.combine]
-            if combined or statement.family == "gather":
+            if combined or statement.family == "gather" or (
+                not statement.blocks
+                and all(self.axes[x] is None for x in statement.outputs)
+                and self._kind_of(statement) != "same"
+            ):
                 self.exact.update(statement.outputs)
-            elif not statement.blocks and all(self.axes[x] is None for x in statement.outputs):
-                if self._kind_of(statement) != "same":
-                    self.exact.update(statement.outputs)
         found, self.exact = self.exact, outside
         return found
 

@@ -172,7 +172,7 @@ def _random(given: Given) -> Placed:
 
 
 def _call(given: Given) -> Placed:
-    """A user's function gets rows of what is in rows, and all of the rest."""
+    """Pass rows of what is in rows, and all of the rest."""
     rows = given.statement.options["rows"]
     inputs = tuple(0 if i in rows else None for i in range(len(given.kinds)))
     if given.statement.options["sums"]:
@@ -411,7 +411,9 @@ def _rows(placements: Placements, block: Block, lines: Sequence[str], depth: int
         line = lines[statement.line] if 0 <= statement.line < len(lines) else ""
         if statement.blocks:
             count = statement.options.get("count")
-            name = "cond" if statement.family == "cond" else "while_loop" if count is None else f"fori_loop, {count} turns"
+            name = (
+                "cond" if statement.family == "cond" else "while_loop" if count is None else f"fori_loop, {count} turns"
+            )
             yield Row(depth, line, name, "", "", 0)
             for inner in statement.blocks:
                 yield from _rows(placements, inner, lines, depth + 1)

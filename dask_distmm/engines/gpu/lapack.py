@@ -71,7 +71,7 @@ class _Handles:
 
 
 def _in_order(x: Any) -> tuple[Any, bool, int]:
-    """Return a matrix, or a copy of it, whether its columns are contiguous, else its rows, and how far these are apart."""
+    """Return a matrix or a copy, whether its columns are contiguous, else its rows, and how far these are apart."""
     (rows, cols), (down, across), size = x.shape, x.strides, x.itemsize
     if rows == 1 or cols == 1:
         down, across = down if rows > 1 else size, across if cols > 1 else size
@@ -132,7 +132,7 @@ class SolverKernels(DeviceMerging):
             function(self._now.blas, *arguments, *_at(c))
 
     def product(self, a: Any, b: Any, out: Any = None, *, beta: float = 0) -> Any:
-        """Return ``a b``, of matrices and vectors of one type in any memory order; with `out` ``out = a b + beta out``."""
+        """Return ``a b``, of matrices and vectors of one type in any order; with `out` ``out = a b + beta out``."""
         shape = (*a.shape[:-1], *b.shape[1:])
         if not (a.size and b.size and shape):
             found = cp.sum(a * b) if not shape else cp.zeros(shape, a.dtype)

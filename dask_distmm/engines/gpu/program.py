@@ -36,7 +36,7 @@ _MOST_GRAPHS = 256
 
 
 class Replays:
-    """Launches of passes that are taken again and again as CUDA graphs: for the same places in memory, the same graph."""
+    """Passes that are taken again and again, as CUDA graphs: for the same places in memory, the same graph."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

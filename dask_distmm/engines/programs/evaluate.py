@@ -142,7 +142,7 @@ class _Strip(NamedTuple):
 
 
 class _Compiled:
-    """A pass as a function of Python's, which is written out statement by statement, and the memory that it uses again."""
+    """A pass as a function of Python's, written out statement by statement, and the memory that it uses again."""
 
     def __init__(self, program: Pass, kernels: TracedKernels) -> None:
         self.program, self.kernels, self.xp = program, kernels, kernels.xp
@@ -191,10 +191,9 @@ class _Compiled:
             for ref in statement.reads:
                 end[root.get(ref, ref)] = i
             if statement.family in _VIEWS:
-                (ref,) = statement.inputs
-                assert isinstance(ref, int)
+                (source,) = statement.reads
                 # A view keeps what it is of.
-                root[statement.outputs[0]] = root.get(ref, ref)
+                root[statement.outputs[0]] = root.get(source, source)
         end.update((root.get(x, x), len(statements)) for x in self.program.rows)
         free: dict[tuple[str, tuple[int, ...], Axis], list[int]] = {}
         taken: dict[int, tuple[int, tuple[str, tuple[int, ...], Axis]]] = {}
@@ -266,11 +265,12 @@ class _Compiled:
             (number, *more) = statement.outputs
             op = self.ops.get(number)
             if op == "select":
-                select = functools.partial(_select, self.xp, statement, self.axes[statement.inputs[0]])  # type: ignore[index]
+                select = functools.partial(_select, self.xp, statement, self.axes[next(statement.reads)] or 0)
                 lines.append(self._called(number, select, *statement.inputs, f"totals[{number}][0], first, rows"))
                 continue
             if op == "sum" and self._by_blas(statement):
-                lines.append(self._blas(statement, *map(self._name, statement.inputs), f"totals[{number}][0]", "1"))
+                first, second = map(self._name, statement.inputs)
+                lines.append(self._blas(statement, first, second, f"totals[{number}][0]", "1"))
                 continue
             if op == "sum" and self._sums_columns(statement):
                 # CuPy's own sum over the long axis is 30 times as slow (H100, 200,000 x 32: 3.7 ms).
@@ -392,8 +392,8 @@ class _Compiled:
                 ]
                 made = function(first + start, size, parts, whole, self._memory_of(thread, size), totals)
                 for (chunk, axis), value in zip(out, made, strict=True):
-                    value = self.xp.moveaxis(value, axis, 0) if axis else value
-                    chunk[rows] = value.reshape(size, *chunk.shape[1:])
+                    by_rows = self.xp.moveaxis(value, axis, 0) if axis else value
+                    chunk[rows] = by_rows.reshape(size, *chunk.shape[1:])
 
     def _stored(self, number: int, value: Any) -> Any:
         """Return what all ranks have as the matrix that it is stored in."""
@@ -427,7 +427,7 @@ class _Compiled:
         )
 
     def reduce(self, statement: Statement) -> str:
-        """Sums and the like, of a strip where they go over rows."""
+        """Reduce a strip, or what all ranks have."""
         xp, (number,), options = self.xp, statement.outputs, statement.options
         name, axes, keepdims = options["f"], tuple(options["axes"]), options["keepdims"]
         function = getattr(xp, name)
@@ -501,7 +501,7 @@ class _Compiled:
         return called + ".T" * (turned and out == "None")
 
     def index(self, statement: Statement) -> str:
-        """Basic indices."""
+        """Take a part by a basic index."""
         index = index_of(statement.options["index"])
         return self._called(statement.outputs[0], lambda x: x[index], *statement.inputs)
 
@@ -544,7 +544,7 @@ class _Compiled:
         )
 
     def segment_sum(self, statement: Statement) -> str:
-        """Sums of rows by labels."""
+        """Add rows up by their labels."""
         count = statement.options["count"]
         return self._called(
             statement.outputs[0], lambda x, labels: summed_by_label(x, labels, count), *statement.inputs
@@ -579,7 +579,7 @@ class _Compiled:
         )
 
     def call(self, statement: Statement) -> str:
-        """A user's function of rows."""
+        """Call a user's function for rows."""
         kernels, options = self.kernels, statement.options
         kinds = [self.kinds[x] for x in statement.outputs]
         rows = "rows" if not options["sums"] and self.axes[statement.outputs[0]] is not None else "None"
@@ -588,7 +588,7 @@ class _Compiled:
         return self._called(statement.outputs[0], call, number, rows, *statement.inputs)
 
     def callback(self, statement: Statement) -> str:
-        """A user's function that one rank calls."""
+        """Call a user's function on one rank."""
         kernels, function = self.kernels, statement.options["function"]
 
         def call(*given: Any) -> None:
@@ -601,7 +601,7 @@ class _Compiled:
         return self._called(statement.outputs[0], self.xp.linalg.qr, *statement.inputs)
 
     def local(self, statement: Statement) -> str:
-        """A rank's own rows of what all ranks have."""
+        """Take a rank's own rows of what all ranks have."""
         (source,) = statement.inputs
         return f"v{source}[{':, ' * statement.options['axis']}first:first + rows]"
 
@@ -685,7 +685,7 @@ def _select(xp: Any, statement: Statement, axis: int, x: Any, *rest: Any) -> Non
             total[...] = x[tuple(index)]
         return
     wanted = range(*one.indices(size))
-    inside = [k for k in _between(wanted, first, first + rows)]
+    inside = list(_between(wanted, first, first + rows))
     if inside:
         low, high = inside[0], inside[-1] + 1
         begin, stop = wanted[low] - first, wanted[high - 1] - first + (1 if wanted.step > 0 else -1)

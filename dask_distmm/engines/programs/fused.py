@@ -1,7 +1,8 @@
 """Elementwise statements as the text of one kernel for GPUs. Pure.
 
 Each function is an expression of C++ on operands of one type, to which they are converted before, as NumPy does. Values
-that several others read are computed once. What has no expression here, as functions of complex numbers, is left to CuPy.
+that several others read are computed once. What has no expression here, as functions of complex numbers, is left to
+CuPy.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dask_distmm.tracing.form import Kind, Literal, Ref, Statement
+from dask_distmm.tracing.form import Kind, Ref, Statement
 
 _TYPES = {
     "float64": "double", "float32": "float", "bool": "bool", "int64": "long long", "int32": "int", "int16": "short",
