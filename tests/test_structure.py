@@ -27,6 +27,7 @@ ORDER = [
     "layout",
     "numeric",
     "programs",
+    "tracing",
     "planning",
     "typing",
     "comms",
@@ -36,6 +37,7 @@ ORDER = [
     "arrays",
     "api",
     "linalg",
+    "random",
     "show",
     "diagnostics",
     "testing",
@@ -43,7 +45,7 @@ ORDER = [
     "tools",
     "__main__",
 ]
-PURE = {"errors", "layout", "numeric", "programs", "planning", "typing", "engines", "show"}
+PURE = {"errors", "layout", "numeric", "programs", "tracing", "planning", "typing", "engines", "show"}
 ON_GPUS = {"cublasmp", "nccl", "gpu", "peer"}
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
 ENGINES = {"numpy", "peer", "cublasmp", "nccl"}

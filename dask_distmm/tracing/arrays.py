@@ -328,9 +328,7 @@ class TracedArray(NDArrayOperatorsMixin):
     # NumPy's protocols
 
     def __array_namespace__(self, api_version: str | None = None) -> Any:
-        from dask_distmm.tracing import namespace
-
-        return namespace
+        return Namespace()
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         if options.get("out") is not None:
@@ -427,6 +425,27 @@ class TracedArray(NDArrayOperatorsMixin):
     def squeeze(self, axis: Any = None) -> TracedArray:
         """Return the array without axes of length 1."""
         return squeeze(self, axis)
+
+
+class Namespace:
+    """The array API's namespace of traced arrays: NumPy, whose functions take them but for these."""
+
+    __array_api_version__ = np.__array_api_version__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def astype(x: Any, dtype: Any, /, *, copy: bool = True, device: Any = None) -> TracedArray:
+        """Return an array in another type."""
+        return as_traced(x).astype(dtype)
+
+    @staticmethod
+    def asarray(x: Any, /, *, dtype: Any = None, device: Any = None, copy: bool | None = None) -> Any:
+        """Return an array, which may be traced."""
+        if not isinstance(x, TracedArray):
+            return np.asarray(x, dtype)
+        return x if dtype is None else x.astype(dtype)
 
 
 def mapped(name: str, inputs: Sequence[Any], **options: Any) -> TracedArray:

@@ -410,7 +410,7 @@ class _Compiled:
         name, (number,) = statement.options["f"], statement.outputs
         slot = self.slots.get(number)
         if self._is_ufunc(statement):
-            out = () if slot is None else (f"m{slot}",)
+            out = () if slot is None else (f"out=m{slot}",)
             return self._called(number, getattr(self.xp, name), *statement.inputs, *out)
         if slot is not None and name == "where":
             return self._called(number, _where, *statement.inputs, f"m{slot}")
