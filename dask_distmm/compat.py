@@ -46,8 +46,8 @@ WORKER = {
 CLASSES = {
     "distributed.scheduler.TaskState": (
         *("annotations", "dependencies", "dependents", "exception_blame", "host_restrictions", "key"),
-        *("loose_restrictions", "priority", "resource_restrictions", "retries", "run_spec", "set_nbytes", "state"),
-        *("type", "waiters", "waiting_on", "who_has", "who_wants", "worker_restrictions"),
+        *("loose_restrictions", "priority", "processing_on", "resource_restrictions", "retries", "run_spec"),
+        *("set_nbytes", "state", "type", "waiters", "waiting_on", "who_has", "who_wants", "worker_restrictions"),
     ),
     "distributed.scheduler.WorkerState": (
         *("address", "executing", "has_what", "memory", "memory_limit", "nthreads", "processing", "resources"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import logging
 import re
 import time
 from pathlib import Path
@@ -199,9 +200,25 @@ class Seen(SchedulerPlugin):
             raise RuntimeError("somebody else's plugin")
 
 
-def test_other_plugins_hear_of_the_chunks(validated):
+class Follows(Seen):
+    """What looks at the tasks that it hears of, as Dask's work stealing does."""
+
+    async def start(self, scheduler):
+        self.tasks = scheduler.tasks
+
+    def transition(self, key, start, finish, *args, **kwargs):
+        super().transition(key, start, finish, *args, **kwargs)
+        ts = self.tasks[key]
+        assert ts.state == finish
+        assert (ts.processing_on is not None) == (finish == "processing")
+        assert bool(ts.who_has) == (finish == "memory")
+
+
+def test_other_plugins_hear_of_the_chunks(validated, caplog):
+    """Once of each; and none fails, not even those that look at the tasks."""
     _, _, x, y = matrices()
-    validated.register_plugin(Seen())
+    validated.register_plugin(Follows())
+    caplog.set_level(logging.INFO)
     try:
         d = matmul(x, y).persist()
         wait(d)
@@ -209,7 +226,9 @@ def test_other_plugins_hear_of_the_chunks(validated):
         for key in (key for row in d.__dask_keys__() for key in row):
             mine = [found for found in heard if found[0] == key]
             assert [found[1:3] for found in mine[-2:]] == [("waiting", "processing"), ("processing", "memory")]
+            assert [found[2] for found in mine].count("memory") == 1
             assert {"worker", "status", "nbytes", "type", "typename", "startstops"} <= mine[-1][3]
+        assert not [record for record in caplog.records if "plugin failed" in record.getMessage().lower()]
         assert (
             validated.run_on_scheduler(lambda dask_scheduler: dask_scheduler.task_groups[d.name].states["memory"]) == 6
         )

@@ -114,8 +114,11 @@ def put_into_memory(scheduler: Scheduler, barrier: TaskState, made: Iterable[Mad
             or scheduler.workers.get(ws.address) is not ws
         ):
             continue
-        tell(ts.key, "waiting", "processing")
         ts.waiting_on.clear()
+        # Plugins look at the task, too: work stealing at its worker.
+        ts.processing_on, ts.state = ws, "processing"
+        tell(ts.key, "waiting", "processing")
+        ts.processing_on = None
         ts.set_nbytes(nbytes)
         told: dict[str, list[dict[str, Any]]] = {}
         scheduler._add_to_memory(ts, ws, recommendations, told, type=kind, typename=typename)
