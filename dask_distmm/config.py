@@ -18,6 +18,7 @@ import dask.config
 import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
+from dask_distmm._version import __version__
 from dask_distmm.errors import PlanError, page, unknown_name
 
 # The loader in C takes a tenth of the time.
@@ -126,7 +127,7 @@ def _option(key: str, read: Callable[..., Any], *how: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """The configuration of a run. Times in seconds, sizes in bytes."""
+    """The configuration of a run, and the package's version on the client. Times in seconds, sizes in bytes."""
 
     # They are the same in most messages (`planning.wire`).
     as_text: ClassVar[bool] = True
@@ -146,6 +147,7 @@ class Options:
     allow_plaintext_nccl: bool = _option("allow-plaintext-nccl", _truth)
     buffer_bytes: int = _option("peer.buffer-bytes", parsed, parse_bytes)
     machines: tuple[tuple[str, Machine], ...] = _option("machine", _machines)
+    version: str = dataclasses.field(metadata={"read": lambda: __version__})
 
     def machine(self, name: str) -> Machine:
         """Constants of the machine by their name in the config, which is that of an engine."""
@@ -172,7 +174,7 @@ def _read_options(state: bytes) -> Options:
     _check_keys(dask.config.get("distmm", {}), DEFAULTS["distmm"], "distmm")
     # Read elsewhere, checked here: a mistake in the configuration shows at the first product.
     minimum_flops(), enabled_setting(), hints_wanted()
-    kinds: dict[Any, Any] = {"int": int, "float": float, "bool": bool}
+    kinds: dict[Any, Any] = {"int": int, "float": float, "bool": bool, "str": str}
     every = dataclasses.fields(Options)
     return Options(**{field.name: kinds.get(field.type, tuple)(field.metadata["read"]()) for field in every})
 

@@ -39,6 +39,7 @@ def cpu_worker(**changes: Any) -> dict[str, Any]:
     return {
         "host": "one",
         "versions": dict(VERSIONS),
+        "folder": "/lib",
         "cuda_major": None,
         "engines": {"cublasmp": {"error": "no module cupy"}, "numpy": {}},
         "gpus": {"error": "no NVML"},
@@ -81,7 +82,7 @@ def peer_cluster(**changes: Any) -> Report:
 
 
 def _cluster(workers: dict[str, Any]) -> Report:
-    scheduler = {"host": "one", "versions": dict(VERSIONS), "plugin": True, "package": True}
+    scheduler = {"host": "one", "versions": dict(VERSIONS), "folder": "/lib", "plugin": True, "package": True}
     return Report(workers, {"versions": dict(VERSIONS)}, scheduler, "tcp://scheduler:8786", "auto")
 
 
@@ -149,7 +150,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     ("make", "path", "value", "level", "text", "remedy"),
     [
         (cpu_cluster, "versions.dask_distmm", None, "error", "is not installed", "dask_distmm==0.1.0"),
-        (cpu_cluster, "versions.dask_distmm", "0.0.9", "error", "0.0.9 is installed there, 0.1.0 here", "0.1.0"),
+        (cpu_cluster, "versions.dask_distmm", "0.0.9", "error", "0.0.9 is imported there, from /lib, 0.1.0 here", "0.1.0"),
         (cpu_cluster, "versions.dask", "2020.1", "warning", "versions of dask differ", "dask==1.2.3"),
         (cpu_cluster, "versions.python", "3.11.1", "warning", "versions of python differ", "Python 3.12"),
         (cpu_cluster, "versions.python", "3.12.9", None, "", ""),
@@ -211,7 +212,7 @@ def test_one_fact_that_is_wrong_is_one_finding(
     ("path", "value", "level", "text"),
     [
         ("versions.dask_distmm", None, "error", "the scheduler lacks dask_distmm"),
-        ("versions.dask_distmm", "0.0.9", "error", "the scheduler has dask_distmm 0.0.9, this client 0.1.0"),
+        ("versions.dask_distmm", "0.0.9", "error", "the scheduler has dask_distmm 0.0.9, from /lib, this client 0.1.0"),
         ("package", {"error": "broken"}, "error", "the scheduler can't import dask_distmm: broken"),
         ("versions.numpy", None, None, ""),
         ("versions.distributed", "2020.1", "warning", "versions of distributed differ"),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dask_distmm import __version__
 from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError
 from dask_distmm.planning import Demand, Worker, plan
 from dask_distmm.planning.peer import PEER
@@ -40,7 +41,7 @@ def roster(*said):
 def gpu(number, count=4, host="h", engines=GPUS, reach=None):
     reach = [f"gpu{n}" for n in range(count) if n != number] if reach is None else reach
     links = {"peer": [f"gpu{number}", reach], "cublasmp": ["", []], "numpy": ["", []]}
-    return {"version": "1", "engines": engines, "memory": {"peer": 10**11}, "host": host, "links": links}
+    return {"version": __version__, "engines": engines, "memory": {"peer": 10**11}, "host": host, "links": links}
 
 
 def cpu():

@@ -15,7 +15,7 @@ from distributed.security import Security
 from leaks import assert_nothing_left
 from run_events import events
 
-from dask_distmm import EngineError, matmul
+from dask_distmm import EngineError, __version__, matmul
 from dask_distmm.planning import Demand
 from dask_distmm.runtime.messages import Description
 from dask_distmm.runtime.scheduler.freezing import Roster
@@ -57,7 +57,7 @@ def cluster_of(*hosts: str, encrypted: bool = True) -> Roster:
     }
     roster = Roster(SimpleNamespace(workers=workers, security=Security(require_encryption=encrypted)))
     for host, address in zip(hosts, workers, strict=True):
-        roster._described[address] = Description("OK", version="1", host=host, engines={"cublasmp": {}})
+        roster._described[address] = Description("OK", version=__version__, host=host, engines={"cublasmp": {}})
     return roster
 
 

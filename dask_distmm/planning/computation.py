@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm._version import __version__
 from dask_distmm.config import Machine, Options
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.model import engine_alone
@@ -69,6 +70,8 @@ class Demand(Wired):
     plaintext_nccl: bool = False
     # The kind of the computation, ``"product"`` or ``"factorization"``.
     kind: str = "product"
+    # The package's version on the client that asks.
+    version: str = __version__
 
     def check(self) -> None:
         """Raise for a type that there is not."""
@@ -250,7 +253,8 @@ class Computation(Wired):
     def demand(self) -> Demand:
         """The demand that it makes on the workers."""
         plaintext = self.options.allow_plaintext_nccl
-        return Demand(self.engine, self.array, self.dtypes_of_work, self.workers, plaintext, self.kind)
+        asked = self.engine, self.array, self.dtypes_of_work, self.workers, plaintext
+        return Demand(*asked, self.kind, self.options.version)
 
     @property
     def dtypes_of_work(self) -> tuple[str, str, str]:

@@ -268,7 +268,7 @@ def _package(report: Report) -> Iterator[Finding]:
                 "error", "dask_distmm is not installed", f"{install}   # there, then start them again", (address,)
             )
         elif version != here:
-            text = f"dask_distmm {version} is installed there, {here} here"
+            text = f"dask_distmm {version} is imported there, from {facts['folder']}, {here} here"
             yield Finding("error", text, f"{install}   # there", (address,))
         if version and "error" in (broken := facts["engines"]):
             text = f"dask_distmm can't be imported: {broken['error']}"
@@ -277,7 +277,8 @@ def _package(report: Report) -> Iterator[Finding]:
         return
     version, package = report.scheduler["versions"]["dask_distmm"], report.scheduler.get("package")
     if version != here:
-        found = f"has dask_distmm {version}, this client {here}" if version else "lacks dask_distmm"
+        source = report.scheduler["folder"]
+        found = f"has dask_distmm {version}, from {source}, this client {here}" if version else "lacks dask_distmm"
         yield Finding("error", f"the scheduler {found}", f"{install}   # there, then start it again")
     elif isinstance(package, Mapping):
         yield Finding("error", f"the scheduler can't import dask_distmm: {package['error']}", f"{install}   # there")

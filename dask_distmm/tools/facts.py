@@ -41,6 +41,8 @@ LIBRARIES = {
     "distributed": ("distributed", "distributed"),
     "nccl4py": ("nccl4py", "nccl4py"),
 }
+# Of these counts the code that is imported: a path may have another version before the one that is installed.
+_IMPORTED = ("dask_distmm", "numpy", "dask", "distributed")
 
 
 def attempt(question: Callable[[], Any]) -> Any:
@@ -60,9 +62,19 @@ def installed(*names: str) -> tuple[str, str] | tuple[None, None]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the installed version of each library by its name here, None where it is missing."""
+    """Return the version of each library by its name here, None where it is missing."""
     found = {name: installed(*distributions)[1] for name, (_, *distributions) in LIBRARIES.items()}
+    for name in _IMPORTED:
+        with contextlib.suppress(Exception):  # missing or broken
+            found[name] = str(importlib.import_module(name).__version__)
     return found | {"python": platform.python_version()}
+
+
+def folder() -> str:
+    """Return the folder that this package is imported from, empty where it is missing."""
+    with contextlib.suppress(Exception):
+        return os.path.dirname(str(importlib.import_module("dask_distmm").__file__))
+    return ""
 
 
 def cuda_major() -> int | None:
@@ -146,6 +158,7 @@ def of_process() -> dict[str, Any]:
     return {
         "host": platform.node(),
         "versions": versions(),
+        "folder": folder(),
         "cuda_major": cuda_major(),
         "engines": attempt(engine_versions),
         "gpus": attempt(gpus),
@@ -176,6 +189,7 @@ async def of_scheduler(dask_scheduler: Any = None) -> dict[str, Any]:
     return {
         "host": platform.node(),
         "versions": versions(),
+        "folder": folder(),
         "plugin": "distmm" in dask_scheduler.plugins,
         "package": attempt(lambda: bool(importlib.import_module("dask_distmm"))),
     }

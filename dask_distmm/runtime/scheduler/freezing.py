@@ -22,6 +22,7 @@ import numpy as np
 from distributed.metrics import time
 from numpy.typing import NDArray
 
+from dask_distmm._version import __version__
 from dask_distmm.engines.base import log
 from dask_distmm.errors import (
     EngineError,
@@ -135,6 +136,7 @@ class Roster:
             for address, ws in running.items()
             if address not in silent and self._scheduler.workers.get(address) is ws
         }
+        self._check_versions(demand.version, running)
         offered = [name for name in ENGINES if engine in (name, "auto")]
         fitting = [
             name for name in offered if ENGINES[name].takes(array, dtypes) and demand.kind in ENGINES[name].computes
@@ -162,7 +164,7 @@ class Roster:
         on_gpus = ENGINES[chosen].on_gpus
         engines = tuple(name for name in fit if able[name] == able[chosen] and ENGINES[name].on_gpus == on_gpus)
         for name in engines:
-            self._check_versions(name, [ws.address for ws in able[chosen]])
+            self._check_libraries(name, [ws.address for ws in able[chosen]])
             if ENGINES[name].collective and not demand.plaintext_nccl:
                 self._check_encryption(name, [ws.address for ws in able[chosen]])
         return engines, [self.worker(ws, chosen) for ws in able[chosen]]
@@ -209,27 +211,26 @@ class Roster:
         device, reach = next((tuple(link) for link in found if link[0]), ("", ()))
         return Worker(ws.address, ws.nthreads, memory, described.host, device, tuple(reach), used, host_limit)
 
-    def _check_versions(self, engine: str, addresses: Sequence[str]) -> None:
-        """Refuse workers that differ in the version of this package or of the engine's libraries."""
-        described = {address: self._described[address] for address in addresses}
-        libraries = {address: found.engines[engine].items() for address, found in described.items()}
-        for what, texts in (
-            ("dask_distmm", {address: found.version for address, found in described.items()}),
-            (
-                f"the libraries of engine {engine!r}",
-                {address: ", ".join(f"{n} {v}" for n, v in sorted(found)) for address, found in libraries.items()},
-            ),
-        ):
-            versions: dict[str, str] = {}
-            for address, text in texts.items():
-                versions.setdefault(text, address)
-            if len(versions) > 1:
-                listed = "; ".join(f"{version} on {address}" for version, address in versions.items())
-                gpus = f"{install_command('cu13', elsewhere=True)} (cu12 for CUDA 12)"
-                raise EngineError(
-                    f"workers have different versions of {what}: {listed}. Install the same on all: "
-                    f"{gpus if ENGINES[engine].on_gpus else install_command(elsewhere=True)}"
-                )
+    def _check_versions(self, client: str, addresses: Iterable[str]) -> None:
+        """Refuse clients and workers that have imported another version of this package than this scheduler."""
+        found = {"client": client, "scheduler": __version__}
+        # A worker to which nothing can be attached says so, without a version.
+        found |= {one: said.version for one in addresses if (said := self._described.get(one, _UNKNOWN)).version}
+        if differing := _differing(found):
+            raise EngineError(
+                f"client, scheduler and workers have different versions of dask_distmm: {differing}. Install the same "
+                f"on all of them, and start them again: {install_command(elsewhere=True)}"
+            )
+
+    def _check_libraries(self, engine: str, addresses: Iterable[str]) -> None:
+        """Refuse workers that differ in the versions of an engine's libraries."""
+        found = {one: sorted(self._described[one].engines[engine].items()) for one in addresses}
+        if differing := _differing({one: ", ".join(f"{n} {v}" for n, v in names) for one, names in found.items()}):
+            gpus = f"{install_command('cu13', elsewhere=True)} (cu12 for CUDA 12)"
+            raise EngineError(
+                f"workers have different versions of the libraries of engine {engine!r}: {differing}. Install the same "
+                f"on all: {gpus if ENGINES[engine].on_gpus else install_command(elsewhere=True)}"
+            )
 
     def _check_encryption(self, engine: str, addresses: Sequence[str]) -> None:
         """Refuse to leave a host without encryption where the cluster requires it."""
@@ -290,6 +291,14 @@ class Roster:
     def _has_engine(self, address: str, engine: str) -> bool:
         engines = self._described.get(address, _UNKNOWN).engines
         return engine in engines and "error" not in engines[engine]
+
+
+def _differing(versions: Mapping[str, str]) -> str:
+    """Return who has which version; empty if all have the same."""
+    owners: dict[str, list[str]] = {}
+    for owner, version in versions.items():
+        owners.setdefault(version, []).append(owner)
+    return "; ".join(f"{version} on {_listed(found)}" for version, found in owners.items()) if len(owners) > 1 else ""
 
 
 def _listed(addresses: Iterable[str]) -> str:
