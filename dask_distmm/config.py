@@ -147,7 +147,7 @@ class Options:
     allow_plaintext_nccl: bool = _option("allow-plaintext-nccl", _truth)
     buffer_bytes: int = _option("peer.buffer-bytes", parsed, parse_bytes)
     machines: tuple[tuple[str, Machine], ...] = _option("machine", _machines)
-    version: str = dataclasses.field(metadata={"read": lambda: __version__})
+    version: str = _option("", lambda _: __version__)
 
     def machine(self, name: str) -> Machine:
         """Constants of the machine by their name in the config, which is that of an engine."""

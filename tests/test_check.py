@@ -150,7 +150,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     ("make", "path", "value", "level", "text", "remedy"),
     [
         (cpu_cluster, "versions.dask_distmm", None, "error", "is not installed", "dask_distmm==0.1.0"),
-        (cpu_cluster, "versions.dask_distmm", "0.0.9", "error", "0.0.9 is imported there, from /lib, 0.1.0 here", "0.1.0"),
+        (cpu_cluster, "versions.dask_distmm", "0.0.9", "error", "0.0.9 is imported there, from /lib, 0.1.0", "0.1.0"),
         (cpu_cluster, "versions.dask", "2020.1", "warning", "versions of dask differ", "dask==1.2.3"),
         (cpu_cluster, "versions.python", "3.11.1", "warning", "versions of python differ", "Python 3.12"),
         (cpu_cluster, "versions.python", "3.12.9", None, "", ""),
