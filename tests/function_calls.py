@@ -231,6 +231,22 @@ CALLS = [
             "sqrtm": lambda x: _squared(linalg.sqrtm(x.k)),
         }.items()
     ),
+    Call(
+        "linalg.cho_solve of a stack",
+        lambda x: linalg.cho_solve(linalg.cho_factor(x.h, True), x.l[:, :3]),
+        lambda x: _solved(x.h, x.l[:, :3]),
+    ),
+    Call(
+        "linalg.solve_triangular of a stack",
+        lambda x: linalg.solve_triangular(x.k, x.h[:, None], "T", right=True),
+        lambda x: _solved(np.triu(x.k), x.h[:, None].swapaxes(-1, -2)).swapaxes(-1, -2),
+    ),
+    Call("linalg.lu of a stack", lambda x: linalg.lu(x.l), lambda x: scipy.linalg.lu(x.l)),
+    Call(
+        "linalg.lu_solve of a stack",
+        lambda x: linalg.lu_solve(linalg.lu_factor(x.k), x.h[:, None], 1),
+        lambda x: _solved(x.k.swapaxes(-1, -2), x.h[:, None]),
+    ),
     Call("linalg.eigvals of a stack", lambda x: linalg.eigvals(x.k).sum(axis=-1), lambda x: np.linalg.trace(x.k)),
     Call("linalg.lstsq of a stack", lambda x: linalg.lstsq(x.l, x.l[..., :2]), _many_least_squares),
     Call("da.linalg.norm", lambda x: da.linalg.norm(x.k, 2, (2, 3)), lambda x: np.linalg.norm(x.k, 2, (2, 3))),

@@ -9,6 +9,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+import scipy.linalg
 import xarray as xr
 from matrices import noise
 
@@ -163,6 +164,62 @@ def test_stacks_are_broadcast(sync):
     assert linalg.explain(linalg.inv(x)).runs == ()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunks", [(3, 1, 2, 3), (1, 1, -1, -1)])
+def test_equations_of_stacks(sync, dtype, chunks):
+    """Of triangles and factors: both sides broadcast, all options, against NumPy of each matrix."""
+    rng = np.random.default_rng()
+    a, b = noise(rng, (4, 1, 3, 3), dtype), noise(rng, (5, 3, 2), dtype)
+    a[:, 0] += 5 * np.eye(3, dtype=dtype)[[1, 2, 0]]
+    s = a @ a.swapaxes(-1, -2).conj()
+    x, y, h = da.from_array(a, chunks=chunks), da.from_array(b, chunks=2), da.from_array(s, chunks=chunks)
+    ops = {"N": lambda z: z, "T": lambda z: z.swapaxes(-1, -2), "C": lambda z: z.swapaxes(-1, -2).conj()}
+    near = {"rtol": 2e-3, "atol": 2e-3} if dtype == "float32" else {"rtol": 1e-9, "atol": 1e-9}
+
+    def same(found, expected):
+        value = found.compute()
+        assert (value.shape, value.dtype) == (found.shape, found.dtype) == (expected.shape, np.dtype(dtype))
+        np.testing.assert_allclose(value, expected, **near)
+
+    for (trans, op), lower, unit in itertools.product(ops.items(), (False, True), (False, True)):
+        triangle = np.tril(s) if lower else np.triu(s)
+        if unit:
+            triangle[..., range(3), range(3)] = 1
+        t, options = op(triangle), (trans, lower, unit)
+        same(linalg.solve_triangular(h, y, *options), np.linalg.solve(t, b))
+        same(linalg.solve_triangular(h, y[0], *options), np.linalg.solve(t, b[0]))
+        same(linalg.solve_triangular(h, y[0, :, 0], *options), np.linalg.solve(t, b[0, :, 0]))
+        same(linalg.solve_triangular(h[0, 0], y, *options), np.linalg.solve(t[0, 0], b))
+        rows = linalg.solve_triangular(h, y.swapaxes(-1, -2), *options, right=True)
+        same(rows, np.linalg.solve(t.swapaxes(-1, -2), b).swapaxes(-1, -2))
+    for lower in (False, True):
+        c, _ = factor = linalg.cho_factor(h, lower)
+        same(c, np.linalg.cholesky(s) if lower else np.linalg.cholesky(s).swapaxes(-1, -2).conj())
+        for right in (b, b[0], b[0, :, 0]):
+            same(linalg.cho_solve(factor, da.from_array(right, chunks=2)), np.linalg.solve(s, right))
+        same(linalg.cho_solve((c[0, 0], lower), y), np.linalg.solve(s[0, 0], b))
+    lu, piv = linalg.lu_factor(x)
+    each = [scipy.linalg.lu_factor(one) for one in a[:, 0]]
+    same(lu[:, 0], np.stack([one for one, _ in each]))
+    np.testing.assert_array_equal(piv[:, 0], np.stack([rows for _, rows in each]))
+    assert (piv.dtype, piv.compute().dtype) == ("int32", "int32")
+    for (trans, op), right in itertools.product(ops.items(), (b, b[0], b[0, :, 0])):
+        same(linalg.lu_solve((lu, piv), da.from_array(right, chunks=2), trans), np.linalg.solve(op(a), right))
+    same(linalg.lu_solve((lu[0, 0], piv[0, 0]), y), np.linalg.solve(a[0, 0], b))
+    for ours, expected in (
+        (linalg.lu(x), scipy.linalg.lu(a)),
+        (linalg.lu(y), scipy.linalg.lu(b)),
+        (linalg.lu(y, True), scipy.linalg.lu(b, True)),
+        (linalg.lu(y, p_indices=True), scipy.linalg.lu(b, p_indices=True)),
+    ):
+        for found, right in zip(ours, expected, strict=True):
+            np.testing.assert_allclose(found, right, **near)
+            assert found.dtype == (right.dtype if right.dtype.kind != "i" else "int64")
+    # A run for each matrix.
+    runs = linalg.lu_solve(linalg.lu_factor(x, method="local"), y, method="local")
+    same(runs, np.linalg.solve(a, b))
+
+
 def test_xarray(sync):
     rng = np.random.default_rng()
     a = xr.DataArray(rng.standard_normal((6, 3, 3)), dims=("voxel", "i", "j"))
@@ -182,7 +239,18 @@ def test_errors_of_stacks(sync):
         (lambda: linalg.solve(x, y), PlanError, r"a is a stack of \(4,\) and b is a stack of \(5,\)"),
         (lambda: linalg.solve(x, x, assume_a="pos"), PlanError, "a stack of matrices has no assume_a="),
         (lambda: linalg.eigh(x, b=x), PlanError, "a stack of matrices has no b="),
-        (lambda: linalg.lu(x), PlanError, "loop over the matrices"),
+        (lambda: linalg.polar(x), PlanError, "loop over the matrices"),
+        (lambda: linalg.solve_triangular(x, y), PlanError, r"a is a stack of \(4,\) and b is a stack of \(5,\)"),
+        (
+            lambda: linalg.solve_triangular(x, da.ones((4, 2, 2)), right=True),
+            PlanError,
+            "a is 3 x 3, so b must have 3 columns; it has 2",
+        ),
+        (lambda: linalg.lu_solve((x, x), y), PlanError, "must be 3 pivots for each matrix, got shape"),
+        (lambda: linalg.cho_solve((x, True), da.ones(2)), PlanError, "a is 3 x 3, so b must have 3 rows; it has 2"),
+        (lambda: linalg.solve_triangular(0 * x, x).compute(), MatrixError, "an element of the diagonal is zero"),
+        (lambda: linalg.cho_factor(-x)[0].compute(), MatrixError, "a matrix of the stack"),
+        (lambda: linalg.lu_factor(x * np.nan)[0].compute(), MatrixError, "a must not contain infs or NaNs"),
         (lambda: linalg.cross(y, y), PlanError, "must have 3 elements along axis -1; they have 2"),
         (lambda: linalg.vecdot(x, y), PlanError, "x1 has 3 elements along axis -1, so x2 must have as many, got 2"),
         (lambda: linalg.trace(x[0, 0]), PlanError, "x must be at least 2-D, got 1-D"),

@@ -108,10 +108,11 @@ def matrix(
     return array
 
 
-def right_sides(a: Array, b: Any, *, unknown_rows: bool = False) -> Array:
+def right_sides(a: Array, b: Any, *, unknown_rows: bool = False, stack: bool = False) -> Array:
     """Return right-hand sides as a matrix of as many rows as A; where that is not known, of as many chunks."""
-    columns, (m, n) = matrix("b", b, vector=True, unknown_rows=unknown_rows), a.shape
-    rows, count, expected = columns.shape[0], columns.numblocks[0], a.numblocks[0]
+    columns = matrix("b", b, vector=True, unknown_rows=unknown_rows, stack=stack)
+    (m, n), rows = a.shape[-2:], columns.shape[-2]
+    count, expected = columns.numblocks[-2], a.numblocks[-2]
     if np.isnan([rows, m]).any():
         if count != expected:
             raise PlanError(

@@ -7,6 +7,7 @@ from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 from dask.array.core import Array, blockwise, from_array
+from dask.array.gufunc import apply_gufunc
 
 from dask_distmm.arrays.linalg.factorize import (
     by_program,
@@ -114,10 +115,18 @@ def lu(a: Operand, permute_l: bool = False, *, p_indices: bool = False, **how: U
 
 
 def picked(x: Array, rows: Array) -> Array:
-    """Return ``x[rows]``, in the chunks of `x`: within whole columns, which one worker has at a time."""
+    """Return ``x[rows]``, in the chunks of `x`: within whole columns, which one worker has at a time; also of stacks."""
+    if max(x.ndim, rows.ndim + 1) > 2:
+        return apply_gufunc(_taken, "(m,k),(m)->(m,k)", x, rows, meta=x._meta, allow_rechunk=True)
     columns = x.rechunk({0: -1})
     found = blockwise(operator.getitem, "ij", columns, "ij", rows.rechunk(-1), "i", dtype=x.dtype, meta=x._meta)
     return found.rechunk(x.chunks)
+
+
+def _taken(x: Any, rows: Any) -> Any:
+    batch = np.broadcast_shapes(x.shape[:-2], rows.shape[:-1])
+    rows = np.broadcast_to(np.asarray(rows, like=x)[..., None], batch + x.shape[-2:])
+    return np.take_along_axis(np.broadcast_to(x, batch + x.shape[-2:]), rows, axis=-2)
 
 
 def _permutation(p: Array, dtype: np.dtype) -> Array:

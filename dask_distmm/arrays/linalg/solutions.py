@@ -97,9 +97,10 @@ def cho_solve(c_and_lower: tuple[Any, bool], b: Operand, **how: Unpack[SolveOpti
     >>> linalg.cho_solve(factor, [4.0, 9.0]).compute()
     array([1., 1.])
     """
-    c, lower = c_and_lower
-    first = solve_triangular(c, b, "N" if lower else "C", lower, **how)
-    return solve_triangular(c, first, "C" if lower else "N", lower, **unchecked(how))
+    c, lower, b = matrix("c_and_lower[0]", c_and_lower[0], stack=True), c_and_lower[1], operand("b", b)
+    first = solve_triangular(c, right_sides(c, b, stack=True), "N" if lower else "C", lower, **how)
+    x = solve_triangular(c, first, "C" if lower else "N", lower, **unchecked(how))
+    return x[..., 0] if b.ndim == 1 else x
 
 
 @public(SolveOptions, TWO_SOLVES)
@@ -128,14 +129,15 @@ def lu_solve(
     >>> linalg.lu_solve(linalg.lu_factor([[0.0, 2.0], [4.0, 0.0]]), [2.0, 4.0]).compute()
     array([1., 1.])
     """
-    found, rows = matrix("lu_and_piv[0]", lu_and_piv[0]), operand("lu_and_piv[1]", lu_and_piv[1])
-    if rows.shape != found.shape[:1] or rows.dtype.kind not in "iu":
+    found, rows = matrix("lu_and_piv[0]", lu_and_piv[0], stack=True), operand("lu_and_piv[1]", lu_and_piv[1])
+    if rows.shape != found.shape[:-1] or rows.dtype.kind not in "iu":
         raise PlanError(
-            f"lu_and_piv[1] must be {len(found)} pivots, got shape {rows.shape} of {rows.dtype}: pass on what "
-            "lu_factor returned"
+            f"lu_and_piv[1] must be {found.shape[-2]} pivots for each matrix, got shape {rows.shape} of {rows.dtype}: "
+            "pass on what lu_factor returned"
         )
     b, op = operand("b", b), op_of(trans)
-    rows, columns = rows.rechunk(-1).map_blocks(_swapped, op != "N", dtype=np.int64), right_sides(found, b)
+    columns = right_sides(found, b, stack=True)
+    rows = rows.rechunk({rows.ndim - 1: -1}).map_blocks(_swapped, op != "N", dtype=np.int64)
     if op == "N":
         first = solve_triangular(found, picked(columns, rows), lower=True, unit_diagonal=True, **how)
         x = solve_triangular(found, first, **unchecked(how))
@@ -143,15 +145,17 @@ def lu_solve(
         # op(A) is op(U) op(L) and then the swaps in the other order.
         first = solve_triangular(found, columns, op, **how)
         x = picked(solve_triangular(found, first, op, lower=True, unit_diagonal=True, **unchecked(how)), rows)
-    return x[:, 0] if b.ndim == 1 else x
+    return x[..., 0] if b.ndim == 1 else x
 
 
 def _swapped(piv: Any, back: bool) -> Any:
     """Return the order of rows after LAPACK's swaps, or the one that undoes them."""
-    rows = np.arange(len(piv), dtype=np.int64)
-    for i, j in enumerate(piv.tolist()):
-        rows[[i, j]] = rows[[j, i]]
-    return np.argsort(rows) if back else rows
+    rows = np.broadcast_to(np.arange(piv.shape[-1], dtype=np.int64), piv.shape).copy()
+    for at in np.ndindex(piv.shape[:-1]):
+        order = rows[at]
+        for i, j in enumerate(piv[at].tolist()):
+            order[[i, j]] = order[[j, i]]
+    return np.argsort(rows, axis=-1) if back else rows
 
 
 @public(FactorOptions, PANELS)

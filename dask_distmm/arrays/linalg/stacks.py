@@ -22,7 +22,7 @@ from dask.array.core import Array
 from dask.utils import parse_bytes
 
 from dask_distmm.arrays.kinds import any_kind, ndim_of
-from dask_distmm.arrays.linalg.factorize import common_type, operand
+from dask_distmm.arrays.linalg.factorize import common_type, op_of, operand
 from dask_distmm.arrays.linalg.public import (
     HINTS,
     PANELS,
@@ -86,11 +86,68 @@ def _solve(a: Array, b: Array, transposed: bool = False) -> Rule:
 
 def _solution(a: Any, b: Any, transposed: bool) -> Any:
     # CuPy's function does not broadcast, and takes other arrays for vectors.
-    columns = b[..., None] if b.ndim == 1 else b
-    batch = np.broadcast_shapes(a.shape[:-2], columns.shape[:-2])
-    a = np.broadcast_to(a.swapaxes(-1, -2) if transposed else a, batch + a.shape[-2:])
-    x = np.linalg.solve(a, np.broadcast_to(columns, batch + columns.shape[-2:]))
+    x = np.linalg.solve(*_spread(a.swapaxes(-1, -2) if transposed else a, b[..., None] if b.ndim == 1 else b))
     return x[..., 0] if b.ndim == 1 else x
+
+
+def _spread(*stacks: Any) -> list[Any]:
+    batch = np.broadcast_shapes(*(x.shape[:-2] for x in stacks))
+    return [np.broadcast_to(x, batch + x.shape[-2:]) for x in stacks]
+
+
+def _solve_triangular(
+    a: Array, b: Array, trans: Any = 0, lower: bool = False, unit_diagonal: bool = False, right: bool = False
+) -> Rule:
+    core = "(m,m),(k,m)->(k,m)" if right else "(m,m),(m)->(m)" if b.ndim == 1 else "(m,m),(m,k)->(m,k)"
+    return core, functools.partial(_substituted, op=op_of(trans), lower=lower, unit=unit_diagonal, right=right)
+
+
+def _substituted(a: Any, b: Any, op: str, lower: bool, unit: bool, right: bool) -> Any:
+    if op != "N":
+        a, lower = a.swapaxes(-1, -2), not lower
+    a = a.conj() if op == "C" else a
+    if right:
+        return _substituted(a, b.swapaxes(-1, -2), "T", lower, unit, False).swapaxes(-1, -2)
+    if not unit and (np.diagonal(a, axis1=-2, axis2=-1) == 0).any():
+        raise np.linalg.LinAlgError("an element of the diagonal is zero")
+    a, columns = _spread(a, b[..., None] if b.ndim == 1 else b)
+    options = {"lower": lower, "unit_diagonal": unit}
+    if not columns.size:
+        x = columns
+    elif array_kind(a) == "cupy":
+        from cupyx.scipy.linalg import solve_triangular
+
+        x = solve_triangular(a, columns, **options)
+    else:
+        from scipy.linalg import solve_triangular
+
+        x = np.empty_like(columns)
+        for at in np.ndindex(x.shape[:-2]):
+            x[at] = solve_triangular(a[at], columns[at], check_finite=False, **options)
+    return x[..., 0] if b.ndim == 1 else x
+
+
+def _lu(a: Array, permute_l: bool = False, p_indices: bool = False) -> Rule:
+    call = functools.partial(_permuted_factors, permute_l=permute_l, p_indices=p_indices)
+    shapes = "(m,r),(r,n)" if permute_l else f"({'m' if p_indices else 'm,m'}),(m,r),(r,n)"
+    return f"(m,n)->{shapes}", functools.partial(_on_host, function=call)
+
+
+def _permuted_factors(a: Any, **options: bool) -> Any:
+    import scipy.linalg
+
+    first, *others = scipy.linalg.lu(a, check_finite=False, **options)
+    return first.astype(np.int64) if first.dtype.kind == "i" else first, *others
+
+
+def _factors(a: Any) -> Any:
+    from scipy.linalg import get_lapack_funcs
+
+    (getrf,) = get_lapack_funcs(("getrf",), (a,))
+    lu, piv = np.empty_like(a), np.empty((*a.shape[:-2], min(a.shape[-2:])), np.int32)
+    for at in np.ndindex(a.shape[:-2] if a.size else (0,)):
+        lu[at], piv[at], _ = getrf(a[at])
+    return lu, piv
 
 
 def _pinv(a: Array, rcond: float | None = None, hermitian: bool = False, rtol: float | None = None) -> Rule:
@@ -192,11 +249,14 @@ RULES: Mapping[str, Callable[..., Rule]] = {
     "inv": lambda a: ("(m,m)->(m,m)", np.linalg.inv),
     "logm": lambda A: _each("logm"),
     "lstsq": _lstsq,
+    "lu": _lu,
+    "lu_factor": lambda a: ("(m,n)->(m,n),(r)", functools.partial(_on_host, function=_factors)),
     "pinv": _pinv,
     "qr": _qr,
     "schur": _schur,
     "slogdet": lambda a: ("(m,m)->(),()", np.linalg.slogdet),
     "solve": _solve,
+    "solve_triangular": _solve_triangular,
     "sqrtm": lambda A: _each("sqrtm"),
     "svd": _svd,
 }
@@ -357,14 +417,15 @@ def _core_sizes(inputs: list[str], arrays: Mapping[str, Array]) -> dict[str, int
     for letters, (name, x) in zip((text.split(",") for text in inputs), arrays.items(), strict=True):
         if x.ndim < len(letters):
             raise PlanError(f"{name} must be at least {len(letters)}-D, got {x.ndim}-D")
-        shape = x.shape[-len(letters) :]
+        shape, axis = x.shape[-len(letters) :], letters.index("m")
         if np.isnan(shape).any():
             raise PlanError(f"{name} has unknown chunk sizes {x.chunks}; call its compute_chunk_sizes() first")
         if letters == ["m", "m"]:
             check_square(name, shape)
-        if sizes and shape[0] != sizes["m"]:
-            first, m = next(iter(arrays)), sizes["m"]
-            raise PlanError(f"{first} is {m} x {sizes.get('n', m)}, so {name} must have {m} rows; it has {shape[0]}")
+        if sizes and shape[axis] != sizes["m"]:
+            first, m, what = next(iter(arrays)), sizes["m"], ("rows", "columns")[axis]
+            text = f"{first} is {m} x {sizes.get('n', m)}, so {name} must have {m} {what}; it has {shape[axis]}"
+            raise PlanError(text)
         sizes |= dict(zip(letters, shape, strict=True))
     return sizes
 
