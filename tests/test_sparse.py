@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import sparse
+from matrices import noise
 from programs.test_numbers import on_ranks
 
 from dask_distmm import PlanError, enabled, explain, linalg, matmul
@@ -203,6 +204,81 @@ def test_tall_matrices_on_workers(inproc_client):
     check_tall(odd, np.float32)
 
 
+def square(rng, n, dtype):
+    """Return a Hermitian positive definite sparse matrix, dense, and its eigenvalues."""
+    a = np.where(rng.random((n, n)) < 0.05, noise(rng, (n, n), dtype), 0)
+    a = (a + a.conj().T).astype(dtype)
+    np.fill_diagonal(a, 1 + abs(a).sum(axis=1) + rng.random(n))
+    return a, np.linalg.eigvalsh(a)
+
+
+def check_iterations(make, preconditioner, dtype="float64"):
+    """Compare what solvers make of a sparse matrix with what NumPy makes of the dense one."""
+    rng = np.random.default_rng()
+    a, values = square(rng, 60, dtype)
+    x, b, m = make(a), noise(rng, (60,), dtype), preconditioner(np.diag(1 / np.diag(a)))
+    y, expected = da.from_array(b, chunks=13), np.linalg.solve(a, b)
+    # What solvers reach in the type.
+    tight, near = (1e-5, 1e-3) if np.finfo(dtype).eps > 1e-10 else (1e-12, 1e-8)
+    for solver in (linalg.cg, linalg.minres, linalg.gmres):
+        for right, options in ((b, {}), (y, {"M": m}), (y, {"x0": b})):
+            found, info = dask.compute(*solver(x, right, rtol=tight, **options))
+            assert (found.dtype, info) == (dtype, 0)
+            np.testing.assert_allclose(found, expected, atol=near)
+    w, v = dask.compute(*linalg.eigsh(x, 3))
+    np.testing.assert_allclose(w, values[-3:], rtol=near)
+    np.testing.assert_allclose(a @ v, v * w, atol=100 * near)
+    start = da.from_array(noise(rng, (60, 2), dtype), chunks=(20, 2))
+    w, _ = dask.compute(*linalg.lobpcg(x, start, M=m, tol=near, maxiter=300))
+    np.testing.assert_allclose(w, values[:-3:-1], rtol=near)
+    for solver in (linalg.lsqr, linalg.lsmr):
+        for options in ({}, {"x0": b}):
+            found, *_ = dask.compute(*solver(x, y, 0, tight, tight, 1e9, 400, **options))
+            np.testing.assert_allclose(found, expected, atol=10 * near)
+
+
+def in_chunks(kind, *chunks):
+    return lambda a: da.from_array(a, chunks=chunks).map_blocks(kind, dtype=a.dtype)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_iterations_without_a_cluster(kind):
+    with dask.config.set(scheduler="sync"):
+        for chunks in ((17, 23), (-1, 9)):
+            check_iterations(in_chunks(kind, *chunks), in_chunks(kind, 20, 35))
+        for dtype in ("float32", "complex64", "complex128") if kind is EVERY[0] else ():
+            check_iterations(kind, kind, dtype)
+
+
+def test_iterations_on_workers(inproc_client):
+    check_iterations(in_chunks(sp.csr_array, 17, 23), sp.csc_matrix)
+    check_iterations(sp.coo_array, in_chunks(sp.csr_array, 40, 40), "complex128")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128", "int64"])
+@pytest.mark.parametrize("shape", [(50, 20), (20, 50)])
+def test_least_squares_of_sparse_matrices_of_any_shape(dtype, shape):
+    rng = np.random.default_rng()
+    a = np.where(rng.random(shape) < 0.3, 3 * noise(rng, shape, "float64"), 0).astype(dtype)
+    b = rng.standard_normal(shape[0])
+    expected = np.linalg.lstsq(a, b)[0]
+    for x, solver in itertools.product((sp.csc_array(a), chunked(a, sp.csr_array, 7, 9)), (linalg.lsqr, linalg.lsmr)):
+        found, *_ = dask.compute(*solver(x, da.from_array(b, chunks=9), 0, 1e-13, 1e-13, 1e12, 999), scheduler="sync")
+        np.testing.assert_allclose(found, expected, atol=1e-8)
+
+
+def test_a_matrix_of_scipys_is_cut_as_the_right_side():
+    a, b = sp.eye_array(60, format="csr"), da.ones(60, chunks=(20, 30, 10))
+    assert problem_of(linalg.cg(a, b)[0])["a"].chunks == ((20, 30, 10), (60,))
+    assert problem_of(linalg.lsqr(a[:, :9], b)[0])["a"].chunks == ((20, 30, 10), (9,))
+    made = on_ranks(linalg.cg(2 * a, b), {"a": 2 * a, "b": np.ones((60, 1))})
+    np.testing.assert_allclose(made["x"], 0.5)
+    for wrong, message in (((a, b[:50]), r"A has 60 rows, so b must have shape \(60,\); it has \(50,\)"),
+                           ((a[:50], b), "A must be square, got 50 x 60")):  # fmt: skip
+        with pytest.raises(PlanError, match=message):
+            linalg.cg(*wrong)
+
+
 def test_rows_that_are_elsewhere():
     rng = np.random.default_rng()
     a, b = sparse_rows(rng, 300, 12, np.float64, filled=0.5), rng.standard_normal((300, 2))
@@ -280,6 +356,16 @@ def test_memory_of_sparse_rows():
     # Dense ones have 8 GB on each of two workers.
     assert max(plan.projected_bytes.values()) < 4 * 2**30
     assert ProgramPlacement.from_wire(plan.to_wire()).problem == problem
+
+
+def test_square_matrices_whose_dense_ones_nobody_can_hold():
+    n = 10**6
+    s = da.zeros((n, n), chunks=(n // 4, n)).map_blocks(sp.csr_array)
+    problem = problem_of(linalg.cg(s, da.ones(n, chunks=n // 4))[0])
+    plan = plan_program(problem, [Worker(f"w{number}", 1, 2**30) for number in range(2)], engine="numpy")
+    assert max(plan.projected_bytes.values()) < 2**29
+    # Of dense rows it would be a day.
+    assert plan.seconds < 100
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])

@@ -17,8 +17,9 @@ import numpy as np
 
 from dask_distmm.errors import EngineError
 
-# The bytes of a sparse matrix, relative to those of a dense one: nobody knows them before its chunks are there.
-SHARE = 1 / 8
+# The bytes of a sparse matrix, which nobody knows before its chunks are there: relative to those of a dense one, and of
+# a row in elements of a dense one, at most. (27 elements of float64 take 41, with their columns.)
+_SHARE, _ROW = 1 / 8, 64
 # Elements whose Gram matrix is made at once, so that they stay in a core's caches; as many for each column at least, as
 # that is a call.
 _AT_ONCE, _EACH = 2**18, 2**7
@@ -32,6 +33,11 @@ def sparse_package(x: Any) -> str:
         if package in _MODULES and module.startswith(_MODULES[package]):
             return package
     return ""
+
+
+def share_of(cols: float) -> float:
+    """Return the bytes that a sparse matrix of so many columns is taken to have, relative to those of a dense one."""
+    return min(_SHARE, _ROW / max(1, cols))
 
 
 def compressed(x: Any) -> Any:

@@ -19,7 +19,7 @@ from dask.utils import format_bytes
 from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
-from dask_distmm.numeric.sparse import SHARE
+from dask_distmm.numeric.sparse import share_of
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.footprint import made_ahead
@@ -92,7 +92,12 @@ class ProgramProblem(Computation):
     def flops(self) -> float:
         """Floating-point operations of the program, as on one rank."""
         owners = (0,) * self["a"].counts[0]
-        return self.figures(owners, 1, Rates(1.0, 1.0, 1.0, 0.0))[0].flops
+        return self.figures(owners, 1, Rates(1.0, 1.0, 1.0, 0.0, self.shares))[0].flops
+
+    @property
+    def shares(self) -> tuple[tuple[str, float], ...]:
+        """The names of sparse operands, and their bytes relative to those of dense ones."""
+        return tuple((x.name, share_of(x.shape[1])) for x in self.matrices if x.sparse)
 
     def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank, if `owners` have the chunks of rows."""
@@ -188,7 +193,11 @@ class ProgramPlacement(Placement):
         machine, threads = self.machine, int(self.threads.min(initial=2**31 if len(self.ranks) else 1))
         bandwidth = speeds(machine, self.hosts)["ranks"]
         return Rates(
-            machine.rate(self.compute_type) * threads, machine.memory_bandwidth, bandwidth, self.message_seconds
+            machine.rate(self.compute_type) * threads,
+            machine.memory_bandwidth,
+            bandwidth,
+            self.message_seconds,
+            self.problem.shares,
         )
 
     @property
@@ -284,10 +293,10 @@ def _memory(plan: ProgramPlacement) -> tuple[NDArray[np.float64], int]:
     problem, fetched = plan.problem, 0
     held = np.zeros(len(plan.participants))
     owners = np.array(plan.ranks)[list(plan.owners)]
-    itemsize = problem.compute_type.itemsize
+    itemsize, shares = problem.compute_type.itemsize, dict(problem.shares)
     for operand in problem.matrices:
         elements = np.maximum(0, operand.elements)
-        share, converted = SHARE if operand.sparse else 1, operand.dtype != problem.dtype
+        share, converted = shares.get(operand.name, 1), operand.dtype != problem.dtype
         sizes = elements * operand.itemsize * share
         if operand.by_ranks:
             for index in plan.ranks:

@@ -356,6 +356,8 @@ class _State:
 # Seconds, bytes and passes of a program: its lists, run without numbers and with a clock
 
 
+# The kernels that multiply sparse rows as they are.
+_OF_SPARSE = ("times", "adjoint_times")
 # The share of a product's rate at which kernels run; 1 for those that are not named.
 _SHARES = {
     "reflect": 0.2,
@@ -380,6 +382,8 @@ class Rates:
     memory: float
     bandwidth: float
     latency: float
+    # Of sparse operands: name, and bytes relative to those of a dense one.
+    shares: tuple[tuple[str, float], ...] = ()
 
 
 # A rank, the kernel that it calls or "wait", and the seconds at which that begins and ends.
@@ -417,7 +421,7 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
 
     One turn of a loop takes as long as all that are expected. `spans` gets what each rank does when.
     """
-    flags, spans = flags or {}, [] if spans is None else spans
+    flags, spans, shares = flags or {}, [] if spans is None else spans, dict(rates.shares)
     now, waited = [0.0] * len(lists), [0.0] * len(lists)
     published: dict[tuple[int, Key], float] = {}
     moved = messages = 0
@@ -434,7 +438,9 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
             stage, seen = stage + 1, set()
         match step:
             case Call(kernel):
-                work, touched = flops_of(step), sum(buffer.nbytes for buffer in step.arguments)
+                sizes = [(one.nbytes, shares.get(one.name.partition(".")[0], 1.0)) for one in step.arguments]
+                filled = min((share for _, share in sizes), default=1.0) if kernel in _OF_SPARSE else 1.0
+                work, touched = filled * flops_of(step), sum(size * share for size, share in sizes)
                 seconds = times * max(work / (rates.flops * _SHARES.get(kernel, 1.0)), touched / rates.memory)
                 work *= times
                 spans.append((rank, kernel, now[rank], now[rank] + seconds))

@@ -364,6 +364,37 @@ def test_sparse_rows(clusters, nworkers, dtype):
 
 @on_one_host
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_iterations_on_sparse_rows(clusters, nworkers, dtype):
+    import cupyx.scipy.sparse
+
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    a = np.where(rng.random((300, 300)) < 0.02, noise(rng, (300, 300), dtype), 0)
+    a = (a + a.conj().T).astype(dtype)
+    np.fill_diagonal(a, 1 + abs(a).sum(axis=1))
+    b, eps = noise(rng, (300,), dtype), np.finfo(dtype).eps
+    meta = cupyx.scipy.sparse.csr_matrix((0, 0), dtype=dtype)
+    s = da.from_array(a, chunks=(90, 300)).map_blocks(_rows_on_gpus, dtype=dtype, meta=meta)
+    tall = da.from_array(a[:, :60], chunks=(90, 60)).map_blocks(_rows_on_gpus, dtype=dtype, meta=meta)
+    y, expected, values = on_gpus(b), np.linalg.solve(a, b), np.linalg.eigvalsh(a)
+    near = {"rtol": 0, "atol": 1e4 * eps}
+    for solver in (linalg.cg, linalg.minres, linalg.gmres):
+        for options in ({}, {"M": on_gpus(1 / np.diag(a))}):
+            np.testing.assert_allclose(computed(client, solver(s, y, rtol=10 * eps, **options)[0]), expected, **near)
+    np.testing.assert_allclose(computed(client, linalg.eigsh(s, 3)[0]), values[-3:], rtol=1e3 * eps)
+    start = on_gpus(noise(rng, (300, 2), dtype))
+    found = computed(client, linalg.lobpcg(s, start, tol=1e4 * eps, maxiter=500)[0])
+    np.testing.assert_allclose(found, values[:-3:-1], rtol=1e3 * eps)
+    for solver in (linalg.lsqr, linalg.lsmr):
+        found = computed(client, solver(s, y, 0, 10 * eps, 10 * eps, 1e9, 900)[0])
+        np.testing.assert_allclose(found, expected, **near)
+        found = computed(client, solver(tall, y, 0, 10 * eps, 10 * eps, 1e9, 900)[0])
+        np.testing.assert_allclose(found, np.linalg.lstsq(a[:, :60], b)[0], **near)
+    assert_nothing_left(client)
+
+
+@on_one_host
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_products_with_a_triangle(clusters, nworkers, dtype):
     client, _ = clusters(nworkers)
     x = noise(np.random.default_rng(), (300, 90), dtype)

@@ -25,7 +25,7 @@ from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError
 from dask_distmm.graph.build import build_factor_graph
 from dask_distmm.graph.layers import TasksLayer, tasks_of_chunks
-from dask_distmm.numeric.sparse import SHARE, beside, compressed, dense, sparse_package
+from dask_distmm.numeric.sparse import beside, compressed, dense, share_of, sparse_package
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix, Worker
 from dask_distmm.planning.factor import Factorization, FactorProblem
@@ -65,7 +65,8 @@ def operand(name: str, x: Any, *, sparse: bool = False) -> Array:
             raise PlanError(
                 f"the chunks of {name} are sparse ({type(array._meta).__name__}); expected dense ones: convert them by "
                 f"{name}.map_blocks(lambda x: x.toarray()), todense() of the package sparse; or use what takes sparse "
-                "rows: gram, cov, corrcoef, pca, svd_compressed, qr, svd, svdvals, lstsq, ridge"
+                "rows: gram, cov, corrcoef, pca, svd_compressed, qr, svd, svdvals, lstsq, ridge, cg, minres, gmres, "
+                "eigsh, lobpcg, lsqr, lsmr"
             )
     elif (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
         raise PlanError(
@@ -81,13 +82,19 @@ def filled(array: Array) -> Array:
 
 
 def matrix(
-    name: str, x: Any, *, vector: bool = False, unknown_rows: bool = False, stack: bool = False, sparse: bool = False
+    name: str,
+    x: Any,
+    *,
+    vector: bool = False,
+    unknown_rows: bool = False,
+    stack: bool = False,
+    sparse: bool | Literal["wide"] = False,
 ) -> Array:
     """Return an operand as a matrix of known chunks; with `unknown_rows` only those of columns are.
 
-    With `sparse` its chunks may be, if it has not more columns than rows.
+    With `sparse` its chunks may be, if it has not more columns than rows, or is allowed to.
     """
-    array = operand(name, x, sparse=sparse)
+    array = operand(name, x, sparse=bool(sparse))
     if stack and array.ndim > 2:
         return array
     if array.ndim == 1 and vector:
@@ -100,7 +107,8 @@ def matrix(
         raise PlanError(f"{name} must be {expected}, got {array.ndim}-D{remedy}")
     if any(np.isnan(size) for size in itertools.chain(*array.chunks[unknown_rows:])):
         raise PlanError(f"{name} has unknown chunk sizes {array.chunks}; call its compute_chunk_sizes() first")
-    if sparse_package(array._meta) and (array.shape[1] == 0 or array.shape[0] < array.shape[1]):
+    narrow = sparse == "wide" or array.shape[0] >= array.shape[1] > 0
+    if sparse_package(array._meta) and not narrow:
         raise PlanError(
             f"{name} is sparse and {array.shape[0]} x {array.shape[1]}; expected columns, and not more of them than "
             "rows: transpose it, or make its chunks dense by map_blocks"
@@ -265,7 +273,7 @@ def _fits(problem: ProgramProblem, arrays: Sequence[Array]) -> bool:
 
     True where that is not known; `ProjectedMemoryError` if they can't.
     """
-    sizes = [array.nbytes * (SHARE if sparse_package(array._meta) else 1) for array in arrays]
+    sizes = [array.nbytes * (share_of(array.shape[1]) if sparse_package(array._meta) else 1) for array in arrays]
     client, size = current_client(), sum(sizes)
     known = None if client is None or np.isnan(size) else recent_snapshot(client, problem)
     if known is None or size <= _SMALL * sum(worker.memory_limit for worker in known.workers):
@@ -299,7 +307,18 @@ def rows_of(a: Array) -> Array:
 
 def _in_rows_of(a: Array, x: Array) -> Array:
     """Return an operand in the chunks of rows of A; as many of them where their rows are not known."""
-    return rows_of(x) if np.isnan([a.shape[0], x.shape[0]]).any() else x.rechunk((a.chunks[0], -1))
+    return rows_of(x) if np.isnan([a.shape[0], x.shape[0]]).any() else in_rows(x, a.chunks[0])
+
+
+def in_rows(x: Array, rows: tuple[int, ...]) -> Array:
+    """Return a matrix in certain chunks of rows."""
+    if not sparse_package(x._meta):
+        return x.rechunk((rows, -1))
+    x = rows_of(x)
+    if x.chunks[0] == rows:
+        return x
+    # By tasks Dask cuts compressed rows, and puts them together.
+    return x.map_blocks(compressed, dtype=x.dtype, meta=compressed(x._meta)).rechunk((rows, -1), method="tasks")
 
 
 def _beside(blocks: Sequence[Any]) -> Any:

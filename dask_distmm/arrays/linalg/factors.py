@@ -115,7 +115,7 @@ def lu(a: Operand, permute_l: bool = False, *, p_indices: bool = False, **how: U
 
 
 def picked(x: Array, rows: Array) -> Array:
-    """Return ``x[rows]``, also of stacks, in the chunks of `x`: within whole columns, which one worker has at a time."""
+    """Return ``x[rows]``, also of stacks, in the chunks of `x`: of whole columns, which one worker has at a time."""
     if max(x.ndim, rows.ndim + 1) > 2:
         return apply_gufunc(_taken, "(m,k),(m)->(m,k)", x, rows, meta=x._meta, allow_rechunk=True)
     columns = x.rechunk({0: -1})

@@ -16,11 +16,12 @@ from distributed.protocol.pickle import dumps
 
 from dask_distmm.arrays.kinds import check_operand
 from dask_distmm.arrays.linalg.array_api import norm
-from dask_distmm.arrays.linalg.factorize import by_program, common_type, matrix, operand, times
+from dask_distmm.arrays.linalg.factorize import by_program, common_type, in_rows, matrix, operand, times
 from dask_distmm.arrays.linalg.public import SOLVED_IN_TURNS, TURNS, RunOptions, check_range
 from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.errors import PlanError, check_square
 from dask_distmm.numeric.epilogs import call_function
+from dask_distmm.numeric.sparse import sparse_package
 
 
 @public(RunOptions, SOLVED_IN_TURNS)
@@ -43,10 +44,11 @@ def cg(
 
     Parameters
     ----------
-    A : array, (n, n), or function
-        The matrix, of any chunks; where rows are in fewer chunks than columns they are cut as columns are. Or a
-        function ``A(x, rows)`` that workers call: it returns the rows of ``A @ x`` in the slice `rows`, one chunk of b.
-        x, (n, 1), is a NumPy or CuPy array, as the chunks of b are.
+    A : array or sparse matrix, (n, n), or function
+        The matrix, of any chunks, which may be sparse; where rows are in fewer chunks than columns they are cut as
+        columns are, and those of a sparse matrix in one chunk, as SciPy's, as b is. Or a function ``A(x, rows)`` that
+        workers call: it returns the rows of ``A @ x`` in the slice `rows`, one chunk of b. x, (n, 1), is a NumPy or
+        CuPy array, as the chunks of b are.
     b : array, (n,) or (n, 1)
         The right-hand side.
     x0 : array, (n,) or (n, 1), optional
@@ -57,7 +59,7 @@ def cg(
         The most iterations; 10 n by default.
     M : array, (n, n) or (n,), or function, optional
         A preconditioner: an approximation of the inverse of A, Hermitian and positive definite; (n,) stands for the
-        diagonal of a diagonal one. Or a function, as A can be.
+        diagonal of a diagonal one. It may be sparse, or a function, as A can be.
     callback : function, optional
         One of the workers calls ``callback(xk)`` after each iteration, with a copy of x, (n,), for which all workers
         get its rows. The client does not see what the function changes there; the function can send numbers to it, by
@@ -108,7 +110,7 @@ def minres(
 
     Parameters
     ----------
-    A : array, (n, n), or function
+    A : array or sparse matrix, (n, n), or function
         The matrix, of any chunks, or a function, as of `cg`.
     b : array, (n,) or (n, 1)
         The right-hand side.
@@ -172,7 +174,7 @@ def gmres(
 
     Parameters
     ----------
-    A : array, (n, n), or function
+    A : array or sparse matrix, (n, n), or function
         The matrix, of any chunks, or a function, as of `cg`.
     b : array, (n,) or (n, 1)
         The right-hand side.
@@ -246,7 +248,7 @@ def eigsh(
 
     Parameters
     ----------
-    A : array, (n, n), or function
+    A : array or sparse matrix, (n, n), or function
         The matrix, of any chunks; it is taken for Hermitian. Or a function, as of `cg`, with v0 in place of b.
     k : int
         How many eigenvalues, less than n.
@@ -331,7 +333,7 @@ def lobpcg(
 
     Parameters
     ----------
-    A : array, (n, n), or function
+    A : array or sparse matrix, (n, n), or function
         The matrix, of any chunks; it is taken for Hermitian. Or a function, as of `cg`, with X in place of b.
     X : array, (n, k)
         Where to start: independent columns, at most n / 5 of them.
@@ -410,7 +412,7 @@ def lsqr(
 
     Parameters
     ----------
-    A : array, (m, n), or two functions
+    A : array or sparse matrix, (m, n), or two functions
         The matrix, of any shape and chunks. Or a function ``A(x, rows)``, as of `cg`, and one for the adjoint, in a
         tuple: ``adjoint(u, rows)`` returns ``A[rows].conj().T @ u``, (n, 1), of the rows `rows` of a vector.
     b : array, (m,) or (m, 1)
@@ -469,7 +471,7 @@ def lsmr(
 
     Parameters
     ----------
-    A : array, (m, n), or two functions
+    A : array or sparse matrix, (m, n), or two functions
         The matrix, of any shape and chunks, or two functions, as of `lsqr`.
     b : array, (m,) or (m, 1)
         The right-hand side.
@@ -554,7 +556,7 @@ def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Array, tuple[in
             f"A is a {type(a).__name__}; expected an array, or two functions: lambda x, rows: (A @ x)[rows], and "
             "lambda u, rows: A[rows].conj().T @ u of the rows u of a vector"
         )
-    found = matrix("A", a)
+    found = _cut_as(matrix("A", a, sparse="wide"), "b", b)
     return found, found.chunks[1], {}
 
 
@@ -631,12 +633,20 @@ def _operator(x: Any, like: Any, name: str) -> tuple[Array, Functions]:
             raise PlanError(f"A is a function, so {name} must be passed: its chunks say which rows each worker has")
         a = matrix(name, like, vector=True)
     else:
-        a = matrix("A", x)
+        a = _cut_as(matrix("A", x, sparse="wide"), name, like)
         check_square("A", a.shape)
-        a = a.rechunk((max(a.chunks, key=len), -1))
+        a = in_rows(a, max(a.chunks, key=len))
     if not len(a):
         raise PlanError("A must have at least one row, got 0 x 0")
     return a, {} if pickled is None else {"a": pickled}
+
+
+def _cut_as(a: Array, name: str, like: Any) -> Array:
+    """Return a matrix; one of sparse rows in one chunk, as SciPy's are, in the chunks of a vector."""
+    if like is None or len(a.chunks[0]) > 1 or not sparse_package(a._meta):
+        return a
+    rows = matrix(name, like, vector=True).chunks[0]
+    return in_rows(a, rows) if sum(rows) == len(a) else a
 
 
 def _pickled(name: str, x: Any) -> bytes | None:
@@ -658,10 +668,10 @@ def _preconditioner(m: Any, a: Array, functions: Functions) -> dict[str, Array]:
     if (pickled := _pickled("M", m)) is not None:
         functions["m"] = pickled
         return {}
-    found, n = operand("M", m), len(a)
+    found, n = operand("M", m, sparse=True), len(a)
     if found.shape not in ((n, n), (n,)):
         raise PlanError(f"A is {n} x {n}, so M must be {n} x {n}, or its diagonal; it has shape {found.shape}")
-    return {"m": matrix("M", found, vector=True)}
+    return {"m": matrix("M", found, vector=True, sparse=True)}
 
 
 def _vector(name: str, x: Any, a: Array) -> Array:

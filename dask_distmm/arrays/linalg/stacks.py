@@ -133,17 +133,18 @@ def _lu(a: Array, permute_l: bool = False, p_indices: bool = False) -> Rule:
     return f"(m,n)->{shapes}", functools.partial(_on_host, function=call)
 
 
-def _permuted_factors(a: Any, **options: bool) -> Any:
+def _permuted_factors(a: Any, **options: Any) -> Any:
     import scipy.linalg
 
-    first, *others = scipy.linalg.lu(a, check_finite=False, **options)
+    lu: Callable[..., Any] = scipy.linalg.lu
+    first, *others = lu(a, check_finite=False, **options)
     return first.astype(np.int64) if first.dtype.kind == "i" else first, *others
 
 
 def _factors(a: Any) -> Any:
     from scipy.linalg import get_lapack_funcs
 
-    (getrf,) = get_lapack_funcs(("getrf",), (a,))
+    getrf: Any = get_lapack_funcs("getrf", (a,))
     lu, piv = np.empty_like(a), np.empty((*a.shape[:-2], min(a.shape[-2:])), np.int32)
     for at in np.ndindex(a.shape[:-2] if a.size else (0,)):
         lu[at], piv[at], _ = getrf(a[at])

@@ -71,7 +71,9 @@ class ProgramKernels(IterationKernels, FactorKernels, TracedKernels):
     def adjoint_times(self, a: Any, b: Any, c: Any, *, at: int | None = None) -> None:
         """C += A^H B, of a narrow B, or of its rows from `at` on."""
         b = b if at is None else b[at : at + a.shape[0]]
-        if a.dtype.kind == "c" or not (self.blas.asynchronous or sparse_package(a)):
+        if sparse_package(a):
+            c += (a.T @ b.conj()).conj()
+        elif a.dtype.kind == "c" or not self.blas.asynchronous:
             # On CPUs BLAS is up to twice as fast where the long side of a narrow result is the contiguous one.
             c += (b.conj().T @ a).conj().T
         else:
