@@ -42,10 +42,12 @@ def test_operator_keeps_chunks_on_their_gpus(clusters):
         assert type(d._meta) is cupy.ndarray
         assert any("distmm-barrier" in str(key) for key in d.dask)
         kept = d.persist()
+        wait(kept)
+        # Before anybody fetches chunks: of two copies Dask drops the one on the worker whose process is the larger one.
+        workers = {holder for holders in client.who_has(kept).values() for holder in holders}
         assert_product(a, b, kept.compute().get())
         gram = (x.T @ x).compute()
         assert_product(np.ascontiguousarray(a.T), a, gram.get())
-        workers = {holder for holders in client.who_has(kept).values() for holder in holders}
     assert len(workers) == 2
     del d, kept, x, y
     assert_nothing_left(client)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -85,6 +86,16 @@ def test_a_method_asked_for_takes_all_workers(method):
     made = plan(square(120, 30, method=method), roster(4))
     assert made.method == method
     assert len(made.ranks) == (1 if method == "local" else 4)
+
+
+@pytest.mark.parametrize("engine", ["numpy", "peer", "cublasmp"])
+def test_slabs_lie_on_all_workers_wherever_operands_do(engine):
+    workers = [Worker(f"w{i}", 1, 2**30, "h", f"g{i}", (f"g{1 - i}",)) for i in range(2)]
+    problem = square(512, 256, method="allgather", out_chunks=((256, 256), (512,)), engine=engine)
+    for first, second in itertools.product(itertools.product((0, 1), repeat=4), repeat=2):
+        where = {"a": np.array(first, np.int32), "b": np.array(second, np.int32)}
+        made = plan(problem, workers, where, engine=engine)
+        assert {made.ranks[owner] for owner in made.owners} == {0, 1}
 
 
 def test_tiny_problems_use_fewer_ranks():
