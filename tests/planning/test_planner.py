@@ -91,9 +91,10 @@ def test_a_method_asked_for_takes_all_workers(method):
 @pytest.mark.parametrize("engine", ["numpy", "peer", "cublasmp"])
 def test_slabs_lie_on_all_workers_wherever_operands_do(engine):
     workers = [Worker(f"w{i}", 1, 2**30, "h", f"g{i}", (f"g{1 - i}",)) for i in range(2)]
-    problem = square(512, 256, method="allgather", out_chunks=((256, 256), (512,)), engine=engine)
-    for first, second in itertools.product(itertools.product((0, 1), repeat=4), repeat=2):
-        where = {"a": np.array(first, np.int32), "b": np.array(second, np.int32)}
+    slabs = (256, 256), (512,)
+    problem = make_problem(slabs, slabs, method="allgather", engine=engine)
+    for places in itertools.product((0, 1), repeat=4):
+        where = {"a": np.array(places[:2], np.int32), "b": np.array(places[2:], np.int32)}
         made = plan(problem, workers, where, engine=engine)
         assert {made.ranks[owner] for owner in made.owners} == {0, 1}
 
