@@ -12,7 +12,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import strict_cupy
-from function_calls import CALLS, IDS, check
+from function_calls import CALLS, IDS, NARROW, check, in_narrow
 from matrices import lazy
 
 import dask_distmm
@@ -44,16 +44,36 @@ def test_numpy_chunks(routing, call):
     check(call, lazy, "numpy")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="with CuPy itself tests/gpu does this")
+@pytest.mark.parametrize("dtype", NARROW)
+def test_numpy_chunks_of_other_types(routing, dtype):
+    for call in in_narrow(dtype):
+        check(call, lazy, "numpy", dtype=dtype)
+
+
+def on_device(x, chunked):
+    return chunked(x).map_blocks(
+        strict_cupy.ndarray, dtype=x.dtype, meta=strict_cupy.ndarray(np.empty((0,) * x.ndim, x.dtype))
+    )
+
+
+CHUNKINGS = lazy, functools.partial(da.from_array, chunks=-1)
+without_cupy = pytest.mark.skipif(
+    importlib.util.find_spec("cupy") is not None, reason="with CuPy itself tests/gpu does this"
+)
+
+
+@without_cupy
 @pytest.mark.parametrize("call", CALLS, ids=IDS)
 def test_chunks_that_refuse_to_mix(routing, on_the_host, call):
-    def on_device(x, chunked):
-        return chunked(x).map_blocks(
-            strict_cupy.ndarray, dtype=x.dtype, meta=strict_cupy.ndarray(np.empty((0,) * x.ndim, x.dtype))
-        )
+    for chunked in CHUNKINGS:
+        check(call, lambda x, chunked=chunked: on_device(x, chunked), "cupy")
 
-    check(call, lambda x: on_device(x, lazy), "cupy")
-    check(call, lambda x: on_device(x, functools.partial(da.from_array, chunks=-1)), "cupy")
+
+@without_cupy
+@pytest.mark.parametrize("dtype", NARROW)
+def test_chunks_of_other_types_that_refuse_to_mix(routing, on_the_host, dtype):
+    for call in in_narrow(dtype):
+        check(call, lambda x: on_device(x, lazy), "cupy", dtype=dtype)
 
 
 @pytest.fixture
