@@ -103,7 +103,7 @@ def recorded(case, owners, ranks, sizes, wanted=None, more=-1):
         cols = {name: sum(sizes) if name == "a" or size < 0 else size for name, size in cols.items()}
     rows = Rows(tuple(sizes), tuple(owners), ranks)
     return [
-        record(builder, options, rows, cols, "float64", outputs if wanted is None else wanted, me=me)
+        record(BUILDERS[builder], options, rows, cols, "float64", outputs if wanted is None else wanted, me=me)
         for me in range(ranks)
     ]
 
