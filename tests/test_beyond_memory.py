@@ -13,7 +13,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
-from matrices import is_collective, noise
+from matrices import is_collective, noise, problem_of
 from residuals import assert_qr
 from routed_calls import CALLS, operands, parts, persisted
 
@@ -34,7 +34,7 @@ def run_by_ranks(
     result: da.Array, arrays: dict[str, Any], made: str
 ) -> tuple[dict[Any, Any], collections.Counter[Any], ProgramPlacement]:
     """Return what a program makes on ranks that make the chunks of operands `made`, and how often they make each."""
-    problem = factorize.problem_of(result)
+    problem = problem_of(result)
     assert isinstance(problem, ProgramProblem)
     problem = problem.made_by_ranks(made)
     where = {name: np.array(OWNERS, np.int32) for name in arrays if name not in made}

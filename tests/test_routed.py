@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matrices import positive
+from matrices import positive, problem_of
 from residuals import (
     assert_cholesky,
     assert_eigh,
@@ -24,7 +24,6 @@ from run_events import newest_run, runs_after
 import dask_distmm
 from dask_distmm.arrays import dispatch
 from dask_distmm.arrays.linalg import routed as routed_functions
-from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.config import DaskCosts, read_options
 from dask_distmm.planning import NamedMatrix, Worker
 from dask_distmm.planning.factor import Factorization, FactorProblem

@@ -13,10 +13,10 @@ import dask.array as da
 import numpy as np
 import pytest
 from leaks import assert_nothing_left
+from matrices import problem_of
 from routed_calls import CALLS, about, parts
 
 import dask_distmm
-from dask_distmm.arrays.linalg.factorize import problem_of
 
 pytestmark = pytest.mark.engines("peer")
 COUNTS = (1, 2)

@@ -193,16 +193,16 @@ def factorize(
     request = _request(FactorProblem.kind, dict(zip(task.inputs, arrays, strict=True)), how, outputs)
     token = tokenize(repr(([array.name for array in arrays], task, request, method)))
     problem = FactorProblem(name=f"{kind}-{token}", task=task, method=method, **request)
-    if current_client() is None:
-        _check_results(problem)
+    if (advised := reduced_mode(task)) and current_client() is None:
+        _check_results(problem, advised)
     return _arrays(problem, arrays, {})
 
 
-def _check_results(problem: FactorProblem) -> None:
-    """Refuse results of a factorization that this process can't hold."""
+def _check_results(problem: FactorProblem, advised: Sequence[str]) -> None:
+    """Refuse full matrices of a factorization that this process can't hold."""
     size, task = sum(int(x.bytes.sum()) for x in problem.wanted), problem.task
     if size > MEMORY_LIMIT:
-        advised = [*reduced_mode(task), "compute it with a distributed.Client of workers that have more memory"]
+        advised = [*advised, "compute it with a distributed.Client of workers that have more memory"]
         raise ProjectedMemoryError(
             f"the results of {task.kind} of a matrix of {' x '.join(map(str, task.a_shape))} ({task.dtype}) take "
             f"{format_bytes(size)}; this process may hold {format_bytes(MEMORY_LIMIT)}. {advice(advised)}",
@@ -484,8 +484,3 @@ def _plan_of(problem: Computation) -> Placement:
     if known is None:
         known = imagined_snapshot(problem, [Worker("here")])
     return plan_computation(problem, known.workers, engine=known.engines)
-
-
-def problem_of(x: Array) -> FactorProblem | ProgramProblem | None:
-    """Return the last factorization or program that an array is made by, or None if there is none in its graph."""
-    return next((one for one in steps_of(x) if isinstance(one, FactorProblem | ProgramProblem)), None)
