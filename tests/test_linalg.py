@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import dask
+import dask.array as da
 import numpy as np
 import pytest
 import scipy.linalg
@@ -24,7 +25,7 @@ from residuals import (
 )
 from run_events import events, newest_run, runs_after
 
-from dask_distmm import PlanError, linalg
+from dask_distmm import PlanError, ProjectedMemoryError, linalg
 from dask_distmm.planning import plan_from_wire
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
@@ -268,5 +269,5 @@ def test_chains_are_lazy(client):
     ],
 )
 def test_full_matrices_that_this_process_cannot_hold(function, advice):
-    with pytest.raises(dask_distmm.ProjectedMemoryError, match=advice):
+    with pytest.raises(ProjectedMemoryError, match=advice):
         function(da.ones((1_000_000, 3), chunks=(100_000, 3)))
