@@ -7,6 +7,7 @@ import time
 import dask.array as da
 import numpy as np
 
+from dask_distmm.arrays.linalg.factorize import steps_of
 from dask_distmm.testing import random_chunks
 
 
@@ -55,6 +56,11 @@ def operands():
 
 def is_collective(array):
     return any("distmm-barrier" in str(key) for key in array.dask)
+
+
+def problem_of(x):
+    """Return the last factorization or program that an array is made by, or None if there is none in its graph."""
+    return next((problem for problem in steps_of(x) if problem.kind != "product"), None)
 
 
 def until(done, seconds=30.0):

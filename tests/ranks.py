@@ -5,8 +5,8 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+from matrices import problem_of
 
-from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.base import get_engine
 from dask_distmm.planning import program
 from dask_distmm.planning.computation import Worker

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import resource
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -11,9 +13,11 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
-from matrices import noise
+from matrices import is_collective, noise, problem_of
 from residuals import assert_qr
+from routed_calls import CALLS, operands, parts, persisted
 
+import dask_distmm
 from dask_distmm import linalg
 from dask_distmm.arrays.linalg import factorize
 from dask_distmm.engines.base import get_engine
@@ -30,7 +34,7 @@ def run_by_ranks(
     result: da.Array, arrays: dict[str, Any], made: str
 ) -> tuple[dict[Any, Any], collections.Counter[Any], ProgramPlacement]:
     """Return what a program makes on ranks that make the chunks of operands `made`, and how often they make each."""
-    problem = factorize.problem_of(result)
+    problem = problem_of(result)
     assert isinstance(problem, ProgramProblem)
     problem = problem.made_by_ranks(made)
     where = {name: np.array(OWNERS, np.int32) for name in arrays if name not in made}
@@ -169,3 +173,79 @@ def test_dask_makes_r_of_what_ranks_cannot_make() -> None:
         a = noise_with_mean()
         r = linalg.qr(a - a.mean(axis=0), "r").compute()
         np.testing.assert_allclose(r.T @ r / len(a), np.eye(100), atol=0.05)
+
+
+# Of tall matrices: what computes all of one.
+TALL = [
+    *(name for name in CALLS if name.startswith(("da.co", "da.linalg.lstsq", "da.linalg.qr", "da.linalg.svd"))),
+    *("da.linalg.norm 2", "da.linalg.norm -2", "da.linalg.norm nuc", "np.cov", "np.corrcoef", "np.linalg.cond"),
+    *("np.linalg.matrix_rank", "np.linalg.norm", "np.linalg.qr", "np.linalg.svd", "np.linalg.svdvals"),
+]
+
+
+@pytest.fixture(scope="module")
+def small_workers() -> Iterator[Client]:
+    """Two workers that are slow to pause, and hold little beside what their processes do anyway."""
+    limits = {f"distributed.worker.memory.{limit}": False for limit in ("pause", "terminate")}
+    with (
+        # What a process has imported counts from the start.
+        dask.config.set({**limits, "distributed.worker.memory.recent-to-old-time": "0s"}),
+        LocalCluster(2, threads_per_worker=1, memory_limit="300MiB", dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
+        x = da.random.default_rng().standard_normal((4000, 4), chunks=(400, 4))
+        dask.compute(*linalg.svd(x, full_matrices=False))  # all that a worker imports
+        yield client
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("there", [False, True], ids=["lazy", "persisted"])
+@pytest.mark.parametrize("name", TALL)
+def test_routed_functions_beyond_memory(small_workers: Client, name: str, there: bool) -> None:
+    """All results and one of them, where the workers can hold neither the matrix nor results as long as it."""
+    (m, n), rows = (390_000, 40), 13_000
+    noise = da.random.default_rng(7).standard_normal
+    x = SimpleNamespace(
+        tall=noise((m, n), chunks=(rows, n)),
+        wide=noise((n, m), chunks=(n, rows)),
+        c=noise(m, chunks=rows),
+        targets=noise((m, 2), chunks=(rows, 2)),
+    )
+    x = persisted(x) if there else x
+    call = CALLS[name]
+
+    def sizes(results: Any) -> list[float]:
+        return [float(size) for size in dask.compute(*(abs(one).sum() for one in parts(results)))]
+
+    with dask_distmm.enabled():
+        every, one = sizes(call(x)), parts(call(x))
+    number = len(every) // 2
+    np.testing.assert_allclose(sizes(one[number]), every[number], rtol=1e-6)
+    np.testing.assert_allclose(sizes(parts(call(x))[number]), every[number], rtol=1e-6)
+
+
+# Stock Dask's own: what SciPy deprecates, and functions of NumPy that gather.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::dask.array.core.PerformanceWarning", "ignore:overflow")
+def test_where_nothing_fits_routed_functions_are_stock_dasks() -> None:
+    """Workers may hold less than their processes do: no run is possible."""
+    limits = {f"distributed.worker.memory.{limit}": False for limit in ("target", "spill", "pause")}
+    config = {**limits, "distmm.memory.limit-fraction": 1e-4, "distmm.minimum-flops": 0}
+    with (
+        dask.config.set(config),
+        LocalCluster(1, processes=False, memory_limit="64GiB", dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster),
+    ):
+        x, compared = operands(24, (600, 8), lambda size: size // 4 if size % 4 == 0 else size), 0
+        for name, call in CALLS.items():
+            try:
+                expected = dask.compute(*parts(call(x)), scheduler="sync")
+            except (TypeError, ValueError, NotImplementedError):
+                continue
+            with dask_distmm.enabled():
+                results = parts(call(x))
+            assert not any(is_collective(result) for result in results if isinstance(result, da.Array)), name
+            for one, other in zip(dask.compute(*results, scheduler="sync"), expected, strict=True):
+                np.testing.assert_allclose(np.sort(abs(one), axis=None), np.sort(abs(other), axis=None), rtol=1e-9)
+            compared += 1
+        assert compared > 50

@@ -137,3 +137,15 @@ def test_xarrays_dot(inproc_client, take_all, products):
     expected = np.nansum(values * weights, axis=(1, 2))
     np.testing.assert_allclose(found.compute(), expected)
     np.testing.assert_allclose(mean.compute(), expected / np.sum(~np.isnan(values) * weights, axis=(1, 2)))
+
+
+def test_pairs_that_take_more_tasks_than_they_save_are_dasks(inproc_client):
+    rng = np.random.default_rng()
+    small = [da.from_array(rng.random(shape), chunks=(150, 75)) for shape in ((600, 300), (300, 8), (300, 8))]
+    large = [da.from_array(rng.random((200, 200)), chunks=100) for _ in range(3)]
+    for spec, given, left in (("ui,ik,il->ukl", small, True), ("ij,jk,kl->il", large, False)):
+        expected = da.einsum(spec, *given)
+        with dask_distmm.enabled():
+            found = da.einsum(spec, *given)
+        assert (found.name == expected.name) == left
+        np.testing.assert_allclose(found.compute(), np.einsum(spec, *(x.compute() for x in given), optimize=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import dask
+import dask.array as da
 import numpy as np
 import pytest
 import scipy.linalg
@@ -24,7 +25,7 @@ from residuals import (
 )
 from run_events import events, newest_run, runs_after
 
-from dask_distmm import PlanError, linalg
+from dask_distmm import PlanError, ProjectedMemoryError, linalg
 from dask_distmm.planning import plan_from_wire
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
@@ -258,3 +259,15 @@ def test_chains_are_lazy(client):
     k = np.exp(-0.5 * (x[:, None] - x) ** 2) + 1e-6 * np.eye(120)
     weights = linalg.cho_solve(linalg.cho_factor(lazy(k), lower=True), lazy(y))
     np.testing.assert_allclose((lazy(k) @ weights).compute(), y, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        (lambda x: linalg.svd(x), "svd of a matrix of 1000000 x 3 .* Pass full_matrices=False or"),
+        (lambda x: linalg.qr(x, "complete"), "qr of a matrix of 1000000 x 3 .* Pass mode='reduced' or"),
+    ],
+)
+def test_full_matrices_that_this_process_cannot_hold(function, advice):
+    with pytest.raises(ProjectedMemoryError, match=advice):
+        function(da.ones((1_000_000, 3), chunks=(100_000, 3)))

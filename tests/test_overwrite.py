@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from distributed import wait
 from faults import inject
-from matrices import lazy, positive, random
+from matrices import lazy, positive, problem_of, random
 from residuals import assert_cholesky, assert_eigh, assert_lu, assert_qr, assert_solution
 
 from dask_distmm import PlanError, linalg
-from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.linalg import MatrixError
 from dask_distmm.planning import Worker, plan_computation
 

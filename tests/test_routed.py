@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matrices import positive
+from matrices import positive, problem_of
 from residuals import (
     assert_cholesky,
     assert_eigh,
@@ -18,10 +18,12 @@ from residuals import (
     assert_solution,
     assert_svd,
 )
+from routed_calls import CALLS, about, operands
 from run_events import newest_run, runs_after
 
 import dask_distmm
-from dask_distmm.arrays.linalg.factorize import problem_of
+from dask_distmm.arrays import dispatch
+from dask_distmm.arrays.linalg import routed as routed_functions
 from dask_distmm.config import DaskCosts, read_options
 from dask_distmm.planning import NamedMatrix, Worker
 from dask_distmm.planning.factor import Factorization, FactorProblem
@@ -119,8 +121,15 @@ def test_random_projections_are_dasks(routed, dtype):
             same = np.asarray if options.get("coerce_signs", True) else abs
             np.testing.assert_allclose(same(one), same(other), atol=2e3 * np.finfo(dtype).eps * abs(other).max())
     # A generator goes on where the last call left it.
-    for seed in (da.random.default_rng(1), da.random.RandomState(1)):
-        assert problem_of(da.linalg.svd_compressed(x, 4, seed=seed)[0]) is None
+    for generator in (da.random.default_rng, da.random.RandomState):
+        ours, theirs = generator(seed), generator(seed)
+        for _ in range(2):
+            with dask.config.set({"distmm.enabled": False}):
+                expected = da.linalg.svd_compressed(x, 4, seed=theirs)[1].compute()
+            with dask.config.set({"distmm.minimum-flops": 0}):
+                made = da.linalg.svd_compressed(x, 4, seed=ours)[1]
+            assert problem_of(made).builder == "svd_compressed"
+            np.testing.assert_allclose(made.compute(), expected, rtol=2e3 * np.finfo(dtype).eps)
 
 
 # SciPy 1.18 deprecates what Dask's functions pass on to it.
@@ -325,6 +334,61 @@ def test_without_a_cluster_what_dask_does_right_is_dasks():
         np.testing.assert_allclose(da.linalg.inv(cut(a, 10, 10)).compute(), a.T)
         x = da.linalg.solve(cut(s, 10, 7), cut(s[0], 3)).compute()
         np.testing.assert_allclose(x, np.eye(20)[0], atol=1e-14)
+
+
+def _uneven(size):
+    return (size // 3, 1, size - size // 3 - 1) if size > 2 else size
+
+
+CUTS = {"even": lambda size: size // 4 if size % 4 == 0 else size, "uneven": _uneven, "single": lambda size: -1}
+# Where a name of NumPy's means what it means there, and where stock Dask says another type than its result has.
+OTHERWISE = {("np.linalg.inv", "float32")}
+
+
+@pytest.mark.filterwarnings("ignore::dask.array.core.PerformanceWarning", "ignore::FutureWarning", "ignore:overflow")
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cluster", [True, False])
+def test_chunks_types_and_metas_are_those_of_stock_dask(cluster, cut, request):
+    """Of small operands and large ones, taken by what they cost and in any case."""
+    if cluster:
+        request.getfixturevalue("inproc_client")
+    compared = set()
+    for order, tall in ((24, (96, 8)), (520, (4000, 24))):
+        dtype = str(np.random.default_rng().choice(["float32", "float64", "int64"]))
+        x = operands(order, tall, CUTS[cut], dtype)
+        for name, call in CALLS.items():
+            try:
+                with dask.config.set({"distmm.enabled": False, "scheduler": "sync"}):
+                    expected = call(x)
+            except (TypeError, ValueError, NotImplementedError):
+                continue
+            if (name, dtype) in OTHERWISE or not about(expected):
+                continue
+            for least in (None, 0):
+                with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": least}):
+                    found = call(x)
+                assert isinstance(found, type(expected)), name
+                assert about(found) == about(expected), (name, dtype, least)
+            compared.add(name)
+    assert len(compared) > 25
+
+
+def test_the_table_of_calls_has_all_functions_that_are_routed():
+    names = {f"da.linalg.{name}" for name in routed_functions.DASKS} | {f"da.{x}" for x in routed_functions.STATISTICS}
+    for function in dispatch._OURS:
+        module = "np.linalg" if function in vars(np.linalg).values() else "np"
+        names.add(f"{module}.{function.__name__}")
+    assert names <= {name.split()[0] for name in CALLS}
+
+
+@pytest.mark.filterwarnings("ignore::dask.array.core.PerformanceWarning", "ignore::FutureWarning")
+def test_residuals_and_solutions_go_with_their_operands():
+    x = operands(24, (96, 8), _uneven)
+    with dask_distmm.enabled():
+        residuals = da.linalg.lstsq(x.tall, x.targets)[1]
+        assert residuals.chunks == x.targets.chunks[1:]
+        solution = np.linalg.solve(x.square, x.b)
+        np.testing.assert_allclose(da.map_blocks(np.subtract, solution, x.b).compute(), (solution - x.b).compute())
 
 
 @given(st.sampled_from(["cholesky", "solve", "solve_triangular", "qr"]), st.integers(1, 30), st.integers(1, 64))

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import sparse
-from matrices import noise
+from matrices import noise, problem_of
 from programs.test_numbers import on_ranks
 
 from dask_distmm import PlanError, enabled, explain, linalg, matmul
-from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.errors import EngineError, ProtocolError, RunFailedError
 from dask_distmm.numeric import sparse as sparse_chunks
 from dask_distmm.numeric.sparse import add_thin_gram, compressed, dense, multiply, sparse_package

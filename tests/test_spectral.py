@@ -14,12 +14,11 @@ import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaks import assert_nothing_left
-from matrices import lazy, positive, random
+from matrices import lazy, positive, problem_of, random
 from residuals import assert_eig, assert_eigh, assert_polar, assert_pseudoinverse, assert_schur, assert_svd
 from run_events import newest_run, runs_after
 
 from dask_distmm import PlanError, ProjectedMemoryError, linalg
-from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.arrays.linalg.spectral import weights
 from dask_distmm.errors import MatrixError, NotSquareError
 from dask_distmm.planning.computation import Worker

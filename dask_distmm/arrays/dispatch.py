@@ -77,12 +77,17 @@ from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.linalg.array_api import chain, power
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_shapes, parse, rechunk
-from dask_distmm.config import enabled_setting, minimum_flops, raises_beyond_memory
+from dask_distmm.config import dask_costs, enabled_setting, minimum_flops, raises_beyond_memory
 from dask_distmm.errors import PlanError
 from dask_distmm.runtime.chunks import array_kind
+from dask_distmm.runtime.client import current_client
 
 # Contractions
 
+
+# Products of numbers that ``einsum`` of several operands makes in a second, on all cores; measured are 5e7 to 2.5e8 on
+# one. Seconds that a task takes beside its work in a scheduler of threads.
+_LOOPS, _THREADS_TASK = 1e9, 1e-4
 
 Sizes = tuple[int, ...]
 Product = Callable[[Array, Array], Any]
@@ -115,11 +120,12 @@ def contract(a: Array, left: str, b: Array, right: str, out: str, product: Produ
 def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
     """Return a contraction of arrays, two at a time in the cheapest order; other pairs are left to Dask.
 
-    Of two operands that is NotImplemented, and so are unknown sizes.
+    Of two operands that is NotImplemented, and so are unknown sizes, and where pairs take more tasks than they save.
     """
     if np.isnan([*itertools.chain(*(x.shape for x in arrays))]).any():
         return NotImplemented
     terms, out = spec.split("->")
+    given, loops = arrays, 0
     arrays = _cut(terms.split(","), out, arrays)
     left = list(zip(terms.split(","), arrays, strict=True))
     path: list[tuple[int, ...]] = [(0, 1)]
@@ -141,10 +147,30 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
             if len(arrays) == 2:
                 return NotImplemented
             made = dask_einsum(",".join(one for one, _ in taken) + "->" + letters, *(x for _, x in taken))
+            loops += _loops(*taken)
         left.append((letters, made))
+    if len(arrays) > 2 and not planning() and minimum_flops() is None:
+        whole = dask_einsum(spec, *given)
+        more = sum(_tasks(x, given) * sign for x, sign in ((left[0][1], 1), (whole, -1)))
+        each = _THREADS_TASK if current_client() is None else dask_costs().task
+        if more * each > (_loops(*zip(terms.split(","), given, strict=True)) - loops) / _LOOPS:
+            return NotImplemented
     # Those between may have been cut, as they may be larger.
     sizes, _ = unify_chunks(*itertools.chain(*zip(arrays, terms.split(","), strict=True)), warn=False)
     return left[0][1].rechunk(tuple(sizes[one] for one in out))
+
+
+def _loops(*operands: tuple[str, Array]) -> int:
+    """Return how often NumPy's ``einsum`` multiplies, which loops over all axes."""
+    return math.prod(
+        {one: size for letters, x in operands for one, size in zip(letters, x.shape, strict=True)}.values()
+    )
+
+
+def _tasks(x: Array, operands: Sequence[Array]) -> int:
+    """Return the number of tasks of an array that are not those of operands."""
+    known = {name for operand in operands for name in operand.dask.layers}
+    return sum(len(layer) for name, layer in x.dask.layers.items() if name not in known)
 
 
 def _cut(terms: Sequence[str], out: str, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -264,7 +290,9 @@ def _multi_dot(arrays: Sequence[Any], *, out: Any = None) -> Any:
 def _matrix_power(a: Any, n: Any) -> Any:
     if a.ndim < 2 or not isinstance(n, int | np.integer) or _left_to_numpy(a):
         return NotImplemented  # other types, or an error that NumPy has to raise
-    return power(a, int(n), dask.array.routines.matmul)
+    # The inverse may not fit into memory.
+    product = dask.array.routines.matmul
+    return routed.take(lambda: power(a, int(n), product), a, stock="partial", narrow=True)
 
 
 def _numpy_matmul(x1: Any, x2: Any, /) -> Any:

@@ -833,10 +833,15 @@ def plan_factorization(
     return choose(found, what, _remedies(problem, len(roster), engine))
 
 
+def reduced_mode(task: Factorization) -> list[str]:
+    """Return what to pass so that results are no longer than the matrix, where they are."""
+    smaller = {"svd": "full_matrices=False", "qr": "mode='reduced'"}
+    return [f"pass {smaller[task.kind]}"] if task.mode == "complete" and task.kind in smaller else []
+
+
 def _remedies(problem: FactorProblem, workers: int, engine: str) -> list[str]:
     """Return what would let a factorization fit that does not, in the way in which it was asked for."""
-    smaller = {"svd": "full_matrices=False", "qr": "mode='reduced'"} if problem.task.mode == "complete" else {}
-    found = [f"pass {smaller[problem.task.kind]}"] if problem.task.kind in smaller else []
+    found = reduced_mode(problem.task)
     free = dataclasses.replace(problem, method="auto")
     if max(count for count, _ in _candidates(free, max(2, workers), engine)) == 1:
         return found

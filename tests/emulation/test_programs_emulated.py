@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import scipy.linalg
 from lapack_kernels import QueuedKernels
+from matrices import problem_of
 from residuals import assert_least_squares, assert_qr
 
 from dask_distmm import linalg
-from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Worker

@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from leaks import assert_nothing_left
-from matrices import noise
+from matrices import noise, problem_of
 from residuals import assert_eig, assert_eigh, assert_schur, assert_svd
 from test_epilogs import computed, finished, on_gpus
 
@@ -420,7 +420,7 @@ def test_tall_matrices_whose_chunks_ranks_make(clusters, nworkers, monkeypatch):
     a = computed(client, x)
     monkeypatch.setattr(factorize, "_fits", lambda problem, arrays: False)
     q, r = (computed(client, one) for one in client.persist(linalg.qr(x)))
-    assert factorize.problem_of(linalg.qr(x).Q).by_ranks == ("a",)
+    assert problem_of(linalg.qr(x).Q).by_ranks == ("a",)
     assert residual(q @ r, a, norm(a), len(a)) < GATE
     assert residual(q.T @ q, np.eye(50), 1, len(a)) < GATE
     _, variances, mean = (computed(client, one) for one in client.persist(linalg.pca(x, 4)))

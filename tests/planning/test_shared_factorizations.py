@@ -5,9 +5,9 @@ from __future__ import annotations
 import dask.array as da
 import numpy as np
 import pytest
+from matrices import problem_of
 
 from dask_distmm import linalg
-from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.planning import ENGINES, Worker, plan_computation
 from dask_distmm.planning.factor import FactorPlacement, plan_factorization

@@ -9,9 +9,9 @@ import dask.array as da
 import numpy as np
 import pytest
 import strict_cupy
+from matrices import problem_of
 
 from dask_distmm import linalg
-from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.base import Side
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.job import ProgramJob

@@ -12,11 +12,10 @@ import dask.array as da
 import numpy as np
 import pytest
 import scipy.sparse.linalg
-from matrices import noise
+from matrices import noise, problem_of
 from ranks import on_ranks
 
 from dask_distmm import PlanError, linalg, testing
-from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.base import Side
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.errors import MatrixError, NotSquareError

@@ -9,12 +9,11 @@ import dask.array as da
 import numpy as np
 import pytest
 import scipy.linalg
-from matrices import noise
+from matrices import noise, problem_of
 from ranks import on_ranks
 from residuals import assert_least_squares, assert_qr
 
 from dask_distmm import PlanError, ProtocolError, linalg
-from dask_distmm.arrays.linalg.factorize import problem_of
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning import problem_from_wire

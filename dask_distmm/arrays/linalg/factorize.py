@@ -14,6 +14,8 @@ from dask.array.linalg import tsqr
 from dask.base import is_dask_collection, tokenize
 from dask.core import toposort
 from dask.highlevelgraph import MaterializedLayer
+from dask.utils import format_bytes
+from distributed.system import MEMORY_LIMIT
 
 from dask_distmm.arrays.kinds import as_array, check_operand
 from dask_distmm.arrays.linalg.public import FactorOptions, ProductOptions, RunOptions, SolveOptions
@@ -22,13 +24,13 @@ from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, is_lazy, parse
 from dask_distmm.config import read_options, wave_budget
 from dask_distmm.engines.sources import ChunkTasks
-from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError
+from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError, advice
 from dask_distmm.graph.build import build_factor_graph
 from dask_distmm.graph.layers import TasksLayer, tasks_of_chunks
 from dask_distmm.numeric.sparse import beside, compressed, dense, share_of, sparse_package
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix, Worker
-from dask_distmm.planning.factor import Factorization, FactorProblem
+from dask_distmm.planning.factor import Factorization, FactorProblem, reduced_mode
 from dask_distmm.planning.many import ChainPlan
 from dask_distmm.planning.placement import Placement
 from dask_distmm.planning.planner import plan_computation, problem_from_wire
@@ -200,7 +202,22 @@ def factorize(
     request = _request(FactorProblem.kind, dict(zip(task.inputs, arrays, strict=True)), how, outputs)
     token = tokenize(repr(([array.name for array in arrays], task, request, method)))
     problem = FactorProblem(name=f"{kind}-{token}", task=task, method=method, **request)
+    if (advised := reduced_mode(task)) and current_client() is None:
+        _check_results(problem, advised)
     return _arrays(problem, arrays, {})
+
+
+def _check_results(problem: FactorProblem, advised: Sequence[str]) -> None:
+    """Refuse full matrices of a factorization that this process can't hold."""
+    size, task = sum(int(x.bytes.sum()) for x in problem.wanted), problem.task
+    if size > MEMORY_LIMIT:
+        advised = [*advised, "compute it with a distributed.Client of workers that have more memory"]
+        raise ProjectedMemoryError(
+            f"the results of {task.kind} of a matrix of {' x '.join(map(str, task.a_shape))} ({task.dtype}) take "
+            f"{format_bytes(size)}; this process may hold {format_bytes(MEMORY_LIMIT)}. {advice(advised)}",
+            {"": size},
+            {"": int(MEMORY_LIMIT)},
+        )
 
 
 def by_program(
@@ -278,8 +295,13 @@ def _fits(problem: ProgramProblem, arrays: Sequence[Array]) -> bool:
     known = None if client is None or np.isnan(size) else recent_snapshot(client, problem)
     if known is None or size <= _SMALL * sum(worker.memory_limit for worker in known.workers):
         return True
-    plan = plan_computation(problem, known.workers, engine=known.engines)
-    budget = wave_budget() if any(map(is_lazy, arrays)) else None
+    there = {name: x for name, x in zip(problem.operands, arrays, strict=True) if not is_lazy(x)}
+    # What workers hold, and which chunks, as it is now.
+    known = (client and ask_roster(client, problem.demand, list(there.values()))) or known
+    placed = zip(there, known.placed, strict=False)
+    where = {name: np.frombuffer(raw, np.int32) for name, raw in placed if raw is not None}
+    plan = plan_computation(problem, known.workers, where, engine=known.engines, sources=known.sources)
+    budget = wave_budget() if len(there) < len(arrays) else None
     return budget is None or all(plan.projected_bytes[one.address] <= budget.of(one) for one in plan.participants)
 
 
@@ -445,11 +467,12 @@ def times(a: Array, b: Array, how: RunOptions) -> Array:
     return found
 
 
-def steps_of(x: Array) -> Iterator[Computation]:
-    """Yield the computations of the runs in the graph of an array, the last one first."""
+def steps_of(x: Array, beside: Sequence[Array] = ()) -> Iterator[Computation]:
+    """Yield the computations of the runs in the graph of an array, the last one first; without those of others."""
+    known = {name for other in beside for name in other.dask.layers}
     for name in reversed(x.dask._toposort_layers()):
         layer = x.dask.layers[name]
-        if not isinstance(layer, MaterializedLayer | TasksLayer):
+        if name in known or not isinstance(layer, MaterializedLayer | TasksLayer):
             continue
         barriers = [key for key in layer if barrier_name(key) is not None]
         if len(barriers) > 1:
@@ -481,8 +504,3 @@ def _plan_of(problem: Computation) -> Placement:
     if known is None:
         known = imagined_snapshot(problem, [Worker("here")])
     return plan_computation(problem, known.workers, engine=known.engines)
-
-
-def problem_of(x: Array) -> FactorProblem | ProgramProblem | None:
-    """Return the last factorization or program that an array is made by, or None if there is none in its graph."""
-    return next((one for one in steps_of(x) if isinstance(one, FactorProblem | ProgramProblem)), None)

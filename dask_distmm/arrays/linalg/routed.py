@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import dask.array as da
@@ -24,17 +24,20 @@ import numpy as np
 from dask.array.core import Array
 from dask.array.linalg import compression_level
 from dask.array.linalg import lstsq as dask_lstsq
+from dask.array.random import RandomState
 from dask.array.utils import svd_flip
+from dask.utils import random_state_data
 
 from dask_distmm.arrays.choice import PAYS, by_times
 from dask_distmm.arrays.fallback import NO_CLUSTER, note_left, note_taken, or_dask
 from dask_distmm.arrays.linalg import array_api, factors, leading, solutions, spectral
-from dask_distmm.arrays.linalg.factorize import common_type, goes_by_rows, problem_of
+from dask_distmm.arrays.linalg.factorize import adjoint, common_type, goes_by_rows, steps_of
 from dask_distmm.arrays.linalg.public import QRResult, SVDResult, named
 from dask_distmm.arrays.linalg.stacks import RULES, by_one_task, by_tasks
-from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory
+from dask_distmm.config import dask_costs, minimum_flops, raises_beyond_memory, wave_budget
 from dask_distmm.errors import NotSquareError, PlanError
 from dask_distmm.numeric.sparse import sparse_package
+from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.factor import FactorProblem
 from dask_distmm.planning.planner import plan_computation
 from dask_distmm.planning.program import ProgramProblem
@@ -51,7 +54,7 @@ StockSupport = Literal["full", "partial", "absent"]
 
 
 def _cholesky(a: Any, lower: bool = False) -> Any:
-    return _take(lambda: factors.cholesky(a, lower=bool(lower)), a, stock="full" if _blocks(a) else "absent")
+    return take(lambda: factors.cholesky(a, lower=bool(lower)), a, stock="full" if _blocks(a) else "absent")
 
 
 svd: Callable[..., Any] = spectral.svd
@@ -63,7 +66,7 @@ def _numpys_cholesky(a: Any, /, *, upper: bool = False) -> Any:
 
 
 def _lu(a: Any) -> Any:
-    return _take(lambda: factors.lu(a), a, stock=_by_lu(a, _blocks(a)))
+    return take(lambda: factors.lu(a), a, stock=_by_lu(a, _blocks(a)))
 
 
 def _qr(a: Any, mode: str = "reduced") -> Any:
@@ -74,7 +77,7 @@ def _qr(a: Any, mode: str = "reduced") -> Any:
         # Q is that of the first chunk: no run is as fast.
         return NotImplemented
     stock: StockSupport = "full" if plain and len(a.chunks[1]) == 1 else "absent"
-    return _take(lambda: factors.qr(a, mode, check_finite=False), a, stock=stock)  # type: ignore[call-overload]
+    return take(lambda: factors.qr(a, mode, check_finite=False), a, stock=stock)  # type: ignore[call-overload]
 
 
 def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: Any = "gen") -> Any:
@@ -86,23 +89,23 @@ def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: Any = "gen") -> Any:
         stock = "full" if assume_a == "pos" and blocks else "absent"
     # Stacks take no structure, so none is passed where none was.
     given = None if assume_a == "gen" else assume_a
-    return _take(lambda: solutions.solve(a, b, assume_a=given), a, b, stock=stock)
+    return take(lambda: solutions.solve(a, b, assume_a=given), a, b, stock=stock)
 
 
 def _solve_triangular(a: Any, b: Any, lower: bool = False) -> Any:
     stock: StockSupport = "full" if _chunks_match(a, b) else "absent"
-    return _take(lambda: solutions.solve_triangular(a, b, lower=bool(lower)), a, b, stock=stock)
+    return take(lambda: solutions.solve_triangular(a, b, lower=bool(lower)), a, b, stock=stock)
 
 
 def _inv(a: Any) -> Any:
     # Dask solves with an identity of float64.
     dtype = np.result_type(a.dtype, np.float64)
-    return _take(lambda: solutions.inv(a).astype(dtype), a, stock=_by_lu(a, _blocks(a)))
+    return take(lambda: solutions.inv(a).astype(dtype), a, stock=_by_lu(a, _blocks(a)))
 
 
 def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
     if not isinstance(a, Array) or a.ndim != 2:
-        return _take(lambda: solutions.lstsq(a, b, rcond), a, b, stock="absent", run=False)
+        return take(lambda: solutions.lstsq(a, b, rcond), a, b, stock="absent")
     good = rcond is None and len(a.chunks[1]) == 1 and a.shape[0] >= a.shape[1]
     rows = _by_rows(a)
 
@@ -116,7 +119,7 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
 
     found = NotImplemented
     if rows or not good:
-        found = _take(make, a, b, stock="full" if good else "absent", run=rows or rcond is None)
+        found = take(make, a, b, stock="full" if good else "absent")
     # NumPy's argument, which Dask lacks.
     return dask_lstsq(a, b) if good and found is NotImplemented else found
 
@@ -124,20 +127,23 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
 def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, compute_uv: bool = True) -> Any:
     if not isinstance(a, Array) or a.ndim != 2 or full_matrices or not compute_uv:
         # Stacks, and NumPy's arguments, which Dask lacks.
-        return _take(lambda: svd(a, full_matrices, compute_uv, check_finite=False), a, stock="absent", run=False)
+        return take(lambda: svd(a, full_matrices, compute_uv, check_finite=False), a, stock="absent")
     if 1 not in a.numblocks:
         make = functools.partial(spectral.svd, a, full_matrices=False)
-        return _take(make, a, stock="absent", run=False) if coerce_signs else NotImplemented
+        return take(make, a, stock="absent") if coerce_signs else NotImplemented
+    if a.dtype.kind == "c" and coerce_signs:
+        return NotImplemented
     # Dask's signs are those of sums of right vectors: of a tall matrix the rank that has R knows them.
     if a.dtype.kind != "c" and a.numblocks[1] == 1 and _by_rows(a):
-        return _take(lambda: spectral.svd_by_rows(a, True, {}, by_sum=coerce_signs), a, stock="full")
-    if (a.dtype.kind != "c" or not coerce_signs) and a.numblocks[0] == 1 and _by_rows(a.T):
-        found = _take(functools.partial(spectral.svd, a, full_matrices=False), a, stock="full")
-        if not coerce_signs or found is NotImplemented:
-            return found
-        u, v = svd_flip(found[0], found[2])
-        return u, found[1], v
-    return NotImplemented
+        return take(lambda: spectral.svd_by_rows(a, True, {}, by_sum=coerce_signs), a, stock="full")
+    if a.numblocks[0] != 1 or not _by_rows(a.T):
+        return NotImplemented
+    found = take(lambda: spectral.svd_by_rows(adjoint(a), True, {}), a, stock="full")
+    if found is NotImplemented:
+        return found
+    u, s, v = adjoint(found[2]), found[1], adjoint(found[0])
+    u, v = svd_flip(u, v) if coerce_signs else (u, v)
+    return u, s, v
 
 
 def _svd_compressed(
@@ -150,28 +156,46 @@ def _svd_compressed(
     compute: bool = False,
     coerce_signs: bool = True,
 ) -> Any:
-    if iterator not in ("power", "QR") or not isinstance(seed, int | np.integer | None):
+    if iterator not in ("power", "QR") or not isinstance(
+        seed, int | np.integer | da.random.Generator | RandomState | None
+    ):
         return NotImplemented
     if not isinstance(a, Array) or a.ndim != 2 or not 1 <= k <= min(a.shape):
         return NotImplemented
-    extra = compression_level(min(a.shape), k, n_oversamples) - k
-    if _on_host(a):
-        small = a.dtype in (np.float32, np.float64) and a.shape[1] * (k + extra) <= _DRAWN
+    extra, host = compression_level(min(a.shape), k, n_oversamples) - k, _on_host(a)
+    random = seed if isinstance(seed, RandomState) else da.random.default_rng(seed)
+    alike = random._backend is np if host else random._backend is not np
+    # On the host the random vectors are those of Dask, which travel with the graph.
+    known = not host or (a.dtype in (np.float32, np.float64) and a.shape[1] * (k + extra) <= _DRAWN)
+    if alike and known and _by_rows(a):
 
-        def make() -> Any:
-            drawn = da.random.default_rng(seed).standard_normal((a.shape[1], k + extra), chunks=(a.chunks[1], -1))
-            vectors = drawn.astype(a.dtype).compute(scheduler="sync").tobytes()
-            return leading.compressed_by_rows(a, k, n_power_iter, extra, vectors, {}, by_sum=coerce_signs)
+        def make(seed: int | bytes) -> Any:
+            return leading.compressed_by_rows(a, k, n_power_iter, extra, seed, {}, by_sum=coerce_signs)
 
-        return _take(make, a, stock="full") if small and _by_rows(a) else NotImplemented
-    # Dask's own makes NumPy's random vectors for any chunks.
-    if not coerce_signs:
+        # Numbers are drawn if they are used.
+        taken = take(lambda: make(0), a, stock="full")
+        return taken if taken is NotImplemented else make(_drawn(random, a, k + extra))
+    # Dask's own products are of NumPy's random vectors and CuPy's chunks.
+    if host or alike or not coerce_signs:
         return NotImplemented
-    seed = int(np.random.default_rng(seed).integers(2**31)) if seed is None else int(seed)
+    seed = _seed_of(random, 1) if seed is None or random is seed else int(seed)
     ours = leading.svd_compressed
-    return _take(
-        lambda: ours(a, k, n_power_iter=n_power_iter, n_oversamples=extra, seed=seed), a, stock="absent", run=False
-    )
+    return take(lambda: ours(a, k, n_power_iter=n_power_iter, n_oversamples=extra, seed=seed), a, stock="absent")
+
+
+def _drawn(random: Any, a: Array, width: int) -> int | bytes:
+    """Return the random vectors that Dask multiplies a matrix by; for those that GPUs would draw, a seed."""
+    if not _on_host(a):
+        return _seed_of(random, len(a.chunks[1]))
+    vectors = random.standard_normal((a.shape[1], width), chunks=(a.chunks[1], -1))
+    return bytes(vectors.astype(a.dtype).compute(scheduler="sync").tobytes())
+
+
+def _seed_of(random: Any, draws: int) -> int:
+    """Return a seed out of Dask's random numbers, which then go on as if they had been drawn for some chunks."""
+    if isinstance(random, RandomState):
+        return int(random_state_data(draws, random._numpy_state)[0][0])
+    return int(random._bit_generator._seed_seq.spawn(draws)[0].generate_state(1)[0])
 
 
 def _cov(m: Any, y: Any = None, rowvar: bool = True, bias: bool = False, ddof: Any = None, **weights: Any) -> Any:
@@ -188,7 +212,7 @@ def _covariances(make: Callable[[], Any], m: Any, y: Any, rowvar: Any, ddof: int
     if y is not None or not isinstance(m, Array) or m.ndim != 2 or not m.shape[bool(rowvar)] > ddof:
         return NotImplemented
     stock: StockSupport = "absent" if sparse_package(m._meta) else "full"
-    return _take(make, m, stock=stock) if _by_rows(m.T if rowvar else m) else NotImplemented
+    return take(make, m, stock=stock) if _by_rows(m.T if rowvar else m) else NotImplemented
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,14 +232,12 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _norm(x: Any, ord: Any = None, axis: Any = None, keepdims: bool = False) -> Any:
-    if (
-        not isinstance(x, Array)
-        or (x.ndim < 3 and x.dtype.kind != "c")
-        or ord not in (2, -2, "nuc")
-        or (x.ndim if axis is None else np.size(axis)) != 2
-    ):
+    if not isinstance(x, Array) or ord not in (2, -2, "nuc") or (x.ndim if axis is None else np.size(axis)) != 2:
         return NotImplemented
-    return _take(lambda: array_api.norm(x, ord, axis, keepdims), x, stock="absent", run=False)
+    stock: StockSupport = "full" if x.ndim < 3 and x.dtype.kind != "c" and 1 in x.numblocks else "absent"
+    if stock == "full" and not (_by_rows(x) or _by_rows(x.T)):
+        return NotImplemented
+    return take(lambda: array_api.norm(x, ord, axis, keepdims), x, stock=stock)
 
 
 DASKS: Mapping[str, Callable[..., Any]] = {
@@ -229,16 +251,14 @@ def _pinv(a: Any, rcond: float | None = None, hermitian: bool = False, **given: 
     if rtol is None:
         # NumPy's limit, and that of the array API.
         rtol = max(a.shape[-2:]) * float(np.finfo(common_type({"a": a})).eps) if given else 1e-15
-    return _take(lambda: solutions.pinv(a, rtol, hermitian, check_finite=False), a, stock="partial")
+    return take(lambda: solutions.pinv(a, rtol, hermitian, check_finite=False), a, stock="partial")
 
 
 def _cond(x: Any, p: Any = None) -> Any:
     if p in (None, 2, -2):
-        return _take(lambda: array_api.cond(x, p), x, stock="partial")
+        return take(lambda: array_api.cond(x, p), x, stock="partial")
     # Of singular matrices these are infinite, too.
-    return _take(
-        lambda: by_tasks("(m,m)->()", functools.partial(np.linalg.cond, p=p), {"x": x}), x, stock="partial", run=False
-    )
+    return take(lambda: by_tasks("(m,m)->()", functools.partial(np.linalg.cond, p=p), {"x": x}), x, stock="partial")
 
 
 def _named_qr(a: Any, mode: str = "reduced") -> Any:
@@ -251,7 +271,8 @@ def _named_svd(a: Any, full_matrices: bool | None = None, compute_uv: bool = Tru
     if hermitian:
         return NotImplemented
     if full_matrices or not compute_uv or a.dtype.kind == "c":
-        return _take(lambda: svd(a, bool(full_matrices), compute_uv, check_finite=False), a, stock="partial")
+        stock: StockSupport = "absent" if full_matrices or not compute_uv else "partial"
+        return take(lambda: svd(a, bool(full_matrices), compute_uv, check_finite=False), a, stock=stock)
     return SVDResult(*da.linalg.svd(a))
 
 
@@ -260,13 +281,13 @@ def _numpys(ours: Callable[..., Any]) -> Callable[..., Any]:
     listed = inspect.signature(ours).parameters
     # NumPy's refuse them in one case only.
     computed = "check_finite" in listed and ours not in (spectral.eig, spectral.eigvals)
-    options, run = {"check_finite": False} if computed else {}, "engine" in listed
+    options, narrow = {"check_finite": False} if computed else {}, "engine" not in listed
 
     @functools.wraps(ours)
     def function(*args: Any, **kwargs: Any) -> Any:
         if ours.__name__ in RULES and not kwargs and minimum_flops() is None and _are_small(*args):
-            return _take(lambda: by_one_task(ours.__name__, *args), *args, stock="partial", run=False)
-        return _take(lambda: ours(*args, **kwargs, **options), *args, stock="partial", run=run, narrow=not run)
+            return take(lambda: _of_small(ours.__name__, *args), *args, stock="partial")
+        return take(lambda: ours(*args, **kwargs, **options), *args, stock="partial", narrow=narrow)
 
     return function
 
@@ -333,20 +354,29 @@ def _are_small(*operands: Any) -> bool:
     )
 
 
+def _of_small(name: str, a: Array, *b: Array) -> Any:
+    """Return what one task makes of matrices, in the chunks in which a run would."""
+    results, (rows, cols) = by_one_task(name, a, *b), a.chunks
+    chunks = {"inv": (cols, rows), "solve": (cols, *(b and b[0].chunks[1:]))}.get(name, a.chunks)
+    if not isinstance(results, tuple):
+        return results.rechunk(chunks) if results.ndim == len(chunks) else results
+    return type(results)(*(x.rechunk(chunks) if x.ndim == len(chunks) else x for x in results))
+
+
 def _by_lu(a: Any, blocks: int) -> StockSupport:
     """Return how Dask's functions by LU are, of this many rows of square chunks."""
     return "absent" if not _on_host(a) or not blocks else "full" if blocks == 1 else "partial"
 
 
-def _take(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: bool = True, narrow: bool = False) -> Any:
+def take(make: Callable[[], Any], *operands: Any, stock: StockSupport, narrow: bool = False) -> Any:
     """Return what `make` returns, or NotImplemented where Dask's own function is to be called; note which."""
-    found = _taken(make, *operands, stock=stock, run=run, narrow=narrow)
-    if found is not NotImplemented:
+    result = _taken(make, *operands, stock=stock, narrow=narrow)
+    if result is not NotImplemented:
         note_taken()
-    return found
+    return result
 
 
-def _taken(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: bool, narrow: bool) -> Any:
+def _taken(make: Callable[[], Any], *operands: Any, stock: StockSupport, narrow: bool) -> Any:
     arrays = [x for x in operands if isinstance(x, Array)]
     # Of types of one or two bytes some of Dask's functions make float32, others float64.
     if not arrays or (not narrow and arrays[0].dtype.itemsize < 4):
@@ -354,38 +384,49 @@ def _taken(make: Callable[[], Any], *operands: Any, stock: StockSupport, run: bo
     # Of as many rows as columns or more, or of fewer: shapes of results depend on it.
     if np.isnan([size for x in arrays for size in x.shape]).any():
         return NotImplemented
+
+    def taken() -> Any:
+        result = make()
+        return NotImplemented if result is NotImplemented or _left(result, arrays, stock) else result
+
+    raises = raises_beyond_memory() or stock == "absent"
     try:
-        made = or_dask(make, raises=True)
+        return or_dask(taken, raises=raises)
     except NotSquareError:
         raise  # Dask's own error names arguments of a function inside of it.
     except PlanError:
         return NotImplemented  # Dask's own function has the error to raise.
-    if not run or made is NotImplemented:
-        return made
-    problem, raises = problem_of(made[0] if isinstance(made, tuple) else made), raises_beyond_memory()
-    if problem is None:
-        # Larger than the workers' memory: made of Dask's own tasks.
-        return NotImplemented if stock == "full" else made
-    return or_dask(lambda: NotImplemented if _left(problem, stock) else made, raises=stock == "absent" or raises)
 
 
-def _left(problem: FactorProblem | ProgramProblem, stock: StockSupport) -> bool:
-    """Whether a factorization or a program is left to Dask's own function."""
+def _left(result: Any, operands: Sequence[Array], stock: StockSupport) -> bool:
+    """Whether what was made of operands is left to Dask's own function; an error if a run of it does not fit."""
+    arrays = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, Array)]
+    runs = list({run.name: run for x in arrays for run in steps_of(x, beside=operands)}.values())
     client, least = current_client(), minimum_flops()
-    kind = problem.task.kind if isinstance(problem, FactorProblem) else problem.builder
-    what = f"{kind} of {problem['a'].shape} of {problem['a'].dtype}"
-    if stock == "full" and (client is None or problem.flops < (least or 1)):
+    full, flops = stock == "full", sum(run.flops for run in runs)
+    # Without a run Dask's own tasks make it, as the workers' memory is too small for one.
+    if full and (client is None or flops < (least or 1)):
         small = f"it has fewer operations than the config distmm.minimum-flops, {least:g}" if least else "it is empty"
-        note_left(what, problem.flops, NO_CLUSTER if client is None else small)
+        note_left(_text(runs), flops, NO_CLUSTER if client is None else small)
         return True
-    known = recent_snapshot(client, problem) if client is not None else None
-    if known is None:
-        return False
-    made = plan_computation(problem, known.workers, engine=known.engines)
-    if stock != "full" or least is not None:
-        return False
-    compared = with_tasks(made, known.workers, dask_costs())
-    if compared.worth_it:
-        return False
-    note_left(what, problem.flops, by_times(compared), PAYS)
-    return True
+    for run in runs if client is not None else ():
+        if (known := recent_snapshot(client, run)) is None:
+            return False
+        plan = plan_computation(run, known.workers, engine=known.engines)
+        # Between the call and the run processes may grow: where memory is short, only what would not have Dask spill.
+        budget = wave_budget() if full and any(x.by_ranks for x in run.matrices) else None
+        if budget is not None and any(plan.projected_bytes[one.address] > budget.of(one) for one in plan.participants):
+            return True
+        compared = with_tasks(plan, known.workers, dask_costs()) if full and least is None else None
+        if compared is not None and not compared.worth_it:
+            note_left(_text(runs), flops, by_times(compared), PAYS)
+            return True
+    return False
+
+
+def _text(runs: Sequence[Computation]) -> str:
+    """Return what runs compute, for a hint."""
+    if not runs or not isinstance(run := runs[0], FactorProblem | ProgramProblem):
+        return ""
+    kind = run.task.kind if isinstance(run, FactorProblem) else run.builder
+    return f"{kind} of {run['a'].shape} of {run['a'].dtype}"

@@ -398,7 +398,7 @@ def lstsq(
     columns, (m, n) = right_sides(a if by_rows else matrix("a", a), b, unknown_rows=by_rows), a.shape
     operands, axes, x_axes = {"a": a, "b": columns}, {"k": columns.chunks[1]}, "nk" if b.ndim > 1 else "n."
     if by_rows:
-        wanted = {"x": x_axes, "residuals": ".K real", "rank": "11 int64", "s": ".N real"}
+        wanted = {"x": x_axes, "residuals": ".k real", "rank": "11 int64", "s": ".N real"}
         x, residuals, found, s = by_program("lstsq", operands, wanted, how=how, axes=axes, rtol=rcond)
         rank = n if rcond is None else found[0, 0]
     elif rcond is not None:
