@@ -34,11 +34,9 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 PRINTED = [*PAGES, ROOT / "README.md"]
-# Code on a page, but for what needs more than there is here and says so: <!-- not run: why --> in the line before. Behind
-# it may be what it prints.
-FENCE = re.compile(
-    r"^(<!-- not run: .+ -->\n)?```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
-)
+# Code on a page, but for what needs more than there is here and says so (<!-- not run: why --> in the line before);
+# and what it prints, if that stands behind it.
+FENCE = re.compile(r"^(<!-- not run: .+ -->\n)?```python\n(.*?)^```$(?:\n\n```\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 FLAGS = doctest.NORMALIZE_WHITESPACE
 # Runs that the first programs of a reader make at least: the cost model leaves none of these to Dask's own tasks.
 RUNS = {"README.md": 1, "index.md": 1, "start.md": 3}
@@ -309,7 +307,7 @@ def test_the_first_program_as_a_script(page, tmp_path):
     # 2,000 x 2,000 sums of 2,000 products of numbers between 0 and 1.
     assert 1.9e9 < float(done.stdout.splitlines()[-1]) < 2.8e9
     assert "left to Dask's own tasks" not in done.stdout
-    # Nothing of tasks that were lost. A worker of Dask's may miss its scheduler in a heartbeat while both stop, and says so.
+    # No task was lost. A worker of Dask's may miss its scheduler in a heartbeat while both stop, and says so.
     assert not re.search(r"Exception|already computed", done.stderr), done.stderr
     assert not [text for text in done.stderr.split("Traceback")[1:] if "dask_distmm" in text]
 
