@@ -68,8 +68,11 @@ class Plan(Placement):
     from_host
         Whether ranks read chunks of A and B from host memory while they multiply: they do not fit on the GPUs.
     left
-        Why `@` under `enable` leaves this product to Dask's own tasks; empty where it does not, None where that was
-        not asked.
+        Why `@` under `enable` leaves this product to Dask's own tasks; empty where it does not, or was not asked.
+
+    See Also
+    --------
+    explain
     """
 
     asked_for: ClassVar[tuple[str, ...]] = ("input", PART, "enter")

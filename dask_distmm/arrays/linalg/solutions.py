@@ -64,6 +64,13 @@ def cho_factor(a: Operand, lower: bool = False, **how: Unpack[FactorOptions]) ->
     lower : bool
         As it was passed.
 
+    Raises
+    ------
+    PlanError
+        When it is called: `a` is not square, or of a type that is not supported.
+    MatrixError
+        When it is computed: a leading minor is not positive, or an element is NaN or infinite.
+
     Examples
     --------
     >>> from dask_distmm import linalg
@@ -89,6 +96,13 @@ def cho_solve(c_and_lower: tuple[Any, bool], b: Operand, **how: Unpack[SolveOpti
     -------
     array
         x, of the shape of `b`.
+
+    Raises
+    ------
+    PlanError
+        When it is called: the shapes do not fit each other, or what was factorized is not what is passed.
+    MatrixError
+        When it is computed: an element of the diagonal is zero, or an element is NaN or infinite.
 
     Examples
     --------
@@ -121,6 +135,13 @@ def lu_solve(
     -------
     array
         x, of the shape of `b`.
+
+    Raises
+    ------
+    PlanError
+        When it is called: the shapes do not fit each other, or what was factorized is not what is passed.
+    MatrixError
+        When it is computed: an element of the diagonal is zero, or an element is NaN or infinite.
 
     Examples
     --------
