@@ -23,6 +23,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from dask_distmm._version import __version__
+
 # Libraries by their name here, in the order in which they are shown: the name that is shown, and the distributions, of
 # which the first that is installed counts.
 LIBRARIES = {
@@ -62,7 +64,7 @@ def installed(*names: str) -> tuple[str, str] | tuple[None, None]:
 def versions() -> dict[str, str | None]:
     """Return the installed version of each library by its name here, None where it is missing."""
     found = {name: installed(*distributions)[1] for name, (_, *distributions) in LIBRARIES.items()}
-    return found | {"python": platform.python_version()}
+    return found | {"python": platform.python_version(), "dask_distmm": __version__}
 
 
 def cuda_major() -> int | None:
