@@ -106,7 +106,7 @@ def explain(x: Any) -> Placement | ChainPlan:
 
     See Also
     --------
-    explain
+    dask_distmm.explain
 
     Examples
     --------

@@ -206,7 +206,7 @@ def documented(name: str, doc: str, options: type | None, cost: Cost) -> str:
     if len(cost) == 2:
         raised += f"MatrixError\n    When it is computed: an element is NaN or infinite{unless}.\n"
     others = [other for group in RELATED if name in group.split() for other in group.split() if other != name]
-    related = ", ".join(f"linalg.{other}" for other in dict.fromkeys(others))
+    related = ", ".join(dict.fromkeys(others))
     notes = "\n\n".join(textwrap.fill(text, 112) for text in paragraphs)
     behind = f"{returned}{'' if 'Raises' in returned else raised}\nSee Also\n--------\n{related}\n"
     return "\n".join(
