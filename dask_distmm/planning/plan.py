@@ -59,7 +59,7 @@ class Plan(Placement):
         Cuts of m, n and k: p + 1, q + 1 and s + 1 increasing numbers from 0.
     d_cuts
         Cuts of D's rows and columns into the parts that ranks hold in full, after sums over k are added up
-        (`final_ranks`).
+        (``final_ranks``).
     owners
         int32, one for each chunk of D: the rank that holds it.
     packing
