@@ -25,7 +25,7 @@ from distributed import Client, get_worker, wait
 from distributed.utils import sync
 from distributed.worker import get_data_from_worker
 
-from dask_distmm.api import matmul
+from dask_distmm import matmul
 from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import DaskCosts, Machine, setting
