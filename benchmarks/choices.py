@@ -57,7 +57,7 @@ def equations(random: Any) -> Iterator[Way]:
     a, a1 = both(linalg.gram(g) / ORDER + 0.04 * da.eye(ORDER, chunks=ORDER // 4))
     b, b1 = both(random.standard_normal(ORDER, chunks=ORDER // 4))
     factor, factor1 = linalg.cho_factor(a), scipy.linalg.cho_factor(a1)
-    factor = persisted(factor[0]), factor[1]
+    factor = factor._replace(c=persisted(factor.c))
     yield Way("`solve`", lambda: linalg.solve(a, b), lambda: scipy.linalg.solve(a1, b1, assume_a="gen"))
     yield Way(
         '`solve(assume_a="pos")`',
