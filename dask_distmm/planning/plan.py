@@ -61,16 +61,15 @@ class Plan(Placement):
         Into how many parts m, n and k are cut, one for each rank.
     block_sizes : tuple of int
         The largest extent of a rank's part of m, n and k.
-    workers : tuple of str
-        Addresses of the ranks, in their order.
+    workers, hosts : tuple of str, set of str
+        Addresses of the ranks, in their order, and their hosts.
     seconds : float
         Estimated time from ``persist`` until all of D is in memory; `around` of it is Dask's.
     by_tasks : Estimate or None
         The estimate for Dask's own tasks, with ``seconds`` and ``bytes_moved``; None where nobody asked.
-    worth_it : bool
-        Whether the run is expected to be over clearly before Dask's own tasks would be.
-    left : str
-        Why `@` under `enable` leaves this product to Dask's own tasks; empty where it does not, or was not asked.
+    worth_it, left : bool, str
+        Whether the run is expected to be over clearly before Dask's own tasks would be; why `@` under `enable` leaves
+        this product to Dask's own tasks, empty where it does not, or was not asked.
     bytes_moved : int
         Estimated bytes that travel between workers.
     projected_bytes : dict
