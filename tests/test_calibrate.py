@@ -67,7 +67,7 @@ def test_a_cluster_is_measured_and_the_configuration_reads_it(client: Client, fo
         assert explain(x, x).seconds > 0
     assert rates == found["distmm"]["machine"]["numpy"]["gflops"] | {"float64": 12345}
     # It replaces its own file.
-    monkeypatch.setattr(calibrate, "measure", lambda client: {"dask": {"run": "1ms"}})
+    monkeypatch.setattr(calibrate, "measure", lambda client, seconds: {"dask": {"run": "1ms"}})
     calibrate.run_calibrate(client.scheduler.address, None, None, said.append)
     assert yaml.safe_load(path.read_text()) == {"distmm": {"dask": {"run": "1ms"}}}
     assert said[-2] == "rates of GPUs are not measured: distmm.machine stays as it is"

@@ -102,7 +102,7 @@ def fetch_seconds(address: str, key: str) -> float:
 # On the client
 
 
-def measure(client: Client, seconds: float = SECONDS) -> dict[str, Any]:
+def measure(client: Client, seconds: float) -> dict[str, Any]:
     """Return the constants as the configuration has them below ``distmm``, measured in about this time."""
     deadline, each = time.monotonic() + seconds, seconds / 40
     roster = ask_roster(client, Demand("auto", "numpy", ("float64",) * 3))
@@ -232,7 +232,7 @@ def run_calibrate(scheduler: str | None, workers: int | None, out: Path | None, 
     path = target(out)
     with connected(scheduler, workers, "calibrate") as client:
         say(f"measuring for about {SECONDS:.0f} s; other programs on these machines would be measured, too")
-        found = measure(client)
+        found = measure(client, SECONDS)
     say(compared(found))
     if "machine" not in found:
         say("rates of GPUs are not measured: distmm.machine stays as it is")
