@@ -21,7 +21,7 @@ def test_costs_are_those_that_the_times_were_made_from() -> None:
     """Times of runs are linear in the chunks, of tasks in their number."""
     run, chunk, start, task = np.random.default_rng().uniform(1e-4, 1e-2, 4)
     seconds = {("run", count): run + chunk * 3 * count**2 for count in calibrate.COUNTS["run"]}
-    # Of n x n x n products of chunks; sums of up to four of them, one for n = 2 and two for n = 6.
+    # Of n x n x n products of chunks; sums of up to four of them, one for n = 2 and two for n = 5.
     for count, sums in zip(calibrate.COUNTS["task"], (1, 2), strict=True):
         seconds["task", count] = start + task * (count**3 + sums * count**2)
     found = calibrate.costs(seconds)

@@ -51,7 +51,7 @@ RATES = (
     ("other", "int64", 192, 2),
 )
 # Chunks along each side of the tiny products that are runs, and that are Dask's own tasks; and their rows.
-COUNTS, SIDE = {"run": (2, 12), "task": (2, 6)}, 32
+COUNTS, SIDE = {"run": (2, 8), "task": (2, 5)}, 32
 LARGE = 2**25
 
 # A machine on which work costs nothing, and Dask takes a second for each task: what is left is their number.
@@ -161,7 +161,7 @@ def _turns(client: Client, deadline: float) -> Turn:
     """Return the medians of the seconds around runs and of Dask's own tasks, by the number of chunks."""
     turns: list[Turn] = []
     # The first turn is for warming up.
-    while len(turns) < 3 or time.monotonic() < deadline:
+    while len(turns) < 2 or time.monotonic() < deadline:
         turn: Turn = {}
         for name, count in ((name, count) for name, counts in COUNTS.items() for count in counts):
             a, b = (computed(da.random.random((SIDE * count, SIDE * count), chunks=SIDE)) for _ in "ab")
