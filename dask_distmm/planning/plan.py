@@ -69,7 +69,7 @@ class Plan(Placement):
         The estimate for Dask's own tasks, with ``seconds`` and ``bytes_moved``; None where nobody asked.
     worth_it, left : bool, str
         Whether the run is expected to be over clearly before Dask's own tasks would be; why `@` under `enable` leaves
-        this product to Dask's own tasks, empty where it does not, or was not asked.
+        this product to Dask's own tasks, empty where it does not, None where nobody asked.
     bytes_moved : int
         Estimated bytes that travel between workers.
     projected_bytes : dict
