@@ -180,6 +180,10 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
     ProjectedMemoryError
         A worker would have to hold more than it may. Also a MemoryError.
 
+    See Also
+    --------
+    explain, enable, Matmul, matmul_grouped, linalg.multi_dot
+
     Examples
     --------
     >>> import dask.array as da
@@ -226,6 +230,21 @@ def explain(
     ------
     PlanError, ProjectedMemoryError
         As `matmul`. Without `b`: there are options, or `a` has been computed or persisted.
+
+    See Also
+    --------
+    matmul, explain_grouped, linalg.explain
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import explain
+    >>> x = da.ones((100_000, 500), chunks=(10_000, 500))
+    >>> plan = explain(x.T, x, workers=4)
+    >>> plan.method, plan.bytes_moved
+    ('reducescatter', 7500000)
+    >>> explain(x, x.astype(object).T).method
+    'dask'
     """
     if b is None:
         if c is not None or options:

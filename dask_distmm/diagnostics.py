@@ -72,6 +72,10 @@ def progress(*x: Any, notebook: bool | None = None, file: TextIO | None = None) 
     PlanError
         Nothing in `x` is being computed on a cluster.
 
+    See Also
+    --------
+    explain, matmul
+
     Examples
     --------
     >>> C = dask_distmm.matmul(A, B).persist()    # doctest: +SKIP

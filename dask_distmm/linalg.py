@@ -104,10 +104,16 @@ def explain(x: Any) -> Placement | ChainPlan:
     PlanError
         `x` is not a lazy array: it has been computed, or persisted.
 
+    See Also
+    --------
+    dask_distmm.explain
+
     Examples
     --------
     >>> import dask.array as da
     >>> from dask_distmm import linalg
-    >>> explain(linalg.cholesky(da.eye(100, chunks=30)))  # doctest: +SKIP
+    >>> plan = linalg.explain(linalg.cholesky(da.eye(100, chunks=30)))
+    >>> plan.method, plan.engine, len(plan.workers)
+    ('local', 'numpy', 1)
     """
     return explain_result(x)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dask_distmm import __version__
+from dask_distmm.planning.placement import PUBLIC
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "sphinxext"))
@@ -68,3 +69,14 @@ html_theme_options: dict[str, Any] = {
     "footer_end": [],
     "pygments_light_style": "tango",
 }
+
+
+def skip_internals(app: Any, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out what plans have for the runtime, as completion does."""
+    home = getattr(getattr(member, "fget", getattr(member, "func", member)), "__module__", "") or ""
+    return True if what == "class" and home.startswith("dask_distmm.planning") and name not in PUBLIC else None
+
+
+def setup(app: Any) -> None:
+    """Connect what this file adds to Sphinx."""
+    app.connect("autodoc-skip-member", skip_internals)

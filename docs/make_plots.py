@@ -1,8 +1,7 @@
 """Draw the plots, and write the tables of times, from the recorded benchmarks, ``benchmarks/results/*.json``.
 
-``python docs/make_plots.py`` writes ``docs/pictures/performance-*.svg`` and the tables of ``performance.md``,
-``index.md`` and ``README.md``; ``--png FOLDER`` only writes the plots there as PNGs, to look at. Nothing is measured
-here, and every number comes from a file.
+``python docs/make_plots.py`` writes ``docs/pictures/performance-*.svg`` and the tables of the pages `PAGES`; ``--png
+FOLDER`` only writes the plots there as PNGs, to look at. Nothing is measured here, and every number comes from a file.
 """
 
 from __future__ import annotations
@@ -31,7 +30,9 @@ SHOWN = (
     "linalg-gpu-2-float64", "linalg-gpu-2-qr", "narrow-gpu-4", "overhead-cpu", "scaling-gpu-4", "spectral-gpu-2",
     "stateful-cpu", "stateful-gpu-4", "streams-2", "svd-gpu-2", "waves-cpu",
 )  # fmt: skip
-PAGES = (HERE / "performance.md", HERE / "index.md", HERE.parent / "README.md")
+# Of these only tables are made, which tests compare with pages.
+LISTED = ("choices-cpu",)
+PAGES = (HERE / "performance.md", HERE / "index.md", HERE.parent / "README.md", HERE / "which-function.md")
 # What a program computes, and the seconds of each way to do it; None where that is not measured or fails.
 Times = dict[str, dict[str, float | None]]
 
@@ -59,8 +60,8 @@ def digest() -> str:
 
 
 def load(name: str) -> dict[str, Any]:
-    """Return a recorded benchmark, one of `SHOWN`."""
-    if name not in SHOWN:
+    """Return a recorded benchmark, one of `SHOWN` and `LISTED`."""
+    if name not in (*SHOWN, *LISTED):
         raise ValueError(f"{name} is not in SHOWN, so that nobody would notice if it changed")
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return found
@@ -373,6 +374,15 @@ def short() -> Times:
     return {name: {way: one[way] for way in ("stock Dask", "dask_distmm")} for name, one in rows.items()}
 
 
+def choices(question: str) -> Times:
+    """Return the times of functions that answer the same question."""
+    found = load("choices-cpu")["seconds"][question]
+    ways = "dask_distmm", "one process"
+    return {
+        name: {way: statistics.median(one[way]) if way in one else None for way in ways} for name, one in found.items()
+    }
+
+
 def plain(seconds: float | None) -> str:
     """Return a time in two or three digits."""
     if seconds is None:
@@ -454,13 +464,19 @@ TIMES: Mapping[str, Callable[[], Times]] = {
     "scaling": scaling,
     "linalg-cpu": linalg_cpu, "linalg-gpu": linalg_gpu,
 }  # fmt: skip
+# Of these there are no plots.
+QUESTIONS = {
+    f"choices-{name}": name for name in ("equations", "least-squares", "components", "eigenvalues", "products")
+}
 
 
 def written(text: str) -> str:
     """Return a page with its tables as the results have them."""
 
     def replaced(match: re.Match[str]) -> str:
-        found = enabled_table() if match[2] == "enabled" else table(TIMES[match[2]]())
+        name = match[2]
+        times = choices(QUESTIONS[name]) if name in QUESTIONS else TIMES[name]() if name in TIMES else None
+        found = enabled_table() if times is None else table(times)
         return f"{match[1]}\n{found}\n{match[3]}"
 
     return re.sub(

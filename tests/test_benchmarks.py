@@ -473,15 +473,3 @@ def test_programs_of_enable(client):
             for on in (True, False):
                 seconds, grown = enabled.once(client, inputs, compute, on)
                 assert seconds > 0 <= grown
-
-
-def test_constants_of_dask(client):
-    """They are times that the configuration takes."""
-    from dask.utils import parse_timedelta
-
-    from benchmarks import constants
-
-    found = constants.dask_seconds(client, 1)
-    assert found.keys() == {"run", "chunk", "start", "task"}
-    assert all(parse_timedelta(text) >= 0 for text in found.values())
-    assert parse_timedelta(found["task"]) > 0

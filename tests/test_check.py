@@ -29,7 +29,7 @@ def _from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installing, "_origin", lambda: None)
 
 
-VERSIONS = dict.fromkeys(facts.LIBRARIES, "1.2.3") | {"python": "3.12.1", "dask_distmm": "0.1.0"}
+VERSIONS = dict.fromkeys(facts.LIBRARIES, "1.2.3") | {"python": "3.12.1", "dask_distmm": __version__}
 LIBRARIES = {"cublasmp": "1000", "nccl": "2.30.7", "nvmath": "1.0.0"}
 DEVICES = [{"name": "H200", "uuid": f"GPU-{i}", "memory": 140 * 2**30} for i in range(4)]
 
@@ -149,8 +149,8 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("make", "path", "value", "level", "text", "remedy"),
     [
-        (cpu_cluster, "versions.dask_distmm", None, "error", "is not installed", "dask_distmm==0.1.0"),
-        (cpu_cluster, "versions.dask_distmm", "0.0.9", "error", "0.0.9 is imported there, from /lib, 0.1.0", "0.1.0"),
+        (cpu_cluster, "versions.dask_distmm", None, "error", "is not installed", f"dask_distmm=={__version__}"),
+        (cpu_cluster, "versions.dask_distmm", "0.0.9", "error", f"0.0.9 is imported there, from /lib, {__version__}", "pip"),
         (cpu_cluster, "versions.dask", "2020.1", "warning", "versions of dask differ", "dask==1.2.3"),
         (cpu_cluster, "versions.python", "3.11.1", "warning", "versions of python differ", "Python 3.12"),
         (cpu_cluster, "versions.python", "3.12.9", None, "", ""),
@@ -212,7 +212,10 @@ def test_one_fact_that_is_wrong_is_one_finding(
     ("path", "value", "level", "text"),
     [
         ("versions.dask_distmm", None, "error", "the scheduler lacks dask_distmm"),
-        ("versions.dask_distmm", "0.0.9", "error", "the scheduler has dask_distmm 0.0.9, from /lib, this client 0.1.0"),
+        (
+            "versions.dask_distmm", "0.0.9", "error",
+            f"the scheduler has dask_distmm 0.0.9, from /lib, this client {__version__}",
+        ),
         ("package", {"error": "broken"}, "error", "the scheduler can't import dask_distmm: broken"),
         ("versions.numpy", None, None, ""),
         ("versions.distributed", "2020.1", "warning", "versions of distributed differ"),

@@ -26,7 +26,7 @@ def invoke(*arguments: str) -> Result:
 def test_it_is_a_group_with_the_name_of_the_entry_point() -> None:
     assert isinstance(main, click.Group)
     assert main.name == "distmm"
-    assert set(main.commands) == {"bench", "check", "demo", "explain", "matmul"}
+    assert set(main.commands) == {"bench", "calibrate", "check", "demo", "explain", "matmul"}
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
@@ -47,6 +47,7 @@ def test_help(option: str) -> None:
         ("matmul", ["--out FILE", "--overwrite", "X.zarr::path/of/array", "Examples:", "--epilog NAME", "--workers"]),
         ("explain", ["--html", "--scheduler", "Computes nothing"]),
         ("bench", ["--json", "4,8", "by turns"]),
+        ("calibrate", ["--scheduler ADDRESS", "--out FILE", "distmm-measured.yaml", "20 seconds"]),
     ],
 )
 def test_help_of_each_command(command: str, texts: list[str]) -> None:
@@ -61,7 +62,7 @@ def test_help_does_not_wait_for_what_commands_need() -> None:
     program = (
         "import sys, dask_distmm.tools.cli; bad = [name for name in sys.modules if name in ('zarr', 'h5py',"
         " 'matplotlib') or name.startswith(tuple(f'dask_distmm.tools.{part}' for part in"
-        " ('files', 'multiply', 'check', 'bench', 'demo')))];"
+        " ('multiply', 'check', 'calibrate', 'demo')))];"
         " assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

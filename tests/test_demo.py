@@ -20,6 +20,7 @@ from dask_distmm.tools import demo
 
 COMMAND = [sys.executable, "-W", "error", "-m", "dask_distmm", "demo"]
 GIB = 2**30
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -44,9 +45,10 @@ def test_both_jobs_say_plan_check_times_and_ratio(environment: dict[str, str], t
     command = [*COMMAND, "--size", "512", "--workers", "2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert max(map(len, done.stdout.replace(str(tmp_path), "/tmp").splitlines())) <= 100
+    assert max(map(len, done.stdout.replace(str(tmp_path), "/tmp").replace(str(ROOT), ".").splitlines())) <= 100
     head, first, second = re.split(r"^\d\. .*$", done.stdout, flags=re.MULTILINE)
     assert "2 workers" in head
+    assert re.search(r"dashboard: (http://\S+/distmm while this runs|python -m pip install .*\[dashboard\])", head)
     assert "1797 x 2144 float64" in first
     assert "A @ B, 512 x 512 random numbers" in second
     for job, products in ((first, 2), (second, 1)):
@@ -55,6 +57,8 @@ def test_both_jobs_say_plan_check_times_and_ratio(environment: dict[str, str], t
             r"check     right: all [\d,]+ elements",
             r"time      dask_distmm [\d.]+ m?s, Dask's own matmul [\d.]+ m?s",
             r"ratio     \d+\.\d\d",
+            r"here      NumPy in one process [\d.]+ \w+, [\d.]+ of dask_distmm's time: ",
+            r"estimate  dask_distmm [\d.]+ \w+, [\d.]+ of the measured time\n +Dask [\d.]+ \w+, [\d.]+ of the measured",
         ):
             assert len(re.findall(line, job)) == products, line
     share = re.search(r"they carry ([\d.]+) % of the variance", first)
@@ -161,6 +165,12 @@ def test_the_data_set_is_standardised() -> None:
     assert constant.any()
     assert not values[:, constant].any()
     np.testing.assert_allclose(deviation[~constant], 1)
+
+
+def test_whether_one_machine_is_enough_in_words() -> None:
+    text = "NumPy in one process 100.00 ms, 0.50 of dask_distmm's time: one machine is enough"
+    assert demo.machine_text(0.1, 0.2) == text
+    assert demo.machine_text(0.4, 0.2).endswith("2.00 of dask_distmm's time: the cluster pays")
 
 
 @pytest.mark.parametrize(("ours", "text"), [(0.5, "2.00 times"), (2.0, "(slower)"), (1.01, "as fast as")])

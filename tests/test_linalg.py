@@ -109,6 +109,12 @@ def test_as_scipy_has_them(client):
     np.testing.assert_array_equal(piv, swaps)
     assert_solution(a, linalg.lu_solve(linalg.lu_factor(lazy(a)), lazy(v)).compute()[:, None], v[:, None])
     assert_solution(s, linalg.cho_solve(linalg.cho_factor(lazy(s)), lazy(v)).compute()[:, None], v[:, None])
+    for x in (s, s + 1j * (np.tri(70) - np.tri(70).T)):
+        for lower in (True, False):
+            found = linalg.cho_factor(lazy(x), lower)
+            assert found.lower is lower
+            np.testing.assert_allclose(found.logdet(), np.linalg.slogdet(x)[1], rtol=1e-10)
+            assert found.logdet().dtype == np.float64
     np.testing.assert_allclose(linalg.det(lazy(a / 5)).compute(), scipy.linalg.det(a / 5), rtol=1e-9)
     x, residuals, rank, _ = linalg.lstsq(lazy(a[:, :20].copy()), lazy(v))
     np.testing.assert_allclose(residuals.compute(), np.linalg.lstsq(a[:, :20], v)[1][0], rtol=1e-9)

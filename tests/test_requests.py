@@ -22,6 +22,7 @@ from dask_distmm import (
     matmul,
     matmul_grouped,
 )
+from dask_distmm.arrays.request import check_names
 from dask_distmm.config import enabled_setting, minimum_flops, read_options
 
 ONLY_BY_A_RUN = {
@@ -229,3 +230,13 @@ def test_data_frames_are_named() -> None:
 
     with pytest.raises(PlanError, match=r"the second operand is a DataFrame; .*to_numpy\(\)"):
         matmul(ones(2, 2), DataFrame())
+
+
+def test_an_engine_by_its_old_name_is_taken_and_says_so() -> None:
+    with pytest.warns(FutureWarning, match=r"engine='cusolvermp' is 'nccl' now; 0\.3 will not know 'cusolvermp'"):
+        assert check_names(None, "cusolvermp", kind="factorization") == ("auto", "nccl")
+    with (
+        dask.config.set({"distmm.engine": "cusolvermp"}),
+        pytest.warns(FutureWarning, match=r"config distmm\.engine='cusolvermp' is 'nccl' now"),
+    ):
+        assert check_names(None, None, kind="factorization") == ("auto", "nccl")

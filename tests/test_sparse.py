@@ -170,6 +170,8 @@ def check_tall(kind, dtype, *, hidden=False, scale=1.0):
     np.testing.assert_allclose(v, np.linalg.eigvalsh(centred.conj().T @ centred / 299)[::-1][:4], rtol=1e3 * eps)
     np.testing.assert_allclose(mu, wide.mean(axis=0), rtol=100 * eps, atol=100 * eps)
     np.testing.assert_allclose(c @ c.conj().T, np.eye(4), atol=1e3 * eps)
+    scores = linalg.pca(s, 4).transform(s)
+    np.testing.assert_allclose(scores, (wide - wide.mean(axis=0)) @ c.conj().T, atol=1e3 * eps * abs(wide).max())
     values = np.linalg.svd(wide, compute_uv=False)
     np.testing.assert_allclose(linalg.svdvals(s).compute(), values, rtol=1e3 * eps, atol=100 * eps * values[0])
     u, found, vh = dask.compute(*linalg.svd(s, full_matrices=False))

@@ -350,6 +350,14 @@ def test_principal_components(shape):
     # What is left of the data in the directions of the components has their variances, and is not correlated.
     np.testing.assert_allclose(np.cov(centred @ components.T, rowvar=False), np.diag(variances), atol=1e-10)
     np.testing.assert_allclose(components @ components.T, np.eye(k), atol=1e-12)
+    found, other = linalg.pca(lazy(a), k), random((31, shape[1]))
+    scores = found.transform(other)
+    np.testing.assert_allclose(scores, (other - mean) @ components.T, atol=1e-10)
+    np.testing.assert_allclose(found.inverse_transform(scores), scores.compute() @ components + mean, atol=1e-10)
+    # All components describe all of the data.
+    whole = linalg.pca(lazy(a[: shape[1] + 5] if len(a) > shape[1] else a))
+    rows = lazy(a[: len(whole.components)])
+    np.testing.assert_allclose(whole.inverse_transform(whole.transform(rows)), rows, atol=1e-9)
 
 
 def general_of(what, n, dtype):

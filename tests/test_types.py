@@ -14,7 +14,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from test_docs import MATRICES, PRINTED, VECTORS, fences
+from test_docs import PRINTED, fences
 
 import dask_distmm
 import dask_distmm.typing as names
@@ -122,19 +122,6 @@ PROGRAM += "".join(
     f'    matmul(a, b, {name}=object())  # Argument "{name}" to "matmul" has incompatible type\n' for name in DEFAULTS
 )
 # Names that pages take for granted, as `test_docs.as_printed` has them.
-PRELUDE = """
-from typing import Any
-import dask
-import dask.array as da
-import numpy as np
-import dask_distmm
-from dask_distmm import matmul, quantize
-from distributed import Client
-client: Any = None
-steps: Any = []
-"""
-
-
 # What `strict` adds, taken back: pages and examples are checked as of a user who does not ask for it.
 NOT_STRICT = "# mypy: " + ", ".join(
     [
@@ -158,11 +145,9 @@ def checked(tmp_path_factory):
     (folder / "program.py").write_text(PROGRAM)
     for path in (ROOT / "docs" / "examples").glob("*.py"):
         (folder / f"example_{path.name}").write_text(f"{NOT_STRICT}\n{path.read_text()}")
-    prelude = OF_PAGES + PRELUDE + "".join(f"{name} = da.ones((24, 24), chunks=8)\n" for name in MATRICES)
-    prelude += 'qw, sw = quantize(b, "float8_e4m3")\n'
     for page in PRINTED:
-        text = prelude + "".join(f"{name} = da.ones(24, chunks=8)\n" for name in VECTORS.get(page.name, ()))
-        for code, _ in fences(page):
+        text = OF_PAGES
+        for code, *_ in fences(page):
             if ">>>" in code:
                 lines = [line[4:] for line in code.splitlines() if line[:4] in (">>> ", "... ")]
                 text += "\n".join([*lines, ""])

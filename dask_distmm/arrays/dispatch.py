@@ -378,6 +378,20 @@ def enable() -> None:
     ------
     PlanError
         The config ``distmm.enabled`` has another value than true, false or null.
+
+    See Also
+    --------
+    disable, enabled, is_enabled, explain, matmul
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> import dask_distmm
+    >>> dask_distmm.enable()
+    >>> x = da.ones((400, 300), chunks=100)
+    >>> float((x.T @ x).sum().compute())  # with a cluster one run, where that pays
+    36000000.0
+    >>> dask_distmm.disable()
     """
     enabled_setting()
     _switch(on=True)
@@ -387,13 +401,46 @@ def disable() -> None:
     """Undo `enable`: Dask's names hold exactly what they held before.
 
     Inside ``with enabled():`` of any thread routing continues until the last such block ends.
+
+    See Also
+    --------
+    enable, enabled, is_enabled
+
+    Examples
+    --------
+    >>> import dask_distmm
+    >>> dask_distmm.disable()
+    >>> dask_distmm.is_enabled()
+    False
     """
     _switch(on=False)
 
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """Route Dask's matrix products here inside a ``with`` block."""
+    """Route Dask's matrix products here inside a ``with`` block.
+
+    Yields
+    ------
+    None
+        Products that are written inside come here, also if they are computed afterwards.
+
+    See Also
+    --------
+    enable, disable, is_enabled
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> import dask_distmm
+    >>> x = da.ones((400, 300), chunks=100)
+    >>> with dask_distmm.enabled():
+    ...     gram = x.T @ x
+    >>> float(gram[0, 0].compute())
+    400.0
+    >>> dask_distmm.is_enabled()
+    False
+    """
     _switch(contexts=1)
     try:
         yield
@@ -402,7 +449,24 @@ def enabled() -> Iterator[None]:
 
 
 def is_enabled() -> bool:
-    """Whether Dask's matrix products are routed here now."""
+    """Return whether Dask's matrix products are routed here now.
+
+    Returns
+    -------
+    bool
+        Whether the last `enable` was not undone, or some thread is inside ``with enabled():``.
+
+    See Also
+    --------
+    enable, disable, enabled
+
+    Examples
+    --------
+    >>> import dask_distmm
+    >>> with dask_distmm.enabled():
+    ...     dask_distmm.is_enabled()
+    True
+    """
     return (_switched_on or _contexts > 0) and enabled_setting() is not False
 
 

@@ -135,6 +135,10 @@ def to_torch(array: da.Array | str, worker: Any = None) -> dict[tuple[int, ...],
     PlanError
         The call is outside a task, and no worker was given. Also a ValueError.
 
+    See Also
+    --------
+    matmul, distribute
+
     Examples
     --------
     >>> def largest(name, dask_worker):

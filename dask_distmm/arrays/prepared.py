@@ -93,6 +93,10 @@ def replicate(a: ArrayLike) -> da.Array:
     ProjectedMemoryError
         A worker would have to hold more than it may. Also a MemoryError.
 
+    See Also
+    --------
+    free_replicas, distribute, matmul
+
     Examples
     --------
     >>> w = dask_distmm.replicate(w)      # doctest: +SKIP
@@ -130,6 +134,17 @@ def free_replicas(*arrays: da.Array) -> int:
     ------
     EngineError
         No cluster is connected.
+
+    See Also
+    --------
+    replicate, free_workspaces
+
+    Examples
+    --------
+    >>> import dask_distmm
+    >>> w = dask_distmm.replicate(w)    # doctest: +SKIP
+    >>> dask_distmm.free_replicas(w)      # doctest: +SKIP
+    1
     """
     client = current_client()
     if client is None:
@@ -166,6 +181,10 @@ def distribute(a: ArrayLike, distribution: Distribution, *, workers: Sequence[st
     ------
     PlanError
         No cluster is connected, `a` is not a matrix that engines multiply, or there are too few workers.
+
+    See Also
+    --------
+    Slab, BlockCyclic, replicate, Matmul
 
     Examples
     --------
@@ -276,6 +295,10 @@ class Matmul:
     PlanError
         As `dask_distmm.matmul`; and if the operands can't be multiplied collectively: no cluster is connected, they are
         not matrices, or no engine takes them.
+
+    See Also
+    --------
+    matmul, distribute, free_workspaces
 
     Notes
     -----

@@ -86,6 +86,10 @@ class NotCollective(Explanation):
     ----------
     reason
         Why.
+
+    See Also
+    --------
+    explain
     """
 
     method = "dask"
@@ -485,6 +489,10 @@ def matmul_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unpa
     ProjectedMemoryError
         A worker would have to hold more than it may.
 
+    See Also
+    --------
+    explain_grouped, matmul
+
     Examples
     --------
     >>> import dask.array as da
@@ -521,6 +529,18 @@ def explain_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unp
     ------
     PlanError, ProjectedMemoryError
         As `matmul_grouped`.
+
+    See Also
+    --------
+    matmul_grouped, explain
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import explain_grouped
+    >>> pairs = [(da.ones((4, 3)), da.ones((3, 5))), (da.ones((2, 7)), da.ones((7, 2)))]
+    >>> explain_grouped(pairs).shapes
+    ((4, 5, 3), (2, 2, 7))
     """
     return _plan_groups(_parse_pairs(pairs, options))
 

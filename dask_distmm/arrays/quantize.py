@@ -54,6 +54,10 @@ class BlockScaled:
         ``"mxfp8"`` or ``"nvfp4"``.
     axis : int
         The axis along which blocks lie: 1 for A, 0 for B.
+
+    See Also
+    --------
+    quantize, dequantize
     """
 
     values: da.Array
@@ -109,6 +113,10 @@ def quantize(a: ArrayLike, dtype: Any, *, axis: int = -1, scale: Any = None) -> 
     PlanError
         The type is none of these, or `a` is complex, no matrix, or on a GPU for the types with block scales.
 
+    See Also
+    --------
+    dequantize, matmul
+
     Examples
     --------
     >>> import dask.array as da
@@ -155,10 +163,27 @@ def dequantize(
     q_type : str, optional
         The FP8 type that a `q` of uint8 holds.
 
+    Returns
+    -------
+    dask.array.Array
+        Of the shape and the chunks of `q`.
+
     Raises
     ------
     PlanError
         `q` is not FP8.
+
+    See Also
+    --------
+    quantize, matmul
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_distmm import dequantize, quantize
+    >>> q, scale = quantize(da.ones((4, 4), chunks=2), "float8_e4m3")
+    >>> round(float(dequantize(q, scale)[0, 0].compute()), 4)
+    1.0
     """
     if isinstance(q, BlockScaled):
         expanded = da.map_blocks(

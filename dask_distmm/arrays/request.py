@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
@@ -579,6 +580,10 @@ def check_distributions(distributions: Sequence[Distribution | None] | None) -> 
     return a, b, d
 
 
+# Engines that have another name since; the first version without the old one.
+_RENAMED = {"cusolvermp": ("nccl", "0.3")}
+
+
 def check_names(method: str | None, engine: str | None, kind: str = "product") -> tuple[str, str]:
     """Return method and engine, from the configuration where they are None; refuse those that can't do it.
 
@@ -587,6 +592,11 @@ def check_names(method: str | None, engine: str | None, kind: str = "product") -
     found = []
     for name, value, known in (("method", method, METHODS), ("engine", engine, ENGINES)):
         what, chosen = (f"config distmm.{name}", setting(name)) if value is None else (name, value)
+        if name == "engine" and chosen in _RENAMED:
+            renamed, last = _RENAMED[chosen]
+            text = f"{what}={chosen!r} is {renamed!r} now; {last} will not know {chosen!r}"
+            warnings.warn(text, FutureWarning, stacklevel=2)
+            chosen = renamed
         if chosen not in ("auto", *known):
             raise PlanError(unknown_name(what, chosen, ("auto", *known)))
         found.append(chosen)

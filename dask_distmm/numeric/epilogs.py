@@ -65,6 +65,10 @@ class Epilog(enum.StrEnum):
     For each F of ``RELU``, ``GELU``, ``LEAKY_RELU``, ``TANH``, ``SIGMOID``, ``SILU``, ``HARDSWISH`` and ``CLAMP`` there
     are ``F``, ``F_BIAS``, ``F_AUX`` and ``F_AUX_BIAS``. The others are ``BIAS``, ``DRELU``, ``DGELU``,
     ``DRELU_BGRAD``, ``DGELU_BGRAD``, ``BGRADA``, ``BGRADB`` and ``ALLREDUCE``.
+
+    See Also
+    --------
+    matmul
     """
 
     ALLREDUCE = "allreduce"

@@ -32,6 +32,10 @@ class Slab:
     ------
     PlanError
         A matrix has no such axis.
+
+    See Also
+    --------
+    BlockCyclic, distribute, matmul
     """
 
     axis: int
@@ -64,6 +68,10 @@ class BlockCyclic:
     ------
     PlanError
         These are not two positive numbers each.
+
+    See Also
+    --------
+    Slab, distribute, matmul
     """
 
     grid: tuple[int, int]

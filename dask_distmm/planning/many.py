@@ -155,6 +155,10 @@ class GroupPlan(Explanation):
         Tasks that run at the same time.
     seconds
         Estimated time of all.
+
+    See Also
+    --------
+    explain_grouped
     """
 
     shapes: tuple[tuple[int, int, int], ...]
@@ -378,6 +382,10 @@ class BatchPlan(Explanation):
         Collective runs that the second way takes.
     plan
         The plan of one such run, or the waves of one product that does not fit as a run.
+
+    See Also
+    --------
+    explain
     """
 
     batch: Batch

@@ -41,6 +41,15 @@ def _forms_of(kind: type) -> tuple[Callable[[Any], str], Callable[[Any], str]]:
     return _forms.get(kind, (object.__repr__, object.__repr__))
 
 
+# The public attributes of all kinds of plans.
+PUBLIC = {
+    "alternatives", "around", "batch", "block_sizes", "bound", "by_tasks", "bytes_moved", "chunks", "collective",
+    "compute_type", "engine", "estimate", "flops", "grid", "hosts", "items", "left", "method", "plan",
+    "projected_bytes", "reason", "route", "runs", "scheme", "seconds", "shapes", "shares", "slots", "workers",
+    "worth_it",
+}  # fmt: skip
+
+
 class Explanation:
     """How a product would be computed, as `dask_distmm.explain` returns it. Shown as text, and as HTML in notebooks.
 
@@ -57,9 +66,17 @@ class Explanation:
         Estimated time from ``persist`` until all of D is in memory; None where nothing was estimated.
     bytes_moved : int or None
         Estimated bytes that travel between workers, all together; None where nothing was estimated.
+
+    See Also
+    --------
+    explain, explain_grouped, linalg.explain
     """
 
     __slots__ = ()
+
+    def __dir__(self) -> list[str]:
+        """Return what users read of a plan; completion lists nothing else."""
+        return [name for name in super().__dir__() if name in PUBLIC]
 
     def __repr__(self) -> str:
         return _forms_of(type(self))[0](self)

@@ -51,35 +51,53 @@ def once(function: Callable[..., T]) -> Callable[..., T]:
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Plan(Placement):
-    """How a Problem runs.
+    """How a product is computed as one collective run. `explain` returns it.
 
-    Parameters
+    Attributes
     ----------
-    rows, cols, depth
-        Cuts of m, n and k: p + 1, q + 1 and s + 1 increasing numbers from 0.
-    d_cuts
-        Cuts of D's rows and columns into the parts that ranks hold in full, after sums over k are added up
-        (`final_ranks`).
-    owners
-        int32, one for each chunk of D: the rank that holds it.
-    packing
-        Which of A, B and D are copied to one contiguous panel before they are multiplied, as ``"ab"``
-        (`footprint.packing`).
-    from_host
-        Whether ranks read chunks of A and B from host memory while they multiply: they do not fit on the GPUs.
-    left
-        Why `@` under `enable` leaves this product to Dask's own tasks; empty where it does not, None where that was
-        not asked.
+    method, engine : str
+        How the work is distributed, and what multiplies.
+    grid : tuple of int
+        Into how many parts m, n and k are cut, one for each rank.
+    block_sizes : tuple of int
+        The largest extent of a rank's part of m, n and k.
+    workers, hosts : tuple of str, set of str
+        Addresses of the ranks, in their order, and their hosts.
+    seconds : float
+        Estimated time from ``persist`` until all of D is in memory; `around` of it is Dask's.
+    by_tasks : Estimate or None
+        The estimate for Dask's own tasks, with ``seconds`` and ``bytes_moved``; None where nobody asked.
+    worth_it, left : bool, str
+        Whether the run is expected to be over clearly before Dask's own tasks would be; why `@` under `enable` leaves
+        this product to Dask's own tasks, empty where it does not, None where nobody asked.
+    bytes_moved : int
+        Estimated bytes that travel between workers.
+    projected_bytes : dict
+        Projected peak of this run's memory for each worker's address.
+    flops, bound : float
+        Floating-point operations, and how many of them all ranks could do in a second.
+    estimate, alternatives : Estimate, tuple of Estimate
+        The cost model's view of this plan, and of all that it was chosen from, best first.
+
+    See Also
+    --------
+    explain
     """
 
     asked_for: ClassVar[tuple[str, ...]] = ("input", PART, "enter")
     problem: Problem
+    # Cuts of m, n and k: p + 1, q + 1 and s + 1 increasing numbers from 0.
     rows: Bounds
     cols: Bounds
     depth: Bounds
+    # Cuts of D's rows and columns into the parts that ranks hold in full, after sums over k are added up
+    # (`final_ranks`).
     d_cuts: tuple[Bounds, Bounds]
+    # One for each chunk of D: the rank that holds it.
     owners: NDArray[np.int32]
+    # Which of A, B and D are copied to one contiguous panel before they are multiplied, as "ab" (`footprint.packing`).
     packing: str
+    # Whether ranks read chunks of A and B from host memory while they multiply: they do not fit on the GPUs.
     from_host: bool = False
     left: str | None = dataclasses.field(default=None, metadata=HERE)
 

@@ -160,6 +160,16 @@ def free_workspaces(client: Client | None = None) -> int:
     ------
     EngineError
         No cluster is connected.
+
+    See Also
+    --------
+    free_replicas, Matmul
+
+    Examples
+    --------
+    >>> import dask_distmm
+    >>> dask_distmm.free_workspaces()    # doctest: +SKIP
+    1
     """
     client = client or current_client()
     if client is None:

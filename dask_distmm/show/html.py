@@ -257,8 +257,8 @@ def _memory_chart(plan: Placement) -> str:
     rows: list[Bar] = []
     for address, size in most[:_MOST_WORKERS]:
         allowed = limits.get(address, 0) * fraction
-        bound = f"of {format_bytes(allowed)} allowed" if allowed else "no limit"
-        rows.append((address, f"{format_bytes(size)} {bound}", [(size, _TAKEN)], allowed or None, False))
+        bound = f" of {format_bytes(allowed)} allowed" if allowed else ", no limit"
+        rows.append((address, f"{format_bytes(size)}{bound}", [(size, _TAKEN)], allowed or None, False))
     line = f"The line is what a run may hold, {fraction:.0%} of the worker's memory limit." * any(limits.values())
     below = _more(most, rows, "more, with less"), _said(line)
     return _bars("Projected memory of the workers", rows, "projected memory of each worker against its limit", *below)

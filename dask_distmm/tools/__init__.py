@@ -1,1 +1,1 @@
-"""Programs around the library: the command line, the check, the benchmark, the demo, products of files."""
+"""Programs around the library: the command line, the check, the benchmark, constants, the demo, products of files."""

@@ -276,6 +276,27 @@ def bench(as_json: bool, **options: Any) -> None:
 
 @main.command()
 @SCHEDULER
+@WORKERS
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File to write.",
+    show_default="distmm-measured.yaml in the folder of Dask's configuration",
+)
+@guarded("nothing was written.")
+def calibrate(**options: Any) -> None:
+    """Measure the constants of the cost model on a cluster, and write them for Dask's configuration.
+
+    Takes 20 seconds. Prints what the configuration has, what was measured, and the ratio. Programs that start
+    afterwards read the file; what is in distmm.yaml in the same folder wins.
+    """
+    from dask_distmm.tools import calibrate as job
+
+    job.run_calibrate(**options, say=click.echo)
+
+
+@main.command()
+@SCHEDULER
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @guarded("nothing was changed.", failed=2)
 @click.pass_context

@@ -8,6 +8,7 @@ random square matrices. Everything is timed next to Dask's own matmul, on the sa
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import statistics
@@ -28,10 +29,11 @@ from dask_distmm import enabled, explain
 from dask_distmm._version import __version__
 from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.errors import DistMMError
-from dask_distmm.installing import library_of
-from dask_distmm.planning import ENGINES, Demand
+from dask_distmm.installing import install_command, library_of
+from dask_distmm.planning import ENGINES, Demand, Plan
 from dask_distmm.runtime.client import ask_roster
 from dask_distmm.runtime.keys import barrier_key
+from dask_distmm.tools import calibrate
 from dask_distmm.tools.local import available_memory, chunk_rows, computed, connected, running_cluster, use_gpus
 
 # The demo: two jobs on a local cluster, each with its plan, its check against NumPy and its time
@@ -42,8 +44,10 @@ Say = Callable[[str], None]
 ROUNDS = 3
 COMPONENTS = 32
 # On the workers A, B and the product, and as much as one more of partial sums and tiles on their way; in this
-# process B and |B|, for the check.
-MATRICES = 6
+# process A, B and the product by NumPy (for the check B and |B|).
+MATRICES = 7
+# In which the constants of the cost model are measured.
+CALIBRATE_SECONDS = 6.0
 # A Python process with Dask and NumPy; this process, with the first job's data everywhere.
 WORKER_BYTES = 150 * 2**20
 FIXED_BYTES = 512 * 2**20
@@ -73,7 +77,7 @@ def too_little_memory(size: int, workers: int, available: int) -> str | None:
     return (
         f"too little memory: --size {size} with {workers} workers needs about {format_bytes(needed)} "
         f"({MATRICES} matrices of {size} x {size} float64: A, B, product and partial sums on the workers, "
-        f"2 here for the check; and {format_bytes(memory_needed(0, workers))} for the processes); "
+        f"3 here for NumPy; and {format_bytes(memory_needed(0, workers))} for the processes); "
         f"{format_bytes(available)} are available; {advice}"
     )
 
@@ -120,9 +124,21 @@ def side_by_side(ways: Sequence[Callable[[], Any]]) -> list[float]:
     return [statistics.median(column) for column in zip(*turns[1:], strict=True)]
 
 
-def both_ways(a: da.Array, b: da.Array) -> list[float]:
-    """Return the times from the expression to the product in memory: with dask_distmm, and of Dask's own matmul."""
-    return side_by_side([lambda: computed(collective(a, b)), lambda: computed(dask_matmul(a, b))])
+def both_ways(a: da.Array, b: da.Array) -> list[Callable[[], Any]]:
+    """Return what takes a product from the expression into memory: with dask_distmm, and by Dask's own matmul."""
+    return [lambda: computed(collective(a, b)), lambda: computed(dask_matmul(a, b))]
+
+
+def estimate_text(what: str, seconds: float, measured: float) -> str:
+    """Return an estimate, and which part of the measured time it is."""
+    return f"{what} {format_time(seconds)}, {seconds / measured:.2f} of the measured time"
+
+
+def machine_text(here: float, ours: float) -> str:
+    """Return whether one machine is enough, by the times of NumPy in this process and of the cluster."""
+    ratio = here / ours
+    enough = "one machine is enough" if ratio < 0.95 else "the cluster pays"
+    return f"NumPy in one process {format_time(here)}, {ratio:.2f} of dask_distmm's time: {enough}"
 
 
 def ratio_text(ours: float, stock: float) -> str:
@@ -180,13 +196,21 @@ def checked(say: Say, title: str, a: da.Array, b: da.Array) -> da.Array:
 
 
 def compare(say: Say, a: da.Array, b: da.Array) -> None:
-    """Time a product of operands in memory next to Dask's own; print times and ratio."""
-    ours, stock = both_ways(a, b)
+    """Time a product of operands in memory next to Dask's own and NumPy's; print times, ratio and estimates."""
+    with dask.config.set({"distmm.minimum-flops": None}):  # Dask's own tasks are estimated, too
+        plan, here = explain(a, b), dask.compute(a, b)
+    ours, stock, numpy = side_by_side([*both_ways(a, b), lambda: np.matmul(*here)])
     say(
         f"    time      dask_distmm {format_time(ours)}, Dask's own matmul {format_time(stock)} "
         f"(inputs in memory, medians of {ROUNDS})"
         f"\n    ratio     {ratio_text(ours, stock)}"
+        f"\n    here      {machine_text(numpy, ours)}"
     )
+    if isinstance(plan, Plan) and plan.by_tasks is not None:
+        say(
+            f"    estimate  {estimate_text('dask_distmm', plan.seconds, ours)}"
+            f"\n              {estimate_text('Dask', plan.by_tasks.seconds, stock)}"
+        )
 
 
 def components(gram: NDArray[np.float64], count: int) -> tuple[NDArray[np.float64], float]:
@@ -238,9 +262,15 @@ def run_demo(size: int, workers: int, say: Say) -> None:
     say(f"memory: at most about {needed} of {available} available")
     # Small products too, and whatever the user's configuration says.
     settings = {"distmm.minimum-flops": 0, "distmm.enabled": None}
-    with dask.config.set(settings), running_cluster(workers, "demo") as (_, folder):
-        principal_components(say, workers, folder)
-        square_product(say, size, workers)
+    with dask.config.set(settings), running_cluster(workers, "demo") as (client, folder):
+        page = client.dashboard_link.replace("/status", "/distmm")
+        served = importlib.util.find_spec("bokeh") is not None
+        say(f"dashboard: {f'{page} while this runs' if served else install_command('dashboard')}")
+        found = {f"distmm.{key}": x for key, x in calibrate.flat(calibrate.measure(client, CALIBRATE_SECONDS)).items()}
+        say("estimates: by constants measured now; `dask distmm calibrate` keeps such in your configuration")
+        with dask.config.set(found):
+            principal_components(say, workers, folder)
+            square_product(say, size, workers)
 
 
 # ``dask distmm bench``: square products at common chunk grids, next to Dask's own matmul and NumPy
@@ -272,7 +302,7 @@ def _case(client: Client, size: int, grid: int, dtype: str, kind: str) -> list[f
     made = (random.random((size, size), dtype=dtype, chunks=side) - np.dtype(dtype).type(0.5) for _ in "ab")
     a, b = (computed(x.to_backend(kind)) for x in made)
     check_product(*(x.to_backend("numpy") for x in (a, b, computed(collective(a, b)))))
-    return both_ways(a, b)
+    return side_by_side(both_ways(a, b))
 
 
 def _numpy_seconds(size: int, dtype: str) -> float:

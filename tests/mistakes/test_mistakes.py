@@ -43,6 +43,7 @@ VARIES = [
     (r"(tcp|inproc)://\d[^\s,')\]]*\d(?=[\s,')\]]|$)", "ADDRESS"),
     (r"ADDRESS(, ADDRESS)+", "ADDRESSES"),
     (r"0x[0-9a-f]+", "0x..."),
+    (r"(?<=\]==)\d[\w.]*", "VERSION"),
     (r"[\d.]+ [KMGTP]iB(?= are available)", "SOME"),
     (r"--size \d+ would fit", "--size SOME would fit"),
     (r"\(Timed out .*?\)", "(REASON)"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import dask.array as da
 import numpy as np
@@ -123,8 +123,28 @@ def compressed_by_rows(
     return u, s, vh
 
 
+class Components(NamedTuple):
+    """Principal components, as `pca` returns them."""
+
+    components: Array
+    variances: Array
+    mean: Array
+
+    def transform(self, x: Operand) -> Array:
+        """Return the scores of samples (rows) along the components. Lazy."""
+        x = matrix("x", x, sparse=True)
+        directions = adjoint(self.components)
+        if sparse_package(x._meta):
+            return times(x, directions, {}) - self.mean @ directions
+        return times(x - self.mean, directions, {})
+
+    def inverse_transform(self, scores: Operand) -> Array:
+        """Return the samples that have these scores, as far as the components describe them. Lazy."""
+        return times(matrix("scores", scores), self.components, {}) + self.mean
+
+
 @public(RunOptions, COMPONENTS)
-def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) -> tuple[Array, Array, Array]:
+def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) -> Components:
     """Return the principal components of the rows of a matrix: right singular vectors of its centred columns.
 
     A tall matrix is read once, for means and the Gram matrix of the centred rows, if the variances that are asked for
@@ -142,7 +162,9 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
     Returns
     -------
     components : array, (k, n)
-        Orthonormal rows. Where m >= n the largest element of each is positive, as in scikit-learn's ``PCA``.
+        Orthonormal rows. Where m >= n the largest element of each is positive, as in scikit-learn's ``PCA``. The three
+        results are a named tuple, whose ``transform(x)`` returns scores of samples, (m, k), and
+        ``inverse_transform(scores)`` the samples that have them; both are lazy.
     variances : array, (k,), real
         In descending order, of m - 1 degrees of freedom.
     mean : array, (n,)
@@ -161,6 +183,8 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
     >>> components, variances, mean = linalg.pca([[0.0, 1.0], [2.0, 1.0], [4.0, 1.0]], 1)
     >>> variances.compute().round(6), mean.compute()
     (array([4.]), array([2., 1.]))
+    >>> linalg.pca([[0.0, 1.0], [2.0, 1.0], [4.0, 1.0]], 1).transform([[5.0, 1.0]]).compute()
+    array([[3.]])
     """
     a = matrix("a", a, sparse=True)
     sparse, given = bool(sparse_package(a._meta)), common_type({"a": a})
@@ -177,11 +201,12 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
             components, variances, mean = by_program(
                 "pca", {"a": a}, wanted, how=how, axes={"k": (k,)}, dtype=dtype, **options
             )
-            return components.astype(given), variances.astype(np.empty(0, given).real.dtype), mean.astype(given)
+            real = np.empty(0, given).real.dtype
+            return Components(components.astype(given), variances.astype(real), mean.astype(given))
     a = a.astype(dtype)
     mean = a.mean(axis=0)
     s, vh = right_vectors(a - mean, how)
-    return vh[:k], s[:k] ** 2 / (len(a) - 1), mean
+    return Components(vh[:k], s[:k] ** 2 / (len(a) - 1), mean)
 
 
 @public(RunOptions, MOMENTS)

@@ -161,6 +161,29 @@ _OPTION_TEXTS = {
 _PRODUCT_METHOD = """method : str, optional
     As `dask_distmm.matmul` takes it; by default the fastest by the cost model."""
 
+# Functions that belong together: each names all others of its groups under "See Also".
+RELATED = (
+    "gram symm trmm multi_dot matrix_power",
+    "multi_dot matvec vecmat vecdot",
+    "cholesky cho_factor cho_solve solve",
+    "lu lu_factor lu_solve solve",
+    "solve solve_triangular inv lstsq cg minres gmres",
+    "cg minres gmres lsqr lsmr",
+    "det slogdet lu_factor cho_factor",
+    "qr lstsq polar svd",
+    "lstsq ridge lsqr lsmr pinv",
+    "pinv inv",
+    "eigh eigvalsh eig eigvals eigsh lobpcg svd",
+    "eig eigvals schur",
+    "schur sqrtm logm expm",
+    "svd svdvals svd_compressed pca",
+    "pca cov corrcoef",
+    "svdvals matrix_rank cond norm",
+    "norm matrix_norm vector_norm",
+    "cross outer kron vecdot",
+    "trace diagonal matrix_transpose",
+)
+
 # Names that other functions have, and what stands for them here.
 HINTS = {
     **dict.fromkeys(("overwrite_b", "lwork", "lapack_driver", "driver"), "leave it out, it does not change results"),
@@ -170,18 +193,25 @@ HINTS = {
 _inside = contextvars.ContextVar("inside", default=False)
 
 
-def documented(doc: str, options: type | None, cost: Cost) -> str:
-    """Return a docstring with the options of runs, the costs, and what happens with NaN."""
-    texts = {name: _OPTION_TEXTS[name] for name in hints_of(options)}
+def documented(name: str, doc: str, options: type | None, cost: Cost) -> str:
+    """Return a docstring with the options of runs, errors, related functions, the costs, and what happens with NaN."""
+    texts = {option: _OPTION_TEXTS[option] for option in hints_of(options)}
     texts |= {"method": _PRODUCT_METHOD} if options is ProductOptions else {}
     unless = ", unless ``check_finite=False``" * ("check_finite" in texts)
     where, held, nan = (*cost, f"NaN and infinities are a `MatrixError` when it is computed{unless}.")[:3]
     paragraphs = f"Where it runs: {where}.", f"Memory of a worker beside its chunks: {held}.", nan
-    notes = "Notes\n-----\n" + "\n\n".join(textwrap.fill(text, 112) for text in paragraphs) + "\n"
     listed, behind = inspect.cleandoc(doc).split("\n\nReturns\n", 1)
-    if behind.partition("\nExamples\n")[1]:
-        behind = behind.replace("\nExamples\n", f"\n{notes}\nExamples\n", 1)
-    return "\n".join([listed, *texts.values(), "", "Returns", behind, ""])
+    returned, title, examples = behind.partition("\nExamples\n")
+    raised = "\nRaises\n------\nPlanError\n    When it is called: an argument does not fit, or is not supported.\n"
+    if len(cost) == 2:
+        raised += f"MatrixError\n    When it is computed: an element is NaN or infinite{unless}.\n"
+    others = [other for group in RELATED if name in group.split() for other in group.split() if other != name]
+    related = ", ".join(dict.fromkeys(others))
+    notes = "\n\n".join(textwrap.fill(text, 112) for text in paragraphs)
+    behind = f"{returned}{'' if 'Raises' in returned else raised}\nSee Also\n--------\n{related}\n"
+    return "\n".join(
+        [listed, *texts.values(), "", "Returns", f"{behind}\nNotes\n-----\n{notes}\n{title}{examples}", ""]
+    )
 
 
 def hints_of(options: type | None) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias, Unpack
+from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
 
+import dask.array as da
 import numpy as np
 from dask.array.core import Array, from_array
 
@@ -46,8 +47,19 @@ Structure: TypeAlias = Literal[
 ]  # fmt: skip
 
 
+class CholeskyFactor(NamedTuple):
+    """A Cholesky factor, as `cho_factor` returns it."""
+
+    c: Array
+    lower: bool
+
+    def logdet(self) -> Array:
+        """Return the logarithm of the determinant of the matrix that was factorized. Lazy."""
+        return 2 * da.log(da.diagonal(self.c).real).sum()
+
+
 @public(FactorOptions, PANELS)
-def cho_factor(a: Operand, lower: bool = False, **how: Unpack[FactorOptions]) -> tuple[Array, bool]:
+def cho_factor(a: Operand, lower: bool = False, **how: Unpack[FactorOptions]) -> CholeskyFactor:
     """Return the Cholesky factor of a matrix, and `lower`, for `cho_solve`; see `cholesky`.
 
     Parameters
@@ -62,7 +74,14 @@ def cho_factor(a: Operand, lower: bool = False, **how: Unpack[FactorOptions]) ->
     c : array, (n, n)
         The factor, with zeros in the other triangle.
     lower : bool
-        As it was passed.
+        As it was passed. Both are a named tuple, whose ``logdet()`` is the logarithm of the determinant of `a`, lazy.
+
+    Raises
+    ------
+    PlanError
+        When it is called: `a` is not square, or of a type that is not supported.
+    MatrixError
+        When it is computed: a leading minor is not positive, or an element is NaN or infinite.
 
     Examples
     --------
@@ -70,8 +89,10 @@ def cho_factor(a: Operand, lower: bool = False, **how: Unpack[FactorOptions]) ->
     >>> factor = linalg.cho_factor([[4.0, 0.0], [0.0, 9.0]])
     >>> linalg.cho_solve(factor, [4.0, 9.0]).compute()
     array([1., 1.])
+    >>> float(factor.logdet().compute().round(6))
+    3.583519
     """
-    return cholesky(a, lower=lower, **how), lower
+    return CholeskyFactor(cholesky(a, lower=lower, **how), lower)
 
 
 @public(SolveOptions, TWO_SOLVES)
@@ -89,6 +110,13 @@ def cho_solve(c_and_lower: tuple[Any, bool], b: Operand, **how: Unpack[SolveOpti
     -------
     array
         x, of the shape of `b`.
+
+    Raises
+    ------
+    PlanError
+        When it is called: the shapes do not fit each other, or what was factorized is not what is passed.
+    MatrixError
+        When it is computed: an element of the diagonal is zero, or an element is NaN or infinite.
 
     Examples
     --------
@@ -122,6 +150,13 @@ def lu_solve(
     -------
     array
         x, of the shape of `b`.
+
+    Raises
+    ------
+    PlanError
+        When it is called: the shapes do not fit each other, or what was factorized is not what is passed.
+    MatrixError
+        When it is computed: an element of the diagonal is zero, or an element is NaN or infinite.
 
     Examples
     --------

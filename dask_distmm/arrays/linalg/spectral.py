@@ -258,6 +258,13 @@ def eigvalsh(
     array, (k,), real
         The eigenvalues.
 
+    Raises
+    ------
+    PlanError
+        When it is called: `a` is not square, or of a type that is not supported.
+    MatrixError
+        When it is computed: an element is NaN or infinite, or `b` is not positive definite.
+
     Examples
     --------
     >>> from dask_distmm import linalg
@@ -336,6 +343,13 @@ def eigvals(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     -------
     array, (n,), complex
         The eigenvalues.
+
+    Raises
+    ------
+    PlanError
+        When it is called: `a` is not square, or of a type that is not supported.
+    MatrixError
+        When it is computed: an element is NaN or infinite, or eigenvalues did not converge.
 
     Examples
     --------
