@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Never, Unpack, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Never, TypeVar, Unpack, cast, overload
 
 import dask.array as da
 
+from dask_distmm.arrays.jit import Jitted
 from dask_distmm.arrays.kinds import any_kind
 from dask_distmm.arrays.linalg.factorize import explain_result
 from dask_distmm.arrays.product import NotCollective, explain_product, multiply
 from dask_distmm.arrays.request import HINTS, UnknownChunksError, parse, takes
 from dask_distmm.errors import PlanError
 from dask_distmm.planning import Explanation
+from dask_distmm.tracing.control import flattened
 from dask_distmm.typing import (
     AllOptions,
     AnyEpilog,
@@ -37,6 +40,8 @@ from dask_distmm.typing import (
 )
 
 __all__ = ["explain", "matmul"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 # Type checkers take the first that fits. The last two are for wrong calls: mypy says what is wrong with a call that
@@ -199,15 +204,38 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
     return found
 
 
-@any_kind
-@takes(AllOptions, HINTS)
+def _or_of_function(explain: F) -> F:
+    """Let `explain` take a function of `jit`, too, with what that takes."""
+
+    @functools.wraps(explain)
+    def either(a: Any, *args: Any, **options: Any) -> Explanation:
+        if isinstance(a, Jitted):
+            return explain_result(tuple(flattened(a(*args, **options))[0]))
+        found: Explanation = explain(a, *args, **options)
+        return found
+
+    return cast(F, either)
+
+
+@overload
+def explain(a: Callable[..., Any], /, *args: Any, **options: Any) -> Explanation: ...
+
+
+@overload
 def explain(
     a: ArrayLike, b: ArrayLike | None = None, c: ArrayLike | None = None, **options: Unpack[AllOptions]
-) -> Explanation:
+) -> Explanation: ...
+
+
+@_or_of_function
+@any_kind
+@takes(AllOptions, HINTS)
+def explain(a: Any, b: ArrayLike | None = None, c: ArrayLike | None = None, **options: Any) -> Explanation:
     """Return the plan for ``matmul(a, b, ...)`` on the cluster as it is now, without computing anything.
 
     The first line says what ``A @ B`` does under `enable`. Without `b` it is the plan of a lazy result: of the runs
-    that it comes from.
+    that it comes from. Of a function of `jit`, called as ``explain(function, *arguments)``, it shows each statement
+    with its line, where its value is, and what travels.
 
     Parameters
     ----------

@@ -150,7 +150,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     ("make", "path", "value", "level", "text", "remedy"),
     [
         (cpu_cluster, "versions.dask_distmm", None, "error", "is not installed", f"dask_distmm=={__version__}"),
-        (cpu_cluster, "versions.dask_distmm", "0.0.9", "error", f"0.0.9 is imported there, from /lib, {__version__}", "pip"),
+        (cpu_cluster, "versions.dask_distmm", "0.0.9", "error", f"is imported there, from /lib, {__version__}", "=="),
         (cpu_cluster, "versions.dask", "2020.1", "warning", "versions of dask differ", "dask==1.2.3"),
         (cpu_cluster, "versions.python", "3.11.1", "warning", "versions of python differ", "Python 3.12"),
         (cpu_cluster, "versions.python", "3.12.9", None, "", ""),
@@ -213,7 +213,9 @@ def test_one_fact_that_is_wrong_is_one_finding(
     [
         ("versions.dask_distmm", None, "error", "the scheduler lacks dask_distmm"),
         (
-            "versions.dask_distmm", "0.0.9", "error",
+            "versions.dask_distmm",
+            "0.0.9",
+            "error",
             f"the scheduler has dask_distmm 0.0.9, from /lib, this client {__version__}",
         ),
         ("package", {"error": "broken"}, "error", "the scheduler can't import dask_distmm: broken"),

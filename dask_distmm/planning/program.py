@@ -108,6 +108,11 @@ class ProgramProblem(Computation):
         return record(_BUILDERS[self.builder], *arguments[1:], me=rank)
 
     @property
+    def title(self) -> str:
+        """Name of the builder, or of the user's function."""
+        return self.name.rpartition("-")[0] if self.builder == "traced" else self.builder
+
+    @property
     def statements(self) -> list[Row]:
         """The statements of a traced function."""
         text = self.options_of_builder.get("program")

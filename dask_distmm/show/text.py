@@ -328,7 +328,7 @@ def program_text(plan: ProgramPlacement) -> str:
         if line.flops or line.reads
     ]
     return listed(
-        f"Plan: {problem.builder} {on_workers(plan)}",
+        f"Plan: {problem.title} {on_workers(plan)}",
         *(
             (x.name.upper(), f"{_sizes(x.chunks)} {x.dtype}, {x.counts[0]} chunks of rows{by_ranks * x.by_ranks}")
             for x in problem.matrices

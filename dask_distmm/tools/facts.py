@@ -23,8 +23,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from dask_distmm._version import __version__
-
 # Libraries by their name here, in the order in which they are shown: the name that is shown, and the distributions, of
 # which the first that is installed counts.
 LIBRARIES = {

@@ -591,10 +591,14 @@ class Lowering:
         outside, self.exact = self.exact, set(known)
         for statement in statements:
             combined = [x for x in statement.outputs if x in self.combine]
-            if combined or statement.family == "gather" or (
-                not statement.blocks
-                and all(self.axes[x] is None for x in statement.outputs)
-                and self._kind_of(statement) != "same"
+            if (
+                combined
+                or statement.family == "gather"
+                or (
+                    not statement.blocks
+                    and all(self.axes[x] is None for x in statement.outputs)
+                    and self._kind_of(statement) != "same"
+                )
             ):
                 self.exact.update(statement.outputs)
         found, self.exact = self.exact, outside
