@@ -24,7 +24,7 @@ from dask_distmm.errors import options_checked as _options_checked
 from dask_distmm.runtime.scheduler import attachments as _attachments
 
 if TYPE_CHECKING:
-    from dask_distmm import linalg
+    from dask_distmm import algorithms, linalg
     from dask_distmm.api import explain, matmul
     from dask_distmm.arrays.dispatch import disable, enable, enabled, is_enabled
     from dask_distmm.arrays.kinds import to_torch
@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
         found = _options_checked(getattr(module, name))
         # The same object there, or it could not be pickled.
         setattr(module, name, found)
-    elif name in ("linalg", "random", "typing"):
+    elif name in ("algorithms", "linalg", "random", "typing"):
         found = importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -274,7 +274,7 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any]) -> _Compiled:
     dtype = np.result_type(np.float32, *kinds) if kinds else np.dtype(np.float64)
     token = tokenize(repr(([x.name for x in arrays], name, options, constants, request)))
     problem = ProgramProblem(
-        name=f"{name.strip('<>')}-{token}",
+        name=f"{name.strip('<>_')}-{token}",
         builder="traced",
         options_of_builder=options,
         dtype=dtype.name,
