@@ -65,9 +65,9 @@ __all__ = [
     "BatchPlan", "BlockCyclic", "BlockScaled", "DistMMError", "EngineError", "Epilog", "Explanation", "GroupPlan",
     "Matmul", "NotCollective", "Plan", "PlanError", "ProjectedMemoryError", "ProtocolError", "RunFailedError", "Slab",
     "__version__", "algorithms", "callback", "cond", "dequantize", "disable", "distribute", "enable", "enabled",
-    "explain", "explain_grouped", "fori_loop", "free_replicas", "free_workspaces", "is_enabled", "jit", "linalg", "logsumexp",
-    "map_rows", "matmul", "matmul_grouped", "progress", "quantize", "random", "replicate", "segment_sum", "sum_rows",
-    "to_torch", "while_loop",
+    "explain", "explain_grouped", "fori_loop", "free_replicas", "free_workspaces", "is_enabled", "jit", "linalg",
+    "logsumexp", "map_rows", "matmul", "matmul_grouped", "progress", "quantize", "random", "replicate", "segment_sum",
+    "sum_rows", "to_torch", "while_loop",
 ]  # fmt: skip
 
 

@@ -186,5 +186,8 @@ CASES = {
     "like": lambda X: X + np.arange(n, like=X) + np.eye(n, like=X)[0] + np.full(n, 2.0, like=X),
     "limits": lambda X, y: (np.maximum(X, y[:, None]) * 2, np.minimum(X + 1, 0) - 1, np.fmax(X, 0)),
     "views": lambda X, y: fori_loop(0, 3, lambda i, w: w - 0.01 * (X.T @ (X @ w - y)), (X.T @ y) / m),
+    "callback": lambda X: fori_loop(
+        0, 3, lambda i, w: (w + (X.T @ X)[0], dask_distmm.callback(abs, i))[0], np.zeros(n)
+    ),
     "take_along": lambda X, L: np.take_along_axis(X, L[:, None], 1)[:, 0],
 }

@@ -368,7 +368,8 @@ class Placements:
         needed: dict[int, Statement] = {}
         taken = []
         for statement in body.statements:
-            if all(number in fixed and self._is_small(number, fixed) for number in statement.outputs):
+            outputs = statement.outputs
+            if outputs and all(x in fixed and self._is_small(x, fixed) for x in outputs):
                 taken.append(statement)
                 self._need(statement, fixed, needed)
         if not taken:
@@ -379,7 +380,7 @@ class Placements:
         names: dict[int, int] = {}
         hoisted = []
         for statement in every:
-            if statement.outputs[0] not in needed:
+            if needed.keys().isdisjoint(statement.outputs):
                 continue
             if id(statement) not in own:
                 for number in statement.outputs:
