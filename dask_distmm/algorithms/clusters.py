@@ -248,6 +248,6 @@ def _gmm(X: Any, C: Any, rows: Any, key: Any, count: int, max_iter: int, tol: fl
     start = _kmeans(X, C, rows, key, count, 300, 1e-4)
     members = (start.labels[:, None] == np.arange(count, like=start.centers)).astype(kind)
     first = maximized(members, X[:, None, :] - start.centers, start.centers)
-    weights, means, covariances, bound, n_iter = until(turn, (*first, start.inertia * 0 - np.inf), max_iter)
+    weights, means, covariances, bound, n_iter = until(turn, (*first, np.full((), -np.inf, kind)), max_iter)
     probabilities = expected(weights, means, covariances)[1]
     return Mixture(weights, means, covariances, probabilities, probabilities.argmax(1), bound, n_iter)
