@@ -24,9 +24,10 @@ from dask_distmm.errors import options_checked as _options_checked
 from dask_distmm.runtime.scheduler import attachments as _attachments
 
 if TYPE_CHECKING:
-    from dask_distmm import linalg
+    from dask_distmm import algorithms, linalg, random
     from dask_distmm.api import explain, matmul
     from dask_distmm.arrays.dispatch import disable, enable, enabled, is_enabled
+    from dask_distmm.arrays.jit import jit
     from dask_distmm.arrays.kinds import to_torch
     from dask_distmm.arrays.prepared import Matmul, distribute, free_replicas, replicate
     from dask_distmm.arrays.product import NotCollective, explain_grouped, matmul_grouped
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from dask_distmm.planning import BatchPlan, Explanation, GroupPlan, Plan
     from dask_distmm.planning.distribution import BlockCyclic, Slab
     from dask_distmm.runtime.client import free_workspaces
+    from dask_distmm.tracing.arrays import logsumexp, segment_sum
+    from dask_distmm.tracing.control import cond, fori_loop, while_loop
+    from dask_distmm.tracing.functions import callback, map_rows, sum_rows
 
 # Where the names are that are imported when they are first used: workers and schedulers need few of them.
 _HOMES = {
@@ -60,9 +64,10 @@ _MODULES = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for
 __all__ = [
     "BatchPlan", "BlockCyclic", "BlockScaled", "DistMMError", "EngineError", "Epilog", "Explanation", "GroupPlan",
     "Matmul", "NotCollective", "Plan", "PlanError", "ProjectedMemoryError", "ProtocolError", "RunFailedError", "Slab",
-    "__version__", "dequantize", "disable", "distribute", "enable", "enabled", "explain", "explain_grouped",
-    "free_replicas", "free_workspaces", "is_enabled", "linalg", "matmul", "matmul_grouped", "progress", "quantize",
-    "replicate", "to_torch",
+    "__version__", "algorithms", "callback", "cond", "dequantize", "disable", "distribute", "enable", "enabled",
+    "explain", "explain_grouped", "fori_loop", "free_replicas", "free_workspaces", "is_enabled", "jit", "linalg",
+    "logsumexp", "map_rows", "matmul", "matmul_grouped", "progress", "quantize", "random", "replicate", "segment_sum",
+    "sum_rows", "to_torch", "while_loop",
 ]  # fmt: skip
 
 
@@ -78,7 +83,7 @@ def __getattr__(name: str) -> Any:
         found = _options_checked(getattr(module, name))
         # The same object there, or it could not be pickled.
         setattr(module, name, found)
-    elif name in ("linalg", "random", "typing"):
+    elif name in ("algorithms", "linalg", "random", "typing"):
         found = importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

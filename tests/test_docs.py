@@ -444,6 +444,15 @@ def test_pictures_are_drawn_by_the_code():
     assert all(getattr(pictures, name)().figure.axes for name in sorted(names))
 
 
+def test_the_gallery_is_drawn_by_the_code():
+    gallery, page = load(DOCS / "make_gallery.py"), (DOCS / "algorithms.md").read_text()
+    assert set(gallery.PLOTS) == set(dask_distmm.algorithms.__all__)
+    for name in gallery.PLOTS:
+        assert gallery.drawn(name).axes[0].has_data()
+        assert f"(pictures/algorithm-{name}.png)" in page
+        assert (DOCS / "pictures" / f"algorithm-{name}.png").stat().st_size < 40_000
+
+
 def test_plots_are_those_of_the_results():
     plots = load(DOCS / "make_plots.py")
     page = (DOCS / "performance.md").read_text()

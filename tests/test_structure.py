@@ -38,6 +38,7 @@ ORDER = [
     "api",
     "linalg",
     "random",
+    "algorithms",
     "show",
     "diagnostics",
     "testing",
@@ -45,7 +46,7 @@ ORDER = [
     "tools",
     "__main__",
 ]
-PURE = {"errors", "layout", "numeric", "programs", "tracing", "planning", "typing", "engines", "show"}
+PURE = {"errors", "layout", "numeric", "programs", "tracing", "algorithms", "planning", "typing", "engines", "show"}
 ON_GPUS = {"cublasmp", "nccl", "gpu", "peer"}
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
 ENGINES = {"numpy", "peer", "cublasmp", "nccl"}

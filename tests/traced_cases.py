@@ -54,6 +54,10 @@ def svd_product(X):
     return (u * s) @ vh
 
 
+def stacked(G, B):
+    return np.linalg.inv(G), np.linalg.solve(G, B)[..., 0], np.linalg.eigvalsh(G), np.linalg.slogdet(G)[1]
+
+
 def unit(w):
     return w / np.linalg.norm(w)
 
@@ -176,5 +180,14 @@ CASES = {
         X.sum(),
     ),
     "empty cond": lambda X, L: (np.equal(L, 1).sum(), (L == 1).astype(float) @ X),
+    "stacks": lambda W, X: stacked(W.transpose(0, 2, 1) @ W + np.eye(k), X[:, :k, None]),
+    "eig": lambda X: tuple(np.linalg.eig(np.array([[0.0, -1], [2, 0]]) + 0 * X[:2, :2])),
+    "stable": lambda X: np.argsort(X[:4].T.round(), axis=0, kind="stable"),
+    "like": lambda X: X + np.arange(n, like=X) + np.eye(n, like=X)[0] + np.full(n, 2.0, like=X),
+    "limits": lambda X, y: (np.maximum(X, y[:, None]) * 2, np.minimum(X + 1, 0) - 1, np.fmax(X, 0)),
+    "views": lambda X, y: fori_loop(0, 3, lambda i, w: w - 0.01 * (X.T @ (X @ w - y)), (X.T @ y) / m),
+    "callback": lambda X: fori_loop(
+        0, 3, lambda i, w: (w + (X.T @ X)[0], dask_distmm.callback(abs, i))[0], np.zeros(n)
+    ),
     "take_along": lambda X, L: np.take_along_axis(X, L[:, None], 1)[:, 0],
 }

@@ -90,7 +90,7 @@ def jit(fun: Callable[..., Any] | None = None, *, static_argnames: str | Iterabl
     >>> @dask_distmm.jit
     ... def normalized(x):
     ...     return x / np.sqrt((x * x).sum(axis=0))
-    >>> float((normalized(da.ones((400, 3), chunks=(100, 3))) ** 2).sum())
+    >>> float((normalized(da.ones((400, 3), chunks=(100, 3))) ** 2).sum().round(6))
     3.0
     """
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
@@ -274,7 +274,7 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any]) -> _Compiled:
     dtype = np.result_type(np.float32, *kinds) if kinds else np.dtype(np.float64)
     token = tokenize(repr(([x.name for x in arrays], name, options, constants, request)))
     problem = ProgramProblem(
-        name=f"{name.strip('<>')}-{token}",
+        name=f"{name.strip('<>_')}-{token}",
         builder="traced",
         options_of_builder=options,
         dtype=dtype.name,

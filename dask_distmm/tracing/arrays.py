@@ -123,9 +123,8 @@ class Trace:
 
     def _line(self) -> int:
         frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith((self._own, _NUMPY, "<__array_function__")):
-            if frame.f_back is None:
-                break
+        inside, algorithms = (self._own, _NUMPY, "<__array_function__"), self._own + "algorithms"
+        while frame.f_back and (name := frame.f_code.co_filename).startswith(inside) and algorithms not in name:
             frame = frame.f_back
         name, number = frame.f_code.co_filename, frame.f_lineno
         text = linecache.getline(name, number).strip()
@@ -584,6 +583,10 @@ def full_like(x: Any, fill_value: Any, dtype: Any = None, **_: Any) -> TracedArr
     return _trace_of([x]).one("fill", {"dtype": kind.dtype}, (x, fill_value), kind)
 
 
+# With ``like=`` arrays that do not depend on any are those of NumPy, and of CuPy where a function just computes.
+_FUNCTIONS |= {make: make for make in (np.arange, np.eye, np.identity, np.zeros, np.ones, np.full, np.linspace)}
+
+
 # Reductions
 
 
@@ -1014,6 +1017,8 @@ def _along(name: str, *, default: int | None = -1, dtype: Any = None) -> Callabl
             a, axis = reshape(a, -1), 0
         axis = _axes(axis, a.ndim)[0]
         options = {k: v for k, v in options.items() if v is not None and k not in ("out", "kind", "stable")}
+        if name == "argsort":
+            options["kind"] = "stable"  # as CuPy's is
         kind = dtype or getattr(np, name)(np.ones((1,), a.dtype), axis=0, **options).dtype
         found = Kind(a.shape, np.dtype(kind).name)
         return a.trace.one("along", {"f": name, "axis": axis, **options}, (a,), found)
@@ -1040,7 +1045,8 @@ def flip(m: Any, axis: Any = None) -> TracedArray:
 def whole(name: str, inputs: Sequence[Any], **options: Any) -> Any:
     """Record a function of NumPy's on arrays that all ranks have; shapes follow from a look at ones."""
     given = [as_traced(x) for x in inputs]
-    samples = [_sample(x.kind) for x in given]
+    stack = given[0].shape[:-2] if is_stackable(name, [x.shape for x in given]) else ()
+    samples = [_sample(Kind((*(1 for _ in stack), *x.shape[len(stack) :]), x.kind.dtype)) for x in given]
     try:
         with np.errstate(all="ignore"):
             found = function_of(np, name)(*samples, **options)
@@ -1048,9 +1054,18 @@ def whole(name: str, inputs: Sequence[Any], **options: Any) -> Any:
         shapes = ", ".join(f"{x.dtype} {x.shape}" for x in given)
         raise TracingError(f"numpy.{name} of arrays of {shapes}: {error}") from error
     several = isinstance(found, tuple)
-    kinds = [Kind(x.shape, x.dtype.name) for x in map(np.asarray, found if several else (found,))]
+    results = [np.asarray(x) for x in (found if several else (found,))]
+    # NumPy has complex eigenvalues only where it has found some.
+    least = np.complex64 if name in ("linalg.eig", "linalg.eigvals") else np.bool_
+    kinds = [Kind((*stack, *x.shape[len(stack) :]), np.result_type(x.dtype, least).name) for x in results]
     made = given[0].trace.add("whole", {"f": name, "how": options}, given, kinds)
     return type(found)(*made) if several and hasattr(found, "_fields") else tuple(made) if several else made[0]
+
+
+def is_stackable(name: str, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether a function of NumPy's is one of each matrix of stacks, which are all of the same shape."""
+    stacks = {shape[:-2] for shape in shapes}
+    return name.startswith("linalg.") and name != "linalg.tensorsolve" and len(stacks) == 1 and stacks != {()}
 
 
 @functools.lru_cache(256)

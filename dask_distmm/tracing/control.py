@@ -159,7 +159,7 @@ def _loop(
     for last in (False, True):
         body, found = _body(trace, body_fun, numbers, kinds, tree, name)
         types = [
-            np.result_type(kind.dtype, new.dtype).name if isinstance(old, Literal) else kind.dtype
+            np.result_type(old.value, np.dtype(new.dtype)).name if isinstance(old, Literal) else kind.dtype
             for old, kind, new in zip(given, kinds, found, strict=True)
         ]
         widened = [Kind(kind.shape, dtype) for kind, dtype in zip(kinds, types, strict=True)]

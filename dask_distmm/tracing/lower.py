@@ -25,7 +25,7 @@ from dask_distmm.programs.composite import tall_qr
 from dask_distmm.programs.recorder import Operands, Recorder, Tall, Wanted
 from dask_distmm.programs.steps import Buffer
 from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, extents, program_of
-from dask_distmm.tracing.place import Axis, Placements
+from dask_distmm.tracing.place import Axis, Placements, is_view
 
 # Loops end when their flag says so.
 _MOST = 2**62
@@ -229,6 +229,12 @@ class Lowering:
             stages.append(stage)
             combined = statement.family == "gather" or any(x in self.combine for x in statement.outputs)
             level.update(dict.fromkeys(statement.outputs, stage + combined))
+        for i in reversed(range(len(statements))):
+            if is_view(statements[i], self.kinds, self.axes):
+                (number,) = statements[i].outputs
+                # In the pass in which it is read first.
+                readers = [s for x, s in zip(statements[i:], stages[i:], strict=True) if number in x.reads]
+                stages[i] = level[number] = min(readers, default=stages[i])
         return level, stages
 
     def _sequence(self, statements: Sequence[Statement], kept: Collection[int], targets: Targets) -> set[int]:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from dask_distmm.tracing.arrays import is_stackable
 from dask_distmm.tracing.form import Block, Kind, Literal, Program, Ref, Statement, letters_of
 
 # The axis along which a value is in the rows of ranks; None where all ranks have all of it.
@@ -160,6 +161,13 @@ def _along(given: Given) -> Placed:
     return Placed((axis,), (axis,))
 
 
+def _whole(given: Given) -> Placed:
+    """Stacks of matrices may be in rows."""
+    if 0 in given.axes and is_stackable(given.statement.options["f"], [kind.shape for kind in given.kinds]):
+        return Placed((0,) * len(given.kinds), (0,) * len(given.outputs))
+    return _everywhere(given)
+
+
 def _qr(given: Given) -> Placed:
     rows, cols = given.kinds[0].shape
     return Placed((0,), (0, None)) if given.axes == (0,) and rows >= cols else _everywhere(given)
@@ -193,7 +201,7 @@ RULES: Mapping[str, Callable[[Given], Placed]] = {
     "take": _take,
     "segment_sum": _segment_sum,
     "along": _along,
-    "whole": _everywhere,
+    "whole": _whole,
     "qr": _qr,
     "random": _random,
     "call": _call,
@@ -209,6 +217,8 @@ class Placements:
         self.axes: dict[int, Axis] = dict(zip(program.block.inputs, program.axes, strict=True))
         # How ranks' results of a statement are combined, by the number of the value.
         self.combine: dict[int, str] = {}
+        # Rows in another shape or order, by the numbers of the values.
+        self.views: dict[int, Statement] = {}
         self.block = self._placed(program.block)
 
     def _new(self, kind: Kind, axis: Axis) -> int:
@@ -245,7 +255,7 @@ class Placements:
         )
         placed = RULES[statement.family](given)
         inputs = tuple(
-            self._brought(ref, axis, into, moved, statement.line)
+            self._viewed(self._brought(ref, axis, into, moved, statement.line), into)
             for ref, axis in zip(statement.inputs, placed.inputs, strict=True)
         )
         options = statement.options | ({"length": self.rows} if placed.combine == "select" else {})
@@ -253,6 +263,18 @@ class Placements:
         self.axes.update(zip(statement.outputs, placed.outputs, strict=True))
         if placed.combine:
             self.combine.update(dict.fromkeys(statement.outputs, placed.combine))
+        elif is_view(into[-1], self.kinds, self.axes):
+            self.views[statement.outputs[0]] = into[-1]
+
+    def _viewed(self, ref: Ref, into: list[Statement]) -> Ref:
+        """Return a view of its own for each statement that reads one: nobody stores what is elsewhere already."""
+        if isinstance(ref, Literal) or ref not in self.views:
+            return ref
+        view = self.views[ref]
+        number = self._new(self.kinds[ref], self.axes[ref])
+        inputs = tuple(self._viewed(x, into) for x in view.inputs)
+        into.append(dataclasses.replace(view, inputs=inputs, outputs=(number,)))
+        return number
 
     def _brought(
         self, ref: Ref, axis: Axis, into: list[Statement], moved: dict[tuple[int, Axis], int], line: int
@@ -346,7 +368,8 @@ class Placements:
         needed: dict[int, Statement] = {}
         taken = []
         for statement in body.statements:
-            if all(number in fixed and self._is_small(number, fixed) for number in statement.outputs):
+            outputs = statement.outputs
+            if outputs and all(x in fixed and self._is_small(x, fixed) for x in outputs):
                 taken.append(statement)
                 self._need(statement, fixed, needed)
         if not taken:
@@ -357,7 +380,7 @@ class Placements:
         names: dict[int, int] = {}
         hoisted = []
         for statement in every:
-            if statement.outputs[0] not in needed:
+            if needed.keys().isdisjoint(statement.outputs):
                 continue
             if id(statement) not in own:
                 for number in statement.outputs:
@@ -385,7 +408,8 @@ class Placements:
         if self.axes[number] is None:
             return True
         read = [self.kinds[ref].nbytes for ref in fixed[number].reads if self.axes[ref] is not None]
-        return self.kinds[number].size <= _NARROW * self.rows and fixed[number].family != "local" and bool(read)
+        copied = fixed[number].family == "local" or is_view(fixed[number], self.kinds, self.axes)
+        return self.kinds[number].size <= _NARROW * self.rows and not copied and bool(read)
 
 
 class Row(NamedTuple):
@@ -428,6 +452,14 @@ def _rows(placements: Placements, block: Block, lines: Sequence[str], depth: int
                 where = f"all, {placements.combine.get(number, 'gathered')} over ranks"
             shape = " x ".join(map(str, kind.shape)) or "number"
             yield Row(depth, line, what, where, f"{kind.dtype} {shape}", kind.nbytes if travels else 0)
+
+
+def is_view(statement: Statement, kinds: Mapping[int, Kind], axes: Mapping[int, Axis]) -> bool:
+    """Whether a statement only looks at all elements of what is in rows in another way."""
+    if statement.family not in ("transpose", "reshape", "index", "broadcast"):
+        return False
+    (ref,), (number,) = statement.inputs, statement.outputs
+    return isinstance(ref, int) and None not in (axes[ref], axes[number]) and kinds[number].size >= kinds[ref].size
 
 
 # Values in rows with up to this many columns are kept over the turns of a loop.

@@ -1,0 +1,21 @@
+"""Whole algorithms, each of which is one run: NumPy in the language of `jit`, to call or to copy.
+
+They take Dask arrays of any chunks, and return lazy ones. Called with NumPy arrays they just compute. The same
+functions can be called in functions of `jit`, as parts of larger ones.
+"""
+
+from __future__ import annotations
+
+from dask_distmm.algorithms.clusters import gmm, kmeans
+from dask_distmm.algorithms.factors import als, nmf
+from dask_distmm.algorithms.regression import lasso, logistic_regression, poisson_regression
+from dask_distmm.algorithms.spectral import eigs, pagerank, svds
+
+__all__ = [
+    "als", "eigs", "gmm", "kmeans", "lasso", "logistic_regression", "nmf", "pagerank", "poisson_regression", "svds",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return __all__
