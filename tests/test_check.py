@@ -167,7 +167,7 @@ def change(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
             cpu_cluster, "gpus", {"driver": "1", "cuda": "12.4", "devices": DEVICES, "without_peer_access": []},
             "warning", "has GPUs that are not used: no module cupy", "dask_distmm[cu12]",
         ),
-        (cpu_cluster, "engines.numpy", {"numpy": "0"}, "error", "different libraries", "dask_distmm==0.1.0"),
+        (cpu_cluster, "engines.numpy", {"numpy": "0"}, "error", "different libraries", "dask_distmm=="),
         (gpu_cluster, "engines.cublasmp", {"error": "broken"}, "warning", "only 3 of 4 workers", "dask_distmm[cu13]"),
         (gpu_cluster, "engines.cublasmp", LIBRARIES | {"nccl": "1"}, "error", "different libraries", "[cu13]"),
         (gpu_cluster, "visible_devices", "0", "error", "2 workers share one GPU (one GPU-0)", "dask cuda worker"),
