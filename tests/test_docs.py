@@ -85,7 +85,7 @@ def test_examples_of_docstrings(name):
 # Public names by where users find them.
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (dask_distmm, linalg)
+    for module in (dask_distmm, linalg, dask_distmm.random, dask_distmm.algorithms)
     for name in module.__all__
     if not name.startswith("__") and not inspect.ismodule(getattr(module, name))
 }
@@ -119,7 +119,10 @@ def test_public_functions_have_all_sections():
 def test_the_page_of_the_api_has_each_public_name_once():
     listed = re.findall(r"^   ([a-zA-Z_.]+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
     assert len(set(listed)) == len(listed)
-    assert {f"dask_distmm.{name}" for name in listed} - {"dask_distmm.errors.MissingEngineError"} == set(PUBLIC)
+    assert {f"dask_distmm.{name}" for name in listed} - {
+        "dask_distmm.errors.MissingEngineError",
+        "dask_distmm.errors.TracingError",
+    } == set(PUBLIC)
 
 
 def test_completion_on_a_plan_lists_what_is_public():

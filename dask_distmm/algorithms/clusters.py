@@ -75,6 +75,10 @@ def kmeans(
     PlanError
         X is not a matrix of real numbers, or an argument is out of its range.
 
+    See Also
+    --------
+    gmm, nmf
+
     Examples
     --------
     >>> import dask.array as da
@@ -202,6 +206,10 @@ def gmm(
         X is not a matrix of real numbers, or an argument is out of its range.
     MatrixError
         When it is computed: a covariance matrix is not positive definite; increase `reg_covar`.
+
+    See Also
+    --------
+    kmeans
 
     Examples
     --------

@@ -60,6 +60,10 @@ def nmf(
     PlanError
         X is not a matrix of real numbers, or an argument is out of its range.
 
+    See Also
+    --------
+    als, svds
+
     Examples
     --------
     >>> import dask.array as da
@@ -189,6 +193,10 @@ def als(
     ------
     PlanError
         X is not a matrix of real numbers, or an argument is out of its range.
+
+    See Also
+    --------
+    nmf, svds
 
     Examples
     --------

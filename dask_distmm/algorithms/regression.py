@@ -74,6 +74,10 @@ def logistic_regression(
     PlanError
         X is not a matrix of real numbers, y does not have as many rows, or an argument is out of its range.
 
+    See Also
+    --------
+    poisson_regression, lasso
+
     Examples
     --------
     >>> import dask.array as da
@@ -140,6 +144,10 @@ def poisson_regression(
     PlanError
         X is not a matrix of real numbers, y does not have as many rows, or an argument is out of its range.
 
+    See Also
+    --------
+    logistic_regression, lasso
+
     Examples
     --------
     >>> import dask.array as da, numpy as np
@@ -192,6 +200,10 @@ def lasso(
     ------
     PlanError
         X is not a matrix of real numbers, y does not have as many rows, or an argument is out of its range.
+
+    See Also
+    --------
+    logistic_regression, dask_distmm.linalg.ridge
 
     Examples
     --------

@@ -67,6 +67,10 @@ def pagerank(
     PlanError
         A is not a square matrix of real numbers, or an argument is out of its range.
 
+    See Also
+    --------
+    eigs
+
     Examples
     --------
     >>> import dask.array as da
@@ -149,6 +153,10 @@ def eigs(
     ------
     PlanError
         A is not a square matrix, or an argument is out of its range.
+
+    See Also
+    --------
+    svds, dask_distmm.linalg.eigsh
 
     Examples
     --------
@@ -289,6 +297,10 @@ def svds(
     ------
     PlanError
         A is not a matrix, or an argument is out of its range.
+
+    See Also
+    --------
+    eigs, dask_distmm.linalg.svd_compressed
 
     Examples
     --------

@@ -84,6 +84,10 @@ def jit(fun: Callable[..., Any] | None = None, *, static_argnames: str | Iterabl
     TracingError
         When it is called: the function needs elements of its arrays, or does what has no rule.
 
+    See Also
+    --------
+    fori_loop, while_loop, cond, map_rows, explain
+
     Examples
     --------
     >>> import dask.array as da, dask_distmm, numpy as np

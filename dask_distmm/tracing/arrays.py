@@ -751,6 +751,15 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> TracedArray:
     array
         Without overflow, also where elements are large.
 
+    Raises
+    ------
+    TracingError
+        `x` does not have such an axis.
+
+    See Also
+    --------
+    segment_sum, jit
+
     Examples
     --------
     >>> import numpy as np
@@ -968,6 +977,15 @@ def segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
     -------
     array, (num_segments, ...)
         The sums.
+
+    Raises
+    ------
+    TracingError
+        `segment_ids` are not integers, one for each row.
+
+    See Also
+    --------
+    sum_rows, jit
 
     Examples
     --------

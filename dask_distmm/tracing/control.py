@@ -74,6 +74,10 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[[Any, Any], Any], init_
     TracingError
         The body returns another structure, another shape or another type.
 
+    See Also
+    --------
+    while_loop, cond, jit
+
     Examples
     --------
     >>> import dask_distmm
@@ -126,6 +130,10 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
     ------
     TracingError
         The body returns another structure, shape or type, or the condition is no bool.
+
+    See Also
+    --------
+    fori_loop, cond, jit
 
     Examples
     --------
@@ -249,6 +257,10 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
     ------
     TracingError
         The functions return different structures, shapes or types, or the condition is no bool.
+
+    See Also
+    --------
+    fori_loop, while_loop, jit
 
     Examples
     --------

@@ -33,6 +33,15 @@ def key(seed: int) -> Any:
     array of uint64, (1,)
         What the other functions take.
 
+    Raises
+    ------
+    TypeError
+        `seed` is not a number.
+
+    See Also
+    --------
+    split, fold_in
+
     Examples
     --------
     >>> from dask_distmm import random
@@ -65,6 +74,15 @@ def fold_in(key: Any, data: Any) -> Any:
     array of uint64, (1,)
         The new key.
 
+    Raises
+    ------
+    TypeError
+        `data` is not a number.
+
+    See Also
+    --------
+    key, split
+
     Examples
     --------
     >>> from dask_distmm import random
@@ -90,6 +108,15 @@ def split(key: Any, num: int = 2) -> list[Any]:
     -------
     list of array of uint64, (1,)
         The new keys.
+
+    Raises
+    ------
+    TypeError
+        `num` is not an integer.
+
+    See Also
+    --------
+    key, fold_in
 
     Examples
     --------
@@ -118,6 +145,15 @@ def uniform(key: Any, shape: Sequence[int] = (), dtype: Any = float, minval: flo
     array
         The numbers.
 
+    Raises
+    ------
+    TracingError
+        The type is another one.
+
+    See Also
+    --------
+    normal, randint, key
+
     Examples
     --------
     >>> from dask_distmm import random
@@ -145,6 +181,15 @@ def normal(key: Any, shape: Sequence[int] = (), dtype: Any = float) -> Any:
     array
         The numbers, of mean 0 and variance 1.
 
+    Raises
+    ------
+    TracingError
+        The type is another one.
+
+    See Also
+    --------
+    uniform, randint, key
+
     Examples
     --------
     >>> from dask_distmm import random
@@ -170,6 +215,15 @@ def randint(key: Any, shape: Sequence[int], minval: int, maxval: int) -> Any:
     -------
     array of int64
         The numbers.
+
+    Raises
+    ------
+    TypeError
+        `shape` does not consist of integers.
+
+    See Also
+    --------
+    uniform, normal, key
 
     Examples
     --------

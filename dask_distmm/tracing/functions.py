@@ -40,6 +40,10 @@ def map_rows(f: Callable[..., Any], *arrays: Any, meta: Any = None) -> Any:
     TracingError
         `f` fails for ones, or returns other rows.
 
+    See Also
+    --------
+    sum_rows, callback, jit
+
     Examples
     --------
     >>> import dask.array as da, dask_distmm
@@ -74,6 +78,10 @@ def sum_rows(f: Callable[..., Any], *arrays: Any, meta: Any = None) -> Any:
     TracingError
         `f` fails for ones.
 
+    See Also
+    --------
+    map_rows, segment_sum, jit
+
     Examples
     --------
     >>> import dask.array as da, dask_distmm, numpy as np
@@ -94,6 +102,15 @@ def callback(f: Callable[..., Any], *arrays: Any) -> None:
         client by ``distributed.get_worker().log_event(topic, message)`` and ``client.get_events(topic)``.
     *arrays : array
         What it is called with; what is in rows comes to all workers before.
+
+    Raises
+    ------
+    TracingError
+        An array belongs to another function.
+
+    See Also
+    --------
+    map_rows, jit
 
     Examples
     --------
