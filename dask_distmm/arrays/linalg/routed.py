@@ -42,6 +42,7 @@ from dask_distmm.planning.factor import FactorProblem
 from dask_distmm.planning.planner import plan_computation
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import with_tasks
+from dask_distmm.runtime.chunks import on_device
 from dask_distmm.runtime.client import current_client, recent_snapshot
 
 # The most random numbers that travel with a graph.
@@ -114,7 +115,10 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
         limit = max(a.shape) * float(np.finfo(common_type({"a": a, "b": b})).eps) if good and rows else rcond
         x, residuals, rank, values = solutions.lstsq(a, b, limit)
         if isinstance(rank, int):
-            rank = da.from_array(np.asarray(rank, np.int64, like=x._meta))
+            rank = da.from_array(np.asarray(rank, np.int64))
+        elif on_device(rank._meta):
+            # Dask's is a number of the host's.
+            rank = rank.map_blocks(_to_host, dtype=rank.dtype, meta=np.empty((), rank.dtype))
         return x, residuals, rank, values
 
     found = NotImplemented
@@ -122,6 +126,10 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
         found = take(make, a, b, stock="full" if good else "absent")
     # NumPy's argument, which Dask lacks.
     return dask_lstsq(a, b) if good and found is NotImplemented else found
+
+
+def _to_host(block: Any) -> Any:
+    return block.get()
 
 
 def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, compute_uv: bool = True) -> Any:

@@ -50,11 +50,10 @@ class Replays:
         """Take a pass, for the third time and later by its graph."""
         if not all(isinstance(x, cp.ndarray) for x in arrays):
             return take()
-        key = key, *((x.data.ptr, x.strides) for x in arrays)
+        key = key, *((x.data.ptr, x.shape, x.strides, x.dtype.char) for x in arrays)
         seen = self._known.get(key, 0)
         if isinstance(seen, tuple):
-            seen[0].launch(self._stream)
-            return seen[1]
+            return self._replayed(*seen)
         if seen is None or len(self._known) > _MOST_GRAPHS:
             return take()
         if not seen:
@@ -74,8 +73,12 @@ class Replays:
             self._known[key] = None
             return take()
         self._known[key] = graph, results
+        return self._replayed(graph, results)
+
+    def _replayed(self, graph: Any, results: Any) -> Any:
+        """Launch a graph; return copies of its results: their memory may be that of another graph's values."""
         graph.launch(self._stream)
-        return results
+        return results and tuple(x.copy() for x in results)
 
 
 class GpuProgramJob(ProgramJob):
