@@ -327,9 +327,9 @@ def need_workers(roster: Sequence[Worker]) -> None:
         raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
 
 
-def over_limit(plan: Placement) -> dict[str, int]:
-    """Return the projected bytes of workers that may not hold so much, with those that their processes hold anyway."""
-    fraction = plan.problem.options.limit_fraction
+def over_limit(plan: Placement, share: float = 1.0) -> dict[str, int]:
+    """Return the bytes of workers beyond a share of what they may hold, with what their processes hold anyway."""
+    fraction = share * plan.problem.options.limit_fraction
     found = {worker: plan.projected_bytes[worker.address] + worker.used for worker in plan.participants}
     return {
         worker.address: size

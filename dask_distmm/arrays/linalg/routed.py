@@ -39,6 +39,7 @@ from dask_distmm.errors import NotSquareError, PlanError
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.factor import FactorProblem
+from dask_distmm.planning.placement import over_limit
 from dask_distmm.planning.planner import plan_computation
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import with_tasks
@@ -376,6 +377,10 @@ def _by_lu(a: Any, blocks: int) -> StockSupport:
     return "absent" if not _on_host(a) or not blocks else "full" if blocks == 1 else "partial"
 
 
+# Of what workers may hold, the share that a run in place of Dask's own function takes at most.
+_ROOM = 0.85
+
+
 def take(make: Callable[[], Any], *operands: Any, stock: StockSupport, narrow: bool = False) -> Any:
     """Return what `make` returns, or NotImplemented where Dask's own function is to be called; note which."""
     result = _taken(make, *operands, stock=stock, narrow=narrow)
@@ -422,6 +427,8 @@ def _left(result: Any, operands: Sequence[Array], stock: StockSupport) -> bool:
             return False
         plan = plan_computation(run, known.workers, engine=known.engines)
         # Between the call and the run processes may grow: where memory is short, only what would not have Dask spill.
+        if full and over_limit(plan, _ROOM):
+            return True
         budget = wave_budget() if full and any(x.by_ranks for x in run.matrices) else None
         if budget is not None and any(plan.projected_bytes[one.address] > budget.of(one) for one in plan.participants):
             return True
