@@ -208,10 +208,10 @@ def _or_of_function(explain: F) -> F:
     """Let `explain` take a function of `jit`, too, with what that takes."""
 
     @functools.wraps(explain)
-    def either(a: Any, *args: Any, **options: Any) -> Explanation:
-        if isinstance(a, Jitted):
-            return explain_result(tuple(flattened(a(*args, **options))[0]))
-        found: Explanation = explain(a, *args, **options)
+    def either(*args: Any, **options: Any) -> Explanation:
+        if args and isinstance(args[0], Jitted):
+            return explain_result(tuple(flattened(args[0](*args[1:], **options))[0]))
+        found: Explanation = explain(*args, **options)
         return found
 
     return cast(F, either)

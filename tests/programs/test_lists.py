@@ -8,12 +8,16 @@ import itertools
 import random
 from typing import Any
 
+import dask.array as da
 import numpy as np
 import pytest
 from factoring import factor_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tracing_ranks import plan_of
 
+from dask_distmm import fori_loop, while_loop
+from dask_distmm.arrays.jit import Jitted, compiled
 from dask_distmm.config import read_options
 from dask_distmm.engines.numpy.engine import ProductKernels
 from dask_distmm.engines.numpy.lapack import LapackKernels
@@ -117,7 +121,11 @@ def test_contracts_and_kernels_and_builders_know_each_other():
         plan = factor_plan(task, 1 if task.kind == "svd" else 2, 8, shared=task.kind == "eigh")
         used |= {step.kernel for step in plan.steps(0) if isinstance(step, Call)}
     assert all(callable(getattr(SharedEigh, name, getattr(LapackKernels, name, None))) for name in used)
-    assert methods - CONTRACTS.keys() == {"complete", "empty", "reached", "reported"}
+    assert methods - CONTRACTS.keys() == {
+        *("complete", "empty", "reached", "reported"),
+        # Of traced functions: what a run has beside kernels.
+        *("constants", "pool", "replay", "threads"),
+    }
     taken: set[str] = set()
     for case in CASES:
         for more in range(len(MORE.get(case[0], [{}]))):
@@ -134,9 +142,19 @@ def test_contracts_and_kernels_and_builders_know_each_other():
         used |= {step.kernel for step in on_gpu}
     for builder in ("svd",):
         used |= {s.kernel for s in every(recorded((builder, {}, ("s",)), [0], 1, [9])[0]) if isinstance(s, Call)}
+    traced = compiled(Jitted(until_large, ()), (da.ones((6, 2), chunks=2), np.ones(2)), {})
+    used |= {
+        s.kernel for s in every(plan_of(traced.problem, 2, np.random.default_rng()).steps(0)) if isinstance(s, Call)
+    }
     assert used == CONTRACTS.keys()
     assert taken == iterations._STEPS.keys()
     assert {case[0] for case in CASES} == BUILDERS.keys()
+
+
+def until_large(x, y):
+    """Grow until a number is large; what is then returned depends on a turn's number."""
+    state = while_loop(lambda s: s[1] < 99.0, lambda s: (s[0] * 2, abs(s[0]).sum()), (x, 0.0))
+    return fori_loop(0, 3, lambda i, s: s * y + i, state[0])
 
 
 def every(steps):

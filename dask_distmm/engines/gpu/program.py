@@ -43,8 +43,11 @@ class Replays:
         # What passes have done so far, by the places of all they were given: a graph and its results, or 1; None where
         # there is no graph.
         self._known: dict[Any, Any] = {}
-        # What a graph has allocated stays its own: others would write there.
-        self._pool = cp.cuda.MemoryPool()
+
+    @functools.cached_property
+    def _pool(self) -> Any:
+        """Memory of values inside of graphs: nothing else is ever there."""
+        return cp.cuda.MemoryPool()
 
     def __call__(self, key: Any, arrays: Sequence[Any], take: Callable[[], Any]) -> Any:
         """Take a pass, for the third time and later by its graph."""
