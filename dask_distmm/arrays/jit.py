@@ -70,8 +70,8 @@ def jit(fun: Callable[..., Any] | None = None, *, static_argnames: str | Iterabl
     fun : function
         Of arrays, numbers, and nested tuples, lists and dicts of these. It must do the same each time.
     static_argnames : str or iterable of str
-        Names of arguments that are no arrays, as numbers of iterations: they are as they are while the function is
-        traced, and each value of them is traced anew.
+        Names of arguments that are not arrays, for example numbers of iterations: they are as they are while the
+        function is traced, and each value of them is traced anew.
 
     Returns
     -------

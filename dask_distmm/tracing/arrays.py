@@ -507,7 +507,7 @@ def as_traced(x: Any) -> TracedArray:
     return found
 
 
-# Elementwise functions that are no ufuncs
+# Elementwise functions that are not ufuncs
 
 
 @implements(np.where)

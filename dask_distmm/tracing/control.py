@@ -129,7 +129,7 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
     Raises
     ------
     TracingError
-        The body returns another structure, shape or type, or the condition is no bool.
+        The body returns another structure, shape or type, or the condition is not a bool.
 
     See Also
     --------
@@ -256,7 +256,7 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
     Raises
     ------
     TracingError
-        The functions return different structures, shapes or types, or the condition is no bool.
+        The functions return different structures, shapes or types, or the condition is not a bool.
 
     See Also
     --------

@@ -1,7 +1,7 @@
 """From statements in placements to the steps of a rank.
 
 Statements on rows that wait for the same messages are one *pass*: one call that goes over the rows of a rank once,
-strip by strip, and keeps what lies between statements in the cache. So between two messages each chunk is read once.
+strip by strip, and keeps intermediate values in the cache. So between two messages each chunk is read once.
 What the ranks' passes add up, and what all ranks need of rows, is one message; then come the statements on what all
 ranks have. Each of these has a *stage*, the number of messages before it::
 
@@ -103,7 +103,7 @@ def traced(
     kept = [name for name in names if name in wanted]
     inputs, outputs = set(found.block.inputs), placements.block.outputs
     for at, (name, ref) in enumerate(zip(kept, outputs, strict=True)):
-        # What is nobody else's is handed over as it is.
+        # A value that nothing else needs is handed over without a copy.
         assert isinstance(ref, int)
         p.store(name, lowering.copied(ref) if ref in inputs or ref in outputs[at + 1 :] else lowering.here[ref])
 
@@ -537,7 +537,7 @@ class Lowering:
                 if isinstance(out, int) and out != number and not (out in placed and self.here[out] is place)
             ]
             own = {id(place) for place in places}
-            # What is part of the state itself is copied before it is overwritten.
+            # Parts of the state that are read are copied before they are overwritten.
             spare = {}
             for source, _ in moves:
                 if id(source) in own and id(source) not in spare:

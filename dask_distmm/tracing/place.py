@@ -234,7 +234,7 @@ class Placements:
 
     def _placed(self, block: Block) -> Block:
         into: list[Statement] = []
-        # What has been brought elsewhere in this block, by value and axis.
+        # Copies in other placements that this block has, by value and axis.
         moved: dict[tuple[int, Axis], int] = {}
         for statement in block.statements:
             if statement.family == "loop":
@@ -302,7 +302,7 @@ class Placements:
                 self.axes.update(zip(block.inputs[len(block.inputs) - len(axes) :], axes, strict=True))
             placed = self._placed(body)
             made = [self._axis(ref) for ref in placed.outputs]
-            # What is in rows on one of both ways is so throughout.
+            # A value that is in rows at the start or the end of a turn is in rows throughout.
             joined = [new if old is None else old for old, new in zip(axes, made, strict=True)]
             if joined == axes:
                 break

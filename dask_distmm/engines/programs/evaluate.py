@@ -29,7 +29,7 @@ from dask_distmm.tracing.place import Axis
 
 # Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least.
 _STRIP_BYTES, _STRIP_ROWS = 2**19, 1024
-# What combines the results of ranks, and of strips.
+# The ufunc that combines the results of ranks, and of strips.
 _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", "min": "minimum", "any": "logical_or",
            "all": "logical_and"}  # fmt: skip
 
@@ -229,7 +229,7 @@ class _Compiled:
         )
 
     def _memory_of(self, thread: int, rows: int) -> list[Any]:
-        """Return a thread's memory for a strip of so many rows, in the shapes of values."""
+        """Return a thread's memory for a strip of this many rows, in the shapes of values."""
         if (thread, rows) not in self.parts:
             most, arrays = self.arrays.get(thread, (0, []))
             if rows > most:
@@ -266,7 +266,8 @@ class _Compiled:
             op = self.ops.get(number)
             if op == "select":
                 select = functools.partial(_select, self.xp, statement, self.axes[next(statement.reads)] or 0)
-                lines.append(self._called(number, select, *statement.inputs, f"totals[{number}][0], first, rows"))
+                given = (*statement.inputs, f"totals[{number}][0], first, rows")
+                lines.append(self._called(number, select, *given, dense=False))
                 continue
             if op == "sum" and self._by_blas(statement):
                 first, second = map(self._name, statement.inputs)
@@ -670,11 +671,13 @@ def _select(xp: Any, statement: Statement, axis: int, x: Any, *rest: Any) -> Non
         numbers = xp.where(numbers < 0, numbers + length, numbers) if length else numbers
         inside = (numbers >= first) & (numbers < first + rows)
         if rows:
-            found = xp.take(x, xp.where(inside, numbers - first, 0), axis)
+            at = xp.where(inside, numbers - first, 0)
+            # Of sparse rows only those that are chosen become dense.
+            found = dense(x[at]) if sparse_package(x) and not axis and at.ndim == 1 else xp.take(dense(x), at, axis)
             shape = [1] * axis + list(numbers.shape) + [1] * (x.ndim - axis - 1)
             total += xp.where(inside.reshape(shape), found, found.dtype.type(0))
         return
-    index = list(index_of(statement.options["index"]))
+    x, index = dense(x), list(index_of(statement.options["index"]))
     place = [i for i, one in enumerate(index) if one is not None][axis]
     one, out = index[place], sum(not isinstance(x, int) for x in index[:place])
     size = statement.options["length"]
