@@ -228,9 +228,9 @@ def test_routed_functions_beyond_memory(small_workers: Client, name: str, there:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::dask.array.core.PerformanceWarning", "ignore:overflow")
 def test_where_nothing_fits_routed_functions_are_stock_dasks() -> None:
-    """Workers may hold less than their processes do: no run is possible."""
+    """Workers may hold next to nothing: no run is possible."""
     limits = {f"distributed.worker.memory.{limit}": False for limit in ("target", "spill", "pause")}
-    config = {**limits, "distmm.memory.limit-fraction": 1e-4, "distmm.minimum-flops": 0}
+    config = {**limits, "distmm.memory.limit-fraction": 1e-9, "distmm.minimum-flops": 0}
     with (
         dask.config.set(config),
         LocalCluster(1, processes=False, memory_limit="64GiB", dashboard_address="127.0.0.1:0") as cluster,

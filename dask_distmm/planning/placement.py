@@ -327,6 +327,10 @@ def need_workers(roster: Sequence[Worker]) -> None:
         raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
 
 
+# A run that holds less than this share of what a worker may hold does not fill it, whatever its process holds anyway.
+_SLIGHT = 1 / 32
+
+
 def over_limit(plan: Placement, share: float = 1.0) -> dict[str, int]:
     """Return the bytes of workers beyond a share of what they may hold, with what their processes hold anyway."""
     fraction = share * plan.problem.options.limit_fraction
@@ -334,7 +338,9 @@ def over_limit(plan: Placement, share: float = 1.0) -> dict[str, int]:
     return {
         worker.address: size
         for worker, size in found.items()
-        if worker.memory_limit and size > worker.memory_limit * fraction
+        if worker.memory_limit
+        and size > worker.memory_limit * fraction
+        and plan.projected_bytes[worker.address] > worker.memory_limit * fraction * _SLIGHT
     }
 
 
