@@ -107,6 +107,8 @@ class TracedKernels:
         if key not in self._compiled:
             self._compiled[key] = program, _Compiled(program, self)
         compiled = self._compiled[key][1]
+        if compiled.on_host:
+            return compiled.run(arrays)
         return self.replay(key, arrays, lambda: compiled.run(arrays))
 
     # Those that make the same bits everywhere.
@@ -148,6 +150,8 @@ class _Compiled:
         self.program, self.kernels, self.xp = program, kernels, kernels.xp
         self.kinds, self.axes, self.ops = program.kinds, program.axes, dict(program.sums)
         self.in_rows = bool(program.sizes)
+        # Users' functions, and random numbers that the host draws, are called each time.
+        self.on_host = any(one.family in ("call", "callback", "random") for one in program.statements)
         self.rows_read = [x for x in program.reads if self.axes[x] is not None] + list(program.over.values())
         self.whole_read = [x for x in program.reads if self.axes[x] is None]
         self.strip = self._strip_rows()
