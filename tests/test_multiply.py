@@ -115,11 +115,11 @@ def test_ctrl_c_in_a_terminal(client: Client, files: dict[str, np.ndarray]) -> N
         deadline = time.monotonic() + 60
         while left() == before and time.monotonic() < deadline:
             time.sleep(0.01)
-        # Where the first one falls into a finalizer, Python drops it: users press again.
+        # Where the first one falls into a finalizer, Python drops it: users press again, but not while files are removed.
         while process.poll() is None:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(2)
+                process.wait(15)
         _, errors = process.communicate(timeout=60)
     # A shell says 130 of both.
     assert process.returncode in (130, -signal.SIGINT)
