@@ -115,7 +115,7 @@ def test_ctrl_c_in_a_terminal(client: Client, files: dict[str, np.ndarray]) -> N
         deadline = time.monotonic() + 60
         while left() == before and time.monotonic() < deadline:
             time.sleep(0.01)
-        # Where the first one falls into a finalizer, Python drops it: users press again, but not while files are removed.
+        # Where the first one falls into a finalizer Python drops it, so users press again; not while files are removed.
         while process.poll() is None:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
