@@ -17,13 +17,8 @@ from dask.array.core import Array, from_array
 from dask.base import is_dask_collection, tokenize
 
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.linalg.factorize import _arrays as program_arrays
-from dask_distmm.arrays.linalg.factorize import _fits as fits
-from dask_distmm.arrays.linalg.factorize import _made_by_ranks as made_by_ranks
-from dask_distmm.arrays.linalg.factorize import _native as native
-from dask_distmm.arrays.linalg.factorize import _request as run_request
-from dask_distmm.arrays.linalg.factorize import rows_of
-from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError, TracingError
+from dask_distmm.arrays.linalg.factorize import made_of, native, program_arrays, rows_of, run_request
+from dask_distmm.errors import PlanError, TracingError
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.chunks import array_kind
@@ -286,20 +281,6 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any]) -> _Compiled:
         **request,
     )
     return _Compiled(problem, arrays, traced, outputs, leader)
-
-
-def made_of(problem: ProgramProblem, arrays: list[Array]) -> tuple[ProgramProblem, dict[str, Any]]:
-    """Let ranks make the chunks of operands that do not fit into memory."""
-    made: dict[str, Any] = {}
-    try:
-        if made := made_by_ranks(problem, arrays):
-            problem = problem.made_by_ranks(made)
-            fits(problem, arrays)
-    except ProjectedMemoryError:
-        raise
-    except DistMMError:
-        pass  # It is said when the result is computed, if it is still so.
-    return problem, made
 
 
 def _matrix(x: Array, *, rows: bool) -> Array:

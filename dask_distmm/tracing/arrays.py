@@ -36,7 +36,7 @@ def current_trace() -> Trace | None:
 class Trace:
     """The program of a function that is being traced: the statements so far, and the arrays that are its inputs."""
 
-    def __init__(self, directory: str = "") -> None:
+    def __init__(self) -> None:
         self.kinds: dict[int, Kind] = {}
         # The arrays of the inputs by the numbers of their values: Dask's, NumPy's, CuPy's.
         self.inputs: dict[int, Any] = {}
@@ -46,7 +46,7 @@ class Trace:
         # Users' functions, pickled.
         self.functions: list[bytes] = []
         # Frames of this folder are the package's own.
-        self._own = directory or __file__.rpartition("tracing")[0]
+        self._own = __file__.rpartition("tracing")[0]
 
     # Values
 

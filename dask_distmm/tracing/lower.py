@@ -251,7 +251,7 @@ class Lowering:
             whole = [x for x in now if not self._is_local(x) and x.family != "gather"]
             self._whole(whole, read_later.union(*(x.reads for x in (*local, *gathers))))
             gathered = {x for one in gathers for x in one.reads}
-            sums, found = self._pass(local, read_later | gathered, targets, read_later | gathered)
+            sums, found = self._pass(local, read_later | gathered, targets)
             placed |= found
             self._message(sums, gathers)
             for number in [x for x in self.here if x not in before and x not in read_later]:
@@ -287,7 +287,7 @@ class Lowering:
             buffers = [self.buffer(number) for number in made]
             self.here.update(zip(made, buffers, strict=True))
             if kind != "one" or self.p.me == 0:
-                self._call(call, [], [], buffers, exact=kind == "exact")
+                self._evaluate(call, [self.here[x] for x in reads], len(reads), 0, buffers, exact=kind == "exact")
             if kind == "one" and buffers:
                 self.p.give(*buffers)
 
@@ -320,7 +320,6 @@ class Lowering:
         statements: Sequence[Statement],
         read: Collection[int],
         targets: Targets,
-        read_later: Collection[int],
     ) -> tuple[list[tuple[int, list[Buffer]]], set[int]]:
         """Take statements on rows; return the sums of this rank, and values that are in their targets."""
         if not statements:
@@ -333,7 +332,7 @@ class Lowering:
         placed, over = set(), dict[int, int]()
         for number in rows:
             target, old = targets.get(number, (None, -1))
-            if target is not None and old not in read_later and self.axes[number] is not None:
+            if target is not None and old not in read and self.axes[number] is not None:
                 self.here[number] = target
                 placed.add(number)
                 if old in reads:
@@ -385,18 +384,6 @@ class Lowering:
             best = self.p.small(*stored_shape(values, None), values.dtype)
             return [(best, identity(op[3:], values.dtype)), (self.buffer(number), -1)]
         return [(self.buffer(number), identity(op, kind.dtype))]
-
-    def _call(
-        self,
-        call: Pass,
-        outputs: Sequence[Buffer],
-        written: Sequence[Any],
-        makes: Sequence[Buffer],
-        *,
-        exact: bool = False,
-    ) -> None:
-        arguments = [self.here[x] for x in call.reads]
-        self._evaluate(call, [*arguments, *outputs, *written], len(arguments), len(outputs), makes, exact=exact)
 
     def _evaluate(
         self,
@@ -629,10 +616,8 @@ class Lowering:
                 self.drop(self.here.pop(number))
 
         met, known = self.meetings, set(self.exact)
-        ends = []
-        for block in cond.blocks:
-            ends.append(block)
-        p.either(flag, lambda: branch(ends[0]), lambda: branch(ends[1]))
+        then, otherwise = cond.blocks
+        p.either(flag, lambda: branch(then), lambda: branch(otherwise))
         self.meetings, self.exact = met, known
         p.drop(flag)
         self.here.update(zip(cond.outputs, places, strict=True))

@@ -190,7 +190,7 @@ def factorize(
     """Return outputs of a factorization, all of them of one run; `wanted` has the letters of their axes."""
     for name, x in operands.items():
         operand(name, x)
-    dtype, arrays = dtype or common_type(operands), _native(operands)
+    dtype, arrays = dtype or common_type(operands), native(operands)
     shapes = [array.shape for array in arrays]
     b_shape, finite = shapes[1] if len(shapes) > 1 else None, bool(how.get("check_finite", True))
     task = Factorization(kind, shapes[0], dtype.name, b_shape, check_finite=finite, **options)
@@ -199,12 +199,12 @@ def factorize(
     method = how.get("method") or "auto"
     if method == "rows":
         raise PlanError("method='rows' is for qr, lstsq, and svd without full_matrices: pass 'columns' or 'local'")
-    request = _request(FactorProblem.kind, dict(zip(task.inputs, arrays, strict=True)), how, outputs)
+    request = run_request(FactorProblem.kind, dict(zip(task.inputs, arrays, strict=True)), how, outputs)
     token = tokenize(repr(([array.name for array in arrays], task, request, method)))
     problem = FactorProblem(name=f"{kind}-{token}", task=task, method=method, **request)
     if (advised := reduced_mode(task)) and current_client() is None:
         _check_results(problem, advised)
-    return _arrays(problem, arrays, {})
+    return program_arrays(problem, arrays, {})
 
 
 def _check_results(problem: FactorProblem, advised: Sequence[str]) -> None:
@@ -240,22 +240,19 @@ def by_program(
     dtype, known = dtype or common_type(operands), _axes_of(operands["a"], axes)
     named = {"": dtype.name, "real": np.empty(0, dtype).real.dtype.name}
     a = rows_of(operands["a"])
-    arrays = _native({name: a if name == "a" else _in_rows_of(a, x) for name, x in operands.items()})
+    arrays = native({name: a if name == "a" else _in_rows_of(a, x) for name, x in operands.items()})
     # In the run only the rows of A are in chunks.
     inside = {**{x: sizes and (sum(sizes),) for x, sizes in known.items() if x != "m"}, "m": arrays[0].chunks[0]}
     specified = [(name, *text.partition(" ")[::2]) for name, text in wanted.items()]
     outputs = tuple(_output(name, _chunks_of(x, inside), named.get(kind, kind)) for name, x, kind in specified)
-    request = _request(ProgramProblem.kind, dict(zip(operands, arrays, strict=True)), how, outputs)
+    request = run_request(ProgramProblem.kind, dict(zip(operands, arrays, strict=True)), how, outputs)
     options["finite"] = bool(how.get("check_finite", True))
     token = tokenize(repr(([array.name for array in arrays], builder, options, dtype.name, request)))
     problem = ProgramProblem(
         name=f"{builder}-{token}", builder=builder, options_of_builder=options, dtype=dtype.name, **request
     )
-    made: dict[str, ChunkTasks] = {}
     try:
-        if made := _made_by_ranks(problem, arrays):
-            problem = problem.made_by_ranks(made)
-            _fits(problem, arrays)
+        problem, made = made_of(problem, arrays)
     except ProjectedMemoryError:
         by_rows = any("m" in x for _, x, _ in specified)
         if any(x.sparse for x in problem.matrices) or builder in _CENTRED or len(arrays[0].chunks[0]) == 1 or by_rows:
@@ -263,10 +260,22 @@ def by_program(
         # R of A and B beside each other has the same R, solutions, residuals and singular values.
         small = dict(zip(operands, reduced(*arrays)[1:], strict=True))
         return by_program(builder, small, wanted, how=how, axes={"n": known["n"], **(axes or {})}, **options)
+    found = zip(program_arrays(problem, arrays, made), (x.replace(".", "") for _, x, _ in specified), strict=True)
+    return tuple(x.rechunk({i: known.get(y, -1) for i, y in enumerate(letters) if y != "m"}) for x, letters in found)
+
+
+def made_of(problem: ProgramProblem, arrays: Sequence[Array]) -> tuple[ProgramProblem, dict[str, ChunkTasks]]:
+    """Return a problem of which ranks make the operands that do not fit into memory, and the tasks of these."""
+    made: dict[str, ChunkTasks] = {}
+    try:
+        if made := _made_by_ranks(problem, arrays):
+            problem = problem.made_by_ranks(made)
+            _fits(problem, arrays)
+    except ProjectedMemoryError:
+        raise
     except DistMMError:
         pass  # It is said when the result is computed, if it is still so.
-    found = zip(_arrays(problem, arrays, made), (x.replace(".", "") for _, x, _ in specified), strict=True)
-    return tuple(x.rechunk({i: known.get(y, -1) for i, y in enumerate(letters) if y != "m"}) for x, letters in found)
+    return problem, made
 
 
 def _made_by_ranks(problem: ProgramProblem, arrays: Sequence[Array]) -> dict[str, ChunkTasks]:
@@ -370,12 +379,12 @@ def _known(chunks: Chunks) -> Chunks:
     return rows, cols
 
 
-def _native(operands: Mapping[str, Array]) -> list[Array]:
+def native(operands: Mapping[str, Array]) -> list[Array]:
     """Return operands whose bytes are in the order of the machine, which a type's name does not tell."""
     return [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in operands.values()]
 
 
-def _request(
+def run_request(
     kind: str,
     operands: Mapping[str, Array],
     how: RunOptions | FactorOptions | ProductOptions,
@@ -397,7 +406,7 @@ def _request(
     }
 
 
-def _arrays(
+def program_arrays(
     problem: FactorProblem | ProgramProblem, arrays: Sequence[Array], made: Mapping[str, ChunkTasks]
 ) -> tuple[Array, ...]:
     """Return the outputs of a run as lazy arrays; `made` has the tasks of operands whose chunks ranks make."""
