@@ -327,9 +327,12 @@ class Recorder:
         return found
 
     def share_rows(
-        self, sums: Sequence[Buffer], matrices: Sequence[Tall]
+        self, sums: Sequence[Buffer], matrices: Sequence[Tall], flags: Sequence[Buffer] = ()
     ) -> tuple[list[list[Buffer]], list[list[Buffer]]]:
-        """Return, on all ranks, some buffers of each rank, and all chunks of matrices: one message of each rank."""
+        """Return, on all ranks, some buffers of each rank, and all chunks of matrices: one message of each rank.
+
+        With the same messages they get `flags` from rank 0.
+        """
         key, ranks = next(self._keys), range(self.rows.ranks)
         pieces = {(x.name, i): self.chunk_of(x, i) for x in matrices for i in range(len(self.rows.sizes))}
         # The number of rows of what others have is known.
@@ -341,12 +344,13 @@ class Recorder:
         chunks = [[i for i, owner in enumerate(self.rows.owners) if owner == rank] for rank in ranks]
         if self.rows.ranks > 1:
             theirs = (pieces[x.name, i] for x in matrices for i in chunks[self.me])
-            self.steps.append(Publish(key, (*sums, *theirs), copied=True))
+            self.steps.append(Publish(key, (*sums, *theirs, *(() if self.me else flags)), copied=True))
         parts: list[list[Buffer]] = [[] for _ in sums]
         for rank in ranks:
             own = list(sums) if rank == self.me else [self._of(rank, buffer) for buffer in sums]
             if rank != self.me:
-                self.pull(rank, key, (*own, *(pieces[x.name, i] for x in matrices for i in chunks[rank])))
+                theirs = (pieces[x.name, i] for x in matrices for i in chunks[rank])
+                self.pull(rank, key, (*own, *theirs, *(() if rank else flags)))
             for some, buffer in zip(parts, own, strict=True):
                 some.append(buffer)
         return parts, [[pieces[x.name, i] for i in range(len(self.rows.sizes))] for x in matrices]

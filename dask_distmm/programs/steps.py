@@ -397,7 +397,7 @@ CONTRACTS: dict[str, Contract] = {
     "constant": Contract("w", _none, exact=True),
     "set_all": Contract("w", _none, exact=True),
     "merge": Contract("r", _none, exact=True),
-    "decide": Contract("rw", _none, exact=True),
+    "decide": Contract("rwr", _none, exact=True),
     "increment": Contract("u", _none, exact=True),
     "info": Contract("rw", _none),
     "column_sums": Contract("wr", lambda out, *x: sum(one[0] * one[1] for one in x)),

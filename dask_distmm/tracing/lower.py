@@ -15,6 +15,7 @@ its buffers: a pass writes the next state over the last one where nothing reads 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 from dask_distmm.programs.composite import tall_qr
 from dask_distmm.programs.recorder import Operands, Recorder, Tall, Wanted
 from dask_distmm.programs.steps import Buffer
-from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, extents, program_of
+from dask_distmm.tracing.form import Block, Kind, Literal, Ref, Statement, extents, program_of
 from dask_distmm.tracing.place import Axis, Placements, is_view
 
 # Loops end when their flag says so.
@@ -42,7 +43,11 @@ _EXACT_FUNCTIONS = {
     "multiply", "negative", "not_equal", "positive", "real", "right_shift", "sign", "sqrt", "square", "subtract",
     "trunc", "where",
 }  # fmt: skip
+# Those of them that are exact of complex numbers, too: each part of the result is one sum or copy.
+_EXACT_OF_COMPLEX = {"add", "astype", "conjugate", "imag", "isfinite", "negative", "positive", "real", "subtract", "where"}
 
+
+_COMPARISONS = {"less", "less_equal", "greater", "greater_equal"}
 
 # Memory for a value, which may be written when another value is not read any more; by the value's number.
 Targets = Mapping[int, tuple[Any, int]]
@@ -117,8 +122,12 @@ class Lowering:
         self.moved: dict[int, Axis] = {}
         # Values of which all ranks have the same bits.
         self.exact: set[int] = set()
+        # Values that decide about turns: where bits may differ, those of rank 0 come to all by a message that is sent.
+        self.deciding: set[int] = set()
         # How often all ranks have waited for each other.
         self.meetings = 0
+        # The number of loops around what is taken.
+        self.depth = 0
         firsts = np.cumsum([0, *map(abs, p.rows.sizes)]).tolist()
         self.firsts = tuple(firsts[number] for number in p.mine)
         self.sizes = tuple(p.rows.sizes[number] for number in p.mine)
@@ -263,16 +272,18 @@ class Lowering:
     def _whole(self, statements: Sequence[Statement], read: Collection[int]) -> None:
         """Take statements on what all ranks have: exact ones first, and apart those of which one rank decides."""
         groups: list[tuple[str, list[Statement]]] = []
-        for statement in statements:
-            kind = self._kind_of(statement)
+        between, after = self._decided(statements)
+        for statement in sorted(statements, key=lambda one: not after.isdisjoint(one.outputs)):
+            kind = "one" if id(statement) in between else self._kind_of(statement)
             if kind == "exact":
                 self.exact.update(statement.outputs)
-            # Into the first group behind what it reads.
+            # Into the first group behind what it reads; of several functions whose results are not unique one rank
+            # takes also what is between them, so that all get what they need of it by one message.
             at = 0
             for i, (_, group) in enumerate(groups):
                 if any(not set(one.outputs).isdisjoint(statement.reads) for one in group):
-                    at = i if groups[i][0] == kind and kind != "one" else i + 1
-            place = next((i for i in range(at, len(groups)) if groups[i][0] == kind and kind != "one"), None)
+                    at = i if groups[i][0] == kind else i + 1
+            place = next((i for i in range(at, len(groups)) if groups[i][0] == kind), None)
             if place is None:
                 groups.append((kind, [statement]))
             else:
@@ -291,15 +302,30 @@ class Lowering:
             if kind == "one" and buffers:
                 self.p.give(*buffers)
 
+    def _decided(self, statements: Sequence[Statement]) -> tuple[set[int], set[int]]:
+        """Return the statements of one rank, with those between them, and the values that follow from these."""
+        after, before, found = set[int](), set[int](), set[int]()
+        for statement in statements:
+            if self._kind_of(statement) == "one" or not after.isdisjoint(statement.reads):
+                after.update(statement.outputs)
+        for statement in reversed(statements):
+            is_one = self._kind_of(statement) == "one"
+            if is_one or not before.isdisjoint(statement.outputs):
+                before.update(statement.reads)
+            if is_one or not (before.isdisjoint(statement.outputs) or after.isdisjoint(statement.outputs)):
+                found.add(id(statement))
+        return found, after
+
     def _kind_of(self, statement: Statement) -> str:
         function = statement.options.get("f")
         if statement.family in ("whole", "along", "reduce") and function in _OF_ONE_RANK:
             return "one"
         if statement.family in ("qr", "callback", "call"):
             return "one"
-        fine = statement.family in _EXACT or (statement.family == "map" and function in _EXACT_FUNCTIONS)
         real = all(self.kinds[x].dtype[0] != "c" for x in (*statement.reads, *statement.outputs))
-        return "exact" if fine and real and self.exact.issuperset(statement.reads) else "same"
+        functions = _EXACT_FUNCTIONS if real else _EXACT_OF_COMPLEX
+        fine = statement.family in _EXACT or (statement.family == "map" and function in functions)
+        return "exact" if fine and self.exact.issuperset(statement.reads) else "same"
 
     def _outer_reads(self, statements: Sequence[Statement]) -> tuple[int, ...]:
         own = {x for one in statements for x in one.outputs}
@@ -424,7 +450,10 @@ class Lowering:
             return
         p = self.p
         talls = list(dict.fromkeys(self.here[x] for one in gathers for x in one.reads))
-        parts, rows = p.share_rows([part for _, some in sums for part in some], talls)
+        decided = sorted(self.deciding & self.here.keys() - self.exact)
+        flags = [self.here[number] for number in decided]
+        parts, rows = p.share_rows([part for _, some in sums for part in some], talls, flags)
+        self.exact.update(decided)
         self.meetings += 1
         every, totals = list[Buffer](), list[Buffer]()
         at = 0
@@ -455,16 +484,34 @@ class Lowering:
 
     # Loops, branches, factorizations
 
-    def _flag(self, ref: Ref, flag: Buffer) -> None:
-        """Have a flag, which is the same on all ranks: what they decide by."""
+    def _flag(self, ref: Ref, flag: Buffer, compared: Sequence[tuple[int, Ref]] = ()) -> None:
+        """Have a flag, which is the same on all ranks: what they decide by. Progress follows numbers and their limits."""
         if isinstance(ref, Literal):
             self.p.call("set_all", flag, value=bool(ref.value))
-        elif ref in self.exact:
-            self.p.call("decide", self.here[ref], flag)
+            return
+        limits = tuple(None if isinstance(x, int) else x.value for _, x in compared)
+        numbers = [self.here[x] for pair in compared for x in pair if isinstance(x, int)]
+        if ref in self.exact:
+            self.p.call("decide", self.here[ref], flag, *numbers, limits=limits)
         else:
-            self.p.on_root("decide", [self.here[ref]], [flag])
+            self.p.on_root("decide", [self.here[ref]], [flag, *numbers], limits=limits)
             self.p.share(flags=(flag,))
             self.meetings += 1
+
+    def _compared(self, condition: Block) -> list[tuple[int, Ref]]:
+        """Return the numbers that a condition compares with limits: those that are above, and counts that are below."""
+        found = []
+        for statement in condition.statements:
+            name = statement.options.get("f", "")
+            if statement.family == "map" and name in _COMPARISONS:
+                low, high = statement.inputs if name.startswith("less") else statement.inputs[::-1]
+                kinds = [self.kinds[x] for x in (low, high) if isinstance(x, int)]
+                is_count = kinds[0].dtype[0] in "iu"
+                number, limit = (low, high) if is_count else (high, low)
+                real = all(kind.shape == () and kind.dtype[0] in ("iu" if is_count else "f") for kind in kinds)
+                if isinstance(number, int) and real and all(self.axes[x] is None for x in statement.reads):
+                    found.append((number, limit))
+        return found
 
     def _loop(self, loop: Statement) -> None:
         p, body = self.p, loop.blocks[-1]
@@ -485,7 +532,8 @@ class Lowering:
             p.call("set_all", self.here[number], value=0)
             self.exact.add(number)
         condition = loop.blocks[0] if len(loop.blocks) > 1 else None
-        count = loop.options.get("count")
+        compared = self._compared(condition) if condition else []
+        count, expected = loop.options.get("count"), self._expected(loop)
 
         def look() -> None:
             """Say whether there is another turn."""
@@ -496,10 +544,9 @@ class Lowering:
                 if states[condition.inputs.index(number)] in self.exact:
                     self.exact.add(number)
             (ref,) = condition.outputs
-            kept = {ref} if isinstance(ref, int) else set()
             before = set(self.here)
-            self.take(condition.statements, kept)
-            self._flag(ref, flag)
+            self.take(condition.statements, {x for x in (ref, *itertools.chain(*compared)) if isinstance(x, int)})
+            self._flag(ref, flag, () if self.depth else compared)
             for number in [x for x in self.here if x not in before]:
                 self.drop(self.here.pop(number))
             for number in condition.inputs:
@@ -511,6 +558,7 @@ class Lowering:
 
         def turn() -> None:
             met = self.meetings
+            self.depth += 1
             outputs = [x for x in body.outputs if isinstance(x, int)]
             targets: dict[int, tuple[Any, int]] = {}
             for out, number, place in zip(body.outputs, states, places, strict=True):
@@ -540,12 +588,13 @@ class Lowering:
                     self.drop(gone)
             for number in numbers:
                 p.call("increment", self.here[number])
+            self.depth -= 1
             look()
             if self.meetings == met:
                 # Nobody may be a turn ahead: what was published is freed.
                 p.share()
 
-        p.loop(flag, turn, _MOST if count is None else count, EXPECTED if count is None else count)
+        p.loop(flag, turn, _MOST if count is None else count, expected)
         p.drop(flag)
         for number in numbers:
             self.drop(self.here.pop(number))
@@ -553,6 +602,15 @@ class Lowering:
             self.here[out] = self.here.pop(number)
             if number in self.exact:
                 self.exact.add(out)
+
+    def _expected(self, loop: Statement) -> int:
+        """Return how many turns a loop is expected to have, for the cost model: some turns in all, of those inside."""
+        if (count := loop.options.get("count")) is not None:
+            return int(count)
+        inside = [self._expected(one) for one in loop.blocks[-1].statements if one.family == "loop"]
+        limits = [x.value for _, x in self._compared(loop.blocks[0]) if isinstance(x, Literal)]
+        counts = [x for x in limits if isinstance(x, int)]
+        return min([max(1, EXPECTED // max(1, *inside, 1)), *counts])
 
     def _like(self, place: Buffer | Tall) -> Buffer | Tall:
         """Return the name of memory like some."""
@@ -562,23 +620,46 @@ class Lowering:
 
     def _exact_states(self, loop: Statement) -> set[int]:
         """Return the parts of a loop's state of which all ranks have the same bits in each turn."""
-        body = loop.blocks[-1]
-        skipped = loop.options["skipped"]
+        body, skipped = loop.blocks[-1], loop.options["skipped"]
+        states = body.inputs[skipped:]
+        outputs = dict(zip(states, body.outputs, strict=True))
+        condition = loop.blocks[0] if len(loop.blocks) > 1 else None
+        looked_at = {x for one in condition.statements for x in one.reads} if condition else set[int]()
+        looked_at.update(condition.outputs if condition else ())  # type: ignore[arg-type]
+        deciding = {outputs[x] for x, y in zip(states, condition.inputs if condition else (), strict=False) if y in looked_at}
         found = {
             number
-            for ref, number in zip(loop.inputs, body.inputs[skipped:], strict=True)
+            for ref, number in zip(loop.inputs, states, strict=True)
             if isinstance(ref, int) and ref in self.exact and self.axes[number] is None
         }
         while True:
             known = self._exact_in(body.statements, self.exact | found | set(body.inputs[:skipped]))
-            wrong = {
-                number
-                for out, number in zip(body.outputs, body.inputs[skipped:], strict=True)
-                if number in found and isinstance(out, int) and out not in known
-            }
+            sent = {x for x in self._sent(body.statements, deciding) if x not in known}
+            wrong = {x for x in found if isinstance(outputs[x], int) and outputs[x] not in known | sent}
             if not wrong:
+                self.deciding |= sent
                 return found
             found -= wrong
+
+    def _sent(self, statements: Sequence[Statement], values: Collection[Ref]) -> set[int]:
+        """Return those values that all ranks have, and that are there when a message is sent."""
+        found, waiting = set[int](), set[int]()
+        starts = [i for i, one in enumerate(statements) if self._is_apart(one)]
+        for start, end in itertools.pairwise([-1, *starts, len(statements)]):
+            some = statements[start + 1 : end]
+            _, stages = self._stages(some)
+            messages = [
+                stage
+                for one, stage in zip(some, stages, strict=True)
+                if one.family == "gather" or any(x in self.combine for x in one.outputs)
+            ]
+            if messages:
+                found |= waiting
+            for one, stage in zip(some, stages, strict=True):
+                for number in one.outputs:
+                    if number in values and self.axes[number] is None:
+                        (found if stage <= max(messages, default=-1) else waiting).add(number)
+        return found
 
     def _exact_in(self, statements: Sequence[Statement], known: Collection[int]) -> set[int]:
         outside, self.exact = self.exact, set(known)

@@ -241,6 +241,8 @@ class Placements:
                 self._loop(statement, into, moved)
             elif statement.family == "cond":
                 self._cond(statement, into, moved)
+            elif statement.family == "gather":
+                self._gather(statement, into, moved)
             else:
                 self._one(statement, into, moved)
         return Block(list(block.inputs), into, list(block.outputs))
@@ -265,6 +267,16 @@ class Placements:
             self.combine.update(dict.fromkeys(statement.outputs, placed.combine))
         elif is_view(into[-1], self.kinds, self.axes):
             self.views[statement.outputs[0]] = into[-1]
+
+    def _gather(self, statement: Statement, into: list[Statement], moved: dict[tuple[int, Axis], int]) -> None:
+        """Bring a value to all ranks where a function says so."""
+        ((ref,), (number,)) = statement.inputs, statement.outputs
+        self.axes[number] = None
+        if self._axis(ref) is None:
+            statement = dataclasses.replace(statement, family="map", options={"f": "positive"})
+        else:
+            moved[ref, None] = number  # type: ignore[index]
+        into.append(dataclasses.replace(statement, inputs=(self._viewed(ref, into),)))
 
     def _viewed(self, ref: Ref, into: list[Statement]) -> Ref:
         """Return a view of its own for each statement that reads one: nobody stores what is elsewhere already."""

@@ -29,6 +29,8 @@ from dask_distmm.tracing.place import Axis
 
 # Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least.
 _STRIP_BYTES, _STRIP_ROWS = 2**19, 1024
+# Bytes that a thread reads at least.
+_LEAST_BYTES = 2**17
 # The ufunc that combines the results of ranks, and of strips.
 _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", "min": "minimum", "any": "logical_or",
            "all": "logical_and"}  # fmt: skip
@@ -56,6 +58,8 @@ class TracedKernels:
     constants: Sequence[Any] = ()
     # The threads that share strips.
     threads = 1
+    # How far a loop has come, from 0 to 1; its largest residual so far.
+    reached = _largest = 0.0
     replay: Callable[[Any, Sequence[Any], Callable[[], Any]], Any] = staticmethod(lambda key, arrays, take: take())
 
     def __init__(self) -> None:
@@ -78,9 +82,24 @@ class TracedKernels:
         """Add one."""
         number += 1
 
-    def decide(self, condition: Any, flag: Any) -> None:
-        """Have a condition as a flag on the host."""
+    def decide(self, condition: Any, flag: Any, *numbers: Any, limits: Sequence[Any] = ()) -> None:
+        """Have a condition as a flag on the host; note how far numbers have come on their way to limits."""
         flag[...] = bool(self.blas.host(condition).all())
+        given = iter(numbers)
+        for limit in limits:
+            number = self.blas.host(next(given)).item()
+            end = self.blas.host(next(given)).item() if limit is None else limit
+            self._report(number, end)
+
+    def _report(self, number: float, limit: float) -> None:
+        """Note how far a count, or a residual on a logarithmic scale, has come on its way to a limit."""
+        if isinstance(number, int):
+            self.reached = min(1.0, max(self.reached, number / max(1, limit)))
+        elif math.isfinite(number) and number > 0 < limit:
+            self._largest = max(self._largest, number)
+            way = math.log(self._largest / limit)
+            come = math.log(self._largest / number) / way if way > 0 else 1.0
+            self.reached = min(1.0, max(self.reached, come))
 
     def merge(self, *arrays: Any, ops: Sequence[str], ranks: int, **_: Any) -> None:
         """Combine the results of ranks, in their order; of some sums, one after the other, and then the totals."""
@@ -155,6 +174,7 @@ class _Compiled:
         self.rows_read = [x for x in program.reads if self.axes[x] is not None] + list(program.over.values())
         self.whole_read = [x for x in program.reads if self.axes[x] is None]
         self.strip = self._strip_rows()
+        self.least = max(1, _LEAST_BYTES // max(1, sum(map(self._width, self.rows_read))))
         # For each value that has memory of its own in a strip, the number of that memory; its type and shape.
         self.slots: dict[int, int] = {}
         self.memory: list[tuple[str, tuple[int, ...], Axis]] = []
@@ -383,7 +403,9 @@ class _Compiled:
         lengths = [x.shape[0] for _, x in chunks] + [x.shape[0] for x, _ in out]
         rows = max(lengths, default=max(0, self.program.sizes[index]))
         sparse = frozenset(x for x, chunk in chunks if sparse_package(chunk))
-        function, step = self.function(sparse), max(1, rows if sparse else min(rows, self.strip))
+        # What is read once is shared by all threads, too.
+        step = max(1, rows if sparse else min(rows, self.strip, max(self.least, -(-rows // self.kernels.threads))))
+        function = self.function(sparse)
         for start in range(0, rows, step):
             yield _Strip(function, sparse, chunks, out, self.program.firsts[index], start, min(rows - start, step))
 
@@ -590,7 +612,8 @@ class _Compiled:
         rows = "rows" if not options["sums"] and self.axes[statement.outputs[0]] is not None else "None"
         number = str(options["function"])
         call = functools.partial(_user_rows, kernels, kinds, options["name"])
-        return self._called(statement.outputs[0], call, number, rows, *statement.inputs)
+        beside = ("slice(first, first + rows)",) if options.get("slices") else ()
+        return self._called(statement.outputs[0], call, number, rows, *statement.inputs, *beside)
 
     def callback(self, statement: Statement) -> str:
         """Call a user's function on one rank."""
@@ -637,10 +660,18 @@ def _user_rows(
     found = call_function(kernels.constants[function], name, *given)
     results = found if isinstance(found, tuple) else (found,)
     expected = [(rows, *kind.shape[1:]) if rows is not None else kind.shape for kind in kinds]
-    shapes = [np.shape(x) for x in results]
-    if shapes != expected:
-        raise MatrixError(f"the function given to {name} returned arrays of shapes {shapes}; expected {expected}")
-    made = tuple(kernels.xp.asarray(x, kind.dtype) for x, kind in zip(results, kinds, strict=True))
+    for_rows = ""
+    if given and isinstance(given[-1], slice):
+        # In place of a matrix: one vector may be without its second axis.
+        results = tuple(x[:, None] if np.ndim(x) == 1 and kinds[0].shape[1] == 1 else x for x in results)
+        for_rows = f" for rows {given[-1].start} to {given[-1].stop} and an array of shape {given[0].shape}"
+    shapes, dtypes = [np.shape(x) for x in results], [kind.dtype for kind in kinds]
+    fits = all(np.can_cast(x.dtype, t, "same_kind") for x, t in zip(results, dtypes, strict=False) if for_rows)
+    if shapes != expected or not fits:
+        shown = ", ".join(f"{getattr(x, 'dtype', type(x).__name__)} of shape {np.shape(x)}" for x in results)
+        wanted = ", ".join(f"{t} of shape {shape}" for t, shape in zip(dtypes, expected, strict=True))
+        raise MatrixError(f"the function given as {name} returned {shown}{for_rows}; expected {wanted}")
+    made = tuple(kernels.xp.asarray(x, t) for x, t in zip(results, dtypes, strict=True))
     return made if isinstance(found, tuple) else made[0]
 
 

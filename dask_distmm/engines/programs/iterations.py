@@ -49,16 +49,7 @@ class IterationKernels:
 
     blas: Kernels
     xp: Any
-    # How far the residual of a loop has come, from 0 to 1; the largest one so far.
-    reached = _largest = 0.0
-
-    def _report(self, residual: float, limit: float) -> None:
-        """Note how far a residual has come on its way to a limit, on a logarithmic scale."""
-        if math.isfinite(residual) and residual > 0 < limit:
-            self._largest = max(self._largest, residual)
-            way = math.log(self._largest / limit)
-            come = math.log(self._largest / residual) / way if way > 0 else 1.0
-            self.reached = min(1.0, max(self.reached, come))
+    _report: Callable[[Any, Any], None]
 
     # Vectors. What they are multiplied by is the first of some numbers.
 
