@@ -17,7 +17,8 @@ from dask.array.core import Array, from_array
 from dask.base import is_dask_collection, tokenize
 
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.linalg.factorize import made_of, native, program_arrays, rows_of, run_request
+from dask_distmm.arrays.linalg.factorize import cut_as, made_of, native, program_arrays, rows_of, run_request
+from dask_distmm.arrays.linalg.public import RunOptions
 from dask_distmm.errors import PlanError, TracingError
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.program import ProgramProblem
@@ -128,6 +129,10 @@ class Jitted:
             return self._fun(*args, **kwargs)
         return _compiled(self.name, *self.traced(leaves, tree)).results()
 
+    def run(self, how: RunOptions, *args: Any) -> Any:
+        """Trace the function for a run with some options; rows are those of the first array. Return lazy arrays."""
+        return _compiled(self.name, *self.traced(*self.bound(args, {})), how).results()
+
     def bound(self, args: Any, kwargs: Any) -> tuple[list[Any], Tree]:
         """Return the leaves of the arguments, and how they are nested; Dask arrays of other kinds as Dask's own."""
         bound = self._signature.bind(*args, **kwargs)
@@ -222,13 +227,13 @@ def compiled(function: Jitted, args: Any, kwargs: Any) -> _Compiled:
     return _compiled(function.name, *function.traced(*function.bound(args, kwargs)))
 
 
-def _compiled(name: str, traced: _Traced, leaves: list[Any]) -> _Compiled:
+def _compiled(name: str, traced: _Traced, leaves: list[Any], how: RunOptions | None = None) -> _Compiled:
     """Give the inputs of a trace to ranks: rows where they are, what is small with the program."""
     inputs = [leaves[x] if own else x for x, own in zip(traced.sources, traced.own, strict=True)]
     lazy = [x for x in inputs if isinstance(x, Array) and x.ndim]
     if not lazy:
         raise TracingError(f"{name} reads no Dask array that has axes: call it with NumPy arrays")
-    leader = max(lazy, key=lambda x: x.nbytes)
+    leader = lazy[0] if how is not None else max(lazy, key=lambda x: x.nbytes)
     m = len(leader)
     a = rows_of(_matrix(leader, rows=True))
     operands, axes, sources, constants = {"a": a}, list[Axis](), list[str | int](), list(traced.functions)
@@ -249,7 +254,7 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any]) -> _Compiled:
         lazy_x = x if isinstance(x, Array) else from_array(x, chunks=-1)
         operands[source] = _matrix(lazy_x, rows=in_rows)
         if in_rows:
-            operands[source] = operands[source].rechunk((a.chunks[0], -1))
+            operands[source] = cut_as(a, operands[source])
         else:
             whole.append(source)
     program = dataclasses.replace(traced.program, axes=tuple(axes), rows=m)
@@ -268,7 +273,7 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any]) -> _Compiled:
     }
     wanted = tuple(_wanted(label, kind, axis, a.chunks[0]) for label, kind, axis in outputs.values())
     arrays = native(operands)
-    request = run_request(ProgramProblem.kind, dict(zip(operands, arrays, strict=True)), {}, wanted)
+    request = run_request(ProgramProblem.kind, dict(zip(operands, arrays, strict=True)), how or {}, wanted)
     kinds = [x.dtype for x in operands.values() if x.dtype.kind in "fc"]
     dtype = np.result_type(np.float32, *kinds) if kinds else np.dtype(np.float64)
     token = tokenize(repr(([x.name for x in arrays], name, options, constants, request)))

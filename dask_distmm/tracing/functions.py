@@ -156,11 +156,11 @@ def product(a: Any, x: Any, like: Any) -> Any:
     return _of_slices(a, (columns,), [], kind, x.ndim)
 
 
-def adjoint_product(a: Any, u: Any, like: Any) -> Any:
-    """Return A^H u of a matrix, or of a function that is called with rows of u and their slice; shaped like another."""
+def adjoint_product(a: Any, u: Any, n: int) -> Any:
+    """Return A^H u, of n rows, of a matrix, or of a function that is called with rows of u and their slice."""
     if not isinstance(a, UserFunction):
         return (u.conj() @ a).conj()
-    return _of_slices(a, (u[:, None],), [0], Kind((len(like), 1), np.result_type(u.dtype, like.dtype).name), 1)
+    return _of_slices(a, (u[:, None],), [0], Kind((n, 1), u.kind.dtype), 1)
 
 
 def _of_slices(f: UserFunction, given: tuple[Any, ...], rows: list[int], kind: Kind, ndim: int) -> Any:

@@ -44,7 +44,10 @@ _EXACT_FUNCTIONS = {
     "trunc", "where",
 }  # fmt: skip
 # Those of them that are exact of complex numbers, too: each part of the result is one sum or copy.
-_EXACT_OF_COMPLEX = {"add", "astype", "conjugate", "imag", "isfinite", "negative", "positive", "real", "subtract", "where"}
+_EXACT_OF_COMPLEX = {
+    "add", "astype", "conjugate", "equal", "imag", "isfinite", "negative", "not_equal", "positive", "real", "subtract",
+    "where",
+}  # fmt: skip
 
 
 _COMPARISONS = {"less", "less_equal", "greater", "greater_equal"}
@@ -325,6 +328,9 @@ class Lowering:
         real = all(self.kinds[x].dtype[0] != "c" for x in (*statement.reads, *statement.outputs))
         functions = _EXACT_FUNCTIONS if real else _EXACT_OF_COMPLEX
         fine = statement.family in _EXACT or (statement.family == "map" and function in functions)
+        # Whole numbers have no rounding, and neither has the choice of one.
+        whole = all(self.kinds[x].dtype[0] in "biu" for x in statement.outputs)
+        fine |= statement.family == "reduce" and (whole or function in ("max", "min"))
         return "exact" if fine and self.exact.issuperset(statement.reads) else "same"
 
     def _outer_reads(self, statements: Sequence[Statement]) -> tuple[int, ...]:
@@ -473,7 +479,8 @@ class Lowering:
         p.drop(*(x for x in (*every, *totals, *(x for _, own in sums for x in own)) if x not in kept))
         for statement in gathers:
             (source,), (number,) = statement.reads, statement.outputs
-            self.moved[number] = self.axes[source]
+            if self.axes[source]:
+                self.moved[number] = self.axes[source]
             buffer = self.buffer(number)
             pieces = rows[talls.index(self.here[source])]
             p.call("assemble", buffer, *pieces, places=tuple((i, 0, n) for i, n in enumerate(p.rows.sizes)))
@@ -608,9 +615,9 @@ class Lowering:
         if (count := loop.options.get("count")) is not None:
             return int(count)
         inside = [self._expected(one) for one in loop.blocks[-1].statements if one.family == "loop"]
-        limits = [x.value for _, x in self._compared(loop.blocks[0]) if isinstance(x, Literal)]
-        counts = [x for x in limits if isinstance(x, int)]
-        return min([max(1, EXPECTED // max(1, *inside, 1)), *counts])
+        compared = self._compared(loop.blocks[0])
+        counts = [x.value for number, x in compared if isinstance(x, Literal) and self.kinds[number].dtype[0] in "iu"]
+        return max(1, min([EXPECTED // max([1, *inside]), *map(int, counts)]))
 
     def _like(self, place: Buffer | Tall) -> Buffer | Tall:
         """Return the name of memory like some."""

@@ -120,6 +120,13 @@ class TracedKernels:
             for part in parts:
                 merge_into(self.xp, op, total, part)
 
+    def assemble(self, whole: Any, *parts: Any, places: Sequence[tuple[int, int, int]]) -> None:
+        """Copy chunks of rows from the parts of ranks, in their order."""
+        whole, to = whole.reshape(-1, parts[0].shape[1]), 0
+        for rank, at, size in places:
+            whole[to : to + size] = parts[rank][at : at + size]
+            to += size
+
     def evaluate(self, *arrays: Any, program: Pass, roles: str, **_: Any) -> Any:
         """Take the statements of a pass."""
         key = id(program)

@@ -89,13 +89,6 @@ class IterationKernels:
         """Call a user's function with a copy of a vector, or with the ratio of two numbers of a solver."""
         call_function(function, "callback", float(x[0, ratio[0]] / x[0, ratio[1]]) if ratio else x[:, 0].copy())
 
-    def assemble(self, whole: Any, *parts: Any, places: Sequence[tuple[int, int, int]]) -> None:
-        """Copy chunks of rows from the parts of ranks, in their order."""
-        to = 0
-        for rank, at, size in places:
-            whole[to : to + size] = parts[rank][at : at + size]
-            to += size
-
     def total(self, total: Any, *parts: Any) -> None:
         """Add up, in the order of ranks."""
         total[...] = parts[0]
