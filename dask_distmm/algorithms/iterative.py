@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import reprlib
 import secrets
 import types
@@ -221,9 +222,12 @@ def gmres(
     if callback is not None and callback_type is None:
         raise PlanError("callback_type must be 'x' or 'pr_norm' if there is a callback, got None")
     check_range(1, restart=restart)
-    functions = {"pr_norm" if callback_type == "pr_norm" else "callback": callback}
-    options = {"rtol": rtol, "atol": atol, "restart": restart or 20}
-    return _solved("gmres", (A, b, x0, M), functions, maxiter, how, **options)
+    shows_norm = callback_type == "pr_norm"
+    _check(how, maxiter, rtol=rtol, atol=atol)
+    _check_callback(callback)
+    callback = functools.partial(_with_number, callback) if shows_norm and callback is not None else callback
+    options = shows_norm, rtol, atol, restart or 20
+    return _solved(krylov.gmres, (A, b, x0, M), callback, maxiter, 10, how, *options)
 
 
 @public(RunOptions, TURNS)
@@ -300,8 +304,8 @@ def eigsh(
         if value is not None:
             raise PlanError(f"{name} must be None: use eigh for pairs of matrices and eigenvalues near a number")
     _check(how, maxiter, tol=tol)
-    a, functions = _operator(A, v0, "v0")
-    n, dtype = len(a), common_type({"A": a})
+    a, rows = _operator(A, v0, "v0")
+    n, dtype = len(rows), common_type({"A": rows})
     check_range(1, n - 1, ": use eigh for all eigenvalues", k=k)
     ncv = min(n, max(2 * k + 1, 20)) if ncv is None else ncv
     check_range(k + 1, n, ncv=ncv)
@@ -383,16 +387,14 @@ def lobpcg(
         raise PlanError(f"verbosityLevel must be 0: workers print nothing; got {verbosityLevel}")
     _check_false(retLambdaHistory=retLambdaHistory, retResidualNormsHistory=retResidualNormsHistory)
     _check(how, maxiter, tol=tol or 0)
-    (a, functions), x = _operator(A, X, "X"), matrix("X", X)
-    n, k = len(a), x.shape[1]
+    (a, rows), x = _operator(A, X, "X"), matrix("X", X)
+    n, k = len(rows), x.shape[1]
     if len(x) != n or not 1 <= k <= n // 5:
         raise PlanError(f"A is {n} x {n}, so X must have {n} rows and 1 to {n // 5} columns; it is {len(x)} x {k}")
-    dtype, operands = _of_one_type(a, {"X": x}, {"g": x} | _preconditioner(M, a, functions))
-    eps = float(np.finfo(dtype).eps)
-    options = {"tol": tol or eps**0.5 * n, "maxiter": maxiter or 20, "largest": largest, "eps": eps}
-    wanted = {"w": ".k float64", "v": "mk"}
-    w, v = by_program("lobpcg", operands, wanted, how=how, axes={"k": (k,)}, functions=functions, **options)
-    return w.astype(np.empty(0, dtype).real.dtype), v
+    a, x, m = _of_one_type(a, x, _preconditioner(M, rows))
+    info = np.finfo(x.dtype)
+    w, v = krylov.lobpcg.run(how, a, x, m, tol or float(info.eps) ** 0.5 * n, maxiter or 20, largest)
+    return w.astype(info.dtype), v
 
 
 @public(RunOptions, SOLVED_IN_TURNS)
@@ -595,6 +597,10 @@ def _of_one_type(a: Any, main: Array, *more: Any) -> list[Any]:
     if any(isinstance(x, Array) and x.dtype.kind == "c" for x in given):
         dtype = np.result_type(dtype, np.complex64)
     return [x.astype(dtype) if isinstance(x, Array) else x for x in given]
+
+
+def _with_number(function: Any, x: Any) -> None:
+    function(float(x))
 
 
 def _callback(function: Any) -> UserFunction | None:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dask_distmm.arrays.jit import jit
-from dask_distmm.errors import MatrixError
+from dask_distmm.errors import MatrixError, not_finite
 from dask_distmm.tracing.control import while_loop
-from dask_distmm.tracing.functions import UserFunction, adjoint_product, callback, product, replicated
+from dask_distmm.tracing.functions import UserFunction, adjoint_product, callback, product, put_column, replicated
 
 
 class Solution(NamedTuple):
@@ -181,6 +181,92 @@ def _check_positive(squared: Any) -> None:
         raise MatrixError("M must be positive definite: r^H M r is negative")
 
 
+def orthogonalized(w: Any, V: Any) -> tuple[Any, Any, Any, Any]:
+    """Return w without what it has of the columns of V, Gram-Schmidt twice, and its norm; the products, |w| before."""
+    h, before = V.conj().T @ w, square(w)
+    w = w - V @ h
+    again, squared = V.conj().T @ w, square(w)
+    rest = np.sqrt(np.maximum(squared - square(again), 0))
+    return w - V @ again, rest, h + again, np.sqrt(before)
+
+
+@jit
+def gmres(
+    A: Any, b: Any, x0: Any, M: Any, function: Any, shows_norm: bool, rtol: float, atol: float, m: int, maxiter: int
+) -> Solution:
+    """GMRES (Saad, Schultz 1986) with restarts, and Gram-Schmidt twice in place of its modified form."""
+    b, x0, m = column(b), column(x0), min(m, len(b))
+    real, eps = b.real.dtype, float(np.finfo(b.dtype).eps)
+    size = norm(b)
+    limit = np.maximum(atol, rtol * size)
+    x, r = started(A, b, x0, size)
+    z = preconditioned(M, r)
+    start, residual, right = norm(z), norm(r), norm(preconditioned(M, b))
+    numbers, rows = np.arange(m + 1), np.arange(m + 1)[:, None]
+    empty = np.where(numbers[None] < 0, z[:, None], np.zeros((), b.dtype))
+    triangle, identity = np.zeros((m + 1, m), b.dtype, like=size), np.eye(m + 1, dtype=b.dtype, like=size)
+
+    def column_of(V: Any, j: Any, z: Any, scale: Any) -> tuple[Any, Any]:
+        scale = scale.astype(real)
+        return put_column(V, j, z * scale), scale * replicated(z)
+
+    def step(state: Any) -> Any:
+        V, w, R, Q, start, goal, *_, j = state
+        z, rest, h, before = orthogonalized(preconditioned(M, product(A, w, b)), V)
+        broken = rest <= eps * before
+        below = np.where(broken, 0, rest)
+        V, w = column_of(V, j + 1, z, over(1, below))
+        # The rotations so far, and one more, which takes what is below the diagonal to it.
+        h = Q @ h
+        top = h[j]
+        modulus = length(top.real.astype(np.float64), top.imag.astype(np.float64)) if top.dtype.kind == "c" else abs(top)
+        radius = length(modulus, below)
+        phase = over(top, modulus.astype(real), 1)
+        c, s = over(modulus, radius, 1).astype(real), phase * over(below, radius).astype(real)
+        R = put_column(R, j, np.where(numbers < j, h, np.where(numbers == j, phase * radius.astype(real), 0)))
+        one, other = Q[j], Q[j + 1]
+        Q = np.where(rows == j, c * one + s * other, np.where(rows == j + 1, c * other - s.conj() * one, Q))
+        residual = start * abs(Q[j + 1, 0]).astype(np.float64)
+        if shows_norm:
+            tell(function, residual / size)
+        return V, w, R, Q, start, goal, residual, broken, j + 1
+
+    def cycle(state: Any) -> Any:
+        x, V, w, start, goal, factor, *_, count = state
+        state = V, w, triangle, identity, start, goal, np.inf, False, 0
+        V, w, R, Q, *_, inner, broken, j = while_loop(
+            lambda s: (s[-3] > s[-4]) & (s[-3] < np.inf) & ~s[-2] & (s[-1] < m) | (s[-1] == 0), step, state
+        )
+        y = _solved_triangle(R[:m], start.astype(real) * Q[:m, 0], j)
+        x = x + V[:, :m] @ y
+        if not shows_norm:
+            tell(function, x)
+        r = b - product(A, replicated(x), b)
+        z = preconditioned(M, r)
+        residual, start, count = norm(r), norm(z), count + 1
+        factor = np.where(inner <= goal, np.maximum(eps, factor / 4), np.minimum(1.0, 1.5 * factor))
+        goal = inner * np.minimum(factor, limit / residual)
+        V, w = column_of(empty, 0, z, over(1, start))
+        return x, V, w, start, goal, factor, residual, broken, count
+
+    V, w = column_of(empty, 0, z, over(1, start))
+    met = (size == 0) | (residual < limit) | (residual == 0)
+    residual = np.where(met, 0, residual)
+    state = x, V, w, start, right * np.minimum(1.0, limit / size), 1.0, residual, False, 0
+    x, *_, residual, _, count = while_loop(
+        lambda s: (s[-3] > limit) & ~s[-2] & (s[3] > 0) & (s[3] < np.inf) & (s[-3] < np.inf) & (s[-1] < maxiter), cycle, state
+    )
+    return Solution(x, np.where((residual <= limit) | (size == 0), 0, np.maximum(count, 1)))
+
+
+def _solved_triangle(R: Any, g: Any, count: Any) -> Any:
+    """Solve with the first columns of a triangle; what is singular is left out."""
+    numbers, pivots = np.arange(len(g)), np.diagonal(R)
+    used = (numbers < count) & (pivots != 0)
+    R = np.where(used[:, None] & used, R, np.where(numbers[:, None] == numbers, 1, 0).astype(R.dtype))
+    return np.linalg.solve(R, np.where(used, g, 0))
+
+
 class LeastSquares(NamedTuple):
     """A least-squares solution, and the numbers that SciPy returns with it."""
 
@@ -341,3 +427,92 @@ def lsmr(A: Any, adjoint: Any, b: Any, r: Any, n: int, damp: float, limits: Any,
     state = k, nothing, v, nothing, *numbers, beta, normar, alpha, 1.0, 0.0, near, 0, 0
     _, x, *_, normr, normar, norma, conda, normx, _, stop, count = while_loop(goes_on(maxiter), turn, state)
     return LeastSquares(x, np.stack([stop * 1.0, count * 1.0, normr, normar, norma, conda, normx]))
+
+
+class Eigenvalues(NamedTuple):
+    """Eigenvalues, and their vectors."""
+
+    w: Any
+    v: Any
+
+
+@jit
+def lobpcg(A: Any, X: Any, M: Any, tol: float, maxiter: int, largest: bool) -> Eigenvalues:
+    """LOBPCG (Knyazev 2001): the ends of the spectrum in the span of X, preconditioned residuals, and the last steps."""
+    k, real = X.shape[1], X.real.dtype
+
+    def ritz(S: Any, AS: Any, *, starts: bool = False) -> Any:
+        values, rotation, fits = _ritz(S.conj().T @ S, S.conj().T @ AS, k, largest, starts)
+        XP, AXP = S @ rotation, AS @ rotation
+        X, AX = XP[:, :k], AXP[:, :k]
+        R = AX - X * values.astype(real)
+        W = preconditioned(M, R)
+        worst = np.sqrt((R.real**2 + R.imag**2 if R.dtype.kind == "c" else R * R).sum(0).max())
+        W = W - X @ (X.conj().T @ W)
+        return X, W, XP[:, k:], AX, AXP[:, k:], values, np.where(fits, worst.astype(np.float64), np.inf)
+
+    def turn(state: Any) -> Any:
+        (X, W, P, AX, AP, *_), best, count = state
+        AW = product(A, replicated(W), X)
+        found = ritz(np.concatenate([X, W, P], 1), np.concatenate([AX, AW, AP], 1))
+        # Behind the residuals that rounding allows come worse ones.
+        better = found[-1] < best[-1]
+        best = tuple(np.where(better, new, old) for new, old in zip((found[0], *found[-2:]), best, strict=True))
+        return found, best, count + 1
+
+    def goes_on(state: Any) -> Any:
+        found, best, count = state
+        return (best[-1] > tol) & (found[-1] < np.inf) & (count < maxiter)
+
+    nothing = np.zeros_like(X)
+    image = product(A, replicated(X), X)
+    found = ritz(
+        np.concatenate([X, nothing, nothing], 1), np.concatenate([image, nothing, nothing], 1), starts=True
+    )
+    _, (X, values, _), _ = while_loop(goes_on, turn, (found, (found[0], *found[-2:]), 0))
+    return Eigenvalues(values, X)
+
+
+def _ritz(G: Any, H: Any, k: int, largest: bool, starts: bool) -> tuple[Any, Any, Any]:
+    """Return the wanted Ritz values, the combinations of S that are X and the next step, and whether there are enough.
+
+    G is S^H S and H is S^H A S. One rank computes them for all.
+    """
+    eps, many, sign = float(np.finfo(G.dtype).eps), np.arange(3 * k, like=G), -1 if largest else 1
+    if starts:
+        callback(_check_finite, G, H)
+    finite = np.isfinite(G).all() & np.isfinite(H).all()
+    G, H = np.where(finite, G, 0), np.where(finite, H, 0)
+    norms = np.sqrt(np.diagonal(G).real)
+    scale = over(1, norms)
+    G, H = G * scale * scale[:, None], H * scale * scale[:, None]
+    squares, basis = np.linalg.eigh((G + G.conj().T) / 2)
+    kept = squares > eps**0.75
+    if starts:
+        callback(functools.partial(_check_independent, k), kept)
+    basis = np.where(kept, basis / np.sqrt(np.where(kept, squares, 1)), 0)
+    image = basis.conj().T @ H @ basis
+    # What is left out comes last.
+    far = sign * np.where(kept, 0, 4 * np.sqrt((abs(image) ** 2).sum()) + 1)
+    values, y = np.linalg.eigh((image + image.conj().T) / 2 + np.diag(far).astype(image.dtype))
+    order = slice(None, None, -1) if largest else slice(None)
+    values, x = values[order][:k], basis @ y[:, order][:, :k]
+    # The next step has nothing of the last X, is orthogonal to the next X, and orthonormal.
+    step = np.where(many[:, None] < k, 0, x)
+    for _ in range(2):
+        step = step - x @ (x.conj().T @ (G @ step))
+    squares, y = np.linalg.eigh(step.conj().T @ G @ step)
+    least = eps * np.maximum(squares[-1], eps)
+    step = step @ (y * np.where(squares > least, 1 / np.sqrt(np.maximum(squares, least)), 0))
+    rotation = np.concatenate([x, step], 1) * scale[:, None]
+    return values.astype(np.float64), rotation, finite & (kept.sum() >= k)
+
+
+def _check_finite(*arrays: Any) -> None:
+    if not all(np.isfinite(x).all() for x in arrays):
+        raise MatrixError(not_finite("a", option=False))
+
+
+def _check_independent(k: int, kept: Any) -> None:
+    if kept.sum() < k:
+        raise MatrixError(f"X must have independent columns: {kept.sum()} of {k} are")

@@ -10,7 +10,7 @@ import numpy as np
 
 from dask_distmm.errors import TracingError
 from dask_distmm.numeric.epilogs import call_function
-from dask_distmm.tracing.arrays import Trace, TracedArray, as_traced, current_trace
+from dask_distmm.tracing.arrays import Trace, TracedArray, as_traced, current_trace, kind_of
 from dask_distmm.tracing.form import Kind
 
 
@@ -125,6 +125,25 @@ def callback(f: Callable[..., Any], *arrays: Any) -> None:
         return
     with trace.active():
         trace.add("callback", {"function": trace.function(_pickled(f))}, [as_traced(x) for x in arrays], [])
+
+
+def put_column(x: Any, j: Any, column: Any) -> Any:
+    """Return a matrix of which one column is replaced; in its memory where nobody else needs that."""
+    trace = _trace((x, j, column))
+    if trace is not None:
+        return trace.one("put", {}, (x, column, j), kind_of(x))
+    x = x.copy()
+    x[:, int(j)] = column
+    return x
+
+
+def decided(f: Callable[..., Any], *arrays: Any, meta: tuple[Any, ...]) -> Any:
+    """Have one rank call a function of what all ranks have, for all of them; `meta`: arrays like its results."""
+    trace = _trace(arrays)
+    if trace is None:
+        return f(*arrays)
+    options = {"rows": [], "sums": True, "function": trace.function(cloudpickle.dumps(f)), "name": f.__name__}
+    return tuple(trace.add("call", options, arrays, [kind_of(x) for x in meta]))
 
 
 class UserFunction(NamedTuple):

@@ -276,7 +276,7 @@ class Lowering:
         """Take statements on what all ranks have: exact ones first, and apart those of which one rank decides."""
         groups: list[tuple[str, list[Statement]]] = []
         between, after = self._decided(statements)
-        for statement in sorted(statements, key=lambda one: not after.isdisjoint(one.outputs)):
+        for statement in sorted(statements, key=lambda one: not after.isdisjoint((*one.reads, *one.outputs))):
             kind = "one" if id(statement) in between else self._kind_of(statement)
             if kind == "exact":
                 self.exact.update(statement.outputs)
@@ -672,7 +672,11 @@ class Lowering:
         outside, self.exact = self.exact, set(known)
         for statement in statements:
             combined = [x for x in statement.outputs if x in self.combine]
-            if (
+            if statement.family == "loop":
+                states = zip(statement.blocks[-1].inputs[statement.options["skipped"] :], statement.outputs, strict=True)
+                exact = self._exact_states(statement)
+                self.exact.update(out for number, out in states if number in exact)
+            elif (
                 combined
                 or statement.family == "gather"
                 or (

@@ -181,11 +181,17 @@ def _random(given: Given) -> Placed:
 
 def _call(given: Given) -> Placed:
     """Pass rows of what is in rows, and all of the rest."""
-    rows = given.statement.options["rows"]
+    rows, slices = given.statement.options["rows"], given.statement.options.get("slices")
+    if not rows and not slices:
+        return _everywhere(given)
     inputs = tuple(0 if i in rows else None for i in range(len(given.kinds)))
     if given.statement.options["sums"]:
         return Placed(inputs, (None,) * len(given.outputs), "sum")
     return Placed(inputs, (0,) * len(given.outputs))
+
+
+def _put(given: Given) -> Placed:
+    return Placed((0, 0, None), (0,)) if 0 in given.axes[:2] else _everywhere(given)
 
 
 RULES: Mapping[str, Callable[[Given], Placed]] = {
@@ -204,6 +210,7 @@ RULES: Mapping[str, Callable[[Given], Placed]] = {
     "whole": _whole,
     "qr": _qr,
     "random": _random,
+    "put": _put,
     "call": _call,
     "callback": _everywhere,
 }

@@ -314,7 +314,7 @@ def test_lobpcg(dtype):
             tol=100 * eps * N, maxiter=100, largest=largest,
         )  # fmt: skip
         made = on_ranks(lazily, {"a": a, "g": x} | ({"m": m[:, None]} if with_m else {}))
-        for w, v in (dask.compute(*lazily), (made["w"][0].astype(m.dtype), made["v"])):
+        for w, v in (dask.compute(*lazily), (made["r0"][0].astype(m.dtype), made["r1"])):
             expected = values[::-1][:4] if largest else values[:4]
             assert w.dtype == m.dtype
             assert abs(w - expected).max() <= 300 * eps * 4

@@ -426,6 +426,8 @@ class _Compiled:
                 ]
                 made = function(first + start, size, parts, whole, self._memory_of(thread, size), totals)
                 for (chunk, axis), value in zip(out, made, strict=True):
+                    if any(value is part for part in parts):
+                        continue  # it was written there
                     by_rows = self.xp.moveaxis(value, axis, 0) if axis else value
                     chunk[rows] = by_rows.reshape(size, *chunk.shape[1:])
 
@@ -577,6 +579,17 @@ class _Compiled:
             statement.outputs[0], functools.partial(self.xp.take, axis=statement.options["axis"]), *statement.inputs
         )
 
+    def put(self, statement: Statement) -> str:
+        """Replace a column, in place where this is written over the matrix that nobody reads any more."""
+        (number,), (source, *_) = statement.outputs, statement.inputs
+        same, after = {source}, False
+        in_place = self.program.over.get(number) == source
+        for one in self.program.statements:
+            in_place &= not after or same.isdisjoint(one.reads)
+            after |= one is statement
+            same.update(one.outputs if one.family in _VIEWS and not same.isdisjoint(one.reads) else ())
+        return self._called(number, functools.partial(_put, self.xp, in_place), *statement.inputs)
+
     def segment_sum(self, statement: Statement) -> str:
         """Add rows up by their labels."""
         count = statement.options["count"]
@@ -691,6 +704,15 @@ def _where(condition: Any, x: Any, y: Any, out: Any) -> Any:
 def _cast(x: Any, out: Any) -> Any:
     np.copyto(out, x, casting="unsafe")
     return out
+
+
+def _put(xp: Any, in_place: bool, x: Any, column: Any, j: Any) -> Any:
+    found = x if in_place else x.copy()
+    if xp is np:
+        found[:, int(j)] = column
+    else:
+        found[:, j.reshape(1)] = column[:, None]  # without a look at the number
+    return found
 
 
 def _sparse_sum(xp: Any, axis: int, x: Any) -> Any:

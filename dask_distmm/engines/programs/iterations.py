@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dask_distmm.engines.programs.blas import Kernels
-from dask_distmm.engines.programs.spectral import not_finite
+from dask_distmm.errors import not_finite
 from dask_distmm.errors import MatrixError
 from dask_distmm.numeric.epilogs import call_function
 from dask_distmm.programs.iterative import EXPONENTIAL, LANCZOS, NUMBERS

@@ -535,7 +535,7 @@ class ProgramJob(Job[Any]):
 
     def _unfit(self) -> str:
         """Return what is wrong with the elements of the operands that were read, or nothing."""
-        from dask_distmm.engines.programs.spectral import not_finite
+        from dask_distmm.errors import not_finite
 
         xp, task = self.blas.xp, self.plan.problem.task
         sums, self._sums = self._sums, []

@@ -19,7 +19,8 @@ from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.evaluate import TracedKernels
 from dask_distmm.engines.programs.factor import FactorKernels, add_gram, is_near, singular, strips_of, upper_of
 from dask_distmm.engines.programs.iterations import IterationKernels
-from dask_distmm.engines.programs.spectral import not_finite, unit_factors
+from dask_distmm.engines.programs.spectral import unit_factors
+from dask_distmm.errors import not_finite
 from dask_distmm.errors import MatrixError
 from dask_distmm.numeric.sparse import add_thin_gram, dense, sparse_package
 
