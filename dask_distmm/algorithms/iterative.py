@@ -15,6 +15,7 @@ from dask.array.core import Array
 from dask.base import is_dask_collection
 from distributed.protocol.pickle import dumps
 
+from dask_distmm import random
 from dask_distmm.algorithms import krylov
 from dask_distmm.arrays.jit import Jitted
 from dask_distmm.arrays.kinds import check_operand
@@ -305,18 +306,17 @@ def eigsh(
             raise PlanError(f"{name} must be None: use eigh for pairs of matrices and eigenvalues near a number")
     _check(how, maxiter, tol=tol)
     a, rows = _operator(A, v0, "v0")
-    n, dtype = len(rows), common_type({"A": rows})
+    n = len(rows)
     check_range(1, n - 1, ": use eigh for all eigenvalues", k=k)
     ncv = min(n, max(2 * k + 1, 20)) if ncv is None else ncv
     check_range(k + 1, n, ncv=ncv)
-    eps = float(np.finfo(dtype).eps)
-    options = {"k": k, "ncv": ncv, "which": which, "tol": tol or eps, "maxiter": maxiter or 10 * n, "eps": eps}
-    operands = {"a": a.astype(dtype)} | ({} if v0 is None else {"g": _vector("v0", v0, a).astype(dtype)})
-    wanted = {"w": ".k float64", **({"v": "mk"} if return_eigenvectors else {})}
-    seed = secrets.randbits(64) if rng is None else rng
-    w, *v = by_program("eigsh", operands, wanted, how=how, axes={"k": (k,)}, seed=seed, functions=functions, **options)
-    w = w.astype(np.empty(0, dtype).real.dtype)
-    return (w, *v) if return_eigenvectors else w
+    start = None if v0 is None else _vector("v0", v0, rows)
+    dtype = common_type({"A": rows})
+    a, start = (x.astype(dtype) if isinstance(x, Array) else x for x in (a, start))
+    info, key = np.finfo(dtype), random.key(secrets.randbits(64) if rng is None else rng)
+    found = krylov.eigsh.run(how, a, start, key, k, ncv, which, tol or float(info.eps), maxiter or 10 * n)
+    w = found.w.astype(info.dtype)
+    return (w, found.v) if return_eigenvectors else w
 
 
 @public(RunOptions, TURNS)

@@ -12,10 +12,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dask_distmm import random
 from dask_distmm.arrays.jit import jit
 from dask_distmm.errors import MatrixError, not_finite
-from dask_distmm.tracing.control import while_loop
-from dask_distmm.tracing.functions import UserFunction, adjoint_product, callback, product, put_column, replicated
+from dask_distmm.tracing.control import cond, while_loop
+from dask_distmm.tracing.functions import (
+    UserFunction,
+    adjoint_product,
+    callback,
+    decided,
+    product,
+    put_column,
+    replicated,
+)
 
 
 class Solution(NamedTuple):
@@ -434,6 +443,109 @@ class Eigenvalues(NamedTuple):
 
     w: Any
     v: Any
+
+
+@jit
+def eigsh(A: Any, v0: Any, key: Any, k: int, m: int, which: str, tol: float, maxiter: int) -> Eigenvalues:
+    """Lanczos with thick restarts (Wu, Simon 2000), with vectors that are orthogonal throughout."""
+    like = A if v0 is None else column(v0)
+    n, dtype, real = len(like), like.dtype, like.real.dtype
+    eps, columns = float(np.finfo(dtype).eps), np.arange(m + 1)
+
+    def drawn(key: Any) -> Any:
+        parts = [random.normal(one, (n,)) for one in random.split(key)]
+        return (parts[0] + 1j * parts[1] if dtype.kind == "c" else parts[0]).astype(dtype)
+
+    def step(state: Any) -> Any:
+        V, w, T, largest, *_, j = state
+        z, rest, h, _ = orthogonalized(product(A, w, like), V)
+        h = np.where(columns == j, h.real, h)[:m]
+        T = np.where(columns[:m, None] == j, h.conj(), put_column(T, j, h))
+        largest = np.maximum(largest, abs(T).max().astype(np.float64))
+        # The remainder may only be small.
+        broken = (rest <= 10 * eps * largest) | (j + 1 >= n)
+        v, scale = z, np.where(broken, 0, 1 / rest).astype(real)
+        return put_column(V, j + 1, v * scale), scale * replicated(v), T, largest, rest, broken, j + 1
+
+    def cycle(state: Any) -> Any:
+        V, w, T, largest, kept, *_, turns = state
+        state = V, w, T, largest, np.inf, False, kept
+        V, w, T, largest, rest, broken, j = while_loop(
+            lambda s: ~s[-2] & ((s[-3] < np.inf) | (s[-1] == kept)) & (s[-1] < m), step, state
+        )
+        decide = functools.partial(restarted, k=k, n=n, which=which, tol=tol, maxiter=maxiter, eps=eps)
+        meta = T, T, np.zeros(k), np.zeros((), int), np.zeros((), bool)
+        Y, T, values, kept, done = decided(decide, T, rest, largest, broken, j, turns + 1, meta=meta)
+        last = cond(broken, lambda V: drawn(random.fold_in(key, turns)), lambda V: V[:, j], V)
+        V = np.concatenate([V[:, :m] @ Y, np.zeros_like(V[:, :1])], 1)
+        z, rest, _, _ = orthogonalized(last, V)
+        scale = over(1, rest).astype(real)
+        return put_column(V, kept, z * scale), scale * replicated(z), T, largest, kept, values, done, turns + 1
+
+    v = drawn(key) if v0 is None else column(v0)
+    size = norm(v)
+    callback(_check_start, size)
+    scale = (1 / size).astype(real)
+    V, w = np.where(columns == 0, (v * scale)[:, None], np.zeros((), dtype)), scale * replicated(v)
+    state = V, w, np.zeros((m, m), dtype, like=size), 0.0, 0, np.zeros(k, like=size), False, 0
+    V, *_, values, _, _ = while_loop(lambda s: ~s[-2] & (s[-1] <= maxiter), cycle, state)
+    return Eigenvalues(values, V[:, :k])
+
+
+def restarted(
+    T: Any, rest: Any, largest: Any, broken: Any, j: Any, turns: Any, **how: Any
+) -> tuple[Any, Any, Any, int, bool]:
+    """Decide which combinations of vectors stay, and whether those that are wanted have converged."""
+    k, n, eps, maxiter, m, count = how["k"], how["n"], how["eps"], how["maxiter"], len(T), int(j)
+    if not np.isfinite(T).all():
+        raise MatrixError(not_finite("a", option=False))
+    Y, values = np.zeros_like(T), np.zeros(k)
+    if broken and count < min(m, n):
+        # An invariant subspace: all of it stays, and another vector is drawn.
+        return np.diag(np.arange(m) < count).astype(T.dtype), T, values, count, False
+    found, y = _separated(*np.linalg.eigh(T[:count, :count]), 4 * eps * largest)
+    order = _wanted(found, how["which"])
+    errors = rest * abs(y[-1, order[:k]])
+    limits = how["tol"] * np.maximum(eps ** (2 / 3), abs(found[order[:k]]))
+    converged = (errors <= np.maximum(limits, eps * largest)) | broken
+    if not converged.all() and turns >= maxiter:
+        raise MatrixError(
+            f"{converged.sum()} of {k} eigenvalues have converged after {maxiter} restarts: pass a larger "
+            "maxiter=, ncv= or tol="
+        )
+    kept = k if converged.all() else min(k + (m - k) // 2, m - 1)
+    chosen = np.sort(order[:k]) if converged.all() else order[:kept]
+    Y[:count, :kept] = y[:, chosen]
+    T = np.diag(np.where(np.arange(m) < kept, np.resize(found[chosen], m), 0)).astype(T.dtype)
+    return Y, T, found[chosen[:k]], kept, bool(converged.all())
+
+
+def _check_start(size: Any) -> None:
+    if not np.isfinite(size) or not size:
+        raise MatrixError("v0 must be finite and not zero")
+
+
+def _separated(values: Any, y: Any, gap: float) -> tuple[Any, Any]:
+    """Have at most one vector of equal eigenvalues, the last one, with a component that has not converged."""
+    start = 0
+    for stop in [*(np.flatnonzero(np.diff(values) > gap) + 1), len(values)]:
+        if stop - start > 1:
+            rotation = np.linalg.qr(y[-1:, start:stop].conj().T, mode="complete")[0][:, ::-1]
+            y[:, start:stop] = y[:, start:stop] @ rotation
+            values[start:stop] = values[start:stop].mean()
+        start = stop
+    return values, y
+
+
+def _wanted(values: Any, which: str) -> Any:
+    """Return the order of ascending eigenvalues by how much they are wanted."""
+    if which == "BE":
+        both, half = np.arange(len(values)), len(values) // 2
+        low, high = both[:half].copy(), half + np.argsort(-values[half:], kind="stable")
+        both[::2], both[1::2] = high, low
+        return both
+    keys = {"LM": -abs(values), "SM": abs(values), "LA": -values, "SA": values}
+    return np.argsort(keys[which], kind="stable")
 
 
 @jit

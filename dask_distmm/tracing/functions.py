@@ -142,7 +142,7 @@ def decided(f: Callable[..., Any], *arrays: Any, meta: tuple[Any, ...]) -> Any:
     trace = _trace(arrays)
     if trace is None:
         return f(*arrays)
-    options = {"rows": [], "sums": True, "function": trace.function(cloudpickle.dumps(f)), "name": f.__name__}
+    options = {"rows": [], "sums": True, "function": trace.function(cloudpickle.dumps(f)), "name": "decided"}
     return tuple(trace.add("call", options, arrays, [kind_of(x) for x in meta]))
 
 
