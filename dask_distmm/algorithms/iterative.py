@@ -6,11 +6,10 @@ import functools
 import reprlib
 import secrets
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Unpack, cast
+from collections.abc import Sequence
+from typing import Any, Literal, Unpack
 
 import numpy as np
-from dask.array import zeros_like
 from dask.array.core import Array
 from dask.base import is_dask_collection
 from distributed.protocol.pickle import dumps
@@ -20,7 +19,7 @@ from dask_distmm.algorithms import krylov
 from dask_distmm.arrays.jit import Jitted
 from dask_distmm.arrays.kinds import check_operand
 from dask_distmm.arrays.linalg.array_api import norm
-from dask_distmm.arrays.linalg.factorize import by_program, common_type, in_rows, matrix, operand, times
+from dask_distmm.arrays.linalg.factorize import common_type, in_rows, matrix, operand, times
 from dask_distmm.arrays.linalg.public import SOLVED_IN_TURNS, TURNS, RunOptions, check_range
 from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.errors import PlanError, check_square

@@ -228,7 +228,9 @@ def gmres(
         # The rotations so far, and one more, which takes what is below the diagonal to it.
         h = Q @ h
         top = h[j]
-        modulus = length(top.real.astype(np.float64), top.imag.astype(np.float64)) if top.dtype.kind == "c" else abs(top)
+        modulus = (
+            length(top.real.astype(np.float64), top.imag.astype(np.float64)) if top.dtype.kind == "c" else abs(top)
+        )
         radius = length(modulus, below)
         phase = over(top, modulus.astype(real), 1)
         c, s = over(modulus, radius, 1).astype(real), phase * over(below, radius).astype(real)
@@ -263,7 +265,9 @@ def gmres(
     residual = np.where(met, 0, residual)
     state = x, V, w, start, right * np.minimum(1.0, limit / size), 1.0, residual, False, 0
     x, *_, residual, _, count = while_loop(
-        lambda s: (s[-3] > limit) & ~s[-2] & (s[3] > 0) & (s[3] < np.inf) & (s[-3] < np.inf) & (s[-1] < maxiter), cycle, state
+        lambda s: (s[-3] > limit) & ~s[-2] & (s[3] > 0) & (s[3] < np.inf) & (s[-3] < np.inf) & (s[-1] < maxiter),
+        cycle,
+        state,
     )
     return Solution(x, np.where((residual <= limit) | (size == 0), 0, np.maximum(count, 1)))
 
@@ -578,9 +582,7 @@ def lobpcg(A: Any, X: Any, M: Any, tol: float, maxiter: int, largest: bool) -> E
 
     nothing = np.zeros_like(X)
     image = product(A, replicated(X), X)
-    found = ritz(
-        np.concatenate([X, nothing, nothing], 1), np.concatenate([image, nothing, nothing], 1), starts=True
-    )
+    found = ritz(np.concatenate([X, nothing, nothing], 1), np.concatenate([image, nothing, nothing], 1), starts=True)
     _, (X, values, _), _ = while_loop(goes_on, turn, (found, (found[0], *found[-2:]), 0))
     return Eigenvalues(values, X)
 

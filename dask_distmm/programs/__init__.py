@@ -1,7 +1,7 @@
 """Programs: for each rank a list of steps on named buffers. Pure.
 
 `steps` says what a step is, and what kernels read, update and write, and their flops. `recorder` is what builders
-(`composite`, `iterative`) are written in: they are run once for each rank, as a program of MPI would be, and leave its
+(`composite`, `tracing.lower`) are written in: they are run once for each rank, as a program of MPI would be, and leave its
 list. `factor` has block columns, and the builders of factorizations. `check` runs all lists without numbers, and with a
 clock; engines run one.
 

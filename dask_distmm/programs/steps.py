@@ -371,55 +371,16 @@ CONTRACTS: dict[str, Contract] = {
     "ridge": _decomposition("rrwww", 1),
     "refine_ridge": _decomposition("rrrw", 1),
     "ridge_of_r": _decomposition("rw", 20),
-    # Iterations: a rank's rows of vectors are in one buffer, a chunk's from row `at` on. Numbers are on the host.
-    "put": Contract("rw", _none),
-    "take": Contract("rw", _none),
-    "apply": Contract("rw", _none),
-    "add_applied": Contract("ru", _none),
-    "call_back": Contract("r", _none),
-    "assemble": Contract("wr", _none, exact=True),
-    "total": Contract("wr", _none, exact=True),
-    "dots": Contract("wr", lambda out, *x: sum(2 * one[0] * one[1] for one in x[::2])),
-    "axpy": Contract("rru", lambda s, x, y: 2 * x[0] * x[1]),
-    "xpay": Contract("rru", lambda s, x, y: 2 * x[0] * x[1]),
-    "scale": Contract("ru", lambda s, x: x[0] * x[1]),
-    "subtract": Contract("ru", lambda x, y: x[0] * x[1]),
-    "diagonal_times": Contract("rrw", lambda d, x, y: x[0] * x[1]),
-    "combine": Contract("rwr", lambda s, y, *x: 2 * len(x) * y[0] * y[1]),
-    "add_squares": Contract("rru", lambda s, x, y: 2 * x[0] * x[1]),
-    # Numbers of a solver, and others that it has; those that are only read come before, `reads` of them.
-    "advance": Contract("u", _none, exact=True),
-    "advance_inexactly": Contract("u", _none),
     # Traced functions: statements, whose roles and flops are options; exact ones; a constant; one value everywhere;
-    # results of ranks are combined; a flag; the number of the next turn.
+    # results of ranks are combined; rows of all ranks; a flag, and numbers on their way to limits; the next turn.
     "evaluate": Contract("r", _none),
     "evaluate_exactly": Contract("r", _none, exact=True),
     "constant": Contract("w", _none, exact=True),
     "set_all": Contract("w", _none, exact=True),
     "merge": Contract("r", _none, exact=True),
+    "assemble": Contract("wr", _none, exact=True),
     "decide": Contract("rwr", _none, exact=True),
     "increment": Contract("u", _none, exact=True),
-    "info": Contract("rw", _none),
-    "column_sums": Contract("wr", lambda out, *x: sum(one[0] * one[1] for one in x)),
-    "add_polynomial": Contract("ur", lambda y, *x: 2 * len(x) * y[0] * y[1]),
-    "exponential_start": Contract("rw", _none, exact=True),
-    "exponential_next": Contract("uw", _none, exact=True),
-    "row": Contract("rw", _none),
-    "project": Contract("wrrr", lambda out, s, basis, w: 2 * basis[0] * basis[1]),
-    "orthogonalize": Contract("rrru", lambda h, s, basis, w: 2 * basis[0] * basis[1]),
-    "put_column": Contract("rru", _none),
-    "gmres_solve": Contract("rrrw", _none),
-    "basis_add": Contract("rru", lambda y, basis, x: 2 * basis[0] * basis[1]),
-    "draw": Contract("w", _none),
-    "rotate_basis": Contract("rru", lambda s, y, basis: 2 * basis[0] * y[0] * y[1]),
-    "lanczos_vector": Contract("rrw", _none),
-    "lobpcg_gram": Contract("wrr", lambda out, s, t: 4 * s[0] * s[1] ** 2),
-    "lobpcg_ritz": Contract("ruu", lambda g, *_: 30.0 * g[0] ** 3),
-    "lobpcg_update": Contract("rruuw", lambda c, w, s, t, r: 4 * s[0] * c[0] * c[1]),
-    "column_squares": Contract("wr", lambda out, r: 2 * r[0] * r[1]),
-    "block_products": Contract("wrr", lambda out, s, w: 2 * w[0] * w[1] ** 2),
-    "subtract_block": Contract("rru", lambda g, s, w: 2 * w[0] * w[1] ** 2),
-    "put_block": Contract("ru", _none),
     # Factorizations in block columns, in place; what a kernel returns is named behind a colon.
     # L : info. L U : pivots. R and reflectors V : T, with I - V T V^H.
     "potrf": Contract("u", lambda a: a[1] ** 3 / 3),
@@ -458,7 +419,7 @@ CONTRACTS: dict[str, Contract] = {
 
 def roles_of(call: Call) -> Iterator[tuple[Buffer | View, str]]:
     """Yield the arguments of a call, and what becomes of each: r, u or w."""
-    roles = call.options.get("roles") or "r" * call.options.get("reads", 0) + CONTRACTS[call.kernel].roles
+    roles = call.options.get("roles") or CONTRACTS[call.kernel].roles
     count = len(call.arguments)
     # There may be none of the last ones.
     roles = roles[: max(count, len(roles) - 1)] + roles[-1] * (count - len(roles))

@@ -502,7 +502,7 @@ class Lowering:
             self.p.call("decide", self.here[ref], flag, *numbers, limits=limits)
         else:
             self.p.on_root("decide", [self.here[ref]], [flag, *numbers], limits=limits)
-            self.p.share(flags=(flag,))
+            self.p.share_rows([], [], [flag])
             self.meetings += 1
 
     def _compared(self, condition: Block) -> list[tuple[int, Ref]]:
@@ -599,7 +599,7 @@ class Lowering:
             look()
             if self.meetings == met:
                 # Nobody may be a turn ahead: what was published is freed.
-                p.share()
+                p.share_rows([], [])
 
         p.loop(flag, turn, _MOST if count is None else count, expected)
         p.drop(flag)
@@ -633,7 +633,9 @@ class Lowering:
         condition = loop.blocks[0] if len(loop.blocks) > 1 else None
         looked_at = {x for one in condition.statements for x in one.reads} if condition else set[int]()
         looked_at.update(condition.outputs if condition else ())  # type: ignore[arg-type]
-        deciding = {outputs[x] for x, y in zip(states, condition.inputs if condition else (), strict=False) if y in looked_at}
+        deciding = {
+            outputs[x] for x, y in zip(states, condition.inputs if condition else (), strict=False) if y in looked_at
+        }
         found = {
             number
             for ref, number in zip(loop.inputs, states, strict=True)
@@ -673,7 +675,9 @@ class Lowering:
         for statement in statements:
             combined = [x for x in statement.outputs if x in self.combine]
             if statement.family == "loop":
-                states = zip(statement.blocks[-1].inputs[statement.options["skipped"] :], statement.outputs, strict=True)
+                states = zip(
+                    statement.blocks[-1].inputs[statement.options["skipped"] :], statement.outputs, strict=True
+                )
                 exact = self._exact_states(statement)
                 self.exact.update(out for number, out in states if number in exact)
             elif (
@@ -718,13 +722,13 @@ class Lowering:
         """Factorize what is in rows, in its type."""
         p, (source,), (q, r) = self.p, statement.reads, statement.outputs
         kind = self.kinds[source]
-        outside = p.dtype, p.real, p.wide, p.finite
+        outside = p.dtype, p.real, p.finite
         p.dtype, p.real, p.finite = kind.dtype, np.empty(0, kind.dtype).real.dtype.name, False
         a, result, triangle = self.here[source], self.tall(q), self.buffer(r)
         assert isinstance(a, Tall)
         with p.keeping(result, triangle):
             tall_qr(p, a, result, triangle)
-        p.dtype, p.real, p.wide, p.finite = outside
+        p.dtype, p.real, p.finite = outside
         p.give(triangle)
         self.here[q], self.here[r] = result, triangle
         self.exact.add(r)

@@ -635,7 +635,13 @@ class _Compiled:
         beside = ("slice(first, first + rows)",) if options.get("slices") else ()
         if not options["rows"] and not beside:
             # One rank decides, with NumPy.
-            return self._called(statement.outputs[0], lambda *given: call(*given[:2], *map(kernels.blas.host, given[2:])), number, rows, *statement.inputs)
+            return self._called(
+                statement.outputs[0],
+                lambda *given: call(*given[:2], *map(kernels.blas.host, given[2:])),
+                number,
+                rows,
+                *statement.inputs,
+            )
         return self._called(statement.outputs[0], call, number, rows, *statement.inputs, *beside)
 
     def callback(self, statement: Statement) -> str:
