@@ -1,4 +1,4 @@
-"""The exponential function of a matrix: ranks have rows of all matrices; of each product the second one comes to all."""
+"""The exponential function: ranks have rows of all matrices; the second one of each product comes to all."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def expm(A: Operand, **how: Unpack[RunOptions]) -> Array:
 
 @jit
 def _expm(A: Any) -> Any:
-    """A Taylor polynomial of A / 2^s, squared s times.
+    """Square a Taylor polynomial of A / 2^s, s times.
 
     The s is that of norms of A^2 and A^3, which for matrices that are far from normal is less than that of A's.
     """
@@ -89,12 +89,11 @@ def _expm(A: Any) -> Any:
     callback(_check, *norms)
     # Divided by that power of two, powers of A have norms below the limit.
     real, limit, least = A.real.dtype, _NORMS[A.real.dtype.itemsize], np.arange(512.0)
-    s = np.maximum(
-        *((x >= limit**p * 2.0 ** (p * least[: 1018 // p])).sum() for p, x in ((2, norms[1]), (3, norms[2])))
-    )
+    counts = [(x >= limit**p * 2.0 ** (p * least[: 1018 // p])).sum() for p, x in ((2, norms[1]), (3, norms[2]))]
+    s = np.maximum(*counts)
     scale = np.exp2(-s).astype(real)
-    powers = A * scale, square * scale**2, cube * scale**3
-    powers = *powers, powers[2] @ powers[2]
+    third = cube * scale**3
+    powers = A * scale, square * scale**2, third, third @ third
     rows, columns = np.zeros_like(A[:, 0], dtype=int) + np.arange(len(A)), np.arange(len(A))
 
     def polynomial(factors: Any) -> Any:

@@ -68,7 +68,10 @@ def length(a: Any, b: Any) -> Any:
 
 def first(*tests: tuple[Any, int]) -> Any:
     """Return the number of the first test that is passed; 0 if none is."""
-    return functools.reduce(lambda rest, one: np.where(*one, rest), tests[::-1], 0)
+    number: Any = 0
+    for passed, own in reversed(tests):
+        number = np.where(passed, own, number)
+    return number
 
 
 def preconditioned(M: Any, r: Any) -> Any:
@@ -227,10 +230,7 @@ def gmres(
         V, w = column_of(V, j + 1, z, over(1, below))
         # The rotations so far, and one more, which takes what is below the diagonal to it.
         h = Q @ h
-        top = h[j]
-        modulus = (
-            length(top.real.astype(np.float64), top.imag.astype(np.float64)) if top.dtype.kind == "c" else abs(top)
-        )
+        top, modulus = h[j], abs(h[j]).astype(np.float64)
         radius = length(modulus, below)
         phase = over(top, modulus.astype(real), 1)
         c, s = over(modulus, radius, 1).astype(real), phase * over(below, radius).astype(real)
@@ -265,9 +265,7 @@ def gmres(
     residual = np.where(met, 0, residual)
     state = x, V, w, start, right * np.minimum(1.0, limit / size), 1.0, residual, False, 0
     x, *_, residual, _, count = while_loop(
-        lambda s: (s[-3] > limit) & ~s[-2] & (s[3] > 0) & (s[3] < np.inf) & (s[-3] < np.inf) & (s[-1] < maxiter),
-        cycle,
-        state,
+        lambda s: (s[-3] > limit) & ~s[-2] & (s[3] > 0) & np.isfinite(s[3] + s[-3]) & (s[-1] < maxiter), cycle, state
     )
     return Solution(x, np.where((residual <= limit) | (size == 0), 0, np.maximum(count, 1)))
 
@@ -554,7 +552,7 @@ def _wanted(values: Any, which: str) -> Any:
 
 @jit
 def lobpcg(A: Any, X: Any, M: Any, tol: float, maxiter: int, largest: bool) -> Eigenvalues:
-    """LOBPCG (Knyazev 2001): the ends of the spectrum in the span of X, preconditioned residuals, and the last steps."""
+    """LOBPCG (Knyazev 2001): Ritz vectors in the span of X, preconditioned residuals, and the last steps."""
     k, real = X.shape[1], X.real.dtype
 
     def ritz(S: Any, AS: Any, *, starts: bool = False) -> Any:

@@ -492,7 +492,7 @@ class Lowering:
     # Loops, branches, factorizations
 
     def _flag(self, ref: Ref, flag: Buffer, compared: Sequence[tuple[int, Ref]] = ()) -> None:
-        """Have a flag, which is the same on all ranks: what they decide by. Progress follows numbers and their limits."""
+        """Have a flag, the same on all ranks: what they decide by. Progress is that of numbers to their limits."""
         if isinstance(ref, Literal):
             self.p.call("set_all", flag, value=bool(ref.value))
             return
@@ -616,8 +616,8 @@ class Lowering:
             return int(count)
         inside = [self._expected(one) for one in loop.blocks[-1].statements if one.family == "loop"]
         compared = self._compared(loop.blocks[0])
-        counts = [x.value for number, x in compared if isinstance(x, Literal) and self.kinds[number].dtype[0] in "iu"]
-        return max(1, min([EXPECTED // max([1, *inside]), *map(int, counts)]))
+        counts = [int(x.value.real) for n, x in compared if isinstance(x, Literal) and self.kinds[n].dtype[0] in "iu"]
+        return max(1, min([EXPECTED // max([1, *inside]), *counts]))
 
     def _like(self, place: Buffer | Tall) -> Buffer | Tall:
         """Return the name of memory like some."""
@@ -630,12 +630,10 @@ class Lowering:
         body, skipped = loop.blocks[-1], loop.options["skipped"]
         states = body.inputs[skipped:]
         outputs = dict(zip(states, body.outputs, strict=True))
-        condition = loop.blocks[0] if len(loop.blocks) > 1 else None
-        looked_at = {x for one in condition.statements for x in one.reads} if condition else set[int]()
-        looked_at.update(condition.outputs if condition else ())  # type: ignore[arg-type]
-        deciding = {
-            outputs[x] for x, y in zip(states, condition.inputs if condition else (), strict=False) if y in looked_at
-        }
+        deciding = set[Ref]()
+        for condition in loop.blocks[:-1]:
+            looked_at = {*condition.outputs, *(x for one in condition.statements for x in one.reads)}
+            deciding = {outputs[x] for x, y in zip(states, condition.inputs, strict=True) if y in looked_at}
         found = {
             number
             for ref, number in zip(loop.inputs, states, strict=True)
@@ -675,11 +673,11 @@ class Lowering:
         for statement in statements:
             combined = [x for x in statement.outputs if x in self.combine]
             if statement.family == "loop":
-                states = zip(
-                    statement.blocks[-1].inputs[statement.options["skipped"] :], statement.outputs, strict=True
+                states, exact = (
+                    statement.blocks[-1].inputs[statement.options["skipped"] :],
+                    self._exact_states(statement),
                 )
-                exact = self._exact_states(statement)
-                self.exact.update(out for number, out in states if number in exact)
+                self.exact.update(out for x, out in zip(states, statement.outputs, strict=True) if x in exact)
             elif (
                 combined
                 or statement.family == "gather"

@@ -635,13 +635,10 @@ class _Compiled:
         beside = ("slice(first, first + rows)",) if options.get("slices") else ()
         if not options["rows"] and not beside:
             # One rank decides, with NumPy.
-            return self._called(
-                statement.outputs[0],
-                lambda *given: call(*given[:2], *map(kernels.blas.host, given[2:])),
-                number,
-                rows,
-                *statement.inputs,
-            )
+            def call_on_host(function: int, rows: None, *given: Any) -> Any:
+                return call(function, rows, *map(kernels.blas.host, given))
+
+            return self._called(statement.outputs[0], call_on_host, number, rows, *statement.inputs)
         return self._called(statement.outputs[0], call, number, rows, *statement.inputs, *beside)
 
     def callback(self, statement: Statement) -> str:
