@@ -372,12 +372,14 @@ CONTRACTS: dict[str, Contract] = {
     "refine_ridge": _decomposition("rrrw", 1),
     "ridge_of_r": _decomposition("rw", 20),
     # Traced functions: statements, whose roles and flops are options; exact ones; a constant; one value everywhere;
-    # results of ranks are combined; rows of all ranks; a flag, and numbers on their way to limits; the next turn.
+    # several copies; results of ranks are combined; rows of all ranks; a flag, and numbers on their way to limits; the
+    # number of the next turn.
     "evaluate": Contract("r", _none),
     "evaluate_exactly": Contract("r", _none, exact=True),
     "constant": Contract("w", _none, exact=True),
     "set_all": Contract("w", _none, exact=True),
     "merge": Contract("r", _none, exact=True),
+    "copy_all": Contract("r", _none, exact=True),
     "assemble": Contract("wr", _none, exact=True),
     "decide": Contract("rwr", _none, exact=True),
     "increment": Contract("u", _none, exact=True),

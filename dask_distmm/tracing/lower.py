@@ -50,6 +50,7 @@ _EXACT_OF_COMPLEX = {
 }  # fmt: skip
 
 
+_LATE = {"map", "index", "reshape", "transpose", "broadcast", "concat"}
 _COMPARISONS = {"less", "less_equal", "greater", "greater_equal"}
 
 # Memory for a value, which may be written when another value is not read any more; by the value's number.
@@ -180,6 +181,16 @@ class Lowering:
         else:
             self.p.each("copy", source, target)
 
+    def _copy_all(self, moves: Sequence[tuple[Any, Any]]) -> None:
+        """Copy values; those that all ranks have by one call."""
+        small = [(source, place) for source, place in moves if isinstance(place, Buffer)]
+        if small:
+            sources, places = zip(*small, strict=True)
+            self.p.call("copy_all", *sources, *places, roles="r" * len(small) + "w" * len(small))
+        for source, place in moves:
+            if not isinstance(place, Buffer):
+                self.copy(source, place)
+
     def copied(self, ref: Ref) -> Buffer | Tall:
         """Return a value of its own for an output; a number of Python's becomes an array."""
         assert isinstance(ref, int)
@@ -241,12 +252,18 @@ class Lowering:
             stages.append(stage)
             combined = statement.family == "gather" or any(x in self.combine for x in statement.outputs)
             level.update(dict.fromkeys(statement.outputs, stage + combined))
+        last, first_read = max(stages, default=0), dict[int, int]()
         for i in reversed(range(len(statements))):
-            if is_view(statements[i], self.kinds, self.axes):
-                (number,) = statements[i].outputs
-                # In the pass in which it is read first.
-                readers = [s for x, s in zip(statements[i:], stages[i:], strict=True) if number in x.reads]
-                stages[i] = level[number] = min(readers, default=stages[i])
+            one = statements[i]
+            # A view is taken in the pass in which it is read first, and what all ranks have when it is, with more.
+            late = one.family in _LATE and all(self.axes[x] is None for x in (*one.reads, *one.outputs))
+            if is_view(one, self.kinds, self.axes) or (late and self.deciding.isdisjoint(one.outputs)):
+                stages[i] = min(
+                    (first_read.get(x, last if late else stages[i]) for x in one.outputs), default=stages[i]
+                )
+                level.update(dict.fromkeys(one.outputs, stages[i]))
+            for x in one.reads:
+                first_read[x] = min(stages[i], first_read.get(x, stages[i]))
         return level, stages
 
     def _sequence(self, statements: Sequence[Statement], kept: Collection[int], targets: Targets) -> set[int]:
@@ -505,10 +522,10 @@ class Lowering:
             self.p.share_rows([], [], [flag])
             self.meetings += 1
 
-    def _compared(self, condition: Block) -> list[tuple[int, Ref]]:
+    def _compared(self, condition: Sequence[Statement]) -> list[tuple[int, Ref]]:
         """Return the numbers that a condition compares with limits: those that are above, and counts that are below."""
         found = []
-        for statement in condition.statements:
+        for statement in condition:
             name = statement.options.get("f", "")
             if statement.family == "map" and name in _COMPARISONS:
                 low, high = statement.inputs if name.startswith("less") else statement.inputs[::-1]
@@ -532,36 +549,22 @@ class Lowering:
             self.here[number] = place = self.place(number)
             self.copy(self.here[ref], place)
             places.append(place)
-        exact = self._exact_states(loop)
-        self.exact.update(exact)
+        self.exact.update(self._exact_states(loop, nested=self.depth > 0))
         for number in numbers:
             self.here[number] = self.buffer(number)
             p.call("set_all", self.here[number], value=0)
             self.exact.add(number)
-        condition = loop.blocks[0] if len(loop.blocks) > 1 else None
-        compared = self._compared(condition) if condition else []
         count, expected = loop.options.get("count"), self._expected(loop)
-
-        def look() -> None:
-            """Say whether there is another turn."""
-            if condition is None:
-                return
-            for number, state in zip(condition.inputs, places, strict=True):
-                self.here[number] = state
-                if states[condition.inputs.index(number)] in self.exact:
-                    self.exact.add(number)
-            (ref,) = condition.outputs
-            before = set(self.here)
-            self.take(condition.statements, {x for x in (ref, *itertools.chain(*compared)) if isinstance(x, int)})
-            self._flag(ref, flag, () if self.depth else compared)
-            for number in [x for x in self.here if x not in before]:
-                self.drop(self.here.pop(number))
-            for number in condition.inputs:
-                self.here.pop(number, None)
-
-        if condition is None:
-            p.call("set_all", flag, value=True)
-        look()
+        # The statements that say whether there is another turn are those of the turn before it.
+        first, ref = _looked_at(loop, loop.inputs)
+        before = set(self.here)
+        self.take(first, {ref} if isinstance(ref, int) else ())
+        self._flag(ref, flag)
+        for number in [x for x in self.here if x not in before]:
+            self.drop(self.here.pop(number))
+        then, ref = _looked_at(loop, body.outputs)
+        compared = [] if self.depth else self._compared(then)
+        self.exact.difference_update(x for one in then for x in one.outputs)
 
         def turn() -> None:
             met = self.meetings
@@ -572,7 +575,8 @@ class Lowering:
                 if isinstance(out, int) and out not in states and outputs.count(out) == 1 and number not in outputs:
                     targets.setdefault(out, (place, number))
             before = set(self.here)
-            placed = self.take(body.statements, set(outputs), targets)
+            wanted = {x for x in (ref, *itertools.chain(*compared)) if isinstance(x, int)}
+            placed = self.take([*body.statements, *then], wanted.union(outputs), targets)
             moves = [
                 (self.here[out], place)
                 for out, number, place in zip(body.outputs, states, places, strict=True)
@@ -585,8 +589,9 @@ class Lowering:
                 if id(source) in own and id(source) not in spare:
                     spare[id(source)] = fresh = self._like(source)
                     self.copy(source, fresh)
-            for source, place in moves:
-                self.copy(spare.get(id(source), source), place)
+            if then:
+                self._flag(ref, flag, compared)
+            self._copy_all([(spare.get(id(source), source), place) for source, place in moves])
             for fresh in spare.values():
                 self.drop(fresh)
             for number in [x for x in self.here if x not in before]:
@@ -596,7 +601,6 @@ class Lowering:
             for number in numbers:
                 p.call("increment", self.here[number])
             self.depth -= 1
-            look()
             if self.meetings == met:
                 # Nobody may be a turn ahead: what was published is freed.
                 p.share_rows([], [])
@@ -615,7 +619,7 @@ class Lowering:
         if (count := loop.options.get("count")) is not None:
             return int(count)
         inside = [self._expected(one) for one in loop.blocks[-1].statements if one.family == "loop"]
-        compared = self._compared(loop.blocks[0])
+        compared = self._compared(loop.blocks[0].statements)
         counts = [int(x.value.real) for n, x in compared if isinstance(x, Literal) and self.kinds[n].dtype[0] in "iu"]
         return max(1, min([EXPECTED // max([1, *inside]), *counts]))
 
@@ -625,26 +629,28 @@ class Lowering:
             return dataclasses.replace(place, name=self.p.small(1, 1).name)
         return dataclasses.replace(self.p.tall(place.cols), dtype=place.dtype)
 
-    def _exact_states(self, loop: Statement) -> set[int]:
-        """Return the parts of a loop's state of which all ranks have the same bits in each turn."""
+    def _exact_states(self, loop: Statement, *, nested: bool) -> set[int]:
+        """Return the parts of a loop's state of which all ranks have the same bits in each turn.
+
+        What decides about turns comes with messages: the condition, of a loop in another one also what it looks at.
+        """
         body, skipped = loop.blocks[-1], loop.options["skipped"]
         states = body.inputs[skipped:]
         outputs = dict(zip(states, body.outputs, strict=True))
-        deciding = set[Ref]()
-        for condition in loop.blocks[:-1]:
-            looked_at = {*condition.outputs, *(x for one in condition.statements for x in one.reads)}
-            deciding = {outputs[x] for x, y in zip(states, condition.inputs, strict=True) if y in looked_at}
+        then, ref = _looked_at(loop, body.outputs)
+        deciding = {ref} | ({x for one in then for x in one.reads} if nested else set())
+        statements = [*body.statements, *then]
+        self.deciding.update(x for x in deciding if isinstance(x, int))
         found = {
             number
             for ref, number in zip(loop.inputs, states, strict=True)
             if isinstance(ref, int) and ref in self.exact and self.axes[number] is None
         }
         while True:
-            known = self._exact_in(body.statements, self.exact | found | set(body.inputs[:skipped]))
-            sent = {x for x in self._sent(body.statements, deciding) if x not in known}
+            known = self._exact_in(statements, self.exact | found | set(body.inputs[:skipped]))
+            sent = {x for x in self._sent(statements, deciding) if x not in known}
             wrong = {x for x in found if isinstance(outputs[x], int) and outputs[x] not in known | sent}
             if not wrong:
-                self.deciding |= sent
                 return found
             found -= wrong
 
@@ -673,10 +679,8 @@ class Lowering:
         for statement in statements:
             combined = [x for x in statement.outputs if x in self.combine]
             if statement.family == "loop":
-                states, exact = (
-                    statement.blocks[-1].inputs[statement.options["skipped"] :],
-                    self._exact_states(statement),
-                )
+                states = statement.blocks[-1].inputs[statement.options["skipped"] :]
+                exact = self._exact_states(statement, nested=True)
                 self.exact.update(out for x, out in zip(states, statement.outputs, strict=True) if x in exact)
             elif (
                 combined
@@ -730,6 +734,30 @@ class Lowering:
         p.give(triangle)
         self.here[q], self.here[r] = result, triangle
         self.exact.add(r)
+
+
+def _looked_at(loop: Statement, values: Sequence[Ref]) -> tuple[list[Statement], Ref]:
+    """Return the statements of a loop's condition, of these values, and its result; nothing if it only counts."""
+    if len(loop.blocks) == 1:
+        return [], Literal(True)
+    condition = loop.blocks[0]
+    names = dict(zip(condition.inputs, values, strict=True))
+    (ref,) = condition.outputs
+    return _renamed(condition.statements, names), names.get(ref, ref) if isinstance(ref, int) else ref
+
+
+def _renamed(statements: Sequence[Statement], names: Mapping[int, Ref]) -> list[Statement]:
+    def named(refs: Sequence[Ref]) -> list[Ref]:
+        return [names.get(x, x) if isinstance(x, int) else x for x in refs]
+
+    return [
+        dataclasses.replace(
+            one,
+            inputs=tuple(named(one.inputs)),
+            blocks=tuple(Block(x.inputs, _renamed(x.statements, names), named(x.outputs)) for x in one.blocks),
+        )
+        for one in statements
+    ]
 
 
 def identity(op: str, dtype: str) -> Any:

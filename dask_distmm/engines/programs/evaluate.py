@@ -78,6 +78,12 @@ class TracedKernels:
         """Set all elements to one value."""
         out[...] = value
 
+    def copy_all(self, *arrays: Any, **_: Any) -> None:
+        """Copy the first half of some arrays to the second half."""
+        count = len(arrays) // 2
+        for array, target in zip(arrays[:count], arrays[count:], strict=True):
+            target[...] = array
+
     def increment(self, number: Any) -> None:
         """Add one."""
         number += 1
@@ -192,6 +198,11 @@ class _Compiled:
         self.arrays: dict[int, tuple[int, list[Any]]] = {}
         self.parts: dict[tuple[int, int], list[Any]] = {}
         self.vectors: dict[tuple[int, Any], Any] = {}
+        # What is read, and where its rows are stored; types and shapes of what is returned; what sums begin with.
+        self.given = [(self.kinds[x], program.moved.get(x)) for x in program.reads]
+        kinds = [self.kinds[x] for x in program.whole]
+        self.stored = [(np.dtype(x.dtype), x.shape if len(x.shape) == 2 else (1, x.size)) for x in kinds]
+        self.nothing: dict[int, tuple[Any, int]] = {}
 
     # Memory of strips
 
@@ -358,25 +369,27 @@ class _Compiled:
 
     def run(self, arrays: Sequence[Any]) -> Any:
         """Take the statements; add to sums and write rows, or return what all ranks have."""
-        program, kinds, axes = self.program, self.kinds, self.axes
-        given, count = iter(arrays), len(program.sizes)
+        program, kinds, count = self.program, self.kinds, len(self.program.sizes)
+        if not self.in_rows:
+            given = [natural(x, *how) for x, how in zip(arrays, self.given, strict=True)]
+            made = self.function()(0, 0, (), given, (), {})
+            asarray = self.xp.asarray
+            return tuple(asarray(x, dtype).reshape(shape) for x, (dtype, shape) in zip(made, self.stored, strict=True))
+        rest = iter(arrays)
         whole, pieces = [], dict[int, list[Any]]()
-        for number in program.reads:
-            if axes[number] is None:
-                whole.append(natural(next(given), kinds[number], program.moved.get(number)))
+        for number, how in zip(program.reads, self.given, strict=True):
+            if self.axes[number] is None:
+                whole.append(natural(next(rest), *how))
             else:
-                pieces[number] = [next(given) for _ in range(count)]
+                pieces[number] = [next(rest) for _ in range(count)]
         totals = {}
         for number, op in program.sums:
-            own = [next(given) for _ in range(1 + op.startswith("arg"))]
-            for part, value in zip(own, (identity(op, own[0].dtype.name), -1) if program.fresh else (), strict=False):
+            own = [next(rest) for _ in range(1 + op.startswith("arg"))]
+            for part, value in zip(own, self.begin(number, own) if program.fresh else (), strict=False):
                 part[...] = value
             totals[number] = [natural(x, kinds[number], None) for x in own]
-        written = {number: [next(given) for _ in range(count)] for number in program.rows}
+        written = {number: [next(rest) for _ in range(count)] for number in program.rows}
         pieces |= {old: written[number] for number, old in program.over.items()}
-        if not self.in_rows:
-            made = self.function()(0, 0, (), whole, (), totals)
-            return tuple(self._stored(number, value) for number, value in zip(program.whole, made, strict=True))
         strips = [strip for index in range(count) for strip in self._strips(index, pieces, written)]
         threads = min(self.kernels.threads, len(strips)) if self.xp is np else 1
         if threads < 2:
@@ -391,14 +404,17 @@ class _Compiled:
                 merge_into(np, op, totals[number], others[number])
         return ()
 
+    def begin(self, number: int, totals: Sequence[Any]) -> tuple[Any, int]:
+        """Return what a sum begins with, and a number of nothing."""
+        if number not in self.nothing:
+            self.nothing[number] = identity(self.ops[number], totals[0].dtype.name), -1
+        return self.nothing[number]
+
     def _empty_sums(self, totals: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
         """Return sums of nothing."""
         return {
-            number: [
-                np.full(x.shape, value, x.dtype)
-                for x, value in zip(totals[number], (identity(op, totals[number][0].dtype.name), -1), strict=False)
-            ]
-            for number, op in self.program.sums
+            number: [np.full(x.shape, value, x.dtype) for x, value in zip(own, self.begin(number, own), strict=False)]
+            for number, own in totals.items()
         }
 
     def _strips(
@@ -430,13 +446,6 @@ class _Compiled:
                         continue  # it was written there
                     by_rows = self.xp.moveaxis(value, axis, 0) if axis else value
                     chunk[rows] = by_rows.reshape(size, *chunk.shape[1:])
-
-    def _stored(self, number: int, value: Any) -> Any:
-        """Return what all ranks have as the matrix that it is stored in."""
-        kind = self.kinds[number]
-        value = self.xp.asarray(value, kind.dtype)
-        shape = kind.shape if len(kind.shape) == 2 else (1, kind.size)
-        return value.reshape(shape) if value.shape != shape else value
 
     # Families: each as an expression
 

@@ -221,14 +221,32 @@ class ProgramJob(Job[Any]):
                 if share:
                     self.progress(done + part)
 
+    def _take_turn(self, steps: Sequence[Step], pulls: Sequence[Pull]) -> None:
+        """Take the steps of a turn of a loop without branches: all messages are asked for before."""
+        asked = collections.deque([(pull, self._request(pull)) for pull in pulls])
+        self.ended.check()
+        for step in steps:
+            if type(step) is Pull:
+                self.ended.check()
+                self._arrive(*asked.popleft())
+            elif type(step) is Call:
+                self._call(step)
+            else:
+                self._take(step)
+
     def _repeat(self, loop: Loop, before: float, share: float) -> None:
-        outside, come = self._offset, before
+        outside, come, body = self._offset, before, loop.body
+        pulls = [step for step in body if isinstance(step, Pull)]
+        straight = not any(isinstance(step, If | Loop) or self._is_made(step) for step in body)
         for turn in range(loop.most):
             if not self._is_set(loop.flag):
                 break
             self._turns += 1
             self._offset, held = self._turns * TURN, list(self._held)
-            self.take(loop.body, come, 0.0, len(loop.body))
+            if straight:
+                self._take_turn(body, pulls)
+            else:
+                self.take(body, come, 0.0, len(body))
             # In a turn all wait for each other: others have what was published before it.
             for key in held:
                 if key in self._held:
@@ -258,10 +276,14 @@ class ProgramJob(Job[Any]):
     def _take(self, step: Step) -> None:
         arrays = self.arrays
         match step:
-            case Call():
-                self._call(step)
+            case Drop(buffer):
+                self._free(buffer)
+                if buffer.name in self._taken:
+                    self.exchange.drop(self._taken.pop(buffer.name))
             case New(buffer, zero):
                 arrays[buffer.name] = self._zeros(buffer) if zero else self._new(buffer)
+            case Call():
+                self._call(step)
             case Make():
                 self._make(step)
             case Publish(key, buffers, copied, lane):
@@ -271,19 +293,18 @@ class ProgramJob(Job[Any]):
                     self.exchange.publish(self._numbered(key), lent)
             case Store():
                 self._store(step)
-            case Drop(buffer):
-                self._free(buffer)
-                if buffer.name in self._taken:
-                    self.exchange.drop(self._taken.pop(buffer.name))
 
     def _on(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         return self.blas.on(lane) if lane else _HERE
 
     def _call(self, call: Call) -> None:
         began = time.perf_counter()
-        arguments = [self._at(buffer) for buffer in call.arguments]
-        with self._on(call.lane):
-            found = getattr(self.kernels, call.kernel)(*arguments, **call.options)
+        kernel, arguments = getattr(self.kernels, call.kernel), [self._at(buffer) for buffer in call.arguments]
+        if call.lane:
+            with self.blas.on(call.lane):
+                found = kernel(*arguments, **call.options)
+        else:
+            found = kernel(*arguments, **call.options)
         if call.makes:
             found = found if isinstance(found, tuple) else (found,)
             self.arrays |= {buffer.name: array for buffer, array in zip(call.makes, found, strict=True)}
