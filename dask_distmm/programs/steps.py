@@ -372,8 +372,8 @@ CONTRACTS: dict[str, Contract] = {
     "refine_ridge": _decomposition("rrrw", 1),
     "ridge_of_r": _decomposition("rw", 20),
     # Traced functions: statements, whose roles and flops are options; exact ones; a constant; one value everywhere;
-    # several copies; results of ranks are combined; rows of all ranks; a flag, and numbers on their way to limits; the
-    # number of the next turn.
+    # several copies; results of ranks are combined; rows of all ranks; a flag; numbers on their way to limits; the next
+    # turn.
     "evaluate": Contract("r", _none),
     "evaluate_exactly": Contract("r", _none, exact=True),
     "constant": Contract("w", _none, exact=True),
@@ -381,7 +381,8 @@ CONTRACTS: dict[str, Contract] = {
     "merge": Contract("r", _none, exact=True),
     "copy_all": Contract("r", _none, exact=True),
     "assemble": Contract("wr", _none, exact=True),
-    "decide": Contract("rwr", _none, exact=True),
+    "decide": Contract("rw", _none, exact=True),
+    "follow": Contract("r", _none),
     "increment": Contract("u", _none, exact=True),
     # Factorizations in block columns, in place; what a kernel returns is named behind a colon.
     # L : info. L U : pivots. R and reflectors V : T, with I - V T V^H.
@@ -421,7 +422,7 @@ CONTRACTS: dict[str, Contract] = {
 
 def roles_of(call: Call) -> Iterator[tuple[Buffer | View, str]]:
     """Yield the arguments of a call, and what becomes of each: r, u or w."""
-    roles = call.options.get("roles") or CONTRACTS[call.kernel].roles
+    roles = call.options.get("roles") or "r" * call.options.get("reads", 0) + CONTRACTS[call.kernel].roles
     count = len(call.arguments)
     # There may be none of the last ones.
     roles = roles[: max(count, len(roles) - 1)] + roles[-1] * (count - len(roles))

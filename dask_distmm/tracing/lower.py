@@ -182,11 +182,13 @@ class Lowering:
             self.p.each("copy", source, target)
 
     def _copy_all(self, moves: Sequence[tuple[Any, Any]]) -> None:
-        """Copy values; those that all ranks have by one call."""
+        """Copy values; those that all ranks have by one call, of which all have the same bits by another one."""
+        alike = {id(self.here[number]) for number in self.exact & self.here.keys()}
         small = [(source, place) for source, place in moves if isinstance(place, Buffer)]
-        if small:
-            sources, places = zip(*small, strict=True)
-            self.p.call("copy_all", *sources, *places, roles="r" * len(small) + "w" * len(small))
+        for is_alike in (True, False):
+            if some := [move for move in small if (id(move[0]) in alike) == is_alike]:
+                sources, places = zip(*some, strict=True)
+                self.p.call("copy_all", *sources, *places, roles="r" * len(some) + "w" * len(some))
         for source, place in moves:
             if not isinstance(place, Buffer):
                 self.copy(source, place)
@@ -515,10 +517,12 @@ class Lowering:
             return
         limits = tuple(None if isinstance(x, int) else x.value for _, x in compared)
         numbers = [self.here[x] for pair in compared for x in pair if isinstance(x, int)]
+        if numbers:
+            self.p.call("follow", *numbers, limits=limits)
         if ref in self.exact:
-            self.p.call("decide", self.here[ref], flag, *numbers, limits=limits)
+            self.p.call("decide", self.here[ref], flag)
         else:
-            self.p.on_root("decide", [self.here[ref]], [flag, *numbers], limits=limits)
+            self.p.on_root("decide", [self.here[ref]], [flag])
             self.p.share_rows([], [], [flag])
             self.meetings += 1
 

@@ -88,9 +88,12 @@ class TracedKernels:
         """Add one."""
         number += 1
 
-    def decide(self, condition: Any, flag: Any, *numbers: Any, limits: Sequence[Any] = ()) -> None:
-        """Have a condition as a flag on the host; note how far numbers have come on their way to limits."""
+    def decide(self, condition: Any, flag: Any) -> None:
+        """Have a condition as a flag on the host."""
         flag[...] = bool(self.blas.host(condition).all())
+
+    def follow(self, *numbers: Any, limits: Sequence[Any]) -> None:
+        """Note how far numbers have come on their way to limits."""
         given = iter(numbers)
         for limit in limits:
             number = self.blas.host(next(given)).item()
