@@ -421,8 +421,8 @@ def test_two_functions_in_place_of_a_matrix(m, n, dtype):
         assert results[0].chunks == options["x0"].chunks
         found = dask.compute(*results)
         right = (b - a @ start)[:, None]
-        of_ranks = on_ranks(results, {"a": b[:, None], "b": b[:, None], "g": right})
-        for x, count in ((found[0], found[2]), (of_ranks["x"][:, 0] + start, of_ranks["r1"][0, 1])):
+        of_ranks = on_ranks(results, {"b": b[:, None], "g": right})
+        for x, count in ((found[0], found[2]), (of_ranks["r0"][0] + start, of_ranks["r1"][0, 1])):
             assert x.dtype == dtype
             assert np.linalg.norm(x - expected[0]) <= 1e4 * eps * np.linalg.norm(expected[0])
             assert abs(count - expected[2]) <= 0.3 * expected[2]
