@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, Unpack
 
 import numpy as np
+from cloudpickle import dumps
 from dask.array.core import Array
 from dask.base import is_dask_collection
-from distributed.protocol.pickle import dumps
 
 from dask_distmm import random
 from dask_distmm.algorithms import krylov

@@ -47,7 +47,6 @@ from dask_distmm.programs.steps import (
     Store,
     View,
     flops_of,
-    roles_of,
 )
 from dask_distmm.testing import make_problem, random_chunks
 
@@ -320,7 +319,7 @@ def test_loops_that_run_ahead_are_found():
 # Of LOBPCG rank 0 decides, whose message comes in addition.
 PULLS = {"cg": 2, "minres": 3, "gmres": 3, "eigsh": 3, "expm": 1, "lobpcg": 3, "lsqr": 1, "lsmr": 1}
 MORE_OF = {"": [*PULLS], "x0": ["cg", "minres", "gmres", "lsqr", "lsmr"], "callback": ["cg", "minres", "gmres"]}
-MORE_OF |= dict.fromkeys(("diagonal", "matrix", "function"), ["cg", "minres", "gmres", "lobpcg"])
+MORE_OF |= {key: ["cg", "minres", "gmres", "lobpcg"] for key in ("diagonal", "matrix", "function")}
 
 
 @pytest.mark.parametrize(("more", "name"), [(more, name) for more, names in MORE_OF.items() for name in names])
