@@ -52,11 +52,10 @@ class TracedKernels:
 
     blas: Kernels
     xp: Any
-    # The constants of the program; what takes a pass, given its name and its arrays.
+    # The constants of the program.
     constants: Sequence[Any] = ()
     # The threads that share strips.
     threads = 1
-    replay: Callable[[Any, Sequence[Any], Callable[[], Any]], Any] = staticmethod(lambda key, arrays, take: take())
 
     def __init__(self) -> None:
         self._compiled: dict[int, tuple[Pass, _Compiled]] = {}
@@ -84,9 +83,6 @@ class TracedKernels:
 
     def merge(self, *arrays: Any, ops: Sequence[str], ranks: int, **_: Any) -> None:
         """Combine the results of ranks, in their order; of some sums, one after the other, and then the totals."""
-        self.replay((ops, ranks), arrays, lambda: self._merge(arrays, ops, ranks))
-
-    def _merge(self, arrays: Sequence[Any], ops: Sequence[str], ranks: int) -> None:
         widths = [1 + op.startswith("arg") for op in ops]
         given, totals = iter(arrays), iter(arrays[ranks * sum(widths) :])
         for op, width in zip(ops, widths, strict=True):
@@ -106,10 +102,7 @@ class TracedKernels:
         key = id(program)
         if key not in self._compiled:
             self._compiled[key] = program, _Compiled(program, self)
-        compiled = self._compiled[key][1]
-        if compiled.on_host:
-            return compiled.run(arrays)
-        return self.replay(key, arrays, lambda: compiled.run(arrays))
+        return self._compiled[key][1].run(arrays)
 
     # Those that make the same bits everywhere.
     evaluate_exactly = evaluate
@@ -150,8 +143,6 @@ class _Compiled:
         self.program, self.kernels, self.xp = program, kernels, kernels.xp
         self.kinds, self.axes, self.ops = program.kinds, program.axes, dict(program.sums)
         self.in_rows = bool(program.sizes)
-        # Users' functions, and random numbers that the host draws, are called each time.
-        self.on_host = any(one.family in ("call", "callback", "random") for one in program.statements)
         self.rows_read = [x for x in program.reads if self.axes[x] is not None] + list(program.over.values())
         self.whole_read = [x for x in program.reads if self.axes[x] is None]
         self.strip = self._strip_rows()

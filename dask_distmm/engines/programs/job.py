@@ -228,8 +228,10 @@ class ProgramJob(Job[Any]):
                 break
             self._turns += 1
             self._offset, held = self._turns * TURN, list(self._held)
-            self.take(loop.body, come, 0.0, len(loop.body))
+            self._take_turn(loop.body, come)
             # In a turn all wait for each other: others have what was published before it.
+            if held:
+                self._meet()
             for key in held:
                 if key in self._held:
                     del self._held[key]
@@ -237,6 +239,13 @@ class ProgramJob(Job[Any]):
             come = before + share * max(self.kernels.reached, (turn + 1) / loop.most)
             self.progress(come)
         self._offset = outside
+
+    def _take_turn(self, body: Sequence[Step], reached: float) -> None:
+        """Take the steps of a turn."""
+        self.take(body, reached, 0.0, len(body))
+
+    def _meet(self) -> None:
+        """Wait until all that this rank has asked others for is here."""
 
     def _is_set(self, flag: Buffer) -> bool:
         return bool(self.arrays[flag.name].all())
@@ -264,17 +273,22 @@ class ProgramJob(Job[Any]):
                 arrays[buffer.name] = self._zeros(buffer) if zero else self._new(buffer)
             case Make():
                 self._make(step)
-            case Publish(key, buffers, copied, lane):
-                with self._on(lane):
-                    lent = [self._lent(self._at(buffer), copied=copied) for buffer in buffers]
-                    self._held[self._numbered(key)] = None
-                    self.exchange.publish(self._numbered(key), lent)
+            case Publish():
+                self._publish_step(step)
             case Store():
                 self._store(step)
             case Drop(buffer):
                 self._free(buffer)
                 if buffer.name in self._taken:
                     self.exchange.drop(self._taken.pop(buffer.name))
+
+    def _publish_step(self, step: Publish) -> None:
+        """Let other ranks have buffers."""
+        key = self._numbered(step.key)
+        with self._on(step.lane):
+            lent = [self._lent(self._at(buffer), copied=step.copied) for buffer in step.buffers]
+            self._held[key] = None
+            self.exchange.publish(key, lent)
 
     def _on(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         return self.blas.on(lane) if lane else _HERE

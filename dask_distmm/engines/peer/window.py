@@ -1,0 +1,120 @@
+"""Messages of each rank to all others, from GPU to GPU: the host only queues them.
+
+A rank has memory that all others have mapped: a word, and two places. It writes what others get to one of these, adds
+one to its word, waits for theirs to come as far, and reads their places. When it writes to that place again, two
+messages later, all have read it: they have raised their words for the message between, which they do after that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import cupy as cp
+import cupyx
+import numpy as np
+
+from dask_distmm.engines.gpu.host import kernel
+from dask_distmm.engines.gpu.operands import array_at
+from dask_distmm.layout.rectangles import Span
+from dask_distmm.programs.steps import Buffer, Drop, If, Key, Loop, Publish, Pull, Step, View
+
+# Bytes of the word, and of what a message is a multiple of.
+_WORD_BYTES, _ALIGNED = 256, 256
+# Bytes of a message, at most; larger ones go by the host.
+_MOST_BYTES = 2**26
+
+
+def _bytes(buffers: Sequence[Buffer | View]) -> int:
+    return sum(-(-buffer.nbytes // _ALIGNED) * _ALIGNED for buffer in buffers)
+
+
+def _lists(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
+    """Yield a list of steps, and those in it."""
+    yield steps
+    for step in steps:
+        if isinstance(step, If):
+            yield from itertools.chain(_lists(step.then), _lists(step.otherwise))
+        elif isinstance(step, Loop):
+            yield from _lists(step.body)
+
+
+def messages(steps: Sequence[Step], ranks: int) -> dict[Key, int]:
+    """Return the messages of each rank to all, which fit, and their bytes; the same on all ranks.
+
+    What comes is read where others have it, so it must be freed before the next message.
+    """
+    found: dict[Key, int] = {}
+    for some in _lists(steps):
+        own = {step.key: step for step in some if isinstance(step, Publish)}
+        pulls: dict[Key, list[Pull]] = {}
+        waiting: dict[str, Key] = {}
+        late = set[Key]()
+        for step in some:
+            if isinstance(step, Pull) and step.key in own and not (step.taken or step.op or step.boxes):
+                pulls.setdefault(step.key, []).append(step)
+                waiting.update((buffer.name, step.key) for buffer in step.buffers)
+            elif isinstance(step, Drop):
+                waiting.pop(step.buffer.name, None)
+            elif isinstance(step, Publish | If | Loop):
+                late.update(waiting.values())
+        late.update(waiting.values())
+        for key, theirs in pulls.items():
+            parts = [own[key].buffers, *(step.buffers for step in theirs)]
+            plain = all(isinstance(x, Buffer) and not x.host and min(x.shape) >= 0 for x in itertools.chain(*parts))
+            most = max(map(_bytes, parts))
+            if len(theirs) == ranks - 1 and plain and key not in late and most <= _MOST_BYTES:
+                found[key] = most
+    return found
+
+
+class Window:
+    """The memory by which a rank talks to all others."""
+
+    def __init__(self, messages: dict[Key, int], exporter: Any) -> None:
+        self.keys, self.size = messages.keys(), max(messages.values())
+        self.memory = exporter.own((1, self.nbytes), np.dtype(np.uint8))
+        self.memory[:, :_WORD_BYTES] = 0
+        # The host says here that the run is over.
+        self._over = cupyx.empty_pinned(1, np.uint32)
+        self._over[...] = 0
+        # Where the memory of each rank is, here; and those of the others, on the device.
+        self.addresses: Sequence[int] = ()
+        self._others: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory of a rank."""
+        return _WORD_BYTES + 2 * self.size
+
+    def end(self) -> None:
+        """Let kernels that wait for other ranks end; any thread."""
+        self._over[0] = 1
+
+    def begin(self, addresses: Sequence[int], rank: int) -> None:
+        """Take the addresses at which the memory of each rank is here."""
+        self.addresses, self._rank = addresses, rank
+        self._others = cp.asarray(np.array([x for other, x in enumerate(addresses) if other != rank], np.int64))
+
+    def write(self, number: int, arrays: Sequence[Any]) -> None:
+        """Let others have arrays, and wait for theirs."""
+        for place, array in zip(self.read(self._rank, number, arrays), arrays, strict=True):
+            place[...] = array
+        own = self.addresses[self._rank]
+        word = array_at(Span(own, 4, 4), (1, 1), np.dtype(np.uint32), self)
+        word += np.uint32(1)
+        given = np.int64(own), self._others, np.int64(self._over.ctypes.data)
+        kernel("system", "wait_for_words")((1,), (len(self._others),), given)
+
+    def read(self, owner: int, number: int, like: Sequence[Any]) -> Iterator[Any]:
+        """Yield the parts of a message, in the order of rows, where their owner has them."""
+        at = self.addresses[owner] + _WORD_BYTES + number % 2 * self.size
+        for part in like:
+            (rows, cols), dtype = part.shape, np.dtype(part.dtype)
+            if rows and cols:
+                yield array_at(Span(at, cols * dtype.itemsize, dtype.itemsize), (rows, cols), dtype, self)
+            else:
+                yield cp.empty((rows, cols), dtype)
+            at += -(-math.prod(part.shape) * dtype.itemsize // _ALIGNED) * _ALIGNED
