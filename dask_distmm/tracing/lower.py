@@ -75,11 +75,6 @@ class Pass:
     # Whether sums begin here, else it adds to them.
     fresh: bool = True
 
-    @property
-    def on_host(self) -> bool:
-        """Whether the host takes part: it calls users' functions, and draws random numbers."""
-        return any(one.family in ("call", "callback", "random") for one in self.statements)
-
 
 def stored_shape(kind: Kind, axis: Axis) -> tuple[int, int]:
     """Return the rows and columns in which a value is stored; rows of all ranks."""

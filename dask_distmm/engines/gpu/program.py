@@ -22,6 +22,7 @@ from dask_distmm.engines.base import ResultKey, Side, contiguous, log
 from dask_distmm.engines.gpu.copy_kernels import Rectangle, make_copies, table_of
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.programs.blas import assign
+from dask_distmm.engines.programs.evaluate import on_stream
 from dask_distmm.engines.programs.job import TRIANGLES, Part, ProgramJob, keep_triangle, put
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
@@ -147,7 +148,7 @@ class GpuProgramJob(ProgramJob):
             places = (x.buffer if isinstance(x, View) else x for x in (*step.arguments, *step.makes))
             if step.kernel not in _ON_STREAM or any(buffer.host for buffer in places):
                 return False
-            return "program" not in step.options or not step.options["program"].on_host
+            return "program" not in step.options or on_stream(step.options["program"])
         return isinstance(step, Drop) or (isinstance(step, New) and not step.buffer.host)
 
     def _take_segment(self, segment: _Segment, take: Callable[[], None]) -> None:

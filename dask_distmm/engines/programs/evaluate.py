@@ -34,7 +34,18 @@ _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", 
            "all": "logical_and"}  # fmt: skip
 
 _BLAS_TYPES = {"float32", "float64", "complex64", "complex128"}
+# What GPUs' kernels solve without a look at the result.
+_SOLVED = {"linalg.inv", "linalg.solve"}
 _VIEWS = ("transpose", "index", "reshape", "broadcast")
+
+
+def on_stream(program: Pass) -> bool:
+    """Whether a pass on a GPU is only put on its stream: the host does not call, draw, or look at anything."""
+    return not any(
+        one.family in ("call", "callback", "random", "qr")
+        or (one.family == "whole" and one.options["f"] not in _SOLVED)
+        for one in program.statements
+    )
 
 
 def natural(array: Any, kind: Kind, axis: Axis) -> Any:
@@ -554,6 +565,11 @@ class _Compiled:
 
     def whole(self, statement: Statement) -> str:
         """Functions of matrices; what CuPy lacks is done by the host."""
+        kinds = [self.kinds[x] for x in (*statement.reads, *statement.outputs)]
+        types, plain = {x.dtype for x in kinds}, self.xp is not np and all(len(x.shape) < 3 for x in kinds)
+        if plain and statement.options["f"] in _SOLVED and len(types) == 1 and types <= _BLAS_TYPES:
+            solve = self.kernels.blas.solve  # type: ignore[attr-defined]
+            return self._called(statement.outputs[0], solve, *statement.inputs)
         function = functools.partial(_whole, self.xp, self.kernels.blas.host, statement.options)
         return self._called(statement.outputs[0], function, *statement.inputs)
 
