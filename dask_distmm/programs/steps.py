@@ -274,6 +274,44 @@ def flags_of(steps: Sequence[Step]) -> set[str]:
     return found
 
 
+def _lists(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
+    """Yield a list, and those in it."""
+    yield steps
+    for step in steps:
+        if isinstance(step, If):
+            yield from itertools.chain(_lists(step.then), _lists(step.otherwise))
+        elif isinstance(step, Loop):
+            yield from _lists(step.body)
+
+
+def messages_to_all(steps: Sequence[Step], ranks: int, unit: int) -> dict[Key, int]:
+    """Return the messages of each rank to all others whose buffers are free again before the next one; and their bytes.
+
+    Buffers take multiples of `unit` bytes, which are known, and are not the host's. The same on all ranks.
+    """
+    found: dict[Key, int] = {}
+    for some in _lists(steps):
+        own = {step.key: step for step in some if isinstance(step, Publish)}
+        pulls: dict[Key, list[Pull]] = {}
+        here: dict[str, Key] = {}
+        late = set[Key]()
+        for step in some:
+            if isinstance(step, Pull) and step.key in own and not (step.taken or step.op or step.boxes):
+                pulls.setdefault(step.key, []).append(step)
+                here.update((buffer.name, step.key) for buffer in step.buffers)
+            elif isinstance(step, Drop):
+                here.pop(step.buffer.name, None)
+            elif isinstance(step, Publish | If | Loop):
+                late.update(here.values())
+        late.update(here.values())
+        for key, theirs in pulls.items():
+            parts = [own[key].buffers, *(step.buffers for step in theirs)]
+            plain = all(isinstance(x, Buffer) and not x.host and min(x.shape) >= 0 for x in itertools.chain(*parts))
+            if len(theirs) == ranks - 1 and plain and key not in late:
+                found[key] = max(sum(-(-x.nbytes // unit) * unit for x in buffers) for buffers in parts)
+    return found
+
+
 # What kernels promise, whoever implements them: which arguments they read, update and write, and their flops
 
 

@@ -7,7 +7,6 @@ messages later, all have read it: they have raised their words for the message b
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.gpu.operands import array_at
 from dask_distmm.layout.rectangles import Span
-from dask_distmm.programs.steps import Buffer, Drop, If, Key, Loop, Publish, Pull, Step, View
+from dask_distmm.programs.steps import Key, Step, messages_to_all
 
 # Bytes of the word, and of what a message is a multiple of.
 _WORD_BYTES, _ALIGNED = 256, 256
@@ -27,47 +26,9 @@ _WORD_BYTES, _ALIGNED = 256, 256
 _MOST_BYTES = 2**26
 
 
-def _bytes(buffers: Sequence[Buffer | View]) -> int:
-    return sum(-(-buffer.nbytes // _ALIGNED) * _ALIGNED for buffer in buffers)
-
-
-def _lists(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
-    """Yield a list of steps, and those in it."""
-    yield steps
-    for step in steps:
-        if isinstance(step, If):
-            yield from itertools.chain(_lists(step.then), _lists(step.otherwise))
-        elif isinstance(step, Loop):
-            yield from _lists(step.body)
-
-
 def messages(steps: Sequence[Step], ranks: int) -> dict[Key, int]:
-    """Return the messages of each rank to all, which fit, and their bytes; the same on all ranks.
-
-    What comes is read where others have it, so it must be freed before the next message.
-    """
-    found: dict[Key, int] = {}
-    for some in _lists(steps):
-        own = {step.key: step for step in some if isinstance(step, Publish)}
-        pulls: dict[Key, list[Pull]] = {}
-        waiting: dict[str, Key] = {}
-        late = set[Key]()
-        for step in some:
-            if isinstance(step, Pull) and step.key in own and not (step.taken or step.op or step.boxes):
-                pulls.setdefault(step.key, []).append(step)
-                waiting.update((buffer.name, step.key) for buffer in step.buffers)
-            elif isinstance(step, Drop):
-                waiting.pop(step.buffer.name, None)
-            elif isinstance(step, Publish | If | Loop):
-                late.update(waiting.values())
-        late.update(waiting.values())
-        for key, theirs in pulls.items():
-            parts = [own[key].buffers, *(step.buffers for step in theirs)]
-            plain = all(isinstance(x, Buffer) and not x.host and min(x.shape) >= 0 for x in itertools.chain(*parts))
-            most = max(map(_bytes, parts))
-            if len(theirs) == ranks - 1 and plain and key not in late and most <= _MOST_BYTES:
-                found[key] = most
-    return found
+    """Return the messages that go by a window, and their bytes; the same on all ranks."""
+    return {key: size for key, size in messages_to_all(steps, ranks, _ALIGNED).items() if size <= _MOST_BYTES}
 
 
 class Window:

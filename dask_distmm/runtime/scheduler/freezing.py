@@ -693,6 +693,7 @@ class RunPlanner:
             orders=(order_a, order_b),
             groups=self._groups.orders(engines),
             replica_runs=replica_runs,
+            thorough=False,
         )
         return made, keys, held
 
