@@ -40,7 +40,7 @@ def on_ranks(fun, *args, ranks=3, checked=True, **kwargs):
     lists = [plan.steps(rank) for rank in range(len(plan.ranks))]
     if checked:
         check.check(lists)
-        first, *others = (messages_to_all(steps, len(lists), 256) for steps in lists)
+        first, *others = (messages_to_all(steps, len(lists)) for steps in lists)
         assert all(one == first for one in others)
     chunks = {}
     for matrix, array in zip(found.problem.matrices, found.arrays, strict=True):

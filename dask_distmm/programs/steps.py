@@ -24,6 +24,8 @@ FLAG, COUNT = "bool", "int32"
 PART = "part"
 # The number of a message of a later turn of a loop is this many times the number of turns before it larger.
 TURN = 1 << 32
+# Of a message to all: bytes of which its parts are multiples, and of the largest that goes from GPU to GPU.
+ALIGNED, _MOST_TO_ALL = 256, 2**26
 
 
 # Rows and columns, from the first to the last + 1.
@@ -284,10 +286,10 @@ def _lists(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
             yield from _lists(step.body)
 
 
-def messages_to_all(steps: Sequence[Step], ranks: int, unit: int) -> dict[Key, int]:
+def messages_to_all(steps: Sequence[Step], ranks: int) -> dict[Key, int]:
     """Return the messages of each rank to all others whose buffers are free again before the next one; and their bytes.
 
-    Buffers take multiples of `unit` bytes, which are known, and are not the host's. The same on all ranks.
+    Their sizes are known, and they are not the host's. The same on all ranks.
     """
     found: dict[Key, int] = {}
     for some in _lists(steps):
@@ -307,8 +309,9 @@ def messages_to_all(steps: Sequence[Step], ranks: int, unit: int) -> dict[Key, i
         for key, theirs in pulls.items():
             parts = [own[key].buffers, *(step.buffers for step in theirs)]
             plain = all(isinstance(x, Buffer) and not x.host and min(x.shape) >= 0 for x in itertools.chain(*parts))
-            if len(theirs) == ranks - 1 and plain and key not in late:
-                found[key] = max(sum(-(-x.nbytes // unit) * unit for x in buffers) for buffers in parts)
+            most = max(sum(-(-x.nbytes // ALIGNED) * ALIGNED for x in buffers) for buffers in parts)
+            if len(theirs) == ranks - 1 and plain and key not in late and most <= _MOST_TO_ALL:
+                found[key] = most
     return found
 
 

@@ -488,10 +488,10 @@ def test_messages_of_all_ranks_to_all(ranks):
     lists = [plan_of(problem, ranks, rng).steps(rank) for rank in range(ranks)]
     (loop,) = [step for step in lists[0] if isinstance(step, Loop)]
     inside = {step.key for step in loop.body if isinstance(step, Publish)}
-    found = messages_to_all(lists[0], ranks, 256)
+    found = messages_to_all(lists[0], ranks)
     assert inside
     assert inside <= found.keys()
     # W^T X of 3 x 8, and W^T W.
     assert [found[key] for key in inside] == [256 + 256]
     late = [step for step in loop.body if not isinstance(step, Drop)]
-    assert not messages_to_all(late, ranks, 256)
+    assert not messages_to_all(late, ranks)

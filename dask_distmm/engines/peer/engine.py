@@ -20,14 +20,14 @@ from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.memory import PeerState
 from dask_distmm.engines.peer.offers import offer_of, place_of, read_place, read_told
 from dask_distmm.engines.peer.products import PeerJob
-from dask_distmm.engines.peer.window import Window, messages
+from dask_distmm.engines.peer.window import Window
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.peer import reaches
 from dask_distmm.planning.program import ProgramPlacement
-from dask_distmm.programs.steps import Make, Publish, Pull, Step
+from dask_distmm.programs.steps import Make, Publish, Pull, Step, messages_to_all
 
 # Bytes of a matrix that GPUs read out of each other's memory; less goes by the host as fast.
 _LEAST_DIRECT = 2**18
@@ -71,7 +71,7 @@ class PeerTallJob(GpuProgramJob):
                 order = "C" if whole.flags.c_contiguous else "F"
                 offered.append((self.plan.problem.operands.index(name), number, order, self._place(whole).tobytes()))
         told: dict[str, Any] = {"chunks": offered}
-        if self.rank is not None and (by_window := messages(self._steps, len(self.plan.ranks))):
+        if self.rank is not None and (by_window := messages_to_all(self._steps, len(self.plan.ranks))):
             self._window = Window(by_window, exporter)
             told["window"] = self._place(self._window.memory).tobytes()
         cp.cuda.Stream.null.synchronize()

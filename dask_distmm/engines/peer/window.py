@@ -18,17 +18,10 @@ import numpy as np
 from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.gpu.operands import array_at
 from dask_distmm.layout.rectangles import Span
-from dask_distmm.programs.steps import Key, Step, messages_to_all
+from dask_distmm.programs.steps import ALIGNED, Key
 
-# Bytes of the word, and of what a message is a multiple of.
-_WORD_BYTES, _ALIGNED = 256, 256
-# Bytes of a message, at most; larger ones go by the host.
-_MOST_BYTES = 2**26
-
-
-def messages(steps: Sequence[Step], ranks: int) -> dict[Key, int]:
-    """Return the messages that go by a window, and their bytes; the same on all ranks."""
-    return {key: size for key, size in messages_to_all(steps, ranks, _ALIGNED).items() if size <= _MOST_BYTES}
+# Bytes of the word, beside which is nothing.
+_WORD_BYTES = 256
 
 
 class Window:
@@ -78,4 +71,4 @@ class Window:
                 yield array_at(Span(at, cols * dtype.itemsize, dtype.itemsize), (rows, cols), dtype, self)
             else:
                 yield cp.empty((rows, cols), dtype)
-            at += -(-math.prod(part.shape) * dtype.itemsize // _ALIGNED) * _ALIGNED
+            at += -(-math.prod(part.shape) * dtype.itemsize // ALIGNED) * ALIGNED
