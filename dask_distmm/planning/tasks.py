@@ -17,7 +17,7 @@ from typing import Any
 
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.planning.computation import Computation, Worker
-from dask_distmm.planning.factor import FactorProblem, factored
+from dask_distmm.planning.factor import FactorProblem
 from dask_distmm.planning.model import EngineModel, Estimate, Phase, Work, estimate
 from dask_distmm.planning.placement import P
 from dask_distmm.planning.problem import Problem
@@ -98,7 +98,7 @@ def _program(problem: ProgramProblem, count: int, threads: int, machine: Machine
 
 def _factor(problem: FactorProblem, count: int, threads: int, machine: Machine) -> _Tasks:
     blocks, (rows, cols) = problem["a"].counts[0], problem.task.a_shape
-    name, right, columns = factored(problem.task), 0, 0
+    name, right, columns = problem.task.factored, 0, 0
     if problem.task.b_shape is not None:
         right, columns = problem["b"].counts[1], problem.task.b_shape[1]
     if name == "qr":

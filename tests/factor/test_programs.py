@@ -201,7 +201,8 @@ def test_the_check_finds_wrong_programs(rank, change, message):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_panel_is_published_before_others_are_updated(kind, ranks, queued, monkeypatch):
     """But updates are queued before a panel of QR that the thread waits for, unless they are short."""
-    monkeypatch.setattr(factor, "_SHORT", dict.fromkeys(("cholesky", "lu", "qr"), 0))
+    entries = {name: entry._replace(short=0) for name, entry in factor.FACTORED.items()}
+    monkeypatch.setattr(factor, "FACTORED", entries)
     task = Factorization(kind, (90, 90), "float64", mode="r" if kind == "qr" else "reduced")
     plan = factor_plan(task, ranks, 9, engine="peer" if queued else "numpy")
     for rank in range(ranks):

@@ -188,7 +188,7 @@ def _logarithm(host: Any, t: Any) -> Any:
     return total
 
 
-# By the kinds of `DECOMPOSITIONS`.
+# By the kinds of `planning.factor.KINDS`.
 FUNCTIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "eigh": _eigh,
     "svd": _svd,
