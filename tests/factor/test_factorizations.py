@@ -24,8 +24,8 @@ from residuals import (
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs import factor
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor import Factorization
 from dask_distmm.programs.factor import FACTORED
+from dask_distmm.programs.factorizations import Factorization
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 RANKS = [1, 2, 3, 4, 5, 6, 8]

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from dask_distmm.engines.programs.job import inside
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.layout.redistribute import Copy
-from dask_distmm.planning.factor import Factorization, _memory, block_width
+from dask_distmm.planning.factor import _memory, block_width
 from dask_distmm.programs import factor
 from dask_distmm.programs.check import ProgramError, Rates, check, cost, peak_bytes
 from dask_distmm.programs.factor import Columns, Matrix
+from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.steps import Call, Drop, Key, Publish, Pull, roles_of
 
 WAYS = [
