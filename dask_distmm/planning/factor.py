@@ -1,4 +1,4 @@
-"""Factorizations and solves of Dask arrays: the ranks, their steps, time and memory. Pure, and the same for all engines.
+"""Factorizations and solves of Dask arrays: the ranks, their steps, time and memory. The same for all engines.
 
 A `FactorPlacement` says which rank has which block column: it puts the builders of `programs.factor` together.
 
