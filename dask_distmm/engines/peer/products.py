@@ -309,19 +309,21 @@ class PeerJob(ProgramJob):
         self._allocated = [*made.values(), *self._adding]
         for step in self._steps:
             if isinstance(step, Call):
-                for name, number in (place.name.split(".")[:2] for place in step.arguments if place.name[1] == "."):
-                    if name in "ab" and not isinstance(chunk := self.chunks[name, int(number)], SourceChunk):
-                        self.arrays[f"{name}.{number}"] = chunk
+                for place in step.arguments:
+                    if place.role in ("a", "b"):
+                        chunk = self.chunks[place.role, place.number]
+                        if not isinstance(chunk, SourceChunk):
+                            self.arrays[place.name] = chunk
                 if step.kernel == "store":
                     self._copies[id(step)] = self._copies_of(step)
 
     def _new(self, buffer: Buffer) -> Any:
-        (rows, cols), dtype, (kind, *_) = buffer.shape, carried(buffer.dtype, "cupy"), buffer.name.split(".")
-        if kind == "panel":
-            order = self._orders[number_of(buffer)]
+        (rows, cols), dtype = buffer.shape, carried(buffer.dtype, "cupy")
+        if buffer.role == "panel":
+            order = self._orders[buffer.number]
             full = (rows, padded(cols, _ALIGNED)) if order == "C" else (padded(rows, _ALIGNED), cols)
             return cp.empty(full, dtype, order=order)[:rows, :cols]
-        if kind == "sum":
+        if buffer.role == "sum":
             full = padded(rows, self._multiple), padded(cols, max(self._multiple, _ALIGNED))
             return self.engine.exporter.empty(full, dtype)[:rows, :cols]
         return cp.empty((rows, cols), dtype)
@@ -601,7 +603,7 @@ class PeerJob(ProgramJob):
                 stream.wait_event(complete)
             with stream:
                 bits(self._at(target))[...] = bits(self._at(source))
-        self._complete(number_of(whole), whole, stream)
+        self._complete(whole.number, whole, stream)
         self._coming[whole.name].append((whole.box, record(stream)))
 
     def _free(self, buffer: Buffer) -> None:
@@ -679,10 +681,10 @@ class PeerJob(ProgramJob):
     def _view_of(self, place: Buffer | View, turned: bool) -> DeviceView:
         """Return how a part of A or B is stored, or its transpose."""
         array, (top, _, left, _) = self.arrays[place.name], place.box
-        if place.name.startswith("panel"):
-            span, order = span_of(array), self._orders[number_of(place)]
+        if place.role == "panel":
+            span, order = span_of(array), self._orders[place.number]
         else:
-            matrix = self.plan.problem[place.name[0]]
+            matrix = self.plan.problem[place.role]
             # The library conjugates what it transposes.
             found = lying(array, "F" if matrix.by_ranks and matrix.conjugated else "")
             assert found is not None
@@ -722,7 +724,7 @@ class PeerJob(ProgramJob):
         if pull.op:
             self._add(pull)
         elif (copies := self._copies_from(pull)) is None:
-            self._missing.update(number_of(place) for place in pull.buffers)
+            self._missing.update(place.number for place in pull.buffers)
         else:
             self._sources.run(copies, self.engine.sums)
             self._stream.wait_event(record(self.engine.sums))
@@ -786,7 +788,7 @@ class PeerJob(ProgramJob):
 
     def _in_d(self, place: Buffer | View) -> Rect:
         """Return where a part of a chunk of D is in D."""
-        (row, _, column, _), (r0, r1, c0, c1) = self.plan.chunk_rect(number_of(place)), place.box
+        (row, _, column, _), (r0, r1, c0, c1) = self.plan.chunk_rect(place.number), place.box
         return row + r0, row + r1, column + c0, column + c1
 
     # Results
@@ -829,11 +831,6 @@ class PeerJob(ProgramJob):
         super().abort(error)
         if self.early is not None:
             self.early.give_up()
-
-
-def number_of(place: Buffer | View) -> int:
-    """Return the number behind the kind in the name of a buffer: of an operand, a chunk or a block of D."""
-    return int(place.name.split(".")[1])
 
 
 def _multiplies(step: Step) -> bool:
