@@ -115,7 +115,7 @@ class NcclJob(GpuProgramJob):
             self._entry.leave()
 
     def _reserve(self) -> None:
-        """Have the buffers of all panels that are under way at a time: none is to lack one later."""
+        """Allocate the buffers of all panels that are in flight at a time, so that none fails later."""
         assert self._panels is not None
         messages = (step.buffers for step in self._steps if isinstance(step, Publish | Pull))
         size = max((ends_of(buffers)[-1] for buffers in messages), default=0)

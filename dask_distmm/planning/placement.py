@@ -115,6 +115,11 @@ class Placement(Explanation, Wired):
         return ()
 
     @property
+    def independent(self) -> bool:
+        """Whether ranks need nothing of each other but what was there before the run."""
+        return False
+
+    @property
     def workers(self) -> tuple[str, ...]:
         """Addresses of the ranks, in their order."""
         return tuple(self.participants[index].address for index in self.ranks)

@@ -31,8 +31,7 @@ _QR_SHARE, _QR_TASKS = 0.25, 6
 
 def run_overhead(problem: Computation, costs: DaskCosts) -> float:
     """Return the seconds that Dask takes around a run; it knows nothing of chunks that ranks make."""
-    shared = isinstance(problem, Problem) and problem.shared
-    names = [name for name in problem.inputs if not (problem[name].by_ranks or (name == "b" and shared))]
+    names = [name for name in problem.inputs if not (problem[name].by_ranks or (name == "b" and problem.shared))]
     given = sum(problem[name].count for name in names)
     return costs.run + costs.chunk * (given + sum(output.count for output in problem.outputs))
 

@@ -312,7 +312,7 @@ class _State:
         return value if isinstance(place, Buffer) else self._number("part", value, place.box)
 
     def _set(self, rank: int, place: Buffer | View, value: int) -> None:
-        """Have a value in a buffer, or in a part of one."""
+        """Write a value to a buffer, or to a part of one."""
         here = self._value[rank]
         here[place.name] = value if isinstance(place, Buffer) else self._number(here[place.name], place.box, value)
 
@@ -324,7 +324,7 @@ class _State:
         return call.kernel, repr(sorted(call.options.items())), *values
 
     def _begin(self, rank: int, buffer: Buffer | View, *, written: bool) -> None:
-        """Have a buffer that was not there."""
+        """Create a buffer, which must not be there."""
         _expect(buffer.name not in self.here[rank], f"{buffer.name} is there already")
         assert isinstance(buffer, Buffer), buffer
         self.here[rank][buffer.name] = buffer

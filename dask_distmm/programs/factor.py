@@ -207,7 +207,7 @@ class Panels(Recorder):
     # Steps
 
     def gather(self, operand: str, number: int) -> None:
-        """Have this rank's columns of an operand, which is A (0) or the second matrix (1)."""
+        """Gather this rank's columns of an operand, which is A (0) or the second matrix (1)."""
         self.steps.append(Make(self.matrix(number), operand))
 
     def publish(self, part: str, k: int, *buffers: Buffer | View, copied: bool = False) -> None:
@@ -554,7 +554,7 @@ def eigenvalues(p: Panels, order: Sequence[int], results: Sequence[Buffer], *, v
 
 
 def decompose(p: Panels, results: Sequence[Buffer], task: Any) -> None:
-    """Have a spectral decomposition, or a function, of the whole matrix, by one call of LAPACK or the like."""
+    """Compute a spectral decomposition, or a function, of the whole matrix, by one call of LAPACK or the like."""
     p.call("decompose", *map(p.matrix, range(len(p.columns.matrices))), makes=results, task=task)
 
 

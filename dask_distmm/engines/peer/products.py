@@ -146,7 +146,7 @@ class Ahead:
         self._put = time.perf_counter()
 
     def give_up(self) -> None:
-        """Have them over before anybody gets the memory of the run. Any thread; may be repeated."""
+        """Let the default stream wait for them, before the memory of the run is reused. Any thread; may be repeated."""
         self._finalizer()
 
     def over(self, began: float) -> tuple[float, float]:
@@ -510,7 +510,7 @@ class PeerJob(ProgramJob):
     # Loads
 
     def _make(self, step: Make) -> None:
-        """Have a chunk made, or a part of an operand loaded, unless it was before the vote."""
+        """Make a chunk, or load a part of an operand that was not loaded before the vote."""
         if step.rect is None:
             self._make_room(step.buffer.nbytes)
             super()._make(step)
