@@ -200,7 +200,7 @@ class ProgramJob(Job[Any]):
     def _synchronize(self) -> None:
         """Wait until all is done."""
 
-    def take(self, steps: Sequence[Step], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
+    def take(self, steps: Sequence[Any], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
         """Take steps, which are this `share` of the work."""
         pulls = collections.deque(step for step in steps if isinstance(step, Pull))
         asked = collections.deque[tuple[Pull, Any]]()
