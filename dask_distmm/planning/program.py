@@ -323,7 +323,7 @@ def _memory(plan: ProgramPlacement) -> tuple[NDArray[np.float64], int]:
         copied = holders != owners
         fetched += int(sizes[copied].sum())
         held += np.bincount(owners, np.where(copied | converted, elements * (itemsize * share), 0), len(held))
-    _, own, message = plan.figures
+    _, peaks, message = plan.figures
     # GPUs that read each other's memory have places for two messages to all.
-    held[list(plan.ranks)] += np.array(own) + 2 * message * ENGINES[plan.engine].reads_peers
+    held[list(plan.ranks)] += np.array(peaks) + 2 * message * ENGINES[plan.engine].reads_peers
     return held, fetched
