@@ -230,7 +230,7 @@ _FENCE = threading.Lock()
 
 
 def _fence() -> None:
-    """Have all reads and writes before this done before those after it, on any processor."""
+    """Order memory accesses: all before this are visible before any after it, on any processor."""
     for _ in range(2):
         with _FENCE:
             pass

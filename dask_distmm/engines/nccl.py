@@ -43,7 +43,7 @@ from dask_distmm.errors import MatrixError
 from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.planning.computation import NamedMatrix
-from dask_distmm.planning.factor import FactorPlacement, algorithm_of
+from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import Placement
 from dask_distmm.programs.steps import Key, Make, Publish, Pull
@@ -96,7 +96,7 @@ class NcclJob(GpuProgramJob):
         if len(self.plan.ranks) > 1 and self.rank is not None:
             given = self.ended.check, engine.coming, engine.solver().streams
             self.exchange = self._panels = SentPanels(self.plan.ranks, self.comm, *given)
-        least = ENGINES[self.plan.engine].share(algorithm_of(self.plan.problem.task), len(self.plan.ranks))
+        least = ENGINES[self.plan.engine].share(self.plan.problem.task.algorithm, len(self.plan.ranks))
         self._entry = CollectiveEntry(self.plan, self.rank, self.comm, self.ended, least)
 
     # The work
@@ -115,7 +115,7 @@ class NcclJob(GpuProgramJob):
             self._entry.leave()
 
     def _reserve(self) -> None:
-        """Have the buffers of all panels that are under way at a time: none is to lack one later."""
+        """Allocate the buffers of all panels that are in flight at a time, so that none fails later."""
         assert self._panels is not None
         messages = (step.buffers for step in self._steps if isinstance(step, Publish | Pull))
         size = max((ends_of(buffers)[-1] for buffers in messages), default=0)

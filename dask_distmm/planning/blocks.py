@@ -147,15 +147,12 @@ class _Blocks(Product):
     """Records the steps of a rank."""
 
     def __init__(self, plan: Plan, rank: int, usable: Usable) -> None:
-        super().__init__(plan, rank, ())
-        self.dtype, self.usable, self.keeps = sums_in(plan).name, usable, ()
-        self.multiple, self.side = extent_multiple(plan.problem), full_side(plan.problem)
         i, j, _ = plan.coords(rank)
+        self.usable, self.multiple, self.side = usable, extent_multiple(plan.problem), full_side(plan.problem)
         # D is multiplied into its chunks if all are large, or if the rank's part of it is within one of its own.
-        inside = [index for index, _ in pieces_of(plan.chunk_cuts, self.region)]
+        inside = [index for index, _ in pieces_of(plan.chunk_cuts, plan.region(rank))]
         within = plan.grid[2] == self.multiple == len(inside) == 1 and int(plan.owners[inside[0]]) == rank
-        self.packed = not (in_chunks(plan)[i, j] or within)
-        self.cuts = (self.region[:2], self.region[2:]) if self.packed else plan.chunk_cuts
+        super().__init__(plan, rank, sums_in(plan).name, packed=not (in_chunks(plan)[i, j] or within))
         self.triangle = square_on_diagonal(plan, rank, native(plan))
         self.kinds = plan.problem.matrix_types
         # Buffers for parts of A and B by name; the bias, if the library adds it.

@@ -431,7 +431,7 @@ def _plan(problem: Problem, situation: Situation, engine: str) -> Plan:
 
     found = [_consider(problem, situation, engine, candidate) for candidate in some]
     found.sort(key=lambda one: (one.seconds, max(one.projected_bytes.values())))
-    return choose(found, f"the multiply of {m} x {k} by {k} x {n} ({problem.d.dtype})", product_remedies(problem), why)
+    return choose(found, f"the multiply of {m} x {k} by {k} x {n} ({problem.d.dtype})", problem.remedies, why)
 
 
 def _candidates(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
@@ -452,21 +452,6 @@ def _candidates(problem: Problem, nworkers: int, engine: str) -> list[Candidate]
         if auto or not found:
             found += grids(problem, count)
     return found
-
-
-def product_remedies(problem: Problem) -> list[str]:
-    """Return what would let a product fit that does not, in the way in which it was asked for."""
-    found: list[str] = []
-    asked = {"d": "epilog 'allreduce'", "a": "gathered='a'", "b": "gathered='b'"}
-    if problem.grid is not None:
-        found.append("use a larger grid")
-    elif problem.method == "local":
-        found.append("use method='auto', by which workers share it")
-    else:
-        found.append("use more workers" if problem.workers is None else "name more workers by workers=")
-        found += ["use method='auto'"] if problem.method != "auto" else []
-    kept = ["d"] * problem.formula.replicated + [problem.gathered] * bool(problem.gathered)
-    return found + [f"leave out {asked[name]}" for name in kept]
 
 
 def _consider(
@@ -551,11 +536,23 @@ def _matched(made: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, 
 # The kinds of computations: which class a message means, and who plans it
 
 
+def _first_able(planner: Callable[..., Placement]) -> Callable[..., Placement]:
+    """Return what plans for the first of some engines that can run a computation in the memory that there is."""
+
+    def planned(*where: Any, engine: Sequence[str], **how: Any) -> Placement:
+        for name in engine[:-1]:
+            with contextlib.suppress(PlanError, ProjectedMemoryError):
+                return planner(*where, engine=name, **how)
+        return planner(*where, engine=engine[-1], **how)
+
+    return planned
+
+
 # By the kind that ``to_wire`` names: the class of the computation, that of its plans, and who plans it.
 _KINDS: dict[str, tuple[type[Computation], type[Placement], Callable[..., Placement]]] = {
     Problem.kind: (Problem, Plan, plan),
-    FactorProblem.kind: (FactorProblem, FactorPlacement, plan_factorization),
-    ProgramProblem.kind: (ProgramProblem, ProgramPlacement, plan_program),
+    FactorProblem.kind: (FactorProblem, FactorPlacement, _first_able(plan_factorization)),
+    ProgramProblem.kind: (ProgramProblem, ProgramPlacement, _first_able(plan_program)),
 }
 
 
@@ -588,11 +585,4 @@ def plan_computation(
 
     A factorization or a program is for the first engine that can run it in the memory that there is.
     """
-    planned = _KINDS[problem.kind][2]
-    if isinstance(problem, Problem):
-        return planned(problem, roster, where, engine=engine, sources=sources)
-    *first, last = engine
-    for name in first:
-        with contextlib.suppress(PlanError, ProjectedMemoryError):
-            return planned(problem, roster, where, engine=name, sources=sources)
-    return planned(problem, roster, where, engine=last, sources=sources)
+    return _KINDS[problem.kind][2](problem, roster, where, engine=engine, sources=sources)

@@ -183,7 +183,7 @@ def deciding(plan: Plan) -> Plan:
 
 def record(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
     """Return the steps of a rank, made anew."""
-    p = Product(plan, rank, begun)
+    p = _Chunks(plan, rank, begun)
     p.begin()
     p.multiply(_turns_of_made(plan, rank) if plan.problem.by_ranks else _turns_of_panels(plan, rank))
     p.sum_up()
@@ -216,22 +216,73 @@ def _turns_of_made(plan: Plan, rank: int) -> list[Turn]:
 
 
 class Product(Recorder):
-    """Records the steps of a rank."""
+    """What lists of products have in common, whatever multiplies: where sums are, and how they become chunks of D."""
+
+    def __init__(self, plan: Plan, rank: int, dtype: str, begun: Collection[int] = (), *, packed: bool) -> None:
+        super().__init__(rank, Rows((), (), len(plan.ranks)), dtype)
+        self.plan, self.problem, self.begun, self.region = plan, plan.problem, begun, plan.region(rank)
+        self.where = {name: where.tolist() for name, where in plan.where.items()}
+        # Sums are in one matrix, or in a block for each part of a chunk.
+        self.packed = packed
+        self.cuts = (self.region[:2], self.region[2:]) if packed else plan.chunk_cuts
+        self.blocks: dict[int, Placed] = {}
+        # This rank's chunks of D.
+        self.of_d: dict[int, Placed] = {}
+
+    def _key(self, number: int, reader: int) -> Key:
+        # Messages of one number are asked for together: those of finished parts.
+        return Key(PART, number * len(self.plan.ranks) + reader)
+
+    def _give(self, parts: Mapping[int, Sequence[Any]], number: int) -> None:
+        """Let others have parts of sums."""
+        self.steps += (Publish(self._key(number, to), tuple(some), once=True) for to, some in parts.items())
+
+    def assemble(self) -> None:
+        """Complete this rank's chunks of D, and convert them to the type of the result."""
+        plan = self.plan
+        given, wanted = (collections.defaultdict[int, list[Any]](list) for _ in range(2))
+        own: list[tuple[Any, Any]] = []
+        # Elements of this rank's chunks that it has itself.
+        there = dict.fromkeys(self.of_d, 0)
+        for index, cell in itertools.chain(*(pieces_of(plan.chunk_cuts, rect) for rect in plan.final_rects(self.me))):
+            if index not in there:
+                given[int(plan.owners[index])].append(self.blocks[0 if self.packed else index].part(cell))
+                continue
+            there[index] += (cell[1] - cell[0]) * (cell[3] - cell[2])
+            if self.packed:
+                own.append((self.blocks[0].part(cell), self.of_d[index].part(cell)))
+        self._give(given, len(plan.ranks))
+        for index, chunk in self.of_d.items():
+            if chunk.matrix.name not in self._here:
+                self.new(chunk.matrix, zero=bool(self.begun))  # type: ignore[arg-type]
+            if there[index] < math.prod(chunk.matrix.shape):
+                for holder, rect in plan.final_holders(index):
+                    if holder != self.me:
+                        wanted[holder].append(chunk.part(rect))
+        if own:
+            self.call("store", *itertools.chain(*zip(*own, strict=True)), reads=len(own))
+        # Not all ranks begin with the same one.
+        for holder in sorted(wanted, key=lambda rank: (rank - self.me) % len(plan.ranks)):
+            # Where k is cut the sums of others have what was begun here.
+            op = "add" if self.begun and plan.grid[2] == 1 else ""
+            self.pull(holder, self._key(len(plan.ranks), self.me), tuple(wanted[holder]), op=op)
+
+    def _read_of(self, name: str, rect: Rect) -> Rect:
+        """Return the part that the formula reads of an operand for a part of D: an axis of length 1 is broadcast."""
+        rows, cols = self.problem[name].shape
+        return (*(rect[:2] if rows == self.problem.m else (0, 1)), *(rect[2:] if cols == self.problem.n else (0, 1)))
+
+
+class _Chunks(Product):
+    """Records the steps of a rank that multiplies chunks, and panels that they are copied to."""
 
     def __init__(self, plan: Plan, rank: int, begun: Collection[int]) -> None:
-        super().__init__(rank, Rows((), (), len(plan.ranks)), plan.problem.compute_type.name)
-        self.plan, self.problem, self.begun, self.packing = plan, plan.problem, begun, plan.packing
+        super().__init__(plan, rank, plan.problem.compute_type.name, begun, packed="d" in plan.packing)
+        self.packing, self.gram, self.keeps = plan.packing, is_gram(plan.problem), plan.kept
         self.conjugated = tuple(self.problem[name].conjugated and name not in self.packing for name in "ab")
-        self.gram, self.region = is_gram(plan.problem), plan.region(rank)
-        self.keeps, self.where = plan.kept, {name: where.tolist() for name, where in plan.where.items()}
-        # Sums are in one matrix, or in a block for each part of a chunk.
-        self.packed = "d" in self.packing
-        self.cuts = (self.region[:2], self.region[2:]) if self.packed else plan.chunk_cuts
-        self.blocks: dict[int, Placed] = {}
         # Blocks above and on the diagonal, and of which ones' lower triangles they are made at the end.
         self.mirrored: dict[int, int] = {}
-        # This rank's chunks of D; parts of chunks of operands that are here; numbers of messages.
-        self.of_d: dict[int, Placed] = {}
+        # Parts of chunks of operands that are here; numbers of messages.
         self.at: dict[ChunkBlock, Placed] = {}
         self.needed: Collection[ChunkBlock] = ()
         # Those of them that are freed after their last use.
@@ -401,44 +452,6 @@ class Product(Recorder):
         rects = self.plan.final_rects(rank)
         return [self.blocks[index].part(cell) for rect in rects for index, cell in pieces_of(self.cuts, rect)]
 
-    def _key(self, number: int, reader: int) -> Key:
-        # Messages of one number are asked for together: those of finished parts.
-        return Key(PART, number * len(self.plan.ranks) + reader)
-
-    def _give(self, parts: Mapping[int, Sequence[Any]], number: int) -> None:
-        """Let others have parts of sums."""
-        self.steps += (Publish(self._key(number, to), tuple(some), once=True) for to, some in parts.items())
-
-    def assemble(self) -> None:
-        """Complete this rank's chunks of D, and convert them to the type of the result."""
-        plan = self.plan
-        given, wanted = (collections.defaultdict[int, list[Any]](list) for _ in range(2))
-        own: list[tuple[Any, Any]] = []
-        # Elements of this rank's chunks that it has itself.
-        there = dict.fromkeys(self.of_d, 0)
-        for index, cell in itertools.chain(*(pieces_of(plan.chunk_cuts, rect) for rect in plan.final_rects(self.me))):
-            if index not in there:
-                given[int(plan.owners[index])].append(self.blocks[0 if self.packed else index].part(cell))
-                continue
-            there[index] += (cell[1] - cell[0]) * (cell[3] - cell[2])
-            if self.packed:
-                own.append((self.blocks[0].part(cell), self.of_d[index].part(cell)))
-        self._give(given, len(plan.ranks))
-        for index, chunk in self.of_d.items():
-            if chunk.matrix.name not in self._here:
-                self.new(chunk.matrix, zero=bool(self.begun))  # type: ignore[arg-type]
-            if there[index] < math.prod(chunk.matrix.shape):
-                for holder, rect in plan.final_holders(index):
-                    if holder != self.me:
-                        wanted[holder].append(chunk.part(rect))
-        if own:
-            self.call("store", *itertools.chain(*zip(*own, strict=True)), reads=len(own))
-        # Not all ranks begin with the same one.
-        for holder in sorted(wanted, key=lambda rank: (rank - self.me) % len(plan.ranks)):
-            # Where k is cut the sums of others have what was begun here.
-            op = "add" if self.begun and plan.grid[2] == 1 else ""
-            self.pull(holder, self._key(len(plan.ranks), self.me), tuple(wanted[holder]), op=op)
-
     def hand_over(self) -> None:
         """Apply the formula to this rank's chunks of D, one by one, and hand them over, and what is kept."""
         formula, outputs, names = self.problem.formula, self.problem.outputs, self.problem.operands
@@ -471,11 +484,6 @@ class Product(Recorder):
     def _whole(self, pieces: Sequence[ChunkBlock], dtype: str) -> Any:
         placed = [self.at[piece] for piece in pieces]
         return (placed[0] if len(placed) == 1 else self.join(placed, dtype)).matrix
-
-    def _read_of(self, name: str, rect: Rect) -> Rect:
-        """Return the part that the formula reads of an operand for a part of D: an axis of length 1 is broadcast."""
-        rows, cols = self.problem[name].shape
-        return (*(rect[:2] if rows == self.problem.m else (0, 1)), *(rect[2:] if cols == self.problem.n else (0, 1)))
 
 
 def _around(parts: Sequence[Placed]) -> Rect:

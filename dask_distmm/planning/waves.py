@@ -35,10 +35,10 @@ from dask_distmm.planning.computation import Chunks, Worker
 from dask_distmm.planning.cuts import chunk_edges
 from dask_distmm.planning.footprint import held_bytes, made_bytes
 from dask_distmm.planning.model import ENGINES, models_of, speeds
-from dask_distmm.planning.placement import Explanation
-from dask_distmm.planning.planner import plan, product_remedies
+from dask_distmm.planning.planner import plan
 from dask_distmm.planning.problem import AXES, METHODS, Problem, part_of
 from dask_distmm.planning.tasks import run_overhead
+from dask_distmm.shown import Explanation
 
 # A scheme: the waves of a product, and the problem of each of them. Pure
 
@@ -318,7 +318,7 @@ def _choose(
         raise ProjectedMemoryError(
             f"{problem.name} does not fit in waves either: two chunks of each operand along k, and what stays in "
             f"memory, are more than the {min(limits.values()) / 2**20:.0f} MiB that a worker may hold without "
-            f"spilling. {advice(['use smaller chunks', *product_remedies(problem), 'use a higher memory_limit'])}",
+            f"spilling. {advice(['use smaller chunks', *problem.remedies, 'use a higher memory_limit'])}",
             {},
             limits,
         )

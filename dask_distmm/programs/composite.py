@@ -71,7 +71,7 @@ def r_from_gram(p: Recorder, a: Tall, g: Buffer) -> Buffer:
 
 
 def reflected_r(p: Recorder, a: Tall, r: Buffer, cols: int | None = None) -> None:
-    """Have R on rank 0 by reflections, as `r`; of its columns the first `cols` are those of A, others of B."""
+    """Compute R on rank 0 by reflections, as `r`; of its columns the first `cols` are those of A, others of B."""
     t = p.zeros(*r.shape)
     p.each("reflect", a, t)
     p.add_up(t, op="reflect")
@@ -87,7 +87,7 @@ def _check(p: Recorder, r: Buffer, cols: int | None = None) -> None:
 
 
 def tall_qr(p: Recorder, a: Tall, q: Tall, r: Buffer, right: Callable[[], Buffer] | None = None) -> None:
-    """Have Q in the chunks of A, and R on rank 0; or Q W, if `right` makes a matrix W on rank 0 when R is there."""
+    """Compute Q in the chunks of A, and R on rank 0; or Q W, if `right` makes a matrix W on rank 0 when R is there."""
     n = a.cols
     g = gram(p, a)
     first, once, usable = p.small(n, n), p.flag(), p.flag()
@@ -126,14 +126,14 @@ def tall_qr(p: Recorder, a: Tall, q: Tall, r: Buffer, right: Callable[[], Buffer
 
 
 def multiply(p: Recorder, w: Buffer, q: Tall) -> None:
-    """Have Q W in the place of Q; W is square, and on rank 0."""
+    """Overwrite Q by Q W; W is square, and on rank 0."""
     p.give(w)
     p.each("multiply", w, q)
     p.drop(w)
 
 
 def tsqr(p: Recorder, a: Tall, q: Tall, r: Buffer) -> None:
-    """Have Q in the chunks of A, and R on rank 0, by reflections."""
+    """Compute Q in the chunks of A, and R on rank 0, by reflections."""
     n = a.cols
 
     def triangle() -> tuple[Buffer, Buffer]:
@@ -298,7 +298,7 @@ def svd_compressed(
 
 
 def _back_and_forth(p: Recorder, a: Tall, x: Buffer, y: Tall, factor: list[Buffer]) -> Buffer:
-    """Have Y = A X, and its R on rank 0 with what that is good for; return A^H Y on rank 0."""
+    """Compute Y = A X, and its R on rank 0 with what that is good for; return A^H Y on rank 0."""
     g, product = p.zeros(y.cols, y.cols), p.zeros(*x.shape)
     p.each("back_and_forth", a, x, y, product, g)
     p.add_up(g, product)
@@ -331,7 +331,7 @@ def _iterated(p: Recorder, a: Tall, x: Buffer) -> Buffer:
 
 
 def _adjoint_times(p: Recorder, a: Tall, q: Tall, z: Buffer) -> None:
-    """Have Z = A^H Q on rank 0."""
+    """Compute Z = A^H Q on rank 0."""
     product = p.zeros(*z.shape)
     p.each("adjoint_times", a, q, product)
     p.add_up(product)
@@ -339,7 +339,7 @@ def _adjoint_times(p: Recorder, a: Tall, q: Tall, z: Buffer) -> None:
 
 
 def _project(p: Recorder, a: Tall, y: Tall, q: Tall, z: Buffer, first: Buffer, usable: Buffer) -> None:
-    """Have Q = orth(Y), and Z = A^H Q on rank 0; A is read while the Gram matrix of Q is made."""
+    """Compute Q = orth(Y), and Z = A^H Q on rank 0; A is read while the Gram matrix of Q is made."""
     width, r = y.cols, p.small(y.cols, y.cols)
 
     def by_gram() -> None:

@@ -28,6 +28,8 @@ TURN = 1 << 32
 ALIGNED, _MOST_TO_ALL = 256, 2**26
 
 
+# Operands of programs, and those of products whose chunks ranks make.
+_OPERANDS = {"a", "b", "g", "m"}
 # Rows and columns, from the first to the last + 1.
 Box = tuple[int, int, int, int]
 
@@ -51,6 +53,7 @@ class Key(NamedTuple):
 class Buffer:
     """A matrix in the memory of one rank."""
 
+    # What it is for, and numbers, with dots between: ``a.3`` is chunk 3 of operand a, ``panel.1.0`` buffer 0 of B.
     name: str
     # Where the number of rows is not known before the run it is -1: that of the chunk `like`.
     shape: tuple[int, int]
@@ -65,9 +68,19 @@ class Buffer:
         return max(0, math.prod(self.shape)) * dtype_from_name(self.dtype).itemsize
 
     @property
+    def role(self) -> str:
+        """What it is for: the name of its operand, for example."""
+        return self.name.partition(".")[0]
+
+    @property
+    def number(self) -> int:
+        """The number behind its role: of an operand, a chunk or a block of D."""
+        return int(self.name.split(".")[1])
+
+    @property
     def is_operand(self) -> bool:
-        """Whether it is a chunk of an operand, which is named by the operand and its number."""
-        return self.name[0] in "abgm"
+        """Whether it is a chunk of an operand: a, b, g or m, of traced functions also b1, b2, ..."""
+        return self.role.rstrip("0123456789") in _OPERANDS
 
     @property
     def box(self) -> Box:
@@ -89,6 +102,16 @@ class View:
     def name(self) -> str:
         """Name of the buffer."""
         return self.buffer.name
+
+    @property
+    def role(self) -> str:
+        """What the buffer is for."""
+        return self.buffer.role
+
+    @property
+    def number(self) -> int:
+        """The number behind the role of the buffer."""
+        return self.buffer.number
 
     @property
     def dtype(self) -> str:

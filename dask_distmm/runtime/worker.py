@@ -644,7 +644,7 @@ def _failure(kind: type[A], error: BaseException, closed: bool) -> A:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Have an error, which a run that was ended with it keeps, hold no frames that it has passed: they hold the run."""
+    """Clear the tracebacks of an error: their frames would keep the run alive."""
     while error is not None:
         error.__traceback__, error = None, error.__cause__ or error.__context__
 

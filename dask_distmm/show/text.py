@@ -259,7 +259,7 @@ def _method(plan: FactorPlacement) -> str:
     if plan.shared:
         return _WHAT["eigh"]
     task = plan.problem.task
-    by_host = ENGINES[plan.engine].on_gpus and task.spectral and task.decomposition.on_host
+    by_host = ENGINES[plan.engine].on_gpus and task.entry.on_host
     return _WHAT["host" if by_host else plan.method]
 
 

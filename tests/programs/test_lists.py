@@ -26,9 +26,9 @@ from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import METHODS, NamedMatrix, Worker, blocks, plan, product
-from dask_distmm.planning.factor import Factorization
 from dask_distmm.programs.check import ProgramError, Rates, all_flags, check, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
+from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.recorder import Rows
 from dask_distmm.programs.steps import (
     CONTRACTS,

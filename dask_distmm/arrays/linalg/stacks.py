@@ -39,7 +39,7 @@ from dask_distmm.arrays.product import stacked
 from dask_distmm.arrays.request import takes
 from dask_distmm.config import parsed
 from dask_distmm.errors import MatrixError, PlanError, check_square
-from dask_distmm.planning.factor import Factorization
+from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.runtime.chunks import array_kind
 
 P = ParamSpec("P")

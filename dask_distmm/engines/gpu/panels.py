@@ -42,7 +42,7 @@ class DevicePanels(RankExchange):
         return (owner, key, like) if key.part in self.parts else super().ask(owner, key, like)
 
     def get(self, asked: Any, *, again: bool = False) -> Sequence[Any]:
-        """Have a panel come; the streams of the work wait for it."""
+        """Request a panel; the streams of the work wait for it."""
         if not isinstance(asked, tuple) or asked[1].part not in self.parts:
             return super().get(asked, again=again)
         found = self._come(*asked)
@@ -57,7 +57,7 @@ class DevicePanels(RankExchange):
             stream.wait_event(event)
 
     def _come(self, owner: int, key: Key, like: Sequence[Buffer]) -> tuple[Any, ...]:
-        """Have what belongs to a panel copied to buffers, on the stream for that; return it in the form of `like`."""
+        """Copy what belongs to a panel to buffers, on the stream for that; return it in the form of `like`."""
         raise NotImplementedError
 
     def _room(self, key: Key, like: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -77,7 +77,7 @@ class DevicePanels(RankExchange):
         return buffer[: ends[-1]], tuple(placed(buffer[at:], one) for at, one in zip(ends, like, strict=False))
 
     def reserve(self, size: int) -> None:
-        """Have one more buffer of this many bytes."""
+        """Allocate one more buffer of this many bytes."""
         # Straight from the pool of the default stream, on which nothing else runs: its memory is free now.
         with cp.cuda.Stream.null:
             self._free.append((cp.empty(max(1, size), np.uint8), []))

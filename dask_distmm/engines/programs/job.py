@@ -200,7 +200,7 @@ class ProgramJob(Job[Any]):
     def _synchronize(self) -> None:
         """Wait until all is done."""
 
-    def take(self, steps: Sequence[Step], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
+    def take(self, steps: Sequence[Any], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
         """Take steps, which are this `share` of the work."""
         pulls = collections.deque(step for step in steps if isinstance(step, Pull))
         asked = collections.deque[tuple[Pull, Any]]()
@@ -338,7 +338,7 @@ class ProgramJob(Job[Any]):
     # What steps mean for chunks, and for the memory of a device
 
     def _make(self, step: Make) -> None:
-        """Have a chunk of an operand, or this rank's block columns of one."""
+        """Take a chunk of an operand, or gather this rank's block columns of one."""
         if isinstance(step.buffer, View):
             self._fill_columns(step.operand, self._at(step.buffer))
         elif self._loads is not None and self._is_made(step):
@@ -409,7 +409,7 @@ class ProgramJob(Job[Any]):
         return found
 
     def _begin(self, step: Make, chunk: Any) -> None:
-        """Have a chunk of an operand, in the type that its buffer has."""
+        """Put a chunk of an operand into its buffer, in the type of that."""
         name, dtype = step.buffer.name, dtype_from_name(step.buffer.dtype)
         if sparse_package(chunk):
             self.arrays[name] = chunk if chunk.dtype == dtype else chunk.astype(dtype)

@@ -154,7 +154,7 @@ class RunQueue(dict[int, Run]):
             await self._changed.wait()
 
     def changed(self) -> None:
-        """Have everybody who waits look again."""
+        """Wake all who wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 

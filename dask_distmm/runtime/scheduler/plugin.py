@@ -43,8 +43,7 @@ from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, EngineError, MissingEngineError, ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.installing import install_command
-from dask_distmm.planning import Demand, Problem, plan_computation
-from dask_distmm.planning.planner import product_remedies
+from dask_distmm.planning import Demand, plan_computation
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import (
     GROUP_PREFIX,
@@ -134,7 +133,7 @@ class Admission:
                 holding = [ws for ws in paused if any(dts in ws.has_what for dts in ts.dependencies)]
                 if time() - since < limit or ts.state != "waiting" or not holding:
                     continue
-                remedies = product_remedies(problem) if isinstance(problem, Problem) else []
+                remedies = problem.remedies
                 held = {ws.address: int(ws.memory.process) for ws in holding}
                 text = ", ".join(f"{address} holds {format_bytes(size)}" for address, size in held.items())
                 error = ProjectedMemoryError(
