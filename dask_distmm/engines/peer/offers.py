@@ -139,8 +139,8 @@ class Expected:
         kinds = dict(zip("ab", problem.matrix_types, strict=True))
         sizes = {name: carried(kinds.get(name, problem[name].dtype), "cupy").itemsize for name in problem.operands}
         rects = [np.array(blocks(plan, rank), np.int64).reshape(-1, 4) for rank in range(len(plan.ranks))]
-        found = [extents_of(x[:, 1] - x[:, 0], x[:, 3] - x[:, 2], sums) for x in rects]
-        return cls(plan, mine, read, sizes, found, len(plan.ranks) + 1)
+        extents = [extents_of(x[:, 1] - x[:, 0], x[:, 3] - x[:, 2], sums) for x in rects]
+        return cls(plan, mine, read, sizes, extents, len(plan.ranks) + 1)
 
     def read(self, wires: Sequence[Any]) -> tuple[list[Told | None], Places]:
         """Return what all participants offer, from what `offer_of` gave for each, or None; and where matrices lie.
@@ -179,20 +179,20 @@ class Expected:
             at = int(np.argmin(known))
             raise self._malformed(int(participant[at]), f"matrix {number[at]} of operand {operand[at]} does not exist")
         self._check(told, participant, table[:, 2:], self._extents[self._first[operand, participant] + number])
-        found: Places = {}
+        places: Places = {}
         for key in range(BLOCKS, rows + BLOCKS):
             mine = operand == key
             dense = np.full((len(told), int(self._count[key].max()), _TOLD), -1, np.int64)
             dense[participant[mine], number[mine]] = table[mine, 2:]
-            found[key] = dense
+            places[key] = dense
         for index, one in enumerate(told):
-            if one is not None and self._is_rank[index] and found[FLAGS][index, 0, 0] < 0:
+            if one is not None and self._is_rank[index] and places[FLAGS][index, 0, 0] < 0:
                 raise self._malformed(index, "a rank without flags")
         for row, (name, needed) in enumerate(self._needed.items()):
-            for index, missing in np.argwhere(needed & (found[row][..., 0] < 0)).tolist():
+            for index, missing in np.argwhere(needed & (places[row][..., 0] < 0)).tolist():
                 if told[index] is not None:
                     raise self._malformed(index, f"chunk {missing} of {name.upper()} is not in it")
-        return found
+        return places
 
     def _check(
         self,

@@ -299,8 +299,8 @@ class PeerJob(ProgramJob):
         if self.plan.from_host:
             self._sources.allocate()
         every = steps(self.plan, self.rank, self._usable)
-        made = {step.buffer.name: self._new(step.buffer) for step in every if isinstance(step, New)}
-        self.arrays = {**made}
+        allocated = {step.buffer.name: self._new(step.buffer) for step in every if isinstance(step, New)}
+        self.arrays = {**allocated}
         if self.plan.problem.array == "numpy":
             self._downloads = Downloads(self.engine.downloads)
         else:
@@ -315,7 +315,7 @@ class PeerJob(ProgramJob):
             most = min(max(rows * cols for rows, cols in parts), max(limit))
             self._adding = [cp.empty(most, sums_in(self.plan)) for _ in range(_ADDING)]
         self._flags = self.engine.exporter.empty((1, len(self.plan.ranks) + 1), np.dtype(np.int32))
-        self._allocated = [*made.values(), *self._adding]
+        self._allocated = [*allocated.values(), *self._adding]
         self.instructions = [self._instruction(step) for step in kept if not isinstance(step, gone)]
 
     def _instruction(self, step: Step) -> Instruction:
@@ -347,12 +347,12 @@ class PeerJob(ProgramJob):
     def _copies_of(self, call: Call) -> CopyBatch:
         """Return the copies of a call of `store`."""
         count, size = call.options["reads"], sums_in(self.plan).itemsize
-        found = []
+        rectangles = []
         for place, target in zip(call.arguments[:count], call.arguments[count:], strict=True):
             span = self._span(place)
             span = span.turned if call.options.get("turned") else span
-            found.append(Rectangle(span, self._span(target), *target.shape))
-        (copies,) = make_copies([table_of(found, size)], size, here=True)
+            rectangles.append(Rectangle(span, self._span(target), *target.shape))
+        (copies,) = make_copies([table_of(rectangles, size)], size, here=True)
         return copies
 
     def _usable(self, operand: int, number: int) -> bool:
@@ -516,8 +516,8 @@ class PeerJob(ProgramJob):
         return outputs
 
     def _on_host(self, key: ResultKey, copy: Future[NDArray[Any]]) -> NDArray[Any]:
-        found: NDArray[Any] = typed(copy.result(), "" if key[0] else self.plan.problem.d.dtype)
-        return found
+        array: NDArray[Any] = typed(copy.result(), "" if key[0] else self.plan.problem.d.dtype)
+        return array
 
     def _count(self) -> int:
         """Return the bytes of all device memory that this rank holds for the run."""
@@ -536,9 +536,9 @@ class PeerJob(ProgramJob):
         if not load.known:
             # Of an input of the formula all parts are found when the first one is needed.
             loads = [x for x in self.instructions if isinstance(x, Load) and x.step.operand == load.step.operand]
-            for one in loads:
-                one.parts = self._blocks_of(one.step)
-                one.copies = [self._sources.own_copies(one.parts)]
+            for other_load in loads:
+                other_load.parts = self._blocks_of(other_load.step)
+                other_load.copies = [self._sources.own_copies(other_load.parts)]
             self._sources.find(loads)
         if load.outside:
             # The host waits for them, so that what is next on the stream goes first.
@@ -685,7 +685,7 @@ class PeerJob(ProgramJob):
         *bias, a, b, d = call.arguments
         views = [self._view_of(place, turned) for place, turned in zip((a, b), call.options["turned"], strict=True)]
         rows, cols = (
-            MatrixRef(one.span.pointer, one.distance(size)) for one, size in zip(views, self._itemsizes, strict=True)
+            MatrixRef(view.span.pointer, view.distance(size)) for view, size in zip(views, self._itemsizes, strict=True)
         )
         depth = a.shape[0] if call.options["turned"][0] else a.shape[1]
         m, n, k = (padded(extent, self._multiple) for extent in (*d.shape, depth))
@@ -706,9 +706,9 @@ class PeerJob(ProgramJob):
         else:
             matrix = self.plan.problem[place.role]
             # The library conjugates what it transposes.
-            found = lying(array, "F" if matrix.by_ranks and matrix.conjugated else "")
-            assert found is not None
-            span, order = found
+            view = lying(array, "F" if matrix.by_ranks and matrix.conjugated else "")
+            assert view is not None
+            span, order = view
         span = span.at(top, left)
         if turned:
             return DeviceView(span.turned, "F" if order == "C" else "C")
@@ -762,7 +762,7 @@ class PeerJob(ProgramJob):
 
     def _add(self, pull: Pull) -> None:
         """Add another rank's partial sums, once they are ready."""
-        sources, holder, pulls, found = self._sources, self.plan.ranks[pull.owner], self.engine.sums, []
+        sources, holder, pulls, copied = self._sources, self.plan.ranks[pull.owner], self.engine.sums, []
         assert sources.remote is not None
         assert self.rank is not None
         # The copies are made before the sums are ready, because a GPU waits once they are.
@@ -777,9 +777,9 @@ class PeerJob(ProgramJob):
                 assert source is not None
                 copy = Rectangle(source.at(row, left), span_of(buffer), rows, cols)
                 (copies,) = make_copies([table_of([copy], buffer.itemsize)], buffer.itemsize)
-                found.append((number, buffer, copies, self.arrays[place.name][row : row + rows, left:right]))
+                copied.append((number, buffer, copies, self.arrays[place.name][row : row + rows, left:right]))
         sources.remote.wait(holder, self.rank, self.ended.check, self._patience)
-        for number, buffer, copies, part in found:
+        for number, buffer, copies, part in copied:
             if number in self._added:
                 pulls.wait_event(self._added[number])
             sources.run(copies, pulls)
@@ -794,7 +794,7 @@ class PeerJob(ProgramJob):
         None if the rank is gone and has not completed it, or nobody can tell any more.
         """
         sources, plan, size = self._sources, self.plan, sums_in(self.plan).itemsize
-        holder, found = plan.ranks[pull.owner], list[Rectangle]()
+        holder, rectangles = plan.ranks[pull.owner], list[Rectangle]()
         assert sources.remote is not None
         try:
             sources.remote.wait(holder, len(plan.ranks), self.ended.check, self._patience)
@@ -806,10 +806,10 @@ class PeerJob(ProgramJob):
                     assert source is not None
                     top, _, left, _ = self._in_d(place)
                     target = self._span(place).at(r0 - top, c0 - left)
-                    found.append(Rectangle(source.at(r0 - whole[0], c0 - whole[2]), target, r1 - r0, c1 - c0))
+                    rectangles.append(Rectangle(source.at(r0 - whole[0], c0 - whole[2]), target, r1 - r0, c1 - c0))
         except PeerLostError:
             return None
-        return make_copies([table_of(found, size)], size)[0]
+        return make_copies([table_of(rectangles, size)], size)[0]
 
     def _in_d(self, place: Buffer | View) -> Rect:
         """Return where a part of a chunk of D is in D."""
@@ -827,25 +827,25 @@ class PeerJob(ProgramJob):
         problem, count, names = self.plan.problem, call.options["reads"], call.options["names"]
         arrays = [self._at(place) for place in call.arguments]
         inputs = {name: decoded(x, problem[name].dtype) for name, x in zip(names, arrays, strict=False)}
-        made = {one.name: x for one, x in zip(problem.outputs, arrays[count + 1 :], strict=True)}
-        finish_into(problem, arrays[count], inputs, made)
+        results = {output.name: x for output, x in zip(problem.outputs, arrays[count + 1 :], strict=True)}
+        finish_into(problem, arrays[count], inputs, results)
 
     def _store(self, step: Store) -> None:
         if step.number not in self._missing:
             array = self.arrays[step.buffer.name]
-            found = self._downloads.begin(array, record(self._stream)) if self._downloads else array
-            self._result[step.output, step.number] = found
+            result = self._downloads.begin(array, record(self._stream)) if self._downloads else array
+            self._result[step.output, step.number] = result
 
     # Messages between participants
 
     def serve(self, kind: str, boxes: Boxes) -> list[Any]:
         """Return boxes of the chunks that are here, for participants that can't map this process' memory."""
-        found = super().serve(kind, boxes)
-        if self.lends and all(isinstance(one, np.ndarray) for one in found):
-            return found
-        found = contiguous(found)
+        answer = super().serve(kind, boxes)
+        if self.lends and all(isinstance(x, np.ndarray) for x in answer):
+            return answer
+        answer = contiguous(answer)
         cp.cuda.Stream.null.synchronize()
-        return found
+        return answer
 
     def lose(self, participant: int) -> None:
         """Go on without a participant that is gone: what is mapped of its memory stays. Any thread."""
@@ -867,5 +867,5 @@ def _multiplies(step: Instruction) -> bool:
 def made_orders(plan: Plan) -> tuple[str, str]:
     """Return the memory orders of buffers for A and B: the library conjugates what it transposes."""
     factors = plan.problem.a, plan.problem.b
-    a, b = ("F" if one.by_ranks and one.conjugated else plan.orders[one.name] for one in factors)
+    a, b = ("F" if matrix.by_ranks and matrix.conjugated else plan.orders[matrix.name] for matrix in factors)
     return a, b

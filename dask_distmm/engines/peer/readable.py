@@ -232,7 +232,7 @@ class Sources:
         self.allocate()
         uploads = Uploads(stream, self._staging)
         # The own parts are there already.
-        for holder, parts in sorted(load.outside.items(), key=lambda one: one[0] != self.me):
+        for holder, parts in sorted(load.outside.items(), key=lambda item: item[0] != self.me):
             name = self.plan.problem.operands[parts.operand]
             if holder == self.me:
                 boxes = _boxes(parts)[:, 1:].tolist()
@@ -241,13 +241,13 @@ class Sources:
                 self._put(parts, wait_checked(load.asked.pop(holder), self.ended.check), uploads, stream)
         uploads.finish()
 
-    def _put(self, parts: Parts, found: Sequence[Any], uploads: Uploads, stream: cp.cuda.Stream) -> None:
+    def _put(self, parts: Parts, arrays: Sequence[Any], uploads: Uploads, stream: cp.cuda.Stream) -> None:
         """Copy matrices to the places of the parts that they are."""
         problem = self.plan.problem
         type_name = problem.matrices[parts.operand].dtype
         goal = problem.matrix_types[parts.operand] if parts.operand < len(problem.matrix_types) else type_name
         shapes = parts.blocks[:, [_ROWS, _COLS]].tolist()
-        for data, span, shape in zip(found, parts.targets.tolist(), shapes, strict=True):
+        for data, span, shape in zip(arrays, parts.targets.tolist(), shapes, strict=True):
             self.ended.check()
             is_fp8 = type_name in FP8 and data.dtype.itemsize == 1
             part = data.view(np.uint8) if is_fp8 else typed(data, type_name)
@@ -316,15 +316,15 @@ class DeviceMaker:
         stream = self._own.stream
         # Not by `use`: a task that has a stream of its own for a while would leave its thread on the default stream.
         with stream:
-            made = source.make()
+            value = source.make()
             current = cp.cuda.get_current_stream()
             if current.ptr != stream.ptr:
                 # The task has left its thread with another one.
                 stream.wait_event(record(current))
             with stream:
-                arrays = {chunk: self._on_device(*self._keys[chunk], chunk.view(made), stream) for chunk in chunks}
+                arrays = {chunk: self._on_device(*self._keys[chunk], chunk.view(value), stream) for chunk in chunks}
         complete = record(stream)
-        return {chunk: Made(*found, complete) for chunk, found in arrays.items()}
+        return {chunk: Made(*array, complete) for chunk, array in arrays.items()}
 
     def _on_device(self, operand: str, number: int, chunk: Any, stream: cp.cuda.Stream) -> tuple[Any, DeviceView]:
         """Return a chunk on the GPU, in the type and the memory order in which it is multiplied, and where it is."""
