@@ -143,18 +143,18 @@ def _messages(plan: Plan, me: int, matrix: str, here: Mapping[int, Any]) -> list
     """Return whom to ask for which chunks, message by message; not all participants begin with the same one."""
     holders = np.asarray(plan.ranks)[plan.owners] if matrix == "d" else plan.where[matrix]
     sizes, count = plan.problem[matrix].bytes, len(plan.participants)
-    found: list[tuple[int, list[int]]] = []
+    messages: list[tuple[int, list[int]]] = []
     for peer in ((me + turn) % count for turn in range(count)):
         size = 0
         for index in np.flatnonzero(holders == peer).tolist():
             if index in here:
                 continue
             size += int(sizes[index])
-            if not found or found[-1][0] != peer or size > _MESSAGE_BYTES:
-                found.append((peer, []))
+            if not messages or messages[-1][0] != peer or size > _MESSAGE_BYTES:
+                messages.append((peer, []))
                 size = 0
-            found[-1][1].append(index)
-    return found
+            messages[-1][1].append(index)
+    return messages
 
 
 def _array_of(problem: Computation, matrix: str) -> str:
