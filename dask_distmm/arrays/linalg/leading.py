@@ -123,12 +123,16 @@ def compressed_by_rows(
     return u, s, vh
 
 
-class Components(NamedTuple):
-    """Principal components, as `pca` returns them."""
-
+class _Components(NamedTuple):
     components: Array
     variances: Array
     mean: Array
+
+
+class Components(_Components):
+    """Principal components, as `pca` returns them; and the share of each in the variance of all columns."""
+
+    explained_variance_ratio: Array
 
     def transform(self, x: Operand) -> Array:
         """Return the scores of samples (rows) along the components. Lazy."""
@@ -166,7 +170,8 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
         results are a named tuple, whose ``transform(x)`` returns scores of samples, (m, k), and
         ``inverse_transform(scores)`` the samples that have them; both are lazy.
     variances : array, (k,), real
-        In descending order, of m - 1 degrees of freedom.
+        In descending order, of m - 1 degrees of freedom. Their shares in the variance of all columns are the attribute
+        ``explained_variance_ratio`` of the tuple, (k,).
     mean : array, (n,)
         The vector to subtract from each row before multiplying it by the components.
 
@@ -195,18 +200,22 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
         raise PlanError(f"a must have at least 2 rows, got {len(a)}")
     check_range(1, most, n_components=k)
     if goes_by_rows(a, how):
-        wanted = {"components": "kn", "variances": ".k real", "mean": ".N"}
+        wanted = {"components": "kn", "variances": ".k real", "mean": ".N", "total": "11 real"}
         options: dict[str, Any] = {"k": k, "spread": _SPARSE_SPREAD if sparse else _SPREAD}
         with left_beyond_memory(a):
-            components, variances, mean = by_program(
+            components, variances, mean, total = by_program(
                 "pca", {"a": a}, wanted, how=how, axes={"k": (k,)}, dtype=dtype, **options
             )
             real = np.empty(0, given).real.dtype
-            return Components(components.astype(given), variances.astype(real), mean.astype(given))
+            found = Components(components.astype(given), variances.astype(real), mean.astype(given))
+            found.explained_variance_ratio = (variances / total[0, 0]).astype(real)
+            return found
     a = a.astype(dtype)
     mean = a.mean(axis=0)
     s, vh = right_vectors(a - mean, how)
-    return Components(vh[:k], s[:k] ** 2 / (len(a) - 1), mean)
+    found = Components(vh[:k], s[:k] ** 2 / (len(a) - 1), mean)
+    found.explained_variance_ratio = s[:k] ** 2 / (s**2).sum()
+    return found
 
 
 @public(RunOptions, MOMENTS)
