@@ -8,7 +8,6 @@ on the workers. Of a Dask array `predict` and `transform` return lazy Dask array
 from __future__ import annotations
 
 import functools
-import numbers
 import warnings
 from collections.abc import Callable
 from typing import Any, Self
@@ -40,7 +39,7 @@ from sklearn.base import (  # noqa: E402
 from sklearn.exceptions import ConvergenceWarning  # noqa: E402
 from sklearn.utils import check_random_state  # noqa: E402
 from sklearn.utils.multiclass import check_classification_targets  # noqa: E402
-from sklearn.utils.validation import check_is_fitted, check_non_negative, validate_data  # noqa: E402
+from sklearn.utils.validation import check_is_fitted, validate_data  # noqa: E402
 
 __all__ = ["NMF", "PCA", "KMeans", "LinearRegression", "LogisticRegression", "Ridge", "RidgeCV", "TruncatedSVD"]
 
@@ -84,19 +83,24 @@ class _Estimator(BaseEstimator):
         return X, y
 
     def _set(self, **found: Any) -> Self:
-        """Set what was fitted: computed all together, of one run."""
+        """Set what was fitted."""
+        for name, x in self._computed(**found).items():
+            setattr(self, name, x)
+        return self
+
+    def _computed(self, **found: Any) -> dict[str, Any]:
+        """Return what was fitted, computed all together, of one run."""
         names = [name for name, x in found.items() if is_dask_collection(x) and name != "labels_"]
         rows = found.get("labels_")
         if is_dask_collection(rows):
             persisted = dask.persist(*(found[name] for name in names), rows)
             found |= dict(zip([*names, "labels_"], persisted, strict=True))
         found |= zip(names, dask.compute(*(found[name] for name in names)), strict=True)
+        found = {name: x.get() if hasattr(x, "get") else x for name, x in found.items()}
         for name, x in found.items():
-            x = x.get() if hasattr(x, "get") else x
             if isinstance(x, np.ndarray | np.generic) and x.dtype.kind == "f" and not np.isfinite(x).all():
                 raise ValueError(f"{name} is not finite: input X or y contains NaN or infinity, or is too large")
-            setattr(self, name, x.item() if np.ndim(x) == 0 and hasattr(x, "item") else x)
-        return self
+        return {name: x.item() if np.ndim(x) == 0 and hasattr(x, "item") else x for name, x in found.items()}
 
     def _of_rows(self, function: Callable[..., Any], X: Any, *fitted: Any) -> Any:
         """Return a function of rows and of what was fitted: of a Dask array a lazy one."""
@@ -192,9 +196,7 @@ class PCA(_Components):
             components_=found.components, explained_variance_=found.variances, explained_variance_ratio_=ratio,
             mean_=found.mean, n_components_=k, n_samples_=m,
         )  # fmt: skip
-        # As scikit-learn's: the largest element of each is positive.
-        largest = np.take_along_axis(self.components_, abs(self.components_).argmax(1)[:, None], 1)
-        self.components_ = self.components_ * np.sign(largest)
+        self.components_ = _with_signs(self.components_)
         self.singular_values_ = np.sqrt(self.explained_variance_ * (m - 1))
         rest = self.explained_variance_.sum() * (1 / self.explained_variance_ratio_.sum() - 1)
         self.noise_variance_ = float(rest / (min(m, n) - k)) if k < min(m, n) else 0.0
@@ -211,6 +213,11 @@ class PCA(_Components):
     def _fitted(self) -> tuple[Any, ...]:
         check_is_fitted(self)
         return self.components_, self.mean_
+
+
+def _with_signs(components: Any) -> Any:
+    """Return vectors in rows with scikit-learn's signs: the largest element of each is positive."""
+    return components * np.sign(np.take_along_axis(components, abs(components).argmax(1)[:, None], 1))
 
 
 def _scores(X: Any, components: Any, mean: Any) -> Any:
@@ -270,20 +277,20 @@ class TruncatedSVD(_Components):
         X = as_array(self._checked(X))
         seed, k = _seed(self.random_state), self.n_components
         if self.algorithm == "randomized":
-            how = {"n_power_iter": self.n_iter, "n_oversamples": self.n_oversamples}
-            _, s, vh = linalg.svd_compressed(X, k, seed=seed, **how)
+            _, s, vh = linalg.svd_compressed(
+                X, k, n_power_iter=self.n_iter, n_oversamples=self.n_oversamples, seed=seed
+            )
         elif self.algorithm == "arpack":
             triplets = algorithms.svds(X, k, tol=self.tol, seed=seed)
             s, vh = triplets.s[::-1], triplets.vh[::-1]
         else:
             raise ValueError(f"algorithm must be 'randomized' or 'arpack', got {self.algorithm!r}")
         mean, squares = _moments(X)
-        self._set(components_=vh, singular_values_=s, _mean=mean, _squares=squares)
-        mean, squares = vars(self).pop("_mean"), vars(self).pop("_squares")
-        largest = np.take_along_axis(self.components_, abs(self.components_).argmax(1)[:, None], 1)
-        self.components_ = self.components_ * np.sign(largest)
-        self.explained_variance_ = self.singular_values_**2 / len(X) - (self.components_ @ mean) ** 2
-        self.explained_variance_ratio_ = self.explained_variance_ / (squares - mean @ mean)
+        found = self._computed(vh=vh, s=s, mean=mean, squares=squares)
+        s, mean = found["s"], found["mean"]
+        self.components_, self.singular_values_ = _with_signs(found["vh"]), s
+        self.explained_variance_ = s**2 / len(X) - (self.components_ @ mean) ** 2
+        self.explained_variance_ratio_ = self.explained_variance_ / (found["squares"] - mean @ mean)
         return self
 
     def transform(self, X: Any) -> Any:
@@ -357,13 +364,13 @@ class NMF(_Components):
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Factorize X: one run."""
-        X = self._checked(X)
-        if not is_dask_collection(X):
-            check_non_negative(X, "NMF (input X)")
+        X = as_array(self._checked(X))
         k = X.shape[1] if self.n_components is None else self.n_components
-        seed, limits = _seed(self.random_state), {"max_iter": self.max_iter, "tol": self.tol}
-        _, H, error, n_iter = algorithms.nmf(as_array(X), k, init=self.init, seed=seed, **limits)
-        self._set(components_=H, reconstruction_err_=error, n_iter_=n_iter, n_components_=k)
+        least, H, error, n_iter = _factors(X, k, self.init, self.max_iter, self.tol, _seed(self.random_state))
+        found = self._computed(components_=H, reconstruction_err_=error, n_iter_=n_iter, least=least)
+        if found.pop("least") < 0:
+            raise ValueError("Negative values in data passed to NMF")
+        self._set(n_components_=k, **found)
         if self.tol > 0:
             _warn_if_not_converged(self, self.n_iter_)
         return self
@@ -376,6 +383,11 @@ class NMF(_Components):
     def inverse_transform(self, X: Any) -> Any:
         """Return the rows that have these weights."""
         return X @ self.components_
+
+
+@jit
+def _factors(X: Any, k: int, init: str, max_iter: int, tol: float, seed: int) -> tuple[Any, ...]:
+    return X.min(), *algorithms.nmf(X, k, init=init, max_iter=max_iter, tol=tol, seed=seed)[1:]
 
 
 def _weights(X: Any, H: Any, max_iter: int) -> Any:
@@ -453,7 +465,9 @@ class LinearRegression(_Regressor):
 def _least_squares(X: Any, y: Any, fit_intercept: bool) -> tuple[Any, ...]:
     y = y.astype(X.dtype)
     center, level = (X.sum(0) / len(X), y.sum(0) / len(X)) if fit_intercept else (0 * X.sum(0), 0 * y.sum(0))
-    coef, _, rank, s = np.linalg.lstsq(X - center, y - level)
+    # LAPACK fails for NaN; here that arrives in the constant term.
+    finite = np.isfinite(center.sum() + level.sum())
+    coef, _, rank, s = np.linalg.lstsq(np.where(finite, X - center, 0), y - level)
     return coef, level - center @ coef, rank, s
 
 
@@ -572,6 +586,7 @@ class LogisticRegression(ClassifierMixin, _Estimator):
     """
 
     _sparse = True
+    coef_: Any
 
     def __init__(
         self,
@@ -601,9 +616,10 @@ class LogisticRegression(ClassifierMixin, _Estimator):
             as_array(X), y, C=self.C, fit_intercept=self.fit_intercept, solver=self.solver, n_classes=count,
             max_iter=self.max_iter, tol=self.tol,
         )  # fmt: skip
-        self._set(coef_=coef[None] if count == 2 else coef.T, intercept_=intercept, n_iter_=n_iter)
-        _warn_if_not_converged(self, self.n_iter_)
-        self.intercept_, self.n_iter_ = np.atleast_1d(self.intercept_), np.array([self.n_iter_], np.int32)
+        found = self._computed(coef_=coef[None] if count == 2 else coef.T, intercept=intercept, n_iter=n_iter)
+        _warn_if_not_converged(self, found["n_iter"])
+        self.coef_, self.intercept_ = found["coef_"], np.atleast_1d(found["intercept"])
+        self.n_iter_ = np.array([found["n_iter"]], np.int32)
         return self
 
     def decision_function(self, X: Any) -> Any:
@@ -688,6 +704,7 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, _E
     """
 
     _sparse = True
+    cluster_centers_: Any
 
     def __init__(
         self,
@@ -713,13 +730,15 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, _E
     def fit(self, X: Any, y: Any = None) -> Self:
         """Find the clusters of X: one run."""
         X = self._checked(X)
-        seed, limits = _seed(self.random_state), {"max_iter": self.max_iter, "tol": self.tol}
-        found = algorithms.kmeans(as_array(X), self.n_clusters, init=self.init, seed=seed, **limits)
-        labels = found.labels.astype(np.int32)
-        self._set(cluster_centers_=found.centers, inertia_=found.inertia, n_iter_=found.n_iter, labels_=labels)
-        if not is_dask_collection(X):
-            self.labels_ = np.asarray(self.labels_)
-        return self
+        found = algorithms.kmeans(
+            as_array(X), self.n_clusters, init=self.init, max_iter=self.max_iter, tol=self.tol,
+            seed=_seed(self.random_state),
+        )  # fmt: skip
+        fitted = self._computed(
+            cluster_centers_=found.centers, inertia_=found.inertia, n_iter_=found.n_iter,
+            labels_=found.labels.astype(np.int32),
+        )  # fmt: skip
+        return self._set(**fitted | ({} if is_dask_collection(X) else {"labels_": np.asarray(fitted["labels_"])}))
 
     def predict(self, X: Any) -> Any:
         """Return the number of the nearest centre of each row."""

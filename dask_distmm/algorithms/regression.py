@@ -447,8 +447,9 @@ def _ridge_cv(X: Any, y: Any, alphas: tuple[float, ...], cv: int | None, fit_int
     penalties = np.stack([0 * center.sum() + alpha for alpha in alphas])
 
     def solutions(G: Any, C: Any) -> Any:
-        """Return for matrices, or a stack of them, the solutions of all penalties side by side, and what solves."""
-        w, V = np.linalg.eigh(G)
+        """Return the solutions of all penalties side by side, of a matrix or a stack of them; and what solves."""
+        # LAPACK fails for NaN; here C brings them into the results.
+        w, V = np.linalg.eigh(np.where(np.isfinite(G).all(), G, 0))
         scale = 1 / (np.maximum(w, 0)[..., None] + penalties)
         along = np.swapaxes(V, -1, -2) @ C
         each = (scale[..., None] * along[..., None, :]).reshape((*along.shape[:-1], count * k))
@@ -457,7 +458,7 @@ def _ridge_cv(X: Any, y: Any, alphas: tuple[float, ...], cv: int | None, fit_int
     if cv is None:
         W, V, scale = solutions(X.T @ X, X.T @ Y)
         left = 1 - np.square(X @ V) @ scale - (1 / m if fit_intercept else 0)
-        scores = 0
+        scores: Any = 0
         for target in range(k):
             errors = (Y[:, target][:, None] - X @ W[:, target::k]) / left
             scores = scores - np.square(errors).sum(0) / (m * k)
@@ -481,11 +482,12 @@ def _ridge_cv(X: Any, y: Any, alphas: tuple[float, ...], cv: int | None, fit_int
         squares = squares - moments[:, 0, 1 + n :] ** 2 / moments[:, 0, 0][:, None]
         scores = (1 - errors.reshape(cv, count, k) / squares[:, None, :]).sum(2).sum(0) / (cv * k)
         W, V, scale = solutions(X.T @ X, X.T @ Y)
-    best = np.argmax(scores)
+    best: Any = np.argmax(scores)
     W = W.reshape(n, count, k)
-    coef = np.where(np.arange(count, like=scores)[:, None] == best, W, 0).sum(1)
+    each = np.arange(count, like=_like(X))
+    coef = np.where(each[:, None] == best, W, 0).sum(1)
     intercept = level - (center[:, None] * coef).sum(0)
-    alpha = np.where(np.arange(count, like=scores) == best, penalties, 0).sum()
+    alpha = np.where(each == best, penalties, 0).sum()
     if y.ndim == 1:
         coef, intercept = coef[:, 0], intercept[0]
     return RidgeChoice(coef, intercept, alpha, scores)

@@ -156,7 +156,8 @@ def test_ridge(dtype):
         center, level = wide.mean(0), wides.mean(0)
         for alpha, one, constant in zip(alphas[2:], *(z.compute()[2:] for z in (coef, intercept)), strict=True):
             expected = np.linalg.solve(
-                (wide - center).conj().T @ (wide - center) + alpha * np.eye(12), (wide - center).conj().T @ (wides - level)
+                (wide - center).conj().T @ (wide - center) + alpha * np.eye(12),
+                (wide - center).conj().T @ (wides - level),
             )
             gate = 1e5 * eps * abs(expected).max()
             np.testing.assert_allclose(one, expected, atol=gate)

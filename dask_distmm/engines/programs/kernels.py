@@ -150,7 +150,7 @@ class ProgramKernels(IterationKernels, FactorKernels, TracedKernels):
         c[:, : a.shape[1]], c[:, a.shape[1] :] = dense(a), dense(b)
 
     def last_rows(self, c: Any, a: Any, b: Any) -> None:
-        """A and B of the last rows of C = [A B]."""
+        """Split the last rows of C = [A B] into A and B."""
         rows = c[len(c) - len(a) :]
         a[...], b[...] = rows[:, : a.shape[1]], rows[:, a.shape[1] :]
 
