@@ -75,8 +75,8 @@ __all__ = [
     "det", "diagonal", "eig", "eigh", "eigsh", "eigvals", "eigvalsh", "explain", "expm", "gmres", "gram", "inv",
     "kron", "lobpcg", "logm", "lsmr", "lsqr", "lstsq", "lu", "lu_factor", "lu_solve", "matrix_norm", "matrix_power",
     "matrix_rank", "matrix_transpose", "matvec", "minres", "multi_dot", "norm", "outer", "pca", "pinv", "polar", "qr",
-    "ridge", "schur", "slogdet", "solve", "solve_banded", "solve_toeplitz", "solve_triangular", "solveh_banded", "sqrtm",
-    "svd", "svd_compressed", "svdvals", "symm", "trace", "trmm", "vecdot", "vecmat", "vector_norm",
+    "ridge", "schur", "slogdet", "solve", "solve_banded", "solve_toeplitz", "solve_triangular", "solveh_banded",
+    "sqrtm", "svd", "svd_compressed", "svdvals", "symm", "trace", "trmm", "vecdot", "vecmat", "vector_norm",
 ]  # fmt: skip
 
 

@@ -19,15 +19,16 @@ import numpy as np
 from dask.array.core import Array, concatenate, from_delayed
 from dask.delayed import delayed
 
+from dask_distmm.arrays.kinds import ndim_of
 from dask_distmm.arrays.linalg.factorize import common_type, operand, right_sides
 from dask_distmm.arrays.linalg.public import Cost, Operand
 from dask_distmm.arrays.linalg.stacks import on_host, public
-from dask_distmm.errors import MatrixError, PlanError
 from dask_distmm.engines.programs.spectral import not_finite
+from dask_distmm.errors import MatrixError, PlanError
 
 BANDS: Cost = ("Dask's own tasks: each chunk of columns by itself", "the bands of the matrix, and the columns")
 PARTS: Cost = (
-    "Dask's own tasks: each chunk of columns by itself; where `b` is in more chunks of rows than of columns each of these",
+    "Dask's own tasks: each chunk of columns by itself, or of rows, where `b` is in more of these",
     "the bands of the matrix, and the columns; of chunks of rows twice as many columns as there are bands",
 )
 
@@ -112,7 +113,7 @@ def solve_banded(l_and_u: Any, ab: Operand, b: Operand, *, check_finite: bool = 
         raise PlanError(f"l_and_u must be two numbers of diagonals, got {l_and_u!r}")
     ab, columns, _ = _bands(ab, b, lower + upper + 1)
     x = _by_columns(functools.partial(_banded, lower, upper), ab, columns, check_finite)
-    return x[:, 0] if np.ndim(b) == 1 else x
+    return x[:, 0] if ndim_of(b) == 1 else x
 
 
 def _banded(lower: int, upper: int, ab: Any, b: Any) -> Any:
@@ -165,7 +166,7 @@ def solveh_banded(ab: Operand, b: Operand, *, lower: bool = False, check_finite:
         x = _by_parts(ab, columns.rechunk((cuts, -1)), check_finite)
     else:
         x = _by_columns(_positive, ab, columns, check_finite)
-    return x[:, 0] if np.ndim(b) == 1 else x
+    return x[:, 0] if ndim_of(b) == 1 else x
 
 
 def _cuts(sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
@@ -209,7 +210,7 @@ def _by_parts(ab: Array, b: Array, check_finite: bool) -> Array:
     return concatenate([from_delayed(x, (size, k), meta=b._meta) for x, size in zip(rows, sizes, strict=True)])
 
 
-def _eliminated(ab: Any, b: Any, before: bool, after: bool, u: int, check_finite: bool) -> tuple[Any, Any]:
+def _eliminated(ab: Any, b: Any, before: bool, after: bool, u: int, check_finite: bool) -> tuple[Any, ...]:
     """Eliminate the rows of a part but for its separator: what is left for the separators; what its rows depend on."""
     import scipy.linalg
 
@@ -217,7 +218,7 @@ def _eliminated(ab: Any, b: Any, before: bool, after: bool, u: int, check_finite
         for name, x in (("a", ab), ("b", b)):
             if not np.isfinite(x).all():
                 raise MatrixError(not_finite(name))
-    ab, b = (x.get() if hasattr(x, "get") else x for x in (ab, b))
+    kind, (ab, b) = b[:0], (x.get() if hasattr(x, "get") else x for x in (ab, b))
     n, first, last = ab.shape[1], u * before, u * after
     inner = n - first - last
     # The first and the last rows of the separators beside the inner ones.
@@ -245,7 +246,7 @@ def _eliminated(ab: Any, b: Any, before: bool, after: bool, u: int, check_finite
     )
     left, right = solved[:, : first + last], solved[:, first + last :]
     across = beside.conj().T
-    return (separator - across @ left, own - across @ right, first), (left, right)
+    return (separator - across @ left, own - across @ right, first), (left, right, kind)
 
 
 def _separators(parts: list[tuple[Any, Any, int]], u: int, k: int) -> Any:
@@ -264,17 +265,19 @@ def _separators(parts: list[tuple[Any, Any, int]], u: int, k: int) -> Any:
         raise MatrixError(f"the matrix is not positive definite: {error}") from error
 
 
-def _finished(part: tuple[Any, Any], separators: Any, number: int, after: bool, u: int) -> Any:
+def _finished(part: tuple[Any, Any, Any], separators: Any, number: int, after: bool, u: int) -> Any:
     """Return the unknowns of a part."""
-    left, right = part
+    left, right, kind = part
     known = separators[max(number - 1, 0) * u : (number + after) * u]
     x = right - left @ known
-    return np.concatenate([x, known[len(known) - u :]]) if after else x
+    return np.asarray(np.concatenate([x, known[len(known) - u :]]) if after else x, like=kind)
 
 
 @public(None, BANDS)
 def solve_toeplitz(c_or_cr: Any, b: Operand, check_finite: bool = True) -> Array:
-    """Solve ``a @ x = b`` for a matrix of constant diagonals, as ``scipy.linalg.solve_toeplitz``: by Levinson's recursion.
+    """Solve ``a @ x = b`` for a matrix of constant diagonals, as ``scipy.linalg.solve_toeplitz``.
+
+    By Levinson's recursion: some n^2 operations for each right-hand side.
 
     Parameters
     ----------
@@ -310,7 +313,7 @@ def solve_toeplitz(c_or_cr: Any, b: Operand, check_finite: bool = True) -> Array
         raise PlanError(f"the first row must have as many elements as the first column, {len(column)}; got {len(row)}")
     both, columns, _ = _bands(da.stack([column, row]), b, 2)
     x = _by_columns(_toeplitz, both, columns, check_finite)
-    return x[:, 0] if np.ndim(b) == 1 else x
+    return x[:, 0] if ndim_of(b) == 1 else x
 
 
 def _toeplitz(both: Any, b: Any) -> Any:
