@@ -243,7 +243,8 @@ def cov(
     Returns
     -------
     array, (n, n)
-        Of one variable its variance, (). In float64 or complex128.
+        Of one variable its variance, (). In float64 or complex128. Of a DataArray a DataArray: the axis of its
+        variables, ``"x"``, and ``"x_2"``, both with its labels.
 
     Examples
     --------
@@ -303,7 +304,17 @@ def _covariances(given: Mapping[str, Any], rowvar: bool, ddof: int, correlation:
             sizes = da.sqrt(da.diagonal(c).real)
             c = c / sizes[:, None] / sizes
             c = da.clip(c.real, -1, 1) + 1j * da.clip(c.imag, -1, 1) if c.dtype.kind == "c" else da.clip(c, -1, 1)
-    return c[0, 0] if a.shape[1] == 1 else c
+    if a.shape[1] == 1:
+        return c[0, 0]
+    (first, *more) = (x for name, x in given.items() if x is not None or name != "y")
+    return _labelled(c, first, int(not rowvar)) if not more and hasattr(first, "coords") else c
+
+
+def _labelled(c: Array, x: Any, axis: int) -> Any:
+    """Return the matrix of the variables of a DataArray as one: its axis, and the same with another name."""
+    names = x.dims[axis], f"{x.dims[axis]}_2"
+    labels = dict.fromkeys(names, x.coords[names[0]].data) if names[0] in x.coords else {}
+    return type(x)(c, dims=names, coords=labels)
 
 
 def _observations(name: str, x: Any, rowvar: bool) -> Array:
