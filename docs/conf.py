@@ -59,6 +59,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = True
 html_sidebars = {"index": [], "changelog": [], "contributing": []}
+html_context = {"default_mode": "auto"}
 html_theme_options: dict[str, Any] = {
     "logo": {"text": "dask_distmm", "image_light": "static/logo.svg", "image_dark": "static/logo.svg"},
     "show_toc_level": 2,
