@@ -230,10 +230,10 @@ def powers(rng: Any, scale: float) -> Project:
 
 @dask_distmm.jit(static_argnames=("steps", "rate"))
 def _trained(x: Any, y: Any, w: Any, v: Any, steps: int, rate: float) -> Any:
-    return dask_distmm.fori_loop(0, steps, lambda i, state: _step(x, y, *state, rate), (w, v))
+    return dask_distmm.fori_loop(0, steps, lambda i, state: _step(x, y, rate, *state), (w, v))
 
 
-def _step(x: Any, y: Any, w: Any, v: Any, rate: float) -> Any:
+def _step(x: Any, y: Any, rate: float, w: Any, v: Any) -> Any:
     """Return the weights of two layers after a step down the gradient."""
     hidden = np.maximum(x @ w, 0)
     error = (hidden @ v - y) / len(x)
@@ -252,13 +252,13 @@ def network(rng: Any, scale: float) -> Project:
     def stock() -> Any:
         state: Any = tuple(da.from_array(one, chunks=-1) for one in weights)
         for _ in range(steps):
-            state = dask.persist(*_step(x, y, *state, rate))
+            state = dask.persist(*_step(x, y, rate, *state))
         return dask.compute(*state)
 
     def alone() -> Any:
         state: Any = weights
         for _ in range(steps):
-            state = _step(x1, y1, *state, rate)
+            state = _step(x1, y1, rate, *state)
         return state
 
     return Project(lambda: dask.compute(*_trained(x, y, *weights, steps, rate)), stock, alone)
@@ -290,8 +290,8 @@ def solves(rng: Any, scale: float) -> Project:
     n, side = int(500_000 * scale), int(300 * scale)
     bands = np.stack([np.full(n, 2.01), np.full(n, -1.0)])
     b, b1 = both(rng.standard_normal((n, 8), chunks=(n // 4, 8)))
-    diagonals: Any = [-np.ones(side - 1), 2.01 * np.ones(side), -np.ones(side - 1)]
-    line, one = scipy.sparse.diags_array(diagonals, offsets=(-1, 0, 1)), scipy.sparse.eye_array(side)
+    line = scipy.sparse.diags_array([-1.0, 2.01, -1.0], offsets=(-1, 0, 1), shape=(side, side))
+    one = scipy.sparse.eye_array(side)
     grid: Any = scipy.sparse.csr_array(scipy.sparse.kron(line, one) + scipy.sparse.kron(one, line))
     g, g1 = both(rng.standard_normal(side * side, chunks=side * side // 4))
 

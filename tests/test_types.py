@@ -285,7 +285,7 @@ def test_defaults_are_those_of_all_options():
 
 
 def test_dir_shows_the_public_names():
-    assert set(dir(dask_distmm)) == {*dask_distmm.__all__, "errors", "typing"}
+    assert set(dir(dask_distmm)) == {*dask_distmm.__all__, "errors", "sklearn", "typing"}
     assert not [name for name in dir(dask_distmm) if not hasattr(dask_distmm, name)]
     assert dir(linalg) == sorted(linalg.__all__)
     # The scheduler's and workers' --preload looks for it.
