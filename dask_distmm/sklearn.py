@@ -339,7 +339,7 @@ class NMF(_Components):
     --------
     >>> import dask.array as da
     >>> from dask_distmm.sklearn import NMF
-    >>> NMF(1, random_state=0).fit(da.ones((6, 4), chunks=(2, 4))).components_.shape
+    >>> NMF(1, tol=0).fit(da.ones((6, 4), chunks=(2, 4))).components_.shape
     (1, 4)
     """
 
