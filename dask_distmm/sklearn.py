@@ -232,7 +232,7 @@ class TruncatedSVD(_Components):
     n_components : int
         How many.
     algorithm : "randomized" or "arpack"
-        Random projection (`linalg.svd_compressed`), or bidiagonalization (`algorithms.svds`).
+        Random projection (`dask_distmm.linalg.svd_compressed`), or bidiagonalization (`dask_distmm.algorithms.svds`).
     n_iter, n_oversamples : int
         Of the random projection.
     random_state : int, RandomState or None
@@ -322,7 +322,7 @@ class NMF(_Components):
     init : "nndsvda" or "random"
         The start.
     tol, max_iter
-        As of `algorithms.nmf`.
+        As of `dask_distmm.algorithms.nmf`.
     random_state : int, RandomState or None
         The seed.
 
@@ -563,7 +563,7 @@ class LogisticRegression(ClassifierMixin, _Estimator):
     fit_intercept : bool
         Whether there is a constant term, which has no penalty.
     solver : "lbfgs" or "newton-cholesky"
-        As of `algorithms.logistic_regression`.
+        As of `dask_distmm.algorithms.logistic_regression`.
     max_iter, tol
         As of that.
 
@@ -681,7 +681,7 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, _E
     init : "k-means++", "random" or array, (n_clusters, n)
         The start.
     max_iter, tol
-        As of `algorithms.kmeans`.
+        As of `dask_distmm.algorithms.kmeans`.
     random_state : int, RandomState or None
         The seed.
 
