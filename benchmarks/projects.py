@@ -265,10 +265,10 @@ def network(rng: Any, scale: float) -> Project:
 
 
 def fields(rng: Any, scale: float) -> Project:
-    """Weigh, correlate and fit fields of 2,000 times: 2,400 places and 60 others."""
+    """Weigh, correlate and fit fields of 2,000 times: 600 places and 60 others."""
     import xarray as xr
 
-    shape = int(2_000 * scale), int(2_400 * scale), int(60 * scale)
+    shape = int(2_000 * scale), int(600 * scale), int(60 * scale)
     x, x1 = both(rng.standard_normal(shape[:2], chunks=(shape[0] // 4, shape[1] // 2)))
     y, y1 = both(rng.standard_normal(shape[::2], chunks=(shape[0] // 4, shape[2])))
 

@@ -1,7 +1,7 @@
 """Estimators of scikit-learn on Dask arrays: each fit is one run of a function of `linalg` or `algorithms`.
 
-Names of estimators, parameters and fitted attributes are scikit-learn's; parameters that are not listed there is no
-use for. NumPy arrays are taken, too. Fitted attributes are NumPy arrays, except ``labels_`` of a Dask array: those stay
+Names of estimators, parameters and fitted attributes are scikit-learn's; a parameter that a class does not list is an
+error. NumPy arrays are taken, too. Fitted attributes are NumPy arrays, except ``labels_`` of a Dask array: those stay
 on the workers. Of a Dask array `predict` and `transform` return lazy Dask arrays, in its chunks of rows.
 """
 

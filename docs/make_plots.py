@@ -492,7 +492,7 @@ SIZES = {
     "kmeans": "10 clusters of 200,000 x 20, 20 turns",
     "powers": "30 products of 4,000 x 4,000 by a vector, one after the other",
     "network": "50 steps of a network of two layers, 50,000 x 64",
-    "fields": "xarray: dot, cov, polyfit of 2,000 times, 2,400 and 60 places",
+    "fields": "xarray: dot, cov, polyfit of 2,000 times, 600 and 60 places",
     "solves": "banded equations of 500,000, and sparse ones of 90,000",
     "eigenvalues": "all eigenvalues of 1,500 x 1,500",
 }
