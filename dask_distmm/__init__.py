@@ -74,7 +74,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """Return the public names, with the modules that have further ones."""
-    return sorted([*__all__, "errors", "typing"])
+    return sorted([*__all__, "errors", "sklearn", "typing"])
 
 
 def __getattr__(name: str) -> Any:
@@ -84,7 +84,7 @@ def __getattr__(name: str) -> Any:
         found = _options_checked(getattr(module, name))
         # The same object there, or it could not be pickled.
         setattr(module, name, found)
-    elif name in ("algorithms", "linalg", "random", "typing"):
+    elif name in ("algorithms", "linalg", "random", "sklearn", "typing"):
         found = importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -40,6 +40,7 @@ ORDER = [
     "linalg",
     "random",
     "algorithms",
+    "sklearn",
     "show",
     "diagnostics",
     "testing",

@@ -167,6 +167,8 @@ class Jitted:
         inner.inputs = list(trace.inputs)
         sources = [numbers.get(n, array) for n, array in trace.inputs.items()]
         own = [number in numbers for number in trace.inputs]
+        # The trace is kept for other arguments, and these are not: workers may hold them as long as somebody has them.
+        trace.inputs.clear()
         return _Traced(trace.program(inner), sources, own, outputs, result_tree, trace.functions)
 
 

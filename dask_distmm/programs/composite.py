@@ -387,8 +387,9 @@ def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int, spread: int)
     a = operands["a"]
     n = a.cols
     count, mean, g = _moments(p, a)
-    variances, components, good = p.small(1, k, p.real), p.small(k, n), p.flag()
-    p.on_root("principal", [count, g], [variances, components, good], spread=spread)
+    variances, total = p.small(1, k, p.real), p.small(1, 1, p.real)
+    components, good = p.small(k, n), p.flag()
+    p.on_root("principal", [count, g], [variances, total, components, good], spread=spread)
     p.give(good)
 
     def by_r() -> None:
@@ -397,7 +398,7 @@ def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int, spread: int)
         p.on_root("principal_of_r", [count, r], [variances, components])
 
     p.either(good, lambda: None, by_r)
-    _finish(p, operands, wanted, variances=variances, components=components, mean=mean)
+    _finish(p, operands, wanted, variances=variances, total=total, components=components, mean=mean)
 
 
 def _both(p: Recorder, operands: Operands) -> tuple[Buffer, Buffer]:
@@ -466,10 +467,30 @@ def lstsq(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None
     _finish(p, operands, wanted, x=x, residuals=residuals, rank=rank, s=s)
 
 
-def ridge(p: Recorder, operands: Operands, wanted: Wanted, *, alphas: tuple[float, ...]) -> None:
-    """Solve (A^H A + alpha I) X = A^H B for each alpha, side by side in X, with one Gram matrix."""
-    n, cols = operands["a"].cols, operands["b"].cols
-    g, c = _both(p, operands)
+def _both_centred(p: Recorder, operands: Operands) -> tuple[Operands, Buffer, Buffer, Buffer, Buffer]:
+    """Return A and B without the means of columns; A^H A and A^H B of these on rank 0, means on all: one pass."""
+    a, b = operands["a"], operands["b"]
+    n, k = a.cols, b.cols
+    g, c, center, level = p.small(n, n), p.small(n, k), p.small(1, n), p.small(1, k)
+    _, mean, both = _moments(p, p.tall(k + n, "append", b, a))
+    p.on_root("last_rows", [both], [c, g])
+    p.on_root("last_rows", [mean], [level, center])
+    p.drop(mean, both)
+    p.give(center, level)
+    return {"a": p.tall(n, "centre", a, center), "b": p.tall(k, "centre", b, level)}, g, c, center, level
+
+
+def ridge(p: Recorder, operands: Operands, wanted: Wanted, *, alphas: tuple[float, ...], centred: bool = False) -> None:
+    """Solve (A^H A + alpha I) X = A^H B for each alpha, side by side in X, with one Gram matrix.
+
+    `centred`: of A and B without the means of columns, which are outputs, too.
+    """
+    n, cols, means = operands["a"].cols, operands["b"].cols, {}
+    given = operands
+    if centred:
+        operands, g, c, means["center"], means["level"] = _both_centred(p, operands)
+    else:
+        g, c = _both(p, operands)
     width = cols * len(alphas)
     first, x, once, good = p.small(n, width), p.small(n, width), p.flag(), p.flag()
     p.on_root("ridge", [g, c], [first, once, good], alphas=alphas)
@@ -491,7 +512,7 @@ def ridge(p: Recorder, operands: Operands, wanted: Wanted, *, alphas: tuple[floa
         lambda: p.on_root("copy", [first], [x]),
         lambda: p.either(good, refined, by_reflections),
     )
-    _finish(p, operands, wanted, x=x)
+    _finish(p, given, wanted, x=x, **means)
 
 
 def _finish(p: Recorder, operands: Operands, wanted: Wanted, **outputs: Buffer | Tall) -> None:

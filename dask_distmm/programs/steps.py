@@ -384,10 +384,12 @@ CONTRACTS: dict[str, Contract] = {
     "divide": Contract("ru", lambda r, q: q[0] * q[1] ** 2),
     "multiply": Contract("ru", lambda w, q: 2 * q[0] * q[1] ** 2),
     "times_adjoint": Contract("rrw", lambda w, q, x: 2 * q[0] * q[1] * w[0]),
-    # R of [R; A]; Q and R of A, padded with zeros to n rows, and how many it has; [A B]; A - the mean of its columns.
+    # R of [R; A]; Q and R of A, padded with zeros to n rows, and how many it has; [A B]; A and B of the last rows of
+    # [A B]; A - the mean of its columns.
     "reflect": Contract("ru", lambda a, r: 2 * (a[0] + r[0]) * r[0] ** 2),
     "factor": Contract("rwww", lambda a, *_: 4 * a[0] * a[1] ** 2),
     "append": Contract("rrw", _none),
+    "last_rows": Contract("rww", _none),
     "centre": Contract("rrw", lambda a, mean, c: a[0] * a[1]),
     # The number of rows, the means of columns, and the Gram matrix of the centred rows, of more rows; of two parts.
     "moments": Contract("ruuu", lambda a, *_: a[0] * a[1] ** 2),
@@ -425,7 +427,7 @@ CONTRACTS: dict[str, Contract] = {
     "singular_vectors": _decomposition("rwww", 20),
     "covariance": Contract("rrw", _none),
     "hermitian": Contract("rrw", lambda s, vh, _: 2.0 * vh[0] ** 3),
-    "principal": _decomposition("rrwww", 9),
+    "principal": _decomposition("rrwwww", 9),
     "principal_of_r": _decomposition("rrww", 20),
     # Least squares: from R and A^H B; one step of refinement; from R of [A B]. Ridge: from A^H A and A^H B, or that R.
     "solve_normal": Contract("rrw", lambda r, c, x: 2 * r[0] ** 2 * c[1]),

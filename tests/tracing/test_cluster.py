@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import gc
+import weakref
 
 import dask
 import dask.array as da
@@ -88,6 +90,17 @@ def test_without_a_cluster():
         found = dask.compute(*nmf(*lazy), scheduler=scheduler)
         for one, other in zip(found, nmf(*arrays), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+def test_a_trace_keeps_no_arguments():
+    """It is kept for the next call, and workers would hold what it has."""
+    x, function = da.ones((8, 2), chunks=4), dask_distmm.jit(lambda x: x + 1)
+    first = weakref.ref(x)
+    np.testing.assert_array_equal(function(x).compute(), np.full((8, 2), 2))
+    del x
+    gc.collect()
+    assert first() is None
+    np.testing.assert_array_equal(function(da.zeros((8, 2), chunks=4)).compute(), np.ones((8, 2)))
 
 
 def test_what_is_wanted_is_computed(client):

@@ -256,7 +256,8 @@ def by_program(
         problem, made = made_of(problem, arrays)
     except ProjectedMemoryError:
         by_rows = any("m" in x for _, x, _ in specified)
-        if any(x.sparse for x in problem.matrices) or builder in _CENTRED or len(arrays[0].chunks[0]) == 1 or by_rows:
+        centred = builder in _CENTRED or options.get("centred")
+        if any(x.sparse for x in problem.matrices) or centred or len(arrays[0].chunks[0]) == 1 or by_rows:
             raise
         # R of A and B beside each other has the same R, solutions, residuals and singular values.
         small = dict(zip(operands, reduced(*arrays)[1:], strict=True))
