@@ -482,7 +482,7 @@ class Lowering:
         self.exact.update(exact)
         for number in numbers:
             self.here[number] = self.buffer(number)
-            p.call("set_all", self.here[number], value=0)
+            p.call("set_all", self.here[number], value=loop.options.get("first", 0))
             self.exact.add(number)
         condition = loop.blocks[0] if len(loop.blocks) > 1 else None
         count = loop.options.get("count")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import os
+import signal
 
 import dask
 import dask.array as da
@@ -151,6 +153,49 @@ def test_a_lost_worker(fault_client):
     for one, other in zip(found, nmf(*arrays), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)
     assert events_after(fault_client, moment, "restart")
+
+
+def test_a_lost_worker_of_a_loop_whose_state_is_kept(fault_client, tmp_path):
+    arrays, lazy = data()
+    wait(lazy[:2])
+
+    def lose(i, W):
+        if i == 17 and not (tmp_path / "lost").exists():
+            (tmp_path / "there").touch()
+            until((tmp_path / "kept").exists)
+            (tmp_path / "lost").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def function(X, W, H):
+        def turn(i, state):
+            W, H = state
+            dask_distmm.callback(lose, i, W.sum())
+            H = H * (W.T @ X) / (W.T @ W @ H + 1e-9)
+            return W * (X @ H.T) / (W @ (H @ H.T) + 1e-9), H
+
+        return fori_loop(0, 24, turn, (W, H))
+
+    moment = newest_run(fault_client)
+    futures = fault_client.compute(list(dask_distmm.jit(function, keep_every=5)(*lazy)))
+    until((tmp_path / "there").exists)
+    # The state of the fourth piece is there twice: six chunks of W, and H.
+    names = {event["name"] for event in events_after(fault_client, moment, "done")}
+    assert len(names) == 3
+
+    def copied():
+        held = fault_client.who_has()
+        return sum(len(who) > 1 for key, who in held.items() if str(key).startswith("('function-")) == 7
+
+    until(copied)
+    (tmp_path / "kept").touch()
+    for one, other in zip([future.result(timeout=60) for future in futures], nmf(*arrays, turns=24), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+    # No turn of the first three pieces was repeated.
+    done = [event["name"] for event in events_after(fault_client, moment, "done")]
+    assert len(done) == len(set(done)) == 5
+    assert events_after(fault_client, moment, "restart")
+    # Nothing is left of states.
+    until(lambda: not any(who for key, who in fault_client.who_has().items() if str(key).startswith("('function-")))
 
 
 def test_cancelled(client):
