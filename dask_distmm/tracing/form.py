@@ -108,14 +108,14 @@ def pieces(program: Program, turns: int) -> list[Program]:
             parts.append([])
             rest = dataclasses.replace(left, inputs=state)
         parts[-1].append(rest)
-    found, needed = list[Program](), program.block.outputs
+    found, needed = list[Program](), list[Ref](program.block.outputs)
     for statements in reversed(parts):
         made = {x for one in statements for x in one.outputs}
-        outputs = [ref for ref in needed if ref in made] if found else needed
+        outputs = [ref for ref in needed if ref in made or not found]
         block = Block([], statements, outputs)
         block.inputs = sorted(block.captured)
         found.insert(0, dataclasses.replace(program, kinds=kinds, block=block))
-        needed = sorted({ref for ref in needed if isinstance(ref, int)}.union(block.inputs) - made)
+        needed = list[Ref](sorted({ref for ref in needed if isinstance(ref, int)}.union(block.inputs) - made))
     return found
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import io
 import os
 import signal
+import threading
 
 import dask
 import dask.array as da
@@ -198,19 +200,48 @@ def test_a_lost_worker_of_a_loop_whose_state_is_kept(fault_client, tmp_path):
     until(lambda: not any(who for key, who in fault_client.who_has().items() if str(key).startswith("('function-")))
 
 
-def test_cancelled(client):
+def test_a_loop_tells_its_turns_and_ends_with_the_turn_in_which_it_is_cancelled(client, tmp_path):
     lazy = da.ones((4000, 8), chunks=(500, 8)).persist()
-    endless = dask_distmm.jit(
-        lambda x: while_loop(lambda s: s[1] > -1, lambda s: (s[0] * 0.999 + 0.001, s[1] + x[0, 0]), (x, 0.0))[1]
-    )
+
+    def count(i):
+        with open(tmp_path / "turns", "a") as file:
+            file.write(f"{i}\n")
+
+    def turns():
+        return (tmp_path / "turns").read_text().count("\n")
+
+    @dask_distmm.jit
+    def function(x):
+        def turn(i, s):
+            dask_distmm.callback(count, i)
+            return s * 0.999 + x.sum(0) / 4e6
+
+        return fori_loop(0, 2**40, turn, x)
+
     moment = newest_run(client)
-    future = client.compute(endless(lazy))
-    until(lambda: events_after(client, moment, "start"))
+    future = client.compute(function(lazy).sum())
+
+    def told():
+        return [event for event in events_after(client, moment, "progress") if event.get("turns")]
+
+    until(lambda: len({event["turns"] for event in told()}) > 1)
+    last = told()[-1]
+    assert 0 < last["turns"] <= turns()
+    assert last["turns_in_all"] == 2**40
+    assert last["seconds_left"] > 3600
+    file = io.StringIO()
+    showing = threading.Thread(target=dask_distmm.progress, args=(future,), kwargs={"notebook": False, "file": file})
+    showing.start()
+    until(lambda: f" of {2**40}, " in file.getvalue())
     future.cancel()
     until(lambda: events_after(client, moment, "released"))
-    # The workers are free for the next run.
+    # No turn begins any more, and the workers are free for the next run.
+    done = turns()
     assert not events_after(client, moment)
     assert_close(dask_distmm.jit(lambda x: x.sum())(lazy).compute(), np.float64(32000))
+    assert turns() == done
+    showing.join(30)
+    assert not showing.is_alive()
 
 
 def test_two_at_once(client):
