@@ -21,7 +21,7 @@ from traced_cases import CASES, arguments, assert_equal, operands
 from traced_programs import assert_close, check_program
 
 import dask_distmm
-from dask_distmm import fori_loop, while_loop
+from dask_distmm import fori_loop
 from dask_distmm import random as draws
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning import program
@@ -142,6 +142,18 @@ def test_a_function_that_fails(client):
         dask_distmm.jit(lambda x: dask_distmm.map_rows(broken, x, meta=np.ones((1, 2))))(lazy).compute()
     with pytest.raises(MatrixError, match="inv of a matrix of shape"):
         dask_distmm.jit(lambda x: np.linalg.inv(x.T @ x))(lazy).compute()
+
+
+@pytest.mark.parametrize("wrong", [40, -41])
+def test_rows_that_are_out_of_bounds(client, wrong):
+    x, table, numbers = da.ones((40, 2), chunks=(10, 2)), np.random.default_rng().random(40), np.array([3, 39, -40])
+    in_rows = dask_distmm.jit(lambda x, table, numbers: x[numbers])
+    of_all = dask_distmm.jit(lambda x, table, numbers: table[(x[:, 0] * numbers[0]).astype(int)])
+    for function in (in_rows, of_all):
+        found, expected = function(x, table, numbers).compute(), function(np.ones((40, 2)), table, numbers)
+        np.testing.assert_array_equal(found, expected)
+        with pytest.raises(IndexError, match=f"index {wrong} is out of bounds for axis 0 with size 40"):
+            function(x, table, np.array([wrong, 0])).compute()
 
 
 def test_a_lost_worker(fault_client):

@@ -18,7 +18,7 @@ import numpy as np
 
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.fused import groups, source
-from dask_distmm.errors import MatrixError
+from dask_distmm.errors import MatrixError, call_user
 from dask_distmm.numeric.epilogs import call_function
 from dask_distmm.numeric.sparse import dense, sparse_package
 from dask_distmm.tracing.arrays import elementwise, function_of, summed_by_label
@@ -36,6 +36,7 @@ _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", 
 _BLAS_TYPES = {"float32", "float64", "complex64", "complex128"}
 # What GPUs' kernels solve without a look at the result.
 _SOLVED = {"linalg.inv", "linalg.solve"}
+_OUTSIDE = "an array of numbers is an index, and one of these is out of bounds"
 _VIEWS = ("transpose", "index", "reshape", "broadcast")
 
 
@@ -546,9 +547,10 @@ class _Compiled:
 
     def take(self, statement: Statement) -> str:
         """Rows by numbers."""
-        return self._called(
-            statement.outputs[0], functools.partial(self.xp.take, axis=statement.options["axis"]), *statement.inputs
-        )
+        take = functools.partial(self.xp.take, axis=statement.options["axis"])
+        if self.xp is np:
+            take = functools.partial(call_user, "function", _OUTSIDE, take)
+        return self._called(statement.outputs[0], take, *statement.inputs)
 
     def segment_sum(self, statement: Statement) -> str:
         """Add rows up by their labels."""
@@ -678,8 +680,10 @@ def _select(xp: Any, statement: Statement, axis: int, x: Any, *rest: Any) -> Non
     *given, total, first, rows = rest
     if statement.family == "take":
         (numbers,) = given
-        length = statement.options.get("length")
-        numbers = xp.where(numbers < 0, numbers + length, numbers) if length else numbers
+        length = statement.options["length"]
+        if xp is np:
+            call_user("function", _OUTSIDE, _check_numbers, numbers, length)
+        numbers = xp.where(numbers < 0, numbers + length, numbers)
         inside = (numbers >= first) & (numbers < first + rows)
         if rows:
             at = xp.where(inside, numbers - first, 0)
@@ -705,6 +709,13 @@ def _select(xp: Any, statement: Statement, axis: int, x: Any, *rest: Any) -> Non
         begin, stop = wanted[low] - first, wanted[high - 1] - first + (1 if wanted.step > 0 else -1)
         index[place] = slice(begin, stop if stop >= 0 else None, wanted.step)
         total[(*(slice(None),) * out, slice(low, high))] = x[tuple(index)]
+
+
+def _check_numbers(numbers: Any, length: int) -> None:
+    """Raise NumPy's error for rows that there are not."""
+    wrong = (numbers < -length) | (numbers >= length)
+    if wrong.any():
+        raise IndexError(f"index {numbers[wrong][0]} is out of bounds for axis 0 with size {length}")
 
 
 def _between(wanted: range, first: int, stop: int) -> range:

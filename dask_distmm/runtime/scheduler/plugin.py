@@ -520,7 +520,8 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     ) -> None:
         """Note which share of its work a participant has done, and how many bytes have arrived there so far.
 
-        The first rank tells how many turns of the outermost loop are done, and of how many. Dask adds the address of the `worker` on arrival.
+        The first rank tells how many turns of the outermost loop are done, and of how many. Dask adds the address of
+        the `worker` on arrival.
         """
         run = self.queue.get(run_id)
         if run is None:
