@@ -22,7 +22,7 @@ from dask_distmm.errors import PlanError, TracingError
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.chunks import array_kind
-from dask_distmm.tracing.arrays import Trace, TracedArray, kind_of
+from dask_distmm.tracing.arrays import Trace, TracedArray, kind_of, need_rows
 from dask_distmm.tracing.control import Tree, flattened, nested
 from dask_distmm.tracing.form import Kind, Program, pieces
 from dask_distmm.tracing.lower import stored_shape
@@ -177,7 +177,7 @@ class Jitted:
         trace, arguments = Trace(), list[Any]()
         with trace.active(), trace.block() as block:
             for leaf in leaves:
-                arguments.append(trace.input(leaf, kind_of(leaf)) if _is_array(leaf) else getattr(leaf, "value", leaf))
+                arguments.append(trace.input(leaf, _kind(leaf)) if _is_array(leaf) else getattr(leaf, "value", leaf))
             # An array that is passed twice is one input.
             numbers = {x.number: i for i, x in reversed([*enumerate(arguments)]) if isinstance(x, TracedArray)}
             given, named = nested(arguments, tree)
@@ -205,10 +205,14 @@ def _is_array(x: Any) -> bool:
     return hasattr(x, "dtype") and hasattr(x, "shape") and not isinstance(x, TracedArray)
 
 
+def _kind(x: Any) -> Kind:
+    return kind_of(x, unknown=_is_lazy(x))
+
+
 def _key(leaf: Any) -> Any:
     """Return what a trace depends on, of an argument."""
     if _is_array(leaf):
-        return _is_lazy(leaf), array_kind(leaf) if not _is_lazy(leaf) else "", leaf.shape, str(leaf.dtype)
+        return _is_lazy(leaf), array_kind(leaf) if not _is_lazy(leaf) else "", _kind(leaf), str(leaf.dtype)
     return type(leaf), leaf
 
 
@@ -262,7 +266,7 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any], keep_every: int | N
     lazy = [x for x in inputs if isinstance(x, Array) and x.ndim]
     if not lazy:
         raise TracingError(f"{name} reads no Dask array that has axes: call it with NumPy arrays")
-    leader = max(lazy, key=lambda x: x.nbytes)
+    leader = max(lazy, key=lambda x: (np.isnan(x.shape[0]), _kind(x).nbytes))
     if keep_every and not any("count" in one.options for one in program.block.statements):
         raise TracingError(
             f"keep_every={keep_every}: {name} has no fori_loop of a known number of turns outside of other loops and "
@@ -287,7 +291,7 @@ def _piece(
     inner: bool = False,
 ) -> _Compiled:
     """Return a program, or a piece of one, with its operands; outputs of inner ones are matrices."""
-    m, a = len(leader), rows_of(_matrix(leader, rows=True))
+    m, a = _kind(leader).shape[0], rows_of(_matrix(leader, rows=True))
     operands, axes, sources, constants = {"a": a}, list[Axis](), list[str | int](), list(functions)
     whole, kept = [], []
     # Of a piece that goes on with a loop, its state.
@@ -299,7 +303,7 @@ def _piece(
             axes.append(None)
             constants.append(np.ascontiguousarray(x.get() if hasattr(x, "get") else x).tobytes())
             continue
-        axes.append(x.axis if isinstance(x, _State) else 0 if x.ndim > 0 and x.shape[0] == m else None)
+        axes.append(x.axis if isinstance(x, _State) else 0 if _kind(x).shape[:1] == (m,) else None)
         if x is leader:
             sources.append("a")
             continue
@@ -312,8 +316,8 @@ def _piece(
             operands[source] = _matrix(x if isinstance(x, Array) else from_array(x, chunks=-1), rows=axes[-1] == 0)
         if axes[-1] is None:
             whole.append(source)
-        else:
-            operands[source] = operands[source].rechunk((a.chunks[0], -1))
+        elif not isinstance(x, _State):
+            operands[source] = _beside(operands[source], a)
     program = dataclasses.replace(program, axes=tuple(axes), rows=m)
     placed = Placements(program)
     outputs: dict[int, tuple[str, Kind, Axis]] = {}
@@ -328,7 +332,8 @@ def _piece(
         "types": {one: x.dtype.name for one, x in operands.items()},
         "finite": False,
     }
-    wanted = tuple(_wanted(*output, a.chunks[0], inner=inner) for output in outputs.values())
+    rows = tuple(-1 if np.isnan(size) else int(size) for size in a.chunks[0])
+    wanted = tuple(_wanted(*output, rows, inner=inner) for output in outputs.values())
     arrays = native(operands)
     request = run_request(ProgramProblem.kind, dict(zip(operands, arrays, strict=True)), {}, wanted)
     kinds = [x.dtype for x in operands.values() if x.dtype.kind in "fc"]
@@ -354,7 +359,21 @@ def _matrix(x: Array, *, rows: bool) -> Array:
         return x
     if x.ndim < 2:
         return x[:, None] if rows else x.reshape(1, -1)
+    if np.isnan(x.shape[0]):
+        need_rows()
     return x.reshape((len(x), -1) if rows else (1, -1))
+
+
+def _beside(x: Array, a: Array) -> Array:
+    """Return an operand in the chunks of rows of another one."""
+    if not np.isnan(a.shape[0]):
+        return x.rechunk((a.chunks[0], -1))
+    if x.numblocks[0] != a.numblocks[0]:
+        raise TracingError(
+            f"two arrays of unknown sizes have {a.numblocks[0]} and {x.numblocks[0]} chunks of rows; expected as many: "
+            "call their compute_chunk_sizes() before"
+        )
+    return rows_of(x)
 
 
 def _wanted(name: str, kind: Kind, axis: Axis, rows: tuple[int, ...], *, inner: bool = False) -> NamedMatrix:

@@ -58,6 +58,10 @@ class Block:
         return read.union(*(statement.reads for statement in self.statements)) - own
 
 
+# What stands for a number of rows that is not known before the run: a prime number.
+UNKNOWN = 16_777_213
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
     """Shape and type of a value."""

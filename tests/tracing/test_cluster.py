@@ -126,6 +126,24 @@ def test_types(client):
             np.testing.assert_allclose(one, other, rtol=2e-3 if dtype == "float16" else 1e-5)
 
 
+def test_unknown_sizes(client):
+    rng = np.random.default_rng()
+    x, y = rng.standard_normal((60, 4)), rng.standard_normal(60)
+    some, lazy, beside = x[:, 0] > 0.2, da.from_array(x, chunks=(10, 4)), da.from_array(y, chunks=10)
+    chosen = da.from_array(some, chunks=10)
+
+    @dask_distmm.jit
+    def function(x, y):
+        scaled = (x - x.mean(0)) / x.std(0)
+        w = fori_loop(0, 20, lambda i, w: w - 0.01 * (scaled.T @ (scaled @ w - y)), np.zeros(4))
+        return w, scaled @ w
+
+    with np.errstate(all="ignore"):
+        expected = function(x[some], y[some])
+    for one, other in zip(dask.compute(*function(lazy[chosen], beside[chosen])), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
 def test_random_numbers_do_not_depend_on_chunks(client):
     function = dask_distmm.jit(lambda x: x + draws.normal(draws.key(3), x.shape))
     zeros = np.zeros((50, 3))

@@ -92,7 +92,7 @@ def test_arguments():
             jit(lambda x, loop=loop: loop(x), keep_every=3)(X)
     unknown = da.from_array(np.arange(9.0), chunks=3)
     with pytest.raises(TracingError, match="compute_chunk_sizes"):
-        jit(lambda x: x.sum())(unknown[unknown > 2])
+        jit(lambda x: x.sum() + unknown[unknown > 2])(X)
 
 
 def test_numpy_arrays_are_computed_at_once():
