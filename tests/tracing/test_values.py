@@ -123,5 +123,5 @@ def test_unknown_sizes_that_do_not_fit():
     function, x = dask_distmm.jit(lambda x, y: x * y), np.ones((30, 3))
     with pytest.raises(TracingError, match="have 4 and 2 chunks of rows; expected as many"):
         function(unknown(x), unknown(x, (10, 20)))
-    with pytest.raises(MatrixError, match="have chunks of 13 and 14 rows beside each other"):
+    with pytest.raises(MatrixError, match="have chunks of 13 and 14 rows side by side"):
         function(unknown(x), unknown(x, (9, 0, 13, 8))).compute(scheduler="sync")

@@ -386,9 +386,7 @@ class _Compiled:
         lengths = [x.shape[0] for _, x in chunks] + [x.shape[0] for x, _ in out]
         rows = max(lengths, default=max(0, self.program.sizes[index]))
         if min(lengths, default=rows) != rows:
-            raise MatrixError(
-                f"arrays of unknown sizes have chunks of {min(lengths)} and {rows} rows beside each other"
-            )
+            raise MatrixError(f"arrays of unknown sizes have chunks of {min(lengths)} and {rows} rows side by side")
         sparse = frozenset(x for x, chunk in chunks if sparse_package(chunk))
         function, step = self.function(sparse), max(1, rows if sparse else min(rows, self.strip))
         for start in range(0, rows, step):
