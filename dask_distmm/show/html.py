@@ -25,7 +25,7 @@ from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.programs.check import Span
 from dask_distmm.programs.steps import Loop
-from dask_distmm.show.text import BATCH_ROUTES, WHAT, in_words, plan_line
+from dask_distmm.show.text import BATCH_ROUTES, WHAT, in_words, plan_line, source_of
 from dask_distmm.tracing.place import Row
 
 # Matrices and bars as inline SVG: no script, no style sheet, readable on light and on dark pages. Pure
@@ -511,7 +511,7 @@ def _statements(rows: Sequence[Row]) -> str:
     for row in rows[:_MOST_STATEMENTS]:
         close(row.depth)
         left, right = _INSET * row.depth + 6, _PAGE - _INSET * row.depth - 6
-        place, _, source = row.line.rpartition(": ") if ": " in row.line else ("", "", row.line)
+        source, place = source_of(row)
         if not row.kind:
             frames.append((row.depth, y + 4))
             parts.append(_text(left, y + 20, row.what, bold=True))
@@ -520,7 +520,7 @@ def _statements(rows: Sequence[Row]) -> str:
         if row.line != line:
             found, line = source[: int((right - left) / 7.3) - 18], row.line
             parts.append(_text(left, y + 16, found, font_family="monospace", style="white-space: pre"))
-            parts.append(_text(right, y + 16, place.rpartition("/")[2], 10, text_anchor="end"))
+            parts.append(_text(right, y + 16, place, 10, text_anchor="end"))
             y, x = y + 22, left
             y += _BOX
         moved = f"\N{RIGHTWARDS ARROW OVER LEFTWARDS ARROW} {format_bytes(row.moved)}" * bool(row.moved)

@@ -171,4 +171,6 @@ def test_statements_of_a_function_are_boxes_in_frames() -> None:
         assert x + w <= width
         assert y + h <= height
     assert {"while_loop", "cond"} <= set(words(picture).split())
-    assert words(picture).count("residual = X @ w - y") == 1
+    lines = [text.text for text in picture.findall(f"{SVG}text")]
+    assert lines.count("residual = X @ w - y") == 1
+    assert any(line.startswith("plan = explain(jit(lambda w, X: while_loop(lambda s: s[1]") for line in lines)
