@@ -1,4 +1,4 @@
-"""Traced functions when something goes wrong in a random turn: the right result or one typed error, and nothing left."""
+"""Traced functions when something goes wrong in a random turn: right results or one typed error, and nothing left."""
 
 from __future__ import annotations
 

@@ -27,8 +27,9 @@ from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, index_of, le
 from dask_distmm.tracing.lower import Pass, identity
 from dask_distmm.tracing.place import Axis
 
-# Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least.
-_STRIP_BYTES, _STRIP_ROWS = 2**19, 1024
+# Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least,
+# as long as they take no more than so many bytes.
+_STRIP_BYTES, _STRIP_ROWS, _STRIP_MOST = 2**19, 1024, 2**26
 # The ufunc that combines the results of ranks, and of strips.
 _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", "min": "minimum", "any": "logical_or",
            "all": "logical_and"}  # fmt: skip
@@ -178,7 +179,8 @@ class _Compiled:
         uses = collections.Counter(x for one in self.program.statements for x in (*one.reads, *one.outputs))
         views = {x for one in self.program.statements if one.family in _VIEWS for x in one.outputs}
         widths = [self._width(x) for x, n in uses.items() if n > 1 and self.axes[x] is not None and x not in views]
-        return max(_STRIP_ROWS, _STRIP_BYTES // max(1, sum(widths)))
+        width = max(1, sum(widths))
+        return max(_STRIP_BYTES // width, min(_STRIP_ROWS, _STRIP_MOST // width), 1)
 
     def _width(self, number: int) -> int:
         """Return the bytes of a row of a value."""
