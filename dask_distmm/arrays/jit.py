@@ -243,13 +243,6 @@ class _Compiled(NamedTuple):
         return nested(shaped, tree)
 
 
-class _State(NamedTuple):
-    """A value that a piece of a program has made for those after it: rows of ranks, or all of it in one chunk."""
-
-    matrix: Array
-    axis: Axis
-
-
 def compiled(function: Jitted, args: Any, kwargs: Any) -> _Compiled:
     """Return a function with its arguments as a problem."""
     return _compiled(function.name, *function.traced(*function.bound(args, kwargs)), function.keep_every)
@@ -276,7 +269,7 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any], keep_every: int | N
     parts, returned = pieces(program, keep_every) if keep_every else [program], (traced.outputs, traced.tree)
     for part in parts[:-1]:
         found = _piece(name, part, values, leader, traced.functions, returned, inner=True)
-        values |= {x: _State(matrix, found.outputs[x][2]) for x, matrix in found.matrices().items()}
+        values |= {x: (matrix, found.outputs[x][2]) for x, matrix in found.matrices().items()}
     return _piece(name, parts[-1], values, leader, traced.functions, returned)
 
 
@@ -290,34 +283,36 @@ def _piece(
     *,
     inner: bool = False,
 ) -> _Compiled:
-    """Return a program, or a piece of one, with its operands; outputs of inner ones are matrices."""
+    """Return a program, or a piece of one, with its operands; outputs of inner ones are matrices.
+
+    What pieces before it have made are matrices, too, each with its axis of rows.
+    """
     m, a = _kind(leader).shape[0], rows_of(_matrix(leader, rows=True))
     operands, axes, sources, constants = {"a": a}, list[Axis](), list[str | int](), list(functions)
     whole, kept = [], []
     # Of a piece that goes on with a loop, its state.
     state = program.block.statements[0].inputs if program.block.statements else ()
     for number in program.block.inputs:
-        x = values[number]
-        if not isinstance(x, Array | _State) and x.nbytes <= _SMALL:
+        x, is_made = values[number], isinstance(values[number], tuple)
+        if not isinstance(x, Array | tuple) and x.nbytes <= _SMALL:
             sources.append(len(constants))
             axes.append(None)
             constants.append(np.ascontiguousarray(x.get() if hasattr(x, "get") else x).tobytes())
             continue
-        axes.append(x.axis if isinstance(x, _State) else 0 if _kind(x).shape[:1] == (m,) else None)
+        axes.append(x[1] if is_made else 0 if _kind(x).shape[:1] == (m,) else None)
         if x is leader:
             sources.append("a")
             continue
         source = f"b{len(operands)}"
         sources.append(source)
-        if isinstance(x, _State):
-            operands[source] = x.matrix
+        if is_made:
+            operands[source] = x[0]
             kept += [source] * (number in state)
         else:
-            operands[source] = _matrix(x if isinstance(x, Array) else from_array(x, chunks=-1), rows=axes[-1] == 0)
+            matrix = _matrix(x if isinstance(x, Array) else from_array(x, chunks=-1), rows=axes[-1] == 0)
+            operands[source] = matrix if axes[-1] is None else _beside(matrix, a)
         if axes[-1] is None:
             whole.append(source)
-        elif not isinstance(x, _State):
-            operands[source] = _beside(operands[source], a)
     program = dataclasses.replace(program, axes=tuple(axes), rows=m)
     placed = Placements(program)
     outputs: dict[int, tuple[str, Kind, Axis]] = {}
