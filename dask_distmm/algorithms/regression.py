@@ -132,14 +132,8 @@ def poisson_regression(
         The counts, which are not negative.
     alpha : float
         The penalty of the squares of `coef`.
-    fit_intercept : bool
-        Whether there is a constant term, which has no penalty.
-    solver : "lbfgs" or "newton-cholesky"
+    fit_intercept, solver, max_iter, tol
         As of `logistic_regression`.
-    max_iter : int
-        The most turns.
-    tol : float
-        The iteration ends if no element of the gradient of the average loss is larger.
 
     Returns
     -------
@@ -191,10 +185,8 @@ def lasso(
         What is fitted.
     alpha : float
         The penalty; without one use `linalg.lstsq`.
-    fit_intercept : bool
-        Whether there is a constant term, which has no penalty.
-    max_iter : int
-        The most turns.
+    fit_intercept, max_iter
+        As of `logistic_regression`.
     tol : float
         The iteration ends if the duality gap is below ``tol * sum(y**2) / m``, of y without its mean.
 

@@ -299,6 +299,11 @@ class Computation(Wired):
         return dataclasses.replace(self, matrices=tuple(matrices))
 
     @property
+    def kept(self) -> Collection[str]:
+        """Names of the operands of which workers keep two copies until the run is done."""
+        return ()
+
+    @property
     def donated(self) -> tuple[str, ...]:
         """Names of the operands that are of no use to the user once all ranks have read them: A, to be overwritten."""
         return ("a",) if self.overwrite_a and not self["a"].by_ranks else ()

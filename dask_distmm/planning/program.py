@@ -78,6 +78,8 @@ class ProgramProblem(Computation):
     dtype: str
     # Arrays that the builder names by their numbers; nothing else that is known of the program follows from them.
     constants: Sequence[bytes] = ()
+    # Names of the operands of which workers keep two copies until the run is done.
+    kept: tuple[str, ...] = ()
 
     def making(self, outputs: Collection[str]) -> Self:
         """Return the same computation, which makes only some outputs."""
@@ -323,6 +325,7 @@ def _memory(plan: ProgramPlacement) -> tuple[NDArray[np.float64], int]:
         copied = holders != owners
         fetched += int(sizes[copied].sum())
         held += np.bincount(owners, np.where(copied | converted, elements * (itemsize * share), 0), len(held))
+        held += np.roll(np.bincount(holders, sizes, len(held)), 1) * (operand.name in problem.kept)
     _, peaks, message = plan.figures
     # GPUs that read each other's memory have places for two messages to all.
     held[list(plan.ranks)] += np.array(peaks) + 2 * message * ENGINES[plan.engine].reads_peers

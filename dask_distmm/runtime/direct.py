@@ -291,8 +291,9 @@ def restrict_workers(scheduler: Scheduler, ts: TaskState, addresses: Iterable[st
 
 
 def copy_to(scheduler: Scheduler, address: str, keys: Sequence[Any], stimulus_id: str) -> None:
-    """Copy values that others have to a worker."""
-    scheduler.request_acquire_replicas(address, list(keys), stimulus_id=stimulus_id)
+    """Have a worker fetch values that others have, which it keeps beside them; those that are gone are left out."""
+    there = [key for key in keys if (ts := scheduler.tasks.get(key)) is not None and ts.who_has]
+    scheduler.request_acquire_replicas(address, there, stimulus_id=stimulus_id)
 
 
 # On a worker, on its event loop

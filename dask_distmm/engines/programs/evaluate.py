@@ -18,7 +18,7 @@ import numpy as np
 
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.fused import groups, source
-from dask_distmm.errors import MatrixError
+from dask_distmm.errors import MatrixError, call_user
 from dask_distmm.numeric.epilogs import call_function
 from dask_distmm.numeric.sparse import dense, sparse_package
 from dask_distmm.tracing.arrays import elementwise, function_of, summed_by_label
@@ -27,8 +27,9 @@ from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, index_of, le
 from dask_distmm.tracing.lower import Pass, identity
 from dask_distmm.tracing.place import Axis
 
-# Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least.
-_STRIP_BYTES, _STRIP_ROWS = 2**19, 1024
+# Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least,
+# as long as they take no more than so many bytes.
+_STRIP_BYTES, _STRIP_ROWS, _STRIP_MOST = 2**19, 1024, 2**26
 # The ufunc that combines the results of ranks, and of strips.
 _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", "min": "minimum", "any": "logical_or",
            "all": "logical_and"}  # fmt: skip
@@ -36,6 +37,7 @@ _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", 
 _BLAS_TYPES = {"float32", "float64", "complex64", "complex128"}
 # What GPUs' kernels solve without a look at the result.
 _SOLVED = {"linalg.inv", "linalg.solve"}
+_OUTSIDE = "an array of numbers is an index, and one of these is out of bounds"
 _VIEWS = ("transpose", "index", "reshape", "broadcast")
 
 
@@ -177,7 +179,8 @@ class _Compiled:
         uses = collections.Counter(x for one in self.program.statements for x in (*one.reads, *one.outputs))
         views = {x for one in self.program.statements if one.family in _VIEWS for x in one.outputs}
         widths = [self._width(x) for x, n in uses.items() if n > 1 and self.axes[x] is not None and x not in views]
-        return max(_STRIP_ROWS, _STRIP_BYTES // max(1, sum(widths)))
+        width = max(1, sum(widths))
+        return max(_STRIP_BYTES // width, min(_STRIP_ROWS, _STRIP_MOST // width), 1)
 
     def _width(self, number: int) -> int:
         """Return the bytes of a row of a value."""
@@ -384,6 +387,8 @@ class _Compiled:
         out = [(some[index], self.axes[number] or 0) for number, some in written.items()]
         lengths = [x.shape[0] for _, x in chunks] + [x.shape[0] for x, _ in out]
         rows = max(lengths, default=max(0, self.program.sizes[index]))
+        if min(lengths, default=rows) != rows:
+            raise MatrixError(f"arrays of unknown sizes have chunks of {min(lengths)} and {rows} rows side by side")
         sparse = frozenset(x for x, chunk in chunks if sparse_package(chunk))
         function, step = self.function(sparse), max(1, rows if sparse else min(rows, self.strip))
         for start in range(0, rows, step):
@@ -546,9 +551,10 @@ class _Compiled:
 
     def take(self, statement: Statement) -> str:
         """Rows by numbers."""
-        return self._called(
-            statement.outputs[0], functools.partial(self.xp.take, axis=statement.options["axis"]), *statement.inputs
-        )
+        take = functools.partial(self.xp.take, axis=statement.options["axis"])
+        if self.xp is np:
+            take = functools.partial(call_user, "function", _OUTSIDE, take)
+        return self._called(statement.outputs[0], take, *statement.inputs)
 
     def segment_sum(self, statement: Statement) -> str:
         """Add rows up by their labels."""
@@ -678,8 +684,10 @@ def _select(xp: Any, statement: Statement, axis: int, x: Any, *rest: Any) -> Non
     *given, total, first, rows = rest
     if statement.family == "take":
         (numbers,) = given
-        length = statement.options.get("length")
-        numbers = xp.where(numbers < 0, numbers + length, numbers) if length else numbers
+        length = statement.options["length"]
+        if xp is np:
+            call_user("function", _OUTSIDE, _check_numbers, numbers, length)
+        numbers = xp.where(numbers < 0, numbers + length, numbers)
         inside = (numbers >= first) & (numbers < first + rows)
         if rows:
             at = xp.where(inside, numbers - first, 0)
@@ -705,6 +713,13 @@ def _select(xp: Any, statement: Statement, axis: int, x: Any, *rest: Any) -> Non
         begin, stop = wanted[low] - first, wanted[high - 1] - first + (1 if wanted.step > 0 else -1)
         index[place] = slice(begin, stop if stop >= 0 else None, wanted.step)
         total[(*(slice(None),) * out, slice(low, high))] = x[tuple(index)]
+
+
+def _check_numbers(numbers: Any, length: int) -> None:
+    """Raise NumPy's error for rows that there are not."""
+    wrong = (numbers < -length) | (numbers >= length)
+    if wrong.any():
+        raise IndexError(f"index {numbers[wrong][0]} is out of bounds for axis 0 with size {length}")
 
 
 def _between(wanted: range, first: int, stop: int) -> range:

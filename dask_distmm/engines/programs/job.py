@@ -236,6 +236,8 @@ class ProgramJob(Job[Any]):
                 if key in self._held:
                     del self._held[key]
                     self.exchange.forget(key)
+            if share:
+                self.turns = turn + 1, loop.most * (loop.most == loop.expected)
             come = before + share * max(self.kernels.reached, (turn + 1) / loop.most)
             self.progress(come)
         self._offset = outside

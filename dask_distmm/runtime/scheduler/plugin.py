@@ -509,18 +509,30 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Free the memory that engines keep on the workers between runs; return how many groups there were."""
         return Released("OK", count=await self.coordinator.release_all(grace))
 
-    def hear_progress(self, run_id: int, share: Share, received_bytes: Count = 0, worker: str = "") -> None:
+    def hear_progress(
+        self,
+        run_id: int,
+        share: Share,
+        received_bytes: Count = 0,
+        turns: Count = 0,
+        turns_in_all: Count = 0,
+        worker: str = "",
+    ) -> None:
         """Note which share of its work a participant has done, and how many bytes have arrived there so far.
 
-        Dask adds the address of the `worker` on arrival.
+        The first rank tells how many turns of the outermost loop are done, and of how many. Dask adds the address of
+        the `worker` on arrival.
         """
         run = self.queue.get(run_id)
         if run is None:
             return
-        before = run.share
-        run.report(worker, share, time(), received_bytes)
-        if int(100 * run.share) > int(100 * before):
-            self._event("progress", run, share=run.share, received_bytes=run.received_bytes)
+        before, turns_before = run.share, run.turns
+        run.report(worker, share, time(), received_bytes, turns, turns_in_all)
+        # Of a loop that ends by a condition the share stands still.
+        if int(100 * run.share) > int(100 * before) or run.turns.bit_length() > turns_before.bit_length():
+            figures = {"share": run.share, "received_bytes": run.received_bytes}
+            loop = {"turns": run.turns, "turns_in_all": run.turns_in_all, "seconds_left": run.seconds_left}
+            self._event("progress", run, **figures, **(loop if run.turns else {}))
 
     # Barriers
 
