@@ -22,6 +22,7 @@ from dask_distmm.config import register_defaults as _register_defaults
 from dask_distmm.errors import DistMMError, EngineError, PlanError, ProjectedMemoryError, ProtocolError, RunFailedError
 from dask_distmm.errors import options_checked as _options_checked
 from dask_distmm.runtime.scheduler import attachments as _attachments
+from dask_distmm.shown import sources as _sources_of_forms
 
 if TYPE_CHECKING:
     from dask_distmm import algorithms, linalg, random
@@ -73,7 +74,7 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """Return the public names, with the modules that have further ones."""
-    return sorted([*__all__, "errors", "typing"])
+    return sorted([*__all__, "errors", "sklearn", "typing"])
 
 
 def __getattr__(name: str) -> Any:
@@ -83,7 +84,7 @@ def __getattr__(name: str) -> Any:
         found = _options_checked(getattr(module, name))
         # The same object there, or it could not be pickled.
         setattr(module, name, found)
-    elif name in ("algorithms", "linalg", "random", "typing"):
+    elif name in ("algorithms", "linalg", "random", "sklearn", "typing"):
         found = importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -117,6 +118,7 @@ def _attach(scheduler: Any, plugin: Any) -> None:
 _check_imports()
 _register_defaults()
 _attachments.append(_attach)
+_sources_of_forms.append(lambda: importlib.import_module(f"{__name__}.show").FORMS)
 
 try:
     if _enabled_setting() is True:

@@ -28,7 +28,7 @@ from dask_distmm.engines.base import log
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.runtime.keys import wave_of
 from dask_distmm.runtime.messages import NAME, ProgressLine, ask
-from dask_distmm.runtime.run import PHASES, Record, Records, progress_of
+from dask_distmm.runtime.run import PHASES, Record, Records, progress_of, turns_in_words
 from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
 if TYPE_CHECKING:
@@ -301,7 +301,8 @@ def caption(record: Record | None, picked: int | None) -> str:
         return "No run has begun yet."
     newest = "the newest that is running" if record.outcome == "running" else "the newest with times"
     why = "picked in the table" if record.run_id == picked else f"{newest}; click a row for another"
-    states = {"done": f", {format_time(record.seconds)}", "running": f", {record.share:.0%} done"}
+    going = f", {record.share:.0%} done" + (f", {turns}" if (turns := turns_in_words(record)) else "")
+    states = {"done": f", {format_time(record.seconds)}", "running": going}
     state = record.outcome + states.get(record.outcome, "")
     text = f"<b>Run {record.run_id}</b> of {escape(record.name)}: {state} ({why})"
     if record.reason:

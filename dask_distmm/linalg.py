@@ -65,6 +65,7 @@ from dask_distmm.arrays.linalg.spectral import (
     svd,
     svdvals,
 )
+from dask_distmm.arrays.linalg.structured import solve_banded, solve_toeplitz, solveh_banded
 from dask_distmm.errors import MatrixError, NotSquareError, options_checked
 from dask_distmm.planning.many import ChainPlan
 from dask_distmm.planning.placement import Placement
@@ -74,8 +75,8 @@ __all__ = [
     "det", "diagonal", "eig", "eigh", "eigsh", "eigvals", "eigvalsh", "explain", "expm", "gmres", "gram", "inv",
     "kron", "lobpcg", "logm", "lsmr", "lsqr", "lstsq", "lu", "lu_factor", "lu_solve", "matrix_norm", "matrix_power",
     "matrix_rank", "matrix_transpose", "matvec", "minres", "multi_dot", "norm", "outer", "pca", "pinv", "polar", "qr",
-    "ridge", "schur", "slogdet", "solve", "solve_triangular", "sqrtm", "svd", "svd_compressed", "svdvals", "symm",
-    "trace", "trmm", "vecdot", "vecmat", "vector_norm",
+    "ridge", "schur", "slogdet", "solve", "solve_banded", "solve_toeplitz", "solve_triangular", "solveh_banded",
+    "sqrtm", "svd", "svd_compressed", "svdvals", "symm", "trace", "trmm", "vecdot", "vecmat", "vector_norm",
 ]  # fmt: skip
 
 

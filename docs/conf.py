@@ -59,6 +59,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = True
 html_sidebars = {"index": [], "changelog": [], "contributing": []}
+html_context = {"default_mode": "auto"}
 html_theme_options: dict[str, Any] = {
     "logo": {"text": "dask_distmm", "image_light": "static/logo.svg", "image_dark": "static/logo.svg"},
     "show_toc_level": 2,
@@ -72,8 +73,10 @@ html_theme_options: dict[str, Any] = {
 
 
 def skip_internals(app: Any, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
-    """Leave out what plans have for the runtime, as completion does."""
+    """Leave out what plans have for the runtime, as completion does; and what scikit-learn adds to its classes."""
     home = getattr(getattr(member, "fget", getattr(member, "func", member)), "__module__", "") or ""
+    if what == "class" and home.startswith("sklearn"):
+        return True
     return True if what == "class" and home.startswith("dask_distmm.planning") and name not in PUBLIC else None
 
 

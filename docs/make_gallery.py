@@ -1,4 +1,7 @@
-"""Draw the gallery of ``algorithms.md``: ``python docs/make_gallery.py`` writes ``docs/pictures/algorithm-*.png``."""
+"""Draw the pictures of ``gallery.md`` and ``algorithms.md``.
+
+``python docs/make_gallery.py`` writes ``docs/pictures/algorithm-*.png``.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +96,17 @@ def lasso(ax: Axes, rng: np.random.Generator) -> None:
     ax.set_xlabel("alpha", size=8)
 
 
+def ridge_cv(ax: Axes, rng: np.random.Generator) -> None:
+    """Draw scores by the penalty, and the best one."""
+    X = rng.standard_normal((60, 30))
+    y = X[:, :3].sum(1) + 3 * rng.standard_normal(60)
+    penalties = np.geomspace(0.1, 1e4, 40)
+    found = algorithms.ridge_cv(X, y, penalties)
+    ax.semilogx(penalties, found.scores, color=BLUE)
+    ax.plot(found.alpha, found.scores.max(), "o", color=ORANGE)
+    ax.set_xlabel("alpha", size=8)
+
+
 def pagerank(ax: Axes, rng: np.random.Generator) -> None:
     """Draw a graph with nodes as large as their ranks."""
     places = rng.random((14, 2))
@@ -126,7 +140,7 @@ def svds(ax: Axes, rng: np.random.Generator) -> None:
 
 PLOTS: dict[str, Callable[[Axes, np.random.Generator], None]] = {
     plot.__name__: plot
-    for plot in (kmeans, gmm, nmf, als, logistic_regression, poisson_regression, lasso, pagerank, eigs, svds)
+    for plot in (kmeans, gmm, nmf, als, logistic_regression, poisson_regression, lasso, ridge_cv, pagerank, eigs, svds)
 }
 
 

@@ -31,8 +31,14 @@ SHOWN = (
     "stateful-cpu", "stateful-gpu-4", "streams-2", "svd-gpu-2", "waves-cpu",
 )  # fmt: skip
 # Of these only tables are made, which tests compare with pages.
-LISTED = ("choices-cpu",)
-PAGES = (HERE / "performance.md", HERE / "index.md", HERE.parent / "README.md", HERE / "which-function.md")
+LISTED = ("choices-cpu", "projects-cpu")
+PAGES = (
+    HERE / "performance.md",
+    HERE / "index.md",
+    HERE.parent / "README.md",
+    HERE / "which-function.md",
+    HERE / "projects.md",
+)
 # What a program computes, and the seconds of each way to do it; None where that is not measured or fails.
 Times = dict[str, dict[str, float | None]]
 
@@ -383,6 +389,15 @@ def choices(question: str) -> Times:
     }
 
 
+def projects() -> Times:
+    """Return the times of projects, each of three people."""
+    people = "stock Dask", "dask_distmm", "one process"
+    return {
+        SIZES[name]: {one: statistics.median(taken[one]) if one in taken else None for one in people}
+        for name, taken in load("projects-cpu")["seconds"].items()
+    }
+
+
 def plain(seconds: float | None) -> str:
     """Return a time in two or three digits."""
     if seconds is None:
@@ -469,13 +484,27 @@ QUESTIONS = {
     f"choices-{name}": name for name in ("equations", "least-squares", "components", "eigenvalues", "products")
 }
 
+SIZES = {
+    "pca": "10 components of 200,000 x 200",
+    "ridge": "ridge regression of 100,000 x 50, 5 folds, 10 penalties",
+    "gaussian_process": "a Gaussian process of 3,000 points, with its likelihood",
+    "nmf": "non-negative factors of 40,000 x 200, 10 parts, 50 turns",
+    "kmeans": "10 clusters of 200,000 x 20, 20 turns",
+    "powers": "30 products of 4,000 x 4,000 by a vector, one after the other",
+    "network": "50 steps of a network of two layers, 50,000 x 64",
+    "fields": "xarray: dot, cov, polyfit of 2,000 times, 600 and 60 places",
+    "solves": "banded equations of 500,000, and sparse ones of 90,000",
+    "eigenvalues": "all eigenvalues of 1,500 x 1,500",
+}
+
 
 def written(text: str) -> str:
     """Return a page with its tables as the results have them."""
 
     def replaced(match: re.Match[str]) -> str:
         name = match[2]
-        times = choices(QUESTIONS[name]) if name in QUESTIONS else TIMES[name]() if name in TIMES else None
+        makers = {**TIMES, "projects": projects, **{x: functools.partial(choices, y) for x, y in QUESTIONS.items()}}
+        times = makers[name]() if name in makers else None
         found = enabled_table() if times is None else table(times)
         return f"{match[1]}\n{found}\n{match[3]}"
 

@@ -14,14 +14,8 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.planning.computation import NamedMatrix, Worker
-from dask_distmm.planning.factor import (
-    Factorization,
-    FactorPlacement,
-    FactorProblem,
-    as_matrix,
-    block_width,
-    plan_factorization,
-)
+from dask_distmm.planning.factor import FactorPlacement, FactorProblem, block_width, plan_factorization
+from dask_distmm.programs.factorizations import Factorization, as_matrix
 from dask_distmm.testing import random_chunks, run_jobs
 
 

@@ -35,6 +35,9 @@ def given(dtype: str = "") -> dict[str, Any]:
         "r": noise(rng, (400, 6), "float32"),
         "v": noise(rng, (20,), "float64"),
         "b": noise(rng, (30, 2), "float64"),
+        # The diagonals of a matrix, and the first column of another one.
+        "d": np.concatenate([np.full((1, 20), 9.0), rng.uniform(-0.4, 0.4, (2, 20))]),
+        "e": np.concatenate([[9.0], rng.uniform(-0.4, 0.4, 19)]),
         # Stacks.
         "k": noise(rng, (5, 2, 3, 3), "float64") + 5 * np.eye(3),
         "h": np.stack([positive(3) for _ in range(5)]),
@@ -101,6 +104,13 @@ def _svd(x: Any) -> Any:
 
 def _norms(x: Any) -> Any:
     return [np.linalg.norm(x, order) for order in (None, 1, 2, "nuc", np.inf)]
+
+
+def _with_intercept(x: Any, y: Any, alpha: float) -> Any:
+    center, level = x.mean(0), y.mean(0)
+    away = x - center
+    coef = np.linalg.solve(away.T @ away + alpha * np.eye(x.shape[1]), away.T @ (y - level))
+    return coef, level - center @ coef
 
 
 def _pca(x: Any) -> Any:
@@ -197,9 +207,29 @@ CALLS = [
         lambda x: linalg.ridge(x.t, x.b, 2.0),
         lambda x: np.linalg.solve(x.t.T @ x.t + 2 * np.eye(x.t.shape[1]), x.t.T @ x.b),
     ),
+    Call(
+        "linalg.ridge",
+        lambda x: linalg.ridge(x.t, x.b, 2.0, fit_intercept=True),
+        lambda x: _with_intercept(x.t, x.b, 2.0),
+    ),
     Call("linalg.slogdet", lambda x: linalg.slogdet(x.a), lambda x: np.linalg.slogdet(x.a)),
     Call("linalg.solve", lambda x: linalg.solve(x.a, x.v), lambda x: np.linalg.solve(x.a, x.v)),
     Call("linalg.solve", lambda x: linalg.solve(x.q, x.j[:6]), lambda x: np.linalg.solve(x.q, x.j[:6])),
+    Call(
+        "linalg.solve_banded",
+        lambda x: linalg.solve_banded((2, 0), x.d, x.a),
+        lambda x: scipy.linalg.solve_banded((2, 0), x.d, x.a),
+    ),
+    Call(
+        "linalg.solveh_banded",
+        lambda x: linalg.solveh_banded(x.d, x.v, lower=True),
+        lambda x: scipy.linalg.solveh_banded(x.d, x.v, lower=True),
+    ),
+    Call(
+        "linalg.solve_toeplitz",
+        lambda x: linalg.solve_toeplitz(x.e, x.a),
+        lambda x: scipy.linalg.solve_toeplitz(x.e, x.a),
+    ),
     Call("linalg.solve_triangular", lambda x: linalg.solve_triangular(x.a, x.v, lower=True), _lower),
     Call("linalg.svd", lambda x: linalg.svd(x.t, full_matrices=False), lambda x: _svd(x.t), signs=True),
     Call("linalg.svdvals", lambda x: linalg.svdvals(x.t), lambda x: np.linalg.svd(x.t, compute_uv=False)),

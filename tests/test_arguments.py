@@ -35,6 +35,10 @@ def operands(name):
         return a, 2
     if name == "ridge":
         return a, b, 1.0
+    if name in ("solve_banded", "solveh_banded"):
+        return (((1, 1),) if name == "solve_banded" else ()) + (a[:3], b)
+    if name == "solve_toeplitz":
+        return a[0], b
     if name == "lobpcg":
         return a, lazy(random((N, 2)))
     if name in ITERATIVE:

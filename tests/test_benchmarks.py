@@ -473,3 +473,14 @@ def test_programs_of_enable(client):
             for on in (True, False):
                 seconds, grown = enabled.once(client, inputs, compute, on)
                 assert seconds > 0 <= grown
+
+
+def test_one_command_rebuilds_the_pages():
+    """Each module has the option for its file, and the commands of the list are those of results that are there."""
+    from benchmarks.__main__ import COMMANDS, RESULTS
+
+    for name, command in COMMANDS.items():
+        module, *_, option = command.split()
+        assert f'"{option}"' in (ROOT / "benchmarks" / f"{module}.py").read_text()
+        assert (RESULTS / f"{name}.json").is_file()
+        assert f"python -m benchmarks.{module}" in (ROOT / "benchmarks" / "README.md").read_text()

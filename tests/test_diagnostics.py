@@ -185,6 +185,9 @@ def test_waves_of_a_part():
 def test_what_a_participant_may_report():
     handler = DistMMSchedulerPlugin.hear_progress
     arguments_of(handler, {"run_id": 1, "share": 0.5, "received_bytes": 7})
+    for turns in ({"turns": -1}, {"turns_in_all": 0.5}):
+        with pytest.raises(ProtocolError, match=f"malformed message hear_progress: its field {min(turns)} is"):
+            arguments_of(handler, {"run_id": 1, "share": 0.5} | turns)
     for share, received in [(math.nan, 7), (1.5, 7), (-0.1, 7), (0.5, -1), (0.5, 1.5), (None, 0), (0.5, None)]:
         with pytest.raises(ProtocolError, match="malformed message hear_progress: its field (share|received_bytes) is"):
             arguments_of(handler, {"run_id": 1, "share": share, "received_bytes": received})
@@ -193,6 +196,26 @@ def test_what_a_participant_may_report():
         run.report(address, 0.1, 0.0, received)
     assert run.received == {"a": 5, "b": 7}
     assert run.received_bytes == 12
+
+
+def test_turns_of_a_loop_and_the_time_that_is_left():
+    run, words = Run(1, "m", "k", frozenset("ab"), phase="running"), []
+    reports = [(0, 0, 1.0), (10, 100, 2.0), (30, 100, 4.0), (99, 100, 9.0), (100, 100, 9.5), (3, 0, 10.0), (8, 0, 11.0)]
+    for turns, in_all, now in reports:
+        run.report("a", 0.5, now, 0, turns, in_all)
+        run.report("stranger", 0.5, now, 0, 1000, in_all)
+        run.report("b", 0.5, now)
+        words.append(progress_of(None, [run], Records(), "m").note)
+    left = ["7.00 s", "78.65 ms"]
+    assert words == [
+        "", "turn 10 of 100", f"turn 30 of 100, {left[0]} left", f"turn 99 of 100, {left[1]} left", "turn 100 of 100",
+        "turn 3", "turn 8",
+    ]  # fmt: skip
+    records = Records()
+    records.note(1.0, {**START, "run": 1, "name": "m"})
+    figures = {"share": 0.3, "received_bytes": 0, "turns": 7, "turns_in_all": 9, "seconds_left": 3.0}
+    records.note(2.0, {"action": "progress", "run": 1, "name": "m", **figures})
+    assert "30% done, turn 7 of 9, 3.00 s left" in tables.caption(tables.shown(list(records), None), None)
 
 
 def test_bytes_arrive_while_the_share_stands_still():

@@ -85,7 +85,7 @@ def test_examples_of_docstrings(name):
 # Public names by where users find them.
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (dask_distmm, linalg, dask_distmm.random, dask_distmm.algorithms)
+    for module in (dask_distmm, linalg, dask_distmm.random, dask_distmm.algorithms, dask_distmm.sklearn)
     for name in module.__all__
     if not name.startswith("__") and not inspect.ismodule(getattr(module, name))
 }
@@ -454,6 +454,7 @@ def test_the_gallery_is_drawn_by_the_code():
         assert gallery.drawn(name).axes[0].has_data()
         assert f"(pictures/algorithm-{name}.png)" in page
         assert (DOCS / "pictures" / f"algorithm-{name}.png").stat().st_size < 40_000
+        assert f":pyobject: {name}\n" in (DOCS / "gallery.md").read_text()
 
 
 def test_plots_are_those_of_the_results():
@@ -467,7 +468,7 @@ def test_plots_are_those_of_the_results():
     for path in plots.PAGES:
         assert plots.written(path.read_text()) == path.read_text()
         named = set(re.findall(r"<!-- times of (\S+),", path.read_text()))
-        expected = {"which-function.md": set(plots.QUESTIONS), "performance.md": named}
+        expected = {"which-function.md": set(plots.QUESTIONS), "performance.md": named, "projects.md": {"projects"}}
         assert named == expected.get(path.name, {"short"})
 
 

@@ -22,6 +22,7 @@ ORDER = [
     "_version",
     "errors",
     "installing",
+    "shown",
     "config",
     "compat",
     "layout",
@@ -39,6 +40,7 @@ ORDER = [
     "random",
     "algorithms",
     "linalg",
+    "sklearn",
     "show",
     "diagnostics",
     "testing",
@@ -46,7 +48,19 @@ ORDER = [
     "tools",
     "__main__",
 ]
-PURE = {"errors", "layout", "numeric", "programs", "tracing", "algorithms", "planning", "typing", "engines", "show"}
+PURE = {
+    "errors",
+    "shown",
+    "layout",
+    "numeric",
+    "programs",
+    "tracing",
+    "algorithms",
+    "planning",
+    "typing",
+    "engines",
+    "show",
+}
 ON_GPUS = {"cublasmp", "nccl", "gpu", "peer"}
 IMPURE_PACKAGES = {"distributed", "cupy", "nvmath", "nccl", "tornado", "bokeh", "socket", "asyncio"}
 ENGINES = {"numpy", "peer", "cublasmp", "nccl"}

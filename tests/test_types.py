@@ -35,6 +35,7 @@ import numpy as np
 
 from dask_distmm import BlockScaled, Epilog, Matmul, Plan, Slab, distribute, explain, explain_grouped, matmul
 from dask_distmm import linalg, matmul_grouped, quantize
+from dask_distmm.sklearn import PCA, Ridge
 from dask_distmm.typing import Engine, MatmulOptions, Method, WithAux
 
 
@@ -68,6 +69,13 @@ def right(a: da.Array, b: da.Array, amax: bool, options: MatmulOptions) -> None:
     assert_type(quantize(a, "float8_e4m3"), tuple[da.Array, da.Array])
     assert_type(distribute(a, Slab(0)), da.Array)
     assert_type(linalg.solve(a, [1.0, 2.0], assume_a="pos", overwrite_a=True), da.Array)
+    assert_type(linalg.ridge(a, b, [1.0, 2.0]), da.Array)
+    assert_type(linalg.ridge(a, b, 1.0, fit_intercept=True).intercept, da.Array)
+    assert_type(linalg.pca(a, 2).explained_variance_ratio, da.Array)
+    assert_type(linalg.solve_banded((1, 1), [[1.0], [2.0], [3.0]], a), da.Array)
+    assert_type(linalg.solve_toeplitz(([1.0], [1.0]), a), da.Array)
+    assert_type(PCA(2).fit(a), PCA)
+    assert_type(Ridge(alpha=2.0).fit(a, b), Ridge)
     assert_type(linalg.lu(a), tuple[da.Array, da.Array, da.Array])
     assert_type(linalg.lu(a, True), tuple[da.Array, da.Array])
     assert_type(linalg.qr(a, "r"), da.Array)
@@ -277,7 +285,7 @@ def test_defaults_are_those_of_all_options():
 
 
 def test_dir_shows_the_public_names():
-    assert set(dir(dask_distmm)) == {*dask_distmm.__all__, "errors", "typing"}
+    assert set(dir(dask_distmm)) == {*dask_distmm.__all__, "errors", "sklearn", "typing"}
     assert not [name for name in dir(dask_distmm) if not hasattr(dask_distmm, name)]
     assert dir(linalg) == sorted(linalg.__all__)
     # The scheduler's and workers' --preload looks for it.

@@ -13,6 +13,7 @@ from dask_distmm.planning import program
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
 from dask_distmm.programs import check
+from dask_distmm.programs.steps import messages_to_all
 from dask_distmm.testing import run_jobs
 from dask_distmm.tracing.control import flattened, nested
 
@@ -39,6 +40,8 @@ def on_ranks(fun, *args, ranks=3, checked=True, **kwargs):
     lists = [plan.steps(rank) for rank in range(len(plan.ranks))]
     if checked:
         check.check(lists)
+        first, *others = (messages_to_all(steps, len(lists)) for steps in lists)
+        assert all(one == first for one in others)
     chunks = {}
     for matrix, array in zip(found.problem.matrices, found.arrays, strict=True):
         rows = np.cumsum([0, *matrix.chunks[0]])

@@ -163,8 +163,7 @@ def gmm(
 ) -> Mixture:
     """Fit a mixture of normal distributions by expectation maximization, as ``sklearn.mixture.GaussianMixture`` does.
 
-    Each component has a covariance matrix of its own. A turn reads X once (Dempster, Laird, Rubin 1977). It starts with
-    the clusters of `kmeans`.
+    Each component has a covariance matrix of its own. A turn reads X once (Dempster, Laird, Rubin 1977).
 
     Parameters
     ----------
@@ -178,10 +177,8 @@ def gmm(
         What is added to the diagonals of covariance matrices.
     max_iter : int
         The most turns.
-    init : "k-means++", "random" or array, (n_components, n)
-        The start of `kmeans`.
-    seed : int
-        Seed for this start.
+    init, seed
+        Those of the `kmeans` with whose clusters it starts.
 
     Returns
     -------

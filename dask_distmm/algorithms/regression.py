@@ -1,9 +1,10 @@
-"""Linear models: logistic and Poisson regression, and the lasso."""
+"""Linear models: logistic and Poisson regression, the lasso, and ridge regression with its penalty chosen."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from dask_distmm.algorithms.arguments import chosen, counts, matrix, numbers, shaped, until
 from dask_distmm.arrays.jit import jit
 from dask_distmm.errors import PlanError
+from dask_distmm.tracing.functions import sum_rows
 
 # Steps and differences of gradients that `_lbfgs` remembers.
 _KEPT = 10
@@ -22,6 +24,15 @@ class LinearModel(NamedTuple):
     coef: Any
     intercept: Any
     n_iter: Any
+
+
+class RidgeChoice(NamedTuple):
+    """Result of `ridge_cv`."""
+
+    coef: Any
+    intercept: Any
+    alpha: Any
+    scores: Any
 
 
 def logistic_regression(
@@ -121,14 +132,8 @@ def poisson_regression(
         The counts, which are not negative.
     alpha : float
         The penalty of the squares of `coef`.
-    fit_intercept : bool
-        Whether there is a constant term, which has no penalty.
-    solver : "lbfgs" or "newton-cholesky"
+    fit_intercept, solver, max_iter, tol
         As of `logistic_regression`.
-    max_iter : int
-        The most turns.
-    tol : float
-        The iteration ends if no element of the gradient of the average loss is larger.
 
     Returns
     -------
@@ -180,10 +185,8 @@ def lasso(
         What is fitted.
     alpha : float
         The penalty; without one use `linalg.lstsq`.
-    fit_intercept : bool
-        Whether there is a constant term, which has no penalty.
-    max_iter : int
-        The most turns.
+    fit_intercept, max_iter
+        As of `logistic_regression`.
     tol : float
         The iteration ends if the duality gap is below ``tol * sum(y**2) / m``, of y without its mean.
 
@@ -221,9 +224,71 @@ def lasso(
     return found
 
 
-def _rows(X: Any, y: Any) -> tuple[Any, Any]:
+def ridge_cv(
+    X: Any, y: Any, alphas: Sequence[float] = (0.1, 1.0, 10.0), *, cv: int | None = None, fit_intercept: bool = True
+) -> RidgeChoice:
+    """Fit by ridge regression with the best of some penalties, as ``sklearn.linear_model.RidgeCV`` does.
+
+    Without `cv` each row is predicted by a fit to all others, which one Gram matrix tells (Golub, Heath, Wahba 1979).
+    With `cv` rows are cut into that many folds; a fit without a fold takes the Gram matrix of all without that of the
+    fold, so that X is multiplied once, too.
+
+    Parameters
+    ----------
+    X : array, (m, n)
+        The rows.
+    y : array, (m,) or (m, k)
+        What is fitted; all columns with the same penalty.
+    alphas : sequence of floats
+        The penalties, which are positive.
+    cv : int, optional
+        The number of folds, each of which is left out once: neighbouring rows, as of ``KFold``.
+    fit_intercept : bool
+        Whether there is a constant term, which has no penalty.
+
+    Returns
+    -------
+    coef : array, (n,) or (n, k)
+        The coefficients with the best penalty.
+    intercept : array, () or (k,)
+        The constant term.
+    alpha : array, ()
+        The penalty with the highest score; the first one of these.
+    scores : array, (number of penalties,)
+        The negative mean of squared errors; with `cv` the mean R^2 of folds.
+
+    Raises
+    ------
+    PlanError
+        X is not a matrix of real numbers, y does not have as many rows, or an argument is out of its range.
+
+    See Also
+    --------
+    lasso, dask_distmm.linalg.ridge
+
+    Examples
+    --------
+    >>> import dask.array as da, numpy as np
+    >>> from dask_distmm.algorithms import ridge_cv
+    >>> X = np.arange(12.0)[:, None]
+    >>> found = ridge_cv(da.from_array(X, chunks=(4, 1)), da.from_array(3 * X[:, 0] + 1, chunks=4), [0.1, 10.0])
+    >>> float(found.alpha.compute())
+    0.1
+    """
+    X, y = _rows(X, y, (1, 2))
+    chosen_from = np.asarray(alphas, np.float64)
+    if chosen_from.ndim != 1 or not chosen_from.size or not (np.isfinite(chosen_from) & (chosen_from > 0)).all():
+        raise PlanError(f"alphas must be positive numbers, got {alphas!r}")
+    if cv is not None:
+        counts(2, X.shape[0] // 2, cv=cv)
+    found: RidgeChoice = _ridge_cv(X, y, tuple(chosen_from.tolist()), cv, fit_intercept)
+    return found
+
+
+def _rows(X: Any, y: Any, ndim: tuple[int, ...] = (1,)) -> tuple[Any, Any]:
     X = matrix(X)
-    y = shaped(y, "y", X.shape[0])
+    y = y if hasattr(y, "dtype") and hasattr(y, "ndim") else np.asarray(y)
+    y = shaped(y, "y", X.shape[0], *(y.shape[1:] if y.ndim in ndim else ()))
     if y.dtype.kind not in "biuf":
         raise PlanError(f"y must have real numbers, got {y.dtype}")
     return X, y
@@ -362,3 +427,86 @@ def _lasso(X: Any, y: Any, alpha: float, fit_intercept: bool, max_iter: int, tol
     zeros = np.zeros_like(b)
     w, *_, n_iter = until(turn, (zeros, zeros, np.ones((), X.dtype, like=b)), max_iter)
     return LinearModel(w, level - (center * w).sum(), n_iter)
+
+
+@jit
+def _ridge_cv(X: Any, y: Any, alphas: tuple[float, ...], cv: int | None, fit_intercept: bool) -> RidgeChoice:
+    (m, n), kind = X.shape, X.dtype
+    Y = (y[:, None] if y.ndim == 1 else y).astype(kind)
+    k, count = Y.shape[1], len(alphas)
+    center, level = (X.sum(0) / m, Y.sum(0) / m) if fit_intercept else (0 * X.sum(0), 0 * Y.sum(0))
+    X, Y = X - center, Y - level
+    penalties = np.stack([0 * center.sum() + alpha for alpha in alphas])
+
+    def solutions(G: Any, C: Any) -> Any:
+        """Return the solutions of all penalties side by side, of a matrix or a stack of them; and what solves."""
+        # LAPACK fails for NaN; here C brings them into the results.
+        w, V = np.linalg.eigh(np.where(np.isfinite(G).all(), G, 0))
+        scale = 1 / (np.maximum(w, 0)[..., None] + penalties)
+        along = np.swapaxes(V, -1, -2) @ C
+        each = (scale[..., None] * along[..., None, :]).reshape((*along.shape[:-1], count * k))
+        return V @ each, V, scale
+
+    if cv is None:
+        W, V, scale = solutions(X.T @ X, X.T @ Y)
+        left = 1 - np.square(X @ V) @ scale - (1 / m if fit_intercept else 0)
+        scores: Any = 0
+        for target in range(k):
+            errors = (Y[:, target][:, None] - X @ W[:, target::k]) / left
+            scores = scores - np.square(errors).sum(0) / (m * k)
+    else:
+        ends = np.cumsum([m // cv + (i < m % cv) for i in range(cv - 1)])
+        number = np.cumsum(np.ones_like(Y[:, 0], dtype=np.int64))
+        fold = sum((number > int(end)) * 1 for end in ends)
+        size = 1 + n + k
+        moments = sum_rows(functools.partial(_moments_of_folds, cv), X, Y, fold, meta=np.empty((cv, size, size), kind))
+        rest = moments.sum(0) - moments
+        sizes = rest[:, 0, 0][:, None]
+        means = rest[:, 0, 1:] / sizes * (1 if fit_intercept else 0)
+        rest = rest[:, 1:, 1:] - sizes[:, :, None] * means[:, :, None] * means[:, None, :]
+        W, V, scale = solutions(rest[:, :n, :n], rest[:, :n, n:])
+        # Per fold the constant terms of solutions.
+        levels = np.concatenate([means[:, n:]] * count, 1) - (means[:, :n, None] * W).sum(1)
+        errors = sum_rows(
+            functools.partial(_errors_of_folds, cv), X, Y, fold, W, levels, meta=np.empty((cv, count * k), kind)
+        )
+        squares = np.einsum("fjj->fj", moments)[:, 1 + n :]
+        squares = squares - moments[:, 0, 1 + n :] ** 2 / moments[:, 0, 0][:, None]
+        scores = (1 - errors.reshape(cv, count, k) / squares[:, None, :]).sum(2).sum(0) / (cv * k)
+        W, V, scale = solutions(X.T @ X, X.T @ Y)
+    best: Any = np.argmax(scores)
+    W = W.reshape(n, count, k)
+    each = np.arange(count, like=_like(X))
+    coef = np.where(each[:, None] == best, W, 0).sum(1)
+    intercept = level - (center[:, None] * coef).sum(0)
+    alpha = np.where(each == best, penalties, 0).sum()
+    if y.ndim == 1:
+        coef, intercept = coef[:, 0], intercept[0]
+    return RidgeChoice(coef, intercept, alpha, scores)
+
+
+def _of_folds(cv: int, fold: Any) -> Any:
+    """Yield the folds of which some rows are here, and which these are."""
+    for number in range(cv):
+        here = fold == number
+        if here.any():
+            yield number, here
+
+
+def _moments_of_folds(cv: int, X: Any, Y: Any, fold: Any) -> Any:
+    """Return for each fold the Gram matrix of a column of ones, X and Y beside each other."""
+    rows = np.concatenate([np.ones_like(X[:, :1]), X, Y], 1)
+    found = np.zeros((cv, rows.shape[1], rows.shape[1]), X.dtype, like=X)
+    for number, here in _of_folds(cv, fold):
+        part = rows[here]
+        found[number] = part.T @ part
+    return found
+
+
+def _errors_of_folds(cv: int, X: Any, Y: Any, fold: Any, W: Any, levels: Any) -> Any:
+    """Return for each fold the squared errors of the solutions that were made without it."""
+    found, k = np.zeros(levels.shape, X.dtype, like=X), Y.shape[1]
+    for number, here in _of_folds(cv, fold):
+        predicted = X[here] @ W[number] + levels[number]
+        found[number] = np.square(np.concatenate([Y[here]] * (predicted.shape[1] // k), 1) - predicted).sum(0)
+    return found

@@ -487,6 +487,8 @@ def _replace_functions() -> None:
     package = sys.modules.get("dask_array")
     if package is not None:
         _replace(package.linalg, routed.DASKS)
+    if "xarray" in sys.modules:
+        _replace(sys.modules["xarray"], routed.XARRAY)
     if not planning():
         _replace(dask.array.linalg, routed.DASKS)
         _replace(dask.array, routed.STATISTICS)

@@ -9,7 +9,7 @@ import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -23,9 +23,9 @@ from dask_distmm.errors import PlanError, TracingError
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.chunks import array_kind
-from dask_distmm.tracing.arrays import Trace, TracedArray, kind_of
+from dask_distmm.tracing.arrays import Trace, TracedArray, kind_of, need_rows
 from dask_distmm.tracing.control import Tree, flattened, nested
-from dask_distmm.tracing.form import Kind, Program
+from dask_distmm.tracing.form import Kind, Program, pieces
 from dask_distmm.tracing.lower import stored_shape
 from dask_distmm.tracing.place import Axis, Placements
 
@@ -48,10 +48,19 @@ class _Traced(NamedTuple):
 
 
 @overload
-def jit(fun: Callable[..., Any], *, static_argnames: str | Iterable[str] = ()) -> Jitted: ...
+def jit(
+    fun: Callable[..., Any], *, static_argnames: str | Iterable[str] = (), keep_every: int | None = None
+) -> Jitted: ...
 @overload
-def jit(fun: None = None, *, static_argnames: str | Iterable[str] = ()) -> Callable[[Callable[..., Any]], Jitted]: ...
-def jit(fun: Callable[..., Any] | None = None, *, static_argnames: str | Iterable[str] = ()) -> Any:
+def jit(
+    fun: None = None, *, static_argnames: str | Iterable[str] = (), keep_every: int | None = None
+) -> Callable[[Callable[..., Any]], Jitted]: ...
+def jit(
+    fun: Callable[..., Any] | None = None,
+    *,
+    static_argnames: str | Iterable[str] = (),
+    keep_every: int | None = None,
+) -> Any:
     """Make a function on Dask arrays one run, whatever it is made of, as ``jax.jit`` does for arrays of JAX.
 
     The function is written with NumPy, and with `fori_loop`, `while_loop` and `cond` where it repeats or decides. When
@@ -68,6 +77,11 @@ def jit(fun: Callable[..., Any] | None = None, *, static_argnames: str | Iterabl
     static_argnames : str or iterable of str
         Names of arguments that are not arrays, for example numbers of iterations: they are as they are while the
         function is traced, and each value of them is traced anew.
+    keep_every : int, optional
+        After this many turns of the outermost `fori_loop` a run ends, and the next one goes on with its state, of which
+        workers keep two copies meanwhile: if a worker is killed, the loop goes on from there, not from its start. By
+        default the whole function is one run. It matters where the function is called with Dask arrays, not where it is
+        a part of another one.
 
     Returns
     -------
@@ -77,8 +91,11 @@ def jit(fun: Callable[..., Any] | None = None, *, static_argnames: str | Iterabl
 
     Raises
     ------
+    PlanError
+        A name is not an argument of the function, or `keep_every` is not a positive integer.
     TracingError
-        When it is called: the function needs elements of its arrays, or does what has no rule.
+        When it is called: the function needs elements of its arrays, does what has no rule, or has no loop whose state
+        could be kept.
 
     See Also
     --------
@@ -95,17 +112,20 @@ def jit(fun: Callable[..., Any] | None = None, *, static_argnames: str | Iterabl
     """
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     if fun is None:
-        return functools.partial(jit, static_argnames=names)
+        return functools.partial(jit, static_argnames=names, keep_every=keep_every)
     if not callable(fun):
         raise PlanError(f"jit takes a function, got a {type(fun).__name__}")
-    return Jitted(fun, names)
+    if keep_every is not None and not (type(keep_every) is int and keep_every > 0):
+        raise PlanError(f"keep_every must be a positive integer, got {keep_every!r}")
+    return Jitted(fun, names, keep_every)
 
 
 class Jitted:
     """A function that `jit` has been given."""
 
-    def __init__(self, fun: Callable[..., Any], static: tuple[str, ...]) -> None:
+    def __init__(self, fun: Callable[..., Any], static: tuple[str, ...], keep_every: int | None = None) -> None:
         functools.update_wrapper(self, fun)
+        self.keep_every = keep_every
         self.name: str = getattr(fun, "__name__", type(fun).__name__)
         self._fun, self._static, self._signature = fun, static, inspect.signature(fun)
         self._traces: collections.OrderedDict[Any, _Traced] = collections.OrderedDict()
@@ -117,7 +137,7 @@ class Jitted:
         with contextlib.suppress(AttributeError, KeyError):
             if operator.attrgetter(self._fun.__qualname__)(sys.modules[self._fun.__module__]) is self:
                 return self._fun.__qualname__
-        return Jitted, (self._fun, self._static)
+        return Jitted, (self._fun, self._static, self.keep_every)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -127,11 +147,11 @@ class Jitted:
         leaves, tree = self.bound(args, kwargs)
         if not any(map(_is_lazy, leaves)):
             return self._fun(*args, **kwargs)
-        return _compiled(self.name, *self.traced(leaves, tree)).results()
+        return _compiled(self.name, *self.traced(leaves, tree), self.keep_every).results()
 
     def run(self, how: RunOptions, *args: Any) -> Any:
         """Trace the function for a run with some options; rows are those of the first array. Return lazy arrays."""
-        return _compiled(self.name, *self.traced(*self.bound(args, {})), how).results()
+        return _compiled(self.name, *self.traced(*self.bound(args, {})), how=how).results()
 
     def bound(self, args: Any, kwargs: Any) -> tuple[list[Any], Tree]:
         """Return the leaves of the arguments, and how they are nested; Dask arrays of other kinds as Dask's own."""
@@ -162,7 +182,7 @@ class Jitted:
         trace, arguments = Trace(), list[Any]()
         with trace.active(), trace.block() as block:
             for leaf in leaves:
-                arguments.append(trace.input(leaf, kind_of(leaf)) if _is_array(leaf) else getattr(leaf, "value", leaf))
+                arguments.append(trace.input(leaf, _kind(leaf)) if _is_array(leaf) else getattr(leaf, "value", leaf))
             # An array that is passed twice is one input.
             numbers = {x.number: i for i, x in reversed([*enumerate(arguments)]) if isinstance(x, TracedArray)}
             given, named = nested(arguments, tree)
@@ -172,6 +192,8 @@ class Jitted:
         inner.inputs = list(trace.inputs)
         sources = [numbers.get(n, array) for n, array in trace.inputs.items()]
         own = [number in numbers for number in trace.inputs]
+        # The trace is kept for other arguments, and these are not: workers may hold them as long as somebody has them.
+        trace.inputs.clear()
         return _Traced(trace.program(inner), sources, own, outputs, result_tree, trace.functions)
 
 
@@ -190,79 +212,127 @@ def _is_array(x: Any) -> bool:
     return hasattr(x, "dtype") and hasattr(x, "shape") and not isinstance(x, TracedArray)
 
 
+def _kind(x: Any) -> Kind:
+    return kind_of(x, unknown=_is_lazy(x))
+
+
 def _key(leaf: Any) -> Any:
     """Return what a trace depends on, of an argument."""
     if _is_array(leaf):
-        return _is_lazy(leaf), array_kind(leaf) if not _is_lazy(leaf) else "", leaf.shape, str(leaf.dtype)
+        return _is_lazy(leaf), array_kind(leaf) if not _is_lazy(leaf) else "", _kind(leaf), str(leaf.dtype)
     return type(leaf), leaf
 
 
 class _Compiled(NamedTuple):
-    """A traced function with its operands: a problem, and what its results are."""
+    """A program with its operands: a problem, and what its results are."""
 
     problem: ProgramProblem
     arrays: list[Array]
-    traced: _Traced
-    # For each output that is computed, by its number: its name, kind and axis.
+    # For each output its name, kind and axis, by its number.
     outputs: dict[int, tuple[str, Kind, Axis]]
     leader: Array
+    # What the function returns, and how that is nested.
+    returned: tuple[list[Any], Tree]
+
+    def matrices(self) -> dict[int, Array]:
+        """Return the outputs as lazy matrices by their numbers."""
+        problem, made = made_of(self.problem, self.arrays)
+        return dict(zip(self.outputs, program_arrays(problem, self.arrays, made), strict=True))
 
     def results(self) -> Any:
         """Return the results as lazy arrays."""
-        problem, made = made_of(self.problem, self.arrays)
-        found = dict(zip(self.outputs, program_arrays(problem, self.arrays, made), strict=True))
+        found, (leaves, tree) = self.matrices(), self.returned
         rows = self.leader.chunks[0]
-        leaves = []
-        for x in self.traced.outputs:
-            if not isinstance(x, TracedArray):
-                leaves.append(x)
-                continue
-            _, kind, axis = self.outputs[x.number]
-            leaves.append(_shaped(found[x.number], kind, axis, rows))
-        return nested(leaves, self.traced.tree)
+        shaped = [
+            _shaped(found[x.number], *self.outputs[x.number][1:], rows) if isinstance(x, TracedArray) else x
+            for x in leaves
+        ]
+        return nested(shaped, tree)
 
 
 def compiled(function: Jitted, args: Any, kwargs: Any) -> _Compiled:
     """Return a function with its arguments as a problem."""
-    return _compiled(function.name, *function.traced(*function.bound(args, kwargs)))
+    return _compiled(function.name, *function.traced(*function.bound(args, kwargs)), function.keep_every)
 
 
-def _compiled(name: str, traced: _Traced, leaves: list[Any], how: RunOptions | None = None) -> _Compiled:
-    """Give the inputs of a trace to ranks: rows where they are, what is small with the program."""
+def _compiled(
+    name: str,
+    traced: _Traced,
+    leaves: list[Any],
+    keep_every: int | None = None,
+    how: RunOptions | None = None,
+) -> _Compiled:
+    """Give the inputs of a trace to ranks: rows where they are, what is small with the program.
+
+    Of a program in pieces it is the last one, whose operands come from the others.
+    """
+    program = traced.program
     inputs = [leaves[x] if own else x for x, own in zip(traced.sources, traced.own, strict=True)]
+    values: dict[int, Any] = dict(zip(program.block.inputs, inputs, strict=True))
     lazy = [x for x in inputs if isinstance(x, Array) and x.ndim]
     if not lazy:
         raise TracingError(f"{name} reads no Dask array that has axes: call it with NumPy arrays")
-    leader = lazy[0] if how is not None else max(lazy, key=lambda x: x.nbytes)
-    m = len(leader)
-    a = rows_of(_matrix(leader, rows=True))
-    operands, axes, sources, constants = {"a": a}, list[Axis](), list[str | int](), list(traced.functions)
-    whole = []
-    for x in inputs:
-        in_rows = x.ndim > 0 and x.shape[0] == m
-        if not isinstance(x, Array) and x.nbytes <= _SMALL:
+    leader = lazy[0] if how is not None else max(lazy, key=lambda x: (np.isnan(x.shape[0]), _kind(x).nbytes))
+    if keep_every and not any("count" in one.options for one in program.block.statements):
+        raise TracingError(
+            f"keep_every={keep_every}: {name} has no fori_loop of a known number of turns outside of other loops and "
+            "branches. In place of a while_loop write fori_loop(0, most, ...) with dask_distmm.cond, or leave "
+            "keep_every= out"
+        )
+    parts, returned = pieces(program, keep_every) if keep_every else [program], (traced.outputs, traced.tree)
+    for part in parts[:-1]:
+        found = _piece(name, part, values, leader, traced.functions, returned, inner=True)
+        values |= {x: (matrix, found.outputs[x][2]) for x, matrix in found.matrices().items()}
+    return _piece(name, parts[-1], values, leader, traced.functions, returned, how=how)
+
+
+def _piece(
+    name: str,
+    program: Program,
+    values: Mapping[int, Any],
+    leader: Array,
+    functions: Sequence[bytes],
+    returned: tuple[list[Any], Tree],
+    *,
+    inner: bool = False,
+    how: RunOptions | None = None,
+) -> _Compiled:
+    """Return a program, or a piece of one, with its operands; outputs of inner ones are matrices.
+
+    What pieces before it have made are matrices, too, each with its axis of rows.
+    """
+    m, a = _kind(leader).shape[0], rows_of(_matrix(leader, rows=True))
+    operands, axes, sources, constants = {"a": a}, list[Axis](), list[str | int](), list(functions)
+    whole, kept = [], []
+    # Of a piece that goes on with a loop, its state.
+    state = program.block.statements[0].inputs if program.block.statements else ()
+    for number in program.block.inputs:
+        x, is_made = values[number], isinstance(values[number], tuple)
+        if not isinstance(x, Array | tuple) and x.nbytes <= _SMALL:
             sources.append(len(constants))
             axes.append(None)
             constants.append(np.ascontiguousarray(x.get() if hasattr(x, "get") else x).tobytes())
             continue
-        axes.append(0 if in_rows else None)
+        axes.append(x[1] if is_made else 0 if _kind(x).shape[:1] == (m,) else None)
         if x is leader:
             sources.append("a")
             continue
         source = f"b{len(operands)}"
         sources.append(source)
-        lazy_x = x if isinstance(x, Array) else from_array(x, chunks=-1)
-        operands[source] = _matrix(lazy_x, rows=in_rows)
-        if in_rows:
-            operands[source] = cut_as(a, operands[source])
+        if is_made:
+            operands[source] = x[0]
+            kept += [source] * (number in state)
         else:
+            matrix = _matrix(x if isinstance(x, Array) else from_array(x, chunks=-1), rows=axes[-1] == 0)
+            operands[source] = matrix if axes[-1] is None else _beside(matrix, a)
+        if axes[-1] is None:
             whole.append(source)
-    program = dataclasses.replace(traced.program, axes=tuple(axes), rows=m)
+    program = dataclasses.replace(program, axes=tuple(axes), rows=m)
     placed = Placements(program)
     outputs: dict[int, tuple[str, Kind, Axis]] = {}
-    for x in traced.outputs:
-        if isinstance(x, TracedArray) and x.number not in outputs:
-            outputs[x.number] = f"r{len(outputs)}", x.kind, placed.axes[x.number]
+    for ref in program.block.outputs:
+        if isinstance(ref, int) and ref not in outputs:
+            outputs[ref] = f"r{len(outputs)}", program.kinds[ref], placed.axes[ref]
     options = {
         "program": program.to_text(),
         "sources": tuple(sources),
@@ -271,7 +341,8 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any], how: RunOptions | N
         "types": {one: x.dtype.name for one, x in operands.items()},
         "finite": False,
     }
-    wanted = tuple(_wanted(label, kind, axis, a.chunks[0]) for label, kind, axis in outputs.values())
+    rows = tuple(-1 if np.isnan(size) else int(size) for size in a.chunks[0])
+    wanted = tuple(_wanted(*output, rows, inner=inner) for output in outputs.values())
     arrays = native(operands)
     request = run_request(ProgramProblem.kind, dict(zip(operands, arrays, strict=True)), how or {}, wanted)
     kinds = [x.dtype for x in operands.values() if x.dtype.kind in "fc"]
@@ -283,9 +354,10 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any], how: RunOptions | N
         options_of_builder=options,
         dtype=dtype.name,
         constants=tuple(constants),
+        kept=tuple(kept),
         **request,
     )
-    return _Compiled(problem, arrays, traced, outputs, leader)
+    return _Compiled(problem, arrays, outputs, leader, returned)
 
 
 def _matrix(x: Array, *, rows: bool) -> Array:
@@ -296,12 +368,25 @@ def _matrix(x: Array, *, rows: bool) -> Array:
         return x
     if x.ndim < 2:
         return x[:, None] if rows else x.reshape(1, -1)
+    if np.isnan(x.shape[0]):
+        need_rows()
     return x.reshape((len(x), -1) if rows else (1, -1))
 
 
-def _wanted(name: str, kind: Kind, axis: Axis, rows: tuple[int, ...]) -> NamedMatrix:
-    first, last = stored_shape(kind, axis)
-    ndim = len(kind.shape)
+def _beside(x: Array, a: Array) -> Array:
+    """Return an operand in the chunks of rows of another one."""
+    if not np.isnan(a.shape[0]):
+        return cut_as(a, x)
+    if x.numblocks[0] != a.numblocks[0]:
+        raise TracingError(
+            f"two arrays of unknown sizes have {a.numblocks[0]} and {x.numblocks[0]} chunks of rows; expected as many: "
+            "call their compute_chunk_sizes() before"
+        )
+    return rows_of(x)
+
+
+def _wanted(name: str, kind: Kind, axis: Axis, rows: tuple[int, ...], *, inner: bool = False) -> NamedMatrix:
+    (first, last), ndim = stored_shape(kind, axis), 2 if inner else len(kind.shape)
     if axis is not None:
         return NamedMatrix(name, (rows, (last,)), kind.dtype, (0,) if ndim == 1 else (0, 1))
     return NamedMatrix(name, ((first,), (last,)), kind.dtype, (0, 1) if ndim == 2 else (1,))

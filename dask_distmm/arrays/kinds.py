@@ -263,7 +263,10 @@ def _each(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _each(function, x) for key, x in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each(function, x) for x in value))
+        found = type(value)(*(_each(function, x) for x in value))
+        for name, x in getattr(value, "__dict__", {}).items():
+            setattr(found, name, _each(function, x))
+        return found
     return tuple(_each(function, x) for x in value) if type(value) is tuple else function(value)
 
 

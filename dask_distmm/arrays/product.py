@@ -66,13 +66,13 @@ from dask_distmm.planning.many import (
     share_out,
 )
 from dask_distmm.planning.model import Estimate, engine_alone
-from dask_distmm.planning.placement import Explanation
 from dask_distmm.planning.tasks import run_overhead
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.client import ask_roster, current_client, imagined_snapshot, recent_snapshot
 from dask_distmm.runtime.keys import RunTask, group_name
 from dask_distmm.runtime.messages import Snapshot
+from dask_distmm.shown import Explanation
 from dask_distmm.typing import AllOptions, ArrayLike, GroupedOptions, WithAux
 
 if TYPE_CHECKING:

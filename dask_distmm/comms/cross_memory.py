@@ -95,7 +95,7 @@ def lend(arrays: Sequence[Any], borrower: str) -> Loan | None:
     if not is_near(borrower) or sum(array.nbytes for array in arrays) < _LEAST_BYTES:
         return None
     described = [_describe_array(array) for array in arrays]
-    if any(one is None for one in described):
+    if any(x is None for x in described):
         return None
     _admit()
     return os.getpid(), _PROOF.ctypes.data, _PROOF.tobytes(), described
@@ -230,7 +230,7 @@ _FENCE = threading.Lock()
 
 
 def _fence() -> None:
-    """Have all reads and writes before this done before those after it, on any processor."""
+    """Order memory accesses: all before this are visible before any after it, on any processor."""
     for _ in range(2):
         with _FENCE:
             pass
@@ -330,7 +330,7 @@ class BoardReader:
         if found[0][2] < 0:
             return None
         try:
-            return borrow((*self._loan, [_described(*one[3:]) for one in found if one[-2].strip(b"\0")]))
+            return borrow((*self._loan, [_described(*x[3:]) for x in found if x[-2].strip(b"\0")]))
         except OSError:
             self._missed = True
             return None

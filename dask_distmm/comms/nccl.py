@@ -83,8 +83,8 @@ class NcclComm:
         bindings.all_gather(
             self._message.data.ptr, self._messages.data.ptr, _MESSAGE_BYTES, _BYTE, self.handle, self.stream.ptr
         )
-        found = self._messages.get(stream=self.stream)
-        return [row.tobytes().rstrip(b"\0") for row in found.reshape(self.nranks, -1)]
+        answers = self._messages.get(stream=self.stream)
+        return [row.tobytes().rstrip(b"\0") for row in answers.reshape(self.nranks, -1)]
 
     def close(self) -> None:
         """Destroy the communicator, on all ranks."""

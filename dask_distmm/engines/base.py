@@ -81,6 +81,8 @@ class Job(Generic[P]):
         self.ended = Ended()
         self.timings: dict[str, float] = {}
         self.held_bytes = self.kept_bytes = 0
+        # Turns of the outermost loop so far, and of how many; 0 where that is not known.
+        self.turns = (0, 0)
         self.offer: Any = None
         self.consumed: list[ChunkKey] = []
         self.missing: list[int] = []

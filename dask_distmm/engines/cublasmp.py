@@ -319,9 +319,9 @@ class CublasMpJob(Job[Plan]):
             self._finishing = NativeBias(self.plan, self.me, self.rank, self.chunks, self._cut_of_bias())
         elif own_kernel(self.plan):
             self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
-        for one in self._finishing.inputs if self._finishing is not None else ():
-            among, outside = one.moves.among(self.plan.ranks, self.me)
-            self._filled[one.name] = Filled(one.parts, self._shuffle(among, one.arrays, one.parts, "C"), outside)
+        for x in self._finishing.inputs if self._finishing is not None else ():
+            among, outside = x.moves.among(self.plan.ranks, self.me)
+            self._filled[x.name] = Filled(x.parts, self._shuffle(among, x.arrays, x.parts, "C"), outside)
         self._replicas = Filled({}, None)
         if "d" in self.plan.kept and len(self.plan.ranks) > 1 and not CUBLASMP.all_reduced(self.plan):
             made = self._finishing.d if isinstance(self._finishing, Finishing) else self._result.arrays
@@ -329,7 +329,7 @@ class CublasMpJob(Job[Plan]):
             self._replicas = self._replicas_of(own)
 
         def exchange(*filled: Filled) -> Exchange:
-            return Exchange(*(one.shuffle for one in filled if one.shuffle is not None))
+            return Exchange(*(x.shuffle for x in filled if x.shuffle is not None))
 
         a, b, *inputs = self._filled.values()
         # Inputs of the formula apart: one may not be aligned well, and what one launch copies is all in the same units.
@@ -494,7 +494,9 @@ class CublasMpJob(Job[Plan]):
         """Return the bytes of all device memory that this rank holds for the run."""
         arrays = [*self._on_device.all_arrays, self._target]
         arrays += [buffer for exchange in self._exchanges for buffer in exchange.buffers]
-        arrays += [x for one in (*self._filled.values(), self._result, self._replicas) for x in one.arrays.values()]
+        arrays += [
+            x for filled in (*self._filled.values(), self._result, self._replicas) for x in filled.arrays.values()
+        ]
         arrays += self._finishing.arrays if self._finishing is not None else []
         return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
 
@@ -507,8 +509,8 @@ class CublasMpJob(Job[Plan]):
     def _group(self) -> Group:
         """Return the ranks' group."""
         assert self.rank is not None
-        given = self.plan, self.rank, self._entry.unique_id, self._stream
-        return self._engine.group(self.plan.group, lambda: Group(*given))
+        arguments = self.plan, self.rank, self._entry.unique_id, self._stream
+        return self._engine.group(self.plan.group, lambda: Group(*arguments))
 
     def _fetch_outside(self, number: int, type_name: str, moves: Moves, targets: Mapping[int, Any]) -> None:
         """Get the rectangles that only workers have which are not ranks, and copy them into place."""
@@ -539,9 +541,9 @@ class CublasMpJob(Job[Plan]):
         """Return boxes of the chunks that are here, or the id under which the ranks make their communicator."""
         if kind == "enter":
             return list(self._entry.answer())
-        found = contiguous(super().serve(kind, boxes))
+        answer = contiguous(super().serve(kind, boxes))
         cp.cuda.Stream.null.synchronize()
-        return found
+        return answer
 
     # The end
 

@@ -43,7 +43,7 @@ from dask_distmm.errors import MatrixError
 from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.planning.computation import NamedMatrix
-from dask_distmm.planning.factor import FactorPlacement, algorithm_of
+from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import Placement
 from dask_distmm.programs.steps import Key, Make, Publish, Pull
@@ -94,9 +94,9 @@ class NcclJob(GpuProgramJob):
         # None where one rank computes, and for participants that are not ranks.
         self._panels: SentPanels | None = None
         if len(self.plan.ranks) > 1 and self.rank is not None:
-            given = self.ended.check, engine.coming, engine.solver().streams
-            self.exchange = self._panels = SentPanels(self.plan.ranks, self.comm, *given)
-        least = ENGINES[self.plan.engine].share(algorithm_of(self.plan.problem.task), len(self.plan.ranks))
+            arguments = self.ended.check, engine.coming, engine.solver().streams
+            self.exchange = self._panels = SentPanels(self.plan.ranks, self.comm, *arguments)
+        least = ENGINES[self.plan.engine].share(self.plan.problem.task.algorithm, len(self.plan.ranks))
         self._entry = CollectiveEntry(self.plan, self.rank, self.comm, self.ended, least)
 
     # The work
@@ -115,7 +115,7 @@ class NcclJob(GpuProgramJob):
             self._entry.leave()
 
     def _reserve(self) -> None:
-        """Have the buffers of all panels that are under way at a time: none is to lack one later."""
+        """Allocate the buffers of all panels that are in flight at a time, so that none fails later."""
         assert self._panels is not None
         messages = (step.buffers for step in self._steps if isinstance(step, Publish | Pull))
         size = max((ends_of(buffers)[-1] for buffers in messages), default=0)
@@ -147,19 +147,19 @@ class NcclJob(GpuProgramJob):
     def _joined(self) -> RankGroup:
         """Return the ranks' group."""
         assert self.rank is not None
-        given = self.plan, self.rank, self._entry.unique_id, self._stream
-        return self._state.group(self.plan.group, lambda: RankGroup(*given))
+        arguments = self.plan, self.rank, self._entry.unique_id, self._stream
+        return self._state.group(self.plan.group, lambda: RankGroup(*arguments))
 
     def _fetched(self) -> dict[str, list[tuple[Part, Any]]]:
         """Return by operand the parts that workers have which are not ranks."""
-        found: dict[str, list[tuple[Part, Any]]] = {}
+        parts_of: dict[str, list[tuple[Part, Any]]] = {}
         for step in self._steps:
             if isinstance(step, Make) and step.operand:
                 for holder, parts in self._wanted(step.operand, self._at(step.buffer)).items():
                     if holder not in self.plan.ranks:
                         answer = wait_checked(self._fetch("input", holder, parts), self.ended.check)
-                        found.setdefault(step.operand, []).extend(zip(parts, answer, strict=True))
-        return found
+                        parts_of.setdefault(step.operand, []).extend(zip(parts, answer, strict=True))
+        return parts_of
 
     def _gather(self, name: str, target: Any) -> None:
         """Write this rank's block columns of an operand."""
@@ -219,19 +219,21 @@ class NcclJob(GpuProgramJob):
             yield from super()._assemble(number, output)
             return
         assert self.rank is not None
-        found: dict[ResultKey, Any] = self._panels.group.together(lambda: self._blanks(output))
+        chunks: dict[ResultKey, Any] = self._panels.group.together(lambda: self._blanks(output))
         described = self.plan.output(output.name)
         orientation, copies, dst = described.orientation, list[tuple[Copy, int, int]](), dict[int, Any]()
         for peer in range(len(self.plan.ranks)):
             for index, copy in self._taken_by(output, peer):
                 copies.append((copy, copy.src, peer))
                 if peer == self.rank:
-                    dst[copy.dst] = found[output.name, index].T if orientation.transposed else found[output.name, index]
+                    dst[copy.dst] = (
+                        chunks[output.name, index].T if orientation.transposed else chunks[output.name, index]
+                    )
         self._exchange(copies, {self.rank: self._parts[output.name]}, dst, conjugated=orientation.conjugated)
         for copy, _, peer in copies:
             if peer == self.rank:
                 keep_triangle(self.blas, described.form, dst[copy.dst][copy.dst_index], copy.row, copy.col)
-        self._result |= found
+        self._result |= chunks
 
     # Messages between participants
 

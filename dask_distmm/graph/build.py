@@ -38,7 +38,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from dask._task_spec import GraphNode, Task, TaskRef, convert_legacy_graph
+from dask._task_spec import GraphNode, List, Task, TaskRef, convert_legacy_graph
 from dask.array.core import Array
 from dask.array.routines import matmul
 from dask.base import tokenize
@@ -384,7 +384,7 @@ def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | ChunkTasks
     return arrays_of(problem, job.execute())
 
 
-def chunk(output: str, index: int, result: Any) -> Any:
+def chunk(output: str, index: int, result: Any, kept: Any = None) -> Any:
     """Return one chunk of D (``output=""``) or of an auxiliary output; on a cluster no worker runs this."""
     if not isinstance(result, dict):
         raise EngineError(f"chunk {index} is made by a run; this task can't run by itself")
@@ -407,6 +407,13 @@ def build_factor_graph(
     run = TasksLayer({before: barrier_task(problem, barrier, inputs)})
     graph = HighLevelGraph.from_collections(before, run, dependencies=list(given.values()))
     outputs = [output.name for output in problem.outputs]
-    layers = {output_name(problem.name, output): TasksLayer(chunks_of(problem, output)) for output in outputs}
-    dependencies = dict(graph.dependencies) | {name: {before} for name in layers}
+    chunks = {output_name(problem.name, output): chunks_of(problem, output) for output in outputs}
+    kept = List(*(TaskRef(key) for name in problem.kept for key in inputs[name]))
+    for tasks in chunks.values() if problem.kept else ():
+        # Of what two tasks wait for Dask keeps two copies, once there are two.
+        first = next(iter(tasks))
+        tasks[first] = ChunkTask(first, chunk, *tasks[first].args, kept=kept)
+    layers = {name: TasksLayer(tasks) for name, tasks in chunks.items()}
+    beside = {given[name].name for name in problem.kept}
+    dependencies = dict(graph.dependencies) | {name: {before, *beside} for name in layers}
     return HighLevelGraph({**graph.layers, **layers}, dependencies)

@@ -270,7 +270,7 @@ def _chain(upstream: Mapping[Key, GraphNode], key: Key, most: int) -> dict[Key, 
             found |= {task.key: task} if found else {}
             todo.append(task.target)
             continue
-        if not isinstance(task, Task):
+        if not isinstance(task, Task) or isinstance(task, RunTask):
             return None
         nodes = {name: upstream.get(name) for name in task.dependencies}
         others = [name for name, node in nodes.items() if not isinstance(node, DataNode)]

@@ -25,7 +25,6 @@ from dask_distmm.planning.numpy import NUMPY
 from dask_distmm.planning.numpy import NumpyModel as NumpyModel
 from dask_distmm.planning.peer import NCCL, PEER
 from dask_distmm.planning.placement import EVERYWHERE as EVERYWHERE
-from dask_distmm.planning.placement import Explanation as Explanation
 from dask_distmm.planning.placement import Placement as Placement
 from dask_distmm.planning.plan import Plan as Plan
 from dask_distmm.planning.planner import plan as plan
@@ -35,6 +34,7 @@ from dask_distmm.planning.planner import problem_from_wire as problem_from_wire
 from dask_distmm.planning.problem import METHODS as METHODS
 from dask_distmm.planning.problem import Problem as Problem
 from dask_distmm.planning.problem import restrict as restrict
+from dask_distmm.shown import Explanation as Explanation
 
 # In the order in which they are preferred: GPUs that read each other's memory, other GPUs, CPUs.
 for _model in (PEER, CUBLASMP, NCCL, NUMPY):

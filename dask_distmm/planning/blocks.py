@@ -115,18 +115,18 @@ def steps(plan: Plan, rank: int, usable: Usable) -> tuple[Step, ...]:
     answers: dict[tuple[int, int], bool] = {}
     kept: list[tuple[dict[tuple[int, int], bool], tuple[Step, ...]]]
     kept = remembered((deciding(plan),), ("blocks", rank), list, LONG)
-    for before, found in kept:
+    for before, before_steps in kept:
         if all(usable(*chunk) == answer for chunk, answer in before.items()):
-            return found
+            return before_steps
 
     def asked(operand: int, number: int) -> bool:
         if (operand, number) not in answers:
             answers[operand, number] = usable(operand, number)
         return answers[operand, number]
 
-    made = record(plan, rank, asked)
-    kept[:] = [*kept[1 - _KEPT :], (answers, made)]
-    return made
+    recorded = record(plan, rank, asked)
+    kept[:] = [*kept[1 - _KEPT :], (answers, recorded)]
+    return recorded
 
 
 def record(plan: Plan, rank: int, usable: Usable) -> tuple[Step, ...]:
@@ -147,23 +147,20 @@ class _Blocks(Product):
     """Records the steps of a rank."""
 
     def __init__(self, plan: Plan, rank: int, usable: Usable) -> None:
-        super().__init__(plan, rank, ())
-        self.dtype, self.usable, self.keeps = sums_in(plan).name, usable, ()
-        self.multiple, self.side = extent_multiple(plan.problem), full_side(plan.problem)
         i, j, _ = plan.coords(rank)
+        self.usable, self.multiple, self.side = usable, extent_multiple(plan.problem), full_side(plan.problem)
         # D is multiplied into its chunks if all are large, or if the rank's part of it is within one of its own.
-        inside = [index for index, _ in pieces_of(plan.chunk_cuts, self.region)]
+        inside = [index for index, _ in pieces_of(plan.chunk_cuts, plan.region(rank))]
         within = plan.grid[2] == self.multiple == len(inside) == 1 and int(plan.owners[inside[0]]) == rank
-        self.packed = not (in_chunks(plan)[i, j] or within)
-        self.cuts = (self.region[:2], self.region[2:]) if self.packed else plan.chunk_cuts
+        super().__init__(plan, rank, sums_in(plan).name, packed=not (in_chunks(plan)[i, j] or within))
         self.triangle = square_on_diagonal(plan, rank, native(plan))
         self.kinds = plan.problem.matrix_types
         # Buffers for parts of A and B by name; the bias, if the library adds it.
         self.slots: dict[str, Buffer] = {}
         self.bias: Placed | None = None
         # Ranks whose sums are to be added: the one before this one computes this rank's part right after its own.
-        others = range(1, len(plan.ranks)) if plan.grid[2] > 1 and plan.final_rects(rank) else ()
-        self.coming, self.complete = collections.deque((rank - behind) % len(plan.ranks) for behind in others), 0
+        behind_me = range(1, len(plan.ranks)) if plan.grid[2] > 1 and plan.final_rects(rank) else ()
+        self.coming, self.complete = collections.deque((rank - behind) % len(plan.ranks) for behind in behind_me), 0
 
     # Which part of what is loaded when: the plan's `BlockSchedule`, applied to the places of the chunks
 
@@ -172,19 +169,19 @@ class _Blocks(Product):
         plan, (r0, r1, c0, c1) = self.plan, self.region
         self.schedule, self.stationary, self.streamed = schedule, schedule.stationary, 1 - schedule.stationary
         span, panel_numbers = ((c0, c1) if self.streamed == 1 else (r0, r1)), itertools.count()
-        found: list[Group] = []
+        groups: list[Group] = []
         epochs = list(itertools.product(itertools.pairwise(schedule.parts), itertools.pairwise(schedule.depth)))
         for epoch, (part, depth) in enumerate(epochs):
             panels = self._panels(span, depth)
             here = self._here_first(panels, depth)
             resident = self._stationary_parts(part, depth, epoch, self._width(panels, here))
-            if epoch == 0 and not here and all(one.loaded for one in resident):
+            if epoch == 0 and not here and all(x.loaded for x in resident):
                 panels = self._ramp(panels, resident)
             wholes = _side_by_side(resident)
             # Parts that are multiplied in place come first, then other parts on this GPU.
-            resident.sort(key=lambda one: (one.loaded, self._is_away(one)))
+            resident.sort(key=lambda x: (x.loaded, self._is_away(x)))
             wholes.sort(key=lambda group: group[0].loaded)
-            fresh = [one for one in resident if one.loaded]
+            fresh = [x for x in resident if x.loaded]
             add = depth[0] > schedule.depth[0]
             # The panels on this GPU, or else the first panel, are multiplied with each stationary piece as it arrives.
             at_first = max(1, here) if fresh else 1
@@ -194,18 +191,18 @@ class _Blocks(Product):
                     self._part(self.streamed, segment, depth, 0 if segment.in_place else next(panel_numbers) % PANELS)
                     for segment, _ in group
                 ]
-                loads = [one for one in parts if one.loaded]
+                loads = [x for x in parts if x.loaded]
                 if number == 0:
                     loads = [*fresh[:1], *loads, *fresh[1:]]
-                stationary = [(one,) for one in resident] if number == 0 else wholes
+                stationary = [(x,) for x in resident] if number == 0 else wholes
                 products = [self._multiply(together, panel, add) for together in stationary for panel in parts]
                 done: tuple[int, ...] = ()
                 if plan.grid[2] > 1 and epoch == len(epochs) - 1:
                     done = tuple(to for segment, to in group if segment == last[to])
                     if -1 in done:
                         done = tuple(range(len(plan.ranks)))
-                found.append(Group(loads, products, done))
-        return found
+                groups.append(Group(loads, products, done))
+        return groups
 
     def _here_first(self, panels: Sequence[tuple[_Segment, int]], depth: tuple[int, int]) -> int:
         """Return how many panels at the front are on this GPU; one buffer is left for the first panel that is not."""
@@ -226,7 +223,7 @@ class _Blocks(Product):
             rect = (first.rect[0], last.rect[1], first.rect[2], last.rect[3])
             whole = Placed(View(first.matrix.buffer, (top, bottom, left, right)), rect)
         a, b = (whole, panel.placed) if self.stationary == 0 else (panel.placed, whole)
-        return Multiply(a, b, tuple(one for one in (*stationary, panel) if one.loaded), add)
+        return Multiply(a, b, tuple(part for part in (*stationary, panel) if part.loaded), add)
 
     def _rect(self, operand: int, own: tuple[int, int], depth: tuple[int, int]) -> Rect:
         return (*own, *depth) if operand == 0 else (*depth, *own)
@@ -256,19 +253,19 @@ class _Blocks(Product):
 
     def _stationary_parts(self, part: tuple[int, int], depth: tuple[int, int], epoch: int, width: int) -> list[Part]:
         """Return the stationary part in pieces, for panels of this width."""
-        found: list[Part] = []
+        pieces: list[Part] = []
         operand, slot, at = self.stationary, epoch % self.schedule.stationary_buffers, 0
         for segment in self._segments(operand, part, depth):
             if segment.in_place:
-                found.append(self._part(operand, segment, depth, 0))
+                pieces.append(self._part(operand, segment, depth, 0))
                 continue
             length = segment.stop - segment.start
             size = self._piece(length, width) if epoch == 0 and self._away(operand, segment, depth) else length
             for start in range(segment.start, segment.stop, size):
                 stop = min(start + size, segment.stop)
-                found.append(self._part(operand, _Segment(start, stop, False), depth, slot, at))
+                pieces.append(self._part(operand, _Segment(start, stop, False), depth, slot, at))
                 at += stop - start
-        return found
+        return pieces
 
     def _panels(self, span: tuple[int, int], depth: tuple[int, int]) -> list[tuple[_Segment, int]]:
         """Return the panels in order, each with the rank whose part of the partial sums it belongs to, or -1."""
@@ -283,7 +280,7 @@ class _Blocks(Product):
             if any(start % self.multiple for (start, _), _ in slabs):
                 # The padding of a slab would be multiplied into the next slab.
                 slabs = [(span, -1)]
-        found: list[tuple[_Segment, int]] = []
+        panels: list[tuple[_Segment, int]] = []
         for slab, to in slabs:
             pieces: list[_Segment] = []
             for segment in self._segments(self.streamed, slab, depth):
@@ -294,37 +291,37 @@ class _Blocks(Product):
                     edges, width = self._edges(self.streamed, run[:2]), self.schedule.width
                     cuts = coalesce(edges, width, unit(width, self.multiple))
                     pieces += [_Segment(low, high, False) for low, high in itertools.pairwise(cuts)]
-            found += [(piece, to) for piece in self._in_order(pieces, depth)]
-        return found
+            panels += [(piece, to) for piece in self._in_order(pieces, depth)]
+        return panels
 
     def _ramp(self, panels: Sequence[tuple[_Segment, int]], resident: Sequence[Part]) -> list[tuple[_Segment, int]]:
         """Cut the first panel, which comes from another GPU, into pieces."""
         (first, to), *rest = panels
-        size = self._piece(first.stop - first.start, max(one.own[1] - one.own[0] for one in resident))
+        size = self._piece(first.stop - first.start, max(part.own[1] - part.own[0] for part in resident))
         starts = range(first.start, first.stop, size)
         return [(_Segment(start, min(start + size, first.stop), False), to) for start in starts] + rest
 
     def _runs(self, segment: _Segment, depth: tuple[int, int]) -> list[_Segment]:
         """Cut a stretch of the streamed operand into parts on this GPU and parts on others, if these are wide."""
-        found: list[tuple[_Segment, bool]] = []
+        runs: list[tuple[_Segment, bool]] = []
         for start, stop in itertools.pairwise(self._edges(self.streamed, segment[:2])):
-            one = _Segment(start, stop, False)
-            away = self._away(self.streamed, one, depth)
-            if found and found[-1][1] == away:
-                one = one._replace(start=found.pop()[0].start)
-            found.append((one, away))
+            run = _Segment(start, stop, False)
+            away = self._away(self.streamed, run, depth)
+            if runs and runs[-1][1] == away:
+                run = run._replace(start=runs.pop()[0].start)
+            runs.append((run, away))
         low, high = self.schedule.parts[:2]
         least = min(self.schedule.width // _FINEST, self.side**2 // (high - low))
-        if any(one.stop - one.start < least for one, _ in found):
+        if any(run.stop - run.start < least for run, _ in runs):
             return [segment]
-        return [one for one, _ in found]
+        return [run for run, _ in runs]
 
     def _in_order(self, segments: list[_Segment], depth: tuple[int, int]) -> list[_Segment]:
         """Return panels in the order in which they are pulled."""
         count, ranks = len(self.plan.ranks), self.plan.ranks
         holders = [self._holders(self.streamed, segment, depth) for segment in segments]
         me, first = ranks[self.me], self.me * len(segments) // count
-        whole = all(max(found.values()) > _MOSTLY * sum(found.values()) for found in holders)
+        whole = all(max(elements.values()) > _MOSTLY * sum(elements.values()) for elements in holders)
 
         def key(at: int) -> tuple[bool, bool, int, int]:
             most = max(holders[at], key=lambda holder: holders[at][holder])
@@ -336,13 +333,13 @@ class _Blocks(Product):
 
     def _segments(self, operand: int, span: tuple[int, int], depth: tuple[int, int]) -> list[_Segment]:
         """Cut a stretch of an operand's own axis into parts that are multiplied in place and parts that are loaded."""
-        found: list[_Segment] = []
+        segments: list[_Segment] = []
         for start, stop in itertools.pairwise(self._edges(operand, span)):
             in_place = self._in_place(operand, self._rect(operand, (start, stop), depth))
-            if found and not in_place and not found[-1].in_place:
-                start = found.pop().start  # noqa: PLW2901
-            found.append(_Segment(start, stop, in_place))
-        return found
+            if segments and not in_place and not segments[-1].in_place:
+                start = segments.pop().start  # noqa: PLW2901
+            segments.append(_Segment(start, stop, in_place))
+        return segments
 
     def _in_place(self, operand: int, rect: Rect) -> bool:
         """Whether a part of an operand is in one chunk of this GPU, where the library can multiply it."""
@@ -369,15 +366,15 @@ class _Blocks(Product):
 
     def _holders(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> dict[int, int]:
         """Return how many elements of a stretch each participant has."""
-        matrix, found = self.problem.matrices[operand], collections.defaultdict[int, int](int)
+        matrix, elements = self.problem.matrices[operand], collections.defaultdict[int, int](int)
         for piece in chunk_blocks_of(matrix.chunks, operand, self._rect(operand, segment[:2], depth)):
             holder = self.where[matrix.name][piece.chunk]
-            found[self.plan.ranks[self.me] if holder == EVERYWHERE else holder] += piece.rows * piece.cols
-        return found
+            elements[self.plan.ranks[self.me] if holder == EVERYWHERE else holder] += piece.rows * piece.cols
+        return elements
 
-    def _piece(self, length: int, other: int) -> int:
+    def _piece(self, length: int, width: int) -> int:
         """Return the size of pieces whose products with a part of extent `other` still fill a GPU."""
-        count = pieces_that_fill(self.problem, length, other)
+        count = pieces_that_fill(self.problem, length, width)
         return padded(length, unit(length // count, self.multiple), count)
 
     def _away(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> bool:
@@ -407,8 +404,8 @@ class _Blocks(Product):
             of_d = region
             if held:
                 of_d = (*own, *region[2:]) if source.made[0] == 0 else (*region[:2], *own)
-            made = [part(operand, of_d, depth, len(found) % PANELS) for operand in source.made]
-            pair = {one.operand: one.placed for one in made}
+            makes = [part(operand, of_d, depth, len(found) % PANELS) for operand in source.made]
+            pair = {one.operand: one.placed for one in makes}
             for other in held:
                 (r0, r1), (c0, c1) = (region[:2], depth) if other.operand == 0 else (depth, region[2:])
                 rect = (r0, r1, c0, c1)
@@ -417,8 +414,8 @@ class _Blocks(Product):
                 ((operand, one),) = pair.items()
                 pair[1 - operand] = Placed(one.matrix, (*one.rect[2:], *one.rect[:2]), turned=True)
             first = [one for one in held if one.loaded] if not found else []
-            needs = (*(one for one in held if one.loaded), *made)
-            found.append(Group([*first, *made], [Multiply(pair[0], pair[1], needs, depth[0] > along_k[0])]))
+            needs = (*(one for one in held if one.loaded), *makes)
+            found.append(Group([*first, *makes], [Multiply(pair[0], pair[1], needs, depth[0] > along_k[0])]))
         if plan.grid[2] > 1:
             found[-1] = found[-1]._replace(done=tuple(range(len(plan.ranks))))
         return found
@@ -440,18 +437,18 @@ class _Blocks(Product):
                 self.new(sums)
         if native(self.plan) is not None and "bias" in self.problem.formula.inputs:
             rect = (0, 1, *self.region[2:])
-            found = self._load("bias", rect)
-            if (goal := self.problem.d.dtype) != found.dtype:
-                found, given = self.small(1, found.shape[1], goal), found
-                self.call("copy", given, found)
-            self.bias = Placed(found, rect)
+            bias = self._load("bias", rect)
+            if (goal := self.problem.d.dtype) != bias.dtype:
+                bias, loaded = self.small(1, bias.shape[1], goal), bias
+                self.call("copy", loaded, bias)
+            self.bias = Placed(bias, rect)
 
     def _load(self, name: str, rect: Rect) -> Buffer:
         """Copy a part of an operand to a new matrix."""
-        found = self.small(*shape_of(rect), self.problem[name].dtype)
-        self.new(found)
-        self.steps.append(Make(found[:, :], name, rect=rect))
-        return found
+        buffer = self.small(*shape_of(rect), self.problem[name].dtype)
+        self.new(buffer)
+        self.steps.append(Make(buffer[:, :], name, rect=rect))
+        return buffer
 
     def take(self, groups: Sequence[Group]) -> None:
         """Record loads and products: loads in their order, each once its buffer is free."""
@@ -494,7 +491,7 @@ class _Blocks(Product):
             # Of a triangle nothing is complete before all of it is.
             if self.triangle is None or group is groups[-1]:
                 self._mirror()
-                self._publish_sums(itertools.chain(*(one.done for one in groups)) if self.triangle else group.done)
+                self._publish_sums(itertools.chain(*(x.done for x in groups)) if self.triangle else group.done)
             while can_come(number):
                 issue()
 
@@ -569,11 +566,11 @@ class _Blocks(Product):
         problem, formula, parts = self.problem, self.problem.formula, dict[tuple[str, Rect], Buffer]()
         if not problem.finished or native(self.plan) is not None:
             for index, chunk in self.of_d.items():
-                found = chunk.matrix
+                result = chunk.matrix
                 if problem.d.dtype != self.dtype:
-                    found = Buffer(f"rounded.{index}", chunk.matrix.shape, problem.d.dtype)
-                    self.call("copy", chunk.matrix, found)
-                self.leave("", found, index)
+                    result = Buffer(f"rounded.{index}", chunk.matrix.shape, problem.d.dtype)
+                    self.call("copy", chunk.matrix, result)
+                self.leave("", result, index)
             return
         names = problem.operands[2:]
         for rect, name in itertools.product([chunk.rect for chunk in self.of_d.values()], names):
@@ -581,50 +578,50 @@ class _Blocks(Product):
             if at not in parts:
                 parts[at] = self._load(*at)
         for index, (sums, rect, _) in self.of_d.items():
-            made = [Buffer(f"{one.name}@{index}", one.chunk_shape(index), one.dtype) for one in problem.outputs]
+            results = [Buffer(f"{x.name}@{index}", x.chunk_shape(index), x.dtype) for x in problem.outputs]
             read = [parts[name, self._read_of(name, rect)] for name in names]
-            self.call("finish_into", *read, sums, *made, reads=len(read), names=names, formula=formula)
-            for output, buffer in zip(problem.outputs, made, strict=True):
+            self.call("finish_into", *read, sums, *results, reads=len(read), names=names, formula=formula)
+            for output, buffer in zip(problem.outputs, results, strict=True):
                 self.leave(output.name, buffer, index)
 
 
 def merged(rects: Sequence[Rect]) -> list[Rect]:
     """Merge rectangles into larger ones: neighbours in a row first, then rows of equal columns."""
-    for own, other in ((2, 0), (0, 2)):
-        found: list[Rect] = []
+    for own, across in ((2, 0), (0, 2)):
+        rows: list[Rect] = []
         for rect in rects:
-            if found and found[-1][other : other + 2] == rect[other : other + 2] and found[-1][own + 1] == rect[own]:
-                before = list(found.pop())
+            if rows and rows[-1][across : across + 2] == rect[across : across + 2] and rows[-1][own + 1] == rect[own]:
+                before = list(rows.pop())
                 before[own + 1] = rect[own + 1]
                 rect = (before[0], before[1], before[2], before[3])  # noqa: PLW2901
-            found.append(rect)
-        rects = found
+            rows.append(rect)
+        rects = rows
     return list(rects)
 
 
 def _side_by_side(resident: Sequence[Part]) -> list[tuple[Part, ...]]:
     """Group parts that are side by side both in one buffer and in the matrix."""
-    found: list[tuple[Part, ...]] = []
-    for one in resident:
-        before = found[-1][-1] if found else None
-        if before is not None and one.loaded and before.matrix.buffer is one.matrix.buffer:
-            axis = 2 * one.operand
-            if before.own[1] == one.own[0] and before.matrix.box[axis + 1] == one.matrix.box[axis]:
-                found[-1] = (*found[-1], one)
+    groups: list[tuple[Part, ...]] = []
+    for part in resident:
+        before = groups[-1][-1] if groups else None
+        if before is not None and part.loaded and before.matrix.buffer is part.matrix.buffer:
+            axis = 2 * part.operand
+            if before.own[1] == part.own[0] and before.matrix.box[axis + 1] == part.matrix.box[axis]:
+                groups[-1] = (*groups[-1], part)
                 continue
-        found.append((one,))
-    return found
+        groups.append((part,))
+    return groups
 
 
 def _stored_soon(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Hand each buffer over as soon as no step needs it any more: results go to the host while others are made."""
-    last, found = dict[str, int](), collections.defaultdict[int, list[Step]](list)
+    last, at = dict[str, int](), collections.defaultdict[int, list[Step]](list)
     for number, step in enumerate(steps):
         match step:
             case Call(_, buffers) | Publish(_, buffers) | Pull(_, _, buffers):
-                last |= dict.fromkeys((one.name for one in buffers), number)
+                last |= dict.fromkeys((x.name for x in buffers), number)
             case Store(buffer):
-                found[last[buffer.name]].append(step)
+                at[last[buffer.name]].append(step)
                 continue
-        found[number].insert(0, step)
-    return tuple(itertools.chain(*(found[number] for number in range(len(steps)))))
+        at[number].insert(0, step)
+    return tuple(itertools.chain(*(at[number] for number in range(len(steps)))))

@@ -245,6 +245,21 @@ class Computation(Wired):
         raise NotImplementedError
 
     @property
+    def shared(self) -> bool:
+        """Whether operands are made of the same chunks, so that each is held once."""
+        return False
+
+    @property
+    def accumulates_in_place(self) -> bool:
+        """Whether sums of an earlier run can grow in place."""
+        return False
+
+    @property
+    def remedies(self) -> list[str]:
+        """What would let it fit in memory where it does not, in the way in which it was asked for."""
+        return []
+
+    @property
     def result_name(self) -> str:
         """Name of the array that the user has, also where this is a part of its computation."""
         return self.whole or self.name
@@ -282,6 +297,11 @@ class Computation(Wired):
             return self
         matrices = (dataclasses.replace(matrix, by_ranks=matrix.name in names) for matrix in self.matrices)
         return dataclasses.replace(self, matrices=tuple(matrices))
+
+    @property
+    def kept(self) -> Collection[str]:
+        """Names of the operands of which workers keep two copies until the run is done."""
+        return ()
 
     @property
     def donated(self) -> tuple[str, ...]:

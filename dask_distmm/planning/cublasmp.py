@@ -263,10 +263,10 @@ def _rounds_parts(plan: Plan) -> bool:
         return False
     if plan.problem.result_type.itemsize != 2 or plan.problem.result_type.kind in "iu":
         return False
-    found = make_tiles(plan)
-    if plan.method == "summa" and found.a.layout.blocks[1] < plan.problem.k:
+    tiles = make_tiles(plan)
+    if plan.method == "summa" and tiles.a.layout.blocks[1] < plan.problem.k:
         return True
-    lengths = [x for tile in (found.a, found.b, found.d) for x in (*tile.shape, *tile.layout.blocks)]
+    lengths = [x for tile in (tiles.a, tiles.b, tiles.d) for x in (*tile.shape, *tile.layout.blocks)]
     return any(length % HALVES_STEP for length in lengths)
 
 
@@ -329,13 +329,13 @@ def _chunk_numbers(axis: Axis, sizes: tuple[int, ...]) -> list[int]:
 @once
 def _loose(plan: Plan) -> dict[str, NDArray[np.bool_]]:
     """Return for A, B and D whether each rank's tile is anything but one chunk as it is stored."""
-    found = {}
+    loose = {}
     for name in "abd":
         tile: Tile = getattr(make_tiles(plan), name)
         axes = zip((tile.layout.rows, tile.layout.cols), plan.problem[name].chunks, strict=True)
         chunks = np.logical_and.outer(*(np.array(_chunk_numbers(*axis)) >= 0 for axis in axes)).ravel()
-        found[name] = ~chunks | (tile.layout.elements != tile.elements) | tile.conjugated
-    return found
+        loose[name] = ~chunks | (tile.layout.elements != tile.elements) | tile.conjugated
+    return loose
 
 
 def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
@@ -393,11 +393,11 @@ class CublasmpModel(EngineModel):
 
     def native_epilog(self, plan: Plan) -> str | None:
         """Return the epilog that cuBLASMp does, ``""`` for only a factor; None where it can't do all of the formula."""
-        formula, found = plan.problem.formula, library_epilog(plan.problem)
-        if len(plan.ranks) == 1 or found is None or _rounds_parts(plan):
+        formula, epilog = plan.problem.formula, library_epilog(plan.problem)
+        if len(plan.ranks) == 1 or epilog is None or _rounds_parts(plan):
             return None
-        if not found:
-            return found
+        if not epilog:
+            return epilog
         if plan.method not in ("allgather", "reducescatter"):
             return None
         if plan.problem.result_type.itemsize == 2 and plan.method == "allgather" and formula.epilog != "relu":
@@ -406,7 +406,7 @@ class CublasmpModel(EngineModel):
             shape = tuple(map(sum, plan.problem["bias"].chunks))
             if shape != ((1, plan.problem.n) if make_tiles(plan).flipped else (plan.problem.m, 1)):
                 return None
-        return found
+        return epilog
 
     def all_reduced(self, plan: Plan) -> bool:
         """Whether the multiply itself leaves all of D, as it will be stored, on every rank."""

@@ -59,9 +59,9 @@ def full_side(problem: Problem) -> int:
     return _FULL[dtype_from_name(problem.matrix_types[0]).itemsize > 2]
 
 
-def pieces_that_fill(problem: Problem, length: int, other: int) -> int:
+def pieces_that_fill(problem: Problem, length: int, extent: int) -> int:
     """Return into how many pieces a length is cut, so that their products with an extent `other` still fill a GPU."""
-    return max(1, min(_PIECES, length * other // full_side(problem) ** 2))
+    return max(1, min(_PIECES, length * extent // full_side(problem) ** 2))
 
 
 def slowdown(problem: Problem, *, in_chunks: bool) -> float:
@@ -178,14 +178,14 @@ def reduce_cuts(problem: Problem, method: str, parts: int) -> tuple[Bounds, Boun
 def overlaps(cuts: Bounds, start: int, stop: int) -> list[tuple[int, int, int]]:
     """Return (part, start, stop) of the parts of `cuts` that overlap a range, clipped to it."""
     first = int(bisect.bisect_right(cuts, start)) - 1
-    found = []
+    pairs = []
     for part in range(first, len(cuts) - 1):
         if cuts[part] >= stop:
             break
         low, high = max(start, cuts[part]), min(stop, cuts[part + 1])
         if low < high:
-            found.append((part, low, high))
-    return found
+            pairs.append((part, low, high))
+    return pairs
 
 
 def shape_of(rect: Rect) -> tuple[int, int]:
@@ -237,9 +237,9 @@ def overlap_sizes(sizes: Sequence[int], cuts: Bounds) -> NDArray[np.int64]:
 @functools.lru_cache(maxsize=256)
 def _pairs(sizes: tuple[int, ...], cuts: Bounds) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return all pairs of a chunk and a part of `cuts` that overlap: both numbers, and by how much."""
-    found = overlap_sizes(sizes, cuts)
-    chunk, part = np.nonzero(found > 0)
-    return chunk, part, found[chunk, part]
+    sizes_of_pairs = overlap_sizes(sizes, cuts)
+    chunk, part = np.nonzero(sizes_of_pairs > 0)
+    return chunk, part, sizes_of_pairs[chunk, part]
 
 
 def traffic(chunks: Chunks, cuts: tuple[Bounds, Bounds], holders: NDArray[Any], count: int) -> NDArray[np.float64]:
@@ -275,32 +275,32 @@ def _axes_alike(problem: Problem) -> str:
     """Return the axes, of m, n and k, along which the chunks of all matrices are the same, and may go elsewhere."""
     # In another order of m or n the chunks of a stationary D would come to lie elsewhere.
     axes = "k" if problem.stationary else "mnk"
-    found = ((axis, problem.chunkings(axis)) for axis in axes)
-    return "".join(axis for axis, (first, *others) in found if all(sizes == first for sizes in others))
+    chunkings = ((axis, problem.chunkings(axis)) for axis in axes)
+    return "".join(axis for axis, (first, *others) in chunkings if all(sizes == first for sizes in others))
 
 
 def by_holder(problem: Problem, where: Where) -> dict[str, list[int]]:
     """Return the order of the chunks of some axes, where it differs from what it is."""
-    found = {}
+    parts = {}
     for axis in free_axes(problem):
         if (holders := _holders(problem, where, axis)) is not None:
             order = np.argsort(holders, kind="stable").tolist()
             if order != list(range(len(order))):
-                found[axis] = order
-    return found
+                parts[axis] = order
+    return parts
 
 
 def _holders(problem: Problem, where: Where, axis: str) -> NDArray[np.int64] | None:
     """Return for each chunk of an axis the worker that has most of A and B along it; None if not nearly all has one."""
-    known = []
+    tables = []
     for operand in "ab":
         if axis in AXES[operand] and operand in where and not (where[operand] < 0).any():
             matrix = problem[operand]
             at = np.unravel_index(np.arange(matrix.count), matrix.counts)[AXES[operand].index(axis)]
-            known.append((at, where[operand], matrix.bytes))
-    if not known:
+            tables.append((at, where[operand], matrix.bytes))
+    if not tables:
         return None
-    chunks, holders, sizes = map(np.concatenate, zip(*known, strict=True))
+    chunks, holders, sizes = map(np.concatenate, zip(*tables, strict=True))
     count = int(holders.max()) + 1
     amounts = np.bincount(chunks * count + holders, sizes, (chunks.max() + 1) * count).reshape(-1, count)
     whole = amounts.max(axis=1).sum() >= _WHOLE * amounts.sum()

@@ -1,7 +1,6 @@
-"""Factorizations and solves: the mathematics, the ranks, their programs. Pure, and the same for all engines.
+"""Factorizations and solves of Dask arrays: the ranks, their steps, time and memory. The same for all engines.
 
-A `Factorization` says what is computed of one or two matrices, a `FactorPlan` which rank has which block column: it
-puts the builders of `programs.factor` together.
+A `FactorPlacement` says which rank has which block column: it puts the builders of `programs.factor` together.
 
 How many of the workers compute it, and which, follows from its time and its memory as projected::
 
@@ -25,22 +24,23 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import PlanError, ProtocolError, check_square
+from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.layout.redistribute import Copies
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import Chunks, Computation, Worker
+from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.model import ENGINES, EngineModel, Phase, Work
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
 from dask_distmm.planning.program import remembered
 from dask_distmm.programs import factor
 from dask_distmm.programs.factor import PANEL_PARTS, PARTS, Columns, Matrix, Panels
+from dask_distmm.programs.factorizations import Factorization, TaskOutput, as_matrix
 from dask_distmm.programs.steps import Buffer, Step
 
 # A factorization of Dask arrays: the mathematics, and the chunks of its operands and outputs
@@ -95,408 +95,7 @@ class FactorProblem(Computation):
             raise ValueError(f"method {self.method!r}")
 
 
-def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of an output as a matrix: a vector is a row, a number is a matrix of one element."""
-    rows, cols = (*(1,) * (2 - len(shape)), *shape)
-    return rows, cols
-
-
-# What one rank makes of a whole matrix by one call of LAPACK
-
-
-# The results by name: shapes, and names of types.
-Results = dict[str, tuple[tuple[int, ...], str]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Decomposition:
-    """What one rank makes of a whole matrix; `engines.programs.spectral.FUNCTIONS` has the function of the same name.
-
-    A new one is an entry here, that function, and what the user calls.
-    """
-
-    # Which options of `Factorization` it knows.
-    options: frozenset[str]
-    results: Callable[[Factorization], Results]
-    # Real operations; four times as many for complex types. Those of iterations depend on the values.
-    flops: Callable[[Factorization], float]
-    # Elements that the call holds beside A and the results.
-    workspace: Callable[[Factorization], int]
-    # The share of a product's rate at which it runs, with vectors, and if only values are computed.
-    shares: tuple[float, float]
-    # Whether the host computes it, also if A is on a GPU.
-    on_host: bool = False
-
-
-def _eigh_results(task: Factorization) -> Results:
-    n, real = task.a_shape[0], np.empty(0, task.dtype).real.dtype.name
-    count = n if task.subset is None else task.subset[1] - task.subset[0] + 1
-    return {"w": ((count,), real), **({"v": ((n, count), task.dtype)} if task.vectors else {})}
-
-
-def _svd_results(task: Factorization) -> Results:
-    (m, n), k, real = task.a_shape, min(task.a_shape), np.empty(0, task.dtype).real.dtype.name
-    left, right = (m, n) if task.mode == "complete" else (k, k)
-    vectors = {"u": ((m, left), task.dtype), "vh": ((right, n), task.dtype)} if task.vectors else {}
-    return {"s": ((k,), real), **vectors}
-
-
-def _eig_results(task: Factorization) -> Results:
-    # Whether all are real is known only when they are there.
-    shape, dtype = task.a_shape, np.result_type(task.dtype, np.complex64).name
-    sides = [name for name, made in (("vl", task.left), ("v", task.vectors)) if made]
-    return {"w": (shape[:1], dtype), **dict.fromkeys(sides, (shape, dtype))}
-
-
-def _cube(task: Factorization) -> float:
-    return float(task.a_shape[0]) ** 3
-
-
-def _square(task: Factorization) -> int:
-    return math.prod(task.a_shape)
-
-
-def _of_complex_triangle(factor: float, matrices: int, share: float) -> Decomposition:
-    """Return a function of the complex triangle of the Schur decomposition, also of a real matrix."""
-
-    def complexes(task: Factorization) -> int:
-        return 1 if task.dtype.startswith("complex") else 2
-
-    return Decomposition(
-        frozenset(),
-        lambda task: {"x": (task.a_shape, np.result_type(task.dtype, np.complex64).name)},
-        lambda task: (25 + factor * complexes(task) ** 2) * _cube(task),
-        lambda task: matrices * complexes(task) * _square(task),
-        (share, share),
-        on_host=True,
-    )
-
-
-# Operations are Golub and Van Loan's (Matrix Computations, 4th ed., 7.5, 8.3 and 8.6) and Higham's (Functions of
-# Matrices, 6.2 and 11.5; five square roots and seven terms). Shares of one thread: N = 1200.
-DECOMPOSITIONS: dict[str, Decomposition] = {
-    "eigh": Decomposition(
-        frozenset(["lower", "subset", "vectors"]),
-        _eigh_results,
-        lambda task: ((9.0 if task.vectors else 4 / 3) + (0.0 if task.b_shape is None else 10 / 3)) * _cube(task),
-        lambda task: _square(task) * (3 if task.vectors else 1),
-        (0.35, 0.1),
-    ),
-    "svd": Decomposition(
-        frozenset(["mode", "vectors"]),
-        _svd_results,
-        lambda task: (
-            6 * _square(task) * min(task.a_shape) + 20 * float(min(task.a_shape)) ** 3
-            if task.vectors
-            else 4 * _square(task) * min(task.a_shape) - 4 / 3 * float(min(task.a_shape)) ** 3
-        ),
-        # gesdd's 4 k^2, and NumPy's copies.
-        lambda task: (
-            _square(task)
-            + (4 * min(task.a_shape) ** 2 if task.vectors else 0)
-            + sum(math.prod(shape) for shape, _ in task.decomposition.results(task).values())
-        ),
-        (0.45, 0.1),
-    ),
-    "eig": Decomposition(
-        frozenset(["vectors", "left"]),
-        _eig_results,
-        lambda task: (25.0 if task.vectors or task.left else 10.0) * _cube(task),
-        lambda task: _square(task) * (1 + task.vectors + task.left),
-        (0.2, 0.15),
-        on_host=True,
-    ),
-    "schur": Decomposition(
-        frozenset(),
-        lambda task: {"t": (task.a_shape, task.dtype), "z": (task.a_shape, task.dtype)},
-        lambda task: 25 * _cube(task),
-        lambda task: 0,
-        (0.3, 0.3),
-        on_host=True,
-    ),
-    "sqrtm": _of_complex_triangle(10 / 3, 5, 0.25),
-    "logm": _of_complex_triangle(7, 8, 0.12),
-}
-
-
-# A Factorization says what is computed of one or two matrices: a frozen value of plain types
-
-
-# Each kind with the options that it knows.
-KINDS: dict[str, frozenset[str]] = {
-    "cholesky": frozenset(["lower"]),
-    "lu": frozenset(),
-    "qr": frozenset(["mode"]),
-    "solve": frozenset(["assume_a", "lower", "op"]),
-    "solve_triangular": frozenset(["lower", "op", "unit_diagonal", "right"]),
-    "inv": frozenset(["assume_a", "lower"]),
-    "det": frozenset(),
-    "slogdet": frozenset(),
-    "lstsq": frozenset(),
-    "pinv": frozenset(),
-    **{kind: one.options for kind, one in DECOMPOSITIONS.items()},
-}
-_SQUARE = frozenset(["cholesky", "solve", "solve_triangular", "inv", "det", "slogdet", *DECOMPOSITIONS]) - {"svd"}
-_WITH_B = frozenset(["solve", "solve_triangular", "lstsq"])
-_DTYPES = ("float32", "float64", "complex64", "complex128")
-_CHOICES = {"op": ("N", "T", "C"), "mode": ("reduced", "complete", "r"), "assume_a": ("gen", "pos")}
-
-# How an output is taken out of what a rank holds. Triangles have zeros, or ones, in place of the other elements.
-Form = Literal[
-    "full", "lower", "unit lower", "upper", "residuals", "pivots", "permutation", "sign", "logdet", "det", "spectral"
-]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Orientation:
-    """Whether the transpose of a matrix is what ranks hold, and whether they hold its conjugate."""
-
-    transposed: bool = False
-    conjugated: bool = False
-
-    def shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Return the shape of what ranks hold of a matrix of a shape."""
-        return (shape[1], shape[0]) if self.transposed else shape
-
-    def of_chunks(self, chunks: Chunks) -> Layout:
-        """Return the layout of a matrix in chunks, in the form that ranks hold; chunks have their own numbers."""
-        layout = Layout.of_chunks(chunks)
-        return layout.transpose() if self.transposed else layout
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TaskOutput:
-    """A result."""
-
-    # Its name.
-    name: str
-    # As the user gets it.
-    shape: tuple[int, ...]
-    dtype: str
-    # 0 or 1: its block columns are on the ranks that have those of A or of the second matrix. None: all of it is on
-    # the ranks that `FactorPlan.holders` names.
-    matrix: int | None
-    # How it is taken out of what a rank holds.
-    form: Form
-    # How ranks hold it.
-    orientation: Orientation = Orientation()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Factorization:
-    """A factorization or a decomposition of a matrix A, or the solution of a system with A."""
-
-    # One of `KINDS`.
-    kind: str
-    # Rows and columns of A.
-    a_shape: tuple[int, int]
-    # Name of the type of A, B and all results: float32, float64, complex64 or complex128.
-    dtype: str
-    # Rows and columns of B, which solve, solve_triangular and lstsq have; a vector is one column. eigh may have the B
-    # of ``A v = w B v``.
-    b_shape: tuple[int, int] | None = None
-    # cholesky, solve and inv with ``assume_a="pos"``: the lower triangle of A is read, and L is computed; otherwise
-    # the upper one, and U. solve_triangular: A is lower triangular. eigh: the lower triangles of A and B are read.
-    lower: bool = True
-    # solve, solve_triangular: ``op(A) X = B`` is solved, with A itself (``"N"``), its transpose (``"T"``) or its
-    # conjugate transpose (``"C"``).
-    op: str = "N"
-    # solve_triangular: the diagonal of A is not read, but taken for ones.
-    unit_diagonal: bool = False
-    # solve_triangular: ``X op(A) = B`` is solved.
-    right: bool = False
-    # qr: ``"reduced"``, ``"complete"`` or ``"r"``, as `numpy.linalg.qr` has them. svd: one of the first two.
-    mode: str = "reduced"
-    # solve, inv: ``"gen"``: A is any matrix; ``"pos"``: it is Hermitian and positive definite.
-    assume_a: str = "gen"
-    # eigh, svd, eig: whether vectors (of eig the right ones) are computed, and not only values.
-    vectors: bool = True
-    # eig: whether left eigenvectors are computed.
-    left: bool = False
-    # eigh: the first and the last index of the eigenvalues that are computed, counted from the least one; None for
-    # all.
-    subset: tuple[int, int] | None = None
-    # All kinds: whether a NaN or an infinity among the elements that are read is an error.
-    check_finite: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise PlanError(f"unknown factorization {self.kind!r}; known are {', '.join(map(repr, KINDS))}")
-        if self.dtype not in _DTYPES:
-            raise PlanError(f"{self.kind} of {self.dtype}: convert A and B to one of {', '.join(_DTYPES)}")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise PlanError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(map(repr, known))}")
-        for field in dataclasses.fields(self)[4:]:
-            if getattr(self, field.name) != field.default and field.name not in KINDS[self.kind] | {"check_finite"}:
-                raise PlanError(f"{self.kind} has no option {field.name}: leave it out")
-        self._check_shapes()
-
-    def _check_shapes(self) -> None:
-        m, n = self.a_shape
-        if self.kind in _SQUARE:
-            check_square("a", self.a_shape)
-        if self.kind != "eigh" and (self.b_shape is None) == (self.kind in _WITH_B):
-            raise PlanError(f"{self.kind} {'needs' if self.b_shape is None else 'has no'} right-hand sides B")
-        if self.b_shape is not None:
-            axis = 1 if self.right else 0
-            if self.b_shape[axis] != m:
-                found, side = self.b_shape[axis], ("rows", "columns")[axis]
-                raise PlanError(f"a is {m} x {n}, so b must have {m} {side}; it has {found}")
-            if self.kind == "eigh" and self.b_shape != (m, m):
-                raise PlanError(f"a is {m} x {m}, so b must be {m} x {m}; it is {self.b_shape[0]} x {self.b_shape[1]}")
-        if self.subset is not None and not 0 <= self.subset[0] <= self.subset[1] < m:
-            raise PlanError(f"subset_by_index must be (first, last) with 0 <= first <= last < {m}, got {self.subset}")
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the matrices that are read: ``"a"``, and ``"b"`` where there are right-hand sides."""
-        return ("a",) if self.b_shape is None else ("a", "b")
-
-    @property
-    def spectral(self) -> bool:
-        """Whether it is a decomposition that one rank makes by one call of LAPACK (or cuSOLVER)."""
-        return self.kind in DECOMPOSITIONS
-
-    @property
-    def decomposition(self) -> Decomposition:
-        """The entry of its kind in `DECOMPOSITIONS`."""
-        return DECOMPOSITIONS[self.kind]
-
-    @property
-    def shareable(self) -> bool:
-        """Whether it is a spectral decomposition that several ranks can share, by way of a tridiagonal matrix."""
-        return self.kind == "eigh" and self.b_shape is None and self.a_shape[0] > 0
-
-    @property
-    def _wide(self) -> bool:
-        """Whether it is a least-squares problem with fewer equations than unknowns: there A^H is factorized."""
-        return self.kind in ("lstsq", "pinv") and self.a_shape[0] < self.a_shape[1]
-
-    @property
-    def by_adjoint(self) -> bool:
-        """Whether the equations are solved with R^H, and the solution is multiplied by Q.
-
-        So it is of fewer equations than unknowns. Of a pseudo-inverse, or its conjugate transpose, that takes an
-        identity of the smaller order of A.
-        """
-        return self.kind == "pinv" or self._wide
-
-    @property
-    def hermitian(self) -> bool:
-        """Whether A is taken for Hermitian and positive definite; ranks read the lower triangle of what they hold."""
-        return self.kind == "cholesky" or self.assume_a == "pos"
-
-    @property
-    def b_order(self) -> int | None:
-        """Columns of the identity that takes the place of B; None where it is B itself, or nothing."""
-        m, n = self.a_shape
-        if self.kind == "qr" and self.mode != "r":
-            return m if self.mode == "complete" else min(m, n)
-        return min(m, n) if self.kind in ("inv", "pinv") else None
-
-    @property
-    def flops(self) -> float:
-        """Floating-point operations: as LAPACK Working Note 41 counts them; four times as many for complex types."""
-        complexes = 4 if self.dtype.startswith("complex") else 1
-        if self.spectral:
-            return self.decomposition.flops(self) * complexes
-        rows, cols = (float(x) for x in self.a_shape)
-        m, n = max(rows, cols), min(rows, cols)
-        nrhs = float((self.b_order or 0) if self.b_shape is None else self.b_shape[0 if self.right else 1])
-        lu = m * n * n - n**3 / 3
-        counts = {
-            "cholesky": n**3 / 3,
-            "lu": lu,
-            "slogdet": lu,
-            "det": lu,
-            "qr": 2 * lu + 2 * n * nrhs * (2 * m - n),
-            "lstsq": 2 * lu + 2 * n * nrhs * (2 * m - n) + n * n * nrhs,
-            "solve_triangular": n * n * nrhs,
-        }
-        counts["pinv"] = counts["lstsq"]
-        counts["solve"] = counts["inv"] = (n**3 / 3 if self.hermitian else lu) + 2 * n * n * nrhs
-        return counts[self.kind] * complexes
-
-    def orientation(self, name: str) -> Orientation:
-        """Return which form of ``"a"`` or ``"b"`` ranks are given."""
-        if self.kind == "eigh":
-            return Orientation(not self.lower, not self.lower)
-        if name == "b":
-            # X op(A) = B is op(A)^T X^T = B^T; and where op(A)^T is A's conjugate, A X^H = B^H.
-            return Orientation(self.right, self.right and self.op == "C")
-        if self.hermitian:
-            # Its lower triangle is the conjugate transpose of the upper one, and its transpose is its conjugate.
-            other = self.kind == "solve" and self.op == "T"
-            return Orientation(not self.lower, self.lower == other)
-        if self.kind == "solve":
-            return Orientation(self.op != "N", self.op == "C")
-        return Orientation(self._wide, self._wide)
-
-    def read(self, name: str) -> Form:
-        """Return which part of ``"a"`` or ``"b"`` is read, in the form that ranks are given: a triangle or all."""
-        if self.kind == "eigh" or (name == "a" and self.hermitian):
-            return "lower"
-        if name == "a" and self.kind == "solve_triangular":
-            return "lower" if self.lower else "upper"
-        return "full"
-
-    @property
-    def substituted(self) -> str:
-        """``"N"``, ``"T"`` or ``"C"``: the form of A in the system that solve_triangular's ranks solve."""
-        if not self.right:
-            return self.op
-        return "T" if self.op == "N" else "N"
-
-    @property
-    def outputs(self) -> tuple[TaskOutput, ...]:
-        """The results."""
-        (m, n), dtype, real = self.a_shape, self.dtype, np.zeros(0, self.dtype).real.dtype.name
-        k = min(m, n)
-        nrhs = self.b_shape[1] if self.b_shape is not None else self.b_order or 0
-        x = TaskOutput("x", (n, nrhs), dtype, 1, "full", self.orientation("b"))
-        if self.right and self.b_shape is not None:
-            x = dataclasses.replace(x, shape=self.b_shape)
-        if self.kind == "pinv":
-            x = dataclasses.replace(x, shape=(n, m), orientation=Orientation(not self._wide, not self._wide))
-        if self.kind == "cholesky":
-            # U is the conjugate transpose of the L that ranks compute.
-            name, orientation = ("l", Orientation()) if self.lower else ("u", Orientation(True, True))
-            return (TaskOutput(name, (n, n), dtype, 0, "lower", orientation),)
-        if self.kind == "lu":
-            return (
-                TaskOutput("l", (m, k), dtype, 0, "unit lower"),
-                TaskOutput("u", (k, n), dtype, 0, "upper"),
-                TaskOutput("lu", (m, n), dtype, 0, "full"),
-                TaskOutput("piv", (k,), "int32", None, "pivots"),
-                TaskOutput("p", (m,), "int64", None, "permutation"),
-            )
-        if self.kind == "qr":
-            r = TaskOutput("r", (m if self.mode == "complete" else k, n), dtype, 0, "upper")
-            return (r,) if self.mode == "r" else (TaskOutput("q", (m, nrhs), dtype, 1, "full"), r)
-        if self.kind == "det":
-            return (TaskOutput("det", (), dtype, None, "det"),)
-        if self.kind == "slogdet":
-            return TaskOutput("sign", (), dtype, None, "sign"), TaskOutput("logdet", (), real, None, "logdet")
-        if self.spectral:
-            made = self.decomposition.results(self).items()
-            return tuple(TaskOutput(name, shape, kind, None, "spectral") for name, (shape, kind) in made)
-        if self.kind == "lstsq":
-            found = (x, TaskOutput("r", (k, k), dtype, 0, "upper"))
-            return found if self._wide else (*found, TaskOutput("residuals", (1, nrhs), real, 1, "residuals"))
-        return (x,)
-
-
 # How a Factorization is computed by some ranks, and by which
-
-
-def factored(problem: Factorization) -> str:
-    """Return which factorization A goes through: ``"cholesky"``, ``"lu"``, ``"qr"``, or ``""`` for none."""
-    if problem.kind in ("qr", "lstsq", "pinv"):
-        return "qr"
-    if problem.kind == "solve_triangular" or problem.spectral:
-        return ""
-    return "cholesky" if problem.hermitian else "lu"
 
 
 # The least and the most columns of a block on CPUs: wide enough for BLAS.
@@ -518,8 +117,8 @@ def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _W
         most = max(least, min(most, _EVEN))
     elif ranks == 1:
         # LAPACK cuts a matrix better than we do; of a QR factorization each block has a triangle T of its width.
-        return most if factored(problem) == "qr" else max(most, *problem.a_shape)
-    if (name := factored(problem)) != "qr":
+        return most if problem.factored == "qr" else max(most, *problem.a_shape)
+    if (name := problem.factored) != "qr":
         many, step = (_MANY_CHOLESKY, least) if name == "cholesky" else (_MANY, most)
         most = max(most, min(2 * most, min(problem.a_shape) // (many * ranks) // step * step))
     even = -(-min(problem.a_shape) // (ranks * _BLOCKS))
@@ -607,7 +206,7 @@ class FactorPlacement(Placement):
         if problem.b_shape is not None:
             second = problem.orientation("b").shape(problem.b_shape)
         elif problem.b_order is not None:
-            second = (problem.a_shape[0] if problem.kind == "qr" else problem.b_order, problem.b_order)
+            second = (problem.a_shape[0] if problem.forms_q else problem.b_order, problem.b_order)
         elif self.shared and problem.vectors:
             second = next(one.shape for one in problem.outputs if one.name == "v")  # type: ignore[assignment]
         below = int(self.shared)
@@ -615,17 +214,17 @@ class FactorPlacement(Placement):
             return Columns((Matrix(a, self.width),), self.count, below=below)
         # The block columns of Q begin where those of A do. Of right-hand sides each rank gets some if it can.
         even = -(-second[1] // self.count)
-        width = self.width if problem.kind == "qr" else max(1, min(self.width, even))
+        width = self.width if problem.forms_q else max(1, min(self.width, even))
         return Columns((Matrix(a, self.width), Matrix(second, width)), self.count, below=below)
 
     @functools.cached_property
     def sweeps(self) -> tuple[str, ...]:
         """How often all panels are applied, one after the other: a factorization, substitution, or reflections."""
-        second, name = len(self.columns.matrices) > 1, factored(self.task)
+        second, name = len(self.columns.matrices) > 1, self.task.factored
         if self.task.spectral:
             return ("reflect",) if self.shared and second and self.panels else ()
-        substituted = second and self.task.kind != "qr"
-        reflected = second and (self.task.kind == "qr" or self.task.by_adjoint)
+        substituted = second and not self.task.forms_q
+        reflected = second and (self.task.forms_q or self.task.by_adjoint)
         return (*[name] * bool(name), *["substitute"] * substituted, *["reflect"] * reflected)
 
     @functools.cached_property
@@ -643,9 +242,8 @@ class FactorPlacement(Placement):
     @property
     def holders(self) -> range:
         """The ranks that have the results without block columns: those with all pivots in the end, or the only one."""
-        if self.task.spectral:
-            return range(1)
-        return range({"lu": self.count, "slogdet": 1, "det": 1}.get(self.task.kind, 0))
+        outputs = self.task.outputs
+        return range(self.count if any(x.swapped for x in outputs) else any(x.matrix is None for x in outputs))
 
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank."""
@@ -655,7 +253,7 @@ class FactorPlacement(Placement):
 
     def _record(self, rank: int) -> tuple[Step, ...]:
         task, columns, panels = self.task, self.columns, self.panels
-        name, last, count = factored(task), columns.first(1), columns.count
+        name, last, count = task.factored, columns.first(1), columns.count
         substitution: dict[str, Any] = {"lower": task.lower, "op": task.substituted, "unit": task.unit_diagonal}
         if name:
             adjoint = name == "cholesky" or task.by_adjoint
@@ -680,7 +278,7 @@ class FactorPlacement(Placement):
             factor.complete_second(p, identity=task.b_order is not None)
         # Right-hand sides go through the factorization with A; but not the columns that are to become Q, or a solution
         # of an underdetermined system.
-        beside = len(columns.matrices) > 1 and task.kind != "qr" and not task.by_adjoint
+        beside = len(columns.matrices) > 1 and not task.forms_q and not task.by_adjoint
         if task.spectral:
             results = list(map(self._buffer, task.outputs))
             if self.shared:
@@ -688,22 +286,18 @@ class FactorPlacement(Placement):
             else:
                 factor.decompose(p, results, task)
         elif name:
-            {"cholesky": factor.cholesky, "lu": factor.lu, "qr": factor.qr}[name](p, panels, count if beside else last)
+            factor.FACTORED[name].record(p, panels, count if beside else last)
         else:
             p.complete(panels)
         if "substitute" in self.sweeps:
             factor.substitute(p, panels, carried=self.carried, **substitution)
         if "reflect" in self.sweeps and not self.shared:
             # The columns of Q before a panel's first one are those of the identity in its rows: they stay as they are.
-            factor.reflect(p, panels, lambda k: last + k if task.kind == "qr" else last)
+            factor.reflect(p, panels, lambda k: last + k if task.forms_q else last)
         with p.on("join"):
             for output in map(self.output, (one.name for one in self.problem.outputs)):
                 self._store(p, output)
         return p.end()
-
-    def is_swapped(self, output: TaskOutput) -> bool:
-        """Whether rows of a result, L, are swapped by the panels that come after: it is a copy."""
-        return self.task.kind == "lu" and output.matrix is not None and output.form != "upper"
 
     def _store(self, p: Panels, output: TaskOutput) -> None:
         """Record how a result is handed over."""
@@ -716,9 +310,8 @@ class FactorPlacement(Placement):
             factor.store_columns(p, output.name, p.matrix(1)[self.task.a_shape[1] :, :], "residuals")
             return
         (rows, cols), first = layout.local_shape(p.me), self.columns.first(output.matrix or 0)
-        swapped = self.is_swapped(output)
         place = p.blocks(first, self.columns.count)[:rows, :cols]
-        factor.store_columns(p, output.name, place, "swapped" * swapped, self.panels)
+        factor.store_columns(p, output.name, place, "swapped" * output.swapped, self.panels)
 
     def _buffer(self, output: TaskOutput) -> Buffer:
         """Return the name of a result without block columns."""
@@ -727,10 +320,10 @@ class FactorPlacement(Placement):
     @property
     def _check(self) -> int | None:
         """How diagonals of factors are looked at: the size for rounding, 0 for zeros, None where they are not."""
-        if self.task.kind in ("lstsq", "pinv"):
+        if self.task.entry.least_squares:
             return max(self.task.a_shape)
-        solved = self.task.kind in ("solve", "inv", "solve_triangular") and not self.task.unit_diagonal
-        return 0 if solved and factored(self.task) != "cholesky" else None
+        solved = "substitute" in self.sweeps and not self.task.unit_diagonal
+        return 0 if solved and self.task.factored != "cholesky" else None
 
     def numbers(self, part: str) -> int:
         """Return how many arrays there are of what ranks ask each other for; they are numbered from 0."""
@@ -800,13 +393,6 @@ def shared_bytes(task: Factorization, ranks: int, itemsize: int, width: int) -> 
 # Who computes a factorization: how many of the workers, and which; its time and its memory as projected
 
 
-def algorithm_of(task: Factorization) -> str:
-    """Return what A goes through, as shares of engines have it."""
-    if task.spectral:
-        return task.kind if task.vectors or task.decomposition.on_host else "values"
-    return factored(task)
-
-
 def plan_factorization(
     problem: FactorProblem,
     roster: Sequence[Worker],
@@ -835,8 +421,7 @@ def plan_factorization(
 
 def reduced_mode(task: Factorization) -> list[str]:
     """Return what to pass so that results are no longer than the matrix, where they are."""
-    smaller = {"svd": "full_matrices=False", "qr": "mode='reduced'"}
-    return [f"pass {smaller[task.kind]}"] if task.mode == "complete" and task.kind in smaller else []
+    return [f"pass {task.entry.reduced}"] if task.mode == "complete" else []
 
 
 def _remedies(problem: FactorProblem, workers: int, engine: str) -> list[str]:
@@ -919,16 +504,15 @@ def _consider(
 
 def _work(made: FactorPlacement, moved: float) -> Work:
     """Return the work of a plan, given the bytes that move between workers."""
-    problem, model, algorithm = made.problem, ENGINES[made.engine], algorithm_of(made.problem.task)
+    problem, model, algorithm = made.problem, ENGINES[made.engine], made.problem.task.algorithm
     count, panels, task = len(made.ranks), made.columns.matrices[0].count, problem.task
     if made.shared:
         phases = _shared_phases(made)
     else:
         # One panel comes after the other, however many ranks there are.
         least = panels * model.panel_seconds.get(algorithm, 0.0) if count > 1 else 0.0
-        one = task.decomposition if task.spectral else None
-        machine = problem.options.machine("numpy") if one and one.on_host else made.machine
-        share = model.share(algorithm, count) or (one.shares[not task.vectors] if one else 0.0)
+        machine = problem.options.machine("numpy") if task.entry.on_host else made.machine
+        share = model.share(algorithm, count) or task.entry.shares[not task.vectors]
         phases = [Phase(problem.flops, machine.rate(task.dtype) * made.threads.sum() * share, least=least)]
     return Work([*phases, Phase(waited={"ranks": moved / count, "messages": panels * (count > 1)})], moved=moved)
 
@@ -971,15 +555,15 @@ def _memory(made: FactorPlacement) -> NDArray[np.float64]:
         beside = 2 * made.columns.rows * made.width * size
         if made.shared:
             beside = shared_bytes(problem.task, len(made.ranks), size, made.width)
-        elif problem.task.spectral:
-            made_whole = sum(math.prod(one.shape) * dtype_from_name(one.dtype).itemsize for one in problem.task.outputs)
-            beside = problem.task.decomposition.workspace(problem.task) * size + made_whole
+        elif (workspace := problem.task.entry.workspace) is not None:
+            beside = workspace(problem.task) * size
+            beside += sum(math.prod(one.shape) * dtype_from_name(one.dtype).itemsize for one in problem.task.outputs)
         results = 0
         for output in problem.outputs:
             layout = made.output_layout(output.name)
             sizes = output.elements
             results += int(sizes[made.owners[output.name] == rank].sum()) * dtype_from_name(output.dtype).itemsize
-            if layout is not None and made.is_swapped(made.output(output.name)):
+            if layout is not None and made.output(output.name).swapped:
                 results += math.prod(layout.local_shape(rank)) * size
         total[index] += array * size + beside
         at_the_end[index] = results

@@ -31,7 +31,8 @@ from dask_distmm.errors import PlanError
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.model import Estimate
-from dask_distmm.planning.placement import Explanation, Placement
+from dask_distmm.planning.placement import Placement
+from dask_distmm.shown import Explanation
 
 # The runs that one result takes, one after the other
 

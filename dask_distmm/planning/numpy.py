@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from dask_distmm.planning.footprint import Needs, delivered, held_operands, panel_width
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.problem import accumulates_in_place, is_gram
+from dask_distmm.planning.problem import is_gram
 
 # The share of the operations that is left of a symmetric product.
 _HALF = 0.55
@@ -63,7 +63,7 @@ class NumpyModel(EngineModel):
         total += sum(float(problem[name].bytes.sum()) for name in inputs) / npart
         owned = np.bincount(plan.owners, problem.d.bytes, nranks) * (2 if problem.formula.saved else 1)
         own = height * width * float(compute)
-        if problem.formula.partial and not accumulates_in_place(problem):
+        if problem.formula.partial and not problem.accumulates_in_place:
             # Else the earlier sums become the chunks of D.
             own += np.bincount(plan.owners, problem["partial"].bytes, nranks)
         if plan.grid[2] > 1:

@@ -95,15 +95,17 @@ class PeerModel(SolverModel):
         if copied.any():
             # Chunks that others read are copied into memory that UCX does not map: see the engine's `memory`.
             for name, read in peer_reads(plan, [name for name in "ab" if name in plan.where]).items():
-                given = multiplied_sizes(problem)["ab".index(name)]
-                total += copied * (read @ problem[name].bytes) / problem[name].itemsize * given
+                itemsize = multiplied_sizes(problem)["ab".index(name)]
+                total += copied * (read @ problem[name].bytes) / problem[name].itemsize * itemsize
         # Inputs of the formula count as spread evenly; each rank has copies of the parts that its chunks need.
         total += sum(float(extra.bytes.sum()) for extra in problem.extras) * 2 / npart
-        found = block_schedules(plan)
+        schedules = block_schedules(plan)
         sums = sums_in(plan).itemsize
-        buffers = [one.buffer_bytes for one in found] or [one.bytes for one in chunk_sources(plan)]
+        buffers = [schedule.buffer_bytes for schedule in schedules] or [
+            schedule.bytes for schedule in chunk_sources(plan)
+        ]
         own = np.array(buffers, float)
-        if not found:
+        if not schedules:
             # All that they need of an operand that they do not make is there from the start.
             own += _bytes_of(plan, made=False)
         owned = np.bincount(plan.owners, problem.d.bytes, len(plan.ranks))
@@ -123,7 +125,7 @@ class PeerModel(SolverModel):
         at the end for the last partial sums and chunks of D, and passes over D.
         """
         problem, machine, s = plan.problem, plan.machine, plan.grid[2]
-        ranks, found = range(len(plan.ranks)), block_schedules(plan)
+        ranks, schedules = range(len(plan.ranks)), block_schedules(plan)
         sums, epilog = sums_in(plan).itemsize, native(plan)
         depth = plan.extents[2].astype(float)
         area = np.array([_multiplied(plan, rank, epilog) for rank in ranks], float)
@@ -134,7 +136,7 @@ class PeerModel(SolverModel):
         if problem.by_ranks and problem.array == "numpy" and machine.host_bandwidth:
             # Chunks are copied to the GPU while others are multiplied.
             sizes = [count * problem[name].itemsize for count, name in zip(_elements(plan), "ab", strict=True)]
-            copied = [sum(sizes[one][rank] for one in x.made) for rank, x in enumerate(chunk_sources(plan))]
+            copied = [sum(sizes[schedule][rank] for schedule in x.made) for rank, x in enumerate(chunk_sources(plan))]
             least = np.array(copied) / machine.host_bandwidth
         # Chunks that ranks make belong to no worker.
         needed = sum(needed for needed, _ in needs.values()) - _bytes_of(plan, made=True)
@@ -144,14 +146,23 @@ class PeerModel(SolverModel):
             # All comes from host memory, at the rate of the host's bus.
             link, pulled, away = "host", needed, np.ones(len(ranks))
         partial, begin = (s - 1) * plan.final_elements * float(sums), pulled
-        if found:
-            again = np.array([len(one.parts) - 1 for one in found])
-            streamed = np.array([_elements(plan)[1 - one.stationary][rank] for rank, one in enumerate(found)], float)
-            streamed *= np.take(multiplied_sizes(problem), [1 - one.stationary for one in found])
+        if schedules:
+            again = np.array([len(schedule.parts) - 1 for schedule in schedules])
+            streamed = np.array(
+                [_elements(plan)[1 - schedule.stationary][rank] for rank, schedule in enumerate(schedules)], float
+            )
+            streamed *= np.take(multiplied_sizes(problem), [1 - schedule.stationary for schedule in schedules])
             pulled = pulled + away * (again - 1) * streamed
             # The first GEMM needs one piece of the stationary part and one piece of a panel.
-            cut = np.array([pieces_that_fill(problem, one.parts[1] - one.parts[0], one.width) for one in found])
-            begin = away**2 * np.array([one.stationary_bytes + one.panel_bytes for one in found]) / cut
+            cut = np.array(
+                [
+                    pieces_that_fill(problem, schedule.parts[1] - schedule.parts[0], schedule.width)
+                    for schedule in schedules
+                ]
+            )
+            begin = (
+                away**2 * np.array([schedule.stationary_bytes + schedule.panel_bytes for schedule in schedules]) / cut
+            )
         arriving = delivered(plan) * sums
         stored = stored_again(plan) * np.bincount(plan.owners, problem.d.elements, len(ranks))
         passes = 3.0 * partial + 2.0 * sums * (copied_again(plan) + stored)
@@ -159,7 +170,7 @@ class PeerModel(SolverModel):
         by_ranks = link == "ranks"
         together = {link: pulled, "ranks": between + by_ranks * pulled}
         waited = {link: begin, "memory": passes, "ranks": last + by_ranks * begin}
-        chunks = max((one.others for one in found), key=sum, default=(0.0, 0.0))
+        chunks = max((schedule.others for schedule in schedules), key=sum, default=(0.0, 0.0))
         several, messages = len(ranks) > 1, _ALONE
         if several or any(chunks):
             messages = _TOGETHER + _SUMS * (s > 1) + _BOTH * (several and all(chunks))
@@ -185,11 +196,13 @@ class PeerModel(SolverModel):
     def describe(self, plan: Plan) -> list[tuple[str, str]]:
         """Return the fact that tells the stationary and the streamed operand of the rank with the largest buffers."""
         if plan.problem.by_ranks:
-            most = max(chunk_sources(plan), key=lambda one: one.bytes)
-            made = " and ".join("AB"[operand] for operand in most.made)
+            most = max(chunk_sources(plan), key=lambda x: x.bytes)
+            operands = " and ".join("AB"[operand] for operand in most.made)
             size, buffers = (format_bytes(n) for n in (most.held_bytes + most.making_bytes, most.buffer_bytes))
-            return [("makes", f"chunks of {made}, up to {most.ahead} ahead, {size} at a time; buffers of {buffers}")]
-        schedule = max(block_schedules(plan), key=lambda one: one.buffer_bytes)
+            return [
+                ("makes", f"chunks of {operands}, up to {most.ahead} ahead, {size} at a time; buffers of {buffers}")
+            ]
+        schedule = max(block_schedules(plan), key=lambda x: x.buffer_bytes)
         names = ("A", "B")[:: -1 if schedule.stationary else 1]
         what = ("rows", "columns")[:: 1 if schedule.stationary else -1]
         parts, depth = len(schedule.parts) - 1, len(schedule.depth) - 1

@@ -2,18 +2,14 @@
 
 It says who takes part, who of them are ranks, and which participant holds each chunk of the operands. `Plan` adds the
 cuts of a product.
-
-`dask_distmm.show` registers the forms, and is imported when something is first shown: planning imports no pages and no
-pictures.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,81 +19,7 @@ from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolErr
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.model import ENGINES, Estimate, Work, estimate
 from dask_distmm.planning.wire import HERE, Wired
-
-# The attributes that all plans have, and how plans show themselves
-
-
-_forms: dict[type, tuple[Callable[[Any], str], Callable[[Any], str]]] = {}
-
-
-def register_forms(kind: type, text: Callable[[Any], str], html: Callable[[Any], str]) -> None:
-    """Say how objects of a type are written as text and as HTML."""
-    _forms[kind] = text, html
-
-
-def _forms_of(kind: type) -> tuple[Callable[[Any], str], Callable[[Any], str]]:
-    if kind not in _forms:
-        importlib.import_module("dask_distmm.show")
-    return _forms.get(kind, (object.__repr__, object.__repr__))
-
-
-# The public attributes of all kinds of plans.
-PUBLIC = {
-    "alternatives", "around", "batch", "block_sizes", "bound", "by_tasks", "bytes_moved", "chunks", "collective",
-    "compute_type", "engine", "estimate", "flops", "grid", "hosts", "items", "left", "method", "plan",
-    "projected_bytes", "reason", "route", "runs", "scheme", "seconds", "shapes", "shares", "slots", "workers",
-    "worth_it",
-}  # fmt: skip
-
-
-class Explanation:
-    """How a product would be computed, as `dask_distmm.explain` returns it. Shown as text, and as HTML in notebooks.
-
-    It is a `Plan` (a collective run), a `WavePlan` (a sequence of them), a `BatchPlan` (a batch) or a `NotCollective`
-    (Dask's own function): ask with ``isinstance``; `explain_grouped` returns a `GroupPlan`. All of them have these
-    attributes.
-
-    Attributes
-    ----------
-    method : str
-        The way: of a collective run its method; of a batch ``"items"`` or ``"collective"``; of a group ``"group"``;
-        else ``"dask"``.
-    seconds : float or None
-        Estimated time from ``persist`` until all of D is in memory; None where nothing was estimated.
-    bytes_moved : int or None
-        Estimated bytes that travel between workers, all together; None where nothing was estimated.
-
-    See Also
-    --------
-    explain, explain_grouped, linalg.explain
-    """
-
-    __slots__ = ()
-
-    def __dir__(self) -> list[str]:
-        """Return what users read of a plan; completion lists nothing else."""
-        return [name for name in super().__dir__() if name in PUBLIC]
-
-    def __repr__(self) -> str:
-        return _forms_of(type(self))[0](self)
-
-    def _repr_html_(self) -> str:
-        return _forms_of(type(self))[1](self)
-
-    if TYPE_CHECKING:
-        # Some subclasses have these as fields of a dataclass, which a property here would take for their defaults.
-        @property
-        def method(self) -> str:
-            """The way."""
-
-        @property
-        def seconds(self) -> float | None:
-            """Estimated time."""
-
-        @property
-        def bytes_moved(self) -> int | None:
-            """Estimated bytes that travel."""
-
+from dask_distmm.shown import Explanation
 
 # Placement: the part of a plan that the runtime reads. How the work is done on it is the engine's business
 
@@ -191,6 +113,11 @@ class Placement(Explanation, Wired):
     def kept(self) -> tuple[str, ...]:
         """The matrices, of ``"a"``, ``"b"`` and ``"d"``, of which participants keep replicas after the run."""
         return ()
+
+    @property
+    def independent(self) -> bool:
+        """Whether ranks need nothing of each other but what was there before the run."""
+        return False
 
     @property
     def workers(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning.cuts import Bounds, Rect, chunk_cuts, pieces_of, rect_between, touched, traffic
+from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.wire import HERE
@@ -112,6 +113,11 @@ class Plan(Placement):
         problem, gathered = self.problem, self.problem.gathered
         new = gathered and not everywhere(self.where.get(gathered))
         return ("d",) * problem.formula.replicated + (gathered,) * bool(new)
+
+    @property
+    def independent(self) -> bool:
+        """Whether ranks need nothing of each other but what was there before the run."""
+        return ENGINES[self.engine].independent(self)
 
     @property
     def block_sizes(self) -> tuple[int, int, int]:

@@ -43,7 +43,7 @@ from dask_distmm.planning.cuts import Candidate, Cuts, chunk_owners, grid_cuts, 
 from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.planning.factor import FactorPlacement, FactorProblem, plan_factorization
 from dask_distmm.planning.footprint import operand_needs, packing, spread
-from dask_distmm.planning.model import ENGINES, Phase, Work, models_of
+from dask_distmm.planning.model import ENGINES, Estimate, Phase, Work, estimate, models_of
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, match_ranks, over_limit
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import AXES, METHODS, Problem, is_gram
@@ -272,8 +272,12 @@ def plan(
     orders: tuple[str, str] = ("C", "C"),
     groups: Sequence[tuple[str, ...]] = (),
     replica_runs: tuple[int, int] = (0, 0),
+    thorough: bool = True,
 ) -> Plan:
-    """Choose how `problem` runs on the workers of `roster`; `where` counts `sources` after these."""
+    """Choose how `problem` runs on the workers of `roster`; `where` counts `sources` after these.
+
+    If it is not thorough, ways that can't be faster than another one are not looked at, and not among its alternatives.
+    """
     where, names = where or {}, (engine,) if isinstance(engine, str) else tuple(engine)
     able = [one.name for one in models_of(names) if one.makes or not problem.by_ranks]
     if not able:
@@ -286,6 +290,8 @@ def plan(
     raw = tuple((name, where[name].tobytes()) for name in ("a", "b", "partial") if name in where)
     situation = Situation(tuple(roster), tuple(sources), raw, orders, tuple(sorted(groups)))
     found: list[Plan] = []
+    if not thorough and (fastest := _fastest(unnamed, situation, tuple(able))) is not None:
+        found, able = [fastest], []
     for name in able:
         try:
             found.append(_plan(unnamed, situation, name))
@@ -315,14 +321,30 @@ _MOST = 12
 _COPIES, _LIBRARY_BYTES = 8, 2**28
 
 
+def _threads(roster: Sequence[Worker]) -> list[int]:
+    """Return the threads of workers, most first."""
+    return sorted((max(1, worker.nthreads) for worker in roster), reverse=True)
+
+
+def _operations(problem: Problem) -> float:
+    """Return the least operations that a problem takes."""
+    return problem.flops * (0.5 if is_gram(problem) else 1)
+
+
+def _rates(problem: Problem, engine: str) -> list[float]:
+    """Return the rates, a thread's, of the types in which a problem may be multiplied."""
+    machine = problem.options.machine(engine)
+    names = problem.compute_type.name, problem.operand_type.name, problem.compute or problem.operand_type.name
+    return [*map(machine.rate, names), *([machine.rate("float8")] if problem.fp8 else [])]
+
+
 @functools.lru_cache(maxsize=64)
 def _is_faster(problem: Problem, situation: Situation, engine: str, limit: float) -> bool:
     machine, roster = problem.options.machine(engine), situation.roster
     a, b, d = (dataclasses.replace(one, chunks=((1,), (1,))) for one in (problem.a, problem.b, problem.d))
     smallest = dataclasses.replace(problem, matrices=(a, b), wanted=(d,), formula=Formula(), gathered="")
-    least, threads = _plan(smallest, situation, engine).seconds, [max(1, worker.nthreads) for worker in roster]
-    names = problem.compute_type.name, problem.operand_type.name, problem.compute or problem.operand_type.name
-    rates = [*map(machine.rate, names), *([machine.rate("float8")] if problem.fp8 else [])]
+    least, threads = _plan(smallest, situation, engine).seconds, _threads(roster)
+    rates = _rates(problem, engine)
     if problem.method == "auto":
         parts = min(len(roster), max(problem.m, problem.n))
         operations = problem.flops / (min(rates) * min(threads) * parts)
@@ -330,8 +352,7 @@ def _is_faster(problem: Problem, situation: Situation, engine: str, limit: float
         copies = _all_bytes(problem) / min(filter(None, (*links, machine.memory_bandwidth)))
         if _MOST * (least + operations + copies) <= limit:
             return True
-    seconds = problem.flops * (0.5 if is_gram(problem) else 1) / max(rates)
-    threads.sort(reverse=True)
+    seconds = _operations(problem) / max(rates)
     return least + seconds / sum(threads) <= limit and any(
         found.estimate is not None and found.estimate.seconds <= limit
         for candidate in _candidates(problem, len(roster), engine)
@@ -351,6 +372,36 @@ def _all_bytes(problem: Problem) -> int:
     elements = problem.m * problem.k + problem.k * problem.n + problem.m * problem.n
     extras = sum(math.prod(extra.shape) * extra.itemsize for extra in problem.extras)
     return elements * max(dtype.itemsize for dtype in types) + extras
+
+
+@functools.lru_cache(maxsize=64)
+def _fastest(problem: Problem, situation: Situation, engines: tuple[str, ...]) -> Plan | None:
+    """Return the fastest plan that fits, as all ways have it; None if that is for `_plan` to say."""
+    if not situation.roster or problem.method not in ("auto", *METHODS) or 0 in (problem.m, problem.n, problem.k):
+        return None
+    threads, ways = _threads(situation.roster), list[tuple[float, int, Candidate]]()
+    for number, name in enumerate(engines):
+        least = _operations(problem) / max(_rates(problem, name))
+        try:
+            every = _candidates(problem, len(threads), name)
+        except PlanError:
+            return None
+        some = [one for one in every if ENGINES[name].has_method(problem, one[0])]
+        ways += ((least / sum(threads[: math.prod(one[1])]), number, one) for one in some)
+    best: tuple[float, int, int] | None = None
+    found, fastest = list[Estimate](), None
+    for least, number, candidate in sorted(ways, key=lambda way: way[:2]):
+        if best is not None and least > best[0]:
+            break
+        made = _consider(problem, situation, engines[number], candidate, best[0] if best else math.inf)
+        if made.estimate is None or not made.projected_bytes:
+            continue
+        found.append(made.estimate)
+        key = made.seconds, number, max(made.projected_bytes.values())
+        if (best is None or key < best) and not over_limit(made):
+            best, fastest = key, made
+    found.sort(key=lambda one: one.seconds)
+    return fastest and dataclasses.replace(fastest, alternatives=tuple(found))
 
 
 @functools.lru_cache(maxsize=64)
@@ -380,7 +431,7 @@ def _plan(problem: Problem, situation: Situation, engine: str) -> Plan:
 
     found = [_consider(problem, situation, engine, candidate) for candidate in some]
     found.sort(key=lambda one: (one.seconds, max(one.projected_bytes.values())))
-    return choose(found, f"the multiply of {m} x {k} by {k} x {n} ({problem.d.dtype})", product_remedies(problem), why)
+    return choose(found, f"the multiply of {m} x {k} by {k} x {n} ({problem.d.dtype})", problem.remedies, why)
 
 
 def _candidates(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
@@ -403,33 +454,20 @@ def _candidates(problem: Problem, nworkers: int, engine: str) -> list[Candidate]
     return found
 
 
-def product_remedies(problem: Problem) -> list[str]:
-    """Return what would let a product fit that does not, in the way in which it was asked for."""
-    found: list[str] = []
-    asked = {"d": "epilog 'allreduce'", "a": "gathered='a'", "b": "gathered='b'"}
-    if problem.grid is not None:
-        found.append("use a larger grid")
-    elif problem.method == "local":
-        found.append("use method='auto', by which workers share it")
-    else:
-        found.append("use more workers" if problem.workers is None else "name more workers by workers=")
-        found += ["use method='auto'"] if problem.method != "auto" else []
-    kept = ["d"] * problem.formula.replicated + [problem.gathered] * bool(problem.gathered)
-    return found + [f"leave out {asked[name]}" for name in kept]
-
-
-def _consider(problem: Problem, situation: Situation, engine: str, candidate: Candidate) -> Plan:
-    """Return the plan that runs `problem` in one certain way, with its estimate and its memory."""
+def _consider(
+    problem: Problem, situation: Situation, engine: str, candidate: Candidate, limit: float = math.inf
+) -> Plan:
+    """Return the plan that runs `problem` in one certain way, with its estimate, and its memory up to some seconds."""
     every = ENGINES[engine].cuts(problem, candidate) or [
         (*grid_cuts(problem, candidate[1]), None),
         # Moving nothing may be faster than sharing the work evenly.
         *((*cuts, None) for cuts in [holder_cuts(problem, situation.where, candidate[1])] if cuts is not None),
     ]
-    found = [_cut(problem, situation, engine, candidate[0], cuts) for cuts in every]
+    found = [_cut(problem, situation, engine, candidate[0], cuts, limit) for cuts in every]
     return min(found, key=lambda one: one.seconds)
 
 
-def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts: Cuts) -> Plan:
+def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts: Cuts, limit: float) -> Plan:
     """Return the plan with certain cuts of m, n and k, and of D."""
     rows, cols, depth, d_cuts = cuts
     model, s, nroster = ENGINES[engine], len(depth) - 1, len(situation.roster)
@@ -454,8 +492,16 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
     held = (needs["a"][1] + needs["b"][1])[:nroster].T
     made = dataclasses.replace(made, ranks=_matched(made, held, situation.groups), replicas=nroster if made.kept else 0)
 
+    # Chunks of A and B may stay in host memory. A rank that is alone reads each once, and need not wait for all.
+    may_stay = model.reads_peers and problem.array == "numpy" and not problem.replicated and not problem.by_ranks
+
     def finished(made: Plan) -> Plan:
-        memory, work = model.memory(made, needs), model.work(made, needs)
+        work = model.work(made, needs)
+        if limit < math.inf and not may_stay:
+            found = estimate(work, made.machine, made.method, made.grid, hosts=made.hosts)
+            if found.seconds > limit:
+                return dataclasses.replace(made, estimate=found)
+        memory = model.memory(made, needs)
         if made.kept:
             more, moved = _replicas(made, nroster)
             memory, phases = memory + more, [*work.phases, Phase(waited={"ranks": moved})]
@@ -463,8 +509,6 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
         return estimated(made, memory, work)
 
     made = finished(made)
-    # Chunks of A and B may stay in host memory. A rank that is alone reads each once, and need not wait for all.
-    may_stay = model.reads_peers and problem.array == "numpy" and not problem.replicated and not problem.by_ranks
     if may_stay and (over_limit(made) or len(made.participants) == 1):
         made = finished(dataclasses.replace(made, from_host=True))
     return made
@@ -492,11 +536,23 @@ def _matched(made: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, 
 # The kinds of computations: which class a message means, and who plans it
 
 
+def _first_able(planner: Callable[..., Placement]) -> Callable[..., Placement]:
+    """Return what plans for the first of some engines that can run a computation in the memory that there is."""
+
+    def planned(*where: Any, engine: Sequence[str], **how: Any) -> Placement:
+        for name in engine[:-1]:
+            with contextlib.suppress(PlanError, ProjectedMemoryError):
+                return planner(*where, engine=name, **how)
+        return planner(*where, engine=engine[-1], **how)
+
+    return planned
+
+
 # By the kind that ``to_wire`` names: the class of the computation, that of its plans, and who plans it.
 _KINDS: dict[str, tuple[type[Computation], type[Placement], Callable[..., Placement]]] = {
     Problem.kind: (Problem, Plan, plan),
-    FactorProblem.kind: (FactorProblem, FactorPlacement, plan_factorization),
-    ProgramProblem.kind: (ProgramProblem, ProgramPlacement, plan_program),
+    FactorProblem.kind: (FactorProblem, FactorPlacement, _first_able(plan_factorization)),
+    ProgramProblem.kind: (ProgramProblem, ProgramPlacement, _first_able(plan_program)),
 }
 
 
@@ -529,11 +585,4 @@ def plan_computation(
 
     A factorization or a program is for the first engine that can run it in the memory that there is.
     """
-    planned = _KINDS[problem.kind][2]
-    if isinstance(problem, Problem):
-        return planned(problem, roster, where, engine=engine, sources=sources)
-    *first, last = engine
-    for name in first:
-        with contextlib.suppress(PlanError, ProjectedMemoryError):
-            return planned(problem, roster, where, engine=name, sources=sources)
-    return planned(problem, roster, where, engine=last, sources=sources)
+    return _KINDS[problem.kind][2](problem, roster, where, engine=engine, sources=sources)

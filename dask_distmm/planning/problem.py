@@ -280,6 +280,24 @@ class Problem(Computation):
         return self.same or bool(self.a.array and self.a.array == self.b.array)
 
     @property
+    def accumulates_in_place(self) -> bool:
+        """Whether sums of an earlier run can grow in place: their type is that of D."""
+        return self.formula.partial and self.result_type == self.compute_type
+
+    @property
+    def remedies(self) -> list[str]:
+        """What would let a product fit in memory where it does not, in the way in which it was asked for."""
+        if self.grid is not None:
+            remedies = ["use a larger grid"]
+        elif self.method == "local":
+            remedies = ["use method='auto', by which workers share it"]
+        else:
+            remedies = ["use more workers" if self.workers is None else "name more workers by workers="]
+            remedies += ["use method='auto'"] * (self.method != "auto")
+        remedies += ["leave out epilog 'allreduce'"] * self.formula.replicated
+        return remedies + [f"leave out gathered={self.gathered!r}"] * bool(self.gathered)
+
+    @property
     def laid_out(self) -> bool:
         """Whether it was asked for where matrices are to be: by distributions, a grid, or one of them everywhere."""
         return any(self.distributions) or self.grid is not None or self.replicated
@@ -312,11 +330,6 @@ class Problem(Computation):
             raise ValueError(f"a product of {self.operands[:2]} called {self.d.name!r}")
         if self.compute not in ("", *COMPUTE_TYPES) or self.gathered not in ("", "a", "b"):
             raise ValueError(f"compute {self.compute!r}, gathered {self.gathered!r}")
-
-
-def accumulates_in_place(problem: Problem) -> bool:
-    """Whether sums of an earlier run can grow in place: their type is that of D."""
-    return problem.formula.partial and problem.result_type == problem.compute_type
 
 
 def is_gram(problem: Problem) -> bool:

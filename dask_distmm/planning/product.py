@@ -98,7 +98,7 @@ def panels(plan: Plan, rank: int) -> list[Panel]:
     starts = (low for sizes in along_k for _, low, _ in overlaps(chunk_cuts(sizes), k0, k1))
     cuts = coalesce(sorted({*starts, k1}), int(panel_width(problem, r1 - r0 + c1 - c0, k1 - k0)))
     where, here = [plan.where[name].tolist() for name in "ab"], (plan.ranks[rank], EVERYWHERE)
-    made: list[Panel] = []
+    recorded: list[Panel] = []
     for low, high in itertools.pairwise(cuts):
         panel = Panel(low, high, ([], []), {})
         for piece in _pieces(plan, rank, low, high):
@@ -107,10 +107,10 @@ def panels(plan: Plan, rank: int) -> list[Panel]:
             if some is None:
                 some = panel.remote[holder] = ([], [])
             some[piece.operand].append(piece)
-        made.append(panel)
-    turn = rank * len(made) // len(plan.ranks)
-    order = sorted(range(len(made)), key=lambda x: (bool(made[x].remote), (x - turn) % len(made)))
-    return [made[x] for x in order]
+        recorded.append(panel)
+    turn = rank * len(recorded) // len(plan.ranks)
+    order = sorted(range(len(recorded)), key=lambda x: (bool(recorded[x].remote), (x - turn) % len(recorded)))
+    return [recorded[x] for x in order]
 
 
 def _pieces(plan: Plan, rank: int, low: int, high: int) -> list[ChunkBlock]:
@@ -183,7 +183,7 @@ def deciding(plan: Plan) -> Plan:
 
 def record(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
     """Return the steps of a rank, made anew."""
-    p = Product(plan, rank, begun)
+    p = _Chunks(plan, rank, begun)
     p.begin()
     p.multiply(_turns_of_made(plan, rank) if plan.problem.by_ranks else _turns_of_panels(plan, rank))
     p.sum_up()
@@ -216,22 +216,73 @@ def _turns_of_made(plan: Plan, rank: int) -> list[Turn]:
 
 
 class Product(Recorder):
-    """Records the steps of a rank."""
+    """What lists of products have in common, whatever multiplies: where sums are, and how they become chunks of D."""
+
+    def __init__(self, plan: Plan, rank: int, dtype: str, begun: Collection[int] = (), *, packed: bool) -> None:
+        super().__init__(rank, Rows((), (), len(plan.ranks)), dtype)
+        self.plan, self.problem, self.begun, self.region = plan, plan.problem, begun, plan.region(rank)
+        self.where = {name: where.tolist() for name, where in plan.where.items()}
+        # Sums are in one matrix, or in a block for each part of a chunk.
+        self.packed = packed
+        self.cuts = (self.region[:2], self.region[2:]) if packed else plan.chunk_cuts
+        self.blocks: dict[int, Placed] = {}
+        # This rank's chunks of D.
+        self.of_d: dict[int, Placed] = {}
+
+    def _key(self, number: int, reader: int) -> Key:
+        # Messages of one number are asked for together: those of finished parts.
+        return Key(PART, number * len(self.plan.ranks) + reader)
+
+    def _give(self, parts: Mapping[int, Sequence[Any]], number: int) -> None:
+        """Let others have parts of sums."""
+        self.steps += (Publish(self._key(number, to), tuple(some), once=True) for to, some in parts.items())
+
+    def assemble(self) -> None:
+        """Complete this rank's chunks of D, and convert them to the type of the result."""
+        plan = self.plan
+        offered, wanted = (collections.defaultdict[int, list[Any]](list) for _ in range(2))
+        own: list[tuple[Any, Any]] = []
+        # Elements of this rank's chunks that it has itself.
+        there = dict.fromkeys(self.of_d, 0)
+        for index, cell in itertools.chain(*(pieces_of(plan.chunk_cuts, rect) for rect in plan.final_rects(self.me))):
+            if index not in there:
+                offered[int(plan.owners[index])].append(self.blocks[0 if self.packed else index].part(cell))
+                continue
+            there[index] += (cell[1] - cell[0]) * (cell[3] - cell[2])
+            if self.packed:
+                own.append((self.blocks[0].part(cell), self.of_d[index].part(cell)))
+        self._give(offered, len(plan.ranks))
+        for index, chunk in self.of_d.items():
+            if chunk.matrix.name not in self._here:
+                self.new(chunk.matrix, zero=bool(self.begun))  # type: ignore[arg-type]
+            if there[index] < math.prod(chunk.matrix.shape):
+                for holder, rect in plan.final_holders(index):
+                    if holder != self.me:
+                        wanted[holder].append(chunk.part(rect))
+        if own:
+            self.call("store", *itertools.chain(*zip(*own, strict=True)), reads=len(own))
+        # Not all ranks begin with the same one.
+        for holder in sorted(wanted, key=lambda rank: (rank - self.me) % len(plan.ranks)):
+            # Where k is cut the sums of others have what was begun here.
+            op = "add" if self.begun and plan.grid[2] == 1 else ""
+            self.pull(holder, self._key(len(plan.ranks), self.me), tuple(wanted[holder]), op=op)
+
+    def _read_of(self, name: str, rect: Rect) -> Rect:
+        """Return the part that the formula reads of an operand for a part of D: an axis of length 1 is broadcast."""
+        rows, cols = self.problem[name].shape
+        return (*(rect[:2] if rows == self.problem.m else (0, 1)), *(rect[2:] if cols == self.problem.n else (0, 1)))
+
+
+class _Chunks(Product):
+    """Records the steps of a rank that multiplies chunks, and panels that they are copied to."""
 
     def __init__(self, plan: Plan, rank: int, begun: Collection[int]) -> None:
-        super().__init__(rank, Rows((), (), len(plan.ranks)), plan.problem.compute_type.name)
-        self.plan, self.problem, self.begun, self.packing = plan, plan.problem, begun, plan.packing
+        super().__init__(plan, rank, plan.problem.compute_type.name, begun, packed="d" in plan.packing)
+        self.packing, self.gram, self.keeps = plan.packing, is_gram(plan.problem), plan.kept
         self.conjugated = tuple(self.problem[name].conjugated and name not in self.packing for name in "ab")
-        self.gram, self.region = is_gram(plan.problem), plan.region(rank)
-        self.keeps, self.where = plan.kept, {name: where.tolist() for name, where in plan.where.items()}
-        # Sums are in one matrix, or in a block for each part of a chunk.
-        self.packed = "d" in self.packing
-        self.cuts = (self.region[:2], self.region[2:]) if self.packed else plan.chunk_cuts
-        self.blocks: dict[int, Placed] = {}
         # Blocks above and on the diagonal, and of which ones' lower triangles they are made at the end.
         self.mirrored: dict[int, int] = {}
-        # This rank's chunks of D; parts of chunks of operands that are here; numbers of messages.
-        self.of_d: dict[int, Placed] = {}
+        # Parts of chunks of operands that are here; numbers of messages.
         self.at: dict[ChunkBlock, Placed] = {}
         self.needed: Collection[ChunkBlock] = ()
         # Those of them that are freed after their last use.
@@ -266,9 +317,9 @@ class Product(Recorder):
                 self.call("store", self.of_d[index].part(cell), self.blocks[0].part(cell), reads=1)
         # Of one matrix some parts may have been begun.
         even = self.gram and (not self.packed or len(self.begun) in (0, self.problem.d.count))
-        found = {block.rect: index for index, block in self.blocks.items() if even}
-        for (r0, r1, c0, c1), index in found.items():
-            lower = found.get((c0, c1, r0, r1), -1)
+        by_rect = {block.rect: index for index, block in self.blocks.items() if even}
+        for (r0, r1, c0, c1), index in by_rect.items():
+            lower = by_rect.get((c0, c1, r0, r1), -1)
             large = r0 < c0 or (r0 == c0 and r1 - r0 >= _SYMMETRIC)
             if large and lower >= 0 and (lower in self.begun) == (index in self.begun):
                 self.mirrored[index] = lower
@@ -324,7 +375,7 @@ class Product(Recorder):
         top, bottom, left, right = rect = _around(parts)
         whole = self.small(bottom - top, right - left, dtype)
         places = [(r0 - top, r1 - top, c0 - left, c1 - left, turned) for _, (r0, r1, c0, c1), turned in parts]
-        self.call("join", *(one.matrix for one in parts), whole, reads=len(parts), places=places, **how)
+        self.call("join", *(part.matrix for part in parts), whole, reads=len(parts), places=places, **how)
         return Placed(whole, rect)
 
     # Products
@@ -392,52 +443,14 @@ class Product(Recorder):
         ranks = range(len(self.plan.ranks) if self.plan.grid[2] > 1 else 0)
         parts = {rank: self._final_parts(rank) for rank in ranks}
         # Not all ranks begin with the same one.
-        others = [*ranks[self.me + 1 :], *ranks[: self.me]]
-        self._give({reader: parts[reader] for reader in others if parts[reader]}, self.me)
-        for owner in others if ranks and parts[self.me] else ():
+        peers = [*ranks[self.me + 1 :], *ranks[: self.me]]
+        self._give({reader: parts[reader] for reader in peers if parts[reader]}, self.me)
+        for owner in peers if ranks and parts[self.me] else ():
             self.pull(owner, self._key(owner, self.me), tuple(parts[self.me]), op="add")
 
     def _final_parts(self, rank: int) -> list[Any]:
         rects = self.plan.final_rects(rank)
         return [self.blocks[index].part(cell) for rect in rects for index, cell in pieces_of(self.cuts, rect)]
-
-    def _key(self, number: int, reader: int) -> Key:
-        # Messages of one number are asked for together: those of finished parts.
-        return Key(PART, number * len(self.plan.ranks) + reader)
-
-    def _give(self, parts: Mapping[int, Sequence[Any]], number: int) -> None:
-        """Let others have parts of sums."""
-        self.steps += (Publish(self._key(number, to), tuple(some), once=True) for to, some in parts.items())
-
-    def assemble(self) -> None:
-        """Complete this rank's chunks of D, and convert them to the type of the result."""
-        plan = self.plan
-        given, wanted = (collections.defaultdict[int, list[Any]](list) for _ in range(2))
-        own: list[tuple[Any, Any]] = []
-        # Elements of this rank's chunks that it has itself.
-        there = dict.fromkeys(self.of_d, 0)
-        for index, cell in itertools.chain(*(pieces_of(plan.chunk_cuts, rect) for rect in plan.final_rects(self.me))):
-            if index not in there:
-                given[int(plan.owners[index])].append(self.blocks[0 if self.packed else index].part(cell))
-                continue
-            there[index] += (cell[1] - cell[0]) * (cell[3] - cell[2])
-            if self.packed:
-                own.append((self.blocks[0].part(cell), self.of_d[index].part(cell)))
-        self._give(given, len(plan.ranks))
-        for index, chunk in self.of_d.items():
-            if chunk.matrix.name not in self._here:
-                self.new(chunk.matrix, zero=bool(self.begun))  # type: ignore[arg-type]
-            if there[index] < math.prod(chunk.matrix.shape):
-                for holder, rect in plan.final_holders(index):
-                    if holder != self.me:
-                        wanted[holder].append(chunk.part(rect))
-        if own:
-            self.call("store", *itertools.chain(*zip(*own, strict=True)), reads=len(own))
-        # Not all ranks begin with the same one.
-        for holder in sorted(wanted, key=lambda rank: (rank - self.me) % len(plan.ranks)):
-            # Where k is cut the sums of others have what was begun here.
-            op = "add" if self.begun and plan.grid[2] == 1 else ""
-            self.pull(holder, self._key(len(plan.ranks), self.me), tuple(wanted[holder]), op=op)
 
     def hand_over(self) -> None:
         """Apply the formula to this rank's chunks of D, one by one, and hand them over, and what is kept."""
@@ -455,13 +468,13 @@ class Product(Recorder):
                 for name in read
             ]
             self.fetch(itertools.chain(*pieces))
-            given = [self._whole(some, self.problem[name].dtype) for name, some in zip(read, pieces, strict=True)]
-            made = [Buffer(f"{one.name}@{index}", one.chunk_shape(index), one.dtype) for one in outputs]
-            how: dict[str, Any] = {"formula": rest if continues else formula, "dtypes": [one.dtype for one in outputs]}
-            self.call("finish", *given, chunk, makes=made, reads=len(given), names=read, **how)
+            inputs = [self._whole(some, self.problem[name].dtype) for name, some in zip(read, pieces, strict=True)]
+            results = [Buffer(f"{x.name}@{index}", x.chunk_shape(index), x.dtype) for x in outputs]
+            how: dict[str, Any] = {"formula": rest if continues else formula, "dtypes": [x.dtype for x in outputs]}
+            self.call("finish", *inputs, chunk, makes=results, reads=len(inputs), names=read, **how)
             self.free(itertools.chain(*pieces))
-            self.drop(chunk, *given)  # type: ignore[arg-type]
-            for output, buffer in zip(outputs, made, strict=True):
+            self.drop(chunk, *inputs)  # type: ignore[arg-type]
+            for output, buffer in zip(outputs, results, strict=True):
                 self.leave(output.name, buffer, index)
         for number, some in self.kept.items():
             matrix = self.problem[self.problem.gathered]
@@ -472,13 +485,8 @@ class Product(Recorder):
         placed = [self.at[piece] for piece in pieces]
         return (placed[0] if len(placed) == 1 else self.join(placed, dtype)).matrix
 
-    def _read_of(self, name: str, rect: Rect) -> Rect:
-        """Return the part that the formula reads of an operand for a part of D: an axis of length 1 is broadcast."""
-        rows, cols = self.problem[name].shape
-        return (*(rect[:2] if rows == self.problem.m else (0, 1)), *(rect[2:] if cols == self.problem.n else (0, 1)))
-
 
 def _around(parts: Sequence[Placed]) -> Rect:
     """Return the rectangle that parts cover."""
-    tops, bottoms, lefts, rights = zip(*(one.rect for one in parts), strict=True)
+    tops, bottoms, lefts, rights = zip(*(placed.rect for placed in parts), strict=True)
     return min(tops), max(bottoms), min(lefts), max(rights)

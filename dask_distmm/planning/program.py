@@ -23,12 +23,12 @@ from dask_distmm.numeric.sparse import share_of
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.footprint import made_ahead
-from dask_distmm.planning.model import Phase, Work, speeds
+from dask_distmm.planning.model import ENGINES, Phase, Work, speeds
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
 from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows
-from dask_distmm.programs.steps import PART, Step
+from dask_distmm.programs.steps import PART, Step, messages_to_all
 from dask_distmm.tracing.form import program_of
 from dask_distmm.tracing.lower import traced
 from dask_distmm.tracing.place import Placements, Row, described
@@ -78,6 +78,8 @@ class ProgramProblem(Computation):
     dtype: str
     # Arrays that the builder names by their numbers; nothing else that is known of the program follows from them.
     constants: Sequence[bytes] = ()
+    # Names of the operands of which workers keep two copies until the run is done.
+    kept: tuple[str, ...] = ()
 
     def making(self, outputs: Collection[str]) -> Self:
         """Return the same computation, which makes only some outputs."""
@@ -130,13 +132,17 @@ class ProgramProblem(Computation):
         found: Collection[str] = self.options_of_builder.get("whole", ())
         return found
 
-    def figures(self, owners: tuple[int, ...], ranks: int, rates: Rates) -> tuple[Cost, list[int]]:
-        """Return what it takes, where the matrix is well-conditioned, and the most bytes that each rank holds."""
+    def figures(self, owners: tuple[int, ...], ranks: int, rates: Rates) -> tuple[Cost, list[int], int]:
+        """Return what it takes, where the matrix is well-conditioned; the most bytes of each rank, and of a message."""
         arguments = self._arguments(owners, ranks)
 
-        def made() -> tuple[Cost, list[int]]:
+        def made() -> tuple[Cost, list[int], int]:
             lists = [self._recorded(arguments, rank) for rank in range(ranks)]
-            return cost(lists, rates), list(map(peak_bytes, lists))
+            return (
+                cost(lists, rates),
+                list(map(peak_bytes, lists)),
+                max(messages_to_all(lists[0], ranks).values(), default=0),
+            )
 
         return remembered(arguments, rates, made)
 
@@ -173,8 +179,8 @@ class ProgramPlacement(Placement):
         return np.flatnonzero(np.array(self.owners) == rank)
 
     @property
-    def figures(self) -> tuple[Cost, list[int]]:
-        """What the program takes, where the matrix is well-conditioned, and the most bytes that each rank holds."""
+    def figures(self) -> tuple[Cost, list[int], int]:
+        """What the program takes, where the matrix is well-conditioned; the most bytes of ranks, and of a message."""
         return self.problem.figures(self.owners, len(self.ranks), self._rates())
 
     @property
@@ -319,5 +325,8 @@ def _memory(plan: ProgramPlacement) -> tuple[NDArray[np.float64], int]:
         copied = holders != owners
         fetched += int(sizes[copied].sum())
         held += np.bincount(owners, np.where(copied | converted, elements * (itemsize * share), 0), len(held))
-    held[list(plan.ranks)] += plan.figures[1]
+        held += np.roll(np.bincount(holders, sizes, len(held)), 1) * (operand.name in problem.kept)
+    _, peaks, message = plan.figures
+    # GPUs that read each other's memory have places for two messages to all.
+    held[list(plan.ranks)] += np.array(peaks) + 2 * message * ENGINES[plan.engine].reads_peers
     return held, fetched

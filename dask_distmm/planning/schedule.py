@@ -122,13 +122,13 @@ def square_on_diagonal(plan: Plan, rank: int, epilog: str | None) -> Triangle | 
 
 def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]:
     """Return for each operand the chunks of each participant that other participants read."""
-    problem, found = plan.problem, {}
+    problem, read = plan.problem, {}
     mine = np.arange(len(plan.participants))[:, None]
     for name in names:
         matrix, factor = problem[name], name in ("a", "b")
         if matrix.by_ranks or (factor and plan.from_host):
             # They are made by those that need them, or are not on GPUs.
-            found[name] = np.zeros((len(mine), matrix.count), bool)
+            read[name] = np.zeros((len(mine), matrix.count), bool)
             continue
         # Any rank may need any chunk of an input of the formula: the owners of D's chunks are not looked at.
         needed = np.ones(1, bool)
@@ -138,8 +138,8 @@ def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]
                 reads[index][plan.chunks_read(rank, name)] = True
             flat = reads.reshape(len(reads), -1)
             needed = flat.sum(0) > flat
-        found[name] = needed & (np.asarray(plan.where[name]) == mine) & (matrix.elements > 0)
-    return found
+        read[name] = needed & (np.asarray(plan.where[name]) == mine) & (matrix.elements > 0)
+    return read
 
 
 def _held(plan: Plan, rank: int, operand: int) -> tuple[float, bool]:
@@ -323,7 +323,7 @@ def sums_in(plan: Plan) -> np.dtype:
 def _several(plan: Plan) -> bool:
     """Whether an element of D is the sum of several products."""
     cut = plan.grid[2] > 1 or bool(plan.problem.by_ranks)
-    return cut or any(len(one.depth) > 2 for one in block_schedules(plan))
+    return cut or any(len(schedule.depth) > 2 for schedule in block_schedules(plan))
 
 
 @once
@@ -359,8 +359,8 @@ def in_chunks(plan: Plan) -> NDArray[np.bool_]:
         parts = overlap_sizes(sizes, cuts)
         least = np.where(parts > 0, parts, _LEAST_BLOCK).min(axis=0)
         small.append((np.count_nonzero(parts > 0, axis=0) > 1) & (least < _LEAST_BLOCK))
-    found: NDArray[np.bool_] = ~np.logical_or.outer(*small)
-    return found
+    large: NDArray[np.bool_] = ~np.logical_or.outer(*small)
+    return large
 
 
 def blocks(plan: Plan, rank: int) -> list[Rect]:
@@ -503,12 +503,12 @@ def _edges(plan: Plan, rank: int, operands: Sequence[int], own: int | None) -> N
     region, (start, stop) = plan.region(rank), plan.k_range(rank)
     if own is not None:
         start, stop = region[:2] if own == 0 else region[2:]
-    found = [np.array([start, stop])]
+    edges = [np.array([start, stop])]
     for operand in operands:
         sizes = plan.problem.matrices[operand].chunks
         every = chunk_edges(sizes[operand if own is not None else 1 - operand])
-        found.append(every[np.searchsorted(every, start, "right") : np.searchsorted(every, stop, "left")])
-    return np.unique(np.concatenate(found))
+        edges.append(every[np.searchsorted(every, start, "right") : np.searchsorted(every, stop, "left")])
+    return np.unique(np.concatenate(edges))
 
 
 def _joins(stretches: NDArray[np.int64], least: int) -> bool:
@@ -548,14 +548,14 @@ def source_steps(plan: Plan, rank: int, source: ChunkSource) -> list[tuple[tuple
 
 def _cut(edges: Sequence[int], least: int, most: int, step: int = 1) -> Bounds:
     """Join neighbours that have less than `least` until they have it; cut what has more than `most` evenly."""
-    found, begun = [edges[0]], edges[0]
+    cuts, begun = [edges[0]], edges[0]
 
     def close(stop: int) -> None:
         nonlocal begun
         if stop > begun:
             size = padded(stop - begun, step, -(-(stop - begun) // max(step, most)))
-            found.extend(range(begun + size, stop, size))
-            found.append(stop)
+            cuts.extend(range(begun + size, stop, size))
+            cuts.append(stop)
             begun = stop
 
     for low, high in itertools.pairwise(edges):
@@ -564,7 +564,7 @@ def _cut(edges: Sequence[int], least: int, most: int, step: int = 1) -> Bounds:
         if high - begun >= least:
             close(high)
     close(edges[-1])
-    return tuple(found)
+    return tuple(cuts)
 
 
 def _seconds(plan: Plan, products: float, size: float) -> float:

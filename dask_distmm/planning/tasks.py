@@ -17,7 +17,7 @@ from typing import Any
 
 from dask_distmm.config import DaskCosts, Machine
 from dask_distmm.planning.computation import Computation, Worker
-from dask_distmm.planning.factor import FactorProblem, factored
+from dask_distmm.planning.factor import FactorProblem
 from dask_distmm.planning.model import EngineModel, Estimate, Phase, Work, estimate
 from dask_distmm.planning.placement import P
 from dask_distmm.planning.problem import Problem
@@ -31,8 +31,7 @@ _QR_SHARE, _QR_TASKS = 0.25, 6
 
 def run_overhead(problem: Computation, costs: DaskCosts) -> float:
     """Return the seconds that Dask takes around a run; it knows nothing of chunks that ranks make."""
-    shared = isinstance(problem, Problem) and problem.shared
-    names = [name for name in problem.inputs if not (problem[name].by_ranks or (name == "b" and shared))]
+    names = [name for name in problem.inputs if not (problem[name].by_ranks or (name == "b" and problem.shared))]
     given = sum(problem[name].count for name in names)
     return costs.run + costs.chunk * (given + sum(output.count for output in problem.outputs))
 
@@ -98,7 +97,7 @@ def _program(problem: ProgramProblem, count: int, threads: int, machine: Machine
 
 def _factor(problem: FactorProblem, count: int, threads: int, machine: Machine) -> _Tasks:
     blocks, (rows, cols) = problem["a"].counts[0], problem.task.a_shape
-    name, right, columns = factored(problem.task), 0, 0
+    name, right, columns = problem.task.factored, 0, 0
     if problem.task.b_shape is not None:
         right, columns = problem["b"].counts[1], problem.task.b_shape[1]
     if name == "qr":

@@ -35,10 +35,10 @@ from dask_distmm.planning.computation import Chunks, Worker
 from dask_distmm.planning.cuts import chunk_edges
 from dask_distmm.planning.footprint import held_bytes, made_bytes
 from dask_distmm.planning.model import ENGINES, models_of, speeds
-from dask_distmm.planning.placement import Explanation
-from dask_distmm.planning.planner import plan, product_remedies
+from dask_distmm.planning.planner import plan
 from dask_distmm.planning.problem import AXES, METHODS, Problem, part_of
 from dask_distmm.planning.tasks import run_overhead
+from dask_distmm.shown import Explanation
 
 # A scheme: the waves of a product, and the problem of each of them. Pure
 
@@ -259,7 +259,7 @@ _HOST_SHARE = 0.75
 def in_host_memory(problem: Problem, engine: str | Sequence[str]) -> bool:
     """Whether chunks are in host memory, and the engines that may multiply work in the memory of GPUs."""
     names = [engine] if isinstance(engine, str) else engine
-    return problem.array == "numpy" and all(one.on_gpus for one in models_of(names))
+    return problem.array == "numpy" and all(model.on_gpus for model in models_of(names))
 
 
 def in_host(worker: Worker) -> Worker:
@@ -303,27 +303,31 @@ def _choose(
     holders = [in_host(worker) for worker in workers] if apart else workers
     fitting = functools.partial(_fitting, problem, workers, holders, lazy, budget, costs, engines)
     methods = METHODS if problem.method == "auto" else (problem.method,)
-    found: list[Scheme] = []
-    for one in _candidates(problem, lazy, able, engines):
-        similar = [x for x in found if x.name == one.name and (x.by_ranks == one.by_ranks or one.name != "blocks")]
+    schemes: list[Scheme] = []
+    for candidate in _candidates(problem, lazy, able, engines):
+        similar = [
+            x
+            for x in schemes
+            if x.name == candidate.name and (x.by_ranks == candidate.by_ranks or candidate.name != "blocks")
+        ]
         # It reads more blocks, or loads what ranks can make.
-        needless = similar or (only_by_ranks and found and one.name == "blocks")
-        if needless or (products > 1 and one.streamed != lazy) or (only_by_ranks and not one.by_ranks):
+        needless = similar or (only_by_ranks and schemes and candidate.name == "blocks")
+        if needless or (products > 1 and candidate.streamed != lazy) or (only_by_ranks and not candidate.by_ranks):
             continue
         for method in methods:
-            scheme = _longest(dataclasses.replace(one, method=method), fitting, len(workers), products, engines)
-            found += [scheme] if scheme is not None else []
-    if not found:
+            scheme = _longest(dataclasses.replace(candidate, method=method), fitting, len(workers), products, engines)
+            schemes += [scheme] if scheme is not None else []
+    if not schemes:
         limits = {worker.address: int(budget.of(worker)) for worker in holders}
         raise ProjectedMemoryError(
             f"{problem.name} does not fit in waves either: two chunks of each operand along k, and what stays in "
             f"memory, are more than the {min(limits.values()) / 2**20:.0f} MiB that a worker may hold without "
-            f"spilling. {advice(['use smaller chunks', *product_remedies(problem), 'use a higher memory_limit'])}",
+            f"spilling. {advice(['use smaller chunks', *problem.remedies, 'use a higher memory_limit'])}",
             {},
             limits,
         )
     # Where one of loading and multiplying decides it, the other one may still be less.
-    return min(found, key=lambda scheme: (scheme.seconds, scheme.read_seconds + scheme.run_seconds))
+    return min(schemes, key=lambda scheme: (scheme.seconds, scheme.read_seconds + scheme.run_seconds))
 
 
 def _why_whole(problem: Problem, lazy: tuple[bool, bool], *, apart: bool) -> str:
@@ -351,21 +355,21 @@ def _candidates(
         return large or not any(ENGINES[name].by_panels for name in makers)
 
     both = zip(able, (problem.a.chunks, problem.b.chunks), strict=True)
-    made = [bool(makers) and can and fit(chunks) for can, chunks in both]
+    makes = [bool(makers) and can and fit(chunks) for can, chunks in both]
     m, n, k = (0, problem.m), (0, problem.n), (0, problem.k)
     rows, cols, depth = (common_edges(problem, axis) for axis in "mnk")
-    found = [Scheme("sums", (m, n, depth), lazy)]
-    found += [Scheme("rows", (rows, n, k), (True, False))] * lazy[0]
-    found += [Scheme("cols", (m, cols, k), (False, True))] * lazy[1]
+    schemes = [Scheme("sums", (m, n, depth), lazy)]
+    schemes += [Scheme("rows", (rows, n, k), (True, False))] * lazy[0]
+    schemes += [Scheme("cols", (m, cols, k), (False, True))] * lazy[1]
     blocks = (Scheme("blocks", (*split, depth), lazy) for split in _splits(problem, lazy))
-    for one in itertools.chain(found, blocks):
-        if all(can for can, streamed in zip(made, one.streamed, strict=True) if streamed):
-            yield dataclasses.replace(one, by_ranks=True)
-        yield one
+    for candidate in itertools.chain(schemes, blocks):
+        if all(can for can, streamed in zip(makes, candidate.streamed, strict=True) if streamed):
+            yield dataclasses.replace(candidate, by_ranks=True)
+        yield candidate
 
 
 def _makers(engines: Sequence[str]) -> list[str]:
-    return [one.name for one in models_of(engines) if one.makes]
+    return [model.name for model in models_of(engines) if model.makes]
 
 
 def _longest(
@@ -390,17 +394,17 @@ def _longest(
             return None
         low, high = high + 1, min(segments, 2 * high)
     low = bisect.bisect_left(range(high), True, lo=low, key=lambda count: of(count) is not None)
-    found = of(low)
-    assert found is not None
+    longest = of(low)
+    assert longest is not None
     if finest.by_ranks:
         # On GPUs a wave is over so soon that the time around the runs would count.
         least = 1 if ENGINES[_makers(engines)[0]].on_gpus else fewest // 2
         # Each rank needs chunks of its own in each wave.
-        fine = min(max(least, math.ceil(found.seconds / _LONGEST)), max(1, segments // workers))
-        return of(max(low, fine)) or found
+        fine = min(max(least, math.ceil(longest.seconds / _LONGEST)), max(1, segments // workers))
+        return of(max(low, fine)) or longest
     better = of(min(segments, max(fewest, low)))
     enough = better is not None and better.run_seconds / better.count > _SHORTEST
-    return better if enough else found
+    return better if enough else longest
 
 
 def _fitting(
@@ -431,51 +435,57 @@ def _fitting(
     ]
     plans = []
     for number in dict.fromkeys((scheme.largest, scheme.count - 1)):
-        one = wave_problem(problem, scheme, number)
+        wave = wave_problem(problem, scheme, number)
         if not apart:
-            one = dataclasses.replace(one, options=dataclasses.replace(one.options, limit_fraction=1.0))
+            wave = dataclasses.replace(wave, options=dataclasses.replace(wave.options, limit_fraction=1.0))
         try:
-            plans.append(plan(one, left, engine=names))
+            plans.append(plan(wave, left, engine=names))
         except (ProjectedMemoryError, PlanError):
             return None
-    held = max(held_bytes(made).max() if apart else max(made.projected_bytes.values()) for made in plans)
+    held = max(held_bytes(wave_plan).max() if apart else max(wave_plan.projected_bytes.values()) for wave_plan in plans)
     # Operands that are packed would be copied one by one.
-    if (apart and beside + held > room) or (scheme.by_ranks and any({*"ab"} & {*made.packing} for made in plans)):
+    if (apart and beside + held > room) or (
+        scheme.by_ranks and any({*"ab"} & {*wave_plan.packing} for wave_plan in plans)
+    ):
         return None
-    made, share = plans[0], problem.flops / plans[0].problem.flops
+    wave_plan, share = plans[0], problem.flops / plans[0].problem.flops
     once = problem.shared and scheme.name == "sums"
-    read = made_bytes(made) * share if scheme.by_ranks else 0.0
+    read = made_bytes(wave_plan) * share if scheme.by_ranks else 0.0
     for at, size in enumerate(_read(problem, scheme.streamed, scheme.counts)):
         if lazy[at] and not (at == 1 and once) and not (scheme.streamed[at] and scheme.by_ranks):
             read += size
-    run = (made.estimate.compute_seconds if scheme.by_ranks else made.estimate.seconds) if made.estimate else 0.0
-    readers = len(made.ranks) if scheme.by_ranks else len(workers)
+    run = (
+        (wave_plan.estimate.compute_seconds if scheme.by_ranks else wave_plan.estimate.seconds)
+        if wave_plan.estimate
+        else 0.0
+    )
+    readers = len(wave_plan.ranks) if scheme.by_ranks else len(workers)
     return dataclasses.replace(
         scheme,
         read_bytes=int(read),
         read_seconds=read / (readers * budget.rate(problem.array)),
-        run_seconds=run * share + scheme.count * run_overhead(made.problem, costs),
+        run_seconds=run * share + scheme.count * run_overhead(wave_plan.problem, costs),
         peak_bytes=int(beside + held),
     )
 
 
 def _beside(problem: Problem, scheme: Scheme, lazy: tuple[bool, bool], workers: int) -> float:
     """Return the bytes on a worker that are not part of the largest run."""
-    one = wave_problem(problem, scheme, scheme.largest)
+    wave = wave_problem(problem, scheme, scheme.largest)
     total, loaded, largest = 0.0, 0, 0.0
     for operand, is_lazy, streamed in zip("ab", lazy, scheme.streamed, strict=True):
-        if (operand == "b" and one.shared) or (streamed and scheme.by_ranks):
+        if (operand == "b" and wave.shared) or (streamed and scheme.by_ranks):
             continue  # the plan's own
-        mine = one[operand].bytes
+        mine = wave[operand].bytes
         if streamed:
             loaded, largest = loaded + len(mine), max(largest, float(mine.max()))
         elif not is_lazy:
             total += (problem[operand].bytes.sum() - mine.sum()) / workers
     # Chunks loaded for the next wave, and one more that is being made.
     total += largest * (math.ceil(loaded / workers) + 1)
-    if one.result_name == problem.name:
+    if wave.result_name == problem.name:
         # Chunks of the wave before, on their way out.
-        total += one.d.bytes.sum() / workers
+        total += wave.d.bytes.sum() / workers
     elif scheme.visit(scheme.largest):
         total += problem.d.bytes.mean()
     return total
@@ -483,26 +493,26 @@ def _beside(problem: Problem, scheme: Scheme, lazy: tuple[bool, bool], workers: 
 
 def _from_host(problem: Problem, workers: Sequence[Worker], costs: DaskCosts, engines: Sequence[str]) -> Scheme:
     """Return the blocks from host memory that read the fewest bytes, of those that fit on the GPUs."""
-    names = [one.name for one in models_of(engines) if one.reads_peers]
+    names = [model.name for model in models_of(engines) if model.reads_peers]
     some = [dataclasses.replace(worker, memory_limit=int(_HOST_SHARE * worker.memory_limit)) for worker in workers]
     both, options = (True, True), problem.options
     for split in _splits(problem, both) if names else ():
         sizes = options.panel_bytes, options.buffer_bytes
         scheme = Scheme("host", (*split, (0, problem.k)), (False, False), False, problem.method, *sizes)
         try:
-            made = plan(wave_problem(problem, scheme, scheme.largest), some, engine=names)
+            wave_plan = plan(wave_problem(problem, scheme, scheme.largest), some, engine=names)
         except (PlanError, ProjectedMemoryError):
             continue
         read = sum(_read(problem, both, scheme.counts))
-        share = problem.flops / made.problem.flops
-        seconds = made.estimate.compute_seconds * share if made.estimate else 0.0
+        share = problem.flops / wave_plan.problem.flops
+        seconds = wave_plan.estimate.compute_seconds * share if wave_plan.estimate else 0.0
         return dataclasses.replace(
             scheme,
-            method=made.method,
+            method=wave_plan.method,
             read_bytes=read,
-            read_seconds=read / (len(made.ranks) * speeds(options.machine(made.engine))["host"]),
-            run_seconds=seconds + scheme.count * run_overhead(made.problem, costs),
-            peak_bytes=max(made.projected_bytes.values()),
+            read_seconds=read / (len(wave_plan.ranks) * speeds(options.machine(wave_plan.engine))["host"]),
+            run_seconds=seconds + scheme.count * run_overhead(wave_plan.problem, costs),
+            peak_bytes=max(wave_plan.projected_bytes.values()),
             budget_bytes=int(min(worker.memory_limit for worker in workers) * options.limit_fraction),
         )
     raise ProjectedMemoryError(

@@ -45,12 +45,12 @@ class Wired:
     def from_wire(cls, wire: Any) -> Self:
         """Make it from what ``to_wire`` gave, checked."""
         try:
-            found: Self = _made(cls, wire)
+            value: Self = _made(cls, wire)
         except ProtocolError:
             raise
         except _WRONG as error:
             raise ProtocolError(f"malformed {cls.what or f'message {cls.__name__}'}: {error}") from error
-        return found
+        return value
 
     def check(self) -> None:
         """Raise an error if the fields do not fit each other."""
@@ -58,11 +58,11 @@ class Wired:
 
 def _plain(value: Any) -> dict[str, Any]:
     kind: Any = type(value)
-    found = {"kind": kind.kind} if hasattr(kind, "kind") else {}
+    wire = {"kind": kind.kind} if hasattr(kind, "kind") else {}
     for name, (encode, _) in _coders(kind).items():
         if (own := getattr(value, name)) is not getattr(kind, name, _REQUIRED):
-            found[name] = own if encode is None else encode(own)
-    return found
+            wire[name] = own if encode is None else encode(own)
+    return wire
 
 
 def _made(kind: Any, wire: Any) -> Any:
@@ -76,10 +76,10 @@ def _made(kind: Any, wire: Any) -> Any:
                 fields[name] = decode(wire[name])
             except _WRONG as error:
                 raise TypeError(f"its field {name} is wrong: {error}") from error
-    found = kind(**fields)
-    if isinstance(found, Wired):
-        found.check()
-    return found
+    value = kind(**fields)
+    if isinstance(value, Wired):
+        value.check()
+    return value
 
 
 @functools.cache
@@ -97,7 +97,7 @@ def _coder(hint: Any) -> _Coder:
         return _coder(alias[inside])
     each: list[_Coder] = []
     if origin in (tuple, typing.Union, types.UnionType):
-        each = [_coder(one) for one in inside if one is not Ellipsis]
+        each = [_coder(x) for x in inside if x is not Ellipsis]
     if getattr(hint, "as_text", False):
         return _text, functools.partial(_of_text, hint)
     if dataclasses.is_dataclass(hint):
@@ -113,8 +113,8 @@ def _coder(hint: Any) -> _Coder:
         return np.ndarray.tobytes, lambda wire: np.frombuffer(wire, typing.get_args(inside[1])[0])
     if origin is tuple and inside[-1] is not Ellipsis:
         return None if not any(encode for encode, _ in each) else lambda own: tuple(
-            one if encode is None else encode(one) for (encode, _), one in zip(each, own, strict=True)
-        ), lambda wire: tuple(decode(one) for (_, decode), one in zip(each, _instance(_LISTS, wire), strict=True))
+            x if encode is None else encode(x) for (encode, _), x in zip(each, own, strict=True)
+        ), lambda wire: tuple(decode(x) for (_, decode), x in zip(each, _instance(_LISTS, wire), strict=True))
     if origin in (tuple, collections.abc.Sequence):
         put, decode = _coder(inside[0])
         if inside[0] is Any:
@@ -123,8 +123,8 @@ def _coder(hint: Any) -> _Coder:
     if origin is collections.abc.Mapping:
         encode, decode = _coder(inside[1])
         return (
-            encode and (lambda own: {name: encode(one) for name, one in own.items()}),
-            lambda wire: {_instance(str, name): decode(one) for name, one in _instance(Mapping, wire).items()},
+            encode and (lambda own: {name: encode(x) for name, x in own.items()}),
+            lambda wire: {_instance(str, name): decode(x) for name, x in _instance(Mapping, wire).items()},
         )
     if hint is Any:
         return None, lambda wire: tuple(wire) if isinstance(wire, list) else wire
@@ -158,9 +158,9 @@ def _instance(kind: Any, wire: Any) -> Any:
 
 
 def _bounded(decode: Callable[[Any], Any], least: float, most: float, wire: Any) -> Any:
-    if not least <= (found := decode(wire)) <= most:
-        raise ValueError(f"{found!r} is not from {least} to {most}")
-    return found
+    if not least <= (value := decode(wire)) <= most:
+        raise ValueError(f"{value!r} is not from {least} to {most}")
+    return value
 
 
 def _one_of(known: tuple[str, ...], wire: Any) -> Any:

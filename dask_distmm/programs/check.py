@@ -113,13 +113,17 @@ class _Held:
 
     live: int = 0
     peak: int = 0
+    # Chunks of operands.
+    operands: set[str] = dataclasses.field(default_factory=set)
     published: set[str] = dataclasses.field(default_factory=set)
     kept: dict[int, int] = dataclasses.field(default_factory=dict)
     count: int = 0
 
     def copy(self) -> _Held:
         """Return one that changes by itself."""
-        return dataclasses.replace(self, published=self.published.copy(), kept=self.kept.copy())
+        return dataclasses.replace(
+            self, operands=self.operands.copy(), published=self.published.copy(), kept=self.kept.copy()
+        )
 
 
 def _holding(steps: Sequence[Step], held: _Held) -> _Held:
@@ -127,6 +131,8 @@ def _holding(steps: Sequence[Step], held: _Held) -> _Held:
         match step:
             case New(buffer) | Make(buffer, ""):
                 held.live += buffer.nbytes
+            case Make(buffer):
+                held.operands.add(buffer.name)
             case Call(makes=buffers) | Pull(buffers=buffers, taken=True):
                 held.live += sum(buffer.nbytes for buffer in buffers)
             case Publish(_, buffers, copied=True):
@@ -139,7 +145,7 @@ def _holding(steps: Sequence[Step], held: _Held) -> _Held:
                 held.published.remove(buffer.name)
                 held.count += 1
                 held.kept[held.count] = buffer.nbytes
-            case Drop(buffer) if not buffer.is_operand:
+            case Drop(buffer) if buffer.name not in held.operands:
                 held.live -= buffer.nbytes
             case If(_, then, otherwise):
                 held = _more([_holding(branch, held.copy()) for branch in (then, otherwise)])
@@ -306,7 +312,7 @@ class _State:
         return value if isinstance(place, Buffer) else self._number("part", value, place.box)
 
     def _set(self, rank: int, place: Buffer | View, value: int) -> None:
-        """Have a value in a buffer, or in a part of one."""
+        """Write a value to a buffer, or to a part of one."""
         here = self._value[rank]
         here[place.name] = value if isinstance(place, Buffer) else self._number(here[place.name], place.box, value)
 
@@ -318,7 +324,7 @@ class _State:
         return call.kernel, repr(sorted(call.options.items())), *values
 
     def _begin(self, rank: int, buffer: Buffer | View, *, written: bool) -> None:
-        """Have a buffer that was not there."""
+        """Create a buffer, which must not be there."""
         _expect(buffer.name not in self.here[rank], f"{buffer.name} is there already")
         assert isinstance(buffer, Buffer), buffer
         self.here[rank][buffer.name] = buffer
@@ -438,7 +444,7 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
             stage, seen = stage + 1, set()
         match step:
             case Call(kernel):
-                sizes = [(one.nbytes, shares.get(one.name.partition(".")[0], 1.0)) for one in step.arguments]
+                sizes = [(one.nbytes, shares.get(one.role, 1.0)) for one in step.arguments]
                 filled = min((share for _, share in sizes), default=1.0) if kernel in _OF_SPARSE else 1.0
                 work, touched = filled * flops_of(step), sum(size * share for size, share in sizes)
                 seconds = times * max(work / (rates.flops * _SHARES.get(kernel, 1.0)), touched / rates.memory)
@@ -447,7 +453,7 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
                 now[rank] += seconds
                 flops += work
                 if rank == 0:
-                    new = {one.name for one in step.arguments if one.name.startswith("a.")} - seen
+                    new = {one.name for one in step.arguments if one.role == "a"} - seen
                     seen |= new
                     line = lines.get((stage, kernel), Line(kernel, 0.0, 0.0, 0))
                     lines[stage, kernel] = Line(

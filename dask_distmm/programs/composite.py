@@ -70,7 +70,7 @@ def r_from_gram(p: Recorder, a: Tall, g: Buffer) -> Buffer:
 
 
 def reflected_r(p: Recorder, a: Tall, r: Buffer, cols: int | None = None) -> None:
-    """Have R on rank 0 by reflections, as `r`; of its columns the first `cols` are those of A, others of B."""
+    """Compute R on rank 0 by reflections, as `r`; of its columns the first `cols` are those of A, others of B."""
     t = p.zeros(*r.shape)
     p.each("reflect", a, t)
     p.add_up(t, op="reflect")
@@ -86,7 +86,7 @@ def _check(p: Recorder, r: Buffer, cols: int | None = None) -> None:
 
 
 def tall_qr(p: Recorder, a: Tall, q: Tall, r: Buffer, right: Callable[[], Buffer] | None = None) -> None:
-    """Have Q in the chunks of A, and R on rank 0; or Q W, if `right` makes a matrix W on rank 0 when R is there."""
+    """Compute Q in the chunks of A, and R on rank 0; or Q W, if `right` makes a matrix W on rank 0 when R is there."""
     n = a.cols
     g = gram(p, a)
     first, once, usable = p.small(n, n), p.flag(), p.flag()
@@ -125,14 +125,14 @@ def tall_qr(p: Recorder, a: Tall, q: Tall, r: Buffer, right: Callable[[], Buffer
 
 
 def multiply(p: Recorder, w: Buffer, q: Tall) -> None:
-    """Have Q W in the place of Q; W is square, and on rank 0."""
+    """Overwrite Q by Q W; W is square, and on rank 0."""
     p.give(w)
     p.each("multiply", w, q)
     p.drop(w)
 
 
 def tsqr(p: Recorder, a: Tall, q: Tall, r: Buffer) -> None:
-    """Have Q in the chunks of A, and R on rank 0, by reflections."""
+    """Compute Q in the chunks of A, and R on rank 0, by reflections."""
     n = a.cols
 
     def triangle() -> tuple[Buffer, Buffer]:
@@ -297,7 +297,7 @@ def svd_compressed(
 
 
 def _back_and_forth(p: Recorder, a: Tall, x: Buffer, y: Tall, factor: list[Buffer]) -> Buffer:
-    """Have Y = A X, and its R on rank 0 with what that is good for; return A^H Y on rank 0."""
+    """Compute Y = A X, and its R on rank 0 with what that is good for; return A^H Y on rank 0."""
     g, product = p.zeros(y.cols, y.cols), p.zeros(*x.shape)
     p.each("back_and_forth", a, x, y, product, g)
     p.add_up(g, product)
@@ -330,7 +330,7 @@ def _iterated(p: Recorder, a: Tall, x: Buffer) -> Buffer:
 
 
 def _adjoint_times(p: Recorder, a: Tall, q: Tall, z: Buffer) -> None:
-    """Have Z = A^H Q on rank 0."""
+    """Compute Z = A^H Q on rank 0."""
     product = p.zeros(*z.shape)
     p.each("adjoint_times", a, q, product)
     p.add_up(product)
@@ -338,7 +338,7 @@ def _adjoint_times(p: Recorder, a: Tall, q: Tall, z: Buffer) -> None:
 
 
 def _project(p: Recorder, a: Tall, y: Tall, q: Tall, z: Buffer, first: Buffer, usable: Buffer) -> None:
-    """Have Q = orth(Y), and Z = A^H Q on rank 0; A is read while the Gram matrix of Q is made."""
+    """Compute Q = orth(Y), and Z = A^H Q on rank 0; A is read while the Gram matrix of Q is made."""
     width, r = y.cols, p.small(y.cols, y.cols)
 
     def by_gram() -> None:
@@ -386,8 +386,9 @@ def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int, spread: int)
     a = operands["a"]
     n = a.cols
     count, mean, g = _moments(p, a)
-    variances, components, good = p.small(1, k, p.real), p.small(k, n), p.flag()
-    p.on_root("principal", [count, g], [variances, components, good], spread=spread)
+    variances, total = p.small(1, k, p.real), p.small(1, 1, p.real)
+    components, good = p.small(k, n), p.flag()
+    p.on_root("principal", [count, g], [variances, total, components, good], spread=spread)
     p.give(good)
 
     def by_r() -> None:
@@ -396,7 +397,7 @@ def pca(p: Recorder, operands: Operands, wanted: Wanted, *, k: int, spread: int)
         p.on_root("principal_of_r", [count, r], [variances, components])
 
     p.either(good, lambda: None, by_r)
-    _finish(p, operands, wanted, variances=variances, components=components, mean=mean)
+    _finish(p, operands, wanted, variances=variances, total=total, components=components, mean=mean)
 
 
 def _both(p: Recorder, operands: Operands) -> tuple[Buffer, Buffer]:
@@ -465,10 +466,30 @@ def lstsq(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None
     _finish(p, operands, wanted, x=x, residuals=residuals, rank=rank, s=s)
 
 
-def ridge(p: Recorder, operands: Operands, wanted: Wanted, *, alphas: tuple[float, ...]) -> None:
-    """Solve (A^H A + alpha I) X = A^H B for each alpha, side by side in X, with one Gram matrix."""
-    n, cols = operands["a"].cols, operands["b"].cols
-    g, c = _both(p, operands)
+def _both_centred(p: Recorder, operands: Operands) -> tuple[Operands, Buffer, Buffer, Buffer, Buffer]:
+    """Return A and B without the means of columns; A^H A and A^H B of these on rank 0, means on all: one pass."""
+    a, b = operands["a"], operands["b"]
+    n, k = a.cols, b.cols
+    g, c, center, level = p.small(n, n), p.small(n, k), p.small(1, n), p.small(1, k)
+    _, mean, both = _moments(p, p.tall(k + n, "append", b, a))
+    p.on_root("last_rows", [both], [c, g])
+    p.on_root("last_rows", [mean], [level, center])
+    p.drop(mean, both)
+    p.give(center, level)
+    return {"a": p.tall(n, "centre", a, center), "b": p.tall(k, "centre", b, level)}, g, c, center, level
+
+
+def ridge(p: Recorder, operands: Operands, wanted: Wanted, *, alphas: tuple[float, ...], centred: bool = False) -> None:
+    """Solve (A^H A + alpha I) X = A^H B for each alpha, side by side in X, with one Gram matrix.
+
+    `centred`: of A and B without the means of columns, which are outputs, too.
+    """
+    n, cols, means = operands["a"].cols, operands["b"].cols, {}
+    given = operands
+    if centred:
+        operands, g, c, means["center"], means["level"] = _both_centred(p, operands)
+    else:
+        g, c = _both(p, operands)
     width = cols * len(alphas)
     first, x, once, good = p.small(n, width), p.small(n, width), p.flag(), p.flag()
     p.on_root("ridge", [g, c], [first, once, good], alphas=alphas)
@@ -490,7 +511,7 @@ def ridge(p: Recorder, operands: Operands, wanted: Wanted, *, alphas: tuple[floa
         lambda: p.on_root("copy", [first], [x]),
         lambda: p.either(good, refined, by_reflections),
     )
-    _finish(p, operands, wanted, x=x)
+    _finish(p, given, wanted, x=x, **means)
 
 
 def _finish(p: Recorder, operands: Operands, wanted: Wanted, **outputs: Buffer | Tall) -> None:

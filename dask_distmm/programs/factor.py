@@ -168,20 +168,6 @@ class Columns:
 # eigenvalues; "rows": a rank's rows of eigenvectors, in the columns of another one.
 PANEL_PARTS = "lower", "upper", "pivots", "carried"
 PARTS = *PANEL_PARTS, "size", "vector", "product", "reflectors", "above", "below", "values", "rows"
-# Operations, for each column of a panel, of an update that takes no longer than what the other ranks wait for
-# meanwhile: the next panel, alone, and its way to them (1 H200, 512 columns: 1.3, 2.7 and 4.5 ms).
-_SHORT = {"cholesky": 1.3e8, "lu": 2.7e8, "qr": 4.5e8}
-_EACH = {"cholesky": 1, "lu": 2, "qr": 4}
-
-
-def is_short(name: str, rows: int, columns: int) -> bool:
-    """Whether an update by a panel takes no longer than the panel after it, alone.
-
-    Then a device gains nothing from doing both at once, as others wait for the panel, which takes twice as long so.
-    """
-    return _EACH[name] * rows * columns < _SHORT[name]
-
-
 # They record how a panel is factorized, and how it is applied to a rank's block columns from the first to the last + 1.
 Factor = Callable[[int], None]
 Update = Callable[[int, int, int], None]
@@ -221,7 +207,7 @@ class Panels(Recorder):
     # Steps
 
     def gather(self, operand: str, number: int) -> None:
-        """Have this rank's columns of an operand, which is A (0) or the second matrix (1)."""
+        """Gather this rank's columns of an operand, which is A (0) or the second matrix (1)."""
         self.steps.append(Make(self.matrix(number), operand))
 
     def publish(self, part: str, k: int, *buffers: Buffer | View, copied: bool = False) -> None:
@@ -265,10 +251,10 @@ class Panels(Recorder):
     def extra(self, k: int) -> Buffer:
         """Return what goes with a panel: info of potrf, pivots of getrf, or T of reflectors."""
         start, stop = self.columns.place(k)
-        if self._factored in ("cholesky", "lu"):
-            rows = 1 if self._factored == "cholesky" else min(self.whole(k, "lower").shape)
-            return Buffer(f"extra.{k}", (rows, 1), "int32")
-        return Buffer(f"extra.{k}", (stop - start, stop - start), self.dtype)
+        entry = FACTORED[self._factored]
+        return Buffer(
+            f"extra.{k}", entry.extra(min(self.whole(k, "lower").shape), stop - start), entry.extra_dtype or self.dtype
+        )
 
     def _with_extra(self, k: int, part: str) -> tuple[Any, ...]:
         return self.whole(k, part), *([self.extra(k)] if part == "lower" and self._factored else [])
@@ -323,7 +309,7 @@ class Panels(Recorder):
 
     def _is_short(self, k: int, first: int, stop: int) -> bool:
         rows = self.columns.rows - self.columns.place(k)[0]
-        return is_short(self._factored, rows, self.blocks(first, stop).shape[1])
+        return FACTORED[self._factored].is_short(rows, self.blocks(first, stop).shape[1])
 
     @contextlib.contextmanager
     def _joining(self, k: int, *, short: bool = False) -> Iterator[None]:
@@ -475,6 +461,35 @@ def _reflect_blocks(p: Panels, k: int, first: int, stop: int, *, op: str) -> Non
     p.call("larfb", p.panel(k), p.extra(k), p.blocks(first, stop)[p.columns.place(k)[0] :, :], op=op)
 
 
+class Factored(NamedTuple):
+    """What panels of A are factorized by, one after the other."""
+
+    record: Callable[[Panels, Sequence[int], int], None]
+    # The shape of what goes with a panel, by the order of its pivots and of its diagonal block; its type, or A's.
+    extra: Callable[[int, int], tuple[int, int]]
+    extra_dtype: str
+    # Operations of an update for each of its elements and each column of the panel; and for each of these columns those
+    # of an update that takes no longer than what the other ranks wait for meanwhile: the next panel, alone, and its way
+    # to them (1 H200, 512 columns: 1.3, 2.7 and 4.5 ms).
+    each: int = 0
+    short: float = 0.0
+
+    def is_short(self, rows: int, columns: int) -> bool:
+        """Whether an update by a panel takes no longer than the panel after it, alone.
+
+        Then a device gains nothing from doing both at once, as others wait for the panel, which takes twice as long so.
+        """
+        return self.each * rows * columns < self.short
+
+
+FACTORED = {
+    "cholesky": Factored(cholesky, lambda pivots, order: (1, 1), "int32", 1, 1.3e8),
+    "lu": Factored(lu, lambda pivots, order: (pivots, 1), "int32", 2, 2.7e8),
+    "qr": Factored(qr, lambda pivots, order: (order, order), "", 4, 4.5e8),
+    "reflect": Factored(lambda p, order, last: None, lambda pivots, order: (order, order), ""),
+}
+
+
 def substitute(
     p: Panels, order: Sequence[int], *, lower: bool, op: str = "N", unit: bool = False, carried: bool = False
 ) -> None:
@@ -539,15 +554,11 @@ def eigenvalues(p: Panels, order: Sequence[int], results: Sequence[Buffer], *, v
 
 
 def decompose(p: Panels, results: Sequence[Buffer], task: Any) -> None:
-    """Have a spectral decomposition, or a function, of the whole matrix, by one call of LAPACK or the like."""
+    """Compute a spectral decomposition, or a function, of the whole matrix, by one call of LAPACK or the like."""
     p.call("decompose", *map(p.matrix, range(len(p.columns.matrices))), makes=results, task=task)
 
 
 # What is made of the factors
-
-
-# Results that pivots and the diagonal of U say, and those that only pivots say.
-_DETERMINANTS, _ORDERS = ("sign", "logdet", "det"), ("pivots", "permutation")
 
 
 def store_columns(p: Panels, output: str, place: View, form: str = "", order: Sequence[int] = ()) -> None:
@@ -567,11 +578,11 @@ def store_columns(p: Panels, output: str, place: View, form: str = "", order: Se
     p.leave(output, part if form else place)
 
 
-def store_numbers(p: Panels, made: Buffer, output: str, form: str, order: Sequence[int]) -> None:
-    """Hand over a result without block columns: all pivots, or what follows from them."""
-    (pivots, diagonals), starts = p.known(order), p.starts(order)
-    if form in _DETERMINANTS:
-        p.call("determinant", *pivots, *diagonals, starts=starts, form=form, dtype=made.dtype, makes=[made])
-    elif form in _ORDERS:
-        p.call(form, *pivots, starts=starts, count=made.shape[1], makes=[made])
-    p.leave(output, made)
+def store_numbers(p: Panels, result: Buffer, output: str, form: str, order: Sequence[int]) -> None:
+    """Hand over a result without block columns: what all pivots and the diagonal of U say, or what is there."""
+    if form in ("sign", "logdet", "det"):
+        (pivots, diagonals), dtype = p.known(order), result.dtype
+        p.call("determinant", *pivots, *diagonals, starts=p.starts(order), form=form, dtype=dtype, makes=[result])
+    elif form in ("pivots", "permutation"):
+        p.call(form, *p.known(order)[0], starts=p.starts(order), count=result.shape[1], makes=[result])
+    p.leave(output, result)

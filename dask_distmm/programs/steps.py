@@ -24,8 +24,12 @@ FLAG, COUNT = "bool", "int32"
 PART = "part"
 # The number of a message of a later turn of a loop is this many times the number of turns before it larger.
 TURN = 1 << 32
+# Of a message to all: bytes of which its parts are multiples, and of the largest that goes from GPU to GPU.
+ALIGNED, _MOST_TO_ALL = 256, 2**26
 
 
+# Operands of programs, and those of products whose chunks ranks make.
+_OPERANDS = {"a", "b", "g", "m"}
 # Rows and columns, from the first to the last + 1.
 Box = tuple[int, int, int, int]
 
@@ -49,6 +53,7 @@ class Key(NamedTuple):
 class Buffer:
     """A matrix in the memory of one rank."""
 
+    # What it is for, and numbers, with dots between: ``a.3`` is chunk 3 of operand a, ``panel.1.0`` buffer 0 of B.
     name: str
     # Where the number of rows is not known before the run it is -1: that of the chunk `like`.
     shape: tuple[int, int]
@@ -63,9 +68,19 @@ class Buffer:
         return max(0, math.prod(self.shape)) * dtype_from_name(self.dtype).itemsize
 
     @property
+    def role(self) -> str:
+        """What it is for: the name of its operand, for example."""
+        return self.name.partition(".")[0]
+
+    @property
+    def number(self) -> int:
+        """The number behind its role: of an operand, a chunk or a block of D."""
+        return int(self.name.split(".")[1])
+
+    @property
     def is_operand(self) -> bool:
-        """Whether it is a chunk of an operand, which is named by the operand and its number."""
-        return self.name[0] in "abgm"
+        """Whether it is a chunk of an operand: a, b, g or m, of traced functions also b1, b2, ..."""
+        return self.role.rstrip("0123456789") in _OPERANDS
 
     @property
     def box(self) -> Box:
@@ -87,6 +102,16 @@ class View:
     def name(self) -> str:
         """Name of the buffer."""
         return self.buffer.name
+
+    @property
+    def role(self) -> str:
+        """What the buffer is for."""
+        return self.buffer.role
+
+    @property
+    def number(self) -> int:
+        """The number behind the role of the buffer."""
+        return self.buffer.number
 
     @property
     def dtype(self) -> str:
@@ -274,6 +299,45 @@ def flags_of(steps: Sequence[Step]) -> set[str]:
     return found
 
 
+def _lists(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
+    """Yield a list, and those in it."""
+    yield steps
+    for step in steps:
+        if isinstance(step, If):
+            yield from itertools.chain(_lists(step.then), _lists(step.otherwise))
+        elif isinstance(step, Loop):
+            yield from _lists(step.body)
+
+
+def messages_to_all(steps: Sequence[Step], ranks: int) -> dict[Key, int]:
+    """Return the messages of each rank to all others whose buffers are free again before the next one; and their bytes.
+
+    Their sizes are known, and they are not the host's. The same on all ranks.
+    """
+    found: dict[Key, int] = {}
+    for some in _lists(steps):
+        own = {step.key: step for step in some if isinstance(step, Publish)}
+        pulls: dict[Key, list[Pull]] = {}
+        here: dict[str, Key] = {}
+        late = set[Key]()
+        for step in some:
+            if isinstance(step, Pull) and step.key in own and not (step.taken or step.op or step.boxes):
+                pulls.setdefault(step.key, []).append(step)
+                here.update((buffer.name, step.key) for buffer in step.buffers)
+            elif isinstance(step, Drop):
+                here.pop(step.buffer.name, None)
+            elif isinstance(step, Publish | If | Loop):
+                late.update(here.values())
+        late.update(here.values())
+        for key, theirs in pulls.items():
+            parts = [own[key].buffers, *(step.buffers for step in theirs)]
+            plain = all(isinstance(x, Buffer) and not x.host and min(x.shape) >= 0 for x in itertools.chain(*parts))
+            most = max(sum(-(-x.nbytes // ALIGNED) * ALIGNED for x in buffers) for buffers in parts)
+            if len(theirs) == ranks - 1 and plain and key not in late and most <= _MOST_TO_ALL:
+                found[key] = most
+    return found
+
+
 # What kernels promise, whoever implements them: which arguments they read, update and write, and their flops
 
 
@@ -320,10 +384,12 @@ CONTRACTS: dict[str, Contract] = {
     "divide": Contract("ru", lambda r, q: q[0] * q[1] ** 2),
     "multiply": Contract("ru", lambda w, q: 2 * q[0] * q[1] ** 2),
     "times_adjoint": Contract("rrw", lambda w, q, x: 2 * q[0] * q[1] * w[0]),
-    # R of [R; A]; Q and R of A, padded with zeros to n rows, and how many it has; [A B]; A - the mean of its columns.
+    # R of [R; A]; Q and R of A, padded with zeros to n rows, and how many it has; [A B]; A and B of the last rows of
+    # [A B]; A - the mean of its columns.
     "reflect": Contract("ru", lambda a, r: 2 * (a[0] + r[0]) * r[0] ** 2),
     "factor": Contract("rwww", lambda a, *_: 4 * a[0] * a[1] ** 2),
     "append": Contract("rrw", _none),
+    "last_rows": Contract("rww", _none),
     "centre": Contract("rrw", lambda a, mean, c: a[0] * a[1]),
     # The number of rows, the means of columns, and the Gram matrix of the centred rows, of more rows; of two parts.
     "moments": Contract("ruuu", lambda a, *_: a[0] * a[1] ** 2),
@@ -361,7 +427,7 @@ CONTRACTS: dict[str, Contract] = {
     "singular_vectors": _decomposition("rwww", 20),
     "covariance": Contract("rrw", _none),
     "hermitian": Contract("rrw", lambda s, vh, _: 2.0 * vh[0] ** 3),
-    "principal": _decomposition("rrwww", 9),
+    "principal": _decomposition("rrwwww", 9),
     "principal_of_r": _decomposition("rrww", 20),
     # Least squares: from R and A^H B; one step of refinement; from R of [A B]. Ridge: from A^H A and A^H B, or that R.
     "solve_normal": Contract("rrw", lambda r, c, x: 2 * r[0] ** 2 * c[1]),

@@ -23,7 +23,7 @@ from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import EngineError, call_user, in_words
 from dask_distmm.numeric.sparse import compressed, sparse_package
 from dask_distmm.numeric.types import carried, typed
-from dask_distmm.planning import ENGINES, Computation, Placement, Problem
+from dask_distmm.planning import ENGINES, Computation, Placement
 from dask_distmm.runtime import direct
 
 if TYPE_CHECKING:
@@ -176,12 +176,11 @@ def unpack_tasks(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKe
     retries, at_once, found = call_user("source", what, loads, packed)
     turn = threading.Semaphore(at_once) if at_once else contextlib.nullcontext()
     # A chunk of both operands is used by both at one place of k, or else made anew: it would have to be kept.
-    together = isinstance(plan.problem, Problem) and plan.problem.shared
     for operand, (numbers, tasks) in found.items():
         for number, task in zip(numbers, tasks, strict=True):
             where = plan.problem[operand].at(number)
             make = functools.partial(_make_chunk, task, worker, turn, f"chunk {where} of {operand.upper()}")
-            source = made.setdefault((id(task), together or operand), Source(make, retries))
+            source = made.setdefault((id(task), plan.problem.shared or operand), Source(make, retries))
             chunks[operand, number] = SourceChunk(source, functools.partial(_view, plan, operand, number))
     return chunks
 

@@ -68,7 +68,7 @@ def unqueue(scheduler: Scheduler, tasks: Sequence[TaskState], stimulus_id: str) 
 
 
 def start_queued(scheduler: Scheduler, stimulus_id: str) -> None:
-    """Have idle workers run queued tasks. Dask itself does not look after a task that has asked to be rescheduled."""
+    """Start queued tasks on idle workers. Dask itself does not look after a task that has asked to be rescheduled."""
     scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
 
 
@@ -134,9 +134,10 @@ def put_into_memory(scheduler: Scheduler, barrier: TaskState, made: Iterable[Mad
 
 
 def look_at_graphs(scheduler: Scheduler, look: Callable[..., None] | None) -> None:
-    """Have a scheduler show each new graph before it takes it up, in the same step of its event loop; None ends that.
+    """Call a function with each new graph before a scheduler takes it up; None ends that.
 
-    It may be changed then. Plugins are told of a graph when its tasks have been made.
+    It is called in the same step of the event loop, and may change the graph. Plugins hear of a graph when its tasks
+    are there.
     """
     vars(scheduler).pop(_TAKES_UP, None)
     if look is None:
@@ -166,7 +167,7 @@ _dask_order = dask.order.order
 
 
 def order_graphs(scheduler: Scheduler, on: bool) -> None:
-    """Have this process' schedulers order graphs with barriers by `order_apart`, from the first one to the last.
+    """Let this process' schedulers order graphs with barriers by `order_apart`, from the first one to the last.
 
     Dask's ordering looks at each pair of a root and a leaf that depends on it. Through a barrier all leaves depend on
     all roots: a million pairs for 1,000 chunks each.
@@ -232,7 +233,7 @@ def fail(scheduler: Scheduler, ts: TaskState, error: BaseException, stimulus_id:
 
 
 def free(scheduler: Scheduler, address: str, keys: Sequence[Any], stimulus_id: str) -> None:
-    """Have a worker drop values of which the scheduler knows nothing."""
+    """Drop values on a worker of which the scheduler knows nothing."""
     if keys and address in scheduler.workers:
         scheduler.worker_send(address, {"op": "free-keys", "keys": list(keys), "stimulus_id": stimulus_id})
 
@@ -290,8 +291,9 @@ def restrict_workers(scheduler: Scheduler, ts: TaskState, addresses: Iterable[st
 
 
 def copy_to(scheduler: Scheduler, address: str, keys: Sequence[Any], stimulus_id: str) -> None:
-    """Have a worker fetch values that others have, which it keeps beside them."""
-    scheduler.request_acquire_replicas(address, list(keys), stimulus_id=stimulus_id)
+    """Have a worker fetch values that others have, which it keeps beside them; those that are gone are left out."""
+    there = [key for key in keys if (ts := scheduler.tasks.get(key)) is not None and ts.who_has]
+    scheduler.request_acquire_replicas(address, there, stimulus_id=stimulus_id)
 
 
 # On a worker, on its event loop

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import REPLICA, ChunkKey, ResultKey
 from dask_distmm.errors import ProtocolError
-from dask_distmm.planning import EVERYWHERE, Placement, Plan, Problem, Worker
+from dask_distmm.planning import EVERYWHERE, Computation, Placement, Plan, Worker
 from dask_distmm.planning.placement import GATHERED, Where
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.messages import Released
@@ -73,7 +73,7 @@ class ReplicaStore:
         """Return the chunks of A and B that a plan takes from replicas, and the results not here. Any thread."""
         chunks: dict[ChunkKey, Any] = {}
         missing: list[str] = []
-        if not any(plan.replica_runs) or not isinstance(plan, Plan):
+        if not any(plan.replica_runs):
             return chunks, missing
         for operand, run_id in zip("ab", plan.replica_runs, strict=True):
             name = plan.problem[operand].array
@@ -143,26 +143,26 @@ def _messages(plan: Plan, me: int, matrix: str, here: Mapping[int, Any]) -> list
     """Return whom to ask for which chunks, message by message; not all participants begin with the same one."""
     holders = np.asarray(plan.ranks)[plan.owners] if matrix == "d" else plan.where[matrix]
     sizes, count = plan.problem[matrix].bytes, len(plan.participants)
-    found: list[tuple[int, list[int]]] = []
+    messages: list[tuple[int, list[int]]] = []
     for peer in ((me + turn) % count for turn in range(count)):
         size = 0
         for index in np.flatnonzero(holders == peer).tolist():
             if index in here:
                 continue
             size += int(sizes[index])
-            if not found or found[-1][0] != peer or size > _MESSAGE_BYTES:
-                found.append((peer, []))
+            if not messages or messages[-1][0] != peer or size > _MESSAGE_BYTES:
+                messages.append((peer, []))
                 size = 0
-            found[-1][1].append(index)
-    return found
+            messages[-1][1].append(index)
+    return messages
 
 
-def _array_of(problem: Problem, matrix: str) -> str:
+def _array_of(problem: Computation, matrix: str) -> str:
     """Return the name of the array whose chunks are those of a matrix, or of its transpose."""
     return problem.name if matrix == "d" else problem[matrix].array
 
 
-def _by_place(problem: Problem, matrix: str, chunks: Mapping[int, Any]) -> Kept:
+def _by_place(problem: Computation, matrix: str, chunks: Mapping[int, Any]) -> Kept:
     """Return a matrix' chunks by row and column of its array, of which the matrix may be the transpose."""
     _, count = problem[matrix].counts
     transposed = problem[matrix].transposed
@@ -170,7 +170,7 @@ def _by_place(problem: Problem, matrix: str, chunks: Mapping[int, Any]) -> Kept:
     return {(j, i) if transposed else (i, j): chunk.T if transposed else chunk for i, j, chunk in places}
 
 
-def _seen(problem: Problem, operand: str, kept: Kept) -> Kept:
+def _seen(problem: Computation, operand: str, kept: Kept) -> Kept:
     """Return an array's chunks by row and column of the operand, which may be its transpose."""
     return {(j, i): chunk.T for (i, j), chunk in kept.items()} if problem[operand].transposed else kept
 
@@ -201,8 +201,6 @@ class Replicas:
 
     def add(self, run_id: int, made: Placement) -> None:
         """Note that a run has left replicas, if it has; those that an earlier run has left of an array are dropped."""
-        if not isinstance(made, Plan):
-            return
         holders = {worker.address for worker in made.participants[: made.replicas]}
         for matrix in made.kept:
             name = _array_of(made.problem, matrix)
@@ -216,10 +214,10 @@ class Replicas:
             self._sweep_soon()
 
     def where(
-        self, problem: Problem, workers: Sequence[Worker], held: Where
+        self, problem: Computation, workers: Sequence[Worker], held: Where
     ) -> tuple[dict[str, NDArray[np.int32]], tuple[int, int]]:
         """Return where the operands' chunks are, and the numbers of the runs that have left replicas; 0 for none."""
-        a, b = (self._run(x.array, [worker.address for worker in workers]) for x in (problem.a, problem.b))
+        a, b = (self._run(x.array, [worker.address for worker in workers]) for x in (problem["a"], problem["b"]))
         runs = {"a": a, "b": b}
         where = {name: np.full_like(table, EVERYWHERE) if runs.get(name) else table for name, table in held.items()}
         return where, (a, b)
@@ -239,7 +237,7 @@ class Replicas:
         return left.run_id if left and left.holders.issuperset(addresses) and self._wanted(left) else 0
 
     def drop(self, *names: str) -> None:
-        """Have the replicas of some arrays dropped."""
+        """Drop the replicas of some arrays."""
         for name in names:
             if (left := self._held.pop(name, None)) is not None:
                 self._tell(sorted(left.holders), name, left.run_id)

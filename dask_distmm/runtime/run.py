@@ -118,6 +118,12 @@ class Run:
     # library moves some of them on its own, which nobody counts.
     received: dict[str, int] = dataclasses.field(default_factory=dict)
     expected_bytes: int = 0
+    # Turns of the outermost loop that are done, of how many (0 where that is not known), and how long the others take.
+    turns: int = 0
+    turns_in_all: int = 0
+    seconds_left: float = math.nan
+    # When the scheduler heard of its first turns, and how many these were.
+    first_turns: tuple[float, int] = (0.0, 0)
     # Whether the others finish their parts when some are gone, and which are.
     independent: bool = False
     lost: set[str] = dataclasses.field(default_factory=set)
@@ -163,8 +169,17 @@ class Run:
         if self.phase == "running" and not self.waiting_for:
             self.phase = "done"
 
-    def report(self, address: str, share: float, now: float, received: int = 0) -> None:
+    def report(
+        self, address: str, share: float, now: float, received: int = 0, turns: int = 0, turns_in_all: int = 0
+    ) -> None:
         """Note which share of its work a participant has done; a share that has not grown is not progress."""
+        if self.phase == "running" and address in self.participants and turns:
+            if turns < self.turns or turns_in_all != self.turns_in_all or not self.turns:
+                self.first_turns = now, turns
+            began, first = self.first_turns
+            self.turns, self.turns_in_all = turns, turns_in_all
+            known = turns > first and turns_in_all >= turns
+            self.seconds_left = (now - began) / (turns - first) * (turns_in_all - turns) if known else math.nan
         if self.phase == "running" and address in self.participants:
             self.received[address] = max(received, self.received.get(address, 0))
         if self.phase == "running" and address in self.participants and share > self.shares.get(address, 0.0):
@@ -337,7 +352,8 @@ def progress_of(scheduler: Scheduler, runs: Iterable[Run], records: Records, nam
     if own:
         run = max(own, key=lambda run: run.run_id)
         phase = _PHASES.get(run.phase, "ending")
-        return ProgressLine(name, phase, run.share, run.run_id, run.received_bytes, run.expected_bytes)
+        note = turns_in_words(run)
+        return ProgressLine(name, phase, run.share, run.run_id, run.received_bytes, run.expected_bytes, note)
     if record is not None and record.outcome == "failed":
         return ProgressLine(name, "failed", record.share, record.run_id, record.received_bytes)
     barrier = scheduler.tasks.get(barrier_key(name))
@@ -347,6 +363,14 @@ def progress_of(scheduler: Scheduler, runs: Iterable[Run], records: Records, nam
     if record is None:
         return ProgressLine(name, "done", 1.0)
     return ProgressLine(name, "done", 1.0, record.run_id, record.received_bytes)
+
+
+def turns_in_words(run: Run | Record) -> str:
+    """Return how far the outermost loop of a run is; nothing where it has none."""
+    if not run.turns:
+        return ""
+    words = f"turn {run.turns}" + (f" of {run.turns_in_all}" if run.turns_in_all else "")
+    return words + (f", {format_time(run.seconds_left)} left" if run.seconds_left > 0 else "")
 
 
 def _progress_of_waves(scheduler: Scheduler, runs: Iterable[Run], records: Records, name: str) -> ProgressLine:
@@ -401,6 +425,10 @@ class Record:
     reason: str = ""
     # The share of the work that is done.
     share: float = 0.0
+    # Of its outermost loop as `Run` has it.
+    turns: int = 0
+    turns_in_all: int = 0
+    seconds_left: float = float("nan")
     # How long it took; nan while it runs, or if it did not end well.
     seconds: float = float("nan")
     # Bytes of matrices that have travelled between workers so far.

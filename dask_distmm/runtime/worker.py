@@ -436,13 +436,14 @@ class WorkerService:
 
     async def _tell_progress(self, run: WorkerRun, epoch: str) -> None:
         """Tell the scheduler from time to time how far this worker is."""
-        told = (0.0, 0)
+        told, names = (0.0, 0, 0, 0), ("share", "received_bytes", "turns", "turns_in_all")
         while True:
             await asyncio.sleep(_TELL)
-            now = float(run.figures.get("done", 0.0)), int(run.job.received_bytes)
+            turns = run.job.turns if run.job.rank == 0 else (0, 0)
+            now = float(run.figures.get("done", 0.0)), int(run.job.received_bytes), *turns
             if now != told:
                 message = {"op": "distmm_hear_progress", "run_id": run.run_id}
-                message |= zip(("share", "received_bytes"), now, strict=True)
+                message |= zip(names, now, strict=True)
                 self.worker.batched_send(message | {"epoch": epoch})
                 told = now
 
@@ -644,7 +645,7 @@ def _failure(kind: type[A], error: BaseException, closed: bool) -> A:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Have an error, which a run that was ended with it keeps, hold no frames that it has passed: they hold the run."""
+    """Clear the tracebacks of an error: their frames would keep the run alive."""
     while error is not None:
         error.__traceback__, error = None, error.__cause__ or error.__context__
 

@@ -1,4 +1,4 @@
-"""Plans as text, HTML and SVG. Importing it says how plans are shown."""
+"""Plans as text, HTML and SVG."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from dask_distmm.arrays.product import NotCollective
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan
-from dask_distmm.planning.placement import register_forms
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.show import html, text
+from dask_distmm.shown import Forms
 
 
 def _plan_page(sections: Callable[[Any], list[str]]) -> Callable[[Any], str]:
@@ -18,11 +18,13 @@ def _plan_page(sections: Callable[[Any], list[str]]) -> Callable[[Any], str]:
     return lambda plan: html.page(repr(plan).splitlines()[0], sections(plan), repr(plan))
 
 
-register_forms(NotCollective, lambda made: f"Dask's own matmul would run: {made.reason}", html.reason_html)
-register_forms(Plan, text.plan_text, _plan_page(html.plan_html))
-register_forms(BatchPlan, text.batch_text, _plan_page(html.batch_html))
-register_forms(GroupPlan, text.group_text, _plan_page(html.group_html))
-register_forms(FactorPlacement, text.factor_text, _plan_page(html.factor_html))
-register_forms(ProgramPlacement, text.program_text, _plan_page(html.program_html))
-register_forms(ChainPlan, text.chain_text, _plan_page(html.chain_html))
-register_forms(WavePlan, text.waves_text, _plan_page(html.waves_html))
+FORMS: dict[type, Forms] = {
+    NotCollective: (lambda plan: f"Dask's own matmul would run: {plan.reason}", html.reason_html),
+    Plan: (text.plan_text, _plan_page(html.plan_html)),
+    BatchPlan: (text.batch_text, _plan_page(html.batch_html)),
+    GroupPlan: (text.group_text, _plan_page(html.group_html)),
+    FactorPlacement: (text.factor_text, _plan_page(html.factor_html)),
+    ProgramPlacement: (text.program_text, _plan_page(html.program_html)),
+    ChainPlan: (text.chain_text, _plan_page(html.chain_html)),
+    WavePlan: (text.waves_text, _plan_page(html.waves_html)),
+}

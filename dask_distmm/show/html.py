@@ -25,7 +25,8 @@ from dask_distmm.planning.program import ProgramPlacement
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.programs.check import Span
 from dask_distmm.programs.steps import Loop
-from dask_distmm.show.text import BATCH_ROUTES, WHAT, in_words, plan_line
+from dask_distmm.show.text import BATCH_ROUTES, WHAT, in_words, plan_line, source_of
+from dask_distmm.tracing.place import Row
 
 # Matrices and bars as inline SVG: no script, no style sheet, readable on light and on dark pages. Pure
 
@@ -228,6 +229,8 @@ _MOST_WORKERS = 16
 _MOST_WAYS = 8
 _MOST_PRODUCTS = 24
 _MOST_CELLS = 1500
+# The picture of a traced function: its width, that of a frame's edge, the height of a box.
+_PAGE, _INSET, _BOX, _MOST_STATEMENTS = 760.0, 14.0, 52.0, 400
 _LINE, _MOST_LINES, _MOST_SPANS, _MOST_WAVES = 560.0, 16, 2000, 400
 
 
@@ -477,14 +480,66 @@ def program_html(plan: ProgramPlacement) -> list[str]:
         edges, caption = _edges([max(size, 1) for size in rows]), f"? x {width}" * (min(rows) < 0)
         cells = _cells(edges, (0, width), lambda i, _: (plan.owners[i],))
         drawn.append(matrix(operand.name.upper(), (edges[-1], width), cells, caption=caption))
+    statements = plan.problem.statements
     loops = "; one turn of a loop stands for all" * any(isinstance(step, Loop) for step in plan.steps(0))
     return [
         _section("Chunks of rows, by the ranks that have them", _side_by_side(drawn, "which rank has which rows")),
         _worker_key(plan),
+        _section("Statements", _statements(statements) + _more(statements, statements[:_MOST_STATEMENTS]))
+        if statements
+        else "",
         _section(f"Steps of each rank, where the matrix is well-conditioned{loops}", _time_lines(plan.spans)),
         _estimated(plan),
         _memory_chart(plan),
     ]
+
+
+def _statements(rows: Sequence[Row]) -> str:
+    """Return the statements of a traced function: boxes below the lines of its source, frames around loops."""
+    parts, y, x, line = list[str](), 0.0, 0.0, ""
+    # The frames that are open, by their depths: where they begin.
+    frames: list[tuple[int, float]] = []
+
+    def close(depth: int) -> None:
+        nonlocal y
+        while frames and frames[-1][0] >= depth:
+            at, top = frames.pop()
+            inset = 1 + _INSET * at
+            parts.insert(0, _rect(inset, top, _PAGE - 2 * inset, y + 8 - top, "none", "currentColor"))
+            y += 14
+
+    for row in rows[:_MOST_STATEMENTS]:
+        close(row.depth)
+        left, right = _INSET * row.depth + 6, _PAGE - _INSET * row.depth - 6
+        source, place = source_of(row)
+        if not row.kind:
+            frames.append((row.depth, y + 4))
+            parts.append(_text(left, y + 20, row.what, bold=True))
+            y, line = y + 26, ""
+            continue
+        if row.line != line:
+            found, line = source[: int((right - left) / 7.3) - 18], row.line
+            parts.append(_text(left, y + 16, found, font_family="monospace", style="white-space: pre"))
+            parts.append(_text(right, y + 16, place, 10, text_anchor="end"))
+            y, x = y + 22, left
+            y += _BOX
+        moved = f"\N{RIGHTWARDS ARROW OVER LEFTWARDS ARROW} {format_bytes(row.moved)}" * bool(row.moved)
+        width = 14 + max(7.4 * len(row.what), 6.2 * len(row.kind), 6.4 * len(moved))
+        if x > left and x + width > right:
+            y, x = y + _BOX, left
+        top, fill = y - _BOX, _MULTIPLYING if row.where.startswith("rows") else _NOBODY
+        note = _tag("title", escape(f"{row.where}: {source}"))
+        inside = [(row.what, 12), (row.kind, 10), *([(moved, 11)] if moved else [])]
+        texts = (_text(x + 6, top + 14 + 13 * at, text, size, fill="#000") for at, (text, size) in enumerate(inside))
+        # What travels has a thick edge.
+        edge = (_MOVING, 3.0) if moved else ("#000", 0.8)
+        parts.append(_tag("g", note + _rect(x, top, width, _BOX - 6, fill, *edge) + "".join(texts)))
+        x += width + 8
+    close(0)
+    legend = key(
+        [(_MULTIPLYING, "in rows, on their ranks"), (_NOBODY, "on all ranks"), (_MOVING, "comes from all ranks")]
+    )
+    return _figure(_PAGE, y + 4, "the statements, where values are, and what travels", parts) + legend
 
 
 def _estimated(plan: FactorPlacement | ProgramPlacement) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 from dask.utils import format_bytes, format_time
@@ -17,6 +18,7 @@ from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.programs.steps import Loop
+from dask_distmm.tracing.place import Row
 
 # Waves
 
@@ -259,7 +261,7 @@ def _method(plan: FactorPlacement) -> str:
     if plan.shared:
         return _WHAT["eigh"]
     task = plan.problem.task
-    by_host = ENGINES[plan.engine].on_gpus and task.spectral and task.decomposition.on_host
+    by_host = ENGINES[plan.engine].on_gpus and task.entry.on_host
     return _WHAT["host" if by_host else plan.method]
 
 
@@ -350,11 +352,16 @@ def _statements(problem: ProgramProblem) -> Iterator[str]:
     for row in problem.statements:
         indent = "  " * row.depth
         if row.line != before:
-            place, _, text = row.line.rpartition(": ") if ": " in row.line else (row.line, "", "")
-            yield f"{indent}{text}    # {place.rpartition('/')[2]}"
+            yield f"{indent}{{}}    # {{}}".format(*source_of(row))
         before = row.line
         moved = f", {format_bytes(row.moved)} of each other rank" if row.moved else ""
         yield f"{indent}  {row.what:24}{row.kind:28}{row.where}{moved}".rstrip()
+
+
+def source_of(row: Row) -> tuple[str, str]:
+    """Return the text of a statement's line, and the name of its file with the number of the line."""
+    found = re.fullmatch(r"(?:.*[/\\])?(.*?:\d+): (.*)", row.line)
+    return (found[2], found[1]) if found else (row.line, "")
 
 
 # Parts that several have

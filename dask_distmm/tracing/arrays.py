@@ -18,7 +18,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from dask_distmm.errors import TracingError
-from dask_distmm.tracing.form import Block, Kind, Literal, Program, Ref, Statement, index_to_plain
+from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Program, Ref, Statement, index_to_plain
 
 # The functions of the NumPy functions that traced arrays take.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -61,7 +61,7 @@ class Trace:
 
     def value(self, kind: Kind) -> TracedArray:
         """Return a new value."""
-        number = len(self.kinds)
+        number, kind = len(self.kinds), Kind(tuple(map(int, kind.shape)), kind.dtype)
         self.kinds[number] = kind
         return TracedArray(self, number, kind)
 
@@ -76,6 +76,8 @@ class Trace:
             return x
         if isinstance(x, np.generic):
             x = np.asarray(x)
+        elif isinstance(x, _UnknownLength):
+            need_rows()
         elif isinstance(x, bool | int | float | complex):
             return Literal(x)
         elif isinstance(x, list | tuple):
@@ -183,8 +185,8 @@ def ref_of(x: TracedArray | Literal) -> Ref:
     return x if isinstance(x, Literal) else x.number
 
 
-def kind_of(x: Any) -> Kind:
-    """Return the shape and the type of an array, or of a number."""
+def kind_of(x: Any, *, unknown: bool = False) -> Kind:
+    """Return the shape and the type of an array, or of a number; the number of its rows may be `unknown`."""
     if isinstance(x, Literal):
         x = np.asarray(x.value)
     elif isinstance(x, TracedArray):
@@ -193,15 +195,28 @@ def kind_of(x: Any) -> Kind:
         x = np.asarray(x)
     if x.dtype.kind not in "biufc":
         raise TracingError(f"an array of {x.dtype} in a traced function: expected numbers or bools")
-    return Kind(tuple(map(_length, x.shape)), x.dtype.name)
+    rows = (UNKNOWN,) if unknown and x.ndim and np.isnan(x.shape[0]) else ()
+    return Kind((*rows, *map(_length, x.shape[len(rows) :])), x.dtype.name)
 
 
 def _length(size: Any) -> int:
-    if np.isnan(size):
-        raise TracingError(
-            "an array has chunks of unknown sizes; call its compute_chunk_sizes() before it is passed to the function"
-        )
-    return int(size)
+    return need_rows() if np.isnan(size) or size == UNKNOWN else int(size)
+
+
+def need_rows(*_: Any) -> NoReturn:
+    """Raise, as the number of rows is needed and not known."""
+    raise TracingError(
+        "an array has chunks of unknown sizes, and the number of its rows is needed here: call its "
+        "compute_chunk_sizes() before it is passed to the function"
+    )
+
+
+class _UnknownLength(int):
+    """A number of rows that is not known, with which nothing can be computed while a function is traced."""
+
+    for _operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "divmod"):
+        vars()[f"__{_operator}__"] = vars()[f"__r{_operator}__"] = need_rows
+    __neg__ = __float__ = __abs__ = need_rows
 
 
 def _dtype(x: Any) -> Any:
@@ -249,7 +264,8 @@ class TracedArray(NDArrayOperatorsMixin):
     @property
     def shape(self) -> tuple[int, ...]:
         """Lengths of its axes."""
-        return self.kind.shape
+        shape = self.kind.shape
+        return tuple(_UnknownLength(n) if n == UNKNOWN else n for n in shape) if UNKNOWN in shape else shape
 
     @property
     def dtype(self) -> np.dtype:
@@ -264,12 +280,12 @@ class TracedArray(NDArrayOperatorsMixin):
     @property
     def size(self) -> int:
         """The number of its elements."""
-        return self.kind.size
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Its bytes."""
-        return self.kind.nbytes
+        return self.size * self.dtype.itemsize
 
     @property
     def device(self) -> str:
@@ -282,7 +298,7 @@ class TracedArray(NDArrayOperatorsMixin):
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of a traced array without axes")
-        return self.shape[0]
+        return need_rows() if self.shape[0] == UNKNOWN else self.shape[0]
 
     def __iter__(self) -> Iterator[TracedArray]:
         for index in range(len(self)):
@@ -450,7 +466,7 @@ class Namespace:
 def mapped(name: str, inputs: Sequence[Any], **options: Any) -> TracedArray:
     """Record an elementwise function."""
     trace = _trace_of(inputs)
-    shapes = [x.shape if isinstance(x, TracedArray) else np.shape(x) for x in inputs]
+    shapes = [x.kind.shape if isinstance(x, TracedArray) else tuple(map(_length, np.shape(x))) for x in inputs]
     try:
         shape = np.broadcast_shapes(*shapes)
     except ValueError as error:
@@ -605,7 +621,7 @@ def reduced(name: str, x: Any, axis: Any, keepdims: bool, dtype: Any = None) -> 
     shape = tuple(1 if i in axes else n for i, n in enumerate(x.shape) if keepdims or i not in axes)
     if dtype is None:
         dtype = getattr(np, name)(np.ones((1,), x.dtype)).dtype
-    if name in ("max", "min", "argmax", "argmin") and not math.prod(x.shape[i] for i in axes):
+    if name in ("max", "min", "argmax", "argmin") and not math.prod(x.kind.shape[i] for i in axes):
         raise TracingError(f"{name} of an array of shape {x.shape}, which has no elements there")
     options = {"f": name, "axes": axes, "keepdims": bool(keepdims)}
     return x.trace.one("reduce", options, (x,), Kind(shape, np.dtype(dtype).name))
@@ -674,8 +690,18 @@ def mean(a: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims
     a = as_traced(a)
     kind = np.dtype(dtype) if dtype is not None else a.dtype if a.dtype.kind in "fc" else np.dtype(np.float64)
     wide = np.dtype(np.float32) if kind == np.float16 else kind
-    count = math.prod(a.shape[i] for i in _axes(axis, a.ndim))
-    return (sum_(a.astype(wide), axis, keepdims=keepdims) / count).astype(kind)
+    return (sum_(a.astype(wide), axis, keepdims=keepdims) / _count(a, axis)).astype(kind)
+
+
+def _count(a: TracedArray, axis: Any) -> Any:
+    """Return how many elements lie along some axes; rows whose number is not known are counted in the run."""
+    axes, shape = _axes(axis, a.ndim), a.kind.shape
+    known = math.prod(shape[i] for i in axes if shape[i] != UNKNOWN)
+    rows = next((i for i in axes if shape[i] == UNKNOWN), None)
+    if rows is None:
+        return known
+    column = a[tuple(slice(None) if i == rows else 0 for i in range(a.ndim))]
+    return sum_(ones_like(column, np.float64)) * known
 
 
 @implements(np.var)
@@ -686,8 +712,9 @@ def var(
     a, ddof = as_traced(a), how.get("correction", ddof)
     distance = a - mean(a, axis, dtype, keepdims=True)
     squares = np.square(distance) if distance.dtype.kind != "c" else np.square(distance.real) + np.square(distance.imag)
-    count = math.prod(a.shape[i] for i in _axes(axis, a.ndim)) - ddof
-    return sum_(squares, axis, keepdims=keepdims) / max(count, 0)
+    count = _count(a, axis) - ddof
+    count = np.maximum(count, 0) if isinstance(count, TracedArray) else max(count, 0)
+    return (sum_(squares, axis, keepdims=keepdims) / count).astype(squares.dtype)
 
 
 @implements(np.std)
@@ -1063,6 +1090,8 @@ def flip(m: Any, axis: Any = None) -> TracedArray:
 def whole(name: str, inputs: Sequence[Any], **options: Any) -> Any:
     """Record a function of NumPy's on arrays that all ranks have; shapes follow from a look at ones."""
     given = [as_traced(x) for x in inputs]
+    if any(UNKNOWN in x.kind.shape[-2:] for x in given):
+        need_rows()
     stack = given[0].shape[:-2] if is_stackable(name, [x.shape for x in given]) else ()
     samples = [_sample(Kind((*(1 for _ in stack), *x.shape[len(stack) :]), x.kind.dtype)) for x in given]
     try:

@@ -59,6 +59,10 @@ class Block:
         return read.union(*(statement.reads for statement in self.statements)) - own
 
 
+# What stands for a number of rows that is not known before the run: a prime number.
+UNKNOWN = 16_777_213
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
     """Shape and type of a value."""
@@ -93,6 +97,31 @@ class Program:
         kinds = [[number, list(kind.shape), kind.dtype] for number, kind in self.kinds.items()]
         found = {"kinds": kinds, "block": _plain(self.block), "lines": self.lines}
         return json.dumps(found | {"axes": list(self.axes), "rows": self.rows}, separators=(",", ":"))
+
+
+def pieces(program: Program, turns: int) -> list[Program]:
+    """Cut a program behind some turns of its outermost loops: each piece reads what those before it make."""
+    kinds, parts = dict(program.kinds), list[list[Statement]]([[]])
+    for statement in program.block.statements:
+        rest, count = statement, statement.options.get("count") or 0
+        for first in range(0, count - turns, turns) if statement.family == "loop" else ():
+            state = tuple(range(len(kinds), len(kinds) + len(statement.outputs)))
+            kinds |= {new: kinds[old] for new, old in zip(state, statement.outputs, strict=True)}
+            done = {"count": turns, "first": first}, {"count": count - first - turns, "first": first + turns}
+            some, left = (dataclasses.replace(rest, options={**statement.options, **one}) for one in done)
+            parts[-1].append(dataclasses.replace(some, outputs=state))
+            parts.append([])
+            rest = dataclasses.replace(left, inputs=state)
+        parts[-1].append(rest)
+    found, needed = list[Program](), list[Ref](program.block.outputs)
+    for statements in reversed(parts):
+        made = {x for one in statements for x in one.outputs}
+        outputs = [ref for ref in needed if ref in made or not found]
+        block = Block([], statements, outputs)
+        block.inputs = sorted(block.captured)
+        found.insert(0, dataclasses.replace(program, kinds=kinds, block=block))
+        needed = list[Ref](sorted({ref for ref in needed if isinstance(ref, int)}.union(block.inputs) - made))
+    return found
 
 
 @functools.lru_cache(32)

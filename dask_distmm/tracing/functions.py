@@ -201,8 +201,8 @@ def _called(f: Callable[..., Any], arrays: tuple[Any, ...], meta: Any, name: str
         raise TracingError(f"{name} of what has no rows: the first array must have axes")
     with trace.active():
         given = [as_traced(x) for x in arrays]
-    m = len(given[0])
-    rows = [i for i, x in enumerate(given) if x.ndim and len(x) == m]
+    m = given[0].shape[0]
+    rows = [i for i, x in enumerate(given) if x.shape[:1] == (m,)]
     if meta is None:
         samples = [np.ones((1, *x.shape[1:]) if i in rows else x.shape, x.dtype) for i, x in enumerate(given)]
         try:

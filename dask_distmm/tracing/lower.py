@@ -25,7 +25,7 @@ import numpy as np
 from dask_distmm.programs.composite import tall_qr
 from dask_distmm.programs.recorder import Operands, Recorder, Tall, Wanted
 from dask_distmm.programs.steps import Buffer
-from dask_distmm.tracing.form import Block, Kind, Literal, Ref, Statement, extents, program_of
+from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Ref, Statement, extents, program_of
 from dask_distmm.tracing.place import Axis, Placements, is_view
 
 # Loops end when their flag says so.
@@ -122,6 +122,8 @@ class Lowering:
 
     def __init__(self, p: Recorder, placements: Placements) -> None:
         self.p, self.kinds, self.axes, self.combine = p, placements.kinds, placements.axes, placements.combine
+        # Of rows whose number is not known each chunk counts as one.
+        self.scale = sum(map(abs, p.rows.sizes)) / UNKNOWN if placements.rows == UNKNOWN else 1.0
         self.here: dict[int, Any] = {}
         self.moved: dict[int, Axis] = {}
         # Values of which all ranks have the same bits.
@@ -449,7 +451,7 @@ class Lowering:
         written = "".join(("u" if x in call.over else "w") * len(call.sizes) for x in call.rows)
         roles = "r" * reads + ("w" if call.fresh else "u") * updates + written
         share = sum(map(abs, call.sizes)) / max(1, sum(map(abs, self.p.rows.sizes))) if call.sizes else 1.0
-        flops = self._flops(call) * share
+        flops = self._flops(call) * share * self.scale
         kernel = "evaluate_exactly" if exact else "evaluate"
         self.p.call(kernel, *given, makes=makes, program=call, roles=roles, flops=flops)
 
@@ -556,7 +558,7 @@ class Lowering:
         self.exact.update(self._exact_states(loop, nested=self.depth > 0))
         for number in numbers:
             self.here[number] = self.buffer(number)
-            p.call("set_all", self.here[number], value=0)
+            p.call("set_all", self.here[number], value=loop.options.get("first", 0))
             self.exact.add(number)
         count, expected = loop.options.get("count"), self._expected(loop)
         # The statements that say whether there is another turn are those of the turn before it.

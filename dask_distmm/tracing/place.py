@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dask_distmm.tracing.arrays import is_stackable
-from dask_distmm.tracing.form import Block, Kind, Literal, Program, Ref, Statement, letters_of
+from dask_distmm.tracing.arrays import is_stackable, need_rows
+from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Program, Ref, Statement, letters_of
 
 # The axis along which a value is in the rows of ranks; None where all ranks have all of it.
 Axis = int | None
@@ -216,6 +216,10 @@ RULES: Mapping[str, Callable[[Given], Placed]] = {
 }
 
 
+# Ways to combine results of ranks that go by the numbers of rows.
+_BY_NUMBERS = ("select", "argmax", "argmin")
+
+
 class Placements:
     """The placements of all values of a program, and its statements with what brings values to where they are read."""
 
@@ -263,6 +267,11 @@ class Placements:
             self.rows,
         )
         placed = RULES[statement.family](given)
+        in_rows = any(axis is not None for axis in placed.outputs)
+        if self.rows == UNKNOWN and (
+            placed.combine in _BY_NUMBERS or (in_rows and statement.family in ("random", "qr"))
+        ):
+            need_rows()
         inputs = tuple(
             self._viewed(self._brought(ref, axis, into, moved, statement.line), into)
             for ref, axis in zip(statement.inputs, placed.inputs, strict=True)
@@ -305,6 +314,8 @@ class Placements:
             source: Ref = ref
             if axis is not None and self.axes[ref] is not None:
                 source = self._brought(ref, None, into, moved, line)
+            if self.rows == UNKNOWN and UNKNOWN in self.kinds[ref].shape:
+                need_rows()
             number = self._new(self.kinds[ref], axis)
             family = "gather" if axis is None else "local"
             into.append(Statement(family, {} if axis is None else {"axis": axis}, (source,), (number,), (), line))
@@ -469,7 +480,7 @@ def _rows(placements: Placements, block: Block, lines: Sequence[str], depth: int
             where = "all" if axis is None else "rows" if axis == 0 else f"rows, axis {axis}"
             if travels:
                 where = f"all, {placements.combine.get(number, 'gathered')} over ranks"
-            shape = " x ".join(map(str, kind.shape)) or "number"
+            shape = " x ".join("?" if n == UNKNOWN else str(n) for n in kind.shape) or "number"
             yield Row(depth, line, what, where, f"{kind.dtype} {shape}", kind.nbytes if travels else 0)
 
 

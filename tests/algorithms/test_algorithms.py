@@ -14,7 +14,7 @@ from run_events import newest_run, runs_after
 from sklearn.cluster import KMeans
 from sklearn.decomposition import NMF
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import Lasso, LogisticRegression, PoissonRegressor
+from sklearn.linear_model import Lasso, LogisticRegression, PoissonRegressor, RidgeCV
 from sklearn.mixture import GaussianMixture
 from tracing_ranks import on_ranks, plan_of
 
@@ -205,6 +205,20 @@ def lasso(rng):
     return lambda X, y: algorithms.lasso(X, y, alpha=0.2, fit_intercept=intercept, tol=1e-13), (X, y), expected
 
 
+def ridge_cv(rng):
+    X, intercept, cv = rng.standard_normal((M, N)) + 5, bool(rng.integers(2)), (None, 5)[rng.integers(2)]
+    y, alphas = X @ rng.standard_normal((N, 2)) + 2 + 5 * rng.standard_normal((M, 2)), (0.1, 3.0, 100.0)
+    model = RidgeCV(alphas, cv=cv, fit_intercept=intercept).fit(X, y)
+
+    def check(found):
+        np.testing.assert_allclose(found.coef.T, model.coef_, rtol=1e-8)
+        np.testing.assert_allclose(found.intercept, model.intercept_ + np.zeros(2), rtol=1e-8, atol=1e-9)
+        assert found.alpha == model.alpha_
+        assert found.scores.max() == pytest.approx(model.best_score_)
+
+    return lambda X, y: algorithms.ridge_cv(X, y, alphas, cv=cv, fit_intercept=intercept), (X, y), check
+
+
 def pagerank(rng):
     A = (rng.random((M, M)) < 0.05) * rng.random((M, M))
     A[3] = 0
@@ -259,7 +273,7 @@ CASES = {
     case.__name__: case
     for case in (
         kmeans, kmeans_tolerance, kmeans_plus_plus, kmeans_random, gmm, nmf, nmf_starts, als, als_weights, logistic,
-        logistic_of_three, poisson, lasso, pagerank, pagerank_without_preference, eigs, svds,
+        logistic_of_three, poisson, lasso, ridge_cv, pagerank, pagerank_without_preference, eigs, svds,
     )
 }  # fmt: skip
 
@@ -405,6 +419,9 @@ MISTAKES = [
     (lambda a: a.logistic_regression(X, Y, n_classes=3, solver="newton-cholesky"), "fits two classes, got n_classes=3"),
     (lambda a: a.poisson_regression(X, Y, alpha=True), "alpha must be a number that is not negative, got True"),
     (lambda a: a.lasso(X, Y, alpha=0), "alpha must be positive, got 0"),
+    (lambda a: a.ridge_cv(X, Y, [0.0]), r"alphas must be positive numbers, got \[0.0\]"),
+    (lambda a: a.ridge_cv(X, Y, cv=11), "cv must be at most 10, got 11"),
+    (lambda a: a.ridge_cv(X, X[:, :, None]), r"y must have the shape \(20,\), got \(20, 4, 1\)"),
     (lambda a: a.pagerank(X), "A must be square, got 20 x 4"),
     (lambda a: a.pagerank(X @ X.T, alpha=1.5), "alpha must be at most 1, got 1.5"),
     (lambda a: a.pagerank(X @ X.T, personalization=V), r"personalization must have the shape \(20,\)"),

@@ -98,10 +98,13 @@ class RawModule:
                 function, ctypes.c_uint(grid[0]), *(ctypes.c_uint(size) for size in (*block, 1)[:2]), *given
             )
             stream = sys.modules["cupy"].cuda.get_current_stream()
-            if name == "wait_for_word":
+            if name in WAITING:
                 # The thread that would raise the word may be this one.
-                stream.queue.append(("wait", Words(arguments)))
+                stream.queue.append(("wait", WAITING[name](arguments)))
                 stream.add(launched)
+                if WAITING[name] is Numbers:
+                    # What arrays do after it is done at once.
+                    stream.synchronize()
             elif stream.captured is None:
                 launched()
             else:
@@ -119,6 +122,20 @@ class Words:
     @property
     def done(self):
         return any(ctypes.c_uint.from_address(int(address)).value for address in self.addresses)
+
+
+class Numbers(Words):
+    """What a kernel waits for: words that have come as far as one's own, or one that is not zero."""
+
+    @property
+    def done(self):
+        own, others, over = self.addresses
+        mine = ctypes.c_uint.from_address(int(own)).value
+        theirs = [ctypes.c_uint.from_address(int(other)).value for other in others]
+        return min(theirs) >= mine or bool(ctypes.c_uint.from_address(int(over)).value)
+
+
+WAITING = {"wait_for_word": Words, "wait_for_words": Numbers}
 
 
 class AtOnce:

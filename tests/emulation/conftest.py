@@ -21,7 +21,7 @@ from dask_distmm.config import read_options
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import ENGINES, METHODS, Plan
 from dask_distmm.planning import cuts as extents
-from dask_distmm.planning.factor import Factorization
+from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.testing import conformance
 
 

@@ -22,7 +22,7 @@ from residuals import (
 
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES
-from dask_distmm.planning.factor import Factorization
+from dask_distmm.programs.factorizations import Factorization
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 RANKS = [1, 2, 3]

@@ -23,7 +23,7 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import HostReduction, panel_width
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.planning import ENGINES
-from dask_distmm.planning.factor import Factorization
+from dask_distmm.programs.factorizations import Factorization
 
 pytestmark = pytest.mark.skipif(compiled.compiler() is None, reason="needs g++: kernels are compiled for the CPU")
 DTYPES = ["float32", "float64", "complex64", "complex128"]

@@ -23,7 +23,6 @@ from dask_distmm.planning import Worker, plan
 from dask_distmm.planning import schedule as block_schedule
 from dask_distmm.planning import schedule as schedules
 from dask_distmm.planning.distribution import BlockCyclic, Slab
-from dask_distmm.programs.steps import Make
 from dask_distmm.testing import assert_product, conformance, make_problem, random_chunks, random_matrix, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -450,10 +449,10 @@ def test_a_rank_that_fails_ends_the_run_for_all(make_peers, monkeypatch, method)
     kind = sys.modules["dask_distmm.engines.peer.products"].PeerJob
     real = kind._multiply
 
-    def fail(self, call, works):
+    def fail(self, products):
         if self.rank == 1:
             raise ZeroDivisionError("in the middle")
-        real(self, call, works)
+        real(self, products)
 
     monkeypatch.setattr(kind, "_multiply", fail)
     with pytest.raises(ZeroDivisionError, match="in the middle"):
@@ -470,10 +469,10 @@ def test_products_are_launched_as_soon_as_their_own_pulls_are(make_peers, monkey
     def log(name):
         real = getattr(kind, name)
 
-        def call(self, what, *works):
+        def call(self, what):
             # Products that were begun before the vote are not launched again.
-            launched[id(self)] += [what] if name == "_issue" or works[0] else []
-            return real(self, what, *works)
+            launched[id(self)] += [what] if name == "_issue" or what.works else []
+            return real(self, what)
 
         monkeypatch.setattr(kind, name, call)
 
@@ -490,19 +489,17 @@ def test_products_are_launched_as_soon_as_their_own_pulls_are(make_peers, monkey
     found = run_jobs(ranks, made, chunks)
     assert_product(a, b, np.block([[found["", 4 * i + j] for j in range(4)] for i in range(4)]))
     for job in ranks.jobs[-2:]:
-        every = {id(step): step for step in job._steps if isinstance(step, Make)}
-        loaded, products, between = {id(every[number]) for number in job.before_vote}, 0, 0
+        loaded, products, between = set(), 0, 0
         for what in launched[id(job)]:
-            if isinstance(what, Make):
-                loaded.add(id(what))
+            if hasattr(what, "step"):
+                loaded.add(what)
                 # Pieces of what stays come one by one.
-                between += products > 0 and what.buffer.name.endswith(".0")
+                between += products > 0 and what.step.buffer.name.endswith(".0")
                 continue
             products += 1
-            first = next(number for number, step in enumerate(job._steps) if step is what)
-            before = [step for step in job._steps[:first] if isinstance(step, Make)]
-            needed = {x.name for x in what.arguments}
-            assert {id(step) for step in before if step.buffer.name in needed} <= loaded
+            before = [step for step in job.instructions[: job.instructions.index(what)] if hasattr(step, "step")]
+            needed = {x.name for x in what.call.arguments}
+            assert {load for load in before if load.step.buffer.name in needed} <= loaded
         assert between, "all pulls of the first step came before its products"
 
 
@@ -562,8 +559,8 @@ def test_a_rank_that_is_gone_is_missed_where_it_was_needed(make_peers, monkeypat
 def test_a_rank_that_never_finishes_its_sums_is_named(make_peers, monkeypatch):
     ranks, _ = make_peers()
     kind = sys.modules["dask_distmm.engines.peer.products"].PeerJob
-    real = kind._publish
-    monkeypatch.setattr(kind, "_publish", lambda self, key: self.rank == 2 or real(self, key))
+    real = kind._publish_step
+    monkeypatch.setattr(kind, "_publish_step", lambda self, step: self.rank == 2 or real(self, step))
     with (
         dask.config.set({"distmm.timeouts.transfer": "0.3s"}),
         pytest.raises(EngineError, match=r"worker w\d has not finished its sums for"),

@@ -24,8 +24,8 @@ from residuals import (
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs import factor
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor import Factorization
-from dask_distmm.programs.factor import is_short
+from dask_distmm.programs.factor import FACTORED
+from dask_distmm.programs.factorizations import Factorization
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 RANKS = [1, 2, 3, 4, 5, 6, 8]
@@ -162,8 +162,8 @@ def test_reflections_in_parts(monkeypatch, dtype):
 @pytest.mark.parametrize("name", ["cholesky", "lu", "qr"])
 def test_short_updates(name):
     """An update is short from some number of columns down, whatever the number of rows is."""
-    assert is_short(name, 4096, 512)
-    assert not is_short(name, 65536, 16384)
+    assert FACTORED[name].is_short(4096, 512)
+    assert not FACTORED[name].is_short(65536, 16384)
 
 
 @pytest.mark.parametrize(("ranks", "dtype", "what"), CASES)

@@ -11,7 +11,7 @@ from residuals import assert_qr
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs import factor
 from dask_distmm.engines.programs.factor import gram_reflectors
-from dask_distmm.planning.factor import Factorization
+from dask_distmm.programs.factorizations import Factorization
 
 K = LapackKernels()
 DTYPES = ["float32", "float64", "complex64", "complex128"]

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from dask_distmm.engines.programs.job import inside
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.layout.redistribute import Copy
-from dask_distmm.planning.factor import Factorization, _memory, block_width
+from dask_distmm.planning.factor import _memory, block_width
 from dask_distmm.programs import factor
 from dask_distmm.programs.check import ProgramError, Rates, check, cost, peak_bytes
 from dask_distmm.programs.factor import Columns, Matrix
+from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.steps import Call, Drop, Key, Publish, Pull, roles_of
 
 WAYS = [
@@ -201,7 +202,8 @@ def test_the_check_finds_wrong_programs(rank, change, message):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_panel_is_published_before_others_are_updated(kind, ranks, queued, monkeypatch):
     """But updates are queued before a panel of QR that the thread waits for, unless they are short."""
-    monkeypatch.setattr(factor, "_SHORT", dict.fromkeys(("cholesky", "lu", "qr"), 0))
+    entries = {name: entry._replace(short=0) for name, entry in factor.FACTORED.items()}
+    monkeypatch.setattr(factor, "FACTORED", entries)
     task = Factorization(kind, (90, 90), "float64", mode="r" if kind == "qr" else "reduced")
     plan = factor_plan(task, ranks, 9, engine="peer" if queued else "numpy")
     for rank in range(ranks):

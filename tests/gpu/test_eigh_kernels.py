@@ -9,7 +9,7 @@ from matrices import noise
 
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import HostReduction
-from dask_distmm.planning.factor import Factorization
+from dask_distmm.programs.factorizations import Factorization
 
 pytestmark = pytest.mark.engines("peer")
 DTYPES = ["float32", "float64", "complex64", "complex128"]

@@ -331,6 +331,13 @@ def test_tall_matrices(clusters, nworkers, dtype, condition):
         np.testing.assert_allclose(computed(client, linalg.pinv(x)) @ wide, np.eye(60), **near)
         found = computed(client, linalg.ridge(x, b, [0.0, 1.0]))
         np.testing.assert_allclose(found[0], np.eye(60, 5), **near)
+        coef, intercept = (
+            computed(client, one) for one in client.persist(linalg.ridge(x, b + 7, 1.0, fit_intercept=True))
+        )
+        away = (wide - wide.mean(0)).astype("complex128")
+        expected = np.linalg.solve(away.conj().T @ away + np.eye(60), away.conj().T @ away[:, :5])
+        np.testing.assert_allclose(coef, expected, **near)
+        np.testing.assert_allclose(intercept, wide[:, :5].mean(0) + 7 - wide.mean(0) @ expected, rtol=1e-3)
     assert_nothing_left(client)
 
 

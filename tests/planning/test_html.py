@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_distmm import BatchPlan, NotCollective, Plan, explain
+from dask_distmm import BatchPlan, NotCollective, Plan, cond, explain, jit, while_loop
 from dask_distmm.errors import PlanError
 from dask_distmm.planning import METHODS
 from dask_distmm.planning.many import GroupPlan, Share
@@ -143,3 +143,34 @@ def test_edges_are_thinned_out(sizes: list[int]) -> None:
 )
 def test_labels_are_short(ranks: tuple[int, ...], text: str) -> None:
     assert label(ranks) == text
+
+
+def test_statements_of_a_function_are_boxes_in_frames() -> None:
+    def turn(i, state):
+        w, error = state
+        residual = X @ w - y
+        w = cond(error > 1, lambda: w - X.T @ residual, lambda: w * 0.5)
+        return w, (residual * residual).sum()
+
+    X, y, w = da.ones((300, 4), chunks=(60, 4)), np.ones(300), np.ones(4)
+    plan = explain(jit(lambda w, X: while_loop(lambda s: s[1] > 0, lambda s: turn(0, s), (w, 9.0))), w, X)
+    root = parsed(plan._repr_html_())
+    (picture,) = root.findall(f".//{SVG}svg[@aria-label='the statements, where values are, and what travels']")
+    rows = [row for row in plan.problem.statements if row.kind]
+    boxes = picture.findall(f"{SVG}g")
+    assert [box.findall(f"{SVG}text")[0].text for box in boxes] == [row.what for row in rows]
+    assert [box.find(f"{SVG}rect").get("stroke-width") == "3" for box in boxes] == [row.moved > 0 for row in rows]
+    assert [box.find(f"{SVG}rect").get("fill") == "#56B4E9" for box in boxes] == [x.where[:4] == "rows" for x in rows]
+    # A loop, and a branch in it, around all of their boxes.
+    frames = picture.findall(f"{SVG}rect")
+    assert len(frames) == 2
+    width, height = float(picture.get("width")), float(picture.get("height"))
+    for rect in picture.iter(f"{SVG}rect"):
+        x, y, w, h = (float(rect.get(name)) for name in ("x", "y", "width", "height"))
+        assert min(x, y) >= 0
+        assert x + w <= width
+        assert y + h <= height
+    assert {"while_loop", "cond"} <= set(words(picture).split())
+    lines = [text.text for text in picture.findall(f"{SVG}text")]
+    assert lines.count("residual = X @ w - y") == 1
+    assert any(line.startswith("plan = explain(jit(lambda w, X: while_loop(lambda s: s[1]") for line in lines)

@@ -81,6 +81,30 @@ def test_every_plan_is_whole(problem, nworkers, nsources, known, data):
         np.testing.assert_array_equal(again.where["a"], made.where["a"])
 
 
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.integers(1, 9), st.sampled_from([2**9, 2**13, 2**40]), st.integers(0, 2**32), st.booleans())
+def test_the_fastest_way_is_found_without_a_look_at_all(problem, nworkers, memory, seed, on_gpus):
+    rng, scale = np.random.default_rng(seed), 10 ** (seed % 4)
+    chunks = [tuple(tuple(scale * size for size in axis) for axis in problem[name].chunks) for name in "abd"]
+    array = "cupy" if on_gpus else "numpy"
+    problem = make_problem(*chunks[:2], out_chunks=chunks[2], method=problem.method, array=array)
+    counts = {name: int(np.prod(problem[name].counts)) for name in "ab"}
+    where = {name: rng.integers(0, nworkers, count).astype(np.int32) for name, count in counts.items()}
+    names = [str(i) for i in range(nworkers)]
+    workers = [Worker(f"w{i}", 1 + seed % 3, memory * scale**2, "h", i, tuple({*names} - {i})) for i in names]
+    engines = ("peer", "cublasmp") if on_gpus else ("numpy",)
+    try:
+        expected = plan(problem, workers, where, engine=engines)
+    except (PlanError, ProjectedMemoryError) as error:
+        with pytest.raises(type(error)):
+            plan(problem, workers, where, engine=engines, thorough=False)
+        return
+    made = plan(problem, workers, where, engine=engines, thorough=False)
+    assert made.to_wire() == expected.to_wire()
+    assert (made.seconds, made.projected_bytes) == (expected.seconds, expected.projected_bytes)
+    assert made.estimate in made.alternatives
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_asked_for_takes_all_workers(method):
     made = plan(square(120, 30, method=method), roster(4))

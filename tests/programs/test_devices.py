@@ -56,7 +56,8 @@ def test_kernels_do_not_mix(monkeypatch):
         for made in (
             linalg.qr(x).Q, linalg.qr(x, "r"), linalg.svd(x, full_matrices=False).U, linalg.svdvals(x),
             linalg.lstsq(x, y)[0], linalg.lstsq(x, y, 1e-8)[0], linalg.ridge(x, y, [0.0, 1.0]), linalg.pinv(x),
-            linalg.pinv(x, 1e-8), linalg.pca(x, 3)[0], linalg.svd_compressed(x, 3, n_power_iter=1)[0],
+            linalg.ridge(x, y, 1.0, fit_intercept=True).coef, linalg.pinv(x, 1e-8), linalg.pca(x, 3)[0],
+            linalg.svd_compressed(x, 3, n_power_iter=1)[0],
         ):  # fmt: skip
             run_strictly(monkeypatch, made, operands)
 

@@ -26,9 +26,9 @@ from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import METHODS, NamedMatrix, Worker, blocks, plan, product
-from dask_distmm.planning.factor import Factorization
 from dask_distmm.programs.check import ProgramError, Rates, all_flags, check, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
+from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.recorder import Rows
 from dask_distmm.programs.steps import (
     CONTRACTS,
@@ -47,6 +47,7 @@ from dask_distmm.programs.steps import (
     Store,
     View,
     flops_of,
+    messages_to_all,
 )
 from dask_distmm.testing import make_problem, random_chunks
 
@@ -60,10 +61,11 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("svd_compressed", {"k": 3, "width": 5, "iterations": 2, "seed": 0}, ("u", "s", "vh")),
     ("cov", {"ddof": 1, "correlation": True}, ("c",)),
     ("gram", {}, ("g",)),
-    ("pca", {"k": 2, "spread": 32}, ("components", "variances", "mean")),
+    ("pca", {"k": 2, "spread": 32}, ("components", "variances", "mean", "total")),
     ("lstsq", {"rtol": None}, ("x", "residuals", "rank", "s")),
     ("lstsq", {"rtol": 1e-8}, ("x", "residuals", "rank", "s")),
     ("ridge", {"alphas": (1.0, 2.0)}, ("x",)),
+    ("ridge", {"alphas": (1.0, 2.0), "centred": True}, ("x", "center", "level")),
 ]
 FACTORED = [("cholesky",), ("lu",), ("qr",), ("inv",), ("pinv",), ("eigh",)]
 # The columns of operands beside A.
@@ -109,7 +111,7 @@ def test_contracts_and_kernels_and_builders_know_each_other():
     assert methods - CONTRACTS.keys() == {
         *("complete", "empty", "reached", "reported"),
         # Of traced functions: what a run has beside kernels.
-        *("constants", "pool", "replay", "threads"),
+        *("constants", "pool", "threads"),
     }
     lists = [steps for case in CASES for steps in recorded(case, [0, 1], 2, [9, 9])]
     for steps in (*lists, *solved("cg", "x0", 2, np.random.default_rng())):
@@ -434,3 +436,27 @@ def test_passes_over_a():
     assert passes(by_name["lstsq"], ["x"]) == 2
     assert passes(by_name["svd_compressed"], ["u"]) == 3
     assert passes(by_name["svd_compressed"], ["u"], usable=True, again=True, once=False) == 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_messages_of_all_ranks_to_all(ranks):
+    """Those of a traced loop go from GPU to GPU; each is free again before the next one, whatever it is called."""
+
+    def turn(x, w, h):
+        h = h * (w.T @ x) / (w.T @ w @ h + 1)
+        return w * (x @ h.T) / (w @ (h @ h.T) + 1), h
+
+    rng = np.random.default_rng()
+    x, w = (da.from_array(rng.random((60, cols)), chunks=(15, cols)) for cols in (8, 3))
+    function = Jitted(lambda x, w, h: fori_loop(0, 5, lambda i, s: turn(x, *s), (w, h)), ())
+    problem = compiled(function, (x, w, rng.random((3, 8))), {}).problem
+    lists = [plan_of(problem, ranks, rng).steps(rank) for rank in range(ranks)]
+    (loop,) = [step for step in lists[0] if isinstance(step, Loop)]
+    inside = {step.key for step in loop.body if isinstance(step, Publish)}
+    found = messages_to_all(lists[0], ranks)
+    assert inside
+    assert inside <= found.keys()
+    # W^T X of 3 x 8, and W^T W.
+    assert [found[key] for key in inside] == [256 + 256]
+    late = [step for step in loop.body if not isinstance(step, Drop)]
+    assert not messages_to_all(late, ranks)

@@ -148,6 +148,23 @@ def test_ridge(dtype):
         assert linalg.ridge(x, y[:, 0], 1).shape == (12,)
         assert linalg.ridge(x, y, 1).shape == (12, 2)
         np.testing.assert_allclose(linalg.ridge(x, y, 0.5).compute(), found[2].compute(), rtol=1e-3, atol=1e-5)
+        # With a constant term it is that of centred columns, far from zero.
+        distances = rng.standard_normal(12).astype(dtype) * 30, rng.standard_normal(2).astype(dtype) * 30
+        far, fars = (z + shift for z, shift in zip((a, b), distances, strict=True))
+        coef, intercept = linalg.ridge(*(da.from_array(z, chunks=60) for z in (far, fars)), alphas, fit_intercept=True)
+        wide, wides = (z.astype("complex128" if a.dtype.kind == "c" else "float64") for z in (far, fars))
+        center, level = wide.mean(0), wides.mean(0)
+        for alpha, one, constant in zip(alphas[2:], *(z.compute()[2:] for z in (coef, intercept)), strict=True):
+            expected = np.linalg.solve(
+                (wide - center).conj().T @ (wide - center) + alpha * np.eye(12),
+                (wide - center).conj().T @ (wides - level),
+            )
+            gate = 1e5 * eps * abs(expected).max()
+            np.testing.assert_allclose(one, expected, atol=gate)
+            np.testing.assert_allclose(constant, level - center @ expected, atol=100 * gate)
+        single = linalg.ridge(x, y[:, 0], 1, fit_intercept=True)
+        assert single.coef.shape == (12,)
+        assert single.intercept.shape == ()
     for alpha in (-1.0, [], np.nan):
         with pytest.raises(PlanError, match="alpha must be a number that is not negative"):
             linalg.ridge(x, y, alpha)
@@ -176,6 +193,8 @@ def test_principal_components(dtype):
                 assert abs(s - expected[1][:k]).max() <= gate * expected[1][0]
                 assert np.linalg.norm(found["components"] @ found["components"].conj().T - np.eye(k)) < GATE * k * eps
                 assert abs(found["mean"].ravel() - wide.mean(axis=0)).max() <= GATE * eps * abs(wide).max()
+            ratio = results.explained_variance_ratio.compute()
+            np.testing.assert_allclose(ratio, expected[1][:k] ** 2 / (expected[1] ** 2).sum(), atol=GATE * gate)
 
 
 def test_a_mean_of_a_million_deviations():

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import collections
+import gc
+import io
+import os
+import signal
+import threading
+import weakref
 
 import dask
 import dask.array as da
@@ -17,7 +23,7 @@ from traced_cases import CASES, arguments, assert_equal, operands
 from traced_programs import assert_close, check_program
 
 import dask_distmm
-from dask_distmm import fori_loop, while_loop
+from dask_distmm import fori_loop
 from dask_distmm import random as draws
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning import program
@@ -90,6 +96,17 @@ def test_without_a_cluster():
             np.testing.assert_allclose(one, other, rtol=1e-9)
 
 
+def test_a_trace_keeps_no_arguments():
+    """It is kept for the next call, and workers would hold what it has."""
+    x, function = da.ones((8, 2), chunks=4), dask_distmm.jit(lambda x: x + 1)
+    first = weakref.ref(x)
+    np.testing.assert_array_equal(function(x).compute(), np.full((8, 2), 2))
+    del x
+    gc.collect()
+    assert first() is None
+    np.testing.assert_array_equal(function(da.zeros((8, 2), chunks=4)).compute(), np.ones((8, 2)))
+
+
 def test_what_is_wanted_is_computed(client):
     (x, *_), (lazy, *_) = data()
     calls = dask_distmm.jit(lambda a: (a.sum(0), dask_distmm.map_rows(lambda rows: 1 / 0, a, meta=np.ones((1, 1)))))
@@ -122,6 +139,24 @@ def test_types(client):
             np.testing.assert_allclose(one, other, rtol=2e-3 if dtype == "float16" else 1e-5)
 
 
+def test_unknown_sizes(client):
+    rng = np.random.default_rng()
+    x, y = rng.standard_normal((60, 4)), rng.standard_normal(60)
+    some, lazy, beside = x[:, 0] > 0.2, da.from_array(x, chunks=(10, 4)), da.from_array(y, chunks=10)
+    chosen = da.from_array(some, chunks=10)
+
+    @dask_distmm.jit
+    def function(x, y):
+        scaled = (x - x.mean(0)) / x.std(0)
+        w = fori_loop(0, 20, lambda i, w: w - 0.01 * (scaled.T @ (scaled @ w - y)), np.zeros(4))
+        return w, scaled @ w
+
+    with np.errstate(all="ignore"):
+        expected = function(x[some], y[some])
+    for one, other in zip(dask.compute(*function(lazy[chosen], beside[chosen])), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
 def test_random_numbers_do_not_depend_on_chunks(client):
     function = dask_distmm.jit(lambda x: x + draws.normal(draws.key(3), x.shape))
     zeros = np.zeros((50, 3))
@@ -140,6 +175,18 @@ def test_a_function_that_fails(client):
         dask_distmm.jit(lambda x: np.linalg.inv(x.T @ x))(lazy).compute()
 
 
+@pytest.mark.parametrize("wrong", [40, -41])
+def test_rows_that_are_out_of_bounds(client, wrong):
+    x, table, numbers = da.ones((40, 2), chunks=(10, 2)), np.random.default_rng().random(40), np.array([3, 39, -40])
+    in_rows = dask_distmm.jit(lambda x, table, numbers: x[numbers])
+    of_all = dask_distmm.jit(lambda x, table, numbers: table[(x[:, 0] * numbers[0]).astype(int)])
+    for function in (in_rows, of_all):
+        found, expected = function(x, table, numbers).compute(), function(np.ones((40, 2)), table, numbers)
+        np.testing.assert_array_equal(found, expected)
+        with pytest.raises(IndexError, match=f"index {wrong} is out of bounds for axis 0 with size 40"):
+            function(x, table, np.array([wrong, 0])).compute()
+
+
 def test_a_lost_worker(fault_client):
     arrays, lazy = data(m=1200)
     wait(lazy[:2])
@@ -153,19 +200,91 @@ def test_a_lost_worker(fault_client):
     assert events_after(fault_client, moment, "restart")
 
 
-def test_cancelled(client):
+def test_a_lost_worker_of_a_loop_whose_state_is_kept(fault_client, tmp_path):
+    arrays, lazy = data()
+    wait(lazy[:2])
+
+    def lose(i, W):
+        if i == 17 and not (tmp_path / "lost").exists():
+            (tmp_path / "there").touch()
+            until((tmp_path / "kept").exists)
+            (tmp_path / "lost").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def function(X, W, H):
+        def turn(i, state):
+            W, H = state
+            dask_distmm.callback(lose, i, W.sum())
+            H = H * (W.T @ X) / (W.T @ W @ H + 1e-9)
+            return W * (X @ H.T) / (W @ (H @ H.T) + 1e-9), H
+
+        return fori_loop(0, 24, turn, (W, H))
+
+    moment = newest_run(fault_client)
+    futures = fault_client.compute(list(dask_distmm.jit(function, keep_every=5)(*lazy)))
+    until((tmp_path / "there").exists)
+    # The state of the fourth piece is there twice: six chunks of W, and H.
+    names = {event["name"] for event in events_after(fault_client, moment, "done")}
+    assert len(names) == 3
+
+    def copied():
+        held = fault_client.who_has()
+        return sum(len(who) > 1 for key, who in held.items() if str(key).startswith("('function-")) == 7
+
+    until(copied)
+    (tmp_path / "kept").touch()
+    for one, other in zip([future.result(timeout=60) for future in futures], nmf(*arrays, turns=24), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+    # No turn of the first three pieces was repeated.
+    done = [event["name"] for event in events_after(fault_client, moment, "done")]
+    assert len(done) == len(set(done)) == 5
+    assert events_after(fault_client, moment, "restart")
+    # Nothing is left of states.
+    until(lambda: not any(who for key, who in fault_client.who_has().items() if str(key).startswith("('function-")))
+
+
+def test_a_loop_tells_its_turns_and_ends_with_the_turn_in_which_it_is_cancelled(client, tmp_path):
     lazy = da.ones((4000, 8), chunks=(500, 8)).persist()
-    endless = dask_distmm.jit(
-        lambda x: while_loop(lambda s: s[1] > -1, lambda s: (s[0] * 0.999 + 0.001, s[1] + x[0, 0]), (x, 0.0))[1]
-    )
+
+    def count(i):
+        with open(tmp_path / "turns", "a") as file:
+            file.write(f"{i}\n")
+
+    def turns():
+        return (tmp_path / "turns").read_text().count("\n")
+
+    @dask_distmm.jit
+    def function(x):
+        def turn(i, s):
+            dask_distmm.callback(count, i)
+            return s * 0.999 + x.sum(0) / 4e6
+
+        return fori_loop(0, 2**40, turn, x)
+
     moment = newest_run(client)
-    future = client.compute(endless(lazy))
-    until(lambda: events_after(client, moment, "start"))
+    future = client.compute(function(lazy).sum())
+
+    def told():
+        return [event for event in events_after(client, moment, "progress") if event.get("turns")]
+
+    until(lambda: len({event["turns"] for event in told()}) > 1)
+    last = told()[-1]
+    assert 0 < last["turns"] <= turns()
+    assert last["turns_in_all"] == 2**40
+    assert last["seconds_left"] > 3600
+    file = io.StringIO()
+    showing = threading.Thread(target=dask_distmm.progress, args=(future,), kwargs={"notebook": False, "file": file})
+    showing.start()
+    until(lambda: f" of {2**40}, " in file.getvalue())
     future.cancel()
     until(lambda: events_after(client, moment, "released"))
-    # The workers are free for the next run.
+    # No turn begins any more, and the workers are free for the next run.
+    done = turns()
     assert not events_after(client, moment)
     assert_close(dask_distmm.jit(lambda x: x.sum())(lazy).compute(), np.float64(32000))
+    assert turns() == done
+    showing.join(30)
+    assert not showing.is_alive()
 
 
 def test_two_at_once(client):

@@ -84,9 +84,15 @@ def test_arguments():
         jit(lambda x: x, static_argnames=("missing",))
     with pytest.raises(PlanError, match="takes a function"):
         jit(3)
+    for wrong in (0, 2.0, True, "3"):
+        with pytest.raises(PlanError, match="keep_every must be a positive integer, got"):
+            jit(keep_every=wrong)(lambda x: x)
+    for loop in (lambda s: while_loop(lambda s: s.sum() < 9, lambda s: s * 2, s), lambda s: s):
+        with pytest.raises(TracingError, match="keep_every=3: <lambda> has no fori_loop of a known number of turns"):
+            jit(lambda x, loop=loop: loop(x), keep_every=3)(X)
     unknown = da.from_array(np.arange(9.0), chunks=3)
     with pytest.raises(TracingError, match="compute_chunk_sizes"):
-        jit(lambda x: x.sum())(unknown[unknown > 2])
+        jit(lambda x: x.sum() + unknown[unknown > 2])(X)
 
 
 def test_numpy_arrays_are_computed_at_once():

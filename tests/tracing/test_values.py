@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dask
+import dask.array as da
 import numpy as np
 import pytest
 from traced_cases import CASES, arguments, assert_equal, operands
 from tracing_ranks import on_ranks
 
+import dask_distmm
+from dask_distmm import explain, fori_loop
+from dask_distmm import random as draws
+from dask_distmm.errors import MatrixError, TracingError
 from dask_distmm.tracing.control import flattened
 
 
@@ -21,3 +27,101 @@ def test_values(name, ranks):
     assert same == tree
     for one, other in zip(found, expected, strict=True):
         assert_equal(one, other)
+
+
+@pytest.mark.parametrize("keep_every", [1, 3, 4, 11, 30])
+def test_loops_in_pieces(keep_every):
+    def function(X, A):
+        centred = X - X.mean(0)
+
+        def turn(i, state):
+            B, n, rows, columns = state
+            B = fori_loop(0, 2, lambda j, B: 0.5 * B + A * (i + j), B)
+            return B, n + i, rows + (centred @ B).sum(1), columns + i * X[:, :2].T
+
+        first = fori_loop(2, 9, turn, (A, 0, X[:, 0], 0 * X[:, :2].T))
+        second = fori_loop(0, 11, turn, first)
+        return {"state": second, "before": (first[0], first[3]), "others": [centred.sum(1), X, 3]}
+
+    rng = np.random.default_rng()
+    X, A = rng.standard_normal((40, 5)), rng.standard_normal((5, 2))
+    expected, tree = flattened(function(X, A))
+    lazy = dask_distmm.jit(function, keep_every=keep_every)(da.from_array(X, chunks=(15, 3)), A)
+    found, same = flattened(lazy)
+    assert same == tree
+    for one, other in zip(dask.compute(*found, scheduler="sync"), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+    runs = explain(lazy["state"]).runs if keep_every < 11 else [explain(lazy["state"])]
+    assert len(runs) == -(-7 // keep_every) + -(-11 // keep_every) - 1
+
+
+def unknown(x, sizes=(9, 0, 14, 7)):
+    """Return an array whose chunks have sizes that Dask does not know."""
+    lazy = da.from_array(x, chunks=(sizes, *x.shape[1:]))
+    return lazy.map_blocks(np.array, chunks=((np.nan,) * len(sizes), *lazy.chunks[1:]), dtype=x.dtype)
+
+
+def of_unknown_rows(X, y, A):
+    def turn(i, state):
+        W, g = state
+        residual = np.tanh(X @ W) - y[:, None]
+        return W - 0.01 * (X.T @ residual), g + abs(residual).max(1)
+
+    W, g = fori_loop(0, 7, turn, (A, 0 * y))
+    Z = (X - X.mean(0)) / X.std(0, ddof=1)
+    gram = Z.T @ Z
+    rows = dask_distmm.map_rows(np.expm1, y)
+    labels = (abs(y) * 2).astype(int)
+    sums = np.linalg.solve(gram + np.eye(5), X.T @ y), X.max(0), X.var(), y.mean(), y.sum(), (y > 0).any()
+    chosen = dask_distmm.segment_sum(X, labels, 4), A[labels % 3], np.linalg.norm(X, axis=1), y.astype("f4").mean()
+    return (W, g), (Z, rows, np.concatenate([X, Z[:, :2]], 1), Z.T, X[:, None, :2] + y[:, None, None]), sums, chosen
+
+
+@pytest.mark.parametrize("keep_every", [None, 3])
+def test_unknown_sizes(keep_every):
+    rng = np.random.default_rng()
+    X, y, A = rng.standard_normal((30, 5)), rng.standard_normal(30), rng.standard_normal((5, 2))
+    expected, _ = flattened(of_unknown_rows(X, y, A))
+    function = dask_distmm.jit(of_unknown_rows, keep_every=keep_every)
+    found, _ = flattened(function(unknown(X), unknown(y), A))
+    assert np.isnan(found[1].shape[0])
+    for one, other in zip(dask.compute(*found, scheduler="sync"), expected, strict=True):
+        assert_equal(np.asarray(one), np.asarray(other))
+    # Another operand whose rows are known is on all ranks.
+    both = dask_distmm.jit(lambda x, v: (x @ v, v.sum(0)))
+    for one, other in zip(dask.compute(*both(unknown(X), da.from_array(A, chunks=2))), (X @ A, A.sum(0)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+NEED_ROWS = {
+    "len": lambda x: x * len(x),
+    "shape": lambda x: x.sum() / x.shape[0],
+    "size": lambda x: x.sum() / x.size,
+    "zeros": lambda x: x[:, 0] + np.zeros(x.shape[0], bool),
+    "row": lambda x: x[0],
+    "some rows": lambda x: x[:3],
+    "last rows": lambda x: x[1:] * 2,
+    "take": lambda x: x[np.array([1, 2])],
+    "argmax": lambda x: x.argmax(0),
+    "gathered": lambda x: np.linalg.inv(x.T @ x) @ x.T @ x[:, 0] + np.sort(x, 0)[0],
+    "kernel": lambda x: x @ x.T,
+    "ravel": lambda x: x.ravel(),
+    "below": lambda x: np.concatenate([x, x]),
+    "qr": lambda x: np.linalg.qr(x),
+    "matrices": lambda x: np.linalg.pinv(x),
+    "random": lambda x: x + draws.normal(draws.key(3), x.shape),
+}
+
+
+@pytest.mark.parametrize("name", NEED_ROWS)
+def test_sizes_that_must_be_known(name):
+    with pytest.raises(TracingError, match="the number of its rows is needed here: call its compute_chunk_sizes"):
+        dask_distmm.jit(NEED_ROWS[name])(unknown(np.ones((30, 3))))
+
+
+def test_unknown_sizes_that_do_not_fit():
+    function, x = dask_distmm.jit(lambda x, y: x * y), np.ones((30, 3))
+    with pytest.raises(TracingError, match="have 4 and 2 chunks of rows; expected as many"):
+        function(unknown(x), unknown(x, (10, 20)))
+    with pytest.raises(MatrixError, match="have chunks of 13 and 14 rows side by side"):
+        function(unknown(x), unknown(x, (9, 0, 13, 8))).compute(scheduler="sync")

@@ -15,7 +15,7 @@ from dask_distmm.engines import tridiagonal
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.tridiagonal import HostReduction, panel_width, reflector, triangular_factor
 from dask_distmm.errors import MatrixError, ProtocolError
-from dask_distmm.planning.factor import Factorization
+from dask_distmm.programs.factorizations import Factorization
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 

@@ -30,11 +30,12 @@ from dask_distmm.graph.layers import TasksLayer, tasks_of_chunks
 from dask_distmm.numeric.sparse import beside, compressed, dense, share_of, sparse_package
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix, Worker
-from dask_distmm.planning.factor import Factorization, FactorProblem, reduced_mode
+from dask_distmm.planning.factor import FactorProblem, reduced_mode
 from dask_distmm.planning.many import ChainPlan
 from dask_distmm.planning.placement import Placement
 from dask_distmm.planning.planner import plan_computation, problem_from_wire
 from dask_distmm.planning.program import ProgramProblem
+from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.runtime.chunks import array_kind, on_device
 from dask_distmm.runtime.client import ask_roster, current_client, imagined_snapshot, recent_snapshot
 from dask_distmm.runtime.keys import barrier_name
@@ -255,7 +256,8 @@ def by_program(
         problem, made = made_of(problem, arrays)
     except ProjectedMemoryError:
         by_rows = any("m" in x for _, x, _ in specified)
-        if any(x.sparse for x in problem.matrices) or builder in _CENTRED or len(arrays[0].chunks[0]) == 1 or by_rows:
+        centred = builder in _CENTRED or options.get("centred")
+        if any(x.sparse for x in problem.matrices) or centred or len(arrays[0].chunks[0]) == 1 or by_rows:
             raise
         # R of A and B beside each other has the same R, solutions, residuals and singular values.
         small = dict(zip(operands, reduced(*arrays)[1:], strict=True))

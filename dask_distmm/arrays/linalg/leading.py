@@ -123,12 +123,16 @@ def compressed_by_rows(
     return u, s, vh
 
 
-class Components(NamedTuple):
-    """Principal components, as `pca` returns them."""
-
+class _Components(NamedTuple):
     components: Array
     variances: Array
     mean: Array
+
+
+class Components(_Components):
+    """Principal components, as `pca` returns them; and the share of each in the variance of all columns."""
+
+    explained_variance_ratio: Array
 
     def transform(self, x: Operand) -> Array:
         """Return the scores of samples (rows) along the components. Lazy."""
@@ -166,7 +170,8 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
         results are a named tuple, whose ``transform(x)`` returns scores of samples, (m, k), and
         ``inverse_transform(scores)`` the samples that have them; both are lazy.
     variances : array, (k,), real
-        In descending order, of m - 1 degrees of freedom.
+        In descending order, of m - 1 degrees of freedom. Their shares in the variance of all columns are the attribute
+        ``explained_variance_ratio`` of the tuple, (k,).
     mean : array, (n,)
         The vector to subtract from each row before multiplying it by the components.
 
@@ -195,18 +200,22 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
         raise PlanError(f"a must have at least 2 rows, got {len(a)}")
     check_range(1, most, n_components=k)
     if goes_by_rows(a, how):
-        wanted = {"components": "kn", "variances": ".k real", "mean": ".N"}
+        wanted = {"components": "kn", "variances": ".k real", "mean": ".N", "total": "11 real"}
         options: dict[str, Any] = {"k": k, "spread": _SPARSE_SPREAD if sparse else _SPREAD}
         with left_beyond_memory(a):
-            components, variances, mean = by_program(
+            components, variances, mean, total = by_program(
                 "pca", {"a": a}, wanted, how=how, axes={"k": (k,)}, dtype=dtype, **options
             )
             real = np.empty(0, given).real.dtype
-            return Components(components.astype(given), variances.astype(real), mean.astype(given))
+            found = Components(components.astype(given), variances.astype(real), mean.astype(given))
+            found.explained_variance_ratio = (variances / total[0, 0]).astype(real)
+            return found
     a = a.astype(dtype)
     mean = a.mean(axis=0)
     s, vh = right_vectors(a - mean, how)
-    return Components(vh[:k], s[:k] ** 2 / (len(a) - 1), mean)
+    found = Components(vh[:k], s[:k] ** 2 / (len(a) - 1), mean)
+    found.explained_variance_ratio = s[:k] ** 2 / (s**2).sum()
+    return found
 
 
 @public(RunOptions, MOMENTS)
@@ -234,7 +243,8 @@ def cov(
     Returns
     -------
     array, (n, n)
-        Of one variable its variance, (). In float64 or complex128.
+        Of one variable its variance, (). In float64 or complex128. Of a DataArray a DataArray: the axis of its
+        variables, ``"x"``, and ``"x_2"``, both with its labels.
 
     Examples
     --------
@@ -294,7 +304,17 @@ def _covariances(given: Mapping[str, Any], rowvar: bool, ddof: int, correlation:
             sizes = da.sqrt(da.diagonal(c).real)
             c = c / sizes[:, None] / sizes
             c = da.clip(c.real, -1, 1) + 1j * da.clip(c.imag, -1, 1) if c.dtype.kind == "c" else da.clip(c, -1, 1)
-    return c[0, 0] if a.shape[1] == 1 else c
+    if a.shape[1] == 1:
+        return c[0, 0]
+    (first, *more) = (x for name, x in given.items() if x is not None or name != "y")
+    return _labelled(c, first, int(not rowvar)) if not more and hasattr(first, "coords") else c
+
+
+def _labelled(c: Array, x: Any, axis: int) -> Any:
+    """Return the matrix of the variables of a DataArray as one: its axis, and the same with another name."""
+    names = x.dims[axis], f"{x.dims[axis]}_2"
+    labels = dict.fromkeys(names, x.coords[names[0]].data) if names[0] in x.coords else {}
+    return type(x)(c, dims=names, coords=labels)
 
 
 def _observations(name: str, x: Any, rowvar: bool) -> Array:

@@ -168,6 +168,7 @@ RELATED = (
     "cholesky cho_factor cho_solve solve",
     "lu lu_factor lu_solve solve",
     "solve solve_triangular inv lstsq cg minres gmres",
+    "solve solve_banded solveh_banded solve_toeplitz",
     "cg minres gmres lsqr lsmr",
     "det slogdet lu_factor cho_factor",
     "qr lstsq polar svd",
@@ -186,7 +187,9 @@ RELATED = (
 
 # Names that other functions have, and what stands for them here.
 HINTS = {
-    **dict.fromkeys(("overwrite_b", "lwork", "lapack_driver", "driver"), "leave it out, it does not change results"),
+    **dict.fromkeys(
+        ("overwrite_ab", "overwrite_b", "lwork", "lapack_driver", "driver"), "leave it out, it does not change results"
+    ),
     "dtype": "convert the operands by astype",
     "chunks": "rechunk the operands or the result",
 }

@@ -314,6 +314,52 @@ _NUMPYS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+def _xarrays(name: str, a: Any, b: Any, dim: Any = None, ddof: int = 1, weights: Any = None) -> Any:
+    """Return covariances or correlations of DataArrays that share only one axis: of products, not of all pairs."""
+    import xarray
+    from xarray.computation import computation
+
+    given = (a, b)
+    if weights is not None or not isinstance(dim, str) or not all(isinstance(x, xarray.DataArray) for x in given):
+        return NotImplemented
+    if {*a.dims} & {*b.dims} != {dim} or min(a.ndim, b.ndim) < 2 or not all(isinstance(x.data, Array) for x in given):
+        return NotImplemented
+    if any(x.dtype.kind not in "iuf" or x.dtype.itemsize < 4 for x in given):
+        return NotImplemented
+    a, b = xarray.align(*given, join="inner", copy=False)
+    # Axes, coordinates, name and attributes are those that xarray has for some of the elements.
+    few = [x.isel({dim: slice(0, 2)}) for x in (a, b)]
+    options = {"ddof": ddof} if name == "cov" else {}
+    like = getattr(computation, name)(*few, dim=dim, **options)
+    matrices = [x.transpose(dim, ...).data.reshape(x.sizes[dim], -1) for x in (a, b)]
+    kind = np.result_type(*(x.dtype if x.dtype.kind == "f" else np.float64 for x in matrices))
+    sides = [_valid_powers(x.astype(kind), 2 if name == "cov" else 3) for x in matrices]
+    sums = da.concatenate(sides[0], axis=1).T @ da.concatenate(sides[1], axis=1)
+    m, n = (x.shape[1] for x in matrices)
+    block = {(p, q): sums[p * m : (p + 1) * m, q * n : (q + 1) * n] for p in range(3) for q in range(3)}
+    count = block[0, 0]
+    means = block[1, 0] / count, block[0, 1] / count
+    found = block[1, 1] / count - means[0] * means[1]
+    if name == "cov":
+        found = found * (count / (count - ddof))
+    else:
+        squares = block[2, 0] / count - means[0] ** 2, block[0, 2] / count - means[1] ** 2
+        found = found / (da.sqrt(squares[0]) * da.sqrt(squares[1]))
+    return like.copy(data=found.astype(like.dtype).reshape(like.shape))
+
+
+def _valid_powers(x: Array, count: int) -> list[Array]:
+    """Return powers 0, 1 and 2 of the distances of elements from the means of columns; 0 where one is NaN."""
+    valid = ~da.isnan(x)
+    away = da.where(valid, x - da.nanmean(x, axis=0), 0)
+    return [valid.astype(x.dtype), away, away * away][:count]
+
+
+# Of xarray, whose own are means of the products of all pairs.
+XARRAY: Mapping[str, Callable[..., Any]] = {
+    "cov": lambda da_a, da_b, dim=None, ddof=1, weights=None: _xarrays("cov", da_a, da_b, dim, ddof, weights),
+    "corr": lambda da_a, da_b, dim=None, weights=None: _xarrays("corr", da_a, da_b, dim, 0, weights),
+}
 # Of ``dask.array``.
 STATISTICS: Mapping[str, Callable[..., Any]] = {"cov": _checked(_cov), "corrcoef": _checked(_corrcoef)}
 NUMPYS: Mapping[Callable[..., Any], Callable[..., Any]] = {

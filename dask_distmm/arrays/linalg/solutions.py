@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
+from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, overload
 
 import dask.array as da
 import numpy as np
@@ -453,11 +453,48 @@ def _singular_values(r: Any) -> Any:
     return abs(np.diagonal(r)) * r.real.dtype.type(np.nan)
 
 
-@public(SolveOptions, ROWS)
-def ridge(a: Operand, b: Operand, alpha: float | Sequence[float], **how: Unpack[SolveOptions]) -> Array:
-    """Return the x that minimizes ``|a @ x - b|^2 + alpha |x|^2``: ridge regression, without an intercept.
+class LinearFit(NamedTuple):
+    """Coefficients and the constant term of a linear model."""
 
-    `a` is read once, also for many values of `alpha`; once or twice more if it is ill-conditioned.
+    coef: Array
+    intercept: Array
+
+
+@overload
+def ridge(
+    a: Operand,
+    b: Operand,
+    alpha: float | Sequence[float],
+    *,
+    fit_intercept: Literal[False] = False,
+    **how: Unpack[SolveOptions],
+) -> Array: ...
+
+
+@overload
+def ridge(
+    a: Operand,
+    b: Operand,
+    alpha: float | Sequence[float],
+    *,
+    fit_intercept: Literal[True],
+    **how: Unpack[SolveOptions],
+) -> LinearFit: ...
+
+
+@public(SolveOptions, ROWS)
+def ridge(
+    a: Operand,
+    b: Operand,
+    alpha: float | Sequence[float],
+    *,
+    fit_intercept: bool = False,
+    **how: Unpack[SolveOptions],
+) -> Any:
+    """Return the x that minimizes ``|a @ x - b|^2 + alpha |x|^2``: ridge regression.
+
+    `a` is read once, also for many values of `alpha`; once or twice more if it is ill-conditioned. Which `alpha` to
+    take `dask_distmm.algorithms.ridge_cv` finds out.
 
     Parameters
     ----------
@@ -467,11 +504,15 @@ def ridge(a: Operand, b: Operand, alpha: float | Sequence[float], **how: Unpack[
         Right-hand sides.
     alpha : float or sequence of floats
         The weight of ``|x|^2``, not negative.
+    fit_intercept : bool
+        Whether there is a constant term, which has no penalty: columns of `a` and `b` are centred on the way.
 
     Returns
     -------
     array, (n,) or (n, k)
-        The solution; for a sequence (number of values, n) or (number of values, n, k).
+        The solution; for a sequence (number of values, n) or (number of values, n, k). With `fit_intercept` a named
+        tuple ``(coef, intercept)``: the solution, and the constant term, () or (k,), for a sequence (number of values,)
+        or (number of values, k).
 
     Raises
     ------
@@ -496,10 +537,16 @@ def ridge(a: Operand, b: Operand, alpha: float | Sequence[float], **how: Unpack[
         raise PlanError(f"method={method!r} is not for ridge: pass 'rows', or leave it out")
     columns, count = right_sides(a, b, unknown_rows=True), len(alphas)
     operands, axes = {"a": a, "b": columns}, {"k": (columns.shape[1] * count,)}
-    (x,) = by_program("ridge", operands, {"x": "Nk"}, how=how, axes=axes, alphas=tuple(alphas.tolist()))
+    axes["t"] = (columns.shape[1],)
+    wanted = {"x": "Nk"} | ({"center": ".N", "level": ".t"} if fit_intercept else {})
+    options: dict[str, Any] = {"alphas": tuple(alphas.tolist()), "centred": fit_intercept}
+    x, *means = by_program("ridge", operands, wanted, how=how, axes=axes, **options)
     if np.ndim(alpha):
         x = x.reshape(a.shape[1], count, -1).transpose(1, 0, 2)
-    return x[..., 0] if b.ndim == 1 else x
+    if not fit_intercept:
+        return x[..., 0] if b.ndim == 1 else x
+    intercept = means[1] - (x * means[0][:, None]).sum(-2)
+    return LinearFit(x[..., 0], intercept[..., 0]) if b.ndim == 1 else LinearFit(x, intercept)
 
 
 @public(FactorOptions, LEAST_SQUARES)

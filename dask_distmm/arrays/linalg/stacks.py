@@ -39,7 +39,7 @@ from dask_distmm.arrays.product import stacked
 from dask_distmm.arrays.request import takes
 from dask_distmm.config import parsed
 from dask_distmm.errors import MatrixError, PlanError, check_square
-from dask_distmm.planning.factor import Factorization
+from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.runtime.chunks import array_kind
 
 P = ParamSpec("P")
@@ -130,7 +130,7 @@ def _substituted(a: Any, b: Any, op: str, lower: bool, unit: bool, right: bool) 
 def _lu(a: Array, permute_l: bool = False, p_indices: bool = False) -> Rule:
     call = functools.partial(_permuted_factors, permute_l=permute_l, p_indices=p_indices)
     shapes = "(m,r),(r,n)" if permute_l else f"({'m' if p_indices else 'm,m'}),(m,r),(r,n)"
-    return f"(m,n)->{shapes}", functools.partial(_on_host, function=call)
+    return f"(m,n)->{shapes}", functools.partial(on_host, function=call)
 
 
 def _permuted_factors(a: Any, **options: Any) -> Any:
@@ -193,13 +193,13 @@ def _eigenpairs(a: Any, vectors: bool) -> Any:
         from cupyx.cusolver import check_availability
 
         if not check_availability("geev"):
-            return _on_host(a, functools.partial(_eigenpairs, vectors=vectors))
+            return on_host(a, functools.partial(_eigenpairs, vectors=vectors))
     # Complex, also if all are real.
     found, dtype = function(a), np.result_type(a.dtype, np.complex64)
     return EigResult(*(x.astype(dtype, copy=False) for x in found)) if vectors else found.astype(dtype, copy=False)
 
 
-def _on_host(a: Any, function: Callable[[Any], Any]) -> Any:
+def on_host(a: Any, function: Callable[[Any], Any]) -> Any:
     """Return what a function of NumPy's arrays makes of a chunk, where the chunk is."""
     if array_kind(a) != "cupy":
         return function(a)
@@ -209,7 +209,7 @@ def _on_host(a: Any, function: Callable[[Any], Any]) -> Any:
 
 def _each(kind: str, dtype: np.dtype | None = None, results: int = 1) -> Rule:
     """Return the rule of a decomposition that one worker makes: of one matrix after the other."""
-    call = functools.partial(_on_host, function=functools.partial(_decomposed, kind=kind, dtype=dtype))
+    call = functools.partial(on_host, function=functools.partial(_decomposed, kind=kind, dtype=dtype))
     return f"(m,m)->{','.join(['(m,m)'] * results)}", call
 
 
@@ -246,12 +246,12 @@ RULES: Mapping[str, Callable[..., Rule]] = {
     "eigh": _eigh,
     "eigvals": lambda a: _eig(a, False),
     "eigvalsh": lambda a, UPLO="L", lower=None: _eigh(a, UPLO, lower, True),
-    "expm": lambda A: ("(m,m)->(m,m)", functools.partial(_on_host, function=_exponentials)),
+    "expm": lambda A: ("(m,m)->(m,m)", functools.partial(on_host, function=_exponentials)),
     "inv": lambda a: ("(m,m)->(m,m)", np.linalg.inv),
     "logm": lambda A: _each("logm"),
     "lstsq": _lstsq,
     "lu": _lu,
-    "lu_factor": lambda a: ("(m,n)->(m,n),(r)", functools.partial(_on_host, function=_factors)),
+    "lu_factor": lambda a: ("(m,n)->(m,n),(r)", functools.partial(on_host, function=_factors)),
     "pinv": _pinv,
     "qr": _qr,
     "schur": _schur,

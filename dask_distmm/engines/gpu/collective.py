@@ -36,13 +36,13 @@ class RankGroup:
 
     def together(self, work: Callable[[], T]) -> T:
         """Do something without the others; raise the same `EngineError` on all ranks if it fails on one."""
-        problem, found = "", list[T]()
+        problem, results = "", list[T]()
         try:
-            found.append(work())
+            results.append(work())
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         self.agree(problem)
-        return found[0]
+        return results[0]
 
     def close(self) -> None:
         """Free everything."""
@@ -103,8 +103,8 @@ class CollectiveEngine(Engine):
 
     def release(self, group: int) -> None:
         """Free what a group has; all of its ranks do so at the same time."""
-        if (found := self.groups.pop(group, None)) is not None:
-            found.close()
+        if (kept := self.groups.pop(group, None)) is not None:
+            kept.close()
 
     def abandon(self, group: int) -> None:
         """Forget a group that has lost a rank: what it has can't be freed before this process ends."""

@@ -184,9 +184,9 @@ def pull_table(
     return tabulate(sources.T, targets.T, rows, cols, (targets[:, 2] == size) | (cols == 1))
 
 
-def table_of(found: Sequence[Rectangle], size: int) -> Table:
+def table_of(rectangles: Sequence[Rectangle], size: int) -> Table:
     """Return the table of some copies of elements of `size` bytes."""
-    flat = np.array([(*one.source, *one.target, one.rows, one.cols) for one in found], np.int64).reshape(-1, 8)
+    flat = np.array([(*x.source, *x.target, x.rows, x.cols) for x in rectangles], np.int64).reshape(-1, 8)
     return pull_table(flat[:, :3], flat[:, 3:6], flat[:, 6], flat[:, 7], size)
 
 
@@ -209,19 +209,19 @@ class CopyBatch:
             stream.wait_event(self._ready)
         for launch in self._launches:
             launch.run(stream)
-        for other in used[1:]:
-            other.wait_event(before)
+        for side in used[1:]:
+            side.wait_event(before)
         for number, lane in enumerate(self._lanes):
             _copy(lane, streams[number % len(streams)])
-        for other in used[1:]:
-            stream.wait_event(record(other))
+        for side in used[1:]:
+            stream.wait_event(record(side))
 
 
 def _copy(lane: list[list[int]], stream: cp.cuda.Stream) -> None:
     runtime = cp.cuda.runtime
-    for one in lane:
-        copy = runtime.memcpyAsync if len(one) == _WHOLE else runtime.memcpy2DAsync
-        copy(*one, runtime.memcpyDefault, stream.ptr)
+    for rectangle in lane:
+        copy = runtime.memcpyAsync if len(rectangle) == _WHOLE else runtime.memcpy2DAsync
+        copy(*rectangle, runtime.memcpyDefault, stream.ptr)
 
 
 def make_copies(
@@ -270,11 +270,11 @@ def _interleaved(table: Table, lane: NDArray[np.int64], chosen: NDArray[np.bool_
 
 def _by_lane(rows: Sequence[tuple[int, bool, bool, list[int]]]) -> list[list[list[int]]]:
     """Return what copy engines do, by lane."""
-    found: dict[int, list[list[int]]] = {}
+    lanes: dict[int, list[list[int]]] = {}
     for lane, by_kernel, whole, columns in rows:
         if not by_kernel:
-            found.setdefault(lane, []).append(columns[:_WHOLE] if whole else columns)
-    return list(found.values())
+            lanes.setdefault(lane, []).append(columns[:_WHOLE] if whole else columns)
+    return list(lanes.values())
 
 
 # Exchanges between ranks

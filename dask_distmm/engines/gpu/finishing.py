@@ -126,8 +126,8 @@ class Finishing:
         """Put the formula on the stream; return the outputs."""
         with stream:
             for index, acc in sums.items():
-                made = {name: self.made[name, index] for name in ("", *self._problem.formula.per_element)}
-                finish_into(self._problem, acc, {one.name: one.values(index) for one in self.inputs}, made)
+                results = {name: self.made[name, index] for name in ("", *self._problem.formula.per_element)}
+                finish_into(self._problem, acc, {x.name: x.values(index) for x in self.inputs}, results)
         return self.made
 
     @property
@@ -138,7 +138,7 @@ class Finishing:
     @property
     def arrays(self) -> list[Any]:
         """All device memory that it holds."""
-        parts = [array for one in self.inputs for array in one.parts.values()]
+        parts = [array for x in self.inputs for array in x.parts.values()]
         return [*self.made.values(), *parts]
 
 

@@ -148,25 +148,25 @@ class Uploads:
     def _send(self) -> None:
         """Put the copy of the oldest piece on the stream."""
         runtime, stream = cp.cuda.runtime, self._stream
-        one = self._waiting.popleft()
-        one.filled.result()
-        place, target, size = one.place, one.target, one.place.nbytes
+        first = self._waiting.popleft()
+        first.filled.result()
+        place, target, size = first.place, first.target, first.place.nbytes
         (height, width), itemsize = place.shape, place.itemsize
         dense = target.strides[1] == itemsize or width == 1
         kind = runtime.memcpyHostToDevice
         if target.dtype != place.dtype or not dense:
             assert self._staged is not None
-            runtime.memcpyAsync(self._staged.data.ptr, one.memory.ctypes.data, size, kind, stream.ptr)
+            runtime.memcpyAsync(self._staged.data.ptr, first.memory.ctypes.data, size, kind, stream.ptr)
             with stream:
-                found = self._staged[:size].view(place.dtype).reshape(place.shape)
-                target[...] = in_type(found, one.type_name, target.dtype)
+                staged = self._staged[:size].view(place.dtype).reshape(place.shape)
+                target[...] = in_type(staged, first.type_name, target.dtype)
         elif height == 1 or target.strides[0] == width * itemsize:
-            runtime.memcpyAsync(target.data.ptr, one.memory.ctypes.data, size, kind, stream.ptr)
+            runtime.memcpyAsync(target.data.ptr, first.memory.ctypes.data, size, kind, stream.ptr)
         else:
             line = width * itemsize
-            pitched = target.data.ptr, target.strides[0], one.memory.ctypes.data, line, line, height
+            pitched = target.data.ptr, target.strides[0], first.memory.ctypes.data, line, line, height
             runtime.memcpy2DAsync(*pitched, kind, stream.ptr)
-        one.event.record(stream)
+        first.event.record(stream)
 
 
 def to_device(chunk: NDArray[Any], target: cp.ndarray, stream: cp.cuda.Stream, direction: str = "up") -> None:

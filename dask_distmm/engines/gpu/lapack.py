@@ -240,6 +240,20 @@ class SolverKernels(DeviceMerging):
             )
         return None if pivots is None else pivots - np.int32(1)
 
+    def solve(self, a: Any, b: Any = None) -> Any:
+        """Return the solution of ``a x = b``, or the inverse of `a`, without a look at the device; of any order."""
+        factors, order, letter = self.empty(a.shape, a.dtype), len(a), _LETTERS[a.dtype.name]
+        b = cp.eye(order, dtype=a.dtype) if b is None else b
+        x = self.empty((order, b.size // max(1, order)), a.dtype)
+        factors[...], x[...] = a, b.reshape(x.shape)
+        if x.size:
+            pivots = self.getrf(factors) + np.int32(1)
+            getattr(cusolverDn, f"{letter}getrs")(
+                self._now.solver, OPS["N"], order, x.shape[1], *_at(factors), pivots.data.ptr, *_at(x),
+                self._info.data.ptr,
+            )  # fmt: skip
+        return x.reshape(b.shape)
+
     def geqrt(self, a: Any) -> Any:
         """Overwrite `a` with R and reflectors; return T."""
         rows, size = a.shape

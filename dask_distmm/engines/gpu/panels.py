@@ -42,13 +42,13 @@ class DevicePanels(RankExchange):
         return (owner, key, like) if key.part in self.parts else super().ask(owner, key, like)
 
     def get(self, asked: Any, *, again: bool = False) -> Sequence[Any]:
-        """Have a panel come; the streams of the work wait for it."""
+        """Request a panel; the streams of the work wait for it."""
         if not isinstance(asked, tuple) or asked[1].part not in self.parts:
             return super().get(asked, again=again)
-        found = self._come(*asked)
-        self.pulled_bytes += sum(x.nbytes for x in found)
+        panel = self._come(*asked)
+        self.pulled_bytes += sum(x.nbytes for x in panel)
         self.complete()
-        return found
+        return panel
 
     def complete(self) -> None:
         """Let what comes next on the streams of the work wait for all that comes until now."""
@@ -57,13 +57,13 @@ class DevicePanels(RankExchange):
             stream.wait_event(event)
 
     def _come(self, owner: int, key: Key, like: Sequence[Buffer]) -> tuple[Any, ...]:
-        """Have what belongs to a panel copied to buffers, on the stream for that; return it in the form of `like`."""
+        """Copy what belongs to a panel to buffers, on the stream for that; return it in the form of `like`."""
         raise NotImplementedError
 
     def _room(self, key: Key, like: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         """Return a buffer for a panel, which may be filled on the stream for that, and the places of arrays in it."""
         ends = ends_of(like)
-        fitting = [at for at, (one, _) in enumerate(self._free) if len(one) >= ends[-1]]
+        fitting = [at for at, (x, _) in enumerate(self._free) if len(x) >= ends[-1]]
         idle = (at for at in fitting if all(event.done for event in self._free[at][1]))
         # With two of them one panel comes while the other one is applied.
         at = next(idle, fitting[0] if len(fitting) > 1 else None)
@@ -74,10 +74,10 @@ class DevicePanels(RankExchange):
         for event in events:
             self._coming.wait_event(event)
         self._used[key] = buffer
-        return buffer[: ends[-1]], tuple(placed(buffer[at:], one) for at, one in zip(ends, like, strict=False))
+        return buffer[: ends[-1]], tuple(placed(buffer[at:], x) for at, x in zip(ends, like, strict=False))
 
     def reserve(self, size: int) -> None:
-        """Have one more buffer of this many bytes."""
+        """Allocate one more buffer of this many bytes."""
         # Straight from the pool of the default stream, on which nothing else runs: its memory is free now.
         with cp.cuda.Stream.null:
             self._free.append((cp.empty(max(1, size), np.uint8), []))
@@ -94,7 +94,7 @@ class DevicePanels(RankExchange):
 
 def ends_of(arrays: Sequence[Any]) -> list[int]:
     """Return where arrays begin in one buffer, in bytes, and where the last one ends."""
-    ends: list[int] = np.cumsum([0, *(-(-one.nbytes // _ALIGNED) * _ALIGNED for one in arrays)]).tolist()
+    ends: list[int] = np.cumsum([0, *(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays)]).tolist()
     return ends
 
 
@@ -110,5 +110,5 @@ def copy_columns(source: Any, target: Any, stream: cp.cuda.Stream) -> None:
     if source.size:
         rows = len(source) * source.itemsize
         columns, pitch = source.size // len(source), source.strides[1] if source.size > len(source) else rows
-        given = target.data.ptr, rows, source.data.ptr, pitch, rows, columns
-        cp.cuda.runtime.memcpy2DAsync(*given, cp.cuda.runtime.memcpyDeviceToDevice, stream.ptr)
+        arguments = target.data.ptr, rows, source.data.ptr, pitch, rows, columns
+        cp.cuda.runtime.memcpy2DAsync(*arguments, cp.cuda.runtime.memcpyDeviceToDevice, stream.ptr)

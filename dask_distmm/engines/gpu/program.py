@@ -6,11 +6,13 @@ there and results are made there, however its ranks get at each other's matrices
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import cupy as cp
 import numpy as np
@@ -20,68 +22,61 @@ from dask_distmm.engines.base import ResultKey, Side, contiguous, log
 from dask_distmm.engines.gpu.copy_kernels import Rectangle, make_copies, table_of
 from dask_distmm.engines.gpu.operands import record
 from dask_distmm.engines.programs.blas import assign
+from dask_distmm.engines.programs.evaluate import on_stream
 from dask_distmm.engines.programs.job import TRIANGLES, Part, ProgramJob, keep_triangle, put
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.layout.rectangles import span_of
 from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.planning.footprint import made_ahead
-from dask_distmm.programs.steps import CONTRACTS, PART, Buffer, Call, roles_of
+from dask_distmm.programs.steps import CONTRACTS, PART, Buffer, Call, Drop, New, Publish, Pull, Step, View, roles_of
 
 # Elements of the largest argument of a decomposition that the host does: it is five times as fast for order 64, and
 # twice for 128 (Xeon, H200).
 _MOST_ON_HOST = 2**14
-# So many places in memory are known of passes: more hardly come again.
-_MOST_GRAPHS = 256
+# So many places in memory are known of the same steps: more hardly come again.
+_MOST_GRAPHS = 16
+# Turns of a loop that are on the stream: the host is not farther ahead.
+_QUEUED = 8
+# Kernels that only put work on the stream, whatever their arguments are. Passes of `evaluate` may need the host.
+_ON_STREAM = {"evaluate", "evaluate_exactly", "merge", "assemble", "copy", "set_all", "increment"}
 
 
-class Replays:
-    """Passes that are taken again and again, as CUDA graphs: for the same places in memory, the same graph."""
+class _Graph(NamedTuple):
+    """What some steps do: to the device, and to what a job has of buffers and has counted."""
 
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        # What passes have done so far, by the places of all they were given: a graph and its results, or 1; None where
-        # there is no graph.
-        self._known: dict[Any, Any] = {}
+    graph: Any
+    made: Mapping[str, Any]
+    gone: Collection[str]
+    messages: int
+    pulled_bytes: int
+
+
+class _Segment:
+    """Steps that follow each other in a loop, of which the host does nothing but queue them, or does not."""
+
+    def __init__(self, steps: Sequence[Step], *, queued: bool) -> None:
+        self.steps, self.queued = steps, queued and any(isinstance(step, Call) for step in steps)
+        made, reads = set[str](), dict[str, None]()
+        for step in steps if self.queued else ():
+            if isinstance(step, New):
+                made.add(step.buffer.name)
+            elif isinstance(step, Call):
+                made.update(buffer.name for buffer in step.makes)
+                reads |= dict.fromkeys(x.name for x in step.arguments if x.name not in made)
+            elif isinstance(step, Publish | Pull):
+                reads |= dict.fromkeys(x.name for x in step.buffers if x.name not in made)
+            elif isinstance(step, Drop):
+                made.discard(step.buffer.name)
+        # Buffers that are there before.
+        self.reads = tuple(reads)
+        # Graphs by the places of these buffers; None where the steps were taken once.
+        self.graphs: dict[Any, _Graph | None] = {}
 
     @functools.cached_property
-    def _pool(self) -> Any:
+    def pool(self) -> Any:
         """Memory of values inside of graphs: nothing else is ever there."""
         return cp.cuda.MemoryPool()
-
-    def __call__(self, key: Any, arrays: Sequence[Any], take: Callable[[], Any]) -> Any:
-        """Take a pass, for the third time and later by its graph."""
-        if not all(isinstance(x, cp.ndarray) for x in arrays):
-            return take()
-        key = key, *((x.data.ptr, x.shape, x.strides, x.dtype.char) for x in arrays)
-        seen = self._known.get(key, 0)
-        if isinstance(seen, tuple):
-            return self._replayed(*seen)
-        if seen is None or len(self._known) > _MOST_GRAPHS:
-            return take()
-        if not seen:
-            # Kernels are compiled and loaded.
-            self._known[key] = 1
-            return take()
-        try:
-            with cp.cuda.using_allocator(self._pool.malloc):
-                self._stream.begin_capture()
-                try:
-                    results = take()
-                finally:
-                    graph = self._stream.end_capture()
-            graph.upload(self._stream)
-        except Exception as error:  # whatever it is, it comes again without a graph, or it is only that
-            log.info("a pass can't be captured: %s", error)
-            self._known[key] = None
-            return take()
-        self._known[key] = graph, results
-        return self._replayed(graph, results)
-
-    def _replayed(self, graph: Any, results: Any) -> Any:
-        """Launch a graph; return copies of its results: their memory may be that of another graph's values."""
-        graph.launch(self._stream)
-        return results and tuple(x.copy() for x in results)
 
 
 class GpuProgramJob(ProgramJob):
@@ -96,6 +91,12 @@ class GpuProgramJob(ProgramJob):
         # Memory that it has beside chunks; what is read by work that is queued, with the events after which it was.
         self._allocated: list[Any] = []
         self._being_read: list[tuple[Any, Sequence[Any]]] = []
+        # Messages that went from GPU to GPU, in their order.
+        self.messages = 0
+        # The parts of bodies of loops; events at the ends of the last turns; whether work goes into a graph.
+        self._segments: dict[int, list[_Segment]] = {}
+        self._queued = collections.deque[Any]()
+        self._captures = False
 
     def prepare(self) -> None:
         """Bring the chunks to the device, and allocate."""
@@ -103,12 +104,6 @@ class GpuProgramJob(ProgramJob):
         super().prepare()
         # Others may ask for chunks from the vote on.
         cp.cuda.Stream.null.synchronize()
-
-    def _program_kernels(self, rank: int) -> Any:
-        kernels = super()._program_kernels(rank)
-        if not self._gathers:
-            kernels.replay = Replays(self._stream)
-        return kernels
 
     def _upload(self) -> None:
         for event in self._ready:
@@ -132,6 +127,77 @@ class GpuProgramJob(ProgramJob):
         arrays = [*self._allocated, *self.chunks.values(), *made.values()] if self._allocated else []
         self.held_bytes = sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
         return made
+
+    # Turns of loops
+
+    def _take_turn(self, body: Sequence[Step], reached: float) -> None:
+        """Take the steps of a turn: what was taken before by CUDA graphs."""
+        if id(body) not in self._segments:
+            groups = itertools.groupby(body, self._is_queued)
+            self._segments[id(body)] = [_Segment(tuple(steps), queued=queued) for queued, steps in groups]
+        for segment in self._segments[id(body)]:
+            self.ended.check()
+            self._take_segment(segment, functools.partial(self.take, segment.steps, reached, 0.0, len(segment.steps)))
+        self._queued.append(record(self._stream))
+        if len(self._queued) > _QUEUED:
+            self.ended.wait(self._queued.popleft())
+
+    def _is_queued(self, step: Step) -> bool:
+        """Whether the host does nothing for a step but queue it."""
+        if isinstance(step, Call):
+            places = (x.buffer if isinstance(x, View) else x for x in (*step.arguments, *step.makes))
+            if step.kernel not in _ON_STREAM or any(buffer.host for buffer in places):
+                return False
+            return "program" not in step.options or on_stream(step.options["program"])
+        return isinstance(step, Drop) or (isinstance(step, New) and not step.buffer.host)
+
+    def _take_segment(self, segment: _Segment, take: Callable[[], None]) -> None:
+        """Take some steps of a turn; for the third time and later by a graph, if that can be."""
+        outside = [self.arrays[name] for name in segment.reads]
+        if not segment.queued or not all(isinstance(x, cp.ndarray) for x in outside):
+            take()
+            return
+        key = self.messages % 2, *((x.data.ptr, x.shape, x.strides, x.dtype.char) for x in outside)
+        graph = segment.graphs.get(key)
+        if graph is None and key in segment.graphs:
+            graph = segment.graphs[key] = self._captured(segment, take)
+        if graph is None:
+            # Kernels are compiled and loaded.
+            if len(segment.graphs) < _MOST_GRAPHS:
+                segment.graphs.setdefault(key)
+            take()
+            return
+        graph.graph.launch(self._stream)
+        self.arrays.update(graph.made)
+        for name in graph.gone:
+            del self.arrays[name]
+        self.messages += graph.messages
+        self.pulled_bytes += graph.pulled_bytes
+
+    def _captured(self, segment: _Segment, take: Callable[[], None]) -> _Graph | None:
+        """Return a graph of some steps; None where there can't be one."""
+        before, messages, pulled, self._captures = self.arrays.copy(), self.messages, self.pulled_bytes, True
+        try:
+            with cp.cuda.using_allocator(segment.pool.malloc):
+                self._stream.begin_capture()
+                try:
+                    take()
+                finally:
+                    graph = self._stream.end_capture()
+            graph.upload(self._stream)
+        except Exception as error:  # whatever it is, it comes again without a graph, or it is only that
+            log.info("steps of a loop can't be captured: %s", error)
+            segment.queued = False
+            return None
+        finally:
+            # Nothing was done yet.
+            after, self._captures = self.arrays.copy(), False
+            sent = self.messages - messages, self.pulled_bytes - pulled
+            self.messages, self.pulled_bytes = messages, pulled
+            self.arrays.clear()
+            self.arrays.update(before)
+        made = {name: x for name, x in after.items() if before.get(name) is not x}
+        return _Graph(graph, made, before.keys() - after.keys(), *sent)
 
     def _call(self, call: Call) -> None:
         on_host = CONTRACTS[call.kernel].decomposes
@@ -159,6 +225,9 @@ class GpuProgramJob(ProgramJob):
 
     def _on_default_stream(self, make: Callable[[], Any]) -> Any:
         """Return new memory, which others use on the default stream, and free there."""
+        if self._captures:
+            # Of a graph, whose memory nobody else has.
+            return make()
         with cp.cuda.Stream.null:
             made = make()
         # Whoever has freed this memory may still have kernels on that stream that use it.

@@ -19,3 +19,10 @@ extern "C" __global__ void wait_for_word(long long word, long long over) {
   for (unsigned turn = 1; !load_acquired((const unsigned*)word); ++turn)
     if (turn % 64 == 0 && *(volatile unsigned*)over) return;
 }
+// Waits until the words of other GPUs, one a thread, have come as far as this one's, or the host says that the run is over.
+extern "C" __global__ void wait_for_words(long long own, const long long* others, long long over) {
+  const unsigned mine = load_acquired((const unsigned*)own);
+  const unsigned* other = (const unsigned*)others[threadIdx.x];
+  for (unsigned turn = 1; (int)(load_acquired(other) - mine) < 0; ++turn)
+    if (turn % 64 == 0 && *(volatile unsigned*)over) return;
+}

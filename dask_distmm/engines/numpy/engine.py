@@ -21,7 +21,6 @@ from dask_distmm.numeric.epilogs import Formula, finish_by_rows, part_shape
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import dtype_from_name, round_tf32, store
 from dask_distmm.planning import Plan
-from dask_distmm.planning.problem import accumulates_in_place
 from dask_distmm.planning.product import steps
 from dask_distmm.programs.steps import Buffer, Call, New, Publish, Pull
 
@@ -92,7 +91,7 @@ class NumpyJob(ProgramJob):
         self._order: Literal["C", "F"] = "F" if turned else "C"
         here = ((key, chunk) for key, chunk in self.chunks.items() if not isinstance(chunk, SourceChunk))
         self.arrays = {f"{name}.{number}": chunk for (name, number), chunk in here}
-        if accumulates_in_place(plan.problem):
+        if plan.problem.accumulates_in_place:
             keys = [("partial", index) for index in plan.owned(self.rank).tolist()]
             # One that came from another process may be read-only.
             self.consumed = [key for key in keys if key in self.chunks and self.chunks[key].flags.writeable]

@@ -20,13 +20,14 @@ from dask_distmm.engines.peer.factor import PeerFactorJob
 from dask_distmm.engines.peer.memory import PeerState
 from dask_distmm.engines.peer.offers import offer_of, place_of, read_place, read_told
 from dask_distmm.engines.peer.products import PeerJob
+from dask_distmm.engines.peer.window import Window
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.peer import reaches
 from dask_distmm.planning.program import ProgramPlacement
-from dask_distmm.programs.steps import Make
+from dask_distmm.programs.steps import Make, Publish, Pull, Step, messages_to_all
 
 # Bytes of a matrix that GPUs read out of each other's memory; less goes by the host as fast.
 _LEAST_DIRECT = 2**18
@@ -36,8 +37,8 @@ class PeerTallJob(GpuProgramJob):
     """One participant's side of a program: where all GPUs can read each other's memory, what is large stays there.
 
     Chunks that are elsewhere than the steps that need them are offered. The message of a large matrix says where a copy
-    of it is, which stays until the end of the run. In loops matrices go by the host: copies would have to go after a
-    turn, when others may still read them.
+    of it is, which stays until the end of the run. Messages of all ranks to all, as those of loops, go by a `Window`;
+    others in loops by the host: copies would have to go after a turn, when others may still read them.
     """
 
     def __init__(self, side: Side[ProgramPlacement], state: PeerState) -> None:
@@ -49,6 +50,9 @@ class PeerTallJob(GpuProgramJob):
         self._lending: list[Any] = []
         self._processes: list[bytes] = []
         self._near: dict[ChunkKey, tuple[int, NDArray[np.uint8], str]] = {}
+        # Where ranks talk by it, and where those of others are.
+        self._window: Window | None = None
+        self._windows: dict[int, NDArray[np.uint8]] = {}
 
     def prepare(self) -> None:
         """Offer this process' memory, too."""
@@ -66,8 +70,12 @@ class PeerTallJob(GpuProgramJob):
                 whole = exporter.exportable(whole, cp.cuda.Stream.null)
                 order = "C" if whole.flags.c_contiguous else "F"
                 offered.append((self.plan.problem.operands.index(name), number, order, self._place(whole).tobytes()))
+        told: dict[str, Any] = {"chunks": offered}
+        if self.rank is not None and (by_window := messages_to_all(self._steps, len(self.plan.ranks))):
+            self._window = Window(by_window, exporter)
+            told["window"] = self._place(self._window.memory).tobytes()
         cp.cuda.Stream.null.synchronize()
-        self.offer = (self.offer or {}) | offer_of(exporter.process, exporter.alive(), ()) | {"chunks": offered}
+        self.offer = (self.offer or {}) | offer_of(exporter.process, exporter.alive(), ()) | told
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer."""
@@ -81,6 +89,10 @@ class PeerTallJob(GpuProgramJob):
                 for operand, number, order, place in offers[participant]["chunks"]:
                     key = self.plan.problem.operands[operand], int(number)
                     self._near[key] = participant, np.frombuffer(place, np.uint8), str(order)
+                if self._window is not None and participant in self.plan.ranks:
+                    self._windows[self.plan.ranks.index(participant)] = np.frombuffer(
+                        offers[participant]["window"], np.uint8
+                    )
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 raise ProtocolError(f"malformed offer of {worker.address}: {type(error).__name__}: {error}") from error
             self._processes.append(told.process)
@@ -89,10 +101,67 @@ class PeerTallJob(GpuProgramJob):
 
     def execute(self) -> dict[ResultKey, Any]:
         """Queue all steps on the stream."""
+        if self._window is not None and self.rank is not None:
+            ranks, size = self.plan.ranks, self._window.nbytes
+            addresses = [self._address(ranks[rank], self._windows[rank], size) for rank in range(len(ranks))]
+            self._window.begin(addresses, self.rank)
         try:
             return super().execute()
         finally:
             self._state.mappings.trim()
+
+    def abort(self, error: BaseException) -> None:
+        """End everything with `error`, kernels that wait for other ranks, too."""
+        super().abort(error)
+        if self._window is not None:
+            self._window.end()
+
+    def _settle(self) -> None:
+        # After an error of this rank it may wait for messages that do not come. Without one it waits for nothing.
+        if self._window is not None:
+            self._window.end()
+        super()._settle()
+
+    def _look(self) -> None:
+        # What came may be anything if the run was ended.
+        self.ended.check()
+        super()._look()
+
+    def _by_window(self, step: Step) -> bool:
+        return self._window is not None and isinstance(step, Publish | Pull) and step.key in self._window.keys
+
+    def _is_queued(self, step: Step) -> bool:
+        """Whether the host does nothing for a step but queue it."""
+        return self._by_window(step) or super()._is_queued(step)
+
+    def _publish_step(self, step: Publish) -> None:
+        """Let other ranks have buffers."""
+        if not self._by_window(step):
+            super()._publish_step(step)
+            return
+        assert self._window is not None
+        self.messages += 1
+        self._window.write(self.messages, [self._at(buffer) for buffer in step.buffers])
+
+    def _request(self, pull: Pull) -> Any:
+        """Ask for a message."""
+        return None if self._by_window(pull) else super()._request(pull)
+
+    def _arrive(self, pull: Pull, asked: Any) -> None:
+        """Take a message where its owner has it, which the next steps read, or as others come."""
+        if not self._by_window(pull):
+            super()._arrive(pull, asked)
+            return
+        assert self._window is not None
+        parts = self._window.read(pull.owner, self.messages, pull.buffers)
+        self.arrays |= {buffer.name: part for buffer, part in zip(pull.buffers, parts, strict=True)}
+        self.pulled_bytes += pull.nbytes
+
+    def _meet(self) -> None:
+        """Wait until all that this rank has asked others for is here."""
+        if self._window is not None:
+            # The host is ahead of its messages.
+            self._stream.synchronize()
 
     def _place(self, array: Any) -> NDArray[np.uint8]:
         """Return what says where an array is, which can be exported; keep it."""
@@ -104,14 +173,18 @@ class PeerTallJob(GpuProgramJob):
     def _there(self, owner: int, place: NDArray[Any], shape: tuple[int, int], dtype: np.dtype, order: str) -> Any:
         """Return a dense matrix in the memory of a participant."""
         size = math.prod(shape) * dtype.itemsize
-        allocation, offset = read_place(place, size)
         self.pulled_bytes += size
-        process, state = self._processes[owner], self._state
-        base = allocation.address
-        if process != state.exporter.process:
-            base = state.mapped(self.plan.participants[owner].address, process, allocation, self._ended)
         steps = (shape[1], 1) if order == "C" else (1, shape[0])
-        return array_at(Span(base + offset, *(dtype.itemsize * step for step in steps)), shape, dtype, self)
+        span = Span(self._address(owner, place, size), *(dtype.itemsize * step for step in steps))
+        return array_at(span, shape, dtype, self)
+
+    def _address(self, owner: int, place: NDArray[Any], size: int) -> int:
+        """Return where memory of a participant is, here."""
+        allocation, offset = read_place(place, size)
+        process, state, address = self._processes[owner], self._state, allocation.address
+        if process != state.exporter.process:
+            address = state.mapped(self.plan.participants[owner].address, process, allocation, self._ended)
+        return address + offset
 
     def _ended(self) -> bool:
         self.ended.check()

@@ -42,7 +42,7 @@ from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh, Tridiagonal, row_bounds
 from dask_distmm.planning.factor import FactorPlacement
-from dask_distmm.programs.factor import PARTS
+from dask_distmm.programs.factor import FACTORED, PARTS
 from dask_distmm.programs.steps import Buffer, Key, Store
 
 # Panels and block columns in the memory of other GPUs: what each rank offers, and pulls of it
@@ -69,10 +69,9 @@ def flag_count(plan: FactorPlacement) -> int:
 def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     """Return rows, columns and bytes of an element of each matrix that a rank offers, in the order of their numbers."""
     panels = -(-(plan.columns.count - rank) // len(plan.ranks))
-    # Of Cholesky a number, of LU the pivots of a panel, of QR and of reflectors its T.
-    factored, size = (*plan.sweeps, "")[0], plan.problem.compute_type.itemsize
-    triangle = size * plan.width**2
-    each = {"cholesky": 4, "lu": 4 * plan.width, "qr": triangle, "reflect": triangle}.get(factored, 0)
+    size, entry = plan.problem.compute_type.itemsize, FACTORED.get((*plan.sweeps, "")[0])
+    itemsize = np.dtype(entry.extra_dtype).itemsize if entry and entry.extra_dtype else size
+    each = math.prod(entry.extra(plan.width, plan.width)) * itemsize if entry else 0
     found = [(plan.columns.rows, plan.columns.local_cols(rank), size), (-(-each // 16) * 16, max(1, panels), 1)]
     order, vectors = plan.problem.task.a_shape[0], plan.shared and plan.problem.task.vectors
     bounds = row_bounds(order, len(plan.ranks))

@@ -117,9 +117,9 @@ class Exporter:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype, order: str = "C") -> Any:
         """Return a new array that can be exported: from CuPy's allocator, or past it where that will not do."""
         if not self.own_memory_only:
-            made = cp.empty(shape, dtype, order=order)
-            if not made.size or self.find(made.data.ptr) is not None:
-                return made
+            array = cp.empty(shape, dtype, order=order)
+            if not array.size or self.find(array.data.ptr) is not None:
+                return array
         return self.own(shape, dtype, order)
 
     def own(self, shape: tuple[int, ...], dtype: np.dtype, order: str = "C") -> Any:
@@ -292,9 +292,9 @@ class PeerState:
         """The stream of copies to host memory."""
         return cp.cuda.Stream(non_blocking=True)
 
-    def pulls(self, others: int) -> list[cp.cuda.Stream]:
+    def pulls(self, count: int) -> list[cp.cuda.Stream]:
         """Return the streams that pull A, B and the inputs of the formula: one for each other GPU, up to a limit."""
-        wanted = min(max(1, others), _MOST_PULLING)
+        wanted = min(max(1, count), _MOST_PULLING)
         self._pulling += [cp.cuda.Stream(non_blocking=True) for _ in range(wanted - len(self._pulling))]
         return self._pulling[:wanted]
 
@@ -368,7 +368,7 @@ class Remote:
     @property
     def offering(self) -> NDArray[np.bool_]:
         """Which participants let others map their memory."""
-        return np.array([one is not None for one in self._told])
+        return np.array([offer is not None for offer in self._told])
 
     def spans(self, operand: int, holders: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where matrices of an operand are in this process: address, row stride and column stride of each."""
@@ -377,14 +377,14 @@ class Remote:
             at = int(np.argmax(places[:, 0] < 0))
             address = self._plan.participants[int(holders[at])].address
             raise EngineError(f"{address} offers no matrix {numbers[at]} of {operand}")
-        found = places[:, 1:].copy()
+        located = places[:, 1:].copy()
         for holder in np.unique(holders).tolist():
             mine, bases = holders == holder, self._bases[holder]
             used = places[mine, 0]
             for number in np.unique(used[bases[used] == 0]).tolist():
                 self._map(holder, number)
-            found[mine, 0] += bases[used]
-        return found
+            located[mine, 0] += bases[used]
+        return located
 
     def view(self, holder: int, operand: int, number: int, shape: tuple[int, int], dtype: np.dtype) -> Any:
         """Return a matrix of another participant as an array over its memory; parameters and errors as of `spans`."""

@@ -64,8 +64,8 @@ def offer_of(
     return {
         "process": process,
         "alive": np.array([*alive], np.uint64).tobytes(),
-        "handles": b"".join(one.handle for one in allocations),
-        "allocations": np.array([one[1:] for one in allocations], np.uint64).tobytes(),
+        "handles": b"".join(x.handle for x in allocations),
+        "allocations": np.array([x[1:] for x in allocations], np.uint64).tobytes(),
         "places": np.array(rows, np.int64).reshape(-1, 2 + _TOLD).tobytes(),
     }
 
@@ -139,8 +139,8 @@ class Expected:
         kinds = dict(zip("ab", problem.matrix_types, strict=True))
         sizes = {name: carried(kinds.get(name, problem[name].dtype), "cupy").itemsize for name in problem.operands}
         rects = [np.array(blocks(plan, rank), np.int64).reshape(-1, 4) for rank in range(len(plan.ranks))]
-        found = [extents_of(x[:, 1] - x[:, 0], x[:, 3] - x[:, 2], sums) for x in rects]
-        return cls(plan, mine, read, sizes, found, len(plan.ranks) + 1)
+        extents = [extents_of(x[:, 1] - x[:, 0], x[:, 3] - x[:, 2], sums) for x in rects]
+        return cls(plan, mine, read, sizes, extents, len(plan.ranks) + 1)
 
     def read(self, wires: Sequence[Any]) -> tuple[list[Told | None], Places]:
         """Return what all participants offer, from what `offer_of` gave for each, or None; and where matrices lie.
@@ -154,15 +154,15 @@ class Expected:
         owners: list[int] = []
         for index, wire in enumerate(wires):
             # Chunks of workers on other hosts come over Dask's comms.
-            one = None
+            offer = None
             if wire is not None and self._read[index]:
                 try:
-                    one = read_told(wire)
+                    offer = read_told(wire)
                     tables.append(np.frombuffer(wire["places"], np.int64).reshape(-1, 2 + _TOLD))
                 except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
                     raise self._malformed(index, f"{type(error).__name__}: {error}") from error
                 owners.append(index)
-            told.append(one)
+            told.append(offer)
         participant = np.repeat(np.array(owners, np.int64), [len(table) for table in tables[1:]])
         return told, self._places(told, participant, np.concatenate(tables))
 
@@ -179,20 +179,20 @@ class Expected:
             at = int(np.argmin(known))
             raise self._malformed(int(participant[at]), f"matrix {number[at]} of operand {operand[at]} does not exist")
         self._check(told, participant, table[:, 2:], self._extents[self._first[operand, participant] + number])
-        found: Places = {}
+        places: Places = {}
         for key in range(BLOCKS, rows + BLOCKS):
             mine = operand == key
             dense = np.full((len(told), int(self._count[key].max()), _TOLD), -1, np.int64)
             dense[participant[mine], number[mine]] = table[mine, 2:]
-            found[key] = dense
-        for index, one in enumerate(told):
-            if one is not None and self._is_rank[index] and found[FLAGS][index, 0, 0] < 0:
+            places[key] = dense
+        for index, offer in enumerate(told):
+            if offer is not None and self._is_rank[index] and places[FLAGS][index, 0, 0] < 0:
                 raise self._malformed(index, "a rank without flags")
         for row, (name, needed) in enumerate(self._needed.items()):
-            for index, missing in np.argwhere(needed & (found[row][..., 0] < 0)).tolist():
+            for index, missing in np.argwhere(needed & (places[row][..., 0] < 0)).tolist():
                 if told[index] is not None:
                     raise self._malformed(index, f"chunk {missing} of {name.upper()} is not in it")
-        return found
+        return places
 
     def _check(
         self,
@@ -202,9 +202,9 @@ class Expected:
         extents: NDArray[np.int64],
     ) -> None:
         """Raise if any matrix is not inside of its owner's allocation."""
-        counts = np.array([len(one.numbers) if one else 0 for one in told])
+        counts = np.array([len(offer.numbers) if offer else 0 for offer in told])
         bases = np.concatenate([[0], np.cumsum(counts)])
-        sizes = np.concatenate([np.empty(0, np.uint64), *(one.numbers[:, 0] for one in told if one)])
+        sizes = np.concatenate([np.empty(0, np.uint64), *(offer.numbers[:, 0] for offer in told if offer)])
         (allocation, offset, down, across), (rows, cols, itemsize) = where.T, extents.T
         strange = (allocation < 0) | (allocation >= counts[owners])
         ends = [(count - 1.0) * stride for count, stride in ((rows, down), (cols, across))]

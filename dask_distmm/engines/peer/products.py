@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
+import dataclasses
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
@@ -47,7 +47,7 @@ from dask_distmm.engines.gpu.host import to_host
 from dask_distmm.engines.gpu.operands import DeviceChunks, mark, record
 from dask_distmm.engines.peer.memory import PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
-from dask_distmm.engines.peer.readable import DeviceMaker, DeviceView, Filling, Made, Parts, Sources, bits, lying
+from dask_distmm.engines.peer.readable import DeviceMaker, DeviceView, Load, Made, Parts, Sources, bits, lying
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.layout.rectangles import Span, span_of
@@ -62,7 +62,6 @@ from dask_distmm.programs.steps import (
     Buffer,
     Call,
     Drop,
-    Key,
     Make,
     New,
     Publish,
@@ -146,7 +145,7 @@ class Ahead:
         self._put = time.perf_counter()
 
     def give_up(self) -> None:
-        """Have them over before anybody gets the memory of the run. Any thread; may be repeated."""
+        """Let the default stream wait for them, before the memory of the run is reused. Any thread; may be repeated."""
         self._finalizer()
 
     def over(self, began: float) -> tuple[float, float]:
@@ -186,7 +185,28 @@ class Downloads:
 _ALIGNED = 16
 # Buffers for partial sums: one is filled while the other one is added.
 _ADDING = 2
-_PRODUCTS = "product", "add_product"
+
+
+@dataclasses.dataclass(eq=False)
+class Products:
+    """A step that multiplies, and what is put on the stream for it."""
+
+    call: Call
+    # None until the addresses of its operands are known; nothing where it was put there before, or with another one.
+    works: Sequence[Work] | None = None
+    # The products that these works have, whose operands are to be there.
+    together: Sequence[Call] = ()
+
+
+class Copies(NamedTuple):
+    """A step that copies parts of sums."""
+
+    call: Call
+    batch: CopyBatch
+
+
+# What a list is made into before the vote: loads, products and copies of sums in place of their steps.
+Instruction = Step | Load | Products | Copies
 
 
 class PeerJob(ProgramJob):
@@ -208,17 +228,10 @@ class PeerJob(ProgramJob):
         self._multiple, self._epilog = extent_multiple(plan.problem), native(plan)
         self._orders = ("C", "F") if plan.problem.fp8 else made_orders(plan)
         self._itemsizes = [carried(name, "cupy").itemsize for name in plan.problem.matrix_types]
-        # Work that is ready, by the step: products, and the places that all of a graph read; copies.
-        self._works: dict[int, list[Work]] = {}
-        self._together: dict[int, list[Call]] = {}
-        self._copies: dict[int, CopyBatch] = {}
+        # The list, without loads that were done before the vote; products that were begun or captured then.
+        self.instructions: list[Instruction] = []
         self.first: Captured | None = None
         self.early: Ahead | None = None
-        # Loads that were done before the vote; for each other one the parts of chunks, and the copies of those on this
-        # GPU unless these are done; all that fills it.
-        self.before_vote: set[int] = set()
-        self._pending: dict[int, tuple[Parts, list[CopyBatch]]] = {}
-        self._found: dict[int, Filling] = {}
         # By the name of a buffer: what comes to which part of it, as an event or as a load that is not issued, because
         # the host would wait for it; the event behind the last product that reads it.
         self._coming: dict[str, list[tuple[Box, Any]]] = collections.defaultdict(list)
@@ -286,19 +299,15 @@ class PeerJob(ProgramJob):
         if self.plan.from_host:
             self._sources.allocate()
         every = steps(self.plan, self.rank, self._usable)
-        made = {step.buffer.name: self._new(step.buffer) for step in every if isinstance(step, New)}
-        self.arrays = {**made}
+        allocated = {step.buffer.name: self._new(step.buffer) for step in every if isinstance(step, New)}
+        self.arrays = {**allocated}
         if self.plan.problem.array == "numpy":
             self._downloads = Downloads(self.engine.downloads)
         else:
             self._stores = [step for step in every if isinstance(step, Store)]
         # Memory stays until the end, when others have read it, and results that stay here may be noted then.
         gone = New if self._downloads else New | Store
-        self._steps = tuple(
-            step
-            for step in every
-            if not isinstance(step, gone) and (not isinstance(step, Drop) or step.buffer.is_operand)
-        )
+        kept = (step for step in every if not isinstance(step, Drop) or step.buffer.is_operand)
         sums, size = [pull for pull in every if isinstance(pull, Pull) and pull.op], sums_in(self.plan).itemsize
         parts = [place.shape for pull in sums[:1] for place in pull.buffers]
         if parts:
@@ -306,22 +315,31 @@ class PeerJob(ProgramJob):
             most = min(max(rows * cols for rows, cols in parts), max(limit))
             self._adding = [cp.empty(most, sums_in(self.plan)) for _ in range(_ADDING)]
         self._flags = self.engine.exporter.empty((1, len(self.plan.ranks) + 1), np.dtype(np.int32))
-        self._allocated = [*made.values(), *self._adding]
-        for step in self._steps:
-            if isinstance(step, Call):
-                for name, number in (place.name.split(".")[:2] for place in step.arguments if place.name[1] == "."):
-                    if name in "ab" and not isinstance(chunk := self.chunks[name, int(number)], SourceChunk):
-                        self.arrays[f"{name}.{number}"] = chunk
-                if step.kernel == "store":
-                    self._copies[id(step)] = self._copies_of(step)
+        self._allocated = [*allocated.values(), *self._adding]
+        self.instructions = [self._instruction(step) for step in kept if not isinstance(step, gone)]
+
+    def _instruction(self, step: Step) -> Instruction:
+        """Return what a step is made into; its arguments that are chunks on this GPU are there from then on."""
+        if isinstance(step, Make) and step.rect is not None:
+            return Load(step)
+        if not isinstance(step, Call):
+            return step
+        for place in step.arguments:
+            if place.role in ("a", "b"):
+                chunk = self.chunks[place.role, place.number]
+                if not isinstance(chunk, SourceChunk):
+                    self.arrays[place.name] = chunk
+        if step.kernel == "store":
+            return Copies(step, self._copies_of(step))
+        return Products(step) if step.kernel in ("product", "add_product") else step
 
     def _new(self, buffer: Buffer) -> Any:
-        (rows, cols), dtype, (kind, *_) = buffer.shape, carried(buffer.dtype, "cupy"), buffer.name.split(".")
-        if kind == "panel":
-            order = self._orders[number_of(buffer)]
+        (rows, cols), dtype = buffer.shape, carried(buffer.dtype, "cupy")
+        if buffer.role == "panel":
+            order = self._orders[buffer.number]
             full = (rows, padded(cols, _ALIGNED)) if order == "C" else (padded(rows, _ALIGNED), cols)
             return cp.empty(full, dtype, order=order)[:rows, :cols]
-        if kind == "sum":
+        if buffer.role == "sum":
             full = padded(rows, self._multiple), padded(cols, max(self._multiple, _ALIGNED))
             return self.engine.exporter.empty(full, dtype)[:rows, :cols]
         return cp.empty((rows, cols), dtype)
@@ -329,12 +347,12 @@ class PeerJob(ProgramJob):
     def _copies_of(self, call: Call) -> CopyBatch:
         """Return the copies of a call of `store`."""
         count, size = call.options["reads"], sums_in(self.plan).itemsize
-        found = []
+        rectangles = []
         for place, target in zip(call.arguments[:count], call.arguments[count:], strict=True):
             span = self._span(place)
             span = span.turned if call.options.get("turned") else span
-            found.append(Rectangle(span, self._span(target), *target.shape))
-        (copies,) = make_copies([table_of(found, size)], size, here=True)
+            rectangles.append(Rectangle(span, self._span(target), *target.shape))
+        (copies,) = make_copies([table_of(rectangles, size)], size, here=True)
         return copies
 
     def _usable(self, operand: int, number: int) -> bool:
@@ -355,24 +373,22 @@ class PeerJob(ProgramJob):
 
         A buffer is free for its first load. Later loads into the same buffer wait until it has been multiplied.
         """
-        used, stream, sources = set[str](), self._stream, self._sources
-        for step in self._steps:
-            if isinstance(step, Call):
-                used.update(place.name for place in step.arguments)
-            elif isinstance(step, Make) and step.rect is not None and step.operand in "ab":
-                parts = self._blocks_of(step)
-                if sources.is_in_host(parts.operand):
-                    self._pending[id(step)] = parts, []
-                    continue
-                own = sources.own_copies(parts)
-                if step.buffer.name in used:
-                    self._pending[id(step)] = parts, [own]
-                elif (parts.holders == self.me).all():
-                    self._fill_part(step, Filling([own], {}, 0, {}), stream)
-                    self.before_vote.add(id(step))
-                else:
-                    sources.run(own, stream)
-                    self._pending[id(step)] = parts, []
+        used, stream, sources, left = set[str](), self._stream, self._sources, list[Instruction]()
+        for step in self.instructions:
+            if isinstance(step, Load) and step.step.operand in ("a", "b"):
+                step.parts = parts = self._blocks_of(step.step)
+                if not sources.is_in_host(parts.operand):
+                    step.copies = [sources.own_copies(parts)]
+                    if step.step.buffer.name not in used and (parts.holders == self.me).all():
+                        self._fill_part(step, stream)
+                        continue
+                    if step.step.buffer.name not in used:
+                        sources.run(step.copies.pop(), stream)
+            elif isinstance(step, Call | Products | Copies):
+                call = step if isinstance(step, Call) else step.call
+                used.update(place.name for place in call.arguments)
+            left.append(step)
+        self.instructions = left
 
     def _blocks_of(self, load: Make) -> Parts:
         assert load.rect is not None
@@ -403,37 +419,39 @@ class PeerJob(ProgramJob):
 
     def _begin_early(self) -> None:
         """Begin the first products whose operands are on this GPU, or capture them in a CUDA graph."""
-        calls: list[tuple[Call, Gemm, bool]] = []
-        away, before = dict[str, list[Box]](), None
-        runs: list[list[Call]] = []
-        for step in self._steps:
-            if isinstance(step, Make) and id(step) not in self.before_vote:
-                away.setdefault(step.buffer.name, []).append(step.buffer.box)
-            if not isinstance(step, Call) or step.kernel not in _PRODUCTS:
+        every: list[tuple[Products, Gemm, bool]] = []
+        away, before = collections.defaultdict[str, list[Box]](list), None
+        runs: list[list[Products]] = []
+        for step in self.instructions:
+            if isinstance(step, Load):
+                away[step.step.buffer.name].append(step.step.buffer.box)
+            if not isinstance(step, Products):
                 before = None
                 continue
-            here = not any(crossing(place.box, box) for place in step.arguments for box in away.get(place.name, ()))
-            calls.append((step, self._gemm(step), here))
+            places = step.call.arguments
+            here = not any(crossing(place.box, box) for place in places for box in away.get(place.name, ()))
+            every.append((step, gemm := self._gemm(step.call), here))
+            step.works = [gemm]
             # Those of the same buffers make one product.
-            names = [place.name for place in step.arguments[:-1]]
+            names = [place.name for place in places[:-1]]
             if names != before:
                 runs.append([])
             runs[-1].append(step)
             before = names
-        self._works = {id(call): [gemm] for call, gemm, _ in calls}
-        count, long = at_hand([(gemm, here) for _, gemm, here in calls], self._rate)
-        products = [gemm for _, gemm, _ in calls[:count]]
-        self.early = Ahead(self._stream, products) if long else None
-        self.first = None if long else capture(self._stream, products)
-        if self.early or self.first:
-            self._works |= {id(call): [] for call, _, _ in calls[:count]}
+        count, long = at_hand([(gemm, here) for _, gemm, here in every], self._rate)
+        gemms: list[Work] = [gemm for _, gemm, _ in every[:count]]
+        self.early = Ahead(self._stream, gemms) if long else None
+        self.first = None if long else capture(self._stream, gemms)
+        for step, _, _ in every[:count] if self.early or self.first else ():
+            step.works = []
         for run in runs:
-            gemms = [gemm for call in run for gemm in self._works[id(call)]]
+            gemms = [gemm for step in run for gemm in step.works or ()]
             if 0 < sum(gemm.flops for gemm in gemms) < _SHORT_SECONDS * self._rate:
                 captured = capture(self._stream, gemms)
                 if captured is not None:
-                    self._works |= {id(call): [] for call in run} | {id(run[0]): [captured]}
-                    self._together[id(run[0])] = run
+                    for step in run:
+                        step.works = []
+                    run[0].works, run[0].together = [captured], [step.call for step in run]
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer, and map what this rank needs of it."""
@@ -443,13 +461,14 @@ class PeerJob(ProgramJob):
         if self._expected is not None:
             self._sources.remote = Remote(self.plan, self._expected.read(offers), self.engine, self._lost)
         # Of the first buffers the first loads are urgent if the GPU has no product that began early.
-        urgent, filled = set[int](), collections.defaultdict[str, list[Box]](list)
-        for step in self._steps if not (self.early or self.first) else ():
-            if isinstance(step, Make) and id(step) in self._pending and step.buffer.name.endswith(".0"):
-                boxes = filled[step.buffer.name]
-                urgent |= set() if any(crossing(box, step.buffer.box) for box in boxes) else {id(step)}
-                boxes.append(step.buffer.box)
-        self._found = self._sources.find(self._pending, urgent)
+        filled = collections.defaultdict[str, list[Box]](list)
+        loads = [step for step in self.instructions if isinstance(step, Load) and step.parts is not None]
+        for load in loads if not (self.early or self.first) else ():
+            buffer = load.step.buffer
+            if buffer.name.endswith(".0"):
+                load.urgent = not any(crossing(box, buffer.box) for box in filled[buffer.name])
+                filled[buffer.name].append(buffer.box)
+        self._sources.find(loads)
         self.timings["offers"] = time.perf_counter() - self._began
 
     # The work
@@ -458,7 +477,7 @@ class PeerJob(ProgramJob):
         """Take all steps; return this rank's chunks of D and of auxiliary outputs."""
         if self.rank is None:
             return {}
-        started, every = time.perf_counter(), self._steps
+        started, every = time.perf_counter(), self.instructions
         marks = [mark(self._stream)]
         # Up to the last product, and the last sums of others.
         last = max((at for at, step in enumerate(every) if _multiplies(step)), default=-1) + 1
@@ -497,8 +516,8 @@ class PeerJob(ProgramJob):
         return outputs
 
     def _on_host(self, key: ResultKey, copy: Future[NDArray[Any]]) -> NDArray[Any]:
-        found: NDArray[Any] = typed(copy.result(), "" if key[0] else self.plan.problem.d.dtype)
-        return found
+        array: NDArray[Any] = typed(copy.result(), "" if key[0] else self.plan.problem.d.dtype)
+        return array
 
     def _count(self) -> int:
         """Return the bytes of all device memory that this rank holds for the run."""
@@ -508,38 +527,36 @@ class PeerJob(ProgramJob):
     # Loads
 
     def _make(self, step: Make) -> None:
-        """Have a chunk made, or a part of an operand loaded, unless it was before the vote."""
-        if step.rect is None:
-            self._make_room(step.buffer.nbytes)
-            super()._make(step)
-        elif id(step) not in self.before_vote:
-            filling = self._filling(step)
-            if filling.outside:
-                # The host waits for them, so that what is next on the stream goes first.
-                self._sources.ask(filling)
-            coming = step if filling.outside else self._issue(step)
-            self._coming[step.buffer.name].append((step.buffer.box, coming))
+        """Make a chunk."""
+        self._make_room(step.buffer.nbytes)
+        super()._make(step)
 
-    def _filling(self, step: Make) -> Filling:
-        """Return what fills a part; of an input of the formula all parts are found when the first one is needed."""
-        if id(step) not in self._found:
-            loads = [x for x in self._steps if isinstance(x, Make) and x.operand == step.operand]
-            parts = {id(load): self._blocks_of(load) for load in loads}
-            self._found |= self._sources.find({at: (one, [self._sources.own_copies(one)]) for at, one in parts.items()})
-        return self._found[id(step)]
+    def _load(self, load: Load) -> None:
+        """Load a part of an operand."""
+        if not load.known:
+            # Of an input of the formula all parts are found when the first one is needed.
+            loads = [x for x in self.instructions if isinstance(x, Load) and x.step.operand == load.step.operand]
+            for other_load in loads:
+                other_load.parts = self._blocks_of(other_load.step)
+                other_load.copies = [self._sources.own_copies(other_load.parts)]
+            self._sources.find(loads)
+        if load.outside:
+            # The host waits for them, so that what is next on the stream goes first.
+            self._sources.ask(load)
+        self._coming[load.step.buffer.name].append((load.step.buffer.box, load if load.outside else self._issue(load)))
 
-    def _issue(self, step: Make) -> cp.cuda.Event:
+    def _issue(self, load: Load) -> cp.cuda.Event:
         """Put a load on the stream of pulls, where it waits until its buffer is free; return when it is done."""
         stream = self._sources.stream
-        if step.buffer.name in self._last_use:
-            stream.wait_event(self._last_use[step.buffer.name])
-        self._fill_part(step, self._filling(step), stream)
+        if load.step.buffer.name in self._last_use:
+            stream.wait_event(self._last_use[load.step.buffer.name])
+        self._fill_part(load, stream)
         return record(stream)
 
-    def _fill_part(self, step: Make, filling: Filling, stream: cp.cuda.Stream) -> None:
-        self._sources.pull(filling, stream)
-        if step.operand in "ab":
-            self._complete("ab".index(step.operand), step.buffer, stream)
+    def _fill_part(self, load: Load, stream: cp.cuda.Stream) -> None:
+        self._sources.pull(load, stream)
+        if load.step.operand in ("a", "b"):
+            self._complete("ab".index(load.step.operand), load.step.buffer, stream)
 
     def _complete(self, operand: int, place: Buffer | View, stream: cp.cuda.Stream) -> None:
         """Put on a stream the padding and the conjugation of a part whose copies are on that stream already."""
@@ -562,7 +579,7 @@ class PeerJob(ProgramJob):
             wanted = [one for one in waiting if crossing(one[0], place.box)]
             self._coming[place.name] = [one for one in waiting if one not in wanted]
             for _, one in wanted:
-                self._stream.wait_event(self._issue(one) if isinstance(one, Make) else one)
+                self._stream.wait_event(self._issue(one) if isinstance(one, Load) else one)
 
     # Chunks that this rank makes
 
@@ -601,7 +618,7 @@ class PeerJob(ProgramJob):
                 stream.wait_event(complete)
             with stream:
                 bits(self._at(target))[...] = bits(self._at(source))
-        self._complete(number_of(whole), whole, stream)
+        self._complete(whole.number, whole, stream)
         self._coming[whole.name].append((whole.box, record(stream)))
 
     def _free(self, buffer: Buffer) -> None:
@@ -634,36 +651,41 @@ class PeerJob(ProgramJob):
         if call.kernel == "join":
             self._join(call)
             return
-        for place in itertools.chain(*(one.arguments[:-1] for one in self._together.get(id(call), (call,)))):
-            self._await(place)
-        if call.kernel in _PRODUCTS:
-            self._make_room()
-            works = self._works.get(id(call))
-            self._multiply(call, [self._gemm(call)] if works is None else works)
-        elif call.kernel == "store":
-            self._copies[id(call)].run(self._stream)
-            if call.options.get("turned") and self.plan.problem.result_type.kind == "c":
-                with self._stream:
-                    for part in map(self._at, call.arguments[call.options["reads"] :]):
-                        cp.conjugate(part, out=part)
-        else:
-            with self._stream:
-                getattr(self, f"_{call.kernel}")(call)
+        self._await_all(call)
+        with self._stream:
+            getattr(self, f"_{call.kernel}")(call)
 
-    def _multiply(self, call: Call, works: Sequence[Work]) -> None:
+    def _await_all(self, *calls: Call) -> None:
+        for call in calls:
+            for place in call.arguments[:-1]:
+                self._await(place)
+
+    def _store_sums(self, copies: Copies) -> None:
+        """Copy parts of sums."""
+        self._await_all(copies.call)
+        copies.batch.run(self._stream)
+        if copies.call.options.get("turned") and self.plan.problem.result_type.kind == "c":
+            with self._stream:
+                for part in map(self._at, copies.call.arguments[copies.call.options["reads"] :]):
+                    cp.conjugate(part, out=part)
+
+    def _multiply(self, products: Products) -> None:
         """Put products on the stream."""
+        self._await_all(*(products.together or (products.call,)))
+        self._make_room()
+        works = [self._gemm(products.call)] if products.works is None else products.works
         for work in works:
             work.run(self._stream)
         over = record(self._stream)
         self._note_over(over, sum(work.flops for work in works))
-        self._last_use |= dict.fromkeys((place.name for place in call.arguments), over)
+        self._last_use |= dict.fromkeys((place.name for place in products.call.arguments), over)
 
     def _gemm(self, call: Call) -> Gemm:
         """Return a product, ready to be put on a stream."""
         *bias, a, b, d = call.arguments
         views = [self._view_of(place, turned) for place, turned in zip((a, b), call.options["turned"], strict=True)]
         rows, cols = (
-            MatrixRef(one.span.pointer, one.distance(size)) for one, size in zip(views, self._itemsizes, strict=True)
+            MatrixRef(view.span.pointer, view.distance(size)) for view, size in zip(views, self._itemsizes, strict=True)
         )
         depth = a.shape[0] if call.options["turned"][0] else a.shape[1]
         m, n, k = (padded(extent, self._multiple) for extent in (*d.shape, depth))
@@ -679,14 +701,14 @@ class PeerJob(ProgramJob):
     def _view_of(self, place: Buffer | View, turned: bool) -> DeviceView:
         """Return how a part of A or B is stored, or its transpose."""
         array, (top, _, left, _) = self.arrays[place.name], place.box
-        if place.name.startswith("panel"):
-            span, order = span_of(array), self._orders[number_of(place)]
+        if place.role == "panel":
+            span, order = span_of(array), self._orders[place.number]
         else:
-            matrix = self.plan.problem[place.name[0]]
+            matrix = self.plan.problem[place.role]
             # The library conjugates what it transposes.
-            found = lying(array, "F" if matrix.by_ranks and matrix.conjugated else "")
-            assert found is not None
-            span, order = found
+            view = lying(array, "F" if matrix.by_ranks and matrix.conjugated else "")
+            assert view is not None
+            span, order = view
         span = span.at(top, left)
         if turned:
             return DeviceView(span.turned, "F" if order == "C" else "C")
@@ -702,16 +724,21 @@ class PeerJob(ProgramJob):
 
     # Sums of others, and parts of chunks that others have computed
 
-    def _take(self, step: Step) -> None:
-        if isinstance(step, Publish):
-            self._publish(step.key)
-        else:
-            super()._take(step)
+    def _take(self, step: Instruction) -> None:
+        match step:
+            case Load():
+                self._load(step)
+            case Products():
+                self._multiply(step)
+            case Copies():
+                self._store_sums(step)
+            case _:
+                super()._take(step)
 
-    def _publish(self, key: Key) -> None:
+    def _publish_step(self, step: Publish) -> None:
         """Raise a flag: one for each rank, whose part of the sums is complete, or that for all of this rank's sums."""
         count = len(self.plan.ranks)
-        number, reader = divmod(key.number, count)
+        number, reader = divmod(step.key.number, count)
         at = self._flags.data.ptr + (reader if number == self.rank else count) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(at, 1, FLAG_BYTES, self._stream.ptr)
 
@@ -722,7 +749,7 @@ class PeerJob(ProgramJob):
         if pull.op:
             self._add(pull)
         elif (copies := self._copies_from(pull)) is None:
-            self._missing.update(number_of(place) for place in pull.buffers)
+            self._missing.update(place.number for place in pull.buffers)
         else:
             self._sources.run(copies, self.engine.sums)
             self._stream.wait_event(record(self.engine.sums))
@@ -735,7 +762,7 @@ class PeerJob(ProgramJob):
 
     def _add(self, pull: Pull) -> None:
         """Add another rank's partial sums, once they are ready."""
-        sources, holder, pulls, found = self._sources, self.plan.ranks[pull.owner], self.engine.sums, []
+        sources, holder, pulls, copied = self._sources, self.plan.ranks[pull.owner], self.engine.sums, []
         assert sources.remote is not None
         assert self.rank is not None
         # The copies are made before the sums are ready, because a GPU waits once they are.
@@ -750,9 +777,9 @@ class PeerJob(ProgramJob):
                 assert source is not None
                 copy = Rectangle(source.at(row, left), span_of(buffer), rows, cols)
                 (copies,) = make_copies([table_of([copy], buffer.itemsize)], buffer.itemsize)
-                found.append((number, buffer, copies, self.arrays[place.name][row : row + rows, left:right]))
+                copied.append((number, buffer, copies, self.arrays[place.name][row : row + rows, left:right]))
         sources.remote.wait(holder, self.rank, self.ended.check, self._patience)
-        for number, buffer, copies, part in found:
+        for number, buffer, copies, part in copied:
             if number in self._added:
                 pulls.wait_event(self._added[number])
             sources.run(copies, pulls)
@@ -767,7 +794,7 @@ class PeerJob(ProgramJob):
         None if the rank is gone and has not completed it, or nobody can tell any more.
         """
         sources, plan, size = self._sources, self.plan, sums_in(self.plan).itemsize
-        holder, found = plan.ranks[pull.owner], list[Rectangle]()
+        holder, rectangles = plan.ranks[pull.owner], list[Rectangle]()
         assert sources.remote is not None
         try:
             sources.remote.wait(holder, len(plan.ranks), self.ended.check, self._patience)
@@ -779,14 +806,14 @@ class PeerJob(ProgramJob):
                     assert source is not None
                     top, _, left, _ = self._in_d(place)
                     target = self._span(place).at(r0 - top, c0 - left)
-                    found.append(Rectangle(source.at(r0 - whole[0], c0 - whole[2]), target, r1 - r0, c1 - c0))
+                    rectangles.append(Rectangle(source.at(r0 - whole[0], c0 - whole[2]), target, r1 - r0, c1 - c0))
         except PeerLostError:
             return None
-        return make_copies([table_of(found, size)], size)[0]
+        return make_copies([table_of(rectangles, size)], size)[0]
 
     def _in_d(self, place: Buffer | View) -> Rect:
         """Return where a part of a chunk of D is in D."""
-        (row, _, column, _), (r0, r1, c0, c1) = self.plan.chunk_rect(number_of(place)), place.box
+        (row, _, column, _), (r0, r1, c0, c1) = self.plan.chunk_rect(place.number), place.box
         return row + r0, row + r1, column + c0, column + c1
 
     # Results
@@ -800,25 +827,25 @@ class PeerJob(ProgramJob):
         problem, count, names = self.plan.problem, call.options["reads"], call.options["names"]
         arrays = [self._at(place) for place in call.arguments]
         inputs = {name: decoded(x, problem[name].dtype) for name, x in zip(names, arrays, strict=False)}
-        made = {one.name: x for one, x in zip(problem.outputs, arrays[count + 1 :], strict=True)}
-        finish_into(problem, arrays[count], inputs, made)
+        results = {output.name: x for output, x in zip(problem.outputs, arrays[count + 1 :], strict=True)}
+        finish_into(problem, arrays[count], inputs, results)
 
     def _store(self, step: Store) -> None:
         if step.number not in self._missing:
             array = self.arrays[step.buffer.name]
-            found = self._downloads.begin(array, record(self._stream)) if self._downloads else array
-            self._result[step.output, step.number] = found
+            result = self._downloads.begin(array, record(self._stream)) if self._downloads else array
+            self._result[step.output, step.number] = result
 
     # Messages between participants
 
     def serve(self, kind: str, boxes: Boxes) -> list[Any]:
         """Return boxes of the chunks that are here, for participants that can't map this process' memory."""
-        found = super().serve(kind, boxes)
-        if self.lends and all(isinstance(one, np.ndarray) for one in found):
-            return found
-        found = contiguous(found)
+        answer = super().serve(kind, boxes)
+        if self.lends and all(isinstance(x, np.ndarray) for x in answer):
+            return answer
+        answer = contiguous(answer)
         cp.cuda.Stream.null.synchronize()
-        return found
+        return answer
 
     def lose(self, participant: int) -> None:
         """Go on without a participant that is gone: what is mapped of its memory stays. Any thread."""
@@ -831,19 +858,14 @@ class PeerJob(ProgramJob):
             self.early.give_up()
 
 
-def number_of(place: Buffer | View) -> int:
-    """Return the number behind the kind in the name of a buffer: of an operand, a chunk or a block of D."""
-    return int(place.name.split(".")[1])
-
-
-def _multiplies(step: Step) -> bool:
+def _multiplies(step: Instruction) -> bool:
     """Whether a step has to do with sums over k."""
     adds = isinstance(step, Pull) and bool(step.op)
-    return adds or (isinstance(step, Call) and (step.kernel in _PRODUCTS or "turned" in step.options))
+    return adds or isinstance(step, Products) or (isinstance(step, Copies) and "turned" in step.call.options)
 
 
 def made_orders(plan: Plan) -> tuple[str, str]:
     """Return the memory orders of buffers for A and B: the library conjugates what it transposes."""
     factors = plan.problem.a, plan.problem.b
-    a, b = ("F" if one.by_ranks and one.conjugated else plan.orders[one.name] for one in factors)
+    a, b = ("F" if matrix.by_ranks and matrix.conjugated else plan.orders[matrix.name] for matrix in factors)
     return a, b

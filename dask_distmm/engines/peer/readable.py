@@ -22,8 +22,10 @@ streams. A worker of dask-cuda has one thread unless it is told otherwise.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -43,6 +45,7 @@ from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import EVERYWHERE, Plan, Problem
 from dask_distmm.planning.product import ChunkBlock
+from dask_distmm.programs.steps import Make
 
 # Columns of a table of chunk blocks.
 _CHUNK, _R0, _C0, _ROWS, _COLS, _ROW, _COL = map(
@@ -91,18 +94,24 @@ class Parts(NamedTuple):
         return pull_table(sources, self.targets, self.blocks[:, _ROWS], self.blocks[:, _COLS], self.size)
 
 
-class Filling(NamedTuple):
-    """Copies that fill a part of an operand."""
+@dataclasses.dataclass(eq=False)
+class Load:
+    """A part of an operand that is copied to a buffer, and what copies it."""
 
-    # Of what is here, and of what is mapped.
-    copies: list[CopyBatch]
+    step: Make
+    # The pieces that it consists of, once they are looked for; whether it is issued at once; whether pulls are known.
+    parts: Parts | None = None
+    urgent: bool = False
+    known: bool = False
+    # Copies of what is here, and of what is mapped.
+    copies: list[CopyBatch] = dataclasses.field(default_factory=list)
     # For each participant whose chunks can't be mapped, its parts: it offers no memory, or the chunks are in host
     # memory.
-    outside: dict[int, Parts]
+    outside: dict[int, Parts] = dataclasses.field(default_factory=dict)
     # Bytes that others have.
-    away: int
+    away: int = 0
     # The answers of those participants of `outside` that were asked; filled by `Sources.ask`.
-    asked: dict[int, Future[Sequence[Any]]]
+    asked: dict[int, Future[Sequence[Any]]] = dataclasses.field(default_factory=dict)
 
 
 class Sources:
@@ -154,50 +163,47 @@ class Sources:
         table = own.table(np.array(chunks, np.int64).reshape(-1, 3))
         return make_copies([table], parts.size, here=len(chunks) > 1)[0]
 
-    def find(
-        self, every: Mapping[int, tuple[Parts, list[CopyBatch]]], at_first: Collection[int] = ()
-    ) -> dict[int, Filling]:
-        """Return the pulls of several parts, and map the memory that they read."""
-        found: dict[int, Filling] = {}
-        for operand in {parts.operand for parts, _ in every.values()}:
-            these = {number: one for number, one in every.items() if one[0].operand == operand}
-            made = self._find(list(these.values()), [number in at_first for number in these])
-            found |= zip(these, made, strict=True)
-        return found
+    def find(self, loads: Sequence[Load]) -> None:
+        """Find the pulls of several loads, and map the memory that they read."""
+        by_operand = collections.defaultdict[int, list[tuple[Load, Parts]]](list)
+        for load in loads:
+            assert load.parts is not None
+            by_operand[load.parts.operand].append((load, load.parts))
+        for operand, pairs in by_operand.items():
+            self._find(operand, *zip(*pairs, strict=True))
 
-    def _find(self, every: Sequence[tuple[Parts, list[CopyBatch]]], at_first: Sequence[bool]) -> list[Filling]:
-        """Return the pulls of parts of one operand, all at once, because the GPUs wait for the first pull of a run."""
+    def _find(self, operand: int, loads: Sequence[Load], every: Sequence[Parts]) -> None:
+        """Find the pulls of loads of one operand, all at once, because the GPUs wait for the first pull of a run."""
         offering = np.zeros(len(self.plan.participants), bool) if self.remote is None else self.remote.offering
         offering[self.me] = False
-        in_host = self.is_in_host(every[0][0].operand)
+        in_host = self.is_in_host(operand)
         if in_host:
             offering[:] = False
-        theres = [parts.take(offering[parts.holders]) for parts, _ in every]
+        theres = [parts.take(offering[parts.holders]) for parts in every]
         first, holders = theres[0], np.concatenate([there.holders for there in theres])
         tables, lanes = [np.empty((0, 7), np.int64)] * len(every), [np.empty(0, np.int64)] * len(every)
         if self.remote is not None and len(holders):
             blocks = np.concatenate([there.blocks for there in theres])
             targets = np.concatenate([there.targets for there in theres])
-            spans = self.remote.spans(first.operand, holders, blocks[:, _CHUNK])
+            spans = self.remote.spans(operand, holders, blocks[:, _CHUNK])
             table = first._replace(holders=holders, blocks=blocks, targets=targets).table(spans)
             ends = np.cumsum([len(there.holders) for there in theres])[:-1]
             tables, lanes = np.split(table, ends), np.split(holders, ends)
-        found = []
-        made = make_copies(tables, first.size, at_first=at_first, lanes=lanes)
-        for (parts, own_copies), there, copies in zip(every, theres, made, strict=True):
+        batches = make_copies(tables, first.size, at_first=[load.urgent for load in loads], lanes=lanes)
+        for load, parts, there, copies in zip(loads, every, theres, batches, strict=True):
             outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist())
             outside -= set() if in_host else {self.me}
-            others = {holder: parts.take(parts.holders == holder) for holder in sorted(outside) if not offering[holder]}
-            found.append(Filling([*own_copies, copies], others, there.bytes, {}))
-        return found
+            load.outside = {x: parts.take(parts.holders == x) for x in sorted(outside) if not offering[x]}
+            load.away, load.known = there.bytes, True
+            load.copies.append(copies)
 
-    def pull(self, filling: Filling, stream: cp.cuda.Stream) -> None:
+    def pull(self, load: Load, stream: cp.cuda.Stream) -> None:
         """Put a pull on a stream."""
-        for copies in filling.copies:
+        for copies in load.copies:
             self.run(copies, stream)
-        self.pulled_bytes += filling.away
-        if filling.outside:
-            self._upload(filling, stream)
+        self.pulled_bytes += load.away
+        if load.outside:
+            self._upload(load, stream)
 
     def block(self, holder: int, number: int, size: int) -> Span | None:
         """Return where a block of another rank's is, mapped here, of which `size` bytes are wanted."""
@@ -215,33 +221,33 @@ class Sources:
         if self._staging is None:
             self._staging = staging()
 
-    def ask(self, filling: Filling) -> None:
+    def ask(self, load: Load) -> None:
         """Ask other participants for the parts of a pull that can't be mapped, unless they were; do not wait."""
-        for holder in filling.outside.keys() - filling.asked.keys() - {self.me}:
-            filling.asked[holder] = self.comm.fetch(holder, "input", _boxes(filling.outside[holder]))
+        for holder in load.outside.keys() - load.asked.keys() - {self.me}:
+            load.asked[holder] = self.comm.fetch(holder, "input", _boxes(load.outside[holder]))
 
-    def _upload(self, filling: Filling, stream: cp.cuda.Stream) -> None:
+    def _upload(self, load: Load, stream: cp.cuda.Stream) -> None:
         """Put on a stream the copies of the parts that can't be mapped, as they come."""
-        self.ask(filling)
+        self.ask(load)
         self.allocate()
         uploads = Uploads(stream, self._staging)
         # The own parts are there already.
-        for holder, parts in sorted(filling.outside.items(), key=lambda one: one[0] != self.me):
+        for holder, parts in sorted(load.outside.items(), key=lambda item: item[0] != self.me):
             name = self.plan.problem.operands[parts.operand]
             if holder == self.me:
                 boxes = _boxes(parts)[:, 1:].tolist()
                 self._put(parts, [self.chunks[name, at][r0:r1, c0:c1] for at, r0, r1, c0, c1 in boxes], uploads, stream)
             else:
-                self._put(parts, wait_checked(filling.asked.pop(holder), self.ended.check), uploads, stream)
+                self._put(parts, wait_checked(load.asked.pop(holder), self.ended.check), uploads, stream)
         uploads.finish()
 
-    def _put(self, parts: Parts, found: Sequence[Any], uploads: Uploads, stream: cp.cuda.Stream) -> None:
+    def _put(self, parts: Parts, arrays: Sequence[Any], uploads: Uploads, stream: cp.cuda.Stream) -> None:
         """Copy matrices to the places of the parts that they are."""
         problem = self.plan.problem
         type_name = problem.matrices[parts.operand].dtype
         goal = problem.matrix_types[parts.operand] if parts.operand < len(problem.matrix_types) else type_name
         shapes = parts.blocks[:, [_ROWS, _COLS]].tolist()
-        for data, span, shape in zip(found, parts.targets.tolist(), shapes, strict=True):
+        for data, span, shape in zip(arrays, parts.targets.tolist(), shapes, strict=True):
             self.ended.check()
             is_fp8 = type_name in FP8 and data.dtype.itemsize == 1
             part = data.view(np.uint8) if is_fp8 else typed(data, type_name)
@@ -310,15 +316,15 @@ class DeviceMaker:
         stream = self._own.stream
         # Not by `use`: a task that has a stream of its own for a while would leave its thread on the default stream.
         with stream:
-            made = source.make()
+            value = source.make()
             current = cp.cuda.get_current_stream()
             if current.ptr != stream.ptr:
                 # The task has left its thread with another one.
                 stream.wait_event(record(current))
             with stream:
-                arrays = {chunk: self._on_device(*self._keys[chunk], chunk.view(made), stream) for chunk in chunks}
+                arrays = {chunk: self._on_device(*self._keys[chunk], chunk.view(value), stream) for chunk in chunks}
         complete = record(stream)
-        return {chunk: Made(*found, complete) for chunk, found in arrays.items()}
+        return {chunk: Made(*array, complete) for chunk, array in arrays.items()}
 
     def _on_device(self, operand: str, number: int, chunk: Any, stream: cp.cuda.Stream) -> tuple[Any, DeviceView]:
         """Return a chunk on the GPU, in the type and the memory order in which it is multiplied, and where it is."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.fused import groups, source
-from dask_distmm.errors import MatrixError
+from dask_distmm.errors import MatrixError, call_user
 from dask_distmm.numeric.epilogs import call_function
 from dask_distmm.numeric.sparse import dense, sparse_package
 from dask_distmm.tracing.arrays import elementwise, function_of, summed_by_label
@@ -27,16 +27,27 @@ from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, index_of, le
 from dask_distmm.tracing.lower import Pass, identity
 from dask_distmm.tracing.place import Axis
 
-# Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least.
-_STRIP_BYTES, _STRIP_ROWS = 2**19, 1024
-# Bytes that a thread reads at least.
-_LEAST_BYTES = 2**17
+# Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least,
+# as long as they take no more than so many bytes; bytes that a thread reads at least.
+_STRIP_BYTES, _STRIP_ROWS, _STRIP_MOST, _LEAST_BYTES = 2**19, 1024, 2**26, 2**17
 # The ufunc that combines the results of ranks, and of strips.
 _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", "min": "minimum", "any": "logical_or",
            "all": "logical_and"}  # fmt: skip
 
 _BLAS_TYPES = {"float32", "float64", "complex64", "complex128"}
+# What GPUs' kernels solve without a look at the result.
+_SOLVED = {"linalg.inv", "linalg.solve"}
+_OUTSIDE = "an array of numbers is an index, and one of these is out of bounds"
 _VIEWS = ("transpose", "index", "reshape", "broadcast")
+
+
+def on_stream(program: Pass) -> bool:
+    """Whether a pass on a GPU is only put on its stream: the host does not call, draw, or look at anything."""
+    return not any(
+        one.family in ("call", "callback", "random", "qr")
+        or (one.family == "whole" and one.options["f"] not in _SOLVED)
+        for one in program.statements
+    )
 
 
 def natural(array: Any, kind: Kind, axis: Axis) -> Any:
@@ -54,13 +65,12 @@ class TracedKernels:
 
     blas: Kernels
     xp: Any
-    # The constants of the program; what takes a pass, given its name and its arrays.
+    # The constants of the program.
     constants: Sequence[Any] = ()
     # The threads that share strips.
     threads = 1
     # How far a loop has come, from 0 to 1; its largest residual so far.
     reached = _largest = 0.0
-    replay: Callable[[Any, Sequence[Any], Callable[[], Any]], Any] = staticmethod(lambda key, arrays, take: take())
 
     def __init__(self) -> None:
         self._compiled: dict[int, tuple[Pass, _Compiled]] = {}
@@ -112,9 +122,6 @@ class TracedKernels:
 
     def merge(self, *arrays: Any, ops: Sequence[str], ranks: int, **_: Any) -> None:
         """Combine the results of ranks, in their order; of some sums, one after the other, and then the totals."""
-        self.replay((ops, ranks), arrays, lambda: self._merge(arrays, ops, ranks))
-
-    def _merge(self, arrays: Sequence[Any], ops: Sequence[str], ranks: int) -> None:
         widths = [1 + op.startswith("arg") for op in ops]
         given, totals = iter(arrays), iter(arrays[ranks * sum(widths) :])
         for op, width in zip(ops, widths, strict=True):
@@ -141,10 +148,7 @@ class TracedKernels:
         key = id(program)
         if key not in self._compiled:
             self._compiled[key] = program, _Compiled(program, self)
-        compiled = self._compiled[key][1]
-        if compiled.on_host:
-            return compiled.run(arrays)
-        return self.replay(key, arrays, lambda: compiled.run(arrays))
+        return self._compiled[key][1].run(arrays)
 
     # Those that make the same bits everywhere.
     evaluate_exactly = evaluate
@@ -185,8 +189,6 @@ class _Compiled:
         self.program, self.kernels, self.xp = program, kernels, kernels.xp
         self.kinds, self.axes, self.ops = program.kinds, program.axes, dict(program.sums)
         self.in_rows = bool(program.sizes)
-        # Users' functions, and random numbers that the host draws, are called each time.
-        self.on_host = any(one.family in ("call", "callback", "random") for one in program.statements)
         self.rows_read = [x for x in program.reads if self.axes[x] is not None] + list(program.over.values())
         self.whole_read = [x for x in program.reads if self.axes[x] is None]
         self.strip = self._strip_rows()
@@ -216,7 +218,8 @@ class _Compiled:
         uses = collections.Counter(x for one in self.program.statements for x in (*one.reads, *one.outputs))
         views = {x for one in self.program.statements if one.family in _VIEWS for x in one.outputs}
         widths = [self._width(x) for x, n in uses.items() if n > 1 and self.axes[x] is not None and x not in views]
-        return max(_STRIP_ROWS, _STRIP_BYTES // max(1, sum(widths)))
+        width = max(1, sum(widths))
+        return max(_STRIP_BYTES // width, min(_STRIP_ROWS, _STRIP_MOST // width), 1)
 
     def _width(self, number: int) -> int:
         """Return the bytes of a row of a value."""
@@ -428,6 +431,8 @@ class _Compiled:
         out = [(some[index], self.axes[number] or 0) for number, some in written.items()]
         lengths = [x.shape[0] for _, x in chunks] + [x.shape[0] for x, _ in out]
         rows = max(lengths, default=max(0, self.program.sizes[index]))
+        if min(lengths, default=rows) != rows:
+            raise MatrixError(f"arrays of unknown sizes have chunks of {min(lengths)} and {rows} rows side by side")
         sparse = frozenset(x for x, chunk in chunks if sparse_package(chunk))
         # What is read once is shared by all threads, too.
         step = max(1, rows if sparse else min(rows, self.strip, max(self.least, -(-rows // self.kernels.threads))))
@@ -587,9 +592,10 @@ class _Compiled:
 
     def take(self, statement: Statement) -> str:
         """Rows by numbers."""
-        return self._called(
-            statement.outputs[0], functools.partial(self.xp.take, axis=statement.options["axis"]), *statement.inputs
-        )
+        take = functools.partial(self.xp.take, axis=statement.options["axis"])
+        if self.xp is np:
+            take = functools.partial(call_user, "function", _OUTSIDE, take)
+        return self._called(statement.outputs[0], take, *statement.inputs)
 
     def put(self, statement: Statement) -> str:
         """Replace a column, in place where this is written over the matrix that nobody reads any more."""
@@ -617,6 +623,11 @@ class _Compiled:
 
     def whole(self, statement: Statement) -> str:
         """Functions of matrices; what CuPy lacks is done by the host."""
+        kinds = [self.kinds[x] for x in (*statement.reads, *statement.outputs)]
+        types, plain = {x.dtype for x in kinds}, self.xp is not np and all(len(x.shape) < 3 for x in kinds)
+        if plain and statement.options["f"] in _SOLVED and len(types) == 1 and types <= _BLAS_TYPES:
+            solve = self.kernels.blas.solve  # type: ignore[attr-defined]
+            return self._called(statement.outputs[0], solve, *statement.inputs)
         function = functools.partial(_whole, self.xp, self.kernels.blas.host, statement.options)
         return self._called(statement.outputs[0], function, *statement.inputs)
 
@@ -749,8 +760,10 @@ def _select(xp: Any, statement: Statement, axis: int, x: Any, *rest: Any) -> Non
     *given, total, first, rows = rest
     if statement.family == "take":
         (numbers,) = given
-        length = statement.options.get("length")
-        numbers = xp.where(numbers < 0, numbers + length, numbers) if length else numbers
+        length = statement.options["length"]
+        if xp is np:
+            call_user("function", _OUTSIDE, _check_numbers, numbers, length)
+        numbers = xp.where(numbers < 0, numbers + length, numbers)
         inside = (numbers >= first) & (numbers < first + rows)
         if rows:
             at = xp.where(inside, numbers - first, 0)
@@ -776,6 +789,13 @@ def _select(xp: Any, statement: Statement, axis: int, x: Any, *rest: Any) -> Non
         begin, stop = wanted[low] - first, wanted[high - 1] - first + (1 if wanted.step > 0 else -1)
         index[place] = slice(begin, stop if stop >= 0 else None, wanted.step)
         total[(*(slice(None),) * out, slice(low, high))] = x[tuple(index)]
+
+
+def _check_numbers(numbers: Any, length: int) -> None:
+    """Raise NumPy's error for rows that there are not."""
+    wrong = (numbers < -length) | (numbers >= length)
+    if wrong.any():
+        raise IndexError(f"index {numbers[wrong][0]} is out of bounds for axis 0 with size {length}")
 
 
 def _between(wanted: range, first: int, stop: int) -> range:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dask_distmm.engines.programs.blas import Kernels, assign, solve_by_halves
 from dask_distmm.engines.programs.spectral import decompose
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor import Factorization
+from dask_distmm.programs.factorizations import Factorization
 
 # Gram matrices, and what is made of them
 

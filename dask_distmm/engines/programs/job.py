@@ -200,7 +200,7 @@ class ProgramJob(Job[Any]):
     def _synchronize(self) -> None:
         """Wait until all is done."""
 
-    def take(self, steps: Sequence[Step], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
+    def take(self, steps: Sequence[Any], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
         """Take steps, which are this `share` of the work."""
         pulls = collections.deque(step for step in steps if isinstance(step, Pull))
         asked = collections.deque[tuple[Pull, Any]]()
@@ -221,40 +221,33 @@ class ProgramJob(Job[Any]):
                 if share:
                     self.progress(done + part)
 
-    def _take_turn(self, steps: Sequence[Step], pulls: Sequence[Pull]) -> None:
-        """Take the steps of a turn of a loop without branches: all messages are asked for before."""
-        asked = collections.deque([(pull, self._request(pull)) for pull in pulls])
-        self.ended.check()
-        for step in steps:
-            if type(step) is Pull:
-                self.ended.check()
-                self._arrive(*asked.popleft())
-            elif type(step) is Call:
-                self._call(step)
-            else:
-                self._take(step)
-
     def _repeat(self, loop: Loop, before: float, share: float) -> None:
-        outside, come, body = self._offset, before, loop.body
-        pulls = [step for step in body if isinstance(step, Pull)]
-        straight = not any(isinstance(step, If | Loop) or self._is_made(step) for step in body)
+        outside, come = self._offset, before
         for turn in range(loop.most):
             if not self._is_set(loop.flag):
                 break
             self._turns += 1
             self._offset, held = self._turns * TURN, list(self._held)
-            if straight:
-                self._take_turn(body, pulls)
-            else:
-                self.take(body, come, 0.0, len(body))
+            self._take_turn(loop.body, come)
             # In a turn all wait for each other: others have what was published before it.
+            if held:
+                self._meet()
             for key in held:
                 if key in self._held:
                     del self._held[key]
                     self.exchange.forget(key)
+            if share:
+                self.turns = turn + 1, loop.most * (loop.most == loop.expected)
             come = before + share * max(self.kernels.reached, (turn + 1) / loop.most)
             self.progress(come)
         self._offset = outside
+
+    def _take_turn(self, body: Sequence[Step], reached: float) -> None:
+        """Take the steps of a turn."""
+        self.take(body, reached, 0.0, len(body))
+
+    def _meet(self) -> None:
+        """Wait until all that this rank has asked others for is here."""
 
     def _is_set(self, flag: Buffer) -> bool:
         return bool(self.arrays[flag.name].all())
@@ -286,13 +279,18 @@ class ProgramJob(Job[Any]):
                 self._call(step)
             case Make():
                 self._make(step)
-            case Publish(key, buffers, copied, lane):
-                with self._on(lane):
-                    lent = [self._lent(self._at(buffer), copied=copied) for buffer in buffers]
-                    self._held[self._numbered(key)] = None
-                    self.exchange.publish(self._numbered(key), lent)
+            case Publish():
+                self._publish_step(step)
             case Store():
                 self._store(step)
+
+    def _publish_step(self, step: Publish) -> None:
+        """Let other ranks have buffers."""
+        key = self._numbered(step.key)
+        with self._on(step.lane):
+            lent = [self._lent(self._at(buffer), copied=step.copied) for buffer in step.buffers]
+            self._held[key] = None
+            self.exchange.publish(key, lent)
 
     def _on(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         return self.blas.on(lane) if lane else _HERE
@@ -345,7 +343,7 @@ class ProgramJob(Job[Any]):
     # What steps mean for chunks, and for the memory of a device
 
     def _make(self, step: Make) -> None:
-        """Have a chunk of an operand, or this rank's block columns of one."""
+        """Take a chunk of an operand, or gather this rank's block columns of one."""
         if isinstance(step.buffer, View):
             self._fill_columns(step.operand, self._at(step.buffer))
         elif self._loads is not None and self._is_made(step):
@@ -416,7 +414,7 @@ class ProgramJob(Job[Any]):
         return found
 
     def _begin(self, step: Make, chunk: Any) -> None:
-        """Have a chunk of an operand, in the type that its buffer has."""
+        """Put a chunk of an operand into its buffer, in the type of that."""
         name, dtype = step.buffer.name, dtype_from_name(step.buffer.dtype)
         if sparse_package(chunk):
             self.arrays[name] = chunk if chunk.dtype == dtype else chunk.astype(dtype)

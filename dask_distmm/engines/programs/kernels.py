@@ -148,7 +148,12 @@ class ProgramKernels(FactorKernels, TracedKernels):
 
     def append(self, a: Any, b: Any, c: Any) -> None:
         """C = [A B]."""
-        c[:, : a.shape[1]], c[:, a.shape[1] :] = dense(a), b
+        c[:, : a.shape[1]], c[:, a.shape[1] :] = dense(a), dense(b)
+
+    def last_rows(self, c: Any, a: Any, b: Any) -> None:
+        """Split the last rows of C = [A B] into A and B."""
+        rows = c[len(c) - len(a) :]
+        a[...], b[...] = rows[:, : a.shape[1]], rows[:, a.shape[1] :]
 
     def centre(self, a: Any, mean: Any, c: Any) -> None:
         """C = A without means of columns."""
@@ -373,13 +378,16 @@ class ProgramKernels(FactorKernels, TracedKernels):
             for part in (c.real, c.imag) if c.dtype.kind == "c" else (c,):
                 self.xp.clip(part, -1, 1, out=part)
 
-    def principal(self, count: Any, g: Any, variances: Any, components: Any, good: Any, *, spread: int) -> None:
+    def principal(
+        self, count: Any, g: Any, variances: Any, total: Any, components: Any, good: Any, *, spread: int
+    ) -> None:
         """Compute the leading eigenvalues and eigenvectors, and whether the largest has not too many times the least.
 
         Its root may be up to `spread` times that of the least one.
         """
         n, k = len(g), variances.shape[1]
         lower = self.xp.tril(g)
+        total[...] = g.real.trace() / (count[0, 0] - 1)
         if not self._is_finite(lower):
             good[...] = False
             return

@@ -19,7 +19,7 @@ import scipy.linalg
 
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning.factor import Factorization
+from dask_distmm.programs.factorizations import Factorization
 
 
 def decompose(kernels: Kernels, task: Factorization, a: Any, b: Any = None) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _logarithm(host: Any, t: Any) -> Any:
     return total
 
 
-# By the kinds of `DECOMPOSITIONS`.
+# By the kinds of `programs.factorizations.KINDS`.
 FUNCTIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "eigh": _eigh,
     "svd": _svd,

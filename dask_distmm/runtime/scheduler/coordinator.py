@@ -154,7 +154,7 @@ class RunQueue(dict[int, Run]):
             await self._changed.wait()
 
     def changed(self) -> None:
-        """Have everybody who waits look again."""
+        """Wake all who wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -366,6 +366,7 @@ class Coordinator:
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
         how = {"method": made.method, "grid": made.grid, "engine": made.engine, "flops": made.flops}
         self._event("start", run, **how, bound=made.bound, ranks=made.workers, projected_bytes=made.projected_bytes)
+        self._keep(run, frozen)
         deliver = deliveries(made.problem, frozen.wanted)
 
         limit = made.problem.options.silence_timeout
@@ -388,6 +389,15 @@ class Coordinator:
         self._event("done", run, **figures, **_run_bytes(made.problem), projected_bytes=made.projected_bytes)
         options = made.problem.options
         self.release(self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout)
+
+    def _keep(self, run: Run, frozen: RunPlan) -> None:
+        """Have the worker after each one copy the chunks of which there are to be two."""
+        addresses = [worker.address for worker in frozen.plan.participants if worker.address in self.scheduler.workers]
+        for address, after in zip(addresses, addresses[1:] + addresses[:1], strict=True):
+            found = frozen.keys.get(address, {})
+            keys = [key for name in frozen.plan.problem.kept for key in found.get(name, ())]
+            if keys and after != address:
+                direct.copy_to(self.scheduler, after, keys, f"distmm-keep-{run.run_id}")
 
     def release(self, groups: Sequence[RankGroup], grace: float) -> list[asyncio.Future[None]]:
         """Free the memory of groups in the background, each in its turn as if that were a run of its ranks."""

@@ -48,7 +48,6 @@ from dask_distmm.planning import (
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import Where
-from dask_distmm.planning.problem import accumulates_in_place
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunks import pack_tasks
 from dask_distmm.runtime.keys import ChunkTask, operand_keys, part_of
@@ -540,7 +539,7 @@ async def _locate(
 
 
 async def _bring(scheduler: Scheduler, roster: Roster, ranks: Sequence[str], keys: Iterable[Any]) -> None:
-    """Have Dask copy chunks to the ranks that only workers without this package have: those can't send them."""
+    """Copy chunks to the ranks by Dask that only workers without this package have: those can't send them."""
     bare, tasks = roster.bare, scheduler.tasks
 
     def stranded(key: Any) -> bool:
@@ -596,7 +595,7 @@ class RunPlan:
     def consumed(self) -> list[Any]:
         """Keys of the chunks that are of no use once the run has begun."""
         problem = self.plan.problem
-        if not (isinstance(problem, Problem) and accumulates_in_place(problem) and ENGINES[self.plan.engine].by_panels):
+        if not (problem.accumulates_in_place and ENGINES[self.plan.engine].by_panels):
             return []
         return [key for keys in self.keys.values() for key in keys.get("partial", ())]
 
@@ -653,7 +652,7 @@ class RunPlanner:
         sharing = made.workers if ENGINES[made.engine].collective else tuple(run.participants)
         if ENGINES[made.engine].on_gpus and len(sharing) > 1:
             made = dataclasses.replace(made, group=self._groups.use(made.engine, sharing).number)
-        run.independent = isinstance(made, Plan) and ENGINES[made.engine].independent(made)
+        run.independent = made.independent
         states = {address: self._scheduler.workers[address] for address in addresses}
         tasks = {name: keys[problem.source_of(name)] for name in made_there}
         packed: dict[str, bytes] = {}
@@ -693,6 +692,7 @@ class RunPlanner:
             orders=(order_a, order_b),
             groups=self._groups.orders(engines),
             replica_runs=replica_runs,
+            thorough=False,
         )
         return made, keys, held
 

@@ -43,8 +43,7 @@ from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, EngineError, MissingEngineError, ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.installing import install_command
-from dask_distmm.planning import Demand, Problem, plan_computation
-from dask_distmm.planning.planner import product_remedies
+from dask_distmm.planning import Demand, plan_computation
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import (
     GROUP_PREFIX,
@@ -134,7 +133,7 @@ class Admission:
                 holding = [ws for ws in paused if any(dts in ws.has_what for dts in ts.dependencies)]
                 if time() - since < limit or ts.state != "waiting" or not holding:
                     continue
-                remedies = product_remedies(problem) if isinstance(problem, Problem) else []
+                remedies = problem.remedies
                 held = {ws.address: int(ws.memory.process) for ws in holding}
                 text = ", ".join(f"{address} holds {format_bytes(size)}" for address, size in held.items())
                 error = ProjectedMemoryError(
@@ -510,18 +509,30 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Free the memory that engines keep on the workers between runs; return how many groups there were."""
         return Released("OK", count=await self.coordinator.release_all(grace))
 
-    def hear_progress(self, run_id: int, share: Share, received_bytes: Count = 0, worker: str = "") -> None:
+    def hear_progress(
+        self,
+        run_id: int,
+        share: Share,
+        received_bytes: Count = 0,
+        turns: Count = 0,
+        turns_in_all: Count = 0,
+        worker: str = "",
+    ) -> None:
         """Note which share of its work a participant has done, and how many bytes have arrived there so far.
 
-        Dask adds the address of the `worker` on arrival.
+        The first rank tells how many turns of the outermost loop are done, and of how many. Dask adds the address of
+        the `worker` on arrival.
         """
         run = self.queue.get(run_id)
         if run is None:
             return
-        before = run.share
-        run.report(worker, share, time(), received_bytes)
-        if int(100 * run.share) > int(100 * before):
-            self._event("progress", run, share=run.share, received_bytes=run.received_bytes)
+        before, turns_before = run.share, run.turns
+        run.report(worker, share, time(), received_bytes, turns, turns_in_all)
+        # Of a loop that ends by a condition the share stands still.
+        if int(100 * run.share) > int(100 * before) or run.turns.bit_length() > turns_before.bit_length():
+            figures = {"share": run.share, "received_bytes": run.received_bytes}
+            loop = {"turns": run.turns, "turns_in_all": run.turns_in_all, "seconds_left": run.seconds_left}
+            self._event("progress", run, **figures, **(loop if run.turns else {}))
 
     # Barriers
 
