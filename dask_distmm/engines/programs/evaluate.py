@@ -737,7 +737,7 @@ def _cast(x: Any, out: Any) -> Any:
 
 def _put(xp: Any, in_place: bool, x: Any, column: Any, j: Any) -> Any:
     found = x if in_place else x.copy()
-    if xp is np:
+    if xp is np or isinstance(j, int):
         found[:, int(j)] = column
     else:
         found[:, j.reshape(1)] = column[:, None]  # without a look at the number
