@@ -246,3 +246,9 @@ def raised_by_user(error: BaseException) -> tuple[str, str, TracebackType | None
         return None
     given = traceback.tb_frame.f_locals
     return given["status"], given["what"], traceback.tb_next
+
+
+def not_finite(name: str, *, option: bool = True) -> str:
+    """Return the text for a matrix with elements that are NaN or infinite; `option`: functions may have one for it."""
+    text = f"{name} must not contain infs or NaNs: replace them, for example by dask.array.nan_to_num"
+    return f"{text}, or pass check_finite=False if the function has it" if option else text

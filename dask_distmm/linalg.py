@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dask_distmm.algorithms.exponential import expm
+from dask_distmm.algorithms.iterative import cg, eigsh, gmres, lobpcg, lsmr, lsqr, minres
 from dask_distmm.arrays.linalg.array_api import (
     cond,
     cross,
@@ -37,7 +39,6 @@ from dask_distmm.arrays.linalg.array_api import (
 )
 from dask_distmm.arrays.linalg.factorize import explain_result
 from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
-from dask_distmm.arrays.linalg.iterative import cg, eigsh, gmres, lobpcg, lsmr, lsqr, minres
 from dask_distmm.arrays.linalg.leading import corrcoef, cov, pca, svd_compressed
 from dask_distmm.arrays.linalg.solutions import (
     cho_factor,
@@ -57,7 +58,6 @@ from dask_distmm.arrays.linalg.spectral import (
     eigh,
     eigvals,
     eigvalsh,
-    expm,
     logm,
     polar,
     schur,

@@ -15,8 +15,13 @@ from dask_distmm.testing import run_jobs
 
 
 def on_ranks(results, arrays, ranks=3):
-    """Return arrays that one program makes, from a run on several ranks whose chunks lie anywhere."""
+    """Return arrays that one program makes, from a run on several ranks whose chunks lie anywhere.
+
+    The operands of a traced function have its own names, in the order of its arguments.
+    """
     rng, problem = np.random.default_rng(), problem_of(results[0])
+    if problem.builder == "traced":
+        arrays = dict(zip(problem.operands, arrays.values(), strict=True))
     rows = problem["a"].chunks[0]
     where = {}
     for name in problem.operands:

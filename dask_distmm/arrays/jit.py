@@ -17,7 +17,8 @@ from dask.array.core import Array, from_array
 from dask.base import is_dask_collection, tokenize
 
 from dask_distmm.arrays.kinds import as_array
-from dask_distmm.arrays.linalg.factorize import made_of, native, program_arrays, rows_of, run_request
+from dask_distmm.arrays.linalg.factorize import cut_as, made_of, native, program_arrays, rows_of, run_request
+from dask_distmm.arrays.linalg.public import RunOptions
 from dask_distmm.errors import PlanError, TracingError
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.program import ProgramProblem
@@ -148,6 +149,10 @@ class Jitted:
             return self._fun(*args, **kwargs)
         return _compiled(self.name, *self.traced(leaves, tree), self.keep_every).results()
 
+    def run(self, how: RunOptions, *args: Any) -> Any:
+        """Trace the function for a run with some options; rows are those of the first array. Return lazy arrays."""
+        return _compiled(self.name, *self.traced(*self.bound(args, {})), how=how).results()
+
     def bound(self, args: Any, kwargs: Any) -> tuple[list[Any], Tree]:
         """Return the leaves of the arguments, and how they are nested; Dask arrays of other kinds as Dask's own."""
         bound = self._signature.bind(*args, **kwargs)
@@ -250,7 +255,13 @@ def compiled(function: Jitted, args: Any, kwargs: Any) -> _Compiled:
     return _compiled(function.name, *function.traced(*function.bound(args, kwargs)), function.keep_every)
 
 
-def _compiled(name: str, traced: _Traced, leaves: list[Any], keep_every: int | None = None) -> _Compiled:
+def _compiled(
+    name: str,
+    traced: _Traced,
+    leaves: list[Any],
+    keep_every: int | None = None,
+    how: RunOptions | None = None,
+) -> _Compiled:
     """Give the inputs of a trace to ranks: rows where they are, what is small with the program.
 
     Of a program in pieces it is the last one, whose operands come from the others.
@@ -261,7 +272,7 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any], keep_every: int | N
     lazy = [x for x in inputs if isinstance(x, Array) and x.ndim]
     if not lazy:
         raise TracingError(f"{name} reads no Dask array that has axes: call it with NumPy arrays")
-    leader = max(lazy, key=lambda x: (np.isnan(x.shape[0]), _kind(x).nbytes))
+    leader = lazy[0] if how is not None else max(lazy, key=lambda x: (np.isnan(x.shape[0]), _kind(x).nbytes))
     if keep_every and not any("count" in one.options for one in program.block.statements):
         raise TracingError(
             f"keep_every={keep_every}: {name} has no fori_loop of a known number of turns outside of other loops and "
@@ -272,7 +283,7 @@ def _compiled(name: str, traced: _Traced, leaves: list[Any], keep_every: int | N
     for part in parts[:-1]:
         found = _piece(name, part, values, leader, traced.functions, returned, inner=True)
         values |= {x: (matrix, found.outputs[x][2]) for x, matrix in found.matrices().items()}
-    return _piece(name, parts[-1], values, leader, traced.functions, returned)
+    return _piece(name, parts[-1], values, leader, traced.functions, returned, how=how)
 
 
 def _piece(
@@ -284,6 +295,7 @@ def _piece(
     returned: tuple[list[Any], Tree],
     *,
     inner: bool = False,
+    how: RunOptions | None = None,
 ) -> _Compiled:
     """Return a program, or a piece of one, with its operands; outputs of inner ones are matrices.
 
@@ -332,7 +344,7 @@ def _piece(
     rows = tuple(-1 if np.isnan(size) else int(size) for size in a.chunks[0])
     wanted = tuple(_wanted(*output, rows, inner=inner) for output in outputs.values())
     arrays = native(operands)
-    request = run_request(ProgramProblem.kind, dict(zip(operands, arrays, strict=True)), {}, wanted)
+    request = run_request(ProgramProblem.kind, dict(zip(operands, arrays, strict=True)), how or {}, wanted)
     kinds = [x.dtype for x in operands.values() if x.dtype.kind in "fc"]
     dtype = np.result_type(np.float32, *kinds) if kinds else np.dtype(np.float64)
     token = tokenize(repr(([x.name for x in arrays], name, options, constants, request)))
@@ -364,7 +376,7 @@ def _matrix(x: Array, *, rows: bool) -> Array:
 def _beside(x: Array, a: Array) -> Array:
     """Return an operand in the chunks of rows of another one."""
     if not np.isnan(a.shape[0]):
-        return x.rechunk((a.chunks[0], -1))
+        return cut_as(a, x)
     if x.numblocks[0] != a.numblocks[0]:
         raise TracingError(
             f"two arrays of unknown sizes have {a.numblocks[0]} and {x.numblocks[0]} chunks of rows; expected as many: "

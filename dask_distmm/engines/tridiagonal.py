@@ -63,8 +63,8 @@ from numpy.typing import NDArray
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.exchange import RankExchange
 from dask_distmm.engines.programs.kernels import ProgramKernels
-from dask_distmm.engines.programs.spectral import not_finite, unit_factors
-from dask_distmm.errors import MatrixError
+from dask_distmm.engines.programs.spectral import unit_factors
+from dask_distmm.errors import MatrixError, not_finite
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.programs.factor import Columns
 from dask_distmm.programs.steps import Key

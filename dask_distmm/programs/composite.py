@@ -23,7 +23,6 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dask_distmm.programs.iterative import cg, eigsh, expm, gmres, lobpcg, lsmr, lsqr, minres
 from dask_distmm.programs.recorder import Operands, Recorder, Rows, Tall, Wanted
 from dask_distmm.programs.steps import COUNT, Buffer, Step
 
@@ -534,14 +533,6 @@ BUILDERS: Mapping[str, Callable[..., None]] = {
     "cov": cov,
     "lstsq": lstsq,
     "ridge": ridge,
-    "cg": cg,
-    "minres": minres,
-    "gmres": gmres,
-    "eigsh": eigsh,
-    "expm": expm,
-    "lobpcg": lobpcg,
-    "lsqr": lsqr,
-    "lsmr": lsmr,
 }
 
 
@@ -559,13 +550,11 @@ def record(
     """Return the steps of rank `me`; `cols` has the columns of each operand by name, `made` those that ranks make."""
     options = dict(options)
     p = Recorder(me, rows, dtype, finite=options.pop("finite", True))
-    functions, size = options.pop("functions", {}), options.pop("columns", sum(rows.sizes))
     types, whole = options.pop("types", {}), options.pop("whole", ())
     operands = {
         name: Tall(name, count, operand=True, made=name in made, dtype=types.get(name, ""), whole=name in whole)
         for name, count in cols.items()
     }
     p.make(*operands.values())
-    operands |= {name: Tall(name, size, function=function) for name, function in functions.items()}
     builder(p, operands, wanted, **options)
     return p.end()

@@ -60,8 +60,6 @@ class Tall:
     made: bool = False
     # The kernel that makes each chunk when it is needed, and what that reads: buffers, and chunks of other matrices.
     formula: tuple[Any, ...] = ()
-    # A user's function that multiplies by some of its rows, pickled; it has no chunks.
-    function: bytes = b""
     # The name of its type; that of the computation by default.
     dtype: str = ""
     # Whether all ranks read all of it; it is in one chunk.
@@ -83,12 +81,6 @@ class Recorder:
         # Whether elements that are NaN or infinite are refused. None of them has a usable Gram matrix.
         self.finite = finite
         self.real = np.empty(0, dtype).real.dtype.name
-        # The type of numbers on the host.
-        self.wide = "complex128" if np.dtype(dtype).kind == "c" else "float64"
-        # The number of each rank's rows; of no use where one is not known.
-        self.heights = [
-            sum(itertools.compress(rows.sizes, (x == rank for x in rows.owners))) for rank in range(rows.ranks)
-        ]
         self.steps: list[Step] = []
         self._names, self._keys = itertools.count(), (Key(PART, number) for number in itertools.count())
         # Buffers in memory, by name; the chunks of matrices.
@@ -302,34 +294,17 @@ class Recorder:
             self.steps.append(Publish(keys[self.me], own))
         return parts
 
-    def part(self, cols: int) -> Buffer:
-        """Return the name of this rank's rows of a matrix in one buffer."""
-        return Buffer(f"p{next(self._names)}", (self.heights[self.me], cols), self.dtype)
-
-    def numbers(self, count: int, dtype: str | None = None, rows: int = 1) -> Buffer:
+    def numbers(self, count: int, dtype: str) -> Buffer:
         """Return the name of numbers on the host, which each rank computes alike."""
-        return Buffer(f"s{next(self._names)}", (rows, count), dtype or self.wide, host=True)
-
-    def share(self, *buffers: Buffer, flags: Sequence[Buffer] = ()) -> list[tuple[Buffer, ...]]:
-        """Return buffers of all ranks, on all of them; with the same messages they get flags from rank 0."""
-        key = next(self._keys)
-        if self.rows.ranks == 1:
-            return [buffers]
-        found: list[tuple[Buffer, ...]] = []
-        self.steps.append(Publish(key, (*buffers, *(() if self.me else flags)), copied=True))
-        for rank in range(self.rows.ranks):
-            if rank == self.me:
-                found.append(buffers)
-                continue
-            theirs = tuple(self._of(rank, buffer) for buffer in buffers)
-            self.pull(rank, key, (*theirs, *(() if rank else flags)))
-            found.append(theirs)
-        return found
+        return Buffer(f"s{next(self._names)}", (1, count), dtype, host=True)
 
     def share_rows(
-        self, sums: Sequence[Buffer], matrices: Sequence[Tall]
+        self, sums: Sequence[Buffer], matrices: Sequence[Tall], flags: Sequence[Buffer] = ()
     ) -> tuple[list[list[Buffer]], list[list[Buffer]]]:
-        """Return, on all ranks, some buffers of each rank, and all chunks of matrices: one message of each rank."""
+        """Return, on all ranks, some buffers of each rank, and all chunks of matrices: one message of each rank.
+
+        With the same messages they get `flags` from rank 0.
+        """
         key, ranks = next(self._keys), range(self.rows.ranks)
         pieces = {(x.name, i): self.chunk_of(x, i) for x in matrices for i in range(len(self.rows.sizes))}
         # The number of rows of what others have is known.
@@ -341,12 +316,15 @@ class Recorder:
         chunks = [[i for i, owner in enumerate(self.rows.owners) if owner == rank] for rank in ranks]
         if self.rows.ranks > 1:
             theirs = (pieces[x.name, i] for x in matrices for i in chunks[self.me])
-            self.steps.append(Publish(key, (*sums, *theirs), copied=True))
+            self.steps.append(Publish(key, (*sums, *theirs, *(() if self.me else flags)), copied=True))
         parts: list[list[Buffer]] = [[] for _ in sums]
         for rank in ranks:
-            own = list(sums) if rank == self.me else [self._of(rank, buffer) for buffer in sums]
+            own = list(sums)
             if rank != self.me:
-                self.pull(rank, key, (*own, *(pieces[x.name, i] for x in matrices for i in chunks[rank])))
+                own = [dataclasses.replace(buffer, name=f"{buffer.name}@{rank}") for buffer in sums]
+            if rank != self.me:
+                theirs = (pieces[x.name, i] for x in matrices for i in chunks[rank])
+                self.pull(rank, key, (*own, *theirs, *(() if rank else flags)))
             for some, buffer in zip(parts, own, strict=True):
                 some.append(buffer)
         return parts, [[pieces[x.name, i] for i in range(len(self.rows.sizes))] for x in matrices]
@@ -356,10 +334,6 @@ class Recorder:
         buffer = Buffer(f"{operand.name}.0", shape, operand.dtype)
         self._make(operand.name, 0, buffer)
         return buffer
-
-    def _of(self, rank: int, buffer: Buffer) -> Buffer:
-        rows = self.heights[rank] if buffer.name[0] == "p" else buffer.shape[0]
-        return dataclasses.replace(buffer, name=f"{buffer.name}@{rank}", shape=(rows, buffer.shape[1]))
 
     def loop(self, flag: Buffer, body: Callable[[], Any], most: int, expected: int) -> None:
         """Repeat steps while a flag is set, the same on all ranks; a turn leaves the buffers that it found."""

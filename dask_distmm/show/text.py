@@ -337,7 +337,7 @@ def program_text(plan: ProgramPlacement) -> str:
         ),
         ("makes", ", ".join(f"{one.name} {_sizes(one.chunks)}" for one in problem.outputs)),
         ("method", f"rows stay where they are; A is read {times} if {expected}"),
-        *(("turns", f"up to {loop.most} turns, {loop.expected} expected") for loop in loops),
+        *(("turns", f"{loop.expected} turns expected") for loop in loops),
         ("work", f"{cost.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved in {cost.messages} messages"),
         ("memory", _memory(plan)),
         ("time", _time(plan.estimate, "computing", "waiting for others")),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 
 from dask_distmm.errors import TracingError
-from dask_distmm.tracing.arrays import Trace, TracedArray, as_traced, current_trace
+from dask_distmm.numeric.epilogs import call_function
+from dask_distmm.tracing.arrays import Trace, TracedArray, as_traced, current_trace, kind_of
 from dask_distmm.tracing.form import Kind
 
 
@@ -123,7 +124,69 @@ def callback(f: Callable[..., Any], *arrays: Any) -> None:
         f(*arrays)
         return
     with trace.active():
-        trace.add("callback", {"function": trace.function(cloudpickle.dumps(f))}, [as_traced(x) for x in arrays], [])
+        trace.add("callback", {"function": trace.function(_pickled(f))}, [as_traced(x) for x in arrays], [])
+
+
+def put_column(x: Any, j: Any, column: Any) -> Any:
+    """Return a matrix of which one column is replaced; in its memory where nobody else needs that."""
+    trace = _trace((x, j, column))
+    if trace is not None:
+        return trace.one("put", {}, (x, column, j), kind_of(x))
+    x = x.copy()
+    x[:, int(j)] = column
+    return x
+
+
+def decided(f: Callable[..., Any], *arrays: Any, meta: tuple[Any, ...]) -> Any:
+    """Have one rank call a function of what all ranks have, for all of them; `meta`: arrays like its results."""
+    trace = _trace(arrays)
+    if trace is None:
+        return f(*arrays)
+    options = {"rows": [], "sums": True, "function": trace.function(cloudpickle.dumps(f)), "name": "decided"}
+    return tuple(trace.add("call", options, arrays, [kind_of(x) for x in meta]))
+
+
+class UserFunction(NamedTuple):
+    """A user's function as it was when it was given, pickled, and as what it was given."""
+
+    pickled: bytes
+    role: str
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it."""
+        return call_function(self.pickled, self.role, *args)
+
+
+def _pickled(f: Any) -> bytes:
+    return f.pickled if isinstance(f, UserFunction) else cloudpickle.dumps(f)
+
+
+def replicated(x: Any) -> Any:
+    """Return what is in rows on all ranks: it comes with the sums that are ready by then."""
+    return x.trace.one("gather", {}, (x,), x.kind) if isinstance(x, TracedArray) else x
+
+
+def product(a: Any, x: Any, like: Any) -> Any:
+    """Return A X of a matrix, or of a function that is called with all of X and a slice of the rows of `like`."""
+    if not isinstance(a, UserFunction):
+        return a @ x
+    columns = x[:, None] if x.ndim == 1 else x
+    kind = Kind((len(like), columns.shape[1]), np.result_type(x.dtype, like.dtype).name)
+    return _of_slices(a, (columns,), [], kind, x.ndim)
+
+
+def adjoint_product(a: Any, u: Any, n: int) -> Any:
+    """Return A^H u, of n rows, of a matrix, or of a function that is called with rows of u and their slice."""
+    if not isinstance(a, UserFunction):
+        return (u.conj() @ a).conj()
+    return _of_slices(a, (u[:, None],), [0], Kind((n, 1), u.kind.dtype), 1)
+
+
+def _of_slices(f: UserFunction, given: tuple[Any, ...], rows: list[int], kind: Kind, ndim: int) -> Any:
+    trace = given[0].trace
+    options = {"rows": rows, "sums": bool(rows), "function": trace.function(f.pickled), "name": f.role, "slices": True}
+    found = trace.one("call", options, given, kind)
+    return found[:, 0] if ndim == 1 else found
 
 
 def _trace(arrays: tuple[Any, ...]) -> Trace | None:
@@ -158,6 +221,6 @@ def _called(f: Callable[..., Any], arrays: tuple[Any, ...], meta: Any, name: str
     found = [np.asarray(x) if not hasattr(x, "dtype") else x for x in (meta if several else (meta,))]
     first = (m,) if name == "map_rows" else ()
     kinds = [Kind((*first, *x.shape[len(first) :]), x.dtype.name) for x in found]
-    options = {"rows": rows, "sums": name == "sum_rows", "function": trace.function(cloudpickle.dumps(f)), "name": name}
+    options = {"rows": rows, "sums": name == "sum_rows", "function": trace.function(_pickled(f)), "name": name}
     made = trace.add("call", options, given, kinds)
     return tuple(made) if several else made[0]

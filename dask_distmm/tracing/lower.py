@@ -15,6 +15,7 @@ its buffers: a pass writes the next state over the last one where nothing reads 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 from dask_distmm.programs.composite import tall_qr
 from dask_distmm.programs.recorder import Operands, Recorder, Tall, Wanted
 from dask_distmm.programs.steps import Buffer
-from dask_distmm.tracing.form import UNKNOWN, Kind, Literal, Ref, Statement, extents, program_of
+from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Ref, Statement, extents, program_of
 from dask_distmm.tracing.place import Axis, Placements, is_view
 
 # Loops end when their flag says so.
@@ -42,7 +43,15 @@ _EXACT_FUNCTIONS = {
     "multiply", "negative", "not_equal", "positive", "real", "right_shift", "sign", "sqrt", "square", "subtract",
     "trunc", "where",
 }  # fmt: skip
+# Those of them that are exact of complex numbers, too: each part of the result is one sum or copy.
+_EXACT_OF_COMPLEX = {
+    "add", "astype", "conjugate", "equal", "imag", "isfinite", "negative", "not_equal", "positive", "real", "subtract",
+    "where",
+}  # fmt: skip
 
+
+_LATE = {"map", "index", "reshape", "transpose", "broadcast", "concat"}
+_COMPARISONS = {"less", "less_equal", "greater", "greater_equal"}
 
 # Memory for a value, which may be written when another value is not read any more; by the value's number.
 Targets = Mapping[int, tuple[Any, int]]
@@ -119,8 +128,12 @@ class Lowering:
         self.moved: dict[int, Axis] = {}
         # Values of which all ranks have the same bits.
         self.exact: set[int] = set()
+        # Values that decide about turns: where bits may differ, those of rank 0 come to all by a message that is sent.
+        self.deciding: set[int] = set()
         # How often all ranks have waited for each other.
         self.meetings = 0
+        # The number of loops around what is taken.
+        self.depth = 0
         firsts = np.cumsum([0, *map(abs, p.rows.sizes)]).tolist()
         self.firsts = tuple(firsts[number] for number in p.mine)
         self.sizes = tuple(p.rows.sizes[number] for number in p.mine)
@@ -169,6 +182,18 @@ class Lowering:
             self.p.call("copy", source, target)
         else:
             self.p.each("copy", source, target)
+
+    def _copy_all(self, moves: Sequence[tuple[Any, Any]]) -> None:
+        """Copy values; those that all ranks have by one call, of which all have the same bits by another one."""
+        alike = {id(self.here[number]) for number in self.exact & self.here.keys()}
+        small = [(source, place) for source, place in moves if isinstance(place, Buffer)]
+        for is_alike in (True, False):
+            if some := [move for move in small if (id(move[0]) in alike) == is_alike]:
+                sources, places = zip(*some, strict=True)
+                self.p.call("copy_all", *sources, *places, roles="r" * len(some) + "w" * len(some))
+        for source, place in moves:
+            if not isinstance(place, Buffer):
+                self.copy(source, place)
 
     def copied(self, ref: Ref) -> Buffer | Tall:
         """Return a value of its own for an output; a number of Python's becomes an array."""
@@ -231,12 +256,18 @@ class Lowering:
             stages.append(stage)
             combined = statement.family == "gather" or any(x in self.combine for x in statement.outputs)
             level.update(dict.fromkeys(statement.outputs, stage + combined))
+        last, first_read = max(stages, default=0), dict[int, int]()
         for i in reversed(range(len(statements))):
-            if is_view(statements[i], self.kinds, self.axes):
-                (number,) = statements[i].outputs
-                # In the pass in which it is read first.
-                readers = [s for x, s in zip(statements[i:], stages[i:], strict=True) if number in x.reads]
-                stages[i] = level[number] = min(readers, default=stages[i])
+            one = statements[i]
+            # A view is taken in the pass in which it is read first, and what all ranks have when it is, with more.
+            late = one.family in _LATE and all(self.axes[x] is None for x in (*one.reads, *one.outputs))
+            if is_view(one, self.kinds, self.axes) or (late and self.deciding.isdisjoint(one.outputs)):
+                stages[i] = min(
+                    (first_read.get(x, last if late else stages[i]) for x in one.outputs), default=stages[i]
+                )
+                level.update(dict.fromkeys(one.outputs, stages[i]))
+            for x in one.reads:
+                first_read[x] = min(stages[i], first_read.get(x, stages[i]))
         return level, stages
 
     def _sequence(self, statements: Sequence[Statement], kept: Collection[int], targets: Targets) -> set[int]:
@@ -265,16 +296,18 @@ class Lowering:
     def _whole(self, statements: Sequence[Statement], read: Collection[int]) -> None:
         """Take statements on what all ranks have: exact ones first, and apart those of which one rank decides."""
         groups: list[tuple[str, list[Statement]]] = []
-        for statement in statements:
-            kind = self._kind_of(statement)
+        between, after = self._decided(statements)
+        for statement in sorted(statements, key=lambda one: not after.isdisjoint((*one.reads, *one.outputs))):
+            kind = "one" if id(statement) in between else self._kind_of(statement)
             if kind == "exact":
                 self.exact.update(statement.outputs)
-            # Into the first group behind what it reads.
+            # Into the first group behind what it reads; of several functions whose results are not unique one rank
+            # takes also what is between them, so that all get what they need of it by one message.
             at = 0
             for i, (_, group) in enumerate(groups):
                 if any(not set(one.outputs).isdisjoint(statement.reads) for one in group):
-                    at = i if groups[i][0] == kind and kind != "one" else i + 1
-            place = next((i for i in range(at, len(groups)) if groups[i][0] == kind and kind != "one"), None)
+                    at = i if groups[i][0] == kind else i + 1
+            place = next((i for i in range(at, len(groups)) if groups[i][0] == kind), None)
             if place is None:
                 groups.append((kind, [statement]))
             else:
@@ -293,15 +326,33 @@ class Lowering:
             if kind == "one" and buffers:
                 self.p.give(*buffers)
 
+    def _decided(self, statements: Sequence[Statement]) -> tuple[set[int], set[int]]:
+        """Return the statements of one rank, with those between them, and the values that follow from these."""
+        after, before, found = set[int](), set[int](), set[int]()
+        for statement in statements:
+            if self._kind_of(statement) == "one" or not after.isdisjoint(statement.reads):
+                after.update(statement.outputs)
+        for statement in reversed(statements):
+            is_one = self._kind_of(statement) == "one"
+            if is_one or not before.isdisjoint(statement.outputs):
+                before.update(statement.reads)
+            if is_one or not (before.isdisjoint(statement.outputs) or after.isdisjoint(statement.outputs)):
+                found.add(id(statement))
+        return found, after
+
     def _kind_of(self, statement: Statement) -> str:
         function = statement.options.get("f")
         if statement.family in ("whole", "along", "reduce") and function in _OF_ONE_RANK:
             return "one"
         if statement.family in ("qr", "callback", "call"):
             return "one"
-        fine = statement.family in _EXACT or (statement.family == "map" and function in _EXACT_FUNCTIONS)
         real = all(self.kinds[x].dtype[0] != "c" for x in (*statement.reads, *statement.outputs))
-        return "exact" if fine and real and self.exact.issuperset(statement.reads) else "same"
+        functions = _EXACT_FUNCTIONS if real else _EXACT_OF_COMPLEX
+        fine = statement.family in _EXACT or (statement.family == "map" and function in functions)
+        # Whole numbers have no rounding, and neither has the choice of one.
+        whole = all(self.kinds[x].dtype[0] in "biu" for x in statement.outputs)
+        fine |= statement.family == "reduce" and (whole or function in ("max", "min"))
+        return "exact" if fine and self.exact.issuperset(statement.reads) else "same"
 
     def _outer_reads(self, statements: Sequence[Statement]) -> tuple[int, ...]:
         own = {x for one in statements for x in one.outputs}
@@ -426,7 +477,10 @@ class Lowering:
             return
         p = self.p
         talls = list(dict.fromkeys(self.here[x] for one in gathers for x in one.reads))
-        parts, rows = p.share_rows([part for _, some in sums for part in some], talls)
+        decided = sorted(self.deciding & self.here.keys() - self.exact)
+        flags = [self.here[number] for number in decided]
+        parts, rows = p.share_rows([part for _, some in sums for part in some], talls, flags)
+        self.exact.update(decided)
         self.meetings += 1
         every, totals = list[Buffer](), list[Buffer]()
         at = 0
@@ -446,7 +500,8 @@ class Lowering:
         p.drop(*(x for x in (*every, *totals, *(x for _, own in sums for x in own)) if x not in kept))
         for statement in gathers:
             (source,), (number,) = statement.reads, statement.outputs
-            self.moved[number] = self.axes[source]
+            if self.axes[source]:
+                self.moved[number] = self.axes[source]
             buffer = self.buffer(number)
             pieces = rows[talls.index(self.here[source])]
             p.call("assemble", buffer, *pieces, places=tuple((i, 0, n) for i, n in enumerate(p.rows.sizes)))
@@ -457,16 +512,36 @@ class Lowering:
 
     # Loops, branches, factorizations
 
-    def _flag(self, ref: Ref, flag: Buffer) -> None:
-        """Have a flag, which is the same on all ranks: what they decide by."""
+    def _flag(self, ref: Ref, flag: Buffer, compared: Sequence[tuple[int, Ref]] = ()) -> None:
+        """Have a flag, the same on all ranks: what they decide by. Progress is that of numbers to their limits."""
         if isinstance(ref, Literal):
             self.p.call("set_all", flag, value=bool(ref.value))
-        elif ref in self.exact:
+            return
+        limits = tuple(None if isinstance(x, int) else x.value for _, x in compared)
+        numbers = [self.here[x] for pair in compared for x in pair if isinstance(x, int)]
+        if numbers:
+            self.p.call("follow", *numbers, limits=limits)
+        if ref in self.exact:
             self.p.call("decide", self.here[ref], flag)
         else:
             self.p.on_root("decide", [self.here[ref]], [flag])
-            self.p.share(flags=(flag,))
+            self.p.share_rows([], [], [flag])
             self.meetings += 1
+
+    def _compared(self, condition: Sequence[Statement]) -> list[tuple[int, Ref]]:
+        """Return the numbers that a condition compares with limits: those that are above, and counts that are below."""
+        found = []
+        for statement in condition:
+            name = statement.options.get("f", "")
+            if statement.family == "map" and name in _COMPARISONS:
+                low, high = statement.inputs if name.startswith("less") else statement.inputs[::-1]
+                kinds = [self.kinds[x] for x in (low, high) if isinstance(x, int)]
+                is_count = kinds[0].dtype[0] in "iu"
+                number, limit = (low, high) if is_count else (high, low)
+                real = all(kind.shape == () and kind.dtype[0] in ("iu" if is_count else "f") for kind in kinds)
+                if isinstance(number, int) and real and all(self.axes[x] is None for x in statement.reads):
+                    found.append((number, limit))
+        return found
 
     def _loop(self, loop: Statement) -> None:
         p, body = self.p, loop.blocks[-1]
@@ -480,46 +555,34 @@ class Lowering:
             self.here[number] = place = self.place(number)
             self.copy(self.here[ref], place)
             places.append(place)
-        exact = self._exact_states(loop)
-        self.exact.update(exact)
+        self.exact.update(self._exact_states(loop, nested=self.depth > 0))
         for number in numbers:
             self.here[number] = self.buffer(number)
             p.call("set_all", self.here[number], value=loop.options.get("first", 0))
             self.exact.add(number)
-        condition = loop.blocks[0] if len(loop.blocks) > 1 else None
-        count = loop.options.get("count")
-
-        def look() -> None:
-            """Say whether there is another turn."""
-            if condition is None:
-                return
-            for number, state in zip(condition.inputs, places, strict=True):
-                self.here[number] = state
-                if states[condition.inputs.index(number)] in self.exact:
-                    self.exact.add(number)
-            (ref,) = condition.outputs
-            kept = {ref} if isinstance(ref, int) else set()
-            before = set(self.here)
-            self.take(condition.statements, kept)
-            self._flag(ref, flag)
-            for number in [x for x in self.here if x not in before]:
-                self.drop(self.here.pop(number))
-            for number in condition.inputs:
-                self.here.pop(number, None)
-
-        if condition is None:
-            p.call("set_all", flag, value=True)
-        look()
+        count, expected = loop.options.get("count"), self._expected(loop)
+        # The statements that say whether there is another turn are those of the turn before it.
+        first, ref = _looked_at(loop, loop.inputs)
+        before = set(self.here)
+        self.take(first, {ref} if isinstance(ref, int) else ())
+        self._flag(ref, flag)
+        for number in [x for x in self.here if x not in before]:
+            self.drop(self.here.pop(number))
+        then, ref = _looked_at(loop, body.outputs)
+        compared = [] if self.depth else self._compared(then)
+        self.exact.difference_update(x for one in then for x in one.outputs)
 
         def turn() -> None:
             met = self.meetings
+            self.depth += 1
             outputs = [x for x in body.outputs if isinstance(x, int)]
             targets: dict[int, tuple[Any, int]] = {}
             for out, number, place in zip(body.outputs, states, places, strict=True):
                 if isinstance(out, int) and out not in states and outputs.count(out) == 1 and number not in outputs:
                     targets.setdefault(out, (place, number))
             before = set(self.here)
-            placed = self.take(body.statements, set(outputs), targets)
+            wanted = {x for x in (ref, *itertools.chain(*compared)) if isinstance(x, int)}
+            placed = self.take([*body.statements, *then], wanted.union(outputs), targets)
             moves = [
                 (self.here[out], place)
                 for out, number, place in zip(body.outputs, states, places, strict=True)
@@ -532,8 +595,9 @@ class Lowering:
                 if id(source) in own and id(source) not in spare:
                     spare[id(source)] = fresh = self._like(source)
                     self.copy(source, fresh)
-            for source, place in moves:
-                self.copy(spare.get(id(source), source), place)
+            if then:
+                self._flag(ref, flag, compared)
+            self._copy_all([(spare.get(id(source), source), place) for source, place in moves])
             for fresh in spare.values():
                 self.drop(fresh)
             for number in [x for x in self.here if x not in before]:
@@ -542,12 +606,12 @@ class Lowering:
                     self.drop(gone)
             for number in numbers:
                 p.call("increment", self.here[number])
-            look()
+            self.depth -= 1
             if self.meetings == met:
                 # Nobody may be a turn ahead: what was published is freed.
-                p.share()
+                p.share_rows([], [])
 
-        p.loop(flag, turn, _MOST if count is None else count, EXPECTED if count is None else count)
+        p.loop(flag, turn, _MOST if count is None else count, expected)
         p.drop(flag)
         for number in numbers:
             self.drop(self.here.pop(number))
@@ -556,37 +620,75 @@ class Lowering:
             if number in self.exact:
                 self.exact.add(out)
 
+    def _expected(self, loop: Statement) -> int:
+        """Return how many turns a loop is expected to have, for the cost model: some turns in all, of those inside."""
+        if (count := loop.options.get("count")) is not None:
+            return int(count)
+        inside = [self._expected(one) for one in loop.blocks[-1].statements if one.family == "loop"]
+        compared = self._compared(loop.blocks[0].statements)
+        counts = [int(x.value.real) for n, x in compared if isinstance(x, Literal) and self.kinds[n].dtype[0] in "iu"]
+        return max(1, min([EXPECTED // max([1, *inside]), *counts]))
+
     def _like(self, place: Buffer | Tall) -> Buffer | Tall:
         """Return the name of memory like some."""
         if isinstance(place, Buffer):
             return dataclasses.replace(place, name=self.p.small(1, 1).name)
         return dataclasses.replace(self.p.tall(place.cols), dtype=place.dtype)
 
-    def _exact_states(self, loop: Statement) -> set[int]:
-        """Return the parts of a loop's state of which all ranks have the same bits in each turn."""
-        body = loop.blocks[-1]
-        skipped = loop.options["skipped"]
+    def _exact_states(self, loop: Statement, *, nested: bool) -> set[int]:
+        """Return the parts of a loop's state of which all ranks have the same bits in each turn.
+
+        What decides about turns comes with messages: the condition, of a loop in another one also what it looks at.
+        """
+        body, skipped = loop.blocks[-1], loop.options["skipped"]
+        states = body.inputs[skipped:]
+        outputs = dict(zip(states, body.outputs, strict=True))
+        then, ref = _looked_at(loop, body.outputs)
+        deciding = {ref} | ({x for one in then for x in one.reads} if nested else set())
+        statements = [*body.statements, *then]
+        self.deciding.update(x for x in deciding if isinstance(x, int))
         found = {
             number
-            for ref, number in zip(loop.inputs, body.inputs[skipped:], strict=True)
+            for ref, number in zip(loop.inputs, states, strict=True)
             if isinstance(ref, int) and ref in self.exact and self.axes[number] is None
         }
         while True:
-            known = self._exact_in(body.statements, self.exact | found | set(body.inputs[:skipped]))
-            wrong = {
-                number
-                for out, number in zip(body.outputs, body.inputs[skipped:], strict=True)
-                if number in found and isinstance(out, int) and out not in known
-            }
+            known = self._exact_in(statements, self.exact | found | set(body.inputs[:skipped]))
+            sent = {x for x in self._sent(statements, deciding) if x not in known}
+            wrong = {x for x in found if isinstance(outputs[x], int) and outputs[x] not in known | sent}
             if not wrong:
                 return found
             found -= wrong
+
+    def _sent(self, statements: Sequence[Statement], values: Collection[Ref]) -> set[int]:
+        """Return those values that all ranks have, and that are there when a message is sent."""
+        found, waiting = set[int](), set[int]()
+        starts = [i for i, one in enumerate(statements) if self._is_apart(one)]
+        for start, end in itertools.pairwise([-1, *starts, len(statements)]):
+            some = statements[start + 1 : end]
+            _, stages = self._stages(some)
+            messages = [
+                stage
+                for one, stage in zip(some, stages, strict=True)
+                if one.family == "gather" or any(x in self.combine for x in one.outputs)
+            ]
+            if messages:
+                found |= waiting
+            for one, stage in zip(some, stages, strict=True):
+                for number in one.outputs:
+                    if number in values and self.axes[number] is None:
+                        (found if stage <= max(messages, default=-1) else waiting).add(number)
+        return found
 
     def _exact_in(self, statements: Sequence[Statement], known: Collection[int]) -> set[int]:
         outside, self.exact = self.exact, set(known)
         for statement in statements:
             combined = [x for x in statement.outputs if x in self.combine]
-            if (
+            if statement.family == "loop":
+                states = statement.blocks[-1].inputs[statement.options["skipped"] :]
+                exact = self._exact_states(statement, nested=True)
+                self.exact.update(out for x, out in zip(states, statement.outputs, strict=True) if x in exact)
+            elif (
                 combined
                 or statement.family == "gather"
                 or (
@@ -628,16 +730,40 @@ class Lowering:
         """Factorize what is in rows, in its type."""
         p, (source,), (q, r) = self.p, statement.reads, statement.outputs
         kind = self.kinds[source]
-        outside = p.dtype, p.real, p.wide, p.finite
+        outside = p.dtype, p.real, p.finite
         p.dtype, p.real, p.finite = kind.dtype, np.empty(0, kind.dtype).real.dtype.name, False
         a, result, triangle = self.here[source], self.tall(q), self.buffer(r)
         assert isinstance(a, Tall)
         with p.keeping(result, triangle):
             tall_qr(p, a, result, triangle)
-        p.dtype, p.real, p.wide, p.finite = outside
+        p.dtype, p.real, p.finite = outside
         p.give(triangle)
         self.here[q], self.here[r] = result, triangle
         self.exact.add(r)
+
+
+def _looked_at(loop: Statement, values: Sequence[Ref]) -> tuple[list[Statement], Ref]:
+    """Return the statements of a loop's condition, of these values, and its result; nothing if it only counts."""
+    if len(loop.blocks) == 1:
+        return [], Literal(True)
+    condition = loop.blocks[0]
+    names = dict(zip(condition.inputs, values, strict=True))
+    (ref,) = condition.outputs
+    return _renamed(condition.statements, names), names.get(ref, ref) if isinstance(ref, int) else ref
+
+
+def _renamed(statements: Sequence[Statement], names: Mapping[int, Ref]) -> list[Statement]:
+    def named(refs: Sequence[Ref]) -> list[Ref]:
+        return [names.get(x, x) if isinstance(x, int) else x for x in refs]
+
+    return [
+        dataclasses.replace(
+            one,
+            inputs=tuple(named(one.inputs)),
+            blocks=tuple(Block(x.inputs, _renamed(x.statements, names), named(x.outputs)) for x in one.blocks),
+        )
+        for one in statements
+    ]
 
 
 def identity(op: str, dtype: str) -> Any:

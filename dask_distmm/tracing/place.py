@@ -181,11 +181,17 @@ def _random(given: Given) -> Placed:
 
 def _call(given: Given) -> Placed:
     """Pass rows of what is in rows, and all of the rest."""
-    rows = given.statement.options["rows"]
+    rows, slices = given.statement.options["rows"], given.statement.options.get("slices")
+    if not rows and not slices:
+        return _everywhere(given)
     inputs = tuple(0 if i in rows else None for i in range(len(given.kinds)))
     if given.statement.options["sums"]:
         return Placed(inputs, (None,) * len(given.outputs), "sum")
     return Placed(inputs, (0,) * len(given.outputs))
+
+
+def _put(given: Given) -> Placed:
+    return Placed((0, 0, None), (0,)) if 0 in given.axes[:2] else _everywhere(given)
 
 
 RULES: Mapping[str, Callable[[Given], Placed]] = {
@@ -204,6 +210,7 @@ RULES: Mapping[str, Callable[[Given], Placed]] = {
     "whole": _whole,
     "qr": _qr,
     "random": _random,
+    "put": _put,
     "call": _call,
     "callback": _everywhere,
 }
@@ -245,6 +252,8 @@ class Placements:
                 self._loop(statement, into, moved)
             elif statement.family == "cond":
                 self._cond(statement, into, moved)
+            elif statement.family == "gather":
+                self._gather(statement, into, moved)
             else:
                 self._one(statement, into, moved)
         return Block(list(block.inputs), into, list(block.outputs))
@@ -274,6 +283,16 @@ class Placements:
             self.combine.update(dict.fromkeys(statement.outputs, placed.combine))
         elif is_view(into[-1], self.kinds, self.axes):
             self.views[statement.outputs[0]] = into[-1]
+
+    def _gather(self, statement: Statement, into: list[Statement], moved: dict[tuple[int, Axis], int]) -> None:
+        """Bring a value to all ranks where a function says so."""
+        ((ref,), (number,)) = statement.inputs, statement.outputs
+        self.axes[number] = None
+        if self._axis(ref) is None:
+            statement = dataclasses.replace(statement, family="map", options={"f": "positive"})
+        else:
+            moved[ref, None] = number  # type: ignore[index]
+        into.append(dataclasses.replace(statement, inputs=(self._viewed(ref, into),)))
 
     def _viewed(self, ref: Ref, into: list[Statement]) -> Ref:
         """Return a view of its own for each statement that reads one: nobody stores what is elsewhere already."""

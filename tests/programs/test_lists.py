@@ -14,14 +14,14 @@ import pytest
 from factoring import factor_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrices import problem_of
 from tracing_ranks import plan_of
 
-from dask_distmm import fori_loop, while_loop
+from dask_distmm import fori_loop, linalg, while_loop
 from dask_distmm.arrays.jit import Jitted, compiled
 from dask_distmm.config import read_options
 from dask_distmm.engines.numpy.engine import ProductKernels
 from dask_distmm.engines.numpy.lapack import LapackKernels
-from dask_distmm.engines.programs import iterations
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh
 from dask_distmm.numeric.epilogs import Formula
@@ -48,12 +48,10 @@ from dask_distmm.programs.steps import (
     View,
     flops_of,
     messages_to_all,
-    roles_of,
 )
 from dask_distmm.testing import make_problem, random_chunks
 
 # Builder, options, all outputs.
-LIMITS = {"atol": 1e-6, "btol": 1e-6, "conlim": 1e8}
 CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("qr", {}, ("q", "r")),
     ("svd", {}, ("u", "s", "vh")),
@@ -68,50 +66,37 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("lstsq", {"rtol": 1e-8}, ("x", "residuals", "rank", "s")),
     ("ridge", {"alphas": (1.0, 2.0)}, ("x",)),
     ("ridge", {"alphas": (1.0, 2.0), "centred": True}, ("x", "center", "level")),
-    ("cg", {"rtol": 1e-5, "atol": 0.0, "maxiter": 9}, ("x", "info")),
-    ("cg", {"rtol": 1e-5, "atol": 0.0, "maxiter": 9, "functions": {"a": b"f", "m": b"f"}}, ("x", "info")),
-    ("cg", {"rtol": 1e-5, "atol": 0.0, "maxiter": 9, "functions": {"callback": b"f"}}, ("x", "info")),
-    ("minres", {"rtol": 1e-5, "shift": 1.0, "maxiter": 9, "eps": 1e-16}, ("x", "info")),
-    ("gmres", {"rtol": 1e-5, "atol": 0.0, "restart": 4, "maxiter": 9, "eps": 1e-16}, ("x", "info")),
-    (
-        "eigsh",
-        {"k": 2, "ncv": 5, "which": "LM", "tol": 0.0, "maxiter": 9, "eps": 1e-16, "seed": 0},
-        ("w", "v"),
-    ),
-    ("expm", {}, ("x",)),
-    ("lobpcg", {"tol": 1e-3, "maxiter": 9, "largest": True, "eps": 1e-16}, ("w", "v")),
-    ("lsqr", {"damp": 0.0, "maxiter": 9, "calc_var": True, "eps": 1e-16, **LIMITS}, ("x", "var", "numbers")),
-    ("lsmr", {"damp": 0.0, "maxiter": 9, **LIMITS}, ("x", "numbers")),
-    (
-        "lsmr",
-        {"damp": 0.0, "maxiter": 9, "functions": {"a": b"f", "adjoint": b"f"}, "columns": 5, **LIMITS},
-        ("x", "numbers"),
-    ),
 ]
 FACTORED = [("cholesky",), ("lu",), ("qr",), ("inv",), ("pinv",), ("eigh",)]
-# The columns of operands beside A; as many as A has rows where there are -1.
-SQUARE = ["cg", "minres", "gmres", "eigsh", "expm", "lobpcg"]
-MORE = {
-    "lstsq": [{"b": 2}],
-    "ridge": [{"b": 2}],
-    **{name: [{"b": 1}, {"b": 1, "g": 1, "m": 1}, {"b": 1, "m": -1}] for name in SQUARE[:3]},
-    "eigsh": [{}, {"g": 1}],
-    "lobpcg": [{"g": 2}, {"g": 2, "m": 1}],
-    **{name: [{"b": 1}, {"b": 1, "g": 1}] for name in ("lsqr", "lsmr")},
-}
+# The columns of operands beside A.
+MORE = {"lstsq": {"b": 2}, "ridge": {"b": 2}}
 
 
-def recorded(case, owners, ranks, sizes, wanted=None, more=-1):
+def recorded(case, owners, ranks, sizes, wanted=None):
     builder, options, outputs = case
-    cols = {"a": 8} | MORE.get(builder, [{}])[more]
-    if builder in SQUARE:
-        sizes = [abs(size) for size in sizes]
-        cols = {name: sum(sizes) if name == "a" or size < 0 else size for name, size in cols.items()}
-    rows = Rows(tuple(sizes), tuple(owners), ranks)
+    rows, cols = Rows(tuple(sizes), tuple(owners), ranks), {"a": 8} | MORE.get(builder, {})
     return [
         record(BUILDERS[builder], options, rows, cols, "float64", outputs if wanted is None else wanted, me=me)
         for me in range(ranks)
     ]
+
+
+def solved(name, more, ranks, rng):
+    """Return the lists of a solver, with a preconditioner, a start or a callback."""
+    n = 6 * ranks
+    a, b = (da.ones((n, size), chunks=(6, size)) for size in (n, 1))
+    options = {
+        "": {},
+        "x0": {"x0": b},
+        "diagonal": {"M": b[:, 0]},
+        "matrix": {"M": a},
+        "function": {"M": abs},
+        "callback": {"callback": print} | ({"callback_type": "pr_norm"} if name == "gmres" else {}),
+    }[more]
+    given = {"eigsh": (a, 2), "lobpcg": (a, b), "expm": (a,)}.get(name, (a, b))
+    results = getattr(linalg, name)(*given, **options, **({"method": "rows"} if name == "expm" else {}))
+    plan = plan_of(problem_of(results if name == "expm" else results[0]), ranks, rng)
+    return [plan.steps(rank) for rank in range(len(plan.ranks))]
 
 
 def test_contracts_and_kernels_and_builders_know_each_other():
@@ -128,13 +113,9 @@ def test_contracts_and_kernels_and_builders_know_each_other():
         # Of traced functions: what a run has beside kernels.
         *("constants", "pool", "threads"),
     }
-    taken: set[str] = set()
-    for case in CASES:
-        for more in range(len(MORE.get(case[0], [{}]))):
-            for steps in recorded(case, [0, 1], 2, [9, 9], more=more):
-                calls = [step for step in every(steps) if isinstance(step, Call)]
-                used |= {step.kernel for step in calls}
-                taken |= {step.options["step"] for step in calls if step.kernel.startswith("advance")}
+    lists = [steps for case in CASES for steps in recorded(case, [0, 1], 2, [9, 9])]
+    for steps in (*lists, *solved("cg", "x0", 2, np.random.default_rng())):
+        used |= {step.kernel for step in every(steps) if isinstance(step, Call)}
     for kind, seed in itertools.product(("gram", "formula"), range(20)):
         lists, made = product_lists(seed, "local", 2, kind)
         on_gpu = [step for step in blocks.record(made, 0, lambda operand, number: True) if isinstance(step, Call)]
@@ -149,7 +130,6 @@ def test_contracts_and_kernels_and_builders_know_each_other():
         s.kernel for s in every(plan_of(traced.problem, 2, np.random.default_rng()).steps(0)) if isinstance(s, Call)
     }
     assert used == CONTRACTS.keys()
-    assert taken == iterations._STEPS.keys()
     assert {case[0] for case in CASES} == BUILDERS.keys()
 
 
@@ -175,8 +155,7 @@ def test_programs_come_to_their_end(case, ranks, data):
     owners = data.draw(st.permutations([*range(ranks), *others]))
     sizes = data.draw(st.lists(st.sampled_from([-1, 0, 3, 50]), min_size=len(owners), max_size=len(owners)))
     wanted = data.draw(st.sets(st.sampled_from(case[2]), min_size=1))
-    more = data.draw(st.integers(0, len(MORE.get(case[0], [{}])) - 1))
-    lists = recorded(case, owners, ranks, sizes, wanted, more)
+    lists = recorded(case, owners, ranks, sizes, wanted)
     check(lists)
     for flags in all_flags([lists[0]]):
         assert cost(lists, Rates(1e9, 1e9, 1e9, 1e-3), flags).messages % max(1, ranks - 1) == 0
@@ -338,21 +317,25 @@ def test_loops_that_run_ahead_are_found():
             check(lists)
 
 
-# What a turn of the innermost loop pulls from each other rank, one message after the other.
-PULLS = {"cg": 2, "minres": 3, "gmres": 3, "eigsh": 3, "expm": 1, "lobpcg": 4, "lsqr": 1, "lsmr": 1}
+# What a turn of the innermost loop pulls from each other rank, one message after the other, with whatever else.
+# Of LOBPCG rank 0 decides, whose message comes in addition.
+PULLS = {"cg": 2, "minres": 3, "gmres": 3, "eigsh": 3, "expm": 1, "lobpcg": 3, "lsqr": 1, "lsmr": 1}
+MORE_OF = {"": [*PULLS], "x0": ["cg", "minres", "gmres", "lsqr", "lsmr"], "callback": ["cg", "minres", "gmres"]}
+MORE_OF |= {key: ["cg", "minres", "gmres", "lobpcg"] for key in ("diagonal", "matrix", "function")}
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[0] in PULLS], ids=lambda case: case[0])
-def test_messages_of_a_turn(case):
-    """A full M takes one more, and so does a callback that is told all of x."""
-    for more, ranks in itertools.product(range(len(MORE.get(case[0], [{}]))), (1, 2, 4)):
-        lists = recorded(case, list(range(ranks)), ranks, [9] * ranks, more=more)
-        options, operands = case[1].get("functions", {}), MORE.get(case[0], [{}])[more]
-        full = "m" in options or operands.get("m") == -1
-        expected = PULLS[case[0]] + full + ("callback" in options)
-        for steps in lists:
+@pytest.mark.parametrize(("more", "name"), [(more, name) for more, names in MORE_OF.items() for name in names])
+def test_messages_of_a_turn(more, name):
+    """A full M takes one more."""
+    rng = np.random.default_rng()
+    for ranks in (1, 2, 4):
+        lists = solved(name, more, ranks, rng)
+        check(lists)
+        for rank, steps in enumerate(lists):
             loop = [step for step in every(steps) if isinstance(step, Loop)][-1]
-            assert sum(isinstance(step, Pull) for step in every(loop.body)) == expected * (ranks - 1)
+            pulls = sum(isinstance(step, Pull) for step in every(loop.body))
+            full, decided = more in ("matrix", "function"), name == "lobpcg" and rank > 0
+            assert pulls == (PULLS[name] + full) * (len(lists) - 1) + decided
 
 
 def rewritten(steps, change):
@@ -364,45 +347,26 @@ def rewritten(steps, change):
             yield from change(step) if isinstance(step, Call) else [step]
 
 
-def exact_calls(steps):
-    """Return the sums that become numbers of a solver, which become flags, and the calls that make these."""
-    exact = [step for step in every(steps) if isinstance(step, Call) and CONTRACTS[step.kernel].exact]
-    read = {buffer.name for step in exact for buffer, role in roles_of(step) if role == "r" and step.kernel != "total"}
-    sums = [step for step in exact if step.kernel == "total" and step.arguments[0].name in read]
-    return sums, [step for step in exact if step.kernel == "advance"]
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.sampled_from([case for case in CASES if case[0] in SQUARE]), st.integers(2, 4), st.data())
-def test_flags_of_own_numbers_are_found(case, ranks, data):
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["cg", "minres"]), st.integers(2, 4), st.data())
+def test_flags_of_own_numbers_are_found(name, ranks, data):
     """A rank that adds up in another order, leaves out a part, or takes other options may decide otherwise."""
-    more = data.draw(st.integers(0, len(MORE.get(case[0], [{}])) - 1))
-    lists = recorded(case, list(range(ranks)), ranks, [9] * ranks, more=more)
+    lists = solved(name, "", ranks, np.random.default_rng(0))
     check(lists)
     rank = data.draw(st.integers(0, ranks - 1))
-    sums, steps = exact_calls(lists[rank])
-    chosen = data.draw(st.sampled_from(sums + steps))
-    total, *parts = chosen.arguments
-
-    changes: list[Any] = [{"options": {**chosen.options, "eps": 0.5}}, None]
-    if chosen in sums:
-        others = (parts[::-1], parts[1:], [parts[0], *parts[:-1]])
-        changes += [{"arguments": (total, *some)} for some in others]
-        changes += ["own", {"kernel": "copy", "arguments": (parts[0], total), "options": {}}]
-    change = data.draw(st.sampled_from(changes))
-
-    def changed(step):
-        if (step.kernel, step.arguments[0]) != (chosen.kernel, total):
-            return [step]
-        if change == "own":
-            (mine,) = [part for part in step.arguments[1:] if "@" not in part.name]
-            return [dataclasses.replace(step, arguments=(total, mine))]
-        return [] if change is None else [dataclasses.replace(step, **change)]
-
-    # All of them with its own part, or one of them in another way.
-    for me in range(ranks) if change == "own" else [rank]:
-        lists[me] = tuple(rewritten(lists[me], changed))
-    with pytest.raises(ProgramError, match="is not replicated|was not written"):
+    (loop,) = [step for step in every(lists[rank]) if isinstance(step, Loop)]
+    calls = [step for step in loop.body if isinstance(step, Call)]
+    (condition,) = [step.arguments[0] for step in calls if step.kernel == "decide"]
+    chosen = data.draw(st.sampled_from([x for x in calls if x.kernel == "merge" or condition in x.makes]))
+    first, second, *rest = chosen.arguments
+    change = data.draw(st.sampled_from(["options", "order", "left out"] if chosen.kernel == "merge" else ["options"]))
+    changed = {
+        "options": dataclasses.replace(chosen, options={**chosen.options, "flops": 0.5}),
+        "order": dataclasses.replace(chosen, arguments=(second, first, *rest)),
+        "left out": None,
+    }[change]
+    lists[rank] = tuple(rewritten(lists[rank], lambda x: [x] if x is not chosen else [changed] if changed else []))
+    with pytest.raises(ProgramError, match="may have other bits|is not replicated|was not written"):
         check(lists)
 
 
@@ -411,8 +375,8 @@ def test_flags_that_are_the_same_bits():
     go, own, a = Buffer("s0", (1, 1), "bool"), Buffer("s1", (1, 1), "float64", host=True), Buffer("a.0", (1, 1), "bool")
     key = Key(PART, 1)
     here: list[Step] = [New(own, zero=True), New(go, zero=True)]
-    step = Call("exponential_next", (own, go), {})
-    estimated = Call("advance_inexactly", (own, go), {"step": "lsqr_start", "reads": 0})
+    step = Call("evaluate_exactly", (own, go), {"roles": "uw"})
+    estimated = Call("singular_values", (own, go), {})
     branch, end = If(go, (), ()), [Drop(own), Drop(go)]
     given, taken = Publish(key, (go,), copied=True), Pull(1, key, (go,))
     for first, second, alike in (

@@ -241,7 +241,7 @@ def by_program(
     dtype, known = dtype or common_type(operands), _axes_of(operands["a"], axes)
     named = {"": dtype.name, "real": np.empty(0, dtype).real.dtype.name}
     a = rows_of(operands["a"])
-    arrays = native({name: a if name == "a" else _in_rows_of(a, x) for name, x in operands.items()})
+    arrays = native({name: a if name == "a" else cut_as(a, x) for name, x in operands.items()})
     # In the run only the rows of A are in chunks.
     inside = {**{x: sizes and (sum(sizes),) for x, sizes in known.items() if x != "m"}, "m": arrays[0].chunks[0]}
     specified = [(name, *text.partition(" ")[::2]) for name, text in wanted.items()]
@@ -338,7 +338,7 @@ def rows_of(a: Array) -> Array:
     return blockwise(_beside, "mn", a, "mk", new_axes=new, concatenate=False, dtype=a.dtype, meta=meta)
 
 
-def _in_rows_of(a: Array, x: Array) -> Array:
+def cut_as(a: Array, x: Array) -> Array:
     """Return an operand in the chunks of rows of A; as many of them where their rows are not known."""
     return rows_of(x) if np.isnan([a.shape[0], x.shape[0]]).any() else in_rows(x, a.chunks[0])
 

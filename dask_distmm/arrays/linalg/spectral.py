@@ -42,7 +42,6 @@ from dask_distmm.arrays.linalg.public import (
     ALONE,
     EIGEN,
     POLAR,
-    POWERS,
     SINGULAR,
     EighResult,
     EigResult,
@@ -52,7 +51,7 @@ from dask_distmm.arrays.linalg.public import (
     SVDResult,
 )
 from dask_distmm.arrays.linalg.stacks import public
-from dask_distmm.errors import MatrixError, PlanError, check_square
+from dask_distmm.errors import MatrixError, PlanError
 from dask_distmm.runtime.chunks import array_kind
 
 # Up to this weight c the Cholesky factorization is as accurate as the QR factorization (Nakatsukasa and others, 2010).
@@ -136,9 +135,6 @@ _TALL, _LARGE = 2, 2**20
 # 1.01, 2.88 s, and 0.18, 0.59, 2.36. On CPUs LAPACK's gesdd on one worker is faster than QDWH on two (N = 1200: 1.1
 # and 5.2 s).
 _POLAR, _POLAR_VALUES = 3072, 16384
-# From this order on all workers compute exponentials. Two of one thread, 1024 and 2048: 0.35 and 1.9 s of each one's
-# CPU, of one alone 0.55 and 3.2; of smaller matrices messages take longer than what is saved.
-_SHARED = 1024
 
 
 @overload
@@ -401,50 +397,6 @@ def schur(
     dtype = np.result_type(dtype, np.complex64) if output[0] == "c" else dtype
     t, z = factorize("schur", {"a": a}, {"t": "mn", "z": "mn"}, how=how, dtype=dtype)
     return t, z
-
-
-@public(RunOptions, POWERS)
-def expm(A: Operand, **how: Unpack[RunOptions]) -> Array:
-    """Return the exponential of a matrix.
-
-    A Taylor polynomial of a fraction of the matrix is squared again and again (Al-Mohy, Higham 2009; Bader, Blanes,
-    Casas 2019). All is products, in one run: each worker has rows of all matrices, and gets the second matrix of
-    each product. ``method="rows"``: rows are cut as the axis of `A` that is in more chunks. ``"local"``: one worker has
-    the whole matrix. ``"auto"``: that for small matrices.
-
-    Parameters
-    ----------
-    A : array, (n, n)
-        The matrix.
-
-    Returns
-    -------
-    array, (n, n)
-        The exponential, in the chunks of `A`.
-
-    Raises
-    ------
-    PlanError
-        `A` is not square, or of a type that is not supported.
-    MatrixError
-        When it is computed: an element is NaN or infinite, or too large.
-
-    Examples
-    --------
-    >>> from dask_distmm import linalg
-    >>> linalg.expm([[0.0, 1.0], [0.0, 0.0]]).compute().round(12)
-    array([[1., 1.],
-           [0., 1.]])
-    """
-    a, method = computed("A", A), how.get("method", "auto")
-    check_square("A", a.shape)
-    if method == "columns":
-        raise PlanError("method='columns' is not for expm: pass 'rows' or 'local', or leave it out")
-    if not a.size:
-        return a
-    whole = method == "local" or (method == "auto" and len(a) < _SHARED)
-    rows = a.rechunk((-1 if whole else max(a.chunks, key=len), -1))
-    return by_program("expm", {"a": rows}, {"x": "mn"}, how=how)[0].rechunk(a.chunks)
 
 
 @public(RunOptions, ALONE)

@@ -435,7 +435,7 @@ def _of_chunks(*chunks: Any, call: Callable[..., Any], names: tuple[str, ...]) -
     """Call a function of NumPy or CuPy; errors are typed."""
     for name, chunk in zip(names, chunks, strict=False):
         if not np.isfinite(chunk).all():
-            from dask_distmm.engines.programs.spectral import not_finite
+            from dask_distmm.errors import not_finite
 
             raise MatrixError(not_finite(name))
     try:

@@ -23,8 +23,7 @@ from dask_distmm.arrays.kinds import ndim_of
 from dask_distmm.arrays.linalg.factorize import common_type, operand, right_sides
 from dask_distmm.arrays.linalg.public import Cost, Operand
 from dask_distmm.arrays.linalg.stacks import on_host, public
-from dask_distmm.engines.programs.spectral import not_finite
-from dask_distmm.errors import MatrixError, PlanError
+from dask_distmm.errors import MatrixError, PlanError, not_finite
 
 BANDS: Cost = ("Dask's own tasks: each chunk of columns by itself", "the bands of the matrix, and the columns")
 PARTS: Cost = (

@@ -104,19 +104,9 @@ class LapackKernels:
                 c, ld_of(c),
             )  # fmt: skip
 
-    def axpby(self, a: complex, x: NDArray[Any], b: complex, y: NDArray[Any]) -> None:
-        """Compute ``y = a x + b y``."""
-        if b != 1:
-            y *= b
-        y += x if a == 1 else a * x
-
     def adjoint(self, a: NDArray[Any], out: NDArray[Any]) -> None:
         """Write ``a^H``."""
         assign(out, a.conj().T)
-
-    def dots(self, *vectors: NDArray[Any]) -> NDArray[Any]:
-        """Return the dot products ``x^H y`` of pairs of vectors."""
-        return np.array([np.vdot(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)])
 
     def herk(self, a: NDArray[Any], c: NDArray[Any]) -> None:
         """Subtract ``a a^H`` from `c`, in the lower triangle of `c` alone."""

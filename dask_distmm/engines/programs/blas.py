@@ -51,16 +51,8 @@ class Kernels(Protocol):
         """Compute ``c = alpha op(a) op(b) + beta c``. With `beta` 0 it does not matter what `c` holds."""
         ...
 
-    def axpby(self, a: complex, x: Any, b: complex, y: Any) -> None:
-        """Compute ``y = a x + b y`` of contiguous matrices of one memory order."""
-        ...
-
     def adjoint(self, a: Any, out: Any) -> None:
         """Write ``a^H``."""
-        ...
-
-    def dots(self, *vectors: Any) -> NDArray[Any]:
-        """Return the dot products ``x^H y`` of pairs of contiguous vectors, on the host."""
         ...
 
     def herk(self, a: Any, c: Any) -> None:

@@ -28,8 +28,8 @@ from dask_distmm.tracing.lower import Pass, identity
 from dask_distmm.tracing.place import Axis
 
 # Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least,
-# as long as they take no more than so many bytes.
-_STRIP_BYTES, _STRIP_ROWS, _STRIP_MOST = 2**19, 1024, 2**26
+# as long as they take no more than so many bytes; bytes that a thread reads at least.
+_STRIP_BYTES, _STRIP_ROWS, _STRIP_MOST, _LEAST_BYTES = 2**19, 1024, 2**26, 2**17
 # The ufunc that combines the results of ranks, and of strips.
 _UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", "min": "minimum", "any": "logical_or",
            "all": "logical_and"}  # fmt: skip
@@ -69,6 +69,8 @@ class TracedKernels:
     constants: Sequence[Any] = ()
     # The threads that share strips.
     threads = 1
+    # How far a loop has come, from 0 to 1; its largest residual so far.
+    reached = _largest = 0.0
 
     def __init__(self) -> None:
         self._compiled: dict[int, tuple[Pass, _Compiled]] = {}
@@ -86,6 +88,12 @@ class TracedKernels:
         """Set all elements to one value."""
         out[...] = value
 
+    def copy_all(self, *arrays: Any, **_: Any) -> None:
+        """Copy the first half of some arrays to the second half."""
+        count = len(arrays) // 2
+        for array, target in zip(arrays[:count], arrays[count:], strict=True):
+            target[...] = array
+
     def increment(self, number: Any) -> None:
         """Add one."""
         number += 1
@@ -93,6 +101,24 @@ class TracedKernels:
     def decide(self, condition: Any, flag: Any) -> None:
         """Have a condition as a flag on the host."""
         flag[...] = bool(self.blas.host(condition).all())
+
+    def follow(self, *numbers: Any, limits: Sequence[Any]) -> None:
+        """Note how far numbers have come on their way to limits."""
+        given = iter(numbers)
+        for limit in limits:
+            number = self.blas.host(next(given)).item()
+            end = self.blas.host(next(given)).item() if limit is None else limit
+            self._report(number, end)
+
+    def _report(self, number: float, limit: float) -> None:
+        """Note how far a count, or a residual on a logarithmic scale, has come on its way to a limit."""
+        if isinstance(number, int):
+            self.reached = min(1.0, max(self.reached, number / max(1, limit)))
+        elif math.isfinite(number) and number > 0 < limit:
+            self._largest = max(self._largest, number)
+            way = math.log(self._largest / limit)
+            come = math.log(self._largest / number) / way if way > 0 else 1.0
+            self.reached = min(1.0, max(self.reached, come))
 
     def merge(self, *arrays: Any, ops: Sequence[str], ranks: int, **_: Any) -> None:
         """Combine the results of ranks, in their order; of some sums, one after the other, and then the totals."""
@@ -109,6 +135,13 @@ class TracedKernels:
                     target[...] = part
             for part in parts:
                 merge_into(self.xp, op, total, part)
+
+    def assemble(self, whole: Any, *parts: Any, places: Sequence[tuple[int, int, int]]) -> None:
+        """Copy chunks of rows from the parts of ranks, in their order."""
+        whole, to = whole.reshape(-1, parts[0].shape[1]), 0
+        for rank, at, size in places:
+            whole[to : to + size] = parts[rank][at : at + size]
+            to += size
 
     def evaluate(self, *arrays: Any, program: Pass, roles: str, **_: Any) -> Any:
         """Take the statements of a pass."""
@@ -159,6 +192,7 @@ class _Compiled:
         self.rows_read = [x for x in program.reads if self.axes[x] is not None] + list(program.over.values())
         self.whole_read = [x for x in program.reads if self.axes[x] is None]
         self.strip = self._strip_rows()
+        self.least = max(1, _LEAST_BYTES // max(1, sum(map(self._width, self.rows_read))))
         # For each value that has memory of its own in a strip, the number of that memory; its type and shape.
         self.slots: dict[int, int] = {}
         self.memory: list[tuple[str, tuple[int, ...], Axis]] = []
@@ -169,6 +203,11 @@ class _Compiled:
         self.arrays: dict[int, tuple[int, list[Any]]] = {}
         self.parts: dict[tuple[int, int], list[Any]] = {}
         self.vectors: dict[tuple[int, Any], Any] = {}
+        # What is read, and where its rows are stored; types and shapes of what is returned; what sums begin with.
+        self.given = [(self.kinds[x], program.moved.get(x)) for x in program.reads]
+        kinds = [self.kinds[x] for x in program.whole]
+        self.stored = [(np.dtype(x.dtype), x.shape if len(x.shape) == 2 else (1, x.size)) for x in kinds]
+        self.nothing: dict[int, tuple[Any, int]] = {}
 
     # Memory of strips
 
@@ -336,25 +375,27 @@ class _Compiled:
 
     def run(self, arrays: Sequence[Any]) -> Any:
         """Take the statements; add to sums and write rows, or return what all ranks have."""
-        program, kinds, axes = self.program, self.kinds, self.axes
-        given, count = iter(arrays), len(program.sizes)
+        program, kinds, count = self.program, self.kinds, len(self.program.sizes)
+        if not self.in_rows:
+            given = [natural(x, *how) for x, how in zip(arrays, self.given, strict=True)]
+            made = self.function()(0, 0, (), given, (), {})
+            asarray = self.xp.asarray
+            return tuple(asarray(x, dtype).reshape(shape) for x, (dtype, shape) in zip(made, self.stored, strict=True))
+        rest = iter(arrays)
         whole, pieces = [], dict[int, list[Any]]()
-        for number in program.reads:
-            if axes[number] is None:
-                whole.append(natural(next(given), kinds[number], program.moved.get(number)))
+        for number, how in zip(program.reads, self.given, strict=True):
+            if self.axes[number] is None:
+                whole.append(natural(next(rest), *how))
             else:
-                pieces[number] = [next(given) for _ in range(count)]
+                pieces[number] = [next(rest) for _ in range(count)]
         totals = {}
         for number, op in program.sums:
-            own = [next(given) for _ in range(1 + op.startswith("arg"))]
-            for part, value in zip(own, (identity(op, own[0].dtype.name), -1) if program.fresh else (), strict=False):
+            own = [next(rest) for _ in range(1 + op.startswith("arg"))]
+            for part, value in zip(own, self.begin(number, own) if program.fresh else (), strict=False):
                 part[...] = value
             totals[number] = [natural(x, kinds[number], None) for x in own]
-        written = {number: [next(given) for _ in range(count)] for number in program.rows}
+        written = {number: [next(rest) for _ in range(count)] for number in program.rows}
         pieces |= {old: written[number] for number, old in program.over.items()}
-        if not self.in_rows:
-            made = self.function()(0, 0, (), whole, (), totals)
-            return tuple(self._stored(number, value) for number, value in zip(program.whole, made, strict=True))
         strips = [strip for index in range(count) for strip in self._strips(index, pieces, written)]
         threads = min(self.kernels.threads, len(strips)) if self.xp is np else 1
         if threads < 2:
@@ -369,14 +410,17 @@ class _Compiled:
                 merge_into(np, op, totals[number], others[number])
         return ()
 
+    def begin(self, number: int, totals: Sequence[Any]) -> tuple[Any, int]:
+        """Return what a sum begins with, and a number of nothing."""
+        if number not in self.nothing:
+            self.nothing[number] = identity(self.ops[number], totals[0].dtype.name), -1
+        return self.nothing[number]
+
     def _empty_sums(self, totals: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
         """Return sums of nothing."""
         return {
-            number: [
-                np.full(x.shape, value, x.dtype)
-                for x, value in zip(totals[number], (identity(op, totals[number][0].dtype.name), -1), strict=False)
-            ]
-            for number, op in self.program.sums
+            number: [np.full(x.shape, value, x.dtype) for x, value in zip(own, self.begin(number, own), strict=False)]
+            for number, own in totals.items()
         }
 
     def _strips(
@@ -390,7 +434,9 @@ class _Compiled:
         if min(lengths, default=rows) != rows:
             raise MatrixError(f"arrays of unknown sizes have chunks of {min(lengths)} and {rows} rows side by side")
         sparse = frozenset(x for x, chunk in chunks if sparse_package(chunk))
-        function, step = self.function(sparse), max(1, rows if sparse else min(rows, self.strip))
+        # What is read once is shared by all threads, too.
+        step = max(1, rows if sparse else min(rows, self.strip, max(self.least, -(-rows // self.kernels.threads))))
+        function = self.function(sparse)
         for start in range(0, rows, step):
             yield _Strip(function, sparse, chunks, out, self.program.firsts[index], start, min(rows - start, step))
 
@@ -404,15 +450,10 @@ class _Compiled:
                 ]
                 made = function(first + start, size, parts, whole, self._memory_of(thread, size), totals)
                 for (chunk, axis), value in zip(out, made, strict=True):
+                    if any(value is part for part in parts):
+                        continue  # it was written there
                     by_rows = self.xp.moveaxis(value, axis, 0) if axis else value
                     chunk[rows] = by_rows.reshape(size, *chunk.shape[1:])
-
-    def _stored(self, number: int, value: Any) -> Any:
-        """Return what all ranks have as the matrix that it is stored in."""
-        kind = self.kinds[number]
-        value = self.xp.asarray(value, kind.dtype)
-        shape = kind.shape if len(kind.shape) == 2 else (1, kind.size)
-        return value.reshape(shape) if value.shape != shape else value
 
     # Families: each as an expression
 
@@ -556,6 +597,17 @@ class _Compiled:
             take = functools.partial(call_user, "function", _OUTSIDE, take)
         return self._called(statement.outputs[0], take, *statement.inputs)
 
+    def put(self, statement: Statement) -> str:
+        """Replace a column, in place where this is written over the matrix that nobody reads any more."""
+        (number,), (source, *_) = statement.outputs, statement.inputs
+        same, after = {source}, False
+        in_place = self.program.over.get(number) == source
+        for one in self.program.statements:
+            in_place &= not after or same.isdisjoint(one.reads)
+            after |= one is statement
+            same.update(one.outputs if one.family in _VIEWS and not same.isdisjoint(one.reads) else ())
+        return self._called(number, functools.partial(_put, self.xp, in_place), *statement.inputs)
+
     def segment_sum(self, statement: Statement) -> str:
         """Add rows up by their labels."""
         count = statement.options["count"]
@@ -603,7 +655,14 @@ class _Compiled:
         rows = "rows" if not options["sums"] and self.axes[statement.outputs[0]] is not None else "None"
         number = str(options["function"])
         call = functools.partial(_user_rows, kernels, kinds, options["name"])
-        return self._called(statement.outputs[0], call, number, rows, *statement.inputs)
+        beside = ("slice(first, first + rows)",) if options.get("slices") else ()
+        if not options["rows"] and not beside:
+            # One rank decides, with NumPy.
+            def call_on_host(function: int, rows: None, *given: Any) -> Any:
+                return call(function, rows, *map(kernels.blas.host, given))
+
+            return self._called(statement.outputs[0], call_on_host, number, rows, *statement.inputs)
+        return self._called(statement.outputs[0], call, number, rows, *statement.inputs, *beside)
 
     def callback(self, statement: Statement) -> str:
         """Call a user's function on one rank."""
@@ -650,10 +709,18 @@ def _user_rows(
     found = call_function(kernels.constants[function], name, *given)
     results = found if isinstance(found, tuple) else (found,)
     expected = [(rows, *kind.shape[1:]) if rows is not None else kind.shape for kind in kinds]
-    shapes = [np.shape(x) for x in results]
-    if shapes != expected:
-        raise MatrixError(f"the function given to {name} returned arrays of shapes {shapes}; expected {expected}")
-    made = tuple(kernels.xp.asarray(x, kind.dtype) for x, kind in zip(results, kinds, strict=True))
+    for_rows = ""
+    if given and isinstance(given[-1], slice):
+        # In place of a matrix: one vector may be without its second axis.
+        results = tuple(x[:, None] if np.ndim(x) == 1 and kinds[0].shape[1] == 1 else x for x in results)
+        for_rows = f" for rows {given[-1].start} to {given[-1].stop} and an array of shape {given[0].shape}"
+    shapes, dtypes = [np.shape(x) for x in results], [kind.dtype for kind in kinds]
+    fits = all(np.can_cast(x.dtype, t, "same_kind") for x, t in zip(results, dtypes, strict=False) if for_rows)
+    if shapes != expected or not fits:
+        shown = ", ".join(f"{getattr(x, 'dtype', type(x).__name__)} of shape {np.shape(x)}" for x in results)
+        wanted = ", ".join(f"{t} of shape {shape}" for t, shape in zip(dtypes, expected, strict=True))
+        raise MatrixError(f"the function given as {name} returned {shown}{for_rows}; expected {wanted}")
+    made = tuple(kernels.xp.asarray(x, t) for x, t in zip(results, dtypes, strict=True))
     return made if isinstance(found, tuple) else made[0]
 
 
@@ -666,6 +733,15 @@ def _where(condition: Any, x: Any, y: Any, out: Any) -> Any:
 def _cast(x: Any, out: Any) -> Any:
     np.copyto(out, x, casting="unsafe")
     return out
+
+
+def _put(xp: Any, in_place: bool, x: Any, column: Any, j: Any) -> Any:
+    found = x if in_place else x.copy()
+    if xp is np:
+        found[:, int(j)] = column
+    else:
+        found[:, j.reshape(1)] = column[:, None]  # without a look at the number
+    return found
 
 
 def _sparse_sum(xp: Any, axis: int, x: Any) -> Any:

@@ -269,20 +269,20 @@ class ProgramJob(Job[Any]):
     def _take(self, step: Step) -> None:
         arrays = self.arrays
         match step:
-            case Call():
-                self._call(step)
+            case Drop(buffer):
+                self._free(buffer)
+                if buffer.name in self._taken:
+                    self.exchange.drop(self._taken.pop(buffer.name))
             case New(buffer, zero):
                 arrays[buffer.name] = self._zeros(buffer) if zero else self._new(buffer)
+            case Call():
+                self._call(step)
             case Make():
                 self._make(step)
             case Publish():
                 self._publish_step(step)
             case Store():
                 self._store(step)
-            case Drop(buffer):
-                self._free(buffer)
-                if buffer.name in self._taken:
-                    self.exchange.drop(self._taken.pop(buffer.name))
 
     def _publish_step(self, step: Publish) -> None:
         """Let other ranks have buffers."""
@@ -297,9 +297,12 @@ class ProgramJob(Job[Any]):
 
     def _call(self, call: Call) -> None:
         began = time.perf_counter()
-        arguments = [self._at(buffer) for buffer in call.arguments]
-        with self._on(call.lane):
-            found = getattr(self.kernels, call.kernel)(*arguments, **call.options)
+        kernel, arguments = getattr(self.kernels, call.kernel), [self._at(buffer) for buffer in call.arguments]
+        if call.lane:
+            with self.blas.on(call.lane):
+                found = kernel(*arguments, **call.options)
+        else:
+            found = kernel(*arguments, **call.options)
         if call.makes:
             found = found if isinstance(found, tuple) else (found,)
             self.arrays |= {buffer.name: array for buffer, array in zip(call.makes, found, strict=True)}
@@ -551,7 +554,7 @@ class ProgramJob(Job[Any]):
 
     def _unfit(self) -> str:
         """Return what is wrong with the elements of the operands that were read, or nothing."""
-        from dask_distmm.engines.programs.spectral import not_finite
+        from dask_distmm.errors import not_finite
 
         xp, task = self.blas.xp, self.plan.problem.task
         sums, self._sums = self._sums, []

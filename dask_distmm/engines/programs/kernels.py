@@ -18,9 +18,8 @@ import numpy as np
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.evaluate import TracedKernels
 from dask_distmm.engines.programs.factor import FactorKernels, add_gram, is_near, singular, strips_of, upper_of
-from dask_distmm.engines.programs.iterations import IterationKernels
-from dask_distmm.engines.programs.spectral import not_finite, unit_factors
-from dask_distmm.errors import MatrixError
+from dask_distmm.engines.programs.spectral import unit_factors
+from dask_distmm.errors import MatrixError, not_finite
 from dask_distmm.numeric.sparse import add_thin_gram, dense, sparse_package
 
 # R of a Gram matrix is R of A up to rounding if the square of the condition of A's scaled columns is not above this;
@@ -39,9 +38,11 @@ _FEW = 1 / 10
 _LONG = 256
 # A product with an inverse loses this factor against a solution at most.
 _WELL = 16
+# Rows of a column that a GPU's block of threads adds up at least, and sums that there are of parts of rows.
+_SUMMED, _SUMS = 32, 2**16
 
 
-class ProgramKernels(IterationKernels, FactorKernels, TracedKernels):
+class ProgramKernels(FactorKernels, TracedKernels):
     """The kernels of one run."""
 
     def __init__(self, kernels: Kernels, *, may_skip: bool = True) -> None:
@@ -492,6 +493,14 @@ class ProgramKernels(IterationKernels, FactorKernels, TracedKernels):
             x[:, cols] = vh.conj().T @ (along * factors[:, None])
 
     # Helpers
+
+    def _column_sums(self, x: Any) -> Any:
+        """Return the sums of columns. CuPy has a block of threads for each, or for some: parts of rows come first."""
+        (rows, cols), size = x.shape, max(_SUMMED, x.size // _SUMS)
+        if not self.blas.asynchronous or rows <= size or not x.flags.c_contiguous:
+            return x.sum(axis=0)
+        parts = rows // size
+        return x[: parts * size].reshape(parts, size, cols).sum(axis=1).sum(axis=0) + x[parts * size :].sum(axis=0)
 
     def _means(self, x: Any) -> Any:
         return self._column_sums(x)[None] / len(x)

@@ -199,12 +199,6 @@ FUNCTIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def not_finite(name: str, *, option: bool = True) -> str:
-    """Return the text for a matrix with elements that are NaN or infinite; `option`: functions may have one for it."""
-    text = f"{name} must not contain infs or NaNs: replace them, for example by dask.array.nan_to_num"
-    return f"{text}, or pass check_finite=False if the function has it" if option else text
-
-
 def unit_factors(kernels: Kernels, v: Any) -> Any:
     """Return the factors of modulus one that make the largest component of each column real and positive."""
     xp = kernels.xp

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import reprlib
 import secrets
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Unpack, cast
+from collections.abc import Sequence
+from typing import Any, Literal, Unpack
 
 import numpy as np
-from dask.array import zeros_like
+from cloudpickle import dumps
 from dask.array.core import Array
 from dask.base import is_dask_collection
-from distributed.protocol.pickle import dumps
 
+from dask_distmm import random
+from dask_distmm.algorithms import krylov
+from dask_distmm.arrays.jit import Jitted
 from dask_distmm.arrays.kinds import check_operand
 from dask_distmm.arrays.linalg.array_api import norm
-from dask_distmm.arrays.linalg.factorize import by_program, common_type, in_rows, matrix, operand, times
+from dask_distmm.arrays.linalg.factorize import common_type, in_rows, matrix, operand, times
 from dask_distmm.arrays.linalg.public import SOLVED_IN_TURNS, TURNS, RunOptions, check_range
 from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.errors import PlanError, check_square
-from dask_distmm.numeric.epilogs import call_function
 from dask_distmm.numeric.sparse import sparse_package
+from dask_distmm.tracing.functions import UserFunction
 
 
 @public(RunOptions, SOLVED_IN_TURNS)
@@ -86,7 +89,8 @@ def cg(
     >>> linalg.cg([[2.0, 0.0], [0.0, 4.0]], [1.0, 1.0])[0].compute()
     array([0.5 , 0.25])
     """
-    return _solved("cg", (A, b, x0, M), {"callback": callback}, maxiter, how, rtol=rtol, atol=atol)
+    _check(how, maxiter, rtol=rtol, atol=atol)
+    return _solved(krylov.cg, (A, b, x0, M), callback, maxiter, 10, how, rtol, atol)
 
 
 @public(RunOptions, SOLVED_IN_TURNS)
@@ -150,7 +154,8 @@ def minres(
     array([ 0.5 , -0.25])
     """
     _check_false(show=show, check=check)
-    return _solved("minres", (A, b, x0, M), {"callback": callback}, maxiter, how, rtol=rtol, shift=shift)
+    _check(how, maxiter, rtol=rtol)
+    return _solved(krylov.minres, (A, b, x0, M), callback, maxiter, 5, how, rtol, shift)
 
 
 @public(RunOptions, SOLVED_IN_TURNS)
@@ -217,9 +222,12 @@ def gmres(
     if callback is not None and callback_type is None:
         raise PlanError("callback_type must be 'x' or 'pr_norm' if there is a callback, got None")
     check_range(1, restart=restart)
-    functions = {"pr_norm" if callback_type == "pr_norm" else "callback": callback}
-    options = {"rtol": rtol, "atol": atol, "restart": restart or 20}
-    return _solved("gmres", (A, b, x0, M), functions, maxiter, how, **options)
+    shows_norm = callback_type == "pr_norm"
+    _check(how, maxiter, rtol=rtol, atol=atol)
+    _check_callback(callback)
+    callback = functools.partial(_with_number, callback) if shows_norm and callback is not None else callback
+    options = shows_norm, rtol, atol, restart or 20
+    return _solved(krylov.gmres, (A, b, x0, M), callback, maxiter, 10, how, *options)
 
 
 @public(RunOptions, TURNS)
@@ -296,19 +304,18 @@ def eigsh(
         if value is not None:
             raise PlanError(f"{name} must be None: use eigh for pairs of matrices and eigenvalues near a number")
     _check(how, maxiter, tol=tol)
-    a, functions = _operator(A, v0, "v0")
-    n, dtype = len(a), common_type({"A": a})
+    a, rows = _operator(A, v0, "v0")
+    n = len(rows)
     check_range(1, n - 1, ": use eigh for all eigenvalues", k=k)
     ncv = min(n, max(2 * k + 1, 20)) if ncv is None else ncv
     check_range(k + 1, n, ncv=ncv)
-    eps = float(np.finfo(dtype).eps)
-    options = {"k": k, "ncv": ncv, "which": which, "tol": tol or eps, "maxiter": maxiter or 10 * n, "eps": eps}
-    operands = {"a": a.astype(dtype)} | ({} if v0 is None else {"g": _vector("v0", v0, a).astype(dtype)})
-    wanted = {"w": ".k float64", **({"v": "mk"} if return_eigenvectors else {})}
-    seed = secrets.randbits(64) if rng is None else rng
-    w, *v = by_program("eigsh", operands, wanted, how=how, axes={"k": (k,)}, seed=seed, functions=functions, **options)
-    w = w.astype(np.empty(0, dtype).real.dtype)
-    return (w, *v) if return_eigenvectors else w
+    start = None if v0 is None else _vector("v0", v0, rows)
+    dtype = common_type({"A": rows})
+    a, start = (x.astype(dtype) if isinstance(x, Array) else x for x in (a, start))
+    info, key = np.finfo(dtype), random.key(secrets.randbits(64) if rng is None else rng)
+    found = krylov.eigsh.run(how, a, start, key, k, ncv, which, tol or float(info.eps), maxiter or 10 * n)
+    w = found.w.astype(info.dtype)
+    return (w, found.v) if return_eigenvectors else w
 
 
 @public(RunOptions, TURNS)
@@ -379,16 +386,14 @@ def lobpcg(
         raise PlanError(f"verbosityLevel must be 0: workers print nothing; got {verbosityLevel}")
     _check_false(retLambdaHistory=retLambdaHistory, retResidualNormsHistory=retResidualNormsHistory)
     _check(how, maxiter, tol=tol or 0)
-    (a, functions), x = _operator(A, X, "X"), matrix("X", X)
-    n, k = len(a), x.shape[1]
+    (a, rows), x = _operator(A, X, "X"), matrix("X", X)
+    n, k = len(rows), x.shape[1]
     if len(x) != n or not 1 <= k <= n // 5:
         raise PlanError(f"A is {n} x {n}, so X must have {n} rows and 1 to {n // 5} columns; it is {len(x)} x {k}")
-    dtype, operands = _of_one_type(a, {"X": x}, {"g": x} | _preconditioner(M, a, functions))
-    eps = float(np.finfo(dtype).eps)
-    options = {"tol": tol or eps**0.5 * n, "maxiter": maxiter or 20, "largest": largest, "eps": eps}
-    wanted = {"w": ".k float64", "v": "mk"}
-    w, v = by_program("lobpcg", operands, wanted, how=how, axes={"k": (k,)}, functions=functions, **options)
-    return w.astype(np.empty(0, dtype).real.dtype), v
+    a, x, m = _of_one_type(a, x, _preconditioner(M, rows))
+    info = np.finfo(x.dtype)
+    w, v = krylov.lobpcg.run(how, a, x, m, tol or float(info.eps) ** 0.5 * n, maxiter or 20, largest)
+    return w.astype(info.dtype), v
 
 
 @public(RunOptions, SOLVED_IN_TURNS)
@@ -446,10 +451,8 @@ def lsqr(
     array([2.])
     """
     _check_false(show=show)
-    limits = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
-    x, numbers, *var = _least_squares("lsqr", (A, b, x0), iter_lim, limits, how, calc_var=calc_var)
-    var = var or [zeros_like(x)]
-    return x, numbers[0].astype(int), numbers[1].astype(int), *numbers[2:], *var
+    x, numbers, var = _least_squares(krylov.lsqr, (A, b, x0), iter_lim, how, damp, (atol, btol, conlim), calc_var)
+    return x, numbers[0].astype(int), numbers[1].astype(int), *numbers[2:], var
 
 
 @public(RunOptions, SOLVED_IN_TURNS)
@@ -501,54 +504,52 @@ def lsmr(
     array([2.])
     """
     _check_false(show=show)
-    limits = {"damp": damp, "atol": atol, "btol": btol, "conlim": conlim}
-    x, numbers = _least_squares("lsmr", (A, b, x0), maxiter, limits, how)
+    x, numbers, _ = _least_squares(krylov.lsmr, (A, b, x0), maxiter, how, damp, (atol, btol, conlim))
     last = numbers[-1] if x0 is None else norm(x)
     return x, numbers[0].astype(int), numbers[1].astype(int), *numbers[2:-1], last
 
 
 def _least_squares(
-    kind: str, given: Sequence[Any], maxiter: int | None, limits: dict[str, float], how: RunOptions, **options: Any
-) -> tuple[Array, ...]:
-    """Return x, some numbers, and for `calc_var` the estimate of variances, of A, b and x0."""
+    algorithm: Jitted,
+    given: Sequence[Any],
+    maxiter: int | None,
+    how: RunOptions,
+    damp: float,
+    limits: tuple[float, float, float],
+    *options: Any,
+) -> tuple[Any, ...]:
+    """Return x, some numbers, and the estimate of variances, of A, b and x0."""
     a, b, x0 = given
     start = None if x0 is None else matrix("x0", x0, vector=True)
-    a, columns, functions = _two_functions(a, b, start)
-    m, n = len(a), sum(columns)
-    _check(how, maxiter, **limits)
+    a, adjoint, rows, columns = _two_functions(a, b, start)
+    m, n = len(rows), sum(columns)
+    _check(how, maxiter, damp=damp, **dict(zip(("atol", "btol", "conlim"), limits, strict=True)))
     if not m or not n:
         raise PlanError(f"A must have rows and columns, got {m} x {n}")
-    right = _vector("b", b, a)
-    dtype = common_type({"A": a, "b": right})
-    operands = {"a": a, "b": right}
+    a, right = _of_one_type(a, _vector("b", b, rows))
+    rest = None
     if start is not None:
         if start.shape != (n, 1):
             raise PlanError(f"A is {m} x {n}, so x0 must have shape ({n},); it has {operand('x0', x0).shape}")
-        dtype = np.result_type(dtype, np.complex64) if start.dtype.kind == "c" else dtype
-        start = start.astype(dtype)
-        if functions:
-            function, whole = functions["a"], start.rechunk(-1)
-            product = right.map_blocks(_rows_by, whole, function=function, dtype=dtype, meta=start._meta)
+        a, right, start = _of_one_type(a, right, start)
+        if isinstance(a, UserFunction):
+            whole = start.rechunk(-1)
+            rest = right - right.map_blocks(_rows_by, whole, function=a, dtype=right.dtype, meta=start._meta)
         else:
-            product = times(a.astype(dtype), start, how)
-        operands["g"] = right - product
-    wanted = {"x": "n.", "numbers": ".k float64", **({"var": "n."} if options.get("calc_var") else {})}
-    axes, most = {"n": columns, "k": (8 if kind == "lsqr" else 7,)}, 2 * n if kind == "lsqr" else min(m, n)
-    options |= {"eps": float(np.finfo(dtype).eps)} if kind == "lsqr" else {}
-    operands = {name: x.astype(dtype) for name, x in operands.items()}
-    options |= {"maxiter": most if maxiter is None else maxiter, **limits, "functions": functions, "columns": n}
-    x, *more = by_program(kind, operands, wanted, how=how, axes=axes, **options)
-    return x if start is None else x + start[:, 0].rechunk((columns,)), *more
+            rest = right - times(a, start, how)
+    most = maxiter or (2 * n if algorithm is krylov.lsqr else min(m, n))
+    x, numbers, var = algorithm.run(how, a, adjoint, right, rest, n, damp, limits, most, *options)
+    x, var = (None if one is None else one.rechunk((columns,)) for one in (x, var))
+    return x if start is None else x + start[:, 0].rechunk((columns,)), numbers, var
 
 
-def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Array, tuple[int, ...], Functions]:
-    """Return a matrix, and the chunks of its columns; of two functions b, those of x0, and the functions."""
+def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Any, UserFunction | None, Array, tuple[int, ...]]:
+    """Return A, its adjoint where both are functions, what has the rows of A, and the chunks of its columns."""
     if isinstance(a, tuple) and len(a) == 2 and all(map(callable, a)):
         if start is None:
             raise PlanError("A is two functions, so x0 must be passed: it says how many columns A has")
-        names = zip(("a", "adjoint"), ("A", "the adjoint of A"), a, strict=True)
-        functions = {name: _pickled(role, function) for name, role, function in names}
-        return matrix("b", b, vector=True), start.chunks[0], cast(Functions, functions)
+        function, adjoint = (_function(role, x) for role, x in zip(("A", "the adjoint of A"), a, strict=True))
+        return function, adjoint, matrix("b", b, vector=True), start.chunks[0]
     if is_dask_collection(a):
         check_operand("A", a)
     if callable(a) or hasattr(a, "matvec"):
@@ -557,12 +558,12 @@ def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Array, tuple[in
             "lambda u, rows: A[rows].conj().T @ u of the rows u of a vector"
         )
     found = _cut_as(matrix("A", a, sparse="wide"), "b", b)
-    return found, found.chunks[1], {}
+    return found, None, found, found.chunks[1]
 
 
-def _rows_by(block: Any, x: Any, *, function: bytes, block_info: Any) -> Any:
+def _rows_by(block: Any, x: Any, *, function: UserFunction, block_info: Any) -> Any:
     """Return rows of A x of a user's function, like a chunk of b."""
-    return call_function(function, "A", x, slice(*block_info[0]["array-location"][0])).reshape(block.shape)
+    return function(x, slice(*block_info[0]["array-location"][0])).reshape(block.shape)
 
 
 def _check_false(**options: bool) -> None:
@@ -572,32 +573,38 @@ def _check_false(**options: bool) -> None:
 
 
 def _solved(
-    kind: str, given: Sequence[Any], callbacks: Mapping[str, Any], maxiter: int | None, how: RunOptions, **options: Any
+    algorithm: Jitted,
+    given: Sequence[Any],
+    function: Any,
+    maxiter: int | None,
+    factor: int,
+    how: RunOptions,
+    *options: Any,
 ) -> tuple[Any, Any]:
-    """Return x and info, of a square matrix A, b, x0 and M."""
+    """Return x and info, of a square matrix A, b, x0 and M; by default after up to `factor` n turns."""
     a, b, x0, m = given
-    _check(how, maxiter, **options)
-    a, functions = _operator(a, b, "b")
-    for name, function in callbacks.items():
-        _check_callback(function)
-        functions |= {} if function is None else {name: dumps(function)}
-    right = {"b": _vector("b", b, a)}
-    start = {"g": _vector("x0", x0, a)} if x0 is not None else {}
-    dtype, operands = _of_one_type(a, right, right | start | _preconditioner(m, a, functions))
-    options |= {} if kind == "cg" else {"eps": float(np.finfo(dtype).eps)}
-    if "restart" in options:
-        options["restart"] = min(int(options["restart"]), len(a))
-    options["maxiter"] = maxiter or max(1, (5 if kind == "minres" else 10) * len(a))
-    x, info = by_program(kind, operands, {"x": "m.", "info": ".1 int64"}, how=how, functions=functions, **options)
-    return x, info[0]
+    a, rows = _operator(a, b, "b")
+    start = None if x0 is None else _vector("x0", x0, rows)
+    operands = _of_one_type(a, _vector("b", b, rows), start, _preconditioner(m, rows))
+    return tuple(algorithm.run(how, *operands, _callback(function), *options, maxiter or factor * len(rows)))
 
 
-def _of_one_type(a: Array, main: dict[str, Array], given: dict[str, Array]) -> tuple[np.dtype, dict[str, Array]]:
-    """Return the type of A and a main operand, complex if another one is, and all operands in it."""
-    dtype = common_type({"A": a, **main})
-    if any(x.dtype.kind == "c" for x in (a, *given.values())):
+def _of_one_type(a: Any, main: Array, *more: Any) -> list[Any]:
+    """Return A and a main operand in the same type, complex if another one is, and all other operands in it."""
+    given = [a, main, *more]
+    dtype = common_type({name: x for name, x in (("A", a), ("b", main)) if isinstance(x, Array)})
+    if any(isinstance(x, Array) and x.dtype.kind == "c" for x in given):
         dtype = np.result_type(dtype, np.complex64)
-    return dtype, {name: x.astype(dtype) for name, x in {"a": a, **given}.items()}
+    return [x.astype(dtype) if isinstance(x, Array) else x for x in given]
+
+
+def _with_number(function: Any, x: Any) -> None:
+    function(float(x))
+
+
+def _callback(function: Any) -> UserFunction | None:
+    _check_callback(function)
+    return None if function is None else UserFunction(dumps(function), "callback")
 
 
 def _check_callback(function: Any) -> None:
@@ -619,26 +626,22 @@ def _check(how: RunOptions, maxiter: int | None, **limits: float) -> None:
     check_range(0, **{name: limit for name, limit in limits.items() if name != "shift"})
 
 
-# Users' functions in place of matrices, pickled, by the names of these; an option of the builder.
-Functions = dict[str, bytes]
-
-
-def _operator(x: Any, like: Any, name: str) -> tuple[Array, Functions]:
+def _operator(x: Any, like: Any, name: str) -> tuple[Any, Array]:
     """Return a square matrix in chunks of rows, cut as the axis that is in more chunks; or a function.
 
-    `like`, a vector or several, stands in for the matrix where that is a function.
+    Then what has the rows: the matrix, or `like`, a vector or several, where that is a function.
     """
-    if (pickled := _pickled("A", x)) is not None:
+    if (function := _function("A", x)) is not None:
         if like is None:
             raise PlanError(f"A is a function, so {name} must be passed: its chunks say which rows each worker has")
-        a = matrix(name, like, vector=True)
+        a = rows = matrix(name, like, vector=True)
     else:
         a = _cut_as(matrix("A", x, sparse="wide"), name, like)
         check_square("A", a.shape)
-        a = in_rows(a, max(a.chunks, key=len))
+        rows = a = in_rows(a, max(a.chunks, key=len))
     if not len(a):
         raise PlanError("A must have at least one row, got 0 x 0")
-    return a, {} if pickled is None else {"a": pickled}
+    return function or a, rows
 
 
 def _cut_as(a: Array, name: str, like: Any) -> Array:
@@ -649,8 +652,8 @@ def _cut_as(a: Array, name: str, like: Any) -> Array:
     return in_rows(a, rows) if sum(rows) == len(a) else a
 
 
-def _pickled(name: str, x: Any) -> bytes | None:
-    """Return a function as bytes; None for an array."""
+def _function(name: str, x: Any) -> UserFunction | None:
+    """Return a function; None for an array."""
     if is_dask_collection(x):
         check_operand(name, x)  # A Delayed has any attribute.
     if hasattr(x, "matvec"):
@@ -658,20 +661,19 @@ def _pickled(name: str, x: Any) -> bytes | None:
             f"{name} is a {type(x).__name__}, which multiplies all rows at once; expected an array or a function that "
             f"returns some rows, for example lambda x, rows: {name}.matmat(x)[rows]"
         )
-    return dumps(x) if callable(x) else None
+    return UserFunction(dumps(x), name) if callable(x) else None
 
 
-def _preconditioner(m: Any, a: Array, functions: Functions) -> dict[str, Array]:
-    """Return a preconditioner as a matrix, or as a column: the diagonal of one; a function goes to the others."""
+def _preconditioner(m: Any, a: Array) -> Any:
+    """Return a preconditioner as a matrix, as a column, the diagonal of one, or as a function."""
     if m is None:
-        return {}
-    if (pickled := _pickled("M", m)) is not None:
-        functions["m"] = pickled
-        return {}
+        return None
+    if (function := _function("M", m)) is not None:
+        return function
     found, n = operand("M", m, sparse=True), len(a)
     if found.shape not in ((n, n), (n,)):
         raise PlanError(f"A is {n} x {n}, so M must be {n} x {n}, or its diagonal; it has shape {found.shape}")
-    return {"m": matrix("M", found, vector=True, sparse=True)}
+    return matrix("M", found, vector=True, sparse=True)
 
 
 def _vector(name: str, x: Any, a: Array) -> Array:
