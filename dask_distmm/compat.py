@@ -22,6 +22,7 @@ SCHEDULER = {
     "_transition": ("key", "finish", "stimulus_id"),
     "add_plugin": ("plugin", "name", "idempotent"),
     "log_event": ("topic", "msg"),
+    "new_task": ("key", "spec", "state"),
     "register_scheduler_plugin": ("plugin", "name", "idempotent"),
     "register_worker_plugin": ("comm", "plugin", "name", "idempotent"),
     "remove_replica": ("ts", "ws"),
@@ -45,9 +46,21 @@ WORKER = {
 # Of classes, by the modules that have them.
 CLASSES = {
     "distributed.scheduler.TaskState": (
-        *("annotations", "dependencies", "dependents", "exception_blame", "host_restrictions", "key"),
-        *("loose_restrictions", "priority", "processing_on", "resource_restrictions", "retries", "run_spec"),
-        *("set_nbytes", "state", "type", "waiters", "waiting_on", "who_has", "who_wants", "worker_restrictions"),
+        *("add_dependency", "annotations", "dependencies", "dependents", "exception_blame", "group"),
+        *("host_restrictions", "key", "loose_restrictions", "nbytes", "priority", "processing_on"),
+        *(
+            "resource_restrictions",
+            "retries",
+            "run_spec",
+            "set_nbytes",
+            "state",
+            "type",
+            "waiters",
+            "waiting_on",
+            "who_has",
+            "who_wants",
+            "worker_restrictions",
+        ),
     ),
     "distributed.scheduler.WorkerState": (
         *("address", "executing", "has_what", "memory", "memory_limit", "nthreads", "processing", "resources"),
@@ -64,7 +77,11 @@ TRANSITIONS = (("waiting", "no-worker"), ("no-worker", "released"), ("no-worker"
 # Names in modules, with the parameters of calls.
 MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "dask._task_spec": dict.fromkeys(
-        ("Alias", "DataNode", "DependenciesMapping", "GraphNode", "List", "Task", "TaskRef", "convert_legacy_graph"), ()
+        (
+            *("Alias", "DataNode", "DependenciesMapping", "GraphNode", "List", "Task", "TaskRef"),
+            *("_execute_subgraph", "convert_legacy_graph"),
+        ),
+        (),
     ),
     "dask.array._shuffle": {
         "_calculate_new_chunksizes": ("input_chunks", "new_chunks", "changeable_dimensions", "maximum_chunk")

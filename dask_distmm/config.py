@@ -173,7 +173,7 @@ def _state(*names: str) -> bytes:
 def _read_options(state: bytes) -> Options:
     _check_keys(dask.config.get("distmm", {}), DEFAULTS["distmm"], "distmm")
     # Read elsewhere, checked here: a mistake in the configuration shows at the first product.
-    minimum_flops(), enabled_setting(), hints_wanted()
+    minimum_flops(), enabled_setting(), hints_wanted(), regions_wanted()
     kinds: dict[Any, Any] = {"int": int, "float": float, "bool": bool, "str": str}
     every = dataclasses.fields(Options)
     return Options(**{field.name: kinds.get(field.type, tuple)(field.metadata["read"]()) for field in every})
@@ -223,6 +223,11 @@ def raises_beyond_memory() -> bool:
 def hints_wanted() -> bool:
     """Whether the log says why `enable` has made no run of any product."""
     return _truth("hints")
+
+
+def regions_wanted() -> bool:
+    """Whether what is around products and routed functions in a graph may be one run under ``enable()``."""
+    return _truth("regions")
 
 
 def enabled_setting() -> bool | None:

@@ -23,8 +23,8 @@ def _forms(plan: Any) -> Forms:
 PUBLIC = {
     "alternatives", "around", "batch", "block_sizes", "bound", "by_tasks", "bytes_moved", "chunks", "collective",
     "compute_type", "engine", "estimate", "flops", "grid", "hosts", "items", "left", "method", "plan",
-    "projected_bytes", "reason", "route", "runs", "scheme", "seconds", "shapes", "shares", "slots", "workers",
-    "worth_it",
+    "projected_bytes", "reason", "regions", "route", "runs", "scheme", "seconds", "shapes", "shares", "slots",
+    "workers", "worth_it",
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ FAULT_POINTS = {
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp", "Group", "multiply"),
     "steps": ("dask_distmm.engines.programs.job", "ProgramJob", "_call"),
+    "region": ("dask_distmm.engines.programs.region", "RegionJob", "_arrive"),
     "broadcast": ("dask_distmm.comms.nccl", "NcclComm", "broadcast"),
     "panel": ("dask_distmm.engines.peer.products", "PeerJob", "_multiply"),
     "step": ("dask_distmm.engines.peer.products", "PeerJob", "_begin"),

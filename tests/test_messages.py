@@ -9,6 +9,7 @@ import logging
 
 import dask.array as da
 import numpy as np
+from distributed.protocol.pickle import dumps
 from matrices import until
 
 from dask_distmm import matmul
@@ -55,9 +56,12 @@ FROM_WORKERS = ((DistMMSchedulerPlugin.hear_progress, 1, 0.5), (Coordinator.gath
 FROM_CLIENTS = (
     (DistMMSchedulerPlugin.answer_roster, DEMAND, ["x"], [[2, 2]]),
     (DistMMSchedulerPlugin.answer_progress, ["x"]),
+    (DistMMSchedulerPlugin.answer_regions, dumps(({}, set()))),
     (DistMMSchedulerPlugin.free_workspaces, 1.0),
     (Replicas.free_replicas, ["x"]),
 )
+# On a client's stream.
+TOLD_BY_CLIENTS = ((DistMMSchedulerPlugin.hear_enabled, False),)
 
 
 def wires(message, epoch: str):
@@ -88,7 +92,7 @@ def test_every_message_is_in_the_list(inproc_client):
     found = inproc_client.run(lambda dask_worker: known(dask_worker))
     assert all(each == listed(*TO_WORKERS) for each in found.values())
     found = inproc_client.run_on_scheduler(lambda dask_scheduler: known(dask_scheduler))
-    assert found == listed(*FROM_WORKERS, *FROM_CLIENTS)
+    assert found == listed(*FROM_WORKERS, *FROM_CLIENTS, *TOLD_BY_CLIENTS)
 
 
 def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
@@ -125,6 +129,9 @@ def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
 
     found, epoch = inproc_client.run_on_scheduler(send)
     inproc_client.run(tell, epoch)
+    for message in TOLD_BY_CLIENTS:
+        for wire in wires(message, epoch):
+            inproc_client._send_to_scheduler({"op": operation_of(message[0]), **wire})
     for event in (None, "x", {}, {"worker": []}, {"worker": next(iter(workers)), "reason": "forged"}):
         inproc_client.log_event(MISSING, event)
     for name, statuses in found.items():

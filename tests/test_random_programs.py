@@ -75,7 +75,9 @@ class Program:
         self.dtypes = self.rng.choice(
             DTYPES, size=int(self.rng.choice([1, 1, 2, 3])), p=[0.4, 0.2, 0.1, 0.1, 0.15, 0.05]
         )
-        self.minimum_flops = [0, 0, None][self.rng.integers(3)]
+        self.minimum_flops = [0, 0, None, 1e15][self.rng.integers(4)]
+        # Where tasks are said to take long what can be a region of a graph is one.
+        self.task = self.choose(["0.5ms", "50ms", "50ms"])
         # Graphs that are optimized have other tasks of the same keys: Dask loses chunks where a program mixes the two.
         self.patient, self.optimized = self.chance(0.9), self.chance(0.85)
         for _ in range(int(self.rng.integers(2, 10))):
@@ -87,7 +89,9 @@ class Program:
 
     def __str__(self) -> str:
         inputs = [f"# input {i}: {x.dtype} {x.shape}" for i, x in enumerate(self.inputs)]
-        return "\n".join([f"# minimum-flops: {self.minimum_flops}, patient: {self.patient}", *inputs, *self.lines])
+        return "\n".join(
+            [f"# minimum-flops: {self.minimum_flops}, task: {self.task}, patient: {self.patient}", *inputs, *self.lines]
+        )
 
     def add(self, kinds: list[Callable[[Program], None]]) -> None:
         """Add a statement of a random kind; one that finds no operands of its own makes some."""
@@ -557,7 +561,8 @@ def execute(program: Program, lines: list[str], client: Any, folder: Path) -> No
         "scattered": lambda i, chunks: delayed(i, chunks, client.scatter),
         "assigned": _assigned, "annotated": annotated, "check": check,
     }  # fmt: skip
-    with no_warnings(), dask.config.set({"distmm.minimum-flops": program.minimum_flops}):
+    options = {"distmm.minimum-flops": program.minimum_flops, "distmm.dask.task": program.task}
+    with no_warnings(), dask.config.set(options):
         for line in lines:
             if program.patient:
                 _settle(client)

@@ -257,7 +257,7 @@ def test_parts_by_tasks_of_dask(inproc_client):
         np.testing.assert_array_equal(found.compute(), expected)
         assert runs_after(inproc_client, last) == runs
 
-    with no_warnings_of_dask(), enabled():
+    with no_warnings_of_dask(), dask.config.set({"distmm.regions": False}), enabled():
         for in_memory, kind in ((False, float), (True, complex)):
             x, lazy = matrix()
             x, lazy = (each.astype(kind) * (1 + 2j if kind is complex else 1) for each in (x, lazy))

@@ -50,7 +50,8 @@ def routed(inproc_client):
         found = dask.compute(*arrays)
         return runs_after(inproc_client, before), *found
 
-    with dask_distmm.enabled():
+    # What is around a function may be a run of its own.
+    with dask.config.set({"distmm.regions": False}), dask_distmm.enabled():
         yield compute
 
 

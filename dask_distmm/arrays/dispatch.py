@@ -77,10 +77,10 @@ from dask_distmm.arrays.linalg import routed
 from dask_distmm.arrays.linalg.array_api import chain, power
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_shapes, parse, rechunk
-from dask_distmm.config import dask_costs, enabled_setting, minimum_flops, raises_beyond_memory
+from dask_distmm.config import dask_costs, enabled_setting, minimum_flops, raises_beyond_memory, regions_wanted
 from dask_distmm.errors import PlanError
 from dask_distmm.runtime.chunks import array_kind
-from dask_distmm.runtime.client import current_client
+from dask_distmm.runtime.client import announce, announce_all, current_client
 
 # Contractions
 
@@ -476,6 +476,8 @@ def _switch(*, on: bool | None = None, contexts: int = 0) -> None:
     with _lock:
         _switched_on, _contexts = _switched_on if on is None else on, _contexts + contexts
         (_replace_functions if _switched_on or _contexts else _put_back)()
+        if not (_switched_on or _contexts):
+            announce_all(False)
 
 
 def _replace_functions() -> None:
@@ -537,6 +539,7 @@ def _passing_on(ours: Callable[..., Any], before: Callable[..., Any]) -> Callabl
     def routed(*args: Any, **kwargs: Any) -> Any:
         if is_enabled() and len(kinds(args)) < 2:
             result = adapted(*args, **kwargs)
+            announce(current_client(), regions_wanted())
             if result is not NotImplemented:
                 return result
         return before(*args, **kwargs)

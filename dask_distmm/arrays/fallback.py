@@ -194,8 +194,8 @@ def _hint(tally: Tally) -> None:
         return
     which = f"The largest of {tally.count} products" if tally.count > 1 else "The only product"
     log.warning(
-        "enable() has made no collective run so far. %s%s is left to Dask's own tasks, as %s%s. (The config "
-        "distmm.hints: false turns this hint off.)",
+        "enable() has made no collective run of a product so far. %s%s is left to Dask's own tasks, as %s%s. (The "
+        "config distmm.hints: false turns this hint off.)",
         *(which, tally.what and f", {tally.what},", tally.why, tally.change and f". {tally.change}"),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask_distmm.engines.base import log, wait_checked
 from dask_distmm.errors import in_words
@@ -53,6 +53,14 @@ class SourceChunk:
     def again(self) -> SourceChunk:
         """Return the same chunk, to be made once more."""
         return SourceChunk(self.source.again(), self.view)
+
+
+class TaskCall(NamedTuple):
+    """A task of a region, which stands in the place of a chunk that a rank makes."""
+
+    # Its name without a token, and what calls it with the values that it reads.
+    name: str
+    call: Callable[[Sequence[Any]], Any]
 
 
 class ChunkLoader:

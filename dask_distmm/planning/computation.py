@@ -111,6 +111,8 @@ class NamedMatrix(Wired):
     # In a part of a larger computation: numbers of its rows and columns of chunks in the larger one's matrix, and how
     # many columns of chunks that has.
     numbers: tuple[Numbers, Numbers, int] | None = None
+    # The places of its chunks in its array, where that has other axes than the matrix.
+    places: tuple[tuple[int, ...], ...] = ()
 
     def check(self) -> None:
         """Raise for axes that there are not, and for chunks that are not those of the part that it is."""
@@ -177,6 +179,8 @@ class NamedMatrix(Wired):
 
     def place(self, number: int) -> tuple[int, ...]:
         """Return the place of a chunk in its array, by its number in the matrix that the user sees."""
+        if self.places:
+            return self.places[number]
         i, j = at = divmod(number, self.in_whole[2])
         if len(self.axes) == 1:
             return (at[self.axes[0]],)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from dask.utils import format_time
@@ -32,6 +32,7 @@ from dask_distmm.numeric.types import dtype_from_name, operand_dtype, sum_dtype
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.model import Estimate
 from dask_distmm.planning.placement import Placement
+from dask_distmm.planning.region import Region
 from dask_distmm.shown import Explanation
 
 # The runs that one result takes, one after the other
@@ -43,11 +44,14 @@ class ChainPlan(Explanation):
 
     # In an order in which each run comes after those whose results it reads.
     runs: tuple[Placement, ...] = ()
+    # Parts of the graph that are runs, or might be, under `enable`; how many other tasks are in none, by the reasons.
+    regions: tuple[Region, ...] = ()
+    left: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def method(self) -> str:
         """``"runs"``, or ``"dask"`` without any."""
-        return "runs" if self.runs else "dask"
+        return "runs" if self.runs or any(region.chosen for region in self.regions) else "dask"
 
     @property
     def seconds(self) -> float | None:

@@ -131,7 +131,7 @@ class EngineModel:
     # Its name, and the module whose attribute ``ENGINE`` multiplies.
     name: str
     module: str
-    # The kinds of computations that it runs: ``"product"``, ``"factorization"``, ``"program"``.
+    # The kinds of computations that it runs: ``"product"``, ``"factorization"``, ``"program"``, ``"region"``.
     computes: frozenset[str] = frozenset(["product"])
     # The least and the most columns of a block of a factorization.
     widths: tuple[int, int] = (32, 256)

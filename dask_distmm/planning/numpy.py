@@ -95,7 +95,7 @@ class NumpyModel(EngineModel):
 NUMPY = NumpyModel(
     "numpy",
     "dask_distmm.engines.numpy.engine",
-    frozenset(["product", "factorization", "program"]),
+    frozenset(["product", "factorization", "program", "region"]),
     makes=True,
     by_panels=True,
 )

@@ -48,6 +48,7 @@ from dask_distmm.planning.placement import Placement, Where, choose, estimated, 
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import AXES, METHODS, Problem, is_gram
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
+from dask_distmm.planning.region import RegionPlacement, RegionProblem, plan_region
 
 # Candidates
 
@@ -553,6 +554,7 @@ _KINDS: dict[str, tuple[type[Computation], type[Placement], Callable[..., Placem
     Problem.kind: (Problem, Plan, plan),
     FactorProblem.kind: (FactorProblem, FactorPlacement, _first_able(plan_factorization)),
     ProgramProblem.kind: (ProgramProblem, ProgramPlacement, _first_able(plan_program)),
+    RegionProblem.kind: (RegionProblem, RegionPlacement, _first_able(plan_region)),
 }
 
 

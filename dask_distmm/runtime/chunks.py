@@ -16,10 +16,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from dask._task_spec import GraphNode
+from dask.utils import key_split
 from distributed.protocol.pickle import dumps, loads
 
 from dask_distmm.engines.base import ChunkKey, ResultKey
-from dask_distmm.engines.sources import Source, SourceChunk
+from dask_distmm.engines.sources import Source, SourceChunk, TaskCall
 from dask_distmm.errors import EngineError, call_user, in_words
 from dask_distmm.numeric.sparse import compressed, sparse_package
 from dask_distmm.numeric.types import carried, typed
@@ -103,6 +105,8 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
     Tasks that read files may make memory maps.
     """
     problem = plan.problem
+    if problem.kind == "region":
+        return dict(chunks)  # as Dask's tasks take them
     checked = {}
     for (operand, index), chunk in chunks.items():
         shape, dtype = problem[operand].chunk_shape(index), problem[operand].dtype
@@ -147,6 +151,28 @@ def numbered(plan: Placement, result: Mapping[ResultKey, Any]) -> dict[ResultKey
     return {(name, numbers[name][number]): chunk for (name, number), chunk in result.items()}
 
 
+# Products of chunks, as tasks of regions
+
+
+# The axes that an array has of a matrix; whether it is transposed, and conjugated then; and the part of it along k.
+Operand = tuple[Sequence[int], bool, bool, slice]
+
+
+def _matrix(x: Any, operand: Operand, *, left: bool) -> Any:
+    axes, transposed, conjugated, part = operand
+    if len(axes) == 1:
+        x = x[:, None] if tuple(axes) == (0,) else x[None]
+    x = x.T if transposed else x
+    x = x.conj() if conjugated else x
+    return x[:, part] if left else x[part]
+
+
+def multiply_parts(a: Any, b: Any, first: Operand, second: Operand, ndim: int) -> Any:
+    """Multiply parts of two chunks; the result has `ndim` axes."""
+    found = _matrix(a, first, left=True) @ _matrix(b, second, left=False)
+    return found if ndim == 2 else found.reshape(-1)
+
+
 # The tasks by which ranks make chunks themselves, on their way to the ranks and there
 
 
@@ -166,14 +192,20 @@ def pack_tasks(
     return found
 
 
-def unpack_tasks(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKey, SourceChunk]:
-    """Return the chunks that a rank on a worker makes itself, from what `pack_tasks` gave."""
+def unpack_tasks(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKey, Any]:
+    """Return the chunks that a rank on a worker makes itself, or a region's tasks, from what `pack_tasks` gave."""
     made: dict[Any, Source] = {}
     chunks: dict[ChunkKey, SourceChunk] = {}
     if not packed:
         return chunks
     what = "the tasks that make chunks can't be unpickled"
     retries, at_once, found = call_user("source", what, loads, packed)
+    if plan.problem.kind == "region":
+        return {
+            (operand, number): _task_call(worker, *task)
+            for operand, (numbers, tasks) in found.items()
+            for number, task in zip(numbers, tasks, strict=True)
+        }
     turn = threading.Semaphore(at_once) if at_once else contextlib.nullcontext()
     # A chunk of both operands is used by both at one place of k, or else made anew: it would have to be kept.
     for operand, (numbers, tasks) in found.items():
@@ -183,6 +215,15 @@ def unpack_tasks(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKe
             source = made.setdefault((id(task), plan.problem.shared or operand), Source(make, retries))
             chunks[operand, number] = SourceChunk(source, functools.partial(_view, plan, operand, number))
     return chunks
+
+
+def _task_call(worker: Worker, task: GraphNode, keys: Sequence[Any], constants: Mapping[Any, Any]) -> TaskCall:
+    def call(values: Sequence[Any]) -> Any:
+        direct.act_as_task(worker)
+        return call_user("function", what, task, {**constants, **dict(zip(keys, values, strict=True))})
+
+    what = f"task {task.key!r} has failed"
+    return TaskCall(key_split(task.key), call)
 
 
 def _make_chunk(task: Any, worker: Worker, turn: AbstractContextManager[Any], name: str) -> Any:

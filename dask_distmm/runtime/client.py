@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import dask
 import numpy as np
+from dask._task_spec import convert_legacy_graph
+from dask.core import flatten
+from distributed import Future
+from distributed.protocol.pickle import dumps
 from numpy.typing import NDArray
 
 from dask_distmm.config import dask_costs, read_options, setting
@@ -20,7 +24,7 @@ from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.planner import is_faster
 from dask_distmm.planning.tasks import run_overhead, tasks_estimate, with_tasks
-from dask_distmm.runtime.messages import Snapshot, ask
+from dask_distmm.runtime.messages import RegionsReply, Snapshot, ask, post
 from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
 if TYPE_CHECKING:
@@ -32,6 +36,8 @@ _said: weakref.WeakKeyDictionary[Any, dict[Any, tuple[float, Snapshot]]] = weakr
 _FRESH = 10.0
 # Clients that have put the plugin on their scheduler.
 _installed: weakref.WeakSet[Any] = weakref.WeakSet()
+# Clients whose scheduler was told whether `enable` is in force.
+_announced: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 # Why the scheduler has refused it, and when.
 _refused: weakref.WeakKeyDictionary[Any, tuple[float, str]] = weakref.WeakKeyDictionary()
 
@@ -123,6 +129,34 @@ def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Sn
     return answer
 
 
+def announce(client: Client | None, enabled: bool) -> None:
+    """Tell the scheduler whether what is around routed functions in graphs of a client may be runs."""
+    if client is not None and client in _installed and _announced.get(client, False) != enabled:
+        client._send_to_scheduler(post(DistMMSchedulerPlugin.hear_enabled, "", enabled))
+        _announced[client] = enabled
+
+
+def announce_all(enabled: bool) -> None:
+    """Tell all schedulers that were told before."""
+    for client in list(_announced):
+        if client.status == "running":
+            announce(client, enabled)
+
+
+def ask_regions(arrays: Sequence[Any]) -> RegionsReply:
+    """Ask the scheduler for the regions of the graphs of arrays, if `enable` is in force there; else there are none."""
+    client = current_client()
+    if client is None or client.asynchronous or not _announced.get(client):
+        return RegionsReply("OK")
+    graph: dict[Any, Any] = {}
+    for array in dask.optimize(*arrays):
+        graph |= {key: task for key, task in array.__dask_graph__().items() if not isinstance(task, Future)}
+    keys = {key for array in arrays for key in flatten(array.__dask_keys__())}
+    packed = dumps((convert_legacy_graph(graph), keys))
+    answer: RegionsReply | None = client.sync(ask, client.scheduler, DistMMSchedulerPlugin.answer_regions, "", packed)
+    return answer if answer is not None and answer.status == "OK" else RegionsReply("OK")
+
+
 def _install_plugin(client: Client) -> None:
     when, refusal = _refused.get(client, (-_FRESH, ""))
     if time.monotonic() - when < _FRESH:
@@ -139,6 +173,7 @@ def _install_plugin(client: Client) -> None:
         _refused[client] = time.monotonic(), refusal
         raise MissingEngineError(refusal) from error
     _installed.add(client)
+    _announced.pop(client, None)
 
 
 def free_workspaces(client: Client | None = None) -> int:

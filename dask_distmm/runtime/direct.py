@@ -145,7 +145,7 @@ def look_at_graphs(scheduler: Scheduler, look: Callable[..., None] | None) -> No
     take_up = getattr(scheduler, _TAKES_UP)
 
     def take_up_reviewed(*, dsk: Any, keys: Any, ordered: Any, **others: Any) -> Any:
-        look(dsk, keys, ordered)
+        look(dsk, keys, ordered, others)
         return take_up(dsk=dsk, keys=keys, ordered=ordered, **others)
 
     setattr(scheduler, _TAKES_UP, take_up_reviewed)
@@ -250,6 +250,33 @@ def lose(scheduler: Scheduler, keys: Iterable[Any], stimulus_id: str) -> None:
             free(scheduler, ws.address, [key], stimulus_id)
         recommendations[key] = "released"
     scheduler.transitions(recommendations, stimulus_id)
+
+
+def put_back(scheduler: Scheduler, barrier: TaskState, tasks: Mapping[Any, Any], stimulus_id: str) -> None:
+    """Have workers run the tasks of a region after all: those that wait for its barrier, and those that these need."""
+    waiting = [ts for ts in barrier.dependents if ts.key in tasks]
+    known = [ts for ts in waiting if ts.state != "released"]
+    for ts in waiting:
+        if ts in known:
+            # As when a task that is waited for is released, but nothing that it needs goes meanwhile.
+            (barrier.waiters or set()).discard(ts)
+            ts.waiting_on, ts.state = None, "released"
+        forget_run_spec(ts)
+        ts.run_spec = tasks[ts.key]
+    todo = list(waiting)
+    while todo:
+        ts = todo.pop()
+        for key in ts.run_spec.dependencies:
+            if (dts := scheduler.tasks.get(key)) is None:
+                dts = scheduler.new_task(key, tasks.get(key), "released")
+                # What Dask gives each task of a new graph: a place in the order, and a span, which workers tell of.
+                dts.priority = barrier.priority
+                dts.group.span_id = dts.group.span_id or barrier.group.span_id
+                todo.append(dts)
+            ts.add_dependency(dts)
+    scheduler.transitions({ts.key: "waiting" for ts in known}, stimulus_id)
+    if not barrier.dependents:
+        scheduler.transitions({barrier.key: "forgotten"}, stimulus_id)
 
 
 def give_up(scheduler: Scheduler, barrier: TaskState, keys: Iterable[Any], stimulus_id: str) -> None:

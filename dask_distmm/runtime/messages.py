@@ -7,8 +7,9 @@
                abandon, release_replica              (no answer)              -> worker
     worker     hear_progress, gathered               (no answer)              -> scheduler
                fetch                                                          -> worker
-    client     answer_roster, answer_progress,
+    client     answer_roster, answer_progress, answer_regions,
                free_workspaces, free_replicas                                 -> scheduler
+               hear_enabled             (no answer)                           -> scheduler
 
 The handlers are methods of `runtime.worker.WorkerService`, and of the scheduler's plugin and what it has made. A call
 travels as a dict of plain types: the arguments by name, which the receiver checks by the handler's annotations. `ask`
@@ -33,6 +34,7 @@ from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, ProtocolError, as_plain, rebuild
 from dask_distmm.planning import Worker
+from dask_distmm.planning.region import Region
 from dask_distmm.planning.wire import Wired
 
 # The name of the plugins, of a worker's extension, and of the topic under which the scheduler logs events.
@@ -224,6 +226,14 @@ class ProgressReply(Reply):
     # Whether the scheduler has all the tasks that were asked for (a graph may still be on its way), and each multiply.
     known: bool = False
     found: Sequence[ProgressLine] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionsReply(Reply):
+    """The regions of a graph, and how many of its other tasks are in none, by the reasons."""
+
+    regions: Sequence[Region] = ()
+    left: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dask_distmm.planning.placement import CLEARLY, Placement, everywhere
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem
+from dask_distmm.planning.region import Region
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.programs.steps import Loop
 from dask_distmm.tracing.place import Row
@@ -295,8 +296,13 @@ def chain_text(plan: ChainPlan) -> str:
     count = len(plan.runs)
     most = [max(run.projected_bytes.values()) for run in plan.runs if run.projected_bytes]
     flops = sum(run.problem.flops for run in plan.runs)
+    own = sum(region.chosen for region in plan.regions)
+    numbers = ((count, "run"), (own, "region"))
+    every = [f"{number} {what}{'s' * (number > 1)}" for number, what in numbers if number]
     return listed(
-        f"Plan: {count} run{'s' * (count > 1)}" if count else "Plan: only plain tasks of Dask, no collective run",
+        f"Plan: {', '.join(every)}" if every else "Plan: only plain tasks of Dask, no collective run",
+        *(("region", _region_text(region)) for region in plan.regions),
+        ("left", "; ".join(f"{number} tasks: {why}" for why, number in plan.left.items())),
         *((number, _run_text(run)) for number, run in enumerate(plan.runs[:_LISTED], 1)),
         ("...", f"and {count - _LISTED} more" * (count > _LISTED)),
         (
@@ -305,6 +311,16 @@ def chain_text(plan: ChainPlan) -> str:
         ),
         ("memory", _up_to(max(most)) if most else ""),
         ("time", f"{format_time(plan.seconds)} estimated for the runs" if plan.seconds is not None else ""),
+    )
+
+
+def _region_text(region: Region) -> str:
+    """Return what a region has, and what the choice rests on."""
+    names = ", ".join(f"{number} {name}" for name, number in region.counts.items())
+    work, run, own = map(format_time, region.seconds)
+    return (
+        f"{'one run' if region.chosen else 'tasks of Dask'}: {work} of work take {run} more in a run, {own} more as "
+        f"tasks\n{region.inputs} chunks are there, {region.outputs} are made by {names}"
     )
 
 

@@ -37,7 +37,7 @@ from dask_distmm.planning.planner import plan_computation, problem_from_wire
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.runtime.chunks import array_kind, on_device
-from dask_distmm.runtime.client import ask_roster, current_client, imagined_snapshot, recent_snapshot
+from dask_distmm.runtime.client import ask_regions, ask_roster, current_client, imagined_snapshot, recent_snapshot
 from dask_distmm.runtime.keys import barrier_name
 
 # A matrix is tall if it has this many times as many rows as columns, and so has each chunk of rows, on average.
@@ -500,8 +500,12 @@ def explain_result(x: Any) -> Placement | ChainPlan:
     if not any(map(_lazy, arrays)):
         raise PlanError(f"expected a lazy result, neither computed nor persisted; got {type(x).__name__}")
     problems = {problem.name: problem for one in arrays for problem in reversed(list(steps_of(one)))}
-    runs = tuple(map(_plan_of, problems.values()))
-    return runs[0] if len(runs) == 1 else ChainPlan(runs)
+    answer = ask_regions(arrays)
+    # Products that are part of a region have no run of their own.
+    inside = {name for region in answer.regions if region.chosen for name in region.products}
+    runs = tuple(_plan_of(problem) for name, problem in problems.items() if name not in inside)
+    regions = answer.regions if inside or any(region.chosen for region in answer.regions) or len(runs) != 1 else ()
+    return ChainPlan(runs, tuple(regions), answer.left if regions else {}) if len(runs) != 1 or regions else runs[0]
 
 
 def _lazy(x: Array) -> bool:

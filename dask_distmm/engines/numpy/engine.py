@@ -15,6 +15,7 @@ from dask_distmm.engines.base import Engine, Job, Side
 from dask_distmm.engines.numpy.blas import add_lower, gemm, mirror, reflect
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.engines.programs.region import RegionJob
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import Formula, finish_by_rows, part_shape
@@ -22,6 +23,7 @@ from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import dtype_from_name, round_tf32, store
 from dask_distmm.planning import Plan
 from dask_distmm.planning.product import steps
+from dask_distmm.planning.region import RegionPlacement
 from dask_distmm.programs.steps import Buffer, Call, New, Publish, Pull
 
 Array: TypeAlias = NDArray[Any]
@@ -138,6 +140,8 @@ class NumpyEngine(Engine):
 
     def job(self, side: Side[Any]) -> Job[Any]:
         """Return what does a participant's part of a run."""
+        if isinstance(side.plan, RegionPlacement):
+            return RegionJob(side)
         for (operand, number), chunk in side.chunks.items():
             made = not isinstance(chunk, SourceChunk)  # else looked at later
             fits = type(chunk) is np.ndarray or sparse_package(chunk) == "scipy"

@@ -30,6 +30,7 @@ from dask_distmm.engines.base import log
 from dask_distmm.errors import EngineError, MatrixError, RunFailedError, brief, in_words
 from dask_distmm.installing import install_command
 from dask_distmm.planning import ENGINES, Computation, Problem
+from dask_distmm.planning.region import RegionProblem
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import is_sum
 from dask_distmm.runtime.messages import Done, Reply, Vote, ask, post
@@ -44,10 +45,12 @@ from dask_distmm.runtime.scheduler.freezing import (
     RunPlanner,
     deliveries,
 )
+from dask_distmm.runtime.scheduler.regions import Regions, put_back
 from dask_distmm.runtime.worker import WorkerService
 
 if TYPE_CHECKING:
     from distributed import Scheduler
+    from distributed.scheduler import TaskState
 
 # Number of failed ranks that a message names; the error's attribute `ranks` has all.
 _NAMED = 8
@@ -225,6 +228,7 @@ class Coordinator:
         self.groups = RankGroups()
         release = WorkerService.release_replica
         self.replicas = Replicas(scheduler, lambda told, name, run_id: self.tell(told, release, name, run_id))
+        self.regions = Regions(scheduler)
         self._releases: set[asyncio.Future[None]] = set()
         self._freezer = RunPlanner(scheduler, self.roster, self.groups, self.replicas)
 
@@ -235,9 +239,16 @@ class Coordinator:
             while barrier.parked:
                 await self._attempt(barrier)
         except Exception as error:
-            direct.fail(self.scheduler, barrier.ts, error, f"distmm-failed-{barrier.key}")
+            self.fail(barrier.ts, error, f"distmm-failed-{barrier.key}")
         finally:
             parked.cancel()
+
+    def fail(self, ts: TaskState, error: Exception, stimulus_id: str) -> None:
+        """End a barrier with an error. Of a region Dask gets the tasks: an error that these raise is theirs."""
+        if put_back(self.scheduler, ts):
+            log.info("%s is left to Dask's own tasks: %s", ts.key, error)
+        else:
+            direct.fail(self.scheduler, ts, error, stimulus_id)
 
     async def _attempt(self, barrier: Barrier) -> None:
         """Run once. Returns when the run is done, or may be tried again; raises every other failure."""
@@ -364,7 +375,8 @@ class Coordinator:
         run.expected_bytes = 0 if ENGINES[made.engine].collective else made.bytes_moved
         began = time()
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
-        how = {"method": made.method, "grid": made.grid, "engine": made.engine, "flops": made.flops}
+        how: dict[str, Any] = {"tasks": dict(made.problem.counts)} if isinstance(made.problem, RegionProblem) else {}
+        how |= {"method": made.method, "grid": made.grid, "engine": made.engine, "flops": made.flops}
         self._event("start", run, **how, bound=made.bound, ranks=made.workers, projected_bytes=made.projected_bytes)
         self._keep(run, frozen)
         deliver = deliveries(made.problem, frozen.wanted)
@@ -384,6 +396,8 @@ class Coordinator:
             done = f"{len(frozen.wanted) - missing} of {len(frozen.wanted)} chunks are done"
             raise Lost(f"{', '.join(sorted(run.lost))} left the cluster; {done}")
         self.replicas.add(run.run_id, made)
+        if isinstance(made.problem, RegionProblem):
+            self.regions.learn(made.problem, answers.values())
         figures = summarize(answers)
         log.info("run %d of %s done in %s", run.run_id, run.name, in_short(figures))
         self._event("done", run, **figures, **_run_bytes(made.problem), projected_bytes=made.projected_bytes)

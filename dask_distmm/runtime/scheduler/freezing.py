@@ -48,6 +48,7 @@ from dask_distmm.planning import (
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import Where
+from dask_distmm.planning.region import RegionProblem
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunks import pack_tasks
 from dask_distmm.runtime.keys import ChunkTask, operand_keys, part_of
@@ -366,7 +367,12 @@ class Barrier:
 
     def part(self, wanted: Mapping[Any, tuple[str, int]]) -> tuple[Computation, dict[str, list[Any]]]:
         """Return the computation that makes the wanted chunks, and the keys of its operands' chunks."""
-        # Only a product can be made in part.
+        # Only products and regions can be made in part.
+        if isinstance(self.problem, RegionProblem):
+            if len({*wanted.values()}) == sum(output.count for output in self.problem.outputs):
+                return self.problem, dict(self.keys)
+            part, *kept = self.problem.part({*wanted.values()})
+            return part, {name: [self.keys[name][x] for x in some] for name, some in zip(self.keys, kept, strict=True)}
         numbers = {number for _, number in wanted.values()}
         if isinstance(self.problem, Problem) and len(numbers) < self.problem.d.count:
             return part_of(self.problem, self.keys, numbers)

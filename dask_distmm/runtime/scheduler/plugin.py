@@ -35,7 +35,7 @@ from dask._task_spec import GraphNode
 from dask.utils import format_bytes
 from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
-from distributed.protocol.pickle import dumps
+from distributed.protocol.pickle import dumps, loads
 from distributed.scheduler import TaskState, WorkerState
 
 from dask_distmm import compat
@@ -61,6 +61,7 @@ from dask_distmm.runtime.messages import (
     NAME,
     Count,
     ProgressReply,
+    RegionsReply,
     Released,
     Seconds,
     Share,
@@ -71,7 +72,7 @@ from dask_distmm.runtime.messages import (
 from dask_distmm.runtime.run import History, Records, Run, find_names, progress_of
 from dask_distmm.runtime.scheduler import attachments
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
-from dask_distmm.runtime.scheduler.freezing import Barrier, Roster, known_places
+from dask_distmm.runtime.scheduler.freezing import Barrier, known_places
 from dask_distmm.runtime.worker import MISSING, WorkerService, for_any_worker
 
 # Multiplies whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended
@@ -84,8 +85,9 @@ _LOOK = 1.0
 class Admission:
     """Looks after barriers from when their graphs arrive until they are parked. On the scheduler's event loop."""
 
-    def __init__(self, scheduler: Scheduler, roster: Roster, barriers: Mapping[str, Barrier]) -> None:
-        self._scheduler, self._roster, self._barriers = scheduler, roster, barriers
+    def __init__(self, scheduler: Scheduler, coordinator: Coordinator, barriers: Mapping[str, Barrier]) -> None:
+        self._scheduler, self._roster, self._barriers = scheduler, coordinator.roster, barriers
+        self._fail = coordinator.fail
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -112,7 +114,7 @@ class Admission:
             await self._roster.until_it_fits(planned, math.inf)
         except ProjectedMemoryError as error:
             if ts.state == "waiting":
-                direct.fail(self._scheduler, ts, error, f"distmm-memory-{ts.key}")
+                self._fail(ts, error, f"distmm-memory-{ts.key}")
         except DistMMError:
             pass  # the reason may have gone when the inputs are there
 
@@ -143,7 +145,7 @@ class Admission:
                     held,
                     {ws.address: ws.memory_limit for ws in holding},
                 )
-                direct.fail(self._scheduler, ts, error, f"distmm-stuck-{ts.key}")
+                self._fail(ts, error, f"distmm-stuck-{ts.key}")
 
 
 def stuck(workers: Iterable[Any]) -> list[WorkerState]:
@@ -439,19 +441,22 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.coordinator = Coordinator(scheduler, self._event)
         self.queue, self.roster = self.coordinator.queue, self.coordinator.roster
         self.groups, self.replicas = self.coordinator.groups, self.coordinator.replicas
+        self.regions = self.coordinator.regions
         self.holds = Holds(scheduler, self._go_on)
         self.bare = WorkersWithoutPackage(scheduler, self.roster.bare)
         if before is not None:
             self.roster.bare.update(before.roster.bare)
-        self.admission = Admission(scheduler, self.roster, self.barriers)
+        self.admission = Admission(scheduler, self.coordinator, self.barriers)
         scheduler.handlers |= {
             **answering(self.answer_roster),
             **answering(self.free_workspaces),
             **answering(self.replicas.free_replicas),
             **answering(self.answer_progress),
+            **answering(self.answer_regions),
         }
         for handle in (self.hear_progress, self.coordinator.gathered):
             scheduler.stream_handlers |= listening(handle, lambda epoch: epoch == self.queue.epoch)
+        scheduler.stream_handlers |= listening(self.hear_enabled)
         # So that `Client.dump_cluster_state()` finds it.
         scheduler.extensions[NAME] = self
         self.records = Records()
@@ -459,7 +464,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             attach(scheduler, self)
         # Graphs that came before this plugin: their barriers have asked for it, or another plugin has parked them.
         self.update_graph(scheduler, tasks=list(scheduler.tasks))
-        direct.look_at_graphs(scheduler, self._reconcile)
+        direct.look_at_graphs(scheduler, self._look_at)
         await scheduler.register_worker_plugin(None, for_any_worker(), name=NAME, idempotent=True)
         for barrier in [barrier for barrier in self.barriers.values() if barrier.parked]:
             self.transition(barrier.key, "waiting", "no-worker")
@@ -505,6 +510,12 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             raise ProtocolError(f"malformed question: {error!r}") from error
         return ProgressReply("OK", known=known, found=lines)
 
+    async def answer_regions(self, graph: bytes) -> RegionsReply:
+        """Return the regions of a graph, pickled with the keys that are wanted, if it came to the scheduler now."""
+        tasks, keys = await asyncio.to_thread(loads, graph)
+        regions, left = self.regions.explain(tasks, keys)
+        return RegionsReply("OK", regions=regions, left=left)
+
     async def free_workspaces(self, grace: Seconds) -> Released:
         """Free the memory that engines keep on the workers between runs; return how many groups there were."""
         return Released("OK", count=await self.coordinator.release_all(grace))
@@ -534,6 +545,10 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             loop = {"turns": run.turns, "turns_in_all": run.turns_in_all, "seconds_left": run.seconds_left}
             self._event("progress", run, **figures, **(loop if run.turns else {}))
 
+    def hear_enabled(self, enabled: bool, client: str = "") -> None:
+        """Note whether graphs of a client may have regions. Dask adds the `client` on arrival."""
+        (self.regions.clients.add if enabled else self.regions.clients.discard)(client)
+
     # Barriers
 
     def update_graph(self, scheduler: Scheduler, *, tasks: Iterable[Any], **kwargs: Any) -> None:
@@ -562,12 +577,16 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if not self._forget(barrier.ts):
             self.admission.begin(barrier)
 
-    def _reconcile(self, graph: dict[Any, Any], keys: Collection[Any], order: dict[Any, int]) -> None:
-        """Leave each chunk that is known with one barrier."""
+    def _look_at(
+        self, graph: dict[Any, Any], keys: Collection[Any], order: dict[Any, int], others: Mapping[str, Any]
+    ) -> None:
+        """Leave each chunk that is known with one barrier, and make regions of what is new."""
         # Chunks that are known keep their barriers known, but for those that Dask's own tasks make.
+        lost: list[TaskState] = []
         if self.barriers or any(isinstance(task, ChunkTask) for task in graph.values()):
-            for ts in reconcile(self.scheduler.tasks, graph, keys, order):
-                asyncio.get_running_loop().call_soon(self._forget, ts)
+            lost += reconcile(self.scheduler.tasks, graph, keys, order)
+        for ts in lost + self.regions.look(graph, keys, order, others):
+            asyncio.get_running_loop().call_soon(self._forget, ts)
 
     def _forget(self, ts: TaskState) -> bool:
         """Forget a barrier that nothing depends on; return whether that is so."""
@@ -642,6 +661,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Free the memory that engines keep between runs, if no client comes back soon."""
+        self.regions.clients.discard(client)
 
         async def free() -> None:
             if not scheduler.clients.keys() - {"fire-and-forget"}:

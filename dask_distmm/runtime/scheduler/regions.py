@@ -1,0 +1,525 @@
+"""Regions: parts of new graphs that become one run each, under `enable`. On the scheduler's event loop.
+
+A graph comes to the scheduler when it has been optimized, with each of its tasks. Here it is known which chunks are in
+memory, or will be, and on which workers; how long tasks of a name take; and who asks for what. Tasks that depend on
+nothing but such chunks, small constants and each other are a region; so are those behind the chunks of a run, which
+are the next one. Dask keeps what reads files, draws random numbers or is made by Delayed, and all that depends on it;
+tasks with annotations; and regions without a product that are not next to a run. A region's barrier has the tasks, and
+the chunks that others need of it have their own keys: culled, kept, released and made again as those of every run.
+
+Whenever the run of a region can't be, Dask gets its tasks back.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from dask._task_spec import Alias, DataNode, GraphNode, List, Task, TaskRef, _execute_subgraph
+from dask.base import tokenize
+from dask.sizeof import sizeof
+from dask.utils import funcname, key_split
+
+from dask_distmm.config import dask_costs, read_options
+from dask_distmm.engines.base import log
+from dask_distmm.engines.sources import ChunkTasks
+from dask_distmm.errors import EngineError
+from dask_distmm.numeric.sparse import total
+from dask_distmm.planning import Problem, problem_from_wire
+from dask_distmm.planning.computation import NamedMatrix
+from dask_distmm.planning.placement import CLEARLY
+from dask_distmm.planning.region import INPUTS, TASKS, Region, RegionProblem, assign, operand, run_seconds
+from dask_distmm.runtime import direct
+from dask_distmm.runtime.chunks import multiply_parts
+from dask_distmm.runtime.keys import ChunkTask, barrier_key, barrier_name, barrier_task, operand_keys, wave_of
+from dask_distmm.runtime.messages import Done
+
+if TYPE_CHECKING:
+    from distributed import Scheduler
+    from distributed.scheduler import TaskState
+
+# Larger graphs are not looked at, and larger constants not sent to several ranks (bytes).
+_MOST_TASKS, _SMALL = 20_000, 2**18
+# Tasks that multiply, by the names of the functions that Dask calls for each chunk.
+_PRODUCTS = frozenset(["_matmul", "_tensordot", "chunk_einsum"])
+# Functions that make chunks which follow from a few numbers.
+_MADE = frozenset(["eye", "ones_like", "zeros_like", "full_like", "arange", "linspace"])
+# Names of tasks whose values are much smaller than what they read, by parts of them; and by how much, at a guess.
+_REDUCING = ("sum", "mean", "prod", "max", "min", "var", "std", "norm", "any", "all", "reduce", "moment", "aggregate")
+_REDUCED = 64
+# Why a task is in no region that needs no work.
+_THERE = "being made, or in memory"
+# Products of more work, of more bytes in the smaller operand, or of more pieces are runs of their own.
+_FLOPS, _MOVED, _PIECES = 2e10, 2**26, 4096
+# Dask moves a task to another worker if that would begin by so much earlier (seconds).
+_STEALS = 0.1
+# How fast a thread is expected to read what a task reads, where it is not known how long tasks of a name take
+# (bytes a second).
+_READS = 5e9
+
+
+def is_product(task: GraphNode) -> bool:
+    """Whether a task multiplies matrices, or one that is fused with it does."""
+    if not isinstance(task, Task):
+        return False
+    if task.func is _execute_subgraph:
+        inner = task.args[0]
+        return any(is_product(one) for one in (getattr(inner, "value", inner) or {}).values())
+    return task.func is multiply_parts or funcname(task.func) in _PRODUCTS
+
+
+def root_bytes(task: GraphNode) -> int | None:
+    """Return the bytes, at a guess, that a task makes out of nothing but small constants; None if it may do else."""
+    if isinstance(task, DataNode):
+        return int(sizeof(task.value))
+    if not isinstance(task, Task):
+        return None
+    if task.func is _execute_subgraph:
+        inner = task.args[0]
+        sizes = [root_bytes(one) for one in getattr(inner, "value", inner).values() if not one.dependencies]
+        return None if None in sizes else sum(filter(None, sizes))
+    if funcname(task.func) not in _MADE:
+        return None
+    numbers = [x for arg in task.args for x in (arg if isinstance(arg, tuple | list) else [getattr(arg, "value", arg)])]
+    return 8 * math.prod(max(1, abs(int(x))) for x in numbers if isinstance(x, int | np.integer))
+
+
+def is_chunk_key(key: Any) -> bool:
+    """Whether a key is of a chunk of an array: a name, and its place."""
+    return (
+        isinstance(key, tuple)
+        and isinstance(key[0], str)
+        and all(isinstance(place, int | np.integer) for place in key[1:])
+    )
+
+
+def may_move(key: Any, task: GraphNode) -> bool:
+    """Whether a run may call a task: it makes a chunk of others, or of constants, and is not special to Dask."""
+    if type(task) not in (Task, Alias) or not is_chunk_key(key) or task.block_fusion:
+        return False
+    return bool(task.dependencies) or ((size := root_bytes(task)) is not None and size <= _SMALL)
+
+
+class Parts(NamedTuple):
+    """The parts of a graph that may be regions."""
+
+    # The keys of each, in order: before any run, behind one, behind two one after the other, and so on. What waits for
+    # something that is still being made is apart from what waits for nothing, or for something else.
+    regions: list[list[Any]]
+    constants: dict[Any, GraphNode]
+    # Products that are parts of them: their barriers.
+    products: dict[Any, Problem]
+    # Why tasks are in none of them.
+    left: dict[Any, str]
+
+
+def parts_of(
+    graph: Mapping[Any, GraphNode],
+    known: Collection[Any],
+    order: Mapping[Any, int],
+    taken: Callable[[GraphNode], Problem | None] = lambda barrier: None,
+    pending: Callable[[Any], bool] = lambda key: False,
+) -> Parts:
+    """Return the parts of a graph that may be regions. Pure.
+
+    `known` are keys that the scheduler has already; `taken` returns the product of a barrier that needs no run of its
+    own; `pending` says whether a known chunk is still being made.
+    """
+    levels: dict[Any, int] = {}
+    mine: dict[Any, int] = {}
+    constants: dict[Any, GraphNode] = {}
+    products: dict[Any, Problem] = {}
+    groups = Groups()
+    worthy: set[Any] = set()
+    left: dict[Any, str] = {}
+    started = {task.barrier for key in known if isinstance(task := graph.get(key), ChunkTask)}
+
+    def is_there(dep: Any) -> bool:
+        """Whether a region may read a value: one of its own, or one that waits for nothing of Dask's."""
+        own = dep in mine or dep in constants
+        return own or dep not in graph or dep in known or isinstance(graph[dep], ChunkTask)
+
+    for key in in_order(graph, order):
+        task = graph[key]
+        needs = task.dependencies
+        level = levels[key] = max((levels.get(dep, 0) for dep in needs), default=0)
+        if isinstance(task, ChunkTask):
+            if task.barrier not in products or key in known:
+                levels[key] = level + 1
+                continue
+        elif barrier_name(key) is not None:
+            if key not in known and key not in started and all(map(is_there, needs)) and (found := taken(task)):
+                products[key] = found
+            else:
+                worthy.update(dep for dep in needs if dep in mine)
+                left[key] = "runs of their own"
+                continue
+        elif key in known:
+            left[key] = _THERE
+            continue
+        elif isinstance(task, DataNode):
+            if sizeof(task.value) <= _SMALL:
+                constants[key] = task
+            else:
+                left[key] = "data of the client"
+            continue
+        elif not may_move(key, task):
+            left[key] = "reading, drawing or making something, or not chunks of arrays"
+            continue
+        elif not all(map(is_there, needs)):
+            left[key] = "depending on what Dask makes"
+            continue
+        mine[key] = level
+        behind_run = any(isinstance(graph.get(dep), ChunkTask) and dep not in mine for dep in needs)
+        if behind_run or key in products or is_product(task):
+            worthy.add(key)
+        for dep in needs:
+            if mine.get(dep) == level:
+                groups.join(key, dep)
+    worth = {groups.of(key) for key in worthy}
+    waited: dict[Any, set[Any]] = {group: set() for group in worth}
+    for key in mine:
+        if (group := groups.of(key)) not in worth:
+            left[key] = "without a product, and not next to a run"
+            continue
+        for dep in graph[key].dependencies:
+            if dep not in mine and (isinstance(source := graph.get(dep), ChunkTask) or pending(dep)):
+                waited[group].add(source.barrier if isinstance(source, ChunkTask) else dep[0] if dep else dep)
+    regions: dict[Any, list[Any]] = {}
+    for key, level in mine.items():
+        if (group := groups.of(key)) in worth:
+            regions.setdefault((level, frozenset(waited[group])), []).append(key)
+    return Parts([regions[place] for place in sorted(regions, key=itemgetter(0))], constants, products, left)
+
+
+def product_of(barrier: GraphNode) -> Problem | None:
+    """Return the product of a barrier that may be tasks of a region: a plain one of little work, which moves little."""
+    wire = barrier.args[0]
+    if not isinstance(wire, Mapping) or wire.get("kind") != Problem.kind:
+        return None
+    problem = problem_from_wire(wire)
+    assert isinstance(problem, Problem)
+    a, b, d = problem.a, problem.b, problem.d
+    asked = problem.workers, problem.compute, problem.by_ranks, problem.extras, problem.laid_out, problem.stationary
+    plain = problem.method == problem.engine == "auto" and not any(asked) and wave_of(problem.name) is None
+    plain = plain and problem.formula.plain and d.chunks == (a.chunks[0], b.chunks[1])
+    types = {a.dtype, b.dtype, d.dtype, problem.compute_type.name}
+    pieces = a.counts[0] * b.counts[1] * (a.counts[1] + b.counts[0])
+    fits = problem.flops <= _FLOPS and min(a.bytes.sum(), b.bytes.sum()) <= _MOVED and pieces <= _PIECES
+    return problem if plain and fits and len(types) == 1 and problem.result_type.kind in "fc" else None
+
+
+def tasks_of_product(
+    problem: Problem, barrier: GraphNode, chunk: ChunkTask, place: Callable[[Any], Any]
+) -> dict[Any, GraphNode]:
+    """Return the tasks that make a chunk of a product: of pieces along k, whose sums are added where they are first."""
+    _, lists = operand_keys(barrier)
+    keys = dict(zip(problem.inputs, lists, strict=True))
+    a_keys, b_keys = (keys[problem.source_of(name)] for name in "ab")
+    a_cols, b_cols = problem.a.counts[1], problem.b.counts[1]
+    i, j = divmod(chunk.index, b_cols)
+    ends = [list(itertools.accumulate(sizes)) for sizes in (problem.a.chunks[1], problem.b.chunks[0])]
+    cuts = sorted({0, *ends[0], *ends[1]})
+    name, found, sums = f"product-{tokenize(barrier.key)}", dict[Any, GraphNode](), dict[Any, list[Any]]()
+    for number, (low, high) in enumerate(itertools.pairwise(cuts)):
+        p, q = (bisect.bisect_right(one, low) for one in ends)
+        a_key, b_key = a_keys[i * a_cols + p], b_keys[q * b_cols + j]
+        cut = [
+            slice(low - end + size, high - end + size)
+            for end, size in ((ends[0][p], problem.a.chunks[1][p]), (ends[1][q], problem.b.chunks[0][q]))
+        ]
+        views = [
+            (one.axes, one.transposed, one.conjugated, part)
+            for one, part in zip((problem.a, problem.b), cut, strict=True)
+        ]
+        key = (name, i, j, number) if len(cuts) > 2 else chunk.key
+        found[key] = Task(key, multiply_parts, TaskRef(a_key), TaskRef(b_key), *views, len(problem.d.axes))
+        larger = a_key if problem.a.bytes[i * a_cols + p] >= problem.b.bytes[q * b_cols + j] else b_key
+        sums.setdefault(place(larger), []).append(key)
+    if len(cuts) == 2:
+        return found
+    parts = []
+    for number, some in enumerate(sums.values()):
+        key = (f"{name}-sum", i, j, number) if len(some) > 1 and len(sums) > 1 else chunk.key
+        if len(sums) == 1:
+            parts = some
+        elif len(some) > 1:
+            found[key] = Task(key, total, List(*map(TaskRef, some)))
+            parts.append(key)
+        else:
+            parts += some
+    found[chunk.key] = Task(chunk.key, total, List(*map(TaskRef, parts)))
+    return found
+
+
+def in_order(graph: Mapping[Any, GraphNode], order: Mapping[Any, int]) -> list[Any]:
+    """Return the keys of a graph in an order, but each after those that it depends on."""
+    found: dict[Any, None] = {}
+    for first in sorted(graph, key=lambda key: order.get(key, -1)):
+        todo = [first]
+        while todo:
+            left = [dep for dep in graph[todo[-1]].dependencies if dep in graph and dep not in found]
+            todo += left
+            if not left:
+                found[todo.pop()] = None
+    return list(found)
+
+
+class Groups:
+    """Things that are connected (union-find)."""
+
+    def __init__(self) -> None:
+        self._above: dict[Any, Any] = {}
+
+    def of(self, one: Any) -> Any:
+        """Return what stands for all that is connected with a thing."""
+        above = self._above
+        while (up := above.get(one, one)) != one:
+            above[one] = above.get(up, up)
+            one = up
+        return one
+
+    def join(self, one: Any, other: Any) -> None:
+        """Connect two things."""
+        self._above[self.of(one)] = self.of(other)
+
+
+def expected_size(name: str, product: bool, sizes: Sequence[int]) -> int:
+    """Return the bytes that the value of a task is expected to have, from those of what it reads."""
+    if not sizes:
+        return 0
+    if product:
+        return int(float(np.prod([float(max(1, size)) for size in sizes]) ** (1 / len(sizes))))
+    most = max(sizes)
+    return most // _REDUCED if any(word in name for word in _REDUCING) else most
+
+
+class Draft:
+    """A region with all that it needs and makes, before anything is changed."""
+
+    def __init__(
+        self,
+        graph: Mapping[Any, GraphNode],
+        keys: Collection[Any],
+        part: Sequence[Any],
+        parts: Parts,
+        place: Callable[[Any], Any],
+    ) -> None:
+        self.inside, self.constants = set(part), parts.constants
+        self.products = self.inside & parts.products.keys()
+        # The tasks, in order: of products those of their chunks.
+        self.tasks: dict[Any, GraphNode] = {}
+        for key in part:
+            task = graph[key]
+            if isinstance(task, ChunkTask):
+                barrier = task.barrier
+                self.tasks |= tasks_of_product(parts.products[barrier], graph[barrier], task, place)
+            elif key not in self.products:
+                self.tasks[key] = task
+        wanted = set(keys) & self.inside
+        for key, task in graph.items():
+            if key not in self.inside:
+                wanted |= self.inside & task.dependencies
+        # Chunks that are there before, in the order in which they are needed; those that others need, by their arrays.
+        needed = dict.fromkeys(dep for task in self.tasks.values() for dep in task.dependencies)
+        self.counts = dict(collections.Counter(map(key_split, self.tasks)))
+        # What the tasks take, and what comes to it with a run and with Dask's own tasks.
+        self.seconds = 0.0, 0.0, 0.0
+        self.inputs = [key for key in needed if key not in self.tasks and key not in self.constants]
+        self.results: dict[str, list[Any]] = {}
+        for key in part:
+            if key in wanted:
+                self.results.setdefault(key[0], []).append(key)
+
+
+class Regions:
+    """Makes regions of new graphs."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        # Clients under `enable`.
+        self.clients: set[str] = set()
+        # By names how long tasks have taken in runs.
+        self._seconds: dict[str, float] = {}
+
+    def look(
+        self, graph: dict[Any, GraphNode], keys: Collection[Any], order: dict[Any, int], others: Mapping[str, Any]
+    ) -> list[TaskState]:
+        """Put runs in the place of regions, where they are faster; return tasks that lost a dependent."""
+        asked = [others.get(name) for name in ("annotations_by_type", "actors", "user_priority")]
+        annotated = set(others.get("global_annotations") or ()) - {"span"}
+        if others.get("client") not in self.clients or any(asked) or annotated or len(graph) > _MOST_TASKS:
+            return []
+        lost: list[TaskState] = []
+        try:
+            for draft, problem in self._found(graph, keys, order)[0]:
+                if problem is not None:
+                    lost += self._replace(graph, keys, order, draft, problem)
+        except Exception:  # whatever a user's graph holds: it is Dask's then
+            log.warning("a graph was not looked through", exc_info=True)
+        return lost
+
+    def explain(self, graph: Mapping[Any, GraphNode], keys: Collection[Any]) -> tuple[list[Region], dict[str, int]]:
+        """Return what the regions of a graph would be, and how many other tasks are in none for which reasons."""
+        found, parts = self._found(graph, keys, {})
+        regions = [
+            Region(
+                counts=draft.counts,
+                inputs=len(draft.inputs),
+                outputs=sum(map(len, draft.results.values())),
+                products=[problem.name for problem in map(parts.products.__getitem__, draft.products)],
+                seconds=draft.seconds,
+                chosen=problem is not None,
+            )
+            for draft, problem in found
+        ]
+        return regions, dict(collections.Counter(parts.left.values()))
+
+    def _found(
+        self, graph: Mapping[Any, GraphNode], keys: Collection[Any], order: Mapping[Any, int]
+    ) -> tuple[list[tuple[Draft, RegionProblem | None]], Parts]:
+        """Return the regions of a graph, those that are chosen with their problems."""
+        # What was released, and is known for others that could be lost, may be made again within a region.
+        tasks = self._scheduler.tasks
+        known = {key for key in graph if (ts := tasks.get(key)) is not None and ts.state != "released"}
+
+        def pending(key: Any) -> bool:
+            return (ts := tasks.get(key)) is not None and not ts.who_has
+
+        for taken in (product_of, lambda barrier: None):
+            parts = parts_of(graph, known, order, taken, pending)
+            drafts = [Draft(graph, keys, part, parts, self._place) for part in parts.regions]
+            # A graph with nothing beside a region takes no start of Dask's own tasks.
+            alone = len(drafts) == 1 and set(parts.left.values()) <= {_THERE}
+            made = [self._problem(draft, alone) for draft in drafts]
+            if all(problem is not None or not draft.products for problem, draft in zip(made, drafts, strict=True)):
+                break
+        return list(zip(drafts, made, strict=True)), parts
+
+    def _replace(
+        self,
+        graph: dict[Any, GraphNode],
+        keys: Collection[Any],
+        order: dict[Any, int],
+        draft: Draft,
+        problem: RegionProblem,
+    ) -> list[TaskState]:
+        """Put a run in the place of a region; see `look`."""
+        barrier, constants = barrier_key(problem.name), draft.constants
+        packed = []
+        for task in draft.tasks.values():
+            needs = [dep for dep in task.dependencies if dep not in constants]
+            packed.append((task, needs, {dep: constants[dep].value for dep in task.dependencies if dep in constants}))
+        graph[barrier] = barrier_task(problem, _not_here, {INPUTS: draft.inputs, TASKS: ChunkTasks(packed)})
+        order[barrier] = min(order.get(key, 0) for key in draft.inside)
+        for key in draft.inside:
+            del graph[key]
+        lost: list[TaskState] = []
+        for name, chunks in draft.results.items():
+            for number, key in enumerate(chunks):
+                if (ts := self._scheduler.tasks.get(key)) is not None and ts.run_spec is not None:
+                    lost += direct.forget_run_spec(ts)
+                graph[key] = ChunkTask(key, _not_here, name, number, TaskRef(barrier))
+        needed = {dep for task in graph.values() for dep in task.dependencies}
+        for key in constants.keys() & graph.keys() - needed - set(keys):
+            del graph[key]
+        return lost
+
+    def _problem(self, draft: Draft, alone: bool) -> RegionProblem | None:
+        """Return what a region is for a run; None where that is not expected to be clearly faster."""
+        inputs, workers = draft.inputs, self._workers()
+        number = {key: value for value, key in enumerate([*inputs, *draft.tasks])}
+        needs = [
+            [number[dep] for dep in task.dependencies if dep not in draft.constants] for task in draft.tasks.values()
+        ]
+        places = {ws.address: at for at, ws in enumerate(workers)}
+        held, where, on_gpus = [], [], False
+        for at, key in enumerate(inputs):
+            ts, holder = self._scheduler.tasks.get(key), places.get(self._place(key))
+            held.append(max(0, ts.nbytes) if ts and ts.who_has else 0)
+            where.append(at * len(workers) // len(inputs) if holder is None else holder)
+            on_gpus |= bool(ts and str(ts.type or "").startswith("cupy"))
+        sizes, seconds = list(held), []
+        for (key, task), needed in zip(draft.tasks.items(), needs, strict=True):
+            name = key_split(key)
+            read = [sizes[value] for value in needed]
+            seconds.append(self._duration(name, sum(read)))
+            sizes.append(
+                root_bytes(task) or 0 if not task.dependencies else expected_size(name, is_product(task), read)
+            )
+        sizes = sizes[len(inputs) :]
+        found = assign(needs, sizes, seconds, held, where, max(1, len(workers)))
+        every = [key for chunks in draft.results.values() for key in chunks]
+        costs, threads = dask_costs(), [ws.nthreads for ws in workers]
+        run = run_seconds(found, threads, len(inputs) + len(every), costs)
+        # Dask's own tasks run where their chunks are, too, unless others have had nothing to do for long.
+        work = max(sum(seconds) / max(1, sum(threads)), max(seconds, default=0.0))
+        local = max(spent / max(1, count) for spent, count in zip(found.seconds, threads, strict=True))
+        work = max(work, min(local, work + _STEALS))
+        plain = sum(key in draft.inside and key not in draft.products for key in draft.tasks)
+        own = alone * costs.start + plain * costs.task + len(draft.products) * (costs.run + costs.chunk * len(inputs))
+        draft.seconds = work, run - work, own
+        name = f"region-{tokenize(every, inputs)}"
+        if run - work >= CLEARLY * own or barrier_key(name) in self._scheduler.tasks:
+            return None
+        return RegionProblem(
+            name=name,
+            matrices=(operand(INPUTS, held), operand(TASKS, sizes)),
+            wanted=tuple(
+                NamedMatrix(name, ((0,) * len(chunks), (1,)), "uint8", places=tuple(key[1:] for key in chunks))
+                for name, chunks in draft.results.items()
+            ),
+            options=read_options(),
+            array="cupy" if on_gpus else "numpy",
+            needs=needs,
+            results=[number[key] - len(inputs) for key in every],
+            sizes=sizes,
+            seconds=seconds,
+            counts=draft.counts,
+        )
+
+    def _place(self, key: Any) -> str | None:
+        """Return the address of a worker that has a chunk."""
+        ts = self._scheduler.tasks.get(key)
+        return next((ws.address for ws in (ts.who_has or ())), None) if ts is not None else None
+
+    def _workers(self) -> list[Any]:
+        return [ws for ws in self._scheduler.workers.values() if ws.status.name == "running"]
+
+    def _duration(self, name: str, read: int) -> float:
+        """Return how long a task of a name takes that reads so many bytes."""
+        prefix = self._scheduler.task_prefixes.get(name)
+        known = self._seconds.get(name, prefix.duration_average if prefix is not None else -1.0)
+        return known if known >= 0 else read / _READS
+
+    def learn(self, problem: RegionProblem, answers: Iterable[Done]) -> None:
+        """Note how long tasks have taken in a run."""
+        spent: collections.Counter[str] = collections.Counter()
+        for answer in answers:
+            spent.update({name: seconds for name, seconds in answer.timings.items() if name in problem.counts})
+        for name, seconds in spent.items():
+            found = seconds / problem.counts[name]
+            self._seconds[name] = (found + self._seconds.get(name, found)) / 2
+
+
+def put_back(scheduler: Scheduler, barrier: TaskState) -> bool:
+    """Have Dask run the tasks of a region after all; return whether a barrier is one's."""
+    _, (*_, packed) = operand_keys(barrier.run_spec)
+    if not all(isinstance(one, tuple) and isinstance(one[0], GraphNode) for one in packed) or not packed:
+        return False
+    tasks: dict[Any, GraphNode] = {}
+    for task, _, constants in packed:
+        tasks |= {key: DataNode(key, value) for key, value in constants.items()}
+        tasks[task.key] = task
+    direct.put_back(scheduler, barrier, tasks, f"distmm-back-{barrier.key}")
+    return True
+
+
+def _not_here(*args: Any) -> Any:
+    raise EngineError("the tasks of a region run on a cluster only")
