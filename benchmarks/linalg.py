@@ -2,6 +2,7 @@
 
     python -m benchmarks.linalg [--size 4096 8192] [--kinds cholesky lu solve qr tall gram] [--repeat 3] [--out FILE]
     python -m benchmarks.linalg --gpu --size 16384 32768 --repeat 2 --peers ours one_gpu cusolvermp
+    python -m benchmarks.linalg --gpu --size 32768 --peers ours --kinds refined refined_pos --factor-dtype tf32
 
 CPUs: two worker processes of one thread; SciPy has two threads in a process of its own; stock Dask has the better one
 of 4 x 4 and 8 x 8 chunks (qr: one column of chunks, of a matrix of which all columns are one chunk). GPUs: one worker a
@@ -10,6 +11,9 @@ one process each, and its best grid and block size (`benchmarks.gpu_peers`). Fig
 medians, those of peers on GPUs the best. ``tall`` is the QR factorization of a matrix of 16 n rows and n / 16 columns,
 Q and R. ``gram`` is X^H X, beside the product of two matrices (``product``). ``run`` is the time of the run itself,
 ``wall`` that from ``persist()`` to all results in memory. Matrices are random; that of cholesky has a large diagonal.
+``refined`` and ``refined_pos`` solve for 16 right-hand sides with factors of fewer bits (``--factor-dtype``), by turns
+with factors in the type of the matrix (``plain``): a random matrix, whose condition is about its order, and a positive
+definite one of the condition that is asked for. They have no peers.
 """
 
 from __future__ import annotations
@@ -37,13 +41,16 @@ from benchmarks.gpu.one_gpu import shape_of
 from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm import linalg
+from dask_distmm.arrays.linalg.factorize import plus_identity
 
-KINDS = ("cholesky", "lu", "solve", "qr", "tall", "gram")
+REFINED = ("refined", "refined_pos")
+KINDS = ("cholesky", "lu", "solve", "qr", "tall", "gram", *REFINED)
 
 
 def flops(kind: str, n: int) -> float:
     """Return the operations for n x n elements; of qr those of R alone, of tall those of Householder's Q and R."""
-    return {"cholesky": 1 / 3, "lu": 2 / 3, "solve": 2 / 3, "qr": 4 / 3, "tall": 1 / 4, "gram": 1}[kind] * n**3
+    shares = {"cholesky": 1 / 3, "lu": 2 / 3, "solve": 2 / 3, "qr": 4 / 3, "tall": 1 / 4, "gram": 1}
+    return (shares | {"refined": 2 / 3, "refined_pos": 1 / 3})[kind] * n**3
 
 
 # Seconds that the scheduler may take to note a run that has ended.
@@ -172,6 +179,8 @@ def _median(call: Callable[[Any], Any], a: Any, repeat: int) -> float:
 
 def ours(client: Client, n: int, kind: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the medians of one factorization, one of matrices that are in memory."""
+    if kind in REFINED:
+        return refined(client, n, kind, options)
     count, array = len(client.scheduler_info(n_workers=-1)["workers"]), "cupy" if options.gpu else "numpy"
     rows, cols = shape_of(kind, n)
     chunks = -(-rows // count), cols if kind == "tall" else -(-cols // count)
@@ -193,6 +202,38 @@ def ours(client: Client, n: int, kind: str, options: argparse.Namespace) -> dict
     if kind == "gram":
         found["product"] = product_seconds(client, n, chunks, options)
     return found
+
+
+def refined(client: Client, n: int, kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the medians of solutions with factors of fewer bits, and without, by turns; and how they were refined."""
+    count, array = len(client.scheduler_info(n_workers=-1)["workers"]), "cupy" if options.gpu else "numpy"
+    chunks, positive = (-(-n // count), n), kind == "refined_pos"
+    how: dict[str, Any] = {"engine": options.engine, "method": "columns"} if options.engine else {}
+    how |= {"assume_a": "pos"} if positive else {}
+    found: dict[str, list[float]] = {"run": [], "wall": [], "plain": [], "plain_wall": []}
+    told: Any = ()
+    for turn in range(options.repeat + 1):
+        a = matrix((n, n), chunks, options.dtype, array, turn)
+        if positive:
+            # Eigenvalues of X X^T / n are from 0 to 4.
+            a = plus_identity(linalg.gram(a) * (options.condition / (4 * n))).rechunk(chunks).persist()
+            finished(a)
+        b = matrix((n, 16), (chunks[0], 16), options.dtype, array, options.repeat + 1 + turn)
+        for name, more in (("plain", {}), ("run", {"factor_dtype": options.factor_dtype, "full_output": True})):
+            before, started = runs(client), time.perf_counter()
+            x = dask.persist(linalg.solve(a, b, **how, **more))
+            finished(*x)
+            wall = time.perf_counter() - started
+            if turn:
+                found[name].append(run_seconds(client, before))
+                found["wall" if name == "run" else "plain_wall"].append(wall)
+            if more:
+                told = dask.compute(x[0][1])[0]
+            del x
+        del a, b
+        time.sleep(0.2)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return medians | {"turns": float(told.iterations), "way": float(told.way)}
 
 
 def beside(n: int, kind: str, options: argparse.Namespace) -> dict[str, float]:
@@ -252,6 +293,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float64")
     parser.add_argument("--repeat", type=int, default=3, help="of ours, SciPy and Dask, after one that does not count")
+    parser.add_argument("--factor-dtype", default="float32", help="of refined and refined_pos")
+    parser.add_argument("--condition", type=float, default=1e4, help="of refined_pos")
     parser.add_argument("--engine", help="of ours, on all workers; as chosen, on as many as are best, if not given")
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--out", type=Path)
@@ -268,7 +311,8 @@ def main() -> None:
     with cluster(False) as client:
         for n in options.size:
             for kind in options.kinds:
-                results.add(kind, n, "ours", ours(client, n, kind, options) | beside(n, kind, options))
+                others = {} if kind in REFINED else beside(n, kind, options)
+                results.add(kind, n, "ours", ours(client, n, kind, options) | others)
 
 
 if __name__ == "__main__":

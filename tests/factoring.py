@@ -13,6 +13,7 @@ from dask_distmm.engines.base import Engine, Job, Side
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.numeric.types import dtype_from_name, round_tf32
 from dask_distmm.planning.computation import NamedMatrix, Worker
 from dask_distmm.planning.factor import FactorPlacement, FactorProblem, block_width, plan_factorization
 from dask_distmm.programs.factorizations import Factorization, as_matrix
@@ -26,8 +27,10 @@ def factor_problem(task: Factorization, **how: Any) -> FactorProblem:
     def cut(shape: tuple[int, ...]) -> Any:
         return tuple(random_chunks(rng, size, 4) for size in as_matrix(shape))
 
-    shapes = zip("ab", (task.a_shape, task.b_shape), strict=True)
-    matrices = tuple(NamedMatrix(name, cut(shape), task.dtype) for name, shape in shapes if shape)
+    few, n = "complex64" if task.dtype[0] == "c" else "float32", task.a_shape[0]
+    kinds = {"a": (task.a_shape, task.dtype), "b": (task.b_shape, task.dtype)}
+    kinds |= {"f": (task.a_shape, few), "p": ((1, n), "int32")}
+    matrices = tuple(NamedMatrix(name, cut(kinds[name][0] or ()), kinds[name][1]) for name in task.inputs)
     outputs = tuple(NamedMatrix(one.name, cut(one.shape), one.dtype) for one in task.outputs)
     how = {"options": read_options()} | how
     return FactorProblem(name="test", task=task, matrices=matrices, wanted=outputs, **how)
@@ -74,6 +77,27 @@ def planned(task: Factorization, workers: int, *, engine: str, sources: int = 0,
     return FactorPlacement.from_wire(made.to_wire())
 
 
+def _rounded(x: NDArray[Any], compute: str) -> NDArray[Any]:
+    """Return a matrix whose elements have as many bits as tensor cores read."""
+    parts = []
+    for part in (x.real, x.imag) if x.dtype.kind == "c" else (x,):
+        copy = np.array(part, np.float32)
+        if compute == "tf32":
+            round_tf32(copy)
+        parts.append(copy.astype(dtype_from_name(compute.replace("tf32", "float32"))).astype(np.float32))
+    return np.asfortranarray((parts[0] + 1j * parts[1] if len(parts) > 1 else parts[0]).astype(x.dtype))
+
+
+class NarrowKernels(LapackKernels):
+    """LAPACK, with products of few bits, as GPUs have them."""
+
+    def gemm(self, a: Any, b: Any, c: Any, *ops: str, compute: str = "", **factors: float) -> None:
+        if compute:
+            assert c.dtype.name in ("float32", "complex64")
+            a, b = _rounded(a, compute), _rounded(b, compute)
+        super().gemm(a, b, c, *ops, **factors)
+
+
 class _OnKernels(Engine):
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -83,13 +107,13 @@ class _OnKernels(Engine):
 
 
 def run_factorization(
-    plan: FactorPlacement, a: NDArray[Any], b: NDArray[Any] | None = None, *, kernels: Kernels | None = None
+    plan: FactorPlacement, *matrices: NDArray[Any] | None, kernels: Kernels | None = None
 ) -> dict[str, NDArray[Any]]:
-    """Run a plan with a thread for each rank; return all results by name.
+    """Run a plan with a thread for each rank, of matrices in the order of the task; return all results by name.
 
     `kernels` is the arithmetic; None for NumPy's.
     """
-    found = run_plan(_OnKernels(kernels or LapackKernels()), plan, *(x for x in (a, b) if x is not None))
+    found = run_plan(_OnKernels(kernels or LapackKernels()), plan, *(x for x in matrices if x is not None))
     return {one.name: found[one.name].reshape(one.shape) for one in plan.task.outputs}
 
 

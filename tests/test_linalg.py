@@ -82,6 +82,107 @@ def test_one_run_makes_all_outputs(client):
     assert (last["method"], len(last["ranks"])) == ("columns", 3)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("method", METHODS)
+def test_factors_of_few_bits_in_one_run(client, dtype, method):
+    a, s, b = random((150, 150), dtype), positive(150, dtype), random((150, 7), dtype)
+    how = {"factor_dtype": "float32", "method": method}
+    for x, lower in ((a, None), (s, True), (s, False)):
+        read = x if lower is None else np.where(np.tri(150).T if not lower else np.tri(150), x, np.nan).astype(dtype)
+        options = {} if lower is None else {"assume_a": "pos", "lower": lower}
+        before = newest_run(client)
+        found, told = dask.compute(*linalg.solve(lazy(read), lazy(b), full_output=True, **options, **how))
+        assert runs_after(client, before) == 1
+        assert len(events(client, "start")[-1]["ranks"]) == (3 if method == "columns" else 1)
+        assert_solution(x, found, b)
+        assert (told.way, told.iterations.dtype) == (0, np.int64)
+        assert 0 < told.backward_error < 1e-14
+        assert 0 < told.forward_error < 1e-5
+        transposed = linalg.solve(lazy(read), lazy(b), transposed=True, **options, **how).compute()
+        assert_solution(x.T.copy(), transposed, b)
+    x, residuals, rank, values = dask.compute(*linalg.lstsq(lazy(a), lazy(b), **how))
+    assert_solution(a, x, b)
+    assert (residuals.shape, rank) == ((0,), 150)
+    np.testing.assert_allclose(values, np.linalg.svd(a, compute_uv=False))
+    assert_inverse(s, linalg.inv(lazy(s), assume_a="pos", **how).compute())
+    one = linalg.solve(lazy(a), lazy(b[:, 0]), overwrite_a=True, **how).compute()
+    assert_solution(a, one[:, None], b[:, :1])
+    assert_nothing_left(client)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("method", METHODS)
+def test_factors_of_few_bits_that_are_kept(client, dtype, method):
+    a, s, b = random((150, 150), dtype), positive(150, dtype), random((150, 3), dtype)
+    few, how = np.dtype("complex64" if dtype[0] == "c" else "float32"), {"method": method}
+    factors = dask.persist(*linalg.lu_factor(lazy(a), factor_dtype="float32", **how))
+    wait(factors)
+    assert factors[0].dtype == few
+    for trans, op in (("N", a), ("T", a.T.copy()), ("C", a.conj().T.copy())):
+        before = newest_run(client)
+        assert_solution(op, linalg.lu_solve(factors, lazy(b), trans, a=lazy(a), **how).compute(), b)
+        assert runs_after(client, before) == 1
+    for lower in (True, False):
+        factor = linalg.cho_factor(lazy(s), lower, factor_dtype="float32", **how)
+        assert factor.c.dtype == few
+        x = linalg.cho_solve(factor, lazy(b[:, 0]), a=lazy(s), **how).compute()
+        assert_solution(s, x[:, None], b[:, :1])
+    with pytest.raises(PlanError, match=f"cho_solve.*must be that, of {few}; it is 150 x 150 of {dtype}"):
+        linalg.cho_solve(linalg.cho_factor(lazy(s)), lazy(b), a=lazy(s))
+    del factors
+    assert_nothing_left(client)
+
+
+def test_matrices_that_few_bits_do_not_factorize(client):
+    n, b = 90, random((90, 2))
+    u, v = (np.linalg.qr(random((n, n)))[0] for _ in range(2))
+    a, before = (u * np.geomspace(1, 1e-12, n)) @ v, newest_run(client)
+    how = {"factor_dtype": "float32", "method": "columns"}
+    x, told = dask.compute(*linalg.solve(lazy(a), lazy(b), full_output=True, **how))
+    assert runs_after(client, before) == 1
+    assert told.way == 2
+    assert np.isnan([told.backward_error, told.forward_error]).all()
+    assert_solution(a, x, b)
+    with pytest.raises(linalg.MatrixError, match="singular: diagonal element 1 "):
+        linalg.solve(lazy(np.ones((n, n))), lazy(b), **how).compute()
+    with pytest.raises(linalg.MatrixError, match="leading minor of order 1 is not positive"):
+        linalg.solve(lazy(-np.eye(n)), lazy(b), assume_a="pos", **how).compute()
+    assert_nothing_left(client)
+
+
+def test_stacks_and_empty_matrices_with_factors_of_few_bits():
+    a, b = random((3, 20, 20)) + 9 * np.eye(20), random((3, 20, 2))
+    x = linalg.solve(a, b, factor_dtype="float32").compute()
+    for one, other, found in zip(a, b, x, strict=True):
+        assert_solution(one, found, other)
+    assert linalg.solve(np.empty((0, 0)), np.empty((0, 2)), factor_dtype="float32").compute().shape == (0, 2)
+    assert linalg.solve(a[0], b[0][:, :0], factor_dtype="float32").compute().shape == (20, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"factor_dtype": "tf32"}, "solve.*factor_dtype='tf32' is for GPUs of one host, engine 'numpy' has 'float32'"),
+        ({"factor_dtype": "float32", "engine": "nccl"}, "engine 'nccl' has none"),
+        ({"factor_dtype": "int8"}, "unknown factor_dtype 'int8'; known are 'float32', 'tf32'"),
+        ({"factor_dtype": "float32", "assume_a": "upper triangular"}, "solved without a factorization"),
+        ({"full_output": True}, "pass factor_dtype, too"),
+        ({"factor_dtype": "float32", "dtype": "float32"}, "has as many bits as a has, float32"),
+    ],
+)
+def test_factors_that_there_are_not(options, message):
+    a = random((20, 20), options.pop("dtype", "float64"))
+    with pytest.raises(PlanError, match=message):
+        linalg.solve(a, a[:, 0], **options)
+
+
+def test_least_squares_that_few_bits_are_not_for():
+    a = random((20, 20))
+    for x, options in ((a[:, :9], {}), (a, {"rcond": 1e-9}), (a, {"method": "rows"})):
+        with pytest.raises(PlanError, match="factor_dtype is for square matrices of full rank"):
+            linalg.lstsq(x, a[:, 0], factor_dtype="float32", **options)
+
+
 @pytest.mark.parametrize("trans", ["N", "T", "C"])
 @pytest.mark.parametrize("lower", [True, False])
 @pytest.mark.parametrize("right", [True, False])

@@ -84,7 +84,7 @@ def takes(
         own = [one for one in shown.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
         listed = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=text)
-            for name, value in {**DEFAULTS, "overwrite_a": False, "check_finite": True}.items()
+            for name, value in {**DEFAULTS, "factor_dtype": None, "overwrite_a": False, "check_finite": True}.items()
             if (text := str(getattr(known.get(name), "__forward_arg__", "")).replace(" | NoOther", ""))
         ]
         names = [one.name for one in (*own, *listed)]

@@ -23,6 +23,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -30,18 +31,20 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import PlanError, ProtocolError
+from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.layout.redistribute import Copies
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Computation, Worker
-from dask_distmm.planning.model import ENGINES, EngineModel, Phase, Work
+from dask_distmm.planning.model import ENGINES, EngineModel, Estimate, Phase, Work
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
 from dask_distmm.planning.program import remembered
+from dask_distmm.planning.wire import HERE
 from dask_distmm.programs import factor
 from dask_distmm.programs.factor import PANEL_PARTS, PARTS, Columns, Matrix, Panels
 from dask_distmm.programs.factorizations import Factorization, TaskOutput, as_matrix
-from dask_distmm.programs.steps import Buffer, Step
+from dask_distmm.programs.refine import EXPECTED, kept_columns, refined
+from dask_distmm.programs.steps import PART, Buffer, Step
 
 # A factorization of Dask arrays: the mathematics, and the chunks of its operands and outputs
 
@@ -63,8 +66,14 @@ class FactorProblem(Computation):
         if dealt and not any(map(self._shared_by, ENGINES.values())):
             what = f"{self.task.kind} of a pair of matrices" if self.task.b_shape else f"{self.task.kind} in this form"
             raise PlanError(f"{what} is computed by one worker: expected method 'auto' or 'local'")
-        for name, shape in {"a": self.task.a_shape, "b": self.task.b_shape}.items():
-            if shape is not None and self[name].shape != shape:
+        shapes = {
+            "a": self.task.a_shape,
+            "b": self.task.b_shape,
+            "f": self.task.a_shape,
+            "p": (1, self.task.a_shape[0]),
+        }
+        for name, shape in shapes.items():
+            if name in self.task.inputs and self[name].shape != shape:
                 raise PlanError(f"{name.upper()} is {shape}, its chunks add up to {self[name].shape}")
         made = {one.name: one for one in self.task.outputs}
         for output in self.wanted:
@@ -115,7 +124,7 @@ def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _W
     least, most = widths
     if shared:
         most = max(least, min(most, _EVEN))
-    elif ranks == 1:
+    elif ranks == 1 and problem.factor_dtype in ("", "float32"):
         # LAPACK cuts a matrix better than we do; of a QR factorization each block has a triangle T of its width.
         return most if problem.factored == "qr" else max(most, *problem.a_shape)
     if (name := problem.factored) != "qr":
@@ -129,12 +138,16 @@ def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _W
 class FactorPlacement(Placement):
     """How a FactorProblem runs."""
 
-    asked_for: ClassVar[tuple[str, ...]] = ("input", "final", "enter", *PARTS)
+    asked_for: ClassVar[tuple[str, ...]] = ("input", "final", "enter", PART, *PARTS)
     problem: FactorProblem
     # Columns of a block.
     width: int
     # For each output by name, int32, one for each of its chunks: the rank that puts it together.
     owners: Mapping[str, NDArray[np.int32]]
+    # Whether there is memory to factorize A itself where factors of few bits are of no use; what it takes to do so at
+    # once.
+    exact: bool = True
+    plain: Estimate | None = dataclasses.field(default=None, metadata=HERE)
 
     @property
     def task(self) -> Factorization:
@@ -159,7 +172,8 @@ class FactorPlacement(Placement):
     def gathered(self, operand: str) -> Copies:
         """Return the copies out of an operand's chunks, in the form that ranks hold, to its block columns."""
         chunks = self.task.orientation(operand).of_chunks(self.problem[operand].chunks)
-        return redistribution(chunks, self.columns.layout("ab".index(operand)))
+        shape = (1, self.task.a_shape[0]) if operand == "p" else None
+        return redistribution(chunks, self.columns.layout(int(operand == "b"), shape))
 
     def delivered(self, output: str) -> Copies | None:
         """Return the copies from block columns to an output's chunks, in the form that ranks hold.
@@ -178,6 +192,8 @@ class FactorPlacement(Placement):
 
     def has_part(self, kind: str, number: int) -> bool:
         """Whether ranks publish such a part of a panel of this number."""
+        if self.task.refines:
+            return number >= 0
         return any(part == kind and 0 <= number < self.numbers(part) for part in PARTS)
 
     def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
@@ -236,7 +252,8 @@ class FactorPlacement(Placement):
     def carried(self) -> bool:
         """Whether a single right-hand side goes from rank to rank in a substitution, which is far less than panels."""
         first = self.columns.first(1)
-        single = self.columns.count == first + 1 and self.columns.blocks[first].stop <= 1
+        most = self.width if self.task.refines else 1
+        single = self.columns.count == first + 1 and self.columns.blocks[first].stop <= most
         return ENGINES[self.engine].by_panels and self.count > 1 and single and "substitute" in self.sweeps
 
     @property
@@ -249,9 +266,49 @@ class FactorPlacement(Placement):
         """Return the steps of a rank."""
         names = tuple(one.name for one in self.problem.outputs)
         what = self.task, self.engine, self.method, self.count, self.width, names
-        return remembered(what, rank, lambda: self._record(rank))
+        return remembered((*what, self.exact), rank, lambda: self._record(rank))
+
+    def multiplied(self, rank: int) -> list[int]:
+        """Return the numbers of A's chunks that a rank multiplies: those that it holds, and its share of others'."""
+        rank_of = {participant: one for one, participant in enumerate(self.ranks)}
+        holders = self.where["a"].tolist()
+        others = itertools.count()
+        by = [rank_of[one] if one in rank_of else next(others) % self.count for one in holders]
+        return [number for number, one in enumerate(by) if one == rank]
 
     def _record(self, rank: int) -> tuple[Step, ...]:
+        return self._refined(rank) if self.task.refines else self._recorded(rank).end()
+
+    def _refined(self, rank: int) -> tuple[Step, ...]:
+        """Return the steps with factors of few bits, and behind a flag those with A itself."""
+        task = self.task
+        parts = {"lower"} if self.carried or task.hermitian else {"lower", "upper"}
+        p = Panels(
+            rank,
+            self.columns,
+            task.dtype_of_factors,
+            factored="" if task.given else task.refined_way,
+            parts=sorted(parts),
+            compute=task.products,
+            lenient=True,
+        )
+        refined(
+            p,
+            self.panels,
+            dtype=task.dtype,
+            positive=task.hermitian,
+            narrow=task.factor_dtype == "float16",
+            identity=task.b_order is not None,
+            given=task.given,
+            op="N" if task.hermitian else task.op,
+            carried=self.carried,
+            info="info" if any(one.name == "info" for one in self.problem.outputs) else "",
+            otherwise=functools.partial(self._recorded, rank, self.columns.count) if self.exact else None,
+        )
+        return p.end()
+
+    def _recorded(self, rank: int, numbered: int = 0) -> Panels:
+        """Return the steps by factors in the type of A; after others' panels have had so many numbers."""
         task, columns, panels = self.task, self.columns, self.panels
         name, last, count = task.factored, columns.first(1), columns.count
         substitution: dict[str, Any] = {"lower": task.lower, "op": task.substituted, "unit": task.unit_diagonal}
@@ -268,12 +325,15 @@ class FactorPlacement(Placement):
             factored=name or ("reflect" if self.shared else ""),
             parts=sorted(parts),
             check=self._check,
-            holders=() if task.spectral else self.holders,
+            holders=() if task.spectral or task.refines else self.holders,
+            numbered=numbered,
+            compute="" if task.refines else task.products,
             queued=ENGINES[self.engine].on_gpus and name == "qr",
             together=ENGINES[self.engine].collective,
         )
-        for number, operand in enumerate(task.inputs):
-            p.gather(operand, number)
+        for operand in task.inputs:
+            if operand in "ab":
+                p.gather(operand, int(operand == "b"))
         if len(columns.matrices) > 1 and not self.shared:
             factor.complete_second(p, identity=task.b_order is not None)
         # Right-hand sides go through the factorization with A; but not the columns that are to become Q, or a solution
@@ -295,9 +355,9 @@ class FactorPlacement(Placement):
             # The columns of Q before a panel's first one are those of the identity in its rows: they stay as they are.
             factor.reflect(p, panels, lambda k: last + k if task.forms_q else last)
         with p.on("join"):
-            for output in map(self.output, (one.name for one in self.problem.outputs)):
+            for output in map(self.output, () if task.refines else (one.name for one in self.problem.outputs)):
                 self._store(p, output)
-        return p.end()
+        return p
 
     def _store(self, p: Panels, output: TaskOutput) -> None:
         """Record how a result is handed over."""
@@ -408,6 +468,7 @@ def plan_factorization(
             f"{problem.task.kind} in this form is computed by one worker of engine {engine!r}: expected method 'auto' "
             "or 'local'"
         )
+    _check_factors(problem, engine)
     where = where or {}
     candidates = sorted(_candidates(problem, len(roster), engine))
     found = [_consider(problem, roster, sources, where, engine, *candidate) for candidate in candidates]
@@ -416,7 +477,28 @@ def plan_factorization(
     found.sort(key=lambda one: (one.shared != large, one.seconds))
     rows, cols = problem.task.a_shape
     what = f"{problem.task.kind} of a matrix of {rows} x {cols} ({problem.task.dtype})"
-    return choose(found, what, _remedies(problem, len(roster), engine))
+    remedies = _remedies(problem, len(roster), engine)
+    if not problem.task.refines:
+        return choose(found, what, remedies)
+    try:
+        best = choose(found, what, remedies)
+    except ProjectedMemoryError:
+        found = [_consider(problem, roster, sources, where, engine, *candidate, False) for candidate in candidates]
+        best = choose(sorted(found, key=lambda one: one.seconds), what, remedies)
+    if problem.task.given:
+        return best
+    x = tuple(one for one in problem.wanted if one.name == "x")
+    plain = dataclasses.replace(problem, task=dataclasses.replace(problem.task, factor_dtype=""), wanted=x)
+    return dataclasses.replace(best, plain=_consider(plain, roster, sources, where, engine, best.count, False).estimate)
+
+
+def _check_factors(problem: FactorProblem, engine: str) -> None:
+    """Refuse a type of factors that an engine does not have."""
+    name, known = problem.task.factor_dtype, ENGINES[engine].factor_dtypes
+    if name and name not in known:
+        text = f"; it has {', '.join(map(repr, known))}" if known else ""
+        remedy = "use one of these" if known else "leave it out, or use engine 'peer'"
+        raise PlanError(f"engine {engine!r} has no factors of {name}{text}: {remedy}")
 
 
 def reduced_mode(task: Factorization) -> list[str]:
@@ -470,6 +552,7 @@ def _consider(
     engine: str,
     count: int,
     shared: bool,
+    exact: bool = True,
 ) -> FactorPlacement:
     """Return the plan on this many ranks of `roster`, with its estimate and its memory."""
     participants = (*roster, *sources)
@@ -484,6 +567,7 @@ def _consider(
         where=where,
         width=width,
         owners={},
+        exact=exact,
     )
     held = np.zeros((count, len(participants)))
     for name, table in where.items():
@@ -514,7 +598,30 @@ def _work(made: FactorPlacement, moved: float) -> Work:
         machine = problem.options.machine("numpy") if task.entry.on_host else made.machine
         share = model.share(algorithm, count) or task.entry.shares[not task.vectors]
         phases = [Phase(problem.flops, machine.rate(task.dtype) * made.threads.sum() * share, least=least)]
+        if task.refines:
+            phases = _refined_phases(made, share, least)
     return Work([*phases, Phase(waited={"ranks": moved / count, "messages": panels * (count > 1)})], moved=moved)
+
+
+def _refined_phases(made: FactorPlacement, share: float, least: float) -> list[Phase]:
+    """Return the phases of factors of few bits, and of turns in which A is read once and factors twice."""
+    task, machine, ranks = made.problem.task, made.machine, len(made.ranks)
+    n, complexes = float(task.a_shape[0]), 4 if task.dtype.startswith("complex") else 1
+    low, size = dtype_from_name(task.dtype_of_factors).itemsize, made.problem.compute_type.itemsize
+    # About half of the time goes where there are no products.
+    rates = [machine.rate(task.dtype_of_factors)]
+    rates += [machine.rate(task.factor_dtype)] * (task.factor_dtype != "float32")
+    rate, threads = len(rates) / sum(1 / one for one in rates), made.threads.sum()
+    factors = 0.0 if task.given else (n**3 / 3 if task.hermitian else 2 * n**3 / 3) * complexes
+    columns = made.columns.matrices[1].shape[1]
+    product = 2 * n * n * columns * complexes
+    turn = Phase(
+        EXPECTED * product,
+        machine.rate(task.dtype) * threads,
+        touched=EXPECTED * n * n * size / ranks,
+    )
+    solves = Phase(EXPECTED * product, machine.rate(task.dtype_of_factors) * threads, touched=EXPECTED * n * n * low)
+    return [Phase(touched=2 * n * n * size / ranks), Phase(factors, rate * threads * share, least=least), turn, solves]
 
 
 def _owners(made: FactorPlacement) -> dict[str, NDArray[np.int32]]:
@@ -533,6 +640,27 @@ def _owners(made: FactorPlacement) -> dict[str, NDArray[np.int32]]:
     return found
 
 
+# Rows and columns of the parts of a triangle that are copied: see `engines.programs.refine`.
+_CROSSING = 512
+
+
+def _refined_bytes(made: FactorPlacement, rank: int) -> float:
+    """Return the bytes of vectors, and of copies of chunks of A, that a rank holds to refine a solution."""
+    n, a, size = made.task.a_shape[0], made.problem["a"], made.problem.compute_type.itemsize
+    first, count = made.columns.first(1), made.columns.count
+    own = made.columns.local(rank, first, count)
+    width, columns = own.stop - own.start, made.columns.matrices[1].shape[1]
+    # Two vectors, and copies of two turns that others get.
+    vectors = (2 + 2 * (made.count > 1)) * columns + (6 + 2 * kept_columns(n, columns)) * width
+    if made.carried:
+        # Twice a turn it goes from rank to rank, in few bits.
+        vectors += 2 * math.ceil(len(made.panels) / made.count) * columns
+    copied = n * _CROSSING / made.count * made.task.hermitian
+    if "a" in made.where:
+        copied += sum(int(a.elements[one]) for one in made.multiplied(rank) if made.where["a"][one] != made.ranks[rank])
+    return float((n * vectors + copied) * size)
+
+
 def _memory(made: FactorPlacement) -> NDArray[np.float64]:
     """Return the bytes that each participant holds at most.
 
@@ -542,6 +670,8 @@ def _memory(made: FactorPlacement) -> NDArray[np.float64]:
     """
     problem, size, npart = made.problem, made.problem.compute_type.itemsize, len(made.participants)
     total, going = np.zeros(npart), np.zeros(npart)
+    # Where there is no memory for A itself, block columns are those of factors of few bits.
+    block_size = size if made.exact else dtype_from_name(problem.task.dtype_of_factors).itemsize
     for name in problem.operands:
         sizes = problem[name].elements * size
         held = going if name in problem.donated else total
@@ -552,7 +682,9 @@ def _memory(made: FactorPlacement) -> NDArray[np.float64]:
     at_the_end = np.zeros(npart)
     for rank, index in enumerate(made.ranks):
         array = made.columns.rows * made.columns.local_cols(rank)
-        beside = 2 * made.columns.rows * made.width * size
+        beside = 2 * made.columns.rows * made.width * block_size
+        if problem.task.refines:
+            total[index] += _refined_bytes(made, rank)
         if made.shared:
             beside = shared_bytes(problem.task, len(made.ranks), size, made.width)
         elif (workspace := problem.task.entry.workspace) is not None:
@@ -565,6 +697,6 @@ def _memory(made: FactorPlacement) -> NDArray[np.float64]:
             results += int(sizes[made.owners[output.name] == rank].sum()) * dtype_from_name(output.dtype).itemsize
             if layout is not None and made.output(output.name).swapped:
                 results += math.prod(layout.local_shape(rank)) * size
-        total[index] += array * size + beside
+        total[index] += array * block_size + beside
         at_the_end[index] = results
     return total + (np.maximum(going, at_the_end) if problem.donated else at_the_end)

@@ -217,6 +217,13 @@ class EngineModel:
 
     # Factorizations
 
+    @property
+    def factor_dtypes(self) -> tuple[str, ...]:
+        """The types of factors that it has, with which solutions are refined."""
+        if self.collective:
+            return ()
+        return ("float32", "tf32", "float16", "bfloat16") if self.on_gpus else ("float32",)
+
     def decomposes(self, task: Any) -> bool:
         """Whether several of its ranks can compute a spectral decomposition (`Factorization`); otherwise one does."""
         return bool(task.shareable) and not self.collective

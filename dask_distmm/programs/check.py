@@ -24,6 +24,7 @@ from typing import Any
 
 from dask_distmm.programs.steps import (
     CONTRACTS,
+    LASTING,
     Box,
     Buffer,
     Call,
@@ -211,8 +212,10 @@ class _State:
             case New(made, zero):
                 self._begin(rank, made, written=zero)
                 self._set(rank, made, self._number("zeros", made.shape) if zero else next(self._numbers))
-            case Make(View() as place):
+            case Make(View() as place, by=by):
                 self._has(rank, place, written=False)
+                for scale in by:
+                    self._has(rank, scale, written=True)
                 self._change(rank, place)
                 self._set(rank, place, next(self._numbers))
             case Make(made, operand, donated=donated):
@@ -346,11 +349,12 @@ class _State:
 
     def _free(self, rank: int, count: int) -> None:
         """Free the first of what a rank has published: everybody must have pulled them, and the rank know it."""
-        for key in self._held[rank][:count]:
+        gone = [key for key in self._held[rank][:count] if key.part not in LASTING]
+        for key in gone:
             for reader, number in self._pulled.get((rank, key), ()):
                 _expect(self._known[rank][reader] >= number, f"rank {reader} may still pull {key}")
-        self._held[rank][:count] = []
-        self._before[rank] = [max(0, one - count) for one in self._before[rank]]
+        self._held[rank] = [key for key in self._held[rank] if key not in gone]
+        self._before[rank] = [max(0, one - len(gone)) for one in self._before[rank]]
 
     def _has(self, rank: int, place: Buffer | View, *, written: bool) -> None:
         buffer = place.buffer if isinstance(place, View) else place

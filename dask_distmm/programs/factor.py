@@ -188,9 +188,15 @@ class Panels(Recorder):
         holders: Sequence[int] = (),
         queued: bool = False,
         together: bool = False,
+        numbered: int = 0,
+        compute: str = "",
+        lenient: bool = False,
     ) -> None:
         super().__init__(me, Rows((), (), columns.ranks), dtype)
         self.columns = columns
+        # The number of the first panel in messages; how GPUs multiply; whether whoever uses factors looks at them; how
+        # often right-hand sides have gone from rank to rank.
+        self._numbered, self._compute, self.lenient, self._carried = numbered, compute, lenient, 0
         # What panels are of: ``"cholesky"``, ``"lu"``, ``"qr"``, ``"reflect"`` for reflectors, or nothing; the parts
         # of them that others need; the size that diagonals are looked at with, if they are; the ranks that have all
         # pivots in the end; whether updates are queued before a panel that is waited for; whether all ranks meet for
@@ -206,9 +212,13 @@ class Panels(Recorder):
 
     # Steps
 
-    def gather(self, operand: str, number: int) -> None:
+    def gather(self, operand: str, number: int, by: tuple[Buffer, ...] = ()) -> None:
         """Gather this rank's columns of an operand, which is A (0) or the second matrix (1)."""
-        self.steps.append(Make(self.matrix(number), operand))
+        self.steps.append(Make(self.matrix(number), operand, by=by))
+
+    def update(self, kernel: str, *arguments: Buffer | View, **options: Any) -> None:
+        """Call a kernel whose products may be less accurate than what panels need."""
+        self.call(kernel, *arguments, **options, **({"compute": self._compute} if self._compute else {}))  # type: ignore[arg-type]
 
     def publish(self, part: str, k: int, *buffers: Buffer | View, copied: bool = False) -> None:
         """Let other ranks have a part of a panel."""
@@ -272,7 +282,7 @@ class Panels(Recorder):
         """Apply panels to block columns; if panels are factorized, the next one before the others are updated."""
         todo = [(k, *targets(k)) for k in order]
         # A panel has another number in each sweep for which all ranks meet.
-        offset = self._sweeps * self.columns.count
+        offset = self._numbered + self._sweeps * self.columns.count
         self._sweeps += self._together
         if factor and todo and self.owns(todo[0][0]):
             self._factor(todo[0][0], factor)
@@ -341,7 +351,7 @@ class Panels(Recorder):
             pivots, diagonal = self._pivots(k)
             self.call("diagonal", self.panel(k), makes=[diagonal])
             self.call("copied", self.extra(k), makes=[pivots])
-        elif self._factored == "cholesky":
+        elif self._factored == "cholesky" and not self.lenient:
             # So that all ranks name the same minor, the first: those after it are wrong, too.
             self.call("check_minor", self.extra(k), start=self.columns.place(k)[0], copied=True)
 
@@ -352,7 +362,7 @@ class Panels(Recorder):
             rows = self.blocks(k, k + 1)[:, : stop - start]
             self.call("check_diagonal", rows, start=start, size=self._check)
         for part in parts if self.columns.ranks > 1 else ():
-            self.publish(part, k, *self._with_extra(k, part))
+            self.publish(part, self._numbered + k, *self._with_extra(k, part))
         if set(self._holders) - {self.me} and not self._together:
             self.publish("pivots", k, self.extra(k), self._diagonal(k))
 
@@ -382,18 +392,21 @@ class Panels(Recorder):
         """Apply each rank's own panels to a single right-hand side when it comes, and hand it on."""
         home = self.columns.first(1)
         holder = self.columns.owner(home)
-        away = Buffer("carried", (self.columns.rows, 1), self.dtype)
+        cols = self.columns.matrices[1].shape[1]
+        away = Buffer("carried", (self.columns.rows, cols), self.dtype)
         side: Buffer | View = self.blocks(home, home + 1) if self.owns(home) else away
+        offset, self._carried = self._numbered + self._carried * self.columns.count, self._carried + 1
         for k in (*order, home):
             owner = self.columns.owner(k)
             if owner != holder and self.me == holder:
-                self.publish("carried", k, side, copied=True)
+                self.publish("carried", offset + k, side, copied=True)
             elif owner != holder and self.me == owner:
-                self.pull(holder, Key("carried", k), (side,))
+                self.pull(holder, Key("carried", offset + k), (side,))
             if k != home and self.me == owner:
                 with self._joining(k):
                     update(k, side)
             holder = owner
+        self.drop(away)
 
 
 # Factorizations, and what is done with their factors
@@ -407,15 +420,16 @@ def cholesky(p: Panels, order: Sequence[int], last: int) -> None:
         size = panel.shape[1]
         diagonal, below = panel[:size, :], panel[size:, :]
         p.call("potrf", diagonal, makes=[p.extra(k)])
-        p.call("check_minor", p.extra(k), start=p.columns.place(k)[0])
-        p.call("trsm", diagonal, below, right=True, lower=True, op="C", unit=False)
+        if not p.lenient:
+            p.call("check_minor", p.extra(k), start=p.columns.place(k)[0])
+        p.update("trsm", diagonal, below, right=True, lower=True, op="C", unit=False)
 
     def update(k: int, first: int, stop: int) -> None:
         start, end = p.columns.place(k)[0], min(stop, p.columns.first(1))
         if owned := p.columns.owned(p.me, first, end):
             top = p.columns.blocks[owned[0]].start
             blocks = [(b.start - top, b.stop - top) for b in map(p.columns.blocks.__getitem__, owned)]
-            p.call("update_lower", p.panel(k)[top - start :, :], p.blocks(first, end)[top:, :], blocks=blocks)
+            p.update("update_lower", p.panel(k)[top - start :, :], p.blocks(first, end)[top:, :], blocks=blocks)
         if p.columns.owned(p.me, max(first, end), stop):
             substitute_block(p, k, p.blocks(max(first, end), stop), lower=True)
 
@@ -429,14 +443,19 @@ def lu(p: Panels, order: Sequence[int], last: int) -> None:
         p.call("getrf", p.whole(k, "lower"), makes=[p.extra(k)])
 
     def update(k: int, first: int, stop: int) -> None:
-        panel, columns = p.panel(k), p.blocks(first, stop)[p.columns.place(k)[0] :, :]
-        size = panel.shape[1]
-        p.call("laswp", columns, p.extra(k))
-        p.call("trsm", panel[:size, :], columns[:size, :], right=False, lower=True, op="N", unit=True)
-        p.call("gemm", panel[size:, :], columns[:size, :], columns[size:, :], alpha=-1, beta=1)
+        eliminate(p, k, p.blocks(first, stop))
 
     p.sweep(order, lambda k: (k + 1, last), update, factor=factor)
     p.pivots(order, last)
+
+
+def eliminate(p: Panels, k: int, columns: Buffer | View) -> None:
+    """Apply a panel of LU to columns: swaps, the block row of U or of the solution, and the rows below."""
+    panel, columns = p.panel(k), columns[p.columns.place(k)[0] :, :]
+    size = panel.shape[1]
+    p.call("laswp", columns, p.extra(k))
+    p.update("trsm", panel[:size, :], columns[:size, :], right=False, lower=True, op="N", unit=True)
+    p.update("gemm", panel[size:, :], columns[:size, :], columns[size:, :], alpha=-1, beta=1)
 
 
 def qr(p: Panels, order: Sequence[int], last: int) -> None:
@@ -496,11 +515,18 @@ def substitute(
     """Solve: B = op(A)^-1 B of a triangle: from the first block row to the last one, or from the last one."""
     order = order if lower == (op == "N") else order[::-1]
     solve = functools.partial(substitute_block, p, lower=lower, op=op, unit=unit)
+    apply_panels(p, order, solve, "lower" if lower else "upper", carried=carried)
+
+
+def apply_panels(
+    p: Panels, order: Sequence[int], update: Callable[[int, Buffer | View], None], part: str, *, carried: bool
+) -> None:
+    """Apply all panels to the second matrix: it goes from rank to rank (`carried`), or panels do."""
     if carried:
-        p.carry(order, solve)
+        p.carry(order, update)
         return
-    targets, part = (p.columns.first(1), p.columns.count), "lower" if lower else "upper"
-    p.sweep(order, lambda k: targets, lambda k, first, stop: solve(k, p.blocks(first, stop)), part)
+    targets = p.columns.first(1), p.columns.count
+    p.sweep(order, lambda k: targets, lambda k, first, stop: update(k, p.blocks(first, stop)), part)
 
 
 def substitute_block(

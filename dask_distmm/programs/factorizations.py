@@ -18,8 +18,9 @@ from dask_distmm.layout import Layout
 
 # How an output is taken out of what a rank holds. Triangles have zeros, or ones, in place of the other elements.
 Form = Literal[
-    "full", "lower", "unit lower", "upper", "residuals", "pivots", "permutation", "sign", "logdet", "det", "spectral"
-]
+    "full", "lower", "unit lower", "upper", "residuals", "pivots", "permutation", "sign", "logdet", "det", "spectral",
+    "info",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,7 +67,15 @@ def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 _DTYPES = ("float32", "float64", "complex64", "complex128")
-_CHOICES = {"op": ("N", "T", "C"), "mode": ("reduced", "complete", "r"), "assume_a": ("gen", "pos")}
+_CHOICES = {
+    "op": ("N", "T", "C"),
+    "mode": ("reduced", "complete", "r"),
+    "assume_a": ("gen", "pos"),
+    # "" for factors in the type of A; otherwise that of their products. All else in factors is float32 or complex64.
+    "factor_dtype": ("", "float32", "tf32", "float16", "bfloat16"),
+}
+# How many numbers tell how a solution was refined: see `programs.refine`.
+NUMBERS = 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,6 +112,11 @@ class Factorization:
     # eigh: the first and the last index of the eigenvalues that are computed, counted from the least one; None for
     # all.
     subset: tuple[int, int] | None = None
+    # solve, inv, lstsq of a square matrix: the type of factors with which the solution is refined, see `_CHOICES`.
+    # cholesky, lu: that of products.
+    factor_dtype: str = ""
+    # solve: factors are operands, in few bits: L as `f`, or L and U, and pivots as `p`.
+    given: bool = False
     # All kinds: whether a NaN or an infinity among the elements that are read is an error.
     check_finite: bool = False
 
@@ -134,6 +148,30 @@ class Factorization:
                 raise PlanError(f"a is {m} x {m}, so b must be {m} x {m}; it is {self.b_shape[0]} x {self.b_shape[1]}")
         if self.subset is not None and not 0 <= self.subset[0] <= self.subset[1] < m:
             raise PlanError(f"subset_by_index must be (first, last) with 0 <= first <= last < {m}, got {self.subset}")
+        if self.refines and m != n:
+            raise PlanError(f"factor_dtype is for square matrices, a is {m} x {n}: leave it out")
+
+    @property
+    def refines(self) -> bool:
+        """Whether a solution is refined that was found with factors of few bits."""
+        return bool(self.factor_dtype) and self.kind in ("solve", "inv", "lstsq")
+
+    @property
+    def products(self) -> str:
+        """How GPUs multiply in factorizations of few bits; empty for the type of the factors."""
+        return "" if self.factor_dtype == "float32" else self.factor_dtype
+
+    @property
+    def dtype_of_factors(self) -> str:
+        """Name of the type that factors are in: of few bits if the solution is refined."""
+        if not self.refines:
+            return self.dtype
+        return "complex64" if self.dtype.startswith("complex") else "float32"
+
+    @property
+    def refined_way(self) -> str:
+        """Return the factorization whose factors are refined with."""
+        return "cholesky" if self.hermitian else "lu"
 
     @property
     def entry(self) -> Kind:
@@ -143,6 +181,8 @@ class Factorization:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the matrices that are read: ``"a"``, and ``"b"`` where there are right-hand sides."""
+        if self.given:
+            return ("a", "f", "b") if self.hermitian else ("a", "p", "f", "b")
         return ("a",) if self.b_shape is None else ("a", "b")
 
     @property
@@ -208,6 +248,9 @@ class Factorization:
 
     def orientation(self, name: str) -> Orientation:
         """Return which form of ``"a"`` or ``"b"`` ranks are given."""
+        if name in "fp":
+            upper = self.hermitian and not self.lower
+            return Orientation(upper, upper)
         if self.hermitian and (name == "a" or self.spectral):
             # Its lower triangle is the conjugate transpose of the upper one, and its transpose is its conjugate.
             return Orientation(not self.lower, self.lower == (self.op == "T"))
@@ -219,7 +262,7 @@ class Factorization:
 
     def read(self, name: str) -> Form:
         """Return which part of ``"a"`` or ``"b"`` is read, in the form that ranks are given: a triangle or all."""
-        if self.hermitian and (name == "a" or self.spectral):
+        if self.hermitian and (name in "af" or self.spectral):
             return "lower"
         if name == "a" and not self.factored and not self.spectral:
             return "lower" if self.lower else "upper"
@@ -235,6 +278,8 @@ class Factorization:
     @property
     def outputs(self) -> tuple[TaskOutput, ...]:
         """The results."""
+        if self.refines:
+            return (*_solution(self), TaskOutput("info", (NUMBERS,), "float64", None, "info"))
         return self.entry.outputs(self)
 
 
@@ -302,7 +347,8 @@ def _triangular_flops(task: Factorization) -> float:
 
 
 def _solve_flops(task: Factorization) -> float:
-    return (_cholesky_flops if task.hermitian else _lu_flops)(task) + 2 * _triangular_flops(task)
+    factors = 0.0 if task.given else (_cholesky_flops if task.hermitian else _lu_flops)(task)
+    return factors + 2 * _triangular_flops(task)
 
 
 def _solution(task: Factorization) -> tuple[TaskOutput, ...]:
@@ -419,9 +465,13 @@ def _of_complex_triangle(factor: float, matrices: int, share: float) -> Kind:
 # (Functions of Matrices, 6.2 and 11.5; five square roots and seven terms). Shares of one thread: N = 1200.
 KINDS: dict[str, Kind] = {
     "cholesky": Kind(
-        options=["lower"], hermitian=True, factored="cholesky", outputs=_cholesky_outputs, flops=_cholesky_flops
+        options=["lower", "factor_dtype"],
+        hermitian=True,
+        factored="cholesky",
+        outputs=_cholesky_outputs,
+        flops=_cholesky_flops,
     ),
-    "lu": Kind(square=False, factored="lu", outputs=_lu_outputs, flops=_lu_flops),
+    "lu": Kind(options=["factor_dtype"], square=False, factored="lu", outputs=_lu_outputs, flops=_lu_flops),
     "qr": Kind(
         options=["mode"],
         square=False,
@@ -432,13 +482,17 @@ KINDS: dict[str, Kind] = {
         reduced="mode='reduced'",
     ),
     "solve": Kind(
-        options=["assume_a", "lower", "op"], with_b=True, factored="lu", outputs=_solution, flops=_solve_flops
+        options=["assume_a", "lower", "op", "factor_dtype", "given"],
+        with_b=True,
+        factored="lu",
+        outputs=_solution,
+        flops=_solve_flops,
     ),
     "solve_triangular": Kind(
         options=["lower", "op", "unit_diagonal", "right"], with_b=True, outputs=_solution, flops=_triangular_flops
     ),
     "inv": Kind(
-        options=["assume_a", "lower"],
+        options=["assume_a", "lower", "factor_dtype"],
         factored="lu",
         identity=lambda task: task.a_shape[0],
         outputs=_solution,
@@ -447,6 +501,7 @@ KINDS: dict[str, Kind] = {
     "det": Kind(factored="lu", outputs=_determinants("det"), flops=_lu_flops),
     "slogdet": Kind(factored="lu", outputs=_determinants("sign", "logdet"), flops=_lu_flops),
     "lstsq": Kind(
+        options=["factor_dtype"],
         square=False,
         with_b=True,
         factored="qr",

@@ -91,6 +91,15 @@ class Recorder:
 
     # Names
 
+    @property
+    def here(self) -> Mapping[str, Buffer]:
+        """The buffers in memory, by name."""
+        return self._here
+
+    def next_key(self) -> Key:
+        """Return the key of a message, the same on all ranks."""
+        return next(self._keys)
+
     def small(self, rows: int, cols: int, dtype: str | None = None) -> Buffer:
         """Return the name of a small matrix, which is not there yet."""
         return Buffer(f"s{next(self._names)}", (rows, cols), dtype or self.dtype)
@@ -358,6 +367,11 @@ class Recorder:
             self.drop(*(self._here[name] for name in sorted(self._here.keys() - kept)))
         self.steps = outside
         self.steps.append(If(flag, *map(tuple, lists)))
+
+    def go_on(self, other: Recorder) -> None:
+        """Take the steps that another one has recorded, and have its buffers."""
+        self.steps += other.steps
+        self._here |= other._here
 
     def end(self) -> tuple[Step, ...]:
         """Free what is left, and return the steps."""

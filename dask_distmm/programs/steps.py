@@ -22,6 +22,8 @@ from dask_distmm.numeric.types import dtype_from_name
 FLAG, COUNT = "bool", "int32"
 # The kind of messages of programs without names of their own for them.
 PART = "part"
+# Kinds of messages that stay until the end of the run, also if they are pulled in a loop.
+LASTING = "lower", "upper", "pivots"
 # The number of a message of a later turn of a loop is this many times the number of turns before it larger.
 TURN = 1 << 32
 # Of a message to all: bytes of which its parts are multiples, and of the largest that goes from GPU to GPU.
@@ -148,8 +150,8 @@ class Make:
     """Take a chunk of an operand: one that is in memory here, or elsewhere, or is still to be made.
 
     `donated`: it may be overwritten. Of a rectangle of a buffer: fill it with all parts of the operand that belong
-    there, or with this part of it (`rect`), whose chunks may be anywhere; without an operand the buffer is memory that
-    was allocated before the run.
+    there, or with this part of it (`rect`), whose chunks may be anywhere, `by` numbers for its rows, and for its
+    columns; without an operand the buffer is memory that was allocated before the run.
     """
 
     buffer: Buffer | View
@@ -157,6 +159,7 @@ class Make:
     number: int = 0
     donated: bool = False
     rect: Box | None = None
+    by: tuple[Buffer, ...] = ()
 
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
@@ -274,7 +277,7 @@ def _flat(
     steps: Sequence[Step], flags: Mapping[str, bool], turns: int, before: Iterator[int], offset: int
 ) -> Iterator[FlatStep]:
     for step in steps:
-        if isinstance(step, Publish | Pull) and offset:
+        if isinstance(step, Publish | Pull) and offset and step.key.part not in LASTING:
             yield dataclasses.replace(step, key=step.key._replace(number=step.key.number + offset))
             continue
         yield step
@@ -477,6 +480,25 @@ CONTRACTS: dict[str, Contract] = {
     "column_norms": Contract("rw", _none),
     "clear": Contract("u", _none),
     "identity": Contract("u", _none),
+    # Refinement (`programs.refine`). Of A as chunks have it: sums and maxima of rows, and the diagonal; a product.
+    "measure": Contract("w", _none),
+    "multiply_chunks": Contract("ru", _none),
+    # Numbers for rows, and the norm; A's columns by numbers; the least and the largest element of a factor's diagonal.
+    "weigh": Contract("wwr", _none, exact=True),
+    "scale_columns": Contract("uw", _none),
+    # Of pivots that are an operand: the order of rows; rows in that order.
+    "order_of_rows": Contract("w", _none),
+    "permute_rows": Contract("ru", _none),
+    "diagonal_range": Contract("wr", _none),
+    # A residual in the type of the factors; a correction in that of A; the next residual, or the end.
+    "total": Contract("wr", _none, exact=True),
+    "weighted": Contract("rrw", _none),
+    "scale_residual": Contract("rrww", _none),
+    "correct": Contract("rrrwu", _none),
+    "refine_step": Contract("rrrruuuuuuu", _none),
+    "judge_factors": Contract("wwwr", _none, exact=True),
+    "judge": Contract("wwwr", _none, exact=True),
+    "take_other_way": Contract("u", _none, exact=True),
     # Of the whole matrix: eigenvalues and the like. Of all ranks' block columns: T of the reflectors; eigenvalues, and
     # the eigenvectors of a tridiagonal matrix; their phases.
     "decompose": Contract("u", _none),

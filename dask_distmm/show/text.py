@@ -266,6 +266,17 @@ def _method(plan: FactorPlacement) -> str:
     return _WHAT["host" if by_host else plan.method]
 
 
+def _refined(plan: FactorPlacement) -> str:
+    """Return what becomes of a solution by factors of fewer bits, and what it takes without them."""
+    if (plain := plan.plain) is None:
+        return ""
+    task = plan.problem.task
+    other = f"else factors in {task.dtype}" if plan.exact else f"no memory for factors in {task.dtype}"
+    by = "" if task.factor_dtype == "float32" else f", products in {task.factor_dtype}"
+    way = f"factors in {task.dtype_of_factors}{by}, refined in {task.dtype}; {other}"
+    return f"{way}\nwithout factor_dtype: {format_time(plain.seconds)}, {_up_to(plain.peak_bytes)}"
+
+
 def factor_text(plan: FactorPlacement) -> str:
     """Return the text of a plan."""
     problem = plan.problem
@@ -279,6 +290,7 @@ def factor_text(plan: FactorPlacement) -> str:
             ", ".join(f"{x.name} {_sizes(x.chunks)} in {_by(x.counts)} chunks" for x in problem.outputs),
         ),
         ("method", _method(plan)),
+        ("types", _refined(plan)),
         ("blocks", f"{blocks} of up to {plan.width} columns" * bool(plan.sweeps or plan.shared)),
         ("work", f"{problem.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved between workers"),
         ("memory", _memory(plan)),

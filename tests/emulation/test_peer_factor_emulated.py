@@ -8,10 +8,14 @@ import sys
 import numpy as np
 import pytest
 import scipy.linalg
+from factoring import planned, run_plan
 from lapack_kernels import QueuedKernels
 from residuals import assert_cholesky, assert_eig, assert_lu, assert_qr, assert_schur, assert_solution
 
+from dask_distmm.config import read_options
 from dask_distmm.errors import MatrixError
+from dask_distmm.programs.factorizations import Factorization
+from dask_distmm.programs.refine import WAY
 from dask_distmm.testing import random_matrix
 
 
@@ -47,6 +51,42 @@ def test_chunks_of_workers_that_offer_nothing(factorize, matrix, nrhs):
     a, b = matrix(80, 80), matrix(80, nrhs)
     assert_solution(a, factorize("solve", 2, a, b, sources=1)["x"], b)
     assert_solution(a, factorize("solve", 2, a, b, host=True)["x"], b)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+@pytest.mark.parametrize("assume_a", ["gen", "pos"])
+@pytest.mark.parametrize("factor_dtype", ["float32", "tf32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("nranks", "nrhs", "condition"), [(1, 3, 10), (3, 3, 10), (2, 40, 10), (3, 3, 1e13)])
+def test_solutions_refined_with_factors_of_few_bits(factorize, nranks, nrhs, condition, factor_dtype, assume_a, dtype):
+    factorize.ranks.silent.add("s0")
+    rng = np.random.default_rng()
+    u, v = (np.linalg.qr(random_matrix(rng, (90, 90), np.dtype(dtype), "C"))[0] for _ in range(2))
+    a = (u * np.geomspace(1, 1 / condition, 90)) @ (u if assume_a == "pos" else v).conj().T
+    a = (a + a.conj().T) / 2 if assume_a == "pos" else a
+    b = random_matrix(rng, (90, nrhs), np.dtype(dtype), "C")
+    given = a * np.tri(90) if assume_a == "pos" else a
+    found = factorize("solve", nranks, given, b, sources=1, factor_dtype=factor_dtype, assume_a=assume_a)
+    assert_solution(a, found["x"], b)
+    assert (found["info"][0, WAY] == 2) == (condition > 10)
+
+
+@pytest.mark.parametrize("nrhs", [1, 40])
+def test_solutions_refined_with_factors_that_are_given(factorize, matrix, nrhs):
+    a, b = matrix(90, 90), matrix(90, nrhs)
+    factors, pivots = scipy.linalg.lu_factor(a.astype(np.float32))
+    task = Factorization("solve", a.shape, "float64", b.shape, factor_dtype="float32", given=True)
+    plan = planned(task, 3, engine="peer", options=read_options(), array="cupy", method="columns")
+    assert_solution(a, run_plan(factorize.ranks, plan, a, pivots[None], factors, b)["x"], b)
+
+
+@pytest.mark.parametrize("factor_dtype", ["tf32", "bfloat16"])
+@pytest.mark.parametrize("nranks", [1, 3])
+def test_factors_of_few_bits(factorize, matrix, nranks, factor_dtype):
+    a = matrix(90, 90).astype(np.float32) + 20 * np.eye(90, dtype=np.float32)
+    found = factorize("lu", nranks, a, factor_dtype=factor_dtype)
+    error = abs((found["l"] @ found["u"])[found["p"][0]] - a).max() / abs(a).max()
+    eps = {"tf32": 2.0**-11, "bfloat16": 2.0**-8}[factor_dtype]
+    assert eps / 100 < error < 10 * eps
 
 
 @pytest.mark.parametrize("minor", [1, 20, 50])

@@ -59,6 +59,33 @@ def test_cholesky(clusters, nworkers, dtype, n, lower):
     assert_nothing_left(client)
 
 
+@on_one_host
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor_dtype", ["float32", "tf32", "float16", "bfloat16"])
+@pytest.mark.parametrize("assume_a", ["gen", "pos"])
+@pytest.mark.parametrize(("n", "condition", "nrhs"), [(700, 10, 3), (2100, 10, 1), (700, 1e3, 40), (300, 1e13, 3)])
+def test_solutions_refined_with_factors_of_few_bits(
+    clusters, nworkers, dtype, factor_dtype, assume_a, n, condition, nrhs
+):
+    single = np.finfo(dtype).bits == 32
+    if single and (factor_dtype == "float32" or condition > 1e4):
+        pytest.skip("as many bits as the matrix has, or a matrix that is singular in its own type")
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    wide = np.promote_types(dtype, np.float64)
+    u, v = (np.linalg.qr(noise(rng, (n, n), wide))[0] for _ in range(2))
+    a = (u * np.geomspace(1, 1 / condition, n)) @ (u if assume_a == "pos" else v).conj().T
+    a, b = ((a + a.conj().T) / 2 if assume_a == "pos" else a).astype(dtype), noise(rng, (n, nrhs), dtype)
+    how = {"assume_a": assume_a, "factor_dtype": factor_dtype, "full_output": True, **SHARED}
+    before = finished(client)
+    x, told = client.persist(linalg.solve(on_gpus(a), on_gpus(b), **how))
+    found, way = computed(client, x), float(computed(client, told.way))
+    assert len(finished(client) - before) == 1
+    assert residual(a.astype(wide) @ found, b, norm(a) * norm(found) / max(1, n), n) < GATE
+    assert way == 2 if condition > 1e12 else way in (0, 1) if condition == 10 else True
+    assert_nothing_left(client)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(90, 90), (640, 640), (300, 130), (130, 300)])
 def test_lu(clusters, nworkers, dtype, shape):

@@ -192,9 +192,12 @@ def factorize(
     for name, x in operands.items():
         operand(name, x)
     dtype, arrays = dtype or common_type(operands), native(operands)
-    shapes = [array.shape for array in arrays]
-    b_shape, finite = shapes[1] if len(shapes) > 1 else None, bool(how.get("check_finite", True))
-    task = Factorization(kind, shapes[0], dtype.name, b_shape, check_finite=finite, **options)
+    shapes, finite = {name: x.shape for name, x in operands.items()}, bool(how.get("check_finite", True))
+    options |= _types_of_factors(dtype, list(shapes.values()), how)
+    if options.get("factor_dtype") and kind in ("cholesky", "lu"):
+        dtype = few_bits(dtype)
+        options["factor_dtype"] = options["factor_dtype"].replace("float32", "")
+    task = Factorization(kind, shapes["a"], dtype.name, shapes.get("b"), check_finite=finite, **options)
     types, known = {one.name: one.dtype for one in task.outputs}, _axes_of(operands["a"], axes)
     outputs = tuple(_output(name, _chunks_of(letters, known), types[name]) for name, letters in wanted.items())
     method = how.get("method") or "auto"
@@ -206,6 +209,28 @@ def factorize(
     if (advised := reduced_mode(task)) and current_client() is None:
         _check_results(problem, advised)
     return program_arrays(problem, arrays, {})
+
+
+def few_bits(dtype: np.dtype) -> np.dtype:
+    """Return the type of factors of few bits."""
+    return np.dtype(np.complex64 if dtype.kind == "c" else np.float32)
+
+
+def _types_of_factors(dtype: np.dtype, shapes: Sequence[tuple[int, ...]], how: Any) -> dict[str, str]:
+    """Return the option of factors of few bits; of empty matrices there are none."""
+    name = how.get("factor_dtype")
+    if name is None or not all(map(all, shapes)):
+        return {}
+    if name == "float32" and dtype == few_bits(dtype):
+        raise PlanError(f"factor_dtype='float32' has as many bits as a has, {dtype}: leave it out")
+    engine = how.get("engine")
+    if engine in (None, "auto") and current_client() is None:
+        engine = "numpy"
+    known = ENGINES[engine].factor_dtypes if engine in ENGINES else (name,)
+    if name not in known:
+        has = f"has {' and '.join(map(repr, known))}" if known else "has none"
+        raise PlanError(f"factor_dtype={name!r} is for GPUs of one host, engine {engine!r} {has}: leave it out")
+    return {"factor_dtype": name}
 
 
 def _check_results(problem: FactorProblem, advised: Sequence[str]) -> None:

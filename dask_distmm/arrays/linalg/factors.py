@@ -18,7 +18,7 @@ from dask_distmm.arrays.linalg.factorize import (
     reduced,
     rows_of,
 )
-from dask_distmm.arrays.linalg.public import PANELS, TALL, FactorOptions, Operand, QRResult
+from dask_distmm.arrays.linalg.public import PANELS, TALL, FactorOptions, Operand, QRResult, RefinedOptions
 from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.errors import PlanError
 
@@ -140,8 +140,8 @@ def _ones_at(p: Any, columns: Any, dtype: np.dtype) -> Any:
     return (p[:, None] == np.asarray(columns, like=p)).astype(dtype)
 
 
-@public(FactorOptions, PANELS)
-def lu_factor(a: Operand, **how: Unpack[FactorOptions]) -> tuple[Array, Array]:
+@public(RefinedOptions, PANELS)
+def lu_factor(a: Operand, **how: Unpack[RefinedOptions]) -> tuple[Array, Array]:
     """Return L and U in one matrix, and the pivots, as ``scipy.linalg.lu_factor`` does; for `lu_solve`.
 
     Parameters

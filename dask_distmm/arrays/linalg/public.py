@@ -73,6 +73,12 @@ class FactorOptions(SolveOptions, total=False):
     overwrite_a: bool
 
 
+class RefinedOptions(FactorOptions, total=False):
+    """The options of functions that can factorize in fewer bits than A has, and refine what they solve."""
+
+    factor_dtype: Literal["float32", "tf32", "float16", "bfloat16"] | None
+
+
 class ProductOptions(TypedDict, total=False):
     """The options of a product, as `dask_distmm.matmul` takes them."""
 
@@ -155,6 +161,11 @@ _OPTION_TEXTS = {
     the cost model.""",
     "check_finite": """check_finite : bool
     Whether NaN and infinities are refused, which costs no further pass over the matrix.""",
+    "factor_dtype": """factor_dtype : {"float32", "tf32", "float16", "bfloat16"}, optional
+    The type in which the matrix is factorized, which takes less time and memory than its own. What is solved with such
+    factors is refined until it is as good as without: in a few turns if the matrix is well-conditioned; otherwise the
+    matrix itself is factorized in the same run. Complex matrices take complex factors. ``"tf32"``, ``"float16"`` and
+    ``"bfloat16"`` are the types of products on GPUs; all else is computed in float32.""",
     "overwrite_a": """overwrite_a : bool
     Whether chunks of `a` may be freed as soon as all workers have read them. Those that something else needs stay.""",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, Unpack, cast, overload
 
 import dask.array as da
 import numpy as np
@@ -14,6 +14,7 @@ from dask_distmm.arrays.linalg.factorize import (
     by_program,
     common_type,
     factorize,
+    few_bits,
     goes_by_rows,
     matrix,
     mirrored,
@@ -33,12 +34,15 @@ from dask_distmm.arrays.linalg.public import (
     TWO_SOLVES,
     FactorOptions,
     Operand,
+    RefinedOptions,
     SlogdetResult,
     SolveOptions,
 )
-from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse
+from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse, svdvals
 from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.errors import PlanError, ProjectedMemoryError
+from dask_distmm.programs.factorizations import NUMBERS
+from dask_distmm.programs.refine import BACKWARD, FORWARD, TURNS, WAY
 
 # SciPy's names of the structure of a matrix, of which the first three letters tell how it is solved.
 Structure: TypeAlias = Literal[
@@ -58,8 +62,8 @@ class CholeskyFactor(NamedTuple):
         return 2 * da.log(da.diagonal(self.c).real).sum()
 
 
-@public(FactorOptions, PANELS)
-def cho_factor(a: Operand, lower: bool = False, **how: Unpack[FactorOptions]) -> CholeskyFactor:
+@public(RefinedOptions, PANELS)
+def cho_factor(a: Operand, lower: bool = False, **how: Unpack[RefinedOptions]) -> CholeskyFactor:
     """Return the Cholesky factor of a matrix, and `lower`, for `cho_solve`; see `cholesky`.
 
     Parameters
@@ -92,11 +96,16 @@ def cho_factor(a: Operand, lower: bool = False, **how: Unpack[FactorOptions]) ->
     >>> float(factor.logdet().compute().round(6))
     3.583519
     """
-    return CholeskyFactor(cholesky(a, lower=lower, **how), lower)
+    if how.get("factor_dtype") is None:
+        return CholeskyFactor(cholesky(a, lower=lower, **cast(FactorOptions, how)), lower)
+    wanted = {"l" if lower else "u": "mn"}
+    return CholeskyFactor(factorize("cholesky", {"a": matrix("a", a)}, wanted, how=how, lower=lower)[0], lower)
 
 
 @public(SolveOptions, TWO_SOLVES)
-def cho_solve(c_and_lower: tuple[Any, bool], b: Operand, **how: Unpack[SolveOptions]) -> Array:
+def cho_solve(
+    c_and_lower: tuple[Any, bool], b: Operand, *, a: Operand | None = None, **how: Unpack[SolveOptions]
+) -> Array:
     """Solve ``A @ x = b`` with the Cholesky factor of A.
 
     Parameters
@@ -105,6 +114,8 @@ def cho_solve(c_and_lower: tuple[Any, bool], b: Operand, **how: Unpack[SolveOpti
         As `cho_factor` returns it.
     b : array, (n,) or (n, k)
         Right-hand sides.
+    a : array, (n, n), optional
+        A, if it was factorized with `factor_dtype`: the solution is refined with it, in one run.
 
     Returns
     -------
@@ -126,6 +137,8 @@ def cho_solve(c_and_lower: tuple[Any, bool], b: Operand, **how: Unpack[SolveOpti
     array([1., 1.])
     """
     c, lower, b = matrix("c_and_lower[0]", c_and_lower[0], stack=True), c_and_lower[1], operand("b", b)
+    if a is not None:
+        return _refined(a, {"f": c}, b, how, assume_a="pos", lower=lower)
     first = solve_triangular(c, right_sides(c, b, stack=True), "N" if lower else "C", lower, **how)
     x = solve_triangular(c, first, "C" if lower else "N", lower, **unchecked(how))
     return x[..., 0] if b.ndim == 1 else x
@@ -133,7 +146,12 @@ def cho_solve(c_and_lower: tuple[Any, bool], b: Operand, **how: Unpack[SolveOpti
 
 @public(SolveOptions, TWO_SOLVES)
 def lu_solve(
-    lu_and_piv: tuple[Any, Any], b: Operand, trans: Literal["N", "T", "C", 0, 1, 2] = 0, **how: Unpack[SolveOptions]
+    lu_and_piv: tuple[Any, Any],
+    b: Operand,
+    trans: Literal["N", "T", "C", 0, 1, 2] = 0,
+    *,
+    a: Operand | None = None,
+    **how: Unpack[SolveOptions],
 ) -> Array:
     """Solve ``op(A) @ x = b`` with what `lu_factor` has returned.
 
@@ -145,6 +163,8 @@ def lu_solve(
         Right-hand sides.
     trans : {0, 1, 2, "N", "T", "C"}
         op(): 0 or ``"N"`` for none, 1 or ``"T"`` for the transpose, 2 or ``"C"`` for the conjugate transpose.
+    a : array, (n, n), optional
+        A, if it was factorized with `factor_dtype`: the solution is refined with it, in one run.
 
     Returns
     -------
@@ -171,6 +191,8 @@ def lu_solve(
             "pass on what lu_factor returned"
         )
     b, op = operand("b", b), op_of(trans)
+    if a is not None:
+        return _refined(a, {"p": rows[None], "f": found}, b, how, op=op)
     columns = right_sides(found, b, stack=True)
     rows = rows.rechunk({rows.ndim - 1: -1}).map_blocks(_swapped, op != "N", dtype=np.int64)
     if op == "N":
@@ -183,6 +205,21 @@ def lu_solve(
     return x[..., 0] if b.ndim == 1 else x
 
 
+def _refined(a: Operand, factors: dict[str, Array], b: Array, how: SolveOptions, **options: Any) -> Array:
+    """Return a solution with factors of few bits, refined."""
+    a, factor = matrix("a", a), factors["f"]
+    columns, dtype = right_sides(a, b), few_bits(common_type({"a": a, "b": b}))
+    if factor.shape != a.shape or factor.dtype != dtype:
+        (m, n), (rows, cols) = a.shape, factor.shape
+        raise PlanError(
+            f"a is {m} x {n}, so its factor must be that, of {dtype}; it is {rows} x {cols} of {factor.dtype}: pass a "
+            "only with a factor that factor_dtype has made"
+        )
+    operands, named = {"a": a, **factors, "b": columns}, {**how, "factor_dtype": "float32"}
+    axes = {"k": columns.chunks[1] if b.ndim > 1 else ()}
+    return factorize("solve", operands, {"x": "nk"}, how=cast(Any, named), axes=axes, given=True, **options)[0]
+
+
 def _swapped(piv: Any, back: bool) -> Any:
     """Return the order of rows after LAPACK's swaps, or the one that undoes them."""
     rows = np.broadcast_to(np.arange(piv.shape[-1], dtype=np.int64), piv.shape).copy()
@@ -193,7 +230,21 @@ def _swapped(piv: Any, back: bool) -> Any:
     return np.argsort(rows, axis=-1) if back else rows
 
 
-@public(FactorOptions, PANELS)
+class Refinement(NamedTuple):
+    """How a solution was refined, as `solve` returns it with ``full_output=True``: numbers, ``()``, all lazy."""
+
+    # Turns, in each of which the matrix is multiplied once.
+    iterations: Array
+    # 0: classical refinement. 1: GMRES with the factors as preconditioner. 2: the matrix itself was factorized.
+    way: Array
+    # |b - a x| / (|a| |x|) in the maximum norm, of the worst column; NaN where the matrix itself was factorized.
+    backward_error: Array
+    # The last correction relative to x in the maximum norm, of the worst column: a bound of the error of x where each
+    # turn makes that less.
+    forward_error: Array
+
+
+@overload
 def solve(
     a: Operand,
     b: Operand,
@@ -201,8 +252,35 @@ def solve(
     lower: bool = False,
     assume_a: Structure | None = None,
     transposed: bool = False,
-    **how: Unpack[FactorOptions],
-) -> Array:
+    full_output: Literal[False] = False,
+    **how: Unpack[RefinedOptions],
+) -> Array: ...
+
+
+@overload
+def solve(
+    a: Operand,
+    b: Operand,
+    *,
+    lower: bool = False,
+    assume_a: Structure | None = None,
+    transposed: bool = False,
+    full_output: Literal[True],
+    **how: Unpack[RefinedOptions],
+) -> tuple[Array, Refinement]: ...
+
+
+@public(RefinedOptions, PANELS)
+def solve(
+    a: Operand,
+    b: Operand,
+    *,
+    lower: bool = False,
+    assume_a: Structure | None = None,
+    transposed: bool = False,
+    full_output: bool = False,
+    **how: Unpack[RefinedOptions],
+) -> Any:
     """Solve ``a @ x = b``: by LU with partial pivoting, by Cholesky, or by substitution.
 
     Parameters
@@ -220,16 +298,22 @@ def solve(
         ``"gen"`` or ``"general"``, ``"banded"``, ``"tridiagonal"``, ``"diagonal"``.
     transposed : bool
         Solve ``a.T @ x = b``.
+    full_output : bool
+        With `factor_dtype`, whether the result says how x was refined.
 
     Returns
     -------
-    array
-        x, of the shape of `b`.
+    x : array
+        Of the shape of `b`.
+    refinement : Refinement
+        Only with `full_output`, a named tuple of lazy numbers: ``iterations``, ``way`` (0: classical refinement, 1:
+        GMRES with the factors as preconditioner, 2: the matrix itself was factorized), and of the worst column
+        ``backward_error`` and a bound of the ``forward_error``, relative to x in the maximum norm.
 
     Raises
     ------
     PlanError
-        The shapes do not fit each other, or there is no such structure.
+        The shapes do not fit each other, there is no such structure, or no such factors of this matrix.
     MatrixError
         When it is computed: the matrix is singular, or not positive definite.
 
@@ -240,8 +324,12 @@ def solve(
     array([1., 1.])
     """
     structure = (assume_a or "gen")[:3]
+    if full_output and how.get("factor_dtype") is None:
+        raise PlanError("full_output=True says how a solution was refined: pass factor_dtype, too")
     if structure in ("upp", "low"):
-        return solve_triangular(a, b, "T" if transposed else "N", structure == "low", **how)
+        if how.get("factor_dtype") is not None:
+            raise PlanError(f"assume_a={assume_a!r} is solved without a factorization: leave factor_dtype out")
+        return solve_triangular(a, b, "T" if transposed else "N", structure == "low", **cast(FactorOptions, how))
     a, b = matrix("a", a), operand("b", b)
     if structure in ("sym", "her") and a.shape[0] == a.shape[1]:
         a = mirrored(a, lower=lower, hermitian=structure == "her")
@@ -252,7 +340,14 @@ def solve(
         options["lower"] = lower
     axes = {"k": columns.chunks[1] if b.ndim > 1 else ()}
     wanted = {"x": "mk" if transposed else "nk"}
-    return factorize("solve", {"a": a, "b": columns}, wanted, how=how, axes=axes, **options)[0]
+    if not full_output:
+        return factorize("solve", {"a": a, "b": columns}, wanted, how=how, axes=axes, **options)[0]
+    if not (columns.size and a.size):
+        raise PlanError("nothing is refined of an empty matrix: leave full_output out")
+    axes |= {"i": (NUMBERS,)}
+    x, found = factorize("solve", {"a": a, "b": columns}, wanted | {"info": ".i"}, how=how, axes=axes, **options)
+    numbers = found[[TURNS, WAY]].astype(np.int64)
+    return x, Refinement(numbers[0], numbers[1], found[BACKWARD], found[FORWARD])
 
 
 @public(FactorOptions, PANELS)
@@ -307,14 +402,24 @@ def solve_triangular(
     return factorize("solve_triangular", operands, wanted, how=how, axes=axes, **options)[0]
 
 
-@public(FactorOptions, PANELS)
-def inv(a: Operand, **how: Unpack[FactorOptions]) -> Array:
+@public(RefinedOptions, PANELS)
+def inv(
+    a: Operand,
+    *,
+    lower: bool = False,
+    assume_a: Literal["gen", "general", "pos", "positive definite"] | None = None,
+    **how: Unpack[RefinedOptions],
+) -> Array:
     """Return the inverse of a matrix; to solve equations, `solve` takes less and is more accurate.
 
     Parameters
     ----------
     a : array, (n, n)
         The matrix.
+    lower : bool
+        Which triangle is read of a positive definite matrix; of no effect on others.
+    assume_a : str, optional
+        ``"pos"`` or ``"positive definite"``: by Cholesky. None, ``"gen"`` or ``"general"``: by LU.
 
     Returns
     -------
@@ -333,7 +438,8 @@ def inv(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     array([[0.5 , 0.  ],
            [0.  , 0.25]])
     """
-    return factorize("inv", {"a": matrix("a", a)}, {"x": "nm"}, how=how)[0]
+    options: dict[str, Any] = {"assume_a": "pos", "lower": lower} if (assume_a or "gen")[:3] == "pos" else {}
+    return factorize("inv", {"a": matrix("a", a)}, {"x": "nm"}, how=how, **options)[0]
 
 
 @public(FactorOptions, PANELS)
@@ -383,9 +489,9 @@ def det(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     return factorize("det", {"a": matrix("a", a)}, {"det": ".1"}, how=how)[0][0]
 
 
-@public(FactorOptions, LEAST_SQUARES)
+@public(RefinedOptions, LEAST_SQUARES)
 def lstsq(
-    a: Operand, b: Operand, rcond: float | None = None, **how: Unpack[FactorOptions]
+    a: Operand, b: Operand, rcond: float | None = None, **how: Unpack[RefinedOptions]
 ) -> tuple[Array, Array, int | Array, Array]:
     """Return the least-squares solution of ``a @ x = b``: for a matrix of full rank by QR, for any by singular values.
 
@@ -430,6 +536,10 @@ def lstsq(
         # LAPACK takes the machine precision in place of a negative one.
         rcond = float(np.finfo(common_type({"a": a, "b": b})).eps)
     by_rows = goes_by_rows(a, how)
+    refined = how.get("factor_dtype") is not None
+    if refined and (rcond is not None or by_rows or a.shape[0] != a.shape[1]):
+        given = "rcond" if rcond is not None else "method='rows'" if by_rows else f"a of {a.shape[0]} x {a.shape[1]}"
+        raise PlanError(f"factor_dtype is for square matrices of full rank, in block columns, not for {given}")
     columns, (m, n) = right_sides(a if by_rows else matrix("a", a), b, unknown_rows=by_rows), a.shape
     operands, axes, x_axes = {"a": a, "b": columns}, {"k": columns.chunks[1]}, "nk" if b.ndim > 1 else "n."
     if by_rows:
@@ -439,6 +549,9 @@ def lstsq(
     elif rcond is not None:
         x, residuals, rank, s = least_squares_of_any_rank(a, columns, rcond, how)
         x = x[:, 0] if b.ndim == 1 else x
+    elif refined:
+        x, residuals = factorize("lstsq", operands, {"x": x_axes}, how=how, axes=axes)[0], None
+        rank, s = n, svdvals(a, check_finite=False)
     else:
         wanted = {"x": x_axes, "r": "rr", **({"residuals": ".k"} if m > n else {})}
         x, r, residuals = (*factorize("lstsq", operands, wanted, how=how, axes=axes), None)[:3]

@@ -314,7 +314,7 @@ def _of_stacks(function: Callable[P, T]) -> Callable[P, T]:
         given = {name: x for name, x in values.items() if x is not signature.parameters[name].default}
         if lacking := given.keys() - known.keys():
             raise PlanError(f"a stack of matrices has no {min(lacking)}=: leave it out, or loop over the matrices")
-        if how.keys() & RunOptions.__annotations__ or _large(arrays):
+        if how.keys() & {"factor_dtype", *RunOptions.__annotations__} or _large(arrays):
             return cast(T, _by_runs(function, arrays, given | how))
         core, call = rule(*arrays.values(), **given)
         return cast(T, by_tasks(core, call, arrays, finite=how.get("check_finite", True)))

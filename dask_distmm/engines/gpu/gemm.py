@@ -44,6 +44,8 @@ _COMPUTE_TYPES = {
 }
 _OTHER_COMPUTE_TYPES = {
     "tf32": "COMPUTE_32F_FAST_TF32",
+    "float16": "COMPUTE_32F_FAST_16F",
+    "bfloat16": "COMPUTE_32F_FAST_16BF",
     "bf16x9": "COMPUTE_32F_EMULATED_16BFX9",
     "fp64_emulated": "COMPUTE_64F_EMULATED_FIXEDPOINT",
 }
@@ -87,14 +89,19 @@ class GemmTypes(NamedTuple):
         """The library's number for it."""
         if not self.compute:
             return int(_COMPUTE_TYPES[self.a])
-        found = getattr(_Compute, _OTHER_COMPUTE_TYPES[self.compute], None)
-        if found is None:
-            version = importlib.metadata.version("nvmath-python")
-            raise EngineError(
-                f"compute_type={self.compute!r} is {_OTHER_COMPUTE_TYPES[self.compute]}, which cuBLAS as nvmath-python "
-                f"{version} knows it does not have: use a newer one, or another compute_type"
-            )
-        return int(found)
+        return compute_number(self.compute)
+
+
+def compute_number(name: str) -> int:
+    """Return the library's number for another way to compute float32 and float64."""
+    found = getattr(_Compute, _OTHER_COMPUTE_TYPES[name], None)
+    if found is None:
+        version = importlib.metadata.version("nvmath-python")
+        raise EngineError(
+            f"compute_type={name!r} is {_OTHER_COMPUTE_TYPES[name]}, which cuBLAS as nvmath-python {version} knows it "
+            "does not have: use a newer one, or another compute_type"
+        )
+    return int(found)
 
 
 class FusedEpilog(NamedTuple):

@@ -14,7 +14,7 @@ from cupyx.cusolver import check_availability
 from numpy.typing import NDArray
 from nvmath.bindings import cublas, cusolverDn
 
-from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS
+from dask_distmm.engines.gpu.gemm import DATA_TYPES, OPS, compute_number
 from dask_distmm.engines.gpu.operands import FIRST, record
 from dask_distmm.engines.gpu.tridiagonal import DeviceMerging
 from dask_distmm.engines.numpy.lapack import LapackKernels
@@ -122,11 +122,21 @@ class SolverKernels(DeviceMerging):
         """Return a column-major matrix whose elements may be anything."""
         return cp.empty(shape, dtype, order="F")
 
-    def gemm(self, a: Any, b: Any, c: Any, op_a: str = "N", op_b: str = "N", *, alpha: float, beta: float) -> None:
+    def gemm(
+        self, a: Any, b: Any, c: Any, op_a: str = "N", op_b: str = "N", *, alpha: float, beta: float, compute: str = ""
+    ) -> None:
         """Compute ``c = alpha op(a) op(b) + beta c``."""
         depth = a.shape[1 if op_a == "N" else 0]
         if c.size and (depth or not beta):
             one, other = _scalar(alpha, c.dtype), _scalar(beta, c.dtype)
+            if compute:
+                kind, sizes = DATA_TYPES[c.dtype.name], (OPS[op_a], OPS[op_b], *c.shape, depth)
+                (at_a, ld_a), (at_b, ld_b), (at_c, ld_c) = _at(a), _at(b), _at(c)
+                cublas.gemm_ex_64(
+                    self._now.blas, *sizes, one.ctypes.data, at_a, kind, ld_a, at_b, kind, ld_b, other.ctypes.data,
+                    at_c, kind, ld_c, compute_number(compute), -1,
+                )  # fmt: skip
+                return
             function = getattr(cublas, f"{_LETTERS[c.dtype.name]}gemm")
             arguments = OPS[op_a], OPS[op_b], *c.shape, depth, one.ctypes.data, *_at(a), *_at(b), other.ctypes.data
             function(self._now.blas, *arguments, *_at(c))
@@ -202,10 +212,10 @@ class SolverKernels(DeviceMerging):
             shape = len(a), a.shape[1]
             function(self._now.blas, _LOWER, OPS["N"], *shape, one.ctypes.data, *_at(a), other.ctypes.data, *_at(c))
 
-    def trsm(self, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool) -> None:
+    def trsm(self, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool, compute: str = "") -> None:
         """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``."""
         if not right and len(a) > _SOLVED and b.shape[1] >= _MANY:
-            solve_by_halves(self, a, b, right=right, lower=lower, op=op, unit=unit)
+            solve_by_halves(self, a, b, right=right, lower=lower, op=op, unit=unit, compute=compute)
         elif b.size:
             modes = _RIGHT if right else _LEFT, _LOWER if lower else _UPPER, OPS[op], _UNIT if unit else _NON_UNIT
             one = _scalar(1, b.dtype)

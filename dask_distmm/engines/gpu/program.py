@@ -219,8 +219,8 @@ class GpuProgramJob(ProgramJob):
         """Wait until all work has ended, also after an error: the memory in which it is done is freed then."""
         self._stream.synchronize()
 
-    def _memory(self, shape: tuple[int, int]) -> Any:
-        self._allocated.append(super()._memory(shape))
+    def _memory(self, buffer: Buffer) -> Any:
+        self._allocated.append(super()._memory(buffer))
         return self._allocated[-1]
 
     def _on_default_stream(self, make: Callable[[], Any]) -> Any:
@@ -268,7 +268,7 @@ class GpuProgramJob(ProgramJob):
 
     def _lent(self, array: Any, *, copied: bool) -> Any:
         """Return what others get of an array: on the host, but for block columns, which stay in their memory."""
-        if self._gathers or not isinstance(array, cp.ndarray):
+        if (self._gathers and not copied) or not isinstance(array, cp.ndarray):
             return super()._lent(array, copied=copied)
         return array.get(stream=self._stream)
 
@@ -313,11 +313,12 @@ class GpuProgramJob(ProgramJob):
         plain, arrays = list[tuple[Part, Rectangle]](), list(found)
         for part, array in zip(parts, arrays, strict=True):
             self.ended.check()
-            if isinstance(array, cp.ndarray) and array.dtype == part.place.dtype and not part.conjugated:
+            same = isinstance(array, cp.ndarray) and array.dtype == part.place.dtype
+            if same and not part.conjugated and not self._scales:
                 source = span_of(array.T if part.transposed else array)
                 plain.append((part, Rectangle(source, span_of(part.place), *part.place.shape)))
             else:
-                put(self.blas, part, array)
+                put(self.blas, part, array, self._scales)
         if plain:
             size = parts[0].place.itemsize
             # Their tables may go at once: what is allocated next on this stream, the current one, is used after them.

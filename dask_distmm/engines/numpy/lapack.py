@@ -93,8 +93,9 @@ class LapackKernels:
         *,
         alpha: float,
         beta: float,
+        compute: str = "",
     ) -> None:
-        """Compute ``c = alpha op(a) op(b) + beta c``."""
+        """Compute ``c = alpha op(a) op(b) + beta c``, in no other way than in the type of `c`."""
         depth = a.shape[1 if op_a == "N" else 0]
         if c.size and (depth or not beta):
             a, b = _as_column_major(a), _as_column_major(b)
@@ -116,13 +117,15 @@ class LapackKernels:
             name = "herk" if c.dtype.kind == "c" else "syrk"
             _call_routine(c, name, b"L", b"N", *a.shape, factors, a, ld_of(a), factors[1:], c, ld_of(c))
 
-    def trsm(self, a: NDArray[Any], b: NDArray[Any], *, right: bool, lower: bool, op: str, unit: bool) -> None:
+    def trsm(
+        self, a: NDArray[Any], b: NDArray[Any], *, right: bool, lower: bool, op: str, unit: bool, compute: str = ""
+    ) -> None:
         """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``.
 
         By halves: OpenBLAS multiplies faster than it solves.
         """
         if len(a) > _SOLVED:
-            solve_by_halves(self, a, b, right=right, lower=lower, op=op, unit=unit)
+            solve_by_halves(self, a, b, right=right, lower=lower, op=op, unit=unit, compute=compute)
         elif b.size:
             a = _as_column_major(a)
             letters = b"R" if right else b"L", b"L" if lower else b"U", op.encode(), b"U" if unit else b"N"

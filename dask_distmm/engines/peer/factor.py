@@ -49,15 +49,16 @@ from dask_distmm.programs.steps import Buffer, Key, Store
 
 
 # Numbers of what a rank offers beside chunks of operands, under `BLOCKS`; its parts of outputs follow. Where ranks
-# share eigenvalues, also the products of the reduction and its rows of eigenvectors.
-COLUMNS, EXTRAS, EXCHANGE, ROWS, RESULTS = 0, 1, 2, 3, 4
+# share eigenvalues, also the products of the reduction and its rows of eigenvectors; where they refine, factors.
+COLUMNS, EXTRAS, EXCHANGE, ROWS, FACTORS, RESULTS = 0, 1, 2, 3, 4, 5
 # The number of the flag that says that these rows are complete, from that of the end on.
 ROWS_COMPLETE = 1
 
 
 def flag_of(plan: FactorPlacement, key: Key | None) -> int:
     """Return the number of the flag of a part of a panel; of the end for None."""
-    count = plan.columns.count
+    # Panels of A itself come after those of the factors of few bits.
+    count = plan.columns.count * (2 if plan.task.refines else 1)
     return 2 * count if key is None else PARTS.index(key.part) * count + key.number
 
 
@@ -66,18 +67,28 @@ def flag_count(plan: FactorPlacement) -> int:
     return flag_of(plan, None) + ROWS_COMPLETE + 1
 
 
+def _extra_bytes(plan: FactorPlacement, factored: str) -> int:
+    """Return the bytes of what goes with a panel, of the widest."""
+    if (entry := FACTORED.get(factored)) is None:
+        return 0
+    return math.prod(entry.extra(plan.width, plan.width)) * np.dtype(entry.extra_dtype or plan.task.dtype).itemsize
+
+
 def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     """Return rows, columns and bytes of an element of each matrix that a rank offers, in the order of their numbers."""
     panels = -(-(plan.columns.count - rank) // len(plan.ranks))
-    size, entry = plan.problem.compute_type.itemsize, FACTORED.get((*plan.sweeps, "")[0])
-    itemsize = np.dtype(entry.extra_dtype).itemsize if entry and entry.extra_dtype else size
-    each = math.prod(entry.extra(plan.width, plan.width)) * itemsize if entry else 0
-    found = [(plan.columns.rows, plan.columns.local_cols(rank), size), (-(-each // 16) * 16, max(1, panels), 1)]
+    refined, size = plan.task.refines, plan.problem.compute_type.itemsize
+    names = (*plan.sweeps, "")[0], plan.task.refined_way if refined else ""
+    each = max(_extra_bytes(plan, name) for name in names)
+    columns = plan.columns.rows, plan.columns.local_cols(rank)
+    few = np.dtype(plan.task.dtype_of_factors).itemsize
+    found = [(*(columns if plan.exact else (0, 0)), size), (-(-each // 16) * 16, max(1, panels), 1)]
     order, vectors = plan.problem.task.a_shape[0], plan.shared and plan.problem.task.vectors
     bounds = row_bounds(order, len(plan.ranks))
     found += [
         (exchange_bytes(order, size) if plan.shared else 0, int(plan.shared), 1),
         (bounds[rank + 1] - bounds[rank] if vectors else 0, order if vectors else 0, 8),
+        (*(columns if refined else (0, 0)), few),
     ]
     for output in plan.problem.outputs:
         layout = plan.output_layout(output.name)
@@ -132,7 +143,7 @@ class PulledPanels(DevicePanels):
 
     def _slot(self, extras: Any, panel: int, dtype: np.dtype) -> Any:
         """Return the memory that belongs to a panel, in a rank's extras."""
-        column: Any = extras[:, panel // len(self._plan.ranks)]
+        column: Any = extras[:, panel % self._plan.columns.count // len(self._plan.ranks)]
         return column.view(dtype)
 
     def _come(self, owner: int, key: Key, like: Sequence[Buffer]) -> tuple[Any, ...]:
@@ -143,9 +154,12 @@ class PulledPanels(DevicePanels):
         with self._coming:
             kernel("system", "wait_for_word")((1,), (1,), tuple(map(np.int64, words)))
         shape = plan.columns.rows, plan.columns.local_cols(owner)
-        columns = plan.columns.local(owner, key.number, key.number + 1)
-        source = self.remote.view(holder, BLOCKS, COLUMNS, shape, plan.problem.compute_type)[:, columns]
-        start, stop = plan.columns.place(key.number)
+        panel = key.number % plan.columns.count
+        columns = plan.columns.local(owner, panel, panel + 1)
+        few = plan.task.refines and panel == key.number
+        there = (FACTORS, np.dtype(plan.task.dtype_of_factors)) if few else (COLUMNS, plan.problem.compute_type)
+        source = self.remote.view(holder, BLOCKS, there[0], shape, there[1])[:, columns]
+        start, stop = plan.columns.place(panel)
         sources = [source[start:] if key.part == "lower" else source[:stop]]
         if len(like) > 1:
             rows, count, _ = offered_by(plan, owner)[EXTRAS].tolist()
@@ -255,6 +269,8 @@ class PeerFactorJob(GpuProgramJob):
         self._remote: Remote | None = None
         # Memory of parts of results, by the name of the buffer that a step makes of it.
         self._new_parts: dict[str, Any] = {}
+        # Memory for A itself, where there are factors of few bits first.
+        self._columns: Any = None
         # Where ranks share eigenvalues.
         self._shares: PeerEigh | None = None
 
@@ -272,18 +288,26 @@ class PeerFactorJob(GpuProgramJob):
             cp.cuda.Stream.null.synchronize()
             self.offer = exporter.offer(self._offered) | (self.offer or {})
 
-    def _memory(self, shape: tuple[int, int]) -> Any:
+    def _memory(self, buffer: Buffer) -> Any:
         """Allocate all that this rank works in, and offer the memory that others read; return its block columns."""
         assert self.rank is not None
-        plan, exporter = self.plan, self._state.exporter
+        if self._columns is not None:
+            return self._columns
+        plan, exporter, shape = self.plan, self._state.exporter, buffer.shape
         shapes: list[tuple[int, int]] = [(rows, cols) for rows, cols, _ in offered_by(plan, self.rank).tolist()]
         extras = exporter.empty(shapes[EXTRAS], np.dtype(np.uint8), "F")
         flags = exporter.empty((1, flag_count(plan)), np.dtype(np.int32))
         flags[...] = 0
         given = self._state, self._streams, flags, extras, self.ended
         self._flags, self.exchange = flags, PulledPanels(plan, self.comm, *given)
-        array = exporter.empty(shape, plan.problem.compute_type, "F")
+        array = exporter.empty(shape, np.dtype(plan.problem.compute_type if plan.exact else buffer.dtype), "F")
         offered = [(COLUMNS, array), (EXTRAS, extras)]
+        if plan.task.refines:
+            # Factors of few bits are in the same memory: none is of use any more when A itself is factorized.
+            self._columns = array
+            few = array.T.reshape(-1).view(np.dtype(buffer.dtype))[: math.prod(shape)]
+            array = few.reshape(shape, order="F")
+            offered = [(COLUMNS, self._columns)] * plan.exact + [(EXTRAS, extras), (FACTORS, array)]
         if plan.shared:
             kernels = self.blas, self.exchange, self.ended.check, self.progress
             self._shares = PeerEigh(plan, self.rank, flags, exporter, *kernels)

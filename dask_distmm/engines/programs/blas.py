@@ -47,8 +47,13 @@ class Kernels(Protocol):
         """Return a column-major matrix whose elements may be anything."""
         ...
 
-    def gemm(self, a: Any, b: Any, c: Any, op_a: str = "N", op_b: str = "N", *, alpha: float, beta: float) -> None:
-        """Compute ``c = alpha op(a) op(b) + beta c``. With `beta` 0 it does not matter what `c` holds."""
+    def gemm(
+        self, a: Any, b: Any, c: Any, op_a: str = "N", op_b: str = "N", *, alpha: float, beta: float, compute: str = ""
+    ) -> None:
+        """Compute ``c = alpha op(a) op(b) + beta c``. With `beta` 0 it does not matter what `c` holds.
+
+        `compute`: factors of products may be rounded to ``"tf32"``, ``"float16"`` or ``"bfloat16"``, on GPUs.
+        """
         ...
 
     def adjoint(self, a: Any, out: Any) -> None:
@@ -59,10 +64,11 @@ class Kernels(Protocol):
         """Subtract ``a a^H`` from `c`, in the lower triangle of `c` alone."""
         ...
 
-    def trsm(self, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool) -> None:
+    def trsm(self, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool, compute: str = "") -> None:
         """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b`` (`right`).
 
-        `a` is square. One triangle of it is read; its diagonal, too, unless it is taken for ones (`unit`).
+        `a` is square. One triangle of it is read; its diagonal, too, unless it is taken for ones (`unit`). `compute` is
+        that of products (`gemm`).
         """
         ...
 
@@ -136,7 +142,9 @@ class Kernels(Protocol):
         ...
 
 
-def solve_by_halves(kernels: Kernels, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool) -> None:
+def solve_by_halves(
+    kernels: Kernels, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool, **compute: str
+) -> None:
     """Do what `Kernels.trsm` does by two triangles of half the order, and a product, which is faster."""
     half = len(a) // 2
     low, high = slice(0, half), slice(half, len(a))
@@ -144,12 +152,12 @@ def solve_by_halves(kernels: Kernels, a: Any, b: Any, *, right: bool, lower: boo
     i, j = (high, low) if right == (lower == (op == "N")) else (low, high)
     beside = a[high, low] if lower else a[low, high]
     known, left = (b[:, i], b[:, j]) if right else (b[i], b[j])
-    kernels.trsm(a[i, i], known, right=right, lower=lower, op=op, unit=unit)
+    kernels.trsm(a[i, i], known, right=right, lower=lower, op=op, unit=unit, **compute)
     if right:
-        kernels.gemm(known, beside, left, "N", op, alpha=-1, beta=1)
+        kernels.gemm(known, beside, left, "N", op, alpha=-1, beta=1, **compute)
     else:
-        kernels.gemm(beside, known, left, op, alpha=-1, beta=1)
-    kernels.trsm(a[j, j], left, right=right, lower=lower, op=op, unit=unit)
+        kernels.gemm(beside, known, left, op, alpha=-1, beta=1, **compute)
+    kernels.trsm(a[j, j], left, right=right, lower=lower, op=op, unit=unit, **compute)
 
 
 def assign(target: Any, source: Any) -> None:

@@ -162,6 +162,8 @@ _BESIDE = 1 / 48
 # A matrix with this many rows is multiplied by the inverses of triangles of this order, rather than solved with them:
 # other products have more of the GPU meanwhile (1 H200, float64, 32768 x 512: cuBLAS' trsm takes 1.0 ms from them).
 _ROWS, _INVERTED = 16384, 256
+# Of products in fewer bits, this many rows or columns.
+_MANY = 1024
 # Rows that one GEMM adds up at a time. One block of a GEMM that adds up 32768 rows takes 1 ms, and the small kernels of
 # a panel wait for it one by one (1 H200, a QR panel of 32768 x 512: alone 7 ms, beside that 31, beside parts 19; the
 # parts take 6 % more).
@@ -297,18 +299,20 @@ class FactorKernels:
                 if stop < len(every):
                     self.blas.laswp(target[stop:], every[stop:] - np.int32(stop))
 
-    def trsm(self, a: Any, b: Any, *, right: bool, **how: Any) -> None:
+    def trsm(self, a: Any, b: Any, *, right: bool, compute: str = "", **how: Any) -> None:
         """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``."""
-        kernels, order = self.blas, len(a)
-        if not (kernels.asynchronous and right and order >= _INVERTED and len(b) >= _ROWS):
-            kernels.trsm(a, b, right=right, **how)
+        kernels, order, others = self.blas, len(a), len(b) if right else b.shape[1]
+        # What is computed in few bits by tensor cores is at least so fast that solutions are slow beside it.
+        inverted = others >= _MANY if compute else right and others >= _ROWS
+        if not (kernels.asynchronous and inverted and order >= _INVERTED):
+            kernels.trsm(a, b, right=right, compute=compute, **how)
         elif order >= 2 * _INVERTED:
-            solve_by_halves(self, a, b, right=right, **how)
+            solve_by_halves(self, a, b, right=right, compute=compute, **how)
         else:
             inverse, copy = kernels.xp.eye(order, dtype=a.dtype, order="F"), kernels.empty(b.shape, b.dtype)
             kernels.trsm(a, inverse, right=False, **how)
             assign(copy, b)
-            kernels.gemm(copy, inverse, b, alpha=1, beta=0)
+            kernels.gemm(*((copy, inverse) if right else (inverse, copy)), b, alpha=1, beta=0, compute=compute)
 
     def column_norms(self, x: Any, norms: Any) -> None:
         """Compute squared norms of columns."""
@@ -339,7 +343,7 @@ class FactorKernels:
         kernels.gemm(top, second, columns[:size], alpha=-1, beta=1)
         kernels.gemm(rest, second, below, alpha=-1, beta=1)
 
-    def update_lower(self, rows: Any, columns: Any, *, blocks: Sequence[tuple[int, int]]) -> None:
+    def update_lower(self, rows: Any, columns: Any, *, blocks: Sequence[tuple[int, int]], compute: str = "") -> None:
         """Apply a panel of a Cholesky factorization to block columns of A, only in the lower triangle.
 
         Rows of both begin with the diagonal block of the first one.
@@ -356,14 +360,14 @@ class FactorKernels:
             for group in _grouped(blocks, len(rows)):
                 first, width = group[0][0], sum(stop - start for start, stop in group)
                 some = slice(at, at + width)
-                kernels.gemm(rows[first:], beside[:, some], columns[first:, some], alpha=-1, beta=1)
+                kernels.gemm(rows[first:], beside[:, some], columns[first:, some], alpha=-1, beta=1, compute=compute)
                 at += width
             return
         for first, stop in blocks:
             block = columns[:, at : at + stop - first]
             at += stop - first
             kernels.herk(rows[first:stop], block[first:stop])
-            kernels.gemm(rows[stop:], rows[first:stop], block[stop:], "N", "C", alpha=-1, beta=1)
+            kernels.gemm(rows[stop:], rows[first:stop], block[stop:], "N", "C", alpha=-1, beta=1, compute=compute)
 
 
 def _grouped(blocks: Sequence[tuple[int, int]], end: int) -> list[list[tuple[int, int]]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -37,6 +38,7 @@ from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.programs.steps import (
+    LASTING,
     TURN,
     Buffer,
     Call,
@@ -56,6 +58,8 @@ from dask_distmm.programs.steps import (
 
 # Rows that are transposed at once: 16 of float64 fill two lines of a cache in each column.
 _STRIP = 16
+# Elements that are multiplied by numbers at once.
+_ELEMENTS = 2**26
 # Forms with zeros in the other triangle.
 TRIANGLES = ("lower", "unit lower", "upper")
 
@@ -118,6 +122,8 @@ class ProgramJob(Job[Any]):
         self._final: Future[None] = Future()
         # Parts of operands that are to be finite: row and column at which they begin, where they are, and their sums.
         self._sums: list[tuple[str, int, int, Any, Any]] = []
+        # By what rows, and columns, of an operand are multiplied while they are gathered.
+        self._scales: Sequence[Any] = ()
 
     @property
     def received_bytes(self) -> int:
@@ -133,13 +139,13 @@ class ProgramJob(Job[Any]):
         self._steps = self.plan.steps(self.rank)
         for step in self._steps[:1]:
             if isinstance(step, Make) and not step.operand:
-                self.arrays[step.buffer.name] = self._memory(step.buffer.shape)
+                self._make(step)
         self.kernels = self._program_kernels(self.rank)
         self.offer = self.exchange.offer(self.plan)
 
-    def _memory(self, shape: tuple[int, int]) -> Any:
+    def _memory(self, buffer: Buffer) -> Any:
         """Return memory for this rank's block columns."""
-        return self.blas.empty(shape, self.plan.problem.compute_type)
+        return self.blas.empty(buffer.shape, dtype_from_name(buffer.dtype))
 
     def _program_kernels(self, rank: int) -> Any:
         """Return what steps call."""
@@ -151,6 +157,9 @@ class ProgramJob(Job[Any]):
             problem = self.plan.problem
             kernels = ProgramKernels(self.blas, may_skip=getattr(problem, "builder", "") not in _UNSKIPPED)
             kernels.constants = getattr(problem, "constants", ())
+            if self._gathers:
+                # A circle would keep the job until Python looks for such.
+                kernels.prepare(weakref.WeakMethod(self._multiplied), weakref.WeakMethod(self._pivots), problem.task)
             return kernels
         return SharedEigh(self.plan, rank, self.blas, self.exchange, self.ended.check, self.progress)
 
@@ -233,7 +242,7 @@ class ProgramJob(Job[Any]):
             if held:
                 self._meet()
             for key in held:
-                if key in self._held:
+                if key in self._held and key.part not in LASTING:
                     del self._held[key]
                     self.exchange.forget(key)
             if share:
@@ -254,7 +263,7 @@ class ProgramJob(Job[Any]):
 
     def _numbered(self, key: Key) -> Key:
         """Return the key of a message in this turn."""
-        return Key(key.part, key.number + self._offset)
+        return key if key.part in LASTING else Key(key.part, key.number + self._offset)
 
     def _request(self, pull: Pull) -> Any:
         """Ask for a message."""
@@ -345,7 +354,12 @@ class ProgramJob(Job[Any]):
     def _make(self, step: Make) -> None:
         """Take a chunk of an operand, or gather this rank's block columns of one."""
         if isinstance(step.buffer, View):
+            self._scales = [self._at(scale) for scale in step.by]
             self._fill_columns(step.operand, self._at(step.buffer))
+            self._scales = ()
+        elif self._gathers and not step.operand:
+            if step.buffer.name not in self.arrays:
+                self.arrays[step.buffer.name] = self._memory(step.buffer)
         elif self._loads is not None and self._is_made(step):
             self._begin(step, self._made(self._loads, self._uses.popleft()))
         elif step.operand:
@@ -533,13 +547,13 @@ class ProgramJob(Job[Any]):
         """Write parts to their places."""
         for part, array in zip(parts, found, strict=True):
             self.ended.check()
-            put(self.blas, part, array)
+            put(self.blas, part, array, self._scales)
 
     def _add_up(self, name: str, target: Any) -> None:
         """Add up what was read of an operand, if it is to be finite: so is its sum then, or too large."""
         assert self.rank is not None
         task = self.plan.problem.task
-        if not task.check_finite or target.dtype.kind not in "fc":
+        if not task.check_finite or target.dtype.kind not in "fc" or self._scales:
             return
         places = [(0, 0, target)]
         if (form := task.read(name)) != "full":
@@ -574,6 +588,41 @@ class ProgramJob(Job[Any]):
         """Raise if there is a problem with the operands."""
         if problem:
             raise MatrixError(problem)
+
+    def _multiplied(self) -> Iterator[tuple[int, int, Any]]:
+        """Yield the chunks of A that this rank multiplies, as ranks hold A, with their first rows and columns."""
+        assert self.rank is not None
+        rows, cols = self.plan.problem["a"].chunks
+        transposed = self.plan.problem.task.orientation("a").transposed
+        for index in self.plan.multiplied(self.rank):
+            i, j = divmod(index, len(cols))
+            if rows[i] and cols[j]:
+                array, row, col = self._whole("a", index), sum(rows[:i]), sum(cols[:j])
+                yield (col, row, array.T) if transposed else (row, col, array)
+
+    def _pivots(self) -> Iterator[Any]:
+        """Yield the chunks of pivots that are an operand."""
+        for index in range(self.plan.problem["p"].count):
+            yield self._whole("p", index)
+
+    def _whole(self, name: str, index: int) -> Any:
+        """Return a chunk of an operand, here and in the type of the computation."""
+        problem, holder = self.plan.problem, int(self.plan.where[name][index])
+        (rows, cols), reads = problem[name].chunk_shape(index), self._reads("input", holder)
+        box = problem.operands.index(name), index, 0, rows, 0, cols
+        if reads:
+            (array,) = self._read("input", holder, [box])
+        else:
+            whole = Part(box, None, 0, 0, "full", False, False)
+            (array,) = wait_checked(self._fetch("input", holder, [whole]), self.ended.check)
+        dtype = problem.compute_type
+        array = self.blas.xp.asarray(array, dtype)
+        if holder == self.me or not reads:
+            return array
+        order: Literal["C", "F"] = "F" if array.strides[0] < array.strides[1] else "C"
+        copy = self.blas.xp.empty(array.shape, dtype, order)
+        assign(copy, array)
+        return copy
 
     def _parts_of(self, name: str, rank: int) -> Iterator[tuple[Copy, tuple[int, int, int, int, int]]]:
         """Yield the parts of an operand that a rank reads: each as a copy, and as a box of a chunk."""
@@ -699,11 +748,15 @@ def inside(form: str, copies: Iterable[Copy]) -> Iterator[Copy]:
                 yield copy._replace(src_row=copy.src_row + skip, dst_row=copy.dst_row + skip, row=row, nrows=stop - row)
 
 
-def put(kernels: Kernels, part: Part, array: Any) -> None:
-    """Write a part to its place."""
+def put(kernels: Kernels, part: Part, array: Any, scales: Sequence[Any] = ()) -> None:
+    """Write a part to its place, its rows and columns multiplied by numbers."""
     array, place = kernels.xp.asarray(array), part.place
     array = array.T if part.transposed else array
     array = array.conj() if part.conjugated else array
+    if scales:
+        sides = zip(scales, (part.row, part.col), array.shape, strict=False)
+        _put_scaled(place, array, [one[at : at + size] for one, at, size in sides])
+        return
     across = array.ndim == 2 and (array.strides[0] < array.strides[1]) != (place.strides[0] < place.strides[1])
     if across and isinstance(array, np.ndarray):
         # NumPy turns a matrix slowly where columns are far apart: what it reads and writes has to stay in the caches.
@@ -712,6 +765,21 @@ def put(kernels: Kernels, part: Part, array: Any) -> None:
     else:
         assign(place, array)
     keep_triangle(kernels, part.form, place, part.row, part.col)
+
+
+def _put_scaled(place: Any, array: Any, scales: Sequence[Any]) -> None:
+    """Write a part whose rows and columns are multiplied by numbers, in the type of its place."""
+    (rows, cols), here = array.shape, isinstance(array, np.ndarray)
+    by_rows = not here or array.strides[0] > array.strides[1]
+    # On GPUs, so that little memory is needed beside.
+    step = _STRIP if here else max(1, _ELEMENTS // max(1, cols))
+    down, across = (step, max(1, cols)) if by_rows else (max(1, rows), step)
+    for row in range(0, rows, down):
+        for col in range(0, cols, across):
+            part = array[row : row + down, col : col + across] * scales[0][row : row + down]
+            for factors in scales[1:]:
+                part *= factors[col : col + across].T
+            place[row : row + down, col : col + across] = part
 
 
 def keep_triangle(kernels: Kernels, form: str, place: Any, row: int, col: int) -> None:

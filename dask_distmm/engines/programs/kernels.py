@@ -18,6 +18,7 @@ import numpy as np
 from dask_distmm.engines.programs.blas import Kernels
 from dask_distmm.engines.programs.evaluate import TracedKernels
 from dask_distmm.engines.programs.factor import FactorKernels, add_gram, is_near, singular, strips_of, upper_of
+from dask_distmm.engines.programs.refine import RefineKernels
 from dask_distmm.engines.programs.spectral import unit_factors
 from dask_distmm.errors import MatrixError, not_finite
 from dask_distmm.numeric.sparse import add_thin_gram, dense, sparse_package
@@ -42,7 +43,7 @@ _WELL = 16
 _SUMMED, _SUMS = 32, 2**16
 
 
-class ProgramKernels(FactorKernels, TracedKernels):
+class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
     """The kernels of one run."""
 
     def __init__(self, kernels: Kernels, *, may_skip: bool = True) -> None:

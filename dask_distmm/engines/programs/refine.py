@@ -1,0 +1,358 @@
+"""The kernels of `programs.refine`: scales, residuals out of chunks, and what becomes of a correction."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import scipy.linalg
+
+from dask_distmm.engines.programs.blas import Kernels, assign
+from dask_distmm.errors import MatrixError, not_finite
+from dask_distmm.programs.factorizations import Factorization
+from dask_distmm.programs.refine import (
+    BEGAN,
+    DONE,
+    KEEPING,
+    MOST,
+    SO_FAR,
+    TAKEN,
+    UNFINISHED,
+)
+
+# Parts of a triangle of at most this many rows and columns are copied, with zeros outside of it.
+_CROSSING = 512
+# A residual that is at most this share of the one before is on a good way without more; where nothing more can be done
+# it is to be at most that share. It is good where it is up to so many times as large as rounding, or sqrt(n) times.
+_FAST, _SLOW, _NEAR = 0.1, 0.5, 8
+# Corrections that are looked at before one knows whether they lead anywhere; the share of the residual that is to be
+# gone by each.
+_TRIED, _WORTH = 4, 0.6
+# Powers of two are not above this one. Columns are as they are if their largest elements are above the second one, and
+# alike up to the third one.
+_LARGEST, _SMALL, _ALIKE = 1000, -24, 4
+# Rows and columns of a matrix whose elements are in a cache; elements that are worked on at once on a GPU.
+_CACHED, _ELEMENTS = 256, 2**26
+# Columns from which on a product is one of matrices, not of vectors.
+_WIDE = 4
+
+
+class Piece(NamedTuple):
+    """A part of A in a chunk, as ranks hold A: where it begins, its elements, and whether the diagonal crosses it."""
+
+    row: int
+    col: int
+    array: Any
+    crossing: bool = False
+
+    @property
+    def rows(self) -> slice:
+        """Its rows in A."""
+        return slice(self.row, self.row + self.array.shape[0])
+
+    @property
+    def cols(self) -> slice:
+        """Its columns in A."""
+        return slice(self.col, self.col + self.array.shape[1])
+
+
+def _in_caches(piece: Piece, on_device: bool) -> Iterator[tuple[int, int, Any]]:
+    """Yield parts of a part of A that are in a cache, or take little memory, each with its first row and column."""
+    rows, cols = piece.array.shape
+    down, across = (_ELEMENTS // max(1, cols), cols) if on_device else (_CACHED, _CACHED)
+    for row in range(0, rows, max(1, down)):
+        for col in range(0, cols, max(1, across)):
+            yield piece.row + row, piece.col + col, piece.array[row : row + down, col : col + across]
+
+
+class RefineKernels:
+    """Those of `programs.refine`."""
+
+    blas: Kernels
+    xp: Any
+    # A reference to what yields the parts of A that this rank multiplies. Whether they are those of its conjugate, and
+    # whether only its lower triangle is read; whether elements that are NaN or infinite are refused.
+    _parts_of_a: Callable[[], Any]
+    _pivots: Callable[[], Any]
+    _conjugated = _by_triangle = _check_finite = False
+
+    def prepare(self, parts_of_a: Callable[[], Any], pivots: Callable[[], Any], task: Factorization) -> None:
+        """Take references to what yields parts of A, each with its first row and column, and to what yields pivots."""
+        self._pivots = pivots
+        self._parts_of_a, self._conjugated = parts_of_a, task.orientation("a").conjugated
+        self._by_triangle, self._check_finite = task.hermitian, task.check_finite
+
+    @functools.cached_property
+    def _pieces(self) -> list[Piece]:
+        found: list[Piece] = []
+        for row, col, array in self._parts_of_a()():
+            found += self._cut(row, col, array) if self._by_triangle else [Piece(row, col, array)]
+        return found
+
+    def _cut(self, row: int, col: int, array: Any) -> Iterator[Piece]:
+        """Yield the parts of a chunk that are below the diagonal, and small ones that it crosses."""
+        rows, cols = array.shape
+        if not rows or not cols or col >= row + rows:
+            return
+        if row >= col + cols:
+            yield Piece(row, col, array)
+        elif max(rows, cols) <= _CROSSING:
+            yield Piece(row, col, self.xp.tril(array, row - col), crossing=True)
+        elif rows >= cols:
+            half = rows // 2
+            yield from self._cut(row, col, array[:half])
+            yield from self._cut(row + half, col, array[half:])
+        else:
+            half = cols // 2
+            yield from self._cut(row, col, array[:, :half])
+            yield from self._cut(row, col + half, array[:, half:])
+
+    # Scales
+
+    def measure(self, sizes: Any) -> None:
+        """Have the sums of the rows of this rank's chunks, and the diagonal."""
+        assign(sizes, 0)
+        for piece in self._pieces:
+            for row, col, part in _in_caches(piece, self.blas.asynchronous):
+                size = abs(part.real) + abs(part.imag) if part.dtype.kind == "c" else abs(part)
+                # Products with ones are faster than sums.
+                sizes[row : row + len(part), 0] += size @ self._ones(part.shape[1], sizes.dtype)
+                if self._by_triangle:
+                    sizes[col : col + part.shape[1], 0] += self._ones(len(part), sizes.dtype) @ size
+            diagonal = self._diagonal(piece)
+            at = slice(max(piece.row, piece.col), max(piece.row, piece.col) + len(diagonal))
+            sizes[at, 1] = diagonal.real
+            if piece.crossing:
+                sizes[at, 0] -= abs(diagonal.real)
+        host, isfinite = self.blas.host, self.xp.isfinite
+        suspect = self._check_finite and not host(isfinite(sizes[:, 0]).all())
+        # Sums may have overflowed.
+        if suspect and not all(host(isfinite(piece.array).all()) for piece in self._pieces):
+            raise MatrixError(not_finite("a"))
+
+    def _ones(self, count: int, dtype: np.dtype) -> Any:
+        if count not in self._known_ones:
+            self._known_ones[count] = self.xp.ones(count, dtype)
+        return self._known_ones[count]
+
+    @functools.cached_property
+    def _known_ones(self) -> dict[int, Any]:
+        return {}
+
+    def _diagonal(self, piece: Piece) -> Any:
+        """Return the elements of a part that are on the diagonal of A."""
+        offset = piece.row - piece.col
+        array = piece.array[max(0, -offset) :, max(0, offset) :]
+        return array.diagonal() if min(array.shape) else array.reshape(-1)[:0]
+
+    def weigh(self, weights: Any, norm: Any, *parts: Any, positive: bool, given: bool) -> None:
+        """Have powers of two by which rows are multiplied, and of a positive definite matrix its columns; the norm."""
+        xp, sizes = self.xp, parts[0].copy()
+        for part in parts[1:]:
+            sizes += part
+        norm[...] = self.blas.host(sizes[:, 0].max())
+        exponents = xp.frexp(sizes[:, int(positive)])[1]
+        if positive:
+            exponents = xp.where(sizes[:, 1] > 0, exponents, 0) // 2
+        weights[...] = self._powers(-exponents * (not given))[:, None].astype(weights.dtype)
+        if not np.isfinite(norm).all():
+            weights[...] = np.nan
+
+    def _powers(self, exponents: Any) -> Any:
+        exponents = self.xp.clip(exponents, -_LARGEST, _LARGEST)
+        return self.xp.ldexp(self.xp.ones(exponents.shape), exponents)
+
+    def scale_columns(self, a: Any, found: Any, *, places: Sequence[tuple[int, int]], narrow: bool) -> None:
+        """Multiply columns by powers of two, for a type of few exponents all of them; `places` are theirs in A."""
+        xp, at = self.xp, 0
+        assign(found, 0)
+        for start, stop in places:
+            columns = a[:, at : at + stop - start]
+            at += stop - start
+            parts = (columns.real, columns.imag) if a.dtype.kind == "c" else (columns,)
+            largest = functools.reduce(xp.maximum, [xp.maximum(x.max(axis=0), -x.min(axis=0)) for x in parts])
+            exponents = xp.frexp(largest)[1]
+            least, most = self.blas.hosts([exponents.min(), exponents.max()])
+            if not narrow and most - _ALIKE <= least and least > _SMALL:
+                found[start:stop] = 1
+                continue
+            factors = self._powers(-exponents).astype(found.dtype)
+            columns *= factors.astype(largest.dtype)
+            found[start:stop, 0] = factors
+
+    def order_of_rows(self, rows: Any, *, back: bool) -> None:
+        """Have the order of rows after all swaps, by pivots; or the one that undoes them."""
+        pivots = [self.blas.host(x).real.ravel().astype(np.int32) for x in self._pivots()()]
+        numbers = np.arange(len(rows), dtype=np.float64)[:, None]
+        order = scipy.linalg.lapack.dlaswp(numbers, np.concatenate(pivots))[:, 0].astype(np.int64)
+        rows[...] = self.xp.asarray(np.argsort(order) if back else order)[:, None]
+
+    def permute_rows(self, rows: Any, side: Any) -> None:
+        """Have the rows of a matrix in another order."""
+        side[...] = self.xp.take(side, rows[:, 0], axis=0)
+
+    def diagonal_range(self, found: Any, a: Any, *infos: Any, places: Sequence[tuple[int, int, int]]) -> None:
+        """Have the least and the largest modulus on the diagonal of panels, and whether one of them is none."""
+        if not places:
+            found[0] = math.inf, 0, 0
+            return
+        diagonals = [self.blas.diagonal(a[start:stop, col : col + stop - start]) for col, start, stop in places]
+        values, *said = self.blas.hosts([self.xp.concatenate(diagonals), *infos])
+        modulus = abs(values)
+        bad = (
+            any(one.any() for one in said)
+            or not np.isfinite(modulus).all()
+            or (bool(said) and (values.real <= 0).any())
+        )
+        found[0] = modulus.min(), modulus.max(), bad
+
+    def judge_factors(self, go: Any, good: Any, numbers: Any, *parts: Any, positive: bool, eps: float) -> None:
+        """Say whether factors are worth a try."""
+        least, largest = min(part[0, 0] for part in parts), max(part[0, 1] for part in parts)
+        ratio = least / largest if largest > 0 else 0.0
+        good[...] = go[...] = not any(part[0, 2] for part in parts) and (ratio * ratio if positive else ratio) > eps
+        numbers[...] = 0
+
+    # Turns
+
+    def multiply_chunks(self, x: Any, y: Any, **_: Any) -> None:
+        """Y = A X, with the chunks of A that this rank multiplies."""
+        conjugated = self._conjugated and x.dtype.kind == "c"
+        if conjugated:
+            copy = self.blas.empty(x.shape, x.dtype)
+            self.xp.conjugate(x, out=copy)
+            x = copy
+        assign(y, 0)
+        for piece in self._pieces:
+            self._add_times(piece.array, x[piece.cols], y[piece.rows], "N")
+            if self._by_triangle:
+                self._add_times(piece.array, x[piece.rows], y[piece.cols], "C")
+                if piece.crossing and len(diagonal := self._diagonal(piece)):
+                    # It was read twice, and is real.
+                    at = slice(max(piece.row, piece.col), max(piece.row, piece.col) + len(diagonal))
+                    y[at] -= diagonal.real[:, None] * x[at]
+        if conjugated:
+            self.xp.conjugate(y, out=y)
+
+    def _add_times(self, a: Any, x: Any, y: Any, op: str) -> None:
+        """Y += op(A) X, of a matrix of any memory order."""
+        by_rows = a.strides[0] > a.strides[1]
+        is_complex = a.dtype.kind == "c"
+        if x.shape[1] >= _WIDE and not (by_rows and op == "C" and is_complex):
+            given = (a.T, {"N": "T", "C": "N"}[op]) if by_rows else (a, op)
+            self.blas.gemm(given[0], x, y, given[1], alpha=1, beta=1)
+        elif op == "N":
+            y += a @ x
+        else:
+            y += (a.T @ x.conj()).conj() if is_complex else a.T @ x
+
+    def scale_residual(self, r: Any, state: Any, scale: Any, side: Any) -> None:
+        """Have a residual in the type of the factors, with elements of about 1; zeros where nothing is left to do."""
+        xp = self.xp
+        largest = xp.maximum(abs(r.real), abs(r.imag)) if r.dtype.kind == "c" else abs(r)
+        exponents = xp.frexp(largest.max(axis=0))[1]
+        scale[...] = self._powers(exponents).astype(scale.dtype)
+        side[...] = r * (self._powers(-exponents) * xp.asarray(state[DONE] == 0)).astype(scale.dtype)
+
+    def total(self, total: Any, *parts: Any) -> None:
+        """Add up, in the order of ranks."""
+        total[...] = parts[0]
+        for part in parts[1:]:
+            total += part
+
+    def weighted(self, weights: Any, x: Any, y: Any) -> None:
+        """Y = X with rows multiplied by numbers."""
+        self.xp.multiply(weights, x, out=y)
+
+    def correct(self, side: Any, scales: Any, scale: Any, z: Any, x: Any) -> None:
+        """Have a correction in the type of A, and add it."""
+        z[...] = side
+        z *= scales
+        z *= scale
+        x += z
+
+    def refine_step(
+        self, b: Any, weights: Any, norm: Any, y: Any, x: Any, r: Any, z: Any, zs: Any, ws: Any, state: Any, row: Any
+    ) -> None:
+        """Go on with the residual of x, or with what earlier corrections make of it; say how far that is."""
+        xp, n, eps = self.xp, len(b), float(np.finfo(b.dtype).eps)
+        trial = b - y
+        weighted = trial * weights
+        found, sizes, steps, now, before = self._largest_of(trial, x, z, weighted, r)
+        scale = float(norm[0, 0]) * eps * sizes
+        ratio = np.where(found > 0, found / np.where(scale > 0, scale, eps * eps), 0)
+        rate = np.where(before > 0, now / np.where(before > 0, before, 1), 0)
+        state[DONE] = (state[DONE] > 0) | (ratio <= min(_NEAR, math.sqrt(n)))
+        state[SO_FAR] += 1
+        active, turns = state[DONE] == 0, int(state[SO_FAR, 0])
+        row[0] = 0
+        done = ~active & (sizes > 0)
+        row[0, 2:] = turns, state[TAKEN, 0], max(1, ratio.max()) * eps, (steps[done] / sizes[done]).max(initial=eps)
+        row[0, UNFINISHED] = active.any()
+        if not active.any():
+            return
+        if not np.isfinite(found[active] + sizes[active]).all() or turns >= MOST:
+            row[0, 1] = 1
+            return
+        if (rate[active] <= _FAST).all():
+            r[...] = weighted
+            state[KEEPING] = 0
+            return
+        most = zs.shape[1] // max(1, x.shape[1])
+        if not most:
+            row[0, 1] = bool((rate[active] > _SLOW).any())
+            r[...] = weighted
+            return
+        state[TAKEN] = row[0, 3] = 1
+        count = int(state[KEEPING, 0])
+        if count in (0, most):
+            count, state[BEGAN] = 0, before
+        mask = xp.asarray(active.astype(b.real.dtype))
+        self._keep(weighted, x, r, z, (zs, ws), count, mask)
+        state[KEEPING] = count = count + 1
+        (left,) = self._largest_of(r)
+        share = (left[active] / state[BEGAN][active]).max() ** (1 / count)
+        row[0, 1] = bool(not np.isfinite(share) or (count >= _TRIED and share > _WORTH))
+
+    def _largest_of(self, *matrices: Any) -> list[Any]:
+        """Return the largest moduli of columns, on the host."""
+        xp = self.xp
+        looks = [xp.maximum(abs(x.real), abs(x.imag)) if x.dtype.kind == "c" else abs(x) for x in matrices]
+        return [np.asarray(x, np.float64) for x in self.blas.hosts([x.max(axis=0) for x in looks])]
+
+    def _keep(self, trial: Any, x: Any, r: Any, z: Any, bases: tuple[Any, Any], count: int, mask: Any) -> None:
+        """Add that multiple of a correction, and of earlier ones, which makes the residual least."""
+        xp, width = self.xp, x.shape[1]
+        kept_z, kept_w = ([one[:, at * width : (at + 1) * width] for at in range(count + 1)] for one in bases)
+        w, v = (r - trial) * mask, z * mask
+        x -= v
+        for one, other in zip(kept_w[:count], kept_z[:count], strict=True):
+            h = (one.conj() * w).sum(axis=0)
+            w -= one * h
+            v -= other * h
+        size = xp.sqrt((w.real**2 + w.imag**2 if w.dtype.kind == "c" else w * w).sum(axis=0))
+        size = xp.where(size > 0, size, 1)
+        w /= size
+        v /= size
+        alpha = (w.conj() * r).sum(axis=0)
+        kept_w[count][...], kept_z[count][...] = w, v
+        x += v * alpha
+        r -= w * alpha
+
+    def judge(self, go: Any, good: Any, numbers: Any, *parts: Any) -> None:
+        """Say whether there is another turn, and whether x is good."""
+        numbers[...] = functools.reduce(np.maximum, parts)
+        good[...] = not numbers[0, 1]
+        go[...] = bool(numbers[0, UNFINISHED]) and not numbers[0, 1]
+
+    def take_other_way(self, numbers: Any, *, there: bool) -> None:
+        """Note that A itself is factorized, or raise where there is no memory for that."""
+        if not there:
+            raise MatrixError(
+                "the matrix is too ill-conditioned for factors of factor_dtype, and the workers have no memory for "
+                "others: leave factor_dtype out, with more workers"
+            )
+        numbers[0, 3:] = 2, math.nan, math.nan

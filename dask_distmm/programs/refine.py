@@ -1,0 +1,224 @@
+"""Solutions by factors of fewer bits, refined in the type of A: the builder of each rank's program.
+
+A is scaled by powers of two, so that no element is above 1, converted while it is gathered, and factorized. Then::
+
+    r = R B          x = 0             R and C are the scales of rows and columns
+    turn:  z = C (L U)^-1 r            in the type of the factors
+           x = x + z,  s = R (B - A x) in the type of A, of which ranks multiply the chunks that they have
+           |s| is small                done
+           |s| far below |r|           r = s: classical refinement (Wilkinson 1963; Carson, Higham 2018)
+           else                        of all z so far those multiples are added that make the residual least, with
+                                       R A z = r - s: GMRES with the factors as preconditioner, as GCR does it
+    too slow, or no factors: A itself is factorized
+
+So a turn reads A once and the factors twice, whichever way it goes, and the residual that decides is always that of x.
+X, B and what belongs to them are with those ranks that have block columns of B.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from dask_distmm.programs.factor import Panels, apply_panels, cholesky, eliminate, lu, substitute
+from dask_distmm.programs.factorizations import NUMBERS
+from dask_distmm.programs.recorder import Recorder
+from dask_distmm.programs.steps import Buffer, Make, Publish
+
+# Turns at most, those that are expected, and earlier corrections that are kept at most.
+MOST, EXPECTED, KEPT = 40, 3, 16
+# Numbers that a turn ends with: columns that are not done, whether that is of no use, turns, the way (0: classical, 1:
+# GMRES, 2: by A itself), backward error, and the last correction relative to x.
+UNFINISHED, FAILED, TURNS, WAY, BACKWARD, FORWARD = range(6)
+# Of each column: whether it is done, its residual when corrections began to be kept, and turns, kept ones, and the way.
+DONE, BEGAN, SO_FAR, KEEPING, TAKEN = range(5)
+STATE = 5
+
+
+def kept_columns(n: int, columns: int) -> int:
+    """Return how many corrections are kept: with many right-hand sides they take more memory than A."""
+    return min(KEPT, n // max(1, 4 * columns))
+
+
+def refined(
+    p: Panels,
+    order: Sequence[int],
+    *,
+    dtype: str,
+    positive: bool,
+    narrow: bool,
+    identity: bool,
+    given: bool,
+    op: str,
+    carried: bool,
+    info: str,
+    otherwise: Callable[[], Panels] | None,
+) -> None:
+    """Solve A X = B, of which `p` has A in the type of the factors; `otherwise` begins the way by A itself."""
+    columns, first, n, rank_count = p.columns, p.columns.first(1), p.columns.order, p.columns.ranks
+    real = np.empty(0, dtype).real.dtype.name
+    widths = [columns.local(rank, first, columns.count) for rank in range(rank_count)]
+    ends = [0, *itertools.accumulate(one.stop - one.start for one in widths)]
+    places = [slice(*pair) for pair in itertools.pairwise(ends)]
+    width, mine = widths[p.me].stop - widths[p.me].start, places[p.me]
+
+    # Scales
+    sizes, weights, norm = p.small(n, 2, real), p.small(n, 1, real), p.numbers(1, "float64")
+    p.call("measure", sizes)
+    parts = _shared(p, sizes)
+    p.call("weigh", weights, norm, *parts, positive=positive, given=given)
+    p.drop(*parts)
+    # Names are the same on all ranks.
+    rows, swapped = p.small(n, 1, "int64"), given and not positive and width > 0
+    if given:
+        if swapped:
+            p.call("order_of_rows", rows, back=op != "N")
+        p.gather("f", 0)
+    else:
+        p.gather("a", 0, (weights, weights) if positive else (weights,))
+    scales = weights if positive or given else _column_scales(p, n, real, narrow=narrow)
+    b = p.small(n, width, dtype)
+    p.new(b, zero=identity)
+    if identity:
+        for block in columns.owned(p.me, first, columns.count):
+            at = columns.local(p.me, first, block)
+            _, start, stop = columns.blocks[block]
+            here = at.stop - at.start
+            p.call("identity", b[:, here : here + stop - start], start=start)
+    else:
+        p.steps.append(Make(b[:, :], "b"))
+
+    # Factors
+    if given:
+        p.complete(order)
+    else:
+        (cholesky if positive else lu)(p, order, first)
+    ranges = p.numbers(3, "float64")
+    owned = [k for k in order if p.owns(k)]
+    spots = [(columns.local(p.me, 0, k).stop, *columns.place(k)) for k in owned]
+    extras = [p.extra(k) for k in owned] if positive and not given else []
+    with p.on("join"):
+        p.call("diagonal_range", ranges, p.matrix(0), *extras, places=spots)
+    go, good, numbers = p.flag(), p.flag(), p.numbers(NUMBERS, "float64")
+    parts = _shared(p, ranges)
+    p.call("judge_factors", go, good, numbers, *parts, positive=positive, eps=float(np.finfo(p.dtype).eps))
+    p.drop(*parts)
+
+    # Turns
+    whole, product = p.small(n, ends[-1], dtype), p.small(n, ends[-1], dtype)
+    r, z, step = p.small(n, width, dtype), p.small(n, width, dtype), p.small(1, width, real)
+    count = kept_columns(n, ends[-1])
+    bases = p.small(n, count * width, dtype), p.small(n, count * width, dtype)
+    state, row = dataclasses.replace(p.numbers(width, "float64"), shape=(STATE, width)), p.numbers(NUMBERS, "float64")
+    p.new(whole, product, state, row, *bases, zero=True)
+    p.new(z, step)
+    p.call("weighted", weights, b, r)
+    own, side = whole[:, mine], p.blocks(first, columns.count)
+
+    def turn() -> None:
+        if width:
+            p.call("scale_residual", r, state, step, side)
+        if positive:
+            substitute(p, order, lower=True, carried=carried)
+            substitute(p, order, lower=True, op="C", carried=carried)
+        elif given:
+            if swapped and op == "N":
+                p.call("permute_rows", rows, side)
+            for lower in (True, False) if op == "N" else (False, True):
+                substitute(p, order, lower=lower, op=op, unit=lower, carried=carried)
+            if swapped and op != "N":
+                with p.on("join"):
+                    p.call("permute_rows", rows, side)
+        else:
+            apply_panels(p, order, lambda k, some: eliminate(p, k, some), "lower", carried=carried)
+            substitute(p, order, lower=False, carried=carried)
+        if width:
+            with p.on("join"):
+                p.call("correct", side, scales, step, z, own)
+        _spread(p, whole, places)
+        p.call("multiply_chunks", whole, product, flops=2.0 * n * n * ends[-1] / rank_count)
+        _collect(p, product, places)
+        if width:
+            p.call("refine_step", b, weights, norm, product[:, mine], own, r, z, *bases, state, row)
+        parts = _shared(p, row)
+        p.call("judge", go, good, numbers, *parts)
+        p.drop(*(one for one in parts if one != row))
+
+    p.loop(go, turn, MOST, EXPECTED)
+
+    def by_itself() -> None:
+        p.drop(*(one for name, one in list(p.here.items()) if one not in (whole, numbers, go, good)))
+        if otherwise is None:
+            p.call("take_other_way", numbers, there=False)
+            return
+        p.call("take_other_way", numbers, there=True)
+        other = otherwise()
+        p.go_on(other)
+        if width:
+            with p.on("join"):
+                p.call("copy", other.matrix(1)[:n, :], own)
+        p.drop(*list(other.here.values()))
+
+    p.either(good, lambda: None, by_itself)
+    part = Buffer("part.x", (n, width), dtype)
+    p.call("copy", own, part)
+    p.leave("x", part)
+    if info and p.me == 0:
+        p.leave(info, numbers)
+
+
+def _column_scales(p: Panels, n: int, real: str, *, narrow: bool) -> Buffer:
+    """Have the columns of A with elements of about 1 at most; return by what all of them are multiplied."""
+    own, found = p.small(n, 1, real), p.small(n, 1, real)
+    blocks = [p.columns.blocks[block] for block in p.columns.owned(p.me, 0, p.columns.first(1))]
+    p.call("scale_columns", p.matrix(0), own, places=[(block.start, block.stop) for block in blocks], narrow=narrow)
+    parts = _shared(p, own)
+    p.call("total", found, *parts)
+    p.drop(*parts)
+    return found
+
+
+def _shared(p: Recorder, buffer: Buffer) -> list[Buffer]:
+    """Return a buffer of all ranks, on all of them."""
+    key, ranks = p.next_key(), range(p.rows.ranks)
+    if len(ranks) > 1:
+        p.steps.append(Publish(key, (buffer,), copied=True))
+    parts = [buffer if rank == p.me else dataclasses.replace(buffer, name=f"{buffer.name}@{rank}") for rank in ranks]
+    for rank, part in enumerate(parts):
+        if rank != p.me:
+            p.pull(rank, key, (part,))
+    return parts
+
+
+def _spread(p: Recorder, whole: Buffer, places: Sequence[slice]) -> None:
+    """Have all ranks' columns of a matrix, on all ranks."""
+    key = p.next_key()
+    if _has(places[p.me]) and len(places) > 1:
+        p.steps.append(Publish(key, (whole[:, places[p.me]],), copied=True))
+    for rank, place in enumerate(places):
+        if rank != p.me and _has(place):
+            p.pull(rank, key, (whole[:, place],))
+
+
+def _collect(p: Recorder, product: Buffer, places: Sequence[slice]) -> None:
+    """Add up all ranks' parts of a matrix, each rank its own columns."""
+    for owner, place in enumerate(places):
+        key = p.next_key()
+        if not _has(place):
+            continue
+        if owner != p.me:
+            p.steps.append(Publish(key, (product[:, place],), copied=True))
+            continue
+        for rank in range(len(places)):
+            if rank != p.me:
+                part = p.small(product.shape[0], place.stop - place.start, product.dtype)
+                p.pull(rank, key, (part,))
+                p.call("add", part, product[:, place])
+                p.drop(part)
+
+
+def _has(place: slice) -> bool:
+    return bool(place.stop > place.start)
