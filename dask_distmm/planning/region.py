@@ -183,7 +183,7 @@ def assign(
     busy, tasks, messages, moved = [0.0] * count, [0] * count, [0] * count, [0] * count
     here: list[set[int]] = [set() for _ in range(count)]
     uses = collections.Counter(value for needed in needs for value in set(needed))
-    live, peak = [0] * count, [0] * count
+    live, peak, published = [0] * count, [0] * count, set[int]()
     for value, holder in enumerate(where):
         live[holder] += held[value]
     owners = [0] * len(needs)
@@ -213,13 +213,15 @@ def assign(
             if holders[value] != owner and value not in here[owner]:
                 here[owner].add(value)
                 messages[owner] += 1
+                published.add(value)
                 moved[owner] += nbytes[value]
                 live[owner] += nbytes[value]
         give(task, owner)
         peak[owner] = max(peak[owner], live[owner])
         for value in set(needed):
             uses[value] -= 1
-            if not uses[value] and value >= first:
+            # What others have got stays until the end of the run.
+            if not uses[value] and value >= first and value not in published:
                 live[holders[value]] -= nbytes[value]
     for task, holder in enumerate(holders[first:]):
         if holder == _NOBODY:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from distributed.scheduler import TaskState
 
 # Larger graphs are not looked at, and larger constants not sent to several ranks (bytes).
-_MOST_TASKS, _SMALL = 20_000, 2**18
+_MOST_TASKS, _SMALL = 5_000, 2**18
 # Tasks that multiply, by the names of the functions that Dask calls for each chunk.
 _PRODUCTS = frozenset(["_matmul", "_tensordot", "chunk_einsum"])
 # Functions that make chunks which follow from a few numbers.
@@ -295,7 +295,7 @@ def expected_size(name: str, product: bool, sizes: Sequence[int]) -> int:
     if not sizes:
         return 0
     if product:
-        return int(float(np.prod([float(max(1, size)) for size in sizes]) ** (1 / len(sizes))))
+        return int(math.prod(float(max(1, size)) ** (1 / len(sizes)) for size in sizes))
     most = max(sizes)
     return most // _REDUCED if any(word in name for word in _REDUCING) else most
 
@@ -355,6 +355,8 @@ class Regions:
         asked = [others.get(name) for name in ("annotations_by_type", "actors", "user_priority")]
         annotated = set(others.get("global_annotations") or ()) - {"span"}
         if others.get("client") not in self.clients or any(asked) or annotated or len(graph) > _MOST_TASKS:
+            return []
+        if not any(barrier_name(key) is not None or is_product(task) for key, task in graph.items()):
             return []
         lost: list[TaskState] = []
         try:
