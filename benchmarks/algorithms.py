@@ -6,8 +6,8 @@
 Two worker processes of one thread, or one worker a GPU. ``turn`` is a turn of `dask_distmm.jit`, from the difference
 of a short and a long loop; ``call`` a call with one turn, from the call to memory. ``alone`` are the same statements
 with NumPy (CuPy) on one worker's rows, done by all workers at the same time. ``stock`` and ``enabled`` are one
-``persist`` of Dask arrays a turn, without and with `enable`. Milliseconds, medians by turns. Results are compared
-with the statements'.
+``persist`` of Dask arrays a turn, without and with `enable`; ``products`` are with it, but without regions.
+Milliseconds, medians by turns. Results are compared with the statements'.
 """
 
 from __future__ import annotations
@@ -241,11 +241,12 @@ def measure(client: Client, name: str, given: argparse.Namespace) -> dict[str, A
             figures["stock"] = by_persist(case, operands, state, given.stock)
         except Exception as error:
             figures["stock"] = type(error).__name__
-        with dask_distmm.enabled():
-            try:
-                figures["enabled"] = by_persist(case, operands, state, given.stock)
-            except Exception as error:
-                figures["enabled"] = type(error).__name__
+        for column, regions in (("products", False), ("enabled", True)):
+            with dask.config.set({"distmm.regions": regions}), dask_distmm.enabled():
+                try:
+                    figures[column] = by_persist(case, operands, state, given.stock)
+                except Exception as error:
+                    figures[column] = type(error).__name__
     return {"name": name, "shape": shape, **figures}
 
 

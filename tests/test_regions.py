@@ -59,7 +59,7 @@ def test_a_turn_of_an_algorithm_is_one_run(client, regions, name):
         assert len(tasks) == 1, events_after(client, before, None)
         assert sum(tasks[0].values()) > 10
     for found, expected in zip(dask.compute(*values), numpy, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-9)
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9 * abs(expected).max())
 
 
 def of_statistics(x, w):
