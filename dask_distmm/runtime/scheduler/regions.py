@@ -397,7 +397,8 @@ class Regions:
         for taken in (product_of, lambda barrier: None):
             parts = parts_of(graph, known, order, taken, pending)
             drafts = [Draft(graph, keys, part, parts, self._place) for part in parts.regions]
-            # A graph with nothing beside a region takes no start of Dask's own tasks.
+            # A graph with nothing beside a region takes no start of Dask's own tasks; else both have their way from the
+            # client and back in any case, half of what is around a run.
             alone = len(drafts) == 1 and set(parts.left.values()) <= {_THERE}
             made = [self._problem(draft, alone) for draft in drafts]
             if all(problem is not None or not draft.products for problem, draft in zip(made, drafts, strict=True)):
@@ -459,7 +460,7 @@ class Regions:
         found = assign(needs, sizes, seconds, held, where, max(1, len(workers)))
         every = [key for chunks in draft.results.values() for key in chunks]
         costs, threads = dask_costs(), [ws.nthreads for ws in workers]
-        run = run_seconds(found, threads, len(inputs) + len(every), costs)
+        run = run_seconds(found, threads, len(inputs) + len(every), costs) - (not alone) * costs.run / 2
         # Dask's own tasks run where their chunks are, too, unless others have had nothing to do for long.
         work = max(sum(seconds) / max(1, sum(threads)), max(seconds, default=0.0))
         local = max(spent / max(1, count) for spent, count in zip(found.seconds, threads, strict=True))
