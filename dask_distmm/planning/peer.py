@@ -66,7 +66,7 @@ class PeerModel(SolverModel):
 
     def unfit(self, workers: Sequence[Worker], kind: str) -> str:
         """Say why not every worker's GPU can read the memory of all others; empty if it can, or need not."""
-        if kind in ("program", "region"):  # what is small goes by the host
+        if kind == "program":  # what is small goes by the host
             return ""
         for reader in workers:
             for other in workers:
@@ -257,7 +257,7 @@ NCCL = SolverModel(
 PEER = PeerModel(
     "peer",
     "dask_distmm.engines.peer.engine",
-    frozenset(["product", "factorization", "program", "region"]),
+    frozenset(["product", "factorization", "program"]),
     (128, 512),
     on_gpus=True,
     reads_peers=True,

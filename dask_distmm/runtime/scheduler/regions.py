@@ -442,12 +442,16 @@ class Regions:
             [number[dep] for dep in task.dependencies if dep not in draft.constants] for task in draft.tasks.values()
         ]
         places = {ws.address: at for at, ws in enumerate(workers)}
-        held, where, on_gpus = [], [], False
+        if any("gpu" in (ws.extra or {}) for ws in workers):
+            return None
+        held, where = [], []
         for at, key in enumerate(inputs):
             ts, holder = self._scheduler.tasks.get(key), places.get(self._place(key))
             held.append(max(0, ts.nbytes) if ts and ts.who_has else 0)
             where.append(at * len(workers) // len(inputs) if holder is None else holder)
-            on_gpus |= bool(ts and str(ts.type or "").startswith("cupy"))
+            if ts and str(ts.type or "").startswith("cupy"):
+                # Threads of a run have no streams of their own, and what comes from other ranks would go by the host.
+                return None
         sizes, seconds = list(held), []
         for (key, task), needed in zip(draft.tasks.items(), needs, strict=True):
             name = key_split(key)
@@ -479,7 +483,7 @@ class Regions:
                 for name, chunks in draft.results.items()
             ),
             options=read_options(),
-            array="cupy" if on_gpus else "numpy",
+            array="numpy",
             needs=needs,
             results=[number[key] - len(inputs) for key in every],
             sizes=sizes,
