@@ -389,8 +389,9 @@ def check(
     assert len(lazy) == len(wanted), call.name
     for x, result, right in zip(lazy, compute(*lazy), wanted, strict=True):
         assert type(x._meta).__module__.split(".")[0] == kind or not x.ndim, f"{call.name}: {type(x._meta)}"
-        assert type(result).__module__.split(".")[0] == kind, f"{call.name}: {type(result)}"
-        host = np.asarray(result.get() if kind == "cupy" else result)
+        # The rank of a matrix that has all of it is known before.
+        assert type(result).__module__.split(".")[0] == kind or not x.ndim, f"{call.name}: {type(result)}"
+        host = np.asarray(result.get() if hasattr(result, "get") else result)
         assert host.dtype == x.dtype
         ours, theirs = (abs(host), abs(np.asarray(right))) if call.signs else (host, np.asarray(right))
         near = 1e-3 if host.dtype == np.float32 else 1e-8
