@@ -528,7 +528,7 @@ def _check_start(size: Any) -> None:
 
 
 def _separated(values: Any, y: Any, gap: float) -> tuple[Any, Any]:
-    """Have at most one vector of equal eigenvalues, the last one, with a component that has not converged."""
+    """Leave at most one vector of equal eigenvalues, the last one, with a component that has not converged."""
     start = 0
     for stop in [*(np.flatnonzero(np.diff(values) > gap) + 1), len(values)]:
         if stop - start > 1:

@@ -171,7 +171,7 @@ def refined(
 
 
 def _column_scales(p: Panels, n: int, real: str, *, narrow: bool) -> Buffer:
-    """Have the columns of A with elements of about 1 at most; return by what all of them are multiplied."""
+    """Scale the columns of A, so that elements are about 1 at most; return by what all of them are multiplied."""
     own, found = p.small(n, 1, real), p.small(n, 1, real)
     blocks = [p.columns.blocks[block] for block in p.columns.owned(p.me, 0, p.columns.first(1))]
     p.call("scale_columns", p.matrix(0), own, places=[(block.start, block.stop) for block in blocks], narrow=narrow)
@@ -194,7 +194,7 @@ def _shared(p: Recorder, buffer: Buffer) -> list[Buffer]:
 
 
 def _spread(p: Recorder, whole: Buffer, places: Sequence[slice]) -> None:
-    """Have all ranks' columns of a matrix, on all ranks."""
+    """Send all ranks' columns of a matrix to all ranks."""
     key = p.next_key()
     if _has(places[p.me]) and len(places) > 1:
         p.steps.append(Publish(key, (whole[:, places[p.me]],), copied=True))

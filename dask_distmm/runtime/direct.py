@@ -253,7 +253,7 @@ def lose(scheduler: Scheduler, keys: Iterable[Any], stimulus_id: str) -> None:
 
 
 def put_back(scheduler: Scheduler, barrier: TaskState, tasks: Mapping[Any, Any], stimulus_id: str) -> None:
-    """Have workers run the tasks of a region after all: those that wait for its barrier, and those that these need."""
+    """Give tasks of a region back to Dask: those that wait for its barrier, and those that these need."""
     waiting = [ts for ts in barrier.dependents if ts.key in tasks]
     known = [ts for ts in waiting if ts.state != "released"]
     for ts in waiting:
@@ -318,7 +318,7 @@ def restrict_workers(scheduler: Scheduler, ts: TaskState, addresses: Iterable[st
 
 
 def copy_to(scheduler: Scheduler, address: str, keys: Sequence[Any], stimulus_id: str) -> None:
-    """Have a worker fetch values that others have, which it keeps beside them; those that are gone are left out."""
+    """Ask a worker to fetch values that others hold, and to keep them beside those; what is gone is left out."""
     there = [key for key in keys if (ts := scheduler.tasks.get(key)) is not None and ts.who_has]
     scheduler.request_acquire_replicas(address, there, stimulus_id=stimulus_id)
 

@@ -94,7 +94,7 @@ def sum_rows(f: Callable[..., Any], *arrays: Any, meta: Any = None) -> Any:
 
 
 def callback(f: Callable[..., Any], *arrays: Any) -> None:
-    """Have one worker call a function, for what it does, as ``jax.debug.callback``.
+    """Call a function on one worker, for what it does, as ``jax.debug.callback``.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def put_column(x: Any, j: Any, column: Any) -> Any:
 
 
 def decided(f: Callable[..., Any], *arrays: Any, meta: tuple[Any, ...]) -> Any:
-    """Have one rank call a function of what all ranks have, for all of them; `meta`: arrays like its results."""
+    """Call a function of what all ranks have on one rank, for all of them; `meta`: arrays like its results."""
     trace = _trace(arrays)
     if trace is None:
         return f(*arrays)

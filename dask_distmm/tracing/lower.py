@@ -141,7 +141,7 @@ class Lowering:
     # Values
 
     def begin(self, number: int, source: Tall | int) -> None:
-        """Have an input: an operand, or a constant by its number."""
+        """Begin with an input: an operand, or a constant by its number."""
         kind = self.kinds[number]
         if isinstance(source, int):
             buffer = self.buffer(number)
@@ -513,7 +513,7 @@ class Lowering:
     # Loops, branches, factorizations
 
     def _flag(self, ref: Ref, flag: Buffer, compared: Sequence[tuple[int, Ref]] = ()) -> None:
-        """Have a flag, the same on all ranks: what they decide by. Progress is that of numbers to their limits."""
+        """Compute a flag, the same on all ranks: what they decide by. Progress is that of numbers to their limits."""
         if isinstance(ref, Literal):
             self.p.call("set_all", flag, value=bool(ref.value))
             return

@@ -99,7 +99,7 @@ class TracedKernels:
         number += 1
 
     def decide(self, condition: Any, flag: Any) -> None:
-        """Have a condition as a flag on the host."""
+        """Copy a condition to a flag on the host."""
         flag[...] = bool(self.blas.host(condition).all())
 
     def follow(self, *numbers: Any, limits: Sequence[Any]) -> None:

@@ -113,7 +113,7 @@ class RefineKernels:
     # Scales
 
     def measure(self, sizes: Any) -> None:
-        """Have the sums of the rows of this rank's chunks, and the diagonal."""
+        """Compute the sums of the rows of this rank's chunks, and the diagonal."""
         assign(sizes, 0)
         for piece in self._pieces:
             for row, col, part in _in_caches(piece, self.blas.asynchronous):
@@ -149,7 +149,7 @@ class RefineKernels:
         return array.diagonal() if min(array.shape) else array.reshape(-1)[:0]
 
     def weigh(self, weights: Any, norm: Any, *parts: Any, positive: bool, given: bool) -> None:
-        """Have powers of two by which rows are multiplied, and of a positive definite matrix its columns; the norm."""
+        """Compute powers of two by which rows are multiplied, and of a positive definite matrix its columns; the norm."""
         xp, sizes = self.xp, parts[0].copy()
         for part in parts[1:]:
             sizes += part
@@ -184,18 +184,18 @@ class RefineKernels:
             found[start:stop, 0] = factors
 
     def order_of_rows(self, rows: Any, *, back: bool) -> None:
-        """Have the order of rows after all swaps, by pivots; or the one that undoes them."""
+        """Compute the order of rows after all swaps, by pivots; or the one that undoes them."""
         pivots = [self.blas.host(x).real.ravel().astype(np.int32) for x in self._pivots()()]
         numbers = np.arange(len(rows), dtype=np.float64)[:, None]
         order = scipy.linalg.lapack.dlaswp(numbers, np.concatenate(pivots))[:, 0].astype(np.int64)
         rows[...] = self.xp.asarray(np.argsort(order) if back else order)[:, None]
 
     def permute_rows(self, rows: Any, side: Any) -> None:
-        """Have the rows of a matrix in another order."""
+        """Copy the rows of a matrix in another order."""
         side[...] = self.xp.take(side, rows[:, 0], axis=0)
 
     def diagonal_range(self, found: Any, a: Any, *infos: Any, places: Sequence[tuple[int, int, int]]) -> None:
-        """Have the least and the largest modulus on the diagonal of panels, and whether one of them is none."""
+        """Compute the least and the largest modulus on the diagonal of panels, and whether one of them is none."""
         if not places:
             found[0] = math.inf, 0, 0
             return
@@ -250,7 +250,7 @@ class RefineKernels:
             y += (a.T @ x.conj()).conj() if is_complex else a.T @ x
 
     def scale_residual(self, r: Any, state: Any, scale: Any, side: Any) -> None:
-        """Have a residual in the type of the factors, with elements of about 1; zeros where nothing is left to do."""
+        """Convert a residual to the type of the factors, with elements of about 1; zeros where nothing is left to do."""
         xp = self.xp
         largest = xp.maximum(abs(r.real), abs(r.imag)) if r.dtype.kind == "c" else abs(r)
         exponents = xp.frexp(largest.max(axis=0))[1]
@@ -268,7 +268,7 @@ class RefineKernels:
         self.xp.multiply(weights, x, out=y)
 
     def correct(self, side: Any, scales: Any, scale: Any, z: Any, x: Any) -> None:
-        """Have a correction in the type of A, and add it."""
+        """Convert a correction to the type of A, and add it."""
         z[...] = side
         z *= scales
         z *= scale

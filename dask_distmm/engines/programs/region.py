@@ -189,7 +189,7 @@ class RegionJob(Job[RegionPlacement]):
             self.progress(1 - self._left / tasks)
 
     def _arrive(self, value: int, made: Any, needed: Sequence[int] = ()) -> None:
-        """Have a value, after `needed` have been read once more for it."""
+        """Keep a value, after `needed` have been read once more for it."""
         if value in self._published:
             self.exchange.publish(Key(PART, value), packed(made))
         with self._changed:

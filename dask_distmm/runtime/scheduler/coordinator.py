@@ -405,7 +405,7 @@ class Coordinator:
         self.release(self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout)
 
     def _keep(self, run: Run, frozen: RunPlan) -> None:
-        """Have the worker after each one copy the chunks of which there are to be two."""
+        """Ask the worker after each owner to copy the chunks of which there are to be two."""
         addresses = [worker.address for worker in frozen.plan.participants if worker.address in self.scheduler.workers]
         for address, after in zip(addresses, addresses[1:] + addresses[:1], strict=True):
             found = frozen.keys.get(address, {})

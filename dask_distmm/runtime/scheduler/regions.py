@@ -516,7 +516,7 @@ class Regions:
 
 
 def put_back(scheduler: Scheduler, barrier: TaskState) -> bool:
-    """Have Dask run the tasks of a region after all; return whether a barrier is one's."""
+    """Give the tasks of a region back to Dask; return whether a barrier is a region's."""
     _, (*_, packed) = operand_keys(barrier.run_spec)
     if not all(isinstance(one, tuple) and isinstance(one[0], GraphNode) for one in packed) or not packed:
         return False
