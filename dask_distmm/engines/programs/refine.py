@@ -149,7 +149,7 @@ class RefineKernels:
         return array.diagonal() if min(array.shape) else array.reshape(-1)[:0]
 
     def weigh(self, weights: Any, norm: Any, *parts: Any, positive: bool, given: bool) -> None:
-        """Compute powers of two by which rows are multiplied, and of a positive definite matrix its columns; the norm."""
+        """Compute powers of two for rows, and for columns of a positive definite matrix; the norm."""
         xp, sizes = self.xp, parts[0].copy()
         for part in parts[1:]:
             sizes += part
@@ -250,7 +250,7 @@ class RefineKernels:
             y += (a.T @ x.conj()).conj() if is_complex else a.T @ x
 
     def scale_residual(self, r: Any, state: Any, scale: Any, side: Any) -> None:
-        """Convert a residual to the type of the factors, with elements of about 1; zeros where nothing is left to do."""
+        """Convert a residual to the factors' type, with elements of about 1; zeros where nothing is left to do."""
         xp = self.xp
         largest = xp.maximum(abs(r.real), abs(r.imag)) if r.dtype.kind == "c" else abs(r)
         exponents = xp.frexp(largest.max(axis=0))[1]
