@@ -63,8 +63,8 @@ CLASSES = {
         ),
     ),
     "distributed.scheduler.WorkerState": (
-        *("address", "executing", "has_what", "memory", "memory_limit", "nthreads", "processing", "resources"),
-        "status",
+        *("address", "executing", "extra", "has_what", "memory", "memory_limit", "nthreads", "processing"),
+        *("resources", "status"),
     ),
     "distributed.scheduler.MemoryState": ("process", "unmanaged_old"),
     "distributed.diagnostics.plugin.SchedulerPlugin": (

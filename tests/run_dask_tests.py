@@ -26,10 +26,11 @@ from scripts import count_runs
 import dask_distmm
 
 MODULES = ("test_routines", "test_linalg", "test_array_core", "test_array_function", "test_gufunc", "test_masked")
+# Of a matrix of rank 1, as one test has it, the second singular vector is rounding: two computations have two.
 NAMES = (
     "not norm and not lu_2 and not lu_errors and not triangular_errors and not NotImplementedError and "
     "not more_than_26_dims and not svd_flip and not svd_incompatible and not einsum and not invert and "
-    "not full_matrices and "
+    "not full_matrices and not svd_compressed_compute and "
     "(matmul or dot or tensordot or linalg or lu or solve or cholesky or inv or lstsq or svd or qr or cov or corrcoef)"
 )
 SOME = 1

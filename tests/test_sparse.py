@@ -273,7 +273,7 @@ def test_a_matrix_of_scipys_is_cut_as_the_right_side():
     assert problem_of(linalg.cg(a, b)[0])["a"].chunks == ((20, 30, 10), (60,))
     assert problem_of(linalg.lsqr(a[:, :9], b)[0])["a"].chunks == ((20, 30, 10), (9,))
     made = on_ranks(linalg.cg(2 * a, b), {"a": 2 * a, "b": np.ones((60, 1))})
-    np.testing.assert_allclose(made["x"], 0.5)
+    np.testing.assert_allclose(made["r0"], 0.5)
     for wrong, message in (((a, b[:50]), r"A has 60 rows, so b must have shape \(60,\); it has \(50,\)"),
                            ((a[:50], b), "A must be square, got 50 x 60")):  # fmt: skip
         with pytest.raises(PlanError, match=message):

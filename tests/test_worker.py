@@ -358,7 +358,7 @@ def test_reports_say_something_new(monkeypatch):
     arrived = itertools.chain([0, 0, 5, 5, 5, 9], itertools.repeat(9))
 
     class Job:
-        asked = 0
+        asked, rank, turns = 0, 0, (0, 0)
 
         @property
         def received_bytes(self):
@@ -368,9 +368,9 @@ def test_reports_say_something_new(monkeypatch):
     async def work() -> None:
         job = Job()
         telling = asyncio.ensure_future(side._tell_progress(WorkerRun(1, small_plan(), 0, None, job), ""))
-        while job.asked < 20:
+        while job.asked < 20 and not telling.done():
             await asyncio.sleep(0.001)
-        telling.cancel()
+        assert telling.cancel()
 
     asyncio.run(work())
     side.close()

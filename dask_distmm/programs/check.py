@@ -367,7 +367,7 @@ class _State:
 
 
 # The kernels that multiply sparse rows as they are.
-_OF_SPARSE = ("times", "adjoint_times")
+_OF_SPARSE = ("times", "adjoint_times", "evaluate")
 # The share of a product's rate at which kernels run; 1 for those that are not named.
 _SHARES = {
     "reflect": 0.2,
