@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dask_distmm import __version__
-from dask_distmm.planning.placement import PUBLIC
+from dask_distmm.shown import PUBLIC
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "sphinxext"))
