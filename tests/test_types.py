@@ -121,7 +121,7 @@ def wrong(a: da.Array, b: da.Array, text: str) -> None:
     linalg.cholesky("abc")  # Argument 1 to "cholesky" has incompatible type "str"
     linalg.cholesky(a).foo  # "Array" has no attribute "foo"
     linalg.solve(a, b, engine="nump")  # "engine" to "solve" has incompatible type "Literal['nump']"
-    linalg.solve(a, b, assume_a="foo")  # "assume_a" to "solve" has incompatible type "Literal['foo']"
+    linalg.solve(a, b, assume_a="foo")  # No overload variant of "solve" matches
     linalg.cond(a, p="foo")  # "p" to "cond" has incompatible type "Literal['foo']"
     linalg.qr(a, "foo")  # No overload
     distribute(a, 0)  # Argument 2 to "distribute" has incompatible type "int"

@@ -6,6 +6,7 @@ import importlib
 import sys
 
 import devices
+import numpy as np
 from factoring import NarrowKernels
 
 
@@ -51,3 +52,14 @@ class QueuedKernels(DeviceKernels):
 
     def empty(self, shape, dtype):
         return devices.empty(shape, dtype, "F")
+
+    def product(self, a, b, out=None, *, beta=0):
+        found = np.asarray(a) @ np.asarray(b)
+        if out is None:
+            return found.view(devices.ndarray)
+        out[...] = found + beta * out if beta else found
+        return out
+
+    def solve(self, a, b=None):
+        found = np.linalg.inv(a) if b is None else np.linalg.solve(a, b)
+        return found.view(devices.ndarray)
