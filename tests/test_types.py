@@ -120,7 +120,7 @@ def wrong(a: da.Array, b: da.Array, text: str) -> None:
     quantize(a, "int3")  # No overload
     linalg.cholesky("abc")  # Argument 1 to "cholesky" has incompatible type "str"
     linalg.cholesky(a).foo  # "Array" has no attribute "foo"
-    linalg.solve(a, b, engine="nump")  # "engine" to "solve" has incompatible type "Literal['nump']"
+    linalg.solve(a, b, engine="nump")  # No overload variant of "solve" matches
     linalg.solve(a, b, assume_a="foo")  # No overload variant of "solve" matches
     linalg.cond(a, p="foo")  # "p" to "cond" has incompatible type "Literal['foo']"
     linalg.qr(a, "foo")  # No overload
