@@ -29,7 +29,20 @@ from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.layout.rectangles import span_of
 from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.planning.footprint import made_ahead
-from dask_distmm.programs.steps import CONTRACTS, PART, Buffer, Call, Drop, New, Publish, Pull, Step, View, roles_of
+from dask_distmm.programs.steps import (
+    CONTRACTS,
+    PART,
+    Buffer,
+    Call,
+    Drop,
+    Make,
+    New,
+    Publish,
+    Pull,
+    Step,
+    View,
+    roles_of,
+)
 
 # Elements of the largest argument of a decomposition that the host does: it is five times as fast for order 64, and
 # twice for 128 (Xeon, H200).
@@ -132,6 +145,10 @@ class GpuProgramJob(ProgramJob):
 
     def _take_turn(self, body: Sequence[Step], reached: float) -> None:
         """Take the steps of a turn: what was taken before by CUDA graphs."""
+        if any(isinstance(step, Make) for step in body):
+            # Chunks are made ahead of all steps of a turn.
+            super()._take_turn(body, reached)
+            return
         if id(body) not in self._segments:
             groups = itertools.groupby(body, self._is_queued)
             self._segments[id(body)] = [_Segment(tuple(steps), queued=queued) for queued, steps in groups]
