@@ -331,7 +331,6 @@ class Recorder:
             own = list(sums)
             if rank != self.me:
                 own = [dataclasses.replace(buffer, name=f"{buffer.name}@{rank}") for buffer in sums]
-            if rank != self.me:
                 theirs = (pieces[x.name, i] for x in matrices for i in chunks[rank])
                 self.pull(rank, key, (*own, *theirs, *(() if rank else flags)))
             for some, buffer in zip(parts, own, strict=True):

@@ -68,7 +68,7 @@ def refined(
     # Scales
     sizes, weights, norm = p.small(n, 2, real), p.small(n, 1, real), p.numbers(1, "float64")
     p.call("measure", sizes)
-    parts = _shared(p, sizes)
+    ((parts,), _) = p.share_rows([sizes], [])
     p.call("weigh", weights, norm, *parts, positive=positive, given=given)
     p.drop(*parts)
     # Names are the same on all ranks.
@@ -103,7 +103,7 @@ def refined(
     with p.on("join"):
         p.call("diagonal_range", ranges, p.matrix(0), *extras, places=spots)
     go, good, numbers = p.flag(), p.flag(), p.numbers(NUMBERS, "float64")
-    parts = _shared(p, ranges)
+    ((parts,), _) = p.share_rows([ranges], [])
     p.call("judge_factors", go, good, numbers, *parts, positive=positive, eps=float(np.finfo(p.dtype).eps))
     p.drop(*parts)
 
@@ -143,7 +143,7 @@ def refined(
         _collect(p, product, places)
         if width:
             p.call("refine_step", b, weights, norm, product[:, mine], own, r, z, *bases, state, row)
-        parts = _shared(p, row)
+        ((parts,), _) = p.share_rows([row], [])
         p.call("judge", go, good, numbers, *parts)
         p.drop(*(one for one in parts if one != row))
 
@@ -175,22 +175,10 @@ def _column_scales(p: Panels, n: int, real: str, *, narrow: bool) -> Buffer:
     own, found = p.small(n, 1, real), p.small(n, 1, real)
     blocks = [p.columns.blocks[block] for block in p.columns.owned(p.me, 0, p.columns.first(1))]
     p.call("scale_columns", p.matrix(0), own, places=[(block.start, block.stop) for block in blocks], narrow=narrow)
-    parts = _shared(p, own)
-    p.call("total", found, *parts)
+    ((parts,), _) = p.share_rows([own], [])
+    p.call("merge", *parts, found, ops=("sum",), ranks=len(parts), roles="r" * len(parts) + "w")
     p.drop(*parts)
     return found
-
-
-def _shared(p: Recorder, buffer: Buffer) -> list[Buffer]:
-    """Return a buffer of all ranks, on all of them."""
-    key, ranks = p.next_key(), range(p.rows.ranks)
-    if len(ranks) > 1:
-        p.steps.append(Publish(key, (buffer,), copied=True))
-    parts = [buffer if rank == p.me else dataclasses.replace(buffer, name=f"{buffer.name}@{rank}") for rank in ranks]
-    for rank, part in enumerate(parts):
-        if rank != p.me:
-            p.pull(rank, key, (part,))
-    return parts
 
 
 def _spread(p: Recorder, whole: Buffer, places: Sequence[slice]) -> None:

@@ -491,7 +491,6 @@ CONTRACTS: dict[str, Contract] = {
     "permute_rows": Contract("ru", _none),
     "diagonal_range": Contract("wr", _none),
     # A residual in the type of the factors; a correction in that of A; the next residual, or the end.
-    "total": Contract("wr", _none, exact=True),
     "weighted": Contract("rrw", _none),
     "scale_residual": Contract("rrww", _none),
     "correct": Contract("rrrwu", _none),

@@ -32,7 +32,7 @@ PARTS: Cost = (
 )
 
 
-def _bands(ab: Operand, b: Operand, rows: int) -> tuple[Array, Array, np.dtype]:
+def _bands(ab: Operand, b: Operand, rows: int) -> tuple[Array, Array]:
     """Return the bands in one chunk, and right-hand sides as a matrix, in the type in which all is computed."""
     ab, b = operand("ab", ab), operand("b", b)
     if ab.ndim != 2 or ab.shape[0] != rows:
@@ -40,7 +40,7 @@ def _bands(ab: Operand, b: Operand, rows: int) -> tuple[Array, Array, np.dtype]:
     dtype = common_type({"ab": ab, "b": b})
     n = ab.shape[1]
     columns = right_sides(da.zeros((n, n), chunks=-1), b)
-    return ab.rechunk(-1).astype(dtype), columns.astype(dtype), dtype
+    return ab.rechunk(-1).astype(dtype), columns.astype(dtype)
 
 
 def _by_columns(function: Callable[..., Any], matrix: Array, columns: Array, check_finite: bool) -> Array:
@@ -53,22 +53,20 @@ def _by_columns(function: Callable[..., Any], matrix: Array, columns: Array, che
 
 
 def _solved(matrix: Any, columns: Any, function: Callable[..., Any], check_finite: bool) -> Any:
-    if check_finite and not np.isfinite(matrix).all():
-        raise MatrixError(not_finite("a"))
-    if check_finite and not np.isfinite(columns).all():
-        raise MatrixError(not_finite("b"))
+    if check_finite:
+        _refuse_not_finite(matrix, columns)
     if not columns.size:
         return columns
     try:
-        return on_host(
-            columns, functools.partial(_called, function, matrix.get() if hasattr(matrix, "get") else matrix)
-        )
+        return on_host(columns, functools.partial(function, matrix.get() if hasattr(matrix, "get") else matrix))
     except np.linalg.LinAlgError as error:
         raise MatrixError(f"the matrix is singular, or not positive definite: {error}") from error
 
 
-def _called(function: Callable[..., Any], matrix: Any, columns: Any) -> Any:
-    return function(matrix, columns)
+def _refuse_not_finite(a: Any, b: Any) -> None:
+    for name, x in (("a", a), ("b", b)):
+        if not np.isfinite(x).all():
+            raise MatrixError(not_finite(name))
 
 
 @public(None, BANDS)
@@ -110,7 +108,7 @@ def solve_banded(l_and_u: Any, ab: Operand, b: Operand, *, check_finite: bool = 
         lower = upper = -1
     if min(lower, upper) < 0:
         raise PlanError(f"l_and_u must be two numbers of diagonals, got {l_and_u!r}")
-    ab, columns, _ = _bands(ab, b, lower + upper + 1)
+    ab, columns = _bands(ab, b, lower + upper + 1)
     x = _by_columns(functools.partial(_banded, lower, upper), ab, columns, check_finite)
     return x[:, 0] if ndim_of(b) == 1 else x
 
@@ -157,7 +155,7 @@ def solveh_banded(ab: Operand, b: Operand, *, lower: bool = False, check_finite:
     array([1., 2.])
     """
     ab = operand("ab", ab)
-    ab, columns, _ = _bands(ab, b, ab.shape[0] if ab.ndim else 1)
+    ab, columns = _bands(ab, b, ab.shape[0] if ab.ndim else 1)
     if not lower:
         ab = ab.map_blocks(_lower_bands, dtype=ab.dtype, meta=ab._meta)
     cuts = _cuts(columns.chunks[0], 2 * (ab.shape[0] - 1) + 1)
@@ -214,9 +212,7 @@ def _eliminated(ab: Any, b: Any, before: bool, after: bool, u: int, check_finite
     import scipy.linalg
 
     if check_finite:
-        for name, x in (("a", ab), ("b", b)):
-            if not np.isfinite(x).all():
-                raise MatrixError(not_finite(name))
+        _refuse_not_finite(ab, b)
     kind, (ab, b) = b[:0], (x.get() if hasattr(x, "get") else x for x in (ab, b))
     n, first, last = ab.shape[1], u * before, u * after
     inner = n - first - last
@@ -310,7 +306,7 @@ def solve_toeplitz(c_or_cr: Any, b: Operand, check_finite: bool = True) -> Array
     row = column.conj() if pair[1] is None else operand("r", pair[1]).ravel()
     if row.shape != column.shape:
         raise PlanError(f"the first row must have as many elements as the first column, {len(column)}; got {len(row)}")
-    both, columns, _ = _bands(da.stack([column, row]), b, 2)
+    both, columns = _bands(da.stack([column, row]), b, 2)
     x = _by_columns(_toeplitz, both, columns, check_finite)
     return x[:, 0] if ndim_of(b) == 1 else x
 

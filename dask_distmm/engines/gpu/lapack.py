@@ -172,14 +172,6 @@ class SolverKernels(DeviceMerging):
         )  # fmt: skip
         return out
 
-    def axpby(self, a: complex, x: Any, b: complex, y: Any) -> None:
-        """Compute ``y = a x + b y``, in one kernel."""
-        if y.size:
-            one, other, none = _scalar(a, y.dtype), _scalar(b, y.dtype), OPS["N"]
-            function = getattr(cublas, f"{_LETTERS[y.dtype.name]}geam")
-            arguments = none, none, y.size, 1, one.ctypes.data, x.data.ptr, y.size, other.ctypes.data
-            function(self._now.blas, *arguments, y.data.ptr, y.size, y.data.ptr, y.size)
-
     def adjoint(self, a: Any, out: Any) -> None:
         """Write ``a^H``."""
         if out.size:
@@ -187,20 +179,6 @@ class SolverKernels(DeviceMerging):
             function = getattr(cublas, f"{_LETTERS[out.dtype.name]}geam")
             arguments = OPS["C"], OPS["N"], *out.shape, one.ctypes.data, *_at(a), none.ctypes.data
             function(self._now.blas, *arguments, *_at(out), *_at(out))
-
-    def dots(self, *vectors: Any) -> NDArray[Any]:
-        """Return the dot products ``x^H y`` of pairs of vectors, with one look at the device for all."""
-        dtype = vectors[0].dtype
-        function = getattr(cublas, f"{_LETTERS[dtype.name]}dot{'c' if dtype.kind == 'c' else ''}")
-        found = cp.empty(len(vectors) // 2, dtype)
-        cublas.set_pointer_mode(self._now.blas, cublas.PointerMode.DEVICE)
-        try:
-            for number, (x, y) in enumerate(zip(vectors[::2], vectors[1::2], strict=True)):
-                at = found.data.ptr + number * found.itemsize
-                function(self._now.blas, x.size, x.data.ptr, 1, y.data.ptr, 1, at)
-        finally:
-            cublas.set_pointer_mode(self._now.blas, cublas.PointerMode.HOST)
-        return self.host(found)
 
     def herk(self, a: Any, c: Any) -> None:
         """Subtract ``a a^H`` from `c`, in the lower triangle of `c` alone."""

@@ -145,12 +145,10 @@ class GpuProgramJob(ProgramJob):
 
     def _take_turn(self, body: Sequence[Step], reached: float) -> None:
         """Take the steps of a turn: what was taken before by CUDA graphs."""
-        if any(isinstance(step, Make) for step in body):
-            # Chunks are made ahead of all steps of a turn.
-            super()._take_turn(body, reached)
-            return
         if id(body) not in self._segments:
-            groups = itertools.groupby(body, self._is_queued)
+            # Chunks are made ahead of all steps of a turn.
+            whole = any(isinstance(step, Make) for step in body)
+            groups = [(False, body)] if whole else itertools.groupby(body, self._is_queued)
             self._segments[id(body)] = [_Segment(tuple(steps), queued=queued) for queued, steps in groups]
         for segment in self._segments[id(body)]:
             self.ended.check()

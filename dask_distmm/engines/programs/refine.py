@@ -257,12 +257,6 @@ class RefineKernels:
         scale[...] = self._powers(exponents).astype(scale.dtype)
         side[...] = r * (self._powers(-exponents) * xp.asarray(state[DONE] == 0)).astype(scale.dtype)
 
-    def total(self, total: Any, *parts: Any) -> None:
-        """Add up, in the order of ranks."""
-        total[...] = parts[0]
-        for part in parts[1:]:
-            total += part
-
     def weighted(self, weights: Any, x: Any, y: Any) -> None:
         """Y = X with rows multiplied by numbers."""
         self.xp.multiply(weights, x, out=y)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import heapq
 import pickle
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -155,11 +154,7 @@ class RegionJob(Job[RegionPlacement]):
         for value, owner in self._pulled:
             if self._error is not None:
                 return
-            found = unpacked(self.exchange.fetch(Key(PART, value), owner))
-            if self.plan.problem.array == "cupy":
-                # It is copied to the device on the stream of this thread.
-                sys.modules["cupy"].cuda.get_current_stream().synchronize()
-            self._arrive(value, found)
+            self._arrive(value, unpacked(self.exchange.fetch(Key(PART, value), owner)))
 
     def _work(self) -> None:
         tasks, first = len(self._lacks), self.plan.problem[INPUTS].count

@@ -356,6 +356,8 @@ class Regions:
         annotated = set(others.get("global_annotations") or ()) - {"span"}
         if others.get("client") not in self.clients or any(asked) or annotated or len(graph) > _MOST_TASKS:
             return []
+        if self._on_gpus():
+            return []
         if not any(barrier_name(key) is not None or is_product(task) for key, task in graph.items()):
             return []
         lost: list[TaskState] = []
@@ -369,7 +371,7 @@ class Regions:
 
     def explain(self, graph: Mapping[Any, GraphNode], keys: Collection[Any]) -> tuple[list[Region], dict[str, int]]:
         """Return what the regions of a graph would be, and how many other tasks are in none for which reasons."""
-        found, parts = self._found(graph, keys, {})
+        (found, parts), on_gpus = self._found(graph, keys, {}), self._on_gpus()
         regions = [
             Region(
                 counts=draft.counts,
@@ -377,7 +379,7 @@ class Regions:
                 outputs=sum(map(len, draft.results.values())),
                 products=[problem.name for problem in map(parts.products.__getitem__, draft.products)],
                 seconds=draft.seconds,
-                chosen=problem is not None,
+                chosen=problem is not None and not on_gpus,
             )
             for draft, problem in found
         ]
@@ -442,8 +444,6 @@ class Regions:
             [number[dep] for dep in task.dependencies if dep not in draft.constants] for task in draft.tasks.values()
         ]
         places = {ws.address: at for at, ws in enumerate(workers)}
-        if any("gpu" in (ws.extra or {}) for ws in workers):
-            return None
         held, where = [], []
         for at, key in enumerate(inputs):
             ts, holder = self._scheduler.tasks.get(key), places.get(self._place(key))
@@ -495,6 +495,10 @@ class Regions:
         """Return the address of a worker that has a chunk."""
         ts = self._scheduler.tasks.get(key)
         return next((ws.address for ws in (ts.who_has or ())), None) if ts is not None else None
+
+    def _on_gpus(self) -> bool:
+        """Whether workers have GPUs, as Dask knows it: regions are of chunks in the memory of CPUs."""
+        return any("gpu" in (ws.extra or {}) for ws in self._workers())
 
     def _workers(self) -> list[Any]:
         return [ws for ws in self._scheduler.workers.values() if ws.status.name == "running"]
