@@ -476,7 +476,8 @@ class Lowering:
         if not sums and not gathers:
             return
         p = self.p
-        talls = list(dict.fromkeys(self.here[x] for one in gathers for x in one.reads))
+        sources = {x: self._in_memory(x) for one in gathers for x in one.reads}
+        talls = list(dict.fromkeys(sources.values()))
         decided = sorted(self.deciding & self.here.keys() - self.exact)
         flags = [self.here[number] for number in decided]
         parts, rows = p.share_rows([part for _, some in sums for part in some], talls, flags)
@@ -503,12 +504,22 @@ class Lowering:
             if self.axes[source]:
                 self.moved[number] = self.axes[source]
             buffer = self.buffer(number)
-            pieces = rows[talls.index(self.here[source])]
+            pieces = rows[talls.index(sources[source])]
             p.call("assemble", buffer, *pieces, places=tuple((i, 0, n) for i, n in enumerate(p.rows.sizes)))
             self.here[number] = buffer
             self.exact.add(number)
         own_pieces = {piece.name for tall in talls for piece in p.pieces(tall)}
         p.drop(*(piece for some in rows for piece in some if piece.name not in own_pieces))
+        p.drop_tall(*(tall for x, tall in sources.items() if tall != self.here[x]))
+
+    def _in_memory(self, number: int) -> Tall:
+        """Return a value in rows, or a copy if its chunks are made one by one: others read all of them at once."""
+        source: Tall = self.here[number]
+        if not (source.made or source.formula):
+            return source
+        copy = self.tall(number)
+        self.p.each("copy", source, copy)
+        return copy
 
     # Loops, branches, factorizations
 

@@ -92,10 +92,11 @@ def test_tall_matrices(run, condition):
             assert_least_squares(a, run(linalg.lstsq(x, y), a, b, made=made)["x"], b)
 
 
+@pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("size", [1e-2, 30])
-def test_exponentials(run, size):
+def test_exponentials(run, size, made):
     a = np.random.default_rng().standard_normal((50, 50)) * size / 50**0.5
-    found = run((linalg.expm(cupy_array(a, (10, 50)), method="rows"),), a)
+    found = run((linalg.expm(cupy_array(a, (10, 50)), method="rows"),), a, made=made)
     expected = scipy.linalg.expm(a)
     np.testing.assert_allclose(next(iter(found.values())), expected, rtol=0, atol=1e-11 * abs(expected).max())
 
