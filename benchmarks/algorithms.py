@@ -99,8 +99,8 @@ def sinkhorn(C: Any, v: Any) -> State:
 
 
 def module(x: Any) -> Any:
-    """Return the package of an array; of a traced one NumPy."""
-    return sys.modules["cupy"] if type(x).__module__.startswith("cupy") else np
+    """Return the package of an array, or of a Dask array's chunks; of a traced one NumPy."""
+    return sys.modules["cupy"] if type(getattr(x, "_meta", x)).__module__.startswith("cupy") else np
 
 
 def package(on_gpus: bool) -> Any:
@@ -184,7 +184,8 @@ def alone(name: str, part: list[Any], state: list[Any], on_gpus: bool, turns: in
 
 def by_persist(case: Case, operands: list[Any], state: list[Any], turns: int) -> float:
     """Return the seconds of a turn with a persist each, as people write it."""
-    values = tuple(x if isinstance(x, da.Array) else da.from_array(x, chunks=-1) for x in state)
+    as_chunk = module(operands[0]).asarray
+    values = tuple(x if isinstance(x, da.Array) else da.from_array(as_chunk(x), chunks=-1, asarray=False) for x in state)
     times = []
     for _ in range(turns):
         start = time.perf_counter()

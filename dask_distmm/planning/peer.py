@@ -257,7 +257,7 @@ NCCL = SolverModel(
 PEER = PeerModel(
     "peer",
     "dask_distmm.engines.peer.engine",
-    frozenset(["product", "factorization", "program"]),
+    frozenset(["product", "factorization", "program", "region"]),
     (128, 512),
     on_gpus=True,
     reads_peers=True,

@@ -43,7 +43,7 @@ from dask_distmm.planning.placement import over_limit
 from dask_distmm.planning.planner import plan_computation
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import with_tasks
-from dask_distmm.runtime.chunks import on_device
+from dask_distmm.runtime.chunks import array_kind, on_device
 from dask_distmm.runtime.client import current_client, recent_snapshot
 
 # The most random numbers that travel with a graph.
@@ -403,9 +403,13 @@ def _on_host(a: Any) -> bool:
 
 
 def _are_small(*operands: Any) -> bool:
-    """Whether NumPy, which stock Dask gives all chunks to, is done with matrices before a run would begin."""
+    """Whether NumPy, which stock Dask gives all chunks to, or CuPy is done with matrices before a run would begin."""
     return all(
-        isinstance(x, Array) and _on_host(x) and x.ndim < 3 and max(x.shape, default=0) <= _SMALL for x in operands
+        isinstance(x, Array)
+        and array_kind(x._meta) in ("numpy", "cupy")
+        and max(x.shape, default=0) <= _SMALL
+        and x.ndim < 3
+        for x in operands
     )
 
 

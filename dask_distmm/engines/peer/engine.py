@@ -21,12 +21,14 @@ from dask_distmm.engines.peer.memory import PeerState
 from dask_distmm.engines.peer.offers import offer_of, place_of, read_place, read_told
 from dask_distmm.engines.peer.products import PeerJob
 from dask_distmm.engines.peer.window import Window
+from dask_distmm.engines.programs.region import RegionJob
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError, ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.peer import reaches
 from dask_distmm.planning.program import ProgramPlacement
+from dask_distmm.planning.region import RegionPlacement
 from dask_distmm.programs.steps import Make, Publish, Pull, Step, messages_to_all
 
 # Bytes of a matrix that GPUs read out of each other's memory; less goes by the host as fast.
@@ -257,8 +259,10 @@ class PeerEngine(PeerState, Engine):
         )
         return str(runtime.deviceGetPCIBusId(mine)), reach
 
-    def job(self, side: Side[Any]) -> PeerJob | PeerFactorJob | PeerTallJob:
+    def job(self, side: Side[Any]) -> PeerJob | PeerFactorJob | PeerTallJob | RegionJob:
         """Return what does a participant's part of a run."""
+        if isinstance(side.plan, RegionPlacement):
+            return RegionJob(side)
         chunks = {key: chunk for key, chunk in side.chunks.items() if not isinstance(chunk, SourceChunk)}
         check_arrays(self.name, chunks, sparse=isinstance(side.plan, ProgramPlacement))
         if isinstance(side.plan, FactorPlacement):

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import Job, ResultKey, Side
 from dask_distmm.engines.programs.exchange import RankExchange
-from dask_distmm.errors import EngineError
 from dask_distmm.planning.region import INPUTS, TASKS, RegionPlacement
 from dask_distmm.programs.steps import PART, Key
 
@@ -77,8 +76,6 @@ class RegionJob(Job[RegionPlacement]):
 
     def prepare(self) -> None:
         """See what this rank calls, and offer what lets others read what it publishes."""
-        if any(type(chunk).__module__.startswith("cupy") for chunk in self.chunks.values()):
-            raise EngineError("a region has chunks on GPUs, for whose tasks ranks have no streams: Dask makes it")
         if self.rank is None:
             return
         problem, holders = self.plan.problem, self.plan.holders()

@@ -55,13 +55,13 @@ _REDUCING = ("sum", "mean", "prod", "max", "min", "var", "std", "norm", "any", "
 _REDUCED = 64
 # Why a task is in no region that needs no work.
 _THERE = "being made, or in memory"
-# Products of more work, of more bytes in the smaller operand, or of more pieces are runs of their own.
-_FLOPS, _MOVED, _PIECES = 2e10, 2**26, 4096
+# Products of more work on CPUs and on GPUs, of more bytes that a rank gets, or of more pieces are runs of their own.
+_FLOPS, _MOVED, _PIECES = {"numpy": 2e10, "cupy": 2e12}, 2**26, 4096
 # Dask moves a task to another worker if that would begin by so much earlier (seconds).
 _STEALS = 0.1
-# How fast a thread is expected to read what a task reads, where it is not known how long tasks of a name take
-# (bytes a second).
-_READS = 5e9
+# How fast a thread, or a GPU, is expected to read what a task reads, where it is not known how long tasks of a name
+# take (bytes a second).
+_READS = {"numpy": 5e9, "cupy": 1e12}
 
 
 def is_product(task: GraphNode) -> bool:
@@ -211,7 +211,7 @@ def product_of(barrier: GraphNode) -> Problem | None:
     plain = plain and problem.formula.plain and d.chunks == (a.chunks[0], b.chunks[1])
     types = {a.dtype, b.dtype, d.dtype, problem.compute_type.name}
     pieces = a.counts[0] * b.counts[1] * (a.counts[1] + b.counts[0])
-    fits = problem.flops <= _FLOPS and min(a.bytes.sum(), b.bytes.sum()) <= _MOVED and pieces <= _PIECES
+    fits = problem.flops <= _FLOPS.get(problem.array, 0) and pieces <= _PIECES
     return problem if plain and fits and len(types) == 1 and problem.result_type.kind in "fc" else None
 
 
@@ -356,8 +356,6 @@ class Regions:
         annotated = set(others.get("global_annotations") or ()) - {"span"}
         if others.get("client") not in self.clients or any(asked) or annotated or len(graph) > _MOST_TASKS:
             return []
-        if self._on_gpus():
-            return []
         if not any(barrier_name(key) is not None or is_product(task) for key, task in graph.items()):
             return []
         lost: list[TaskState] = []
@@ -371,7 +369,7 @@ class Regions:
 
     def explain(self, graph: Mapping[Any, GraphNode], keys: Collection[Any]) -> tuple[list[Region], dict[str, int]]:
         """Return what the regions of a graph would be, and how many other tasks are in none for which reasons."""
-        (found, parts), on_gpus = self._found(graph, keys, {}), self._on_gpus()
+        found, parts = self._found(graph, keys, {})
         regions = [
             Region(
                 counts=draft.counts,
@@ -379,7 +377,7 @@ class Regions:
                 outputs=sum(map(len, draft.results.values())),
                 products=[problem.name for problem in map(parts.products.__getitem__, draft.products)],
                 seconds=draft.seconds,
-                chosen=problem is not None and not on_gpus,
+                chosen=problem is not None,
             )
             for draft, problem in found
         ]
@@ -438,7 +436,7 @@ class Regions:
 
     def _problem(self, draft: Draft, alone: bool) -> RegionProblem | None:
         """Return what a region is for a run; None where that is not expected to be clearly faster."""
-        inputs, workers = draft.inputs, self._workers()
+        inputs, workers, array = draft.inputs, self._workers(), self._array_of(draft.inputs)
         number = {key: value for value, key in enumerate([*inputs, *draft.tasks])}
         needs = [
             [number[dep] for dep in task.dependencies if dep not in draft.constants] for task in draft.tasks.values()
@@ -449,19 +447,18 @@ class Regions:
             ts, holder = self._scheduler.tasks.get(key), places.get(self._place(key))
             held.append(max(0, ts.nbytes) if ts and ts.who_has else 0)
             where.append(at * len(workers) // len(inputs) if holder is None else holder)
-            if ts and str(ts.type or "").startswith("cupy"):
-                # Threads of a run have no streams of their own, and what comes from other ranks would go by the host.
-                return None
         sizes, seconds = list(held), []
         for (key, task), needed in zip(draft.tasks.items(), needs, strict=True):
             name = key_split(key)
             read = [sizes[value] for value in needed]
-            seconds.append(self._duration(name, sum(read)))
+            seconds.append(self._duration(name, sum(read) / _READS[array]))
             sizes.append(
                 root_bytes(task) or 0 if not task.dependencies else expected_size(name, is_product(task), read)
             )
         sizes = sizes[len(inputs) :]
         found = assign(needs, sizes, seconds, held, where, max(1, len(workers)))
+        if draft.products and max(found.moved) > _MOVED:
+            return None
         every = [key for chunks in draft.results.values() for key in chunks]
         costs, threads = dask_costs(), [ws.nthreads for ws in workers]
         run = run_seconds(found, threads, len(inputs) + len(every), costs) - (not alone) * costs.run / 2
@@ -483,7 +480,7 @@ class Regions:
                 for name, chunks in draft.results.items()
             ),
             options=read_options(),
-            array="numpy",
+            array=array,
             needs=needs,
             results=[number[key] - len(inputs) for key in every],
             sizes=sizes,
@@ -496,18 +493,23 @@ class Regions:
         ts = self._scheduler.tasks.get(key)
         return next((ws.address for ws in (ts.who_has or ())), None) if ts is not None else None
 
-    def _on_gpus(self) -> bool:
-        """Whether workers have GPUs, as Dask knows it: regions are of chunks in the memory of CPUs."""
-        return any("gpu" in (ws.extra or {}) for ws in self._workers())
-
     def _workers(self) -> list[Any]:
         return [ws for ws in self._scheduler.workers.values() if ws.status.name == "running"]
 
-    def _duration(self, name: str, read: int) -> float:
-        """Return how long a task of a name takes that reads so many bytes."""
+    def _array_of(self, inputs: Collection[Any]) -> str:
+        """Return of which kind the chunks are that a region begins with; on GPUs where that is not known, and they are.
+
+        ``"cupy"`` or ``"numpy"``.
+        """
+        kinds = {str(ts.type or "") for key in inputs if (ts := self._scheduler.tasks.get(key)) is not None}
+        on_gpus = any("gpu" in (ws.extra or {}) for ws in self._workers())
+        return "cupy" if any(kind.startswith("cupy") for kind in kinds) or (on_gpus and kinds <= {""}) else "numpy"
+
+    def _duration(self, name: str, guess: float) -> float:
+        """Return the seconds that a task of a name takes; a guess where none was seen."""
         prefix = self._scheduler.task_prefixes.get(name)
         known = self._seconds.get(name, prefix.duration_average if prefix is not None else -1.0)
-        return known if known >= 0 else read / _READS
+        return known if known >= 0 else guess
 
     def learn(self, problem: RegionProblem, answers: Iterable[Done]) -> None:
         """Note how long tasks have taken in a run."""
@@ -515,8 +517,9 @@ class Regions:
         for answer in answers:
             spent.update({name: seconds for name, seconds in answer.timings.items() if name in problem.counts})
         for name, seconds in spent.items():
-            found = seconds / problem.counts[name]
-            self._seconds[name] = (found + self._seconds.get(name, found)) / 2
+            each = seconds / problem.counts[name]
+            # The first call may have compiled something.
+            self._seconds[name] = min(each, (each + self._seconds.get(name, each)) / 2)
 
 
 def put_back(scheduler: Scheduler, barrier: TaskState) -> bool:
