@@ -154,23 +154,25 @@ def numbered(plan: Placement, result: Mapping[ResultKey, Any]) -> dict[ResultKey
 # Products of chunks, as tasks of regions
 
 
-# The axes that an array has of a matrix; whether it is transposed, and conjugated then; and the part of it along k.
-Operand = tuple[Sequence[int], bool, bool, slice]
+# The axes that an array has of a matrix; whether it is transposed, and conjugated then; and parts of chunks along k.
+Operand = tuple[Sequence[int], bool, bool, Sequence[slice]]
 
 
-def _matrix(x: Any, operand: Operand, *, left: bool) -> Any:
-    axes, transposed, conjugated, part = operand
-    if len(axes) == 1:
-        x = x[:, None] if tuple(axes) == (0,) else x[None]
-    x = x.T if transposed else x
-    x = x.conj() if conjugated else x
-    return x[:, part] if left else x[part]
+def _matrix(chunks: Sequence[Any], operand: Operand, *, left: bool) -> Any:
+    axes, transposed, conjugated, slices = operand
+    parts = []
+    for chunk, part in zip(chunks, slices, strict=True):
+        x = (chunk[:, None] if tuple(axes) == (0,) else chunk[None]) if len(axes) == 1 else chunk
+        x = x.T if transposed else x
+        parts.append(x[:, part] if left else x[part])
+    x = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=int(left))
+    return x.conj() if conjugated else x
 
 
-def multiply_parts(a: Any, b: Any, first: Operand, second: Operand, ndim: int) -> Any:
-    """Multiply parts of two chunks; the result has `ndim` axes."""
-    found = _matrix(a, first, left=True) @ _matrix(b, second, left=False)
-    return found if ndim == 2 else found.reshape(-1)
+def multiply_parts(a: Sequence[Any], b: Sequence[Any], first: Operand, second: Operand, ndim: int) -> Any:
+    """Multiply parts of chunks, of each operand one beside the other along k; the result has `ndim` axes."""
+    product = _matrix(a, first, left=True) @ _matrix(b, second, left=False)
+    return product if ndim == 2 else product.reshape(-1)
 
 
 # The tasks by which ranks make chunks themselves, on their way to the ranks and there

@@ -57,6 +57,8 @@ _REDUCED = 64
 _THERE = "being made, or in memory"
 # Products of more work on CPUs and on GPUs, of more bytes that a rank gets, or of more pieces are runs of their own.
 _FLOPS, _MOVED, _PIECES = {"numpy": 2e10, "cupy": 2e12}, 2**26, 4096
+# Chunks of so many bytes, all along k, are put together for a product (bytes).
+_TOGETHER = 2**23
 # Dask moves a task to another worker if that would begin by so much earlier (seconds).
 _STEALS = 0.1
 # How fast a thread, or a GPU, is expected to read what a task reads, where it is not known how long tasks of a name
@@ -221,41 +223,56 @@ def tasks_of_product(
     """Return the tasks that make a chunk of a product: of pieces along k, whose sums are added where they are first."""
     _, lists = operand_keys(barrier)
     keys = dict(zip(problem.inputs, lists, strict=True))
-    a_keys, b_keys = (keys[problem.source_of(name)] for name in "ab")
     a_cols, b_cols = problem.a.counts[1], problem.b.counts[1]
     i, j = divmod(chunk.index, b_cols)
+    # Keys of the chunks of a row of A, and of a column of B; their bytes, and where they end along k.
+    rows = [
+        [keys[problem.source_of("a")][i * a_cols + p] for p in range(a_cols)],
+        [keys[problem.source_of("b")][q * b_cols + j] for q in range(problem.b.counts[0])],
+    ]
+    nbytes = [problem.a.bytes[i * a_cols : (i + 1) * a_cols], problem.b.bytes[j::b_cols]]
     ends = [list(itertools.accumulate(sizes)) for sizes in (problem.a.chunks[1], problem.b.chunks[0])]
+    # Pieces of k: of a chunk of A and one of B. Those of one chunk are one product, if what it is multiplied by is
+    # little, and so is put together fast.
     cuts = sorted({0, *ends[0], *ends[1]})
-    name, found, sums = f"product-{tokenize(barrier.key)}", dict[Any, GraphNode](), dict[Any, list[Any]]()
-    for number, (low, high) in enumerate(itertools.pairwise(cuts)):
-        p, q = (bisect.bisect_right(one, low) for one in ends)
-        a_key, b_key = a_keys[i * a_cols + p], b_keys[q * b_cols + j]
-        cut = [
-            slice(low - end + size, high - end + size)
-            for end, size in ((ends[0][p], problem.a.chunks[1][p]), (ends[1][q], problem.b.chunks[0][q]))
-        ]
-        views = [
-            (one.axes, one.transposed, one.conjugated, part)
-            for one, part in zip((problem.a, problem.b), cut, strict=True)
-        ]
-        key = (name, i, j, number) if len(cuts) > 2 else chunk.key
-        found[key] = Task(key, multiply_parts, TaskRef(a_key), TaskRef(b_key), *views, len(problem.d.axes))
-        larger = a_key if problem.a.bytes[i * a_cols + p] >= problem.b.bytes[q * b_cols + j] else b_key
-        sums.setdefault(place(larger), []).append(key)
-    if len(cuts) == 2:
-        return found
+    pieces = [(low, high, [bisect.bisect_right(end, low) for end in ends]) for low, high in itertools.pairwise(cuts)]
+    little = min((0, 1), key=lambda side: nbytes[side].sum())
+    together = nbytes[little].sum() <= _TOGETHER
+    products, sums = dict[Any, GraphNode](), dict[Any, list[Any]]()
+    name = f"product-{tokenize(barrier.key)}"
+    groups = itertools.groupby(pieces, key=lambda piece: piece[2][1 - little] if together else piece[0])
+    grouped = [list(group) for _, group in groups]
+    for number, group in enumerate(grouped):
+        refs, views = [], []
+        for side, matrix in enumerate((problem.a, problem.b)):
+            used = dict.fromkeys(numbers[side] for _, _, numbers in group)
+            starts = [ends[side][x] - matrix.chunks[1 - side][x] for x in used]
+            low, high = group[0][0], group[-1][1]
+            slices = [
+                slice(max(low, start) - start, min(high, ends[side][x]) - start)
+                for x, start in zip(used, starts, strict=True)
+            ]
+            refs.append(List(*(TaskRef(rows[side][x]) for x in used)))
+            views.append((matrix.axes, matrix.transposed, matrix.conjugated, slices))
+        key = (name, i, j, number) if len(grouped) > 1 else chunk.key
+        products[key] = Task(key, multiply_parts, *refs, *views, len(problem.d.axes))
+        _, _, numbers = group[0]
+        larger = max((0, 1), key=lambda side: nbytes[side][numbers[side]])
+        sums.setdefault(place(rows[larger][numbers[larger]]), []).append(key)
+    if len(grouped) == 1:
+        return products
     parts = []
     for number, some in enumerate(sums.values()):
-        key = (f"{name}-sum", i, j, number) if len(some) > 1 and len(sums) > 1 else chunk.key
+        key = (f"{name}-sum", i, j, number)
         if len(sums) == 1:
             parts = some
         elif len(some) > 1:
-            found[key] = Task(key, total, List(*map(TaskRef, some)))
+            products[key] = Task(key, total, List(*map(TaskRef, some)))
             parts.append(key)
         else:
             parts += some
-    found[chunk.key] = Task(chunk.key, total, List(*map(TaskRef, parts)))
-    return found
+    products[chunk.key] = Task(chunk.key, total, List(*map(TaskRef, parts)))
+    return products
 
 
 def in_order(graph: Mapping[Any, GraphNode], order: Mapping[Any, int]) -> list[Any]:
