@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import graphlib
+
 import dask
 import dask.array as da
 import numpy as np
@@ -60,6 +62,44 @@ def test_a_turn_of_an_algorithm_is_one_run(client, regions, name):
         assert sum(tasks[0].values()) > 10
     for found, expected in zip(dask.compute(*values), numpy, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9 * abs(expected).max())
+
+
+def sort_known_tasks(dask_scheduler):
+    tasks = dask_scheduler.tasks.values()
+    graphlib.TopologicalSorter({ts.key: {dep.key for dep in ts.dependencies} for ts in tasks}).prepare()
+
+
+def test_what_earlier_results_depend_on_is_not_made_by_a_run_that_needs_these(client, regions):
+    # If it were, nothing could be made again once both are lost.
+    (a,), (x,) = persisted((8, 8))
+    shift = da.from_array(np.full(8, 3.0), chunks=2).rechunk(4)
+    with dask.config.set({"distmm.regions": False}), dask_distmm.enabled():
+        before = (x.rechunk(4) + shift).persist()
+        wait(before)
+    with dask_distmm.enabled():
+        moment = newest_run(client)
+        after, shifts, more = dask.persist(before @ before.T + shift, shift, shift + 1)
+        wait([after, shifts, more])
+        assert len(started(client, moment)) == 1
+        client.run_on_scheduler(sort_known_tasks)
+        np.testing.assert_allclose(after, (a + 3) @ (a + 3).T + 3)
+        np.testing.assert_array_equal(shifts, np.full(8, 3.0))
+        np.testing.assert_array_equal(more, np.full(8, 4.0))
+
+
+def test_known_chunks_of_a_region_that_is_over_are_made_by_the_tasks_of_a_new_graph(client, regions):
+    (a,), (x,) = persisted((8, 8))
+    shift = da.from_array(np.full(8, 3.0), chunks=2).rechunk(4)
+    first, kept = dask.persist(x @ x.T + shift, shift)
+    wait([first, kept])
+    second = (first * 2).persist()
+    wait(second)
+    del first, kept
+    with dask.config.set({"distmm.regions": False}), dask_distmm.enabled():
+        moment = newest_run(client)
+        np.testing.assert_array_equal((shift * 2).compute(), np.full(8, 6.0))
+        assert not started(client, moment)
+    np.testing.assert_allclose(second, 2 * (a @ a.T + 3))
 
 
 def of_statistics(x, w):

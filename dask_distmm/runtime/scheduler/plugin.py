@@ -15,7 +15,7 @@ takes it up, with all its tasks:
 
 - a chunk that is there, or that a run is to make, stays with the barrier that it has;
 - the others of its part become a part of their own, which needs no more inputs than they do;
-- a chunk that is known, and that nobody waits for, goes to the barrier of the new graph;
+- a chunk that is known, and that nobody waits for, goes to the barrier of the new graph, or to Dask's own task there;
 - a task of Dask's own, which Dask fuses with others in one graph and not in another, stays as it is.
 
 Of a group's products the longest starts first. Dask orders tasks by the shape of the graph, and annotations with
@@ -177,7 +177,11 @@ def reconcile(
         and isinstance(ts.run_spec, GraphNode)
         and ts.run_spec.dependencies != task.dependencies
     }
-    kept = {key: ts.run_spec for key, ts in known.items() if key not in chunks or ts.state != "released"}
+    kept = {
+        key: ts.run_spec
+        for key, ts in known.items()
+        if ts.state != "released" or not (key in chunks or isinstance(ts.run_spec, ChunkTask))
+    }
     left: dict[Any, dict[Any, ChunkTask]] = {chunks[key].barrier: {} for key in kept if key in chunks}
     for key, task in chunks.items():
         if key not in kept and task.barrier in left:

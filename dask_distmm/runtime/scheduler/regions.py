@@ -317,6 +317,17 @@ def expected_size(name: str, product: bool, sizes: Sequence[int]) -> int:
     return most // _REDUCED if any(word in name for word in _REDUCING) else most
 
 
+def _behind(graph: Mapping[Any, GraphNode], inside: Collection[Any], keys: Iterable[Any]) -> set[Any]:
+    """Return some keys, and those that they depend on within a part of a graph."""
+    behind, todo = set[Any](), list(keys)
+    while todo:
+        key = todo.pop()
+        if key not in behind:
+            behind.add(key)
+            todo += (dep for dep in graph[key].dependencies if dep in inside)
+    return behind
+
+
 class Draft:
     """A region with all that it needs and makes, before anything is changed."""
 
@@ -327,22 +338,30 @@ class Draft:
         part: Sequence[Any],
         parts: Parts,
         place: Callable[[Any], Any],
+        shared: Callable[[Any], bool],
     ) -> None:
         self.inside, self.constants = set(part), parts.constants
-        self.products = self.inside & parts.products.keys()
+        wanted = set(keys) & self.inside
+        for key, task in graph.items():
+            if key not in self.inside:
+                wanted |= self.inside & task.dependencies
+        # What known tasks depend on, and others need of it, stays with Dask, with all that it depends on: a run may
+        # have inputs that were made of it, and couldn't be made again if all of a run were needed for that.
+        self.dasks = _behind(graph, self.inside, filter(shared, wanted))
+        wanted -= self.dasks
+        useful = _behind(graph, self.inside, wanted) if self.dasks else self.inside
+        self.products = useful & parts.products.keys()
         # The tasks, in order: of products those of their chunks.
         self.tasks: dict[Any, GraphNode] = {}
         for key in part:
+            if key not in useful:
+                continue
             task = graph[key]
             if isinstance(task, ChunkTask):
                 barrier = task.barrier
                 self.tasks |= tasks_of_product(parts.products[barrier], graph[barrier], task, place)
             elif key not in self.products:
                 self.tasks[key] = task
-        wanted = set(keys) & self.inside
-        for key, task in graph.items():
-            if key not in self.inside:
-                wanted |= self.inside & task.dependencies
         # Chunks that are there before, in the order in which they are needed; those that others need, by their arrays.
         needed = dict.fromkeys(dep for task in self.tasks.values() for dep in task.dependencies)
         self.counts = dict(collections.Counter(map(key_split, self.tasks)))
@@ -411,9 +430,12 @@ class Regions:
         def pending(key: Any) -> bool:
             return (ts := tasks.get(key)) is not None and not ts.who_has
 
+        def shared(key: Any) -> bool:
+            return (ts := tasks.get(key)) is not None and bool(ts.dependents)
+
         for taken in (product_of, lambda barrier: None):
             parts = parts_of(graph, known, order, taken, pending)
-            drafts = [Draft(graph, keys, part, parts, self._place) for part in parts.regions]
+            drafts = [Draft(graph, keys, part, parts, self._place, shared) for part in parts.regions]
             # A graph with nothing beside a region takes no start of Dask's own tasks; else both have their way from the
             # client and back in any case, half of what is around a run.
             alone = len(drafts) == 1 and set(parts.left.values()) <= {_THERE}
@@ -438,7 +460,7 @@ class Regions:
             packed.append((task, needs, {dep: constants[dep].value for dep in task.dependencies if dep in constants}))
         graph[barrier] = barrier_task(problem, _not_here, {INPUTS: draft.inputs, TASKS: ChunkTasks(packed)})
         order[barrier] = min(order.get(key, 0) for key in draft.inside)
-        for key in draft.inside:
+        for key in draft.inside - draft.dasks:
             del graph[key]
         lost: list[TaskState] = []
         for name, chunks in draft.results.items():
@@ -487,7 +509,7 @@ class Regions:
         own = alone * costs.start + plain * costs.task + len(draft.products) * (costs.run + costs.chunk * len(inputs))
         draft.seconds = work, run - work, own
         name = f"region-{tokenize(every, inputs)}"
-        if run - work >= CLEARLY * own or barrier_key(name) in self._scheduler.tasks:
+        if not every or run - work >= CLEARLY * own or barrier_key(name) in self._scheduler.tasks:
             return None
         return RegionProblem(
             name=name,
