@@ -185,7 +185,9 @@ def alone(name: str, part: list[Any], state: list[Any], on_gpus: bool, turns: in
 def by_persist(case: Case, operands: list[Any], state: list[Any], turns: int) -> float:
     """Return the seconds of a turn with a persist each, as people write it."""
     as_chunk = module(operands[0]).asarray
-    values = tuple(x if isinstance(x, da.Array) else da.from_array(as_chunk(x), chunks=-1, asarray=False) for x in state)
+    values = tuple(
+        x if isinstance(x, da.Array) else da.from_array(as_chunk(x), chunks=-1, asarray=False) for x in state
+    )
     times = []
     for _ in range(turns):
         start = time.perf_counter()
