@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,9 +35,11 @@ from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.numeric.types import dtype_from_name, store
+from dask_distmm.planning import Plan
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
+from dask_distmm.planning.product import steps as product_steps
 from dask_distmm.programs.steps import (
     LASTING,
     TURN,
@@ -107,6 +110,8 @@ class ProgramJob(Job[Any]):
         self._taken: dict[str, Key] = {}
         # Whether operands are gathered into block columns, and results are delivered from there.
         self._gathers = isinstance(self.plan, FactorPlacement)
+        # Whether it is a product.
+        self._multiplies = isinstance(self.plan, Plan)
         self._steps: tuple[Step, ...] = ()
         self._result: dict[ResultKey, Any] = {}
         # Rows of chunks of operands by their names, also when they are gone.
@@ -136,12 +141,31 @@ class ProgramJob(Job[Any]):
         """Allocate what is to be there before the run, and offer what lets others read what this rank publishes."""
         if self.rank is None:
             return
+        if self._multiplies:
+            self._prepare_product(self.rank)
+            return
         self._steps = self.plan.steps(self.rank)
         for step in self._steps[:1]:
             if isinstance(step, Make) and not step.operand:
                 self._make(step)
         self.kernels = self._program_kernels(self.rank)
         self.offer = self.exchange.offer(self.plan)
+
+    def _prepare_product(self, rank: int) -> None:
+        """Allocate the memory that this rank sums into; where earlier sums are here it adds to these."""
+        plan, here = self.plan, ((key, x) for key, x in self.chunks.items() if not isinstance(x, SourceChunk))
+        self.arrays = {f"{name}.{number}": chunk for (name, number), chunk in here}
+        if plan.problem.accumulates_in_place:
+            keys = [("partial", index) for index in plan.owned(rank).tolist()]
+            # One that came from another process may be read-only.
+            self.consumed = [key for key in keys if key in self.chunks and self.chunks[key].flags.writeable]
+        steps = product_steps(plan, rank, {index for _, index in self.consumed})
+        before = [*itertools.takewhile(lambda x: isinstance(x, New) or getattr(x, "operand", "") == "partial", steps)]
+        for step in before:
+            self._take(step)
+        self._steps = steps[len(before) :]
+        if any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in self._steps):
+            self.offer = self.exchange.offer(plan)
 
     def _memory(self, buffer: Buffer) -> Any:
         """Return memory for this rank's block columns."""
@@ -273,6 +297,10 @@ class ProgramJob(Job[Any]):
 
     def _may_ask(self, pull: Pull, asked: Sequence[tuple[Pull, Any]], ahead: int) -> bool:
         """Whether a message may be asked for while others are on their way."""
+        if self._multiplies:
+            # Those of one number, as of a panel, come together.
+            most: int = self.plan.problem.options.prefetch_panels
+            return len({earlier.key for earlier, _ in asked} | {pull.key}) <= most
         return len(asked) < (1 if pull.taken and pull.nbytes > _LARGE else ahead)
 
     def _take(self, step: Step) -> None:
@@ -321,6 +349,8 @@ class ProgramJob(Job[Any]):
     def _phase(self, call: Call) -> str:
         if self._gathers:
             return "panel" if call.lane in ("ahead", "panel") else "update"
+        if self._multiplies:
+            return "deliver" if call.kernel in ("store", "finish") else "multiply"
         return f"{call.kernel}()"
 
     def _arrive(self, pull: Pull, asked: Any) -> None:
@@ -382,10 +412,12 @@ class ProgramJob(Job[Any]):
         if buffer.like:
             here = self._lengths[buffer.like]
             rows, cols = (here if rows < 0 else rows), (here if cols < 0 else cols)
-        return self.kernels.empty((rows, cols), np.dtype(buffer.dtype), tall=bool(buffer.like))
+        return self.kernels.empty((rows, cols), dtype_from_name(buffer.dtype), tall=bool(buffer.like))
 
     def _zeros(self, buffer: Buffer) -> Any:
         """Allocate a buffer filled with zeros."""
+        if self._multiplies:
+            return self.kernels.zeros(buffer.shape, dtype_from_name(buffer.dtype))
         array = self._new(buffer)
         array[...] = 0
         return array
@@ -412,8 +444,8 @@ class ProgramJob(Job[Any]):
             self._loads, self._uses = outside
 
     def _use(self, chunk: SourceChunk) -> SourceChunk:
-        """Return a chunk to be made: for each pass over an operand once more."""
-        return chunk.again()
+        """Return a chunk to be made: for each pass over an operand once more, of a product once for both operands."""
+        return chunk if self._multiplies else chunk.again()
 
     def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
         """Return what makes chunks in this order."""
@@ -470,7 +502,7 @@ class ProgramJob(Job[Any]):
 
     def _handed_over(self, array: Any, *, tall: bool) -> Any:
         """Return a chunk of an output as Dask gets it."""
-        return np.ascontiguousarray(array)
+        return array if self._multiplies else np.ascontiguousarray(array)
 
     # Operands in block columns
 
