@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import PeerLostError
 from dask_distmm.engines.base import log
 from dask_distmm.engines.gpu.operands import FIRST, array_at, device_memory
-from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Places, Told, offer_of
+from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Places, Told, offer_of, read_place
 from dask_distmm.errors import EngineError
 from dask_distmm.layout.rectangles import Span, span_of
 from dask_distmm.planning import Placement
@@ -345,9 +345,11 @@ class Remote:
         offers: tuple[Sequence[Told | None], Places],
         engine: PeerState,
         gone: Collection[int] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        # `check` raises if the run has been ended, by which memory may be gone.
         (self._told, self._places), self._plan, self._engine = offers, plan, engine
-        self._lost = gone
+        self._lost, self._check = gone, check
         self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
         self._awake: set[int] = set()
         self._flags: dict[int, int] = {}
@@ -394,14 +396,35 @@ class Remote:
             self._views[key] = array_at(span, shape, dtype, self)
         return self._views[key]
 
+    def has(self, holder: int, operand: int, number: int) -> bool:
+        """Whether a participant offers a matrix of an operand."""
+        return bool(self._places[operand][holder, number, 0] >= 0)
+
+    def at(self, holder: int, place: NDArray[Any], shape: tuple[int, int], dtype: np.dtype) -> Any:
+        """Return the column-major matrix that a message of a participant says the place of."""
+        allocation, offset = read_place(place, math.prod(shape) * dtype.itemsize)
+        span = Span(self._mapped(holder, allocation) + offset, dtype.itemsize, shape[0] * dtype.itemsize)
+        return array_at(span, shape, dtype, self)
+
+    def _mapped(self, holder: int, allocation: Allocation) -> int:
+        """Return where an allocation of a participant is in this process."""
+        told = self._told[holder]
+        assert told is not None
+        if told.process == self._engine.exporter.process:
+            return allocation.address
+
+        def is_gone() -> bool:
+            self._check()
+            return holder in self._lost
+
+        return self._engine.mapped(self._plan.participants[holder].address, told.process, allocation, is_gone)
+
     def _map(self, holder: int, number: int) -> None:
-        """Find out where an allocation of a participant is in this process."""
+        """Map an allocation that a participant offers."""
         told = self._told[holder]
         assert told is not None
         allocation = told.allocation(number)
-        owner = self._plan.participants[holder].address
-        mapped = self._engine.mapped(owner, told.process, allocation, lambda: holder in self._lost)
-        self._bases[holder][number] = mapped
+        self._bases[holder][number] = mapped = self._mapped(holder, allocation)
         self._wake(holder, mapped, allocation.size)
 
     def _wake(self, holder: int, mapped: int, size: int) -> None:

@@ -495,7 +495,7 @@ class PeerJob(ProgramJob):
             for step in self._stores:
                 self._store(step)
             self.ended.wait(marks[-1])
-            outputs = {key: self._on_host(key, x) if self._downloads else x for key, x in self._result.items()}
+            outputs = {key: self._on_host(key, x) if self._downloads else x for key, x in self.result.items()}
         finally:
             if self._downloads is not None:
                 self._downloads.close()
@@ -617,7 +617,7 @@ class PeerJob(ProgramJob):
             for _, complete in self._coming[source.name]:
                 stream.wait_event(complete)
             with stream:
-                bits(self._at(target))[...] = bits(self._at(source))
+                bits(self.at(target))[...] = bits(self.at(source))
         self._complete(whole.number, whole, stream)
         self._coming[whole.name].append((whole.box, record(stream)))
 
@@ -666,7 +666,7 @@ class PeerJob(ProgramJob):
         copies.batch.run(self._stream)
         if copies.call.options.get("turned") and self.plan.problem.result_type.kind == "c":
             with self._stream:
-                for part in map(self._at, copies.call.arguments[copies.call.options["reads"] :]):
+                for part in map(self.at, copies.call.arguments[copies.call.options["reads"] :]):
                     cp.conjugate(part, out=part)
 
     def _multiply(self, products: Products) -> None:
@@ -819,13 +819,13 @@ class PeerJob(ProgramJob):
     # Results
 
     def _copy(self, call: Call) -> None:
-        source, target = map(self._at, call.arguments)
+        source, target = map(self.at, call.arguments)
         target[...] = source
 
     def _finish_into(self, call: Call) -> None:
         """Apply the formula to a chunk of sums."""
         problem, count, names = self.plan.problem, call.options["reads"], call.options["names"]
-        arrays = [self._at(place) for place in call.arguments]
+        arrays = [self.at(place) for place in call.arguments]
         inputs = {name: decoded(x, problem[name].dtype) for name, x in zip(names, arrays, strict=False)}
         results = {output.name: x for output, x in zip(problem.outputs, arrays[count + 1 :], strict=True)}
         finish_into(problem, arrays[count], inputs, results)
@@ -834,7 +834,7 @@ class PeerJob(ProgramJob):
         if step.number not in self._missing:
             array = self.arrays[step.buffer.name]
             result = self._downloads.begin(array, record(self._stream)) if self._downloads else array
-            self._result[step.output, step.number] = result
+            self.result[step.output, step.number] = result
 
     # Messages between participants
 
