@@ -312,19 +312,6 @@ class PeerState:
             self._solver = SolverKernels(self.stream)
         return self._solver
 
-    def mapped(self, owner: str, process: bytes, allocation: Allocation, is_gone: Callable[[], bool]) -> int:
-        """Return the address of another process' allocation here; PeerLostError if that is gone, as `is_gone` says."""
-        try:
-            return self.mappings.open(process, allocation)
-        except EngineError as error:
-            # Mapped memory stays readable when its process dies; other memory of that process can't be mapped any more.
-            end = time.monotonic() + _NEWS
-            while not (gone := is_gone()) and time.monotonic() < end:
-                time.sleep(_LOOK)
-            if not gone:
-                raise
-            raise PeerLostError(f"{owner} is gone: {error}") from error
-
     def wake(self, pointer: int, size: int) -> None:
         """Read a little of mapped memory: after an idle moment the first pull takes up to 0.2 ms more (H200)."""
         if self._read is None:
@@ -413,11 +400,17 @@ class Remote:
         if told.process == self._engine.exporter.process:
             return allocation.address
 
-        def is_gone() -> bool:
-            self._check()
-            return holder in self._lost
-
-        return self._engine.mapped(self._plan.participants[holder].address, told.process, allocation, is_gone)
+        try:
+            return self._engine.mappings.open(told.process, allocation)
+        except EngineError as error:
+            # Mapped memory stays readable when its process dies; other memory of that process can't be mapped any more.
+            end = time.monotonic() + _NEWS
+            while holder not in self._lost and time.monotonic() < end:
+                self._check()
+                time.sleep(_LOOK)
+            if holder not in self._lost:
+                raise
+            raise PeerLostError(f"{self._plan.participants[holder].address} is gone: {error}") from error
 
     def _map(self, holder: int, number: int) -> None:
         """Map an allocation that a participant offers."""

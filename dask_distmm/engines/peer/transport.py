@@ -134,7 +134,9 @@ class PeerTransport(DevicePanels):
         self._columns: Any = None
         self.flags: Any = None
         self._extras: Any = None
+        # Where ranks talk to each other, and its number under `BLOCKS`, behind results.
         self._window: Window | None = None
+        self._window_number = RESULTS + len(job.plan.problem.outputs)
         self.remote: Any = None
         # What else ends kernels that wait for other ranks.
         self.ending: list[Callable[[], None]] = []
@@ -188,7 +190,7 @@ class PeerTransport(DevicePanels):
         to_all = messages_to_all(job.steps, len(plan.ranks)) if self._direct and not job.gathers else {}
         if to_all:
             self._window = Window(to_all, exporter, self._over)
-            self.flags = self._window.memory.view(np.int32)
+            self._offered.append((BLOCKS, self._window_number, self._window.memory))
         if len(plan.participants) == 1:
             return offer
         for (name, number), chunk in job.chunks.items():
@@ -221,10 +223,12 @@ class PeerTransport(DevicePanels):
         participants, ranks = np.arange(len(plan.participants))[:, None], range(len(plan.ranks))
         # Of a program's chunks those that are not offered are asked for.
         read = {name: np.zeros((len(participants), problem[name].count), bool) for name in problem.operands}
-        blocks = [np.zeros((0, 3), np.int64) for _ in ranks]
+        blocks = [np.zeros((self._window_number, 3), np.int64) for _ in ranks]
         if isinstance(plan, FactorPlacement):
             read = {name: (plan.where[name] == participants) & (problem[name].elements > 0) for name in read}
             blocks = [offered_by(plan, rank) for rank in ranks]
+        if self._window is not None:
+            blocks = [np.vstack([block, (1, self._window.nbytes, 1)]) for block in blocks]
         sizes = dict.fromkeys(read, problem.compute_type.itemsize)
         flags = 0 if self.flags is None else self.flags.size
         expected = Expected(plan, self._me, read, sizes, blocks, flags)
@@ -236,10 +240,10 @@ class PeerTransport(DevicePanels):
         """Find the memory by which ranks talk to each other."""
         if self._window is not None:
             assert self._rank is not None
-            own, ranks = self.flags.data.ptr, enumerate(self._plan.ranks)
-            self._window.begin(
-                [own if rank == self._rank else self.remote.flag(holder, 0) for rank, holder in ranks], self._rank
-            )
+            shape, memory = (1, self._window.nbytes), {self._me: self._window.memory}
+            for holder in set(self._plan.ranks) - {self._me}:
+                memory[holder] = self.remote.view(holder, BLOCKS, self._window_number, shape, np.dtype(np.uint8))
+            self._window.begin([int(memory[holder].data.ptr) for holder in self._plan.ranks], self._rank)
 
     def queues(self, step: Any) -> bool:
         """Whether a message goes from device to device, so that the host does nothing but queue it."""
@@ -266,7 +270,7 @@ class PeerTransport(DevicePanels):
     def _by_device(self, job: ProgramJob, array: Any) -> bool:
         """Whether a message says where this matrix is, on the side of its owner and on that of its reader."""
         large = isinstance(array, cp.ndarray) and array.nbytes >= _LEAST_DIRECT
-        return large and self._direct and not job.gathers and not job.offset
+        return large and self._direct and not job.gathers and not job.in_loop
 
     def lend(self, job: ProgramJob, array: Any, *, copied: bool) -> Any:
         """Return what others get of an array: where a copy of it is, or a copy on the host."""

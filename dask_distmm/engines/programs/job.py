@@ -192,7 +192,7 @@ class ProgramJob(Job[Any]):
         self.arrays: dict[str, Any] = {}
         # Keys published so far, in order; the turns of all loops so far; the offset of numbers of messages.
         self._held: dict[Key, None] = {}
-        self._turns = self.offset = 0
+        self._turns = self._offset = 0
         # Of what came from others and is kept in the memory in which it came, by the name of the first buffer.
         self._taken: dict[str, Key] = {}
         # Whether operands are gathered into block columns, and results are delivered from there.
@@ -222,6 +222,11 @@ class ProgramJob(Job[Any]):
     def received_bytes(self) -> int:
         """Bytes of matrices that have arrived from other participants."""
         return super().received_bytes + self.exchange.pulled_bytes
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether this is a turn of a loop."""
+        return self._offset > 0
 
     # Before the work
 
@@ -364,12 +369,12 @@ class ProgramJob(Job[Any]):
                     self.progress(done + part)
 
     def _repeat(self, loop: Loop, before: float, share: float) -> None:
-        outside, come = self.offset, before
+        outside, come = self._offset, before
         for turn in range(loop.most):
             if not self._is_set(loop.flag):
                 break
             self._turns += 1
-            self.offset, held = self._turns * TURN, list(self._held)
+            self._offset, held = self._turns * TURN, list(self._held)
             self.memory.take_turn(self, loop.body, come)
             # In a turn all wait for each other: others have what was published before it.
             if held:
@@ -382,14 +387,14 @@ class ProgramJob(Job[Any]):
                 self.turns = turn + 1, loop.most * (loop.most == loop.expected)
             come = before + share * max(self.kernels.reached, (turn + 1) / loop.most)
             self.progress(come)
-        self.offset = outside
+        self._offset = outside
 
     def _is_set(self, flag: Buffer) -> bool:
         return bool(self.arrays[flag.name].all())
 
     def _numbered(self, key: Key) -> Key:
         """Return the key of a message in this turn."""
-        return key if key.part in LASTING else Key(key.part, key.number + self.offset)
+        return key if key.part in LASTING else Key(key.part, key.number + self._offset)
 
     def _request(self, pull: Pull) -> Any:
         """Ask for a message."""
