@@ -18,7 +18,7 @@ FAULT_POINTS = {
     "vote": ("dask_distmm.runtime.worker", "WorkerService", "_prepare"),
     "execute": ("dask_distmm.engines.programs.job", "ProgramJob", "execute"),
     "tiles": ("dask_distmm.engines.programs.job", "ProgramJob", "serve"),
-    "assemble": ("dask_distmm.engines.programs.job", "ProgramJob", "_handed_over"),
+    "assemble": ("dask_distmm.engines.programs.job", "ProgramJob", "_store"),
     "replicate": ("dask_distmm.runtime.replicas", "ReplicaStore", "gather"),
     "place": ("dask_distmm.runtime.worker", "WorkerService", "_place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),

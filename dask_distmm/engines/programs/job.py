@@ -304,7 +304,7 @@ class ProgramJob(Job[Any]):
         finally:
             self.exchange.settle(self)
         self.timings |= self.kernels.timings
-        self.held_bytes = self.memory.held_bytes((*self.chunks.values(), *self.result.values()))
+        self.held_bytes += self.memory.held_bytes((*self.chunks.values(), *self.result.values()))
         return self.result
 
     def _take_all(self, reported: float) -> None:
