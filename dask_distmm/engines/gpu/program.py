@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import ChunkKey, Side, contiguous, log
+from dask_distmm.engines.base import ChunkKey, Side, contiguous
 from dask_distmm.engines.gpu.copy_kernels import Rectangle, make_copies, table_of
-from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.gpu.operands import captured, record
 from dask_distmm.engines.programs.blas import assign
 from dask_distmm.engines.programs.evaluate import on_stream
 from dask_distmm.engines.programs.exchange import Transport
@@ -177,25 +177,17 @@ class DeviceMemory(Memory):
         """Return a graph of some steps; None where there can't be one."""
         messages, before = job.exchange, job.arrays.copy()
         counts, self._captures = (messages.messages, messages.pulled_bytes), True
-        try:
-            with cp.cuda.using_allocator(segment.pool.malloc):
-                self._stream.begin_capture()
-                try:
-                    take()
-                finally:
-                    graph = self._stream.end_capture()
-            graph.upload(self._stream)
-        except Exception as error:  # whatever it is, it comes again without a graph, or it is only that
-            log.info("steps of a loop can't be captured: %s", error)
+        with cp.cuda.using_allocator(segment.pool.malloc):
+            graph = captured(self._stream, take, "steps of a loop")
+        # Nothing was done yet.
+        after, self._captures = job.arrays.copy(), False
+        sent = messages.messages - counts[0], messages.pulled_bytes - counts[1]
+        messages.messages, messages.pulled_bytes = counts
+        job.arrays.clear()
+        job.arrays.update(before)
+        if graph is None:
             segment.queued = False
             return None
-        finally:
-            # Nothing was done yet.
-            after, self._captures = job.arrays.copy(), False
-            sent = messages.messages - counts[0], messages.pulled_bytes - counts[1]
-            messages.messages, messages.pulled_bytes = counts
-            job.arrays.clear()
-            job.arrays.update(before)
         made = {name: x for name, x in after.items() if before.get(name) is not x}
         return _Graph(graph, made, before.keys() - after.keys(), *sent)
 

@@ -39,12 +39,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, PeerLostError
-from dask_distmm.engines.base import ResultKey, Side, contiguous, log
+from dask_distmm.engines.base import ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.copy_kernels import CopyBatch, Rectangle, make_copies, table_of
 from dask_distmm.engines.gpu.finishing import decoded, finish_into
 from dask_distmm.engines.gpu.gemm import PLAIN, FusedEpilog, Gemm, GemmShape, GemmTypes, MatrixRef, check_fp8
 from dask_distmm.engines.gpu.host import to_host
-from dask_distmm.engines.gpu.operands import DeviceChunks, mark, record
+from dask_distmm.engines.gpu.operands import DeviceChunks, captured, mark, record
 from dask_distmm.engines.peer.memory import PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
 from dask_distmm.engines.peer.readable import DeviceMaker, DeviceView, Load, Made, Parts, Sources, bits, lying
@@ -105,18 +105,13 @@ def capture(stream: cp.cuda.Stream, products: Sequence[Work]) -> Captured | None
     """Return products as a graph; None if they can't be: most of all if the library has yet to load its kernels."""
     if not products or not all(isinstance(gemm, Gemm) and gemm.ran for gemm in products):
         return None
-    try:
-        stream.begin_capture()
-        try:
-            for gemm in products:
-                gemm.run(stream)
-        finally:
-            graph = stream.end_capture()
-        graph.upload(stream)
-    except cp.cuda.runtime.CUDARuntimeError as error:
-        log.info("products can't be captured: %s", error)
-        return None
-    return Captured(graph, products)
+
+    def run() -> None:
+        for gemm in products:
+            gemm.run(stream)
+
+    graph = captured(stream, run, "products")
+    return None if graph is None else Captured(graph, products)
 
 
 def at_hand(products: Sequence[tuple[Work, bool]], rate: float) -> tuple[int, bool]:
@@ -447,11 +442,11 @@ class PeerJob(ProgramJob):
         for run in runs:
             gemms = [gemm for step in run for gemm in step.works or ()]
             if 0 < sum(gemm.flops for gemm in gemms) < _SHORT_SECONDS * self._rate:
-                captured = capture(self._stream, gemms)
-                if captured is not None:
+                graph = capture(self._stream, gemms)
+                if graph is not None:
                     for step in run:
                         step.works = []
-                    run[0].works, run[0].together = [captured], [step.call for step in run]
+                    run[0].works, run[0].together = [graph], [step.call for step in run]
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer, and map what this rank needs of it."""
