@@ -16,9 +16,9 @@ import cloudpickle
 FAULT_POINTS = {
     "read": ("dask_distmm.runtime.worker", "WorkerService", "_read"),
     "vote": ("dask_distmm.runtime.worker", "WorkerService", "_prepare"),
-    "execute": ("dask_distmm.engines.numpy.engine", "NumpyJob", "execute"),
-    "tiles": ("dask_distmm.engines.numpy.engine", "NumpyJob", "serve"),
-    "assemble": ("dask_distmm.engines.numpy.engine", "NumpyJob", "_handed_over"),
+    "execute": ("dask_distmm.engines.programs.job", "ProgramJob", "execute"),
+    "tiles": ("dask_distmm.engines.programs.job", "ProgramJob", "serve"),
+    "assemble": ("dask_distmm.engines.programs.job", "ProgramJob", "_store"),
     "replicate": ("dask_distmm.runtime.replicas", "ReplicaStore", "gather"),
     "place": ("dask_distmm.runtime.worker", "WorkerService", "_place"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),

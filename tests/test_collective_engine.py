@@ -19,17 +19,18 @@ from run_events import events
 import dask_distmm
 from dask_distmm import PlanError, Slab
 from dask_distmm.engines.entry import CollectiveEntry
-from dask_distmm.engines.numpy.engine import NumpyEngine, NumpyJob, ProductKernels
+from dask_distmm.engines.numpy.engine import NumpyEngine, ProductKernels
+from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.errors import EngineError, MissingEngineError, RunFailedError
 from dask_distmm.planning import ENGINES
 from dask_distmm.testing import assert_product
 
 
-class StandInJob(NumpyJob):
+class StandInJob(ProgramJob):
     """Multiplies as the numpy engine does, behind the gate of a collective engine."""
 
     def __init__(self, engine, side):
-        super().__init__(side, ProductKernels())
+        super().__init__(side, ProductKernels(side.plan))
         self.engine, self.entry = engine, CollectiveEntry(self.plan, self.rank, self.comm, self.ended)
         self.held_bytes, self.kept_bytes = 1000 + self.me, 700
 

@@ -238,10 +238,10 @@ def test_other_plugins_hear_of_the_chunks(validated, caplog):
 
 def test_a_run_outlasts_the_timeout_for_missing_workers(validated, monkeypatch):
     """``no-workers-timeout`` is for tasks that no worker may run, not for those that a run is on for."""
-    from dask_distmm.engines.numpy.engine import NumpyJob
+    from dask_distmm.engines.programs.job import ProgramJob
 
-    execute = NumpyJob.execute
-    monkeypatch.setattr(NumpyJob, "execute", lambda self: time.sleep(2.5) or execute(self))
+    execute = ProgramJob.execute
+    monkeypatch.setattr(ProgramJob, "execute", lambda self: time.sleep(2.5) or execute(self))
 
     def limit(seconds, dask_scheduler=None):
         dask_scheduler.no_workers_timeout = seconds

@@ -79,11 +79,11 @@ def test_a_plugin_that_is_installed_anew(inproc_client):
 
 def test_a_plugin_that_is_replaced_during_a_run(inproc_client, monkeypatch):
     """The old one's run ends, and the new one begins another, which ends right."""
-    from dask_distmm.engines.numpy.engine import NumpyJob
+    from dask_distmm.engines.programs.job import ProgramJob
     from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
     check()
-    execute, held = NumpyJob.execute, []
+    execute, held = ProgramJob.execute, []
 
     def stuck(job):
         if len(held) < len(job.plan.workers):
@@ -91,7 +91,7 @@ def test_a_plugin_that_is_replaced_during_a_run(inproc_client, monkeypatch):
             until(lambda: job.ended.error)
         return execute(job)
 
-    monkeypatch.setattr(NumpyJob, "execute", stuck)
+    monkeypatch.setattr(ProgramJob, "execute", stuck)
     a, b, d = product()
     kept = d.persist()
     until(lambda: held)

@@ -116,15 +116,15 @@ def small() -> Iterator[Client]:
 @pytest.fixture
 def slow(monkeypatch):
     """Runs whose ranks take more than a second each."""
-    from dask_distmm.engines.numpy.engine import NumpyJob
+    from dask_distmm.engines.programs.job import ProgramJob
 
-    execute = NumpyJob.execute
+    execute = ProgramJob.execute
 
     def execute_slowly(self):
         time.sleep(1.2)
         return execute(self)
 
-    monkeypatch.setattr(NumpyJob, "execute", execute_slowly)
+    monkeypatch.setattr(ProgramJob, "execute", execute_slowly)
 
 
 def test_members_of_a_run_are_not_scaled_away(small, slow):

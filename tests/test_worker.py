@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from stand_ins import Loop, ask
 
 from dask_distmm import matmul
-from dask_distmm.engines.numpy.engine import NumpyJob
+from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.runtime import worker as worker_module
@@ -106,7 +106,7 @@ def test_a_worker_that_closes_says_so():
 
 
 def test_a_run_that_is_prepared_while_the_worker_closes_does_not_stay(monkeypatch):
-    begun, closed, prepare = threading.Event(), threading.Event(), NumpyJob.prepare
+    begun, closed, prepare = threading.Event(), threading.Event(), ProgramJob.prepare
 
     def slow(job):
         begun.set()
@@ -123,7 +123,7 @@ def test_a_run_that_is_prepared_while_the_worker_closes_does_not_stay(monkeypatc
         assert (await vote).status == "lost"
         assert not side.runs
 
-    monkeypatch.setattr(NumpyJob, "prepare", slow)
+    monkeypatch.setattr(ProgramJob, "prepare", slow)
     asyncio.run(work())
 
 
@@ -151,7 +151,7 @@ def test_what_a_failed_run_has_placed_goes():
 @pytest.mark.parametrize("ends", ["finish", "abort", "fails", "breaks", "serves"])
 def test_a_run_that_is_over_is_gone_at_once(ends, monkeypatch):
     """Its memory, that of GPUs too, does not wait until Python looks for circles of references."""
-    made, prepare = [], NumpyJob.prepare
+    made, prepare = [], ProgramJob.prepare
 
     def noted(job):
         made.append(weakref.ref(job))
@@ -183,12 +183,12 @@ def test_a_run_that_is_over_is_gone_at_once(ends, monkeypatch):
         job.abort(EngineError("enough"))
         return serve(job, *asked)
 
-    serve = NumpyJob.serve
+    serve = ProgramJob.serve
     if ends == "serves":
-        monkeypatch.setattr(NumpyJob, "serve", ended)
-    monkeypatch.setattr(NumpyJob, "prepare", noted)
+        monkeypatch.setattr(ProgramJob, "serve", ended)
+    monkeypatch.setattr(ProgramJob, "prepare", noted)
     if ends == "breaks":
-        monkeypatch.setattr(NumpyJob, "execute", broken)
+        monkeypatch.setattr(ProgramJob, "execute", broken)
     gc.disable()
     try:
         asyncio.run(work())

@@ -37,26 +37,49 @@ from dask_distmm.engines.gpu.collective import CollectiveEngine, RankGroup
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.operands import check_arrays, record
 from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns, ends_of
-from dask_distmm.engines.gpu.program import GpuProgramJob
-from dask_distmm.engines.programs.job import Part, keep_triangle, put
-from dask_distmm.errors import MatrixError
+from dask_distmm.engines.gpu.program import DeviceMemory
+from dask_distmm.engines.programs.job import Part, ProgramJob, keep_triangle, put
 from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.planning.computation import NamedMatrix
-from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.model import ENGINES
-from dask_distmm.planning.placement import Placement
 from dask_distmm.programs.steps import Key, Make, Publish, Pull
+
+# Bytes that are on their way from one rank to another at a time, and again in the other direction.
+_BATCH_BYTES = 2**28
+# Panels that are under way at a time.
+_UNDER_WAY = 2
+# Seconds that work which was begun may take to end after an error, and between two looks whether it has.
+_SETTLING, _LOOK = 5.0, 1e-3
 
 
 class SentPanels(DevicePanels):
-    """The exchange of panels by broadcasts. `group` must be set before the first one."""
+    """The transport of panels by broadcasts, and of chunks by NCCL."""
 
+    # What ranks share; there is none before all have entered.
     group: RankGroup
 
-    def offer(self, plan: Placement) -> dict[str, Any]:
+    def __init__(self, engine: NcclEngine, job: ProgramJob) -> None:
+        super().__init__(job.plan.ranks, job.comm, job.ended.check, engine.coming, job.blas.streams)
+        self._engine = engine
+        least = ENGINES[job.plan.engine].share(job.plan.problem.task.algorithm, len(job.plan.ranks))
+        self._entry = CollectiveEntry(job.plan, job.rank, job.comm, job.ended, least)
+
+    def offer(self, job: ProgramJob) -> dict[str, Any] | None:
         """Offer nothing: no rank reads the memory of another one."""
-        return {}
+        return None if job.rank is None else {}
+
+    def begin(self, job: ProgramJob) -> None:
+        """Fetch what workers have that are not ranks, and enter what is collective."""
+        assert job.rank is not None
+        self._outside = self._fetched(job)
+        self._entry.enter(lambda: self._engine.new_id(job.plan.group))
+        arguments = job.plan, job.rank, self._entry.unique_id, job.blas.streams[0]
+        self.group = self._engine.group(job.plan.group, lambda: RankGroup(*arguments))
+        # The buffers of all panels that are in flight at a time, so that none fails later.
+        messages = (step.buffers for step in job.steps if isinstance(step, Publish | Pull))
+        size = max((ends_of(buffers)[-1] for buffers in messages), default=0)
+        self.group.together(lambda: [*map(self.reserve, (size,) * _UNDER_WAY)])
 
     def publish(self, key: Key, arrays: Sequence[Any]) -> None:
         """Give a panel to all others, after the work that is on the current stream now."""
@@ -73,179 +96,92 @@ class SentPanels(DevicePanels):
         self.group.comm.broadcast(int(buffer.data.ptr), len(buffer), owner, self._coming)
         return places
 
-
-# One participant's side of a factorization
-
-
-# Bytes that are on their way from one rank to another at a time, and again in the other direction.
-_BATCH_BYTES = 2**28
-# Panels that are under way at a time.
-_UNDER_WAY = 2
-# Seconds that work which was begun may take to end after an error, and between two looks whether it has.
-_SETTLING, _LOOK = 5.0, 1e-3
-
-
-class NcclJob(GpuProgramJob):
-    """One participant's side of one run; see the text of the module."""
-
-    def __init__(self, side: Side[FactorPlacement], engine: NcclEngine) -> None:
-        super().__init__(side, engine)
-        self._state = engine
-        # None where one rank computes, and for participants that are not ranks.
-        self._panels: SentPanels | None = None
-        if len(self.plan.ranks) > 1 and self.rank is not None:
-            arguments = self.ended.check, engine.coming, engine.solver().streams
-            self.exchange = self._panels = SentPanels(self.plan.ranks, self.comm, *arguments)
-        least = ENGINES[self.plan.engine].share(self.plan.problem.task.algorithm, len(self.plan.ranks))
-        self._entry = CollectiveEntry(self.plan, self.rank, self.comm, self.ended, least)
-
-    # The work
-
-    def execute(self) -> dict[ResultKey, Any]:
-        """Gather the operands, take the steps, put the outputs together."""
-        try:
-            if self._panels is not None:
-                with self._stream:
-                    self._outside = self._fetched()
-                    self._entry.enter(lambda: self._state.new_id(self.plan.group))
-                    self._panels.group = self._joined()
-                    self._panels.group.together(self._reserve)
-            return super().execute()
-        finally:
-            self._entry.leave()
-
-    def _reserve(self) -> None:
-        """Allocate the buffers of all panels that are in flight at a time, so that none fails later."""
-        assert self._panels is not None
-        messages = (step.buffers for step in self._steps if isinstance(step, Publish | Pull))
-        size = max((ends_of(buffers)[-1] for buffers in messages), default=0)
-        for _ in range(_UNDER_WAY):
-            self._panels.reserve(size)
-
-    def _synchronize(self) -> None:
-        if self._panels is not None:
-            self._panels.complete()
-        super()._synchronize()
-
-    def _look(self) -> None:
-        """Look at what was computed; raise on all ranks if one of them has found something in its columns."""
-        problem = ""
-        try:
-            super()._look()
-        except MatrixError as error:
-            problem = str(error)
-        self._refuse(problem)
-
-    def _settle(self) -> None:
-        """Let work end, also some that was begun before an error; what may never end keeps its memory."""
-        end, streams = time.monotonic() + _SETTLING, (self._stream, self._state.coming)
-        while not all(stream.done for stream in streams) and time.monotonic() < end:
-            time.sleep(_LOOK)
-        if not all(stream.done for stream in streams):
-            self._state.stuck += [self.arrays, self._panels]
-
-    def _joined(self) -> RankGroup:
-        """Return the ranks' group."""
-        assert self.rank is not None
-        arguments = self.plan, self.rank, self._entry.unique_id, self._stream
-        return self._state.group(self.plan.group, lambda: RankGroup(*arguments))
-
-    def _fetched(self) -> dict[str, list[tuple[Part, Any]]]:
+    def _fetched(self, job: ProgramJob) -> dict[str, list[tuple[Part, Any]]]:
         """Return by operand the parts that workers have which are not ranks."""
         parts_of: dict[str, list[tuple[Part, Any]]] = {}
-        for step in self._steps:
+        for step in job.steps:
             if isinstance(step, Make) and step.operand:
-                for holder, parts in self._wanted(step.operand, self._at(step.buffer)).items():
-                    if holder not in self.plan.ranks:
-                        answer = wait_checked(self._fetch("input", holder, parts), self.ended.check)
+                for holder, parts in job.wanted(step.operand, job.at(step.buffer)).items():
+                    if holder not in self._ranks:
+                        answer = wait_checked(job.fetch("input", holder, parts), self._check)
                         parts_of.setdefault(step.operand, []).extend(zip(parts, answer, strict=True))
         return parts_of
 
-    def _gather(self, name: str, target: Any) -> None:
+    def gather(self, job: ProgramJob, name: str, target: Any) -> None:
         """Write this rank's block columns of an operand."""
-        if self._panels is None:
-            super()._gather(name, target)
-            return
-        assert self.rank is not None
-        plan, rank_of = self.plan, {index: rank for rank, index in enumerate(self.plan.ranks)}
+        plan, rank_of = job.plan, {index: rank for rank, index in enumerate(self._ranks)}
         orientation = plan.problem.task.orientation(name)
         copies: list[tuple[Copy, int, int]] = []
         src: dict[int, Any] = {}
         for peer in rank_of.values():
-            for copy, (index, *_) in self._parts_of(name, peer):
+            for copy, (index, *_) in job.parts_of(name, peer):
                 holder = int(plan.where[name][index])
                 if holder in rank_of:
                     copies.append((copy, rank_of[holder], peer))
-                if holder == self.me:
-                    chunk = self.chunks[name, index]
+                if holder == job.me:
+                    chunk = job.chunks[name, index]
                     src[copy.src] = chunk.T if orientation.transposed else chunk
-        self._exchange(copies, src, {self.rank: target}, conjugated=orientation.conjugated)
+        self._move(job, copies, src, {job.rank: target}, conjugated=orientation.conjugated)
         for part, array in self._outside.pop(name, ()):
-            put(self.blas, part, cp.asarray(array, plan.problem.compute_type))
+            put(job.blas, part, cp.asarray(array, plan.problem.compute_type))
 
-    def _exchange(
-        self, copies: Iterable[tuple[Copy, int, int]], src: dict[int, Any], dst: dict[int, Any], *, conjugated: bool
+    def assemble(self, job: ProgramJob, number: int, output: NamedMatrix) -> Iterator[None]:
+        """Put this rank's chunks of an output together."""
+        chunks: dict[ResultKey, Any] = self.group.together(lambda: job.blanks(output))
+        described = job.plan.output(output.name)
+        orientation, copies, dst = described.orientation, list[tuple[Copy, int, int]](), dict[int, Any]()
+        for peer in range(len(self._ranks)):
+            for index, copy in job.taken_by(output, peer):
+                copies.append((copy, copy.src, peer))
+                if peer == job.rank:
+                    chunk = chunks[output.name, index]
+                    dst[copy.dst] = chunk.T if orientation.transposed else chunk
+        self._move(job, copies, {job.rank: job.parts[output.name]}, dst, conjugated=orientation.conjugated)
+        for copy, _, peer in copies:
+            if peer == job.rank:
+                keep_triangle(job.blas, described.form, dst[copy.dst][copy.dst_index], copy.row, copy.col)
+        job.result |= chunks
+        yield
+
+    def _move(
+        self, job: ProgramJob, copies: Iterable[tuple[Copy, int, int]], src: Any, dst: Any, *, conjugated: bool
     ) -> None:
         """Carry out copies, each with the ranks of its source and of its destination, to column-major matrices."""
-        assert self.rank is not None
-        assert self._panels is not None
-        group, ranks = self._panels.group, range(len(self.plan.ranks))
+        assert job.rank is not None
+        ranks, stream = range(len(self._ranks)), job.blas.streams[0]
         size = max((x.itemsize for x in (*src.values(), *dst.values())), default=1)
         moves = Moves(*np.array([(*copy[:8], *owners) for copy, *owners in copies], np.int64).reshape(-1, 10).T)
         for some in moves.rounds(len(ranks), _BATCH_BYTES // size):
-            shuffle = Shuffle(some, self.rank, ranks, src, dst, "F", device_bytes, single=_BATCH_BYTES)
+            shuffle = Shuffle(some, job.rank, ranks, src, dst, "F", device_bytes, single=_BATCH_BYTES)
             exchange = Exchange(shuffle)
-            exchange.run(self._stream, group.comm)
+            exchange.run(stream, self.group.comm)
             self.pulled_bytes += exchange.received_bytes
         for array in dst.values():
             if conjugated and array.dtype.kind == "c":
                 cp.conjugate(array, out=array)
 
-    def _refuse(self, problem: str) -> None:
-        """Raise on all ranks if there is a problem on one of them."""
-        if self._panels is not None:
-            problem = next(iter(self._panels.group.comm.agree(problem).values()), "")
-        super()._refuse(problem)
+    def agree(self, problem: str) -> str:
+        """Return a problem that one of the ranks has."""
+        return next(iter(self.group.comm.agree(problem).values()), "")
 
-    def _complete_parts(self) -> None:
-        # Messages of one communicator follow each other.
-        if self._panels is not None:
-            self._panels.complete()
-        super()._complete_parts()
-
-    def _assemble(self, number: int, output: NamedMatrix) -> Iterator[None]:
-        """Put this rank's chunks of an output together."""
-        if self._panels is None or self.plan.output_layout(output.name) is None:
-            yield from super()._assemble(number, output)
-            return
-        assert self.rank is not None
-        chunks: dict[ResultKey, Any] = self._panels.group.together(lambda: self._blanks(output))
-        described = self.plan.output(output.name)
-        orientation, copies, dst = described.orientation, list[tuple[Copy, int, int]](), dict[int, Any]()
-        for peer in range(len(self.plan.ranks)):
-            for index, copy in self._taken_by(output, peer):
-                copies.append((copy, copy.src, peer))
-                if peer == self.rank:
-                    dst[copy.dst] = (
-                        chunks[output.name, index].T if orientation.transposed else chunks[output.name, index]
-                    )
-        self._exchange(copies, {self.rank: self._parts[output.name]}, dst, conjugated=orientation.conjugated)
-        for copy, _, peer in copies:
-            if peer == self.rank:
-                keep_triangle(self.blas, described.form, dst[copy.dst][copy.dst_index], copy.row, copy.col)
-        self._result |= chunks
+    def settle(self, job: ProgramJob) -> None:
+        """Let work end, also some that was begun before an error; what may never end keeps its memory."""
+        end, streams = time.monotonic() + _SETTLING, (job.blas.streams[0], self._coming)
+        while not all(stream.done for stream in streams) and time.monotonic() < end:
+            time.sleep(_LOOK)
+        if not all(stream.done for stream in streams):
+            self._engine.stuck += [job.arrays, self]
+        self._entry.leave()
 
     # Messages between participants
 
-    def available(self, kind: str, boxes: Boxes) -> Future[Any]:
-        """Return the future that says when `serve` can answer."""
-        return self._entry.entered(int(boxes[0, 0])) if kind == "enter" else super().available(kind, boxes)
+    def published(self, kind: str, boxes: Boxes) -> Future[Any]:
+        """Return the future of what a peer asks for: also the id under which ranks make their communicator."""
+        return self._entry.entered(int(boxes[0, 0])) if kind == "enter" else super().published(kind, boxes)
 
-    def serve(self, kind: str, boxes: Boxes) -> list[Any]:
-        """Return boxes of the chunks that are here, or the id under which ranks make their communicator."""
-        return list(self._entry.answer()) if kind == "enter" else super().serve(kind, boxes)
-
-    # The end
+    def answer(self, kind: str, boxes: Boxes) -> list[Any]:
+        """Return what a peer has asked for, which is there."""
+        return list(self._entry.answer()) if kind == "enter" else super().answer(kind, boxes)
 
     def abort(self, error: BaseException) -> None:
         """End with `error`: at once before the gate; else when the library returns, or else with the process."""
@@ -279,10 +215,12 @@ class NcclEngine(CollectiveEngine):
         """Return the kernels of one GPU (`SolverKernels`), on the engine's stream."""
         return self._kernels
 
-    def job(self, side: Side[Any]) -> NcclJob:
+    def job(self, side: Side[Any]) -> ProgramJob:
         """Return what does a participant's part of a run."""
         check_arrays(self.name, side.chunks)
-        return NcclJob(side, self)
+        several = len(side.plan.ranks) > 1 and side.me in side.plan.ranks
+        transport = functools.partial(SentPanels, self) if several else None
+        return ProgramJob(side, self.solver(), DeviceMemory(side, self.solver()), transport)
 
 
 ENGINE = NcclEngine()

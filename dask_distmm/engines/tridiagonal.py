@@ -61,7 +61,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.engines.programs.blas import Kernels
-from dask_distmm.engines.programs.exchange import RankExchange
+from dask_distmm.engines.programs.exchange import Transport
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.spectral import unit_factors
 from dask_distmm.errors import MatrixError, not_finite
@@ -104,7 +104,7 @@ class HostReduction:
         columns: Columns,
         rank: int,
         array: NDArray[Any],
-        talk: RankExchange,
+        talk: Transport,
         check: Callable[[], None] = lambda: None,
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
@@ -331,7 +331,7 @@ class DivideAndConquer:
     def __init__(
         self,
         kernels: Kernels,
-        talk: RankExchange,
+        talk: Transport,
         place: tuple[int, int],
         matrix: tuple[Vector, Vector],
         memory: tuple[Any, Any],
@@ -504,7 +504,7 @@ class SharedEigh(ProgramKernels):
         plan: FactorPlacement,
         rank: int,
         kernels: Kernels,
-        messages: RankExchange,
+        messages: Transport,
         check: Callable[[], None],
         progress: Callable[[float], None],
     ) -> None:

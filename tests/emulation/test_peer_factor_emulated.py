@@ -28,7 +28,7 @@ def matrix():
 @pytest.mark.parametrize("lower", [True, False])
 @pytest.mark.parametrize("nranks", [1, 2, 3])
 def test_cholesky(factorize, matrix, nranks, lower, monkeypatch):
-    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.factor"], "_QUEUED", 1)
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.transport"], "_QUEUED", 1)
     a = matrix(90, 90)
     a = a @ a.T + np.eye(90)
     (factor,) = factorize("cholesky", nranks, a, lower=lower).values()

@@ -24,7 +24,7 @@ from dask_distmm.testing import run_jobs
 @pytest.fixture(params=[0, 2**40], ids=["on devices", "on hosts"])
 def run(make_peers, monkeypatch, request):
     ranks, _ = make_peers()
-    monkeypatch.setattr(ranks.module, "_LEAST_DIRECT", request.param)
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.transport"], "_LEAST_DIRECT", request.param)
     monkeypatch.setattr(sys.modules["dask_distmm.engines.gpu.program"], "_MOST_ON_HOST", request.param)
     state = sys.modules["dask_distmm.engines.peer.memory"].PeerState
     monkeypatch.setattr(state, "solver", lambda self: QueuedKernels(self.stream))
@@ -52,9 +52,11 @@ def run(make_peers, monkeypatch, request):
 
         found = run_jobs(ranks, ProgramPlacement.from_wire(plan.to_wire()), there, sources=sources)
         moved = [key for key in there if plan.ranks[plan.owners[key[1]]] != where[key[0]][key[1]]]
-        assert sorted(ranks.jobs[-1]._near) == sorted(moved)
+        jobs = ranks.jobs[-len(plan.participants) :]
+        near = [(problem.operands[at], number) for job in jobs for at, number, _ in job.exchange._offered if at >= 0]
+        assert sorted(near) == sorted(moved)
         # And what ranks publish.
-        pulled = sum(job.pulled_bytes for job in ranks.jobs[-len(plan.participants) :])
+        pulled = sum(job.pulled_bytes for job in jobs)
         assert pulled >= sum(chunks[key].nbytes for key in moved)
         assert all(isinstance(chunk, devices.ndarray) for chunk in found.values())
         return {
@@ -111,7 +113,7 @@ def test_matrices_of_another_gpu_that_can_not_be_read(make_peers, monkeypatch):
     monkeypatch.setattr(memory.PeerState, "solver", lambda self: QueuedKernels(self.stream))
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", refuse)
     monkeypatch.setattr(memory, "_NEWS", 0.05)
-    monkeypatch.setattr(ranks.module, "_LEAST_DIRECT", 0)
+    monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.transport"], "_LEAST_DIRECT", 0)
     a = np.random.default_rng().standard_normal((40, 5))
     problem = problem_of(linalg.qr(cupy_array(a, (20, 5)))[1])
     made = plan_program(problem, [Worker("w0"), Worker("w1")], {"a": np.arange(2, dtype=np.int32)}, engine="peer")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dask_distmm.engines.base import Ended, settle
 from dask_distmm.engines.entry import EXIT_STUCK, CollectiveEntry, watchdog
-from dask_distmm.engines.programs.exchange import RankExchange
+from dask_distmm.engines.programs.exchange import Transport
 from dask_distmm.errors import EngineError
 from dask_distmm.programs.steps import Key
 from dask_distmm.runtime.scheduler.freezing import RankGroups
@@ -131,7 +131,7 @@ def test_a_run_may_end_while_a_rank_publishes():
     assert settle(future := Future(), 1)
     assert not settle(future, error=EngineError("late"))
     assert future.result() == 1
-    exchange = RankExchange([0, 1], None, lambda: None)
+    exchange = Transport([0, 1], None, lambda: None)
     futures = exchange._futures = {("x", number): Late() for number in range(3)}
     exchange.abort(EngineError("enough"))
     assert [str(future.exception()) for future in futures.values()] == ["enough"] * 3

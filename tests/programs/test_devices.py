@@ -15,17 +15,14 @@ from dask_distmm import linalg
 from dask_distmm.engines.base import Side
 from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs import evaluate
-from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.engines.programs.job import Memory, ProgramJob
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import plan_program
 
 
-class StrictJob(ProgramJob):
-    def _chunk(self, operand, number):
-        return self.chunks[operand, number]
-
-    def _handed_over(self, array, *, tall):
+class StrictMemory(Memory):
+    def handed_over(self, array, *, tall):
         assert isinstance(array, strict_cupy.ndarray | np.ndarray)
         return array
 
@@ -45,7 +42,7 @@ def run_strictly(monkeypatch, made, operands):
     }
     kernels = strict_cupy.Kernels(LapackKernels())
     plan = plan_program(problem, [Worker("here")], engine="numpy")
-    job = StrictJob(Side(plan, 0, chunks, None), kernels)
+    job = ProgramJob(Side(plan, 0, chunks, None), kernels, StrictMemory())
     job.prepare()
     assert job.execute()
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cupy as cp
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.engines.base import ChunkKey
+from dask_distmm.engines.base import ChunkKey, log
 from dask_distmm.engines.gpu.host import device_like, in_type, to_device
 from dask_distmm.errors import EngineError
 from dask_distmm.layout.rectangles import Span
@@ -131,3 +131,18 @@ def record(stream: cp.cuda.Stream) -> cp.cuda.Event:
     event = cp.cuda.Event(disable_timing=True)
     event.record(stream)
     return event
+
+
+def captured(stream: cp.cuda.Stream, queue: Callable[[], None], what: str) -> Any:
+    """Return what is queued on a stream as a CUDA graph; None if it can't be one, as before kernels are loaded."""
+    try:
+        stream.begin_capture()
+        try:
+            queue()
+        finally:
+            graph = stream.end_capture()
+        graph.upload(stream)
+    except Exception as error:  # whatever it is, it comes again without a graph, or it is only that
+        log.info("%s can't be captured: %s", what, error)
+        return None
+    return graph

@@ -10,14 +10,14 @@ import numpy as np
 
 from dask_distmm.comms.base import Comm
 from dask_distmm.engines.gpu.operands import record
-from dask_distmm.engines.programs.exchange import RankExchange
+from dask_distmm.engines.programs.exchange import Transport
 from dask_distmm.programs.steps import Buffer, Key
 
 # Each array in a buffer begins at a multiple of this many bytes.
 _ALIGNED = 16
 
 
-class DevicePanels(RankExchange):
+class DevicePanels(Transport):
     """The exchange of panels that come on a stream of their own, while the ones before are applied."""
 
     # The parts of panels that come so.

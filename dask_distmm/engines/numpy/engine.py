@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -22,9 +21,7 @@ from dask_distmm.numeric.epilogs import Formula, finish_by_rows, part_shape
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import dtype_from_name, round_tf32, store
 from dask_distmm.planning import Plan
-from dask_distmm.planning.product import steps
 from dask_distmm.planning.region import RegionPlacement
-from dask_distmm.programs.steps import Buffer, Call, New, Publish, Pull
 
 Array: TypeAlias = NDArray[Any]
 Pair = tuple[bool, bool]
@@ -36,8 +33,21 @@ class ProductKernels(LapackKernels):
     reported = 0.0
     timings: Mapping[str, float] = MappingProxyType({})
 
+    def __init__(self, plan: Plan) -> None:
+        # BLAS conjugates, without a copy, the operand that is in the other order than D.
+        turned = any(plan.problem[name].conjugated and plan.orders[name] == "C" for name in "ab")
+        self._order: Literal["C", "F"] = "F" if turned else "C"
+
     def complete(self) -> None:
         """Do nothing: all is done."""
+
+    def empty(self, shape: tuple[int, int], dtype: np.dtype, *, tall: bool = False) -> Array:
+        """Return a new row-major matrix."""
+        return np.empty(shape, dtype)
+
+    def zeros(self, shape: tuple[int, int], dtype: np.dtype) -> Array:
+        """Return memory for sums; the system's zeros cost nothing until they are written to."""
+        return np.zeros(shape, dtype, self._order)
 
     def add_product(self, a: Array, b: Array, c: Array, *, turned: Pair, conjugated: Pair) -> None:
         """C += A B, of matrices as they lie or `turned`."""
@@ -80,55 +90,6 @@ class ProductKernels(LapackKernels):
         return out, *(made[name].astype(kind, copy=False) for name, kind in zip(aux, others, strict=True))
 
 
-class NumpyJob(ProgramJob):
-    """One participant's side of one product."""
-
-    def prepare(self) -> None:
-        """Allocate the memory that this rank sums into, zeroed; where earlier sums are here it adds to these."""
-        plan = self.plan
-        if self.rank is None:
-            return
-        # BLAS conjugates, without a copy, the operand that is in the other order than D.
-        turned = any(plan.problem[name].conjugated and plan.orders[name] == "C" for name in "ab")
-        self._order: Literal["C", "F"] = "F" if turned else "C"
-        here = ((key, chunk) for key, chunk in self.chunks.items() if not isinstance(chunk, SourceChunk))
-        self.arrays = {f"{name}.{number}": chunk for (name, number), chunk in here}
-        if plan.problem.accumulates_in_place:
-            keys = [("partial", index) for index in plan.owned(self.rank).tolist()]
-            # One that came from another process may be read-only.
-            self.consumed = [key for key in keys if key in self.chunks and self.chunks[key].flags.writeable]
-        every = steps(plan, self.rank, {index for _, index in self.consumed})
-        before = [*itertools.takewhile(lambda x: isinstance(x, New) or getattr(x, "operand", "") == "partial", every)]
-        for step in before:
-            self._take(step)
-        self._steps = every[len(before) :]
-        if any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in self._steps):
-            self.offer = self.exchange.offer(plan)
-
-    def _new(self, buffer: Buffer) -> Any:
-        return np.empty(buffer.shape, dtype_from_name(buffer.dtype))
-
-    def _zeros(self, buffer: Buffer) -> Any:
-        # The system's zeros cost nothing until they are written to.
-        return np.zeros(buffer.shape, dtype_from_name(buffer.dtype), self._order)
-
-    def _may_ask(self, pull: Pull, asked: Sequence[tuple[Pull, Any]], ahead: int) -> bool:
-        """Whether a message may be asked for; those of one number, as of a panel, come together."""
-        numbers = {one.key for one, _ in asked} | {pull.key}
-        most: int = self.plan.problem.options.prefetch_panels
-        return len(numbers) <= most
-
-    def _phase(self, call: Call) -> str:
-        return "deliver" if call.kernel in ("store", "finish") else "multiply"
-
-    def _use(self, chunk: SourceChunk) -> SourceChunk:
-        # Each is taken once, and one of both operands is made once.
-        return chunk
-
-    def _handed_over(self, array: Any, *, tall: bool) -> Any:
-        return array
-
-
 class NumpyEngine(Engine):
     """Multiplies on CPUs with SciPy's BLAS and NumPy."""
 
@@ -151,9 +112,7 @@ class NumpyEngine(Engine):
                     "2-D numpy.ndarray chunks: convert them with map_blocks(numpy.asarray), or pass meta= where the "
                     "array is made, so that it says what its chunks are and Dask's own tasks multiply"
                 )
-        if isinstance(side.plan, Plan):
-            return NumpyJob(side, ProductKernels())
-        return ProgramJob(side, LapackKernels())
+        return ProgramJob(side, ProductKernels(side.plan) if isinstance(side.plan, Plan) else LapackKernels())
 
 
 ENGINE = NumpyEngine()

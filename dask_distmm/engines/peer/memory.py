@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import PeerLostError
 from dask_distmm.engines.base import log
 from dask_distmm.engines.gpu.operands import FIRST, array_at, device_memory
-from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Places, Told, offer_of
+from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Places, Told, offer_of, read_place
 from dask_distmm.errors import EngineError
 from dask_distmm.layout.rectangles import Span, span_of
 from dask_distmm.planning import Placement
@@ -312,19 +312,6 @@ class PeerState:
             self._solver = SolverKernels(self.stream)
         return self._solver
 
-    def mapped(self, owner: str, process: bytes, allocation: Allocation, is_gone: Callable[[], bool]) -> int:
-        """Return the address of another process' allocation here; PeerLostError if that is gone, as `is_gone` says."""
-        try:
-            return self.mappings.open(process, allocation)
-        except EngineError as error:
-            # Mapped memory stays readable when its process dies; other memory of that process can't be mapped any more.
-            end = time.monotonic() + _NEWS
-            while not (gone := is_gone()) and time.monotonic() < end:
-                time.sleep(_LOOK)
-            if not gone:
-                raise
-            raise PeerLostError(f"{owner} is gone: {error}") from error
-
     def wake(self, pointer: int, size: int) -> None:
         """Read a little of mapped memory: after an idle moment the first pull takes up to 0.2 ms more (H200)."""
         if self._read is None:
@@ -345,9 +332,11 @@ class Remote:
         offers: tuple[Sequence[Told | None], Places],
         engine: PeerState,
         gone: Collection[int] = (),
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        # `check` raises if the run has been ended, by which memory may be gone.
         (self._told, self._places), self._plan, self._engine = offers, plan, engine
-        self._lost = gone
+        self._lost, self._check = gone, check
         self._seen = cupyx.empty_pinned(len(plan.ranks) + 1, np.int32)
         self._awake: set[int] = set()
         self._flags: dict[int, int] = {}
@@ -394,14 +383,41 @@ class Remote:
             self._views[key] = array_at(span, shape, dtype, self)
         return self._views[key]
 
+    def has(self, holder: int, operand: int, number: int) -> bool:
+        """Whether a participant offers a matrix of an operand."""
+        return bool(self._places[operand][holder, number, 0] >= 0)
+
+    def at(self, holder: int, place: NDArray[Any], shape: tuple[int, int], dtype: np.dtype) -> Any:
+        """Return the column-major matrix that a message of a participant says the place of."""
+        allocation, offset = read_place(place, math.prod(shape) * dtype.itemsize)
+        span = Span(self._mapped(holder, allocation) + offset, dtype.itemsize, shape[0] * dtype.itemsize)
+        return array_at(span, shape, dtype, self)
+
+    def _mapped(self, holder: int, allocation: Allocation) -> int:
+        """Return where an allocation of a participant is in this process."""
+        told = self._told[holder]
+        assert told is not None
+        if told.process == self._engine.exporter.process:
+            return allocation.address
+
+        try:
+            return self._engine.mappings.open(told.process, allocation)
+        except EngineError as error:
+            # Mapped memory stays readable when its process dies; other memory of that process can't be mapped any more.
+            end = time.monotonic() + _NEWS
+            while holder not in self._lost and time.monotonic() < end:
+                self._check()
+                time.sleep(_LOOK)
+            if holder not in self._lost:
+                raise
+            raise PeerLostError(f"{self._plan.participants[holder].address} is gone: {error}") from error
+
     def _map(self, holder: int, number: int) -> None:
-        """Find out where an allocation of a participant is in this process."""
+        """Map an allocation that a participant offers."""
         told = self._told[holder]
         assert told is not None
         allocation = told.allocation(number)
-        owner = self._plan.participants[holder].address
-        mapped = self._engine.mapped(owner, told.process, allocation, lambda: holder in self._lost)
-        self._bases[holder][number] = mapped
+        self._bases[holder][number] = mapped = self._mapped(holder, allocation)
         self._wake(holder, mapped, allocation.size)
 
     def _wake(self, holder: int, mapped: int, size: int) -> None:

@@ -108,7 +108,7 @@ class Expected:
         self._addresses = [worker.address for worker in plan.participants]
         me = plan.participants[mine]
         self._read = [index != mine and reaches(me, other) for index, other in enumerate(plan.participants)]
-        self._is_rank = [index in plan.ranks for index in range(count)]
+        self._is_rank = [flags > 0 and index in plan.ranks for index in range(count)]
         self._needed = {name: read[name] & np.array(self._read)[:, None] for name in problem.operands}
         # Rows, columns and bytes of an element of all chunks of all operands, and of all blocks; for each operand and
         # participant where its own begin, and how many there are. The last operands are the blocks and the flags.

@@ -39,12 +39,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, PeerLostError
-from dask_distmm.engines.base import ResultKey, Side, contiguous, log
+from dask_distmm.engines.base import ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.copy_kernels import CopyBatch, Rectangle, make_copies, table_of
 from dask_distmm.engines.gpu.finishing import decoded, finish_into
 from dask_distmm.engines.gpu.gemm import PLAIN, FusedEpilog, Gemm, GemmShape, GemmTypes, MatrixRef, check_fp8
 from dask_distmm.engines.gpu.host import to_host
-from dask_distmm.engines.gpu.operands import DeviceChunks, mark, record
+from dask_distmm.engines.gpu.operands import DeviceChunks, captured, mark, record
 from dask_distmm.engines.peer.memory import PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
 from dask_distmm.engines.peer.readable import DeviceMaker, DeviceView, Load, Made, Parts, Sources, bits, lying
@@ -105,18 +105,13 @@ def capture(stream: cp.cuda.Stream, products: Sequence[Work]) -> Captured | None
     """Return products as a graph; None if they can't be: most of all if the library has yet to load its kernels."""
     if not products or not all(isinstance(gemm, Gemm) and gemm.ran for gemm in products):
         return None
-    try:
-        stream.begin_capture()
-        try:
-            for gemm in products:
-                gemm.run(stream)
-        finally:
-            graph = stream.end_capture()
-        graph.upload(stream)
-    except cp.cuda.runtime.CUDARuntimeError as error:
-        log.info("products can't be captured: %s", error)
-        return None
-    return Captured(graph, products)
+
+    def run() -> None:
+        for gemm in products:
+            gemm.run(stream)
+
+    graph = captured(stream, run, "products")
+    return None if graph is None else Captured(graph, products)
 
 
 def at_hand(products: Sequence[tuple[Work, bool]], rate: float) -> tuple[int, bool]:
@@ -447,11 +442,11 @@ class PeerJob(ProgramJob):
         for run in runs:
             gemms = [gemm for step in run for gemm in step.works or ()]
             if 0 < sum(gemm.flops for gemm in gemms) < _SHORT_SECONDS * self._rate:
-                captured = capture(self._stream, gemms)
-                if captured is not None:
+                graph = capture(self._stream, gemms)
+                if graph is not None:
                     for step in run:
                         step.works = []
-                    run[0].works, run[0].together = [captured], [step.call for step in run]
+                    run[0].works, run[0].together = [graph], [step.call for step in run]
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer, and map what this rank needs of it."""
@@ -495,7 +490,7 @@ class PeerJob(ProgramJob):
             for step in self._stores:
                 self._store(step)
             self.ended.wait(marks[-1])
-            outputs = {key: self._on_host(key, x) if self._downloads else x for key, x in self._result.items()}
+            outputs = {key: self._on_host(key, x) if self._downloads else x for key, x in self.result.items()}
         finally:
             if self._downloads is not None:
                 self._downloads.close()
@@ -617,7 +612,7 @@ class PeerJob(ProgramJob):
             for _, complete in self._coming[source.name]:
                 stream.wait_event(complete)
             with stream:
-                bits(self._at(target))[...] = bits(self._at(source))
+                bits(self.at(target))[...] = bits(self.at(source))
         self._complete(whole.number, whole, stream)
         self._coming[whole.name].append((whole.box, record(stream)))
 
@@ -666,7 +661,7 @@ class PeerJob(ProgramJob):
         copies.batch.run(self._stream)
         if copies.call.options.get("turned") and self.plan.problem.result_type.kind == "c":
             with self._stream:
-                for part in map(self._at, copies.call.arguments[copies.call.options["reads"] :]):
+                for part in map(self.at, copies.call.arguments[copies.call.options["reads"] :]):
                     cp.conjugate(part, out=part)
 
     def _multiply(self, products: Products) -> None:
@@ -819,13 +814,13 @@ class PeerJob(ProgramJob):
     # Results
 
     def _copy(self, call: Call) -> None:
-        source, target = map(self._at, call.arguments)
+        source, target = map(self.at, call.arguments)
         target[...] = source
 
     def _finish_into(self, call: Call) -> None:
         """Apply the formula to a chunk of sums."""
         problem, count, names = self.plan.problem, call.options["reads"], call.options["names"]
-        arrays = [self._at(place) for place in call.arguments]
+        arrays = [self.at(place) for place in call.arguments]
         inputs = {name: decoded(x, problem[name].dtype) for name, x in zip(names, arrays, strict=False)}
         results = {output.name: x for output, x in zip(problem.outputs, arrays[count + 1 :], strict=True)}
         finish_into(problem, arrays[count], inputs, results)
@@ -834,7 +829,7 @@ class PeerJob(ProgramJob):
         if step.number not in self._missing:
             array = self.arrays[step.buffer.name]
             result = self._downloads.begin(array, record(self._stream)) if self._downloads else array
-            self._result[step.output, step.number] = result
+            self.result[step.output, step.number] = result
 
     # Messages between participants
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cupy as cp
-import cupyx
 import numpy as np
 
 from dask_distmm.engines.gpu.host import kernel
@@ -27,13 +26,12 @@ _WORD_BYTES = 256
 class Window:
     """The memory by which a rank talks to all others."""
 
-    def __init__(self, messages: dict[Key, int], exporter: Any) -> None:
+    def __init__(self, messages: dict[Key, int], exporter: Any, over: Any) -> None:
         self.keys, self.size = messages.keys(), max(messages.values())
         self.memory = exporter.own((1, self.nbytes), np.dtype(np.uint8))
         self.memory[:, :_WORD_BYTES] = 0
-        # The host says here that the run is over.
-        self._over = cupyx.empty_pinned(1, np.uint32)
-        self._over[...] = 0
+        # Where the host says that the run is over.
+        self._over = over
         # Where the memory of each rank is, here; and those of the others, on the device.
         self.addresses: Sequence[int] = ()
         self._others: Any = None
@@ -42,10 +40,6 @@ class Window:
     def nbytes(self) -> int:
         """Bytes of the memory of a rank."""
         return _WORD_BYTES + 2 * self.size
-
-    def end(self) -> None:
-        """Let kernels that wait for other ranks end; any thread."""
-        self._over[0] = 1
 
     def begin(self, addresses: Sequence[int], rank: int) -> None:
         """Take the addresses at which the memory of each rank is here."""

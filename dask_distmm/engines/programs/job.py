@@ -1,6 +1,7 @@
 """One participant's side of a run in which ranks take the steps of a program.
 
-What a rank publishes others get by a `RankExchange`, as soon as it is there. Matrices travel by `Comm.fetch`.
+A job is given kernels, the memory in which they compute (`Memory`), and a `Transport`. What a rank publishes others get
+by that, as soon as it is there.
 
 Chunks of tall matrices stay where they are. Those that are elsewhere are asked for before the first step; those that
 this rank makes are made in threads, some ahead of the steps, once for each pass over the operand, and dropped.
@@ -17,9 +18,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -28,15 +30,17 @@ import numpy as np
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, settle, wait_checked
 from dask_distmm.engines.programs.blas import Kernels, assign
-from dask_distmm.engines.programs.exchange import RankExchange
+from dask_distmm.engines.programs.exchange import Transport
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.errors import EngineError, MatrixError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.numeric.types import dtype_from_name, store
+from dask_distmm.planning import Plan
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
+from dask_distmm.planning.product import steps as product_steps
 from dask_distmm.programs.steps import (
     LASTING,
     TURN,
@@ -88,17 +92,103 @@ _HERE = contextlib.nullcontext()
 _UNSKIPPED = ("pca", "svd_compressed", "cov")
 
 
+class Memory:
+    """The memory in which a rank computes, and what is done with chunks there: here in that of the worker's process."""
+
+    @property
+    def making(self) -> tuple[Any, ...]:
+        """What a `ChunkLoader` takes, if it does not make chunks as they are."""
+        return ()
+
+    def upload(self, chunks: dict[ChunkKey, Any]) -> dict[ChunkKey, Any]:
+        """Return chunks in this memory."""
+        return chunks
+
+    def complete(self) -> None:
+        """Wait until what others read from the vote on is here."""
+
+    def working(self) -> contextlib.AbstractContextManager[Any]:
+        """Compute here inside of a ``with`` block."""
+        return _HERE
+
+    def take_turn(self, job: ProgramJob, body: Sequence[Step], reached: float) -> None:
+        """Take the steps of a turn of a loop."""
+        job.take(body, reached, 0.0, len(body))
+
+    def kernel(self, kernels: Any, call: Call) -> Any:
+        """Return what a call calls."""
+        return getattr(kernels, call.kernel)
+
+    def synchronize(self) -> None:
+        """Wait until all work that was queued is done."""
+
+    def note(self, *arrays: Any) -> None:
+        """Note memory that was allocated beside chunks."""
+
+    def new(self, make: Callable[[], Any], *, kept: bool) -> Any:
+        """Return new memory; `kept`: Dask frees it."""
+        return make()
+
+    def blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
+        """Return a new chunk of an output, with zeros where no rank has a part of it."""
+        # Zeros, as the system gives them, are free of charge until they are written to.
+        return np.zeros(shape, dtype, order)
+
+    def arrived(self, chunk: Any) -> Any:
+        """Return what was made of a chunk, once it may be read."""
+        return chunk
+
+    def reuse(self) -> None:
+        """Let the memory of a chunk that was made go to the next one."""
+
+    def lent(self, array: Any, *, copied: bool) -> Any:
+        """Return what others get of an array."""
+        return array.copy(order="K") if copied else array
+
+    def write(self, target: Any, part: Any) -> None:
+        """Write what another rank has lent."""
+        store(target, part)
+
+    def put(self, job: ProgramJob, parts: Sequence[Part], found: Iterable[Any]) -> None:
+        """Write parts to their places."""
+        for part, array in zip(parts, found, strict=True):
+            job.ended.check()
+            put(job.blas, part, array, job.scales)
+
+    def handed_over(self, array: Any, *, tall: bool) -> Any:
+        """Return a chunk of an output as Dask gets it."""
+        return np.ascontiguousarray(array)
+
+    def delivered(self, chunk: Any) -> Any:
+        """Return a chunk of a factorization's result as Dask gets it."""
+        return chunk
+
+    def sent(self, arrays: list[Any]) -> list[Any]:
+        """Return arrays as they are sent over Dask's comms."""
+        return arrays
+
+    def held_bytes(self, chunks: Sequence[Any]) -> int:
+        """Return the bytes of device memory that were held for the run, with those of chunks."""
+        return 0
+
+
 class ProgramJob(Job[Any]):
     """One participant's side of a run whose ranks take steps, and publish what others need."""
 
     lends = True
 
-    def __init__(self, side: Side[Any], kernels: Any) -> None:
+    def __init__(
+        self,
+        side: Side[Any],
+        kernels: Any,
+        memory: Memory | None = None,
+        transport: Callable[[ProgramJob], Transport] | None = None,
+    ) -> None:
         super().__init__(side)
+        self.memory = memory or Memory()
         # Steps call methods of `kernels` by name; `blas` queues calls on lanes.
-        self.blas: Kernels = kernels
+        self.blas: Any = kernels
         self.kernels: Any = kernels
-        self.exchange = RankExchange(self.plan.ranks, self.comm, self.ended.check)
         self.arrays: dict[str, Any] = {}
         # Keys published so far, in order; the turns of all loops so far; the offset of numbers of messages.
         self._held: dict[Key, None] = {}
@@ -106,9 +196,11 @@ class ProgramJob(Job[Any]):
         # Of what came from others and is kept in the memory in which it came, by the name of the first buffer.
         self._taken: dict[str, Key] = {}
         # Whether operands are gathered into block columns, and results are delivered from there.
-        self._gathers = isinstance(self.plan, FactorPlacement)
-        self._steps: tuple[Step, ...] = ()
-        self._result: dict[ResultKey, Any] = {}
+        self.gathers = isinstance(self.plan, FactorPlacement)
+        # Whether it is a product.
+        self.multiplies = isinstance(self.plan, Plan)
+        self.steps: tuple[Step, ...] = ()
+        self.result: dict[ResultKey, Any] = {}
         # Rows of chunks of operands by their names, also when they are gone.
         self._lengths: dict[str, int] = {}
         self._asked: dict[ChunkKey, Future[Sequence[Any]]] = {}
@@ -118,34 +210,58 @@ class ProgramJob(Job[Any]):
         self._loads: ChunkLoader | None = None
         self._uses = collections.deque[SourceChunk]()
         # This rank's parts of results, and whether all are complete.
-        self._parts: dict[str, Any] = {}
+        self.parts: dict[str, Any] = {}
         self._final: Future[None] = Future()
         # Parts of operands that are to be finite: row and column at which they begin, where they are, and their sums.
         self._sums: list[tuple[str, int, int, Any, Any]] = []
         # By what rows, and columns, of an operand are multiplied while they are gathered.
-        self._scales: Sequence[Any] = ()
+        self.scales: Sequence[Any] = ()
+        self.exchange = transport(self) if transport else Transport(self.plan.ranks, self.comm, self.ended.check)
 
     @property
     def received_bytes(self) -> int:
         """Bytes of matrices that have arrived from other participants."""
         return super().received_bytes + self.exchange.pulled_bytes
 
+    @property
+    def in_loop(self) -> bool:
+        """Whether this is a turn of a loop."""
+        return self._offset > 0
+
     # Before the work
 
     def prepare(self) -> None:
-        """Allocate what is to be there before the run, and offer what lets others read what this rank publishes."""
-        if self.rank is None:
+        """Allocate what is to be there before the run, and offer what others read."""
+        self.chunks = self.memory.upload(self.chunks)
+        if self.multiplies:
+            self._prepare_product()
             return
-        self._steps = self.plan.steps(self.rank)
-        for step in self._steps[:1]:
-            if isinstance(step, Make) and not step.operand:
-                self._make(step)
-        self.kernels = self._program_kernels(self.rank)
-        self.offer = self.exchange.offer(self.plan)
+        if self.rank is not None:
+            self.steps = self.plan.steps(self.rank)
+            for step in self.steps[:1]:
+                if isinstance(step, Make) and not step.operand:
+                    self._make(step)
+            self.kernels = self._program_kernels(self.rank)
+        self.offer = self.exchange.offer(self)
+        self.memory.complete()
 
-    def _memory(self, buffer: Buffer) -> Any:
-        """Return memory for this rank's block columns."""
-        return self.blas.empty(buffer.shape, dtype_from_name(buffer.dtype))
+    def _prepare_product(self) -> None:
+        """Allocate the memory that this rank sums into; where earlier sums are here it adds to these."""
+        if (rank := self.rank) is None:
+            return
+        plan, here = self.plan, ((key, x) for key, x in self.chunks.items() if not isinstance(x, SourceChunk))
+        self.arrays = {f"{name}.{number}": chunk for (name, number), chunk in here}
+        if plan.problem.accumulates_in_place:
+            keys = [("partial", index) for index in plan.owned(rank).tolist()]
+            # One that came from another process may be read-only.
+            self.consumed = [key for key in keys if key in self.chunks and self.chunks[key].flags.writeable]
+        steps = product_steps(plan, rank, {index for _, index in self.consumed})
+        before = [*itertools.takewhile(lambda x: isinstance(x, New) or getattr(x, "operand", "") == "partial", steps)]
+        for step in before:
+            self._take(step)
+        self.steps = steps[len(before) :]
+        if any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in self.steps):
+            self.offer = self.exchange.offer(self)
 
     def _program_kernels(self, rank: int) -> Any:
         """Return what steps call."""
@@ -153,15 +269,17 @@ class ProgramJob(Job[Any]):
         from dask_distmm.engines.programs.kernels import ProgramKernels
         from dask_distmm.engines.tridiagonal import SharedEigh
 
-        if not (self._gathers and self.plan.shared):
+        if not (self.gathers and self.plan.shared):
             problem = self.plan.problem
             kernels = ProgramKernels(self.blas, may_skip=getattr(problem, "builder", "") not in _UNSKIPPED)
             kernels.constants = getattr(problem, "constants", ())
-            if self._gathers:
+            if self.gathers:
                 # A circle would keep the job until Python looks for such.
                 kernels.prepare(weakref.WeakMethod(self._multiplied), weakref.WeakMethod(self._pivots), problem.task)
             return kernels
-        return SharedEigh(self.plan, rank, self.blas, self.exchange, self.ended.check, self.progress)
+        return (self.exchange.eigh or SharedEigh)(
+            self.plan, rank, self.blas, self.exchange, self.ended.check, self.progress
+        )
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Take what all participants offer."""
@@ -173,41 +291,61 @@ class ProgramJob(Job[Any]):
         """Take all steps; put chunks of results together."""
         if self.rank is None:
             return {}
-        for step in self._steps if not self._gathers else ():
+        # Infinities and NaN are checked for where they matter.
+        threads, reported = self.plan.participants[self.me].nthreads, self.kernels.reported
+        # Of a traced function threads share strips of rows, each with a BLAS of one thread.
+        shared = getattr(self.plan.problem, "builder", "") == "traced" and not self.blas.asynchronous
+        self.kernels.threads = threads if shared else 1
+        try:
+            with np.errstate(all="ignore"), self.blas.working(1 if shared else threads), self.memory.working():
+                self.exchange.begin(self)
+                with self.exchange:
+                    self._take_all(reported)
+        finally:
+            self.exchange.settle(self)
+        self.timings |= self.kernels.timings
+        self.held_bytes += self.memory.held_bytes((*self.chunks.values(), *self.result.values()))
+        return self.result
+
+    def _take_all(self, reported: float) -> None:
+        for step in self.steps if not self.gathers else ():
             if isinstance(step, Make) and not self._is_made(step):
                 self._operands.add(step.buffer.name)
                 if (step.operand, step.number) not in self.chunks:
                     self._asked[step.operand, step.number] = self._ask(step)
         began = time.perf_counter()
         self.timings |= {"wait": 0.0} | ({"load": 0.0} if self.plan.problem.by_ranks else {})
-        # Infinities and NaN are checked for where they matter.
-        threads, reported = self.plan.participants[self.me].nthreads, self.kernels.reported
-        # Of a traced function threads share strips of rows, each with a BLAS of one thread.
-        shared = getattr(self.plan.problem, "builder", "") == "traced" and not self.blas.asynchronous
-        self.kernels.threads = threads if shared else 1
-        with np.errstate(all="ignore"), self.blas.working(1 if shared else threads), self.exchange:
-            self.take(self._steps, reported, 1 - reported)
-            moves = self._begin_results() if self._gathers else []
-            self._synchronize()
-            spent = sum(self.timings.get(phase, 0.0) for phase in ("wait", "load", "gather"))
-            self.timings["work"] = time.perf_counter() - began - spent
-            if self.blas.asynchronous:
-                self.timings["compute"] = self.timings["work"]
-            began = time.perf_counter()
-            self._end_results(moves)
-            self._look()
-            self._synchronize()
-            if self._gathers:
-                self._note("deliver", began)
-        self.timings |= self.kernels.timings
-        return self._result
+        self.take(self.steps, reported, 1 - reported)
+        moves = self._begin_results() if self.gathers else []
+        self._synchronize()
+        spent = sum(self.timings.get(phase, 0.0) for phase in ("wait", "load", "gather"))
+        self.timings["work"] = time.perf_counter() - began - spent
+        if self.blas.asynchronous:
+            self.timings["compute"] = self.timings["work"]
+        began = time.perf_counter()
+        # Put this rank's chunks of the results together.
+        for move in moves:
+            collections.deque(move, 0)
+        self._look()
+        self._synchronize()
+        if self.gathers:
+            self.result = {key: self.memory.delivered(chunk) for key, chunk in self.result.items()}
+            self._note("deliver", began)
 
     def _look(self) -> None:
-        """Look at what was computed; raise if it can't be right."""
-        self.kernels.complete()
+        """Look at what was computed; raise, on all ranks, if it can't be right."""
+        self.exchange.look(self)
+        problem = ""
+        try:
+            self.kernels.complete()
+        except MatrixError as error:
+            problem = str(error)
+        self._refuse(problem)
 
     def _synchronize(self) -> None:
         """Wait until all is done."""
+        self.exchange.complete()
+        self.memory.synchronize()
 
     def take(self, steps: Sequence[Any], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
         """Take steps, which are this `share` of the work."""
@@ -237,10 +375,10 @@ class ProgramJob(Job[Any]):
                 break
             self._turns += 1
             self._offset, held = self._turns * TURN, list(self._held)
-            self._take_turn(loop.body, come)
+            self.memory.take_turn(self, loop.body, come)
             # In a turn all wait for each other: others have what was published before it.
             if held:
-                self._meet()
+                self.exchange.meet()
             for key in held:
                 if key in self._held and key.part not in LASTING:
                     del self._held[key]
@@ -251,13 +389,6 @@ class ProgramJob(Job[Any]):
             self.progress(come)
         self._offset = outside
 
-    def _take_turn(self, body: Sequence[Step], reached: float) -> None:
-        """Take the steps of a turn."""
-        self.take(body, reached, 0.0, len(body))
-
-    def _meet(self) -> None:
-        """Wait until all that this rank has asked others for is here."""
-
     def _is_set(self, flag: Buffer) -> bool:
         return bool(self.arrays[flag.name].all())
 
@@ -267,12 +398,18 @@ class ProgramJob(Job[Any]):
 
     def _request(self, pull: Pull) -> Any:
         """Ask for a message."""
+        if self.exchange.queues(pull):
+            return None
         if pull.boxes:
             return self.comm.fetch(pull.owner, "input", np.array(pull.boxes, np.int64))
         return self.exchange.ask(pull.owner, self._numbered(pull.key), pull.buffers)
 
     def _may_ask(self, pull: Pull, asked: Sequence[tuple[Pull, Any]], ahead: int) -> bool:
         """Whether a message may be asked for while others are on their way."""
+        if self.multiplies:
+            # Those of one number, as of a panel, come together.
+            most: int = self.plan.problem.options.prefetch_panels
+            return len({earlier.key for earlier, _ in asked} | {pull.key}) <= most
         return len(asked) < (1 if pull.taken and pull.nbytes > _LARGE else ahead)
 
     def _take(self, step: Step) -> None:
@@ -295,9 +432,12 @@ class ProgramJob(Job[Any]):
 
     def _publish_step(self, step: Publish) -> None:
         """Let other ranks have buffers."""
+        if self.exchange.queues(step):
+            self.exchange.write([self.at(buffer) for buffer in step.buffers])
+            return
         key = self._numbered(step.key)
         with self._on(step.lane):
-            lent = [self._lent(self._at(buffer), copied=step.copied) for buffer in step.buffers]
+            lent = [self.exchange.lend(self, self.at(buffer), copied=step.copied) for buffer in step.buffers]
             self._held[key] = None
             self.exchange.publish(key, lent)
 
@@ -306,7 +446,7 @@ class ProgramJob(Job[Any]):
 
     def _call(self, call: Call) -> None:
         began = time.perf_counter()
-        kernel, arguments = getattr(self.kernels, call.kernel), [self._at(buffer) for buffer in call.arguments]
+        kernel, arguments = self.memory.kernel(self.kernels, call), [self.at(buffer) for buffer in call.arguments]
         if call.lane:
             with self.blas.on(call.lane):
                 found = kernel(*arguments, **call.options)
@@ -319,11 +459,17 @@ class ProgramJob(Job[Any]):
             self._note(self._phase(call), began)
 
     def _phase(self, call: Call) -> str:
-        if self._gathers:
+        if self.gathers:
             return "panel" if call.lane in ("ahead", "panel") else "update"
+        if self.multiplies:
+            return "deliver" if call.kernel in ("store", "finish") else "multiply"
         return f"{call.kernel}()"
 
     def _arrive(self, pull: Pull, asked: Any) -> None:
+        if self.exchange.queues(pull):
+            parts = self.exchange.read(pull)
+            self.arrays |= {buffer.name: part for buffer, part in zip(pull.buffers, parts, strict=True)}
+            return
         began, key = time.perf_counter(), self._numbered(pull.key)
         found = self.exchange.get(asked, again=pull.taken)
         self._note("wait", began)
@@ -334,15 +480,15 @@ class ProgramJob(Job[Any]):
                 self.arrays[buffer.name] = part
                 self._taken.setdefault(pull.buffers[0].name, key)
             elif pull.op:
-                place = self._at(buffer)
+                place = self.at(buffer)
                 place += part
             else:
-                self._fill(self._at(buffer), part, pull.owner)
+                self.exchange.fill(self, self.at(buffer), part, pull.owner)
 
     def _note(self, phase: str, began: float) -> None:
         self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - began
 
-    def _at(self, place: Buffer | View) -> Any:
+    def at(self, place: Buffer | View) -> Any:
         """Return a buffer, or a rectangle of one."""
         if isinstance(place, Buffer):
             return self.arrays[place.name]
@@ -354,12 +500,12 @@ class ProgramJob(Job[Any]):
     def _make(self, step: Make) -> None:
         """Take a chunk of an operand, or gather this rank's block columns of one."""
         if isinstance(step.buffer, View):
-            self._scales = [self._at(scale) for scale in step.by]
-            self._fill_columns(step.operand, self._at(step.buffer))
-            self._scales = ()
-        elif self._gathers and not step.operand:
+            self.scales = [self.at(scale) for scale in step.by]
+            self._fill_columns(step.operand, self.at(step.buffer))
+            self.scales = ()
+        elif self.gathers and not step.operand:
             if step.buffer.name not in self.arrays:
-                self.arrays[step.buffer.name] = self._memory(step.buffer)
+                self.arrays[step.buffer.name] = self.exchange.columns(self, step.buffer)
         elif self._loads is not None and self._is_made(step):
             self._begin(step, self._made(self._loads, self._uses.popleft()))
         elif step.operand:
@@ -368,24 +514,31 @@ class ProgramJob(Job[Any]):
     def _store(self, step: Store) -> None:
         """Hand a buffer over."""
         place = step.buffer
-        array = self._at(place) if isinstance(place, View) else self.arrays.pop(place.name)
-        if self._gathers or isinstance(place, View):
-            self._parts[step.output] = array
+        array = self.at(place) if isinstance(place, View) else self.arrays.pop(place.name)
+        if self.gathers or isinstance(place, View):
+            self.parts[step.output] = array
         else:
-            self._result[step.output, step.number] = self._handed_over(array, tall=bool(place.like))
+            self.result[step.output, step.number] = (
+                array if self.multiplies else self.memory.handed_over(array, tall=bool(place.like))
+            )
 
     def _new(self, buffer: Buffer) -> Any:
         """Allocate a buffer."""
         rows, cols = buffer.shape
+        if (part := self.exchange.new(buffer)) is not None:
+            return part
         if buffer.host:
             return np.empty((rows, cols), np.dtype(buffer.dtype))
         if buffer.like:
             here = self._lengths[buffer.like]
             rows, cols = (here if rows < 0 else rows), (here if cols < 0 else cols)
-        return self.kernels.empty((rows, cols), np.dtype(buffer.dtype), tall=bool(buffer.like))
+        tall, dtype = bool(buffer.like), dtype_from_name(buffer.dtype)
+        return self.memory.new(lambda: self.kernels.empty((rows, cols), dtype, tall=tall), kept=tall)
 
     def _zeros(self, buffer: Buffer) -> Any:
         """Allocate a buffer filled with zeros."""
+        if self.multiplies:
+            return self.kernels.zeros(buffer.shape, dtype_from_name(buffer.dtype))
         array = self._new(buffer)
         array[...] = 0
         return array
@@ -412,20 +565,20 @@ class ProgramJob(Job[Any]):
             self._loads, self._uses = outside
 
     def _use(self, chunk: SourceChunk) -> SourceChunk:
-        """Return a chunk to be made: for each pass over an operand once more."""
-        return chunk.again()
+        """Return a chunk to be made: for each pass over an operand once more, of a product once for both operands."""
+        return chunk if self.multiplies else chunk.again()
 
     def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
         """Return what makes chunks in this order."""
         threads = self.plan.participants[self.me].nthreads
-        return ChunkLoader(uses, threads, made_ahead(threads) * len(self.plan.problem.by_ranks))
+        return ChunkLoader(uses, threads, made_ahead(threads) * len(self.plan.problem.by_ranks), *self.memory.making)
 
     def _made(self, loads: ChunkLoader, chunk: SourceChunk) -> Any:
         """Return a chunk once it is made."""
         began = time.perf_counter()
         found = loads.take(chunk, self.ended.check)
         self.timings["load"] += time.perf_counter() - began
-        return found
+        return self.memory.arrived(found)
 
     def _begin(self, step: Make, chunk: Any) -> None:
         """Put a chunk of an operand into its buffer, in the type of that."""
@@ -439,11 +592,17 @@ class ProgramJob(Job[Any]):
         self._lengths[name] = chunk.shape[0]
 
     def _ask(self, step: Make) -> Future[Sequence[Any]]:
-        """Ask the participant that has a chunk for it."""
-        names = self.plan.problem.operands
-        box = self.plan.whole(step.operand, step.number)
-        boxes = np.array([(names.index(step.operand), step.number, *box)], np.int64)
-        return self.comm.fetch(int(self.plan.where[step.operand][step.number]), "input", boxes)
+        """Copy a chunk of another participant that can be read, or ask for it."""
+        operand, holder = (
+            self.plan.problem.operands.index(step.operand),
+            int(self.plan.where[step.operand][step.number]),
+        )
+        box = operand, step.number, *self.plan.whole(step.operand, step.number)
+        if not self.exchange.reads("input", holder, box):
+            return self.comm.fetch(holder, "input", np.array([box], np.int64))
+        found: Future[Sequence[Any]] = Future()
+        found.set_result([self._whole(step.operand, step.number)])
+        return found
 
     def _chunk(self, operand: str, number: int) -> Any:
         """Return a chunk of an operand that was there before the run."""
@@ -452,32 +611,22 @@ class ProgramJob(Job[Any]):
             return rows_from(found, self.plan.whole(operand, number)[-1]) if len(found) > 1 else found[0]
         return self.chunks[operand, number]
 
-    def _lent(self, array: Any, *, copied: bool) -> Any:
-        """Return what others get of an array, or a copy of it."""
-        return array.copy(order="K") if copied else array
-
-    def _fill(self, target: Any, part: Any, owner: int) -> None:
-        """Write what another rank has lent."""
-        store(target, part)
-
     def _free(self, buffer: Buffer) -> None:
         """Free a buffer; say so after the last chunk that was here before the run."""
+        if buffer.is_operand and buffer.name not in self._operands:
+            self.memory.reuse()
         del self.arrays[buffer.name]
         if buffer.name in self._operands:
             self._operands.discard(buffer.name)
             if not self._operands:
                 self.on_gathered()
 
-    def _handed_over(self, array: Any, *, tall: bool) -> Any:
-        """Return a chunk of an output as Dask gets it."""
-        return np.ascontiguousarray(array)
-
     # Operands in block columns
 
     def _fill_columns(self, name: str, target: Any) -> None:
         """Write this rank's block columns of an operand; after the last one refuse elements that are not finite."""
         began = time.perf_counter()
-        self._gather(name, target)
+        self.exchange.gather(self, name, target)
         self._add_up(name, target)
         if name == self.plan.problem.operands[-1]:
             self._synchronize()
@@ -486,27 +635,25 @@ class ProgramJob(Job[Any]):
             self.on_gathered()
         self._note("gather", began)
 
-    def _gather(self, name: str, target: Any) -> None:
-        """Write parts of an operand's chunks to their places."""
-        collections.deque(self._move("input", self._wanted(name, target)), 0)
-
-    def _wanted(self, name: str, target: Any) -> dict[int, list[Part]]:
+    def wanted(self, name: str, target: Any) -> dict[int, list[Part]]:
         """Return by holder the parts of an operand that are written to this rank's block columns."""
         assert self.rank is not None
         found: dict[int, list[Part]] = collections.defaultdict(list)
         number, orientation = self.plan.problem.operands.index(name), self.plan.problem.task.orientation(name)
         how = "full", orientation.transposed, orientation.conjugated and target.dtype.kind == "c"
-        for copy, (index, *box) in self._parts_of(name, self.rank):
+        for copy, (index, *box) in self.parts_of(name, self.rank):
             part = Part((number, index, *box), target[copy.dst_index], copy.row, copy.col, *how)
             found[int(self.plan.where[name][index])].append(part)
         return found
 
-    def _move(self, kind: str, parts: Mapping[int, list[Part]]) -> Iterator[None]:
+    def move(self, kind: str, parts: Mapping[int, list[Part]]) -> Iterator[None]:
         """Write parts of what participants hold to their places; pause after those that are here."""
         # Not all ranks begin with the same one.
         holders = sorted({self.me, *parts}, key=lambda holder: (holder - self.me) % len(self.plan.participants))
         asked = {
-            holder: self._fetch(kind, holder, parts[holder]) for holder in holders[1:] if not self._reads(kind, holder)
+            holder: self.fetch(kind, holder, parts[holder])
+            for holder in holders[1:]
+            if not self.exchange.reads(kind, holder, parts[holder][0].box)
         }
         for holder in holders:
             some = parts.get(holder, [])
@@ -515,11 +662,12 @@ class ProgramJob(Job[Any]):
             else:
                 found = self._read(kind, holder, [part.box for part in some])
                 self.pulled_bytes += sum(part.place.nbytes for part in some if holder != self.me)
-            self._put(some, found)
+            self.memory.put(self, some, found)
             if holder == self.me:
                 yield
 
-    def _fetch(self, kind: str, holder: int, parts: Sequence[Part]) -> Future[Sequence[Any]]:
+    def fetch(self, kind: str, holder: int, parts: Sequence[Part]) -> Future[Sequence[Any]]:
+        """Ask a participant for parts that it holds."""
         return self.comm.fetch(holder, kind, np.array([part.box for part in parts], np.int64))
 
     def _read(self, kind: str, holder: int, boxes: Sequence[Sequence[int]]) -> Iterator[Any]:
@@ -527,33 +675,24 @@ class ProgramJob(Job[Any]):
         views = dict[tuple[int, int], Any]()
         for matrix, number, r0, r1, c0, c1 in boxes:
             if (matrix, number) not in views:
-                views[matrix, number] = self._view(kind, holder, matrix, number)
+                view = self._view if holder == self.me else self.exchange.view
+                views[matrix, number] = view(kind, holder, matrix, number)
             yield views[matrix, number][r0:r1, c0:c1]
 
-    def _reads(self, kind: str, holder: int) -> bool:
-        """Whether this process can read what a participant holds."""
-        return holder == self.me
-
     def _view(self, kind: str, holder: int, matrix: int, number: int) -> Any:
-        """Return a chunk of an operand, or a rank's part of an output, that this process can read."""
+        """Return a chunk of an operand, or this rank's part of an output."""
         problem = self.plan.problem
         return (
-            self._parts[problem.outputs[matrix].name]
+            self.parts[problem.outputs[matrix].name]
             if kind == "final"
             else self.chunks[problem.operands[matrix], number]
         )
-
-    def _put(self, parts: Sequence[Part], found: Iterable[Any]) -> None:
-        """Write parts to their places."""
-        for part, array in zip(parts, found, strict=True):
-            self.ended.check()
-            put(self.blas, part, array, self._scales)
 
     def _add_up(self, name: str, target: Any) -> None:
         """Add up what was read of an operand, if it is to be finite: so is its sum then, or too large."""
         assert self.rank is not None
         task = self.plan.problem.task
-        if not task.check_finite or target.dtype.kind not in "fc" or self._scales:
+        if not task.check_finite or target.dtype.kind not in "fc" or self.scales:
             return
         places = [(0, 0, target)]
         if (form := task.read(name)) != "full":
@@ -585,8 +724,8 @@ class ProgramJob(Job[Any]):
         return ""
 
     def _refuse(self, problem: str) -> None:
-        """Raise if there is a problem with the operands."""
-        if problem:
+        """Raise if there is a problem, also on another rank where all go on together."""
+        if problem := self.exchange.agree(problem):
             raise MatrixError(problem)
 
     def _multiplied(self) -> Iterator[tuple[int, int, Any]]:
@@ -608,23 +747,25 @@ class ProgramJob(Job[Any]):
     def _whole(self, name: str, index: int) -> Any:
         """Return a chunk of an operand, here and in the type of the computation."""
         problem, holder = self.plan.problem, int(self.plan.where[name][index])
-        (rows, cols), reads = problem[name].chunk_shape(index), self._reads("input", holder)
+        rows, cols = problem[name].chunk_shape(index)
         box = problem.operands.index(name), index, 0, rows, 0, cols
+        reads = holder == self.me or self.exchange.reads("input", holder, box)
         if reads:
             (array,) = self._read("input", holder, [box])
         else:
             whole = Part(box, None, 0, 0, "full", False, False)
-            (array,) = wait_checked(self._fetch("input", holder, [whole]), self.ended.check)
+            (array,) = wait_checked(self.fetch("input", holder, [whole]), self.ended.check)
         dtype = problem.compute_type
         array = self.blas.xp.asarray(array, dtype)
         if holder == self.me or not reads:
             return array
+        self.pulled_bytes += array.nbytes
         order: Literal["C", "F"] = "F" if array.strides[0] < array.strides[1] else "C"
         copy = self.blas.xp.empty(array.shape, dtype, order)
         assign(copy, array)
         return copy
 
-    def _parts_of(self, name: str, rank: int) -> Iterator[tuple[Copy, tuple[int, int, int, int, int]]]:
+    def parts_of(self, name: str, rank: int) -> Iterator[tuple[Copy, tuple[int, int, int, int, int]]]:
         """Yield the parts of an operand that a rank reads: each as a copy, and as a box of a chunk."""
         task = self.plan.problem.task
         for copy in inside(task.read(name), self.plan.gathered(name).for_dst(rank)):
@@ -637,77 +778,70 @@ class ProgramJob(Job[Any]):
     def _begin_results(self) -> list[Iterator[None]]:
         """Let others have this rank's parts of the results, and begin to put its chunks together."""
         with self.blas.on("join"):
-            self._complete_parts()
+            self.exchange.finish(self)
+            settle(self._final)
             moves = [self._assemble(number, output) for number, output in enumerate(self.plan.problem.outputs)]
             # Copies that are queued now begin as soon as the last steps are done.
             for move in moves if self.blas.asynchronous else ():
                 next(move, None)
         return moves
 
-    def _end_results(self, moves: Sequence[Iterator[None]]) -> None:
-        """Put this rank's chunks of the results together."""
-        for move in moves:
-            collections.deque(move, 0)
-
-    def _complete_parts(self) -> None:
-        """Let others have this rank's parts of the outputs."""
-        settle(self._final)
-
     def _assemble(self, number: int, output: NamedMatrix) -> Iterator[None]:
         """Put this rank's chunks of an output together; pause when what is here is in its place."""
         if self.plan.output_layout(output.name) is None:
             self._cut(output)
             return
+        yield from self.exchange.assemble(self, number, output)
+
+    def parts_taken(
+        self, number: int, output: NamedMatrix, chunks: Mapping[ResultKey, Any]
+    ) -> Mapping[int, list[Part]]:
+        """Return by participant the parts of block columns that this rank's chunks of an output take."""
         assert self.rank is not None
-        found, parts = self._blanks(output), collections.defaultdict[int, list[Part]](list)
-        described = self.plan.output(output.name)
+        parts, described = collections.defaultdict[int, list[Part]](list), self.plan.output(output.name)
         conjugated = described.orientation.conjugated and np.dtype(output.dtype).kind == "c"
-        for index, copy in self._taken_by(output, self.rank):
-            (rows, cols), chunk = copy.src_index, found[output.name, index]
+        for index, copy in self.taken_by(output, self.rank):
+            (rows, cols), chunk = copy.src_index, chunks[output.name, index]
             place = (chunk.T if described.orientation.transposed else chunk)[copy.dst_index]
             box = number, copy.src, rows.start, rows.stop, cols.start, cols.stop
             parts[self.plan.ranks[copy.src]].append(
                 Part(box, place, copy.row, copy.col, described.form, False, conjugated)
             )
-        yield from self._move("final", parts)
-        self._result |= found
+        return parts
 
     def _cut(self, output: NamedMatrix) -> None:
         """Cut an output that has no block columns: ranks that have it have all of it."""
         assert self.rank is not None
         if not (owned := self.plan.owned(output.name, self.rank)):
             return
-        array = self._parts[output.name].reshape(tuple(map(sum, output.chunks)))
+        array = self.parts[output.name].reshape(tuple(map(sum, output.chunks)))
         rows, cols = (np.cumsum([0, *sizes]) for sizes in output.chunks)
         places = {index: divmod(index, len(output.chunks[1])) for index in owned}
         for index, (i, j) in places.items():
             part = self.blas.xp.asarray(array[rows[i] : rows[i + 1], cols[j] : cols[j + 1]])
             order: Literal["C", "F"] = "F" if part.strides[0] < part.strides[-1] else "C"
-            self._result[output.name, index] = chunk = self._blank(part.shape, np.dtype(output.dtype), order, "full")
+            self.result[output.name, index] = chunk = self.memory.blank(
+                part.shape, np.dtype(output.dtype), order, "full"
+            )
             assign(chunk, part)
 
-    def _blanks(self, output: NamedMatrix) -> dict[ResultKey, Any]:
+    def blanks(self, output: NamedMatrix) -> dict[ResultKey, Any]:
         """Return new chunks for those of an output that this rank puts together."""
         assert self.rank is not None
         described, (rows, cols) = self.plan.output(output.name), output.chunks
         order: Literal["C", "F"] = "C" if described.orientation.transposed else "F"
         places = {index: divmod(index, len(cols)) for index in self.plan.owned(output.name, self.rank)}
         return {
-            (output.name, index): self._blank((rows[i], cols[j]), np.dtype(output.dtype), order, described.form)
+            (output.name, index): self.memory.blank((rows[i], cols[j]), np.dtype(output.dtype), order, described.form)
             for index, (i, j) in places.items()
         }
 
-    def _taken_by(self, output: NamedMatrix, rank: int) -> Iterator[tuple[int, Copy]]:
+    def taken_by(self, output: NamedMatrix, rank: int) -> Iterator[tuple[int, Copy]]:
         """Yield the parts of all ranks' block columns that the chunks of an output take on a rank, chunk by chunk."""
         form, copies = self.plan.output(output.name).form, self.plan.delivered(output.name)
         assert copies is not None
         for index in self.plan.owned(output.name, rank):
             yield from ((index, copy) for copy in inside(form, copies.for_dst(index)))
-
-    def _blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
-        """Return a new chunk of an output, with zeros where no rank has a part of it."""
-        # Zeros, as the system gives them, are free of charge until they are written to.
-        return np.zeros(shape, dtype, order)
 
     # For peers
 
@@ -720,12 +854,18 @@ class ProgramJob(Job[Any]):
         """Return boxes of chunks or of this rank's parts of outputs, or what this rank has published."""
         self.ended.check()
         if kind not in ("input", "final"):
-            return list(self.exchange.published(kind, boxes).result())
+            return self.exchange.answer(kind, boxes)
         first = self._view(kind, self.me, *boxes[0, :2].tolist())
         # Sparse chunks are asked for whole, one at a time.
-        if sparse_package(first):
-            return [first.data, first.indices, first.indptr]
-        return list(self._read(kind, self.me, boxes.tolist()))
+        sparse = sparse_package(first)
+        return self.memory.sent(
+            [first.data, first.indices, first.indptr] if sparse else list(self._read(kind, self.me, boxes.tolist()))
+        )
+
+    def forget(self, operands: Sequence[str]) -> None:
+        """Hold the chunks of some operands no longer: all ranks have read them. Any thread."""
+        super().forget(operands)
+        self.exchange.let_go(operands)
 
     # The end
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import Job, ResultKey, Side
-from dask_distmm.engines.programs.exchange import RankExchange
+from dask_distmm.engines.programs.exchange import Transport
 from dask_distmm.planning.region import INPUTS, TASKS, RegionPlacement
 from dask_distmm.programs.steps import PART, Key
 
@@ -55,7 +55,7 @@ class RegionJob(Job[RegionPlacement]):
 
     def __init__(self, side: Side[RegionPlacement]) -> None:
         super().__init__(side)
-        self.exchange = RankExchange(self.plan.ranks, self.comm, self.ended.check)
+        self.exchange = Transport(self.plan.ranks, self.comm, self.ended.check)
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         # Values that are here, by number; which tasks read each, how often; what each of this rank's tasks still lacks.
@@ -97,7 +97,7 @@ class RegionJob(Job[RegionPlacement]):
         self._uses.update(first + task for task in problem.results if self._owns(task))
         self._left = len(self._lacks)
         if self._published or self._pulled:
-            self.offer = self.exchange.offer(self.plan)
+            self.offer = self.exchange.offer(self)
 
     def _owns(self, task: int) -> bool:
         return task >= 0 and self.plan.owners[task] == self.rank
