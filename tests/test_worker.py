@@ -242,6 +242,32 @@ def test_other_memory_orders_than_planned():
     assert other_orders(dataclasses.replace(made, engine="numpy"), chunks) == {}
 
 
+@pytest.mark.parametrize(("least", "threads"), [(2**16, 0), (8, 1)])
+def test_few_bytes_are_served_without_a_thread(monkeypatch, least, threads):
+    """A thread that only copies little takes longer than the copy, and many ranks ask for little."""
+    functions = []
+
+    async def to_thread(function, *args):
+        functions.append(function)
+        return function(*args)
+
+    async def work() -> None:
+        side = WorkerService(Loop())
+        with_chunks(side)
+        assert (await prepared(side)).status == "OK"
+        monkeypatch.setattr(asyncio, "to_thread", to_thread)
+        monkeypatch.setattr(worker_module.cross_memory, "LEAST_BYTES", least)
+        boxes = np.array([[0, 1, 0, 2, 0, 5], [1, 0, 1, 3, 2, 4]], np.int64).tobytes()
+        answer = await ask(side, WorkerService.fetch, 1, "input", boxes)
+        assert answer.status == "OK"
+        assert answer.shapes == ((2, 5), (2, 2))
+        np.testing.assert_array_equal(answer.data[0].data, np.ones(14))
+        assert len(functions) == threads
+        side.close()
+
+    asyncio.run(work())
+
+
 def test_a_request_that_is_given_up_harms_no_run():
     async def work() -> None:
         side = WorkerService(Loop())

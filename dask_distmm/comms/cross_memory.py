@@ -35,7 +35,7 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.numeric.types import dtype_from_name
 
 # Less than this is sent with the answer (bytes in all, and in each stretch of memory: the system looks up its pages).
-_LEAST_BYTES, _LEAST_STRETCH = 2**16, 2**9
+LEAST_BYTES, _LEAST_STRETCH = 2**16, 2**9
 # The system reads this many stretches in a call (IOV_MAX).
 _STRETCHES = 1024
 # One thread copies 4 to 6 GB/s, and two twice as much: parts of this many bytes are read by at most this many threads,
@@ -92,7 +92,7 @@ def is_near(borrower: str) -> bool:
 
 def lend(arrays: Sequence[Any], borrower: str) -> Loan | None:
     """Return where arrays lie, or None if they had better be sent."""
-    if not is_near(borrower) or sum(array.nbytes for array in arrays) < _LEAST_BYTES:
+    if not is_near(borrower) or sum(array.nbytes for array in arrays) < LEAST_BYTES:
         return None
     described = [_describe_array(array) for array in arrays]
     if any(x is None for x in described):

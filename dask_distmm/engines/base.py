@@ -117,9 +117,10 @@ class Job(Generic[P]):
         return self._inputs
 
     def serve(self, kind: str, boxes: Boxes) -> list[Any]:
-        """Return what a peer has asked for with `Comm.fetch`, in any memory order. May copy; off the event loop.
+        """Return what a peer has asked for with `Comm.fetch`, in any memory order.
 
-        These are boxes of the chunks that are here; subclasses have more kinds.
+        These are boxes of the chunks that are here; subclasses have more kinds. On GPUs it may copy and wait, off the
+        event loop; engines for CPUs return views.
         """
         self.ended.check()
         operands = self.plan.problem.operands

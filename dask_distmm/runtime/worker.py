@@ -539,12 +539,18 @@ class WorkerService:
                 loan = cross_memory.lend(own, place)
                 return Delivery("OK", loan=loan) if loan else Delivery("OK", data=[to_serialize(x) for x in own])
             plan.check_boxes(kind, table)
-            # Shielded: a peer that cancels its request must not cancel the future, for which others wait too.
-            await asyncio.shield(asyncio.wrap_future(job.available(kind, table)))
-            data = await asyncio.to_thread(job.serve, kind, table)
+            available = job.available(kind, table)
+            if not available.done():
+                # Shielded: a peer that cancels its request must not cancel the future, for which others wait too.
+                await asyncio.shield(asyncio.wrap_future(available))
+            available.result()
+            on_gpus = ENGINES[plan.engine].on_gpus
+            data = await asyncio.to_thread(job.serve, kind, table) if on_gpus else job.serve(kind, table)
             if job.lends and (loan := cross_memory.lend(data, place)):
                 return Delivery("OK", loan=loan)
-            data, shapes = await asyncio.to_thread(_as_sent, data)
+            # A thread takes longer than to copy so little.
+            few = not on_gpus and sum(x.nbytes for x in data) < cross_memory.LEAST_BYTES
+            data, shapes = _as_sent(data) if few else await asyncio.to_thread(_as_sent, data)
             return Delivery("OK", data=[to_serialize(x) for x in data], shapes=shapes)
         except (ProtocolError, TypeError, ValueError, KeyError) as error:
             return Delivery("refused", repr(error))
