@@ -92,8 +92,8 @@ def kmeans(
     counts(max_iter=max_iter)
     counts(0, seed=seed)
     numbers(tol=tol)
-    found: KMeans = _kmeans(X, *_start(X, n_clusters, init, seed), n_clusters, max_iter, tol)
-    return found
+    result: KMeans = _kmeans(X, *_start(X, n_clusters, init, seed), n_clusters, max_iter, tol)
+    return result
 
 
 def _start(X: Any, count: int, init: Any, seed: int) -> tuple[Any, Any, Any]:
@@ -221,8 +221,8 @@ def gmm(
     counts(max_iter=max_iter)
     counts(0, seed=seed)
     numbers(tol=tol, reg_covar=reg_covar)
-    found: Mixture = _gmm(X, *_start(X, n_components, init, seed), n_components, max_iter, tol, reg_covar)
-    return found
+    result: Mixture = _gmm(X, *_start(X, n_components, init, seed), n_components, max_iter, tol, reg_covar)
+    return result
 
 
 @jit
