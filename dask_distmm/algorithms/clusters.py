@@ -174,7 +174,7 @@ def gmm(
     tol : float
         The iteration ends if the average log-likelihood of a row changes by less.
     reg_covar : float
-        What is added to the diagonals of covariance matrices.
+        Added to the diagonals of covariance matrices.
     max_iter : int
         The most turns.
     init, seed

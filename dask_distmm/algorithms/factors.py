@@ -185,7 +185,7 @@ def als(
     H : array, (n_components, n)
         The other factor.
     error : array, ()
-        What is minimized.
+        The objective.
     n_iter : array, ()
         The number of turns.
 

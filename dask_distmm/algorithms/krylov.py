@@ -604,7 +604,7 @@ def _ritz(G: Any, H: Any, k: int, largest: bool, starts: bool) -> tuple[Any, Any
         callback(functools.partial(_check_independent, k), kept)
     basis = np.where(kept, basis / np.sqrt(np.where(kept, squares, 1)), 0)
     image = basis.conj().T @ H @ basis
-    # What is left out comes last.
+    # Directions that are left out come last.
     far = sign * np.where(kept, 0, 4 * np.sqrt((abs(image) ** 2).sum()) + 1)
     values, y = np.linalg.eigh((image + image.conj().T) / 2 + np.diag(far).astype(image.dtype))
     order = slice(None, None, -1) if largest else slice(None)

@@ -149,7 +149,7 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
 
 @dataclasses.dataclass
 class Tally:
-    """The products of one client that were left to Dask, as long as there is no run and no hint."""
+    """The products of one client that were left to Dask, until there is a run or a hint."""
 
     count: int = 0
     # Of the largest one: its operations, its text, why it was left, and what would change that.

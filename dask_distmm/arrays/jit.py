@@ -78,8 +78,8 @@ def jit(
         Names of arguments that are not arrays, for example numbers of iterations: they are as they are while the
         function is traced, and each value of them is traced anew.
     keep_every : int, optional
-        After this many turns of the outermost `fori_loop` a run ends, and the next one goes on with its state, of which
-        workers keep two copies meanwhile: if a worker is killed, the loop goes on from there, not from its start. By
+        After this many turns of the outermost `fori_loop` a run ends, and the next one begins with its state, of which
+        workers keep two copies meanwhile: if a worker is killed, the loop continues from there, not from its start. By
         default the whole function is one run. It matters where the function is called with Dask arrays, not where it is
         a part of another one.
 
@@ -299,12 +299,12 @@ def _piece(
 ) -> _Compiled:
     """Return a program, or a piece of one, with its operands; outputs of inner ones are matrices.
 
-    What pieces before it have made are matrices, too, each with its axis of rows.
+    The results of earlier pieces are matrices, too, each with its axis of rows.
     """
     m, a = _kind(leader).shape[0], rows_of(_matrix(leader, rows=True))
     operands, axes, sources, constants = {"a": a}, list[Axis](), list[str | int](), list(functions)
     whole, kept = [], []
-    # Of a piece that goes on with a loop, its state.
+    # The state of a loop that this piece continues.
     state = program.block.statements[0].inputs if program.block.statements else ()
     for number in program.block.inputs:
         x, is_made = values[number], isinstance(values[number], tuple)

@@ -399,7 +399,7 @@ def build_factor_graph(
 ) -> HighLevelGraph:
     """Return the graph of all outputs: a layer for the barrier, and one for each output, called after its array.
 
-    `made` has the tasks of those operands whose chunks ranks make.
+    `own` has the tasks of those operands whose chunks ranks compute.
     """
     before = barrier_key(problem.name)
     plain = {name: array for name, array in zip(problem.operands, operands, strict=True) if name not in own}

@@ -36,7 +36,7 @@ def sparse_package(x: Any) -> str:
 
 
 def share_of(cols: float) -> float:
-    """Return the bytes that a sparse matrix of so many columns is taken to have, relative to those of a dense one."""
+    """Return the bytes that a sparse matrix of `cols` columns is taken to have, relative to a dense matrix."""
     return min(_SHARE, _ROW / max(1, cols))
 
 

@@ -531,7 +531,7 @@ def _statements(rows: Sequence[Row]) -> str:
         note = _tag("title", escape(f"{row.where}: {source}"))
         inside = [(row.what, 12), (row.kind, 10), *([(moved, 11)] if moved else [])]
         texts = (_text(x + 6, top + 14 + 13 * at, text, size, fill="#000") for at, (text, size) in enumerate(inside))
-        # What travels has a thick edge.
+        # Values that travel have a thick edge.
         edge = (_MOVING, 3.0) if moved else ("#000", 0.8)
         parts.append(_tag("g", note + _rect(x, top, width, _BOX - 6, fill, *edge) + "".join(texts)))
         x += width + 8

@@ -42,7 +42,7 @@ SECONDS = 20.0
 NAME = "distmm-measured.yaml"
 HEADER = "# Constants of the cost model, measured by `dask distmm calibrate`, which replaces this file.\n"
 
-# What is computed in, the type that stands for it, rows for one thread, and operations for each term of a sum.
+# Key of the rate, type of the operands, rows for one thread, and operations for each term of a sum.
 RATES = (
     ("float32", "float32", 1024, 2),
     ("float64", "float64", 1024, 2),

@@ -994,7 +994,7 @@ def segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
     Parameters
     ----------
     data : array, (m, ...)
-        What is added up.
+        The rows to add up.
     segment_ids : array of int, (m,)
         The label of each row, from 0 to below `num_segments`; rows of other labels are left out.
     num_segments : int

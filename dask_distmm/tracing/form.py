@@ -59,7 +59,7 @@ class Block:
         return read.union(*(statement.reads for statement in self.statements)) - own
 
 
-# What stands for a number of rows that is not known before the run: a prime number.
+# Stands for a number of rows that is unknown before the run: a prime number.
 UNKNOWN = 16_777_213
 
 

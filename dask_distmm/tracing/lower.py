@@ -649,7 +649,7 @@ class Lowering:
     def _exact_states(self, loop: Statement, *, nested: bool) -> set[int]:
         """Return the parts of a loop's state of which all ranks have the same bits in each turn.
 
-        What decides about turns comes with messages: the condition, of a loop in another one also what it looks at.
+        Values that decide about turns come with messages: the condition, of an inner loop also what it reads.
         """
         body, skipped = loop.blocks[-1], loop.options["skipped"]
         states = body.inputs[skipped:]

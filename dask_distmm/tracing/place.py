@@ -2,7 +2,7 @@
 
 A rule says in which placements a statement takes its inputs, and what that gives. Inputs that are elsewhere are brought
 there by statements of their own: ``gather`` (all ranks get all rows) and ``local`` (each rank takes its own rows, for
-which nothing travels). What is reduced over rows is combined over ranks, and then on all of them.
+which nothing travels). A reduction over rows is combined over ranks, and its result is on all of them.
 """
 
 from __future__ import annotations

@@ -71,13 +71,13 @@ class ProductKernels(LapackKernels):
 
     def finish(self, *parts: Array, reads: int, names: Sequence[str], formula: Formula, dtypes: Sequence[str]) -> Any:
         """Return D, which may lie over the sums, and auxiliary outputs."""
-        acc, (dtype, *others) = parts[reads], map(dtype_from_name, dtypes)
+        acc, (dtype, *types) = parts[reads], map(dtype_from_name, dtypes)
         out, aux = acc if acc.dtype == dtype else np.empty(acc.shape, dtype), formula.per_element
         if acc.size:
-            made = finish_by_rows(formula, acc, dict(zip(names, parts, strict=False)), out)
+            extra = finish_by_rows(formula, acc, dict(zip(names, parts, strict=False)), out)
         else:
-            made = {name: np.zeros(part_shape(formula.keeps(name), acc.shape)) for name in aux}
-        return out, *(made[name].astype(kind, copy=False) for name, kind in zip(aux, others, strict=True))
+            extra = {name: np.zeros(part_shape(formula.keeps(name), acc.shape)) for name in aux}
+        return out, *(extra[name].astype(kind, copy=False) for name, kind in zip(aux, types, strict=True))
 
 
 class NumpyJob(ProgramJob):
@@ -112,9 +112,9 @@ class NumpyJob(ProgramJob):
         # The system's zeros cost nothing until they are written to.
         return np.zeros(buffer.shape, dtype_from_name(buffer.dtype), self._order)
 
-    def _may_ask(self, pull: Pull, asked: Sequence[tuple[Pull, Any]], ahead: int) -> bool:
+    def _may_ask(self, pull: Pull, pending: Sequence[tuple[Pull, Any]], ahead: int) -> bool:
         """Whether a message may be asked for; those of one number, as of a panel, come together."""
-        numbers = {one.key for one, _ in asked} | {pull.key}
+        numbers = {request.key for request, _ in pending} | {pull.key}
         most: int = self.plan.problem.options.prefetch_panels
         return len(numbers) <= most
 
@@ -143,9 +143,9 @@ class NumpyEngine(Engine):
         if isinstance(side.plan, RegionPlacement):
             return RegionJob(side)
         for (operand, number), chunk in side.chunks.items():
-            made = not isinstance(chunk, SourceChunk)  # else looked at later
+            there = not isinstance(chunk, SourceChunk)  # else looked at later
             fits = type(chunk) is np.ndarray or sparse_package(chunk) == "scipy"
-            if made and (not fits or chunk.ndim != 2):
+            if there and (not fits or chunk.ndim != 2):
                 raise EngineError(
                     f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the numpy engine needs "
                     "2-D numpy.ndarray chunks: convert them with map_blocks(numpy.asarray), or pass meta= where the "
