@@ -137,7 +137,7 @@ def plain_tasks(
             chunks=tuple(own if kept else (1,) * len(own) for own, kept in sizes),
             meta=output_meta(done._meta, kind),
         )
-        aux[name] = done(request, name, parts)
+        aux[name] = finished(request, name, parts)
     return delivered(request, done.map_blocks(operator.itemgetter(0), dtype=dtype, meta=meta) if aux else done, aux)
 
 
