@@ -38,14 +38,20 @@ class Given:
     outputs: tuple[Kind, ...]
     rows: int
 
+    @property
     def largest(self) -> int:
-        """Return the number of the largest input that is in rows; -1 if there is none."""
+        """The number of the largest input that is in rows; -1 if there is none."""
         sizes = [
             (kind.nbytes, -i)
             for i, (kind, axis) in enumerate(zip(self.kinds, self.axes, strict=True))
             if axis is not None
         ]
         return -max(sizes)[1] if sizes else -1
+
+    @property
+    def axis(self) -> int:
+        """The axis of rows of the largest input; not for statements without inputs in rows."""
+        return self.axes[self.largest] or 0
 
 
 def _everywhere(use: Given) -> Placed:
@@ -55,11 +61,7 @@ def _everywhere(use: Given) -> Placed:
 
 def _map(use: Given) -> Placed:
     (out,) = use.outputs
-    chosen = use.largest()
-    if chosen < 0:
-        return _everywhere(use)
-    behind = len(out.shape) - len(use.kinds[chosen].shape)
-    at = (use.axes[chosen] or 0) + behind
+    at = use.axis + len(out.shape) - len(use.kinds[use.largest].shape)
     if out.shape[at] != use.rows:
         return _everywhere(use)
     return Placed(tuple(_aligned(kind, at - len(out.shape), use.rows) for kind in use.kinds), (at,))
@@ -72,70 +74,54 @@ def _aligned(kind: Kind, from_end: int, rows: int) -> Axis:
 
 
 def _reduce(use: Given) -> Placed:
-    (axis,), options = use.axes, use.statement.options
-    if axis is None:
-        return _everywhere(use)
+    axis, options = use.axis, use.statement.options
     if axis in options["axes"]:
         return Placed((axis,), (None,), options["f"])
     return Placed((axis,), (axis if options["keepdims"] else axis - sum(i < axis for i in options["axes"]),))
 
 
 def _contract(use: Given) -> Placed:
-    first, second, out = letters_of(use.statement.options["spec"])
-    chosen = use.largest()
-    if chosen < 0:
-        return _everywhere(use)
-    letters = (first, second)
-    letter = letters[chosen][use.axes[chosen] or 0]
+    *letters, out = letters_of(use.statement.options["spec"])
+    letter = letters[use.largest][use.axis]
     inputs = tuple(names.index(letter) if letter in names else None for names in letters)
     return Placed(inputs, (out.index(letter),)) if letter in out else Placed(inputs, (None,), "sum")
 
 
 def _index(use: Given) -> Placed:
-    (axis,) = use.axes
-    if axis is None:
-        return _everywhere(use)
     seen, at = -1, 0
     for entry in use.statement.options["index"]:
         seen += entry is not None
-        if seen == axis and entry is not None:
-            if entry != [None, None, None]:
-                # Rows are taken from the ranks that have them.
-                return Placed((axis,), (None,), "select")
-            return Placed((axis,), (at,))
+        if seen == use.axis and entry is not None:
+            # Some rows are taken from the ranks that have them.
+            return Placed((use.axis,), (at,)) if entry == [None, None, None] else Placed((use.axis,), (None,), "select")
         at += not isinstance(entry, int)
     raise AssertionError(use)
 
 
 def _transpose(use: Given) -> Placed:
-    (axis,) = use.axes
-    return _everywhere(use) if axis is None else Placed((axis,), (use.statement.options["axes"].index(axis),))
+    return Placed((use.axis,), (use.statement.options["axes"].index(use.axis),))
 
 
 def _reshape(use: Given) -> Placed:
-    (axis,), (kind,), (out,) = use.axes, use.kinds, use.outputs
-    if axis is None:
-        return _everywhere(use)
-    before = math.prod(kind.shape[:axis])
+    (kind,), (out,) = use.kinds, use.outputs
+    before = math.prod(kind.shape[: use.axis])
     for at, size in enumerate(out.shape):
         if size == use.rows and math.prod(out.shape[:at]) == before:
-            return Placed((axis,), (at,))
+            return Placed((use.axis,), (at,))
     return _everywhere(use)
 
 
 def _broadcast(use: Given) -> Placed:
-    (axis,), (kind,), (out,) = use.axes, use.kinds, use.outputs
-    if axis is None or kind.shape[axis] != out.shape[axis + len(out.shape) - len(kind.shape)]:
-        return _everywhere(use)
-    return Placed((axis,), (axis + len(out.shape) - len(kind.shape),))
+    (kind,), (out,) = use.kinds, use.outputs
+    at = use.axis + len(out.shape) - len(kind.shape)
+    return Placed((use.axis,), (at,)) if kind.shape[use.axis] == out.shape[at] else _everywhere(use)
 
 
-def _concat(use: Given) -> Placed:
-    chosen = use.largest()
-    axis = use.axes[chosen] if chosen >= 0 else None
-    if axis is None or axis == use.statement.options["axis"]:
+def _by_lines(use: Given) -> Placed:
+    """Place results as inputs, but for a function along the axis of rows."""
+    if use.axis == use.statement.options["axis"]:
         return _everywhere(use)
-    return Placed((axis,) * len(use.kinds), (axis,))
+    return Placed((use.axis,) * len(use.kinds), (use.axis,))
 
 
 def _take(use: Given) -> Placed:
@@ -143,22 +129,13 @@ def _take(use: Given) -> Placed:
     ndim = len(use.kinds[1].shape)
     if by is not None and (of is None or of == axis or use.kinds[0].nbytes <= use.kinds[1].nbytes):
         return Placed((None, by), (axis + by,))
-    if of is None:
-        return _everywhere(use)
-    if of == axis:
+    if of is None or of == axis:
         return Placed((of, None), (None,), "select")
     return Placed((of, None), (of if of < axis else of - 1 + ndim,))
 
 
 def _segment_sum(use: Given) -> Placed:
     return Placed((0, 0), (None,), "sum") if 0 in use.axes else _everywhere(use)
-
-
-def _along(use: Given) -> Placed:
-    (axis,) = use.axes
-    if axis is None or axis == use.statement.options["axis"]:
-        return _everywhere(use)
-    return Placed((axis,), (axis,))
 
 
 def _whole(use: Given) -> Placed:
@@ -194,6 +171,7 @@ def _put(use: Given) -> Placed:
     return Placed((0, 0, None), (0,)) if 0 in use.axes[:2] else _everywhere(use)
 
 
+# Called where an input is in rows; those of random numbers and of users' functions always.
 RULES: Mapping[str, Callable[[Given], Placed]] = {
     "map": _map,
     "fill": _map,
@@ -203,10 +181,10 @@ RULES: Mapping[str, Callable[[Given], Placed]] = {
     "transpose": _transpose,
     "reshape": _reshape,
     "broadcast": _broadcast,
-    "concat": _concat,
+    "concat": _by_lines,
     "take": _take,
     "segment_sum": _segment_sum,
-    "along": _along,
+    "along": _by_lines,
     "whole": _whole,
     "qr": _qr,
     "random": _random,
@@ -266,11 +244,10 @@ class Placements:
             tuple(self.kinds[number] for number in statement.outputs),
             self.rows,
         )
-        placed = RULES[statement.family](use)
-        in_rows = any(axis is not None for axis in placed.outputs)
-        if self.rows == UNKNOWN and (
-            placed.combine in _BY_NUMBERS or (in_rows and statement.family in ("random", "qr"))
-        ):
+        in_rows = use.largest >= 0 or statement.family in ("random", "call")
+        placed = RULES[statement.family](use) if in_rows else _everywhere(use)
+        numbered = statement.family in ("random", "qr") and any(axis is not None for axis in placed.outputs)
+        if self.rows == UNKNOWN and (numbered or placed.combine in _BY_NUMBERS):
             need_rows()
         inputs = tuple(
             self._viewed(self._brought(ref, axis, into, moved, statement.line), into)
