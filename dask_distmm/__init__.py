@@ -81,15 +81,15 @@ def __getattr__(name: str) -> Any:
     """Import what a public name stands for, once."""
     if name in _MODULES:
         module = importlib.import_module(_MODULES[name])
-        found = _options_checked(getattr(module, name))
+        member = _options_checked(getattr(module, name))
         # The same object there, or it could not be pickled.
-        setattr(module, name, found)
+        setattr(module, name, member)
     elif name in ("algorithms", "linalg", "random", "sklearn", "typing"):
-        found = importlib.import_module(f"{__name__}.{name}")
+        member = importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found
-    return found
+    globals()[name] = member
+    return member
 
 
 async def dask_setup(server: Any) -> None:

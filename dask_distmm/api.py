@@ -200,8 +200,8 @@ def matmul(a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Un
     >>> aux["relu_aux"].dtype
     dtype('bool')
     """
-    found: da.Array | WithAux = multiply(parse(a, b, c, **options))
-    return found
+    result: da.Array | WithAux = multiply(parse(a, b, c, **options))
+    return result
 
 
 def _or_of_function(explain: F) -> F:
@@ -211,8 +211,8 @@ def _or_of_function(explain: F) -> F:
     def either(*args: Any, **options: Any) -> Explanation:
         if args and isinstance(args[0], Jitted):
             return explain_result(tuple(flattened(args[0](*args[1:], **options))[0]))
-        found: Explanation = explain(*args, **options)
-        return found
+        explanation: Explanation = explain(*args, **options)
+        return explanation
 
     return cast(F, either)
 
@@ -276,8 +276,8 @@ def explain(a: Any, b: ArrayLike | None = None, c: ArrayLike | None = None, **op
     """
     if b is None:
         if c is not None or options:
-            given = "c" if c is not None else next(iter(options))
-            raise PlanError(f"b is missing, and {given}= is for products: pass b, too")
+            option = "c" if c is not None else next(iter(options))
+            raise PlanError(f"b is missing, and {option}= is for products: pass b, too")
         return explain_result(a)
     try:
         request = parse(a, b, c, **options)

@@ -105,12 +105,12 @@ MODULES: dict[str, dict[str, tuple[str, ...]]] = {
 
 def missing_on_scheduler(scheduler: Any) -> list[str]:
     """Return what this version of distributed lacks of what is used on a scheduler, in words; empty if it has all."""
-    found = _lacking("Scheduler", scheduler, SCHEDULER)
+    missing = _lacking("Scheduler", scheduler, SCHEDULER)
     for path, names in CLASSES.items():
         module, _, kind = path.rpartition(".")
-        found += _lacking(kind, getattr(importlib.import_module(module), kind, None), dict.fromkeys(names, ()))
+        missing += _lacking(kind, getattr(importlib.import_module(module), kind, None), dict.fromkeys(names, ()))
     table = getattr(scheduler, "_TRANSITIONS_TABLE", {})
-    return found + [f"the scheduler's transition {pair}" for pair in TRANSITIONS if pair not in table]
+    return missing + [f"the scheduler's transition {pair}" for pair in TRANSITIONS if pair not in table]
 
 
 def missing_on_worker(worker: Any) -> list[str]:
@@ -147,10 +147,10 @@ def _lacking(name: str, thing: Any, used: Mapping[str, tuple[str, ...]]) -> list
         return [name]
     missing = []
     for each, parameters in used.items():
-        if (found := getattr(thing, each, _ABSENT)) is _ABSENT:
+        if (attribute := getattr(thing, each, _ABSENT)) is _ABSENT:
             missing.append(f"{name}.{each}")
         elif parameters:
-            has = inspect.signature(found).parameters if callable(found) else {}
+            has = inspect.signature(attribute).parameters if callable(attribute) else {}
             missing += [f"{name}.{each}({x})" for x in parameters if x not in has]
     return missing
 

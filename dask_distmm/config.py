@@ -151,8 +151,8 @@ class Options:
 
     def machine(self, name: str) -> Machine:
         """Constants of the machine by their name in the config, which is that of an engine."""
-        found = dict(self.machines)
-        return found[name] if name in found else found["numpy"]
+        machines = dict(self.machines)
+        return machines[name] if name in machines else machines["numpy"]
 
 
 def read_options() -> Options:
@@ -162,11 +162,11 @@ def read_options() -> Options:
 
 def _state(*names: str) -> bytes:
     """Return a value that tells the state of some options: each `@` asks for them, and they hardly ever change."""
-    found = [dask.config.get(name, None) for name in names]
+    settings = [dask.config.get(name, None) for name in names]
     try:
-        return pickle.dumps(found)  # in a tenth of the time in which their text is made
+        return pickle.dumps(settings)  # in a tenth of the time in which their text is made
     except Exception:
-        return repr(found).encode()
+        return repr(settings).encode()
 
 
 @functools.lru_cache(maxsize=16)
@@ -242,15 +242,15 @@ def enabled_setting() -> bool | None:
 _FREE = ("gflops", "exposed")
 
 
-def _check_keys(found: Any, known: Mapping[str, Any], path: str) -> None:
+def _check_keys(keys: Any, schema: Mapping[str, Any], path: str) -> None:
     """Refuse keys that nobody reads: a misspelt one would change nothing, and say nothing."""
-    for key, value in found.items() if isinstance(found, Mapping) else ():
+    for key, value in keys.items() if isinstance(keys, Mapping) else ():
         name = str(key).replace("_", "-")
-        if key not in known and name not in known:
+        if key not in schema and name not in schema:
             if path == "distmm.machine":
                 continue
-            raise PlanError(unknown_name(f"key of the config {path}:", key, known, page("configuration")))
-        inner = known.get(key, known.get(name))
+            raise PlanError(unknown_name(f"key of the config {path}:", key, schema, page("configuration")))
+        inner = schema.get(key, schema.get(name))
         if isinstance(inner, Mapping) and name not in _FREE:
             _check_keys(value, inner, f"{path}.{name}")
 

@@ -120,8 +120,8 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
             # No multiply has told the scheduler of us yet, so that it does not know the call.
             from distributed.protocol.pickle import dumps
 
-            made = DistMMSchedulerPlugin()
-            await client.scheduler.register_scheduler_plugin(plugin=dumps(made), name=made.name, idempotent=True)
+            plugin = DistMMSchedulerPlugin()
+            await client.scheduler.register_scheduler_plugin(plugin=dumps(plugin), name=plugin.name, idempotent=True)
             continue
         if answer.status != "OK":
             raise ProtocolError(answer.message)
@@ -149,22 +149,22 @@ def noted(line: ProgressLine) -> ProgressLine:
     return replace(line, note=line.note or note)
 
 
-def as_lines(found: Sequence[ProgressLine]) -> list[str]:
+def as_lines(progress: Sequence[ProgressLine]) -> list[str]:
     """Return bars as lines of text."""
-    named = [f"{short_name(line.name)}  run {line.run}" if line.run else short_name(line.name) for line in found]
-    heads = [f"{name}  {line.phase}" if line.phase else name for name, line in zip(named, found, strict=True)]
+    named = [f"{short_name(line.name)}  run {line.run}" if line.run else short_name(line.name) for line in progress]
+    heads = [f"{name}  {line.phase}" if line.phase else name for name, line in zip(named, progress, strict=True)]
     width = max(map(len, heads), default=0)
     lines = []
-    for head, line in zip(heads, found, strict=True):
+    for head, line in zip(heads, progress, strict=True):
         full, note = int(_WIDTH * line.share), line.note
         lines.append(f"{head:<{width}}  [{'#' * full:<{_WIDTH}}] {line.share:4.0%}" + (f"  {note}" if note else ""))
     return lines
 
 
-def as_html(found: Sequence[ProgressLine]) -> str:
+def as_html(progress: Sequence[ProgressLine]) -> str:
     """Return bars as an HTML table; no script, nothing from elsewhere."""
     rows = []
-    for line in found:
+    for line in progress:
         colour = {"failed": "#D55E00", "done": "#009E73"}.get(line.phase, "#0072B2")
         label = f"{line.name} {line.phase} {line.share:.0%}"
         bar = (
@@ -192,15 +192,15 @@ def _written(file: TextIO) -> Show:
     phases: dict[str, str] = {}
     drawn = 0
 
-    def show(found: Sequence[ProgressLine]) -> None:
+    def show(progress: Sequence[ProgressLine]) -> None:
         nonlocal drawn
-        lines = as_lines(found)
+        lines = as_lines(progress)
         if file.isatty():
             up = f"\x1b[{drawn}A" if drawn else ""
             file.write(up + "".join(f"\r\x1b[2K{line}\n" for line in lines))
             drawn = len(lines)
         else:
-            for text, line in zip(lines, found, strict=True):
+            for text, line in zip(lines, progress, strict=True):
                 mark = line.phase or ("done" if line.share == 1 else "")
                 if mark and phases.get(line.name) != mark:
                     phases[line.name] = mark
@@ -215,7 +215,7 @@ def _displayed() -> Show:
     from IPython.display import HTML, display
 
     handle = display(HTML(""), display_id=True)
-    return lambda found: handle.update(HTML(as_html(found)))
+    return lambda progress: handle.update(HTML(as_html(progress)))
 
 
 # The contents of the page, as columns of plain values
@@ -290,9 +290,9 @@ def shown(records: Sequence[Record], picked: int | None) -> Record | None:
     for record in records:
         if record.run_id == picked:
             return record
-    going = [record for record in records if record.outcome == "running" and record.ranks]
-    found = going or [record for record in records if record.phases] or list(records)
-    return found[-1] if found else None
+    running = [record for record in records if record.outcome == "running" and record.ranks]
+    candidates = running or [record for record in records if record.phases] or list(records)
+    return candidates[-1] if candidates else None
 
 
 def caption(record: Record | None, picked: int | None) -> str:
@@ -301,8 +301,8 @@ def caption(record: Record | None, picked: int | None) -> str:
         return "No run has begun yet."
     newest = "the newest that is running" if record.outcome == "running" else "the newest with times"
     why = "picked in the table" if record.run_id == picked else f"{newest}; click a row for another"
-    going = f", {record.share:.0%} done" + (f", {turns}" if (turns := turns_in_words(record)) else "")
-    states = {"done": f", {format_time(record.seconds)}", "running": going}
+    running = f", {record.share:.0%} done" + (f", {turns}" if (turns := turns_in_words(record)) else "")
+    states = {"done": f", {format_time(record.seconds)}", "running": running}
     state = record.outcome + states.get(record.outcome, "")
     text = f"<b>Run {record.run_id}</b> of {escape(record.name)}: {state} ({why})"
     if record.reason:
@@ -347,8 +347,8 @@ def memory_bars(record: Record | None, process: Mapping[str, int]) -> Columns:
     projected: Mapping[str, float] = record.projected_bytes if record else dict.fromkeys(sorted(process), _NAN)
     held = record.held_bytes if record else {}
     rows = [
-        (_short(one), process.get(one, _NAN) / _MIB, size / _MIB, held.get(one, _NAN) / _MIB)
-        for one, size in projected.items()
+        (_short(address), process.get(address, _NAN) / _MIB, size / _MIB, held.get(address, _NAN) / _MIB)
+        for address, size in projected.items()
     ]
     return _columns("worker process projected held", rows)
 
@@ -358,9 +358,9 @@ def rates(records: Sequence[Record]) -> tuple[str, Columns]:
     last = [record for record in records if record.outcome == "done"][-_BARS:]
     name, unit = rate_unit(max((record.rate for record in last), default=0.0))
     rows = [
-        (str(one.run_id), one.received_bytes / _MIB, one.rate / unit, one.bound / unit, format_rate(one.rate),
-         format_rate(one.bound), one.share_of_bound)
-        for one in last
+        (str(rate.run_id), rate.received_bytes / _MIB, rate.rate / unit, rate.bound / unit, format_rate(rate.rate),
+         format_rate(rate.bound), rate.share_of_bound)
+        for rate in last
     ]  # fmt: skip
     return name, _columns("run moved rate bound speed most of_bound", rows)
 
@@ -398,11 +398,11 @@ def _table(source: Any) -> Any:
         ("of_bound", "Of bound", 70, numbers(format="0%")),
         ("reason", "Reason (click for all of it)", 250, None),
     ]
-    made = [
+    heads = [
         TableColumn(field=field, title=title, width=width, **({"formatter": form} if form else {}))
         for field, title, width, form in columns
     ]
-    return DataTable(source=source, columns=made, index_position=None, height=_TABLE, sizing_mode="stretch_width")
+    return DataTable(source=source, columns=heads, index_position=None, height=_TABLE, sizing_mode="stretch_width")
 
 
 def _figure(title: str, tips: Mapping[str, str], **kwargs: Any) -> Any:
@@ -479,13 +479,13 @@ def distmm_doc(scheduler: Any, extra: Mapping[str, Any], doc: Any) -> None:
         records = list(plugin.records)
         first.text = summary(plugin.records) + still
         # The progress of the last products in waves, the newest first.
-        names, going = list(plugin.records.waves)[: -_PRODUCTS - 1 : -1], list(plugin.queue.values())
-        lines = [noted(progress_of(scheduler, going, plugin.records, name)) for name in names]
+        names, queued = list(plugin.records.waves)[: -_PRODUCTS - 1 : -1], list(plugin.queue.values())
+        lines = [noted(progress_of(scheduler, queued, plugin.records, name)) for name in names]
         waves.text = as_html(lines) if lines else ""
-        found = runs(records, time.time())
-        if found != table.data:
-            indices = [found["run"].index(picked)] if picked in found["run"] else []
-            table.data = found
+        rows = runs(records, time.time())
+        if rows != table.data:
+            indices = [rows["run"].index(picked)] if picked in rows["run"] else []
+            table.data = rows
             table.selected.indices = indices
         record = shown(records, picked)
         chosen.text = caption(record, picked)

@@ -130,9 +130,9 @@ class RunFailedError(DistMMError, RuntimeError):
         return type(self), (self.args[0], self.run_id, self.phase, self.ranks, self.history)
 
     def __str__(self) -> str:
-        told = [f"\n  {address}: {events}" for address, events in self.history.items()]
-        more = [f"\n  and {len(told) - _TOLD} more, see the attribute history"] if len(told) > _TOLD else []
-        return str(self.args[0]) + "".join(["\nWhat took part:" if told else "", *told[:_TOLD], *more])
+        lines = [f"\n  {address}: {events}" for address, events in self.history.items()]
+        more = [f"\n  and {len(lines) - _TOLD} more, see the attribute history"] if len(lines) > _TOLD else []
+        return str(self.args[0]) + "".join(["\nWhat took part:" if lines else "", *lines[:_TOLD], *more])
 
 
 def check_square(name: str, shape: Sequence[float]) -> None:
@@ -142,7 +142,7 @@ def check_square(name: str, shape: Sequence[float]) -> None:
         raise NotSquareError(f"{name} must be square, got {rows} x {cols}")
 
 
-def unknown_name(what: str, value: object, known: Iterable[str], where: str = "") -> str:
+def unknown_name(what: str, value: object, choices: Iterable[str], where: str = "") -> str:
     """Return the message for a name that is none of those that are known: the similar ones, or all.
 
     Parameters
@@ -156,7 +156,7 @@ def unknown_name(what: str, value: object, known: Iterable[str], where: str = ""
     where
         A page that lists them all, for long lists.
     """
-    names = list(known)
+    names = list(choices)
     close = difflib.get_close_matches(str(value).lower(), names, 3, 0.6)
     listed = f"known are {', '.join(map(repr, names))}"
     if not close:
@@ -167,30 +167,30 @@ def unknown_name(what: str, value: object, known: Iterable[str], where: str = ""
     return f"{text} {where} lists all {len(names)}" if where else text
 
 
-def check_options(called: str, given: Iterable[str], known: Collection[str], hints: Mapping[str, str]) -> None:
+def check_options(called: str, names: Iterable[str], accepted: Collection[str], hints: Mapping[str, str]) -> None:
     """Refuse an option that a function does not have, with a hint or the nearest name."""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = hints.get(name) or "".join(f"did you mean {one!r}?" for one in near)
+    for name in names:
+        if name not in accepted:
+            near = difflib.get_close_matches(name, accepted, 1)
+            hint = hints.get(name) or "".join(f"did you mean {guess!r}?" for guess in near)
             raise TypeError(f"{called.removesuffix('.__init__')}() has no option {name!r}{': ' * bool(hint)}{hint}")
 
 
-def options_checked(found: T) -> T:
+def options_checked(target: T) -> T:
     """Return a function, or a class with its public methods, of which each call goes through `check_options`."""
-    if inspect.isclass(found):
-        for name, method in list(vars(found).items()):
+    if inspect.isclass(target):
+        for name, method in list(vars(target).items()):
             if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_")):
-                setattr(found, name, options_checked(method))
+                setattr(target, name, options_checked(method))
     # A function that has a signature of its own, by `takes`, is checked by that.
-    if not inspect.isfunction(found) or hasattr(found, "__signature__"):
-        return found
-    known = inspect.signature(found).parameters
+    if not inspect.isfunction(target) or hasattr(target, "__signature__"):
+        return target
+    accepted = inspect.signature(target).parameters
 
-    @functools.wraps(found)
+    @functools.wraps(target)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        check_options(found.__qualname__, kwargs, known, {})
-        return found(*args, **kwargs)
+        check_options(target.__qualname__, kwargs, accepted, {})
+        return target(*args, **kwargs)
 
     return cast(T, checked)
 
@@ -208,8 +208,8 @@ def advice(remedies: Sequence[str]) -> str:
 
 def as_plain(error: DistMMError) -> dict[str, Any]:
     """Return an error as a dict of plain types."""
-    told = isinstance(error, ProjectedMemoryError | RunFailedError)
-    return {"status": "failed", "kind": type(error).__name__, "args": error.__reduce__()[1] if told else (str(error),)}
+    full = isinstance(error, ProjectedMemoryError | RunFailedError)
+    return {"status": "failed", "kind": type(error).__name__, "args": error.__reduce__()[1] if full else (str(error),)}
 
 
 def rebuild(answer: Mapping[str, Any]) -> DistMMError:
@@ -244,8 +244,8 @@ def raised_by_user(error: BaseException) -> tuple[str, str, TracebackType | None
         traceback = traceback.tb_next
     if traceback is None:
         return None
-    given = traceback.tb_frame.f_locals
-    return given["status"], given["what"], traceback.tb_next
+    variables = traceback.tb_frame.f_locals
+    return variables["status"], variables["what"], traceback.tb_next
 
 
 def not_finite(name: str, *, option: bool = True) -> str:

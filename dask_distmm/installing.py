@@ -48,10 +48,10 @@ def _origin() -> dict[str, Any] | None:
         return {"url": root.as_uri(), "dir_info": {}}
     try:
         text = importlib.metadata.distribution(_NAME).read_text("direct_url.json")
-        found: dict[str, Any] | None = json.loads(text) if text else None
+        origin: dict[str, Any] | None = json.loads(text) if text else None
     except (importlib.metadata.PackageNotFoundError, OSError, ValueError):
         return None
-    return found if found is not None and "url" in found else None
+    return origin if origin is not None and "url" in origin else None
 
 
 def library_of(extra: str, name: str, user: str, where: str = "") -> Any:

@@ -1,4 +1,4 @@
-"""What users look at: the attributes that all plans have. `dask_distmm.show` has their forms as text and as HTML.
+"""The attributes that all plans have, for users to look at. `dask_distmm.show` has their forms as text and as HTML.
 
 The package's root says where the forms are, and they are imported when something is first shown: planning imports no
 pages and no pictures.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 # A text, and a page.
 Forms = tuple[Callable[[Any], str], Callable[[Any], str]]
-# What returns the forms by type; the root puts it here.
+# The function that returns the forms by type; the root puts it here.
 sources: list[Callable[[], Mapping[type, Forms]]] = []
 
 

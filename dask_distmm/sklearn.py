@@ -82,25 +82,25 @@ class _Estimator(BaseEstimator):
             raise PlanError(f"y must have the {len(X)} rows of X, got the shape {y.shape}")
         return X, y
 
-    def _set(self, **found: Any) -> Self:
+    def _set(self, **attributes: Any) -> Self:
         """Set what was fitted."""
-        for name, x in self._computed(**found).items():
+        for name, x in self._computed(**attributes).items():
             setattr(self, name, x)
         return self
 
-    def _computed(self, **found: Any) -> dict[str, Any]:
+    def _computed(self, **attributes: Any) -> dict[str, Any]:
         """Return what was fitted, computed all together, of one run."""
-        names = [name for name, x in found.items() if is_dask_collection(x) and name != "labels_"]
-        rows = found.get("labels_")
+        names = [name for name, x in attributes.items() if is_dask_collection(x) and name != "labels_"]
+        rows = attributes.get("labels_")
         if is_dask_collection(rows):
-            persisted = dask.persist(*(found[name] for name in names), rows)
-            found |= dict(zip([*names, "labels_"], persisted, strict=True))
-        found |= zip(names, dask.compute(*(found[name] for name in names)), strict=True)
-        found = {name: x.get() if hasattr(x, "get") else x for name, x in found.items()}
-        for name, x in found.items():
+            persisted = dask.persist(*(attributes[name] for name in names), rows)
+            attributes |= dict(zip([*names, "labels_"], persisted, strict=True))
+        attributes |= zip(names, dask.compute(*(attributes[name] for name in names)), strict=True)
+        attributes = {name: x.get() if hasattr(x, "get") else x for name, x in attributes.items()}
+        for name, x in attributes.items():
             if isinstance(x, np.ndarray | np.generic) and x.dtype.kind == "f" and not np.isfinite(x).all():
                 raise ValueError(f"{name} is not finite: input X or y contains NaN or infinity, or is too large")
-        return {name: x.item() if np.ndim(x) == 0 and hasattr(x, "item") else x for name, x in found.items()}
+        return {name: x.item() if np.ndim(x) == 0 and hasattr(x, "item") else x for name, x in attributes.items()}
 
     def _of_rows(self, function: Callable[..., Any], X: Any, *fitted: Any) -> Any:
         """Return a function of rows and of what was fitted: of a Dask array a lazy one."""
@@ -190,11 +190,11 @@ class PCA(_Components):
         """Find the components of X: one run."""
         X = self._checked(X)
         m, n = X.shape
-        found = linalg.pca(X, self.n_components)
-        k, ratio = len(found.components), found.explained_variance_ratio
+        components = linalg.pca(X, self.n_components)
+        k, ratio = len(components.components), components.explained_variance_ratio
         self._set(
-            components_=found.components, explained_variance_=found.variances, explained_variance_ratio_=ratio,
-            mean_=found.mean, n_components_=k, n_samples_=m,
+            components_=components.components, explained_variance_=components.variances,
+            explained_variance_ratio_=ratio, mean_=components.mean, n_components_=k, n_samples_=m,
         )  # fmt: skip
         self.components_ = _with_signs(self.components_)
         self.singular_values_ = np.sqrt(self.explained_variance_ * (m - 1))
@@ -286,11 +286,11 @@ class TruncatedSVD(_Components):
         else:
             raise ValueError(f"algorithm must be 'randomized' or 'arpack', got {self.algorithm!r}")
         mean, squares = _moments(X)
-        found = self._computed(vh=vh, s=s, mean=mean, squares=squares)
-        s, mean = found["s"], found["mean"]
-        self.components_, self.singular_values_ = _with_signs(found["vh"]), s
+        computed = self._computed(vh=vh, s=s, mean=mean, squares=squares)
+        s, mean = computed["s"], computed["mean"]
+        self.components_, self.singular_values_ = _with_signs(computed["vh"]), s
         self.explained_variance_ = s**2 / len(X) - (self.components_ @ mean) ** 2
-        self.explained_variance_ratio_ = self.explained_variance_ / (found["squares"] - mean @ mean)
+        self.explained_variance_ratio_ = self.explained_variance_ / (computed["squares"] - mean @ mean)
         return self
 
     def transform(self, X: Any) -> Any:
@@ -367,10 +367,10 @@ class NMF(_Components):
         X = as_array(self._checked(X))
         k = X.shape[1] if self.n_components is None else self.n_components
         least, H, error, n_iter = _factors(X, k, self.init, self.max_iter, self.tol, _seed(self.random_state))
-        found = self._computed(components_=H, reconstruction_err_=error, n_iter_=n_iter, least=least)
-        if found.pop("least") < 0:
+        computed = self._computed(components_=H, reconstruction_err_=error, n_iter_=n_iter, least=least)
+        if computed.pop("least") < 0:
             raise ValueError("Negative values in data passed to NMF")
-        self._set(n_components_=k, **found)
+        self._set(n_components_=k, **computed)
         if self.tol > 0:
             _warn_if_not_converged(self, self.n_iter_)
         return self
@@ -421,8 +421,8 @@ class _Regressor(MultiOutputMixin, RegressorMixin, _Estimator):
         return self._of_rows(_linear, X, self.coef_, self.intercept_)
 
     def _targets(self, X: Any, y: Any) -> tuple[Any, Any]:
-        found: tuple[Any, Any] = self._checked(X, y, multi_output=True, y_numeric=True)
-        return found
+        targets: tuple[Any, Any] = self._checked(X, y, multi_output=True, y_numeric=True)
+        return targets
 
 
 class LinearRegression(_Regressor):
@@ -506,8 +506,8 @@ class Ridge(_Regressor):
         X, y = self._targets(X, y)
         if not self.fit_intercept:
             return self._set(coef_=linalg.ridge(X, y, self.alpha).T, intercept_=0.0)
-        found = linalg.ridge(X, y, self.alpha, fit_intercept=True)
-        return self._set(coef_=found.coef.T, intercept_=found.intercept)
+        model = linalg.ridge(X, y, self.alpha, fit_intercept=True)
+        return self._set(coef_=model.coef.T, intercept_=model.intercept)
 
 
 class RidgeCV(_Regressor):
@@ -548,8 +548,8 @@ class RidgeCV(_Regressor):
     def fit(self, X: Any, y: Any) -> Self:
         """Fit to X and y, for the penalty with the best score: one run."""
         X, y = self._targets(X, y)
-        found = algorithms.ridge_cv(X, y, self.alphas, cv=self.cv, fit_intercept=self.fit_intercept)
-        coef, intercept, alpha, scores = found
+        model = algorithms.ridge_cv(X, y, self.alphas, cv=self.cv, fit_intercept=self.fit_intercept)
+        coef, intercept, alpha, scores = model
         return self._set(coef_=coef.T, intercept_=intercept, alpha_=alpha, best_score_=scores.max())
 
 
@@ -616,10 +616,10 @@ class LogisticRegression(ClassifierMixin, _Estimator):
             as_array(X), y, C=self.C, fit_intercept=self.fit_intercept, solver=self.solver, n_classes=count,
             max_iter=self.max_iter, tol=self.tol,
         )  # fmt: skip
-        found = self._computed(coef_=coef[None] if count == 2 else coef.T, intercept=intercept, n_iter=n_iter)
-        _warn_if_not_converged(self, found["n_iter"])
-        self.coef_, self.intercept_ = found["coef_"], np.atleast_1d(found["intercept"])
-        self.n_iter_ = np.array([found["n_iter"]], np.int32)
+        computed = self._computed(coef_=coef[None] if count == 2 else coef.T, intercept=intercept, n_iter=n_iter)
+        _warn_if_not_converged(self, computed["n_iter"])
+        self.coef_, self.intercept_ = computed["coef_"], np.atleast_1d(computed["intercept"])
+        self.n_iter_ = np.array([computed["n_iter"]], np.int32)
         return self
 
     def decision_function(self, X: Any) -> Any:
@@ -649,23 +649,23 @@ def _numbered(classes: Any, y: Any) -> Any:
 
 
 def _decisions(X: Any, coef: Any, intercept: Any) -> Any:
-    found = _linear(X, coef, intercept)
-    return found[:, 0] if len(coef) == 1 else found
+    decisions = _linear(X, coef, intercept)
+    return decisions[:, 0] if len(coef) == 1 else decisions
 
 
 def _classes(classes: Any, X: Any, coef: Any, intercept: Any) -> Any:
-    found = _decisions(X, coef, intercept)
-    number = (found > 0) * 1 if found.ndim == 1 else found.argmax(1)
+    decisions = _decisions(X, coef, intercept)
+    number = (decisions > 0) * 1 if decisions.ndim == 1 else decisions.argmax(1)
     # Classes may be strings, which are on the host.
     return classes[number.get() if hasattr(number, "get") else number]
 
 
 def _probabilities(X: Any, coef: Any, intercept: Any) -> Any:
-    found = _linear(X, coef, intercept)
+    scores = _linear(X, coef, intercept)
     if len(coef) == 1:
-        found = np.concatenate([np.zeros_like(found), found], 1)
-    found = np.exp(found - found.max(1)[:, None])
-    return found / found.sum(1)[:, None]
+        scores = np.concatenate([np.zeros_like(scores), scores], 1)
+    scores = np.exp(scores - scores.max(1)[:, None])
+    return scores / scores.sum(1)[:, None]
 
 
 # Clusters
@@ -730,13 +730,13 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, _E
     def fit(self, X: Any, y: Any = None) -> Self:
         """Find the clusters of X: one run."""
         X = self._checked(X)
-        found = algorithms.kmeans(
+        clusters = algorithms.kmeans(
             as_array(X), self.n_clusters, init=self.init, max_iter=self.max_iter, tol=self.tol,
             seed=_seed(self.random_state),
         )  # fmt: skip
         fitted = self._computed(
-            cluster_centers_=found.centers, inertia_=found.inertia, n_iter_=found.n_iter,
-            labels_=found.labels.astype(np.int32),
+            cluster_centers_=clusters.centers, inertia_=clusters.inertia, n_iter_=clusters.n_iter,
+            labels_=clusters.labels.astype(np.int32),
         )  # fmt: skip
         return self._set(**fitted | ({} if is_dask_collection(X) else {"labels_": np.asarray(fitted["labels_"])}))
 
@@ -753,8 +753,8 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, _E
     def score(self, X: Any, y: Any = None) -> float:
         """Return the negative sum of squared distances of rows from their centres."""
         check_is_fitted(self)
-        found = -(self.transform(X).min(1) ** 2).sum()
-        return float(found.compute() if is_dask_collection(found) else found)
+        score = -(self.transform(X).min(1) ** 2).sum()
+        return float(score.compute() if is_dask_collection(score) else score)
 
 
 def _nearest(X: Any, C: Any) -> Any:

@@ -165,7 +165,7 @@ class LocalComm:
 
 def run_jobs(
     engine: Engine,
-    made: Placement,
+    placement: Placement,
     chunks: Mapping[ChunkKey, NDArray[Any]],
     timeout: float = 60.0,
     sources: Callable[[int], Mapping[ChunkKey, SourceChunk]] = lambda rank: {},
@@ -177,12 +177,12 @@ def run_jobs(
     """
     jobs: list[Job[Any]] = []
     comm = LocalComm(jobs)
-    where = made.where
+    where = placement.where
     try:
-        for me in range(len(made.participants)):
+        for me in range(len(placement.participants)):
             mine = {key: chunk for key, chunk in chunks.items() if where[key[0]][key[1]] in (me, EVERYWHERE)}
-            making = sources(made.ranks.index(me)) if me in made.ranks else {}
-            jobs.append(engine.job(Side(made, me, {**mine, **making}, comm)))
+            making = sources(placement.ranks.index(me)) if me in placement.ranks else {}
+            jobs.append(engine.job(Side(placement, me, {**mine, **making}, comm)))
         for job in jobs:
             job.prepare()
         # Who has nothing to do is not asked.
@@ -206,9 +206,9 @@ def run_jobs(
                 replicas += [(key[1], part.pop(key)) for key in copies]
                 for number in [number for name, number in part if name == GATHERED]:
                     gathered = part.pop((GATHERED, number))
-                    np.testing.assert_array_equal(gathered, chunks[made.kept[-1], number], strict=True)
+                    np.testing.assert_array_equal(gathered, chunks[placement.kept[-1], number], strict=True)
                 own = [key for key in part if not key[0]]
-                assert not copies or len(own) + len(copies) == made.problem.outputs[0].count, "a rank lacks chunks"
+                assert not copies or len(own) + len(copies) == placement.problem.outputs[0].count, "a rank lacks chunks"
                 assert not set(part) & set(result), "two ranks own one chunk"
                 result.update(part)
             for index, copy in replicas:
@@ -309,7 +309,7 @@ def conformance(
     for operand, counts in (("a", problem.a.counts), ("b", problem.b.counts)):
         holders = rng.integers(0, nranks + sources, size=counts[0] * counts[1]).astype(np.int32)
         where.append(np.full_like(holders, EVERYWHERE) if operand in everywhere else holders)
-    made = plan(
+    chosen = plan(
         problem,
         [Worker(f"w{index}") for index in range(nranks)],
         dict(zip("ab", where, strict=True)),
@@ -317,34 +317,34 @@ def conformance(
         engine="numpy" if callable(engine) else engine.name,
         replica_runs=(int("a" in everywhere), int("b" in everywhere)),
     )
-    made = Plan.from_wire(made.to_wire())
+    chosen = Plan.from_wire(chosen.to_wire())
     try:
         if callable(engine):
             result = engine(problem, nranks, chunks, where)
         else:
-            result = {number: chunk for (name, number), chunk in run_jobs(engine, made, chunks).items() if not name}
+            result = {number: chunk for (name, number), chunk in run_jobs(engine, chosen, chunks).items() if not name}
         left, right = (x.conj() if conj else x for x, conj in zip((a, b), conjugated, strict=True))
-        assert_product(left, right, _whole(made, result))
+        assert_product(left, right, _whole(chosen, result))
         after = {key: _checksum(chunk.base) for key, chunk in chunks.items()}
         assert after == before, "inputs or the guard zones around them were changed"
     except AssertionError as error:
-        raise AssertionError(f"{error} (seed={seed}, {made!r})") from error
-    return made
+        raise AssertionError(f"{error} (seed={seed}, {chosen!r})") from error
+    return chosen
 
 
-def _whole(made: Plan, chunks: dict[int, NDArray[Any]]) -> NDArray[Any]:
+def _whole(plan: Plan, chunks: dict[int, NDArray[Any]]) -> NDArray[Any]:
     """Put D together from its chunks, each of which has to be there in its shape."""
-    nrows, ncols = made.problem.d.counts
+    nrows, ncols = plan.problem.d.counts
     assert sorted(chunks) == list(range(nrows * ncols)), "chunks are missing"
     for index, chunk in chunks.items():
-        r0, r1, c0, c1 = made.chunk_rect(index)
+        r0, r1, c0, c1 = plan.chunk_rect(index)
         assert chunk.shape == (r1 - r0, c1 - c0)
     return np.block([[chunks[i * ncols + j] for j in range(ncols)] for i in range(nrows)])
 
 
 def _with_guards(operand: str, matrix: NDArray[Any], sizes: Chunks, transposed: bool) -> dict[ChunkKey, NDArray[Any]]:
     """Cut a matrix into chunks that lie in larger, poisoned arrays."""
-    found: dict[ChunkKey, NDArray[Any]] = {}
+    views: dict[ChunkKey, NDArray[Any]] = {}
     rows, cols = (np.concatenate([[0], np.cumsum(s)]) for s in sizes)
     for i in range(len(sizes[0])):
         for j in range(len(sizes[1])):
@@ -355,8 +355,8 @@ def _with_guards(operand: str, matrix: NDArray[Any], sizes: Chunks, transposed: 
             padded = np.full((part.shape[0] + 2, part.shape[1] + 2), poison, matrix.dtype, order=order)  # type: ignore[call-overload]
             padded[1:-1, 1:-1] = part
             view = padded[1:-1, 1:-1]
-            found[operand, i * len(sizes[1]) + j] = view.T if transposed else view
-    return found
+            views[operand, i * len(sizes[1]) + j] = view.T if transposed else view
+    return views
 
 
 def _checksum(data: NDArray[Any] | None) -> int:

@@ -49,10 +49,10 @@ def numbers(*, positive: bool = False, **values: Any) -> None:
             raise PlanError(f"{name} must be positive, got {value!r}")
 
 
-def chosen(name: str, value: Any, known: Collection[str]) -> None:
+def chosen(name: str, value: Any, choices: Collection[str]) -> None:
     """Check the name of a variant."""
-    if not isinstance(value, str) or value not in known:
-        raise PlanError(unknown_name(name, value, known))
+    if not isinstance(value, str) or value not in choices:
+        raise PlanError(unknown_name(name, value, choices))
 
 
 def until(turn: Any, state: tuple[Any, ...], max_iter: int) -> tuple[Any, ...]:

@@ -92,8 +92,8 @@ def kmeans(
     counts(max_iter=max_iter)
     counts(0, seed=seed)
     numbers(tol=tol)
-    found: KMeans = _kmeans(X, *_start(X, n_clusters, init, seed), n_clusters, max_iter, tol)
-    return found
+    result: KMeans = _kmeans(X, *_start(X, n_clusters, init, seed), n_clusters, max_iter, tol)
+    return result
 
 
 def _start(X: Any, count: int, init: Any, seed: int) -> tuple[Any, Any, Any]:
@@ -174,7 +174,7 @@ def gmm(
     tol : float
         The iteration ends if the average log-likelihood of a row changes by less.
     reg_covar : float
-        What is added to the diagonals of covariance matrices.
+        Added to the diagonals of covariance matrices.
     max_iter : int
         The most turns.
     init, seed
@@ -221,8 +221,8 @@ def gmm(
     counts(max_iter=max_iter)
     counts(0, seed=seed)
     numbers(tol=tol, reg_covar=reg_covar)
-    found: Mixture = _gmm(X, *_start(X, n_components, init, seed), n_components, max_iter, tol, reg_covar)
-    return found
+    result: Mixture = _gmm(X, *_start(X, n_components, init, seed), n_components, max_iter, tol, reg_covar)
+    return result
 
 
 @jit

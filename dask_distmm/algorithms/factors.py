@@ -87,8 +87,8 @@ def nmf(
         chosen("init", init, ("nndsvda", "random"))
         if init == "nndsvda":
             counts(1, min(m, n), n_components=n_components)
-    found: Factors = _nmf(X, W, H, random.key(seed), init, n_components, max_iter, tol)
-    return found
+    result: Factors = _nmf(X, W, H, random.key(seed), init, n_components, max_iter, tol)
+    return result
 
 
 @jit
@@ -117,8 +117,8 @@ def _nmf(X: Any, W: Any, H: Any, key: Any, init: str, k: int, max_iter: int, tol
 
 def _random(X: Any, key: Any, k: int) -> tuple[Any, Any]:
     scale = np.sqrt(X.sum(1).sum() / (X.size * k))
-    one, other = random.split(key)
-    W, H = random.normal(one, (len(X), k), X.dtype), random.normal(other, (k, X.shape[1]), X.dtype)
+    first, second = random.split(key)
+    W, H = random.normal(first, (len(X), k), X.dtype), random.normal(second, (k, X.shape[1]), X.dtype)
     return scale * abs(W), scale * abs(H)
 
 
@@ -185,7 +185,7 @@ def als(
     H : array, (n_components, n)
         The other factor.
     error : array, ()
-        What is minimized.
+        The objective.
     n_iter : array, ()
         The number of turns.
 
@@ -216,8 +216,8 @@ def als(
     numbers(reg=reg, positive=True)
     if weights is not None:
         weights = shaped(weights, "weights", *X.shape).astype(X.dtype)
-    found: Factors = _als(X, weights, random.key(seed), n_components, max_iter, reg, tol)
-    return found
+    result: Factors = _als(X, weights, random.key(seed), n_components, max_iter, reg, tol)
+    return result
 
 
 @jit

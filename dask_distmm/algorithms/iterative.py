@@ -313,9 +313,9 @@ def eigsh(
     dtype = common_type({"A": rows})
     a, start = (x.astype(dtype) if isinstance(x, Array) else x for x in (a, start))
     info, key = np.finfo(dtype), random.key(secrets.randbits(64) if rng is None else rng)
-    found = krylov.eigsh.run(how, a, start, key, k, ncv, which, tol or float(info.eps), maxiter or 10 * n)
-    w = found.w.astype(info.dtype)
-    return (w, found.v) if return_eigenvectors else w
+    pairs = krylov.eigsh.run(how, a, start, key, k, ncv, which, tol or float(info.eps), maxiter or 10 * n)
+    w = pairs.w.astype(info.dtype)
+    return (w, pairs.v) if return_eigenvectors else w
 
 
 @public(RunOptions, TURNS)
@@ -378,8 +378,8 @@ def lobpcg(
     >>> linalg.lobpcg(da.diag(da.arange(9.0)), da.ones((9, 1)), maxiter=50)[0].compute().round(6)
     array([8.])
     """
-    given: dict[str, Any] = {"B": B, "Y": Y, "restartControl": restartControl}
-    for name, value in given.items():
+    unsupported: dict[str, Any] = {"B": B, "Y": Y, "restartControl": restartControl}
+    for name, value in unsupported.items():
         if value is not None:
             raise PlanError(f"{name} must be None: use eigh for pairs of matrices; restarts are not supported")
     if verbosityLevel:
@@ -511,7 +511,7 @@ def lsmr(
 
 def _least_squares(
     algorithm: Jitted,
-    given: Sequence[Any],
+    operands: Sequence[Any],
     maxiter: int | None,
     how: RunOptions,
     damp: float,
@@ -519,7 +519,7 @@ def _least_squares(
     *options: Any,
 ) -> tuple[Any, ...]:
     """Return x, some numbers, and the estimate of variances, of A, b and x0."""
-    a, b, x0 = given
+    a, b, x0 = operands
     start = None if x0 is None else matrix("x0", x0, vector=True)
     a, adjoint, rows, columns = _two_functions(a, b, start)
     m, n = len(rows), sum(columns)
@@ -539,7 +539,7 @@ def _least_squares(
             rest = right - times(a, start, how)
     most = maxiter or (2 * n if algorithm is krylov.lsqr else min(m, n))
     x, numbers, var = algorithm.run(how, a, adjoint, right, rest, n, damp, limits, most, *options)
-    x, var = (None if one is None else one.rechunk((columns,)) for one in (x, var))
+    x, var = (None if vector is None else vector.rechunk((columns,)) for vector in (x, var))
     return x if start is None else x + start[:, 0].rechunk((columns,)), numbers, var
 
 
@@ -557,8 +557,8 @@ def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Any, UserFuncti
             f"A is a {type(a).__name__}; expected an array, or two functions: lambda x, rows: (A @ x)[rows], and "
             "lambda u, rows: A[rows].conj().T @ u of the rows u of a vector"
         )
-    found = _cut_as(matrix("A", a, sparse="wide"), "b", b)
-    return found, None, found, found.chunks[1]
+    wide = _cut_as(matrix("A", a, sparse="wide"), "b", b)
+    return wide, None, wide, wide.chunks[1]
 
 
 def _rows_by(block: Any, x: Any, *, function: UserFunction, block_info: Any) -> Any:
@@ -574,7 +574,7 @@ def _check_false(**options: bool) -> None:
 
 def _solved(
     algorithm: Jitted,
-    given: Sequence[Any],
+    arguments: Sequence[Any],
     function: Any,
     maxiter: int | None,
     factor: int,
@@ -582,7 +582,7 @@ def _solved(
     *options: Any,
 ) -> tuple[Any, Any]:
     """Return x and info, of a square matrix A, b, x0 and M; by default after up to `factor` n turns."""
-    a, b, x0, m = given
+    a, b, x0, m = arguments
     a, rows = _operator(a, b, "b")
     start = None if x0 is None else _vector("x0", x0, rows)
     operands = _of_one_type(a, _vector("b", b, rows), start, _preconditioner(m, rows))
@@ -591,11 +591,11 @@ def _solved(
 
 def _of_one_type(a: Any, main: Array, *more: Any) -> list[Any]:
     """Return A and a main operand in the same type, complex if another one is, and all other operands in it."""
-    given = [a, main, *more]
+    arrays = [a, main, *more]
     dtype = common_type({name: x for name, x in (("A", a), ("b", main)) if isinstance(x, Array)})
-    if any(isinstance(x, Array) and x.dtype.kind == "c" for x in given):
+    if any(isinstance(x, Array) and x.dtype.kind == "c" for x in arrays):
         dtype = np.result_type(dtype, np.complex64)
-    return [x.astype(dtype) if isinstance(x, Array) else x for x in given]
+    return [x.astype(dtype) if isinstance(x, Array) else x for x in arrays]
 
 
 def _with_number(function: Any, x: Any) -> None:
@@ -670,10 +670,10 @@ def _preconditioner(m: Any, a: Array) -> Any:
         return None
     if (function := _function("M", m)) is not None:
         return function
-    found, n = operand("M", m, sparse=True), len(a)
-    if found.shape not in ((n, n), (n,)):
-        raise PlanError(f"A is {n} x {n}, so M must be {n} x {n}, or its diagonal; it has shape {found.shape}")
-    return matrix("M", found, vector=True, sparse=True)
+    inverse, n = operand("M", m, sparse=True), len(a)
+    if inverse.shape not in ((n, n), (n,)):
+        raise PlanError(f"A is {n} x {n}, so M must be {n} x {n}, or its diagonal; it has shape {inverse.shape}")
+    return matrix("M", inverse, vector=True, sparse=True)
 
 
 def _vector(name: str, x: Any, a: Array) -> Array:

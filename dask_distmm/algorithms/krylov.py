@@ -235,8 +235,8 @@ def gmres(
         phase = over(top, modulus.astype(real), 1)
         c, s = over(modulus, radius, 1).astype(real), phase * over(below, radius).astype(real)
         R = put_column(R, j, np.where(numbers < j, h, np.where(numbers == j, phase * radius.astype(real), 0)))
-        one, other = Q[j], Q[j + 1]
-        Q = np.where(rows == j, c * one + s * other, np.where(rows == j + 1, c * other - s.conj() * one, Q))
+        row, next_row = Q[j], Q[j + 1]
+        Q = np.where(rows == j, c * row + s * next_row, np.where(rows == j + 1, c * next_row - s.conj() * row, Q))
         residual = start * abs(Q[j + 1, 0]).astype(np.float64)
         if shows_norm:
             tell(function, residual / size)
@@ -301,9 +301,9 @@ def bidiagonalized(A: Any, adjoint: Any, u: Any, n: int) -> tuple[Any, Any]:
         size = norm(v)
         alpha = np.where(beta == 0, alpha, size)
         v = over(1, np.where(beta == 0, 0, alpha), 1).astype(real) * v
-        found = turn(v, alpha, beta)
+        ends = turn(v, alpha, beta)
         u = product(A, v, u) - (alpha * over(1, beta)).astype(real) * u
-        return (u, v, alpha, adjoint_product(adjoint or A, u, n), square(u)), found
+        return (u, v, alpha, adjoint_product(adjoint or A, u, n), square(u)), ends
 
     sums = adjoint_product(adjoint or A, u, n)
     return step, (u, np.zeros_like(sums), 0.0 * square(u), sums, square(u))
@@ -343,7 +343,7 @@ def lsqr(
     b, real, eps = column(b), b.real.dtype, float(np.finfo(b.dtype).eps)
     step, k = bidiagonalized(A, adjoint, b if r is None else column(r), n)
     normb = norm(b)
-    k, (v, alpha, beta) = step(k, lambda *found: found)
+    k, (v, alpha, beta) = step(k, lambda *state: state)
     nothing = np.zeros_like(v)
 
     def turn(state: Any) -> Any:
@@ -374,8 +374,8 @@ def lsqr(
             shown = r1norm, r2norm, norm_a, conda, normar, normx
             return x + (phi / rho).astype(real) * w, w1, var1, *numbers, *shown, near, stop, count + 1
 
-        k, found = step(k, rotated)
-        return k, *found
+        k, ends = step(k, rotated)
+        return k, *ends
 
     normar = alpha * beta
     numbers, shown = (alpha, alpha, beta, 0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0), (beta, beta, 0.0, 0.0, normar, 0.0)
@@ -391,7 +391,7 @@ def lsmr(A: Any, adjoint: Any, b: Any, r: Any, n: int, damp: float, limits: Any,
     b, real = column(b), b.real.dtype
     step, k = bidiagonalized(A, adjoint, b if r is None else column(r), n)
     normb = norm(b)
-    k, (v, alpha, beta) = step(k, lambda *found: found)
+    k, (v, alpha, beta) = step(k, lambda *state: state)
 
     def turn(state: Any) -> Any:
         k, x, h, hbar, zetabar, alphabar, rho, rhobar, cbar, sbar, zeta, *estimates, maxrbar, minrbar = state[:20]
@@ -429,8 +429,8 @@ def lsmr(A: Any, adjoint: Any, b: Any, r: Any, n: int, damp: float, limits: Any,
             numbers = zetabar1, alphabar1, rho1, rhobar1, cbar1, sbar1, zeta1, *estimates
             return x1, h1, hbar1, *numbers, normr, normar, norma, conda, normx, near, stop, count
 
-        k, found = step(k, rotated)
-        return k, *found
+        k, ends = step(k, rotated)
+        return k, *ends
 
     normar, nothing = alpha * beta, np.zeros_like(v)
     numbers = normar, alpha, 1.0, 1.0, 1.0, 0.0, 0.0, beta, 0.0, 1.0, 0.0, 0.0, 0.0, alpha**2, 0.0, 1e100
@@ -455,7 +455,7 @@ def eigsh(A: Any, v0: Any, key: Any, k: int, m: int, which: str, tol: float, max
     eps, columns = float(np.finfo(dtype).eps), np.arange(m + 1)
 
     def drawn(key: Any) -> Any:
-        parts = [random.normal(one, (n,)) for one in random.split(key)]
+        parts = [random.normal(part, (n,)) for part in random.split(key)]
         return (parts[0] + 1j * parts[1] if dtype.kind == "c" else parts[0]).astype(dtype)
 
     def step(state: Any) -> Any:
@@ -505,10 +505,10 @@ def restarted(
     if broken and count < min(m, n):
         # An invariant subspace: all of it stays, and another vector is drawn.
         return np.diag(np.arange(m) < count).astype(T.dtype), T, values, count, False
-    found, y = _separated(*np.linalg.eigh(T[:count, :count]), 4 * eps * largest)
-    order = _wanted(found, how["which"])
+    ritz, y = _separated(*np.linalg.eigh(T[:count, :count]), 4 * eps * largest)
+    order = _wanted(ritz, how["which"])
     errors = rest * abs(y[-1, order[:k]])
-    limits = how["tol"] * np.maximum(eps ** (2 / 3), abs(found[order[:k]]))
+    limits = how["tol"] * np.maximum(eps ** (2 / 3), abs(ritz[order[:k]]))
     converged = (errors <= np.maximum(limits, eps * largest)) | broken
     if not converged.all() and turns >= maxiter:
         raise MatrixError(
@@ -518,8 +518,8 @@ def restarted(
     kept = k if converged.all() else min(k + (m - k) // 2, m - 1)
     chosen = np.sort(order[:k]) if converged.all() else order[:kept]
     Y[:count, :kept] = y[:, chosen]
-    T = np.diag(np.where(np.arange(m) < kept, np.resize(found[chosen], m), 0)).astype(T.dtype)
-    return Y, T, found[chosen[:k]], kept, bool(converged.all())
+    T = np.diag(np.where(np.arange(m) < kept, np.resize(ritz[chosen], m), 0)).astype(T.dtype)
+    return Y, T, ritz[chosen[:k]], kept, bool(converged.all())
 
 
 def _check_start(size: Any) -> None:
@@ -568,20 +568,20 @@ def lobpcg(A: Any, X: Any, M: Any, tol: float, maxiter: int, largest: bool) -> E
     def turn(state: Any) -> Any:
         (X, W, P, AX, AP, *_), best, count = state
         AW = product(A, replicated(W), X)
-        found = ritz(np.concatenate([X, W, P], 1), np.concatenate([AX, AW, AP], 1))
+        ends = ritz(np.concatenate([X, W, P], 1), np.concatenate([AX, AW, AP], 1))
         # Behind the residuals that rounding allows come worse ones.
-        better = found[-1] < best[-1]
-        best = tuple(np.where(better, new, old) for new, old in zip((found[0], *found[-2:]), best, strict=True))
-        return found, best, count + 1
+        better = ends[-1] < best[-1]
+        best = tuple(np.where(better, new, old) for new, old in zip((ends[0], *ends[-2:]), best, strict=True))
+        return ends, best, count + 1
 
     def goes_on(state: Any) -> Any:
-        found, best, count = state
-        return (best[-1] > tol) & (found[-1] < np.inf) & (count < maxiter)
+        pair, best, count = state
+        return (best[-1] > tol) & (pair[-1] < np.inf) & (count < maxiter)
 
     nothing = np.zeros_like(X)
     image = product(A, replicated(X), X)
-    found = ritz(np.concatenate([X, nothing, nothing], 1), np.concatenate([image, nothing, nothing], 1), starts=True)
-    _, (X, values, _), _ = while_loop(goes_on, turn, (found, (found[0], *found[-2:]), 0))
+    first = ritz(np.concatenate([X, nothing, nothing], 1), np.concatenate([image, nothing, nothing], 1), starts=True)
+    _, (X, values, _), _ = while_loop(goes_on, turn, (first, (first[0], *first[-2:]), 0))
     return Eigenvalues(values, X)
 
 
@@ -604,7 +604,7 @@ def _ritz(G: Any, H: Any, k: int, largest: bool, starts: bool) -> tuple[Any, Any
         callback(functools.partial(_check_independent, k), kept)
     basis = np.where(kept, basis / np.sqrt(np.where(kept, squares, 1)), 0)
     image = basis.conj().T @ H @ basis
-    # What is left out comes last.
+    # Directions that are left out come last.
     far = sign * np.where(kept, 0, 4 * np.sqrt((abs(image) ** 2).sum()) + 1)
     values, y = np.linalg.eigh((image + image.conj().T) / 2 + np.diag(far).astype(image.dtype))
     order = slice(None, None, -1) if largest else slice(None)

@@ -86,8 +86,8 @@ def pagerank(
         raise PlanError(f"alpha must be at most 1, got {alpha}")
     if personalization is not None:
         personalization = shaped(personalization, "personalization", A.shape[0]).astype(A.dtype)
-    found: Ranks = _pagerank(A, personalization, alpha, max_iter, tol)
-    return found
+    result: Ranks = _pagerank(A, personalization, alpha, max_iter, tol)
+    return result
 
 
 @jit
@@ -178,10 +178,10 @@ def eigs(
     counts(0, seed=seed)
     numbers(tol=tol)
     v0 = None if v0 is None else shaped(v0, "v0", n).astype(A.dtype)
-    found: Eigenpairs = _eigs(
+    result: Eigenpairs = _eigs(
         A, v0, random.key(seed), k, which, ncv, maxiter, max(tol, ncv * float(np.finfo(A.dtype).eps))
     )
-    return found
+    return result
 
 
 @jit
@@ -319,10 +319,10 @@ def svds(
     counts(0, seed=seed)
     numbers(tol=tol)
     v0 = None if v0 is None else shaped(v0, "v0", A.shape[1]).astype(A.dtype)
-    found: SingularTriplets = _svds(
+    result: SingularTriplets = _svds(
         A, v0, random.key(seed), k, ncv, maxiter, max(tol, ncv * float(np.finfo(A.dtype).eps))
     )
-    return found
+    return result
 
 
 @jit

@@ -67,7 +67,7 @@ class Decision:
     @property
     def on_gpus(self) -> bool:
         """Whether GPUs multiply."""
-        return self.known is not None and all(one.on_gpus for one in models_of(self.known.engines))
+        return self.known is not None and all(model.on_gpus for model in models_of(self.known.engines))
 
     def made(self, problem: Problem) -> Plan | WavePlan:
         """Return the plan, or that of the waves."""
@@ -112,32 +112,32 @@ def decide_now(request: Request, *, enabled: bool = False) -> Decision:
     """
     client = current_client()
     try:
-        known = recent_snapshot(client, request.problem) if client is not None else None
+        snapshot = recent_snapshot(client, request.problem) if client is not None else None
     except NoWorkersError:
         return Decision()  # There may be some when it is computed.
-    if client is None or known is None:
+    if client is None or snapshot is None:
         return Decision()
-    found = Decision(known=known)
-    if enabled and (left := _why_streamed(request, found)):
+    decision = Decision(known=snapshot)
+    if enabled and (left := _why_streamed(request, decision)):
         return Decision(left=left)
-    if request.logger.isEnabledFor(logging.INFO) or not _fits_easily(request, client, known):
-        found = decide(request, client, known, enabled=enabled)
-        request.logger.info("%s, lazy\n%r", request.problem.name, found.made(request.problem))
-        return dataclasses.replace(found, left=why_left(request, found) if enabled else "")
-    if enabled and minimum_flops() is None and not runs_faster(known, request.problem, lazy=any(request.lazy)):
+    if request.logger.isEnabledFor(logging.INFO) or not _fits_easily(request, client, snapshot):
+        decision = decide(request, client, snapshot, enabled=enabled)
+        request.logger.info("%s, lazy\n%r", request.problem.name, decision.made(request.problem))
+        return dataclasses.replace(decision, left=why_left(request, decision) if enabled else "")
+    if enabled and minimum_flops() is None and not runs_faster(snapshot, request.problem, lazy=any(request.lazy)):
         return Decision(left=f"a run is not expected to take at most {CLEARLY:.0%} of their time")
-    return found
+    return decision
 
 
-def why_left(request: Request, found: Decision) -> str:
+def why_left(request: Request, decision: Decision) -> str:
     """Return why ``@`` under `enable` leaves a product that could run to Dask's own tasks; empty if it does not."""
-    if left := _why_streamed(request, found):
+    if left := _why_streamed(request, decision):
         return left
-    plan, scheme = found.plan, found.scheme
+    plan, scheme = decision.plan, decision.scheme
     if plan is not None and not plan.worth_it:
         return by_times(plan)
     # Ranks on GPUs that make the chunks themselves are faster: they need no task for each, and GPUs multiply meanwhile.
-    if minimum_flops() is not None or plan is not None or scheme is None or (scheme.by_ranks and found.on_gpus):
+    if minimum_flops() is not None or plan is not None or scheme is None or (scheme.by_ranks and decision.on_gpus):
         return ""
     single = scheme.name == "sums" and request.problem.d.counts == (1, 1)
     return f"it does not fit into memory, and {_ONCE}" if single or scheme.name in ("rows", "cols") else ""
@@ -150,10 +150,10 @@ def by_times(plan: Placement) -> str:
     return f"they are expected to take {own}, a run {run} (a run has to take at most {CLEARLY:.0%} of their time)"
 
 
-def _why_streamed(request: Request, found: Decision) -> str:
+def _why_streamed(request: Request, decision: Decision) -> str:
     """Return why a product of chunks that are still to be made is left to Dask; empty if it is not."""
     # With a number of operations as the limit nobody chooses by time or memory.
-    if not any(request.lazy) or found.on_gpus or minimum_flops() is not None:
+    if not any(request.lazy) or decision.on_gpus or minimum_flops() is not None:
         return ""
     # How often the chunks of A and those of B are used.
     rows, cols = request.problem.d.counts
@@ -161,34 +161,34 @@ def _why_streamed(request: Request, found: Decision) -> str:
     return f"chunks are still to be made, and {_ONCE}" if once else ""
 
 
-def by_tasks(request: Request, known: Snapshot | None) -> DaskTasks | None:
+def by_tasks(request: Request, snapshot: Snapshot | None) -> DaskTasks | None:
     """Return what decides about Dask's own tasks for parts of D; None if there are to be runs."""
     problem = request.problem
     cut_otherwise = problem.d.chunks != (problem.a.chunks[0], problem.b.chunks[1])
-    if known is None or request.demands or cut_otherwise or minimum_flops() is not None:
+    if snapshot is None or request.demands or cut_otherwise or minimum_flops() is not None:
         return None
     a, b = (x.dask if lazy else None for x, lazy in zip(request.lying, request.lazy, strict=True))
-    return DaskTasks(tuple(known.workers), tuple(known.engines), dask_costs(), (a, b))
+    return DaskTasks(tuple(snapshot.workers), tuple(snapshot.engines), dask_costs(), (a, b))
 
 
-def _fits_easily(request: Request, client: Client, known: Snapshot) -> bool:
+def _fits_easily(request: Request, client: Client, snapshot: Snapshot) -> bool:
     """Whether one run of any kind has room in memory, and no way to multiply was asked for that may not be there."""
     budget, fraction = wave_budget(), request.problem.options.limit_fraction
     if request.method != "auto" or any(request.distributions):
         return False
-    if budget is not None and _loading(request, client, known, budget) >= _LONG:
+    if budget is not None and _loading(request, client, snapshot, budget) >= _LONG:
         return False
     room = (budget or Budget(fraction, fraction, 1.0)).of
-    workers = (*known.workers, *known.sources)
+    workers = (*snapshot.workers, *snapshot.sources)
     return fits_easily(request.problem, min(min(room(worker), room(in_host(worker))) for worker in workers))
 
 
-def _loading(request: Request, client: Client, known: Snapshot, budget: Budget) -> float:
+def _loading(request: Request, client: Client, snapshot: Snapshot, budget: Budget) -> float:
     """Return the seconds in which workers make the chunks that are not there."""
     problem, (lazy_a, lazy_b) = request.problem, _not_there(request, client)
     a_bytes, b_bytes = problem.m * problem.a.itemsize, problem.n * problem.b.itemsize
     size = problem.k * (a_bytes * lazy_a + b_bytes * (lazy_b and not problem.shared))
-    return size / (len(known.workers) + len(known.sources)) / budget.rate(problem.array)
+    return size / (len(snapshot.workers) + len(snapshot.sources)) / budget.rate(problem.array)
 
 
 def _not_there(request: Request, client: Client) -> tuple[bool, bool]:
@@ -198,7 +198,7 @@ def _not_there(request: Request, client: Client) -> tuple[bool, bool]:
 
 
 def decide(
-    request: Request, client: Client | None, known: Snapshot, *, reordered: bool = False, enabled: bool = False
+    request: Request, client: Client | None, snapshot: Snapshot, *, reordered: bool = False, enabled: bool = False
 ) -> Decision:
     """Return how a product is made; without a client workers are only imagined."""
     failure: ProjectedMemoryError | None = None
@@ -207,7 +207,7 @@ def decide(
     try:
         # Of imagined workers nothing is known, nor of what they hold.
         lazy = client is not None and any(request.lazy)
-        plan = plan_on(known, request.problem, reordered=reordered, lazy=lazy)
+        plan = plan_on(snapshot, request.problem, reordered=reordered, lazy=lazy)
     except ProjectedMemoryError as error:
         failure = error
     budget = None if client is None else wave_budget()
@@ -215,23 +215,23 @@ def decide(
         if plan is None or _spills(plan, budget):
             scheme = _scheme(request, client, budget, request.problem)
         if scheme is None and plan is not None:
-            scheme = _scheme_by_ranks(request, client, known, plan, budget)
+            scheme = _scheme_by_ranks(request, client, snapshot, plan, budget)
     if failure is not None and scheme is None:
         more = []
         if client is not None and budget is not None:
             # A loop under enable() asks again and again, and waves of many chunks take a second to plan.
-            asked = request.problem.a.chunks, request.problem.b.chunks, request.lazy, tuple(failure.limit.items())
-            if asked not in _advised:
+            case = request.problem.a.chunks, request.problem.b.chunks, request.lazy, tuple(failure.limit.items())
+            if case not in _advised:
                 _advised.clear()
-                _advised[asked] = _smaller_chunks(request, client, known, budget)
-            more.append(_advised[asked])
+                _advised[case] = _smaller_chunks(request, client, snapshot, budget)
+            more.append(_advised[case])
         # Under enable() a product that does not fit is left to these anyway, unless the configuration says otherwise.
         if _may_stream(request, failure) and (not enabled or raises_beyond_memory()):
             how = "the config distmm.memory.exceeded: dask" if enabled else "A @ B under enable()"
             more.append(f"let Dask's own tasks multiply, which may stream it: {how}")
         text = "".join(f". Or {remedy}" for remedy in more if remedy)
         raise ProjectedMemoryError(f"{failure}{text}", failure.projected, failure.limit)
-    return Decision(plan, scheme, known)
+    return Decision(plan, scheme, snapshot)
 
 
 def _may_stream(request: Request, failure: ProjectedMemoryError) -> bool:
@@ -241,9 +241,9 @@ def _may_stream(request: Request, failure: ProjectedMemoryError) -> bool:
     return request.plain and not request.demands and held <= min(failure.limit.values())
 
 
-def _smaller_chunks(request: Request, client: Client, known: Snapshot, budget: Budget) -> str:
+def _smaller_chunks(request: Request, client: Client, snapshot: Snapshot, budget: Budget) -> str:
     """Return the remedy that names the largest chunks of lazy operands with which waves fit; empty if none do."""
-    problem, room = request.problem, min((budget.of(worker) for worker in known.workers), default=0.0)
+    problem, room = request.problem, min((budget.of(worker) for worker in snapshot.workers), default=0.0)
     coarse = [problem[name] for name, is_lazy in zip("ab", request.lazy, strict=True) if is_lazy]
     for size in _SIZES:
         if any(2 * x.itemsize * math.prod(min(size, n) for n in x.shape) > room for x in coarse):
@@ -257,9 +257,9 @@ def _smaller_chunks(request: Request, client: Client, known: Snapshot, budget: B
         finer = dataclasses.replace(problem, matrices=matrices, wanted=(d, *problem.wanted[1:]))
         if cut and (scheme := _scheme(request, client, budget, finer)) is not None:
             names = [name.upper() for name in cut if not (name == "b" and problem.shared)]
-            made = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} made"
-            found = f"{scheme.count} waves of {format_bytes(scheme.peak_bytes)} a worker, {format_time(scheme.seconds)}"
-            return f"use smaller chunks where {made}: with chunks={size} there are {found}"
+            subject = f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} made"
+            waves = f"{scheme.count} waves of {format_bytes(scheme.peak_bytes)} a worker, {format_time(scheme.seconds)}"
+            return f"use smaller chunks where {subject}: with chunks={size} there are {waves}"
     return ""
 
 
@@ -269,53 +269,53 @@ def _in_chunks_of(matrix: NamedMatrix, size: int) -> NamedMatrix:
     return dataclasses.replace(matrix, chunks=(rows, cols))
 
 
-def _scheme_by_ranks(request: Request, client: Client, known: Snapshot, plan: Plan, budget: Budget) -> Scheme | None:
+def _scheme_by_ranks(request: Request, client: Client, snapshot: Snapshot, plan: Plan, budget: Budget) -> Scheme | None:
     """Return waves in which ranks make the chunks of a product that fits, unless that is expected to take longer.
 
     It takes less memory, too: chunks are dropped as soon as they are multiplied.
     """
-    loading = _loading(request, client, known, budget)
-    if loading < _LONG or not all(one.makes for one in models_of([plan.engine])):
+    loading = _loading(request, client, snapshot, budget)
+    if loading < _LONG or not all(model.makes for model in models_of([plan.engine])):
         return None
     lazy_a, lazy_b = both = _not_there(request, client)
-    made = zip(request.lying, (lazy_a, lazy_b and not request.problem.shared), strict=True)
-    if not all(can_be_made(x, sampled=True) for x, yes in made if yes):
+    operands = zip(request.lying, (lazy_a, lazy_b and not request.problem.shared), strict=True)
+    if not all(can_be_made(x, sampled=True) for x, yes in operands if yes):
         return None
     problem = dataclasses.replace(request.problem, method=plan.method)
-    scheme = _tried(request.logger, problem, known, both, budget, by_ranks=both, only_by_ranks=True)
+    scheme = _tried(request.logger, problem, snapshot, both, budget, by_ranks=both, only_by_ranks=True)
     return scheme if scheme is not None and scheme.seconds <= loading + plan.seconds else None
 
 
 def _tried(
-    logger: logging.Logger, problem: Problem, known: Snapshot, lazy: tuple[bool, bool], budget: Budget, **how: Any
+    logger: logging.Logger, problem: Problem, snapshot: Snapshot, lazy: tuple[bool, bool], budget: Budget, **how: Any
 ) -> Scheme | None:
     """Return the waves of a product; None if there are none that fit, and the log says why."""
     try:
-        return choose_scheme(problem, known.workers, lazy, budget, dask_costs(), engine=known.engines, **how)
+        return choose_scheme(problem, snapshot.workers, lazy, budget, dask_costs(), engine=snapshot.engines, **how)
     except (PlanError, ProjectedMemoryError) as error:
         logger.info("%s", error)
         return None
 
 
-def _spills(made: Plan, budget: Budget) -> bool:
+def _spills(plan: Plan, budget: Budget) -> bool:
     """Whether Dask would move chunks to disk while a plan runs."""
-    if in_host_memory(made.problem, made.engine):
-        held = zip(held_bytes(made).tolist(), made.participants, strict=True)
+    if in_host_memory(plan.problem, plan.engine):
+        held = zip(held_bytes(plan).tolist(), plan.participants, strict=True)
         return any(size > budget.of(in_host(worker)) for size, worker in held)
-    return any(made.projected_bytes[worker.address] > budget.of(worker) for worker in made.participants)
+    return any(plan.projected_bytes[worker.address] > budget.of(worker) for worker in plan.participants)
 
 
 def _scheme(request: Request, client: Client, budget: Budget, problem: Problem) -> Scheme | None:
     """Return the waves of a product; None if it can't be made in waves, or does not fit in them either."""
     a, b = request.lying
-    known = ask_roster(client, problem.demand, [a, b])
-    if known is None:
+    snapshot = ask_roster(client, problem.demand, [a, b])
+    if snapshot is None:
         return None
-    lazy_a, lazy_b = (where is None for where in known.placed)
+    lazy_a, lazy_b = (where is None for where in snapshot.placed)
     can_a = lazy_a and can_be_made(a)
     can_b = can_a if problem.shared else lazy_b and can_be_made(b)
     tries = [((lazy_a, lazy_b), (can_a, can_b))]
     # Results that have no room in memory are on disk: Dask reads back those of a wave, and spills others for them.
     tries += [((True, True), (False, False))] * (not (lazy_a and lazy_b))
-    found = (_tried(request.logger, problem, known, lazy, budget, by_ranks=can) for lazy, can in tries)
-    return next((scheme for scheme in found if scheme is not None), None)
+    schemes = (_tried(request.logger, problem, snapshot, lazy, budget, by_ranks=can) for lazy, can in tries)
+    return next((scheme for scheme in schemes if scheme is not None), None)

@@ -111,10 +111,10 @@ def contract(a: Array, left: str, b: Array, right: str, out: str, product: Produ
     tasks = sum(_count(sizes, *groups) for groups in (first, second, third) if max(map(len, groups)) > 1)
     if minimum_flops() is None and 2 * tasks > _count(sizes, *batch, *down, summed, *along):
         return NotImplemented
-    found = product(_merged(a, left, first), _merged(b, right, second))
-    if found is NotImplemented:
+    result = product(_merged(a, left, first), _merged(b, right, second))
+    if result is NotImplemented:
         return NotImplemented
-    return _merged(_apart(found, third, sizes), "".join([*batch, *rows, *cols]), list(out))
+    return _merged(_apart(result, third, sizes), "".join([*batch, *rows, *cols]), list(out))
 
 
 def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
@@ -125,7 +125,7 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
     if np.isnan([*itertools.chain(*(x.shape for x in arrays))]).any():
         return NotImplemented
     terms, out = spec.split("->")
-    given, loops = arrays, 0
+    operands, loops = arrays, 0
     arrays = _cut(terms.split(","), out, arrays)
     left = list(zip(terms.split(","), arrays, strict=True))
     path: list[tuple[int, ...]] = [(0, 1)]
@@ -135,58 +135,58 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
     for pair in path:
         taken = [left.pop(i) for i in sorted(pair, reverse=True)][::-1]
         needed = {*out, *itertools.chain(*(letters for letters, _ in left))}
-        found = dict.fromkeys("".join(one for one, _ in taken))
-        letters = "".join(x for x in found if x in needed) if left else out
-        made = NotImplemented
+        union = dict.fromkeys("".join(term for term, _ in taken))
+        letters = "".join(x for x in union if x in needed) if left else out
+        paired = NotImplemented
         if len(taken) == 2:
             (first, a), (second, b) = taken
-            made = contract(a, first, b, second, letters, product)
-            if made is NotImplemented:
-                made = _by_tensordot(a, first, b, second, letters)
-        if made is NotImplemented:
+            paired = contract(a, first, b, second, letters, product)
+            if paired is NotImplemented:
+                paired = _by_tensordot(a, first, b, second, letters)
+        if paired is NotImplemented:
             if len(arrays) == 2:
                 return NotImplemented
-            made = dask_einsum(",".join(one for one, _ in taken) + "->" + letters, *(x for _, x in taken))
+            paired = dask_einsum(",".join(term for term, _ in taken) + "->" + letters, *(x for _, x in taken))
             loops += _loops(*taken)
-        left.append((letters, made))
+        left.append((letters, paired))
     if len(arrays) > 2 and not planning() and minimum_flops() is None:
-        whole = dask_einsum(spec, *given)
-        more = sum(_tasks(x, given) * sign for x, sign in ((left[0][1], 1), (whole, -1)))
+        whole = dask_einsum(spec, *operands)
+        more = sum(_tasks(x, operands) * sign for x, sign in ((left[0][1], 1), (whole, -1)))
         each = _THREADS_TASK if current_client() is None else dask_costs().task
-        if more * each > (_loops(*zip(terms.split(","), given, strict=True)) - loops) / _LOOPS:
+        if more * each > (_loops(*zip(terms.split(","), operands, strict=True)) - loops) / _LOOPS:
             return NotImplemented
     # Those between may have been cut, as they may be larger.
     sizes, _ = unify_chunks(*itertools.chain(*zip(arrays, terms.split(","), strict=True)), warn=False)
-    return left[0][1].rechunk(tuple(sizes[one] for one in out))
+    return left[0][1].rechunk(tuple(sizes[letter] for letter in out))
 
 
 def _loops(*operands: tuple[str, Array]) -> int:
     """Return how often NumPy's ``einsum`` multiplies, which loops over all axes."""
     return math.prod(
-        {one: size for letters, x in operands for one, size in zip(letters, x.shape, strict=True)}.values()
+        {letter: size for letters, x in operands for letter, size in zip(letters, x.shape, strict=True)}.values()
     )
 
 
 def _tasks(x: Array, operands: Sequence[Array]) -> int:
     """Return the number of tasks of an array that are not those of operands."""
-    known = {name for operand in operands for name in operand.dask.layers}
-    return sum(len(layer) for name, layer in x.dask.layers.items() if name not in known)
+    layers = {name for operand in operands for name in operand.dask.layers}
+    return sum(len(layer) for name, layer in x.dask.layers.items() if name not in layers)
 
 
 def _cut(terms: Sequence[str], out: str, arrays: Sequence[Array]) -> Sequence[Array]:
     """Return operands in chunks of which those of the result are as Dask's: hardly larger than the largest of them."""
     largest, kept = max(1, *(math.prod(map(max, x.chunks)) for x in arrays)), dict.fromkeys(out, 1)
     for letters, x in zip(terms, arrays, strict=True):
-        kept |= {one: max(kept[one], *sizes) for one, sizes in zip(letters, x.chunks, strict=True) if one in kept}
+        kept |= {c: max(kept[c], *sizes) for c, sizes in zip(letters, x.chunks, strict=True) if c in kept}
     growth = math.prod(kept.values()) / (largest * dask.config.get("array.chunk-size-tolerance"))
     if not (out and growth > 1):
         return arrays
-    found = []
+    cut = []
     for letters, x in zip(terms, arrays, strict=True):
-        axes = {i for i, one in enumerate(letters) if one in kept}
+        axes = {i for i, c in enumerate(letters) if c in kept}
         most = math.prod(map(max, x.chunks)) / growth ** (len(axes) / len(out))
-        found.append(x.rechunk(tuple(_calculate_new_chunksizes(x.chunks, list(x.chunks), axes, most))))
-    return found
+        cut.append(x.rechunk(tuple(_calculate_new_chunksizes(x.chunks, list(x.chunks), axes, most))))
+    return cut
 
 
 def _by_tensordot(a: Array, left: str, b: Array, right: str, out: str) -> Any:
@@ -195,8 +195,8 @@ def _by_tensordot(a: Array, left: str, b: Array, right: str, out: str) -> Any:
     plain = all(array_kind(x._meta) in ("numpy", "cupy") for x in (a, b))
     if not summed or batch or planning() or not plain or np.result_type(a, b).kind not in "fc":
         return NotImplemented
-    found = dask_tensordot(a, b, axes=([left.index(x) for x in summed], [right.index(x) for x in summed]))
-    return _merged(found, "".join(x for x in left + right if x not in summed), list(out))
+    product = dask_tensordot(a, b, axes=([left.index(x) for x in summed], [right.index(x) for x in summed]))
+    return _merged(product, "".join(x for x in left + right if x not in summed), list(out))
 
 
 def _roles(a: Array, left: str, b: Array, right: str, out: str) -> tuple[str, str, str, str]:
@@ -206,7 +206,7 @@ def _roles(a: Array, left: str, b: Array, right: str, out: str) -> tuple[str, st
     """
     batch, rows, cols = ("".join(x for x in out if (x in left, x in right) == of) for of in ((1, 1), (1, 0), (0, 1)))
     summed = "".join(x for x in left if x in right and x not in out)
-    once = all(len(set(one)) == len(one) for one in (left, right, out))
+    once = all(len(set(letters)) == len(letters) for letters in (left, right, out))
     # Dask's own function takes a length of 1 for any.
     fit = all(a.shape[left.index(x)] == b.shape[right.index(x)] for x in batch + summed)
     return batch, rows, cols, summed if once and fit and {*left, *right} == {*out, *summed} else ""
@@ -219,14 +219,14 @@ def parsed(args: Sequence[Any]) -> tuple[str, list[Array]] | None:
     except (TypeError, ValueError):
         return None
     spec = re.sub(r"\s", "", f"{terms}->{out}")
-    given = [x.ndim if isinstance(x, Array) else -1 for x in arrays]
-    named = [len(one) for one in spec.split("->")[0].split(",")]
-    return (spec, list(arrays)) if len(given) > 1 and given == named else None
+    ndims_of = [x.ndim if isinstance(x, Array) else -1 for x in arrays]
+    named = [len(term) for term in spec.split("->")[0].split(",")]
+    return (spec, list(arrays)) if len(ndims_of) > 1 and ndims_of == named else None
 
 
 def _merged(x: Array, letters: str, groups: Sequence[str]) -> Array:
     """Return an array with an axis for each group of axes."""
-    order = [letters.index(one) for one in itertools.chain(*groups)]
+    order = [letters.index(letter) for letter in itertools.chain(*groups)]
     if all(len(group) == 1 for group in groups):
         # Of a matrix a run sees through it.
         return x if order == sorted(order) else x.T if x.ndim == 2 else x.transpose(order)
@@ -239,15 +239,15 @@ def _apart(x: Array, groups: Sequence[str], sizes: Mapping[str, Sizes]) -> Array
     x = x if x.chunks == merged else x.rechunk(merged)
     if all(len(group) == 1 for group in groups):
         return x
-    return _reshaped(x, list(range(x.ndim)), tuple(sizes[one] for one in itertools.chain(*groups)))
+    return _reshaped(x, list(range(x.ndim)), tuple(sizes[letter] for letter in itertools.chain(*groups)))
 
 
 def _count(sizes: Mapping[str, Sizes], *groups: str) -> int:
-    return math.prod(len(sizes[one]) for one in itertools.chain(*groups))
+    return math.prod(len(sizes[letter]) for letter in itertools.chain(*groups))
 
 
 def _merged_chunks(groups: Sequence[str], sizes: Mapping[str, Sizes]) -> tuple[Sizes, ...]:
-    return tuple(tuple(map(math.prod, itertools.product(*(sizes[one] for one in group)))) for group in groups)
+    return tuple(tuple(map(math.prod, itertools.product(*(sizes[letter] for letter in group)))) for group in groups)
 
 
 def _reshaped(x: Array, order: Sequence[int], chunks: tuple[Sizes, ...]) -> Array:
@@ -259,8 +259,8 @@ def _reshaped(x: Array, order: Sequence[int], chunks: tuple[Sizes, ...]) -> Arra
         key: Task(key, _reshape, TaskRef((x.name, *(place[order.index(i)] for i in range(x.ndim)))), order, shape)
         for key, place, shape in zip(keys, places, itertools.product(*chunks), strict=True)
     }
-    made = HighLevelGraph.from_collections(name, graph, dependencies=[x])
-    return da.Array(made, name, chunks, meta=meta_from_array(x._meta, ndim=len(chunks)), dtype=x.dtype)
+    layered = HighLevelGraph.from_collections(name, graph, dependencies=[x])
+    return da.Array(layered, name, chunks, meta=meta_from_array(x._meta, ndim=len(chunks)), dtype=x.dtype)
 
 
 def _reshape(chunk: Any, order: Sequence[int], shape: Sizes) -> Any:
@@ -270,21 +270,21 @@ def _reshape(chunk: Any, order: Sequence[int], shape: Sizes) -> Any:
 # NumPy's functions
 
 
-def _left_to_numpy(*given: Any) -> bool:
+def _left_to_numpy(*operands: Any) -> bool:
     """Whether Dask's products of arrays have another type than NumPy's, or may lack what NumPy has."""
-    arrays = [dask.array.asanyarray(x) for x in given]
+    arrays = [dask.array.asanyarray(x) for x in operands]
     dtype = np.result_type(*(x.dtype for x in arrays))
     plain = all(array_kind(x._meta) in ("numpy", "cupy") for x in arrays)
     return not plain or dtype.kind in "mMOSU" or added_in_64_bits(dtype)
 
 
 def _multi_dot(arrays: Sequence[Any], *, out: Any = None) -> Any:
-    found = [dask.array.asanyarray(x) for x in arrays]
-    if out is not None or len(found) < 2 or _left_to_numpy(*found):
+    operands = [dask.array.asanyarray(x) for x in arrays]
+    if out is not None or len(operands) < 2 or _left_to_numpy(*operands):
         return NotImplemented
-    if any(x.ndim != 2 for x in found[1:-1]) or not {found[0].ndim, found[-1].ndim} <= {1, 2}:
+    if any(x.ndim != 2 for x in operands[1:-1]) or not {operands[0].ndim, operands[-1].ndim} <= {1, 2}:
         return NotImplemented
-    return chain(found, dask.array.routines.matmul)
+    return chain(operands, dask.array.routines.matmul)
 
 
 def _matrix_power(a: Any, n: Any) -> Any:
@@ -305,10 +305,10 @@ def contracted_axes(ndims: tuple[int, int], axes: Any) -> tuple[tuple[int, ...],
         left, right = axes
     else:
         left, right = range(ndims[0] - axes, ndims[0]), range(axes)
-    found = normalize_axis_tuple(_axes(left), ndims[0]), normalize_axis_tuple(_axes(right), ndims[1])
-    if len(found[0]) != len(found[1]):
-        raise ValueError(f"axes={axes!r} names {len(found[0])} and {len(found[1])} axes: expected as many of both")
-    return found
+    pairs = normalize_axis_tuple(_axes(left), ndims[0]), normalize_axis_tuple(_axes(right), ndims[1])
+    if len(pairs[0]) != len(pairs[1]):
+        raise ValueError(f"axes={axes!r} names {len(pairs[0])} and {len(pairs[1])} axes: expected as many of both")
+    return pairs
 
 
 def _axes(axes: Any) -> Any:
@@ -561,7 +561,7 @@ def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
     """Take a contraction that is a product; pass no negative axes on, which Dask gets wrong."""
     ndims = ndim_of(lhs), ndim_of(rhs)
     try:
-        left, right = found = contracted_axes(ndims, axes)
+        left, right = pair = contracted_axes(ndims, axes)
     except (TypeError, ValueError):
         return NotImplemented  # Dask's own function has the error to raise
     a, b = as_array(lhs), as_array(rhs)
@@ -573,19 +573,19 @@ def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:
         out = "".join(x for x in first + second if (x in first) != (x in second))
         result = contract(a, first, b, second, out, _product)
         if result is NotImplemented:
-            _check_lengths((first, second), (a, b), lambda: dask_tensordot(a, b, axes=found))
+            _check_lengths((first, second), (a, b), lambda: dask_tensordot(a, b, axes=pair))
     if result is NotImplemented and isinstance(axes, Iterable) and any(np.min(x, initial=0) < 0 for x in axes):
-        return dask_tensordot(a, b, axes=found)
+        return dask_tensordot(a, b, axes=pair)
     return result
 
 
 def _einsum(*args: Any, **kwargs: Any) -> Any:
     """Take contractions that are products, of two operands or of more, one after the other."""
     # How Dask would go about it says nothing of ours.
-    asked = None if set(kwargs) - {"optimize", "split_every"} else parsed(args)
-    if asked is None or sparse_in_einsum(*asked[1]):
+    form = None if set(kwargs) - {"optimize", "split_every"} else parsed(args)
+    if form is None or sparse_in_einsum(*form[1]):
         return NotImplemented
-    spec, arrays = asked
+    spec, arrays = form
     _check_lengths(spec.split("->")[0].split(","), arrays, lambda: dask_einsum(spec, *arrays))
     return einsum(spec, arrays, _product)
 
@@ -659,7 +659,7 @@ def _product(a: Any, b: Any) -> Any:
         note_left(what, flops, why)
         return NotImplemented
 
-    found = or_dask(make, raises=raises_beyond_memory())
-    if found is not NotImplemented:
+    result = or_dask(make, raises=raises_beyond_memory())
+    if result is not NotImplemented:
         note_taken()
-    return found
+    return result

@@ -66,8 +66,8 @@ def multiply_sparse(a: Array, b: Array) -> Array:
             "items of a batch"
         )
     if 1 in (a.ndim, b.ndim):
-        found = multiply_sparse(a[None, :] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b)
-        return found[tuple(0 if x.ndim == 1 else slice(None) for x in (a, b))]
+        product = multiply_sparse(a[None, :] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b)
+        return product[tuple(0 if x.ndim == 1 else slice(None) for x in (a, b))]
     if a.shape[1] != b.shape[0]:
         raise PlanError(f"shapes {a.shape} and {b.shape} don't match: the last axis of a and the first of b differ")
     a, b = _cut(a, b)
@@ -108,8 +108,8 @@ dask_rechunk: Callable[..., Any] = rechunk
 
 def dask_matmul(a: da.Array, b: da.Array) -> da.Array:
     """Multiply by tasks: by Dask's own function, which has no product of sparse chunks."""
-    found: da.Array = multiply_sparse(a, b) if is_sparse(a) or is_sparse(b) else stock_matmul(a, b)
-    return found
+    product: da.Array = multiply_sparse(a, b) if is_sparse(a) or is_sparse(b) else stock_matmul(a, b)
+    return product
 
 
 # Why a product is left to Dask's own function
@@ -149,7 +149,7 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
 
 @dataclasses.dataclass
 class Tally:
-    """The products of one client that were left to Dask, as long as there is no run and no hint."""
+    """The products of one client that were left to Dask, until there is a run or a hint."""
 
     count: int = 0
     # Of the largest one: its operations, its text, why it was left, and what would change that.

@@ -78,8 +78,8 @@ def jit(
         Names of arguments that are not arrays, for example numbers of iterations: they are as they are while the
         function is traced, and each value of them is traced anew.
     keep_every : int, optional
-        After this many turns of the outermost `fori_loop` a run ends, and the next one goes on with its state, of which
-        workers keep two copies meanwhile: if a worker is killed, the loop goes on from there, not from its start. By
+        After this many turns of the outermost `fori_loop` a run ends, and the next one begins with its state, of which
+        workers keep two copies meanwhile: if a worker is killed, the loop continues from there, not from its start. By
         default the whole function is one run. It matters where the function is called with Dask arrays, not where it is
         a part of another one.
 
@@ -167,16 +167,16 @@ class Jitted:
         """Return the trace for arguments of these kinds, and the arguments."""
         key: Any = (tree, tuple(map(_key, leaves)))
         try:
-            found = self._traces.get(key)
+            trace = self._traces.get(key)
         except TypeError:  # one that has no hash
-            key, found = None, None
-        if found is None:
-            found = self._trace(leaves, tree)
+            key, trace = None, None
+        if trace is None:
+            trace = self._trace(leaves, tree)
             if key is not None:
-                self._traces[key] = found
+                self._traces[key] = trace
                 while len(self._traces) > _KEPT:
                     self._traces.popitem(last=False)
-        return found, leaves
+        return trace, leaves
 
     def _trace(self, leaves: list[Any], tree: Tree) -> _Traced:
         trace, arguments = Trace(), list[Any]()
@@ -185,9 +185,9 @@ class Jitted:
                 arguments.append(trace.input(leaf, _kind(leaf)) if _is_array(leaf) else getattr(leaf, "value", leaf))
             # An array that is passed twice is one input.
             numbers = {x.number: i for i, x in reversed([*enumerate(arguments)]) if isinstance(x, TracedArray)}
-            given, named = nested(arguments, tree)
-            made, result_tree = flattened(self._fun(*given, **named))
-            outputs = [trace.lift(x) if isinstance(x, TracedArray) else x for x in made]
+            positional, named = nested(arguments, tree)
+            returned, result_tree = flattened(self._fun(*positional, **named))
+            outputs = [trace.lift(x) if isinstance(x, TracedArray) else x for x in returned]
             inner = block.end(trace, [x for x in outputs if isinstance(x, TracedArray)])
         inner.inputs = list(trace.inputs)
         sources = [numbers.get(n, array) for n, array in trace.inputs.items()]
@@ -236,15 +236,15 @@ class _Compiled(NamedTuple):
 
     def matrices(self) -> dict[int, Array]:
         """Return the outputs as lazy matrices by their numbers."""
-        problem, made = made_of(self.problem, self.arrays)
-        return dict(zip(self.outputs, program_arrays(problem, self.arrays, made), strict=True))
+        problem, computed = made_of(self.problem, self.arrays)
+        return dict(zip(self.outputs, program_arrays(problem, self.arrays, computed), strict=True))
 
     def results(self) -> Any:
         """Return the results as lazy arrays."""
-        found, (leaves, tree) = self.matrices(), self.returned
+        matrices, (leaves, tree) = self.matrices(), self.returned
         rows = self.leader.chunks[0]
         shaped = [
-            _shaped(found[x.number], *self.outputs[x.number][1:], rows) if isinstance(x, TracedArray) else x
+            _shaped(matrices[x.number], *self.outputs[x.number][1:], rows) if isinstance(x, TracedArray) else x
             for x in leaves
         ]
         return nested(shaped, tree)
@@ -273,7 +273,7 @@ def _compiled(
     if not lazy:
         raise TracingError(f"{name} reads no Dask array that has axes: call it with NumPy arrays")
     leader = lazy[0] if how is not None else max(lazy, key=lambda x: (np.isnan(x.shape[0]), _kind(x).nbytes))
-    if keep_every and not any("count" in one.options for one in program.block.statements):
+    if keep_every and not any("count" in statement.options for statement in program.block.statements):
         raise TracingError(
             f"keep_every={keep_every}: {name} has no fori_loop of a known number of turns outside of other loops and "
             "branches. In place of a while_loop write fori_loop(0, most, ...) with dask_distmm.cond, or leave "
@@ -281,8 +281,8 @@ def _compiled(
         )
     parts, returned = pieces(program, keep_every) if keep_every else [program], (traced.outputs, traced.tree)
     for part in parts[:-1]:
-        found = _piece(name, part, values, leader, traced.functions, returned, inner=True)
-        values |= {x: (matrix, found.outputs[x][2]) for x, matrix in found.matrices().items()}
+        compiled = _piece(name, part, values, leader, traced.functions, returned, inner=True)
+        values |= {x: (matrix, compiled.outputs[x][2]) for x, matrix in compiled.matrices().items()}
     return _piece(name, parts[-1], values, leader, traced.functions, returned, how=how)
 
 
@@ -299,12 +299,12 @@ def _piece(
 ) -> _Compiled:
     """Return a program, or a piece of one, with its operands; outputs of inner ones are matrices.
 
-    What pieces before it have made are matrices, too, each with its axis of rows.
+    The results of earlier pieces are matrices, too, each with its axis of rows.
     """
     m, a = _kind(leader).shape[0], rows_of(_matrix(leader, rows=True))
     operands, axes, sources, constants = {"a": a}, list[Axis](), list[str | int](), list(functions)
     whole, kept = [], []
-    # Of a piece that goes on with a loop, its state.
+    # The state of a loop that this piece continues.
     state = program.block.statements[0].inputs if program.block.statements else ()
     for number in program.block.inputs:
         x, is_made = values[number], isinstance(values[number], tuple)
@@ -338,7 +338,7 @@ def _piece(
         "sources": tuple(sources),
         "names": tuple(outputs[x][0] for x in program.block.outputs if isinstance(x, int)),
         "whole": tuple(whole),
-        "types": {one: x.dtype.name for one, x in operands.items()},
+        "types": {key: x.dtype.name for key, x in operands.items()},
         "finite": False,
     }
     rows = tuple(-1 if np.isnan(size) else int(size) for size in a.chunks[0])

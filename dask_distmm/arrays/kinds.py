@@ -82,9 +82,9 @@ def _of_tensor(x: Any) -> Any:
     carrier = _CARRIED.get(name)
     if carrier is None:
         return _from_dlpack(x, _CUDA if x.is_cuda else _CPU)
-    found = _from_dlpack(x.view(getattr(sys.modules["torch"], carrier)), _CUDA if x.is_cuda else _CPU)
+    array = _from_dlpack(x.view(getattr(sys.modules["torch"], carrier)), _CUDA if x.is_cuda else _CPU)
     # CuPy has no FP8: there it stays uint8, and `a_type` and `b_type` say what it is.
-    return found if x.is_cuda and name in FP8 else found.view(dtype_from_name(name))
+    return array if x.is_cuda and name in FP8 else array.view(dtype_from_name(name))
 
 
 def _from_dlpack(x: Any, device: int) -> Any:
@@ -197,9 +197,9 @@ def plain(x: Any) -> Any:
         return x.map_blocks(shared_array, dtype=meta.dtype, meta=meta)
     if not kind:
         return x if isinstance(x, Array) else shared_array(x)
-    found = x.optimize()
-    (name, *_) = next(iter(flatten(found.__dask_keys__())))
-    return Array(HighLevelGraph.from_collections(name, dict(found.__dask_graph__())), name, found.chunks, meta=x._meta)
+    array = x.optimize()
+    (name, *_) = next(iter(flatten(array.__dask_keys__())))
+    return Array(HighLevelGraph.from_collections(name, dict(array.__dask_graph__())), name, array.chunks, meta=x._meta)
 
 
 def as_array(x: Any) -> Array:
@@ -223,19 +223,19 @@ def check_operand(name: str, x: Any) -> None:
     elif (
         isinstance(x, str | bytes | list | tuple)
         or hasattr(x, "shape")
-        or (made := np.asanyarray(x)).shape
-        or made.dtype != object
+        or (as_array := np.asanyarray(x)).shape
+        or as_array.dtype != object
     ):
         return
     several = "" if each is x else f"{type(x).__name__} of "
-    found = "None" if x is None else f"a {several}{type(each).__name__}"
-    raise PlanError(f"{name} is {found}; expected an array{remedy}")
+    passed = "None" if x is None else f"a {several}{type(each).__name__}"
+    raise PlanError(f"{name} is {passed}; expected an array{remedy}")
 
 
 def ndim_of(x: Any) -> int:
     """Return the number of dimensions, as ``np.ndim``, which Dask does not answer where arrays are planned."""
-    found: Any = x.ndim if isinstance(x, Array) else np.ndim(x)
-    return int(found) if isinstance(found, int) else 0  # A Delayed has any attribute, as one more Delayed.
+    ndim: Any = x.ndim if isinstance(x, Array) else np.ndim(x)
+    return int(ndim) if isinstance(ndim, int) else 0  # A Delayed has any attribute, as one more Delayed.
 
 
 def like(kind: str, x: Any) -> Any:
@@ -263,10 +263,10 @@ def _each(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _each(function, x) for key, x in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        found = type(value)(*(_each(function, x) for x in value))
+        copied = type(value)(*(_each(function, x) for x in value))
         for name, x in getattr(value, "__dict__", {}).items():
-            setattr(found, name, _each(function, x))
-        return found
+            setattr(copied, name, _each(function, x))
+        return copied
     return tuple(_each(function, x) for x in value) if type(value) is tuple else function(value)
 
 
@@ -278,9 +278,9 @@ def kinds(values: Any) -> set[str]:
 def owners() -> list[Any]:
     """Return the modules and classes of this process in which the ways to multiply arrays have their names."""
     # The `@` of planned arrays asks no module, it raises NotImplementedError.
-    found = [dask.array.routines, dask.array, *([dask.array.Array] if planning() else _compats())]
+    modules = [dask.array.routines, dask.array, *([dask.array.Array] if planning() else _compats())]
     names = ("dask_array", "dask_array.linalg", "dask_array.linalg._tensordot", "dask_array._einsum")
-    return found + [sys.modules[name] for name in names if name in sys.modules]
+    return modules + [sys.modules[name] for name in names if name in sys.modules]
 
 
 # How the names of array-api-compat's modules end, also those of copies that other packages bring.
@@ -306,21 +306,21 @@ def any_kind(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def adapted(*args: Any, **kwargs: Any) -> Any:
-        found: set[str] = set()
+        seen_kinds: set[str] = set()
 
         def lowered(x: Any) -> Any:
-            found.update(kinds([x]))
+            seen_kinds.update(kinds([x]))
             return plain(x)
 
         args, kwargs = _each(lowered, args), _each(lowered, kwargs)
-        if "torch" in found:
-            found.discard("plain")
-        if len(found) > 1:
+        if "torch" in seen_kinds:
+            seen_kinds.discard("plain")
+        if len(seen_kinds) > 1:
             raise PlanError(
-                f"the operands are arrays of different kinds ({', '.join(sorted(found))}): make all of them with "
+                f"the operands are arrays of different kinds ({', '.join(sorted(seen_kinds))}): make all of them with "
                 "the same package, dask.array or dask_array"
             )
-        (kind,) = found or {"planned" if planning() else ""}
+        (kind,) = seen_kinds or {"planned" if planning() else ""}
         return _each(functools.partial(like, kind if kind != "plain" else ""), function(*args, **kwargs))
 
     return cast(Callable[P, T], adapted)

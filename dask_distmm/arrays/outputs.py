@@ -29,9 +29,9 @@ from dask_distmm.runtime.keys import output_name
 from dask_distmm.typing import WithAux
 
 
-def as_pair(found: WithAux | da.Array) -> WithAux:
+def as_pair(output: WithAux | da.Array) -> WithAux:
     """Return D and the auxiliary outputs, also where there are none."""
-    return found if isinstance(found, tuple) else (found, {})
+    return output if isinstance(output, tuple) else (output, {})
 
 
 def delivered(request: Request, d: Array, aux: dict[str, da.Array]) -> WithAux | da.Array:
@@ -113,7 +113,7 @@ def plain_tasks(
         arguments += [in_chunks(array, chunks[first:]), tuple(range(first, ndim))]
     dtype = carried(request.types.d, request.kind)
     meta = meta_from_array(request.prototype, ndim=ndim, dtype=dtype)
-    made = blockwise(
+    done = blockwise(
         function,
         tuple(range(ndim)),
         *arguments,
@@ -131,14 +131,14 @@ def plain_tasks(
     for number, name in enumerate(formula.per_element, start=1):
         kind = formula.dtype_of(name, request.dtype)
         sizes = zip(chunks, (name != "result_amax",) * (ndim - 2) + formula.keeps(name), strict=True)
-        parts = made.map_blocks(
+        parts = done.map_blocks(
             operator.itemgetter(number),
             dtype=kind,
             chunks=tuple(own if kept else (1,) * len(own) for own, kept in sizes),
-            meta=output_meta(made._meta, kind),
+            meta=output_meta(done._meta, kind),
         )
         aux[name] = finished(request, name, parts)
-    return delivered(request, made.map_blocks(operator.itemgetter(0), dtype=dtype, meta=meta) if aux else made, aux)
+    return delivered(request, done.map_blocks(operator.itemgetter(0), dtype=dtype, meta=meta) if aux else done, aux)
 
 
 def in_chunks(array: da.Array, chunks: Sequence[tuple[int, ...]]) -> da.Array:
@@ -157,8 +157,8 @@ def finish_chunk(acc: Any, *extras: Any, dtypes: tuple[str, ...], names: tuple[s
         if not formula.trivial:
             acc, aux = finish(xp, formula, acc, {key: as_kind(xp, x) for key, x in inputs.items()})
         d = stored(xp, acc, dtypes[0], fp8_bytes=xp is not np)
-    found = [aux[name].astype(formula.dtype_of(name, dtype), copy=False) for name in formula.per_element]
-    return (d, *found) if found else d
+    outputs = [aux[name].astype(formula.dtype_of(name, dtype), copy=False) for name in formula.per_element]
+    return (d, *outputs) if outputs else d
 
 
 def as_kind(xp: Any, x: Any) -> Any:

@@ -204,25 +204,25 @@ def distribute(a: ArrayLike, distribution: Distribution, *, workers: Sequence[st
         raise PlanError("the array can't be distributed, as no cluster is connected; create a distributed.Client")
     name, plaintext = array.dtype.name, read_options().allow_plaintext_nccl
     demand = Demand(setting("engine"), array_kind(array._meta), (name, name, name), check_workers(workers), plaintext)
-    known = ask_roster(client, demand)
-    if known is None:
+    snapshot = ask_roster(client, demand)
+    if snapshot is None:
         raise PlanError("an asynchronous client can't be asked for its workers here; distribute with a synchronous one")
-    ranks = _rank_addresses(distribution, known)
+    ranks = _rank_addresses(distribution, snapshot)
     m, n = map(int, array.shape)
     chunks, owners = distribution.layout((m, n), len(ranks)).as_chunks()
     return place_chunks(client, array, chunks, [ranks[owner] for owner in owners.tolist()])
 
 
-def _rank_addresses(distribution: Distribution, known: Snapshot) -> tuple[str, ...]:
+def _rank_addresses(distribution: Distribution, snapshot: Snapshot) -> tuple[str, ...]:
     """Return the addresses of the ranks, in their order."""
-    addresses = tuple(worker.address for worker in known.workers)
+    addresses = tuple(worker.address for worker in snapshot.workers)
     count = len(addresses)
     if isinstance(distribution, BlockCyclic):
         count = distribution.grid[0] * distribution.grid[1]
         if count > len(addresses):
             raise PlanError(f"{distribution} needs {count} workers, and there are {len(addresses)}")
-    made = [group for group in known.groups if len(group) == count and set(group) <= set(addresses)]
-    return made[-1] if made else addresses[:count]
+    groups = [group for group in snapshot.groups if len(group) == count and set(group) <= set(addresses)]
+    return groups[-1] if groups else addresses[:count]
 
 
 def place_chunks(client: Client, array: da.Array, chunks: Chunks, addresses: Sequence[str]) -> da.Array:
@@ -237,25 +237,25 @@ def place_chunks(client: Client, array: da.Array, chunks: Chunks, addresses: Seq
     ncols = len(chunks[1])
     for index, address in enumerate(addresses):
         i, j = divmod(index, ncols)
-        found: list[TaskRef] = []
+        sources: list[TaskRef] = []
         corners: list[tuple[int, int]] = []
         for copy in copies.for_dst(index):
             source = (array.name, *copies.src.grid.coords(copy.src))
             if (copy.nrows, copy.ncols) != copies.src.local_shape(copy.src):
-                key = (part_name, index, len(found))
+                key = (part_name, index, len(sources))
                 parts[key] = Task(key, operator.getitem, TaskRef(source), copy.src_index)
                 source = key
-            found.append(TaskRef(source))
+            sources.append(TaskRef(source))
             corners.append((copy.dst_row, copy.dst_col))
         where[name, i, j] = address
         shape = (chunks[0][i], chunks[1][j])
-        tiles[name, i, j] = Task((name, i, j), _assemble, shape, array.dtype.name, corners, List(*found))
+        tiles[name, i, j] = Task((name, i, j), _assemble, shape, array.dtype.name, corners, List(*sources))
     layers = {**array.dask.layers, part_name: parts, name: MaterializedLayer(tiles, annotations={"workers": where.get})}
     needs = {**array.dask.dependencies, part_name: {array.name}, name: {array.name, part_name}}
     graph = HighLevelGraph(layers, needs)
     # The optimizer would drop the annotations.
-    made: da.Array = client.persist(da.Array(graph, name, chunks, meta=array._meta), optimize_graph=False)
-    return made
+    placed: da.Array = client.persist(da.Array(graph, name, chunks, meta=array._meta), optimize_graph=False)
+    return placed
 
 
 def _assemble(shape: tuple[int, int], dtype: str, corners: Sequence[tuple[int, int]], parts: Sequence[Any]) -> Any:
@@ -319,11 +319,11 @@ class Matmul:
     def __init__(
         self, a: ArrayLike, b: ArrayLike, c: ArrayLike | None = None, **options: Unpack[PreparedOptions]
     ) -> None:
-        given = dict(zip("ab", as_operands(a, b), strict=True)) | ({} if c is None else {"c": da.asanyarray(c)})
+        operands = dict(zip("ab", as_operands(a, b), strict=True)) | ({} if c is None else {"c": da.asanyarray(c)})
         self._ops = {"a": cast(Op, options.pop("op_a", "N")), "b": cast(Op, options.pop("op_b", "N"))}
-        self._signatures = {name: _signature(array) for name, array in given.items()}
+        self._signatures = {name: _signature(array) for name, array in operands.items()}
         # As they go into a run: op() is applied, they are tiles once there is a plan. And those that are tiles.
-        self._arrays, self._placed = self._transposed(given), set[str]()
+        self._arrays, self._placed = self._transposed(operands), set[str]()
         self._finalizer = weakref.finalize(self, self._arrays.clear)
         # Names of the planned epilog's inputs, and arguments of `parse` beside the arrays.
         self._inputs: tuple[str, ...] = ()
@@ -367,27 +367,27 @@ class Matmul:
         client = self._open()
         self._need_all()
         inputs = {name: da.asanyarray(value) for name, value in (epilog_inputs or {}).items()}
-        asked: AllOptions = {**self._asked, "epilog": epilog, "bias_axis": bias_axis, "result_amax": result_amax}
-        request = self._request(self._arrays | inputs, tuple(inputs), asked)
+        run_options: AllOptions = {**self._asked, "epilog": epilog, "bias_axis": bias_axis, "result_amax": result_amax}
+        request = self._request(self._arrays | inputs, tuple(inputs), run_options)
         problem = request.problem
-        known = ask_roster(client, problem.demand, request.lying)
-        if known is None:
+        state = ask_roster(client, problem.demand, request.lying)
+        if state is None:
             raise PlanError("an asynchronous client can't be asked for its workers here; use a synchronous one")
-        made = plan_on(known, problem)
-        self._made = made, known
+        first = plan_on(state, problem)
+        self._made = first, state
         # Later plans start from tiles; the result keeps the chunks that the operands have given it.
-        self._asked = {**asked, "out_chunks": problem.d.chunks}
+        self._asked = {**run_options, "out_chunks": problem.d.chunks}
         for name in self._inputs:
             del self._arrays[name]
         self._arrays.update(inputs)
         self._signatures |= {name: _signature(array) for name, array in inputs.items()}
         self._inputs = tuple(inputs)
         self._placed.clear()
-        fixed = self._lay_out(client, made, known, dataclasses.replace(request, out_chunks=problem.d.chunks)).problem
-        workers, tiles = {worker.address: worker for worker in known.workers}, operand_tiles(made)
+        fixed = self._lay_out(client, first, state, dataclasses.replace(request, out_chunks=problem.d.chunks)).problem
+        workers, tiles = {worker.address: worker for worker in state.workers}, operand_tiles(first)
         roster = [workers[address] for address in cast(tuple[str, ...], fixed.workers)]
         where = {name: tiles[name][1].astype(np.int32) for name in "ab"}
-        tiled = plan(fixed, roster, where, engine=made.engine, groups=known.groups)
+        tiled = plan(fixed, roster, where, engine=first.engine, groups=state.groups)
         self._log.info("Matmul: planned, operands laid out\n%r", tiled)
         return tiled
 
@@ -420,8 +420,8 @@ class Matmul:
         assert self._run is not None
         # There is nothing in this graph that the optimizer could improve.
         d, aux = as_pair(run_outputs(dataclasses.replace(self._run, name=f"matmul-{uuid.uuid4().hex}")))
-        d, *others = client.persist([d, *aux.values()], optimize_graph=False)
-        aux = dict(zip(aux, others, strict=True))
+        d, *more = client.persist([d, *aux.values()], optimize_graph=False)
+        aux = dict(zip(aux, more, strict=True))
         self._log.info("Matmul: execution %s on %d workers", d.name, len(self._made[0].ranks))
         if release_workspace:
             from distributed import wait
@@ -458,27 +458,27 @@ class Matmul:
             nothing has changed.
         """
         client = self._open()
-        given = {name: da.asanyarray(x) for name, x in (("a", a), ("b", b), ("c", c)) if x is not None}
+        operands = {name: da.asanyarray(x) for name, x in (("a", a), ("b", b), ("c", c)) if x is not None}
         inputs = {name: da.asanyarray(x) for name, x in (epilog_inputs or {}).items()}
-        if "c" in given and "c" not in self._signatures:
+        if "c" in operands and "c" not in self._signatures:
             raise PlanError("c was given; this Matmul was made without one: make another one with c and beta")
         if unknown := [name for name in inputs if name not in self._inputs]:
-            known = ", ".join(map(repr, self._inputs)) or "none"
-            raise PlanError(f"epilog_inputs has {unknown[0]!r}; the planned epilog's inputs are: {known}")
-        for name, array in {**given, **inputs}.items():
+            accepted = ", ".join(map(repr, self._inputs)) or "none"
+            raise PlanError(f"epilog_inputs has {unknown[0]!r}; the planned epilog's inputs are: {accepted}")
+        for name, array in {**operands, **inputs}.items():
             for field, theirs in _signature(array).items():
                 if theirs != (mine := self._signatures[name][field]):
                     raise PlanError(
                         f"{name} has the {field} {theirs}; this Matmul was made for {mine}. Make another one for it"
                         + (f", or rechunk it to {mine}" if field == "chunks" else "")
                     )
-        arrays = {**self._arrays, **self._transposed(given), **inputs}
+        arrays = {**self._arrays, **self._transposed(operands), **inputs}
         factors = {name: x for name, x in (("alpha", alpha), ("beta", beta)) if x is not None}
-        asked = cast(AllOptions, {**self._asked, **factors})
-        request = None if self._missing(arrays) else self._request(arrays, self._inputs, asked)
+        run_options = cast(AllOptions, {**self._asked, **factors})
+        request = None if self._missing(arrays) else self._request(arrays, self._inputs, run_options)
         self._arrays.update(arrays)
-        self._placed.difference_update(given, inputs)
-        self._asked = asked
+        self._placed.difference_update(operands, inputs)
+        self._asked = run_options
         if request is not None and self._made is not None:
             self._lay_out(client, *self._made, request)
 
@@ -501,8 +501,8 @@ class Matmul:
             return
         self._finalizer()
         client = self._client()
-        made, self._made, self._run = self._made, None, None
-        kept = made is not None and ENGINES[made[0].engine].on_gpus
+        prepared, self._made, self._run = self._made, None, None
+        kept = prepared is not None and ENGINES[prepared[0].engine].on_gpus
         if kept and client is not None and client.status == "running":
             free_workspaces(client)
 
@@ -527,9 +527,9 @@ class Matmul:
             raise PlanError("the client of this Matmul is closed, and its operands are released: make another one")
         return client
 
-    def _transposed(self, given: Mapping[str, da.Array]) -> dict[str, da.Array]:
+    def _transposed(self, operands: Mapping[str, da.Array]) -> dict[str, da.Array]:
         """Apply op() to those of A and B that are given."""
-        return {name: apply_op(name, x, self._ops[name]) if name in self._ops else x for name, x in given.items()}
+        return {name: apply_op(name, x, self._ops[name]) if name in self._ops else x for name, x in operands.items()}
 
     def _missing(self, arrays: Mapping[str, da.Array]) -> list[str]:
         """Return the names of the arrays that were released and not given again."""
@@ -541,33 +541,33 @@ class Matmul:
         if missing := self._missing(self._arrays):
             raise PlanError(f"{', '.join(missing)} released: pass them again with reset_operands()")
 
-    def _request(self, arrays: Mapping[str, da.Array], inputs: Sequence[str], asked: AllOptions) -> Request:
+    def _request(self, arrays: Mapping[str, da.Array], inputs: Sequence[str], run_options: AllOptions) -> Request:
         """Return the request of arrays to which op() is applied; of the types that were settled when this was made."""
-        options: AllOptions = {**asked, "epilog_inputs": {name: arrays[name] for name in inputs}}
+        options: AllOptions = {**run_options, "epilog_inputs": {name: arrays[name] for name in inputs}}
         request = parse(arrays["a"], arrays["b"], arrays.get("c"), **options)
         if reason := unfit(request.extras):
             raise PlanError(reason)
         return dataclasses.replace(request, types=self._types or request.types)
 
-    def _lay_out(self, client: Client, made: Plan, known: Snapshot, request: Request) -> Request:
+    def _lay_out(self, client: Client, planned: Plan, snapshot: Snapshot, request: Request) -> Request:
         """Lay out the arrays that are not yet; return the request of the next executions, which leaves no choice."""
-        tiles = operand_tiles(made)
+        tiles = operand_tiles(planned)
         for name, array in (("a", request.a), ("b", request.b), *request.extras):
             if name in self._placed:
                 continue
             # C and the epilog's inputs go in the chunks of D and beside them, if they are as large as D.
-            chunks, ranks = tiles.get(name, (request.out_chunks, made.owners))
-            addresses = [made.workers[rank] for rank in ranks.tolist()]
+            chunks, ranks = tiles.get(name, (request.out_chunks, planned.owners))
+            addresses = [planned.workers[rank] for rank in ranks.tolist()]
             laid_out = name in tiles or array.shape == request.shape
             self._arrays[name] = place_chunks(client, array, chunks, addresses) if laid_out else client.persist(array)
             self._placed.add(name)
         # The ranks, and after them the workers that multiply nothing but are to have all of D.
-        others = [worker.address for worker in known.workers if worker.address not in made.workers]
-        workers = (*made.workers, *(others if request.formula.replicated else ()))
+        bystanders = [worker.address for worker in snapshot.workers if worker.address not in planned.workers]
+        workers = (*planned.workers, *(bystanders if request.formula.replicated else ()))
         extras = [(name, self._arrays[name]) for name, _ in request.extras]
         self._run = dataclasses.replace(
             request, a=self._arrays["a"], b=self._arrays["b"], extras=extras,
-            method=made.method, engine=made.engine, grid=made.grid, workers=workers,
+            method=planned.method, engine=planned.engine, grid=planned.grid, workers=workers,
         )  # fmt: skip
         return self._run
 

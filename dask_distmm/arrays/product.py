@@ -115,10 +115,10 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
     if reason is not None or request.empty:
         return without_a_run(request, possible=reason is None)
     if request.is_batch:
-        made = plan_batch(request, request.demands, imagined=None)
-        if made.route == "items":
-            request.logger.info("a batch, lazy\n%r", made)
-            return by_items(request, made.chunks)
+        batch_plan = plan_batch(request, request.demands, imagined=None)
+        if batch_plan.route == "items":
+            request.logger.info("a batch, lazy\n%r", batch_plan)
+            return by_items(request, batch_plan.chunks)
         return by_runs(request, lambda items: multiply_all(items, (request.a, request.b)))
     decision = decide_now(request, enabled=enabled)
     if decision.left:
@@ -159,18 +159,18 @@ def explain_product(request: Request) -> Explanation:
         return plan_batch(request, needed, imagined)
     problem = request.problem
     if imagined is not None:
-        known: Snapshot | None = known_workers(problem, imagined)
+        snapshot: Snapshot | None = known_workers(problem, imagined)
     else:
         assert client is not None
-        known = ask_roster(client, problem.demand, request.lying)
-    if known is None:
+        snapshot = ask_roster(client, problem.demand, request.lying)
+    if snapshot is None:
         return NotCollective("an asynchronous client can't be asked here; call explain from a synchronous one")
-    decision = decide(request, client, known, reordered=True)
-    found = decision.made(problem)
+    decision = decide(request, client, snapshot, reordered=True)
+    plan = decision.made(problem)
     if not request.plain or named:
-        return found
+        return plan
     left = why_leave(request) or why_left(request, decision)
-    return dataclasses.replace(found, left=left)
+    return dataclasses.replace(plan, left=left)
 
 
 # Batches: whole items, in plain tasks
@@ -220,8 +220,8 @@ def as_one_product(request: Request) -> tuple[Request, Callable[[da.Array], da.A
     if math.prod(b.shape[:-2]) == 1:
         return _of_matrices(request, a.reshape((-1, k)), b.reshape((k, n))), lambda d: d.reshape(request.shape)
     if math.prod(a.shape[:-2]) == 1:
-        one = _of_matrices(request, a.reshape((m, k)), da.moveaxis(b, -2, 0).reshape((k, -1)))
-        return one, lambda d: da.moveaxis(d.reshape((m, *request.batch_shape, n)), 0, -2)
+        merged = _of_matrices(request, a.reshape((m, k)), da.moveaxis(b, -2, 0).reshape((k, -1)))
+        return merged, lambda d: da.moveaxis(d.reshape((m, *request.batch_shape, n)), 0, -2)
     return None
 
 
@@ -244,20 +244,20 @@ def item_of(request: Request, index: Sizes) -> Request:
 def by_runs(request: Request, run: Callable[[list[Request]], list[Any]]) -> WithAux | da.Array:
     """Return D and the auxiliary outputs, by collective runs: `run` returns the products of pairs of matrices."""
     formula, batch = request.formula, request.batch_shape
-    if (one := as_one_product(request)) is not None:
-        return delivered(request, one[1](run([one[0]])[0]), {})
-    found = [as_pair(x) for x in run([item_of(request, index) for index in np.ndindex(batch)])]
-    outputs = {name: stacked([aux[name] for _, aux in found], batch) for name in found[0][1]}
+    if (merged := as_one_product(request)) is not None:
+        return delivered(request, merged[1](run([merged[0]])[0]), {})
+    pairs = [as_pair(x) for x in run([item_of(request, index) for index in np.ndindex(batch)])]
+    outputs = {name: stacked([aux[name] for _, aux in pairs], batch) for name in pairs[0][1]}
     if formula.amax:
         outputs["result_amax"] = outputs["result_amax"].max()
-    return delivered(request, stacked([d for d, _ in found], batch), outputs)
+    return delivered(request, stacked([d for d, _ in pairs], batch), outputs)
 
 
-def stacked(found: Sequence[da.Array], batch: Sizes) -> da.Array:
+def stacked(parts: Sequence[da.Array], batch: Sizes) -> da.Array:
     """Return arrays, in C order, as one with batch axes before their own."""
     for size in reversed(batch):
-        found = [da.stack(found[at : at + size]) for at in range(0, len(found), size)]
-    return found[0]
+        parts = [da.stack(parts[at : at + size]) for at in range(0, len(parts), size)]
+    return parts[0]
 
 
 # Series of waves
@@ -272,8 +272,8 @@ def in_series(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] | N
     client = current_client()
     if client is None or len(requests) < 2:
         return None
-    known = recent_snapshot(client, requests[0].problem)
-    if known is None or fit_together([x for pair in sources for x in pair], requests, known.workers):
+    snapshot = recent_snapshot(client, requests[0].problem)
+    if snapshot is None or fit_together([x for pair in sources for x in pair], requests, snapshot.workers):
         return None
     return _schemes(requests, client, sources)
 
@@ -281,8 +281,8 @@ def in_series(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] | N
 def fit_together(arrays: Sequence[da.Array], requests: Sequence[Request], workers: Sequence[Worker]) -> bool:
     """Whether arrays, and D of products, are in memory at once without spilling; true where waves are off."""
     budget, held = wave_budget(), sum({array.name: array.nbytes for array in arrays}.values())
-    made = sum(float(math.prod(request.shape)) * request.dtype.itemsize for request in requests)
-    return budget is None or held + made <= sum(map(budget.of, workers))
+    result_bytes = sum(float(math.prod(request.shape)) * request.dtype.itemsize for request in requests)
+    return budget is None or held + result_bytes <= sum(map(budget.of, workers))
 
 
 def _schemes(
@@ -290,14 +290,14 @@ def _schemes(
 ) -> list[Scheme] | None:
     """Return the waves of products that follow one another; None if these can't be, or fit at once after all."""
     problems, distinct = [x.problem for x in requests], {array.name: array for pair in sources for array in pair}
-    known, budget = ask_roster(client, problems[0].demand, list(distinct.values())), wave_budget()
-    if known is None or budget is None or len({problem.demand for problem in problems}) > 1:
+    snapshot, budget = ask_roster(client, problems[0].demand, list(distinct.values())), wave_budget()
+    if snapshot is None or budget is None or len({problem.demand for problem in problems}) > 1:
         return None
-    there = {name for name, where in zip(distinct, known.placed, strict=True) if where is not None}
+    there = {name for name, where in zip(distinct, snapshot.placed, strict=True) if where is not None}
     # That stays in memory.
-    held = sum(distinct[name].nbytes for name in there) / len(known.workers)
-    limits = (max(1, int(w.memory_limit - held / min(budget.managed, budget.process))) for w in known.workers)
-    every = zip(known.workers, limits, strict=True)
+    held = sum(distinct[name].nbytes for name in there) / len(snapshot.workers)
+    limits = (max(1, int(w.memory_limit - held / min(budget.managed, budget.process))) for w in snapshot.workers)
+    every = zip(snapshot.workers, limits, strict=True)
     workers = [dataclasses.replace(w, memory_limit=limit if w.memory_limit else 0) for w, limit in every]
     if fit_together([x for name, x in distinct.items() if name not in there], requests, workers):
         return None
@@ -311,7 +311,7 @@ def _schemes(
             schemes = [
                 choose_scheme(
                     problem, workers, is_lazy, budget, dask_costs(),
-                    engine=known.engines, by_ranks=able, products=len(problems),
+                    engine=snapshot.engines, by_ranks=able, products=len(problems),
                 )
                 for problem, is_lazy in zip(problems, lazy, strict=True)
             ]  # fmt: skip
@@ -354,42 +354,42 @@ def _counted(client: Any) -> list[Worker]:
 
 def plan_batch(request: Request, needed: Sequence[str], imagined: int | None) -> BatchPlan:
     """Choose the route of a batch that can run."""
-    one = as_one_product(request)
-    runs = 1 if one else math.prod(request.batch_shape)
-    single = one[0] if one else item_of(request, (0,) * len(request.batch_shape))
+    merged = as_one_product(request)
+    runs = 1 if merged else math.prod(request.batch_shape)
+    single = merged[0] if merged else item_of(request, (0,) * len(request.batch_shape))
     problem = single.problem
-    known = known_workers(problem, imagined)
-    workers = known.workers
+    snapshot = known_workers(problem, imagined)
+    workers = snapshot.workers
     task_bytes, overhead = int(parsed("batch.task-bytes", parse_bytes)), dask_costs().task
-    batch, (machine, pool) = _batch_of(request), _slots(request, known)
+    batch, (machine, pool) = _batch_of(request), _slots(request, snapshot)
     chunks, by_items = item_plan(batch, pool, machine, task_bytes, overhead)
     fits = not pool.memory or batch.held_bytes <= pool.memory
     needs_run = request.batch == "collective" or bool(needed) or not fits
-    plan = _planned(single, known, None if imagined else current_client(), needed=needs_run)
+    plan = _planned(single, snapshot, None if imagined else current_client(), needed=needs_run)
     by_runs = None if plan is None else _estimated(plan, problem, runs)
     route, reason = choose_batch_route(request.batch, by_items if fits else None, by_runs, needed)
     if route == "items" and not fits:
-        other = ["use batch='collective'"] if request.batch == "items" else []
-        check_task_memory("one item of the batch", batch, pool, other, [worker.address for worker in workers])
-    if route == "collective" and not one and not fit_together([request.a, request.b], [request], workers):
+        remedies = ["use batch='collective'"] if request.batch == "items" else []
+        check_task_memory("one item of the batch", batch, pool, remedies, [worker.address for worker in workers])
+    if route == "collective" and not merged and not fit_together([request.a, request.b], [request], workers):
         reason += "; one after the other, if they are lazy, since they do not fit into memory together"
     return BatchPlan(batch, route, reason, chunks, by_items, by_runs, runs, plan)
 
 
-def _planned(request: Request, known: Snapshot, client: Client | None, *, needed: bool) -> Plan | WavePlan | None:
+def _planned(request: Request, snapshot: Snapshot, client: Client | None, *, needed: bool) -> Plan | WavePlan | None:
     """Return the plan of a product; None where no run is possible, which is an error if one is needed."""
     try:
-        return decide(request, client, known).made(request.problem) if known.engines else None
+        return decide(request, client, snapshot).made(request.problem) if snapshot.engines else None
     except (PlanError, ProjectedMemoryError):
         if needed:
             raise
         return None
 
 
-def _slots(request: Request, known: Snapshot) -> tuple[Machine, Pool]:
+def _slots(request: Request, snapshot: Snapshot) -> tuple[Machine, Pool]:
     """Return the machine, and what its workers have for plain tasks."""
     options = read_options()
-    pool = Pool.of(known.workers, options.limit_fraction, request.kind)
+    pool = Pool.of(snapshot.workers, options.limit_fraction, request.kind)
     return options.machine(engine_alone(request.kind)), pool
 
 
@@ -412,10 +412,10 @@ def _estimated(plan: Plan | WavePlan, problem: Problem, runs: int) -> Estimate |
     if isinstance(plan, WavePlan):
         scheme = plan.scheme
         compute, seconds, peak, moved = scheme.run_seconds, scheme.seconds, scheme.peak_bytes, 0
-    elif (found := plan.estimate) is None:
+    elif (e := plan.estimate) is None:
         return None
     else:
-        compute, seconds, peak, moved = found.compute_seconds, found.seconds, found.peak_bytes, found.bytes_moved
+        compute, seconds, peak, moved = (e.compute_seconds, e.seconds, e.peak_bytes, e.bytes_moved)
     whole = runs * (seconds + run_overhead(problem, dask_costs()))
     return Estimate("collective", (runs, 1, 1), whole, runs * compute, runs * (seconds - compute), runs * moved, peak)
 
@@ -430,10 +430,10 @@ def _batch_of(request: Request) -> Batch:
 
     (a_shape, a_chunks), (b_shape, b_chunks) = padded(a), padded(b)
     first, second = (a_chunks, b_chunks) if a.nbytes >= b.nbytes else (b_chunks, a_chunks)
-    chunks = tuple(one if sum(one) == size else other for one, other, size in zip(first, second, batch, strict=True))
+    chunks = tuple(x if sum(x) == size else y for x, y, size in zip(first, second, batch, strict=True))
 
-    def whole(x: da.Array, found: Sequence[Sizes]) -> bool:
-        cut = all(sizes in ((1,), want) for sizes, want in zip(found, chunks, strict=True))
+    def whole(x: da.Array, cuts: Sequence[Sizes]) -> bool:
+        cut = all(sizes in ((1,), want) for sizes, want in zip(cuts, chunks, strict=True))
         return cut and x.numblocks[-2:] == (1, 1)
 
     chunk_count = a.npartitions + b.npartitions + sum(array.npartitions for _, array in request.extras)
@@ -503,12 +503,12 @@ def matmul_grouped(pairs: Sequence[tuple[ArrayLike, ArrayLike]], **options: Unpa
            [7., 7.]])
     """
     requests = _parse_pairs(pairs, options)
-    found = _plan_groups(requests)
-    runs = [i for i, share in enumerate(found.shares) if share is not None and share.collective]
-    made = dict(zip(runs, multiply_all([requests[i] for i in runs]), strict=True))
+    grouped = _plan_groups(requests)
+    runs = [i for i, share in enumerate(grouped.shares) if share is not None and share.collective]
+    products = dict(zip(runs, multiply_all([requests[i] for i in runs]), strict=True))
     return [
-        made[i] if i in made else multiply(request) if share is None else _by_slabs(request, share)
-        for i, (request, share) in enumerate(zip(requests, found.shares, strict=True))
+        products[i] if i in products else multiply(request) if share is None else _by_slabs(request, share)
+        for i, (request, share) in enumerate(zip(requests, grouped.shares, strict=True))
     ]
 
 
@@ -552,7 +552,7 @@ def _parse_pairs(pairs: Sequence[tuple[Any, Any]], options: GroupedOptions) -> l
         raise PlanError(f"pairs is {type(pairs).__name__}; expected a list of pairs, for example [(a, b), ...]")
     forced = (f"batch={batch!r}",) if batch == "collective" else ()
     # How a group is made is not an option of one product.
-    asked = cast(AllOptions, {**options, "batch": None})
+    pair_options = cast(AllOptions, {**options, "batch": None})
     requests = []
     for number, pair in enumerate(pairs):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -562,7 +562,7 @@ def _parse_pairs(pairs: Sequence[tuple[Any, Any]], options: GroupedOptions) -> l
             if (a.ndim, b.ndim) != (2, 2):
                 raise PlanError(f"a and b must be 2-D, got {a.ndim}-D and {b.ndim}-D; matmul() takes others")
             _check_epilog(options.get("epilog"))
-            request = parse(a, b, **asked)
+            request = parse(a, b, **pair_options)
             requests.append(dataclasses.replace(request, batch=batch, named=request.named + forced))
         except PlanError as error:
             raise PlanError(f"product {number}: {error}") from error
@@ -587,17 +587,17 @@ def _plan_groups(requests: Sequence[Request]) -> GroupPlan:
     ours = [i for i, each in enumerate(requests) if not each.empty and _runs(i, each)]
     if not ours:
         return GroupPlan(shapes, tuple(shares), 0, 0.0)
-    found = [_member(requests[i], wanted, needed) for i in ours]
-    members, works, pools, snapshots = zip(*found, strict=True)
+    measured = [_member(requests[i], wanted, needed) for i in ours]
+    members, works, pools, snapshots = zip(*measured, strict=True)
     slots = min(pool.slots for pool in pools)
     long = long_products([member.seconds for member in members], slots)
     for at, (i, member) in enumerate(zip(ours, members, strict=True)):
         if member.forced or (at in long and member.forced is None):
-            made = _planned(requests[i], snapshots[at], current_client(), needed=bool(member.forced))
-            if made is not None and made.seconds is not None:
-                member.run = made.seconds + run_overhead(requests[i].problem, dask_costs())
-    given, total = share_out(members, slots, dask_costs().task)
-    for i, whole, pool, share in zip(ours, works, pools, given, strict=True):
+            run_plan = _planned(requests[i], snapshots[at], current_client(), needed=bool(member.forced))
+            if run_plan is not None and run_plan.seconds is not None:
+                member.run = run_plan.seconds + run_overhead(requests[i].problem, dask_costs())
+    portions, total = share_out(members, slots, dask_costs().task)
+    for i, whole, pool, share in zip(ours, works, pools, portions, strict=True):
         if not share.collective:
             work = dataclasses.replace(whole, m=max(share.rows))
             task = f"a task of {work.m} rows of a product of {whole.m} x {work.k} by {work.k} x {work.n}"
@@ -616,8 +616,8 @@ def _runs(number: int, request: Request) -> bool:
 
 def _member(request: Request, wanted: str, needed: Sequence[str]) -> tuple[GroupedProduct, Batch, Pool, Snapshot]:
     """Return what a product takes, the product as a batch of one item, and the workers: for plain tasks, for a run."""
-    known = known_workers(request.problem, None)
-    work, (machine, pool) = _batch_of(request), _slots(request, known)
+    snapshot = known_workers(request.problem, None)
+    work, (machine, pool) = _batch_of(request), _slots(request, snapshot)
     (a_bytes, b_bytes, _), foreign = work.item_bytes, (1 - 1 / pool.workers) / machine.bandwidth
     too_large = bool(pool.memory) and work.held_bytes > pool.memory
     product = GroupedProduct(
@@ -627,7 +627,7 @@ def _member(request: Request, wanted: str, needed: Sequence[str]) -> tuple[Group
         spread=b_bytes * (2 * foreign + 1 / machine.memory_bandwidth),
         forced={"items": False, "collective": True}.get(wanted, True if needed or too_large else None),
     )
-    return product, work, pool, known
+    return product, work, pool, snapshot
 
 
 def _by_slabs(request: Request, share: Share) -> da.Array:

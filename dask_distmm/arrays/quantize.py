@@ -223,29 +223,29 @@ def as_operands(a: Any, b: Any) -> tuple[da.Array, da.Array]:
             raise PlanError(f"the {name} operand is a {type(x).__name__}; expected an array: pass x.to_numpy()")
     if not isinstance(a, BlockScaled) and not isinstance(b, BlockScaled):
         return as_array(a), as_array(b)
-    found = [f"{x.format} in blocks along axis {x.axis}" if isinstance(x, BlockScaled) else "unscaled" for x in (a, b)]
-    if found[0].replace("axis 1", "axis 0") != found[1] or found[0] == found[1]:
-        raise PlanError(f"A is {found[0]}, B {found[1]}; expected one format for both, along axis 1 of A and 0 of B")
+    forms = [f"{x.format} in blocks along axis {x.axis}" if isinstance(x, BlockScaled) else "unscaled" for x in (a, b)]
+    if forms[0].replace("axis 1", "axis 0") != forms[1] or forms[0] == forms[1]:
+        raise PlanError(f"A is {forms[0]}, B {forms[1]}; expected one format for both, along axis 1 of A and 0 of B")
     return dequantize(a), dequantize(b)
 
 
 def with_scales(
-    types: Types, formula: Formula, given: Mapping[str, Any] | None, with_c: bool
+    types: Types, formula: Formula, scales: Mapping[str, Any] | None, with_c: bool
 ) -> tuple[Formula, list[tuple[str, da.Array]]]:
     """Put quantization scales into the formula: numbers into its factors, arrays as further inputs."""
-    if given is None and not types.fp8:
+    if scales is None and not types.fp8:
         return formula, []
-    given = dict(given or {})
+    scales = dict(scales or {})
     needed = ({"a", "b"} if types.fp8 else set()) | ({"d"} if types.d in FP8 else set())
     allowed = needed | ({"c"} if types.fp8 and with_c else set())
-    if not needed <= set(given) <= allowed:
+    if not needed <= set(scales) <= allowed:
         raise PlanError(
-            f"quantization_scales has {sorted(given)}; {types.a} @ {types.b} in {types.d} needs {sorted(needed)} and "
+            f"quantization_scales has {sorted(scales)}; {types.a} @ {types.b} in {types.d} needs {sorted(needed)} and "
             f"takes {sorted(allowed)}: a scale for each FP8 operand and an FP8 result, 1.0 where there is none"
         )
     factor = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}
     inputs = []
-    for key, value in sorted(given.items()):
+    for key, value in sorted(scales.items()):
         if getattr(value, "shape", ()) not in ((), (1,)):
             raise PlanError(f"quantization_scales[{key!r}] has the shape {value.shape}; expected a number")
         if isinstance(value, da.Array) or array_kind(value) == "cupy":
@@ -286,9 +286,9 @@ def _finite_sizes(x: Any) -> Any:
 
 def _scale_from(amax: Any, top: float) -> Any:
     xp = array_module(amax)
-    found = xp.asarray(amax, np.float32) / np.float32(top)
+    scale = xp.asarray(amax, np.float32) / np.float32(top)
     # Where the quotient underflows there is nothing to scale by.
-    return xp.where(found > 0, found, np.float32(1))
+    return xp.where(scale > 0, scale, np.float32(1))
 
 
 def _quantized(x: Any, scale: Any, to: str) -> Any:
@@ -314,10 +314,10 @@ def _in_blocks(a: da.Array, form: str, axis: int) -> BlockScaled:
     if array_kind(a._meta) == "cupy":
         import cupy
 
-        found = cupy.cuda.Device().compute_capability
+        cc = cupy.cuda.Device().compute_capability
         raise PlanError(
             f"{form} on GPUs needs compute capability 10.0 (Blackwell) and an engine that hands block scales to it; "
-            f"this GPU has {found[:-1]}.{found[-1]}, and the cublasmp engine multiplies FP8 with one scale a matrix: "
+            f"this GPU has {cc[:-1]}.{cc[-1]}, and the cublasmp engine multiplies FP8 with one scale a matrix: "
             "quantize to 'float8_e4m3', or use NumPy chunks for the reference implementation"
         )
     if a.ndim != 2 or axis not in (-2, -1, 0, 1):

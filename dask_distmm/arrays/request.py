@@ -77,17 +77,17 @@ def takes(
     options: type | None, hints: Mapping[str, str] | None = None, positional: str = ""
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function with ``**options``: its signature lists each option, and an unknown name is refused."""
-    known = {} if options is None else options.__annotations__
+    annotations = {} if options is None else options.__annotations__
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         shown = inspect.signature(function)
-        own = [one for one in shown.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        own = [p for p in shown.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         listed = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=text)
             for name, value in {**DEFAULTS, "factor_dtype": None, "overwrite_a": False, "check_finite": True}.items()
-            if (text := str(getattr(known.get(name), "__forward_arg__", "")).replace(" | NoOther", ""))
+            if (text := str(getattr(annotations.get(name), "__forward_arg__", "")).replace(" | NoOther", ""))
         ]
-        names = [one.name for one in (*own, *listed)]
+        names = [p.name for p in (*own, *listed)]
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -134,10 +134,10 @@ def rechunk(x: Any, *args: Any, **kwargs: Any) -> Any:
     """Cut an array as Dask does, and note of what it is made."""
     if not isinstance(x, Array):
         return NotImplemented
-    found = dask_rechunk(x, *args, **kwargs)
-    if x.ndim == 2 and found.name != x.name:
-        _note(found.name, (x.name, x.chunks, False, False))
-    return found
+    rechunked = dask_rechunk(x, *args, **kwargs)
+    if x.ndim == 2 and rechunked.name != x.name:
+        _note(rechunked.name, (x.name, x.chunks, False, False))
+    return rechunked
 
 
 def _note(name: str, source: Source) -> Source:
@@ -194,14 +194,14 @@ def _source_of(x: da.Array) -> Source | None:
 _TAKEN = {"a", "b", "c", "scale_a", "scale_b", "scale_c", "scale_d"}
 
 
-def _checked(asked: Mapping[str, Any], c: Any, dtype: np.dtype) -> Formula:
+def _checked(arguments: Mapping[str, Any], c: Any, dtype: np.dtype) -> Formula:
     """Return the formula that a user asks for as plain values; `dtype` is the type of A @ B."""
-    beta, epilog, factors = asked["beta"], asked["epilog"], []
+    beta, epilog, factors = arguments["beta"], arguments["epilog"], []
     if beta is None and c is not None:
         raise PlanError("c was given without beta; pass beta=1 to add C")
     if c is None and beta is not None and beta != 0:
         raise PlanError(f"beta={beta!r} needs c; pass C too, or leave beta out")
-    for name, value in (("alpha", asked["alpha"]), ("beta", 0.0 if beta is None else beta)):
+    for name, value in (("alpha", arguments["alpha"]), ("beta", 0.0 if beta is None else beta)):
         try:
             number = complex(value)
         except (TypeError, ValueError):
@@ -211,9 +211,9 @@ def _checked(asked: Mapping[str, Any], c: Any, dtype: np.dtype) -> Formula:
         factors.append((number.real, number.imag))
     if epilog is not None and not isinstance(epilog, str) and not callable(epilog):
         raise PlanError(f"epilog={epilog!r}; expected a name, an Epilog or a function")
-    pickled, names = (dumps(epilog), tuple(asked["epilog_inputs"] or {})) if callable(epilog) else (b"", ())
-    amax = bool(asked["result_amax"])
-    return Formula(factors[0], factors[1], epilog_name(epilog), asked["bias_axis"], amax, pickled, names)
+    pickled, names = (dumps(epilog), tuple(arguments["epilog_inputs"] or {})) if callable(epilog) else (b"", ())
+    amax = bool(arguments["result_amax"])
+    return Formula(factors[0], factors[1], epilog_name(epilog), arguments["bias_axis"], amax, pickled, names)
 
 
 def epilog_name(epilog: str | Callable[..., Any] | None) -> str:
@@ -222,11 +222,11 @@ def epilog_name(epilog: str | Callable[..., Any] | None) -> str:
 
 
 def _parse_formula(
-    a: da.Array, b: da.Array, c: Any, asked: Mapping[str, Any], types: Types
+    a: da.Array, b: da.Array, c: Any, arguments: Mapping[str, Any], types: Types
 ) -> tuple[Formula, list[tuple[str, da.Array]]]:
     """Return the formula, and the arrays that it reads beside A and B, each 2-D (or more, for a batch)."""
-    inputs, scales, dtype = asked["epilog_inputs"] or {}, asked["quantization_scales"], types.operand
-    formula = _checked(asked, c, dtype)
+    inputs, scales, dtype = arguments["epilog_inputs"] or {}, arguments["quantization_scales"], types.operand
+    formula = _checked(arguments, c, dtype)
     if formula.replicated and (a.ndim, b.ndim) != (2, 2):
         raise PlanError(f"epilog 'allreduce' is for products of matrices, got {a.ndim} and {b.ndim} dimensions")
     if formula.plain and not inputs and not types.fp8 and not scales:
@@ -237,7 +237,7 @@ def _parse_formula(
     with_c = c is not None and complex(*formula.beta) != 0
     extras = [("c", _broadcastable("c", c, a, b, dtype))] if with_c else []
     fitting = [(key, _broadcastable(key, inputs[key], a, b, dtype)) for key in formula.inputs]
-    if callable(epilog := asked["epilog"]):
+    if callable(epilog := arguments["epilog"]):
         _call_on_zeros(epilog, sum_dtype(types.operand, dtype, 1), dtype, fitting)
     formula, factors_too = with_scales(types, formula, scales, c is not None)
     return formula, extras + fitting + [(key, array) for key, array in factors_too if key != "scale_c" or with_c]
@@ -264,17 +264,17 @@ def _check_fitting(formula: Formula, inputs: Mapping[str, Any], types: Types) ->
 
 def _wrong_inputs(formula: Formula, inputs: Mapping[str, Any]) -> str:
     """Say which inputs an epilog needs, and which it was given."""
-    name, found, needed = formula.epilog, sorted(map(str, inputs)), list(formula.inputs)
+    name, passed, needed = formula.epilog, sorted(map(str, inputs)), list(formula.inputs)
     if not name and not formula.function:
         fitting = [epilog.value for epilog in Epilog if set(Formula(epilog=epilog.value).inputs) == set(inputs)]
-        given = f"epilog_inputs has {', '.join(map(repr, found))}, and no epilog reads it"
+        extra = f"epilog_inputs has {', '.join(map(repr, passed))}, and no epilog reads it"
         if not fitting:
-            return f"{given}: pass epilog=..., which names its inputs ({page('epilogs')}), or leave epilog_inputs out"
-        known = ", ".join(map(repr, fitting[:3])) + ", ..." * (len(fitting) > 3)
-        return f"{given}: pass epilog= too, one of {known}"
+            return f"{extra}: pass epilog=..., which names its inputs ({page('epilogs')}), or leave epilog_inputs out"
+        fitting_names = ", ".join(map(repr, fitting[:3])) + ", ..." * (len(fitting) > 3)
+        return f"{extra}: pass epilog= too, one of {fitting_names}"
     example = ", ".join(f"{key!r}: ..." for key in needed)
     advice = f"pass epilog_inputs={{{example}}}" if needed else "leave epilog_inputs out"
-    return f"epilog {name!r} needs the inputs {needed}, got {found}; {advice}"
+    return f"epilog {name!r} needs the inputs {needed}, got {passed}; {advice}"
 
 
 def _call_on_zeros(function: Callable[..., Any], inner: np.dtype, dtype: np.dtype, inputs: Extras) -> None:
@@ -286,14 +286,14 @@ def _call_on_zeros(function: Callable[..., Any], inner: np.dtype, dtype: np.dtyp
         )
         for name, array in inputs
     }
-    asked = f"epilog {getattr(function, '__name__', function)!r} must return an array like its first argument"
+    rule = f"epilog {getattr(function, '__name__', function)!r} must return an array like its first argument"
     try:
         with np.errstate(all="ignore"):
-            found = np.asanyarray(function(np.zeros(shape, inner), **small))
+            out = np.asanyarray(function(np.zeros(shape, inner), **small))
     except Exception as error:
-        raise PlanError(f"{asked}; on zeros of the shape {shape} it raised {type(error).__name__}: {error}") from error
-    if np.shape(found) != shape or (found.dtype.kind == "c" and dtype.kind != "c"):
-        raise PlanError(f"{asked}; for {inner} of the shape {shape} it returned {found.dtype} of {np.shape(found)}")
+        raise PlanError(f"{rule}; on zeros of the shape {shape} it raised {type(error).__name__}: {error}") from error
+    if np.shape(out) != shape or (out.dtype.kind == "c" and dtype.kind != "c"):
+        raise PlanError(f"{rule}; for {inner} of the shape {shape} it returned {out.dtype} of {np.shape(out)}")
 
 
 def _broadcastable(name: str, value: Any, a: da.Array, b: da.Array, dtype: np.dtype) -> da.Array:
@@ -455,9 +455,9 @@ class Request:
         # D's name follows from all of this.
         names = (a.name, b.name, *(array.name for _, array in self.extras))
         seen = [(x.chunks, x.transposed, x.conjugated) for x in matrices[:2]]
-        asked = self.chunks, self.method, self.engine, self.workers, self.distributions, self.gathered
+        choices = self.chunks, self.method, self.engine, self.workers, self.distributions, self.gathered
         return Problem(
-            name=self.name or f"matmul-{tokenize(repr((names, seen, types, _token(options), formula, *asked)))}",
+            name=self.name or f"matmul-{tokenize(repr((names, seen, types, _token(options), formula, *choices)))}",
             matrices=tuple(matrices),
             wanted=(NamedMatrix("", self.chunks, types.d),),
             options=options,
@@ -488,49 +488,49 @@ class Request:
 
 def parse(a: Any, b: Any, c: Any = None, **options: Unpack[AllOptions]) -> Request:
     """Return the request of a user, checked."""
-    asked: dict[str, Any] = {**DEFAULTS, **options}
+    arguments: dict[str, Any] = {**DEFAULTS, **options}
     a, b = as_operands(a, b)
-    batch = check_batch(asked["batch"], is_batch=max(a.ndim, b.ndim) > 2)
-    distributions = check_distributions(asked["distributions"])
-    method, engine = check_names(asked["method"], asked["engine"])
-    a, b = apply_op("a", a, asked["op_a"]), apply_op("b", b, asked["op_b"])
+    batch = check_batch(arguments["batch"], is_batch=max(a.ndim, b.ndim) > 2)
+    distributions = check_distributions(arguments["distributions"])
+    method, engine = check_names(arguments["method"], arguments["engine"])
+    a, b = apply_op("a", a, arguments["op_a"]), apply_op("b", b, arguments["op_b"])
     check_shapes(a, b)
-    wanted = asked["a_type"], asked["b_type"], asked["result_type"], asked["compute_type"]
+    wanted = arguments["a_type"], arguments["b_type"], arguments["result_type"], arguments["compute_type"]
     resolve = _usual_types if wanted == (None,) * 4 else resolve_types
     types = resolve(a.dtype, b.dtype, *wanted, setting("compute-type"))
-    formula, extras = _parse_formula(a, b, c, asked, types)
-    gathered = check_gathered(asked["gathered"], (a, b), types)
+    formula, extras = _parse_formula(a, b, c, arguments, types)
+    gathered = check_gathered(arguments["gathered"], (a, b), types)
     dropped = tuple(axis for axis, x in ((-2, a), (-1, b)) if x.ndim == 1)
     # Vectors as matrices of one row, and of one column.
     a, b = (a[None, :] if a.ndim == 1 else a), (b[:, None] if b.ndim == 1 else b)
     named = _named(
-        **{name: asked[name] for name in ("method", "engine", "workers", "distributions")},
-        compute_type=asked["compute_type"] if types.compute else None,
+        **{name: arguments[name] for name in ("method", "engine", "workers", "distributions")},
+        compute_type=arguments["compute_type"] if types.compute else None,
         batch=batch if batch == "collective" else None,
         epilog="allreduce" if formula.replicated else None,
-        gathered=asked["gathered"],
+        gathered=arguments["gathered"],
     )
-    out_chunks, workers = asked["out_chunks"], check_workers(asked["workers"])
-    found = Request(
-        a, b, types, formula, extras, method, engine, workers, distributions, asked["compute_type"], out_chunks, batch,
-        dropped, asked["logger"] or log, named, gathered,
+    out_chunks, workers = arguments["out_chunks"], check_workers(arguments["workers"])
+    request = Request(
+        a, b, types, formula, extras, method, engine, workers, distributions, arguments["compute_type"], out_chunks,
+        batch, dropped, arguments["logger"] or log, named, gathered,
     )  # fmt: skip
-    if dropped and not found.is_batch and (out_chunks is not None or any(distributions)):
+    if dropped and not request.is_batch and (out_chunks is not None or any(distributions)):
         raise PlanError(
             "out_chunks and distributions are for matrices, and an operand has one dimension: leave them out, or pass "
             "the vector as a matrix, v[:, None]"
         )
     if out_chunks is None:
-        return found
-    shape = tuple(size for axis, size in enumerate(found.shape, -len(found.shape)) if axis not in dropped)
-    return dataclasses.replace(found, out_chunks=_normalized(out_chunks, shape, types.operand))
+        return request
+    shape = tuple(size for axis, size in enumerate(request.shape, -len(request.shape)) if axis not in dropped)
+    return dataclasses.replace(request, out_chunks=_normalized(out_chunks, shape, types.operand))
 
 
 def _named(**options: Any) -> tuple[str, ...]:
     """Return the options of a call that are given and leave no choice, as text."""
-    given = {name: value for name, value in options.items() if value is not None and value != "auto"}
-    given = {name: value for name, value in given.items() if name != "distributions" or any(value)}
-    return tuple(f"{name}={value!r}" for name, value in given.items())
+    stated = {name: value for name, value in options.items() if value is not None and value != "auto"}
+    stated = {name: value for name, value in stated.items() if name != "distributions" or any(value)}
+    return tuple(f"{name}={value!r}" for name, value in stated.items())
 
 
 def check_batch(batch: str | None, *, is_batch: bool) -> str:
@@ -552,8 +552,8 @@ def check_gathered(gathered: str | None, operands: tuple[da.Array, da.Array], ty
     if gathered not in ("a", "b"):
         raise PlanError(unknown_name("gathered", gathered, ("a", "b")))
     if any(x.ndim != 2 for x in operands) or types.fp8:
-        found = "FP8" if types.fp8 else f"{operands[0].ndim} and {operands[1].ndim} dimensions"
-        raise PlanError(f"gathered={gathered!r} is for products of matrices, of other types than FP8, got {found}")
+        kind_of = "FP8" if types.fp8 else f"{operands[0].ndim} and {operands[1].ndim} dimensions"
+        raise PlanError(f"gathered={gathered!r} is for products of matrices, of other types than FP8, got {kind_of}")
     return gathered
 
 
@@ -571,12 +571,12 @@ def check_workers(workers: Sequence[str] | int | None) -> tuple[str, ...] | int 
 
 def check_distributions(distributions: Sequence[Distribution | None] | None) -> Distributions:
     """Return `distributions` as a Problem has them."""
-    found = () if distributions is None else tuple(distributions) if isinstance(distributions, list | tuple) else None
-    if found is None or len(found) > 3 or not all(x is None or isinstance(x, Distribution) for x in found):
+    stated = () if distributions is None else tuple(distributions) if isinstance(distributions, list | tuple) else None
+    if stated is None or len(stated) > 3 or not all(x is None or isinstance(x, Distribution) for x in stated):
         raise PlanError(
             f"distributions={distributions!r}: expected up to three of Slab, BlockCyclic or None, for A, B, D"
         )
-    a, b, d = (*found, None, None, None)[:3]
+    a, b, d = (*stated, None, None, None)[:3]
     return a, b, d
 
 
@@ -589,21 +589,21 @@ def check_names(method: str | None, engine: str | None, kind: str = "product") -
 
     An engine of the configuration that is for computations of another kind leaves the choice of one for this kind.
     """
-    found = []
-    for name, value, known in (("method", method, METHODS), ("engine", engine, ENGINES)):
+    chosen_names = []
+    for name, value, choices in (("method", method, METHODS), ("engine", engine, ENGINES)):
         what, chosen = (f"config distmm.{name}", setting(name)) if value is None else (name, value)
         if name == "engine" and chosen in _RENAMED:
             renamed, last = _RENAMED[chosen]
             text = f"{what}={chosen!r} is {renamed!r} now; {last} will not know {chosen!r}"
             warnings.warn(text, FutureWarning, stacklevel=2)
             chosen = renamed
-        if chosen not in ("auto", *known):
-            raise PlanError(unknown_name(what, chosen, ("auto", *known)))
-        found.append(chosen)
-    method, engine = found
+        if chosen not in ("auto", *choices):
+            raise PlanError(unknown_name(what, chosen, ("auto", *choices)))
+        chosen_names.append(chosen)
+    method, engine = chosen_names
     if engine != "auto" and kind not in ENGINES[engine].computes:
         if what == "engine":
-            able = ", ".join(repr(name) for name, one in ENGINES.items() if kind in one.computes)
+            able = ", ".join(repr(name) for name, choice in ENGINES.items() if kind in choice.computes)
             raise PlanError(f"engine={engine!r} is not for a {kind}; expected 'auto' or one of {able}")
         engine = "auto"
     return method, engine
@@ -642,9 +642,9 @@ def _normalized(out_chunks: Any, shape: tuple[int, ...], dtype: np.dtype) -> tup
     """Return `out_chunks` as the chunk sizes along each axis of D."""
     reason = "they do not add up to it"
     try:
-        found: tuple[tuple[int, ...], ...] = normalize_chunks(out_chunks, shape, dtype=dtype)
-        if all(min(sizes) >= 0 and sum(sizes) == n for sizes, n in zip(found, shape, strict=True)):
-            return found
+        chunks: tuple[tuple[int, ...], ...] = normalize_chunks(out_chunks, shape, dtype=dtype)
+        if all(min(sizes) >= 0 and sum(sizes) == n for sizes, n in zip(chunks, shape, strict=True)):
+            return chunks
     except (ValueError, TypeError, ArithmeticError, NotImplementedError) as error:
         reason = "there is a size of 0" if isinstance(error, ArithmeticError) else str(error)
     raise PlanError(

@@ -133,10 +133,10 @@ def borrow(loan: Loan) -> list[NDArray[Any]]:
     """Return copies of lent arrays, in the memory order that they have there."""
     global _refused
     process, address, proof, described = loan
-    found = np.empty(len(proof), np.uint8)
+    copied = np.empty(len(proof), np.uint8)
     arrays: list[NDArray[Any]] = []
     # Small arrays come in one call with the proof.
-    dense, strided = [(_address(found), address, len(proof))], []
+    dense, strided = [(_address(copied), address, len(proof))], []
     for start, shape, dtype, order, step in described:
         arrays.append(out := np.empty(shape, dtype_from_name(dtype), order=order))
         lines = (shape[0 if order == "C" else -1] if len(shape) == 2 else 1) or 1
@@ -156,7 +156,7 @@ def borrow(loan: Loan) -> list[NDArray[Any]]:
             wait(parts)  # nobody writes to memory that an error has freed
             for part in parts:
                 part.result()
-        if found.tobytes() != proof:
+        if copied.tobytes() != proof:
             raise PermissionError(errno.EPERM, f"process {process} is not the one that lends")
     except OSError as error:
         _refused |= error.errno in (errno.EPERM, errno.ENOSYS)
@@ -271,9 +271,9 @@ class Board:
             raise ProtocolError(f"{key[0]!r} has {len(name)} bytes: expected a kind of at most {_KEY_BYTES} bytes")
         if None in described or len(arrays) > _MOST_ARRAYS:
             described, left = [], -1
-        for one in described or [(0, [0], "", "C", 0)]:
-            assert one is not None
-            address, shape, dtype, order, step = one
+        for entry in described or [(0, [0], "", "C", 0)]:
+            assert entry is not None
+            address, shape, dtype, order, step = entry
             at, axes = _FIRST + self._count % _RECORDS * _RECORD.size, len(shape)
             rows, cols = (*shape, 0, 0)[:2]
             record = name, number, left, address, axes, rows, cols, step, dtype.encode(), order.encode()
@@ -316,7 +316,7 @@ class BoardReader:
         """
         wanted, looks = (key[0].encode(), key[1]), 0
         take = self._lent.get if again else self._lent.pop
-        while (found := take(wanted, None)) is None:
+        while (slots := take(wanted, None)) is None:
             (count,) = _COUNT.unpack_from(self._memory, _COUNT_AT)
             if count > self._seen:
                 self._read(count)
@@ -327,10 +327,10 @@ class BoardReader:
             else:
                 check()
                 self._sleep(count)
-        if found[0][2] < 0:
+        if slots[0][2] < 0:
             return None
         try:
-            return borrow((*self._loan, [_described(*x[3:]) for x in found if x[-2].strip(b"\0")]))
+            return borrow((*self._loan, [_described(*x[3:]) for x in slots if x[-2].strip(b"\0")]))
         except OSError:
             self._missed = True
             return None

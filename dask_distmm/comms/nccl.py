@@ -69,7 +69,7 @@ class NcclComm:
 
     def agree(self, problem: str = "") -> dict[int, str]:
         """Tell all ranks of a problem, if there is one, and return the problems of all by rank. Waits."""
-        texts = [found.decode(errors="replace") for found in self._tell(problem.encode())]
+        texts = [text.decode(errors="replace") for text in self._tell(problem.encode())]
         return {rank: text for rank, text in enumerate(texts) if text}
 
     def largest(self, value: int) -> int:

@@ -124,18 +124,18 @@ class HostReduction:
                 v, w = self._make(start, stop)
                 here = slice(start, stop)
                 if self._columns.ranks > 1:
-                    told = v, w, self._d[here], self._e[here], self._factors[here]
-                    self._talk.publish(Key("reflectors", number), told)
+                    message = v, w, self._d[here], self._e[here], self._factors[here]
+                    self._talk.publish(Key("reflectors", number), message)
             else:
                 for column in range(start, min(stop, self._order - 1)):
                     (vector,) = self._talk.fetch(Key("vector", column), owner)
                     self._talk.publish(Key("product", column), (self._multiply(column, vector),))
                     if column > start:
                         self._talk.forget(Key("product", column - 1))
-                v, w, *others = self._talk.fetch(Key("reflectors", number), owner)
+                v, w, *factors = self._talk.fetch(Key("reflectors", number), owner)
                 self._talk.forget(Key("product", min(stop, self._order - 1) - 1))
-                for values, found in zip((self._d, self._e, self._factors), others, strict=True):
-                    values[start : start + len(found)] = found
+                for values, part in zip((self._d, self._e, self._factors), factors, strict=True):
+                    values[start : start + len(part)] = part
             self._update(stop, v[stop - start :], w[stop - start :])
             self._progress(1 - (1 - stop / self._order) ** 3)
         return Tridiagonal(self._d, self._e, self._factors)
@@ -168,23 +168,23 @@ class HostReduction:
         if self._columns.ranks == 1:
             return self._multiply(column, vector)
         self._talk.publish(Key("vector", column), (vector,))
-        found = self._multiply(column, vector)
+        product = self._multiply(column, vector)
         owner = self._rank
         for rank in (rank for rank in range(self._columns.ranks) if rank != owner):
-            found = found + self._talk.fetch(Key("product", column), rank)[0]
+            product = product + self._talk.fetch(Key("product", column), rank)[0]
         self._talk.forget(Key("vector", column))
-        return found
+        return product
 
     def _multiply(self, column: int, vector: NDArray[Any]) -> NDArray[Any]:
         """Return this rank's part of the product with a reflector, which begins below the diagonal of a column."""
-        found, first = np.zeros_like(vector), column + 1
+        product, first = np.zeros_like(vector), column + 1
         for start, stop, part in self._blocks(first):
             size, here, below = stop - start, slice(start - first, stop - first), slice(stop - first, None)
             corner = np.tril(part[:size], -1)
-            found[here] += part.diagonal()[:size].real * vector[here] + corner @ vector[here]
-            found[here] += corner.conj().T @ vector[here] + part[size:].conj().T @ vector[below]
-            found[below] += part[size:] @ vector[here]
-        return found
+            product[here] += part.diagonal()[:size].real * vector[here] + corner @ vector[here]
+            product[here] += corner.conj().T @ vector[here] + part[size:].conj().T @ vector[below]
+            product[below] += part[size:] @ vector[here]
+        return product
 
     def _update(self, first: int, v: NDArray[Any], w: NDArray[Any]) -> None:
         """Update the lower triangle of this rank's columns from one on."""
@@ -262,8 +262,8 @@ def deflate(d: NDArray[np.float64], z: NDArray[np.float64], coupling: float, fir
     order = np.argsort(d, kind="stable")
     left = order[rho * size[order] > tolerance]
     near, weights, kinds = d[left], z[left], np.where(left < first, _FIRST, _SECOND)
-    found = np.array(list(_rotated(near, weights, kinds, tolerance))).reshape(-1, 3)
-    rotated, kept = found[:, 0].astype(np.int64), np.ones(len(left), bool)
+    turns = np.array(list(_rotated(near, weights, kinds, tolerance))).reshape(-1, 3)
+    rotated, kept = turns[:, 0].astype(np.int64), np.ones(len(left), bool)
     kept[rotated] = False
     gone = np.setdiff1d(order, left[kept], assume_unique=True)
     values = d.copy()
@@ -280,7 +280,7 @@ def deflate(d: NDArray[np.float64], z: NDArray[np.float64], coupling: float, fir
         counts=counts,  # type: ignore[arg-type]
         order=grouped,
         pairs=left[np.stack([rotated, rotated + 1], 1)],
-        factors=found[:, 1:],
+        factors=turns[:, 1:],
     )
 
 
@@ -362,16 +362,16 @@ class DivideAndConquer:
                     self._d[side] -= coupling
         # NumPy calls LAPACK without the interpreter's lock.
         with ThreadPoolExecutor(_THREADS if self._kernels.asynchronous else 1) as pool:
-            found = dict(zip(leaves, pool.map(self._leaf, leaves), strict=True))
-        values = self._across(0, self._ranks, found)
+            solved = dict(zip(leaves, pool.map(self._leaf, leaves), strict=True))
+        values = self._across(0, self._ranks, solved)
         columns = np.argsort(values, kind="stable")[first : last + 1]
         return values[columns] * self._unit, columns
 
     def _leaf(self, leaf: tuple[int, int]) -> Pair:
         """Return eigenvalues and eigenvectors of a small part."""
         d, e = self._d[slice(*leaf)], self._e[leaf[0] : leaf[1] - 1]
-        found = np.linalg.eigh(np.diag(d) + np.diag(e, -1))
-        return found[0], found[1]
+        pairs = np.linalg.eigh(np.diag(d) + np.diag(e, -1))
+        return pairs[0], pairs[1]
 
     def _across(self, low: int, high: int, leaves: Mapping[tuple[int, int], Pair]) -> Vector:
         """Return the eigenvalues of the part of some ranks, of which this is one."""
@@ -548,22 +548,22 @@ class SharedEigh(ProgramKernels):
         if not all(np.isfinite(x).all() for x in self._reduced):
             # The matrix had no such elements.
             raise MatrixError(f"the reduction of A, {self._plan.task.a_shape}, has overflowed: scale A")
-        found = []
+        factors = []
         for panel in self._plan.panels if self._plan.sweeps else ():
             if self._plan.columns.owner(panel) == self._rank:
                 start, stop = self._plan.columns.place(panel)
                 rows = a[start:, self._plan.columns.local(self._rank, panel, panel + 1)][:, : stop - start]
-                found.append(triangular_factor(self.blas, rows, self._reduced.factors[start - 1 : stop - 1]))
+                factors.append(triangular_factor(self.blas, rows, self._reduced.factors[start - 1 : stop - 1]))
         self._note("reduce", a)
-        return tuple(found)
+        return tuple(factors)
 
     def _scale(self, a: Any) -> None:
         """Multiply the matrix by a power of two, the same one on all ranks."""
         sizes = np.array([self._largest_part(a)])
         if self._plan.count > 1:
             self._messages.publish(Key("size", self._rank), (sizes,))
-            others = (rank for rank in range(self._plan.count) if rank != self._rank)
-            sizes = np.concatenate([sizes, *(self._messages.fetch(Key("size", rank), rank)[0] for rank in others)])
+            peers = (rank for rank in range(self._plan.count) if rank != self._rank)
+            sizes = np.concatenate([sizes, *(self._messages.fetch(Key("size", rank), rank)[0] for rank in peers)])
         if not np.isfinite(sizes).all():
             raise MatrixError(not_finite("a"))
         exponent = int(np.frexp(sizes.max())[1])
@@ -577,15 +577,15 @@ class SharedEigh(ProgramKernels):
 
     def _largest_part(self, a: Any) -> float:
         """Return the largest modulus of a real or imaginary part in this rank's block columns; NaN if there is one."""
-        columns, xp, found = self._plan.columns, self.blas.xp, []
+        columns, xp, sizes = self._plan.columns, self.blas.xp, []
         for block in columns.owned(self._rank, 0, columns.first(1)):
             _, start, stop = columns.blocks[block]
             rows = a[start:, columns.local(self._rank, block, block + 1)]
             corner = self.blas.triangle(rows[: stop - start], lower=True, unit=False)
             parts = [x for x in (corner, rows[stop - start :]) if x.size]
             real = [y for x in parts for y in ((x.real, x.imag) if x.dtype.kind == "c" else (x,))]
-            found += [xp.abs(x.T).max() for x in real]
-        return float(self.blas.host(xp.stack(found).max())) if found else 0.0
+            sizes += [xp.abs(x.T).max() for x in real]
+        return float(self.blas.host(xp.stack(sizes).max())) if sizes else 0.0
 
     def diagonalize(self, target: Any, *, vectors: bool) -> Any:
         """Return the wanted eigenvalues, on the device; fill block columns of the tridiagonal matrix' eigenvectors."""
@@ -611,7 +611,7 @@ class SharedEigh(ProgramKernels):
         else:
             values = np.zeros(last - first + 1)
         self._note("diagonalize", target if vectors else None)
-        real = next(one.dtype for one in problem.outputs if one.name == "w")
+        real = next(output.dtype for output in problem.outputs if output.name == "w")
         return self.blas.xp.asarray(np.ldexp(values, self._exponent).astype(real))
 
     def normalize_phases(self, vectors: Any) -> None:
@@ -623,10 +623,10 @@ class SharedEigh(ProgramKernels):
             transposed *= unit_factors(self.blas, strip)[:, None]
         self._note("reflect", vectors)
 
-    def _note(self, name: str, made: Any) -> None:
+    def _note(self, name: str, array: Any) -> None:
         """Note the seconds since the last note, when a matrix is complete."""
-        if made is not None and made.size:
-            self.blas.host(made[:1, :1])
+        if array is not None and array.size:
+            self.blas.host(array[:1, :1])
         now = time.perf_counter()
         self.timings[name], self._last = now - self._last, now
 
@@ -645,7 +645,7 @@ def triangular_factor(kernels: Kernels, v: Any, tau: NDArray[Any]) -> Any:
     inverse = kernels.triangle(gram, lower=False, unit=False)
     inverse *= xp.asarray(np.outer(some, some).astype(v.dtype))
     inverse[diagonal, diagonal] = xp.asarray(1 / np.where(some, tau, 1).astype(v.dtype))
-    found = kernels.empty((size, size), v.dtype)
-    found[...] = xp.asarray(np.diag(some).astype(v.dtype))
-    kernels.trsm(inverse, found, right=False, lower=False, op="N", unit=False)
-    return found
+    t = kernels.empty((size, size), v.dtype)
+    t[...] = xp.asarray(np.diag(some).astype(v.dtype))
+    kernels.trsm(inverse, t, right=False, lower=False, op="N", unit=False)
+    return t

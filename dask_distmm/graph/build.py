@@ -102,9 +102,9 @@ class DaskTasks:
         except ProjectedMemoryError:
             return True
         lazy = any(graph is not None for graph in self.upstream)
-        plans = [with_tasks(made, self.workers, self.costs, lazy=lazy) for made in plans]
-        own = self.costs.start + sum(made.by_tasks.seconds - self.costs.start for made in plans if made.by_tasks)
-        return own < CLEARLY * sum(made.seconds for made in plans)
+        plans = [with_tasks(plan, self.workers, self.costs, lazy=lazy) for plan in plans]
+        own = self.costs.start + sum(plan.by_tasks.seconds - self.costs.start for plan in plans if plan.by_tasks)
+        return own < CLEARLY * sum(plan.seconds for plan in plans)
 
     def tasks(self, whole: Problem, arrays: Mapping[str, str], wanted: Collection[Any]) -> dict[Any, GraphNode]:
         """Return Dask's own tasks for some chunks of D, given by their keys, with those that load what they need.
@@ -127,10 +127,10 @@ class DaskTasks:
         keys = {(d.name, *at) for _, *at in wanted}
         # The other steps of Dask's optimizer come after this.
         graph = fuse_roots(optimize_blockwise(d.dask, keys=keys), keys=keys).cull(keys)
-        found: dict[Any, GraphNode] = convert_legacy_graph(graph.to_dict())
+        tasks: dict[Any, GraphNode] = convert_legacy_graph(graph.to_dict())
         for key in wanted:
-            found[key] = found.pop((d.name, *key[1:])).substitute({}, key=key)
-        return found
+            tasks[key] = tasks.pop((d.name, *key[1:])).substitute({}, key=key)
+        return tasks
 
 
 class ProductLayer(TasksLayer):
@@ -159,40 +159,40 @@ class ProductLayer(TasksLayer):
         """The runs in their order, each with the number of its visit."""
         if self.scheme is None:
             return [(problem, 0) for problem in self.pieces]
-        found = []
+        runs = []
         for problem in self.pieces:
             part = problem if problem.whole else None
             scheme = self.scheme if part is None else part_scheme(self.whole, self.scheme, part)
             waves = (wave_problem(self.whole, scheme, number, part) for number in range(scheme.count))
-            found += [(wave, scheme.visit(number)) for number, wave in enumerate(waves) if wave.m and wave.n]
-        return found
+            runs += [(wave, scheme.visit(number)) for number, wave in enumerate(waves) if wave.m and wave.n]
+        return runs
 
     def _made(self) -> dict[Any, Task] | None:
         """Return the tasks by which ranks make the chunks that are streamed; None if that can't be."""
-        made: dict[Any, Task] = {}
+        chunk_tasks: dict[Any, Task] = {}
         for operand in "ab":
             # Each operand by itself, as `can_be_made` looks at it: what both are made of is made for each.
             keys = {key for run, _ in self.runs if run[operand].by_ranks for key in self._inputs(run, operand)}
-            if new := list(keys - made.keys()):
+            if new := list(keys - chunk_tasks.keys()):
                 tasks = made_by_ranks(self.streams, new)
                 if tasks is None:
                     return None
-                made |= tasks
-        return made
+                chunk_tasks |= tasks
+        return chunk_tasks
 
     @functools.cached_property
     def _tasks(self) -> dict[Any, Task]:  # type: ignore[override]
-        found: dict[Any, Task] = {}
-        made, sums = self._made(), ""
+        tasks: dict[Any, Task] = {}
+        chunk_tasks, sums = self._made(), ""
         for run, visit in self.runs:
-            problem = run if made is not None else run.made_by_ranks(())
+            problem = run if chunk_tasks is not None else run.made_by_ranks(())
             inputs: dict[str, Any] = {name: self._inputs(problem, name, visit, sums) for name in problem.inputs}
-            if made is not None:
-                inputs |= {name: ChunkTasks([made[key] for key in inputs[name]]) for name in problem.by_ranks}
-            found[barrier_key(problem.name)] = barrier_task(problem, barrier, inputs)
+            if chunk_tasks is not None:
+                inputs |= {name: ChunkTasks([chunk_tasks[key] for key in inputs[name]]) for name in problem.by_ranks}
+            tasks[barrier_key(problem.name)] = barrier_task(problem, barrier, inputs)
             sums = problem.result_name
-            found |= chunks_of(problem, "", self.wanted if sums == self.whole.name else None)
-        return found
+            tasks |= chunks_of(problem, "", self.wanted if sums == self.whole.name else None)
+        return tasks
 
     def _inputs(self, problem: Problem, operand: str, visit: int = 0, sums: str = "") -> list[Any]:
         """Return the keys of an operand's chunks, in the order of their numbers in a problem."""
@@ -236,8 +236,8 @@ class ProductLayer(TasksLayer):
         else:
             needs = {key: set() for key in own}
             for problem in pieces:
-                found = [part._inputs(problem, operand) for operand in problem.inputs]
-                needs[barrier_key(problem.name)] = set().union(*found)
+                inputs = [part._inputs(problem, operand) for operand in problem.inputs]
+                needs[barrier_key(problem.name)] = set().union(*inputs)
         layer.annotations, layer.collection_annotations = self.annotations, self.collection_annotations
         return layer, needs
 
@@ -259,7 +259,7 @@ def pieces_of(whole: Problem, wanted: Collection[int]) -> list[Problem]:
     They are one run of the least part that has all of them, or several of parts that have no row and no column of
     chunks in common, as the blocks on the diagonal of D, where that saves enough.
     """
-    one = _piece(whole, wanted)
+    undivided = _piece(whole, wanted)
     ncols = whole.d.counts[1]
     by_row: dict[int, set[int]] = {}
     for number in wanted:
@@ -270,8 +270,8 @@ def pieces_of(whole: Problem, wanted: Collection[int]) -> list[Problem]:
         groups = [group for group in groups if not group[0] & cols]
         groups.append((cols.union(*(x for x, _ in touching)), [row, *(r for _, rows in touching for r in rows)]))
     parts = [_piece(whole, [i * ncols + j for i in rows for j in by_row[i]]) for _, rows in groups]
-    saved = one.flops - sum(part.flops for part in parts)
-    return parts if len(parts) > 1 and saved > (len(parts) - 1) * _FLOPS_OF_A_RUN else [one]
+    saved = undivided.flops - sum(part.flops for part in parts)
+    return parts if len(parts) > 1 and saved > (len(parts) - 1) * _FLOPS_OF_A_RUN else [undivided]
 
 
 def _piece(whole: Problem, wanted: Collection[int]) -> Problem:
@@ -319,10 +319,10 @@ def build_output(problem: Problem, output: str, d: Any) -> HighLevelGraph:
 
 def chunks_of(problem: Computation, output: str, wanted: Collection[int] | None = None) -> dict[Any, Task]:
     """Return the tasks of an output's chunks that one run makes: of those with some numbers; None for all."""
-    name, before, made = output_name(problem.result_name, output), barrier_key(problem.name), problem.output(output)
+    name, before, out = (output_name(problem.result_name, output), barrier_key(problem.name), problem.output(output))
     keys = {
-        (name, *made.place(number)): index
-        for index, number in enumerate(made.every.tolist())
+        (name, *out.place(number)): index
+        for index, number in enumerate(out.every.tolist())
         if wanted is None or number in wanted
     }
     return {key: ChunkTask(key, chunk, output, index, TaskRef(before)) for key, index in keys.items()}
@@ -361,24 +361,24 @@ def _run_alone(problem: Computation, inputs: Sequence[Sequence[Any] | ChunkTasks
             f"workers={workers!r} was asked for, and this is computed without a cluster; compute it with a "
             "distributed.Client, or leave workers out"
         )
-    found = {
-        name: [task() for task in given.tasks] if isinstance(given, ChunkTasks) else given
-        for name, given in zip(problem.inputs, inputs, strict=True)
+    sources = {
+        name: [task() for task in source.tasks] if isinstance(source, ChunkTasks) else source
+        for name, source in zip(problem.inputs, inputs, strict=True)
     }
     problem = problem.made_by_ranks(())
     operands = {
-        name: [x.T if problem[name].transposed else x for x in found[problem.source_of(name)]]
+        name: [x.T if problem[name].transposed else x for x in sources[problem.source_of(name)]]
         for name in problem.operands
     }
     where = {name: np.zeros(len(chunks), np.int32) for name, chunks in operands.items()}
-    made: Placement
+    placement: Placement
     if isinstance(problem, Problem):
         orders = order_of(operands["a"][0]), order_of(operands["b"][0])
-        made = plan(problem, [Worker("here")], where, engine=problem.engine_alone, orders=orders)
+        placement = plan(problem, [Worker("here")], where, engine=problem.engine_alone, orders=orders)
     else:
-        made = plan_computation(problem, [Worker("here")], where, engine=(problem.engine_alone,))
-    chunks = check_chunks(made, {(name, i): x for name, all_of in operands.items() for i, x in enumerate(all_of)})
-    job = get_engine(made.engine).job(Side(made, 0, chunks, _NO_PEERS, ready=ready_event(chunks.values())))
+        placement = plan_computation(problem, [Worker("here")], where, engine=(problem.engine_alone,))
+    chunks = check_chunks(placement, {(name, i): x for name, all_of in operands.items() for i, x in enumerate(all_of)})
+    job = get_engine(placement.engine).job(Side(placement, 0, chunks, _NO_PEERS, ready=ready_event(chunks.values())))
     job.prepare()
     job.accept([job.offer])
     return arrays_of(problem, job.execute())
@@ -395,17 +395,17 @@ def chunk(output: str, index: int, result: Any, kept: Any = None) -> Any:
 
 
 def build_factor_graph(
-    problem: FactorProblem | ProgramProblem, operands: Sequence[Any], made: Mapping[str, ChunkTasks]
+    problem: FactorProblem | ProgramProblem, operands: Sequence[Any], own: Mapping[str, ChunkTasks]
 ) -> HighLevelGraph:
     """Return the graph of all outputs: a layer for the barrier, and one for each output, called after its array.
 
-    `made` has the tasks of those operands whose chunks ranks make.
+    `own` has the tasks of those operands whose chunks ranks compute.
     """
     before = barrier_key(problem.name)
-    given = {name: array for name, array in zip(problem.operands, operands, strict=True) if name not in made}
-    inputs: dict[str, Any] = {name: list(flatten(array.__dask_keys__())) for name, array in given.items()} | dict(made)
+    plain = {name: array for name, array in zip(problem.operands, operands, strict=True) if name not in own}
+    inputs: dict[str, Any] = {name: list(flatten(array.__dask_keys__())) for name, array in plain.items()} | dict(own)
     run = TasksLayer({before: barrier_task(problem, barrier, inputs)})
-    graph = HighLevelGraph.from_collections(before, run, dependencies=list(given.values()))
+    graph = HighLevelGraph.from_collections(before, run, dependencies=list(plain.values()))
     outputs = [output.name for output in problem.outputs]
     chunks = {output_name(problem.name, output): chunks_of(problem, output) for output in outputs}
     kept = List(*(TaskRef(key) for name in problem.kept for key in inputs[name]))
@@ -414,6 +414,6 @@ def build_factor_graph(
         first = next(iter(tasks))
         tasks[first] = ChunkTask(first, chunk, *tasks[first].args, kept=kept)
     layers = {name: TasksLayer(tasks) for name, tasks in chunks.items()}
-    beside = {given[name].name for name in problem.kept}
+    beside = {plain[name].name for name in problem.kept}
     dependencies = dict(graph.dependencies) | {name: {before, *beside} for name in layers}
     return HighLevelGraph({**graph.layers, **layers}, dependencies)

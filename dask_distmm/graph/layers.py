@@ -99,11 +99,11 @@ class TasksLayer(Layer):  # type: ignore[misc]
         Keys of the layer that others never need are not among `keys`.
         """
         inner = self.keys() - self.get_output_keys()
-        found: dict[Any, GraphNode] = {}
+        tasks: dict[Any, GraphNode] = {}
         bound = False
         for key, task in self.items():
             if key not in keys and key not in inner:
-                found[key] = task
+                tasks[key] = task
                 continue
             subs = {dep: copied_key(dep, seed) for dep in task.dependencies if dep in keys or dep in inner}
             new = copied_key(key, seed)
@@ -119,11 +119,11 @@ class TasksLayer(Layer):  # type: ignore[misc]
             elif bind_to is not None and not subs:
                 if isinstance(task, ChunkTask):
                     # A run puts into memory what waits for nothing else.
-                    found[key], copy = task, TaskRef(key)
+                    tasks[key], copy = task, TaskRef(key)
                 bind, produces = graph_manipulation.chunks.bind, task.data_producer
                 copy, bound = Task(new, bind, copy, TaskRef(bind_to), _data_producer=produces), True
-            found[new] = copy
-        return TasksLayer(found, self.annotations), bound
+            tasks[new] = copy
+        return TasksLayer(tasks, self.annotations), bound
 
 
 def is_annotated(graph: HighLevelGraph) -> bool:
@@ -153,11 +153,11 @@ class StreamLayer(TasksLayer):
 
     @functools.cached_property
     def _tasks(self) -> dict[Key, GraphNode]:  # type: ignore[override]
-        found: dict[Key, GraphNode] = {}
+        tasks: dict[Key, GraphNode] = {}
         for key, task in self.tasks.items():
             name, needs = _renamed(key, self.suffix), [dep for dep in task.dependencies if dep in self.copied]
-            found[name] = task.substitute({dep: _renamed(dep, self.suffix) for dep in needs}, key=name)
-        return found
+            tasks[name] = task.substitute({dep: _renamed(dep, self.suffix) for dep in needs}, key=name)
+        return tasks
 
 
 def streams(
@@ -167,11 +167,11 @@ def streams(
     layers, needs, names = dict[str, Layer](), dict[str, set[str]](), dict[tuple[str, int], str]()
     for visit, waves in visits.items():
         suffix = f"-{token}-{visit}"
-        found = _copies(graph, waves, suffix)
-        for name, layer in found.items():
+        copies = _copies(graph, waves, suffix)
+        for name, layer in copies.items():
             names[name, visit] = name + suffix
             layers[name + suffix] = layer
-            needs[name + suffix] = {dep + suffix * (dep in found) for dep in graph.dependencies[name]}
+            needs[name + suffix] = {dep + suffix * (dep in copies) for dep in graph.dependencies[name]}
     return HighLevelGraph(layers, needs), names
 
 
@@ -183,7 +183,7 @@ def _copies(graph: HighLevelGraph, waves: Sequence[Iterable[Key]], suffix: str) 
     for number, keys in enumerate(waves):
         for key in keys:
             _widen(spans[_layer_of(key)], [key], (number, number))
-    found: dict[str, StreamLayer] = {}
+    copies: dict[str, StreamLayer] = {}
     copied: set[Key] = set()
     for name in reversed(graph._toposort_layers()):
         layer = graph.layers[name]
@@ -196,15 +196,15 @@ def _copies(graph: HighLevelGraph, waves: Sequence[Iterable[Key]], suffix: str) 
             key = todo.pop()
             todo += _widen(own, [dep for dep in needs[key] if dep in needs], own[key])
         tasks = culled if isinstance(culled, Blockwise) else convert_legacy_graph(dict(culled), every)
-        made = tasks is culled or any(_is_made(task, every) for task in tasks.values())
-        if not made or any(last - first > 1 for first, last in own.values()):
+        has_made = tasks is culled or any(_is_made(task, every) for task in tasks.values())
+        if not has_made or any(last - first > 1 for first, last in own.values()):
             continue
         for key, span in own.items():
             for dep in (dep for dep in needs[key] if dep not in needs):
                 _widen(spans[_layer_of(dep)], [dep], span)
         copied.update(needs)
-        found[name] = StreamLayer(tasks, copied, suffix, layer.annotations)
-    return found
+        copies[name] = StreamLayer(tasks, copied, suffix, layer.annotations)
+    return copies
 
 
 def _layer_of(key: Key) -> Key:
@@ -244,7 +244,7 @@ def self_contained(
 
     With `trees` a task of a chain may need several others.
     """
-    found: dict[Key, Task] = {}
+    tasks: dict[Key, Task] = {}
     taken: set[Key] = set()
     for key in keys:
         chain = _chain(upstream, key, most=len(upstream) if trees else 1)
@@ -253,8 +253,8 @@ def self_contained(
         # A node that is not a task, for example an open store, is shared by all chunks.
         taken.update(name for name, node in list(chain.items())[1:] if isinstance(node, Task))
         last = next(iter(chain.values()))
-        found[key] = Task.fuse(*chain.values(), key=last.key) if len(chain) > 1 else last
-    return found
+        tasks[key] = Task.fuse(*chain.values(), key=last.key) if len(chain) > 1 else last
+    return tasks
 
 
 def _chain(upstream: Mapping[Key, GraphNode], key: Key, most: int) -> dict[Key, Any] | None:
@@ -262,24 +262,24 @@ def _chain(upstream: Mapping[Key, GraphNode], key: Key, most: int) -> dict[Key, 
 
     None where a task needs more than `most` others, or what is not in the graph: they would all be in memory at once.
     """
-    found: dict[Key, GraphNode] = {}
+    chain: dict[Key, GraphNode] = {}
     todo = [key]
     while todo:
         task = upstream.get(todo.pop())
         if isinstance(task, Alias):
-            found |= {task.key: task} if found else {}
+            chain |= {task.key: task} if chain else {}
             todo.append(task.target)
             continue
         if not isinstance(task, Task) or isinstance(task, RunTask):
             return None
         nodes = {name: upstream.get(name) for name in task.dependencies}
-        others = [name for name, node in nodes.items() if not isinstance(node, DataNode)]
+        computed = [name for name, node in nodes.items() if not isinstance(node, DataNode)]
         data = {name: node for name, node in nodes.items() if isinstance(node, DataNode)}
-        if len(others) > most or any(map(_has_data, (task, *data.values()))):
+        if len(computed) > most or any(map(_has_data, (task, *data.values()))):
             return None
-        found |= {task.key: task} | data
-        todo += (name for name in others if name not in found)
-    return found
+        chain |= {task.key: task} | data
+        todo += (name for name in computed if name not in chain)
+    return chain
 
 
 def _has_data(node: Any) -> bool:
@@ -309,8 +309,8 @@ def can_be_made(*arrays: Any, sampled: bool = False) -> bool:
 def tasks_of_chunks(array: Any) -> ChunkTasks | None:
     """Return the tasks by which ranks make the chunks of a lazy array, each a tree of its own; None if they can't."""
     keys = _some_keys(array, sampled=False)
-    made = None if is_annotated(array.dask) else made_by_ranks(array.dask, keys, trees=True)
-    return ChunkTasks([made[key] for key in keys]) if made is not None else None
+    tasks = None if is_annotated(array.dask) else made_by_ranks(array.dask, keys, trees=True)
+    return ChunkTasks([tasks[key] for key in keys]) if tasks is not None else None
 
 
 def _some_keys(array: Any, sampled: bool) -> list[Any]:

@@ -104,9 +104,9 @@ def split(table: Table, itemsize: int) -> tuple[Table, Table]:
 
 def unit_of(table: Table, itemsize: int) -> int:
     """Return the size of the largest unit, up to 16 bytes, that all straight rectangles consist of."""
-    one = table[:, OUTER] == 1
+    single = table[:, OUTER] == 1
     parts = [table[:, SRC], table[:, DST], table[:, INNER] * itemsize]
-    parts += [table[~one, SRC_OUTER], table[~one, DST_OUTER]]
+    parts += [table[~single, SRC_OUTER], table[~single, DST_OUTER]]
     together = int(np.bitwise_or.reduce(np.concatenate(parts))) | 16
     return together & -together
 
@@ -151,12 +151,12 @@ class Shuffle:
         self.sends: list[tuple[int, int, int]] = []
         self.receives: list[tuple[int, int, int]] = []
         sources, targets = ({number: span_of(x) for number, x in arrays.items()} for arrays in (src, dst))
-        home, others = moves.between(me, me), [(rank, peer) for rank, peer in enumerate(ranks) if peer != me]
+        home, peers = moves.between(me, me), [(rank, peer) for rank, peer in enumerate(ranks) if peer != me]
         if len(home) and not skip_home:
             self.packing.append(rectangles(home, sources, targets, order))
-        for rank, peer in others:
+        for rank, peer in peers:
             self._add(rank, moves.between(me, peer), sources, SRC)
-        for rank, peer in others:
+        for rank, peer in peers:
             self._add(rank, moves.between(peer, me), targets, DST)
 
     def _buffer(self, size: int) -> int:

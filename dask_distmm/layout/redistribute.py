@@ -168,8 +168,8 @@ class ProcessGrid:
         low = [(p, nprocs // p) for p in range(1, isqrt(nprocs) + 1) if nprocs % p == 0]
         fitting = [(p, q) for p, q in (*low, *((q, p) for p, q in low)) if p <= m and q <= n]
         # m/p + n/q times p*q, which is the same for all: integers compare exactly.
-        found = min(fitting, key=lambda x: (m * x[1] + n * x[0], abs(x[0] - x[1]), -x[0]), default=None)
-        return None if found is None else cls(*found)
+        grid = min(fitting, key=lambda x: (m * x[1] + n * x[0], abs(x[0] - x[1]), -x[0]), default=None)
+        return None if grid is None else cls(*grid)
 
 
 @dataclass(frozen=True)
@@ -219,8 +219,8 @@ class Layout:
     @property
     def elements(self) -> Index:
         """Elements of each part."""
-        found = np.multiply.outer(self.rows.local_sizes, self.cols.local_sizes)
-        return (found if self.grid.order == "row" else found.T).ravel()
+        counts = np.multiply.outer(self.rows.local_sizes, self.cols.local_sizes)
+        return (counts if self.grid.order == "row" else counts.T).ravel()
 
     def owner(self, i: int, j: int) -> int:
         """Return the part which holds element ``(i, j)``, counted from 0."""

@@ -332,12 +332,12 @@ def elementwise(
 
 def reductions(xp: Any, formula: Formula, d: Any) -> dict[str, Any]:
     """Return the auxiliary outputs that sum up a part of D: summed axes have length 1."""
-    found = {}
+    sums = {}
     if formula.sums:
-        found[formula.sums] = d.sum(axis=formula.sum_axis - 2, keepdims=True)
+        sums[formula.sums] = d.sum(axis=formula.sum_axis - 2, keepdims=True)
     if formula.amax:
-        found["result_amax"] = abs(d).max(keepdims=True) if d.size else xp.zeros((1,) * d.ndim, d.real.dtype)
-    return found
+        sums["result_amax"] = abs(d).max(keepdims=True) if d.size else xp.zeros((1,) * d.ndim, d.real.dtype)
+    return sums
 
 
 def scaled(formula: Formula, d: Any, inputs: Mapping[str, Any]) -> Any:
@@ -360,16 +360,16 @@ def finish_by_rows(formula: Formula, acc: Any, inputs: Mapping[str, Any], out: N
     Returns the auxiliary outputs by name, in the type of `acc`. Parameters as `elementwise`.
     """
     step = max(1, _BLOCK_BYTES // max(1, acc.shape[1] * acc.itemsize))
-    found: dict[str, list[Any]] = {}
+    outputs: dict[str, list[Any]] = {}
     for top in range(0, len(acc), step):
         rows = slice(top, top + step)
         parts = {name: x[rows] if len(x) == len(acc) else x for name, x in inputs.items()}
         d, aux = finish(np, formula, acc[rows], parts)
         for name, values in aux.items():
             # D may be stored over the sums.
-            found.setdefault(name, []).append(values.copy() if np.may_share_memory(values, acc) else values)
+            outputs.setdefault(name, []).append(values.copy() if np.may_share_memory(values, acc) else values)
         store(out[rows], d)
-    return {name: _joined(formula, name, parts) for name, parts in found.items()}
+    return {name: _joined(formula, name, parts) for name, parts in outputs.items()}
 
 
 def _joined(formula: Formula, name: str, parts: list[Any]) -> Any:
@@ -388,8 +388,8 @@ def call_function(pickled: bytes, role: str, *args: Any, **kwargs: Any) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _load(pickled: bytes) -> Callable[..., Any]:
-    found: Callable[..., Any] = pickle.loads(pickled)
-    return found
+    function: Callable[..., Any] = pickle.loads(pickled)
+    return function
 
 
 def scalars(formula: Formula, dtype: Any) -> tuple[Any, Any]:

@@ -36,7 +36,7 @@ def sparse_package(x: Any) -> str:
 
 
 def share_of(cols: float) -> float:
-    """Return the bytes that a sparse matrix of so many columns is taken to have, relative to those of a dense one."""
+    """Return the bytes that a sparse matrix of `cols` columns is taken to have, relative to a dense matrix."""
     return min(_SHARE, _ROW / max(1, cols))
 
 
@@ -102,8 +102,8 @@ def add_thin_gram(a: Any, g: Any) -> None:
         pointers = (2 * (rows.nnz - places.indptr)).tolist()
         for column, (end, begin) in enumerate(itertools.pairwise(pointers)):
             if begin < end:
-                given = begins[begin:end], rows.indices, conjugate, factors[begin:end]
-                kernels.csc_matvec(cols, end - begin - 1, *given, g[:, column])
+                csc = begins[begin:end], rows.indices, conjugate, factors[begin:end]
+                kernels.csc_matvec(cols, end - begin - 1, *csc, g[:, column])
 
 
 def multiply(a: Any, b: Any) -> Any:
@@ -111,8 +111,8 @@ def multiply(a: Any, b: Any) -> Any:
     packages = sparse_package(a), sparse_package(b)
     if not all(packages):
         return operator.matmul(*(compressed(x) if sparse_package(x) else x for x in (a, b)))
-    found = a @ b if packages == ("scipy", "scipy") else compressed(a) @ compressed(b)
-    return type(a).from_scipy_sparse(found) if packages[0] == "sparse" else found
+    product = a @ b if packages == ("scipy", "scipy") else compressed(a) @ compressed(b)
+    return type(a).from_scipy_sparse(product) if packages[0] == "sparse" else product
 
 
 def total(parts: Iterable[Any]) -> Any:

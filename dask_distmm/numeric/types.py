@@ -45,8 +45,8 @@ def largest(name: str) -> float:
 def saturated(x: NDArray[Any], name: str) -> NDArray[Any]:
     """Return a NumPy array rounded to an FP8 type."""
     top = largest(name)
-    found: NDArray[Any] = np.clip(x, -top, top).astype(FP8[name])
-    return found
+    clipped: NDArray[Any] = np.clip(x, -top, top).astype(FP8[name])
+    return clipped
 
 
 def encode(xp: Any, x: Any, name: str) -> Any:
@@ -234,10 +234,10 @@ def resolve_types(
     """Return the types of a multiply, from those of the arrays and those asked for."""
     names = []
     for name, dtype, stated in (("a", a, a_type), ("b", b, b_type)):
-        found = dtype.name if stated is None else type_name(f"{name}_type", stated)
-        if found != dtype.name and not (found in FP8 and dtype == np.uint8):
+        chosen = dtype.name if stated is None else type_name(f"{name}_type", stated)
+        if chosen != dtype.name and not (chosen in FP8 and dtype == np.uint8):
             raise PlanError(f"{name}_type={stated!r}, but the array is {dtype}: FP8 can be stated for arrays of uint8")
-        names.append(found)
+        names.append(chosen)
     narrow = [name in FP8 for name in names]
     if any(narrow) and not all(narrow):
         raise PlanError(f"A is {names[0]} and B {names[1]}: FP8 is multiplied by FP8; dequantize one, or quantize both")
@@ -247,22 +247,22 @@ def resolve_types(
         **dict.fromkeys(FP8, (*FP8, "float16", "bfloat16", "float32")),
         **dict.fromkeys(("float16", "bfloat16"), ("float32",)),
     }
-    known = {operand.name, *wider.get(operand.name, ()), *(["int32"] if set(names) <= _BYTES else [])}
-    if result not in known:
-        raise PlanError(f"result_type={result!r}; for {names[0]} @ {names[1]} there are {', '.join(sorted(known))}")
+    choices = {operand.name, *wider.get(operand.name, ()), *(["int32"] if set(names) <= _BYTES else [])}
+    if result not in choices:
+        raise PlanError(f"result_type={result!r}; for {names[0]} @ {names[1]} there are {', '.join(sorted(choices))}")
     return Types(names[0], names[1], result, _compute(operand, compute_type, default_compute))
 
 
-def _compute(operand: np.dtype, asked: str | None, default: str | None) -> str:
+def _compute(operand: np.dtype, wanted: str | None, default: str | None) -> str:
     """Return the compute type, empty for the usual one; a default that does not fit the operands is left out."""
-    for what, value in (("compute_type", asked), ("config distmm.compute-type", default)):
+    for what, value in (("compute_type", wanted), ("config distmm.compute-type", default)):
         if value is not None and value not in COMPUTE_TYPES:
             raise PlanError(unknown_name(what, value, COMPUTE_TYPES))
     summed = compute_dtype(operand, 1).name
     # The usual ones are right for all that is summed in them anyway.
     fitting = [name for name, kinds in COMPUTE_TYPES.items() if (summed if name in _USUAL else operand.name) in kinds]
-    if asked is not None and asked not in fitting:
-        found = ", ".join(map(repr, fitting)) or "none to choose from"
-        raise PlanError(f"compute_type={asked!r} is not for {operand} operands; for these there are {found}")
-    chosen = asked or (default if default in fitting else None)
+    if wanted is not None and wanted not in fitting:
+        choices = ", ".join(map(repr, fitting)) or "none to choose from"
+        raise PlanError(f"compute_type={wanted!r} is not for {operand} operands; for these there are {choices}")
+    chosen = wanted or (default if default in fitting else None)
     return "" if chosen is None or chosen in _USUAL else chosen

@@ -163,9 +163,9 @@ def _holding(steps: Sequence[Step], held: _Held) -> _Held:
 
 def _more(ways: Sequence[_Held]) -> _Held:
     """Return what a rank holds at most after one of several ways, which have the same buffers."""
-    found = max(ways, key=lambda way: way.live)
-    found.peak = max(way.peak for way in ways)
-    return found
+    longest = max(ways, key=lambda way: way.live)
+    longest.peak = max(way.peak for way in ways)
+    return longest
 
 
 def _expect(good: bool, what: str) -> None:
@@ -173,8 +173,8 @@ def _expect(good: bool, what: str) -> None:
         raise ProgramError(what)
 
 
-def _overlap(one: Buffer | View, other: Buffer | View) -> bool:
-    return one.name == other.name and crossing(one.box, other.box)
+def _overlap(a: Buffer | View, b: Buffer | View) -> bool:
+    return a.name == b.name and crossing(a.box, b.box)
 
 
 class _State:
@@ -209,21 +209,21 @@ class _State:
         here, written, fixed = self.here[rank], self._written[rank], self._fixed[rank]
         self._known[rank][rank] += 1
         match step:
-            case New(made, zero):
-                self._begin(rank, made, written=zero)
-                self._set(rank, made, self._number("zeros", made.shape) if zero else next(self._numbers))
+            case New(target, zero):
+                self._begin(rank, target, written=zero)
+                self._set(rank, target, self._number("zeros", target.shape) if zero else next(self._numbers))
             case Make(View() as place, by=by):
                 self._has(rank, place, written=False)
                 for scale in by:
                     self._has(rank, scale, written=True)
                 self._change(rank, place)
                 self._set(rank, place, next(self._numbers))
-            case Make(made, operand, donated=donated):
-                self._begin(rank, made, written=bool(operand))
+            case Make(target, operand, donated=donated):
+                self._begin(rank, target, written=bool(operand))
                 if not donated:
-                    fixed[made.name] = [(made.box, None)]
+                    fixed[target.name] = [(target.box, None)]
             case Call():
-                changed = [buffer for buffer, role in roles_of(step) if role != "r"]
+                changed = [x for x, role in roles_of(step) if role != "r"]
                 for buffer, role in roles_of(step):
                     once = sum(map(functools.partial(_overlap, buffer), step.arguments)) == 1
                     _expect(role == "r" or once, f"{buffer.name} is written and given twice")
@@ -243,7 +243,7 @@ class _State:
                     self._has(rank, buffer, written=True)
                     if not copied:
                         fixed.setdefault(buffer.name, []).append((buffer.box, key if once else None))
-                self._lent[rank, key] = [(buffer, self._value_of(rank, buffer)) for buffer in buffers]
+                self._lent[rank, key] = [(x, self._value_of(rank, x)) for x in buffers]
             case Pull(_, _, buffers, boxes=boxes) if boxes:
                 for buffer in buffers:
                     self._begin(rank, buffer, written=True)
@@ -254,7 +254,7 @@ class _State:
                 self._known[rank] = list(map(max, self._known[rank], self._known_then[owner, key]))
                 self._pulled.setdefault((owner, key), []).append((rank, self._known[rank][rank]))
                 kinds = [(source.shape, source.dtype) for source, _ in there]
-                _expect(kinds == [(one.shape, one.dtype) for one in buffers], f"{kinds} are pulled as {buffers}")
+                _expect(kinds == [(x.shape, x.dtype) for x in buffers], f"{kinds} are pulled as {buffers}")
                 for buffer, (_, value) in zip(buffers, there, strict=True):
                     if taken:
                         self._begin(rank, buffer, written=True)
@@ -271,10 +271,10 @@ class _State:
             case Store(View() as place):
                 self._has(rank, place, written=True)
                 fixed.setdefault(place.name, []).append((place.box, None))
-            case Store(made) | Drop(made):
-                self._has(rank, made, written=isinstance(step, Store))
-                del here[made.name]
-                written.discard(made.name)
+            case Store(target) | Drop(target):
+                self._has(rank, target, written=isinstance(step, Store))
+                del here[target.name]
+                written.discard(target.name)
         self._queue(rank, step)
 
     def _queue(self, rank: int, step: FlatStep) -> None:
@@ -289,11 +289,11 @@ class _State:
             case _:
                 return
         ahead = lane in ("ahead", "panel")
-        others = self._beside[rank][not ahead]
+        running = self._beside[rank][not ahead]
         if lane in ("ahead", "join"):
-            others.clear()
+            running.clear()
         for place, writes in used:
-            beside = any((writes or wrote) and _overlap(place, other) for other, wrote in others)
+            beside = any((writes or wrote) and _overlap(place, busy) for busy, wrote in running)
             _expect(not beside, f"{place.name} may be written, or read, by a step of another lane")
         self._beside[rank][ahead] += used
 
@@ -323,7 +323,7 @@ class _State:
         """Return what an exact kernel does, and the values that it reads; another one makes what nobody else makes."""
         if not CONTRACTS[call.kernel].exact:
             return (next(self._numbers),)
-        values = [one.box if role == "w" else self._value_of(rank, one) for one, role in roles_of(call)]
+        values = [place.box if role == "w" else self._value_of(rank, place) for place, role in roles_of(call)]
         return call.kernel, repr(sorted(call.options.items())), *values
 
     def _begin(self, rank: int, buffer: Buffer | View, *, written: bool) -> None:
@@ -354,12 +354,12 @@ class _State:
             for reader, number in self._pulled.get((rank, key), ()):
                 _expect(self._known[rank][reader] >= number, f"rank {reader} may still pull {key}")
         self._held[rank] = [key for key in self._held[rank] if key not in gone]
-        self._before[rank] = [max(0, one - len(gone)) for one in self._before[rank]]
+        self._before[rank] = [max(0, count - len(gone)) for count in self._before[rank]]
 
     def _has(self, rank: int, place: Buffer | View, *, written: bool) -> None:
         buffer = place.buffer if isinstance(place, View) else place
-        found = self.here[rank].get(buffer.name)
-        _expect(found == buffer, f"{buffer} is not there, but {found}")
+        present = self.here[rank].get(buffer.name)
+        _expect(present == buffer, f"{buffer} is not there, but {present}")
         _expect(not written or buffer.name in self._written[rank], f"{buffer.name} was not written")
 
 
@@ -448,7 +448,7 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
             stage, seen = stage + 1, set()
         match step:
             case Call(kernel):
-                sizes = [(one.nbytes, shares.get(one.role, 1.0)) for one in step.arguments]
+                sizes = [(argument.nbytes, shares.get(argument.role, 1.0)) for argument in step.arguments]
                 filled = min((share for _, share in sizes), default=1.0) if kernel in _OF_SPARSE else 1.0
                 work, touched = filled * flops_of(step), sum(size * share for size, share in sizes)
                 seconds = times * max(work / (rates.flops * _SHARES.get(kernel, 1.0)), touched / rates.memory)
@@ -457,7 +457,7 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
                 now[rank] += seconds
                 flops += work
                 if rank == 0:
-                    new = {one.name for one in step.arguments if one.role == "a"} - seen
+                    new = {argument.name for argument in step.arguments if argument.role == "a"} - seen
                     seen |= new
                     line = lines.get((stage, kernel), Line(kernel, 0.0, 0.0, 0))
                     lines[stage, kernel] = Line(

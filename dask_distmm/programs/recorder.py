@@ -145,11 +145,11 @@ class Recorder:
         One that is made when it is needed is there until the next one.
         """
         for index in range(len(self.mine)):
-            made: list[Buffer] = []
-            yield [self._at(index, one, made) for one in arguments]
-            self.drop(*made)
+            loaded: list[Buffer] = []
+            yield [self._at(index, argument, loaded) for argument in arguments]
+            self.drop(*loaded)
 
-    def _at(self, index: int, argument: Buffer | Tall, made: list[Buffer]) -> Buffer:
+    def _at(self, index: int, argument: Buffer | Tall, loaded: list[Buffer]) -> Buffer:
         if isinstance(argument, Buffer):
             return argument
         piece = self.pieces(argument)[index]
@@ -158,14 +158,14 @@ class Recorder:
                 self._make(argument.name, self.mine[index], piece)
             else:
                 kernel, *reads = argument.formula
-                self.call(kernel, *(self._at(index, one, made) for one in reads), piece)
-            made.append(piece)
+                self.call(kernel, *(self._at(index, source, loaded) for source in reads), piece)
+            loaded.append(piece)
         return piece
 
     def each(self, kernel: str, *arguments: Buffer | Tall) -> None:
         """Call a kernel for each of this rank's chunks."""
-        for given in self.chunks(*arguments):
-            self.call(kernel, *given)
+        for buffers in self.chunks(*arguments):
+            self.call(kernel, *buffers)
 
     def call(self, kernel: str, *arguments: Buffer | View, makes: Sequence[Buffer] = (), **options: Any) -> None:
         """Call a kernel; what it writes is allocated, if it is not there."""
@@ -254,14 +254,14 @@ class Recorder:
                 self.steps.append(Publish(key, buffers))
                 self.drop(*buffers)
             elif giver == 0 and self.me + step < ranks:
-                others = tuple(dataclasses.replace(buffer, name=f"{buffer.name}+{step}") for buffer in buffers)
-                self.pull(self.me + step, key, others)
+                theirs = tuple(dataclasses.replace(buffer, name=f"{buffer.name}+{step}") for buffer in buffers)
+                self.pull(self.me + step, key, theirs)
                 if op:
-                    self.call(op, *others, *buffers)
+                    self.call(op, *theirs, *buffers)
                 else:
-                    for other, buffer in zip(others, buffers, strict=True):
-                        self.call("add", other, buffer)
-                self.drop(*others)
+                    for theirs_part, buffer in zip(theirs, buffers, strict=True):
+                        self.call("add", theirs_part, buffer)
+                self.drop(*theirs)
             step *= 2
 
     def on_root(self, kernel: str, reads: Sequence[Buffer], writes: Sequence[Buffer], **options: Any) -> None:
@@ -293,10 +293,10 @@ class Recorder:
         """Return the buffers of each rank, on rank 0."""
         ranks = range(self.rows.ranks)
         keys = [next(self._keys) for _ in ranks]
-        parts = [tuple(dataclasses.replace(one, name=f"{one.name}@{rank}") for one in own) for rank in ranks]
+        parts = [tuple(dataclasses.replace(buffer, name=f"{buffer.name}@{rank}") for buffer in own) for rank in ranks]
         if self.me == 0:
-            for one, part in zip(own, parts[0], strict=True):
-                self.call("copy", one, part)
+            for buffer, part in zip(own, parts[0], strict=True):
+                self.call("copy", buffer, part)
             for rank in ranks[1:]:
                 self.pull(rank, keys[rank], parts[rank])
         else:
@@ -367,10 +367,10 @@ class Recorder:
         self.steps = outside
         self.steps.append(If(flag, *map(tuple, lists)))
 
-    def go_on(self, other: Recorder) -> None:
+    def go_on(self, branch: Recorder) -> None:
         """Take the steps that another one has recorded, and have its buffers."""
-        self.steps += other.steps
-        self._here |= other._here
+        self.steps += branch.steps
+        self._here |= branch._here
 
     def end(self) -> tuple[Step, ...]:
         """Free what is left, and return the steps."""

@@ -66,8 +66,8 @@ def coarse(edges: Sequence[int]) -> tuple[list[int], int]:
 
 def _tag(name: str, content: str = "", **attributes: Any) -> str:
     """Return an element of SVG; numbers have one digit, and attributes that are None are left out."""
-    given = {key.replace("_", "-"): value for key, value in attributes.items() if value is not None}
-    texts = (f' {key}="{_decimal(value) if isinstance(value, float) else value}"' for key, value in given.items())
+    attrs = {key.replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    texts = (f' {key}="{_decimal(value) if isinstance(value, float) else value}"' for key, value in attrs.items())
     return f"<{name}{''.join(texts)}" + (f">{content}</{name}>" if content else "/>")
 
 
@@ -77,8 +77,8 @@ def _decimal(value: float) -> str:
 
 def _text(x: float, y: float, content: str, size: int = 12, *, bold: bool = False, **more: str) -> str:
     """Return a line of text."""
-    given: dict[str, Any] = {"x": x + 0.0, "y": y + 0.0, "font_size": size, "fill": "currentColor"} | more
-    return _tag("text", escape(content), **given, font_weight="bold" if bold else None)
+    attrs: dict[str, Any] = {"x": x + 0.0, "y": y + 0.0, "font_size": size, "fill": "currentColor"} | more
+    return _tag("text", escape(content), **attrs, font_weight="bold" if bold else None)
 
 
 def _rect(
@@ -236,8 +236,8 @@ _LINE, _MOST_LINES, _MOST_SPANS, _MOST_WAVES = 560.0, 16, 2000, 400
 
 def _worker_key(plan: Placement) -> str:
     """Return which colour is which worker."""
-    others = [w.address for i, w in enumerate(plan.participants) if i not in set(plan.ranks)]
-    addresses = [*plan.workers, *(f"{address} (hands out chunks)" for address in others)]
+    idle = [w.address for i, w in enumerate(plan.participants) if i not in set(plan.ranks)]
+    addresses = [*plan.workers, *(f"{address} (hands out chunks)" for address in idle)]
     named = [(colour(number), f"{number}: {address}") for number, address in enumerate(addresses)]
     return key(named[:_MOST_WORKERS]) + _more(named, named[:_MOST_WORKERS])
 
@@ -248,8 +248,8 @@ def _time_bar(name: str, note: str, estimate: Estimate, *, bold: bool = False) -
     return name, note, (*lengths, (estimate.rest_seconds, _OTHER)), None, bold
 
 
-def _time_key(computing: str, moving: str, other: str) -> str:
-    return key([(_MULTIPLYING, computing), (_MOVING, moving), (_OTHER, other)])
+def _time_key(computing: str, moving: str, rest: str) -> str:
+    return key([(_MULTIPLYING, computing), (_MOVING, moving), (_OTHER, rest)])
 
 
 def _memory_chart(plan: Placement) -> str:
@@ -310,14 +310,14 @@ def _chunk_grids(plan: Plan) -> str:
     """Draw the chunk grids in the colours of the ranks that hold the chunks."""
     rank_of = {participant: rank for rank, participant in enumerate(plan.ranks)}
     # Workers that only hand out chunks come after the ranks.
-    others = [p for p in range(len(plan.participants)) if p not in rank_of]
-    number = rank_of | {p: len(plan.ranks) + at for at, p in enumerate(others)}
+    idle = [p for p in range(len(plan.participants)) if p not in rank_of]
+    number = rank_of | {p: len(plan.ranks) + at for at, p in enumerate(idle)}
 
     steps = [1]
 
     def drawn(operand: str) -> Drawing:
         sizes, owners = plan.problem[operand].chunks, plan.owners if operand == "d" else plan.where.get(operand)
-        (rows, row_step), (cols, col_step) = (coarse(_edges(one)) for one in sizes)
+        (rows, row_step), (cols, col_step) = (coarse(_edges(axis)) for axis in sizes)
         steps.extend((row_step, col_step))
 
         def who(i: int, j: int) -> tuple[int, ...]:
@@ -340,14 +340,14 @@ def _layout(plan: Plan) -> str:
     tiles, problem, note = ENGINES[plan.engine].tiles(plan), plan.problem, ""
     if tiles is not None:
         every = zip("abd", (tiles.a, tiles.b, tiles.d), strict=True)
-        found = [_dealt(tile, problem[name].shape) for name, tile in every]
+        layouts = [_dealt(tile, problem[name].shape) for name, tile in every]
         if tiles.replicated:
-            found[2] = [((0, problem.m), (0, problem.n), tuple(range(len(plan.ranks))))]
+            layouts[2] = [((0, problem.m), (0, problem.n), tuple(range(len(plan.ranks))))]
         blocks = " and ".join(f"{a} x {b}" for a, b in dict.fromkeys(tile.layout.blocks for tile in (tiles.a, tiles.b)))
         note = f"Block-cyclic tiles, A and B in blocks of {blocks}; the library gathers what a rank lacks."
     else:
         ends = [(rank, rect) for rank in range(len(plan.ranks)) for rect in plan.final_rects(rank)]
-        found = [
+        layouts = [
             _operand_parts(plan, plan.rows, plan.depth, (0, 2)),
             _operand_parts(plan, plan.depth, plan.cols, (2, 1)),
             # The parts of D that ranks have in the end, whatever chunks they belong to.
@@ -357,7 +357,7 @@ def _layout(plan: Plan) -> str:
             note = "Striped parts are needed by all ranks that they name."
         if plan.grid[2] > 1:
             note = "Each rank gets sums for all of D from its parts of A and B; these are added up as drawn."
-    a, b, d = (_operand(plan, name, cells, lines=True) for name, cells in zip("abd", found, strict=True))
+    a, b, d = (_operand(plan, name, cells, lines=True) for name, cells in zip("abd", layouts, strict=True))
     label = "which ranks need which parts of A and B, and compute which part of D"
     return product_diagram(a, b, d, label) + _said(note)
 
@@ -401,12 +401,12 @@ def _time_chart(plan: Plan) -> str:
 
 def batch_html(plan: BatchPlan) -> list[str]:
     """Return what notebooks show of the plan for a batch."""
-    known = {name: x for name, x in (("items", plan.items), ("collective", plan.collective)) if x is not None}
+    counts = {name: x for name, x in (("items", plan.items), ("collective", plan.collective)) if x is not None}
     rows = [
         _time_bar(
             BATCH_ROUTES[name], format_time(x.seconds) + ", chosen" * (name == plan.route), x, bold=name == plan.route
         )
-        for name, x in known.items()
+        for name, x in counts.items()
     ]
     below = _time_key("multiplying", "moving", "having tasks")
     each = plan.plan._repr_html_() if plan.route == "collective" and plan.plan is not None else ""
@@ -419,17 +419,17 @@ def batch_html(plan: BatchPlan) -> list[str]:
 
 def group_html(plan: GroupPlan) -> list[str]:
     """Return what notebooks show of the plan for a group of products: the longest first."""
-    found = sorted(
+    slowest = sorted(
         ((share.seconds * max(1, len(share.rows)), number, share) for number, share in enumerate(plan.shares) if share),
         key=lambda each: (-each[0], each[1]),
     )
     rows: list[Bar] = []
-    for seconds, number, share in found[:_MOST_PRODUCTS]:
+    for seconds, number, share in slowest[:_MOST_PRODUCTS]:
         m, n, k = plan.shapes[number]
         fill = _MOVING if share.collective else _MULTIPLYING
         rows.append((f"{number}: {m} x {k} by {k} x {n}", in_words(share), [(seconds, fill)], None, share.collective))
     legend = key([(_MULTIPLYING, "plain tasks, all together"), (_MOVING, "a collective run")])
-    more = _more(found, rows, "shorter ones")
+    more = _more(slowest, rows, "shorter ones")
     return [_bars("Estimated time of each product", rows, "estimated time of each", more, legend)]
 
 
@@ -462,11 +462,11 @@ def waves_html(plan: WavePlan) -> list[str]:
 def factor_html(plan: FactorPlacement) -> list[str]:
     """Return what notebooks show of the plan of a factorization: block columns, time, memory."""
     columns, names, drawn = plan.columns, plan.problem.operands, []
-    for number, one in enumerate(columns.matrices):
-        blocks = range(columns.first(number), columns.first(number) + one.count)
+    for number, factor in enumerate(columns.matrices):
+        blocks = range(columns.first(number), columns.first(number) + factor.count)
         parts = [(columns.blocks[block][1:], columns.owner(block)) for block in blocks]
-        cells = [((0, one.shape[0]), (start, stop), (rank,)) for (start, stop), rank in parts if start < stop]
-        drawn.append(matrix(names[number].upper() if number < len(names) else "result", one.shape, cells))
+        cells = [((0, factor.shape[0]), (start, stop), (rank,)) for (start, stop), rank in parts if start < stop]
+        drawn.append(matrix(names[number].upper() if number < len(names) else "result", factor.shape, cells))
     where = _section("Block columns, by the ranks that have them", _side_by_side(drawn, "which rank has which columns"))
     return [where, _worker_key(plan), _estimated(plan), _memory_chart(plan)]
 
@@ -518,8 +518,8 @@ def _statements(rows: Sequence[Row]) -> str:
             y, line = y + 26, ""
             continue
         if row.line != line:
-            found, line = source[: int((right - left) / 7.3) - 18], row.line
-            parts.append(_text(left, y + 16, found, font_family="monospace", style="white-space: pre"))
+            code, line = source[: int((right - left) / 7.3) - 18], row.line
+            parts.append(_text(left, y + 16, code, font_family="monospace", style="white-space: pre"))
             parts.append(_text(right, y + 16, place, 10, text_anchor="end"))
             y, x = y + 22, left
             y += _BOX
@@ -531,7 +531,7 @@ def _statements(rows: Sequence[Row]) -> str:
         note = _tag("title", escape(f"{row.where}: {source}"))
         inside = [(row.what, 12), (row.kind, 10), *([(moved, 11)] if moved else [])]
         texts = (_text(x + 6, top + 14 + 13 * at, text, size, fill="#000") for at, (text, size) in enumerate(inside))
-        # What travels has a thick edge.
+        # Values that travel have a thick edge.
         edge = (_MOVING, 3.0) if moved else ("#000", 0.8)
         parts.append(_tag("g", note + _rect(x, top, width, _BOX - 6, fill, *edge) + "".join(texts)))
         x += width + 8
@@ -563,8 +563,8 @@ def chain_html(plan: ChainPlan) -> list[str]:
 def _time_lines(spans: Sequence[Span]) -> str:
     """Return a line for each rank with what it does when, and the key to the colours."""
     by_rank = itertools.groupby(sorted(spans, key=operator.itemgetter(0)), operator.itemgetter(0, 1))
-    repeated = (list(found) for _, found in by_rank)
-    joined = sorted(((*found[0][:3], found[-1][3]) for found in repeated), key=operator.itemgetter(2))
+    repeated = (list(lines) for _, lines in by_rank)
+    joined = sorted(((*lines[0][:3], lines[-1][3]) for lines in repeated), key=operator.itemgetter(2))
     end = max((stop for *_, stop in joined), default=0.0) or 1.0
     seconds: dict[str, float] = {}
     for _, name, start, stop in joined:
@@ -587,7 +587,7 @@ def _time_lines(spans: Sequence[Span]) -> str:
     return chart + key([*named, (fills["wait"], "wait")])
 
 
-def reason_html(made: NotCollective) -> str:
+def reason_html(choice: NotCollective) -> str:
     """Return the reason why Dask's own function would run, as notebooks show it."""
-    why, _, advice = made.reason.partition("; ")
+    why, _, advice = choice.reason.partition("; ")
     return page("Dask's own matmul would run", [_said(why, "Why:"), _said(advice, "What to change:")])

@@ -39,15 +39,15 @@ def listed(head: str, *facts: tuple[object, str]) -> str:
     return "\n".join([head, *(f"  {title!s:<10}" + fact.replace("\n", indent) for title, fact in facts if fact)])
 
 
-def _verdict(made: Plan | WavePlan) -> str:
+def _verdict(plan: Plan | WavePlan) -> str:
     """Return the line that says what ``@`` does with a product; empty where that was not asked."""
-    if made.left is None:
+    if plan.left is None:
         return ""
-    if made.left:
-        return f"A @ B under enable(): Dask's own tasks, as {made.left}\n"
-    how = "a collective run" if isinstance(made, Plan) else "waves of collective runs"
-    text = f"A @ B under enable(): {how}, {format_time(made.seconds)} expected"
-    if isinstance(made, Plan) and (own := made.by_tasks) is not None:
+    if plan.left:
+        return f"A @ B under enable(): Dask's own tasks, as {plan.left}\n"
+    how = "a collective run" if isinstance(plan, Plan) else "waves of collective runs"
+    text = f"A @ B under enable(): {how}, {format_time(plan.seconds)} expected"
+    if isinstance(plan, Plan) and (own := plan.by_tasks) is not None:
         text += f"; Dask's own tasks {format_time(own.seconds)} (a run has to take at most {CLEARLY:.0%} of that)"
     return f"{text}\n"
 
@@ -57,11 +57,11 @@ def plan_line(plan: Plan) -> str:
     return f"Plan: {plan.method} {on_workers(plan)}"
 
 
-def waves_text(made: WavePlan) -> str:
+def waves_text(plan: WavePlan) -> str:
     """Return the text of a product in waves that `explain` prints."""
-    problem, scheme = made.problem, made.scheme
+    problem, scheme = plan.problem, plan.scheme
     return listed(
-        f"{_verdict(made)}Plan: {scheme.count} waves, since the operands do not fit into memory together",
+        f"{_verdict(plan)}Plan: {scheme.count} waves, since the operands do not fit into memory together",
         *((name.upper(), f"{_sizes(problem[name].chunks)} {problem[name].dtype}") for name in "abd"),
         ("scheme", f"{scheme.name}: {_HOW[scheme.name]}"),
         ("a wave", f"{scheme.method}: {WHAT[scheme.method]}"),
@@ -96,7 +96,7 @@ def plan_text(plan: Plan) -> str:
     """Return the text of a plan that `explain` prints."""
     problem, (rows, cols, depth) = plan.problem, plan.block_sizes
     packed = ", ".join(name.upper() for name in plan.packing) or "nothing"
-    others = [e for e in plan.alternatives if e is not plan.estimate]
+    rejected = [e for e in plan.alternatives if e is not plan.estimate]
     return listed(
         f"{_verdict(plan)}{plan_line(plan)}",
         ("A", _matrix(problem.a)),
@@ -114,7 +114,7 @@ def plan_text(plan: Plan) -> str:
         ("memory", _memory(plan)),
         ("time", _time(plan.estimate, "multiplying", "moving")),
         ("Dask", _compared(plan)),
-        ("against", "\n".join(_against(e, plan.estimate) for e in others)),
+        ("against", "\n".join(_against(e, plan.estimate) for e in rejected)),
     )
 
 
@@ -227,12 +227,12 @@ def batch_text(plan: BatchPlan) -> str:
 
 def group_text(plan: GroupPlan) -> str:
     """Return the text of the plan for a group."""
-    found = [share for share in plan.shares if share is not None]
-    runs = sum(share.collective for share in found)
+    shares = [share for share in plan.shares if share is not None]
+    runs = sum(share.collective for share in shares)
     products = enumerate(zip(plan.shapes, plan.shares, strict=True))
     return listed(
-        f"Group: {len(plan.shapes)} products, {runs} by collective runs, {len(found) - runs} by plain tasks (in all "
-        f"{sum(len(share.rows) for share in found)}); {format_time(plan.seconds)} estimated on {plan.slots} slots",
+        f"Group: {len(plan.shapes)} products, {runs} by collective runs, {len(shares) - runs} by plain tasks (in all "
+        f"{sum(len(share.rows) for share in shares)}); {format_time(plan.seconds)} estimated on {plan.slots} slots",
         *((number, f"{m} x {k} by {k} x {n}: {in_words(share)}") for number, ((m, n, k), share) in products),
     )
 
@@ -271,9 +271,9 @@ def _refined(plan: FactorPlacement) -> str:
     if (plain := plan.plain) is None:
         return ""
     task = plan.problem.task
-    other = f"else factors in {task.dtype}" if plan.exact else f"no memory for factors in {task.dtype}"
+    fallback = f"else factors in {task.dtype}" if plan.exact else f"no memory for factors in {task.dtype}"
     by = "" if task.factor_dtype == "float32" else f", products in {task.factor_dtype}"
-    way = f"factors in {task.dtype_of_factors}{by}, refined in {task.dtype}; {other}"
+    way = f"factors in {task.dtype_of_factors}{by}, refined in {task.dtype}; {fallback}"
     return f"{way}\nwithout factor_dtype: {format_time(plain.seconds)}, {_up_to(plain.peak_bytes)}"
 
 
@@ -281,7 +281,7 @@ def factor_text(plan: FactorPlacement) -> str:
     """Return the text of a plan."""
     problem = plan.problem
     blocks = sum(matrix.count for matrix in plan.columns.matrices)
-    others = [one for one in plan.alternatives if one is not plan.estimate and one.grid != plan.grid]
+    rest = [e for e in plan.alternatives if e is not plan.estimate and e.grid != plan.grid]
     return listed(
         f"Plan: {problem.task.kind} {on_workers(plan)}",
         *((x.name.upper(), _matrix(x, problem.task.dtype)) for x in problem.matrices),
@@ -295,7 +295,7 @@ def factor_text(plan: FactorPlacement) -> str:
         ("work", f"{problem.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved between workers"),
         ("memory", _memory(plan)),
         ("time", _time(plan.estimate, "computing", "moving")),
-        ("against", "\n".join(f"{x.grid[1]} worker{'s' * (x.grid[1] > 1)}: {format_time(x.seconds)}" for x in others)),
+        ("against", "\n".join(f"{x.grid[1]} worker{'s' * (x.grid[1] > 1)}: {format_time(x.seconds)}" for x in rest)),
     )
 
 
@@ -363,7 +363,7 @@ def program_text(plan: ProgramPlacement) -> str:
             (x.name.upper(), f"{_sizes(x.chunks)} {x.dtype}, {x.counts[0]} chunks of rows{by_ranks * x.by_ranks}")
             for x in problem.matrices
         ),
-        ("makes", ", ".join(f"{one.name} {_sizes(one.chunks)}" for one in problem.outputs)),
+        ("makes", ", ".join(f"{output.name} {_sizes(output.chunks)}" for output in problem.outputs)),
         ("method", f"rows stay where they are; A is read {times} if {expected}"),
         *(("turns", f"{loop.expected} turns expected") for loop in loops),
         ("work", f"{cost.flops:.3g} flops, {format_bytes(plan.bytes_moved)} moved in {cost.messages} messages"),
@@ -388,8 +388,8 @@ def _statements(problem: ProgramProblem) -> Iterator[str]:
 
 def source_of(row: Row) -> tuple[str, str]:
     """Return the text of a statement's line, and the name of its file with the number of the line."""
-    found = re.fullmatch(r"(?:.*[/\\])?(.*?:\d+): (.*)", row.line)
-    return (found[2], found[1]) if found else (row.line, "")
+    match = re.fullmatch(r"(?:.*[/\\])?(.*?:\d+): (.*)", row.line)
+    return (match[2], match[1]) if match else (row.line, "")
 
 
 # Parts that several have
@@ -400,10 +400,10 @@ def on_workers(plan: Placement) -> str:
     return f"on {len(plan.ranks)} of {len(plan.participants)} workers, engine {plan.engine}"
 
 
-def _matrix(one: NamedMatrix, dtype: str = "") -> str:
+def _matrix(operand: NamedMatrix, dtype: str = "") -> str:
     """Return the extents, the type and the chunks of a matrix, and how these are read."""
-    seen = " and ".join(name for name in ("transposed", "conjugated") if getattr(one, name))
-    return f"{_sizes(one.chunks)} {dtype or one.dtype}, {_by(one.counts)} chunks{seen and f', read {seen}'}"
+    seen = " and ".join(name for name in ("transposed", "conjugated") if getattr(operand, name))
+    return f"{_sizes(operand.chunks)} {dtype or operand.dtype}, {_by(operand.counts)} chunks{seen and f', read {seen}'}"
 
 
 def _sizes(chunks: Chunks) -> str:

@@ -42,7 +42,7 @@ SECONDS = 20.0
 NAME = "distmm-measured.yaml"
 HEADER = "# Constants of the cost model, measured by `dask distmm calibrate`, which replaces this file.\n"
 
-# What is computed in, the type that stands for it, rows for one thread, and operations for each term of a sum.
+# Key of the rate, type of the operands, rows for one thread, and operations for each term of a sum.
 RATES = (
     ("float32", "float32", 1024, 2),
     ("float64", "float64", 1024, 2),
@@ -107,16 +107,16 @@ def measure(client: Client, seconds: float) -> dict[str, Any]:
     deadline, each = time.monotonic() + seconds, seconds / 40
     roster = ask_roster(client, Demand("auto", "numpy", ("float64",) * 3))
     assert roster is not None, "the client is synchronous"
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if not ENGINES[roster.engines[0]].on_gpus:
         addresses = [worker.address for worker in roster.workers]
         rates = {name: _mean(client, addresses, gemm_rate, *about, each) for name, *about in RATES}
-        found["machine"] = {
+        options["machine"] = {
             "numpy": {"gflops": rates, "memory-bandwidth": _mean(client, addresses, memory_rate, each)}
             | _links(client, roster.workers, each)
         }
-    found["dask"] = costs(_turns(client, deadline))
-    return found
+    options["dask"] = costs(_turns(client, deadline))
+    return options
 
 
 def _rounded(value: float) -> float:
@@ -131,15 +131,15 @@ def _mean(client: Client, addresses: Sequence[str], function: Callable[..., floa
 
 def _links(client: Client, workers: Sequence[Worker], seconds: float) -> dict[str, float]:
     """Return bandwidth and latency between two workers of one host, and of two, where there are such."""
-    found: dict[str, float] = {}
-    for one, two in itertools.combinations(workers, 2):
-        name = "bandwidth" if one.host == two.host else "network-bandwidth"
-        if name not in found:
-            small, large = (_fetched(client, one.address, two.address, size, seconds) for size in (1, LARGE))
-            found |= {name: _rounded(LARGE / max(large - small, 1e-9)), "latency": _rounded(small)}
-    if "network-bandwidth" in found:
-        found.setdefault("bandwidth", found["network-bandwidth"])
-    return found
+    rates: dict[str, float] = {}
+    for worker, two in itertools.combinations(workers, 2):
+        name = "bandwidth" if worker.host == two.host else "network-bandwidth"
+        if name not in rates:
+            small, large = (_fetched(client, worker.address, two.address, size, seconds) for size in (1, LARGE))
+            rates |= {name: _rounded(LARGE / max(large - small, 1e-9)), "latency": _rounded(small)}
+    if "network-bandwidth" in rates:
+        rates.setdefault("bandwidth", rates["network-bandwidth"])
+    return rates
 
 
 def _fetched(client: Client, source: str, target: str, size: int, seconds: float) -> float:
@@ -177,13 +177,13 @@ def _turns(client: Client, deadline: float) -> Turn:
 
 def costs(seconds: Turn) -> dict[str, str]:
     """Return Dask's costs, from the seconds around runs and of its own tasks for two numbers of chunks."""
-    found = {}
+    slopes = {}
     # What a product has more of, with the number of chunks; and what it costs without.
     for name, unit, base, numbers in (("run", "chunk", "run", _chunks), ("task", "task", "start", _tasks)):
         few, many = ((numbers(count), seconds[name, count]) for count in COUNTS[name])
-        found[unit] = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
-        found[base] = max(0.0, few[1] - few[0] * found[unit])
-    return {name: f"{1e3 * found[name]:.3g}ms" for name in ("run", "chunk", "start", "task")}
+        slopes[unit] = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
+        slopes[base] = max(0.0, few[1] - few[0] * slopes[unit])
+    return {name: f"{1e3 * slopes[name]:.3g}ms" for name in ("run", "chunk", "start", "task")}
 
 
 def _chunks(count: int) -> float:
@@ -198,18 +198,18 @@ def _tasks(count: int) -> float:
 # The command
 
 
-def flat(found: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def flat(options: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return the values of nested mappings by their keys, joined by dots."""
     values: dict[str, Any] = {}
-    for key, value in found.items():
+    for key, value in options.items():
         values |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
     return values
 
 
-def compared(found: Mapping[str, Any]) -> str:
+def compared(options: Mapping[str, Any]) -> str:
     """Return a line for each constant: what the configuration has, what was measured, and their ratio."""
     lines = [f"{'distmm.':<34}{'configured':>12}{'measured':>12}{'ratio':>8}"]
-    for key, value in flat(found).items():
+    for key, value in flat(options).items():
         had = setting(key)
         ratio = parse_timedelta(value) / (parse_timedelta(had) or 1) if key.startswith("dask.") else value / (had or 1)
         shown = [value if isinstance(value, str) else f"{value:.3g}" for value in (had, value)]
@@ -232,12 +232,12 @@ def run_calibrate(scheduler: str | None, workers: int | None, out: Path | None, 
     path = target(out)
     with connected(scheduler, workers, "calibrate") as client:
         say(f"measuring for about {SECONDS:.0f} s; other programs on these machines would be measured, too")
-        found = measure(client, SECONDS)
-    say(compared(found))
-    if "machine" not in found:
+        options = measure(client, SECONDS)
+    say(compared(options))
+    if "machine" not in options:
         say("rates of GPUs are not measured: distmm.machine stays as it is")
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(f"{path.name}.{os.getpid()}")
-    whole.write_text(HEADER + yaml.safe_dump({"distmm": found}, sort_keys=False))
+    whole.write_text(HEADER + yaml.safe_dump({"distmm": options}, sort_keys=False))
     whole.replace(path)
     say(f"written to {path}" + ("; programs that start from now on read it" if out is None else ""))

@@ -35,7 +35,7 @@ _LEVELS = ("note", "warning", "error")
 # Dask's libraries speak with each other, and functions travel from one Python to another.
 _SAME_EVERYWHERE = ("python", "dask", "distributed", "numpy")
 _KINDS = {
-    kind: tuple(name for name, one in ENGINES.items() if kind in one.computes) for kind in ("product", "factorization")
+    kind: tuple(name for name, x in ENGINES.items() if kind in x.computes) for kind in ("product", "factorization")
 }
 
 # Loading the libraries for GPUs takes seconds.
@@ -55,25 +55,25 @@ def examine(scheduler: str | None = None) -> Report:
     client, wanted = {"versions": questions.versions()}, str(setting("engine"))
     if scheduler is None:
         return Report({HERE: _of_this_machine()}, client, None, "", wanted)
-    with connected(scheduler, None, "check") as found:
-        workers, answer = _of_cluster(found)
+    with connected(scheduler, None, "check") as connection:
+        workers, answer = _of_cluster(connection)
         return Report(workers, client, answer, scheduler, wanted)
 
 
 def _of_this_machine() -> dict[str, Any]:
     """Ask a process of its own: a library that it loads may end it, and goes with it."""
-    asked = "a process that loads the engines' libraries"
+    process = "a process that loads the engines' libraries"
     try:
         done = subprocess.run(
             [sys.executable, "-m", questions.__name__], capture_output=True, timeout=_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"{asked} did not end within {_SECONDS} s"}
+        return {"error": f"{process} did not end within {_SECONDS} s"}
     if done.returncode:
         last = (done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        return {"error": f"{asked} ended with status {done.returncode}: {last}"}
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+        return {"error": f"{process} ended with status {done.returncode}: {last}"}
+    facts: dict[str, Any] = json.loads(done.stdout)
+    return facts
 
 
 def _of_cluster(client: Client) -> tuple[dict[str, Facts], Facts]:
@@ -136,20 +136,20 @@ def short(addresses: Sequence[str], most: int = 3) -> str:
 
 def differing(values: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the workers that have each value, by value as text; the most common first."""
-    found: dict[str, list[str]] = collections.defaultdict(list)
+    groups: dict[str, list[str]] = collections.defaultdict(list)
     for who, value in values.items():
-        found["none" if value is None else str(value)].append(who)
-    return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
+        groups["none" if value is None else str(value)].append(who)
+    return dict(sorted(groups.items(), key=lambda pair: -len(pair[1])))
 
 
-def _listed(found: Mapping[str, Sequence[str]]) -> str:
-    return "; ".join(f"{value or 'unknown'} on {short(who)}" for value, who in found.items())
+def _listed(groups: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{value or 'unknown'} on {short(who)}" for value, who in groups.items())
 
 
 def _shared(values: Mapping[str, Any], most: int = 3) -> str:
     """Return the value that all workers have, or each value with the workers that have it."""
-    found = differing(values)
-    return "; ".join(f"{value} ({short(who, most)})" if len(found) > 1 else value for value, who in found.items())
+    groups = differing(values)
+    return "; ".join(f"{value} ({short(who, most)})" if len(groups) > 1 else value for value, who in groups.items())
 
 
 # Findings
@@ -191,56 +191,56 @@ class Report:
 
     def able(self, engine: str) -> list[str]:
         """Return the addresses of the workers that have an engine, and can use it together."""
-        found = [address for address, facts in self.answering.items() if "error" not in answer_about(facts, engine)]
-        return [] if has(engine, "reads_peers") and apart([self.answering[address] for address in found]) else found
+        able = [address for address, facts in self.answering.items() if "error" not in answer_about(facts, engine)]
+        return [] if has(engine, "reads_peers") and apart([self.answering[address] for address in able]) else able
 
     def why_not(self, engine: str) -> str:
         """Return why an engine can't run."""
         # Workers that can't even import the package say nothing about an engine.
-        asked = sorted(self.answering.values(), key=lambda facts: "error" in facts["engines"])
-        reasons = [answer_about(facts, engine).get("error") for facts in asked]
-        separate = apart([facts for facts, error in zip(asked, reasons, strict=True) if not error])
+        answers = sorted(self.answering.values(), key=lambda facts: "error" in facts["engines"])
+        reasons = [answer_about(facts, engine).get("error") for facts in answers]
+        separate = apart([facts for facts, error in zip(answers, reasons, strict=True) if not error])
         return next((str(reason) for reason in reasons if reason), separate or "no worker could be asked")
 
     @property
     def engine(self) -> str | None:
         """The engine that would multiply NumPy arrays here; None if there is none."""
-        asked = _KINDS["product"] if self.wanted == "auto" else (self.wanted,)
-        return next((name for name in asked if self.able(name)), None)
+        names = _KINDS["product"] if self.wanted == "auto" else (self.wanted,)
+        return next((name for name in names if self.able(name)), None)
 
     @property
     def reason(self) -> str:
         """Why it is this engine."""
-        name, asked = self.engine, self.wanted != "auto"
+        name, named = self.engine, self.wanted != "auto"
         if name is None:
-            return f"no worker has {self.wanted!r}, as asked for" if asked else "no worker has an engine"
-        if asked:
+            return f"no worker has {self.wanted!r}, as asked for" if named else "no worker has an engine"
+        if named:
             return f"the configuration asks for it: distmm.engine is {self.wanted!r}"
         causes: dict[str, list[str]] = {}
-        for other in _KINDS["product"][: _KINDS["product"].index(name)]:
-            cause = self.why_not(other).removeprefix("EngineError: ").removeprefix(f"engine {other!r} ")
-            causes.setdefault(cause.removeprefix("can't be imported: "), []).append(other)
-        texts = [f"{' and '.join(others)} can't run: {cause}" for cause, others in causes.items()]
+        for engine in _KINDS["product"][: _KINDS["product"].index(name)]:
+            cause = self.why_not(engine).removeprefix("EngineError: ").removeprefix(f"engine {engine!r} ")
+            causes.setdefault(cause.removeprefix("can't be imported: "), []).append(engine)
+        texts = [f"{' and '.join(engines)} can't run: {cause}" for cause, engines in causes.items()]
         return "; ".join(texts) or "the first choice, and it can run"
 
     @property
     def findings(self) -> list[Finding]:
         """All findings, the worst first; what is found of several workers is one."""
-        found = collections.defaultdict[tuple[str, str, str], list[str]](list)
-        for one in judge(self):
-            found[one.level, one.text, one.remedy] += one.where
-        return sorted((Finding(*key, tuple(x)) for key, x in found.items()), key=lambda one: -_LEVELS.index(one.level))
+        merged = collections.defaultdict[tuple[str, str, str], list[str]](list)
+        for finding in judge(self):
+            merged[finding.level, finding.text, finding.remedy] += finding.where
+        return sorted((Finding(*key, tuple(x)) for key, x in merged.items()), key=lambda f: -_LEVELS.index(f.level))
 
     @property
     def status(self) -> int:
         """Exit status of the command: 2 with an error, 1 with a warning, else 0."""
-        return max((_LEVELS.index(found.level) for found in self.findings), default=0)
+        return max((_LEVELS.index(finding.level) for finding in self.findings), default=0)
 
     def to_json(self) -> dict[str, Any]:
         """As plain types."""
         names = "status", "engine", "reason", "findings", "address", "client", "scheduler", "workers"
-        found = {name: getattr(self, name) for name in names}
-        return found | {"findings": [dataclasses.asdict(one) for one in self.findings]}
+        fields = {name: getattr(self, name) for name in names}
+        return fields | {"findings": [dataclasses.asdict(finding) for finding in self.findings]}
 
 
 def judge(report: Report) -> Iterator[Finding]:
@@ -278,8 +278,8 @@ def _package(report: Report) -> Iterator[Finding]:
     version, package = report.scheduler["versions"]["dask_distmm"], report.scheduler.get("package")
     if version != here:
         source = report.scheduler["folder"]
-        found = f"has dask_distmm {version}, from {source}, this client {here}" if version else "lacks dask_distmm"
-        yield Finding("error", f"the scheduler {found}", f"{install}   # there, then start it again")
+        state = f"has dask_distmm {version}, from {source}, this client {here}" if version else "lacks dask_distmm"
+        yield Finding("error", f"the scheduler {state}", f"{install}   # there, then start it again")
     elif isinstance(package, Mapping):
         yield Finding("error", f"the scheduler can't import dask_distmm: {package['error']}", f"{install}   # there")
 
@@ -288,27 +288,27 @@ def _engines(report: Report) -> Iterator[Finding]:
     """Yield findings unless the engine that multiplies is on all workers, with the same libraries."""
     name, answering = report.engine, report.answering
     # Of those that lack the package or can't import it something else is said.
-    asked = {address: facts for address, facts in answering.items() if "error" not in facts["engines"]}
+    answers = {address: facts for address, facts in answering.items() if "error" not in facts["engines"]}
     if name is None:
-        if asked:
-            why = "; ".join(f"{engine}: {report.why_not(engine)}" for engine in _KINDS["product"])
+        if answers:
+            why = "; ".join(f"{x}: {report.why_not(x)}" for x in _KINDS["product"])
             remedy = f"{install_command('cu13', elsewhere=True)}   # or cu12" if has(report.wanted, "on_gpus") else ""
             yield Finding("error", f"{report.reason}. {why}", remedy)
         return
     able, on_gpus = report.able(name), has(name, "on_gpus")
-    for address, facts in asked.items():
+    for address, facts in answers.items():
         if address not in able:
             text = f"only {len(able)} of {len(answering)} workers have engine {name!r}, the others don't multiply: "
             text += str(answer_about(facts, name).get("error", "it is missing"))
             yield Finding("warning", text, install_line(facts) if on_gpus else "", (address,))
     versions = {address: sorted(answer_about(answering[address], name).items()) for address in able}
-    found = differing({address: ", ".join(f"{k} {v}" for k, v in each) for address, each in versions.items()})
-    if len(found) > 1:
-        text = f"workers have different libraries of engine {name!r}: {_listed(found)}"
+    groups = differing({address: ", ".join(f"{k} {v}" for k, v in each) for address, each in versions.items()})
+    if len(groups) > 1:
+        text = f"workers have different libraries of engine {name!r}: {_listed(groups)}"
         yield Finding("error", text, install_line(answering[able[0]]) if on_gpus else install_command(elsewhere=True))
-    names = [one for one in _KINDS["factorization"] if has(one, "on_gpus")]
+    names = [x for x in _KINDS["factorization"] if has(x, "on_gpus")]
     if on_gpus and not any(map(report.able, names)):
-        why = "; ".join(f"{one}: {report.why_not(one)}" for one in names)
+        why = "; ".join(f"{x}: {report.why_not(x)}" for x in names)
         remedy = install_line(next(iter(answering.values())))
         yield Finding("note", f"no engine factorizes matrices on these GPUs: {why}", remedy)
 
@@ -324,12 +324,12 @@ def _versions(report: Report) -> Iterator[Finding]:
             versions.pop("the scheduler", None)
         if name == "python":  # functions travel between releases that differ in the third number only
             versions = {who: version and ".".join(version.split(".")[:2]) for who, version in versions.items()}
-        found = differing(versions)
-        if len(found) > 1:
-            common = next(iter(found))
+        groups = differing(versions)
+        if len(groups) > 1:
+            common = next(iter(groups))
             remedy = f'python -m pip install "{name}=={common}"   # on the others'
             remedy = f"use Python {common} everywhere" if name == "python" else remedy
-            yield Finding("warning", f"versions of {name} differ: {_listed(found)}", remedy)
+            yield Finding("warning", f"versions of {name} differ: {_listed(groups)}", remedy)
     newest = max(map(Version, TESTED_DASK))
     here = str(report.client["versions"].get("distributed") or newest)
     if Version(here) > newest:
@@ -354,7 +354,7 @@ def _gpus(report: Report) -> Iterator[Finding]:
             continue
         if not gpus["devices"]:
             continue
-        refused = [found for name in for_gpus if (found := answer_about(facts, name).get("error"))]
+        refused = [cause for name in for_gpus if (cause := answer_about(facts, name).get("error"))]
         if not has(report.engine, "on_gpus") and len(refused) == len(for_gpus):
             text = f"{host} has GPUs that are not used: {refused[-1]}"
             yield Finding("warning", text, install_line(facts), (address,))
@@ -418,7 +418,7 @@ def _machines(report: Report) -> Iterator[Finding]:
 
 def report_text(report: Report) -> str:
     """Return the text that ``dask distmm check`` prints."""
-    verdict = "\n".join(_finding(found, report) for found in report.findings)
+    verdict = "\n".join(_finding(finding, report) for finding in report.findings)
     verdict += "\n" * bool(verdict) + "No problems found." if not report.status else ""
     return "\n\n".join(filter(None, (_head(report), _worker_tables(report), _library_table(report), verdict)))
 
@@ -434,11 +434,11 @@ def _head(report: Report) -> str:
 
 def _worker_tables(report: Report) -> str:
     """Return the workers' facts: a line for each worker, then a line for each fact that most have in common."""
-    lines, with_gpus = [], any("error" not in one["gpus"] for one in report.answering.values())
+    lines, with_gpus = [], any("error" not in facts["gpus"] for facts in report.answering.values())
     rows = [["worker", "host", "threads", "memory limit", "protocol", "engines"]]
     described: dict[str, dict[str, str]] = collections.defaultdict(dict)
     for address, facts in report.answering.items():
-        engines = ", ".join(name for name, one in facts["engines"].items() if name != "error" and "error" not in one)
+        engines = ", ".join(name for name, x in facts["engines"].items() if name != "error" and "error" not in x)
         cells = {"BLAS": _blas(facts["blas"]), "GPU": _gpu(facts)}
         if with_gpus:
             cells |= {"peers": _peers(facts), "RMM pool": _rmm(facts["rmm"])}
@@ -468,8 +468,8 @@ def _gpu(facts: Facts) -> str:
     if "error" in gpus:
         return "none"
     names = [f"{device['name']} ({format_bytes(device['memory'])})" for device in gpus["devices"]]
-    found = ", ".join(f"{count} x {name}" for name, count in collections.Counter(names).most_common())
-    return f"{found or 'none'}, driver {gpus['driver']}, CUDA {gpus['cuda']}"
+    models = ", ".join(f"{count} x {name}" for name, count in collections.Counter(names).most_common())
+    return f"{models or 'none'}, driver {gpus['driver']}, CUDA {gpus['cuda']}"
 
 
 def _peers(facts: Facts) -> str:
@@ -499,7 +499,7 @@ def _library_table(report: Report) -> str:
     columns["workers" if report.address else "version"] = report.answering
     rows, missing = [["library", *columns]], []
     for name, (title, *_) in questions.LIBRARIES.items():
-        cells = [_shared({who: x["versions"].get(name) for who, x in asked.items()}, 1) for asked in columns.values()]
+        cells = [_shared({who: x["versions"].get(name) for who, x in group.items()}, 1) for group in columns.values()]
         cells = ["-" if cell in ("", "none") else cell for cell in cells]
         if set(cells) == {"-"}:
             missing.append(title)
@@ -508,10 +508,10 @@ def _library_table(report: Report) -> str:
     return _table(rows) + ("\n" + _wrapped("not installed: ", ", ".join(missing)) if missing else "")
 
 
-def _finding(found: Finding, report: Report) -> str:
-    where = f"   ({short(found.where)})" if found.where and report.address else ""
-    text = _wrapped(f"{_MARKS[found.level]:<9}", found.text + where)
-    return f"{text}\n{'':9}fix: {found.remedy}" if found.remedy else text
+def _finding(finding: Finding, report: Report) -> str:
+    where = f"   ({short(finding.where)})" if finding.where and report.address else ""
+    text = _wrapped(f"{_MARKS[finding.level]:<9}", finding.text + where)
+    return f"{text}\n{'':9}fix: {finding.remedy}" if finding.remedy else text
 
 
 def _wrapped(title: str, value: str) -> str:

@@ -71,7 +71,7 @@ def guarded(interrupted: str, failed: int = 1) -> Callable[[Function], Function]
 
 def together(*options: Function) -> Callable[[Function], Function]:
     """Return one decorator for several options, in their order."""
-    return lambda function: functools.reduce(lambda found, option: option(found), reversed(options), function)
+    return lambda function: functools.reduce(lambda command, option: option(command), reversed(options), function)
 
 
 def worker_count(text: str, default: str = "one per core, at least 2; on GPUs one per GPU") -> Function:
@@ -116,12 +116,12 @@ def sizes(*names: str, most: int, **settings: Any) -> Function:
     """Return an option of up to `most` positive integers, separated by commas."""
 
     def parsed(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-        found = [part.strip() for part in (value or "").split(",")]
+        parts = [part.strip() for part in (value or "").split(",")]
         if value is None:
             return None
-        if not all(part.isdecimal() and int(part) > 0 for part in found) or len(found) > most:
+        if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) > most:
             raise click.BadParameter(f"{value!r}: expected up to {most} positive numbers, for example 1024,2048")
-        return tuple(map(int, found))
+        return tuple(map(int, parts))
 
     return click.option(*names, callback=parsed, **settings)
 

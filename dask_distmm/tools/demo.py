@@ -107,8 +107,8 @@ def check_product(a: da.Array, b: da.Array, c: da.Array) -> float:
     worst = 0.0
     for start in range(0, c.shape[0], STRIP_ROWS):
         rows = slice(start, start + STRIP_ROWS)
-        left, found = dask.compute(a[rows], c[rows])
-        worst = max(worst, worst_error(left, here, magnitude, found))
+        left, computed = dask.compute(a[rows], c[rows])
+        worst = max(worst, worst_error(left, here, magnitude, computed))
     if worst > 1:
         raise DistMMError(f"the product is wrong: its largest error is {worst:.3g} times what rounding may do")
     return worst
@@ -234,9 +234,9 @@ def principal_components(say: Say, workers: int, folder: Path) -> None:
     held = computed(x)
     compare(say, held.T, held)
     del held  # its keys are those of x: the next product would not read the store
-    found, share = components(gram, COMPONENTS)
+    vectors, share = components(gram, COMPONENTS)
     say(f"\n  V: the {COMPONENTS} leading eigenvectors; they carry {100 * share:.1f} % of the variance")
-    v = da.from_array(found, chunks=(x.chunks[1], COMPONENTS))
+    v = da.from_array(vectors, chunks=(x.chunks[1], COMPONENTS))
     checked(say, "Projection X @ V, from the store", x, v)
     compare(say, computed(x), computed(v))
 
@@ -266,9 +266,9 @@ def run_demo(size: int, workers: int, say: Say) -> None:
         page = client.dashboard_link.replace("/status", "/distmm")
         served = importlib.util.find_spec("bokeh") is not None
         say(f"dashboard: {f'{page} while this runs' if served else install_command('dashboard')}")
-        found = {f"distmm.{key}": x for key, x in calibrate.flat(calibrate.measure(client, CALIBRATE_SECONDS)).items()}
+        costs = {f"distmm.{key}": x for key, x in calibrate.flat(calibrate.measure(client, CALIBRATE_SECONDS)).items()}
         say("estimates: by constants measured now; `dask distmm calibrate` keeps such in your configuration")
-        with dask.config.set(found):
+        with dask.config.set(costs):
             principal_components(say, workers, folder)
             square_product(say, size, workers)
 
@@ -299,8 +299,8 @@ def run_bench(
 def _case(client: Client, size: int, grid: int, dtype: str, kind: str) -> list[float]:
     """Check one product, and time both ways by turns, on inputs in the cluster's memory."""
     side, random = -(-size // grid), da.random.default_rng()
-    made = (random.random((size, size), dtype=dtype, chunks=side) - np.dtype(dtype).type(0.5) for _ in "ab")
-    a, b = (computed(x.to_backend(kind)) for x in made)
+    operands = (random.random((size, size), dtype=dtype, chunks=side) - np.dtype(dtype).type(0.5) for _ in "ab")
+    a, b = (computed(x.to_backend(kind)) for x in operands)
     check_product(*(x.to_backend("numpy") for x in (a, b, computed(collective(a, b)))))
     return side_by_side(both_ways(a, b))
 

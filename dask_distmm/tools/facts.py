@@ -63,11 +63,11 @@ def installed(*names: str) -> tuple[str, str] | tuple[None, None]:
 
 def versions() -> dict[str, str | None]:
     """Return the version of each library by its name here, None where it is missing."""
-    found = {name: installed(*distributions)[1] for name, (_, *distributions) in LIBRARIES.items()}
+    installed_versions = {name: installed(*distributions)[1] for name, (_, *distributions) in LIBRARIES.items()}
     for name in _IMPORTED:
         with contextlib.suppress(Exception):  # missing or broken
-            found[name] = str(importlib.import_module(name).__version__)
-    return found | {"python": platform.python_version()}
+            installed_versions[name] = str(importlib.import_module(name).__version__)
+    return installed_versions | {"python": platform.python_version()}
 
 
 def folder() -> str:
@@ -104,8 +104,8 @@ def gpus() -> dict[str, Any]:
         def name(text: Any) -> str:
             return text.decode() if isinstance(text, bytes) else str(text)
 
-        def reaches(one: Any, other: Any) -> bool:
-            status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_READ)
+        def reaches(gpu: Any, peer: Any) -> bool:
+            status = nvml.nvmlDeviceGetP2PStatus(gpu, peer, nvml.NVML_P2P_CAPS_INDEX_READ)
             return bool(status == nvml.NVML_P2P_STATUS_OK)
 
         pairs = list(itertools.combinations(range(len(handles)), 2))
@@ -134,12 +134,12 @@ def rmm() -> dict[str, Any] | None:
     """Return the pool of this process's device memory; None if it has not loaded RMM, which sets no pool then."""
     if "rmm" not in sys.modules:
         return None
-    found = sys.modules["rmm"].mr.get_current_device_resource()
-    size = getattr(found, "pool_size", None)
+    resource = sys.modules["rmm"].mr.get_current_device_resource()
+    size = getattr(resource, "pool_size", None)
     cupy = sys.modules.get("cupy")
     allocator = cupy.cuda.get_allocator() if cupy is not None else None
     return {
-        "resource": type(found).__name__,
+        "resource": type(resource).__name__,
         "pool_bytes": int(size()) if callable(size) else 0,
         "used_by_cupy": "rmm" in str(getattr(allocator, "__module__", "")),
     }
@@ -174,8 +174,8 @@ def of_process() -> dict[str, Any]:
 
 async def of_worker(dask_worker: Any = None) -> dict[str, Any]:
     """Return the facts of a worker; called by ``Client.run``. Off the event loop, which continues."""
-    found = await asyncio.to_thread(of_process)
-    return found | {
+    facts = await asyncio.to_thread(of_process)
+    return facts | {
         "threads": int(dask_worker.state.nthreads),
         "memory_limit": int(getattr(dask_worker.memory_manager, "memory_limit", None) or 0),
         "nanny": bool(dask_worker.nanny),

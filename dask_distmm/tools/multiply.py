@@ -105,8 +105,8 @@ def _read_part(place: Place, block_info: Any = None) -> Any:
     """Return the part of an array in a file that is a chunk; the file is opened for it."""
     where = block_info[None]["array-location"]
     try:
-        with opened(place) as found:
-            return np.array(found[tuple(slice(*part) for part in where)])
+        with opened(place) as data:
+            return np.array(data[tuple(slice(*part) for part in where)])
     except DistMMError:
         raise
     except Exception as error:  # each format has errors of its own
@@ -129,8 +129,8 @@ def opened(place: Place) -> Iterator[Any]:
         names = _datasets(place)
         name = names[0] if not place.inner and len(names) == 1 else place.inner
         if name not in names:
-            known = _some([f"{place.given.partition('::')[0]}::{name}" for name in names])
-            raise PlanError(f"{place} is not a dataset; name one: {known}")
+            datasets = _some([f"{place.given.partition('::')[0]}::{name}" for name in names])
+            raise PlanError(f"{place} is not a dataset; name one: {datasets}")
         with library.File(place.path, "r") as file:
             yield file[name]
 
@@ -180,10 +180,10 @@ def _some(names: Sequence[str]) -> str:
 def read(place: Place, workers: int, dtype: str | None = None) -> da.Array:
     """Return the array at a place. Lazy: the workers read it."""
     try:
-        with opened(place) as found:
-            shape, kind = tuple(found.shape), np.dtype(found.dtype)
+        with opened(place) as data:
+            shape, kind = tuple(data.shape), np.dtype(data.dtype)
             # Shape of the part that is read at once: a shard or a chunk; None in an .npy file.
-            stored = getattr(found, "shards", None) or getattr(found, "chunks", None)
+            stored = getattr(data, "shards", None) or getattr(data, "chunks", None)
     except DistMMError:
         raise
     except Exception as error:  # each format has errors of its own
@@ -222,8 +222,8 @@ def check_target(place: Place, overwrite: bool) -> None:
         message = f"{place} is a URL, where a result can't be renamed when it is complete; pass a path on a file system"
         raise PlanError(message)
     # Before --overwrite is offered, which would not help then.
-    if others := _others(place):
-        raise PlanError(f"{place} can't be written: {others}")
+    if obstacle := _others(place):
+        raise PlanError(f"{place} can't be written: {obstacle}")
     if place.target.exists() and not overwrite:
         raise PlanError(f"{place} exists; --overwrite replaces it")
     check_folder(place, place.file.parent)
@@ -240,10 +240,10 @@ def check_folder(what: object, folder: Path) -> None:
 def check_inputs(place: Place, inputs: Sequence[Place]) -> None:
     """Make sure that a result takes the place of none of the arrays that it is made from."""
     ours = place.target
-    for given in inputs:
-        theirs = given.target
-        if not given.remote and (ours == theirs or ours in theirs.parents or theirs in ours.parents):
-            raise PlanError(f"{place} is the input {given} too, which would be lost; pass another file for the result")
+    for source in inputs:
+        theirs = source.target
+        if not source.remote and (ours == theirs or ours in theirs.parents or theirs in ours.parents):
+            raise PlanError(f"{place} is the input {source} too, which would be lost; pass another file for the result")
 
 
 def check_type(place: Place, dtype: Any) -> None:
@@ -259,10 +259,10 @@ def _others(place: Place) -> str:
         zarr = _library("zarr", place.path)
         try:
             store = zarr.open(str(file), mode="r")
-            found = zarr.open(str(file), path=place.inner or None, mode="r") if place.target.exists() else None
+            array = zarr.open(str(file), path=place.inner or None, mode="r") if place.target.exists() else None
         except Exception as error:  # whatever a damaged store is read as
             return f"{file} is there, and is not a Zarr store that can be read ({first_line(error)}); remove it first"
-        if isinstance(found, zarr.Group):
+        if isinstance(array, zarr.Group):
             return "a group of arrays is there; name one of its arrays, or remove it first"
         if place.inner and not isinstance(store, zarr.Group):
             return f"{place.path} is an array and can't hold another one; pass another store"
@@ -380,46 +380,46 @@ Say = Callable[[str], None]
 Asked = Mapping[str, Any]
 
 
-def places(asked: Asked) -> list[Place]:
+def places(options: Asked) -> list[Place]:
     """Return where the inputs are."""
-    return [parse_place(text) for name in ("a", "b", "c", "bias", "aux") if (text := asked[name]) is not None]
+    return [parse_place(text) for name in ("a", "b", "c", "bias", "aux") if (text := options[name]) is not None]
 
 
-def kept(asked: Asked) -> str:
+def kept(options: Asked) -> str:
     """Return the name of the epilog's auxiliary output; empty for none."""
-    formula = Formula(epilog=asked["epilog"] or "")
+    formula = Formula(epilog=options["epilog"] or "")
     return formula.saved or formula.sums or formula.operand_sum
 
 
-def arguments(asked: Asked, workers: int) -> tuple[list[da.Array], dict[str, Any]]:
+def arguments(request: Asked, workers: int) -> tuple[list[da.Array], dict[str, Any]]:
     """Return positional and keyword arguments for `matmul` and `explain`; the arrays are lazy."""
-    epilog, needed = asked["epilog"], Formula(epilog=asked["epilog"] or "").inputs
+    epilog, needed = request["epilog"], Formula(epilog=request["epilog"] or "").inputs
 
     # An array that is named twice is one array: its chunks are read once.
     load = functools.cache(lambda place, dtype: read(place, workers, dtype))
 
-    def get(text: str, dtype: str | None = asked["dtype"]) -> da.Array:
+    def get(text: str, dtype: str | None = request["dtype"]) -> da.Array:
         return load(parse_place(text), dtype)
 
-    given: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     for option, whose, name in (
         ("bias", "epilogs that add one (bias, relu_bias, ...)", next((x for x in needed if x == "bias"), None)),
         ("aux", "the epilogs of a backward pass (drelu, dgelu, ...)", next((x for x in needed if x != "bias"), None)),
     ):
-        if asked[option] is None and name is not None:
+        if request[option] is None and name is not None:
             raise PlanError(f"epilog {epilog!r} needs --{option} FILE")
-        if asked[option] is not None and name is None:
+        if request[option] is not None and name is None:
             raise PlanError(f"--{option} is for {whose}, got {epilog!r}: take one of them, or leave --{option} out")
         if name is not None:
-            given[name] = get(asked[option], None) if name == "relu_aux" else get(asked[option])
-    found: dict[str, Any] = {name: asked[name] for name in ("alpha", "op_a", "op_b", "epilog", "engine", "method")}
-    found |= {"beta": 1.0 if asked["beta"] is None and asked["c"] is not None else asked["beta"]}
-    found |= {"epilog_inputs": given or None}
-    a, b = get(asked["a"]), get(asked["b"])
+            extra[name] = get(request[option], None) if name == "relu_aux" else get(request[option])
+    options: dict[str, Any] = {name: request[name] for name in ("alpha", "op_a", "op_b", "epilog", "engine", "method")}
+    options |= {"beta": 1.0 if request["beta"] is None and request["c"] is not None else request["beta"]}
+    options |= {"epilog_inputs": extra or None}
+    a, b = get(request["a"]), get(request["b"])
     if a.ndim == b.ndim == 2:
-        rows, columns = a.chunks[asked["op_a"] != "N"], b.chunks[asked["op_b"] == "N"]
-        found["out_chunks"] = out_chunks((rows, columns), asked["chunks"])
-    return [a, b, *([get(asked["c"])] if asked["c"] is not None else [])], found
+        rows, columns = a.chunks[request["op_a"] != "N"], b.chunks[request["op_b"] == "N"]
+        options["out_chunks"] = out_chunks((rows, columns), request["chunks"])
+    return [a, b, *([get(request["c"])] if request["c"] is not None else [])], options
 
 
 def out_chunks(chunks: Sequence[Sequence[int]], wanted: Sequence[int] | None) -> Sizes:
@@ -435,15 +435,15 @@ def out_chunks(chunks: Sequence[Sequence[int]], wanted: Sequence[int] | None) ->
 # The plan
 
 
-def explained(asked: Asked, scheduler: str | None) -> Explanation:
+def explained(request: Asked, scheduler: str | None) -> Explanation:
     """Return the plan for a product: on a cluster, or on workers of this machine that are only imagined."""
     if scheduler is None:
-        count = asked["workers"] or default_workers()
-        arrays, options = arguments(asked, count)
+        count = request["workers"] or default_workers()
+        arrays, options = arguments(request, count)
         with dask.config.set(scheduler="threads"):  # whatever client there may be in this process
             return explain(*arrays, **options, workers=count)
     with connected(scheduler, None, "explain") as client:
-        arrays, options = arguments(asked, _worker_count(client))
+        arrays, options = arguments(request, _worker_count(client))
         return explain(*arrays, **options)
 
 
@@ -467,37 +467,37 @@ def write_page(path: Path, text: str) -> None:
 # The product
 
 
-def multiply_files(asked: Asked, say: Say) -> None:
+def multiply_files(request: Asked, say: Say) -> None:
     """Multiply and store the result."""
-    out, aux_out, overwrite, scheduler = (asked[name] for name in ("out", "aux_out", "overwrite", "scheduler"))
+    out, aux_out, overwrite, scheduler = (request[name] for name in ("out", "aux_out", "overwrite", "scheduler"))
     targets = [parse_place(out), *([parse_place(aux_out)] if aux_out is not None else [])]
-    if aux_out is not None and not kept(asked):
+    if aux_out is not None and not kept(request):
         raise PlanError(
-            f"--aux-out is for epilogs with an auxiliary output (relu_aux, ...), got {asked['epilog']!r}: take one of "
-            "them, or leave --aux-out out"
+            f"--aux-out is for epilogs with an auxiliary output (relu_aux, ...), got {request['epilog']!r}: take one "
+            "of them, or leave --aux-out out"
         )
     if len({place.target for place in targets}) < len(targets):
         raise PlanError(f"--out and --aux-out are the same: {out}")
     for place in targets:
-        check_inputs(place, places(asked))
+        check_inputs(place, places(request))
         check_target(place, overwrite)
     if scheduler is None:
         # Before a cluster is started: most mistakes show here.
-        explained(asked, None)
+        explained(request, None)
     with contextlib.ExitStack() as stack:
         paths = [stack.enter_context(staged(place, overwrite)) for place in targets]
-        with connected(scheduler, asked["workers"], "matmul") as client:
+        with connected(scheduler, request["workers"], "matmul") as client:
             if scheduler is not None:
-                _check_paths(client, [place.path for place in places(asked) if not place.remote], os.R_OK)
+                _check_paths(client, [place.path for place in places(request) if not place.remote], os.R_OK)
                 _check_paths(client, [str(path.parent) for path in paths if path], os.W_OK)
-            arrays, options = arguments(asked, _worker_count(client))
+            arrays, options = arguments(request, _worker_count(client))
             plan = explain(*arrays, **options)
             if isinstance(plan, Plan | WavePlan):
                 plan = dataclasses.replace(plan, left=None)  # It is made, whatever @ would do.
             say(repr(plan).splitlines()[0])
-            found = matmul(*arrays, **options)
-            results = [found[0], found[1][kept(asked)]] if isinstance(found, tuple) else [found]
-            results = [x.rechunk(out_chunks(x.chunks, asked["chunks"])) for x in results[: len(targets)]]
+            product = matmul(*arrays, **options)
+            results = [product[0], product[1][kept(request)]] if isinstance(product, tuple) else [product]
+            results = [x.rechunk(out_chunks(x.chunks, request["chunks"])) for x in results[: len(targets)]]
             for array, place in zip(results, targets, strict=True):
                 check_type(place, array.dtype)
             started = time.perf_counter()

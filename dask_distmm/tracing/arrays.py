@@ -53,10 +53,10 @@ class Trace:
     def input(self, array: Any, kind: Kind) -> TracedArray:
         """Return an input of the program: the same one for the same array."""
         if id(array) not in self._known:
-            found = self.value(kind)
-            self.inputs[found.number] = array
-            self.blocks[0].values.add(found.number)
-            self._known[id(array)] = found
+            array_value = self.value(kind)
+            self.inputs[array_value.number] = array
+            self.blocks[0].values.add(array_value.number)
+            self._known[id(array)] = array_value
         return self._known[id(array)]
 
     def value(self, kind: Kind) -> TracedArray:
@@ -81,7 +81,7 @@ class Trace:
         elif isinstance(x, bool | int | float | complex):
             return Literal(x)
         elif isinstance(x, list | tuple):
-            x = _stacked(x) if any(isinstance(one, TracedArray) for one in x) else np.asarray(x)
+            x = _stacked(x) if any(isinstance(part, TracedArray) for part in x) else np.asarray(x)
             return self.lift(x) if isinstance(x, TracedArray) else self.input(x, kind_of(x))
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
             raise TracingError(f"a {type(x).__name__} is combined with a traced array: expected an array or a number")
@@ -103,19 +103,19 @@ class Trace:
         for block in self.blocks if key else ():
             if key in block.known:
                 return block.known[key]
-        found = [self.value(kind) for kind in kinds]
-        numbers = tuple(one.number for one in found)
+        values = [self.value(kind) for kind in kinds]
+        numbers = tuple(value.number for value in values)
         top = self.blocks[-1]
         top.values.update(numbers)
         top.statements.append(Statement(family, dict(options), refs, numbers, tuple(blocks), self._line()))
         if key:
-            top.known[key] = found
-        return found
+            top.known[key] = values
+        return values
 
     def one(self, family: str, options: Mapping[str, Any], inputs: Sequence[Any], kind: Kind) -> TracedArray:
         """Record a statement that makes one value."""
-        (found,) = self.add(family, options, inputs, [kind])
-        return found
+        (value,) = self.add(family, options, inputs, [kind])
+        return value
 
     def function(self, pickled: bytes) -> int:
         """Return the number of a user's function."""
@@ -135,10 +135,10 @@ class Trace:
     @contextlib.contextmanager
     def block(self) -> Iterator[_Open]:
         """Record statements into a block of their own."""
-        found = _Open()
-        self.blocks.append(found)
+        block = _Open()
+        self.blocks.append(block)
         try:
-            yield found
+            yield block
         finally:
             self.blocks.pop()
 
@@ -167,10 +167,10 @@ class _Open:
 
     def begin(self, trace: Trace, kinds: Sequence[Kind]) -> list[TracedArray]:
         """Return new values for the block's inputs."""
-        found = [trace.value(kind) for kind in kinds]
-        self.inputs += [one.number for one in found]
+        values = [trace.value(kind) for kind in kinds]
+        self.inputs += [value.number for value in values]
         self.values.update(self.inputs)
-        return found
+        return values
 
     def end(self, trace: Trace, outputs: Sequence[Any]) -> Block:
         """Return the block."""
@@ -229,9 +229,9 @@ def _dtype(x: Any) -> Any:
 @functools.lru_cache(4096)
 def _result(name: str, types: tuple[Any, ...], options: str) -> np.dtype:
     """Return the type of an elementwise function's result."""
-    given = [kind(1) if isinstance(kind, type) else np.ones(1, kind) for kind in types]
+    samples = [kind(1) if isinstance(kind, type) else np.ones(1, kind) for kind in types]
     with np.errstate(all="ignore"):
-        return np.asarray(elementwise(np, name, given, json.loads(options))).dtype
+        return np.asarray(elementwise(np, name, samples, json.loads(options))).dtype
 
 
 def elementwise(xp: Any, name: str, inputs: Sequence[Any], options: Mapping[str, Any], out: Any = None) -> Any:
@@ -360,8 +360,8 @@ class TracedArray(NDArrayOperatorsMixin):
             a, b = inputs
             return ufunc(a[(..., *(None,) * np.ndim(b))], b)
         elif method == "__call__" and ufunc.signature is None and ufunc.nout == 1:
-            found = mapped(ufunc.__name__, inputs)
-            return found.astype(options["dtype"]) if options.get("dtype") is not None else found
+            result = mapped(ufunc.__name__, inputs)
+            return result.astype(options["dtype"]) if options.get("dtype") is not None else result
         raise _unknown(f"{ufunc.__name__}.{method}" if method != "__call__" else ufunc.__name__)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -482,10 +482,10 @@ def _trace_of(inputs: Sequence[Any]) -> Trace:
     for x in inputs:
         if isinstance(x, TracedArray):
             return x.trace
-    found = _current.get()
-    if found is None:
+    trace = _current.get()
+    if trace is None:
         raise TracingError("no function is being traced")
-    return found
+    return trace
 
 
 def _unknown(name: str) -> TracingError:
@@ -516,11 +516,11 @@ def implements(*functions: Any) -> Callable[[F], F]:
 def as_traced(x: Any) -> TracedArray:
     """Return anything as a traced array."""
     trace = _trace_of([x])
-    found = trace.lift(x)
-    if isinstance(found, Literal):
-        found = trace.lift(np.asarray(found.value))
-        assert isinstance(found, TracedArray)
-    return found
+    traced = trace.lift(x)
+    if isinstance(traced, Literal):
+        traced = trace.lift(np.asarray(traced.value))
+        assert isinstance(traced, TracedArray)
+    return traced
 
 
 # Elementwise functions that are not ufuncs
@@ -571,7 +571,7 @@ _FUNCTIONS |= {
     np.size: lambda x, axis=None: x.size if axis is None else x.shape[axis],
     np.iscomplexobj: lambda x: x.dtype.kind == "c",
     np.isrealobj: lambda x: x.dtype.kind != "c",
-    np.result_type: lambda *x: np.result_type(*(_weak(one) for one in x)),
+    np.result_type: lambda *x: np.result_type(*(_weak(operand) for operand in x)),
     np.fix: lambda x: mapped("trunc", (x,)),
 }
 
@@ -607,11 +607,11 @@ _FUNCTIONS |= {make: make for make in (np.arange, np.eye, np.identity, np.zeros,
 
 
 def _axes(axis: Any, ndim: int) -> list[int]:
-    given = range(ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
-    for one in given:
-        if not -ndim <= one < ndim:
-            raise TracingError(f"axis {one} of an array with {ndim} axes")
-    return sorted({int(one) % ndim for one in given})
+    axes = range(ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
+    for number in axes:
+        if not -ndim <= number < ndim:
+            raise TracingError(f"axis {number} of an array with {ndim} axes")
+    return sorted({int(number) % ndim for number in axes})
 
 
 def reduced(name: str, x: Any, axis: Any, keepdims: bool, dtype: Any = None) -> TracedArray:
@@ -696,12 +696,12 @@ def mean(a: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims
 def _count(a: TracedArray, axis: Any) -> Any:
     """Return how many elements lie along some axes; rows whose number is not known are counted in the run."""
     axes, shape = _axes(axis, a.ndim), a.kind.shape
-    known = math.prod(shape[i] for i in axes if shape[i] != UNKNOWN)
+    count = math.prod(shape[i] for i in axes if shape[i] != UNKNOWN)
     rows = next((i for i in axes if shape[i] == UNKNOWN), None)
     if rows is None:
-        return known
+        return count
     column = a[tuple(slice(None) if i == rows else 0 for i in range(a.ndim))]
-    return sum_(ones_like(column, np.float64)) * known
+    return sum_(ones_like(column, np.float64)) * count
 
 
 @implements(np.var)
@@ -796,8 +796,8 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> TracedArray:
     """
     largest: Any = np.max(x, axis=axis, keepdims=True)
     top = np.where(np.isfinite(largest), largest, 0)
-    found = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
-    return found if keepdims else found.squeeze(axis)
+    result = np.log(np.sum(np.exp(x - top), axis=axis, keepdims=True)) + top
+    return result if keepdims else result.squeeze(axis)
 
 
 for _name, _function in {
@@ -899,24 +899,24 @@ _FUNCTIONS |= {
 @implements(np.concatenate, np.concat)
 def concat(arrays: Sequence[Any], axis: int | None = 0, out: None = None, *, dtype: Any = None) -> TracedArray:
     """Put arrays one behind the other."""
-    given = [as_traced(x) for x in arrays]
+    parts = [as_traced(x) for x in arrays]
     if axis is None:
-        given, axis = [reshape(x, -1) for x in given], 0
-    first = given[0]
+        parts, axis = [reshape(x, -1) for x in parts], 0
+    first = parts[0]
     axis = _axes(axis, first.ndim)[0] if first.ndim else 0
-    kind = np.dtype(dtype) if dtype is not None else np.result_type(*(x.dtype for x in given))
-    rest = {(*x.shape[:axis], *x.shape[axis + 1 :]) for x in given}
+    kind = np.dtype(dtype) if dtype is not None else np.result_type(*(x.dtype for x in parts))
+    rest = {(*x.shape[:axis], *x.shape[axis + 1 :]) for x in parts}
     if len(rest) > 1 or not first.ndim:
-        raise TracingError(f"arrays of shapes {', '.join(str(x.shape) for x in given)} along axis {axis} do not fit")
-    shape = (*first.shape[:axis], sum(x.shape[axis] for x in given), *first.shape[axis + 1 :])
-    return first.trace.one("concat", {"axis": axis}, [x.astype(kind) for x in given], Kind(shape, kind.name))
+        raise TracingError(f"arrays of shapes {', '.join(str(x.shape) for x in parts)} along axis {axis} do not fit")
+    shape = (*first.shape[:axis], sum(x.shape[axis] for x in parts), *first.shape[axis + 1 :])
+    return first.trace.one("concat", {"axis": axis}, [x.astype(kind) for x in parts], Kind(shape, kind.name))
 
 
 @implements(np.stack)
 def _stacked(arrays: Sequence[Any], axis: int = 0, **_: Any) -> TracedArray:
-    given = [as_traced(x) for x in arrays]
-    at = axis % (given[0].ndim + 1)
-    return concat([expand_dims(x, at) for x in given], at)
+    parts = [as_traced(x) for x in arrays]
+    at = axis % (parts[0].ndim + 1)
+    return concat([expand_dims(x, at) for x in parts], at)
 
 
 _FUNCTIONS |= {
@@ -928,28 +928,28 @@ _FUNCTIONS |= {
 
 def _indexed(x: TracedArray, index: tuple[Any, ...]) -> TracedArray:
     """Return a part of an array by a basic index, or rows by numbers."""
-    count = sum(one is not None and one is not Ellipsis for one in index)
+    count = sum(k is not None and k is not Ellipsis for k in index)
     if count > x.ndim:
         raise TracingError(f"{count} indices of an array with {x.ndim} axes")
     full = (slice(None),) * (x.ndim - count)
-    at = next((i for i, one in enumerate(index) if one is Ellipsis), len(index))
+    at = next((i for i, k in enumerate(index) if k is Ellipsis), len(index))
     index = (*index[:at], *full, *index[at + 1 :])
     plain: list[Any] = []
     # The axis of the result of the basic index at which an array of numbers stands, and these.
     taken: list[tuple[int, Any]] = []
-    for one in index:
-        if isinstance(one, np.integer | int) and not isinstance(one, bool):
-            plain.append(int(one))
-        elif isinstance(one, slice):
-            plain.append(slice(*(None if v is None else operator.index(v) for v in (one.start, one.stop, one.step))))
-        elif one is None:
+    for k in index:
+        if isinstance(k, np.integer | int) and not isinstance(k, bool):
+            plain.append(int(k))
+        elif isinstance(k, slice):
+            plain.append(slice(*(None if v is None else operator.index(v) for v in (k.start, k.stop, k.step))))
+        elif k is None:
             plain.append(None)
-        elif isinstance(one, bool) or getattr(one, "dtype", np.dtype(int)).kind == "b":
+        elif isinstance(k, bool) or getattr(k, "dtype", np.dtype(int)).kind == "b":
             raise TracingError(
                 "an index of bools has a shape that depends on elements: use numpy.where, or sums with factors of 0"
             )
         else:
-            taken.append((sum(not isinstance(p, int) for p in plain), one))
+            taken.append((sum(not isinstance(p, int) for p in plain), k))
             plain.append(slice(None))
     for position, n in zip((p for p in plain if p is not None), x.shape, strict=True):
         if isinstance(position, int) and not -n <= position < n:
@@ -994,7 +994,7 @@ def segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
     Parameters
     ----------
     data : array, (m, ...)
-        What is added up.
+        The rows to add up.
     segment_ids : array of int, (m,)
         The label of each row, from 0 to below `num_segments`; rows of other labels are left out.
     num_segments : int
@@ -1039,8 +1039,8 @@ def summed_by_label(data: Any, labels: Any, count: int) -> Any:
     if type(data).__module__.startswith("cupy"):
         xp = sys.modules["cupy"]
         chosen = (labels == xp.arange(count)[:, None]).astype(flat.dtype if flat.dtype.kind in "fc" else np.float64)
-        found = (chosen @ flat).astype(dtype)
-        return found.reshape(count, *data.shape[1:])
+        sums = (chosen @ flat).astype(dtype)
+        return sums.reshape(count, *data.shape[1:])
     inside = (labels >= 0) & (labels < count)
     if not inside.all():
         flat, labels = flat[inside], labels[inside]
@@ -1065,8 +1065,8 @@ def _along(name: str, *, default: int | None = -1, dtype: Any = None) -> Callabl
         if name == "argsort":
             options["kind"] = "stable"  # as CuPy's is
         kind = dtype or getattr(np, name)(np.ones((1,), a.dtype), axis=0, **options).dtype
-        found = Kind(a.shape, np.dtype(kind).name)
-        return a.trace.one("along", {"f": name, "axis": axis, **options}, (a,), found)
+        shaped = Kind(a.shape, np.dtype(kind).name)
+        return a.trace.one("along", {"f": name, "axis": axis, **options}, (a,), shaped)
 
     function.__name__ = name
     return function
@@ -1089,24 +1089,24 @@ def flip(m: Any, axis: Any = None) -> TracedArray:
 
 def whole(name: str, inputs: Sequence[Any], **options: Any) -> Any:
     """Record a function of NumPy's on arrays that all ranks have; shapes follow from a look at ones."""
-    given = [as_traced(x) for x in inputs]
-    if any(UNKNOWN in x.kind.shape[-2:] for x in given):
+    operands = [as_traced(x) for x in inputs]
+    if any(UNKNOWN in x.kind.shape[-2:] for x in operands):
         need_rows()
-    stack = given[0].shape[:-2] if is_stackable(name, [x.shape for x in given]) else ()
-    samples = [_sample(Kind((*(1 for _ in stack), *x.shape[len(stack) :]), x.kind.dtype)) for x in given]
+    stack = operands[0].shape[:-2] if is_stackable(name, [x.shape for x in operands]) else ()
+    samples = [_sample(Kind((*(1 for _ in stack), *x.shape[len(stack) :]), x.kind.dtype)) for x in operands]
     try:
         with np.errstate(all="ignore"):
-            found = function_of(np, name)(*samples, **options)
+            sample = function_of(np, name)(*samples, **options)
     except (ValueError, np.linalg.LinAlgError) as error:
-        shapes = ", ".join(f"{x.dtype} {x.shape}" for x in given)
+        shapes = ", ".join(f"{x.dtype} {x.shape}" for x in operands)
         raise TracingError(f"numpy.{name} of arrays of {shapes}: {error}") from error
-    several = isinstance(found, tuple)
-    results = [np.asarray(x) for x in (found if several else (found,))]
+    several = isinstance(sample, tuple)
+    results = [np.asarray(x) for x in (sample if several else (sample,))]
     # NumPy has complex eigenvalues only where it has found some.
     least = np.complex64 if name in ("linalg.eig", "linalg.eigvals") else np.bool_
     kinds = [Kind((*stack, *x.shape[len(stack) :]), np.result_type(x.dtype, least).name) for x in results]
-    made = given[0].trace.add("whole", {"f": name, "how": options}, given, kinds)
-    return type(found)(*made) if several and hasattr(found, "_fields") else tuple(made) if several else made[0]
+    values = operands[0].trace.add("whole", {"f": name, "how": options}, operands, kinds)
+    return type(sample)(*values) if several and hasattr(sample, "_fields") else tuple(values) if several else values[0]
 
 
 def is_stackable(name: str, shapes: Sequence[tuple[int, ...]]) -> bool:
@@ -1118,21 +1118,21 @@ def is_stackable(name: str, shapes: Sequence[tuple[int, ...]]) -> bool:
 @functools.lru_cache(256)
 def _sample(kind: Kind) -> Any:
     """Return an array of a kind on which functions of matrices do not fail."""
-    found = np.zeros(kind.shape, kind.dtype)
-    if found.ndim > 1:
-        found += np.eye(kind.shape[-2], kind.shape[-1], dtype=np.dtype(kind.dtype))
-    return found
+    sample = np.zeros(kind.shape, kind.dtype)
+    if sample.ndim > 1:
+        sample += np.eye(kind.shape[-2], kind.shape[-1], dtype=np.dtype(kind.dtype))
+    return sample
 
 
 def function_of(xp: Any, name: str) -> Callable[..., Any]:
     """Return a function of an array module by its name, which may have a point in it."""
-    found: Callable[..., Any] = functools.reduce(getattr, name.split("."), xp)
-    return found
+    function: Callable[..., Any] = functools.reduce(getattr, name.split("."), xp)
+    return function
 
 
 def _matrices(name: str, count: int = 1) -> Callable[..., Any]:
-    def function(*given: Any, **options: Any) -> Any:
-        inputs, rest = given[:count], given[count:]
+    def function(*arguments: Any, **options: Any) -> Any:
+        inputs, rest = arguments[:count], arguments[count:]
         if rest:
             raise TracingError(f"numpy.{name}: pass options by their names")
         return whole(name, inputs, **{k: v for k, v in options.items() if v is not None})
@@ -1231,12 +1231,12 @@ _FUNCTIONS |= {
 @implements(np.diagonal, np.linalg.diagonal)
 def diagonal(a: Any, offset: int = 0) -> TracedArray:
     """Return the diagonal of a square matrix."""
-    (found,) = (
+    (result,) = (
         [whole("diagonal", (a,), offset=offset)]
         if offset
         else [sum_(a * np.eye(a.shape[0], a.shape[1], dtype=np.bool_), 1)]
     )
-    return found[: min(a.shape)] if not offset else found
+    return result[: min(a.shape)] if not offset else result
 
 
 @implements(np.diag)
@@ -1245,8 +1245,8 @@ def diag(v: Any, k: int = 0) -> TracedArray:
     v = as_traced(v)
     if v.ndim == 1 and k == 0:
         return where(np.eye(len(v), dtype=np.bool_), v[:, None], np.zeros((), v.dtype))
-    found: TracedArray = diagonal(v, k) if v.ndim == 2 else whole("diag", (v,), k=k)
-    return found
+    result: TracedArray = diagonal(v, k) if v.ndim == 2 else whole("diag", (v,), k=k)
+    return result
 
 
 @implements(np.trace, np.linalg.trace)
@@ -1376,18 +1376,18 @@ def einsum(subscripts: Any, *operands: Any, **options: Any) -> TracedArray:
     """Contract arrays, as NumPy's ``einsum`` does, two at a time."""
     if not isinstance(subscripts, str):
         raise TracingError("einsum of lists of axes in a traced function: pass a string")
-    text, given = subscripts.replace(" ", ""), [as_traced(x) for x in operands]
+    text, arrays = subscripts.replace(" ", ""), [as_traced(x) for x in operands]
     if "." in text:
         raise TracingError("einsum with an ellipsis in a traced function: write the letters")
     left, arrow, out = text.partition("->")
     names = left.split(",")
     if not arrow:
         out = "".join(sorted(x for x in set(left) - {","} if left.count(x) == 1))
-    if len(names) != len(given) or any(len(n) != x.ndim for n, x in zip(names, given, strict=False)):
-        raise TracingError(f"einsum {subscripts!r} of arrays of shapes {', '.join(str(x.shape) for x in given)}")
+    if len(names) != len(arrays) or any(len(n) != x.ndim for n, x in zip(names, arrays, strict=False)):
+        raise TracingError(f"einsum {subscripts!r} of arrays of shapes {', '.join(str(x.shape) for x in arrays)}")
     terms = [
         _alone(n, x, set(out).union(*names[:i], *names[i + 1 :]))
-        for i, (n, x) in enumerate(zip(names, given, strict=True))
+        for i, (n, x) in enumerate(zip(names, arrays, strict=True))
     ]
     if len(terms) > 2:
         samples = [np.broadcast_to(np.zeros(()), x.shape) for _, x in terms]
@@ -1403,9 +1403,9 @@ def einsum(subscripts: Any, *operands: Any, **options: Any) -> TracedArray:
             target = out if not terms and not chosen else "".join(x for x in dict.fromkeys(n1 + n2) if x in needed)
             chosen.insert(0, (target, contracted(f"{n1},{n2}->{target}", x1, x2)))
         terms += chosen
-    ((name, found),) = terms
-    name, found = _alone(name, found, set(out))
-    return transpose(found, [name.index(x) for x in out])
+    ((name, product),) = terms
+    name, product = _alone(name, product, set(out))
+    return transpose(product, [name.index(x) for x in out])
 
 
 def _alone(name: str, x: TracedArray, needed: set[str]) -> tuple[str, TracedArray]:

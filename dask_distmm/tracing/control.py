@@ -23,8 +23,8 @@ def flattened(state: Any) -> tuple[list[Any], Tree]:
         keys, parts = (), list(state)
     else:
         return [state], None
-    found = [flattened(part) for part in parts]
-    return [x for leaves, _ in found for x in leaves], (type(state), keys, tuple(tree for _, tree in found))
+    flat = [flattened(part) for part in parts]
+    return [x for leaves, _ in flat for x in leaves], (type(state), keys, tuple(tree for _, tree in flat))
 
 
 def nested(leaves: Sequence[Any], tree: Tree) -> Any:
@@ -36,7 +36,7 @@ def _nested(leaves: Any, tree: Tree) -> Any:
     if tree is None:
         return next(leaves)
     kind, keys, trees = tree
-    parts = [_nested(leaves, one) for one in trees]
+    parts = [_nested(leaves, part) for part in trees]
     if issubclass(kind, dict):
         return dict(zip(keys, parts, strict=True))
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
@@ -91,12 +91,12 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[[Any, Any], Any], init_
             state = body_fun(i, state)
         return state
     if isinstance(lower, TracedArray) or isinstance(upper, TracedArray):
-        _, found = while_loop(
+        _, ending = while_loop(
             lambda both: both[0] < upper,
             lambda both: (both[0] + 1, body_fun(both[0], both[1])),
             (np.add(lower, np.zeros((), np.int64)), init_val),
         )
-        return found
+        return ending
     count = max(0, int(upper) - int(lower))
     number = Kind((), "int64")
 
@@ -160,21 +160,21 @@ def _loop(
     cond_fun: Callable[[Any], Any] | None = None,
 ) -> Any:
     leaves, tree = flattened(init)
-    given = [trace.lift(x) for x in leaves]
-    kinds = [kind_of(x) for x in given]
+    values = [trace.lift(x) for x in leaves]
+    kinds = [kind_of(x) for x in values]
     body, names = None, [f"state {i}" for i in range(len(kinds))]
     # Numbers of Python take the type that the body gives them.
     for last in (False, True):
-        body, found = _body(trace, body_fun, numbers, kinds, tree, name)
+        body, ends = _body(trace, body_fun, numbers, kinds, tree, name)
         types = [
             np.result_type(old.value, np.dtype(new.dtype)).name if isinstance(old, Literal) else kind.dtype
-            for old, kind, new in zip(given, kinds, found, strict=True)
+            for old, kind, new in zip(values, kinds, ends, strict=True)
         ]
         widened = [Kind(kind.shape, dtype) for kind, dtype in zip(kinds, types, strict=True)]
         if last or widened == kinds:
             break
         kinds = widened
-    for label, old, new in zip(names, kinds, found, strict=True):
+    for label, old, new in zip(names, kinds, ends, strict=True):
         if old != new:
             raise TracingError(
                 f"{name}: the body makes {label}, {old.dtype} {old.shape}, an array of {new.dtype} {new.shape}; "
@@ -188,10 +188,9 @@ def _loop(
             blocks.insert(0, block.end(trace, [_flag(name, flag)]))
     inputs = [
         TracedArray.astype(trace.lift(np.asarray(x.value)), kind.dtype) if isinstance(x, Literal) else x  # type: ignore[arg-type]
-        for x, kind in zip(given, kinds, strict=True)
+        for x, kind in zip(values, kinds, strict=True)
     ]
-    made = trace.add("loop", options, inputs, kinds, blocks)
-    return nested(made, tree)
+    return nested(trace.add("loop", options, inputs, kinds, blocks), tree)
 
 
 def _body(
@@ -200,21 +199,21 @@ def _body(
     with trace.active(), trace.block() as block:
         values = block.begin(trace, [*numbers, *kinds])
         state = nested(values[len(numbers) :], tree)
-        leaves, found = flattened(body_fun(*values[: len(numbers)], state))
-        if found != tree:
-            raise TracingError(f"{name}: the body returns {_shown(found)}; expected {_shown(tree)}, as the first state")
+        leaves, after = flattened(body_fun(*values[: len(numbers)], state))
+        if after != tree:
+            raise TracingError(f"{name}: the body returns {_shown(after)}; expected {_shown(tree)}, as the first state")
         outputs = [_as_value(trace, x, kind) for x, kind in zip(leaves, kinds, strict=True)]
         return block.end(trace, outputs), [x.kind for x in outputs]
 
 
 def _as_value(trace: Trace, x: Any, kind: Kind) -> TracedArray:
     """Return what a body has made of a part of the state; a number in the type of that."""
-    found = trace.lift(x)
-    if isinstance(found, Literal):
-        dtype = np.result_type(np.dtype(kind.dtype), type(found.value))
-        found = trace.lift(np.full(kind.shape if not kind.shape else (), found.value, dtype))
-    assert isinstance(found, TracedArray)
-    return found
+    value = trace.lift(x)
+    if isinstance(value, Literal):
+        dtype = np.result_type(np.dtype(kind.dtype), type(value.value))
+        value = trace.lift(np.full(kind.shape if not kind.shape else (), value.value, dtype))
+    assert isinstance(value, TracedArray)
+    return value
 
 
 def _shown(tree: Tree) -> str:

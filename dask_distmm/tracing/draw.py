@@ -160,8 +160,8 @@ def uniform(key: Any, shape: Sequence[int] = (), dtype: Any = float, minval: flo
     >>> bool(random.uniform(random.key(1), (5,)).max() < 1)
     True
     """
-    found = _drawn("random", key, shape, dtype)
-    return found if (minval, maxval) == (0.0, 1.0) else found * (maxval - minval) + minval
+    numbers = _drawn("random", key, shape, dtype)
+    return numbers if (minval, maxval) == (0.0, 1.0) else numbers * (maxval - minval) + minval
 
 
 def normal(key: Any, shape: Sequence[int] = (), dtype: Any = float) -> Any:
@@ -231,8 +231,8 @@ def randint(key: Any, shape: Sequence[int], minval: int, maxval: int) -> Any:
     >>> bool((random.randint(random.key(1), (9,), 0, 3) < 3).all())
     True
     """
-    found = np.floor(_drawn("random", key, shape, float) * (maxval - minval))
-    return found.astype(np.int64) + minval
+    numbers = np.floor(_drawn("random", key, shape, float) * (maxval - minval))
+    return numbers.astype(np.int64) + minval
 
 
 def _drawn(name: str, key: Any, shape: Sequence[int], dtype: Any) -> Any:
@@ -253,12 +253,12 @@ def drawn(key: Any, name: str, shape: Sequence[int], dtype: str, first: int, row
     """Return some rows of an array of random numbers, of NumPy."""
     rest = tuple(shape[1:])
     step = max(1, _BLOCK // max(1, int(np.prod(rest, dtype=np.int64))))
-    found = np.empty((rows, *rest), dtype)
+    numbers = np.empty((rows, *rest), dtype)
     number = int(np.asarray(key).ravel()[0])
     for block in range(first // step, -(-(first + rows) // step)):
         generator = np.random.Generator(np.random.Philox(key=[number, block]))
         draw: Callable[..., Any] = getattr(generator, name)
         start = block * step
         low, high = max(start, first), min(start + step, first + rows)
-        found[low - first : high - first] = draw((high - start, *rest), dtype)[low - start :]
-    return found if shape else found[0]
+        numbers[low - first : high - first] = draw((high - start, *rest), dtype)[low - start :]
+    return numbers if shape else numbers[0]

@@ -59,7 +59,7 @@ class Block:
         return read.union(*(statement.reads for statement in self.statements)) - own
 
 
-# What stands for a number of rows that is not known before the run: a prime number.
+# Stands for a number of rows that is unknown before the run: a prime number.
 UNKNOWN = 16_777_213
 
 
@@ -95,8 +95,8 @@ class Program:
     def to_text(self) -> str:
         """Return it as JSON."""
         kinds = [[number, list(kind.shape), kind.dtype] for number, kind in self.kinds.items()]
-        found = {"kinds": kinds, "block": _plain(self.block), "lines": self.lines}
-        return json.dumps(found | {"axes": list(self.axes), "rows": self.rows}, separators=(",", ":"))
+        fields = {"kinds": kinds, "block": _plain(self.block), "lines": self.lines}
+        return json.dumps(fields | {"axes": list(self.axes), "rows": self.rows}, separators=(",", ":"))
 
 
 def pieces(program: Program, turns: int) -> list[Program]:
@@ -108,28 +108,28 @@ def pieces(program: Program, turns: int) -> list[Program]:
             state = tuple(range(len(kinds), len(kinds) + len(statement.outputs)))
             kinds |= {new: kinds[old] for new, old in zip(state, statement.outputs, strict=True)}
             done = {"count": turns, "first": first}, {"count": count - first - turns, "first": first + turns}
-            some, left = (dataclasses.replace(rest, options={**statement.options, **one}) for one in done)
+            some, left = (dataclasses.replace(rest, options={**statement.options, **bounds}) for bounds in done)
             parts[-1].append(dataclasses.replace(some, outputs=state))
             parts.append([])
             rest = dataclasses.replace(left, inputs=state)
         parts[-1].append(rest)
-    found, needed = list[Program](), list[Ref](program.block.outputs)
+    programs, needed = list[Program](), list[Ref](program.block.outputs)
     for statements in reversed(parts):
-        made = {x for one in statements for x in one.outputs}
-        outputs = [ref for ref in needed if ref in made or not found]
+        written = {x for statement in statements for x in statement.outputs}
+        outputs = [ref for ref in needed if ref in written or not programs]
         block = Block([], statements, outputs)
         block.inputs = sorted(block.captured)
-        found.insert(0, dataclasses.replace(program, kinds=kinds, block=block))
-        needed = list[Ref](sorted({ref for ref in needed if isinstance(ref, int)}.union(block.inputs) - made))
-    return found
+        programs.insert(0, dataclasses.replace(program, kinds=kinds, block=block))
+        needed = list[Ref](sorted({ref for ref in needed if isinstance(ref, int)}.union(block.inputs) - written))
+    return programs
 
 
 @functools.lru_cache(32)
 def program_of(text: str) -> Program:
     """Return the program that a text is, which nobody changes."""
-    found = json.loads(text)
-    kinds = {number: Kind(tuple(shape), dtype) for number, shape, dtype in found["kinds"]}
-    return Program(kinds, _block(found["block"]), found["lines"], tuple(found["axes"]), found["rows"])
+    fields = json.loads(text)
+    kinds = {number: Kind(tuple(shape), dtype) for number, shape, dtype in fields["kinds"]}
+    return Program(kinds, _block(fields["block"]), fields["lines"], tuple(fields["axes"]), fields["rows"])
 
 
 def _plain(block: Block) -> list[Any]:
@@ -142,11 +142,11 @@ def _plain(block: Block) -> list[Any]:
 
 def _block(plain: Sequence[Any]) -> Block:
     inputs, statements, outputs = plain
-    found = [
+    block = [
         Statement(family, options, _values(reads), tuple(writes), tuple(map(_block, blocks)), line)
         for family, options, reads, writes, blocks, line in statements
     ]
-    return Block(inputs, found, list(_values(outputs)))
+    return Block(inputs, block, list(_values(outputs)))
 
 
 def _refs(refs: Sequence[Ref]) -> list[Any]:

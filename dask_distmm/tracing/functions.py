@@ -182,11 +182,11 @@ def adjoint_product(a: Any, u: Any, n: int) -> Any:
     return _of_slices(a, (u[:, None],), [0], Kind((n, 1), u.kind.dtype), 1)
 
 
-def _of_slices(f: UserFunction, given: tuple[Any, ...], rows: list[int], kind: Kind, ndim: int) -> Any:
-    trace = given[0].trace
+def _of_slices(f: UserFunction, arrays: tuple[Any, ...], rows: list[int], kind: Kind, ndim: int) -> Any:
+    trace = arrays[0].trace
     options = {"rows": rows, "sums": bool(rows), "function": trace.function(f.pickled), "name": f.role, "slices": True}
-    found = trace.one("call", options, given, kind)
-    return found[:, 0] if ndim == 1 else found
+    product = trace.one("call", options, arrays, kind)
+    return product[:, 0] if ndim == 1 else product
 
 
 def _trace(arrays: tuple[Any, ...]) -> Trace | None:
@@ -200,11 +200,11 @@ def _called(f: Callable[..., Any], arrays: tuple[Any, ...], meta: Any, name: str
     if not arrays or not np.ndim(arrays[0]):
         raise TracingError(f"{name} of what has no rows: the first array must have axes")
     with trace.active():
-        given = [as_traced(x) for x in arrays]
-    m = given[0].shape[0]
-    rows = [i for i, x in enumerate(given) if x.shape[:1] == (m,)]
+        operands = [as_traced(x) for x in arrays]
+    m = operands[0].shape[0]
+    rows = [i for i, x in enumerate(operands) if x.shape[:1] == (m,)]
     if meta is None:
-        samples = [np.ones((1, *x.shape[1:]) if i in rows else x.shape, x.dtype) for i, x in enumerate(given)]
+        samples = [np.ones((1, *x.shape[1:]) if i in rows else x.shape, x.dtype) for i, x in enumerate(operands)]
         try:
             meta = f(*samples)
         except Exception as error:
@@ -218,9 +218,9 @@ def _called(f: Callable[..., Any], arrays: tuple[Any, ...], meta: Any, name: str
                 f"map_rows: {getattr(f, '__name__', f)} returns {sizes.pop()} rows for one row; expected 1"
             )
     several = isinstance(meta, tuple)
-    found = [np.asarray(x) if not hasattr(x, "dtype") else x for x in (meta if several else (meta,))]
+    results = [np.asarray(x) if not hasattr(x, "dtype") else x for x in (meta if several else (meta,))]
     first = (m,) if name == "map_rows" else ()
-    kinds = [Kind((*first, *x.shape[len(first) :]), x.dtype.name) for x in found]
+    kinds = [Kind((*first, *x.shape[len(first) :]), x.dtype.name) for x in results]
     options = {"rows": rows, "sums": name == "sum_rows", "function": trace.function(_pickled(f)), "name": name}
-    made = trace.add("call", options, given, kinds)
-    return tuple(made) if several else made[0]
+    values = trace.add("call", options, operands, kinds)
+    return tuple(values) if several else values[0]

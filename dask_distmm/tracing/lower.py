@@ -102,15 +102,15 @@ def traced(
     names: Sequence[str],
 ) -> None:
     """Take the steps of a traced function: `sources` are the operands and constants of its inputs."""
-    found = program_of(program)
-    placements = Placements(found)
+    form = program_of(program)
+    placements = Placements(form)
     placements.improve([name in wanted for name in names])
     lowering = Lowering(p, placements)
-    for number, source in zip(found.block.inputs, sources, strict=True):
+    for number, source in zip(form.block.inputs, sources, strict=True):
         lowering.begin(number, operands[source] if isinstance(source, str) else source)
     lowering.take(placements.block.statements, {x for x in placements.block.outputs if isinstance(x, int)})
     kept = [name for name in names if name in wanted]
-    inputs, outputs = set(found.block.inputs), placements.block.outputs
+    inputs, outputs = set(form.block.inputs), placements.block.outputs
     for at, (name, ref) in enumerate(zip(kept, outputs, strict=True)):
         # A value that nothing else needs is handed over without a copy.
         assert isinstance(ref, int)
@@ -225,11 +225,11 @@ class Lowering:
         return placed
 
     def _read_after(self, statements: Sequence[Statement], kept: Collection[int]) -> list[set[int]]:
-        found, now = [], set(kept)
+        sets, now = [], set(kept)
         for statement in reversed(statements):
-            found.append(set(now))
+            sets.append(set(now))
             now.update(statement.reads)
-        return found[::-1]
+        return sets[::-1]
 
     def _is_apart(self, statement: Statement) -> bool:
         tall = statement.family == "qr" and self.axes[statement.outputs[0]] is not None
@@ -258,15 +258,15 @@ class Lowering:
             level.update(dict.fromkeys(statement.outputs, stage + combined))
         last, first_read = max(stages, default=0), dict[int, int]()
         for i in reversed(range(len(statements))):
-            one = statements[i]
+            here = statements[i]
             # A view is taken in the pass in which it is read first, and what all ranks have when it is, with more.
-            late = one.family in _LATE and all(self.axes[x] is None for x in (*one.reads, *one.outputs))
-            if is_view(one, self.kinds, self.axes) or (late and self.deciding.isdisjoint(one.outputs)):
+            late = here.family in _LATE and all(self.axes[x] is None for x in (*here.reads, *here.outputs))
+            if is_view(here, self.kinds, self.axes) or (late and self.deciding.isdisjoint(here.outputs)):
                 stages[i] = min(
-                    (first_read.get(x, last if late else stages[i]) for x in one.outputs), default=stages[i]
+                    (first_read.get(x, last if late else stages[i]) for x in here.outputs), default=stages[i]
                 )
-                level.update(dict.fromkeys(one.outputs, stages[i]))
-            for x in one.reads:
+                level.update(dict.fromkeys(here.outputs, stages[i]))
+            for x in here.reads:
                 first_read[x] = min(stages[i], first_read.get(x, stages[i]))
         return level, stages
 
@@ -283,9 +283,9 @@ class Lowering:
             gathers = [x for x in now if x.family == "gather"]
             whole = [x for x in now if not self._is_local(x) and x.family != "gather"]
             self._whole(whole, read_later.union(*(x.reads for x in (*local, *gathers))))
-            gathered = {x for one in gathers for x in one.reads}
-            sums, found = self._pass(local, read_later | gathered, targets)
-            placed |= found
+            gathered = {x for statement in gathers for x in statement.reads}
+            sums, there = self._pass(local, read_later | gathered, targets)
+            placed |= there
             self._message(sums, gathers)
             for number in [x for x in self.here if x not in before and x not in read_later]:
                 self.drop(self.here.pop(number))
@@ -297,7 +297,7 @@ class Lowering:
         """Take statements on what all ranks have: exact ones first, and apart those of which one rank decides."""
         groups: list[tuple[str, list[Statement]]] = []
         between, after = self._decided(statements)
-        for statement in sorted(statements, key=lambda one: not after.isdisjoint((*one.reads, *one.outputs))):
+        for statement in sorted(statements, key=lambda x: not after.isdisjoint((*x.reads, *x.outputs))):
             kind = "one" if id(statement) in between else self._kind_of(statement)
             if kind == "exact":
                 self.exact.update(statement.outputs)
@@ -305,7 +305,7 @@ class Lowering:
             # takes also what is between them, so that all get what they need of it by one message.
             at = 0
             for i, (_, group) in enumerate(groups):
-                if any(not set(one.outputs).isdisjoint(statement.reads) for one in group):
+                if any(not set(earlier.outputs).isdisjoint(statement.reads) for earlier in group):
                     at = i if groups[i][0] == kind else i + 1
             place = next((i for i in range(at, len(groups)) if groups[i][0] == kind), None)
             if place is None:
@@ -315,12 +315,12 @@ class Lowering:
             if kind == "one":
                 self.exact.update(statement.outputs)
         for i, (kind, group) in enumerate(groups):
-            after = set(read).union(*(one.reads for _, later in groups[i + 1 :] for one in later))
-            made = [x for one in group for x in one.outputs if x in after]
+            after = set(read).union(*(statement.reads for _, later in groups[i + 1 :] for statement in later))
+            outputs = [x for statement in group for x in statement.outputs if x in after]
             reads = self._outer_reads(group)
-            call = Pass(reads, tuple(group), (), (), {}, tuple(made), **self._described(group, reads))
-            buffers = [self.buffer(number) for number in made]
-            self.here.update(zip(made, buffers, strict=True))
+            call = Pass(reads, tuple(group), (), (), {}, tuple(outputs), **self._described(group, reads))
+            buffers = [self.buffer(number) for number in outputs]
+            self.here.update(zip(outputs, buffers, strict=True))
             if kind != "one" or self.p.me == 0:
                 self._evaluate(call, [self.here[x] for x in reads], len(reads), 0, buffers, exact=kind == "exact")
             if kind == "one" and buffers:
@@ -328,7 +328,7 @@ class Lowering:
 
     def _decided(self, statements: Sequence[Statement]) -> tuple[set[int], set[int]]:
         """Return the statements of one rank, with those between them, and the values that follow from these."""
-        after, before, found = set[int](), set[int](), set[int]()
+        after, before, decided = set[int](), set[int](), set[int]()
         for statement in statements:
             if self._kind_of(statement) == "one" or not after.isdisjoint(statement.reads):
                 after.update(statement.outputs)
@@ -337,8 +337,8 @@ class Lowering:
             if is_one or not before.isdisjoint(statement.outputs):
                 before.update(statement.reads)
             if is_one or not (before.isdisjoint(statement.outputs) or after.isdisjoint(statement.outputs)):
-                found.add(id(statement))
-        return found, after
+                decided.add(id(statement))
+        return decided, after
 
     def _kind_of(self, statement: Statement) -> str:
         function = statement.options.get("f")
@@ -355,11 +355,11 @@ class Lowering:
         return "exact" if fine and self.exact.issuperset(statement.reads) else "same"
 
     def _outer_reads(self, statements: Sequence[Statement]) -> tuple[int, ...]:
-        own = {x for one in statements for x in one.outputs}
-        return tuple(dict.fromkeys(x for one in statements for x in one.reads if x not in own))
+        own = {x for statement in statements for x in statement.outputs}
+        return tuple(dict.fromkeys(x for statement in statements for x in statement.reads if x not in own))
 
     def _described(self, statements: Sequence[Statement], reads: Sequence[int]) -> dict[str, Any]:
-        numbers = {*reads, *(x for one in statements for x in one.outputs)}
+        numbers = {*reads, *(x for statement in statements for x in statement.outputs)}
         return {
             "kinds": {x: self.kinds[x] for x in sorted(numbers)},
             "axes": {x: self.axes[x] for x in sorted(numbers)},
@@ -377,9 +377,9 @@ class Lowering:
         """Take statements on rows; return the sums of this rank, and values that are in their targets."""
         if not statements:
             return [], set()
-        made = [x for one in statements for x in one.outputs]
-        sums = [(x, self.combine[x]) for x in made if x in self.combine]
-        rows = [x for x in made if x not in self.combine and x in read]
+        values = [x for statement in statements for x in statement.outputs]
+        sums = [(x, self.combine[x]) for x in values if x in self.combine]
+        rows = [x for x in values if x not in self.combine and x in read]
         reads = self._outer_reads(statements)
         described = self._described(statements, reads)
         placed, over = set(), dict[int, int]()
@@ -396,7 +396,7 @@ class Lowering:
         fresh = not any(isinstance(x, Tall) and (x.made or x.formula) for x in arguments)
         buffers = []
         for number, op in sums:
-            source = next(one for one in statements if number in one.outputs).inputs[0]
+            source = next(statement for statement in statements if number in statement.outputs).inputs[0]
             parts = self._parts(number, op, self.kinds[source].dtype if isinstance(source, int) else "")
             buffers.append((number, parts))
             if not fresh:
@@ -418,11 +418,11 @@ class Lowering:
         outputs = [part for _, parts in buffers for part, _ in parts]
         written = [self.here[x] for x in rows]
         if not fresh:
-            for index, given in enumerate(self.p.chunks(*arguments, *outputs, *written)):
-                one = dataclasses.replace(
+            for index, arrays in enumerate(self.p.chunks(*arguments, *outputs, *written)):
+                share = dataclasses.replace(
                     call, firsts=self.firsts[index : index + 1], sizes=self.sizes[index : index + 1]
                 )
-                self._evaluate(one, given, len(arguments), len(outputs), [])
+                self._evaluate(share, arrays, len(arguments), len(outputs), [])
         else:
             pieces = [self.p.pieces(x) if isinstance(x, Tall) else [x] for x in (*arguments, *outputs, *written)]
             first = sum(map(len, pieces[: len(arguments)]))
@@ -441,7 +441,7 @@ class Lowering:
     def _evaluate(
         self,
         call: Pass,
-        given: Sequence[Any],
+        arguments: Sequence[Any],
         reads: int,
         updates: int,
         makes: Sequence[Buffer],
@@ -453,7 +453,7 @@ class Lowering:
         share = sum(map(abs, call.sizes)) / max(1, sum(map(abs, self.p.rows.sizes))) if call.sizes else 1.0
         flops = self._flops(call) * share * self.scale
         kernel = "evaluate_exactly" if exact else "evaluate"
-        self.p.call(kernel, *given, makes=makes, program=call, roles=roles, flops=flops)
+        self.p.call(kernel, *arguments, makes=makes, program=call, roles=roles, flops=flops)
 
     def _flops(self, call: Pass) -> float:
         total = 0.0
@@ -476,7 +476,7 @@ class Lowering:
         if not sums and not gathers:
             return
         p = self.p
-        sources = {x: self._in_memory(x) for one in gathers for x in one.reads}
+        sources = {x: self._in_memory(x) for statement in gathers for x in statement.reads}
         talls = list(dict.fromkeys(sources.values()))
         decided = sorted(self.deciding & self.here.keys() - self.exact)
         flags = [self.here[number] for number in decided]
@@ -490,7 +490,7 @@ class Lowering:
             at += len(own)
             if p.rows.ranks > 1:
                 every += (part for of_rank in zip(*of_ranks, strict=True) for part in of_rank)
-                totals += (dataclasses.replace(one, name=p.small(1, 1).name) for one in own)
+                totals += (dataclasses.replace(buffer, name=p.small(1, 1).name) for buffer in own)
             self.here[number] = totals[-1] if p.rows.ranks > 1 else own[-1]
             self.exact.add(number)
         if totals:
@@ -541,7 +541,7 @@ class Lowering:
 
     def _compared(self, condition: Sequence[Statement]) -> list[tuple[int, Ref]]:
         """Return the numbers that a condition compares with limits: those that are above, and counts that are below."""
-        found = []
+        compared = []
         for statement in condition:
             name = statement.options.get("f", "")
             if statement.family == "map" and name in _COMPARISONS:
@@ -551,8 +551,8 @@ class Lowering:
                 number, limit = (low, high) if is_count else (high, low)
                 real = all(kind.shape == () and kind.dtype[0] in ("iu" if is_count else "f") for kind in kinds)
                 if isinstance(number, int) and real and all(self.axes[x] is None for x in statement.reads):
-                    found.append((number, limit))
-        return found
+                    compared.append((number, limit))
+        return compared
 
     def _loop(self, loop: Statement) -> None:
         p, body = self.p, loop.blocks[-1]
@@ -581,7 +581,7 @@ class Lowering:
             self.drop(self.here.pop(number))
         then, ref = _looked_at(loop, body.outputs)
         compared = [] if self.depth else self._compared(then)
-        self.exact.difference_update(x for one in then for x in one.outputs)
+        self.exact.difference_update(x for statement in then for x in statement.outputs)
 
         def turn() -> None:
             met = self.meetings
@@ -635,7 +635,7 @@ class Lowering:
         """Return how many turns a loop is expected to have, for the cost model: some turns in all, of those inside."""
         if (count := loop.options.get("count")) is not None:
             return int(count)
-        inside = [self._expected(one) for one in loop.blocks[-1].statements if one.family == "loop"]
+        inside = [self._expected(statement) for statement in loop.blocks[-1].statements if statement.family == "loop"]
         compared = self._compared(loop.blocks[0].statements)
         counts = [int(x.value.real) for n, x in compared if isinstance(x, Literal) and self.kinds[n].dtype[0] in "iu"]
         return max(1, min([EXPECTED // max([1, *inside]), *counts]))
@@ -649,50 +649,50 @@ class Lowering:
     def _exact_states(self, loop: Statement, *, nested: bool) -> set[int]:
         """Return the parts of a loop's state of which all ranks have the same bits in each turn.
 
-        What decides about turns comes with messages: the condition, of a loop in another one also what it looks at.
+        Values that decide about turns come with messages: the condition, of an inner loop also what it reads.
         """
         body, skipped = loop.blocks[-1], loop.options["skipped"]
         states = body.inputs[skipped:]
         outputs = dict(zip(states, body.outputs, strict=True))
         then, ref = _looked_at(loop, body.outputs)
-        deciding = {ref} | ({x for one in then for x in one.reads} if nested else set())
+        deciding = {ref} | ({x for statement in then for x in statement.reads} if nested else set())
         statements = [*body.statements, *then]
         self.deciding.update(x for x in deciding if isinstance(x, int))
-        found = {
+        exact = {
             number
             for ref, number in zip(loop.inputs, states, strict=True)
             if isinstance(ref, int) and ref in self.exact and self.axes[number] is None
         }
         while True:
-            known = self._exact_in(statements, self.exact | found | set(body.inputs[:skipped]))
-            sent = {x for x in self._sent(statements, deciding) if x not in known}
-            wrong = {x for x in found if isinstance(outputs[x], int) and outputs[x] not in known | sent}
+            derived = self._exact_in(statements, self.exact | exact | set(body.inputs[:skipped]))
+            sent = {x for x in self._sent(statements, deciding) if x not in derived}
+            wrong = {x for x in exact if isinstance(outputs[x], int) and outputs[x] not in derived | sent}
             if not wrong:
-                return found
-            found -= wrong
+                return exact
+            exact -= wrong
 
     def _sent(self, statements: Sequence[Statement], values: Collection[Ref]) -> set[int]:
         """Return those values that all ranks have, and that are there when a message is sent."""
-        found, waiting = set[int](), set[int]()
-        starts = [i for i, one in enumerate(statements) if self._is_apart(one)]
+        sent, waiting = set[int](), set[int]()
+        starts = [i for i, statement in enumerate(statements) if self._is_apart(statement)]
         for start, end in itertools.pairwise([-1, *starts, len(statements)]):
             some = statements[start + 1 : end]
             _, stages = self._stages(some)
             messages = [
                 stage
-                for one, stage in zip(some, stages, strict=True)
-                if one.family == "gather" or any(x in self.combine for x in one.outputs)
+                for statement, stage in zip(some, stages, strict=True)
+                if statement.family == "gather" or any(x in self.combine for x in statement.outputs)
             ]
             if messages:
-                found |= waiting
-            for one, stage in zip(some, stages, strict=True):
-                for number in one.outputs:
+                sent |= waiting
+            for statement, stage in zip(some, stages, strict=True):
+                for number in statement.outputs:
                     if number in values and self.axes[number] is None:
-                        (found if stage <= max(messages, default=-1) else waiting).add(number)
-        return found
+                        (sent if stage <= max(messages, default=-1) else waiting).add(number)
+        return sent
 
-    def _exact_in(self, statements: Sequence[Statement], known: Collection[int]) -> set[int]:
-        outside, self.exact = self.exact, set(known)
+    def _exact_in(self, statements: Sequence[Statement], held: Collection[int]) -> set[int]:
+        outside, self.exact = self.exact, set(held)
         for statement in statements:
             combined = [x for x in statement.outputs if x in self.combine]
             if statement.family == "loop":
@@ -709,8 +709,8 @@ class Lowering:
                 )
             ):
                 self.exact.update(statement.outputs)
-        found, self.exact = self.exact, outside
-        return found
+        inner, self.exact = self.exact, outside
+        return inner
 
     def _cond(self, cond: Statement) -> None:
         p, flag = self.p, self.p.flag()
@@ -730,10 +730,10 @@ class Lowering:
             for number in [x for x in self.here if x not in before]:
                 self.drop(self.here.pop(number))
 
-        met, known = self.meetings, set(self.exact)
+        met, exact = self.meetings, set(self.exact)
         then, otherwise = cond.blocks
         p.either(flag, lambda: branch(then), lambda: branch(otherwise))
-        self.meetings, self.exact = met, known
+        self.meetings, self.exact = met, exact
         p.drop(flag)
         self.here.update(zip(cond.outputs, places, strict=True))
 
@@ -769,11 +769,11 @@ def _renamed(statements: Sequence[Statement], names: Mapping[int, Ref]) -> list[
 
     return [
         dataclasses.replace(
-            one,
-            inputs=tuple(named(one.inputs)),
-            blocks=tuple(Block(x.inputs, _renamed(x.statements, names), named(x.outputs)) for x in one.blocks),
+            statement,
+            inputs=tuple(named(statement.inputs)),
+            blocks=tuple(Block(x.inputs, _renamed(x.statements, names), named(x.outputs)) for x in statement.blocks),
         )
-        for one in statements
+        for statement in statements
     ]
 
 

@@ -2,7 +2,7 @@
 
 A rule says in which placements a statement takes its inputs, and what that gives. Inputs that are elsewhere are brought
 there by statements of their own: ``gather`` (all ranks get all rows) and ``local`` (each rank takes its own rows, for
-which nothing travels). What is reduced over rows is combined over ranks, and then on all of them.
+which nothing travels). A reduction over rows is combined over ranks, and its result is on all of them.
 """
 
 from __future__ import annotations
@@ -38,31 +38,33 @@ class Given:
     outputs: tuple[Kind, ...]
     rows: int
 
+    @property
     def largest(self) -> int:
-        """Return the number of the largest input that is in rows; -1 if there is none."""
-        found = [
+        """The number of the largest input that is in rows; -1 if there is none."""
+        sizes = [
             (kind.nbytes, -i)
             for i, (kind, axis) in enumerate(zip(self.kinds, self.axes, strict=True))
             if axis is not None
         ]
-        return -max(found)[1] if found else -1
+        return -max(sizes)[1] if sizes else -1
+
+    @property
+    def axis(self) -> int:
+        """The axis of rows of the largest input; not for statements without inputs in rows."""
+        return self.axes[self.largest] or 0
 
 
-def _everywhere(given: Given) -> Placed:
+def _everywhere(use: Given) -> Placed:
     """All ranks have it, and its inputs."""
-    return Placed((None,) * len(given.kinds), (None,) * len(given.outputs))
+    return Placed((None,) * len(use.kinds), (None,) * len(use.outputs))
 
 
-def _map(given: Given) -> Placed:
-    (out,) = given.outputs
-    chosen = given.largest()
-    if chosen < 0:
-        return _everywhere(given)
-    behind = len(out.shape) - len(given.kinds[chosen].shape)
-    at = (given.axes[chosen] or 0) + behind
-    if out.shape[at] != given.rows:
-        return _everywhere(given)
-    return Placed(tuple(_aligned(kind, at - len(out.shape), given.rows) for kind in given.kinds), (at,))
+def _map(use: Given) -> Placed:
+    (out,) = use.outputs
+    at = use.axis + len(out.shape) - len(use.kinds[use.largest].shape)
+    if out.shape[at] != use.rows:
+        return _everywhere(use)
+    return Placed(tuple(_aligned(kind, at - len(out.shape), use.rows) for kind in use.kinds), (at,))
 
 
 def _aligned(kind: Kind, from_end: int, rows: int) -> Axis:
@@ -71,129 +73,105 @@ def _aligned(kind: Kind, from_end: int, rows: int) -> Axis:
     return axis if axis >= 0 and kind.shape[axis] == rows and (rows > 1 or axis == 0) else None
 
 
-def _reduce(given: Given) -> Placed:
-    (axis,), options = given.axes, given.statement.options
-    if axis is None:
-        return _everywhere(given)
+def _reduce(use: Given) -> Placed:
+    axis, options = use.axis, use.statement.options
     if axis in options["axes"]:
         return Placed((axis,), (None,), options["f"])
     return Placed((axis,), (axis if options["keepdims"] else axis - sum(i < axis for i in options["axes"]),))
 
 
-def _contract(given: Given) -> Placed:
-    first, second, out = letters_of(given.statement.options["spec"])
-    chosen = given.largest()
-    if chosen < 0:
-        return _everywhere(given)
-    letters = (first, second)
-    letter = letters[chosen][given.axes[chosen] or 0]
+def _contract(use: Given) -> Placed:
+    *letters, out = letters_of(use.statement.options["spec"])
+    letter = letters[use.largest][use.axis]
     inputs = tuple(names.index(letter) if letter in names else None for names in letters)
     return Placed(inputs, (out.index(letter),)) if letter in out else Placed(inputs, (None,), "sum")
 
 
-def _index(given: Given) -> Placed:
-    (axis,) = given.axes
-    if axis is None:
-        return _everywhere(given)
+def _index(use: Given) -> Placed:
     seen, at = -1, 0
-    for one in given.statement.options["index"]:
-        seen += one is not None
-        if seen == axis and one is not None:
-            if one != [None, None, None]:
-                # Rows are taken from the ranks that have them.
-                return Placed((axis,), (None,), "select")
-            return Placed((axis,), (at,))
-        at += not isinstance(one, int)
-    raise AssertionError(given)
+    for entry in use.statement.options["index"]:
+        seen += entry is not None
+        if seen == use.axis and entry is not None:
+            # Some rows are taken from the ranks that have them.
+            return Placed((use.axis,), (at,)) if entry == [None, None, None] else Placed((use.axis,), (None,), "select")
+        at += not isinstance(entry, int)
+    raise AssertionError(use)
 
 
-def _transpose(given: Given) -> Placed:
-    (axis,) = given.axes
-    return _everywhere(given) if axis is None else Placed((axis,), (given.statement.options["axes"].index(axis),))
+def _transpose(use: Given) -> Placed:
+    return Placed((use.axis,), (use.statement.options["axes"].index(use.axis),))
 
 
-def _reshape(given: Given) -> Placed:
-    (axis,), (kind,), (out,) = given.axes, given.kinds, given.outputs
-    if axis is None:
-        return _everywhere(given)
-    before = math.prod(kind.shape[:axis])
+def _reshape(use: Given) -> Placed:
+    (kind,), (out,) = use.kinds, use.outputs
+    before = math.prod(kind.shape[: use.axis])
     for at, size in enumerate(out.shape):
-        if size == given.rows and math.prod(out.shape[:at]) == before:
-            return Placed((axis,), (at,))
-    return _everywhere(given)
+        if size == use.rows and math.prod(out.shape[:at]) == before:
+            return Placed((use.axis,), (at,))
+    return _everywhere(use)
 
 
-def _broadcast(given: Given) -> Placed:
-    (axis,), (kind,), (out,) = given.axes, given.kinds, given.outputs
-    if axis is None or kind.shape[axis] != out.shape[axis + len(out.shape) - len(kind.shape)]:
-        return _everywhere(given)
-    return Placed((axis,), (axis + len(out.shape) - len(kind.shape),))
+def _broadcast(use: Given) -> Placed:
+    (kind,), (out,) = use.kinds, use.outputs
+    at = use.axis + len(out.shape) - len(kind.shape)
+    return Placed((use.axis,), (at,)) if kind.shape[use.axis] == out.shape[at] else _everywhere(use)
 
 
-def _concat(given: Given) -> Placed:
-    chosen = given.largest()
-    axis = given.axes[chosen] if chosen >= 0 else None
-    if axis is None or axis == given.statement.options["axis"]:
-        return _everywhere(given)
-    return Placed((axis,) * len(given.kinds), (axis,))
+def _by_lines(use: Given) -> Placed:
+    """Place results as inputs, but for a function along the axis of rows."""
+    if use.axis == use.statement.options["axis"]:
+        return _everywhere(use)
+    return Placed((use.axis,) * len(use.kinds), (use.axis,))
 
 
-def _take(given: Given) -> Placed:
-    (of, by), axis = given.axes, given.statement.options["axis"]
-    ndim = len(given.kinds[1].shape)
-    if by is not None and (of is None or of == axis or given.kinds[0].nbytes <= given.kinds[1].nbytes):
+def _take(use: Given) -> Placed:
+    (of, by), axis = use.axes, use.statement.options["axis"]
+    ndim = len(use.kinds[1].shape)
+    if by is not None and (of is None or of == axis or use.kinds[0].nbytes <= use.kinds[1].nbytes):
         return Placed((None, by), (axis + by,))
-    if of is None:
-        return _everywhere(given)
-    if of == axis:
+    if of is None or of == axis:
         return Placed((of, None), (None,), "select")
     return Placed((of, None), (of if of < axis else of - 1 + ndim,))
 
 
-def _segment_sum(given: Given) -> Placed:
-    return Placed((0, 0), (None,), "sum") if 0 in given.axes else _everywhere(given)
+def _segment_sum(use: Given) -> Placed:
+    return Placed((0, 0), (None,), "sum") if 0 in use.axes else _everywhere(use)
 
 
-def _along(given: Given) -> Placed:
-    (axis,) = given.axes
-    if axis is None or axis == given.statement.options["axis"]:
-        return _everywhere(given)
-    return Placed((axis,), (axis,))
-
-
-def _whole(given: Given) -> Placed:
+def _whole(use: Given) -> Placed:
     """Stacks of matrices may be in rows."""
-    if 0 in given.axes and is_stackable(given.statement.options["f"], [kind.shape for kind in given.kinds]):
-        return Placed((0,) * len(given.kinds), (0,) * len(given.outputs))
-    return _everywhere(given)
+    if 0 in use.axes and is_stackable(use.statement.options["f"], [kind.shape for kind in use.kinds]):
+        return Placed((0,) * len(use.kinds), (0,) * len(use.outputs))
+    return _everywhere(use)
 
 
-def _qr(given: Given) -> Placed:
-    rows, cols = given.kinds[0].shape
-    return Placed((0,), (0, None)) if given.axes == (0,) and rows >= cols else _everywhere(given)
+def _qr(use: Given) -> Placed:
+    rows, cols = use.kinds[0].shape
+    return Placed((0,), (0, None)) if use.axes == (0,) and rows >= cols else _everywhere(use)
 
 
-def _random(given: Given) -> Placed:
+def _random(use: Given) -> Placed:
     # The key is on all ranks.
-    (out,) = given.outputs
-    return Placed((None,), (0 if out.shape and out.shape[0] == given.rows > 1 else None,))
+    (out,) = use.outputs
+    return Placed((None,), (0 if out.shape and out.shape[0] == use.rows > 1 else None,))
 
 
-def _call(given: Given) -> Placed:
+def _call(use: Given) -> Placed:
     """Pass rows of what is in rows, and all of the rest."""
-    rows, slices = given.statement.options["rows"], given.statement.options.get("slices")
+    rows, slices = use.statement.options["rows"], use.statement.options.get("slices")
     if not rows and not slices:
-        return _everywhere(given)
-    inputs = tuple(0 if i in rows else None for i in range(len(given.kinds)))
-    if given.statement.options["sums"]:
-        return Placed(inputs, (None,) * len(given.outputs), "sum")
-    return Placed(inputs, (0,) * len(given.outputs))
+        return _everywhere(use)
+    inputs = tuple(0 if i in rows else None for i in range(len(use.kinds)))
+    if use.statement.options["sums"]:
+        return Placed(inputs, (None,) * len(use.outputs), "sum")
+    return Placed(inputs, (0,) * len(use.outputs))
 
 
-def _put(given: Given) -> Placed:
-    return Placed((0, 0, None), (0,)) if 0 in given.axes[:2] else _everywhere(given)
+def _put(use: Given) -> Placed:
+    return Placed((0, 0, None), (0,)) if 0 in use.axes[:2] else _everywhere(use)
 
 
+# Called where an input is in rows; those of random numbers and of users' functions always.
 RULES: Mapping[str, Callable[[Given], Placed]] = {
     "map": _map,
     "fill": _map,
@@ -203,10 +181,10 @@ RULES: Mapping[str, Callable[[Given], Placed]] = {
     "transpose": _transpose,
     "reshape": _reshape,
     "broadcast": _broadcast,
-    "concat": _concat,
+    "concat": _by_lines,
     "take": _take,
     "segment_sum": _segment_sum,
-    "along": _along,
+    "along": _by_lines,
     "whole": _whole,
     "qr": _qr,
     "random": _random,
@@ -259,18 +237,17 @@ class Placements:
         return Block(list(block.inputs), into, list(block.outputs))
 
     def _one(self, statement: Statement, into: list[Statement], moved: dict[tuple[int, Axis], int]) -> None:
-        given = Given(
+        use = Given(
             statement,
             tuple(map(self._kind, statement.inputs)),
             tuple(map(self._axis, statement.inputs)),
             tuple(self.kinds[number] for number in statement.outputs),
             self.rows,
         )
-        placed = RULES[statement.family](given)
-        in_rows = any(axis is not None for axis in placed.outputs)
-        if self.rows == UNKNOWN and (
-            placed.combine in _BY_NUMBERS or (in_rows and statement.family in ("random", "qr"))
-        ):
+        in_rows = use.largest >= 0 or statement.family in ("random", "call")
+        placed = RULES[statement.family](use) if in_rows else _everywhere(use)
+        numbered = statement.family in ("random", "qr") and any(axis is not None for axis in placed.outputs)
+        if self.rows == UNKNOWN and (numbered or placed.combine in _BY_NUMBERS):
             need_rows()
         inputs = tuple(
             self._viewed(self._brought(ref, axis, into, moved, statement.line), into)
@@ -331,9 +308,9 @@ class Placements:
                 self.axes.update(dict.fromkeys(block.inputs[: len(block.inputs) - len(axes)]))
                 self.axes.update(zip(block.inputs[len(block.inputs) - len(axes) :], axes, strict=True))
             placed = self._placed(body)
-            made = [self._axis(ref) for ref in placed.outputs]
+            ends = [self._axis(ref) for ref in placed.outputs]
             # A value that is in rows at the start or the end of a turn is in rows throughout.
-            joined = [new if old is None else old for old, new in zip(axes, made, strict=True)]
+            joined = [new if old is None else old for old, new in zip(axes, ends, strict=True)]
             if joined == axes:
                 break
             axes = joined
@@ -353,8 +330,8 @@ class Placements:
 
     def _cond(self, cond: Statement, into: list[Statement], moved: dict[tuple[int, Axis], int]) -> None:
         blocks = tuple(map(self._placed, cond.blocks))
-        made = [[self._axis(ref) for ref in block.outputs] for block in blocks]
-        axes = [two if one is None else one for one, two in zip(*made, strict=True)]
+        ends = [[self._axis(ref) for ref in block.outputs] for block in blocks]
+        axes = [two if axis is None else axis for axis, two in zip(*ends, strict=True)]
         for block in blocks:
             self._end(block, axes, cond.line)
         flag = self._brought(cond.inputs[0], None, into, moved, cond.line)
@@ -378,14 +355,14 @@ class Placements:
         _drop_unread(self.block)
 
     def _hoist(self, block: Block) -> None:
-        found: list[Statement] = []
+        statements: list[Statement] = []
         for statement in block.statements:
             for inner in statement.blocks:
                 self._hoist(inner)
             if statement.family == "loop":
-                found += self._invariant(statement.blocks[-1])
-            found.append(statement)
-        block.statements = found
+                statements += self._invariant(statement.blocks[-1])
+            statements.append(statement)
+        block.statements = statements
 
     def _invariant(self, body: Block) -> list[Statement]:
         """Take the statements out of a loop's body that make the same in each turn, and are small."""
@@ -405,7 +382,7 @@ class Placements:
         if not taken:
             return []
         own, every = {id(statement) for statement in taken}, body.statements
-        body.statements = [one for one in body.statements if id(one) not in own]
+        body.statements = [statement for statement in body.statements if id(statement) not in own]
         # What they read of the body, too, is computed twice, under another number.
         names: dict[int, int] = {}
         hoisted = []
@@ -499,7 +476,7 @@ _NARROW = 2
 def has_effect(statement: Statement) -> bool:
     """Whether a statement is taken for what it does, whatever is read of it."""
     return statement.family == "callback" or any(
-        has_effect(one) for block in statement.blocks for one in block.statements
+        has_effect(inner) for block in statement.blocks for inner in block.statements
     )
 
 

@@ -247,8 +247,8 @@ def cross(x1: Any, x2: Any, *, axis: int = -1) -> Any:
     if first.shape[-1] != 3:
         raise PlanError(f"x1 and x2 must have 3 elements along axis {axis}; they have {first.shape[-1]}")
     ndim = max(first.ndim, second.ndim)
-    found = by_tasks("(m),(m)->(m)", np.cross, {"x1": first, "x2": second}, exact=True)
-    return da.moveaxis(found, -1, normalize_axis_index(axis, ndim))
+    product = by_tasks("(m),(m)->(m)", np.cross, {"x1": first, "x2": second}, exact=True)
+    return da.moveaxis(product, -1, normalize_axis_index(axis, ndim))
 
 
 def _vectors(x1: Any, x2: Any, axis: int) -> tuple[Array, Array]:
@@ -420,13 +420,13 @@ def multi_dot(arrays: Sequence[Any], **how: Unpack[ProductOptions]) -> Any:
     >>> linalg.multi_dot([da.ones((3, 2)), da.ones((2, 4)), da.ones(4)]).compute()
     array([8., 8., 8.])
     """
-    found = [operand(f"arrays[{number}]", x) for number, x in enumerate(arrays)]
-    if len(found) < 2 or any(x.ndim != 2 for x in found[1:-1]) or not {found[0].ndim, found[-1].ndim} <= {1, 2}:
-        dims = ", ".join(f"{x.ndim}-D" for x in found)
+    terms = [operand(f"arrays[{number}]", x) for number, x in enumerate(arrays)]
+    if len(terms) < 2 or any(x.ndim != 2 for x in terms[1:-1]) or not {terms[0].ndim, terms[-1].ndim} <= {1, 2}:
+        dims = ", ".join(f"{x.ndim}-D" for x in terms)
         raise PlanError(
             f"arrays must be two or more matrices, of which the first and the last may be vectors; got {dims}"
         )
-    return chain(found, _product(how))
+    return chain(terms, _product(how))
 
 
 def _product(how: ProductOptions) -> Product:
@@ -600,8 +600,8 @@ def norm(
     if not of_values:
         raise PlanError(f"ord={ord!r} here is computed by Dask's tasks, which have no {min(how)}=: leave it out")
     s = svdvals(da.moveaxis(x, axes, (-2, -1)), **how)
-    found = s.sum(axis=-1) if ord == "nuc" else _end(s, largest=ord == 2)
-    return da.expand_dims(found, tuple(sorted(axes))) if keepdims else found
+    result = s.sum(axis=-1) if ord == "nuc" else _end(s, largest=ord == 2)
+    return da.expand_dims(result, tuple(sorted(axes))) if keepdims else result
 
 
 def _end(s: Array, *, largest: bool) -> Array:
@@ -750,5 +750,5 @@ def _operands(a: Any, b: Any) -> tuple[Array, Array]:
 def _chunk_triangle(block: Any, lower: bool, unit: bool, block_info: Any = None) -> Any:
     (rows, _), (cols, _) = block_info[0]["array-location"]
     offset: int = rows - cols
-    found = np.tril(block, offset - unit) if lower else np.triu(block, offset + unit)
-    return plus_ones(found, offset) if unit else found
+    triangle = np.tril(block, offset - unit) if lower else np.triu(block, offset + unit)
+    return plus_ones(triangle, offset) if unit else triangle

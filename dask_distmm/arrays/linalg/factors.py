@@ -119,8 +119,8 @@ def picked(x: Array, rows: Array) -> Array:
     if max(x.ndim, rows.ndim + 1) > 2:
         return apply_gufunc(_taken, "(m,k),(m)->(m,k)", x, rows, meta=x._meta, allow_rechunk=True)
     columns = x.rechunk({0: -1})
-    found = blockwise(operator.getitem, "ij", columns, "ij", rows.rechunk(-1), "i", dtype=x.dtype, meta=x._meta)
-    return found.rechunk(x.chunks)
+    picked_rows = blockwise(operator.getitem, "ij", columns, "ij", rows.rechunk(-1), "i", dtype=x.dtype, meta=x._meta)
+    return picked_rows.rechunk(x.chunks)
 
 
 def _taken(x: Any, rows: Any) -> Any:
@@ -202,13 +202,13 @@ def qr(a: Operand, mode: Literal["reduced", "complete", "r"] = "reduced", **how:
     """
     a = matrix("a", a, unknown_rows=mode != "complete", sparse=True)
     if mode != "complete" and goes_by_rows(a, how):
-        found: tuple[Array, ...] = ()
+        factors: tuple[Array, ...] = ()
         with left_beyond_memory(a):
-            found = by_program("qr", {"a": a}, {"r": "nn"} if mode == "r" else {"q": "mn", "r": "nn"}, how=how)
-        *q, r = found or reduced(rows_of(a))
+            factors = by_program("qr", {"a": a}, {"r": "nn"} if mode == "r" else {"q": "mn", "r": "nn"}, how=how)
+        *q, r = factors or reduced(rows_of(a))
         r = r.rechunk((a.chunks[1], a.chunks[1]))
         return r if mode == "r" else QRResult(q[0].rechunk({1: a.chunks[1]}), r)
     inner = "m" if mode == "complete" else "r"
     wanted = {"r": "rn"} if mode == "r" else {"q": f"m{inner}", "r": f"{inner}n"}
-    found = factorize("qr", {"a": a}, wanted, mode=mode, how=how)
-    return found[0] if mode == "r" else QRResult(*found)
+    factors = factorize("qr", {"a": a}, wanted, mode=mode, how=how)
+    return factors[0] if mode == "r" else QRResult(*factors)

@@ -192,8 +192,8 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
     array([[3.]])
     """
     a = matrix("a", a, sparse=True)
-    sparse, given = bool(sparse_package(a._meta)), common_type({"a": a})
-    dtype = np.result_type(given, np.float64) if sparse else given
+    sparse, kind = bool(sparse_package(a._meta)), common_type({"a": a})
+    dtype = np.result_type(kind, np.float64) if sparse else kind
     most = min(a.shape)
     k = most if n_components is None else n_components
     if len(a) < 2:
@@ -206,16 +206,16 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
             components, variances, mean, total = by_program(
                 "pca", {"a": a}, wanted, how=how, axes={"k": (k,)}, dtype=dtype, **options
             )
-            real = np.empty(0, given).real.dtype
-            found = Components(components.astype(given), variances.astype(real), mean.astype(given))
-            found.explained_variance_ratio = (variances / total[0, 0]).astype(real)
-            return found
+            real = np.empty(0, kind).real.dtype
+            result = Components(components.astype(kind), variances.astype(real), mean.astype(kind))
+            result.explained_variance_ratio = (variances / total[0, 0]).astype(real)
+            return result
     a = a.astype(dtype)
     mean = a.mean(axis=0)
     s, vh = right_vectors(a - mean, how)
-    found = Components(vh[:k], s[:k] ** 2 / (len(a) - 1), mean)
-    found.explained_variance_ratio = s[:k] ** 2 / (s**2).sum()
-    return found
+    result = Components(vh[:k], s[:k] ** 2 / (len(a) - 1), mean)
+    result.explained_variance_ratio = s[:k] ** 2 / (s**2).sum()
+    return result
 
 
 @public(RunOptions, MOMENTS)
@@ -280,14 +280,14 @@ def corrcoef(x: Any, y: Any = None, rowvar: bool = True, **how: Unpack[RunOption
     return _covariances({"x": x, "y": y}, rowvar, 1, True, how)
 
 
-def _covariances(given: Mapping[str, Any], rowvar: bool, ddof: int, correlation: bool, how: RunOptions) -> Any:
+def _covariances(arrays: Mapping[str, Any], rowvar: bool, ddof: int, correlation: bool, how: RunOptions) -> Any:
     """Return covariances, or correlations."""
-    variables = [_observations(name, x, rowvar) for name, x in given.items() if x is not None or name != "y"]
+    variables = [_observations(name, x, rowvar) for name, x in arrays.items() if x is not None or name != "y"]
     if not variables or len({len(x) for x in variables}) > 1:
         counts = " and ".join(str(len(x)) for x in variables)
-        raise PlanError(f"{' and '.join(given)} must have as many observations, got {counts}")
+        raise PlanError(f"{' and '.join(arrays)} must have as many observations, got {counts}")
     if len(variables) > 1 and any(sparse_package(x._meta) for x in variables):
-        raise PlanError(f"{' and '.join(given)} must be dense: pass sparse variables as one matrix")
+        raise PlanError(f"{' and '.join(arrays)} must be dense: pass sparse variables as one matrix")
     rows = variables[0].chunks[0]
     a = variables[0] if len(variables) == 1 else da.concatenate([x.rechunk({0: rows}) for x in variables], axis=1)
     check_names(None, how.get("engine"), kind=ProgramProblem.kind)
@@ -306,7 +306,7 @@ def _covariances(given: Mapping[str, Any], rowvar: bool, ddof: int, correlation:
             c = da.clip(c.real, -1, 1) + 1j * da.clip(c.imag, -1, 1) if c.dtype.kind == "c" else da.clip(c, -1, 1)
     if a.shape[1] == 1:
         return c[0, 0]
-    (first, *more) = (x for name, x in given.items() if x is not None or name != "y")
+    (first, *more) = (x for name, x in arrays.items() if x is not None or name != "y")
     return _labelled(c, first, int(not rowvar)) if not more and hasattr(first, "coords") else c
 
 
@@ -320,5 +320,5 @@ def _labelled(c: Array, x: Any, axis: int) -> Any:
 def _observations(name: str, x: Any, rowvar: bool) -> Array:
     """Return a matrix with a column for each variable, in the type in which NumPy has covariances."""
     array = operand(name, x, sparse=True)
-    found = matrix(name, array if array.ndim == 1 or not rowvar else array.T, vector=True, sparse=True)
-    return found.astype(np.result_type(common_type({name: found}), np.float64))
+    observations = matrix(name, array if array.ndim == 1 or not rowvar else array.T, vector=True, sparse=True)
+    return observations.astype(np.result_type(common_type({name: observations}), np.float64))

@@ -219,8 +219,8 @@ def documented(name: str, doc: str, options: type | None, cost: Cost) -> str:
     raised = "\nRaises\n------\nPlanError\n    When it is called: an argument does not fit, or is not supported.\n"
     if len(cost) == 2:
         raised += f"MatrixError\n    When it is computed: an element is NaN or infinite{unless}.\n"
-    others = [other for group in RELATED if name in group.split() for other in group.split() if other != name]
-    related = ", ".join(dict.fromkeys(others))
+    related_names = [member for group in RELATED if name in group.split() for member in group.split() if member != name]
+    related = ", ".join(dict.fromkeys(related_names))
     notes = "\n\n".join(textwrap.fill(text, 112) for text in paragraphs)
     behind = f"{returned}{'' if 'Raises' in returned else raised}\nSee Also\n--------\n{related}\n"
     return "\n".join(
@@ -256,8 +256,8 @@ def check_value(name: str, value: Any, allowed: Any) -> None:
         return  # Functions say what is wrong with an operand.
     if any(_fits(value, kind) for kind in kinds):
         return
-    choices = [one for kind in kinds if typing.get_origin(kind) is Literal for one in typing.get_args(kind)]
-    if isinstance(value, str) and choices and all(isinstance(one, str) for one in choices):
+    choices = [choice for kind in kinds if typing.get_origin(kind) is Literal for choice in typing.get_args(kind)]
+    if isinstance(value, str) and choices and all(isinstance(choice, str) for choice in choices):
         raise PlanError(unknown_name(name, value, choices))
     raise PlanError(f"{name} must be {' or '.join(map(_text, kinds))}, got {reprlib.repr(value)}")
 

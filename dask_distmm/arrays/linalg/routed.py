@@ -90,8 +90,8 @@ def _solve(a: Any, b: Any, sym_pos: Any = None, assume_a: Any = "gen") -> Any:
     if assume_a != "gen":
         stock = "full" if assume_a == "pos" and blocks else "absent"
     # Stacks take no structure, so none is passed where none was.
-    given = None if assume_a == "gen" else assume_a
-    return take(lambda: solutions.solve(a, b, assume_a=given), a, b, stock=stock)
+    structure = None if assume_a == "gen" else assume_a
+    return take(lambda: solutions.solve(a, b, assume_a=structure), a, b, stock=stock)
 
 
 def _solve_triangular(a: Any, b: Any, lower: bool = False) -> Any:
@@ -122,11 +122,11 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
             rank = rank.map_blocks(_to_host, dtype=rank.dtype, meta=np.empty((), rank.dtype))
         return x, residuals, rank, values
 
-    found = NotImplemented
+    result = NotImplemented
     if rows or not good:
-        found = take(make, a, b, stock="full" if good else "absent")
+        result = take(make, a, b, stock="full" if good else "absent")
     # NumPy's argument, which Dask lacks.
-    return dask_lstsq(a, b) if good and found is NotImplemented else found
+    return dask_lstsq(a, b) if good and result is NotImplemented else result
 
 
 def _to_host(block: Any) -> Any:
@@ -147,10 +147,10 @@ def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, comp
         return take(lambda: spectral.svd_by_rows(a, True, {}, by_sum=coerce_signs), a, stock="full")
     if a.numblocks[0] != 1 or not _by_rows(a.T):
         return NotImplemented
-    found = take(lambda: spectral.svd_by_rows(adjoint(a), True, {}), a, stock="full")
-    if found is NotImplemented:
-        return found
-    u, s, v = adjoint(found[2]), found[1], adjoint(found[0])
+    factors = take(lambda: spectral.svd_by_rows(adjoint(a), True, {}), a, stock="full")
+    if factors is NotImplemented:
+        return factors
+    u, s, v = adjoint(factors[2]), factors[1], adjoint(factors[0])
     u, v = svd_flip(u, v) if coerce_signs else (u, v)
     return u, s, v
 
@@ -175,8 +175,8 @@ def _svd_compressed(
     random = seed if isinstance(seed, RandomState) else da.random.default_rng(seed)
     alike = random._backend is np if host else random._backend is not np
     # On the host the random vectors are those of Dask, which travel with the graph.
-    known = not host or (a.dtype in (np.float32, np.float64) and a.shape[1] * (k + extra) <= _DRAWN)
-    if alike and known and _by_rows(a):
+    same_draws = not host or (a.dtype in (np.float32, np.float64) and a.shape[1] * (k + extra) <= _DRAWN)
+    if alike and same_draws and _by_rows(a):
 
         def make(seed: int | bytes) -> Any:
             return leading.compressed_by_rows(a, k, n_power_iter, extra, seed, {}, by_sum=coerce_signs)
@@ -255,11 +255,11 @@ DASKS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def _pinv(a: Any, rcond: float | None = None, hermitian: bool = False, **given: Any) -> Any:
-    rtol = given.get("rtol", rcond)
+def _pinv(a: Any, rcond: float | None = None, hermitian: bool = False, **options: Any) -> Any:
+    rtol = options.get("rtol", rcond)
     if rtol is None:
         # NumPy's limit, and that of the array API.
-        rtol = max(a.shape[-2:]) * float(np.finfo(common_type({"a": a})).eps) if given else 1e-15
+        rtol = max(a.shape[-2:]) * float(np.finfo(common_type({"a": a})).eps) if options else 1e-15
     return take(lambda: solutions.pinv(a, rtol, hermitian, check_finite=False), a, stock="partial")
 
 
@@ -271,8 +271,8 @@ def _cond(x: Any, p: Any = None) -> Any:
 
 
 def _named_qr(a: Any, mode: str = "reduced") -> Any:
-    found = da.linalg.qr(a) if mode == "reduced" else _qr(a, mode)
-    return QRResult(*found) if isinstance(found, tuple) else found
+    factors = da.linalg.qr(a) if mode == "reduced" else _qr(a, mode)
+    return QRResult(*factors) if isinstance(factors, tuple) else factors
 
 
 def _named_svd(a: Any, full_matrices: bool | None = None, compute_uv: bool = True, hermitian: bool = False) -> Any:
@@ -319,14 +319,14 @@ def _xarrays(name: str, a: Any, b: Any, dim: Any = None, ddof: int = 1, weights:
     import xarray
     from xarray.computation import computation
 
-    given = (a, b)
-    if weights is not None or not isinstance(dim, str) or not all(isinstance(x, xarray.DataArray) for x in given):
+    pair = (a, b)
+    if weights is not None or not isinstance(dim, str) or not all(isinstance(x, xarray.DataArray) for x in pair):
         return NotImplemented
-    if {*a.dims} & {*b.dims} != {dim} or min(a.ndim, b.ndim) < 2 or not all(isinstance(x.data, Array) for x in given):
+    if {*a.dims} & {*b.dims} != {dim} or min(a.ndim, b.ndim) < 2 or not all(isinstance(x.data, Array) for x in pair):
         return NotImplemented
-    if any(x.dtype.kind not in "iuf" or x.dtype.itemsize < 4 for x in given):
+    if any(x.dtype.kind not in "iuf" or x.dtype.itemsize < 4 for x in pair):
         return NotImplemented
-    a, b = xarray.align(*given, join="inner", copy=False)
+    a, b = xarray.align(*pair, join="inner", copy=False)
     # Axes, coordinates, name and attributes are those that xarray has for some of the elements.
     few = [x.isel({dim: slice(0, 2)}) for x in (a, b)]
     options = {"ddof": ddof} if name == "cov" else {}
@@ -339,13 +339,13 @@ def _xarrays(name: str, a: Any, b: Any, dim: Any = None, ddof: int = 1, weights:
     block = {(p, q): sums[p * m : (p + 1) * m, q * n : (q + 1) * n] for p in range(3) for q in range(3)}
     count = block[0, 0]
     means = block[1, 0] / count, block[0, 1] / count
-    found = block[1, 1] / count - means[0] * means[1]
+    result = block[1, 1] / count - means[0] * means[1]
     if name == "cov":
-        found = found * (count / (count - ddof))
+        result = result * (count / (count - ddof))
     else:
         squares = block[2, 0] / count - means[0] ** 2, block[0, 2] / count - means[1] ** 2
-        found = found / (da.sqrt(squares[0]) * da.sqrt(squares[1]))
-    return like.copy(data=found.astype(like.dtype).reshape(like.shape))
+        result = result / (da.sqrt(squares[0]) * da.sqrt(squares[1]))
+    return like.copy(data=result.astype(like.dtype).reshape(like.shape))
 
 
 def _valid_powers(x: Array, count: int) -> list[Array]:
@@ -473,16 +473,16 @@ def _left(result: Any, operands: Sequence[Array], stock: StockSupport) -> bool:
         note_left(_text(runs), flops, NO_CLUSTER if client is None else small)
         return True
     for run in runs if client is not None else ():
-        if (known := recent_snapshot(client, run)) is None:
+        if (snapshot := recent_snapshot(client, run)) is None:
             return False
-        plan = plan_computation(run, known.workers, engine=known.engines)
+        plan = plan_computation(run, snapshot.workers, engine=snapshot.engines)
         # Between the call and the run processes may grow: where memory is short, only what would not have Dask spill.
         if full and over_limit(plan, _ROOM):
             return True
         budget = wave_budget() if full and any(x.by_ranks for x in run.matrices) else None
-        if budget is not None and any(plan.projected_bytes[one.address] > budget.of(one) for one in plan.participants):
+        if budget is not None and any(plan.projected_bytes[w.address] > budget.of(w) for w in plan.participants):
             return True
-        compared = with_tasks(plan, known.workers, dask_costs()) if full and least is None else None
+        compared = with_tasks(plan, snapshot.workers, dask_costs()) if full and least is None else None
         if compared is not None and not compared.worth_it:
             note_left(_text(runs), flops, by_times(compared), PAYS)
             return True

@@ -62,16 +62,16 @@ _RARE = 1e-9
 
 def weights(least: float, eps: float) -> list[tuple[float, float, float]]:
     """Return the weights of all steps that take singular values from `least` on to 1, up to a rounding `eps`."""
-    found = []
+    triples = []
     while abs(1 - least) > eps:
         square = least**2
         root = math.sqrt(1 + (d := (4 * (1 - square) / square**2) ** (1 / 3)))
         a = root + math.sqrt(8 - 4 * d + 8 * (2 - square) / (square * root)) / 2
         b = (a - 1) ** 2 / 4
         c = a + b - 1
-        found.append((a, b, c))
+        triples.append((a, b, c))
         least = min(1.0, least * (a + b * square) / (1 + c * square))
-    return found
+    return triples
 
 
 def unitary_factor(a: Array, how: RunOptions) -> Array:
@@ -224,8 +224,8 @@ def eigh(
     wanted = {"w": ".K"} if eigvals_only else {"w": ".K", "v": "mk"}
     options: dict[str, Any] = {"axes": {"k": cols}, "subset": subset, "vectors": not eigvals_only}
     options["lower"] = UPLO in "Ll" if lower is None else bool(lower)
-    found = factorize("eigh", operands, wanted, how=how, **options)
-    return found[0] if eigvals_only else EighResult(*found)
+    results = factorize("eigh", operands, wanted, how=how, **options)
+    return results[0] if eigvals_only else EighResult(*results)
 
 
 @public(FactorOptions, EIGEN)
@@ -322,8 +322,8 @@ def eig(a: Operand, *, left: bool = False, right: bool = True, **how: Unpack[Fac
     array([0.+2.j, 0.-2.j])
     """
     wanted = {"w": ".N", **{name: "mn" for name, side in (("vl", left), ("v", right)) if side}}
-    found = factorize("eig", {"a": matrix("a", a)}, wanted, how=how, left=left, vectors=right)
-    return found if left else EigResult(*found) if right else found[0]
+    results = factorize("eig", {"a": matrix("a", a)}, wanted, how=how, left=left, vectors=right)
+    return results if left else EigResult(*results) if right else results[0]
 
 
 @public(FactorOptions, ALONE)
@@ -526,8 +526,8 @@ def svd(a: Operand, full_matrices: bool = True, compute_uv: bool = True, **how: 
     full, method = full_matrices and compute_uv and m != n, how.get("method", "auto")
     if full and method != "auto" and method != "local" and a.size:
         raise PlanError(f"method={method!r} of {m} x {n} has no full_matrices: pass full_matrices=False")
-    found = _decomposition(a, full, compute_uv, how)
-    return SVDResult(*found) if compute_uv else found[0]
+    factors = _decomposition(a, full, compute_uv, how)
+    return SVDResult(*factors) if compute_uv else factors[0]
 
 
 def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -> tuple[Array, ...]:
@@ -539,8 +539,8 @@ def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -
     if full or method == "local":
         return _decomposed(a, full, compute_uv, how)
     if m < n:
-        found = _decomposition(adjoint(a), False, compute_uv, how)
-        return tuple(x if x.ndim == 1 else adjoint(x) for x in reversed(found))
+        factors = _decomposition(adjoint(a), False, compute_uv, how)
+        return tuple(x if x.ndim == 1 else adjoint(x) for x in reversed(factors))
     if goes_by_rows(a, how):
         with left_beyond_memory(a):
             return svd_by_rows(a, compute_uv, how)
@@ -548,16 +548,16 @@ def _decomposition(a: Array, full: bool, compute_uv: bool, how: FactorOptions) -
     if _goes_by_r(a, how):
         *q, a = qr(a, **how) if compute_uv else (qr(a, "r", **how),)
     by_polar = method == "columns" or _quicker_by_polar(a, compute_uv)
-    found = _by_polar(a, compute_uv, how) if by_polar else _decomposed(a, False, compute_uv, how)
-    return (times(q[0], found[0], how), *found[1:]) if q else found
+    factors = _by_polar(a, compute_uv, how) if by_polar else _decomposed(a, False, compute_uv, how)
+    return (times(q[0], factors[0], how), *factors[1:]) if q else factors
 
 
 def right_vectors(a: Array, how: RunOptions) -> tuple[Any, Any]:
     """Return s and vh of `svd`; of a matrix that is much longer than wide without its Q."""
     if _goes_by_r(a, how):
         a = qr(a, "r", **how)
-    found: tuple[Any, Any] = svd(a, full_matrices=False, **how)[1:]
-    return found
+    vectors: tuple[Any, Any] = svd(a, full_matrices=False, **how)[1:]
+    return vectors
 
 
 def _goes_by_r(a: Array, how: RunOptions) -> bool:

@@ -75,8 +75,8 @@ def _cholesky(a: Array, upper: bool | None = None, lower: bool | None = None) ->
 
 def _triangle(a: Any, upper: bool) -> Any:
     # Only one triangle is read; CuPy's function has no choice of it.
-    found = np.linalg.cholesky(a.swapaxes(-1, -2).conj() if upper else a)
-    return found.swapaxes(-1, -2).conj() if upper else found
+    factor = np.linalg.cholesky(a.swapaxes(-1, -2).conj() if upper else a)
+    return factor.swapaxes(-1, -2).conj() if upper else factor
 
 
 def _solve(a: Array, b: Array, transposed: bool = False) -> Rule:
@@ -137,8 +137,8 @@ def _permuted_factors(a: Any, **options: Any) -> Any:
     import scipy.linalg
 
     lu: Callable[..., Any] = scipy.linalg.lu
-    first, *others = lu(a, check_finite=False, **options)
-    return first.astype(np.int64) if first.dtype.kind == "i" else first, *others
+    first, *rest = lu(a, check_finite=False, **options)
+    return first.astype(np.int64) if first.dtype.kind == "i" else first, *rest
 
 
 def _factors(a: Any) -> Any:
@@ -195,16 +195,16 @@ def _eigenpairs(a: Any, vectors: bool) -> Any:
         if not check_availability("geev"):
             return on_host(a, functools.partial(_eigenpairs, vectors=vectors))
     # Complex, also if all are real.
-    found, dtype = function(a), np.result_type(a.dtype, np.complex64)
-    return EigResult(*(x.astype(dtype, copy=False) for x in found)) if vectors else found.astype(dtype, copy=False)
+    pairs, dtype = function(a), np.result_type(a.dtype, np.complex64)
+    return EigResult(*(x.astype(dtype, copy=False) for x in pairs)) if vectors else pairs.astype(dtype, copy=False)
 
 
 def on_host(a: Any, function: Callable[[Any], Any]) -> Any:
     """Return what a function of NumPy's arrays makes of a chunk, where the chunk is."""
     if array_kind(a) != "cupy":
         return function(a)
-    found = function(a.get())
-    return tuple(np.asarray(x, like=a) for x in found) if isinstance(found, tuple) else np.asarray(found, like=a)
+    result = function(a.get())
+    return tuple(np.asarray(x, like=a) for x in result) if isinstance(result, tuple) else np.asarray(result, like=a)
 
 
 def _each(kind: str, dtype: np.dtype | None = None, results: int = 1) -> Rule:
@@ -219,12 +219,12 @@ def _decomposed(a: Any, kind: str, dtype: np.dtype | None) -> Any:
 
     dtype = dtype or a.dtype
     task = Factorization(kind, a.shape[-2:], dtype.name)
-    found = [np.empty(a.shape[:-2] + one.shape, one.dtype) for one in task.outputs]
+    results = [np.empty(a.shape[:-2] + output.shape, output.dtype) for output in task.outputs]
     for at in np.ndindex(a.shape[:-2]):
-        made = decompose(LapackKernels(), task, np.array(a[at], dtype, order="F"))
-        for one, x in zip(task.outputs, found, strict=True):
-            x[at] = made[one.name]
-    return tuple(found) if len(found) > 1 else found[0]
+        computed = decompose(LapackKernels(), task, np.array(a[at], dtype, order="F"))
+        for output, x in zip(task.outputs, results, strict=True):
+            x[at] = computed[output.name]
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 def _exponentials(a: Any) -> Any:
@@ -301,8 +301,8 @@ def _of_stacks(function: Callable[P, T]) -> Callable[P, T]:
     """Return a function of matrices that takes stacks of them too, if it is in the table."""
     if (rule := RULES.get(function.__name__)) is None:
         return function
-    signature, known = inspect.signature(function), inspect.signature(rule).parameters
-    names = [name for name in ("a", "A", "b") if name in known]
+    signature, accepted = inspect.signature(function), inspect.signature(rule).parameters
+    names = [name for name in ("a", "A", "b") if name in accepted]
 
     @functools.wraps(function)
     def taken(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -311,12 +311,12 @@ def _of_stacks(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         how = values.pop("how", {})
         arrays = {name: operand(name, values.pop(name)) for name in names}
-        given = {name: x for name, x in values.items() if x is not signature.parameters[name].default}
-        if lacking := given.keys() - known.keys():
+        stated = {name: x for name, x in values.items() if x is not signature.parameters[name].default}
+        if lacking := stated.keys() - accepted.keys():
             raise PlanError(f"a stack of matrices has no {min(lacking)}=: leave it out, or loop over the matrices")
         if how.keys() & {"factor_dtype", *RunOptions.__annotations__} or _large(arrays):
-            return cast(T, _by_runs(function, arrays, given | how))
-        core, call = rule(*arrays.values(), **given)
+            return cast(T, _by_runs(function, arrays, stated | how))
+        core, call = rule(*arrays.values(), **stated)
         return cast(T, by_tasks(core, call, arrays, finite=how.get("check_finite", True)))
 
     return taken
@@ -348,21 +348,21 @@ def _by_runs(function: Callable[..., Any], arrays: Mapping[str, Array], options:
     batch = _batch_of(arrays)
     cores = {name: x.shape[-2:] if x.ndim > 1 else x.shape for name, x in arrays.items()}
     spread = {name: da.broadcast_to(x, batch + cores[name]) for name, x in arrays.items()}
-    found = [function(**{name: x[at] for name, x in spread.items()}, **options) for at in np.ndindex(batch)]
-    if not found:
+    results = [function(**{name: x[at] for name, x in spread.items()}, **options) for at in np.ndindex(batch)]
+    if not results:
         raise PlanError(f"the stack is empty, {batch}: leave out the options of a run")
-    if not isinstance(found[0], tuple):
-        return stacked(found, batch)
-    parts = [stacked(list(map(da.asarray, each)), batch) for each in zip(*found, strict=True)]
-    return type(found[0])(*parts) if hasattr(found[0], "_fields") else tuple(parts)
+    if not isinstance(results[0], tuple):
+        return stacked(results, batch)
+    parts = [stacked(list(map(da.asarray, each)), batch) for each in zip(*results, strict=True)]
+    return type(results[0])(*parts) if hasattr(results[0], "_fields") else tuple(parts)
 
 
 def _batch_of(arrays: Mapping[str, Array]) -> tuple[int, ...]:
     try:
         return np.broadcast_shapes(*(x.shape[:-2] for x in arrays.values()))
     except ValueError:
-        found = " and ".join(f"{name} is a stack of {x.shape[:-2]}" for name, x in arrays.items())
-        raise PlanError(f"{found}: their lengths must be the same, or 1") from None
+        stacks = " and ".join(f"{name} is a stack of {x.shape[:-2]}" for name, x in arrays.items())
+        raise PlanError(f"{stacks}: their lengths must be the same, or 1") from None
 
 
 def by_tasks(
@@ -374,30 +374,30 @@ def by_tasks(
     """
     inputs = re.findall(r"\(([\w,]*)\)", core.partition("->")[0])
     dtype = np.result_type(*(x.dtype for x in arrays.values())) if exact else common_type(arrays)
-    given = [x.astype(dtype) for x in arrays.values()]
+    operands = [x.astype(dtype) for x in arrays.values()]
     sizes = _core_sizes(inputs, arrays)
-    if not any(np.isnan(x.shape).any() for x in given):
+    if not any(np.isnan(x.shape).any() for x in operands):
         _batch_of(arrays)
-    elif len(given) > 1:
+    elif len(operands) > 1:
         unknown = next(name for name, x in arrays.items() if np.isnan(x.shape).any())
         raise PlanError(f"{unknown} has unknown chunk sizes {arrays[unknown].chunks}; call its compute_chunk_sizes()")
     sizes |= {"r": min(sizes["m"], sizes.get("n", sizes["m"])), "one": 1, "none": 0}
     sizes.setdefault("k", sizes["r"])
     # Types and the kind of the result are those of small matrices.
     sample = call(*((np.eye if "," in letters else np.ones)(3, dtype=dtype) for letters in inputs))
-    meta, several = given[0]._meta, isinstance(sample, tuple)
+    meta, several = operands[0]._meta, isinstance(sample, tuple)
     metas = [output_meta(meta, x.dtype) for x in (sample if several else [sample])]
-    found = da.apply_gufunc(
+    result = da.apply_gufunc(
         _of_chunks,
         core,
-        *(_whole(x, letters.count(",") + 1) for x, letters in zip(given, inputs, strict=True)),
+        *(_whole(x, letters.count(",") + 1) for x, letters in zip(operands, inputs, strict=True)),
         meta=tuple(metas) if several else metas[0],
         output_sizes={name: size for name, size in sizes.items() if name not in "".join(inputs)},
-        allow_rechunk=all(x.size for x in given),
+        allow_rechunk=all(x.size for x in operands),
         call=call,
         names=tuple(arrays) if finite else (),
     )
-    return type(sample)(*found) if hasattr(sample, "_fields") else found
+    return type(sample)(*result) if hasattr(sample, "_fields") else result
 
 
 def _whole(x: Array, axes: int) -> Array:
@@ -440,13 +440,13 @@ def _of_chunks(*chunks: Any, call: Callable[..., Any], names: tuple[str, ...]) -
             raise MatrixError(not_finite(name))
     try:
         if array_kind(chunks[0]) != "cupy":
-            found = call(*chunks)
+            result = call(*chunks)
         else:
             import cupyx
 
             with cupyx.errstate(linalg="raise"):
-                found = call(*chunks)
+                result = call(*chunks)
     except np.linalg.LinAlgError as error:
         remedy = "; pinv and lstsq take such matrices" if "ingular" in str(error) else ""
         raise MatrixError(f"a matrix of the stack: {error}{remedy}") from None
-    return tuple(found) if isinstance(found, tuple) else found
+    return tuple(result) if isinstance(result, tuple) else result

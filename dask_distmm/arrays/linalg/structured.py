@@ -168,23 +168,23 @@ def solveh_banded(ab: Operand, b: Operand, *, lower: bool = False, check_finite:
 
 def _cuts(sizes: tuple[int, ...], least: int) -> tuple[int, ...]:
     """Return chunks of rows, none of which is shorter than that: neighbours are joined."""
-    found = [0]
+    cuts = [0]
     for size in sizes:
-        if found[-1] >= least:
-            found.append(size)
+        if cuts[-1] >= least:
+            cuts.append(size)
         else:
-            found[-1] += size
-    if len(found) > 1 and found[-1] < least:
-        found[-2:] = [found[-2] + found[-1]]
-    return tuple(found)
+            cuts[-1] += size
+    if len(cuts) > 1 and cuts[-1] < least:
+        cuts[-2:] = [cuts[-2] + cuts[-1]]
+    return tuple(cuts)
 
 
 def _lower_bands(ab: Any) -> Any:
     """Return the diagonals of the lower triangle, of those of the upper one."""
-    found, u = np.zeros_like(ab), len(ab) - 1
+    lower, u = np.zeros_like(ab), len(ab) - 1
     for d in range(u + 1):
-        found[d, : ab.shape[1] - d] = ab[u - d, d:].conj()
-    return found
+        lower[d, : ab.shape[1] - d] = ab[u - d, d:].conj()
+    return lower
 
 
 def _positive(ab: Any, b: Any) -> Any:
@@ -200,10 +200,10 @@ def _by_parts(ab: Array, b: Array, check_finite: bool) -> Array:
     eliminate = delayed(functools.partial(_eliminated, u=u, check_finite=check_finite), pure=True)
     # Diagonals of the part, and of the separator before it.
     bands = [ab[:, max(end - size - u, 0) : end].to_delayed()[0, 0] for size, end in zip(sizes, ends, strict=True)]
-    found = [eliminate(x, y, i > 0, i < count - 1) for i, (x, y) in enumerate(zip(bands, parts, strict=True))]
-    separators = delayed(_separators, pure=True)([x[0] for x in found], u, k)
+    eliminated = [eliminate(x, y, i > 0, i < count - 1) for i, (x, y) in enumerate(zip(bands, parts, strict=True))]
+    separators = delayed(_separators, pure=True)([x[0] for x in eliminated], u, k)
     finish = delayed(_finished, pure=True)
-    rows = [finish(x[1], separators, i, i < count - 1, u) for i, x in enumerate(found)]
+    rows = [finish(x[1], separators, i, i < count - 1, u) for i, x in enumerate(eliminated)]
     return concatenate([from_delayed(x, (size, k), meta=b._meta) for x, size in zip(rows, sizes, strict=True)])
 
 
@@ -263,9 +263,9 @@ def _separators(parts: list[tuple[Any, Any, int]], u: int, k: int) -> Any:
 def _finished(part: tuple[Any, Any, Any], separators: Any, number: int, after: bool, u: int) -> Any:
     """Return the unknowns of a part."""
     left, right, kind = part
-    known = separators[max(number - 1, 0) * u : (number + after) * u]
-    x = right - left @ known
-    return np.asarray(np.concatenate([x, known[len(known) - u :]]) if after else x, like=kind)
+    neighbours = separators[max(number - 1, 0) * u : (number + after) * u]
+    x = right - left @ neighbours
+    return np.asarray(np.concatenate([x, neighbours[len(neighbours) - u :]]) if after else x, like=kind)
 
 
 @public(None, BANDS)

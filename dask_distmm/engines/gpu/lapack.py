@@ -128,37 +128,37 @@ class SolverKernels(DeviceMerging):
         """Compute ``c = alpha op(a) op(b) + beta c``."""
         depth = a.shape[1 if op_a == "N" else 0]
         if c.size and (depth or not beta):
-            one, other = _scalar(alpha, c.dtype), _scalar(beta, c.dtype)
+            scale, scale_c = _scalar(alpha, c.dtype), _scalar(beta, c.dtype)
             if compute:
                 kind, sizes = DATA_TYPES[c.dtype.name], (OPS[op_a], OPS[op_b], *c.shape, depth)
                 (at_a, ld_a), (at_b, ld_b), (at_c, ld_c) = _at(a), _at(b), _at(c)
                 cublas.gemm_ex_64(
-                    self._now.blas, *sizes, one.ctypes.data, at_a, kind, ld_a, at_b, kind, ld_b, other.ctypes.data,
+                    self._now.blas, *sizes, scale.ctypes.data, at_a, kind, ld_a, at_b, kind, ld_b, scale_c.ctypes.data,
                     at_c, kind, ld_c, compute_number(compute), -1,
                 )  # fmt: skip
                 return
             function = getattr(cublas, f"{_LETTERS[c.dtype.name]}gemm")
-            arguments = OPS[op_a], OPS[op_b], *c.shape, depth, one.ctypes.data, *_at(a), *_at(b), other.ctypes.data
+            arguments = OPS[op_a], OPS[op_b], *c.shape, depth, scale.ctypes.data, *_at(a), *_at(b), scale_c.ctypes.data
             function(self._now.blas, *arguments, *_at(c))
 
     def product(self, a: Any, b: Any, out: Any = None, *, beta: float = 0) -> Any:
         """Return ``a b``, of matrices and vectors of one type in any order; with `out` ``out = a b + beta out``."""
         shape = (*a.shape[:-1], *b.shape[1:])
         if not (a.size and b.size and shape):
-            found = cp.sum(a * b) if not shape else cp.zeros(shape, a.dtype)
+            total = cp.sum(a * b) if not shape else cp.zeros(shape, a.dtype)
             if out is None:
-                return found
-            out[...] = found if beta == 0 else out + found
+                return total
+            out[...] = total if beta == 0 else out + total
             return out
         out = cp.empty(shape, a.dtype) if out is None else out
-        letter, one, other = _LETTERS[a.dtype.name], _scalar(1, a.dtype), _scalar(beta, a.dtype)
+        letter, unit, scale_c = _LETTERS[a.dtype.name], _scalar(1, a.dtype), _scalar(beta, a.dtype)
         if len(shape) == 1:
             matrix, vector = (a, b) if b.ndim == 1 else (b.T, a)
             matrix, by_columns, distance = _in_order(matrix)
             sizes = matrix.shape if by_columns else matrix.shape[::-1]
             getattr(cublas, f"{letter}gemv")(
-                self._now.blas, OPS["N" if by_columns else "T"], *sizes, one.ctypes.data, matrix.data.ptr, distance,
-                vector.data.ptr, vector.strides[0] // vector.itemsize, other.ctypes.data, out.data.ptr,
+                self._now.blas, OPS["N" if by_columns else "T"], *sizes, unit.ctypes.data, matrix.data.ptr, distance,
+                vector.data.ptr, vector.strides[0] // vector.itemsize, scale_c.ctypes.data, out.data.ptr,
                 out.strides[0] // out.itemsize,
             )  # fmt: skip
             return out
@@ -168,16 +168,16 @@ class SolverKernels(DeviceMerging):
         (first, n1, d1), (second, n2, d2) = _in_order(first), _in_order(second)
         getattr(cublas, f"{letter}gemm")(
             self._now.blas, OPS["N" if n1 else "T"], OPS["N" if n2 else "T"], *target.shape, first.shape[1],
-            one.ctypes.data, first.data.ptr, d1, second.data.ptr, d2, other.ctypes.data, target.data.ptr, width,
+            unit.ctypes.data, first.data.ptr, d1, second.data.ptr, d2, scale_c.ctypes.data, target.data.ptr, width,
         )  # fmt: skip
         return out
 
     def adjoint(self, a: Any, out: Any) -> None:
         """Write ``a^H``."""
         if out.size:
-            one, none = _scalar(1, out.dtype), _scalar(0, out.dtype)
+            unit, none = _scalar(1, out.dtype), _scalar(0, out.dtype)
             function = getattr(cublas, f"{_LETTERS[out.dtype.name]}geam")
-            arguments = OPS["C"], OPS["N"], *out.shape, one.ctypes.data, *_at(a), none.ctypes.data
+            arguments = OPS["C"], OPS["N"], *out.shape, unit.ctypes.data, *_at(a), none.ctypes.data
             function(self._now.blas, *arguments, *_at(out), *_at(out))
 
     def herk(self, a: Any, c: Any) -> None:
@@ -186,9 +186,9 @@ class SolverKernels(DeviceMerging):
             letter = _LETTERS[c.dtype.name]
             real = c.real.dtype
             function = getattr(cublas, f"{letter}{'herk' if c.dtype.kind == 'c' else 'syrk'}")
-            one, other = _scalar(-1, real), _scalar(1, real)
+            minus, plus = _scalar(-1, real), _scalar(1, real)
             shape = len(a), a.shape[1]
-            function(self._now.blas, _LOWER, OPS["N"], *shape, one.ctypes.data, *_at(a), other.ctypes.data, *_at(c))
+            function(self._now.blas, _LOWER, OPS["N"], *shape, minus.ctypes.data, *_at(a), plus.ctypes.data, *_at(c))
 
     def trsm(self, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool, compute: str = "") -> None:
         """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``."""
@@ -196,9 +196,9 @@ class SolverKernels(DeviceMerging):
             solve_by_halves(self, a, b, right=right, lower=lower, op=op, unit=unit, compute=compute)
         elif b.size:
             modes = _RIGHT if right else _LEFT, _LOWER if lower else _UPPER, OPS[op], _UNIT if unit else _NON_UNIT
-            one = _scalar(1, b.dtype)
+            scale = _scalar(1, b.dtype)
             function = getattr(cublas, f"{_LETTERS[b.dtype.name]}trsm")
-            function(self._now.blas, *modes, *b.shape, one.ctypes.data, *_at(a), *_at(b))
+            function(self._now.blas, *modes, *b.shape, scale.ctypes.data, *_at(a), *_at(b))
 
     def potrf(self, a: Any) -> Any:
         """Overwrite the lower triangle of `a` with its Cholesky factor; return cuSOLVER's info."""
@@ -256,11 +256,11 @@ class SolverKernels(DeviceMerging):
             solver, parameters, rows, size, kind, *_at(a), kind, tau.data.ptr, kind, *_memory(device), *_memory(host),
             self._info.data.ptr,
         )  # fmt: skip
-        given = _FORWARD, _COLUMNWISE, rows, size, kind, *_at(a), kind, tau.data.ptr, kind, *_at(t), kind
+        args = _FORWARD, _COLUMNWISE, rows, size, kind, *_at(a), kind, tau.data.ptr, kind, *_at(t), kind
         # It leaves the bytes of a workspace on the host as they were: it needs none.
-        device_bytes, _ = cusolverDn.xlarft_buffer_size(solver, parameters, *given)
+        device_bytes, _ = cusolverDn.xlarft_buffer_size(solver, parameters, *args)
         device, host = self._buffers((device_bytes, 0))
-        cusolverDn.xlarft(solver, parameters, *given, *_memory(device), *_memory(host))
+        cusolverDn.xlarft(solver, parameters, *args, *_memory(device), *_memory(host))
         return t
 
     def eigh(self, a: Any, subset: tuple[int, int] | None, *, vectors: bool) -> tuple[Any, Any]:
@@ -283,19 +283,19 @@ class SolverKernels(DeviceMerging):
             matrix[...] = a
             s, info = cp.empty(order, a.dtype), cp.zeros(1, np.int32)
             places = kind, *_at(matrix), kind, s.data.ptr, kind, *_at(u), kind, *_at(v), kind
-            given = self._now.solver, self._parameters, int(vectors), 1, order, order, *places
-            device, host = self._buffers(cusolverDn.xgesvdp_buffer_size(*given))
+            args = self._now.solver, self._parameters, int(vectors), 1, order, order, *places
+            device, host = self._buffers(cusolverDn.xgesvdp_buffer_size(*args))
             # It has perturbed the matrix by more than rounding unless it says that it has by nothing.
-            if cusolverDn.xgesvdp(*given, *_memory(device), *_memory(host), info.data.ptr) == 0 == self.host(info)[0]:
+            if cusolverDn.xgesvdp(*args, *_memory(device), *_memory(host), info.data.ptr) == 0 == self.host(info)[0]:
                 return (u, s, v.T) if vectors else (None, s, None)
-        found = cp.linalg.svd(a, full_matrices=full, compute_uv=vectors)
-        return found if vectors else (None, found, None)
+        factors = cp.linalg.svd(a, full_matrices=full, compute_uv=vectors)
+        return factors if vectors else (None, factors, None)
 
     def eig(self, a: Any, *, left: bool, right: bool) -> tuple[Any, Any, Any]:
         """Return eigenvalues, and left and right eigenvectors, or None: by cuSOLVER where it has that, or the host."""
         if left or not check_availability("geev"):
-            found = self.on_host.eig(np.asfortranarray(self.host(a)), left=left, right=right)
-            w, vl, v = (None if one is None else cp.asarray(one) for one in found)
+            pairs = self.on_host.eig(np.asfortranarray(self.host(a)), left=left, right=right)
+            w, vl, v = (None if x is None else cp.asarray(x) for x in pairs)
             return w, vl, v
         with errstate(linalg="raise"):
             w, v = cp.linalg.eig(a) if right else (cp.linalg.eigvals(a), None)
@@ -304,16 +304,16 @@ class SolverKernels(DeviceMerging):
     def laswp(self, a: Any, pivots: Any) -> None:
         """Swap rows of `a` as `getrf` has done."""
         if a.size and len(pivots):
-            given = cp.asarray(pivots, np.int32) + np.int32(1)
+            order = cp.asarray(pivots, np.int32) + np.int32(1)
             function = getattr(cusolverDn, f"{_LETTERS[a.dtype.name]}laswp")
-            function(self._now.solver, a.shape[1], *_at(a), 1, len(given), given.data.ptr, 1)
+            function(self._now.solver, a.shape[1], *_at(a), 1, len(order), order.data.ptr, 1)
 
     def triangle(self, a: Any, *, lower: bool, unit: bool) -> Any:
         """Return a copy of a triangle of `a` with zeros in place of the rest; and ones on its diagonal."""
-        found = self.empty(a.shape, a.dtype)
+        t = self.empty(a.shape, a.dtype)
         # The transpose is in C order, in which CuPy's kernels are fastest.
-        _copy_triangle(a.T, len(a), lower, unit, found.T)
-        return found
+        _copy_triangle(a.T, len(a), lower, unit, t.T)
+        return t
 
     def diagonal(self, a: Any) -> Any:
         """Return a copy of the diagonal of `a`."""
@@ -332,8 +332,8 @@ class SolverKernels(DeviceMerging):
         """Return arrays of any shapes on the host, by one copy."""
         flat = [x.ravel().view(np.uint8) for x in arrays if not isinstance(x, np.ndarray)]
         ends = np.cumsum([0, *map(len, flat)])
-        found = iter(np.split(self.host(cp.concatenate(flat)), ends[1:-1]) if flat else ())
-        return [x if isinstance(x, np.ndarray) else next(found).view(x.dtype).reshape(x.shape) for x in arrays]
+        parts = iter(np.split(self.host(cp.concatenate(flat)), ends[1:-1]) if flat else ())
+        return [x if isinstance(x, np.ndarray) else next(parts).view(x.dtype).reshape(x.shape) for x in arrays]
 
     def _buffers(self, sizes: tuple[int, int]) -> tuple[Any, NDArray[np.uint8]]:
         """Return the workspaces that a routine asks for, on the device and on the host."""

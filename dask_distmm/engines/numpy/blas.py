@@ -72,8 +72,8 @@ def routine(char: str, name: str) -> Callable[..., None] | None:
     api.PyCapsule_GetPointer.restype = ctypes.c_void_p
     api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
     signature = api.PyCapsule_GetName(capsule)
-    found = re.fullmatch(r"void \((.*)\)", signature.decode())
-    if not found or "int *" not in (kinds := found[1].split(", ")):
+    match = re.fullmatch(r"void \((.*)\)", signature.decode())
+    if not match or "int *" not in (kinds := match[1].split(", ")):
         return None
     types = (ctypes.c_char_p if kind == "char *" else ctypes.c_void_p for kind in kinds)
     prototype = ctypes.CFUNCTYPE(None, *types)
@@ -117,10 +117,10 @@ def gemm(a: NDArray[Any], b: NDArray[Any], c: NDArray[Any], conjugated: tuple[bo
     b, transb = _operand(b, conjugated[1])
     m, n, k = (ctypes.c_int(size) for size in (*c.shape, a.shape[1]))
     lda, ldb = ld_of(a if transa == b"N" else a.T), ld_of(b if transb == b"N" else b.T)
-    one, ref = np.ones(1, c.dtype), ctypes.byref
+    unit, ref = np.ones(1, c.dtype), ctypes.byref
     call(
-        transa, transb, ref(m), ref(n), ref(k), one.ctypes.data, a.ctypes.data, ref(lda),
-        b.ctypes.data, ref(ldb), one.ctypes.data, c.ctypes.data, ref(ld_of(c)),
+        transa, transb, ref(m), ref(n), ref(k), unit.ctypes.data, a.ctypes.data, ref(lda),
+        b.ctypes.data, ref(ldb), unit.ctypes.data, c.ctypes.data, ref(ld_of(c)),
     )  # fmt: skip
 
 
@@ -139,11 +139,11 @@ def add_lower(x: NDArray[Any], c: NDArray[Any], conjugated: tuple[bool, bool] = 
     if call is None or not fits or not (columns or column_major(x.T)) or not (lower or column_major(c.T)):
         return False
     n, k = (ctypes.c_int(size) for size in x.shape)
-    one, ref = np.ones(1, c.real.dtype), ctypes.byref
+    unit, ref = np.ones(1, c.real.dtype), ctypes.byref
     trans = b"N" if columns else b"C" if is_complex else b"T"
     call(
-        b"L" if lower else b"U", trans, ref(n), ref(k), one.ctypes.data, x.ctypes.data,
-        ref(ld_of(x if columns else x.T)), one.ctypes.data, c.ctypes.data, ref(ld_of(c if lower else c.T)),
+        b"L" if lower else b"U", trans, ref(n), ref(k), unit.ctypes.data, x.ctypes.data,
+        ref(ld_of(x if columns else x.T)), unit.ctypes.data, c.ctypes.data, ref(ld_of(c if lower else c.T)),
     )  # fmt: skip
     return True
 

@@ -81,13 +81,13 @@ class ProductKernels(LapackKernels):
 
     def finish(self, *parts: Array, reads: int, names: Sequence[str], formula: Formula, dtypes: Sequence[str]) -> Any:
         """Return D, which may lie over the sums, and auxiliary outputs."""
-        acc, (dtype, *others) = parts[reads], map(dtype_from_name, dtypes)
+        acc, (dtype, *types) = parts[reads], map(dtype_from_name, dtypes)
         out, aux = acc if acc.dtype == dtype else np.empty(acc.shape, dtype), formula.per_element
         if acc.size:
-            made = finish_by_rows(formula, acc, dict(zip(names, parts, strict=False)), out)
+            extra = finish_by_rows(formula, acc, dict(zip(names, parts, strict=False)), out)
         else:
-            made = {name: np.zeros(part_shape(formula.keeps(name), acc.shape)) for name in aux}
-        return out, *(made[name].astype(kind, copy=False) for name, kind in zip(aux, others, strict=True))
+            extra = {name: np.zeros(part_shape(formula.keeps(name), acc.shape)) for name in aux}
+        return out, *(extra[name].astype(kind, copy=False) for name, kind in zip(aux, types, strict=True))
 
 
 class NumpyEngine(Engine):
@@ -104,9 +104,9 @@ class NumpyEngine(Engine):
         if isinstance(side.plan, RegionPlacement):
             return RegionJob(side)
         for (operand, number), chunk in side.chunks.items():
-            made = not isinstance(chunk, SourceChunk)  # else looked at later
+            there = not isinstance(chunk, SourceChunk)  # else looked at later
             fits = type(chunk) is np.ndarray or sparse_package(chunk) == "scipy"
-            if made and (not fits or chunk.ndim != 2):
+            if there and (not fits or chunk.ndim != 2):
                 raise EngineError(
                     f"chunk {number} of {operand.upper()} is a {type(chunk).__name__}; the numpy engine needs "
                     "2-D numpy.ndarray chunks: convert them with map_blocks(numpy.asarray), or pass meta= where the "

@@ -39,15 +39,15 @@ class Secular:
     def _squares(self) -> NDArray[np.float64]:
         """Return the squares of the weights for which the roots are exact."""
         poles, count = self._poles, len(self._poles)
-        found, step = np.empty(count), max(1, _ELEMENTS // count)
+        squares, step = np.empty(count), max(1, _ELEMENTS // count)
         for first in range(0, count, step):
             rows = np.arange(count)[first : first + step]
             # Of each row i the distances of all roots j, and of all poles j, from pole i.
             far = (poles[self._origins] - poles[rows, None]) + self._shifts
             near = poles - poles[rows, None]
             near[np.arange(len(rows)), rows] = 1.0
-            found[rows] = np.abs(np.prod(far / near, axis=1))
-        return found
+            squares[rows] = np.abs(np.prod(far / near, axis=1))
+        return squares
 
     def vectors(self, rows: NDArray[np.int64], which: NDArray[np.int64], out: NDArray[np.float64]) -> None:
         """Write some eigenvectors, of length 1, to the columns of `out`."""
@@ -189,12 +189,12 @@ class LapackKernels:
     def eig(self, a: NDArray[Any], *, left: bool, right: bool) -> tuple[Any, Any, Any]:
         """Return eigenvalues, and left and right eigenvectors, or None; `a` is overwritten."""
         n, values = len(a), _values_of(a)
-        vl, vr = (np.empty((n, n) if made else (1, 1), a.dtype, order="F") for made in (left, right))
-        letters, spaces = [b"V" if made else b"N" for made in (left, right)], _spaces(a, 2 * n)
+        vl, vr = (np.empty((n, n) if yes else (1, 1), a.dtype, order="F") for yes in (left, right))
+        letters, spaces = [b"V" if yes else b"N" for yes in (left, right)], _spaces(a, 2 * n)
 
         def call(work: NDArray[Any], size: int, info: ctypes.c_int) -> None:
-            given = a, ld_of(a), *values, vl, ld_of(vl), vr, ld_of(vr)
-            _call_routine(a, "geev", *letters, n, *given, work, size, *spaces, info)
+            args = a, ld_of(a), *values, vl, ld_of(vl), vr, ld_of(vr)
+            _call_routine(a, "geev", *letters, n, *args, work, size, *spaces, info)
 
         if n:
             _with_workspace(a, call)
@@ -207,8 +207,8 @@ class LapackKernels:
         z, spaces = np.empty((n, n), a.dtype, order="F"), _spaces(a, n)
 
         def call(work: NDArray[Any], size: int, info: ctypes.c_int) -> None:
-            given = n, a, ld_of(a), 0, *values, z, ld_of(z)
-            _call_routine(a, "gees", b"V", b"N", unused, *given, work, size, *spaces, unused, info)
+            args = n, a, ld_of(a), 0, *values, z, ld_of(z)
+            _call_routine(a, "gees", b"V", b"N", unused, *args, work, size, *spaces, unused, info)
 
         if n:
             _with_workspace(a, call)
@@ -218,8 +218,8 @@ class LapackKernels:
         """Overwrite `c` with the solution of ``a x + x b = c``, of triangular complex matrices."""
         info, scale = ctypes.c_int(0), np.ones(1, c.real.dtype)
         if c.size:
-            given = (x for one in (a, b, c) for x in (one, ld_of(one)))
-            _call_routine(c, "trsyl", b"N", b"N", 1, *c.shape, *given, scale, info)
+            args = (x for matrix in (a, b, c) for x in (matrix, ld_of(matrix)))
+            _call_routine(c, "trsyl", b"N", b"N", 1, *c.shape, *args, scale, info)
         if scale[0] != 1:
             c /= scale[0]
 
@@ -230,10 +230,10 @@ class LapackKernels:
 
     def triangle(self, a: NDArray[Any], *, lower: bool, unit: bool) -> NDArray[Any]:
         """Return a copy of a triangle of `a` with zeros in place of the rest; and ones on its diagonal."""
-        found = np.asfortranarray(np.tril(a) if lower else np.triu(a))
+        t = np.asfortranarray(np.tril(a) if lower else np.triu(a))
         if unit:
-            np.fill_diagonal(found, 1)
-        return found
+            np.fill_diagonal(t, 1)
+        return t
 
     def diagonal(self, a: NDArray[Any]) -> NDArray[Any]:
         """Return a copy of the diagonal of `a`."""
@@ -304,7 +304,7 @@ def _some_eigenpairs(a: NDArray[Any], first: int, last: int) -> tuple[NDArray[An
     """Return a range of the eigenvalues and the eigenvectors: by syevr or heevr, which spares the others' vectors."""
     n, count, real, is_complex = len(a), last - first + 1, a.real.dtype, a.dtype.kind == "c"
     values, vectors = np.empty(n, real), np.empty((n, count), a.dtype, order="F")
-    info, found, zero = ctypes.c_int(0), ctypes.c_int(0), np.zeros(1, real)
+    info, m, zero = ctypes.c_int(0), ctypes.c_int(0), np.zeros(1, real)
     support = np.zeros(2 * count, np.int32)
     # The routine is asked for the sizes of its workspaces first, then called with them.
     sizes = {"work": -1, "rwork": -1, "iwork": -1}
@@ -318,10 +318,10 @@ def _some_eigenpairs(a: NDArray[Any], first: int, last: int) -> tuple[NDArray[An
         workspaces = (argument for name in used for argument in (spaces[name], sizes[name]))
         _call_routine(
             a, "heevr" if is_complex else "syevr", b"V", b"I", b"L", n, a, ld_of(a), zero, zero, first + 1, last + 1,
-            zero, found, values, vectors, ld_of(vectors), support, *workspaces, info,
+            zero, m, values, vectors, ld_of(vectors), support, *workspaces, info,
         )  # fmt: skip
         sizes = {name: int(space[0].real) for name, space in spaces.items()}
-    if info.value or found.value != count:
+    if info.value or m.value != count:
         raise np.linalg.LinAlgError(f"eigenvalues {first} to {last} did not converge")
     return values[:count], vectors
 
@@ -348,18 +348,18 @@ def _with_workspace(a: NDArray[Any], call: Callable[[NDArray[Any], int, ctypes.c
 
 
 def _complexes(values: NDArray[Any]) -> NDArray[Any]:
-    found: NDArray[Any] = values[0] if len(values) == 1 else values[0] + 1j * values[1]
-    return found
+    joined: NDArray[Any] = values[0] if len(values) == 1 else values[0] + 1j * values[1]
+    return joined
 
 
 def _vectors(w: NDArray[Any], v: NDArray[Any]) -> NDArray[Any]:
     """Return complex vectors; of a real matrix a pair of columns has the real and the imaginary part of two."""
     if v.dtype == w.dtype:
         return v
-    found, first = v.astype(w.dtype), np.flatnonzero(w.imag > 0)
-    found[:, first] += 1j * v[:, first + 1]
-    found[:, first + 1] = found[:, first].conj()
-    return found
+    vectors, first = v.astype(w.dtype), np.flatnonzero(w.imag > 0)
+    vectors[:, first] += 1j * v[:, first + 1]
+    vectors[:, first + 1] = vectors[:, first].conj()
+    return vectors
 
 
 def _as_column_major(a: NDArray[Any]) -> NDArray[Any]:
