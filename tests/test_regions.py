@@ -158,6 +158,15 @@ def test_errors_of_functions_are_the_users(client, regions):
     assert sorted(future.status for future in client.futures_of(found)) == ["error", "finished", "finished", "finished"]
 
 
+def test_errors_end_ranks_that_wait_for_each_other(client, regions):
+    _, (x, y) = persisted((40, 4), (4, 4), chunks=8)
+    z = (x @ y).map_blocks(failing, -1.0, dtype=float)
+    before = newest_run(client)
+    with pytest.raises(LookupError, match="a chunk has"):
+        ((z - z.sum(axis=0)) @ (z.T @ z)).compute()
+    assert any(started(client, before))
+
+
 def counted(block):
     from distributed import get_worker
 

@@ -147,30 +147,33 @@ class RegionJob(Job[RegionPlacement]):
                 self._error = self._error or error
                 self._changed.notify_all()
 
+    def _check(self) -> None:
+        """Raise if the run is over, or a thread of this rank has failed: none waits then for what others publish."""
+        if self._error is not None:
+            raise self._error
+        self.ended.check()
+
     def _pull(self) -> None:
         for value, owner in self._pulled:
-            if self._error is not None:
-                return
+            self._check()
             self._arrive(value, unpacked(self.exchange.fetch(Key(PART, value), owner)))
 
     def _work(self) -> None:
         tasks, first = len(self._lacks), self.plan.problem[INPUTS].count
         while True:
             with self._changed:
-                while not self._ready and self._left and self._error is None:
+                while not self._ready and self._left:
                     self._changed.wait(_LOOK)
-                    self.ended.check()
-                if self._error is not None or not self._left:
+                    self._check()
+                self._check()
+                if not self._left:
                     return
-                if not self._ready:
-                    continue
                 task = heapq.heappop(self._ready)
                 self._left -= 1
                 if not self._left:
                     self._changed.notify_all()
                 needed = self.plan.problem.needs[task]
                 given = [self._values[value] for value in needed]
-            self.ended.check()
             began = time.perf_counter()
             name, call = self.chunks[TASKS, task]
             made = call(given)
