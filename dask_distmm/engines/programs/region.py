@@ -57,7 +57,6 @@ class RegionJob(Job[RegionPlacement]):
         super().__init__(side)
         self.exchange = Transport(self.plan.ranks, self.comm, self.ended.check)
         self._changed = threading.Condition()
-        self._error: BaseException | None = None
         # Values that are here, by number; which tasks read each, how often; what each of this rank's tasks still lacks.
         self._values: dict[int, Any] = {}
         self._readers: dict[int, list[int]] = collections.defaultdict(list)
@@ -126,8 +125,7 @@ class RegionJob(Job[RegionPlacement]):
             self._guarded(self._work)
             for thread in threads:
                 thread.join()
-            if self._error is not None:
-                raise self._error
+            self.ended.check()
         self.timings["all"] = time.perf_counter() - began
         found: dict[ResultKey, Any] = {}
         numbered = iter(problem.results)
@@ -139,23 +137,17 @@ class RegionJob(Job[RegionPlacement]):
         return found
 
     def _guarded(self, function: Callable[[], None]) -> None:
-        """Call a function; what it raises ends all threads."""
+        """Call a function; what it raises ends all threads, also one that waits for what another rank publishes."""
         try:
             function()
         except BaseException as error:
             with self._changed:
-                self._error = self._error or error
+                self.ended.end(error)
                 self._changed.notify_all()
-
-    def _check(self) -> None:
-        """Raise if the run is over, or a thread of this rank has failed: none waits then for what others publish."""
-        if self._error is not None:
-            raise self._error
-        self.ended.check()
 
     def _pull(self) -> None:
         for value, owner in self._pulled:
-            self._check()
+            self.ended.check()
             self._arrive(value, unpacked(self.exchange.fetch(Key(PART, value), owner)))
 
     def _work(self) -> None:
@@ -164,8 +156,8 @@ class RegionJob(Job[RegionPlacement]):
             with self._changed:
                 while not self._ready and self._left:
                     self._changed.wait(_LOOK)
-                    self._check()
-                self._check()
+                    self.ended.check()
+                self.ended.check()
                 if not self._left:
                     return
                 task = heapq.heappop(self._ready)
