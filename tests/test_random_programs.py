@@ -798,14 +798,14 @@ def failures(seeds: Iterable[int], ours: Machine) -> Iterator[tuple[Program, Bas
         program = Program(seed)
         error = ours.failure(program)
         if error is not None and not ours.stock:
-            own = isinstance(error, AssertionError | DistMMError | TimeoutError) or "distmm" in str(error)
+            own = isinstance(error, AssertionError | DistMMError | TimeoutError) or "distmm" in repr(error)
             if not own and not any(ours.failure(program) is not None for _ in range(3)):
-                print(f"once: --seed {seed}: {type(error).__name__}: {str(error)[:200]}")
+                print(f"once: --seed {seed}: {type(error).__name__}: {repr(error)[:200]}")
                 error = None
         if error is not None and not ours.stock:
             with Machine(stock=True) as stock:
                 if any(stock.failure(program) is not None for _ in range(3)):
-                    print(f"stock fails, too: --seed {seed}: {type(error).__name__}: {str(error)[:200]}")
+                    print(f"stock fails, too: --seed {seed}: {type(error).__name__}: {repr(error)[:200]}")
                     error = None
         yield program, error
     if ours.client is not None and not ours.stock:
@@ -835,7 +835,7 @@ def main() -> int:
             if error is not None:
                 failed += 1
                 lines = [] if options.seed is None else machine.reduced(program, type(error))
-                print(f"--seed {program.seed}: {type(error).__name__}: {str(error)[:600]}", program, *lines, sep="\n")
+                print(f"--seed {program.seed}: {type(error).__name__}: {repr(error)[:600]}", program, *lines, sep="\n")
             if number % 100 == 0:
                 print(f"{number} programs in {time.monotonic() - start:.0f} s, {failed} failed", flush=True)
     return failed > 0

@@ -12,7 +12,7 @@ import pytest
 from dask._task_spec import Task, TaskRef
 from dask.array.routines import _matmul
 from dask.graph_manipulation import bind, clone
-from distributed import wait
+from distributed import Status, wait
 from faults import inject
 from run_events import events_after, newest_run, runs_after
 
@@ -154,9 +154,11 @@ def test_a_product_of_a_matrix_and_itself_is_in_the_region_that_reads_it(client,
 
 def test_tasks_that_were_released_are_called_in_the_region():
     t, p, x, y = ("t", 0), ("p", 0), ("x", 0), ("y", 0)
-    there = SimpleNamespace(state="memory", who_has=[], nbytes=8, type="ndarray")
+    there = SimpleNamespace(state="memory", who_has=[], nbytes=0, type="ndarray")
     released = SimpleNamespace(state="released", who_has=[], run_spec=Task(t, np.transpose, TaskRef(x)))
-    scheduler = SimpleNamespace(tasks={x: there, y: there, t: released}, workers={}, task_prefixes={})
+    worker = SimpleNamespace(address="w", status=Status.running, nthreads=1, extra={})
+    tasks = {x: there, y: there, t: released}
+    scheduler = SimpleNamespace(tasks=tasks, workers={"w": worker}, task_prefixes={})
     graph = {p: Task(p, _matmul, TaskRef(t), TaskRef(y))}
     ((draft, _),), _ = Regions(scheduler)._found(graph, [p], {})
     assert list(draft.tasks) == [t, p]
