@@ -66,7 +66,7 @@ class ReusedHeap:
         limits = [os.environ.get(f"MALLOC_{name}_THRESHOLD_") for name in ("TRIM", "MMAP")]
         glibc = platform.libc_ver()[0] == "glibc" and any(limits)
         self._library = ctypes.CDLL(None) if glibc else None
-        self._limits = [int(limit) if (limit or "").isdigit() else _DEFAULT for limit in limits]
+        self._limits = [int(limit) if limit and limit.isdigit() else _DEFAULT for limit in limits]
         self._trimmed = self._took = 0.0
 
     def _limit(self, *limits: int) -> None:
