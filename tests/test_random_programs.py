@@ -36,6 +36,7 @@ from typing import Any
 import dask
 import dask.array as da
 import numpy as np
+import pytest
 from dask.graph_manipulation import bind, checkpoint, clone, wait_on
 from distributed import Client, LocalCluster
 from leaks import assert_nothing_left
@@ -76,8 +77,9 @@ class Program:
             DTYPES, size=int(self.rng.choice([1, 1, 2, 3])), p=[0.4, 0.2, 0.1, 0.1, 0.15, 0.05]
         )
         self.minimum_flops = [0, 0, None, 1e15][self.rng.integers(4)]
-        # Where tasks are said to take long what can be a region of a graph is one.
-        self.task = self.choose(["0.5ms", "50ms", "50ms"])
+        # Where tasks are said to take long what can be a region of a graph is one, if it begins with what is there.
+        self.task, self.regions = self.choose(["0.5ms", "50ms", "50ms", "50ms"]), self.chance(0.9)
+        self.origins = ORIGINS if self.chance(0.5) else ["persisted"]
         # Graphs that are optimized have other tasks of the same keys: Dask loses chunks where a program mixes the two.
         self.patient, self.optimized = self.chance(0.9), self.chance(0.85)
         for _ in range(int(self.rng.integers(2, 10))):
@@ -90,7 +92,12 @@ class Program:
     def __str__(self) -> str:
         inputs = [f"# input {i}: {x.dtype} {x.shape}" for i, x in enumerate(self.inputs)]
         return "\n".join(
-            [f"# minimum-flops: {self.minimum_flops}, task: {self.task}, patient: {self.patient}", *inputs, *self.lines]
+            [
+                f"# minimum-flops: {self.minimum_flops}, task: {self.task}, regions: {self.regions}",
+                f"# patient: {self.patient}",
+                *inputs,
+                *self.lines,
+            ]
         )
 
     def add(self, kinds: list[Callable[[Program], None]]) -> None:
@@ -137,12 +144,12 @@ class Program:
 
         return tuple(map(cut, shape))
 
-    def new(self, shape: tuple[int, ...], origin: str | None = None) -> str:
+    def new(self, shape: tuple[int, ...]) -> str:
         """Add an operand, and return its name."""
         dtype, name = np.dtype(self.choose(self.dtypes)), f"v{len(self.values)}"
         x = self.rng.integers(-9, 10, shape) if dtype.kind == "i" else self.rng.standard_normal(shape)
         x = (x + 1j * self.rng.standard_normal(shape) if dtype.kind == "c" else x).astype(dtype)
-        self.lines.append(f"{name} = {origin or self.choose(ORIGINS)}({len(self.inputs)}, {self.chunks(shape)})")
+        self.lines.append(f"{name} = {self.choose(self.origins)}({len(self.inputs)}, {self.chunks(shape)})")
         self.inputs.append(x)
         wide = np.clongdouble if dtype.kind == "c" else np.longdouble
         self.keep(name, x, x if dtype.kind == "i" else x.astype(wide), abs(x.astype(wide)), 0, 0.0)
@@ -409,8 +416,14 @@ def elementwise(p: Program) -> None:
     if p.chance(0.5):
         plus = f"{a} + {b}"
         p.let(*p.choose([(plus,), (f"{a} - {b}", None, plus), (f"-{a}", None, a), (f"{a}.real", None, a)]))
-    elif p.chance(0.2):
-        p.let(f"{a}.map_blocks(np.negative)", f"-{a}", a)
+    elif p.chance(0.4):
+        number = p.values[a].plain.dtype.kind
+        texts = [(f"{a}.map_blocks(np.negative)", f"-{a}", a)]
+        texts += [(f"xp.map_blocks(np.add, {a}, {a}, dtype={a}.dtype)", f"{a} + {a}", None)]
+        if number != "c":
+            texts += [(f"xp.where({a} > 0, {a}, -{a})", f"abs({a})", a), (f"xp.clip({a}, -1, 2)", None, a)]
+            texts += [(f"xp.maximum({a}, 0.5)", None, f"{a} + 0.5"), (f"{a}.astype('float64')", None, None)]
+        p.let(*p.choose(texts))
     else:
         p.let(p.form(f"{a} * {b} | {a} * 2 + {b} | abs({a}) | {a}.conj() | np.square({a})"))
 
@@ -420,13 +433,21 @@ def mean(p: Program) -> None:
     axis = p.choose([None, *range(len(p.shape(a)))])
     names = ["sum", "sum", "mean", "cumsum"] if axis is not None else ["sum", "sum", "mean"]
     if p.values[a].plain.dtype.kind != "c":
-        names += ["max", "min"]
+        names += ["max", "min", "var"]
+        if p.values[a].steps == 0:
+            names += ["argmax", "argmin"] if axis is not None else ["argmax"]
     name = p.choose(names)
-    p.let(f"{a}.{name}(axis={axis})", size=f"{a}.{'max' if name == 'min' else name}(axis={axis})")
+    if name == "var":
+        p.let(f"{a}.var(axis={axis})", size=f"4 * np.square({a}).mean(axis={axis})", steps=5)
+    elif name.startswith("arg"):
+        p.let(f"{a}.{name}(axis={axis})", steps=0)
+    else:
+        p.let(f"{a}.{name}(axis={axis})", size=f"{a}.{'max' if name == 'min' else name}(axis={axis})")
 
 
 def norm(p: Program) -> None:
-    p.let(p.form(f"XP.linalg.norm({p.pick(1, 2)})"))
+    a = p.pick(1, 2)
+    p.let(p.form(f"XP.linalg.norm({a}) | XP.linalg.norm({a}, axis=0)"))
 
 
 # Other graphs of the same, and what is kept of them.
@@ -504,6 +525,17 @@ def whole_and_part(p: Program) -> None:
     p.lines += lines
 
 
+def chunks(p: Program) -> None:
+    p.lines.append(f"check_chunks('{(name := p.some()[0])}', {name})")
+
+
+def refusal(p: Program) -> None:
+    """A function of the user's that raises for some of the chunks, or all."""
+    a = p.pick(1, 2)
+    size = sorted(abs(p.values[a].plain).ravel().tolist())
+    p.lines.append(f"check_error({a}, {2 * size[len(size) // 2]}, {size[-1] > 2 * size[len(size) // 2] + 1e-3})")
+
+
 def wait(p: Program) -> None:
     p.lines.append(f"assert checkpoint({', '.join(p.some())}).compute() is None")
 
@@ -513,7 +545,7 @@ PARTS = [*[slices, diagonals] * 2, fancy, boolean, unknown, points, blocks, assi
 SHAPES = [triangles, from_diagonal, join, block, reshape, turn, axes, rechunk]
 NUMBERS = [elementwise, elementwise, mean, mean, norm]
 GRAPHS = [persist, persist_part, optimize, rewrite, rewrite, store, forget]
-ENDS = [compute, compute, compute, whole_and_part, wait]
+ENDS = [compute, compute, compute, chunks, whole_and_part, refusal, wait]
 STATEMENTS = PRODUCTS * 2 + PARTS + SHAPES + NUMBERS + GRAPHS
 
 
@@ -550,6 +582,24 @@ def execute(program: Program, lines: list[str], client: Any, folder: Path) -> No
         for name, found in zip(names.split(), results, strict=True):
             compare(name, program.values[name], space[name], found)
 
+    def check_chunks(name: str, array: Any) -> None:
+        """Check what each chunk is on its worker: the type, and the shape that the lazy array says."""
+        array = array.persist()
+        parts = client.compute(array.to_delayed().ravel().tolist(), sync=True)
+        for part, sizes in zip(parts, itertools.product(*array.chunks), strict=True):
+            shape = tuple(size if np.isnan(size) else int(size) for size in sizes)
+            assert type(part) is type(array._meta) or not shape, f"{name} has a chunk of {type(part)}"
+            dtypes = np.promote_types(part.dtype, part.dtype), np.promote_types(array.dtype, array.dtype)
+            found = part.shape, dtypes[0]
+            assert found == (shape, dtypes[1]), f"{name} has a chunk {found}, not {shape}, {dtypes[1]}"
+        check(name, [array.compute()])
+
+    def check_error(array: Any, most: float, fails: bool) -> None:
+        """Check that an error in a function of the user's is that error."""
+        array = (array * 1).map_blocks(_refusing, most, dtype=array.dtype, meta=array._meta)
+        with pytest.raises(ArithmeticError, match="a chunk has") if fails else contextlib.nullcontext():
+            array.sum().compute()
+
     space = {
         "np": np if dask_distmm.is_enabled() else _numpy_of_dask(),
         "xp": da, "da": da, "dask": dask, "client": client, "pickle": pickle,
@@ -560,8 +610,13 @@ def execute(program: Program, lines: list[str], client: Any, folder: Path) -> No
         "fortran": lambda i, chunks: da.from_array(np.asfortranarray(program.inputs[i]), chunks=chunks),
         "scattered": lambda i, chunks: delayed(i, chunks, client.scatter),
         "assigned": _assigned, "annotated": annotated, "check": check,
+        "check_chunks": check_chunks, "check_error": check_error,
     }  # fmt: skip
-    options = {"distmm.minimum-flops": program.minimum_flops, "distmm.dask.task": program.task}
+    options = {
+        "distmm.minimum-flops": program.minimum_flops,
+        "distmm.dask.task": program.task,
+        "distmm.regions": program.regions,
+    }
     with no_warnings(), dask.config.set(options):
         for line in lines:
             if program.patient:
@@ -612,6 +667,12 @@ def _block(x: Any, block_info: Any = None) -> Any:
     return x[tuple(slice(*ends) for ends in block_info[None]["array-location"])].copy()
 
 
+def _refusing(x: Any, most: float) -> Any:
+    if x.size and abs(x).max() > most + 5e-4:
+        raise ArithmeticError(f"a chunk has {abs(x).max()}")
+    return x
+
+
 def _assigned(x: Any, low: int, high: int) -> Any:
     x = x.copy()
     x[low:high] = 0
@@ -648,6 +709,7 @@ def no_warnings() -> Iterator[None]:
             # A busy machine makes its loop unresponsive and its collections of garbage long. And Dask itself submits
             # keys with other dependencies: whatever is fused with what depends on what is wanted.
             busy = record.name.startswith(("distributed.core", "distributed.gc", "distributed.utils_perf"))
+            busy |= "ArithmeticError('a chunk has" in text  # an error that a program expects
             if not busy and ("different `run_spec`" not in text or "distmm" in text):
                 found.append(text)
 
@@ -736,20 +798,23 @@ def failures(seeds: Iterable[int], ours: Machine) -> Iterator[tuple[Program, Bas
         program = Program(seed)
         error = ours.failure(program)
         if error is not None and not ours.stock:
-            own = isinstance(error, AssertionError | DistMMError | TimeoutError) or "distmm" in str(error)
+            own = isinstance(error, AssertionError | DistMMError | TimeoutError) or "distmm" in repr(error)
             if not own and not any(ours.failure(program) is not None for _ in range(3)):
-                print(f"once: --seed {seed}: {type(error).__name__}: {str(error)[:200]}")
+                print(f"once: --seed {seed}: {type(error).__name__}: {repr(error)[:200]}")
                 error = None
         if error is not None and not ours.stock:
             with Machine(stock=True) as stock:
-                error = None if any(stock.failure(program) is not None for _ in range(3)) else error
+                if any(stock.failure(program) is not None for _ in range(3)):
+                    print(f"stock fails, too: --seed {seed}: {type(error).__name__}: {repr(error)[:200]}")
+                    error = None
         yield program, error
     if ours.client is not None and not ours.stock:
         assert_nothing_left(ours.client)
 
 
-def test_random_programs(request):
-    count = 200 if request.config.getoption("--all") else 50
+@pytest.mark.parametrize("part", range(4))
+def test_random_programs(request, part):
+    count = 250 if request.config.getoption("--all") else 75
     with Machine() as machine:
         for program, error in failures((secrets.randbits(32) for _ in range(count)), machine):
             again = f"Once more, and shorter: python tests/test_random_programs.py --seed {program.seed}"
@@ -770,7 +835,7 @@ def main() -> int:
             if error is not None:
                 failed += 1
                 lines = [] if options.seed is None else machine.reduced(program, type(error))
-                print(f"--seed {program.seed}: {type(error).__name__}: {str(error)[:600]}", program, *lines, sep="\n")
+                print(f"--seed {program.seed}: {type(error).__name__}: {repr(error)[:600]}", program, *lines, sep="\n")
             if number % 100 == 0:
                 print(f"{number} programs in {time.monotonic() - start:.0f} s, {failed} failed", flush=True)
     return failed > 0

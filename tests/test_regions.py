@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import graphlib
+from types import SimpleNamespace
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
+from dask._task_spec import Task, TaskRef
+from dask.array.routines import _matmul
 from dask.graph_manipulation import bind, clone
-from distributed import wait
+from distributed import Status, wait
 from faults import inject
 from run_events import events_after, newest_run, runs_after
 
 import dask_distmm
 from benchmarks.algorithms import CASES, Case
+from dask_distmm.engines.programs.region import ReusedHeap
+from dask_distmm.runtime.scheduler.regions import Regions
 
 # Where tasks are said to take long all that can be a region is one.
 ALWAYS = {"distmm.dask.task": "1s", "distmm.minimum-flops": None}
@@ -137,6 +142,70 @@ def test_parts_cost_parts_and_lost_chunks_are_made_alone(client, regions):
     assert max(parts) <= sum(every.values()) / 2
 
 
+def test_a_product_of_a_matrix_and_itself_is_in_the_region_that_reads_it(client, regions):
+    # More bytes than a region moves for a product: none of these move.
+    x = da.random.default_rng().random((70_000, 130), chunks=(17_500, 130)).persist()
+    a = x.compute()
+    before = newest_run(client)
+    np.testing.assert_allclose((da.exp(x.T @ x / 1e5) - x.sum(axis=0)).compute(), np.exp(a.T @ a / 1e5) - a.sum(axis=0))
+    (tasks,) = started(client, before)
+    assert tasks["product"] >= 4
+
+
+def test_tasks_that_were_released_are_called_in_the_region():
+    t, p, x, y = ("t", 0), ("p", 0), ("x", 0), ("y", 0)
+    there = SimpleNamespace(state="memory", who_has=[], nbytes=0, type="ndarray")
+    released = SimpleNamespace(state="released", who_has=[], run_spec=Task(t, np.transpose, TaskRef(x)))
+    worker = SimpleNamespace(address="w", status=Status.running, nthreads=1, extra={})
+    tasks = {x: there, y: there, t: released}
+    scheduler = SimpleNamespace(tasks=tasks, workers={"w": worker}, task_prefixes={})
+    graph = {p: Task(p, _matmul, TaskRef(t), TaskRef(y))}
+    ((draft, _),), _ = Regions(scheduler)._found(graph, [p], {})
+    assert list(draft.tasks) == [t, p]
+    assert {*draft.inputs} == {x, y}
+    assert [*graph] == [p]
+
+
+def test_a_copy_of_a_barrier_keeps_the_run_out_of_regions(client, regions, caplog):
+    (a, w), (x, y) = persisted((40, 4), (4, 4))
+    z = x @ y
+    copy = da.from_delayed(dask.delayed(np.exp)(z), shape=z.shape, dtype=float)
+    found = client.gather(client.compute([z, copy], optimize_graph=False))
+    np.testing.assert_allclose(found[0], a @ w)
+    np.testing.assert_allclose(found[1], np.exp(a @ w))
+    assert "not looked through" not in caplog.text
+
+
+class Calls:
+    """What a C library is called with."""
+
+    def __init__(self):
+        self.made = []
+
+    def mallopt(self, option, limit):
+        self.made.append((option, limit))
+
+    def malloc_trim(self, pad):
+        self.made.append("trim")
+
+
+def test_memory_of_temporaries_is_reused_while_runs_last(monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    heap = ReusedHeap()
+    heap._library = library = Calls()
+    with heap, heap:
+        assert library.made == [(-1, 2**25), (-3, 2**25)]
+    assert library.made[2:] == [(-1, 65536), (-3, 2**17), "trim"]
+    # Handing back takes no more than a fiftieth of the time.
+    heap._took = 1e6
+    with heap:
+        pass
+    assert library.made.count("trim") == 1
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
+    assert ReusedHeap()._library is None
+
+
 def failing(block, bad):
     if block.max() > bad:
         raise LookupError(f"a chunk has {block.max()}")
@@ -156,6 +225,15 @@ def test_errors_of_functions_are_the_users(client, regions):
     found = y.persist()
     wait(found)
     assert sorted(future.status for future in client.futures_of(found)) == ["error", "finished", "finished", "finished"]
+
+
+def test_errors_end_ranks_that_wait_for_each_other(client, regions):
+    _, (x, y) = persisted((40, 4), (4, 4), chunks=8)
+    z = (x @ y).map_blocks(failing, -1.0, dtype=float)
+    before = newest_run(client)
+    with pytest.raises(LookupError, match="a chunk has"):
+        ((z - z.sum(axis=0)) @ (z.T @ z)).compute()
+    assert any(started(client, before))
 
 
 def counted(block):

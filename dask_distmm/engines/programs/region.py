@@ -8,8 +8,11 @@ as pickles whose buffers are read in the owner's memory, or sent: they may be of
 from __future__ import annotations
 
 import collections
+import ctypes
 import heapq
+import os
 import pickle
+import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +30,8 @@ from dask_distmm.programs.steps import PART, Key
 
 # How often a thread that waits looks whether the run was ended (seconds).
 _LOOK = 0.2
+# Of glibc: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, their default, and the most that all versions take (bytes).
+_TRIM_AND_MMAP, _DEFAULT, _LARGE = (-1, -3), 2**17, 2**25
 
 
 def packed(value: Any) -> list[NDArray[Any]]:
@@ -48,6 +53,49 @@ def unpacked(arrays: Sequence[NDArray[Any]]) -> Any:
     return pickle.loads(text.data, buffers=buffers)
 
 
+class ReusedHeap:
+    """Keeps the C library from handing each large temporary back to the system, which clears its pages once more.
+
+    Half of what NumPy takes for a few megabytes goes there. glibc adapts to sizes by itself, but not where its limits
+    are in the environment, as Dask's nannies have them. What is free when the last run of this process ends is handed
+    back then, unless that took more than a fiftieth of the time since.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._runs = threading.Lock(), 0
+        limits = [os.environ.get(f"MALLOC_{name}_THRESHOLD_") for name in ("TRIM", "MMAP")]
+        glibc = platform.libc_ver()[0] == "glibc" and any(limits)
+        self._library = ctypes.CDLL(None) if glibc else None
+        self._limits = [int(limit) if limit and limit.isdigit() else _DEFAULT for limit in limits]
+        self._trimmed = self._took = 0.0
+
+    def _limit(self, *limits: int) -> None:
+        if self._library is not None:
+            for option, limit in zip(_TRIM_AND_MMAP, limits, strict=True):
+                self._library.mallopt(option, limit)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._runs += 1
+            if self._runs == 1:
+                self._limit(_LARGE, _LARGE)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._runs -= 1
+            if self._runs:
+                return
+            self._limit(*self._limits)
+            now = time.perf_counter()
+            if self._library is not None and now - self._trimmed > 50 * self._took:
+                self._library.malloc_trim(0)
+                self._trimmed = time.perf_counter()
+                self._took = self._trimmed - now
+
+
+_heap = ReusedHeap()
+
+
 class RegionJob(Job[RegionPlacement]):
     """One participant's side of a run of Dask's own tasks."""
 
@@ -57,7 +105,6 @@ class RegionJob(Job[RegionPlacement]):
         super().__init__(side)
         self.exchange = Transport(self.plan.ranks, self.comm, self.ended.check)
         self._changed = threading.Condition()
-        self._error: BaseException | None = None
         # Values that are here, by number; which tasks read each, how often; what each of this rank's tasks still lacks.
         self._values: dict[int, Any] = {}
         self._readers: dict[int, list[int]] = collections.defaultdict(list)
@@ -114,7 +161,7 @@ class RegionJob(Job[RegionPlacement]):
         heapq.heapify(ready := [task for task, lacks in self._lacks.items() if not lacks])
         self._ready = ready
         first, count = problem[INPUTS].count, len(self._lacks)
-        with self.exchange:
+        with _heap, self.exchange:
             for (name, number), chunk in self.chunks.items():
                 if name == INPUTS:
                     self._arrive(number, chunk)
@@ -126,8 +173,7 @@ class RegionJob(Job[RegionPlacement]):
             self._guarded(self._work)
             for thread in threads:
                 thread.join()
-            if self._error is not None:
-                raise self._error
+            self.ended.check()
         self.timings["all"] = time.perf_counter() - began
         found: dict[ResultKey, Any] = {}
         numbered = iter(problem.results)
@@ -139,38 +185,35 @@ class RegionJob(Job[RegionPlacement]):
         return found
 
     def _guarded(self, function: Callable[[], None]) -> None:
-        """Call a function; what it raises ends all threads."""
+        """Call a function; what it raises ends all threads, also one that waits for what another rank publishes."""
         try:
             function()
         except BaseException as error:
             with self._changed:
-                self._error = self._error or error
+                self.ended.end(error)
                 self._changed.notify_all()
 
     def _pull(self) -> None:
         for value, owner in self._pulled:
-            if self._error is not None:
-                return
+            self.ended.check()
             self._arrive(value, unpacked(self.exchange.fetch(Key(PART, value), owner)))
 
     def _work(self) -> None:
         tasks, first = len(self._lacks), self.plan.problem[INPUTS].count
         while True:
             with self._changed:
-                while not self._ready and self._left and self._error is None:
+                while not self._ready and self._left:
                     self._changed.wait(_LOOK)
                     self.ended.check()
-                if self._error is not None or not self._left:
+                self.ended.check()
+                if not self._left:
                     return
-                if not self._ready:
-                    continue
                 task = heapq.heappop(self._ready)
                 self._left -= 1
                 if not self._left:
                     self._changed.notify_all()
                 needed = self.plan.problem.needs[task]
                 given = [self._values[value] for value in needed]
-            self.ended.check()
             began = time.perf_counter()
             name, call = self.chunks[TASKS, task]
             made = call(given)

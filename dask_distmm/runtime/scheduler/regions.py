@@ -141,6 +141,8 @@ def parts_of(
     worthy: set[Any] = set()
     left: dict[Any, str] = {}
     started = {task.barrier for key in known if isinstance(task := graph.get(key), ChunkTask)}
+    # Copies of a barrier (dask.delayed of an array makes them) read the barrier itself.
+    started |= {dep for task in graph.values() if not isinstance(task, ChunkTask) for dep in task.dependencies}
 
     def is_there(dep: Any) -> bool:
         """Whether a region may read a value: one of its own, or one that waits for nothing of Dask's."""
@@ -424,7 +426,13 @@ class Regions:
     ) -> tuple[list[tuple[Draft, RegionProblem | None]], Parts]:
         """Return the regions of a graph, those that are chosen with their problems."""
         # What was released, and is known for others that could be lost, may be made again within a region.
-        tasks = self._scheduler.tasks
+        tasks, graph = self._scheduler.tasks, dict(graph)
+        for key in (todo := list(graph)):
+            for dep in graph[key].dependencies - graph.keys():
+                ts = tasks.get(dep)
+                if ts is not None and ts.state == "released" and type(ts.run_spec) in (Task, Alias, DataNode):
+                    graph[dep] = ts.run_spec
+                    todo.append(dep)
         known = {key for key in graph if (ts := tasks.get(key)) is not None and ts.state != "released"}
 
         def pending(key: Any) -> bool:
@@ -461,7 +469,7 @@ class Regions:
         graph[barrier] = barrier_task(problem, _not_here, {INPUTS: draft.inputs, TASKS: ChunkTasks(packed)})
         order[barrier] = min(order.get(key, 0) for key in draft.inside)
         for key in draft.inside - draft.dasks:
-            del graph[key]
+            graph.pop(key, None)
         lost: list[TaskState] = []
         for name, chunks in draft.results.items():
             for number, key in enumerate(chunks):
