@@ -68,6 +68,13 @@ def _in_caches(piece: Piece, on_device: bool) -> Iterator[tuple[int, int, Any]]:
             yield piece.row + row, piece.col + col, piece.array[row : row + down, col : col + across]
 
 
+def _sub_blocks(xp: Any, stack: Any, size: int, row: int, col: int) -> Any:
+    """Return one of the four parts of all blocks of twice this order on the diagonals of a stack of matrices."""
+    count, (along, down, across) = stack.shape[1] // (2 * size), stack.strides
+    shape, strides = (len(stack), count, size, size), (along, 2 * size * (down + across), down, across)
+    return xp.lib.stride_tricks.as_strided(stack[:, row * size :, col * size :], shape, strides)
+
+
 class RefineKernels:
     """Those of `programs.refine`."""
 
@@ -150,8 +157,10 @@ class RefineKernels:
 
     def weigh(self, weights: Any, norm: Any, *parts: Any, positive: bool, given: bool) -> None:
         """Compute powers of two for rows, and for columns of a positive definite matrix; the norm."""
-        xp, sizes = self.xp, parts[0].copy()
-        for part in parts[1:]:
+        xp, sizes = self.xp, self.blas.empty(parts[0].shape, parts[0].dtype)
+        assign(sizes, 0)
+        for part in parts:
+            # Of other GPUs' memory there are no copies by CuPy.
             sizes += part
         norm[...] = self.blas.host(sizes[:, 0].max())
         exponents = xp.frexp(sizes[:, int(positive)])[1]
@@ -190,9 +199,74 @@ class RefineKernels:
         order = scipy.linalg.lapack.dlaswp(numbers, np.concatenate(pivots))[:, 0].astype(np.int64)
         rows[...] = self.xp.asarray(np.argsort(order) if back else order)[:, None]
 
+    def count_rows(self, rows: Any) -> None:
+        """Write the numbers of rows."""
+        rows[...] = self.xp.arange(len(rows))[:, None]
+
     def permute_rows(self, rows: Any, side: Any) -> None:
         """Copy the rows of a matrix in another order."""
-        side[...] = self.xp.take(side, rows[:, 0], axis=0)
+        assign(side, self.xp.take(side.T, rows[:, 0], axis=1).T)
+
+    def keep_panel(self, panel: Any, place: Any) -> None:
+        """Copy a panel, or a part of it, which may have come from another rank."""
+        assign(place, self.blas.xp.asarray(panel))
+
+    def swap_later(self, panel: Any, rows: Any, pivots: Any) -> None:
+        """Order a panel's rows below its diagonal block as later panels did; then `rows` by its own swaps, too."""
+        size, start = panel.shape[1], len(rows)
+        later = rows[size:, 0] - rows[:1, 0]
+        assign(panel[size:], self.xp.take(panel.T, later, axis=1).T)
+        numbers = self.blas.empty((start, 1), np.dtype(np.float64))
+        numbers[...] = self.xp.arange(start, dtype=np.float64)[:, None]
+        self.blas.laswp(numbers, pivots.ravel())
+        own = numbers[:, 0].astype(np.int64) + rows[0, 0]
+        rows[size:, 0] = self.xp.take(own, later)
+        rows[:size, 0] = own[:size]
+
+    def invert_blocks(self, factors: Any, inverses: Any, *, lower: bool, unit: bool) -> None:
+        """Invert blocks on the diagonal of a triangle, side by side, by halves; the last one may have fewer rows."""
+        xp, size, n = self.xp, len(inverses), len(factors)
+        if not size:
+            return
+        assign(inverses, 0)
+        blocks = self.blas.empty(inverses.shape, inverses.dtype)
+        assign(blocks, 0)
+        for at in range(0, n, size):
+            block = factors[at : at + size, at : at + size]
+            rows = len(block)
+            assign(blocks[:rows, at : at + rows], block)
+        # Each matrix of the stack is the transpose of a block; all of it is as for lower triangles.
+        stack, found = (x.T.reshape(-1, size, size) for x in (blocks, inverses))
+        if lower:
+            stack, found = stack.swapaxes(1, 2), found.swapaxes(1, 2)
+        every = xp.arange(size)
+        diagonal = stack[:, every, every]
+        # Beyond the last row there are zeros.
+        found[:, every, every] = 1 if unit else 1 / xp.where(diagonal == 0, 1, diagonal)
+        half = 1
+        while half < size:
+            places = (found, 0, 0), (found, 1, 1), (stack, 1, 0), (found, 1, 0)
+            a, b, c, beside = (_sub_blocks(xp, x, half, row, col) for x, row, col in places)
+            beside[...] = -(b @ (c @ a))
+            half *= 2
+
+    def solve_whole(self, factors: Any, inverses: Any, side: Any, *, lower: bool, op: str, unit: bool) -> None:
+        """Solve with a triangle by inverses of blocks on its diagonal, or without these."""
+        size, n = len(inverses), len(factors)
+        if not size:
+            self.blas.trsm(factors, side, right=False, lower=lower, op=op, unit=unit)
+            return
+        forward = lower == (op == "N")
+        starts = range(0, n, size)
+        for start in starts if forward else reversed(starts):
+            here = slice(start, min(n, start + size))
+            rest = slice(here.stop, n) if forward else slice(start)
+            copy = self.blas.empty(side[here].shape, side.dtype)
+            assign(copy, side[here])
+            inverse = inverses[: len(copy), here]
+            self.blas.gemm(inverse, copy, side[here], op, alpha=1, beta=0)
+            beside = factors[rest, here] if op == "N" else factors[here, rest]
+            self.blas.gemm(beside, side[here], side[rest], op, alpha=-1, beta=1)
 
     def diagonal_range(self, found: Any, a: Any, *infos: Any, places: Sequence[tuple[int, int, int]]) -> None:
         """Compute the least and the largest modulus on the diagonal of panels, and whether one of them is none."""
