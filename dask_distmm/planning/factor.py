@@ -44,7 +44,7 @@ from dask_distmm.planning.wire import HERE
 from dask_distmm.programs import factor
 from dask_distmm.programs.factor import PANEL_PARTS, PARTS, Columns, Matrix, Panels
 from dask_distmm.programs.factorizations import Factorization, TaskOutput, as_matrix
-from dask_distmm.programs.refine import EXPECTED, inverted_order, kept_columns, refined
+from dask_distmm.programs.refine import CROSSING, EXPECTED, inverted_order, kept_columns, refined
 from dask_distmm.programs.steps import PART, Buffer, Step
 
 # A factorization of Dask arrays: the mathematics, and the chunks of its operands and outputs
@@ -648,10 +648,6 @@ def _owners(made: FactorPlacement) -> dict[str, NDArray[np.int32]]:
     return found
 
 
-# Rows and columns of the parts of a triangle that are copied: see `engines.programs.refine`.
-_CROSSING = 512
-
-
 def _refined_bytes(made: FactorPlacement, rank: int) -> float:
     """Return the bytes of vectors, and of copies of chunks of A, that a rank holds to refine a solution."""
     n, a, size = made.task.a_shape[0], made.problem["a"], made.problem.compute_type.itemsize
@@ -669,7 +665,7 @@ def _refined_bytes(made: FactorPlacement, rank: int) -> float:
     elif made.carried:
         # Twice a turn it goes from rank to rank, in few bits.
         vectors += 2 * math.ceil(len(made.panels) / made.count) * columns
-    copied = n * _CROSSING / made.count * made.task.hermitian
+    copied = n * CROSSING[ENGINES[made.engine].on_gpus] / made.count * made.task.hermitian
     if "a" in made.where:
         copied += sum(int(a.elements[one]) for one in made.multiplied(rank) if made.where["a"][one] != made.ranks[rank])
     return float((n * vectors + copied) * size + few * low)

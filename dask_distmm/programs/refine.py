@@ -36,6 +36,8 @@ from dask_distmm.programs.steps import Buffer, Key, Make, Publish, View
 MOST, EXPECTED, KEPT = 40, 3, 16
 # The most rows and columns of blocks on the diagonal of factors that are inverted; a power of two.
 INVERTED = 2048
+# Parts of a triangle of at most this many rows and columns are copied, with zeros outside of it: on CPUs, on GPUs.
+CROSSING = 512, 2048
 # Numbers that a turn ends with: columns that are not done, whether that is of no use, turns, the way (0: classical, 1:
 # GMRES, 2: by A itself), backward error, and the last correction relative to x.
 UNFINISHED, FAILED, TURNS, WAY, BACKWARD, FORWARD = range(6)
@@ -129,13 +131,16 @@ def refined(
     bases = p.small(n, count * width, dtype), p.small(n, count * width, dtype)
     state, row = dataclasses.replace(p.numbers(width, "float64"), shape=(STATE, width)), p.numbers(NUMBERS, "float64")
     p.new(every, product, x, state, row, *bases, zero=True)
+    # By what residuals are multiplied: zeros for columns that are done.
+    active = p.small(1, width, real)
     p.new(z, step)
+    p.call("set_all", active, value=1)
     p.call("weighted", weights, b, r)
     side = p.blocks(first, columns.count)
 
     def turn() -> None:
         if width:
-            p.call("scale_residual", r, state, step, side)
+            p.call("scale_residual", r, active, step, side)
         if swapped and op == "N":
             p.call("permute_rows", rows, side)
         if not (positive or given or solve):
@@ -146,17 +151,16 @@ def refined(
                 substitute(p, order, lower=lower, op=form, unit=lower and not positive, carried=carried)
             elif width:
                 solve(side, lower, form)
-        if swapped and op != "N":
-            with p.on("join"):
+        with p.on("" if solve else "join"):
+            if swapped and op != "N":
                 p.call("permute_rows", rows, side)
-        if width:
-            with p.on("join"):
+            if width:
                 p.call("correct", side, scales, step, z, x)
         _spread(p, x, every, places)
         p.call("multiply_chunks", every, product, flops=2.0 * n * n * ends[-1] / rank_count)
         _collect(p, product, places)
         if width:
-            p.call("refine_step", b, weights, norm, product[:, mine], x, r, z, *bases, state, row)
+            p.call("refine_step", b, weights, norm, product[:, mine], x, r, z, *bases, state, active, row)
         ((parts,), _) = p.share_rows([row], [])
         p.call("judge", go, good, numbers, *parts)
         p.drop(*(one for one in parts if one != row))

@@ -501,7 +501,7 @@ CONTRACTS: dict[str, Contract] = {
     "weighted": Contract("rrw", _none),
     "scale_residual": Contract("rrww", _none),
     "correct": Contract("rrrwu", _none),
-    "refine_step": Contract("rrrruuuuuuu", _none),
+    "refine_step": Contract("rrrruuuuuuuu", _none),
     "judge_factors": Contract("wwwr", _none, exact=True),
     "judge": Contract("wwwr", _none, exact=True),
     "take_other_way": Contract("u", _none, exact=True),

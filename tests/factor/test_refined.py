@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -242,20 +243,23 @@ def planned_here(n, nrhs, limit=10**12, workers=2, method="auto"):
     return plan_factorization(problem, roster, where, engine="numpy")
 
 
-def test_factors_take_half_of_the_memory_where_there_is_not_more():
+def test_what_is_gone_without_where_there_is_less_memory():
+    """First each rank's own copy of all factors, then the memory to factorize A itself."""
     n, found = 4000, []
     # Chunks are cut anew for each plan.
     for _ in range(5):
-        large = planned_here(n, 1, method="columns")
-        assert large.exact
-        needed = max(large.projected_bytes.values())
-        problem, where = large.problem, large.where
-        limit = int(0.9 * needed / problem.options.limit_fraction)
-        roster = [Worker(f"w{number}", memory_limit=limit) for number in range(2)]
-        lean = plan_factorization(problem, roster, where, engine="numpy")
-        assert not lean.exact
-        found.append(needed - max(lean.projected_bytes.values()))
-    assert min(found) > n * n * 8 / 2 / 2 * 0.9
+        plan = planned_here(n, 2, method="columns")
+        problem, where, needed = plan.problem, plan.where, []
+        for exact, whole in ((True, True), (True, False), (False, False)):
+            assert (plan.exact, plan.whole) == (exact, whole)
+            needed.append(max(plan.projected_bytes.values()))
+            limit = int((needed[-1] - 1) / problem.options.limit_fraction)
+            roster = [Worker(f"w{number}", memory_limit=limit) for number in range(2)]
+            if exact:
+                plan = plan_factorization(problem, roster, where, engine="numpy")
+        found.append([before - after for before, after in itertools.pairwise(needed)])
+    assert min(all_factors for all_factors, _ in found) > 4 * n * n * 0.9
+    assert min(itself for _, itself in found) > n * n * 8 / 2 / 2 * 0.9
     with pytest.raises(ProjectedMemoryError):
         planned_here(n, 1, 10**6)
 

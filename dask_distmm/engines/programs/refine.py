@@ -15,6 +15,7 @@ from dask_distmm.errors import MatrixError, not_finite
 from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.refine import (
     BEGAN,
+    CROSSING,
     DONE,
     KEEPING,
     MOST,
@@ -23,8 +24,6 @@ from dask_distmm.programs.refine import (
     UNFINISHED,
 )
 
-# Parts of a triangle of at most this many rows and columns are copied, with zeros outside of it.
-_CROSSING = 512
 # A residual that is at most this share of the one before is on a good way without more; where nothing more can be done
 # it is to be at most that share. It is good where it is up to so many times as large as rounding, or sqrt(n) times.
 _FAST, _SLOW, _NEAR = 0.1, 0.5, 8
@@ -100,14 +99,22 @@ class RefineKernels:
         return found
 
     def _cut(self, row: int, col: int, array: Any) -> Iterator[Piece]:
-        """Yield the parts of a chunk that are below the diagonal, and small ones that it crosses."""
+        """Yield the parts of a chunk that are below the diagonal, and small ones that it crosses.
+
+        Of these there are copies, with zeros above it. As they are read twice they have half of its elements, which are
+        real.
+        """
         rows, cols = array.shape
         if not rows or not cols or col >= row + rows:
             return
         if row >= col + cols:
             yield Piece(row, col, array)
-        elif max(rows, cols) <= _CROSSING:
-            yield Piece(row, col, self.xp.tril(array, row - col), crossing=True)
+        elif max(rows, cols) <= CROSSING[self.blas.asynchronous]:
+            piece = Piece(row, col, self.xp.tril(array, row - col), crossing=True)
+            at = self.xp.arange(len(self._diagonal(piece)))
+            at = at + max(0, col - row), at + max(0, row - col)
+            piece.array[at] = piece.array[at].real / 2
+            yield piece
         elif rows >= cols:
             half = rows // 2
             yield from self._cut(row, col, array[:half])
@@ -131,9 +138,7 @@ class RefineKernels:
                     sizes[col : col + part.shape[1], 0] += self._ones(len(part), sizes.dtype) @ size
             diagonal = self._diagonal(piece)
             at = slice(max(piece.row, piece.col), max(piece.row, piece.col) + len(diagonal))
-            sizes[at, 1] = diagonal.real
-            if piece.crossing:
-                sizes[at, 0] -= abs(diagonal.real)
+            sizes[at, 1] = diagonal.real * (1 + piece.crossing)
         host, isfinite = self.blas.host, self.xp.isfinite
         suspect = self._check_finite and not host(isfinite(sizes[:, 0]).all())
         # Sums may have overflowed.
@@ -304,10 +309,6 @@ class RefineKernels:
             self._add_times(piece.array, x[piece.cols], y[piece.rows], "N")
             if self._by_triangle:
                 self._add_times(piece.array, x[piece.rows], y[piece.cols], "C")
-                if piece.crossing and len(diagonal := self._diagonal(piece)):
-                    # It was read twice, and is real.
-                    at = slice(max(piece.row, piece.col), max(piece.row, piece.col) + len(diagonal))
-                    y[at] -= diagonal.real[:, None] * x[at]
         if conjugated:
             self.xp.conjugate(y, out=y)
 
@@ -323,13 +324,13 @@ class RefineKernels:
         else:
             y += (a.T @ x.conj()).conj() if is_complex else a.T @ x
 
-    def scale_residual(self, r: Any, state: Any, scale: Any, side: Any) -> None:
+    def scale_residual(self, r: Any, active: Any, scale: Any, side: Any) -> None:
         """Convert a residual to the factors' type, with elements of about 1; zeros where nothing is left to do."""
         xp = self.xp
         largest = xp.maximum(abs(r.real), abs(r.imag)) if r.dtype.kind == "c" else abs(r)
         exponents = xp.frexp(largest.max(axis=0))[1]
         scale[...] = self._powers(exponents).astype(scale.dtype)
-        side[...] = r * (self._powers(-exponents) * xp.asarray(state[DONE] == 0)).astype(scale.dtype)
+        assign(side, r * (self._powers(-exponents) * active).astype(scale.dtype))
 
     def weighted(self, weights: Any, x: Any, y: Any) -> None:
         """Y = X with rows multiplied by numbers."""
@@ -343,7 +344,19 @@ class RefineKernels:
         x += z
 
     def refine_step(
-        self, b: Any, weights: Any, norm: Any, y: Any, x: Any, r: Any, z: Any, zs: Any, ws: Any, state: Any, row: Any
+        self,
+        b: Any,
+        weights: Any,
+        norm: Any,
+        y: Any,
+        x: Any,
+        r: Any,
+        z: Any,
+        zs: Any,
+        ws: Any,
+        state: Any,
+        mask: Any,
+        row: Any,
     ) -> None:
         """Go on with the residual of x, or with what earlier corrections make of it; say how far that is."""
         xp, n, eps = self.xp, len(b), float(np.finfo(b.dtype).eps)
@@ -360,6 +373,7 @@ class RefineKernels:
         done = ~active & (sizes > 0)
         row[0, 2:] = turns, state[TAKEN, 0], max(1, ratio.max()) * eps, (steps[done] / sizes[done]).max(initial=eps)
         row[0, UNFINISHED] = active.any()
+        mask[...] = xp.asarray(active[None].astype(mask.dtype))
         if not active.any():
             return
         if not np.isfinite(found[active] + sizes[active]).all() or turns >= MOST:
@@ -376,14 +390,16 @@ class RefineKernels:
             return
         state[TAKEN] = row[0, 3] = 1
         count = int(state[KEEPING, 0])
+        if count:
+            # What those that are kept have come to.
+            share = (before[active] / state[BEGAN][active]).max() ** (1 / count)
+            if not np.isfinite(share) or (count >= _TRIED and share > _WORTH):
+                row[0, 1] = 1
+                return
         if count in (0, most):
             count, state[BEGAN] = 0, before
-        mask = xp.asarray(active.astype(b.real.dtype))
         self._keep(weighted, x, r, z, (zs, ws), count, mask)
-        state[KEEPING] = count = count + 1
-        (left,) = self._largest_of(r)
-        share = (left[active] / state[BEGAN][active]).max() ** (1 / count)
-        row[0, 1] = bool(not np.isfinite(share) or (count >= _TRIED and share > _WORTH))
+        state[KEEPING] = count + 1
 
     def _largest_of(self, *matrices: Any) -> list[Any]:
         """Return the largest moduli of columns, on the host."""
@@ -393,20 +409,24 @@ class RefineKernels:
 
     def _keep(self, trial: Any, x: Any, r: Any, z: Any, bases: tuple[Any, Any], count: int, mask: Any) -> None:
         """Add that multiple of a correction, and of earlier ones, which makes the residual least."""
-        xp, width = self.xp, x.shape[1]
-        kept_z, kept_w = ([one[:, at * width : (at + 1) * width] for at in range(count + 1)] for one in bases)
+        xp, (n, width) = self.xp, x.shape
+        # All by columns, which are contiguous.
+        kept_z, kept_w = (one.T[: (count + 1) * width].reshape(count + 1, width, n) for one in bases)
+        trial, x, r, z, mask = trial.T, x.T, r.T, z.T, mask.T
         w, v = (r - trial) * mask, z * mask
         x -= v
-        for one, other in zip(kept_w[:count], kept_z[:count], strict=True):
-            h = (one.conj() * w).sum(axis=0)
-            w -= one * h
-            v -= other * h
-        size = xp.sqrt((w.real**2 + w.imag**2 if w.dtype.kind == "c" else w * w).sum(axis=0))
+        if count:
+            # Twice, as once is not enough where corrections are alike.
+            for _ in range(2):
+                h = (kept_w[:count].conj() * w).sum(axis=2)[:, :, None]
+                w -= (kept_w[:count] * h).sum(axis=0)
+                v -= (kept_z[:count] * h).sum(axis=0)
+        size = xp.sqrt((w.real**2 + w.imag**2 if w.dtype.kind == "c" else w * w).sum(axis=1))[:, None]
         size = xp.where(size > 0, size, 1)
         w /= size
         v /= size
-        alpha = (w.conj() * r).sum(axis=0)
-        kept_w[count][...], kept_z[count][...] = w, v
+        alpha = (w.conj() * r).sum(axis=1)[:, None]
+        kept_w[count], kept_z[count] = w, v
         x += v * alpha
         r -= w * alpha
 
