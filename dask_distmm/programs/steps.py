@@ -492,7 +492,7 @@ CONTRACTS: dict[str, Contract] = {
     "count_rows": Contract("w", _none),
     "permute_rows": Contract("ru", _none),
     "swap_later": Contract("uur", _none),
-    # Of factors that a rank has all of: a part of a panel; the inverses of blocks on the diagonal; a triangle, with these.
+    # Of factors that a rank has all of: a part of a panel; inverses of blocks on the diagonal; a triangle, with these.
     "keep_panel": Contract("rw", _none),
     "invert_blocks": Contract("rw", lambda a, v: a[0] * v[0] ** 2),
     "solve_whole": Contract("rru", lambda a, v, b: a[0] * b[0] * b[1]),

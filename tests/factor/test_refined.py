@@ -13,6 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from residuals import assert_inverse, assert_solution
 
+from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.errors import MatrixError, PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.factor import _memory, plan_factorization
@@ -191,6 +193,30 @@ def test_elements_that_are_not_finite(ranks, value):
         with pytest.raises(MatrixError, match=f"^{name} must not contain infs or NaNs"):
             run("solve", ranks, 16, bad if name == "a" else a, bad if name == "b" else b, check_finite=True)
     assert_solution(a * 1e305, run("solve", ranks, 16, a * 1e305, b, check_finite=True)["x"], b)
+
+
+@given(
+    st.integers(1, 70),
+    st.sampled_from([1, 2, 8, 64]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from("NTC"),
+    st.sampled_from(["float64", "complex128"]),
+    st.integers(0, 2**32),
+)
+@settings(max_examples=40, deadline=None)
+def test_solves_with_inverses_of_blocks(n, size, lower, unit, op, dtype, seed):
+    """The other triangle is not read."""
+    rng, kernels = np.random.default_rng(seed), ProgramKernels(LapackKernels())
+    factors, b = (
+        np.asfortranarray(noise(rng, (n, n), dtype) / n + np.eye(n)),
+        np.asfortranarray(noise(rng, (n, 3), dtype)),
+    )
+    inverses, x = kernels.empty((size, -(-n // size) * size), np.dtype(dtype), tall=False), b.copy(order="F")
+    kernels.invert_blocks(factors, inverses, lower=lower, unit=unit)
+    kernels.solve_whole(factors, inverses, x, lower=lower, op=op, unit=unit)
+    expected = scipy.linalg.solve_triangular(factors, b, "NTC".index(op), lower=lower, unit_diagonal=unit)
+    np.testing.assert_allclose(x, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_zeros_on_the_right():
