@@ -130,6 +130,8 @@ def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _W
         return most if problem.factored == "qr" else max(most, *problem.a_shape)
     if (name := problem.factored) != "qr":
         many, step = (_MANY_CHOLESKY, least) if name == "cholesky" else (_MANY, most)
+        # Where tensor cores compute in few bits, what panels take is calls of kernels.
+        many = many * 3 // 4 if name == "cholesky" and problem.products else many
         most = max(most, min(2 * most, min(problem.a_shape) // (many * ranks) // step * step))
     even = -(-min(problem.a_shape) // (ranks * _BLOCKS))
     return max(least, min(most, -(-even // least) * least))

@@ -1,6 +1,7 @@
-// Parts of a matrix on their way to factors of few bits: `numbers.cu` has the numbers of the matrix.
+// Parts of a matrix on their way to factors of few bits, and their sizes: `numbers.cu` has the numbers of the matrix.
 
 #if COMPLEX
+__device__ __forceinline__ R size_of(T a) { return fabs(a.x) + fabs(a.y); }
 typedef float2 Few;
 __device__ __forceinline__ Few few(T a, R scale, R sign) {
   Few found;
@@ -9,6 +10,7 @@ __device__ __forceinline__ Few few(T a, R scale, R sign) {
   return found;
 }
 #else
+__device__ __forceinline__ R size_of(T a) { return fabs(a); }
 typedef float Few;
 __device__ __forceinline__ Few few(T a, R scale, R) { return (float)(a * scale); }
 #endif
@@ -33,5 +35,31 @@ extern "C" __global__ void gather_scaled(long long source, long long down, long 
     if (i >= rows || j >= columns) continue;
     const R scale = (by_rows ? ((const R*)by_rows)[i] : (R)1) * (by_columns ? ((const R*)by_columns)[j] : (R)1);
     ((Few*)target)[i + j * distance] = few(tile[threadIdx.x][u], scale, conjugated ? (R)-1 : (R)1);
+  }
+}
+
+// Adds the sums of the sizes of rows, 32 rows a block of 32 x 8 threads. Always in the same order.
+extern "C" __global__ void add_sizes(long long source, long long down, long long across, long long rows,
+                                     long long columns, long long sums) {
+  __shared__ R part[32][33];
+  const long long i0 = (long long)blockIdx.x << 5;
+  const T* from = (const T*)source;
+  const bool by_rows = across == 1;
+  // Of rows that are dense each has a warp; otherwise each thread has a row.
+  for (int u = threadIdx.y; u < (by_rows ? 32 : 8); u += 8) {
+    const int di = by_rows ? u : threadIdx.x, at = by_rows ? threadIdx.x : u, step = by_rows ? 32 : 8;
+    const long long i = i0 + di;
+    R sum = 0;
+    if (i < rows) {
+#pragma unroll 8
+      for (long long j = at; j < columns; j += step) sum += size_of(from[i * down + j * across]);
+    }
+    part[di][at] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.y == 0 && i0 + threadIdx.x < rows) {
+    R sum = 0;
+    for (int u = 0; u < (by_rows ? 32 : 8); ++u) sum += part[threadIdx.x][u];
+    ((R*)sums)[i0 + threadIdx.x] += sum;
   }
 }

@@ -33,8 +33,6 @@ _TRIED, _WORTH = 4, 0.6
 # Powers of two are not above this one. Columns are as they are if their largest elements are above the second one, and
 # alike up to the third one.
 _LARGEST, _SMALL, _ALIKE = 1000, -24, 4
-# Rows and columns of a matrix whose elements are in a cache; elements that are worked on at once on a GPU.
-_CACHED, _ELEMENTS = 256, 2**26
 # Columns from which on a product is one of matrices, not of vectors.
 _WIDE = 4
 
@@ -56,15 +54,6 @@ class Piece(NamedTuple):
     def cols(self) -> slice:
         """Its columns in A."""
         return slice(self.col, self.col + self.array.shape[1])
-
-
-def _in_caches(piece: Piece, on_device: bool) -> Iterator[tuple[int, int, Any]]:
-    """Yield parts of a part of A that are in a cache, or take little memory, each with its first row and column."""
-    rows, cols = piece.array.shape
-    down, across = (_ELEMENTS // max(1, cols), cols) if on_device else (_CACHED, _CACHED)
-    for row in range(0, rows, max(1, down)):
-        for col in range(0, cols, max(1, across)):
-            yield piece.row + row, piece.col + col, piece.array[row : row + down, col : col + across]
 
 
 def _sub_blocks(xp: Any, stack: Any, size: int, row: int, col: int) -> Any:
@@ -130,12 +119,9 @@ class RefineKernels:
         """Compute the sums of the rows of this rank's chunks, and the diagonal."""
         assign(sizes, 0)
         for piece in self._pieces:
-            for row, col, part in _in_caches(piece, self.blas.asynchronous):
-                size = abs(part.real) + abs(part.imag) if part.dtype.kind == "c" else abs(part)
-                # Products with ones are faster than sums.
-                sizes[row : row + len(part), 0] += size @ self._ones(part.shape[1], sizes.dtype)
-                if self._by_triangle:
-                    sizes[col : col + part.shape[1], 0] += self._ones(len(part), sizes.dtype) @ size
+            self.blas.add_sizes(piece.array, sizes[piece.rows, 0])
+            if self._by_triangle:
+                self.blas.add_sizes(piece.array.T, sizes[piece.cols, 0])
             diagonal = self._diagonal(piece)
             at = slice(max(piece.row, piece.col), max(piece.row, piece.col) + len(diagonal))
             sizes[at, 1] = diagonal.real * (1 + piece.crossing)
@@ -144,15 +130,6 @@ class RefineKernels:
         # Sums may have overflowed.
         if suspect and not all(host(isfinite(piece.array).all()) for piece in self._pieces):
             raise MatrixError(not_finite("a"))
-
-    def _ones(self, count: int, dtype: np.dtype) -> Any:
-        if count not in self._known_ones:
-            self._known_ones[count] = self.xp.ones(count, dtype)
-        return self._known_ones[count]
-
-    @functools.cached_property
-    def _known_ones(self) -> dict[int, Any]:
-        return {}
 
     def _diagonal(self, piece: Piece) -> Any:
         """Return the elements of a part that are on the diagonal of A."""
@@ -403,9 +380,11 @@ class RefineKernels:
 
     def _largest_of(self, *matrices: Any) -> list[Any]:
         """Return the largest moduli of columns, on the host."""
-        xp = self.xp
-        looks = [xp.maximum(abs(x.real), abs(x.imag)) if x.dtype.kind == "c" else abs(x) for x in matrices]
-        return [np.asarray(x, np.float64) for x in self.blas.hosts([x.max(axis=0) for x in looks])]
+        xp, width = self.xp, matrices[0].shape[1]
+        every = xp.concatenate([x.T for x in matrices])
+        every = xp.maximum(abs(every.real), abs(every.imag)) if every.dtype.kind == "c" else abs(every)
+        found = np.asarray(self.blas.host(every.max(axis=1)), np.float64)
+        return [found[at : at + width] for at in range(0, len(found), width)]
 
     def _keep(self, trial: Any, x: Any, r: Any, z: Any, bases: tuple[Any, Any], count: int, mask: Any) -> None:
         """Add that multiple of a correction, and of earlier ones, which makes the residual least."""
@@ -416,11 +395,9 @@ class RefineKernels:
         w, v = (r - trial) * mask, z * mask
         x -= v
         if count:
-            # Twice, as once is not enough where corrections are alike.
-            for _ in range(2):
-                h = (kept_w[:count].conj() * w).sum(axis=2)[:, :, None]
-                w -= (kept_w[:count] * h).sum(axis=0)
-                v -= (kept_z[:count] * h).sum(axis=0)
+            h = (kept_w[:count].conj() * w).sum(axis=2)[:, :, None]
+            w -= (kept_w[:count] * h).sum(axis=0)
+            v -= (kept_z[:count] * h).sum(axis=0)
         size = xp.sqrt((w.real**2 + w.imag**2 if w.dtype.kind == "c" else w * w).sum(axis=1))[:, None]
         size = xp.where(size > 0, size, 1)
         w /= size
