@@ -21,6 +21,7 @@ How many of the workers compute it, and which, follows from its time and its mem
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -43,7 +44,7 @@ from dask_distmm.planning.wire import HERE
 from dask_distmm.programs import factor
 from dask_distmm.programs.factor import PANEL_PARTS, PARTS, Columns, Matrix, Panels
 from dask_distmm.programs.factorizations import Factorization, TaskOutput, as_matrix
-from dask_distmm.programs.refine import EXPECTED, kept_columns, refined
+from dask_distmm.programs.refine import CROSSING, EXPECTED, inverted_order, kept_columns, refined
 from dask_distmm.programs.steps import PART, Buffer, Step
 
 # A factorization of Dask arrays: the mathematics, and the chunks of its operands and outputs
@@ -129,6 +130,8 @@ def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _W
         return most if problem.factored == "qr" else max(most, *problem.a_shape)
     if (name := problem.factored) != "qr":
         many, step = (_MANY_CHOLESKY, least) if name == "cholesky" else (_MANY, most)
+        # Where tensor cores compute in few bits, what panels take is calls of kernels.
+        many = many * 3 // 4 if name == "cholesky" and problem.products else many
         most = max(most, min(2 * most, min(problem.a_shape) // (many * ranks) // step * step))
     even = -(-min(problem.a_shape) // (ranks * _BLOCKS))
     return max(least, min(most, -(-even // least) * least))
@@ -147,6 +150,8 @@ class FactorPlacement(Placement):
     # Whether there is memory to factorize A itself where factors of few bits are of no use; what it takes to do so at
     # once.
     exact: bool = True
+    # Whether there is memory for all ranks to have all factors of few bits.
+    whole: bool = True
     plain: Estimate | None = dataclasses.field(default=None, metadata=HERE)
 
     @property
@@ -266,7 +271,7 @@ class FactorPlacement(Placement):
         """Return the steps of a rank."""
         names = tuple(one.name for one in self.problem.outputs)
         what = self.task, self.engine, self.method, self.count, self.width, names
-        return remembered((*what, self.exact), rank, lambda: self._record(rank))
+        return remembered((*what, self.exact, self.whole), rank, lambda: self._record(rank))
 
     def multiplied(self, rank: int) -> list[int]:
         """Return the numbers of A's chunks that a rank multiplies: those that it holds, and its share of others'."""
@@ -282,7 +287,7 @@ class FactorPlacement(Placement):
     def _refined(self, rank: int) -> tuple[Step, ...]:
         """Return the steps with factors of few bits, and behind a flag those with A itself."""
         task = self.task
-        parts = {"lower"} if self.carried or task.hermitian else {"lower", "upper"}
+        parts = {"lower"} if (self.carried and not self.whole) or task.hermitian else {"lower", "upper"}
         p = Panels(
             rank,
             self.columns,
@@ -302,6 +307,8 @@ class FactorPlacement(Placement):
             given=task.given,
             op="N" if task.hermitian else task.op,
             carried=self.carried,
+            whole=self.whole,
+            inverts=ENGINES[self.engine].on_gpus,
             info="info" if any(one.name == "info" for one in self.problem.outputs) else "",
             otherwise=functools.partial(self._recorded, rank, self.columns.count) if self.exact else None,
         )
@@ -480,11 +487,12 @@ def plan_factorization(
     remedies = _remedies(problem, len(roster), engine)
     if not problem.task.refines:
         return choose(found, what, remedies)
-    try:
-        best = choose(found, what, remedies)
-    except ProjectedMemoryError:
-        found = [_consider(problem, roster, sources, where, engine, *candidate, False) for candidate in candidates]
-        best = choose(sorted(found, key=lambda one: one.seconds), what, remedies)
+    # First what is gone without is that each rank has all factors, then factors of A itself.
+    for exact, whole in ((True, True), (True, False), (False, False)):
+        found = [_consider(problem, roster, sources, where, engine, *one, exact, whole) for one in candidates]
+        with contextlib.suppress(ProjectedMemoryError) if exact else contextlib.nullcontext():
+            best = choose(sorted(found, key=lambda one: one.seconds), what, remedies)
+            break
     if problem.task.given:
         return best
     x = tuple(one for one in problem.wanted if one.name == "x")
@@ -553,6 +561,7 @@ def _consider(
     count: int,
     shared: bool,
     exact: bool = True,
+    whole: bool = True,
 ) -> FactorPlacement:
     """Return the plan on this many ranks of `roster`, with its estimate and its memory."""
     participants = (*roster, *sources)
@@ -568,6 +577,7 @@ def _consider(
         width=width,
         owners={},
         exact=exact,
+        whole=whole,
     )
     held = np.zeros((count, len(participants)))
     for name, table in where.items():
@@ -640,10 +650,6 @@ def _owners(made: FactorPlacement) -> dict[str, NDArray[np.int32]]:
     return found
 
 
-# Rows and columns of the parts of a triangle that are copied: see `engines.programs.refine`.
-_CROSSING = 512
-
-
 def _refined_bytes(made: FactorPlacement, rank: int) -> float:
     """Return the bytes of vectors, and of copies of chunks of A, that a rank holds to refine a solution."""
     n, a, size = made.task.a_shape[0], made.problem["a"], made.problem.compute_type.itemsize
@@ -651,14 +657,20 @@ def _refined_bytes(made: FactorPlacement, rank: int) -> float:
     own = made.columns.local(rank, first, count)
     width, columns = own.stop - own.start, made.columns.matrices[1].shape[1]
     # Two vectors, and copies of two turns that others get.
-    vectors = (2 + 2 * (made.count > 1)) * columns + (6 + 2 * kept_columns(n, columns)) * width
-    if made.carried:
+    vectors = (2 + 2 * (made.count > 1)) * columns + (7 + 2 * kept_columns(n, columns)) * width
+    few, low = 0, dtype_from_name(made.task.dtype_of_factors).itemsize
+    if made.whole and width:
+        # All factors, and inverses of blocks, of which one triangle has copies while they are made.
+        few = n * n * (made.count > 1)
+        if ENGINES[made.engine].on_gpus:
+            few += (3 if made.task.hermitian else 4) * inverted_order(n) * (n + inverted_order(n))
+    elif made.carried:
         # Twice a turn it goes from rank to rank, in few bits.
         vectors += 2 * math.ceil(len(made.panels) / made.count) * columns
-    copied = n * _CROSSING / made.count * made.task.hermitian
+    copied = n * CROSSING[ENGINES[made.engine].on_gpus] / made.count * made.task.hermitian
     if "a" in made.where:
         copied += sum(int(a.elements[one]) for one in made.multiplied(rank) if made.where["a"][one] != made.ranks[rank])
-    return float((n * vectors + copied) * size)
+    return float((n * vectors + copied) * size + few * low)
 
 
 def _memory(made: FactorPlacement) -> NDArray[np.float64]:

@@ -266,7 +266,8 @@ class Panels(Recorder):
             f"extra.{k}", entry.extra(min(self.whole(k, "lower").shape), stop - start), entry.extra_dtype or self.dtype
         )
 
-    def _with_extra(self, k: int, part: str) -> tuple[Any, ...]:
+    def with_extra(self, k: int, part: str) -> tuple[Any, ...]:
+        """Return a part of a panel, and what goes with it."""
         return self.whole(k, part), *([self.extra(k)] if part == "lower" and self._factored else [])
 
     # Panel after panel
@@ -289,12 +290,12 @@ class Panels(Recorder):
         for at, (k, first, stop) in enumerate(todo):
             remote = not self.owns(k) and (self._together or bool(self._owned(first, stop)))
             if remote:
-                self.pull(self.columns.owner(k), Key(part, offset + k), self._with_extra(k, part), taken=True)
+                self.pull(self.columns.owner(k), Key(part, offset + k), self.with_extra(k, part), taken=True)
                 if factor:
                     self._note(k)
             elif self._together and self.owns(k) and not factor:
                 with self._joining(k):
-                    self.publish(part, offset + k, *self._with_extra(k, part))
+                    self.publish(part, offset + k, *self.with_extra(k, part))
             following = todo[at + 1][0] if at + 1 < len(todo) else self.columns.count
             ahead = factor is not None and at + 1 < len(todo) and self.owns(following)
             if ahead:
@@ -312,7 +313,7 @@ class Panels(Recorder):
             if factor and ahead and late:
                 self._factor(following, factor)
             if remote:
-                self.drop(*self._with_extra(k, part))
+                self.drop(*self.with_extra(k, part))
 
     def _owned(self, first: int, stop: int) -> range:
         return self.columns.owned(self.me, first, stop)
@@ -362,7 +363,7 @@ class Panels(Recorder):
             rows = self.blocks(k, k + 1)[:, : stop - start]
             self.call("check_diagonal", rows, start=start, size=self._check)
         for part in parts if self.columns.ranks > 1 else ():
-            self.publish(part, self._numbered + k, *self._with_extra(k, part))
+            self.publish(part, self._numbered + k, *self.with_extra(k, part))
         if set(self._holders) - {self.me} and not self._together:
             self.publish("pivots", k, self.extra(k), self._diagonal(k))
 

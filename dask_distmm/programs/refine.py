@@ -13,6 +13,10 @@ A is scaled by powers of two, so that no element is above 1, converted while it 
 
 So a turn reads A once and the factors twice, whichever way it goes, and the residual that decides is always that of x.
 X, B and what belongs to them are with those ranks that have block columns of B.
+
+If there is memory for it, each rank gets all panels once, with all rows swapped. Then its solves take no messages and
+few, large steps; on GPUs these are products with the inverses of blocks on the diagonal. Otherwise panels, or a narrow
+B, go from rank to rank in each turn.
 """
 
 from __future__ import annotations
@@ -26,10 +30,14 @@ import numpy as np
 from dask_distmm.programs.factor import Panels, apply_panels, cholesky, eliminate, lu, substitute
 from dask_distmm.programs.factorizations import NUMBERS
 from dask_distmm.programs.recorder import Recorder
-from dask_distmm.programs.steps import Buffer, Make, Publish
+from dask_distmm.programs.steps import Buffer, Key, Make, Publish, View
 
 # Turns at most, those that are expected, and earlier corrections that are kept at most.
 MOST, EXPECTED, KEPT = 40, 3, 16
+# The most rows and columns of blocks on the diagonal of factors that are inverted; a power of two.
+INVERTED = 2048
+# Parts of a triangle of at most this many rows and columns are copied, with zeros outside of it: on CPUs, on GPUs.
+CROSSING = 512, 2048
 # Numbers that a turn ends with: columns that are not done, whether that is of no use, turns, the way (0: classical, 1:
 # GMRES, 2: by A itself), backward error, and the last correction relative to x.
 UNFINISHED, FAILED, TURNS, WAY, BACKWARD, FORWARD = range(6)
@@ -43,6 +51,11 @@ def kept_columns(n: int, columns: int) -> int:
     return min(KEPT, n // max(1, 4 * columns))
 
 
+def inverted_order(n: int) -> int:
+    """Return the order of the blocks on the diagonal of factors that are inverted."""
+    return min(INVERTED, 1 << max(0, n - 1).bit_length())
+
+
 def refined(
     p: Panels,
     order: Sequence[int],
@@ -54,6 +67,8 @@ def refined(
     given: bool,
     op: str,
     carried: bool,
+    whole: bool,
+    inverts: bool,
     info: str,
     otherwise: Callable[[], Panels] | None,
 ) -> None:
@@ -72,7 +87,8 @@ def refined(
     p.call("weigh", weights, norm, *parts, positive=positive, given=given)
     p.drop(*parts)
     # Names are the same on all ranks.
-    rows, swapped = p.small(n, 1, "int64"), given and not positive and width > 0
+    rows, swapped = p.small(n, 1, "int64"), not positive and width > 0 and (given or whole)
+    op = op if given else "N"
     if given:
         if swapped:
             p.call("order_of_rows", rows, back=op != "N")
@@ -108,41 +124,43 @@ def refined(
     p.drop(*parts)
 
     # Turns
-    whole, product = p.small(n, ends[-1], dtype), p.small(n, ends[-1], dtype)
+    solve = _solved_by_all(p, order, rows, positive=positive, op=op, given=given, inverts=inverts) if whole else None
+    every, product, x = p.small(n, ends[-1], dtype), p.small(n, ends[-1], dtype), p.small(n, width, dtype)
     r, z, step = p.small(n, width, dtype), p.small(n, width, dtype), p.small(1, width, real)
     count = kept_columns(n, ends[-1])
     bases = p.small(n, count * width, dtype), p.small(n, count * width, dtype)
     state, row = dataclasses.replace(p.numbers(width, "float64"), shape=(STATE, width)), p.numbers(NUMBERS, "float64")
-    p.new(whole, product, state, row, *bases, zero=True)
+    p.new(every, product, x, state, row, *bases, zero=True)
+    # By what residuals are multiplied: zeros for columns that are done.
+    active = p.small(1, width, real)
     p.new(z, step)
+    p.call("set_all", active, value=1)
     p.call("weighted", weights, b, r)
-    own, side = whole[:, mine], p.blocks(first, columns.count)
+    side = p.blocks(first, columns.count)
 
     def turn() -> None:
         if width:
-            p.call("scale_residual", r, state, step, side)
-        if positive:
-            substitute(p, order, lower=True, carried=carried)
-            substitute(p, order, lower=True, op="C", carried=carried)
-        elif given:
-            if swapped and op == "N":
-                p.call("permute_rows", rows, side)
-            for lower in (True, False) if op == "N" else (False, True):
-                substitute(p, order, lower=lower, op=op, unit=lower, carried=carried)
-            if swapped and op != "N":
-                with p.on("join"):
-                    p.call("permute_rows", rows, side)
-        else:
+            p.call("scale_residual", r, active, step, side)
+        if swapped and op == "N":
+            p.call("permute_rows", rows, side)
+        if not (positive or given or solve):
             apply_panels(p, order, lambda k, some: eliminate(p, k, some), "lower", carried=carried)
             substitute(p, order, lower=False, carried=carried)
-        if width:
-            with p.on("join"):
-                p.call("correct", side, scales, step, z, own)
-        _spread(p, whole, places)
-        p.call("multiply_chunks", whole, product, flops=2.0 * n * n * ends[-1] / rank_count)
+        for lower, form in _triangles(positive, op) if solve or positive or given else ():
+            if solve is None:
+                substitute(p, order, lower=lower, op=form, unit=lower and not positive, carried=carried)
+            elif width:
+                solve(side, lower, form)
+        with p.on("" if solve else "join"):
+            if swapped and op != "N":
+                p.call("permute_rows", rows, side)
+            if width:
+                p.call("correct", side, scales, step, z, x)
+        _spread(p, x, every, places)
+        p.call("multiply_chunks", every, product, flops=2.0 * n * n * ends[-1] / rank_count)
         _collect(p, product, places)
         if width:
-            p.call("refine_step", b, weights, norm, product[:, mine], own, r, z, *bases, state, row)
+            p.call("refine_step", b, weights, norm, product[:, mine], x, r, z, *bases, state, active, row)
         ((parts,), _) = p.share_rows([row], [])
         p.call("judge", go, good, numbers, *parts)
         p.drop(*(one for one in parts if one != row))
@@ -150,7 +168,7 @@ def refined(
     p.loop(go, turn, MOST, EXPECTED)
 
     def by_itself() -> None:
-        p.drop(*(one for name, one in list(p.here.items()) if one not in (whole, numbers, go, good)))
+        p.drop(*(one for name, one in list(p.here.items()) if one not in (x, numbers, go, good)))
         if otherwise is None:
             p.call("take_other_way", numbers, there=False)
             return
@@ -159,12 +177,12 @@ def refined(
         p.go_on(other)
         if width:
             with p.on("join"):
-                p.call("copy", other.matrix(1)[:n, :], own)
+                p.call("copy", other.matrix(1)[:n, :], x)
         p.drop(*list(other.here.values()))
 
     p.either(good, lambda: None, by_itself)
     part = Buffer("part.x", (n, width), dtype)
-    p.call("copy", own, part)
+    p.call("copy", x, part)
     p.leave("x", part)
     if info and p.me == 0:
         p.leave(info, numbers)
@@ -181,21 +199,76 @@ def _column_scales(p: Panels, n: int, real: str, *, narrow: bool) -> Buffer:
     return found
 
 
-def _spread(p: Recorder, whole: Buffer, places: Sequence[slice]) -> None:
+def _triangles(positive: bool, op: str) -> tuple[tuple[bool, str], ...]:
+    """Return the triangles that equations are solved with, and their form, the first one first."""
+    if positive:
+        return (True, "N"), (True, "C")
+    return ((True, op), (False, op)) if op == "N" else ((False, op), (True, op))
+
+
+def _solved_by_all(
+    p: Panels, order: Sequence[int], rows: Buffer, *, positive: bool, op: str, given: bool, inverts: bool
+) -> Callable[[View, bool, str], None]:
+    """Give this rank all panels, the last ones first, and the order of rows; return what records solves with them."""
+    columns, n, alone = p.columns, p.columns.order, p.columns.ranks == 1
+    factors = p.matrix(0) if alone else p.small(n, n)
+    used, swaps = p.blocks(columns.first(1), columns.count).shape[1] > 0, not (positive or given)
+    if isinstance(factors, Buffer) and used:
+        p.new(factors)
+    if swaps and used:
+        p.call("count_rows", rows)
+    for k in reversed(order) if used else ():
+        (_, left, right), start = columns.blocks[k], columns.place(k)[0]
+        for part in ("lower",) if positive else ("lower", "upper"):
+            pulled = panel, *extra = p.with_extra(k, part)
+            place = factors[slice(start, None) if part == "lower" else slice(start), left:right]
+            if not p.owns(k):
+                p.pull(columns.owner(k), Key(part, k), pulled, taken=True)
+            if not alone:
+                p.call("keep_panel", panel if part == "lower" else panel[:start, :], place)
+            if swaps and extra:
+                p.call("swap_later", place, rows[start:, :], *extra)
+            if not p.owns(k):
+                p.drop(*pulled)
+    size = inverted_order(n) if inverts else 0
+    inverses = {lower: p.small(size, -(-n // max(1, size)) * size) for lower in (True, False)}
+    for lower in (True, False)[: 1 if positive else 2] if used else ():
+        p.call("invert_blocks", factors, inverses[lower], lower=lower, unit=lower and not positive)
+
+    def solve(side: View, lower: bool, form: str) -> None:
+        p.call("solve_whole", factors, inverses[lower], side, lower=lower, op=form, unit=lower and not positive)
+
+    return solve
+
+
+def _spread(p: Recorder, own: Buffer, every: Buffer, places: Sequence[slice]) -> None:
     """Send all ranks' columns of a matrix to all ranks."""
-    key = p.next_key()
-    if _has(places[p.me]) and len(places) > 1:
-        p.steps.append(Publish(key, (whole[:, places[p.me]],), copied=True))
+    key, rows, parts = p.next_key(), own.shape[0], dict[int, Buffer]()
+    if len(places) > 1:
+        p.steps.append(Publish(key, (own,), copied=True))
     for rank, place in enumerate(places):
-        if rank != p.me and _has(place):
-            p.pull(rank, key, (whole[:, place],))
+        parts[rank] = own
+        if rank != p.me:
+            parts[rank] = Buffer(f"{own.name}@{rank}", (rows, place.stop - place.start), own.dtype)
+            p.pull(rank, key, (parts[rank],))
+    for rank, part in parts.items():
+        p.call("copy", part, every[:, places[rank]])
+    p.drop(*(part for part in parts.values() if part != own))
 
 
 def _collect(p: Recorder, product: Buffer, places: Sequence[slice]) -> None:
     """Add up all ranks' parts of a matrix, each rank its own columns."""
+    if product.shape[1] * len(places) <= product.shape[0]:
+        # One message of each rank to all, most of which is not read, is sooner there.
+        ((parts,), _) = p.share_rows([product], [])
+        for rank, part in enumerate(parts):
+            if rank != p.me:
+                p.call("add", part[:, places[p.me]], product[:, places[p.me]])
+                p.drop(part)
+        return
     for owner, place in enumerate(places):
         key = p.next_key()
-        if not _has(place):
+        if place.stop == place.start:
             continue
         if owner != p.me:
             p.steps.append(Publish(key, (product[:, place],), copied=True))
@@ -206,7 +279,3 @@ def _collect(p: Recorder, product: Buffer, places: Sequence[slice]) -> None:
                 p.pull(rank, key, (part,))
                 p.call("add", part, product[:, place])
                 p.drop(part)
-
-
-def _has(place: slice) -> bool:
-    return bool(place.stop > place.start)

@@ -486,15 +486,22 @@ CONTRACTS: dict[str, Contract] = {
     # Numbers for rows, and the norm; A's columns by numbers; the least and the largest element of a factor's diagonal.
     "weigh": Contract("wwr", _none, exact=True),
     "scale_columns": Contract("uw", _none),
-    # Of pivots that are an operand: the order of rows; rows in that order.
+    # The order of rows: by pivots that are an operand; as they are. Rows in that order; a panel of L and the order as
+    # the swaps of later panels, and then of its own, make them.
     "order_of_rows": Contract("w", _none),
+    "count_rows": Contract("w", _none),
     "permute_rows": Contract("ru", _none),
+    "swap_later": Contract("uur", _none),
+    # Of factors that a rank has all of: a part of a panel; inverses of blocks on the diagonal; a triangle, with these.
+    "keep_panel": Contract("rw", _none),
+    "invert_blocks": Contract("rw", lambda a, v: a[0] * v[0] ** 2),
+    "solve_whole": Contract("rru", lambda a, v, b: a[0] * b[0] * b[1]),
     "diagonal_range": Contract("wr", _none),
     # A residual in the type of the factors; a correction in that of A; the next residual, or the end.
     "weighted": Contract("rrw", _none),
     "scale_residual": Contract("rrww", _none),
     "correct": Contract("rrrwu", _none),
-    "refine_step": Contract("rrrruuuuuuu", _none),
+    "refine_step": Contract("rrrruuuuuuuu", _none),
     "judge_factors": Contract("wwwr", _none, exact=True),
     "judge": Contract("wwwr", _none, exact=True),
     "take_other_way": Contract("u", _none, exact=True),

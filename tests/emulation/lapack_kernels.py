@@ -41,7 +41,7 @@ class QueuedKernels(DeviceKernels):
         self.streams, self.xp = (stream, stream), sys.modules["cupy"]
         merging = importlib.import_module("dask_distmm.engines.gpu.tridiagonal").DeviceMerging()
         vars(self).update(
-            {name: getattr(merging, name) for name in ("tridiagonal_values", "secular", "rotate", "take")}
+            {name: getattr(merging, name) for name in ("tridiagonal_values", "secular", "rotate", "take", "add_sizes")}
         )
 
     def __getattribute__(self, name):

@@ -100,7 +100,7 @@ def test_updates_of_several_block_columns(monkeypatch, dtype, ranks, n, width):
     counts = []
     for beside in (0, 1 / 4, 1):
         calls = []
-        monkeypatch.setattr(factor, "_BESIDE", beside)
+        monkeypatch.setattr(factor, "_BESIDE", (beside, beside))
         monkeypatch.setattr(Device, "gemm", lambda self, *a, **k: calls.append(a) or LapackKernels.gemm(self, *a, **k))
         assert_cholesky(a, run_factorization(plan, given, kernels=Device())["l"])
         counts.append(len(calls))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from residuals import assert_inverse, assert_solution
 
+from dask_distmm.engines.numpy.lapack import LapackKernels
+from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.errors import MatrixError, PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.factor import _memory, plan_factorization
@@ -192,6 +195,30 @@ def test_elements_that_are_not_finite(ranks, value):
     assert_solution(a * 1e305, run("solve", ranks, 16, a * 1e305, b, check_finite=True)["x"], b)
 
 
+@given(
+    st.integers(1, 70),
+    st.sampled_from([1, 2, 8, 64]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from("NTC"),
+    st.sampled_from(["float64", "complex128"]),
+    st.integers(0, 2**32),
+)
+@settings(max_examples=40, deadline=None)
+def test_solves_with_inverses_of_blocks(n, size, lower, unit, op, dtype, seed):
+    """The other triangle is not read."""
+    rng, kernels = np.random.default_rng(seed), ProgramKernels(LapackKernels())
+    factors, b = (
+        np.asfortranarray(noise(rng, (n, n), dtype) / n + np.eye(n)),
+        np.asfortranarray(noise(rng, (n, 3), dtype)),
+    )
+    inverses, x = kernels.empty((size, -(-n // size) * size), np.dtype(dtype), tall=False), b.copy(order="F")
+    kernels.invert_blocks(factors, inverses, lower=lower, unit=unit)
+    kernels.solve_whole(factors, inverses, x, lower=lower, op=op, unit=unit)
+    expected = scipy.linalg.solve_triangular(factors, b, "NTC".index(op), lower=lower, unit_diagonal=unit)
+    np.testing.assert_allclose(x, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_zeros_on_the_right():
     rng = np.random.default_rng()
     a, b = noise(rng, (40, 40), "float64"), noise(rng, (40, 3), "float64")
@@ -242,20 +269,23 @@ def planned_here(n, nrhs, limit=10**12, workers=2, method="auto"):
     return plan_factorization(problem, roster, where, engine="numpy")
 
 
-def test_factors_take_half_of_the_memory_where_there_is_not_more():
+def test_what_is_gone_without_where_there_is_less_memory():
+    """First each rank's own copy of all factors, then the memory to factorize A itself."""
     n, found = 4000, []
     # Chunks are cut anew for each plan.
     for _ in range(5):
-        large = planned_here(n, 1, method="columns")
-        assert large.exact
-        needed = max(large.projected_bytes.values())
-        problem, where = large.problem, large.where
-        limit = int(0.9 * needed / problem.options.limit_fraction)
-        roster = [Worker(f"w{number}", memory_limit=limit) for number in range(2)]
-        lean = plan_factorization(problem, roster, where, engine="numpy")
-        assert not lean.exact
-        found.append(needed - max(lean.projected_bytes.values()))
-    assert min(found) > n * n * 8 / 2 / 2 * 0.9
+        plan = planned_here(n, 2, method="columns")
+        problem, where, needed = plan.problem, plan.where, []
+        for exact, whole in ((True, True), (True, False), (False, False)):
+            assert (plan.exact, plan.whole) == (exact, whole)
+            needed.append(max(plan.projected_bytes.values()))
+            limit = int((needed[-1] - 1) / problem.options.limit_fraction)
+            roster = [Worker(f"w{number}", memory_limit=limit) for number in range(2)]
+            if exact:
+                plan = plan_factorization(problem, roster, where, engine="numpy")
+        found.append([before - after for before, after in itertools.pairwise(needed)])
+    assert min(all_factors for all_factors, _ in found) > 4 * n * n * 0.9
+    assert min(itself for _, itself in found) > n * n * 8 / 2 / 2 * 0.9
     with pytest.raises(ProjectedMemoryError):
         planned_here(n, 1, 10**6)
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from dask_distmm.engines.base import ChunkKey, Side, contiguous
 from dask_distmm.engines.gpu.copy_kernels import Rectangle, make_copies, table_of
+from dask_distmm.engines.gpu.host import kernel
 from dask_distmm.engines.gpu.operands import captured, record
 from dask_distmm.engines.programs.blas import assign
 from dask_distmm.engines.programs.evaluate import on_stream
@@ -50,7 +51,8 @@ _MOST_GRAPHS = 16
 # Turns of a loop that are on the stream: the host is not farther ahead.
 _QUEUED = 8
 # Kernels that only put work on the stream, whatever their arguments are. Passes of `evaluate` may need the host.
-_ON_STREAM = {"evaluate", "evaluate_exactly", "merge", "assemble", "copy", "set_all", "increment"}
+_ON_STREAM = {"evaluate", "evaluate_exactly", "merge", "assemble", "copy", "set_all", "increment", "add"}
+_ON_STREAM |= {"scale_residual", "permute_rows", "solve_whole", "correct", "multiply_chunks"}
 
 
 class _Graph(NamedTuple):
@@ -298,6 +300,8 @@ class DeviceMemory(Memory):
             if same and not part.conjugated and not job.scales:
                 source = span_of(array.T if part.transposed else array)
                 plain.append((part, Rectangle(source, span_of(part.place), *part.place.shape)))
+            elif _narrows(job, part, array):
+                _gather(part, array, [x.data.ptr for x in job.scales])
             else:
                 put(job.blas, part, array, job.scales)
         if plain:
@@ -316,10 +320,32 @@ def _is_queued(messages: Transport, step: Step) -> bool:
     """Whether the host does nothing for a step of a loop but queue it."""
     if isinstance(step, Call):
         places = (x.buffer if isinstance(x, View) else x for x in (*step.arguments, *step.makes))
-        if step.kernel not in _ON_STREAM or any(buffer.host for buffer in places):
+        if step.lane or step.kernel not in _ON_STREAM or any(buffer.host for buffer in places):
             return False
         return "program" not in step.options or on_stream(step.options["program"])
     return messages.queues(step) or isinstance(step, Drop) or (isinstance(step, New) and not step.buffer.host)
+
+
+def _narrows(job: ProgramJob, part: Part, array: Any) -> bool:
+    """Whether a part of a matrix goes to columns of factors of few bits."""
+    place, given = part.place, isinstance(array, cp.ndarray) and array.dtype == job.plan.problem.compute_type
+    by_columns = place.dtype.char in "fF" and place.strides[0] == place.itemsize
+    return given and by_columns and part.form == "full" and array.dtype.kind == place.dtype.kind
+
+
+def _gather(part: Part, array: Any, scales: Sequence[int]) -> None:
+    """Write a part to columns of factors of few bits, its rows and columns multiplied by numbers at some addresses."""
+    array, place = array.T if part.transposed else array, part.place
+    (rows, columns), size = place.shape, array.itemsize
+    if not rows or not columns:
+        return
+    # Scales are of the real type.
+    first = [x + at * array.real.itemsize for x, at in zip(scales, (part.row, part.col), strict=False)]
+    numbers = array.data.ptr, *(x // size for x in array.strides), *(*first, 0, 0)[:2], rows, columns
+    numbers = *numbers, place.data.ptr, place.strides[1] // place.itemsize
+    blocks = -(-rows // 32) * -(-columns // 32)
+    given = *map(np.int64, numbers), np.int32(part.conjugated)
+    kernel("refining", "gather_scaled", array.dtype)((blocks,), (32, 8), given)
 
 
 def _made_on_device(

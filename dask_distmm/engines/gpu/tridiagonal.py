@@ -311,6 +311,14 @@ class DeviceMerging:
             function = kernel("tridiagonal", "take_columns", target.dtype)
             function((blocks * len(columns),), (_MERGED_THREADS,), (*arguments, np.int64(blocks)))
 
+    def add_sizes(self, a: Any, sums: Any) -> None:
+        """Add up moduli."""
+        a = cp.asarray(a)
+        if a.size:
+            numbers = a.data.ptr, *(x // a.itemsize for x in a.strides), *a.shape, sums.data.ptr
+            function = kernel("refining", "add_sizes", a.dtype)
+            function((-(-len(a) // 32),), (32, 8), tuple(map(np.int64, numbers)))
+
     def tridiagonal_values(self, d: Vector, e: Vector, first: int, last: int) -> Vector:
         """Return eigenvalues by bisection."""
         count = last - first + 1

@@ -56,6 +56,10 @@ class Secular:
         out /= np.sqrt((out * out).sum(axis=0))
 
 
+# Rows and columns of a part of a matrix that is in a cache.
+_CACHED = 256
+
+
 class LapackKernels:
     """`dask_distmm.engines.programs.Kernels` for NumPy arrays."""
 
@@ -270,6 +274,15 @@ class LapackKernels:
         """Rotate pairs of columns in their order: column p becomes c p + s q, column q c q - s p."""
         for (p, q), (c, s) in zip(pairs.tolist(), factors.tolist(), strict=True):
             z[:, p], z[:, q] = c * z[:, p] + s * z[:, q], c * z[:, q] - s * z[:, p]
+
+    def add_sizes(self, a: NDArray[Any], sums: NDArray[Any]) -> None:
+        """Add to a vector the sums of rows: of moduli, or of those of both parts of complex numbers."""
+        for row in range(0, a.shape[0], _CACHED):
+            for col in range(0, a.shape[1], _CACHED):
+                part = a[row : row + _CACHED, col : col + _CACHED]
+                size = abs(part.real) + abs(part.imag) if part.dtype.kind == "c" else abs(part)
+                # Products with ones are faster than sums.
+                sums[row : row + _CACHED] += size @ np.ones(part.shape[1], sums.dtype)
 
     def take(self, source: NDArray[Any], columns: NDArray[np.int64], target: NDArray[Any]) -> None:
         """Copy some columns of `source` to `target`, which may be of another type."""

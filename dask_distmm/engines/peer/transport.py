@@ -187,7 +187,8 @@ class PeerTransport(DevicePanels):
             self._offered += [(BLOCKS, EXCHANGE, job.kernels.meeting), (BLOCKS, ROWS, job.kernels.vectors)]
             job.memory.note(*job.kernels.arrays)
         job.memory.note(*(array for _, _, array in self._offered))
-        to_all = messages_to_all(job.steps, len(plan.ranks)) if self._direct and not job.gathers else {}
+        by_messages = self._direct and (not isinstance(plan, FactorPlacement) or plan.task.refines)
+        to_all = messages_to_all(job.steps, len(plan.ranks)) if by_messages else {}
         if to_all:
             self._window = Window(to_all, exporter, self._over)
             self._offered.append((BLOCKS, self._window_number, self._window.memory))

@@ -137,6 +137,10 @@ class Kernels(Protocol):
         """Rotate pairs of columns in their order: column p becomes c p + s q, column q c q - s p."""
         ...
 
+    def add_sizes(self, a: Any, sums: Any) -> None:
+        """Add to a vector the sums of rows of any matrix: of moduli, or of those of both parts of complex numbers."""
+        ...
+
     def take(self, source: Any, columns: Any, target: Any) -> None:
         """Copy some columns of `source` to `target`, which may be of another type."""
         ...

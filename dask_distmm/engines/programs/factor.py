@@ -157,13 +157,14 @@ def _gram(kernels: Kernels, q: Any, gram: Any, beta: int = 0) -> None:
 
 
 # One GEMM of several block columns has a higher rate than one of each. It computes elements above the diagonal, too: at
-# most this share of the others (2 H200, float64, N = 32768: the run with 1/12, 1/24, 1/48 takes 192, 185, 181 ms).
-_BESIDE = 1 / 48
+# most this share of the others (2 H200, float64, N = 32768: the run with 1/12, 1/24, 1/48 takes 192, 185, 181 ms). If
+# tensor cores compute in few bits, calls take longer than these elements.
+_BESIDE = 1 / 48, 1 / 8
 # A matrix with this many rows is multiplied by the inverses of triangles of this order, rather than solved with them:
 # other products have more of the GPU meanwhile (1 H200, float64, 32768 x 512: cuBLAS' trsm takes 1.0 ms from them).
 _ROWS, _INVERTED = 16384, 256
-# Of products in fewer bits, this many rows or columns.
-_MANY = 1024
+# Of products in fewer bits, this many rows or columns; their calls are fewer with triangles of up to this order.
+_MANY, _INVERTED_AT_ONCE = 1024, 1024
 # Rows that one GEMM adds up at a time. One block of a GEMM that adds up 32768 rows takes 1 ms, and the small kernels of
 # a panel wait for it one by one (1 H200, a QR panel of 32768 x 512: alone 7 ms, beside that 31, beside parts 19; the
 # parts take 6 % more).
@@ -306,7 +307,7 @@ class FactorKernels:
         inverted = others >= _MANY if compute else right and others >= _ROWS
         if not (kernels.asynchronous and inverted and order >= _INVERTED):
             kernels.trsm(a, b, right=right, compute=compute, **how)
-        elif order >= 2 * _INVERTED:
+        elif order > (_INVERTED_AT_ONCE if compute else 2 * _INVERTED - 1):
             solve_by_halves(self, a, b, right=right, compute=compute, **how)
         else:
             inverse, copy = kernels.xp.eye(order, dtype=a.dtype, order="F"), kernels.empty(b.shape, b.dtype)
@@ -353,11 +354,8 @@ class FactorKernels:
             # Calls cost time, too: one for several block columns, and some operations too many around the diagonal.
             # GEMMs that take no operand transposed are faster, by more than to transpose it takes.
             beside = kernels.empty((rows.shape[1], columns.shape[1]), rows.dtype)
-            for first, stop in blocks:
-                kernels.adjoint(rows[first:stop], beside[:, at : at + stop - first])
-                at += stop - first
-            at = 0
-            for group in _grouped(blocks, len(rows)):
+            kernels.adjoint(_side_by_side(kernels, rows, blocks), beside)
+            for group in _grouped(blocks, len(rows), _BESIDE[bool(compute)]):
                 first, width = group[0][0], sum(stop - start for start, stop in group)
                 some = slice(at, at + width)
                 kernels.gemm(rows[first:], beside[:, some], columns[first:, some], alpha=-1, beta=1, compute=compute)
@@ -370,13 +368,32 @@ class FactorKernels:
             kernels.gemm(rows[stop:], rows[first:stop], block[stop:], "N", "C", alpha=-1, beta=1, compute=compute)
 
 
-def _grouped(blocks: Sequence[tuple[int, int]], end: int) -> list[list[tuple[int, int]]]:
+def _side_by_side(kernels: Kernels, rows: Any, blocks: Sequence[tuple[int, int]]) -> Any:
+    """Return the rows of some blocks one after the other; of as many as are evenly apart by one copy."""
+    (first, stop), strided = blocks[0], kernels.xp.lib.stride_tricks.as_strided
+    if len(blocks) == 1:
+        return rows[first:stop]
+    width, apart = stop - first, blocks[1][0] - first
+    even = [(first + at * apart, stop + at * apart) == block for at, block in enumerate(blocks)]
+    count = even.index(False) if False in even else len(even)
+    found = kernels.empty((sum(stop - first for first, stop in blocks), rows.shape[1]), rows.dtype)
+    (down, across), (_, beside), shape = rows.strides, found.strides, (rows.shape[1], count, width)
+    source = strided(rows[first:].T, shape, (across, apart * down, down))
+    strided(found.T, shape, (beside, width * down, down))[...] = source
+    at = count * width
+    for row, end in blocks[count:]:
+        assign(found[at : at + end - row], rows[row:end])
+        at += end - row
+    return found
+
+
+def _grouped(blocks: Sequence[tuple[int, int]], end: int, beside: float) -> list[list[tuple[int, int]]]:
     """Return block columns of a lower triangle in groups: rows from the first one's diagonal block to `end`."""
     found: list[list[tuple[int, int]]] = []
     for block in blocks:
         group = [*found[-1], block] if found else [block]
         above = sum((first - group[0][0]) * (stop - first) for first, stop in group)
-        if found and above <= _BESIDE * sum((end - first) * (stop - first) for first, stop in group):
+        if found and above <= beside * sum((end - first) * (stop - first) for first, stop in group):
             found[-1].append(block)
         else:
             found.append([block])

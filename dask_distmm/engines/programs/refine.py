@@ -15,6 +15,7 @@ from dask_distmm.errors import MatrixError, not_finite
 from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.refine import (
     BEGAN,
+    CROSSING,
     DONE,
     KEEPING,
     MOST,
@@ -23,8 +24,6 @@ from dask_distmm.programs.refine import (
     UNFINISHED,
 )
 
-# Parts of a triangle of at most this many rows and columns are copied, with zeros outside of it.
-_CROSSING = 512
 # A residual that is at most this share of the one before is on a good way without more; where nothing more can be done
 # it is to be at most that share. It is good where it is up to so many times as large as rounding, or sqrt(n) times.
 _FAST, _SLOW, _NEAR = 0.1, 0.5, 8
@@ -34,8 +33,6 @@ _TRIED, _WORTH = 4, 0.6
 # Powers of two are not above this one. Columns are as they are if their largest elements are above the second one, and
 # alike up to the third one.
 _LARGEST, _SMALL, _ALIKE = 1000, -24, 4
-# Rows and columns of a matrix whose elements are in a cache; elements that are worked on at once on a GPU.
-_CACHED, _ELEMENTS = 256, 2**26
 # Columns from which on a product is one of matrices, not of vectors.
 _WIDE = 4
 
@@ -59,13 +56,11 @@ class Piece(NamedTuple):
         return slice(self.col, self.col + self.array.shape[1])
 
 
-def _in_caches(piece: Piece, on_device: bool) -> Iterator[tuple[int, int, Any]]:
-    """Yield parts of a part of A that are in a cache, or take little memory, each with its first row and column."""
-    rows, cols = piece.array.shape
-    down, across = (_ELEMENTS // max(1, cols), cols) if on_device else (_CACHED, _CACHED)
-    for row in range(0, rows, max(1, down)):
-        for col in range(0, cols, max(1, across)):
-            yield piece.row + row, piece.col + col, piece.array[row : row + down, col : col + across]
+def _sub_blocks(xp: Any, stack: Any, size: int, row: int, col: int) -> Any:
+    """Return one of the four parts of all blocks of twice this order on the diagonals of a stack of matrices."""
+    count, (along, down, across) = stack.shape[1] // (2 * size), stack.strides
+    shape, strides = (len(stack), count, size, size), (along, 2 * size * (down + across), down, across)
+    return xp.lib.stride_tricks.as_strided(stack[:, row * size :, col * size :], shape, strides)
 
 
 class RefineKernels:
@@ -93,14 +88,22 @@ class RefineKernels:
         return found
 
     def _cut(self, row: int, col: int, array: Any) -> Iterator[Piece]:
-        """Yield the parts of a chunk that are below the diagonal, and small ones that it crosses."""
+        """Yield the parts of a chunk that are below the diagonal, and small ones that it crosses.
+
+        Of these there are copies, with zeros above it. As they are read twice they have half of its elements, which are
+        real.
+        """
         rows, cols = array.shape
         if not rows or not cols or col >= row + rows:
             return
         if row >= col + cols:
             yield Piece(row, col, array)
-        elif max(rows, cols) <= _CROSSING:
-            yield Piece(row, col, self.xp.tril(array, row - col), crossing=True)
+        elif max(rows, cols) <= CROSSING[self.blas.asynchronous]:
+            piece = Piece(row, col, self.xp.tril(array, row - col), crossing=True)
+            at = self.xp.arange(len(self._diagonal(piece)))
+            at = at + max(0, col - row), at + max(0, row - col)
+            piece.array[at] = piece.array[at].real / 2
+            yield piece
         elif rows >= cols:
             half = rows // 2
             yield from self._cut(row, col, array[:half])
@@ -116,31 +119,17 @@ class RefineKernels:
         """Compute the sums of the rows of this rank's chunks, and the diagonal."""
         assign(sizes, 0)
         for piece in self._pieces:
-            for row, col, part in _in_caches(piece, self.blas.asynchronous):
-                size = abs(part.real) + abs(part.imag) if part.dtype.kind == "c" else abs(part)
-                # Products with ones are faster than sums.
-                sizes[row : row + len(part), 0] += size @ self._ones(part.shape[1], sizes.dtype)
-                if self._by_triangle:
-                    sizes[col : col + part.shape[1], 0] += self._ones(len(part), sizes.dtype) @ size
+            self.blas.add_sizes(piece.array, sizes[piece.rows, 0])
+            if self._by_triangle:
+                self.blas.add_sizes(piece.array.T, sizes[piece.cols, 0])
             diagonal = self._diagonal(piece)
             at = slice(max(piece.row, piece.col), max(piece.row, piece.col) + len(diagonal))
-            sizes[at, 1] = diagonal.real
-            if piece.crossing:
-                sizes[at, 0] -= abs(diagonal.real)
+            sizes[at, 1] = diagonal.real * (1 + piece.crossing)
         host, isfinite = self.blas.host, self.xp.isfinite
         suspect = self._check_finite and not host(isfinite(sizes[:, 0]).all())
         # Sums may have overflowed.
         if suspect and not all(host(isfinite(piece.array).all()) for piece in self._pieces):
             raise MatrixError(not_finite("a"))
-
-    def _ones(self, count: int, dtype: np.dtype) -> Any:
-        if count not in self._known_ones:
-            self._known_ones[count] = self.xp.ones(count, dtype)
-        return self._known_ones[count]
-
-    @functools.cached_property
-    def _known_ones(self) -> dict[int, Any]:
-        return {}
 
     def _diagonal(self, piece: Piece) -> Any:
         """Return the elements of a part that are on the diagonal of A."""
@@ -150,8 +139,10 @@ class RefineKernels:
 
     def weigh(self, weights: Any, norm: Any, *parts: Any, positive: bool, given: bool) -> None:
         """Compute powers of two for rows, and for columns of a positive definite matrix; the norm."""
-        xp, sizes = self.xp, parts[0].copy()
-        for part in parts[1:]:
+        xp, sizes = self.xp, self.blas.empty(parts[0].shape, parts[0].dtype)
+        assign(sizes, 0)
+        for part in parts:
+            # Of other GPUs' memory there are no copies by CuPy.
             sizes += part
         norm[...] = self.blas.host(sizes[:, 0].max())
         exponents = xp.frexp(sizes[:, int(positive)])[1]
@@ -190,9 +181,74 @@ class RefineKernels:
         order = scipy.linalg.lapack.dlaswp(numbers, np.concatenate(pivots))[:, 0].astype(np.int64)
         rows[...] = self.xp.asarray(np.argsort(order) if back else order)[:, None]
 
+    def count_rows(self, rows: Any) -> None:
+        """Write the numbers of rows."""
+        rows[...] = self.xp.arange(len(rows))[:, None]
+
     def permute_rows(self, rows: Any, side: Any) -> None:
         """Copy the rows of a matrix in another order."""
-        side[...] = self.xp.take(side, rows[:, 0], axis=0)
+        assign(side, self.xp.take(side.T, rows[:, 0], axis=1).T)
+
+    def keep_panel(self, panel: Any, place: Any) -> None:
+        """Copy a panel, or a part of it, which may have come from another rank."""
+        assign(place, self.blas.xp.asarray(panel))
+
+    def swap_later(self, panel: Any, rows: Any, pivots: Any) -> None:
+        """Order a panel's rows below its diagonal block as later panels did; then `rows` by its own swaps, too."""
+        size, start = panel.shape[1], len(rows)
+        later = rows[size:, 0] - rows[:1, 0]
+        assign(panel[size:], self.xp.take(panel.T, later, axis=1).T)
+        numbers = self.blas.empty((start, 1), np.dtype(np.float64))
+        numbers[...] = self.xp.arange(start, dtype=np.float64)[:, None]
+        self.blas.laswp(numbers, pivots.ravel())
+        own = numbers[:, 0].astype(np.int64) + rows[0, 0]
+        rows[size:, 0] = self.xp.take(own, later)
+        rows[:size, 0] = own[:size]
+
+    def invert_blocks(self, factors: Any, inverses: Any, *, lower: bool, unit: bool) -> None:
+        """Invert blocks on the diagonal of a triangle, side by side, by halves; the last one may have fewer rows."""
+        xp, size, n = self.xp, len(inverses), len(factors)
+        if not size:
+            return
+        assign(inverses, 0)
+        blocks = self.blas.empty(inverses.shape, inverses.dtype)
+        assign(blocks, 0)
+        for at in range(0, n, size):
+            block = factors[at : at + size, at : at + size]
+            rows = len(block)
+            assign(blocks[:rows, at : at + rows], block)
+        # Each matrix of the stack is the transpose of a block; all of it is as for lower triangles.
+        stack, found = (x.T.reshape(-1, size, size) for x in (blocks, inverses))
+        if lower:
+            stack, found = stack.swapaxes(1, 2), found.swapaxes(1, 2)
+        every = xp.arange(size)
+        diagonal = stack[:, every, every]
+        # Beyond the last row there are zeros.
+        found[:, every, every] = 1 if unit else 1 / xp.where(diagonal == 0, 1, diagonal)
+        half = 1
+        while half < size:
+            places = (found, 0, 0), (found, 1, 1), (stack, 1, 0), (found, 1, 0)
+            a, b, c, beside = (_sub_blocks(xp, x, half, row, col) for x, row, col in places)
+            beside[...] = -(b @ (c @ a))
+            half *= 2
+
+    def solve_whole(self, factors: Any, inverses: Any, side: Any, *, lower: bool, op: str, unit: bool) -> None:
+        """Solve with a triangle by inverses of blocks on its diagonal, or without these."""
+        size, n = len(inverses), len(factors)
+        if not size:
+            self.blas.trsm(factors, side, right=False, lower=lower, op=op, unit=unit)
+            return
+        forward = lower == (op == "N")
+        starts = range(0, n, size)
+        for start in starts if forward else reversed(starts):
+            here = slice(start, min(n, start + size))
+            rest = slice(here.stop, n) if forward else slice(start)
+            copy = self.blas.empty(side[here].shape, side.dtype)
+            assign(copy, side[here])
+            inverse = inverses[: len(copy), here]
+            self.blas.gemm(inverse, copy, side[here], op, alpha=1, beta=0)
+            beside = factors[rest, here] if op == "N" else factors[here, rest]
+            self.blas.gemm(beside, side[here], side[rest], op, alpha=-1, beta=1)
 
     def diagonal_range(self, found: Any, a: Any, *infos: Any, places: Sequence[tuple[int, int, int]]) -> None:
         """Compute the least and the largest modulus on the diagonal of panels, and whether one of them is none."""
@@ -230,10 +286,6 @@ class RefineKernels:
             self._add_times(piece.array, x[piece.cols], y[piece.rows], "N")
             if self._by_triangle:
                 self._add_times(piece.array, x[piece.rows], y[piece.cols], "C")
-                if piece.crossing and len(diagonal := self._diagonal(piece)):
-                    # It was read twice, and is real.
-                    at = slice(max(piece.row, piece.col), max(piece.row, piece.col) + len(diagonal))
-                    y[at] -= diagonal.real[:, None] * x[at]
         if conjugated:
             self.xp.conjugate(y, out=y)
 
@@ -249,13 +301,13 @@ class RefineKernels:
         else:
             y += (a.T @ x.conj()).conj() if is_complex else a.T @ x
 
-    def scale_residual(self, r: Any, state: Any, scale: Any, side: Any) -> None:
+    def scale_residual(self, r: Any, active: Any, scale: Any, side: Any) -> None:
         """Convert a residual to the factors' type, with elements of about 1; zeros where nothing is left to do."""
         xp = self.xp
         largest = xp.maximum(abs(r.real), abs(r.imag)) if r.dtype.kind == "c" else abs(r)
         exponents = xp.frexp(largest.max(axis=0))[1]
         scale[...] = self._powers(exponents).astype(scale.dtype)
-        side[...] = r * (self._powers(-exponents) * xp.asarray(state[DONE] == 0)).astype(scale.dtype)
+        assign(side, r * (self._powers(-exponents) * active).astype(scale.dtype))
 
     def weighted(self, weights: Any, x: Any, y: Any) -> None:
         """Y = X with rows multiplied by numbers."""
@@ -269,7 +321,19 @@ class RefineKernels:
         x += z
 
     def refine_step(
-        self, b: Any, weights: Any, norm: Any, y: Any, x: Any, r: Any, z: Any, zs: Any, ws: Any, state: Any, row: Any
+        self,
+        b: Any,
+        weights: Any,
+        norm: Any,
+        y: Any,
+        x: Any,
+        r: Any,
+        z: Any,
+        zs: Any,
+        ws: Any,
+        state: Any,
+        mask: Any,
+        row: Any,
     ) -> None:
         """Go on with the residual of x, or with what earlier corrections make of it; say how far that is."""
         xp, n, eps = self.xp, len(b), float(np.finfo(b.dtype).eps)
@@ -286,6 +350,7 @@ class RefineKernels:
         done = ~active & (sizes > 0)
         row[0, 2:] = turns, state[TAKEN, 0], max(1, ratio.max()) * eps, (steps[done] / sizes[done]).max(initial=eps)
         row[0, UNFINISHED] = active.any()
+        mask[...] = xp.asarray(active[None].astype(mask.dtype))
         if not active.any():
             return
         if not np.isfinite(found[active] + sizes[active]).all() or turns >= MOST:
@@ -302,37 +367,43 @@ class RefineKernels:
             return
         state[TAKEN] = row[0, 3] = 1
         count = int(state[KEEPING, 0])
+        if count:
+            # What those that are kept have come to.
+            share = (before[active] / state[BEGAN][active]).max() ** (1 / count)
+            if not np.isfinite(share) or (count >= _TRIED and share > _WORTH):
+                row[0, 1] = 1
+                return
         if count in (0, most):
             count, state[BEGAN] = 0, before
-        mask = xp.asarray(active.astype(b.real.dtype))
         self._keep(weighted, x, r, z, (zs, ws), count, mask)
-        state[KEEPING] = count = count + 1
-        (left,) = self._largest_of(r)
-        share = (left[active] / state[BEGAN][active]).max() ** (1 / count)
-        row[0, 1] = bool(not np.isfinite(share) or (count >= _TRIED and share > _WORTH))
+        state[KEEPING] = count + 1
 
     def _largest_of(self, *matrices: Any) -> list[Any]:
         """Return the largest moduli of columns, on the host."""
-        xp = self.xp
-        looks = [xp.maximum(abs(x.real), abs(x.imag)) if x.dtype.kind == "c" else abs(x) for x in matrices]
-        return [np.asarray(x, np.float64) for x in self.blas.hosts([x.max(axis=0) for x in looks])]
+        xp, width = self.xp, matrices[0].shape[1]
+        every = xp.concatenate([x.T for x in matrices])
+        every = xp.maximum(abs(every.real), abs(every.imag)) if every.dtype.kind == "c" else abs(every)
+        found = np.asarray(self.blas.host(every.max(axis=1)), np.float64)
+        return [found[at : at + width] for at in range(0, len(found), width)]
 
     def _keep(self, trial: Any, x: Any, r: Any, z: Any, bases: tuple[Any, Any], count: int, mask: Any) -> None:
         """Add that multiple of a correction, and of earlier ones, which makes the residual least."""
-        xp, width = self.xp, x.shape[1]
-        kept_z, kept_w = ([one[:, at * width : (at + 1) * width] for at in range(count + 1)] for one in bases)
+        xp, (n, width) = self.xp, x.shape
+        # All by columns, which are contiguous.
+        kept_z, kept_w = (one.T[: (count + 1) * width].reshape(count + 1, width, n) for one in bases)
+        trial, x, r, z, mask = trial.T, x.T, r.T, z.T, mask.T
         w, v = (r - trial) * mask, z * mask
         x -= v
-        for one, other in zip(kept_w[:count], kept_z[:count], strict=True):
-            h = (one.conj() * w).sum(axis=0)
-            w -= one * h
-            v -= other * h
-        size = xp.sqrt((w.real**2 + w.imag**2 if w.dtype.kind == "c" else w * w).sum(axis=0))
+        if count:
+            h = (kept_w[:count].conj() * w).sum(axis=2)[:, :, None]
+            w -= (kept_w[:count] * h).sum(axis=0)
+            v -= (kept_z[:count] * h).sum(axis=0)
+        size = xp.sqrt((w.real**2 + w.imag**2 if w.dtype.kind == "c" else w * w).sum(axis=1))[:, None]
         size = xp.where(size > 0, size, 1)
         w /= size
         v /= size
-        alpha = (w.conj() * r).sum(axis=0)
-        kept_w[count][...], kept_z[count][...] = w, v
+        alpha = (w.conj() * r).sum(axis=1)[:, None]
+        kept_w[count], kept_z[count] = w, v
         x += v * alpha
         r -= w * alpha
 
