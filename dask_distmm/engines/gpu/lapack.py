@@ -180,13 +180,13 @@ class SolverKernels(DeviceMerging):
             arguments = OPS["C"], OPS["N"], *out.shape, one.ctypes.data, *_at(a), none.ctypes.data
             function(self._now.blas, *arguments, *_at(out), *_at(out))
 
-    def herk(self, a: Any, c: Any) -> None:
-        """Subtract ``a a^H`` from `c`, in the lower triangle of `c` alone."""
+    def herk(self, a: Any, c: Any, *, alpha: float = -1) -> None:
+        """Add ``alpha a a^H`` to `c`, only in the lower triangle."""
         if c.size and a.shape[1]:
             letter = _LETTERS[c.dtype.name]
             real = c.real.dtype
             function = getattr(cublas, f"{letter}{'herk' if c.dtype.kind == 'c' else 'syrk'}")
-            one, other = _scalar(-1, real), _scalar(1, real)
+            one, other = _scalar(alpha, real), _scalar(1, real)
             shape = len(a), a.shape[1]
             function(self._now.blas, _LOWER, OPS["N"], *shape, one.ctypes.data, *_at(a), other.ctypes.data, *_at(c))
 
