@@ -51,6 +51,11 @@ def __dir__() -> list[str]:
     return __all__
 
 
+def _array(X: Any) -> da.Array:
+    """Return a Dask array; of NumPy's under a name of its own: to hash the elements takes as long as many fits."""
+    return da.from_array(X, chunks=X.shape, name=False) if isinstance(X, np.ndarray) else as_array(X)
+
+
 class _Estimator(BaseEstimator):
     """Checks X and y, and makes what was fitted NumPy arrays."""
 
@@ -188,7 +193,7 @@ class PCA(_Components):
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Find the components of X: one run."""
-        X = self._checked(X)
+        X = _array(self._checked(X))
         m, n = X.shape
         components = linalg.pca(X, self.n_components)
         k, ratio = len(components.components), components.explained_variance_ratio
@@ -274,7 +279,7 @@ class TruncatedSVD(_Components):
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Find the vectors of X: one run, and another one for variances."""
-        X = as_array(self._checked(X))
+        X = _array(self._checked(X))
         seed, k = _seed(self.random_state), self.n_components
         if self.algorithm == "randomized":
             _, s, vh = linalg.svd_compressed(
@@ -364,7 +369,7 @@ class NMF(_Components):
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Factorize X: one run."""
-        X = as_array(self._checked(X))
+        X = _array(self._checked(X))
         k = X.shape[1] if self.n_components is None else self.n_components
         least, H, error, n_iter = _factors(X, k, self.init, self.max_iter, self.tol, _seed(self.random_state))
         computed = self._computed(components_=H, reconstruction_err_=error, n_iter_=n_iter, least=least)
@@ -457,7 +462,7 @@ class LinearRegression(_Regressor):
     def fit(self, X: Any, y: Any) -> Self:
         """Fit to X and y: one run."""
         X, y = self._targets(X, y)
-        coef, intercept, rank, s = _least_squares(as_array(X), y, self.fit_intercept)
+        coef, intercept, rank, s = _least_squares(_array(X), y, self.fit_intercept)
         return self._set(coef_=coef.T, intercept_=intercept, rank_=rank, singular_=s)
 
 
@@ -505,8 +510,8 @@ class Ridge(_Regressor):
         """Fit to X and y: one run."""
         X, y = self._targets(X, y)
         if not self.fit_intercept:
-            return self._set(coef_=linalg.ridge(X, y, self.alpha).T, intercept_=0.0)
-        model = linalg.ridge(X, y, self.alpha, fit_intercept=True)
+            return self._set(coef_=linalg.ridge(_array(X), y, self.alpha).T, intercept_=0.0)
+        model = linalg.ridge(_array(X), y, self.alpha, fit_intercept=True)
         return self._set(coef_=model.coef.T, intercept_=model.intercept)
 
 
@@ -613,7 +618,7 @@ class LogisticRegression(ClassifierMixin, _Estimator):
         if count < 2:
             raise ValueError(f"y must have two classes at least, got one class: {self.classes_}")
         coef, intercept, n_iter = algorithms.logistic_regression(
-            as_array(X), y, C=self.C, fit_intercept=self.fit_intercept, solver=self.solver, n_classes=count,
+            _array(X), y, C=self.C, fit_intercept=self.fit_intercept, solver=self.solver, n_classes=count,
             max_iter=self.max_iter, tol=self.tol,
         )  # fmt: skip
         computed = self._computed(coef_=coef[None] if count == 2 else coef.T, intercept=intercept, n_iter=n_iter)
@@ -731,7 +736,7 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, _E
         """Find the clusters of X: one run."""
         X = self._checked(X)
         clusters = algorithms.kmeans(
-            as_array(X), self.n_clusters, init=self.init, max_iter=self.max_iter, tol=self.tol,
+            _array(X), self.n_clusters, init=self.init, max_iter=self.max_iter, tol=self.tol,
             seed=_seed(self.random_state),
         )  # fmt: skip
         fitted = self._computed(

@@ -60,10 +60,11 @@ def test_herk(dtype):
     rng = np.random.default_rng()
     a, c = noise(rng, (6, 4), dtype), noise(rng, (6, 6), dtype)
     c = c + c.conj().T
-    with Guarded(c) as part:
-        K.herk(Guarded(a).part, part)
-        close(np.tril(part), np.tril(c - a @ a.conj().T))
-        np.testing.assert_array_equal(np.triu(part, 1), np.triu(c, 1))
+    for alpha in (-1, 1):
+        with Guarded(c) as part:
+            K.herk(Guarded(a).part, part, alpha=alpha)
+            close(np.tril(part), np.tril(c + alpha * a @ a.conj().T))
+            np.testing.assert_array_equal(np.triu(part, 1), np.triu(c, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

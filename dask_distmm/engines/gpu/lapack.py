@@ -180,15 +180,15 @@ class SolverKernels(DeviceMerging):
             arguments = OPS["C"], OPS["N"], *out.shape, unit.ctypes.data, *_at(a), none.ctypes.data
             function(self._now.blas, *arguments, *_at(out), *_at(out))
 
-    def herk(self, a: Any, c: Any) -> None:
-        """Subtract ``a a^H`` from `c`, in the lower triangle of `c` alone."""
+    def herk(self, a: Any, c: Any, *, alpha: float = -1) -> None:
+        """Add ``alpha a a^H`` to `c`, only in the lower triangle."""
         if c.size and a.shape[1]:
             letter = _LETTERS[c.dtype.name]
             real = c.real.dtype
             function = getattr(cublas, f"{letter}{'herk' if c.dtype.kind == 'c' else 'syrk'}")
-            minus, plus = _scalar(-1, real), _scalar(1, real)
+            scale, unit = _scalar(alpha, real), _scalar(1, real)
             shape = len(a), a.shape[1]
-            function(self._now.blas, _LOWER, OPS["N"], *shape, minus.ctypes.data, *_at(a), plus.ctypes.data, *_at(c))
+            function(self._now.blas, _LOWER, OPS["N"], *shape, scale.ctypes.data, *_at(a), unit.ctypes.data, *_at(c))
 
     def trsm(self, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool, compute: str = "") -> None:
         """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``."""

@@ -113,11 +113,11 @@ class LapackKernels:
         """Write ``a^H``."""
         assign(out, a.conj().T)
 
-    def herk(self, a: NDArray[Any], c: NDArray[Any]) -> None:
-        """Subtract ``a a^H`` from `c`, in the lower triangle of `c` alone."""
+    def herk(self, a: NDArray[Any], c: NDArray[Any], *, alpha: float = -1) -> None:
+        """Add ``alpha a a^H`` to `c`, only in the lower triangle."""
         if c.size and a.shape[1]:
             a = _as_column_major(a)
-            factors = np.array([-1, 1], c.real.dtype)
+            factors = np.array([alpha, 1], c.real.dtype)
             name = "herk" if c.dtype.kind == "c" else "syrk"
             _call_routine(c, name, b"L", b"N", *a.shape, factors, a, ld_of(a), factors[1:], c, ld_of(c))
 

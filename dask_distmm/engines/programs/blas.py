@@ -60,8 +60,8 @@ class Kernels(Protocol):
         """Write ``a^H``."""
         ...
 
-    def herk(self, a: Any, c: Any) -> None:
-        """Subtract ``a a^H`` from `c`, in the lower triangle of `c` alone."""
+    def herk(self, a: Any, c: Any, *, alpha: float = -1) -> None:
+        """Add ``alpha a a^H`` to `c`, only in the lower triangle."""
         ...
 
     def trsm(self, a: Any, b: Any, *, right: bool, lower: bool, op: str, unit: bool, compute: str = "") -> None:

@@ -146,11 +146,7 @@ def _gram(kernels: Kernels, q: Any, gram: Any, beta: int = 0) -> None:
             else:
                 kernels.gemm(below.T, strip.T, target, "N", "C", alpha=1, beta=beta)
     else:
-        if beta:
-            kernels.xp.negative(gram, out=gram)
-        kernels.herk(q.T, gram)
-        # To multiply a complex infinity by -1 is an invalid operation, to turn its sign is none.
-        kernels.xp.negative(gram, out=gram)
+        kernels.herk(q.T, gram, alpha=1)
 
 
 # Panels, and what they are applied to
