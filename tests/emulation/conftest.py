@@ -211,6 +211,8 @@ def peer_engine(tmp_path_factory):
         # Small products are cut into pieces, and begun before the vote, too.
         monkeypatch.setattr(extents, "_FULL", (8, 8))
         monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.products"], "_LEAST_SECONDS", 0.0)
+        # What arrays do here is done at once, and is in no graph.
+        monkeypatch.setattr(importlib.import_module("dask_distmm.engines.gpu.program"), "_MOST_GRAPHS", 0)
         yield engine, world
     _forget()
 
@@ -241,8 +243,6 @@ def factorize(make_peers, monkeypatch):
     ranks, world = make_peers()
     monkeypatch.setitem(ENGINES, "peer", dataclasses.replace(ENGINES["peer"], widths=(16, 16)))
     monkeypatch.setattr(refine, "INVERTED", 32)
-    # What arrays do here is done at once, and is in no graph.
-    monkeypatch.setattr(sys.modules["dask_distmm.engines.gpu.program"], "_MOST_GRAPHS", 0)
 
     def solver(state):
         # Panels are published on the stream of the work.
