@@ -179,8 +179,12 @@ class DeviceMemory(Memory):
         """Return a graph of some steps; None where there can't be one."""
         messages, before = job.exchange, job.arrays.copy()
         counts, self._captures = (messages.messages, messages.pulled_bytes), True
-        with cp.cuda.using_allocator(segment.pool.malloc):
-            graph = captured(self._stream, take, "steps of a loop")
+
+        def queue() -> None:
+            with cp.cuda.using_allocator(segment.pool.malloc):
+                take()
+
+        graph = captured(self._stream, queue, "steps of a loop")
         # Nothing was done yet.
         after, self._captures = job.arrays.copy(), False
         sent = messages.messages - counts[0], messages.pulled_bytes - counts[1]

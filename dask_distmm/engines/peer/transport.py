@@ -212,7 +212,9 @@ class PeerTransport(DevicePanels):
 
     def let_go(self, operands: Sequence[str]) -> None:
         """Hold the chunks of some operands no longer: all ranks have read them. Any thread."""
-        numbers = [self._plan.problem.operands.index(name) for name in operands]
+        # Of a program others may still have queued reads: its host is ahead of its GPU.
+        names = operands if isinstance(self._plan, FactorPlacement) else ()
+        numbers = [self._plan.problem.operands.index(name) for name in names]
         self._offered = [entry for entry in self._offered if entry[0] not in numbers]
 
     def accept(self, offers: Sequence[Any]) -> None:
