@@ -143,7 +143,7 @@ class GpuProgramJob(ProgramJob):
 
     # Turns of loops
 
-    def _take_turn(self, body: Sequence[Step], reached: float) -> None:
+    def _take_turn(self, body: Sequence[Step]) -> None:
         """Take the steps of a turn: what was taken before by CUDA graphs."""
         if id(body) not in self._segments:
             # Chunks are made ahead of all steps of a turn.
@@ -152,7 +152,7 @@ class GpuProgramJob(ProgramJob):
             self._segments[id(body)] = [_Segment(tuple(steps), queued=queued) for queued, steps in groups]
         for segment in self._segments[id(body)]:
             self.ended.check()
-            self._take_segment(segment, functools.partial(self.take, segment.steps, reached, 0.0, len(segment.steps)))
+            self._take_segment(segment, functools.partial(self.take, segment.steps, 0.0, 0.0, len(segment.steps)))
         self._queued.append(record(self._stream))
         if len(self._queued) > _QUEUED:
             self.ended.wait(self._queued.popleft())
