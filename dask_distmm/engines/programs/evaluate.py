@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -421,11 +422,9 @@ class Compiled:
     def run(self, arrays: Sequence[Any]) -> Any:
         """Take the statements; add to sums and write rows, or return what all ranks have."""
         if self.in_rows:
-            reads = iter(arrays)
             lengths = [1 if self.axes[x] is None else len(self.program.sizes) for x in self.program.reads]
-            pieces = [[next(reads) for _ in range(length)] for length in lengths]
-            given = zip(self.program.reads, pieces, self.given, strict=True)
-            self.bound(arrays)([natural(some[0], *how) for x, some, how in given if self.axes[x] is None])
+            places = zip(self.program.reads, itertools.accumulate(lengths, initial=0), self.given, strict=False)
+            self.bound(arrays)([natural(arrays[at], *how) for x, at, how in places if self.axes[x] is None])
             return ()
         numbers = () if self.xp is np else None
         given = [
@@ -555,7 +554,7 @@ class Compiled:
         reads, dtype = [kinds[x] for x in statement.reads], np.dtype(kinds[number].dtype)
         if self.xp is not np or self.in_rows or not reads or any(x.shape for x in reads) or dtype.kind not in "biuf":
             return ""
-        values = [np.dtype(kinds[x].dtype) if isinstance(x, int) else x.value for x in statement.inputs]
+        values: list[Any] = [np.dtype(kinds[x].dtype) if isinstance(x, int) else x.value for x in statement.inputs]
         kept = [x for x in values if isinstance(x, np.dtype)]
         if name == "astype" and dtype.kind == "f" and kept[0].kind in "biuf":
             self.names[f"t{number}"], text = dtype.type, f"t{number}({{0}})"

@@ -266,7 +266,7 @@ class ProgramJob(Job[Any]):
             return None
         from dask_distmm.engines.programs.turns import written_out
 
-        functions = {
+        functions: dict[str, Callable[..., Any]] = {
             "begins": self._begin_turn,
             "ends": self._end_turn,
             "publish": self._publish,

@@ -15,11 +15,13 @@ import numpy as np
 
 from dask_distmm.engines.programs.evaluate import UFUNCS, natural
 from dask_distmm.numeric.types import dtype_from_name, store
-from dask_distmm.programs.steps import Buffer, Call, Drop, If, Loop, New, Publish, Pull, Step, View
+from dask_distmm.programs.steps import Buffer, Call, Drop, If, Loop, New, Publish, Pull, Step, View, roles_of
 from dask_distmm.tracing.form import Kind
 
-# Kernels of which numbers may be arguments.
-_OF_NUMBERS = {"copy_all", "decide", "follow", "increment", "set_all", "merge"}
+# Kernels that are written out, of which numbers may be arguments; others are called.
+_OF_NUMBERS = {"copy", "copy_all", "decide", "follow", "increment", "set_all", "merge"}
+_WRITTEN = {*_OF_NUMBERS, "evaluate", "evaluate_exactly", "assemble"}
+_EMPTY = np.empty(0)
 # Bytes that buffers may take beside those that are there at the same time when steps are taken one by one.
 _MORE_BYTES = 2**26
 
@@ -51,12 +53,14 @@ def written_out(
     ``due`` and ``offset``.
     """
     try:
-        return _Writer(arrays, kernels, new, functions).loop(loop)
+        return Writer(arrays, kernels, new, functions).loop(loop)
     except _Unwritten:
         return None
 
 
-class _Writer:
+class Writer:
+    """The text of a loop, and what it names."""
+
     def __init__(
         self,
         arrays: Mapping[str, Any],
@@ -75,10 +79,13 @@ class _Writer:
         # Buffers that stay, by name; those that are results of calls, with their kinds.
         self.fixed = dict(arrays)
         self.results: dict[str, Kind] = {}
+        self.variables: dict[str, int] = {}
         self.constants: dict[int, tuple[str, Any]] = {}
         # Memory of chunks that is used again, but not in branches; bytes of buffers by steps, at most, and of all.
         self.free: dict[tuple[Any, ...], list[Any]] = {}
         self.branches = 0
+        # Calls that note how far the outermost loop has come.
+        self.follows: list[str] = []
         self.now = self.most = self.all = 0
 
     # Names
@@ -96,7 +103,7 @@ class _Writer:
 
     def variable(self, name: str) -> str:
         """Return the name of the variable of a buffer."""
-        return "x_" + name.replace(".", "_").replace("@", "_of_")
+        return f"x{self.variables.setdefault(name, len(self.variables))}"
 
     def value(self, name: str, kind: Kind, axis: int | None) -> str:
         """Return a buffer in the shape that its value has."""
@@ -105,7 +112,11 @@ class _Writer:
         if name in self.results:
             is_plain = axis is None and self.results[name].shape == kind.shape
             return self.variable(name) if is_plain else f"natural({self.variable(name)}, {self.constant(kind)}, {axis})"
-        return self.constant(natural(self.fixed[name], kind, axis)) + "[()]" * (kind.shape == ())
+        array = self.fixed[name]
+        view = natural(array, kind, axis)
+        if isinstance(array, np.ndarray) and not np.may_share_memory(view, array):
+            return f"natural({self.constant(array)}, {self.constant(kind)}, {axis})"
+        return self.constant(view) + "[()]" * (kind.shape == ())
 
     def stored(self, place: Buffer | View) -> str:
         """Return a buffer, or a rectangle of one, as other ranks and kernels have it."""
@@ -125,14 +136,14 @@ class _Writer:
 
     def find_numbers(self, loop: Loop) -> None:
         """Find the buffers that are numbers whatever is done with them."""
-        found, wrong = {loop.flag.name: loop.flag}, set[str]()
+        found: dict[str, Buffer | View] = {loop.flag.name: loop.flag}
+        wrong = set[str]()
         merged: list[Sequence[Buffer | View]] = []
         for step in _steps(loop.body):
             if isinstance(step, If | Loop):
                 found[step.flag.name] = step.flag
             elif isinstance(step, Publish | Pull):
                 found |= {x.name: x for x in step.buffers}
-                wrong |= {x.name for x in step.buffers if isinstance(x, View)}
             elif isinstance(step, Call):
                 found |= {x.name: x for x in (*step.arguments, *step.makes)}
                 if step.kernel.startswith("evaluate"):
@@ -145,13 +156,13 @@ class _Writer:
                     ]
                 elif step.kernel not in _OF_NUMBERS or step.kernel == "merge":
                     wrong |= {x.name for x in step.arguments}
-        wrong |= {x.name for x in found.values() if isinstance(x, View) or x.shape != (1, 1) or x.like}
+        wrong |= {name for name, x in found.items() if isinstance(x, View) or x.shape != (1, 1) or x.like}
         # What is merged is the one or the other.
         while more := {x.name for some in merged if any(x.name in wrong for x in some) for x in some} - wrong:
             wrong |= more
         self.numbers = found.keys() - wrong
 
-    def described(self, call: Call) -> Iterator[tuple[Buffer, Kind | None, str]]:
+    def described(self, call: Call) -> Iterator[tuple[Buffer | View, Kind | None, str]]:
         """Yield the buffers of a pass with their kinds, which sums of two arrays have not, and what they are."""
         program = call.options["program"]
         count, rest = len(program.sizes), iter(call.arguments)
@@ -182,8 +193,14 @@ class _Writer:
         if self.all > self.most + _MORE_BYTES:
             raise _Unwritten
         exec("def turns(first):\n" + "\n".join(self.lines), self.names)
-        turns: Callable[[int], Iterator[int]] = self.names["turns"]
-        return turns
+        return self.run
+
+    def run(self, first: int) -> Iterator[int]:
+        """Take the turns; free all memory, which the function would hold."""
+        try:
+            yield from self.names["turns"](first)
+        finally:
+            self.names.clear()
 
     def repeat(self, loop: Loop, first: str = "") -> None:
         """Write a loop; the outermost one yields after each turn."""
@@ -193,6 +210,8 @@ class _Writer:
         self.line(f"if not {self.variable(loop.flag.name)}: break")
         self.line(f"{held} = begins()")
         self.take(loop.body)
+        for text in self.follows if first else ():
+            self.line(f"if not {self.variable(loop.flag.name)} or due(): {text}")
         self.line(f"ends({held})")
         if first:
             self.line(f"yield {turn}")
@@ -209,9 +228,9 @@ class _Writer:
                 case Drop(buffer):
                     self.drop(buffer)
                 case Call(lane=""):
-                    writer = getattr(self, step.kernel, self.kernel)
-                    writer(step)
-                case Publish(copied=True, lane=""):
+                    write = getattr(self, step.kernel) if step.kernel in _WRITTEN else self.kernel
+                    write(step)
+                case Publish(lane=""):
                     parts = [self.stored(x) + '.copy("K")' * (x.name not in self.numbers) for x in step.buffers]
                     self.line(f"publish({self.constant(step.key)}, [{', '.join(parts)}])")
                 case Pull():
@@ -276,7 +295,7 @@ class _Writer:
         """Request a message; return the variable of what that is."""
         if pull.taken or pull.op or pull.boxes:
             raise _Unwritten
-        variable = f"asked_{pull.key.number}_{pull.owner}"
+        variable = self.variable(repr(pull))
         self.line(f"{variable} = request({self.constant(pull)})")
         return variable
 
@@ -294,13 +313,11 @@ class _Writer:
     # Kernels
 
     def kernel(self, call: Call) -> None:
-        """Call a kernel with buffers that stay."""
-        if call.makes or any(x.name in self.results for x in call.arguments):
+        """Call a kernel."""
+        if call.makes or any(role != "r" and x.name in self.results for x, role in roles_of(call)):
             raise _Unwritten
-        arguments = [self.names[self.stored(x)] for x in call.arguments]
-        self.line(
-            self.constant(functools.partial(getattr(self.kernels, call.kernel), *arguments, **call.options)) + "()"
-        )
+        function = functools.partial(getattr(self.kernels, call.kernel), **call.options)
+        self.line(f"{self.constant(function)}({', '.join(map(self.stored, call.arguments))})")
 
     def evaluate(self, call: Call) -> None:
         """Take a pass."""
@@ -351,6 +368,13 @@ class _Writer:
             elif number not in compiled.numbers:
                 self.line(f"{variable} = {self.constant(dtype.type)}({variable})")
 
+    def copy(self, call: Call) -> None:
+        """Copy a value."""
+        if all(isinstance(self.fixed.get(x.name, _EMPTY), np.ndarray) for x in call.arguments):
+            self.copy_all(call)
+        else:
+            self.kernel(call)
+
     def copy_all(self, call: Call) -> None:
         """Copy values; numbers only get another name."""
         count = len(call.arguments) // 2
@@ -392,10 +416,10 @@ class _Writer:
         self.line(f"{self.variable(target.name) if target.name in self.numbers else self.stored(target)} += 1")
 
     def follow(self, call: Call) -> None:
-        """Note how far numbers have come, from time to time."""
+        """Note how far numbers have come at the end of a turn, from time to time."""
         given = [self.variable(x.name) if x.name in self.numbers else self.stored(x) for x in call.arguments]
         function = self.constant(functools.partial(self.kernels.follow, **call.options))
-        self.line(f"if due(): {function}({', '.join(given)})")
+        self.follows.append(f"{function}({', '.join(given)})")
 
     def assemble(self, call: Call) -> None:
         """Copy chunks of rows from the parts of ranks."""
