@@ -453,5 +453,5 @@ class Writer:
             first, *more = (self.stored(x) for x in parts)
             out = self.stored(total)
             for part in more:
-                self.line(f"{ufunc}({first}, {part}, {out})")
+                self.line(f"{ufunc}({first}, {part}, out={out})")
                 first = out
