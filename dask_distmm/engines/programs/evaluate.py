@@ -40,6 +40,8 @@ _BLAS_TYPES = {"float32", "float64", "complex64", "complex128"}
 _SOLVED = {"linalg.inv", "linalg.solve"}
 _OUTSIDE = "an array of numbers is an index, and one of these is out of bounds"
 _VIEWS = ("transpose", "index", "reshape", "broadcast")
+# Families whose results are never views.
+_NEW = {"contract", "reduce", "concat", "take", "fill", "segment_sum", "random", "qr"}
 # Expressions of real numbers that all ranks have, and the kinds of types of their operands: ufuncs take ten times as
 # long. Each makes the same bits as the ufunc.
 _NUMBERS = {
@@ -383,12 +385,23 @@ class Compiled:
                 lines.append(f"add(totals[{number}][0], {text}, totals[{number}][0])")
             else:
                 lines.append(f"merge({op!r}, totals[{number}], {text if op.startswith('arg') else f'[{text}]'})")
-        lines.append(f"return ({''.join(f'v{x}, ' for x in (*program.rows, *program.whole))})")
+        # What is read may be the state of a loop, which is written over before a view of it is read.
+        views = self._views_of_reads()
+        results = [f"v{x}" for x in program.rows] + [f"v{x}" + ".copy()" * (x in views) for x in program.whole]
+        lines.append(f"return ({''.join(f'{x}, ' for x in results)})")
         exec(
             "def strip(first, rows, read, given, memory, totals):\n" + "\n".join(f"    {x}" for x in lines), self.names
         )
         self.functions[sparse] = self.names["strip"]
         return self.functions[sparse]
+
+    def _views_of_reads(self) -> set[int]:
+        """Return the values that may be in the memory of values that are read."""
+        found = set(self.program.reads)
+        for one in self.program.statements:
+            if one.family not in _NEW and not self._is_ufunc(one) and not found.isdisjoint(one.reads):
+                found.update(one.outputs)
+        return found
 
     def _kernels(self) -> Sequence[Any]:
         """Return the statements; on GPUs those that are one kernel together."""
