@@ -21,7 +21,7 @@ COUNTS = (1, 2)
 
 @pytest.fixture
 def regions():
-    with dask.config.set({"distmm.dask.task": "1s", "distmm.minimum-flops": None}), dask_distmm.enabled():
+    with dask.config.set({"distmm.dask.task": "1s", "distmm.minimum-flops": None, "distmm.engine": "auto"}), dask_distmm.enabled():
         yield
 
 
