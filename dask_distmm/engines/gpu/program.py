@@ -35,6 +35,7 @@ from dask_distmm.programs.steps import (
     Buffer,
     Call,
     Drop,
+    Loop,
     Make,
     New,
     Publish,
@@ -142,6 +143,9 @@ class GpuProgramJob(ProgramJob):
         return made
 
     # Turns of loops
+
+    def _written_out(self, loop: Loop) -> None:
+        """Turns are CUDA graphs."""
 
     def _take_turn(self, body: Sequence[Step]) -> None:
         """Take the steps of a turn: what was taken before by CUDA graphs."""
