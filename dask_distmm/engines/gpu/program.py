@@ -145,7 +145,7 @@ class GpuProgramJob(ProgramJob):
     # Turns of loops
 
     def _written_out(self, loop: Loop) -> None:
-        """Turns are CUDA graphs."""
+        """Leave turns to CUDA graphs."""
 
     def _take_turn(self, body: Sequence[Step]) -> None:
         """Take the steps of a turn: what was taken before by CUDA graphs."""

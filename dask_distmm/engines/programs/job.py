@@ -262,7 +262,7 @@ class ProgramJob(Job[Any]):
 
     def _written_out(self, loop: Loop) -> Callable[[int], Iterator[int]] | None:
         """Return the turns of a loop as one function."""
-        if self._gathers or self._depth > 1:
+        if self._gathers or self._depth > 1 or self.kernels.xp is not np:
             return None
         from dask_distmm.engines.programs.turns import written_out
 
