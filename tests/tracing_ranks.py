@@ -9,6 +9,7 @@ import numpy as np
 
 from dask_distmm.arrays.jit import Jitted, compiled
 from dask_distmm.engines.base import get_engine
+from dask_distmm.engines.programs import job
 from dask_distmm.planning import program
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
@@ -47,7 +48,9 @@ def on_ranks(fun, *args, ranks=3, checked=True, **kwargs):
         rows = np.cumsum([0, *matrix.chunks[0]])
         whole = array.compute(scheduler="sync")
         chunks |= {(matrix.name, i): whole[rows[i] : rows[i + 1]] for i in range(matrix.counts[0])}
-    made = run_jobs(get_engine("numpy"), plan, chunks)
+    # Turns are written out from the first or the second one on.
+    with mock.patch.object(job, "_BY_STEPS", ranks % 2):
+        made = run_jobs(get_engine("numpy"), plan, chunks)
 
     def result(problem, arrays, made_by_ranks):
         outputs = []

@@ -18,6 +18,7 @@ from ranks import on_ranks
 from dask_distmm import PlanError, linalg, testing
 from dask_distmm.engines.base import Side
 from dask_distmm.engines.programs.kernels import ProgramKernels
+from dask_distmm.engines.programs.turns import Writer
 from dask_distmm.errors import MatrixError, NotSquareError
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
@@ -505,8 +506,20 @@ def test_all_ranks_have_the_same_bits(function, dtype, monkeypatch):
 
         return call
 
+    def written_out(name, write):
+        def written(self, call):
+            write(self, call)
+            self.names[f"note_{name}"] = lambda *numbers: seen[self.kernels].append((name, *map(bits, numbers)))
+            self.line(f"note_{name}({', '.join(map(self.stored, call.arguments))})")
+
+        return written
+
+    def bits(number):
+        return np.asarray(number).tobytes()
+
     for name in ("merge", "decide"):
         monkeypatch.setattr(ProgramKernels, name, noted(name, getattr(ProgramKernels, name)))
+        monkeypatch.setattr(Writer, name, written_out(name, getattr(Writer, name)))
     a, b = hermitian(rng, dtype, np.geomspace(1, 30, N)), noise(rng, (N,), dtype)
     for matrix in (a, np.where(np.arange(N) == 7, np.nan, a).astype(dtype)):
         given, chunked = {"a": matrix}, da.from_array(matrix, chunks=(7, N))

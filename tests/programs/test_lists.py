@@ -114,7 +114,7 @@ def test_contracts_and_kernels_and_builders_know_each_other():
     assert methods - CONTRACTS.keys() == {
         *("complete", "empty", "prepare", "reached", "reported"),
         # Of traced functions: what a run has beside kernels.
-        *("constants", "pool", "threads"),
+        *("compiled", "constants", "pool", "threads"),
     }
     lists = [steps for case in CASES for steps in recorded(case, [0, 1], 2, [9, 9])]
     for steps in (*lists, *solved("cg", "x0", 2, np.random.default_rng())):

@@ -10,8 +10,9 @@ from traced_cases import CASES, arguments, assert_equal, operands
 from tracing_ranks import on_ranks
 
 import dask_distmm
-from dask_distmm import explain, fori_loop
+from dask_distmm import cond, explain, fori_loop
 from dask_distmm import random as draws
+from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.errors import MatrixError, TracingError
 from dask_distmm.tracing.control import flattened
 
@@ -53,6 +54,54 @@ def test_loops_in_pieces(keep_every):
         np.testing.assert_allclose(one, other, rtol=1e-9)
     runs = explain(lazy["state"]).runs if keep_every < 11 else [explain(lazy["state"])]
     assert len(runs) == -(-7 // keep_every) + -(-11 // keep_every) - 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_views_of_a_state(ranks):
+    """What is a view of one part of a state, and becomes the next value of another part, is read before that."""
+
+    def function(X, A, B):
+        def turn(i, state):
+            A, B, x, total = state
+            return B.T, A.T, x[::-1], total + x[0] * X.sum()
+
+        return fori_loop(0, 7, turn, (A, B, A[0], 0.0))
+
+    rng = np.random.default_rng()
+    X, A, B = rng.standard_normal((12, 3)), rng.standard_normal((4, 4)), rng.standard_normal((4, 4))
+    found = on_ranks(function, da.from_array(X, chunks=(5, 3)), A, B, ranks=ranks)
+    for one, other in zip(found, function(X, A, B), strict=True):
+        np.testing.assert_allclose(one, other)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_of_turns_are_taken_once(ranks, monkeypatch):
+    """Turns of nested loops, branches and messages are written out, whatever their number is."""
+    taken = []
+    take = ProgramJob._take
+    monkeypatch.setattr(ProgramJob, "_take", lambda self, step: (taken.append(step), take(self, step)))
+
+    def function(X, x, turns):
+        def inner(j, x):
+            return x + X.T @ (X @ x) * 1e-3
+
+        def turn(i, state):
+            x, n, y = state
+            x = cond(x.sum() > 100.0, lambda x: x / abs(x).max(), lambda x: x + 1.0, x)
+            _values, vectors = np.linalg.eigh(X.T @ (X * y[:, None]))
+            return fori_loop(0, 3, inner, x + 1e-3 * abs(vectors[:, 0])), n + 1, y / (1 + n) + 1
+
+        return fori_loop(0, turns, turn, (x, 0, X[:, 0]))
+
+    rng, counts = np.random.default_rng(), []
+    X, x = rng.random((30, 4)), rng.random(4)
+    for turns in (3, 30):
+        taken.clear()
+        found = on_ranks(function, da.from_array(X, chunks=(8, 4)), x, turns=turns, ranks=ranks)
+        counts.append(len(taken))
+        for one, other in zip(found, function(X, x, turns), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert counts[0] == counts[1]
 
 
 def unknown(x, sizes=(9, 0, 14, 7)):

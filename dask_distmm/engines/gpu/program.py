@@ -136,7 +136,7 @@ class DeviceMemory(Memory):
 
     # Turns of loops
 
-    def take_turn(self, job: ProgramJob, body: Sequence[Step], reached: float) -> None:
+    def take_turn(self, job: ProgramJob, body: Sequence[Step]) -> None:
         """Take the steps of a turn: what was taken before by CUDA graphs."""
         if id(body) not in self._segments:
             # Chunks are made ahead of all steps of a turn.
@@ -146,7 +146,7 @@ class DeviceMemory(Memory):
             self._segments[id(body)] = [_Segment(tuple(steps), queued=queued) for queued, steps in groups]
         for segment in self._segments[id(body)]:
             job.ended.check()
-            take = functools.partial(job.take, segment.steps, reached, 0.0, len(segment.steps))
+            take = functools.partial(job.take, segment.steps, 0.0, 0.0, len(segment.steps))
             self._take_segment(job, segment, take)
         self._queued.append(record(self._stream))
         if len(self._queued) > _QUEUED:

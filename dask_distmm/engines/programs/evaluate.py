@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from dask_distmm.tracing.place import Axis
 # as long as they take no more than so many bytes; bytes that a thread reads at least.
 _STRIP_BYTES, _STRIP_ROWS, _STRIP_MOST, _LEAST_BYTES = 2**19, 1024, 2**26, 2**17
 # The ufunc that combines the results of ranks, and of strips.
-_UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", "min": "minimum", "any": "logical_or",
+UFUNCS = {"sum": "add", "select": "add", "prod": "multiply", "max": "maximum", "min": "minimum", "any": "logical_or",
            "all": "logical_and"}  # fmt: skip
 
 _BLAS_TYPES = {"float32", "float64", "complex64", "complex128"}
@@ -39,6 +40,24 @@ _BLAS_TYPES = {"float32", "float64", "complex64", "complex128"}
 _SOLVED = {"linalg.inv", "linalg.solve"}
 _OUTSIDE = "an array of numbers is an index, and one of these is out of bounds"
 _VIEWS = ("transpose", "index", "reshape", "broadcast")
+# Families whose results are never views.
+_NEW = {"contract", "reduce", "concat", "take", "fill", "segment_sum", "random", "qr"}
+# Expressions of real numbers that all ranks have, and the kinds of types of their operands: ufuncs take ten times as
+# long. Each makes the same bits as the ufunc.
+_NUMBERS = {
+    "add": ("{0} + {1}", "fiu"), "subtract": ("{0} - {1}", "fiu"), "multiply": ("{0} * {1}", "fiu"),
+    "divide": ("{0} / {1}", "f"), "negative": ("-{0}", "fi"), "square": ("{0} * {0}", "fiu"),
+    "absolute": ("abs({0})", "f"), "sqrt": ("root({0})", "f"), "isfinite": ("{0} - {0} == 0", "f"),
+    "less": ("{0} < {1}", "bfiu"), "less_equal": ("{0} <= {1}", "bfiu"), "greater": ("{0} > {1}", "bfiu"),
+    "greater_equal": ("{0} >= {1}", "bfiu"), "equal": ("{0} == {1}", "bfiu"), "not_equal": ("{0} != {1}", "bfiu"),
+    "bitwise_and": ("{0} & {1}", "biu"), "bitwise_or": ("{0} | {1}", "biu"), "logical_and": ("{0} & {1}", "b"),
+    "logical_or": ("{0} | {1}", "b"), "logical_not": ("~{0}", "b"), "invert": ("~{0}", "biu"),
+}  # fmt: skip
+# And those whose operands have the type of the result, but for a condition.
+_CHOICES = {
+    "where": "{1} if {0} else {2}", "maximum": "{0} if {0} >= {1} or {0} != {0} else {1}",
+    "minimum": "{0} if {0} <= {1} or {0} != {0} else {1}",
+}  # fmt: skip
 
 
 def on_stream(program: Pass) -> bool:
@@ -73,7 +92,7 @@ class TracedKernels:
     reached = _largest = 0.0
 
     def __init__(self) -> None:
-        self._compiled: dict[int, tuple[Pass, _Compiled]] = {}
+        self._compiled: dict[int, tuple[Pass, Compiled]] = {}
 
     @functools.cached_property
     def pool(self) -> ThreadPoolExecutor:
@@ -129,7 +148,7 @@ class TracedKernels:
             total = [next(totals) for _ in range(width)]
             if width == 1 and ranks > 1:
                 # The first two at once.
-                getattr(self.xp, _UFUNCS[op])(*parts.pop(0), *parts.pop(0), out=total[0])
+                getattr(self.xp, UFUNCS[op])(*parts.pop(0), *parts.pop(0), out=total[0])
             else:
                 for target, part in zip(total, parts.pop(0), strict=True):
                     target[...] = part
@@ -145,10 +164,14 @@ class TracedKernels:
 
     def evaluate(self, *arrays: Any, program: Pass, roles: str, **_: Any) -> Any:
         """Take the statements of a pass."""
+        return self.compiled(program).run(arrays)
+
+    def compiled(self, program: Pass) -> Compiled:
+        """Return a pass in the form in which it is run."""
         key = id(program)
         if key not in self._compiled:
-            self._compiled[key] = program, _Compiled(program, self)
-        return self._compiled[key][1].run(arrays)
+            self._compiled[key] = program, Compiled(program, self)
+        return self._compiled[key][1]
 
     # Those that make the same bits everywhere.
     evaluate_exactly = evaluate
@@ -166,23 +189,22 @@ def merge_into(xp: Any, op: str, totals: Sequence[Any], others: Sequence[Any]) -
         best[...], at[...] = xp.where(better, other, best), xp.where(better, found, at)
         return
     (total,), (other,) = totals, others
-    getattr(xp, _UFUNCS[op])(total, other, out=total)
+    getattr(xp, UFUNCS[op])(total, other, out=total)
 
 
 class _Strip(NamedTuple):
     """Some rows of a chunk, with what is taken for them."""
 
     function: Callable[..., Any]
-    sparse: frozenset[int]
-    chunks: list[tuple[int, Any]]
-    out: list[tuple[Any, int]]
-    # The row of all at which the chunk begins, and the row of the chunk at which this does.
+    # The first of the rows of all, and how many there are; what is read of them.
     first: int
-    start: int
     size: int
+    parts: list[Any]
+    # Where results are written: as they are stored, as they are, and the axis of their rows.
+    out: list[tuple[Any, Any, int]]
 
 
-class _Compiled:
+class Compiled:
     """A pass as a function of Python's, written out statement by statement, and the memory that it uses again."""
 
     def __init__(self, program: Pass, kernels: TracedKernels) -> None:
@@ -193,8 +215,10 @@ class _Compiled:
         self.whole_read = [x for x in program.reads if self.axes[x] is None]
         self.strip = self._strip_rows()
         self.least = max(1, _LEAST_BYTES // max(1, sum(map(self._width, self.rows_read))))
-        # For each value that has memory of its own in a strip, the number of that memory; its type and shape.
+        # For each value that has memory of its own in a strip, the number of that memory; its type and shape; of those
+        # that may be written to chunks at once the place among what is written.
         self.slots: dict[int, int] = {}
+        self.direct: dict[int, int] = {}
         self.memory: list[tuple[str, tuple[int, ...], Axis]] = []
         if self.in_rows and self.xp is np:
             self._plan_memory()
@@ -208,6 +232,8 @@ class _Compiled:
         kinds = [self.kinds[x] for x in program.whole]
         self.stored = [(np.dtype(x.dtype), x.shape if len(x.shape) == 2 else (1, x.size)) for x in kinds]
         self.nothing: dict[int, tuple[Any, int]] = {}
+        # Numbers that are NumPy's scalars of their type.
+        self.numbers: set[int] = set()
 
     # Memory of strips
 
@@ -259,12 +285,25 @@ class _Compiled:
             (number, *more) = statement.outputs
             if self._has_out(statement) and self.axes[number] is not None and not more:
                 key = self.kinds[number].dtype, self._rest(number), self.axes[number]
-                if not free.get(key):
+                direct = number in self.program.rows and self._is_last(
+                    statements[i:], root, self.program.over.get(number)
+                )
+                if direct or not free.get(key):
                     free.setdefault(key, []).append(len(self.memory))
                     self.memory.append(key)
                 slot = free[key].pop()
                 self.slots[number] = slot
-                taken[number] = slot, key
+                if direct:
+                    self.direct[slot] = self.program.rows.index(number)
+                else:
+                    taken[number] = slot, key
+
+    def _is_last(self, statements: Sequence[Statement], root: Mapping[int, int], old: int | None) -> bool:
+        """Whether the first of some statements may write over an old value: it is elementwise, and the last reader."""
+        if old is None:
+            return True
+        later = any(root.get(x, x) == old or old in one.reads for one in statements[1:] for x in one.reads)
+        return self._is_ufunc(statements[0]) and not later
 
     def _is_ufunc(self, statement: Statement) -> bool:
         return statement.family == "map" and isinstance(getattr(np, statement.options["f"], None), np.ufunc)
@@ -276,18 +315,27 @@ class _Compiled:
             or (statement.family == "contract" and is_product(statement.options["spec"]))
         )
 
-    def _memory_of(self, thread: int, rows: int) -> list[Any]:
-        """Return a thread's memory for a strip of this many rows, in the shapes of values."""
+    def _memory_of(self, thread: int, strip: _Strip) -> list[Any]:
+        """Return a thread's memory for a strip, in the shapes of values; of some that in which they are stored."""
+        rows = strip.size
         if (thread, rows) not in self.parts:
             most, arrays = self.arrays.get(thread, (0, []))
             if rows > most:
+                # Nothing is written to the memory of those that are written to chunks.
                 arrays = [np.empty((rows, *rest), dtype) for dtype, rest, _ in self.memory]
                 self.arrays[thread] = rows, arrays
             self.parts[thread, rows] = [
                 np.moveaxis(x[:rows], 0, axis) if axis else x[:rows]
                 for x, (*_, axis) in zip(arrays, self.memory, strict=True)
             ]
-        return self.parts[thread, rows]
+        memory = self.parts[thread, rows]
+        if self.direct:
+            memory = memory.copy()
+            for slot, place in self.direct.items():
+                stored, target, _ = strip.out[place]
+                if np.may_share_memory(stored, target):
+                    memory[slot] = target
+        return memory
 
     # A strip
 
@@ -298,7 +346,7 @@ class _Compiled:
         program, lines = self.program, list[str]()
         self.sparse, self.names = set(sparse), {
             "dense": dense, "merge": functools.partial(merge_into, self.xp), "add": self.xp.add, "xp": self.xp,
-            "ones": self._ones,
+            "ones": self._ones, "root": _root,
         }  # fmt: skip
         for what, some in (("read", self.rows_read), ("given", self.whole_read)):
             lines += [f"({''.join(f'v{x}, ' for x in some)}) = {what}"] if some else []
@@ -337,12 +385,23 @@ class _Compiled:
                 lines.append(f"add(totals[{number}][0], {text}, totals[{number}][0])")
             else:
                 lines.append(f"merge({op!r}, totals[{number}], {text if op.startswith('arg') else f'[{text}]'})")
-        lines.append(f"return ({''.join(f'v{x}, ' for x in (*program.rows, *program.whole))})")
+        # What is read may be the state of a loop, which is written over before a view of it is read.
+        views = self._views_of_reads()
+        results = [f"v{x}" for x in program.rows] + [f"v{x}" + ".copy()" * (x in views) for x in program.whole]
+        lines.append(f"return ({''.join(f'{x}, ' for x in results)})")
         exec(
             "def strip(first, rows, read, given, memory, totals):\n" + "\n".join(f"    {x}" for x in lines), self.names
         )
         self.functions[sparse] = self.names["strip"]
         return self.functions[sparse]
+
+    def _views_of_reads(self) -> set[int]:
+        """Return the values that may be in the memory of values that are read."""
+        found = set(self.program.reads)
+        for one in self.program.statements:
+            if one.family not in _NEW and not self._is_ufunc(one) and not found.isdisjoint(one.reads):
+                found.update(one.outputs)
+        return found
 
     def _kernels(self) -> Sequence[Any]:
         """Return the statements; on GPUs those that are one kernel together."""
@@ -375,40 +434,56 @@ class _Compiled:
 
     def run(self, arrays: Sequence[Any]) -> Any:
         """Take the statements; add to sums and write rows, or return what all ranks have."""
+        if self.in_rows:
+            lengths = [1 if self.axes[x] is None else len(self.program.sizes) for x in self.program.reads]
+            places = zip(self.program.reads, itertools.accumulate(lengths, initial=0), self.given, strict=False)
+            self.bound(arrays)([natural(arrays[at], *how) for x, at, how in places if self.axes[x] is None])
+            return ()
+        numbers = () if self.xp is np else None
+        given = [
+            x[()] if (x := natural(array, *how)).shape == numbers else x
+            for array, how in zip(arrays, self.given, strict=True)
+        ]
+        made, asarray = self.function()(0, 0, (), given, (), {}), self.xp.asarray
+        return tuple(asarray(x, dtype).reshape(shape) for x, (dtype, shape) in zip(made, self.stored, strict=True))
+
+    def bound(self, arrays: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+        """Return the call of a pass over the rows of some arrays; it takes what is read that all ranks have."""
         program, kinds, count = self.program, self.kinds, len(self.program.sizes)
-        if not self.in_rows:
-            given = [natural(x, *how) for x, how in zip(arrays, self.given, strict=True)]
-            made = self.function()(0, 0, (), given, (), {})
-            asarray = self.xp.asarray
-            return tuple(asarray(x, dtype).reshape(shape) for x, (dtype, shape) in zip(made, self.stored, strict=True))
         rest = iter(arrays)
-        whole, pieces = [], dict[int, list[Any]]()
-        for number, how in zip(program.reads, self.given, strict=True):
-            if self.axes[number] is None:
-                whole.append(natural(next(rest), *how))
-            else:
-                pieces[number] = [next(rest) for _ in range(count)]
-        totals = {}
+        pieces = {
+            number: [next(rest) for _ in range(count if self.axes[number] is not None else 1)]
+            for number in program.reads
+        }
+        totals, starts = dict[int, list[Any]](), list[tuple[Any, Any]]()
         for number, op in program.sums:
             own = [next(rest) for _ in range(1 + op.startswith("arg"))]
-            for part, value in zip(own, self.begin(number, own) if program.fresh else (), strict=False):
-                part[...] = value
+            starts += zip(own, self.begin(number, own) if program.fresh else (), strict=False)
             totals[number] = [natural(x, kinds[number], None) for x in own]
         written = {number: [next(rest) for _ in range(count)] for number in program.rows}
         pieces |= {old: written[number] for number, old in program.over.items()}
         strips = [strip for index in range(count) for strip in self._strips(index, pieces, written)]
-        threads = min(self.kernels.threads, len(strips)) if self.xp is np else 1
-        if threads < 2:
-            self._take(0, strips, whole, totals)
-            return ()
-        groups = [strips[len(strips) * t // threads : len(strips) * (t + 1) // threads] for t in range(threads)]
-        sums = [totals, *(self._empty_sums(totals) for _ in groups[1:])]
-        deque(self.kernels.pool.map(self._take, range(threads), groups, [whole] * threads, sums), 0)
-        # In the order of rows.
-        for number, op in program.sums:
-            for others in sums[1:]:
-                merge_into(np, op, totals[number], others[number])
-        return ()
+        threads = max(1, min(self.kernels.threads, len(strips))) if self.xp is np else 1
+        shares = [
+            [(strip, self._memory_of(thread, strip)) for strip in strips[start : len(strips) * (thread + 1) // threads]]
+            for thread in range(threads)
+            for start in [len(strips) * thread // threads]
+        ]
+
+        def call(whole: Sequence[Any]) -> None:
+            for part, value in starts:
+                part[...] = value
+            if threads == 1:
+                self._take(shares[0], whole, totals)
+                return
+            sums = [totals, *(self._empty_sums(totals) for _ in shares[1:])]
+            deque(self.kernels.pool.map(self._take_in_thread, shares, [whole] * threads, sums), 0)
+            # In the order of rows.
+            for number, op in program.sums:
+                for more in sums[1:]:
+                    merge_into(np, op, totals[number], more[number])
+
+        return call
 
     def begin(self, number: int, totals: Sequence[Any]) -> tuple[Any, int]:
         """Return what a sum begins with, and a number of nothing."""
@@ -428,37 +503,51 @@ class _Compiled:
     ) -> Iterator[_Strip]:
         """Yield the strips of a chunk."""
         chunks = [(x, pieces[x][index]) for x in self.rows_read]
-        out = [(some[index], self.axes[number] or 0) for number, some in written.items()]
-        lengths = [x.shape[0] for _, x in chunks] + [x.shape[0] for x, _ in out]
+        out = [(number, some[index]) for number, some in written.items()]
+        lengths = [x.shape[0] for _, x in (*chunks, *out)]
         rows = max(lengths, default=max(0, self.program.sizes[index]))
         if min(lengths, default=rows) != rows:
             raise MatrixError(f"arrays of unknown sizes have chunks of {min(lengths)} and {rows} rows side by side")
         sparse = frozenset(x for x, chunk in chunks if sparse_package(chunk))
         # What is read once is shared by all threads, too.
         step = max(1, rows if sparse else min(rows, self.strip, max(self.least, -(-rows // self.kernels.threads))))
-        function = self.function(sparse)
+        function, first = self.function(sparse), self.program.firsts[index]
         for start in range(0, rows, step):
-            yield _Strip(function, sparse, chunks, out, self.program.firsts[index], start, min(rows - start, step))
+            some = slice(start, min(rows, start + step))
+            parts = {
+                x: chunk if x in sparse else natural(chunk[some], self.kinds[x], self.axes[x]) for x, chunk in chunks
+            }
+            places = [
+                (
+                    stored := chunk[some],
+                    parts.get(
+                        self.program.over.get(number, -1), natural(stored, self.kinds[number], self.axes[number])
+                    ),
+                    self.axes[number] or 0,
+                )
+                for number, chunk in out
+            ]
+            yield _Strip(function, first + start, some.stop - start, list(parts.values()), places)
 
-    def _take(self, thread: int, strips: Sequence[_Strip], whole: Sequence[Any], totals: Mapping[int, Any]) -> None:
-        """Take the statements for strips."""
+    def _take_in_thread(self, *given: Any) -> None:
         with np.errstate(all="ignore"):
-            for function, sparse, chunks, out, first, start, size in strips:
-                rows = slice(start, start + size)
-                parts = [
-                    chunk if x in sparse else natural(chunk[rows], self.kinds[x], self.axes[x]) for x, chunk in chunks
-                ]
-                made = function(first + start, size, parts, whole, self._memory_of(thread, size), totals)
-                for (chunk, axis), value in zip(out, made, strict=True):
-                    if any(value is part for part in parts):
-                        continue  # it was written there
+            self._take(*given)
+
+    def _take(self, strips: Sequence[tuple[_Strip, Any]], whole: Sequence[Any], totals: Mapping[int, Any]) -> None:
+        """Take the statements for strips, each with its memory."""
+        for (function, first, size, parts, out), memory in strips:
+            made = function(first, size, parts, whole, memory, totals)
+            for (stored, target, axis), value in zip(out, made, strict=True):
+                if value is not target:  # else it was written there
                     by_rows = self.xp.moveaxis(value, axis, 0) if axis else value
-                    chunk[rows] = by_rows.reshape(size, *chunk.shape[1:])
+                    stored[...] = by_rows.reshape(stored.shape)
 
     # Families: each as an expression
 
     def map(self, statement: Statement) -> str:
         """Elementwise functions."""
+        if text := self._number(statement):
+            return text
         options = {k: v for k, v in statement.options.items() if k != "f"}
         name, (number,) = statement.options["f"], statement.outputs
         slot = self.slots.get(number)
@@ -471,6 +560,35 @@ class _Compiled:
             return self._called(number, _cast, *statement.inputs, f"m{slot}")
         function = functools.partial(elementwise, self.xp, name, options=options)
         return self._called(number, lambda *given: function(given), *statement.inputs)
+
+    def _number(self, statement: Statement) -> str:
+        """Return an elementwise function of real numbers that all ranks have as an expression, if there is one."""
+        name, (number,), kinds = statement.options["f"], statement.outputs, self.kinds
+        reads, dtype = [kinds[x] for x in statement.reads], np.dtype(kinds[number].dtype)
+        if self.xp is not np or self.in_rows or not reads or any(x.shape for x in reads) or dtype.kind not in "biuf":
+            return ""
+        values: list[Any] = [np.dtype(kinds[x].dtype) if isinstance(x, int) else x.value for x in statement.inputs]
+        kept = [x for x in values if isinstance(x, np.dtype)]
+        if name == "astype" and dtype.kind == "f" and kept[0].kind in "biuf":
+            self.names[f"t{number}"], text = dtype.type, f"t{number}({{0}})"
+        elif name in _CHOICES:
+            first = name == "where"
+            if any(
+                x != dtype if isinstance(x, np.dtype) else type(x) not in (bool, int, float) for x in values[first:]
+            ):
+                return ""
+            text = _CHOICES[name]
+            values = [x if isinstance(x, np.dtype) else dtype.type(x) for x in values]
+        elif name in _NUMBERS and all(x.kind in _NUMBERS[name][1] for x in kept):
+            text = _NUMBERS[name][0]
+            known = (bool,) if name.startswith("logical") else (bool, int, float)
+            if any(type(x) not in known for x in values if not isinstance(x, np.dtype)):
+                return ""
+        else:
+            return ""
+        self.numbers.add(number)
+        inputs = zip(statement.inputs, values, strict=True)
+        return text.format(*(self._name(x if isinstance(x, int) else Literal(value)) for x, value in inputs))
 
     def fill(self, statement: Statement) -> str:
         """One value in the shape of an array."""
@@ -728,6 +846,10 @@ def _where(condition: Any, x: Any, y: Any, out: Any) -> Any:
     np.copyto(out, y)
     np.copyto(out, x, where=condition)
     return out
+
+
+def _root(x: Any) -> Any:
+    return type(x)(math.sqrt(x)) if x >= 0 and type(x) is np.float64 else np.sqrt(x)
 
 
 def _cast(x: Any, out: Any) -> Any:

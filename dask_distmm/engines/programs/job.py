@@ -88,6 +88,10 @@ class Part(NamedTuple):
 # keeps the memory in which it comes, and that is more than this many bytes.
 _AHEAD, _LARGE = 4, 2**20
 _HERE = contextlib.nullcontext()
+# Turns of a loop whose steps are taken one by one: it takes as long as some of them to write the others out.
+_BY_STEPS = 4
+# Seconds between two looks at how far turns of a loop have come.
+_REPORTED = 0.01
 # Builders of functions that have no check_finite=.
 _UNSKIPPED = ("pca", "svd_compressed", "cov")
 
@@ -111,9 +115,9 @@ class Memory:
         """Compute here inside of a ``with`` block."""
         return _HERE
 
-    def take_turn(self, job: ProgramJob, body: Sequence[Step], reached: float) -> None:
+    def take_turn(self, job: ProgramJob, body: Sequence[Step]) -> None:
         """Take the steps of a turn of a loop."""
-        job.take(body, reached, 0.0, len(body))
+        job.take(body, share=0.0, ahead=len(body))
 
     def kernel(self, kernels: Any, call: Call) -> Any:
         """Return what a call calls."""
@@ -193,6 +197,8 @@ class ProgramJob(Job[Any]):
         # Keys published so far, in order; the turns of all loops so far; the offset of numbers of messages.
         self._held: dict[Key, None] = {}
         self._turns = self._offset = 0
+        # How many loops are around what is taken; when the next look at how far it has come is due.
+        self._depth, self._due = 0, 0.0
         # Of what came from others and is kept in the memory in which it came, by the name of the first buffer.
         self._taken: dict[str, Key] = {}
         # Whether operands are gathered into block columns, and results are delivered from there.
@@ -369,25 +375,73 @@ class ProgramJob(Job[Any]):
                     self.progress(done + part)
 
     def _repeat(self, loop: Loop, before: float, share: float) -> None:
-        outside, come = self._offset, before
-        for turn in range(loop.most):
-            if not self._is_set(loop.flag):
-                break
-            self._turns += 1
-            self._offset, held = self._turns * TURN, list(self._held)
-            self.memory.take_turn(self, loop.body, come)
-            # In a turn all wait for each other: others have what was published before it.
-            if held:
-                self.exchange.meet()
-            for key in held:
-                if key in self._held and key.part not in LASTING:
-                    del self._held[key]
-                    self.exchange.forget(key)
+        outside = self._offset
+        self._depth += 1
+        for turn in self._turns_of(loop):
             if share:
                 self.turns = turn + 1, loop.most * (loop.most == loop.expected)
-            come = before + share * max(self.kernels.reached, (turn + 1) / loop.most)
-            self.progress(come)
+            self.progress(before + share * max(self.kernels.reached, (turn + 1) / loop.most))
+        self._depth -= 1
         self._offset = outside
+
+    def _turns_of(self, loop: Loop) -> Iterator[int]:
+        """Take the turns of a loop, the later ones by a function that is written out; yield after each."""
+        nested = any(isinstance(step, Loop) for step in loop.body)
+        for turn in range(loop.most):
+            if not self._is_set(loop.flag):
+                return
+            if turn == (0 if nested else _BY_STEPS) and (turns := self._written_out(loop)):
+                yield from turns(turn)
+                return
+            held = self._begin_turn()
+            self.memory.take_turn(self, loop.body)
+            self._end_turn(held)
+            yield turn
+
+    def _written_out(self, loop: Loop) -> Callable[[int], Iterator[int]] | None:
+        """Return the turns of a loop as one function."""
+        if self.gathers or self._depth > 1 or self.kernels.xp is not np:
+            return None
+        from dask_distmm.engines.programs.turns import written_out
+
+        functions: dict[str, Callable[..., Any]] = {
+            "begins": self._begin_turn,
+            "ends": self._end_turn,
+            "publish": self._publish,
+            "request": self._request,
+            "get": self._get,
+            "due": self._is_due,
+            "offset": self._continue_at,
+        }
+        return written_out(loop, self.arrays, self.kernels, self._new, functions)
+
+    def _continue_at(self, offset: int | None = None) -> int:
+        """Set the offset of numbers of messages; return it."""
+        self._offset = self._offset if offset is None else offset
+        return self._offset
+
+    def _is_due(self) -> bool:
+        """Whether it is time to say how far the work has come."""
+        if (now := time.perf_counter()) < self._due:
+            return False
+        self._due = now + _REPORTED
+        return True
+
+    def _begin_turn(self) -> list[Key]:
+        """Begin a turn; return the keys published before it."""
+        self._turns += 1
+        self._offset = self._turns * TURN
+        return list(self._held)
+
+    def _end_turn(self, held: Sequence[Key]) -> None:
+        """End a turn, in which all wait for each other: others have what was published before it."""
+        self.ended.check()
+        if held:
+            self.exchange.meet()
+        for key in held:
+            if key in self._held and key.part not in LASTING:
+                del self._held[key]
+                self.exchange.forget(key)
 
     def _is_set(self, flag: Buffer) -> bool:
         return bool(self.arrays[flag.name].all())
@@ -435,11 +489,14 @@ class ProgramJob(Job[Any]):
         if self.exchange.queues(step):
             self.exchange.write([self.at(buffer) for buffer in step.buffers])
             return
-        key = self._numbered(step.key)
         with self._on(step.lane):
             lent = [self.exchange.lend(self, self.at(buffer), copied=step.copied) for buffer in step.buffers]
-            self._held[key] = None
-            self.exchange.publish(key, lent)
+            self._publish(step.key, lent)
+
+    def _publish(self, key: Key, arrays: Sequence[Any]) -> None:
+        key = self._numbered(key)
+        self._held[key] = None
+        self.exchange.publish(key, arrays)
 
     def _on(self, lane: Lane) -> contextlib.AbstractContextManager[None]:
         return self.blas.on(lane) if lane else _HERE
@@ -470,9 +527,7 @@ class ProgramJob(Job[Any]):
             parts = self.exchange.read(pull)
             self.arrays |= {buffer.name: part for buffer, part in zip(pull.buffers, parts, strict=True)}
             return
-        began, key = time.perf_counter(), self._numbered(pull.key)
-        found = self.exchange.get(asked, again=pull.taken)
-        self._note("wait", began)
+        key, found = self._numbered(pull.key), self._get(asked, again=pull.taken)
         if pull.boxes and (shapes := [x.shape for x in found]) != [x.shape for x in pull.buffers]:
             raise EngineError(f"a participant sent matrices of shapes {shapes}, expected those of {pull.buffers}")
         for buffer, part in zip(pull.buffers, found, strict=True):
@@ -484,6 +539,13 @@ class ProgramJob(Job[Any]):
                 place += part
             else:
                 self.exchange.fill(self, self.at(buffer), part, pull.owner)
+
+    def _get(self, asked: Any, *, again: bool = False) -> Sequence[Any]:
+        """Return what a request was for, once it is here."""
+        began = time.perf_counter()
+        found = self.exchange.get(asked, again=again)
+        self._note("wait", began)
+        return found
 
     def _note(self, phase: str, began: float) -> None:
         self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - began

@@ -61,7 +61,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
 
     def empty(self, shape: tuple[int, int], dtype: np.dtype, *, tall: bool) -> Any:
         """Return a new matrix."""
-        return self.xp.empty(shape, dtype) if tall else self.blas.empty(shape, dtype)
+        return self.xp.empty(shape, dtype) if tall or shape[0] == 1 else self.blas.empty(shape, dtype)
 
     # Chunks of rows
 
