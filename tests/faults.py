@@ -28,7 +28,7 @@ FAULT_POINTS = {
     "broadcast": ("dask_distmm.comms.nccl", "NcclComm", "broadcast"),
     "panel": ("dask_distmm.engines.peer.products", "PeerJob", "_multiply"),
     "step": ("dask_distmm.engines.peer.products", "PeerJob", "_begin"),
-    "program": ("dask_distmm.engines.programs.job", "ProgramJob", "_take"),
+    "turn": ("dask_distmm.engines.programs.job", "ProgramJob", "_begin_turn"),
     "workspace": ("dask_distmm.engines.cublasmp", "Group", "allocate"),
 }
 

@@ -93,7 +93,7 @@ def test_a_worker_dies_in_a_turn(fault_client):
     # All rows may go to the worker that has most of them.
     holders = collections.Counter(held[0] for held in fault_client.who_has(x).values())
     address = holders.most_common(1)[0][0]
-    fault_client.run(inject, "program", "kill", skip=200, workers=[address])
+    fault_client.run(inject, "turn", "kill", skip=8, workers=[address])
     moment = newest_run(fault_client)
     found, info = [one.result(timeout=60) for one in fault_client.compute(list(linalg.cg(x, y)))]
     assert info == 0

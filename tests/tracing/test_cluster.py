@@ -192,7 +192,7 @@ def test_a_lost_worker(fault_client):
     wait(lazy[:2])
     holders = collections.Counter(who for places in fault_client.who_has(lazy[0]).values() for who in places)
     address = holders.most_common(1)[0][0]
-    fault_client.run(inject, "program", "kill", skip=int(np.random.default_rng().integers(60, 400)), workers=[address])
+    fault_client.run(inject, "turn", "kill", skip=int(np.random.default_rng().integers(30)), workers=[address])
     moment = newest_run(fault_client)
     found = [one.result(timeout=60) for one in fault_client.compute(list(nmf(*lazy)))]
     for one, other in zip(found, nmf(*arrays), strict=True):
