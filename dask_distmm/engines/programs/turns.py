@@ -78,12 +78,14 @@ class Writer:
         self.numbers: set[str] = set()
         # Buffers that stay, by name; those that are results of calls, with their kinds.
         self.fixed = dict(arrays)
+        self.forms: dict[str, tuple[Any, ...]] = {}
         self.results: dict[str, Kind] = {}
         self.variables: dict[str, int] = {}
         self.constants: dict[int, tuple[str, Any]] = {}
         # Memory of chunks that is used again, but not in branches; bytes of buffers by steps, at most, and of all.
         self.free: dict[tuple[Any, ...], list[Any]] = {}
-        self.branches = 0
+        # For each branch that is being written the buffers that the other way has left.
+        self.branches: list[dict[str, Any]] = []
         # Calls that note how far the outermost loop has come.
         self.follows: list[str] = []
         self.now = self.most = self.all = 0
@@ -131,6 +133,10 @@ class Writer:
             top, bottom, left, right = place.box
             return self.constant(self.fixed[name][top:bottom, left:right])
         return self.constant(self.fixed[name])
+
+    def condition(self, flag: Buffer | View) -> str:
+        """Return whether a number, or all elements of an array, are true."""
+        return self.variable(flag.name) if flag.name in self.numbers else f"{self.stored(flag)}.all()"
 
     # Numbers
 
@@ -207,11 +213,11 @@ class Writer:
         turn, held = f"turn{self.depth}", f"held{self.depth}"
         self.line(f"for {turn} in range({first}{loop.most}):")
         self.depth += 1
-        self.line(f"if not {self.variable(loop.flag.name)}: break")
+        self.line(f"if not {self.condition(loop.flag)}: break")
         self.line(f"{held} = begins()")
         self.take(loop.body)
         for text in self.follows if first else ():
-            self.line(f"if not {self.variable(loop.flag.name)} or due(): {text}")
+            self.line(f"if not {self.condition(loop.flag)} or due(): {text}")
         self.line(f"ends({held})")
         if first:
             self.line(f"yield {turn}")
@@ -246,17 +252,23 @@ class Writer:
                     raise _Unwritten
 
     def branch(self, flag: Buffer, then: Sequence[Step], otherwise: Sequence[Step]) -> None:
-        """Write both ways to go on; both leave the same buffers."""
+        """Write both ways to go on; both leave the same buffers, in the same memory."""
         before = self.fixed.copy(), self.results.copy()
-        self.branches += 1
-        for text, steps in ((f"if {self.variable(flag.name)}:", then), ("else:", otherwise)):
+        self.branches.append({})
+        ends = []
+        for text, steps in ((f"if {self.condition(flag)}:", then), ("else:", otherwise)):
             self.line(text)
             self.fixed, self.results = before[0].copy(), before[1].copy()
             self.depth += 1
             self.line("pass")
             self.take(steps)
             self.depth -= 1
-        self.branches -= 1
+            self.branches[-1] = self.fixed
+            ends.append((self.fixed, self.results.keys()))
+        self.branches.pop()
+        (first, of_first), (second, of_second) = ends
+        if of_first != of_second or any(second.get(name, array) is not array for name, array in first.items()):
+            raise _Unwritten
 
     def begin(self, buffer: Buffer, *, zero: bool) -> None:
         """Allocate a buffer that stays."""
@@ -267,13 +279,17 @@ class Writer:
             return
         if name in self.outside or name in self.results:
             raise _Unwritten
-        free = self.free.get((buffer.shape, buffer.dtype, buffer.like))
-        if free and not self.branches:
+        form = buffer.shape, buffer.dtype, buffer.like
+        free = self.free.get(form)
+        left = [end[name] for end in self.branches if name in end and self.forms.get(name) == form]
+        if left:
+            array = left[-1]
+        elif free and not self.branches:
             array = free.pop()
         else:
             array = self.new(buffer)
             self.all += array.nbytes
-        self.fixed[name] = array
+        self.fixed[name], self.forms[name] = array, form
         self.now += array.nbytes
         self.most = max(self.most, self.now)
         if zero:
@@ -390,10 +406,7 @@ class Writer:
     def decide(self, call: Call) -> None:
         """Copy a condition to a flag."""
         condition, flag = call.arguments
-        text = (
-            self.stored(condition) + ".all()" if condition.name not in self.numbers else self.variable(condition.name)
-        )
-        self.assign(flag, f"bool({text})")
+        self.assign(flag, f"bool({self.condition(condition)})")
 
     def assign(self, target: Buffer | View, text: str) -> None:
         """Set all elements to one number."""
