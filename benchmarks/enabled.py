@@ -118,7 +118,7 @@ def once(client: Client, inputs: Callable[[], Any], compute: Callable[..., Any],
         seconds = time.perf_counter() - started
     grown = {address: most - before[address] for address, most in client.run(peak).items()}
     del result, arrays
-    return seconds, max(grown.values())
+    return seconds, max(0, *grown.values())
 
 
 def main() -> None:

@@ -61,7 +61,8 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
 
     def empty(self, shape: tuple[int, int], dtype: np.dtype, *, tall: bool) -> Any:
         """Return a new matrix."""
-        return self.xp.empty(shape, dtype) if tall or shape[0] == 1 else self.blas.empty(shape, dtype)
+        rows_only = tall or (shape[0] == 1 and not self.blas.asynchronous)
+        return self.xp.empty(shape, dtype) if rows_only else self.blas.empty(shape, dtype)
 
     # Chunks of rows
 
