@@ -45,6 +45,7 @@ from dask_distmm.programs.steps import (
     flags_of,
     flatten,
     flops_of,
+    has_messages,
     roles_of,
 )
 
@@ -153,7 +154,7 @@ def _holding(steps: Sequence[Step], held: _Held) -> _Held:
             case Loop(_, body, most):
                 none = held.copy()
                 for _ in range(min(_TURNS, most)):
-                    before = list(held.kept)
+                    before = list(held.kept) if has_messages(step) else []
                     held = _holding(body, held)
                     held.live -= sum(held.kept.pop(number, 0) for number in before)
                 held = _more([none, held])
@@ -261,8 +262,8 @@ class _State:
                     self._has(rank, buffer, written=bool(op))
                     self._change(rank, buffer)
                     self._set(rank, buffer, next(self._numbers) if op else value)
-            case Turn(_, starts=True):
-                self._before[rank].append(len(self._held[rank]))
+            case Turn(loop, starts=True):
+                self._before[rank].append(len(self._held[rank]) if has_messages(loop) else 0)
             case Turn(loop):
                 self._free(rank, self._before[rank].pop())
                 self._decide(rank, loop.flag)

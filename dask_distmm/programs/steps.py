@@ -221,7 +221,7 @@ class If:
 class Loop:
     """Repeat a list as long as a flag is set, which is the same on all ranks, up to a limit of turns.
 
-    In each turn all ranks wait for each other. So at the end of a turn nobody needs what was published before it.
+    In a turn with messages all ranks wait for each other. So at its end nobody needs what was published before it.
     """
 
     flag: Buffer
@@ -300,6 +300,11 @@ def flags_of(steps: Sequence[Step]) -> set[str]:
         elif isinstance(step, Loop):
             found |= {step.flag.name} | flags_of(step.body)
     return found
+
+
+def has_messages(loop: Loop) -> bool:
+    """Whether ranks have messages in each turn of a loop: those in an inner loop or a branch may be left out."""
+    return any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in loop.body)
 
 
 def _lists(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:

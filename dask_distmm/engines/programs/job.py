@@ -58,6 +58,7 @@ from dask_distmm.programs.steps import (
     Step,
     Store,
     View,
+    has_messages,
 )
 
 # Rows that are transposed at once: 16 of float64 fill two lines of a cache in each column.
@@ -386,7 +387,7 @@ class ProgramJob(Job[Any]):
 
     def _turns_of(self, loop: Loop) -> Iterator[int]:
         """Take the turns of a loop, the later ones by a function that is written out; yield after each."""
-        nested = any(isinstance(step, Loop) for step in loop.body)
+        nested, frees = any(isinstance(step, Loop) for step in loop.body), has_messages(loop)
         for turn in range(loop.most):
             if not self._is_set(loop.flag):
                 return
@@ -395,7 +396,7 @@ class ProgramJob(Job[Any]):
                 return
             held = self._begin_turn()
             self.memory.take_turn(self, loop.body)
-            self._end_turn(held)
+            self._end_turn(held if frees else [])
             yield turn
 
     def _written_out(self, loop: Loop) -> Callable[[int], Iterator[int]] | None:

@@ -15,7 +15,20 @@ import numpy as np
 
 from dask_distmm.engines.programs.evaluate import UFUNCS, natural
 from dask_distmm.numeric.types import dtype_from_name, store
-from dask_distmm.programs.steps import Buffer, Call, Drop, If, Loop, New, Publish, Pull, Step, View, roles_of
+from dask_distmm.programs.steps import (
+    Buffer,
+    Call,
+    Drop,
+    If,
+    Loop,
+    New,
+    Publish,
+    Pull,
+    Step,
+    View,
+    has_messages,
+    roles_of,
+)
 from dask_distmm.tracing.form import Kind
 
 # Kernels that are written out, of which numbers may be arguments; others are called.
@@ -218,7 +231,7 @@ class Writer:
         self.take(loop.body)
         for text in self.follows if first else ():
             self.line(f"if not {self.condition(loop.flag)} or due(): {text}")
-        self.line(f"ends({held})")
+        self.line(f"ends({held if has_messages(loop) else []})")
         if first:
             self.line(f"yield {turn}")
         self.depth -= 1
