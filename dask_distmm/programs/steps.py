@@ -307,14 +307,14 @@ def has_messages(loop: Loop) -> bool:
     return any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in loop.body)
 
 
-def _lists(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
+def lists_in(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
     """Yield a list, and those in it."""
     yield steps
     for step in steps:
         if isinstance(step, If):
-            yield from itertools.chain(_lists(step.then), _lists(step.otherwise))
+            yield from itertools.chain(lists_in(step.then), lists_in(step.otherwise))
         elif isinstance(step, Loop):
-            yield from _lists(step.body)
+            yield from lists_in(step.body)
 
 
 def messages_to_all(steps: Sequence[Step], ranks: int) -> dict[Key, int]:
@@ -323,7 +323,7 @@ def messages_to_all(steps: Sequence[Step], ranks: int) -> dict[Key, int]:
     Their sizes are known, and they are not the host's. The same on all ranks.
     """
     found: dict[Key, int] = {}
-    for some in _lists(steps):
+    for some in lists_in(steps):
         own = {step.key: step for step in some if isinstance(step, Publish)}
         pulls: dict[Key, list[Pull]] = {}
         here: dict[str, Key] = {}

@@ -8,6 +8,7 @@ of a turn are the calls themselves. A loop with steps that can't be written out 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from dask_distmm.programs.steps import (
     Step,
     View,
     has_messages,
+    lists_in,
     roles_of,
 )
 from dask_distmm.tracing.form import Kind
@@ -41,16 +43,6 @@ _MORE_BYTES = 2**26
 
 class _Unwritten(Exception):
     """A step can't be written out."""
-
-
-def _steps(steps: Sequence[Step]) -> Iterator[Step]:
-    """Yield steps, and those in them."""
-    for step in steps:
-        yield step
-        for some in (
-            (step.then, step.otherwise) if isinstance(step, If) else (step.body,) if isinstance(step, Loop) else ()
-        ):
-            yield from _steps(some)
 
 
 def written_out(
@@ -158,7 +150,7 @@ class Writer:
         found: dict[str, Buffer | View] = {loop.flag.name: loop.flag}
         wrong = set[str]()
         merged: list[Sequence[Buffer | View]] = []
-        for step in _steps(loop.body):
+        for step in itertools.chain.from_iterable(lists_in(loop.body)):
             if isinstance(step, If | Loop):
                 found[step.flag.name] = step.flag
             elif isinstance(step, Publish | Pull):
