@@ -41,7 +41,7 @@ def given(dtype: str = "") -> dict[str, Any]:
         # Stacks.
         "k": noise(rng, (5, 2, 3, 3), "float64") + 5 * np.eye(3),
         "h": np.stack([positive(3) for _ in range(5)]),
-        "l": noise(rng, (5, 4, 3), "float32"),
+        "l": noise(rng, (5, 4, 3), "float32") + 5 * np.eye(4, 3, dtype="float32"),
     }
     return {name: in_type(name, x, dtype) for name, x in found.items()} if dtype else found
 
@@ -50,9 +50,10 @@ def in_type(name: str, x: Any, dtype: str) -> Any:
     """Return a matrix in another type, of full rank if it was; those that are to be positive definite still are."""
     if dtype == "bool":
         found = x.real > 0.5
-        if x.ndim > 1 and x.shape[-2] >= x.shape[-1]:
-            # Ones on the diagonal, and some below.
-            found = np.tril(found, -1) | np.eye(*x.shape[-2:], dtype=bool)
+        if x.ndim > 1 and name != "d":
+            # Ones on the diagonal, and some on the longer side of it.
+            rows, columns = x.shape[-2:]
+            found = (np.tril(found, -1) if rows >= columns else np.triu(found, 1)) | np.eye(rows, columns, dtype=bool)
         return np.broadcast_to(np.eye(x.shape[-1], dtype=bool), x.shape).copy() if name in "sh" else found
     whole = np.dtype(dtype).kind == "i" and x.dtype.kind in "fc"
     return (np.round(4 * x.real) if whole else x.real).astype(dtype)
