@@ -477,8 +477,8 @@ def rewrite(p: Program) -> None:
         # Products of vectors end in a choice of a column, and Dask can't fuse its copies of a choice.
         texts = [f"[wait_on({name})]"]
     elif any("dask.optimize(" in line for line in p.lines):
-        # Dask's copies of the tasks of an optimized graph are no chunks of a run: a limit that users are told of.
-        texts = [f"[wait_on({name})]"]
+        # Dask's clones of an optimized graph lack what they depend on.
+        texts = [f"[wait_on({name})]", f"[bind({name}, {other})]"]
     elif name != other:
         texts += [f"[clone({name}, omit={other})]", f"[bind({name}, {other}, omit={other}, assume_layers=False)]"]
     texts += [f"[pickle.loads(pickle.dumps({name}))]", f"annotated(lambda: [{name} + 0])", f"[{name}.copy()]"]

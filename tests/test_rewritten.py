@@ -10,6 +10,7 @@ import pickle
 import dask
 import dask.array as da
 import numpy as np
+import pytest
 import scipy.linalg
 import xarray
 from dask.graph_manipulation import bind, checkpoint, clone, wait_on
@@ -175,6 +176,19 @@ def test_what_is_bound_waits():
     barriers = {key for key in dask.optimize(copy[:9])[0].dask if barrier_name(key) is not None}
     assert len(barriers) == 1
     assert "-part-" in barriers.pop()
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_copies_of_optimized_graphs(inproc_client, delayed):
+    """Dask puts the tasks of chunks into others, which read the barrier itself: one worker multiplies."""
+    d, r = square()
+    (optimized,) = dask.optimize(d)
+    copy = bind(optimized, optimized)
+    got = dask.delayed(np.asarray)(copy).compute() if delayed else copy.compute()
+    np.testing.assert_allclose(got, r)
+    # While the product itself is computed, too.
+    for got in dask.compute(d, bind(optimized, da.ones(3))):
+        np.testing.assert_allclose(got, r)
 
 
 def test_parts_of_one_result(inproc_client):

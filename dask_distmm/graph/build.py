@@ -331,7 +331,9 @@ def chunks_of(problem: Computation, output: str, wanted: Collection[int] | None 
 # The tasks themselves, for where no scheduler's plugin takes them
 
 
-def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, **waited_for: None) -> dict[Any, Any]:
+def barrier(
+    wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, is_isolated: bool = False, **waited_for: None
+) -> dict[Any, Any]:
     """Multiply in this process, without a cluster; return the chunks of the result.
 
     On a worker it has the plugin installed on the scheduler, which takes this task then: a scheduler that was started
@@ -340,10 +342,10 @@ def barrier(wire: dict[str, Any], *inputs: Sequence[Any] | ChunkTasks, **waited_
     try:
         worker = get_worker()
         # A task on a worker may compute something by itself, without the cluster, and in threads of its own.
-        isolated = worker.active_threads.get(threading.get_ident()) != barrier_key(wire["name"])
+        is_isolated |= worker.active_threads.get(threading.get_ident()) != barrier_key(wire["name"])
     except ValueError:
-        isolated = True
-    if isolated:
+        is_isolated = True
+    if is_isolated:
         return _run_alone(problem_from_wire(wire), inputs)
     from distributed.protocol.pickle import dumps
 

@@ -25,7 +25,7 @@ from distributed.protocol import to_serialize
 from distributed.worker_state_machine import FreeKeysEvent
 
 from dask_distmm.engines.base import log
-from dask_distmm.runtime.keys import barrier_name, held_back, series_of_waves
+from dask_distmm.runtime.keys import held_back, is_barrier, series_of_waves
 from dask_distmm.runtime.run import TaskFailed
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **
 
     A wave comes after the one before it, and what it loads when the next wave's barrier does.
     """
-    barriers = {key for key in dsk if barrier_name(key) is not None}
+    barriers = {key for key, task in dsk.items() if is_barrier(task)}
     behind = (
         {key: barrier for key, task in dsk.items() for barrier in barriers.intersection(task.dependencies)}
         if barriers

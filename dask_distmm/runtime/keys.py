@@ -116,6 +116,11 @@ def barrier_name(key: Any) -> str | None:
     return key[len(_BARRIER) :] if isinstance(key, str) and key.startswith(_BARRIER) else None
 
 
+def is_barrier(task: GraphNode | None) -> bool:
+    """Whether a task is a barrier: Dask's copies of graphs give such keys to other tasks, too."""
+    return isinstance(task, RunTask) and barrier_name(task.key) is not None
+
+
 def wave_name(name: str, number: int) -> str:
     """Return the name of a wave of the product called `name`."""
     return f"{name}-wave-{number:05d}"

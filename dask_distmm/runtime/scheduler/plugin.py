@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from dask._task_spec import GraphNode
+from dask._task_spec import GraphNode, Task
 from dask.utils import format_bytes
 from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
@@ -48,8 +48,9 @@ from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import (
     GROUP_PREFIX,
     ChunkTask,
-    barrier_name,
+    RunTask,
     held_back,
+    is_barrier,
     is_tile,
     needed,
     parse_group_key,
@@ -160,6 +161,20 @@ def stuck(workers: Iterable[Any]) -> list[WorkerState]:
 
 
 # One key, one task: what a new graph asks for that the scheduler has already, from a graph of other parts of D
+
+
+def isolate_copied(graph: dict[Any, GraphNode]) -> None:
+    """Let workers run those barriers whose results are wanted as they are. Pure.
+
+    `dask.graph_manipulation.bind` of an optimized graph puts the tasks of chunks into others, which read the barrier.
+    """
+    read = {dep for task in graph.values() if not isinstance(task, ChunkTask) for dep in task.dependencies}
+    isolated = {key for key in read if key in graph and is_barrier(graph[key])}
+    for key, task in graph.items() if isolated else ():
+        if key in isolated:
+            graph[key] = Task(key, task.func, *task.args, **task.kwargs, is_isolated=True)
+        elif isinstance(task, ChunkTask) and task.barrier in isolated:
+            graph[key] = Task(key, task.func, *task.args, **task.kwargs)
 
 
 def reconcile(
@@ -318,7 +333,7 @@ class Holds:
         self._held.difference_update(ts.key for ts, _ in held)
         known = [(ts, before) for ts, before in held if self._scheduler.tasks.get(ts.key) is ts]
         # Barriers stay parked.
-        tasks = [(ts, before) for ts, before in known if barrier_name(ts.key) is None]
+        tasks = [(ts, before) for ts, before in known if not is_barrier(ts.run_spec)]
         for ts, before in tasks:
             direct.restore(ts, before)
         self._go_on([ts.key for ts, _ in held])
@@ -327,7 +342,7 @@ class Holds:
 
 def _is_ahead(ts: TaskState) -> bool:
     # A barrier that a worker has been given, before there was this plugin, comes back.
-    begun = ts.state == "processing" and barrier_name(ts.key) is None
+    begun = ts.state == "processing" and not is_barrier(ts.run_spec)
     return ts.run_spec is not None and not begun and ts.state in ("released", *_AHEAD)
 
 
@@ -560,13 +575,11 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         tasks = list(tasks)
         order_groups(scheduler, tasks)
         self.bare.look(tasks)
-        barriers = [key for key in tasks if barrier_name(key) is not None]
+        barriers = [key for key in tasks if (ts := scheduler.tasks.get(key)) is not None and is_barrier(ts.run_spec)]
         if series_of_waves(barriers):
             self.holds.hold(tasks)
         for key in barriers:
-            if (ts := scheduler.tasks.get(key)) is None or ts.run_spec is None:
-                continue
-            direct.park(ts)
+            direct.park(ts := scheduler.tasks[key])
             if key in self.barriers and self.barriers[key].ts is ts:
                 continue
             try:
@@ -587,7 +600,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Leave each chunk that is known with one barrier, and make regions of what is new."""
         # Chunks that are known keep their barriers known, but for those that Dask's own tasks make.
         lost: list[TaskState] = []
-        if self.barriers or any(isinstance(task, ChunkTask) for task in graph.values()):
+        if has_runs := any(isinstance(task, RunTask) for task in graph.values()):
+            isolate_copied(graph)
+        if self.barriers or has_runs:
             lost += reconcile(self.scheduler.tasks, graph, keys, order)
         for ts in lost + self.regions.look(graph, keys, order, others):
             asyncio.get_running_loop().call_soon(self._forget, ts)

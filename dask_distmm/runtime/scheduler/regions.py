@@ -37,7 +37,7 @@ from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.region import INPUTS, TASKS, Region, RegionProblem, assign, operand, run_seconds
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunks import multiply_parts
-from dask_distmm.runtime.keys import ChunkTask, barrier_key, barrier_name, barrier_task, operand_keys, wave_of
+from dask_distmm.runtime.keys import ChunkTask, barrier_key, barrier_task, is_barrier, operand_keys, wave_of
 from dask_distmm.runtime.messages import Done
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def parts_of(
             if task.barrier not in products or key in known:
                 levels[key] = level + 1
                 continue
-        elif barrier_name(key) is not None:
+        elif is_barrier(task):
             if key not in known and key not in started and all(map(is_there, needs)) and (found := taken(task)):
                 products[key] = found
             else:
@@ -394,7 +394,7 @@ class Regions:
         annotated = set(others.get("global_annotations") or ()) - {"span"}
         if others.get("client") not in self.clients or any(asked) or annotated or len(graph) > _MOST_TASKS:
             return []
-        if not any(barrier_name(key) is not None or is_product(task) for key, task in graph.items()):
+        if not any(is_barrier(task) or is_product(task) for task in graph.values()):
             return []
         lost: list[TaskState] = []
         try:
@@ -428,8 +428,8 @@ class Regions:
         # What was released, and is known for others that could be lost, may be made again within a region.
         tasks, graph = self._scheduler.tasks, dict(graph)
         for key in (todo := list(graph)):
-            for dep in graph[key].dependencies - graph.keys():
-                ts = tasks.get(dep)
+            for dep in graph[key].dependencies:
+                ts = None if dep in graph else tasks.get(dep)
                 if ts is not None and ts.state == "released" and type(ts.run_spec) in (Task, Alias, DataNode):
                     graph[dep] = ts.run_spec
                     todo.append(dep)
@@ -477,8 +477,8 @@ class Regions:
                     lost += direct.forget_run_spec(ts)
                 graph[key] = ChunkTask(key, _not_here, name, number, TaskRef(barrier))
         needed = {dep for task in graph.values() for dep in task.dependencies}
-        for key in constants.keys() & graph.keys() - needed - set(keys):
-            del graph[key]
+        for key in constants.keys() - needed - set(keys):
+            graph.pop(key, None)
         return lost
 
     def _problem(self, draft: Draft, alone: bool) -> RegionProblem | None:
