@@ -11,6 +11,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import make_problem, random_chunks
 from factoring import factor_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +50,6 @@ from dask_distmm.programs.steps import (
     flops_of,
     messages_to_all,
 )
-from dask_distmm.testing import make_problem, random_chunks
 
 # Builder, options, all outputs.
 CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
