@@ -621,7 +621,11 @@ class Lowering:
                 # Nobody may be a turn ahead: what was published is freed.
                 p.share_rows([], [])
 
+        met = self.meetings
         p.loop(flag, turn, _MOST if count is None else count, expected)
+        if not count:
+            # There may be no turn at all, in which ranks would meet.
+            self.meetings = met
         p.drop(flag)
         for number in numbers:
             self.drop(self.here.pop(number))

@@ -463,3 +463,21 @@ def test_messages_of_all_ranks_to_all(ranks):
     assert [found[key] for key in inside] == [256 + 256]
     late = [step for step in loop.body if not isinstance(step, Drop)]
     assert not messages_to_all(late, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_meet_in_turns_whose_inner_loop_has_none(ranks):
+    """One rank decomposes for all in each turn: it may not be a turn ahead where only the inner loop has messages."""
+
+    def turn(i, state):
+        x, s = state
+        u, d, _ = np.linalg.svd(s)
+        return fori_loop(i, 2, lambda j, x: x / (x * x).sum(), x), u * d
+
+    rng = np.random.default_rng()
+    x = da.from_array(rng.random((60, 4)), chunks=(15, 4))
+    function = Jitted(lambda x, s: np.matmul(*fori_loop(0, 5, turn, (x, s))), ())
+    problem = compiled(function, (x, rng.random((4, 4))), {}).problem
+    for _ in range(5):
+        plan = plan_of(problem, ranks, rng)
+        check([plan.steps(rank) for rank in range(ranks)])
