@@ -27,7 +27,7 @@ from benchmarks.revision import revision
 from dask_distmm import matmul
 from dask_distmm.arrays.fallback import dask_matmul
 from dask_distmm.runtime.keys import barrier_name
-from dask_distmm.testing import assert_product
+from tests.conformance import assert_product
 
 Multiply = Callable[[da.Array, da.Array], da.Array]
 WAYS: dict[str, Multiply] = {"distmm": matmul, "dask": dask_matmul}

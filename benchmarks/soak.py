@@ -32,8 +32,8 @@ from distributed.scheduler import DEFAULT_EXTENSIONS
 from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm import RunFailedError, free_workspaces, matmul
-from dask_distmm.testing import assert_product
 from dask_distmm.typing import Method
+from tests.conformance import assert_product
 from tests.faults import inject, remove_faults
 from tests.leaks import assert_nothing_left
 from tests.matrices import assert_large_product

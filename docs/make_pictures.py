@@ -1,6 +1,6 @@
 """Draw the pictures of the algorithm from the package's own objects: plans, programs, panels, layouts, graphs.
 
-``python docs/make_pictures.py`` writes ``docs/pictures/*.svg``; ``--png FOLDER`` writes PNGs there instead, to
+``python -m docs.make_pictures`` writes ``docs/pictures/*.svg``; ``--png FOLDER`` writes PNGs there instead, to
 look at. The same sources give the same bytes. All coordinates are pixels of a page 800 wide, y going down.
 """
 
@@ -31,7 +31,7 @@ from dask_distmm.planning.product import panels
 from dask_distmm.programs.check import walk as in_any_order
 from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.steps import Call, Publish, Pull, flops_of
-from dask_distmm.testing import make_problem
+from tests.conformance import make_problem
 
 # Okabe and Ito's colours; rank r has the same one in every picture.
 RANKS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")

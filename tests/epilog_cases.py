@@ -5,13 +5,13 @@ from __future__ import annotations
 import dask.array as da
 import ml_dtypes
 import numpy as np
+from conformance import make_problem, random_chunks, run_jobs
 from dask.array.core import slices_from_chunks
 
 from dask_distmm import matmul
 from dask_distmm.numeric.epilogs import Epilog, Formula
 from dask_distmm.numeric.types import compute_dtype
 from dask_distmm.planning import NamedMatrix, Worker, plan
-from dask_distmm.testing import make_problem, random_chunks, run_jobs
 
 ALL = [epilog.value for epilog in Epilog]
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from conformance import random_chunks, run_jobs
 from numpy.typing import NDArray
 
 from dask_distmm.config import read_options
@@ -17,7 +18,6 @@ from dask_distmm.numeric.types import dtype_from_name, round_tf32
 from dask_distmm.planning.computation import NamedMatrix, Worker
 from dask_distmm.planning.factor import FactorPlacement, FactorProblem, block_width, plan_factorization
 from dask_distmm.programs.factorizations import Factorization, as_matrix
-from dask_distmm.testing import random_chunks, run_jobs
 
 
 def factor_problem(task: Factorization, **how: Any) -> FactorProblem:

@@ -6,9 +6,9 @@ import time
 
 import dask.array as da
 import numpy as np
+from conformance import random_chunks
 
 from dask_distmm.arrays.linalg.factorize import steps_of
-from dask_distmm.testing import random_chunks
 
 
 def noise(rng, shape, dtype):

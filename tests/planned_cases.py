@@ -8,12 +8,12 @@ dask.config.set({"array.query-planning": True, "distmm.minimum-flops": 1e18})
 
 import dask.array as da  # noqa: E402
 import numpy as np  # noqa: E402
+from conformance import assert_product  # noqa: E402
 from distributed import Client  # noqa: E402
 from scripts import count_runs, raises  # noqa: E402
 
 import dask_distmm  # noqa: E402
 from dask_distmm import linalg  # noqa: E402
-from dask_distmm.testing import assert_product  # noqa: E402
 
 
 def main() -> None:

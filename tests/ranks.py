@@ -5,13 +5,13 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+from conformance import run_jobs
 from matrices import problem_of
 
 from dask_distmm.engines.base import get_engine
 from dask_distmm.planning import program
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
-from dask_distmm.testing import run_jobs
 
 
 def on_ranks(results, arrays, ranks=3):

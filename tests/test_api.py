@@ -12,13 +12,13 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import Client, wait
 
 import dask_distmm
 from dask_distmm import Matmul, NotCollective, PlanError, ProjectedMemoryError, Slab, explain, linalg, matmul
 from dask_distmm.arrays.request import parse
 from dask_distmm.graph.build import build_graph
-from dask_distmm.testing import assert_product
 
 
 def ones(*shape, chunks=10, dtype=float):

@@ -17,6 +17,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from conformance import assert_product
 from dask._task_spec import Task
 from distributed import Client, LocalCluster, wait
 from matrices import until
@@ -26,7 +27,6 @@ from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.scheduler.freezing import Roster
 from dask_distmm.runtime.scheduler.plugin import needs_package
 from dask_distmm.runtime.worker import for_any_worker
-from dask_distmm.testing import assert_product
 from dask_distmm.tools.cli import main
 
 BLOCKED = "import sys\nsys.modules['dask_distmm'] = None\n"

@@ -12,6 +12,7 @@ import dask.array as da
 import devices
 import numpy as np
 import pytest
+from conformance import assert_product, random_chunks, random_matrix
 from distributed import Client
 from epilog_cases import Case
 from hypothesis import given, settings
@@ -24,7 +25,6 @@ from dask_distmm import NotCollective, PlanError, ProjectedMemoryError, explain,
 from dask_distmm.arrays.product import multiply_items
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8, dtype_from_name
-from dask_distmm.testing import assert_product, random_chunks, random_matrix
 
 WAYS = ["items", "collective"]
 

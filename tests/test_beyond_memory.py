@@ -12,6 +12,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import run_jobs
 from distributed import Client, LocalCluster
 from matrices import is_collective, noise, problem_of
 from residuals import assert_qr
@@ -25,7 +26,6 @@ from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import ProjectedMemoryError
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
-from dask_distmm.testing import run_jobs
 
 ROWS, OWNERS = (40, 0, 70, 11, 55), (0, 0, 1, 1, 2)
 

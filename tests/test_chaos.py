@@ -14,13 +14,13 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import Client, LocalCluster, WorkerPlugin, as_completed, wait
 from leaks import assert_nothing_left
 from matrices import until
 from run_events import events
 
 from dask_distmm import matmul
-from dask_distmm.testing import assert_product
 
 pytestmark = pytest.mark.faults
 

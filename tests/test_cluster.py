@@ -8,6 +8,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product, random_chunks
 from distributed import Client, LocalCluster, wait
 from matrices import fresh
 from run_events import events, newest_run
@@ -15,7 +16,6 @@ from run_events import events, newest_run
 import dask_distmm
 from dask_distmm import matmul
 from dask_distmm.runtime.keys import barrier_name
-from dask_distmm.testing import assert_product, random_chunks
 
 METHODS = ["auto", "local", "allgather", "reducescatter", "allreduce", "summa"]
 
@@ -46,8 +46,9 @@ def test_a_collective_run_took_place(client):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "int8", "int64", "bool"])
 def test_dtypes_over_the_wire(client, dtype):
+    from conformance import random_matrix
+
     from dask_distmm.numeric.types import dtype_from_name
-    from dask_distmm.testing import random_matrix
 
     rng = np.random.default_rng()
     a, b = (random_matrix(rng, shape, dtype_from_name(dtype), "C") for shape in ((150, 120), (120, 90)))

@@ -12,6 +12,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import Client, LocalCluster
 from leaks import assert_nothing_left
 from run_events import events
@@ -23,7 +24,6 @@ from dask_distmm.engines.numpy.engine import NumpyEngine, ProductKernels
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.errors import EngineError, MissingEngineError, RunFailedError
 from dask_distmm.planning import ENGINES
-from dask_distmm.testing import assert_product
 
 
 class StandInJob(ProgramJob):

@@ -7,6 +7,7 @@ import collections
 from types import SimpleNamespace
 from typing import Any
 
+from conformance import make_problem
 from distributed.metrics import time
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ from dask_distmm.runtime.messages import Done, Reply, Vote
 from dask_distmm.runtime.run import Run
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
 from dask_distmm.runtime.scheduler.freezing import RunPlan
-from dask_distmm.testing import make_problem
 
 PROBLEM = make_problem(((4, 3), (5,)), ((5,), (6,)), name="m")
 # Turns of the event loop in which everything has happened that may.

@@ -16,6 +16,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import Client
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,6 @@ from dask_distmm import linalg, matmul
 from dask_distmm.comms import cross_memory
 from dask_distmm.errors import ProtocolError
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.testing import assert_product
 
 
 def _arrays(seed: int) -> list[Any]:

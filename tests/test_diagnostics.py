@@ -11,6 +11,7 @@ import urllib.request
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import Client, Event, LocalCluster, futures_of, wait
 from distributed import progress as dask_progress
 from faults import inject, remove_faults
@@ -26,7 +27,6 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.runtime.messages import ProgressLine, arguments_of
 from dask_distmm.runtime.run import PHASES, Records, Run, by_phase, progress_of
 from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
-from dask_distmm.testing import assert_product
 
 START = {"action": "start", "method": "summa", "engine": "numpy", "grid": (1, 2, 1), "flops": 4e9, "bound": 8e9}
 START |= {"ranks": ("tcp://a", "tcp://b"), "projected_bytes": {"tcp://a": 2**20, "tcp://b": 2**21}}

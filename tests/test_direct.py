@@ -13,6 +13,7 @@ import dask.array as da
 import distributed
 import numpy as np
 import pytest
+from conformance import assert_product
 from dask._task_spec import convert_legacy_graph
 from distributed import Client, LocalCluster, SchedulerPlugin, wait
 from distributed.scheduler import validate_state
@@ -25,7 +26,6 @@ from dask_distmm.arrays.request import parse
 from dask_distmm.errors import NoWorkersError
 from dask_distmm.graph.build import build_graph
 from dask_distmm.runtime import direct
-from dask_distmm.testing import assert_product
 
 
 def test_this_version_of_distributed_has_been_tested():

@@ -7,6 +7,7 @@ import dataclasses
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product, make_problem
 from distributed import wait
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,6 @@ from dask_distmm.planning import Plan, Problem, Worker, plan
 from dask_distmm.planning.cublasmp import make_tiles, own_kernel, returned_type
 from dask_distmm.planning.cuts import free_axes, grid_cuts
 from dask_distmm.planning.planner import operand_tiles
-from dask_distmm.testing import assert_product, make_problem
 
 rng = np.random.default_rng()
 
@@ -201,7 +201,7 @@ def test_plans_with_slabs_are_whole(engine, shape, nworkers, method, distributio
 )
 def test_a_plan_made_from_its_tiles_is_the_same(engine, shape, nworkers, method, seed):
     """What `Matmul` rests on: tiles on the ranks they are for give the same plan, and no operand is redistributed."""
-    from dask_distmm.testing import random_chunks
+    from conformance import random_chunks
 
     rng = np.random.default_rng(seed)
     m, n, k = shape
@@ -301,8 +301,9 @@ def test_where_tiles_lie(client):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "int8", "bool"])
 def test_types(client, dtype):
+    from conformance import random_matrix
+
     from dask_distmm.numeric.types import dtype_from_name
-    from dask_distmm.testing import random_matrix
 
     values = random_matrix(rng, (40, 33), dtype_from_name(dtype), "F")
     x = distribute(da.from_array(values, chunks=(15, 12)), Slab(1))

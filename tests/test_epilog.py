@@ -6,6 +6,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from epilog_cases import ALL, Case
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,6 @@ import dask_distmm
 from dask_distmm import matmul
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.epilogs import Formula, finish
-from dask_distmm.testing import assert_product
 
 METHODS = ["auto", "local", "allgather", "reducescatter", "allreduce", "summa"]
 

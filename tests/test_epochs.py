@@ -7,6 +7,7 @@ import asyncio
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import wait
 from leaks import assert_nothing_left
 from matrices import until
@@ -15,7 +16,6 @@ from run_events import events_after, newest_run
 from dask_distmm import matmul
 from dask_distmm.runtime.messages import NAME, ask, operation_of
 from dask_distmm.runtime.worker import WorkerService
-from dask_distmm.testing import assert_product
 
 
 def product(size=60, chunk=20):

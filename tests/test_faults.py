@@ -9,6 +9,7 @@ import time
 import dask
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import wait
 from faults import inject
 from matrices import operands
@@ -16,7 +17,6 @@ from run_events import events_after, newest_run
 
 from dask_distmm import RunFailedError, matmul
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
-from dask_distmm.testing import assert_product
 
 pytestmark = pytest.mark.faults
 

@@ -6,12 +6,12 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product, random_chunks, random_matrix
 from distributed import wait
 from matrices import is_collective
 
 from dask_distmm import PlanError, explain_grouped, matmul_grouped
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.testing import assert_product, random_chunks, random_matrix
 
 MIXED = [(40, 30, 20), (700, 50, 90), (1, 1, 1), (33, 250, 41), (0, 5, 6), (600, 300, 350), (20, 20, 0)]
 

@@ -11,6 +11,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import wait
 from distributed.core import Status
 from hypothesis import given
@@ -25,7 +26,6 @@ from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.scheduler import freezing, plugin
 from dask_distmm.runtime.scheduler.plugin import stuck
-from dask_distmm.testing import assert_product
 
 
 def worker(status, processing, executing):

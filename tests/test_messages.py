@@ -9,6 +9,7 @@ import logging
 
 import dask.array as da
 import numpy as np
+from conformance import assert_product, make_problem
 from distributed.protocol.pickle import dumps
 from matrices import until
 
@@ -20,7 +21,6 @@ from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
 from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 from dask_distmm.runtime.worker import MISSING, WorkerService
-from dask_distmm.testing import assert_product, make_problem
 
 JUNK = (
     *(None, True, -1, 0, 10**6, 1.5, float("nan"), float("inf"), "", "x", "numpy", b"", b"\0" * 48),

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import zarr
 from click.testing import CliRunner, Result
+from conformance import assert_product
 from distributed import Client
 
-from dask_distmm.testing import assert_product
 from dask_distmm.tools import multiply as stores
 from dask_distmm.tools.cli import main
 

@@ -7,6 +7,7 @@ import dask.array as da
 import ml_dtypes
 import numpy as np
 import pytest
+from conformance import assert_product, make_problem, random_chunks
 from hypothesis import given
 from hypothesis import strategies as st
 from narrow_cases import PAIRS, Narrow, random_fp8, to_float64
@@ -24,7 +25,6 @@ from dask_distmm.numeric.types import (
     takes_on_gpus,
 )
 from dask_distmm.planning import Problem
-from dask_distmm.testing import assert_product, make_problem, random_chunks
 
 METHODS = ["auto", "local", "allgather", "reducescatter", "allreduce", "summa"]
 RESULTS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]

@@ -13,13 +13,13 @@ import dask
 import hosts
 import pytest
 from certificates import authority, environment
+from conformance import assert_product
 from distributed import Client
 from faults import inject
 from leaks import assert_nothing_left
 from matrices import operands
 
 from dask_distmm import DistMMError, matmul
-from dask_distmm.testing import assert_product
 
 pytestmark = [
     pytest.mark.faults,

@@ -8,11 +8,11 @@ import dask.array as da
 import dask.array.routines
 import numpy as np
 import pytest
+from conformance import assert_product
 from matrices import is_collective
 
 import dask_distmm
 from dask_distmm import PlanError
-from dask_distmm.testing import assert_product
 
 NAMES = [(da, "matmul"), (da, "tensordot"), (dask.array.routines, "matmul"), (dask.array.routines, "tensordot")]
 

@@ -10,6 +10,7 @@ import dask.array as da
 import numpy as np
 import psutil
 import pytest
+from conformance import assert_product
 from distributed import Client
 from faults import inject
 from leaks import assert_nothing_left
@@ -17,7 +18,6 @@ from matrices import until
 from run_events import events
 
 from dask_distmm import matmul
-from dask_distmm.testing import assert_product
 
 pytestmark = pytest.mark.faults
 

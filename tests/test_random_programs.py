@@ -37,13 +37,13 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import random_chunks
 from dask.graph_manipulation import bind, checkpoint, clone, wait_on
 from distributed import Client, LocalCluster
 from leaks import assert_nothing_left
 
 import dask_distmm
 from dask_distmm.errors import DistMMError
-from dask_distmm.testing import random_chunks
 
 DTYPES = ["float64", "float32", "complex128", "complex64", "int64", ">f8"]
 ORIGINS = ["memory", "memory", "persisted", "made", "made", "made", "zarr", "delayed", "fortran", "scattered"]

@@ -11,6 +11,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product, make_problem, random_chunks, run_jobs
 from distributed import Client, LocalCluster, wait
 from faults import inject
 from hypothesis import assume, given, settings
@@ -30,7 +31,6 @@ from dask_distmm.planning.placement import GATHERED
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.replicas import Replicas
 from dask_distmm.runtime.worker import WorkerService
-from dask_distmm.testing import assert_product, make_problem, random_chunks, run_jobs
 
 rng = np.random.default_rng()
 

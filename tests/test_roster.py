@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conformance import make_problem
 
 from dask_distmm import __version__
 from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError
@@ -14,7 +15,6 @@ from dask_distmm.planning import Demand, Worker, plan
 from dask_distmm.planning.peer import PEER
 from dask_distmm.runtime.messages import Description
 from dask_distmm.runtime.scheduler.freezing import Roster
-from dask_distmm.testing import make_problem
 
 GPUS = {name: {"nccl": "2.30.7"} for name in ("cublasmp", "nccl")}
 GPUS |= {"peer": {"cuda": "13000"}, "numpy": {"numpy": "2"}}

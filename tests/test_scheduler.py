@@ -7,6 +7,7 @@ import uuid
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import make_problem
 from dask._task_spec import List, Task, TaskRef
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from dask_distmm.planning import Demand, Problem
 from dask_distmm.runtime.keys import barrier_key, barrier_name
 from dask_distmm.runtime.messages import NAME, Reply, ask, operation_of
 from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
-from dask_distmm.testing import make_problem
 
 PROBLEM = make_problem(((4, 3), (5,)), ((5,), (6,)), name="matmul-nobody-s")
 DEMAND = Demand("auto", "numpy", ("float64",) * 3)

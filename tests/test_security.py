@@ -10,6 +10,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from certificates import authority, security
+from conformance import assert_product
 from distributed import Client, LocalCluster
 from distributed.security import Security
 from leaks import assert_nothing_left
@@ -19,7 +20,6 @@ from dask_distmm import EngineError, __version__, matmul
 from dask_distmm.planning import Demand
 from dask_distmm.runtime.messages import Description
 from dask_distmm.runtime.scheduler.freezing import Roster
-from dask_distmm.testing import assert_product
 
 
 def test_tls_everywhere(tmp_path):

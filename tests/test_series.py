@@ -6,6 +6,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import Client, LocalCluster
 from leaks import assert_nothing_left
 
@@ -15,7 +16,6 @@ from dask_distmm.arrays import product
 from dask_distmm.planning import Worker
 from dask_distmm.planning.waves import choose_scheme
 from dask_distmm.runtime.keys import series_of_waves
-from dask_distmm.testing import assert_product
 
 
 @pytest.fixture(autouse=True)

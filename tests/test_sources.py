@@ -12,6 +12,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import zarr
+from conformance import make_problem
 from dask._task_spec import Task
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,6 @@ from dask_distmm.graph.layers import can_be_made
 from dask_distmm.planning import Worker, plan
 from dask_distmm.runtime.chunks import pack_tasks, unpack_tasks
 from dask_distmm.runtime.scheduler.freezing import _at_once
-from dask_distmm.testing import make_problem
 
 
 def never():

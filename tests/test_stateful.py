@@ -10,6 +10,7 @@ import signal
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import Client, LocalCluster, wait
 from leaks import assert_nothing_left
 from matrices import fresh
@@ -18,7 +19,6 @@ from run_events import events, events_after, newest_run
 import dask_distmm
 from dask_distmm import Matmul, PlanError, Slab
 from dask_distmm.runtime.keys import is_tile
-from dask_distmm.testing import assert_product
 
 rng = np.random.default_rng()
 

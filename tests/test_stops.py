@@ -14,6 +14,7 @@ import dask
 import msgpack
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import Client, LocalCluster, wait
 from faults import inject
 from leaks import assert_nothing_left
@@ -22,7 +23,6 @@ from matrices import operands
 from dask_distmm import DistMMError, RunFailedError, explain, matmul
 from dask_distmm.errors import NoWorkersError
 from dask_distmm.runtime.messages import NAME
-from dask_distmm.testing import assert_product
 
 pytestmark = pytest.mark.faults
 

@@ -43,7 +43,6 @@ ORDER = [
     "sklearn",
     "show",
     "diagnostics",
-    "testing",
     "__init__",
     "tools",
     "__main__",

@@ -13,13 +13,13 @@ torch = pytest.importorskip("torch", reason="PyTorch is no requirement; .ci/run 
 
 import dask  # noqa: E402
 import dask.array as da  # noqa: E402
+from conformance import assert_product  # noqa: E402
 from distributed import Client, LocalCluster, wait  # noqa: E402
 from run_events import newest_run, runs_after  # noqa: E402
 
 import dask_distmm  # noqa: E402
 from dask_distmm import PlanError, explain, matmul, to_torch  # noqa: E402
 from dask_distmm.arrays.kinds import shared_array, tensor_of  # noqa: E402
-from dask_distmm.testing import assert_product  # noqa: E402
 
 rng = np.random.default_rng()
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import dask
 import dask.array as da
 import pytest
+from conformance import assert_product
 from distributed import Client, LocalCluster, get_worker
 from leaks import assert_nothing_left
 from run_events import events_after, newest_run
 from test_waves import in_waves
 
 from dask_distmm import EngineError, matmul
-from dask_distmm.testing import assert_product
 
 
 class TwoArguments(Exception):

@@ -15,12 +15,12 @@ import dask.array as da
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from conformance import assert_product
 from distributed import Client, LocalCluster
 from matrices import until
 
 import dask_distmm
 from dask_distmm import EngineError, __version__, enabled, matmul
-from dask_distmm.testing import assert_product
 from dask_distmm.tools.cli import main
 
 OTHER = "0.0.9"

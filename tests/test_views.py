@@ -6,6 +6,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,6 @@ import dask_distmm
 from dask_distmm import explain, matmul
 from dask_distmm.arrays.request import view_of
 from dask_distmm.runtime.keys import barrier_name, operand_keys
-from dask_distmm.testing import assert_product
 
 rng = np.random.default_rng()
 

@@ -16,6 +16,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import zarr
+from conformance import assert_product
 from dask.array.optimization import optimize
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
@@ -33,7 +34,6 @@ from dask_distmm.graph.layers import can_be_made
 from dask_distmm.planning import Plan, Worker
 from dask_distmm.planning.waves import Budget, choose_scheme
 from dask_distmm.runtime.keys import barrier_name, series_of_waves, wave_of
-from dask_distmm.testing import assert_product
 
 
 def in_waves(a, b, name="sums", lazy=(True, True), by_ranks=False, **options):

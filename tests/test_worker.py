@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import make_problem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stand_ins import Loop, ask
@@ -26,7 +27,6 @@ from dask_distmm.runtime.chunks import other_orders
 from dask_distmm.runtime.messages import NAME
 from dask_distmm.runtime.run import WorkerRun
 from dask_distmm.runtime.worker import DaskComm, WorkerService
-from dask_distmm.testing import make_problem
 
 
 @pytest.fixture(scope="module")

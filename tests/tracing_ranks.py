@@ -6,6 +6,7 @@ from unittest import mock
 
 import dask.array as da
 import numpy as np
+from conformance import run_jobs
 
 from dask_distmm.arrays.jit import Jitted, compiled
 from dask_distmm.engines.base import get_engine
@@ -15,7 +16,6 @@ from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
 from dask_distmm.programs import check
 from dask_distmm.programs.steps import messages_to_all
-from dask_distmm.testing import run_jobs
 from dask_distmm.tracing.control import flattened, nested
 
 

@@ -9,12 +9,12 @@ import sys
 
 import dask.array as da
 import numpy as np
+from conformance import assert_product
 from distributed import Client
 from leaks import assert_nothing_left
 from run_events import events
 
 from dask_distmm import matmul
-from dask_distmm.testing import assert_product
 
 
 def main(scheduler_file: str, protocol: str) -> None:

@@ -24,7 +24,7 @@ from dask_distmm.planning.blocks import steps
 from dask_distmm.planning.cuts import full_side
 from dask_distmm.planning.product import chunk_blocks_of
 from dask_distmm.programs.steps import Box, Call, Make, crossing
-from dask_distmm.testing import make_problem
+from tests.conformance import make_problem
 
 # In place of a number of chunks.
 SLABS = 0

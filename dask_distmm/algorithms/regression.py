@@ -106,8 +106,8 @@ def logistic_regression(
     chosen("solver", solver, ("lbfgs", "newton-cholesky"))
     if n_classes > 2 and solver != "lbfgs":
         raise PlanError(f'solver={solver!r} fits two classes, got n_classes={n_classes}: use solver="lbfgs"')
-    found: LinearModel = _logistic(X, y, C, fit_intercept, solver, n_classes, max_iter, tol)
-    return found
+    model: LinearModel = _logistic(X, y, C, fit_intercept, solver, n_classes, max_iter, tol)
+    return model
 
 
 def poisson_regression(
@@ -165,8 +165,8 @@ def poisson_regression(
     counts(max_iter=max_iter)
     numbers(alpha=alpha, tol=tol)
     chosen("solver", solver, ("lbfgs", "newton-cholesky"))
-    found: LinearModel = _poisson(X, y, alpha, fit_intercept, solver, max_iter, tol)
-    return found
+    model: LinearModel = _poisson(X, y, alpha, fit_intercept, solver, max_iter, tol)
+    return model
 
 
 def lasso(
@@ -182,7 +182,7 @@ def lasso(
     X : array, (m, n)
         The rows.
     y : array, (m,)
-        What is fitted.
+        The targets.
     alpha : float
         The penalty; without one use `linalg.lstsq`.
     fit_intercept, max_iter
@@ -220,8 +220,8 @@ def lasso(
     counts(max_iter=max_iter)
     numbers(alpha=alpha, positive=True)
     numbers(tol=tol)
-    found: LinearModel = _lasso(X, y, alpha, fit_intercept, max_iter, tol)
-    return found
+    model: LinearModel = _lasso(X, y, alpha, fit_intercept, max_iter, tol)
+    return model
 
 
 def ridge_cv(
@@ -238,7 +238,7 @@ def ridge_cv(
     X : array, (m, n)
         The rows.
     y : array, (m,) or (m, k)
-        What is fitted; all columns with the same penalty.
+        The targets; all columns with the same penalty.
     alphas : sequence of floats
         The penalties, which are positive.
     cv : int, optional
@@ -281,8 +281,8 @@ def ridge_cv(
         raise PlanError(f"alphas must be positive numbers, got {alphas!r}")
     if cv is not None:
         counts(2, X.shape[0] // 2, cv=cv)
-    found: RidgeChoice = _ridge_cv(X, y, tuple(chosen_from.tolist()), cv, fit_intercept)
-    return found
+    model: RidgeChoice = _ridge_cv(X, y, tuple(chosen_from.tolist()), cv, fit_intercept)
+    return model
 
 
 def _rows(X: Any, y: Any, ndim: tuple[int, ...] = (1,)) -> tuple[Any, Any]:
@@ -362,28 +362,28 @@ def _fitted(
         # Where columns depend on each other it is singular.
         return H + eps * np.trace(H) * np.eye(len(H), dtype=X.dtype, like=start)
 
-    def turn(i: Any, B: Any, value: Any, gradient: Any, step: Any, *known: Any) -> tuple[Any, ...]:
-        way = -step * (_lbfgs(gradient, *known) if solver == "lbfgs" else np.linalg.solve(known[0], gradient))
+    def turn(i: Any, B: Any, value: Any, gradient: Any, step: Any, *memory: Any) -> tuple[Any, ...]:
+        way = -step * (_lbfgs(gradient, *memory) if solver == "lbfgs" else np.linalg.solve(memory[0], gradient))
         new_value, new_gradient, curve = loss(B + way)
         # A sufficient decrease (Armijo), but for rounding.
         good = new_value <= value + 1e-4 * (way * gradient).sum() + 4 * eps * abs(value)
         change = new_gradient - gradient
         if solver == "lbfgs":
             curved = good & ((way * change).sum() > eps * (change * change).sum())
-            pairs = zip(known, (way, change), strict=True)
-            known = tuple(np.where(curved, np.concatenate([old[1:], x[None]]), old) for old, x in pairs)
+            pairs = zip(memory, (way, change), strict=True)
+            memory = tuple(np.where(curved, np.concatenate([old[1:], x[None]]), old) for old, x in pairs)
         else:
-            known = (np.where(good, hessian(curve), *known),)
+            memory = (np.where(good, hessian(curve), *memory),)
         B, value, gradient = (
             np.where(good, new, old) for new, old in ((B + way, B), (new_value, value), (new_gradient, gradient))
         )
         step = np.where(good, 1, step / 2)
-        return B, value, gradient, step, *known, (abs(gradient).max() <= tol) | (step < 1e-12)
+        return B, value, gradient, step, *memory, (abs(gradient).max() <= tol) | (step < 1e-12)
 
     eps = float(np.finfo(X.dtype).eps)
     value, gradient, curve = loss(start)
-    known = (np.zeros((_KEPT, *start.shape), X.dtype, like=start),) * 2 if solver == "lbfgs" else (hessian(curve),)
-    B, *_, n_iter = until(turn, (start, value, gradient, np.ones((), X.dtype, like=start), *known), max_iter)
+    memory = (np.zeros((_KEPT, *start.shape), X.dtype, like=start),) * 2 if solver == "lbfgs" else (hessian(curve),)
+    B, *_, n_iter = until(turn, (start, value, gradient, np.ones((), X.dtype, like=start), *memory), max_iter)
     return LinearModel(B[:n], B[n] if fit_intercept else 0 * B[:1].sum(0), n_iter)
 
 
@@ -394,9 +394,9 @@ def _lbfgs(gradient: Any, S: Any, Y: Any) -> Any:
     for j in reversed(range(_KEPT)):
         shares[j] = np.where(curved[j] > 0, (S[j] * q).sum() / np.where(curved[j] > 0, curved[j], 1), 0)
         q = q - shares[j] * Y[j]
-    known = curved[-1] > 0
-    size = np.where(known, (Y[-1] * Y[-1]).sum(), np.sqrt((gradient * gradient).sum()))
-    q = q * (np.where(known, curved[-1], 1) / np.maximum(size, np.finfo(gradient.dtype).tiny))
+    curved_last = curved[-1] > 0
+    size = np.where(curved_last, (Y[-1] * Y[-1]).sum(), np.sqrt((gradient * gradient).sum()))
+    q = q * (np.where(curved_last, curved[-1], 1) / np.maximum(size, np.finfo(gradient.dtype).tiny))
     for j in range(_KEPT):
         share = np.where(curved[j] > 0, (Y[j] * q).sum() / np.where(curved[j] > 0, curved[j], 1), 0)
         q = q + (shares[j] - share) * S[j]
@@ -496,17 +496,17 @@ def _of_folds(cv: int, fold: Any) -> Any:
 def _moments_of_folds(cv: int, X: Any, Y: Any, fold: Any) -> Any:
     """Return for each fold the Gram matrix of a column of ones, X and Y beside each other."""
     rows = np.concatenate([np.ones_like(X[:, :1]), X, Y], 1)
-    found = np.zeros((cv, rows.shape[1], rows.shape[1]), X.dtype, like=X)
+    moments = np.zeros((cv, rows.shape[1], rows.shape[1]), X.dtype, like=X)
     for number, here in _of_folds(cv, fold):
         part = rows[here]
-        found[number] = part.T @ part
-    return found
+        moments[number] = part.T @ part
+    return moments
 
 
 def _errors_of_folds(cv: int, X: Any, Y: Any, fold: Any, W: Any, levels: Any) -> Any:
     """Return for each fold the squared errors of the solutions that were made without it."""
-    found, k = np.zeros(levels.shape, X.dtype, like=X), Y.shape[1]
+    errors, k = np.zeros(levels.shape, X.dtype, like=X), Y.shape[1]
     for number, here in _of_folds(cv, fold):
         predicted = X[here] @ W[number] + levels[number]
-        found[number] = np.square(np.concatenate([Y[here]] * (predicted.shape[1] // k), 1) - predicted).sum(0)
-    return found
+        errors[number] = np.square(np.concatenate([Y[here]] * (predicted.shape[1] // k), 1) - predicted).sum(0)
+    return errors

@@ -53,7 +53,7 @@ class Decision:
     plan: Plan | None = None
     scheme: Scheme | None = None
     # The cluster, as far as the client knows it.
-    known: Snapshot | None = None
+    snapshot: Snapshot | None = None
     # Why the product is left to Dask; empty if it is not.
     left: str = ""
 
@@ -67,7 +67,7 @@ class Decision:
     @property
     def on_gpus(self) -> bool:
         """Whether GPUs multiply."""
-        return self.known is not None and all(model.on_gpus for model in models_of(self.known.engines))
+        return self.snapshot is not None and all(model.on_gpus for model in models_of(self.snapshot.engines))
 
     def made(self, problem: Problem) -> Plan | WavePlan:
         """Return the plan, or that of the waves."""
@@ -117,7 +117,7 @@ def decide_now(request: Request, *, enabled: bool = False) -> Decision:
         return Decision()  # There may be some when it is computed.
     if client is None or snapshot is None:
         return Decision()
-    decision = Decision(known=snapshot)
+    decision = Decision(snapshot=snapshot)
     if enabled and (left := _why_streamed(request, decision)):
         return Decision(left=left)
     if request.logger.isEnabledFor(logging.INFO) or not _fits_easily(request, client, snapshot):

@@ -125,7 +125,7 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
         sizes = f"{request.a.shape} @ {request.b.shape} of {request.a.dtype}"
         note_left(sizes, request.problem.flops, decision.left, decision.change)
         return NotImplemented
-    parts = by_tasks(request, decision.known) if enabled else None
+    parts = by_tasks(request, decision.snapshot) if enabled else None
     return run_outputs(request, decision.scheme, by_tasks=parts)
 
 

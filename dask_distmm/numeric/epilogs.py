@@ -144,7 +144,6 @@ AnyEpilog: TypeAlias = _PlainText | _AuxText | Epilog
 # The formula that is applied to the product before it is stored: scaling, C, bias, activations, gradients. Pure
 
 
-_ACTIVATIONS = ("relu", "gelu", "leaky_relu", "tanh", "sigmoid", "silu", "hardswish", "clamp")
 _NAMES = tuple(epilog.value for epilog in Epilog)
 _SQRT_2_OVER_PI = 0.7978845608028654
 # NumPy works on so much at a time: it stays in a core's cache from one operation to the next.
@@ -324,7 +323,7 @@ def elementwise(
         return (xp.where(inputs["relu_aux"].astype(bool), x, dtype.type(0)),)
     if formula.gradient == "gelu":
         return (x * _gelu_slope(xp, inputs["gelu_aux"].astype(dtype)),)
-    d = _activate(xp, formula.activation, x) if formula.activation else x
+    d = _ACTIVATIONS[formula.activation](xp, x) if formula.activation else x
     if formula.saved:
         return d, (x > 0) if formula.activation == "relu" else x
     return (d,)
@@ -400,24 +399,6 @@ def scalars(formula: Formula, dtype: Any) -> tuple[Any, Any]:
     return alpha, beta
 
 
-def _activate(xp: Any, name: str, x: Any) -> Any:
-    if name == "relu":
-        return xp.maximum(x, 0)
-    if name == "gelu":
-        return 0.5 * x * (1 + xp.tanh(_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)))
-    if name == "leaky_relu":
-        return xp.where(x > 0, x, 0.01 * x)
-    if name == "tanh":
-        return xp.tanh(x)
-    if name == "sigmoid":
-        return _sigmoid(xp, x)
-    if name == "silu":
-        return x * _sigmoid(xp, x)
-    if name == "hardswish":
-        return x * xp.clip(x + 3, 0, 6) / 6
-    return xp.clip(x, 0, 6)
-
-
 def _sigmoid(xp: Any, x: Any) -> Any:
     # By way of tanh: exp(-x) would overflow.
     return 0.5 * (1 + xp.tanh(0.5 * x))
@@ -428,3 +409,19 @@ def _gelu_slope(xp: Any, x: Any) -> Any:
     t = xp.tanh(_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
     inner = _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x * x)
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * inner
+
+
+def _gelu(xp: Any, x: Any) -> Any:
+    return 0.5 * x * (1 + xp.tanh(_SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)))
+
+
+_ACTIVATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "relu": lambda xp, x: xp.maximum(x, 0),
+    "gelu": _gelu,
+    "leaky_relu": lambda xp, x: xp.where(x > 0, x, 0.01 * x),
+    "tanh": lambda xp, x: xp.tanh(x),
+    "sigmoid": _sigmoid,
+    "silu": lambda xp, x: x * _sigmoid(xp, x),
+    "hardswish": lambda xp, x: x * xp.clip(x + 3, 0, 6) / 6,
+    "clamp": lambda xp, x: xp.clip(x, 0, 6),
+}

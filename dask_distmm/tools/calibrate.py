@@ -159,9 +159,9 @@ Turn = dict[tuple[str, int], float]
 
 def _turns(client: Client, deadline: float) -> Turn:
     """Return the medians of the seconds around runs and of Dask's own tasks, by the number of chunks."""
-    turns: list[Turn] = []
+    rounds: list[Turn] = []
     # The first turn is for warming up.
-    while len(turns) < 2 or time.monotonic() < deadline:
+    while len(rounds) < 2 or time.monotonic() < deadline:
         turn: Turn = {}
         for name, count in ((name, count) for name, counts in COUNTS.items() for count in counts):
             a, b = (computed(da.random.random((SIDE * count, SIDE * count), chunks=SIDE)) for _ in "ab")
@@ -171,8 +171,8 @@ def _turns(client: Client, deadline: float) -> Turn:
             taken = time.perf_counter() - started
             runs = [event for _, event in client.get_events("distmm") if event["name"] == d.name]
             turn[name, count] = taken - (runs[-1]["seconds"] if runs else 0.0)
-        turns.append(turn)
-    return {key: statistics.median(turn[key] for turn in turns[1:]) for key in turns[0]}
+        rounds.append(turn)
+    return {key: statistics.median(turn[key] for turn in rounds[1:]) for key in rounds[0]}
 
 
 def costs(seconds: Turn) -> dict[str, str]:

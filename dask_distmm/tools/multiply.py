@@ -56,7 +56,7 @@ class Place:
     # "zarr", "npy" or "hdf5".
     kind: str
     # As the user has named it.
-    given: str = dataclasses.field(compare=False)
+    text: str = dataclasses.field(compare=False)
 
     @property
     def remote(self) -> bool:
@@ -74,7 +74,7 @@ class Place:
         return self.file / self.inner if self.kind == "zarr" and self.inner and self.file.exists() else self.file
 
     def __str__(self) -> str:
-        return self.given
+        return self.text
 
 
 def parse_place(text: str) -> Place:
@@ -129,7 +129,7 @@ def opened(place: Place) -> Iterator[Any]:
         names = _datasets(place)
         name = names[0] if not place.inner and len(names) == 1 else place.inner
         if name not in names:
-            datasets = _some([f"{place.given.partition('::')[0]}::{name}" for name in names])
+            datasets = _some([f"{place.text.partition('::')[0]}::{name}" for name in names])
             raise PlanError(f"{place} is not a dataset; name one: {datasets}")
         with library.File(place.path, "r") as file:
             yield file[name]
@@ -157,7 +157,7 @@ def _zarr_array(zarr: Any, place: Place) -> Any:
         node = root.get(place.inner)
     if isinstance(node, zarr.Array):
         return node
-    file, members = place.given.partition("::")[0], root.members(max_depth=None)
+    file, members = place.text.partition("::")[0], root.members(max_depth=None)
     arrays = sorted(f"{file}::{name}" for name, member in members if isinstance(member, zarr.Array))
     what = "there is no such array" if node is None else "this is a group"
     raise PlanError(f"{place}: {what}; name one of its arrays: {_some(arrays)}")

@@ -28,9 +28,9 @@ _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("trace",
 _SHAPED_BY_DATA = ("unique", "nonzero", "argwhere", "flatnonzero", "extract", "compress", "delete", "trim_zeros")
 
 
-def current_trace() -> Trace | None:
-    """Return the trace of the function that is being traced in this thread."""
-    return _current.get()
+def trace_of(*values: Any) -> Trace | None:
+    """Return the trace that values belong to, or else that of the function that is being traced in this thread."""
+    return next((x.trace for x in values if isinstance(x, TracedArray)), _current.get())
 
 
 class Trace:
@@ -479,11 +479,7 @@ def mapped(name: str, inputs: Sequence[Any], **options: Any) -> TracedArray:
 
 
 def _trace_of(inputs: Sequence[Any]) -> Trace:
-    for x in inputs:
-        if isinstance(x, TracedArray):
-            return x.trace
-    trace = _current.get()
-    if trace is None:
+    if (trace := trace_of(*inputs)) is None:
         raise TracingError("no function is being traced")
     return trace
 
@@ -580,23 +576,17 @@ def _weak(x: Any) -> Any:
     return x.dtype if isinstance(x, TracedArray) else x
 
 
-@implements(np.zeros_like, np.empty_like)
-def zeros_like(x: Any, dtype: Any = None, **_: Any) -> TracedArray:
-    """Return zeros in the shape of an array, and where that is."""
-    return full_like(x, 0, dtype)
-
-
-@implements(np.ones_like)
-def ones_like(x: Any, dtype: Any = None, **_: Any) -> TracedArray:
-    """Return ones in the shape of an array, and where that is."""
-    return full_like(x, 1, dtype)
-
-
 @implements(np.full_like)
 def full_like(x: Any, fill_value: Any, dtype: Any = None, **_: Any) -> TracedArray:
     """Return one value in the shape of an array, and where that is."""
     kind = Kind(x.shape, np.dtype(x.dtype if dtype is None else dtype).name)
     return _trace_of([x]).one("fill", {"dtype": kind.dtype}, (x, fill_value), kind)
+
+
+_FUNCTIONS |= {
+    make: lambda x, dtype=None, value=value, **_: full_like(x, value, dtype)
+    for make, value in ((np.zeros_like, 0), (np.empty_like, 0), (np.ones_like, 1))
+}
 
 
 # With ``like=`` arrays that do not depend on any are those of NumPy, and of CuPy where a function just computes.
@@ -614,74 +604,41 @@ def _axes(axis: Any, ndim: int) -> list[int]:
     return sorted({int(number) % ndim for number in axes})
 
 
-def reduced(name: str, x: Any, axis: Any, keepdims: bool, dtype: Any = None) -> TracedArray:
+def reduced(name: str, x: Any, axis: Any, keepdims: bool) -> TracedArray:
     """Record a reduction."""
     x = as_traced(x)
+    if name.startswith("arg") and axis is None:
+        x, axis = reshape(x, -1), 0
     axes = _axes(axis, x.ndim)
     shape = tuple(1 if i in axes else n for i, n in enumerate(x.shape) if keepdims or i not in axes)
-    if dtype is None:
-        dtype = getattr(np, name)(np.ones((1,), x.dtype)).dtype
     if name in ("max", "min", "argmax", "argmin") and not math.prod(x.kind.shape[i] for i in axes):
         raise TracingError(f"{name} of an array of shape {x.shape}, which has no elements there")
     options = {"f": name, "axes": axes, "keepdims": bool(keepdims)}
-    return x.trace.one("reduce", options, (x,), Kind(shape, np.dtype(dtype).name))
+    dtype = getattr(np, name)(np.ones((1,), x.dtype)).dtype
+    return x.trace.one("reduce", options, (x,), Kind(shape, dtype.name))
 
 
-@implements(np.sum)
-def sum_(a: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: bool = False) -> TracedArray:
-    """Add elements up."""
-    a = as_traced(a)
-    return reduced("sum", a if dtype is None else a.astype(dtype), axis, keepdims)
+def _adds(name: str) -> Callable[..., TracedArray]:
+    def function(a: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: bool = False) -> TracedArray:
+        a = as_traced(a)
+        return reduced(name, a if dtype is None else a.astype(dtype), axis, keepdims)
+
+    return function
 
 
-@implements(np.prod)
-def prod_(a: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: bool = False) -> TracedArray:
-    """Multiply elements."""
-    a = as_traced(a)
-    return reduced("prod", a if dtype is None else a.astype(dtype), axis, keepdims)
+def _chooses(name: str) -> Callable[..., TracedArray]:
+    def function(a: Any, axis: Any = None, out: None = None, keepdims: bool = False) -> TracedArray:
+        return reduced(name, a, axis, keepdims)
+
+    return function
 
 
-@implements(np.max, np.amax)
-def max_(a: Any, axis: Any = None, out: None = None, keepdims: bool = False) -> TracedArray:
-    """Find the largest element."""
-    return reduced("max", a, axis, keepdims)
-
-
-@implements(np.min, np.amin)
-def min_(a: Any, axis: Any = None, out: None = None, keepdims: bool = False) -> TracedArray:
-    """Find the least element."""
-    return reduced("min", a, axis, keepdims)
-
-
-@implements(np.any)
-def any_(a: Any, axis: Any = None, out: None = None, keepdims: bool = False) -> TracedArray:
-    """Find whether an element is true."""
-    return reduced("any", a, axis, keepdims)
-
-
-@implements(np.all)
-def all_(a: Any, axis: Any = None, out: None = None, keepdims: bool = False) -> TracedArray:
-    """Find whether all elements are true."""
-    return reduced("all", a, axis, keepdims)
-
-
-@implements(np.argmax)
-def argmax(a: Any, axis: int | None = None, out: None = None, *, keepdims: bool = False) -> TracedArray:
-    """Find where the largest element is."""
-    return _arg("argmax", a, axis, keepdims)
-
-
-@implements(np.argmin)
-def argmin(a: Any, axis: int | None = None, out: None = None, *, keepdims: bool = False) -> TracedArray:
-    """Find where the least element is."""
-    return _arg("argmin", a, axis, keepdims)
-
-
-def _arg(name: str, a: Any, axis: int | None, keepdims: bool) -> TracedArray:
-    a = as_traced(a)
-    if axis is None and a.ndim > 1:
-        a = reshape(a, -1)
-    return reduced(name, a, 0 if axis is None else axis, keepdims, np.int64)
+sum_, prod_ = map(_adds, ("sum", "prod"))
+max_, min_, any_, all_ = map(_chooses, ("max", "min", "any", "all"))
+_FUNCTIONS |= {
+    np.sum: sum_, np.prod: prod_, np.max: max_, np.amax: max_, np.min: min_, np.amin: min_, np.any: any_, np.all: all_,
+    np.argmax: _chooses("argmax"), np.argmin: _chooses("argmin"),
+}  # fmt: skip
 
 
 @implements(np.mean)
@@ -701,7 +658,7 @@ def _count(a: TracedArray, axis: Any) -> Any:
     if rows is None:
         return count
     column = a[tuple(slice(None) if i == rows else 0 for i in range(a.ndim))]
-    return sum_(ones_like(column, np.float64)) * count
+    return sum_(full_like(column, 1, np.float64)) * count
 
 
 @implements(np.var)
@@ -744,7 +701,7 @@ def average(a: Any, axis: Any = None, weights: Any = None, returned: bool = Fals
         return mean(a, axis, keepdims=keepdims)
     if np.ndim(weights) != np.ndim(a) and axis is not None:
         weights = reshape(weights, [-1 if i == axis % a.ndim else 1 for i in range(a.ndim)])
-    total = sum_(np.multiply(zeros_like(a), 0) + weights, axis, keepdims=keepdims)
+    total = sum_(full_like(a, 0) + weights, axis, keepdims=keepdims)
     return sum_(a * weights, axis, keepdims=keepdims) / total
 
 
@@ -800,11 +757,8 @@ def logsumexp(x: Any, axis: Any = None, keepdims: bool = False) -> TracedArray:
     return result if keepdims else result.squeeze(axis)
 
 
-for _name, _function in {
-    "sum": sum_, "prod": prod_, "mean": mean, "max": max_, "min": min_, "any": any_, "all": all_, "argmax": argmax,
-    "argmin": argmin, "var": var, "std": std, "clip": clip, "round": round_,
-}.items():  # fmt: skip
-    setattr(TracedArray, _name, _function)
+for _name in ["sum", "prod", "mean", "max", "min", "any", "all", "argmax", "argmin", "var", "std", "clip", "round"]:
+    setattr(TracedArray, _name, _FUNCTIONS[getattr(np, _name)])
 
 
 # Shapes

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dask_distmm.errors import TracingError
-from dask_distmm.tracing.arrays import Trace, TracedArray, current_trace, kind_of
+from dask_distmm.tracing.arrays import Trace, TracedArray, kind_of, trace_of
 from dask_distmm.tracing.form import Block, Kind, Literal
 
 # The structure of a state: a container's type with the keys and structures of its parts; None for an array.
@@ -40,14 +40,6 @@ def _nested(leaves: Any, tree: Tree) -> Any:
     if issubclass(kind, dict):
         return dict(zip(keys, parts, strict=True))
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
-
-
-def _traced(*states: Any) -> Trace | None:
-    """Return the trace that a loop belongs to; None where it is computed at once."""
-    for leaf in (x for state in states for x in flattened(state)[0]):
-        if isinstance(leaf, TracedArray):
-            return leaf.trace
-    return current_trace()
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[[Any, Any], Any], init_val: Any) -> Any:
@@ -84,7 +76,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[[Any, Any], Any], init_
     >>> dask_distmm.fori_loop(0, 10, lambda i, total: total + i, 0)
     45
     """
-    trace = _traced(lower, upper, init_val)
+    trace = trace_of(*flattened((lower, upper, init_val))[0])
     if trace is None:
         state = init_val
         for i in range(int(lower), int(upper)):
@@ -141,7 +133,7 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
     >>> dask_distmm.while_loop(lambda x: x < 100, lambda x: 2 * x, 1)
     128
     """
-    trace = _traced(init_val)
+    trace = trace_of(*flattened(init_val)[0])
     if trace is None:
         state = init_val
         while cond_fun(state):
@@ -267,7 +259,7 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
     >>> dask_distmm.cond(2 > 1, lambda x: x + 1, lambda x: x - 1, 5)
     6
     """
-    trace = _traced(pred, operands)
+    trace = trace_of(*flattened((pred, operands))[0])
     if trace is None or not isinstance(pred, TracedArray):
         return (true_fun if pred else false_fun)(*operands)
     _flag("cond", pred)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dask_distmm.errors import TracingError
-from dask_distmm.tracing.arrays import Trace, TracedArray, as_traced, current_trace
+from dask_distmm.tracing.arrays import as_traced, trace_of
 from dask_distmm.tracing.form import Kind
 
 # Elements of a block, about.
@@ -240,7 +240,7 @@ def _drawn(name: str, key: Any, shape: Sequence[int], dtype: Any) -> Any:
     dtype = np.dtype(dtype)
     if dtype.name not in ("float32", "float64"):
         raise TracingError(f"random numbers of {dtype}: expected float32 or float64")
-    trace: Trace | None = key.trace if isinstance(key, TracedArray) else current_trace()
+    trace = trace_of(key)
     if trace is None:
         return drawn(key, name, shape, dtype.name, 0, shape[0] if shape else 1)
     with trace.active():

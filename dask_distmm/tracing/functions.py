@@ -10,7 +10,7 @@ import numpy as np
 
 from dask_distmm.errors import TracingError
 from dask_distmm.numeric.epilogs import call_function
-from dask_distmm.tracing.arrays import Trace, TracedArray, as_traced, current_trace, kind_of
+from dask_distmm.tracing.arrays import TracedArray, as_traced, kind_of, trace_of
 from dask_distmm.tracing.form import Kind
 
 
@@ -119,7 +119,7 @@ def callback(f: Callable[..., Any], *arrays: Any) -> None:
     >>> dask_distmm.callback(print, 3)
     3
     """
-    trace = _trace(arrays)
+    trace = trace_of(*arrays)
     if trace is None:
         f(*arrays)
         return
@@ -129,7 +129,7 @@ def callback(f: Callable[..., Any], *arrays: Any) -> None:
 
 def put_column(x: Any, j: Any, column: Any) -> Any:
     """Return a matrix of which one column is replaced; in its memory where nobody else needs that."""
-    trace = _trace((x, j, column))
+    trace = trace_of(x, j, column)
     if trace is not None:
         return trace.one("put", {}, (x, column, j), kind_of(x))
     x = x.copy()
@@ -139,7 +139,7 @@ def put_column(x: Any, j: Any, column: Any) -> Any:
 
 def decided(f: Callable[..., Any], *arrays: Any, meta: tuple[Any, ...]) -> Any:
     """Call a function of what all ranks have on one rank, for all of them; `meta`: arrays like its results."""
-    trace = _trace(arrays)
+    trace = trace_of(*arrays)
     if trace is None:
         return f(*arrays)
     options = {"rows": [], "sums": True, "function": trace.function(cloudpickle.dumps(f)), "name": "decided"}
@@ -189,12 +189,8 @@ def _of_slices(f: UserFunction, arrays: tuple[Any, ...], rows: list[int], kind: 
     return product[:, 0] if ndim == 1 else product
 
 
-def _trace(arrays: tuple[Any, ...]) -> Trace | None:
-    return next((x.trace for x in arrays if isinstance(x, TracedArray)), current_trace())
-
-
 def _called(f: Callable[..., Any], arrays: tuple[Any, ...], meta: Any, name: str) -> Any:
-    trace = _trace(arrays)
+    trace = trace_of(*arrays)
     if trace is None:
         return f(*arrays)
     if not arrays or not np.ndim(arrays[0]):

@@ -248,8 +248,8 @@ class Lowering:
         places = [self.axes[x] for x in (*statement.reads, *statement.outputs)]
         return statement.family != "gather" and any(axis is not None for axis in places)
 
-    def _stages(self, statements: Sequence[Statement]) -> tuple[dict[int, int], list[int]]:
-        """Return after how many messages each value is there, and of each statement."""
+    def _stages(self, statements: Sequence[Statement]) -> list[int]:
+        """Return after how many messages each statement is taken."""
         level, stages = dict[int, int](), []
         for statement in statements:
             stage = max((level.get(x, 0) for x in statement.reads), default=0)
@@ -265,14 +265,13 @@ class Lowering:
                 stages[i] = min(
                     (first_read.get(x, last if late else stages[i]) for x in here.outputs), default=stages[i]
                 )
-                level.update(dict.fromkeys(here.outputs, stages[i]))
             for x in here.reads:
                 first_read[x] = min(stages[i], first_read.get(x, stages[i]))
-        return level, stages
+        return stages
 
     def _sequence(self, statements: Sequence[Statement], kept: Collection[int], targets: Targets) -> set[int]:
         """Take statements between which nothing stands."""
-        _, stages = self._stages(statements)
+        stages = self._stages(statements)
         before = set(self.here)
         placed = set[int]()
         for stage in range(max(stages, default=-1) + 1):
@@ -622,7 +621,11 @@ class Lowering:
                 # Nobody may be a turn ahead: what was published is freed.
                 p.share_rows([], [])
 
+        met = self.meetings
         p.loop(flag, turn, _MOST if count is None else count, expected)
+        if not count:
+            # There may be no turn at all, in which ranks would meet.
+            self.meetings = met
         p.drop(flag)
         for number in numbers:
             self.drop(self.here.pop(number))
@@ -677,7 +680,7 @@ class Lowering:
         starts = [i for i, statement in enumerate(statements) if self._is_apart(statement)]
         for start, end in itertools.pairwise([-1, *starts, len(statements)]):
             some = statements[start + 1 : end]
-            _, stages = self._stages(some)
+            stages = self._stages(some)
             messages = [
                 stage
                 for statement, stage in zip(some, stages, strict=True)

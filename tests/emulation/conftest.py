@@ -14,6 +14,7 @@ import msgpack
 import numpy as np
 import pytest
 import shared
+from conformance import conformance
 from factoring import planned, run_plan
 from lapack_kernels import DeviceKernels, QueuedKernels
 
@@ -23,7 +24,6 @@ from dask_distmm.planning import ENGINES, METHODS, Plan
 from dask_distmm.planning import cuts as extents
 from dask_distmm.programs import refine
 from dask_distmm.programs.factorizations import Factorization
-from dask_distmm.testing import conformance
 
 
 class Ranks:

@@ -9,6 +9,7 @@ import threading
 import devices
 import numpy as np
 import pytest
+from conformance import conformance, make_problem
 from epilog_cases import ALL, Case, run_case
 
 from dask_distmm.layout import Layout, redistribution
@@ -16,7 +17,6 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import NamedMatrix, Worker, plan
 from dask_distmm.planning.cublasmp import CUBLASMP, make_tiles
 from dask_distmm.planning.distribution import BlockCyclic, Slab
-from dask_distmm.testing import conformance, make_problem
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conformance import make_problem, random_chunks, run_jobs
 from dask.array.core import slices_from_chunks
 from narrow_cases import PAIRS, Narrow, random_fp8
 
@@ -11,7 +12,6 @@ from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import FP8
 from dask_distmm.planning import NamedMatrix, Worker, plan
-from dask_distmm.testing import make_problem, random_chunks, run_jobs
 
 FP8_METHODS = ["local", "allgather", "reducescatter", "allreduce"]
 

@@ -12,6 +12,7 @@ import types
 import dask
 import numpy as np
 import pytest
+from conformance import assert_product, conformance, make_problem, random_chunks, random_matrix, run_jobs
 from epilog_cases import Case, run_case
 from narrow_cases import PAIRS
 from test_narrow_emulated import run_narrow
@@ -23,7 +24,6 @@ from dask_distmm.planning import Worker, plan
 from dask_distmm.planning import schedule as block_schedule
 from dask_distmm.planning import schedule as schedules
 from dask_distmm.planning.distribution import BlockCyclic, Slab
-from dask_distmm.testing import assert_product, conformance, make_problem, random_chunks, random_matrix, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 

@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import scipy.linalg
+from conformance import random_matrix
 from factoring import planned, run_plan
 from lapack_kernels import QueuedKernels
 from residuals import assert_cholesky, assert_eig, assert_lu, assert_qr, assert_schur, assert_solution
@@ -16,7 +17,6 @@ from dask_distmm.config import read_options
 from dask_distmm.errors import MatrixError
 from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.refine import WAY
-from dask_distmm.testing import random_matrix
 
 
 @pytest.fixture

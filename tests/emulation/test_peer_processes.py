@@ -14,6 +14,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from device_memory import limit_device_memory
 from distributed import Client, LocalCluster, Status
 from faults import inject, remove_faults
@@ -28,7 +29,6 @@ from dask_distmm.config import dask_costs
 from dask_distmm.graph.layers import can_be_made
 from dask_distmm.planning import Worker
 from dask_distmm.planning.waves import Budget, choose_scheme
-from dask_distmm.testing import assert_product
 
 FOLDER = str(Path(__file__).parent)
 

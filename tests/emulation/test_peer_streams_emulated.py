@@ -13,6 +13,7 @@ import dask
 import numpy as np
 import pytest
 import shared
+from conformance import assert_product, make_problem, random_chunks, random_matrix, run_jobs
 
 from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import EngineError
@@ -22,7 +23,6 @@ from dask_distmm.planning import NamedMatrix, Worker, plan
 from dask_distmm.planning import schedule as block_schedule
 from dask_distmm.planning import schedule as schedules
 from dask_distmm.runtime.chunks import _view
-from dask_distmm.testing import assert_product, make_problem, random_chunks, random_matrix, run_jobs
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 

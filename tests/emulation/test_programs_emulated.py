@@ -9,6 +9,7 @@ import devices
 import numpy as np
 import pytest
 import scipy.linalg
+from conformance import run_jobs
 from lapack_kernels import QueuedKernels
 from matrices import problem_of
 from residuals import assert_least_squares, assert_qr
@@ -18,7 +19,6 @@ from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
-from dask_distmm.testing import run_jobs
 
 
 @pytest.fixture(params=[0, 2**40], ids=["on devices", "on hosts"])

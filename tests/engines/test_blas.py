@@ -5,12 +5,12 @@ import time
 
 import numpy as np
 import pytest
+from conformance import assert_product, random_matrix
 from threadpoolctl import threadpool_info
 
 from dask_distmm.engines.numpy import blas
 from dask_distmm.engines.numpy.blas import add_lower, blas_threads, gemm, mirror
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.testing import assert_product, random_matrix
 
 LAYOUTS = {
     "C": lambda x: np.ascontiguousarray(x),

@@ -7,6 +7,15 @@ import threading
 
 import numpy as np
 import pytest
+from conformance import (
+    LocalComm,
+    assert_product,
+    conformance,
+    make_problem,
+    random_chunks,
+    random_matrix,
+    run_jobs,
+)
 
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import Side, get_engine
@@ -18,15 +27,6 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import EVERYWHERE, METHODS, Worker, plan
 from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.planning.problem import NamedMatrix
-from dask_distmm.testing import (
-    LocalComm,
-    assert_product,
-    conformance,
-    make_problem,
-    random_chunks,
-    random_matrix,
-    run_jobs,
-)
 
 ENGINE = get_engine("numpy")
 DTYPES = (
@@ -199,7 +199,7 @@ def test_requests_grow_with_workers_and_panels_not_with_chunks(method):
                 seen.append(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dask_distmm.testing.LocalComm", Spy)
+            patch.setattr("conformance.LocalComm", Spy)
             run_jobs(ENGINE, made, chunks)
         counts.append(len(seen[0].requests))
     assert counts[1] <= counts[0] + 6

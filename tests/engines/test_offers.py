@@ -7,13 +7,13 @@ import dataclasses
 import msgpack
 import numpy as np
 import pytest
+from conformance import make_problem
 
 from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Allocation, Expected, offer_of, place_of, read_place
 from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.schedule import peer_reads
-from dask_distmm.testing import make_problem
 
 # Bytes of a float32.
 SUMS = 4

@@ -8,6 +8,7 @@ import itertools
 import dask
 import numpy as np
 import pytest
+from conformance import make_problem, random_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from dask_distmm.planning.product import chunk_blocks_of
 from dask_distmm.planning.schedule import PANELS, block_schedules, extent_multiple, peer_reads
 from dask_distmm.programs.check import check, walk
 from dask_distmm.programs.steps import Buffer, Call, Drop, Make, New, Publish, Pull, Store, View, crossing, flops_of
-from dask_distmm.testing import make_problem, random_chunks
 
 SMALL = {"_LEAST_DEPTH": 16, "_LEAST_WIDTH": 8, "_LEAST_BLOCK": 8, "_LEAST_ROWS": 4, "_LEAST_EXTENT": 8}
 FULL = extents._FULL

@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import pytest
+from conformance import random_chunks
 from dask.array.core import slices_from_chunks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +16,6 @@ from matrices import segments_of
 from dask_distmm.layout import Layout, Moves, ProcessGrid, redistribution
 from dask_distmm.layout import rectangles as module
 from dask_distmm.layout.rectangles import Shuffle, split, unit_of, work
-from dask_distmm.testing import random_chunks
 
 
 def copy_element_by_element(table, itemsize):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dask.array as da
 import numpy as np
+from conformance import assert_product
 from matrices import assert_large_product
 
 import dask_distmm
-from dask_distmm.testing import assert_product
 
 N = 512
 

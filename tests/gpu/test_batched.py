@@ -5,11 +5,11 @@ from __future__ import annotations
 import dask
 import numpy as np
 import pytest
+from conformance import assert_product
 from epilog_cases import BF16
 from test_epilogs import computed, on_gpus
 
 from dask_distmm import enabled, matmul, matmul_grouped
-from dask_distmm.testing import assert_product
 
 
 def random(*shape, dtype="float64"):

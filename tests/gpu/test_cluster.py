@@ -14,6 +14,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import wait
 from gpu_products import N, check, on_gpus, random
 from leaks import assert_nothing_left
@@ -24,7 +25,6 @@ from run_events import events
 import dask_distmm
 from dask_distmm import linalg
 from dask_distmm.errors import RunFailedError
-from dask_distmm.testing import assert_product
 
 # Faults and memory pools with as many ranks, where there are as many GPUs.
 COUNTS = (2, 4)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from cluster_runner import ClusterRunner
-
-from dask_distmm.testing import conformance
+from conformance import conformance
 
 COUNTS = range(1, 9)
 METHODS = ["allgather", "reducescatter", "allreduce", "summa", "local", "auto"]

@@ -6,11 +6,11 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import random_chunks
 from epilog_cases import ALL, Case
 from run_events import events
 
 from dask_distmm import matmul
-from dask_distmm.testing import random_chunks
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 

@@ -6,13 +6,13 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from device_memory import limit_device_memory
 from distributed import wait
 from gpu_products import random
 from leaks import assert_nothing_left
 
 import dask_distmm
-from dask_distmm.testing import assert_product
 
 pytestmark = pytest.mark.engines("peer")
 COUNTS = (1, 2, 3)

@@ -6,11 +6,11 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product, random_chunks
 from narrow_cases import PAIRS, Narrow, random_fp8, to_float64
 
 from dask_distmm import DistMMError, PlanError, dequantize, matmul, quantize
 from dask_distmm.numeric.types import FP8, typed
-from dask_distmm.testing import assert_product, random_chunks
 
 METHODS = ["auto", "local", "allgather", "reducescatter", "allreduce"]
 RESULTS = ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]

@@ -12,11 +12,11 @@ from pathlib import Path
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product, random_matrix
 from nvmath_oracle import load
 
 import dask_distmm
 from dask_distmm.numeric.types import dtype_from_name, typed
-from dask_distmm.testing import assert_product, random_matrix
 
 CASES = [
     {"name": f"{dtype}-{method}", "dtype": dtype, "method": method}

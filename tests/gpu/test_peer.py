@@ -10,6 +10,7 @@ import dask.array as da
 import numpy as np
 import pytest
 from cluster_runner import ClusterRunner
+from conformance import conformance
 from faults import inject
 from gpu_products import check, on_gpus, random
 from leaks import assert_nothing_left
@@ -21,7 +22,6 @@ import dask_distmm
 from dask_distmm import linalg
 from dask_distmm.errors import RunFailedError
 from dask_distmm.planning.schedule import extent_multiple
-from dask_distmm.testing import conformance
 
 pytestmark = [pytest.mark.gpus(2), pytest.mark.engines("peer")]
 # With as many ranks, where there are as many GPUs.

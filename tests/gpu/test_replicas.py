@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import wait
 from leaks import assert_nothing_left
 from run_events import events
 from test_epilogs import computed, on_gpus
 
 from dask_distmm import explain, free_replicas, matmul, replicate
-from dask_distmm.testing import assert_product
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 

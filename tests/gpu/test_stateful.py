@@ -5,6 +5,7 @@ from __future__ import annotations
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import wait
 from leaks import assert_nothing_left
 from run_events import events
@@ -12,7 +13,6 @@ from test_epilogs import computed, on_gpus
 
 import dask_distmm
 from dask_distmm import BlockCyclic, Matmul, Slab, distribute, explain, matmul
-from dask_distmm.testing import assert_product
 
 METHODS = ["auto", "local", "allgather", "reducescatter", "allreduce", "summa"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import wait
 from leaks import assert_nothing_left
 from matrices import random
@@ -12,7 +13,6 @@ from test_epilogs import computed, on_gpus
 
 from dask_distmm import matmul, to_torch
 from dask_distmm.arrays.kinds import shared_array, tensor_of
-from dask_distmm.testing import assert_product
 
 torch = pytest.importorskip("torch", reason="PyTorch is no requirement")
 

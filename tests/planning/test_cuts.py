@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
+from conformance import make_problem
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_distmm.planning.cuts import cut, overlaps, reduce_cuts
-from dask_distmm.testing import make_problem
 
 chunkings = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(lambda sizes: sum(sizes) > 0)
 

@@ -7,6 +7,7 @@ import sys
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import assert_product
 from distributed import Client, LocalCluster
 from leaks import assert_nothing_left
 
@@ -15,7 +16,6 @@ from dask_distmm.engines.base import Job
 from dask_distmm.planning import ENGINES, NumpyModel
 from dask_distmm.planning.model import engine_alone, models_of
 from dask_distmm.planning.placement import EVERYWHERE
-from dask_distmm.testing import assert_product
 
 used = []
 

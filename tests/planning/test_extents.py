@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conformance import make_problem
 
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.cuts import slowdown, unit
 from dask_distmm.planning.schedule import block_schedules, extent_multiple
 from dask_distmm.show.text import plan_text
-from dask_distmm.testing import make_problem
 
 
 def problem(m, n, k, dtype="float16", parts=1, **options):

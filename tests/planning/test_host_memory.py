@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from conformance import make_problem
 
 from dask_distmm import PlanError, ProjectedMemoryError
 from dask_distmm.config import DaskCosts
@@ -15,7 +16,6 @@ from dask_distmm.planning.schedule import block_schedules, peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 from dask_distmm.runtime.client import plan_on
 from dask_distmm.runtime.messages import Snapshot
-from dask_distmm.testing import make_problem
 
 GIB = 2**30
 CHUNKS = (4096,) * 4

@@ -7,13 +7,13 @@ import json
 
 import numpy as np
 import pytest
+from conformance import make_problem
 
 from dask_distmm import ProtocolError
 from dask_distmm.config import Machine
 from dask_distmm.planning import Demand, Worker
 from dask_distmm.planning.model import Phase, Work, estimate
 from dask_distmm.planning.problem import Problem
-from dask_distmm.testing import make_problem
 
 MACHINE = Machine((("other", 1.0),), bandwidth=10.0, memory_bandwidth=100.0, latency=0.5, network_bandwidth=5.0)
 

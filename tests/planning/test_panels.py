@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import numpy as np
+from conformance import make_problem, random_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from dask_distmm.config import read_options
 from dask_distmm.planning import METHODS, Worker, plan
 from dask_distmm.planning.cuts import pieces_of
 from dask_distmm.planning.product import panels
-from dask_distmm.testing import make_problem, random_chunks
 
 
 @settings(max_examples=150, deadline=None)

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
+from conformance import make_problem, random_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from dask_distmm.config import read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.planning import METHODS, Plan, Worker, plan
 from dask_distmm.planning.planner import fits_easily, is_faster
-from dask_distmm.testing import make_problem, random_chunks
 
 
 def roster(number, memory_limit=0, nthreads=1):

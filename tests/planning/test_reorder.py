@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from conformance import make_problem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,6 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import NamedMatrix, Problem, Worker, plan, restrict
 from dask_distmm.planning.cuts import by_holder, free_axes, reorder
 from dask_distmm.planning.distribution import Slab
-from dask_distmm.testing import make_problem
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 

@@ -8,6 +8,7 @@ import itertools
 import dask
 import numpy as np
 import pytest
+from conformance import make_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,6 @@ from dask_distmm.planning.product import chunk_blocks_of
 from dask_distmm.planning.schedule import peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
 from dask_distmm.programs.steps import Drop, Make
-from dask_distmm.testing import make_problem
 
 COSTS, BUDGET = DaskCosts(0.01, 0.00015, 0.01, 0.0005), Budget(0.6, 0.7, 5e8)
 BOTH = ["cublasmp", "peer"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conformance import make_problem, random_chunks
 from hypothesis import given
 from hypothesis import strategies as st
 from matrices import numroc, segments_of
@@ -11,7 +12,6 @@ from matrices import numroc, segments_of
 from dask_distmm.planning import Plan, Worker, plan
 from dask_distmm.planning.cublasmp import make_tiles, tile_chunk
 from dask_distmm.planning.cuts import uniform_cut
-from dask_distmm.testing import make_problem, random_chunks
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 

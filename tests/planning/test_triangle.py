@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from conformance import make_problem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from dask_distmm.planning import Worker, plan
 from dask_distmm.planning import schedule as block_schedule
 from dask_distmm.planning.cuts import reorder
 from dask_distmm.planning.schedule import Triangle, square_on_diagonal
-from dask_distmm.testing import make_problem
 
 EXTENTS = st.integers(0, 60)
 

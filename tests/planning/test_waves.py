@@ -7,6 +7,7 @@ import dataclasses
 import dask
 import numpy as np
 import pytest
+from conformance import make_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from dask_distmm import PlanError, ProjectedMemoryError
 from dask_distmm.config import DaskCosts
 from dask_distmm.planning import NamedMatrix, Problem, Worker
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
-from dask_distmm.testing import make_problem
 
 MIB = 2**20
 COSTS = DaskCosts(0.01, 0.0001, 0.01, 0.0005)

@@ -11,6 +11,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import pytest
+from conformance import make_problem, random_chunks
 from factoring import factor_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +50,6 @@ from dask_distmm.programs.steps import (
     flops_of,
     messages_to_all,
 )
-from dask_distmm.testing import make_problem, random_chunks
 
 # Builder, options, all outputs.
 CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
@@ -463,3 +463,21 @@ def test_messages_of_all_ranks_to_all(ranks):
     assert [found[key] for key in inside] == [256 + 256]
     late = [step for step in loop.body if not isinstance(step, Drop)]
     assert not messages_to_all(late, ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_meet_in_turns_whose_inner_loop_has_none(ranks):
+    """One rank decomposes for all in each turn: it may not be a turn ahead where only the inner loop has messages."""
+
+    def turn(i, state):
+        x, s = state
+        u, d, _ = np.linalg.svd(s)
+        return fori_loop(i, 2, lambda j, x: x / (x * x).sum(), x), u * d
+
+    rng = np.random.default_rng()
+    x = da.from_array(rng.random((60, 4)), chunks=(15, 4))
+    function = Jitted(lambda x, s: np.matmul(*fori_loop(0, 5, turn, (x, s))), ())
+    problem = compiled(function, (x, rng.random((4, 4))), {}).problem
+    for _ in range(5):
+        plan = plan_of(problem, ranks, rng)
+        check([plan.steps(rank) for rank in range(ranks)])

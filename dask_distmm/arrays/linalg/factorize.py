@@ -60,9 +60,9 @@ def operand(name: str, x: Any, *, sparse: bool = False) -> Array:
     except (TypeError, ValueError) as error:
         raise PlanError(f"{name} is a {type(x).__name__} of which no array can be made: {error}") from error
     if array.dtype.kind not in "biufcV" or array.dtype.type is np.void:
-        found = f"{name} is {array.dtype}; expected float32, float64, complex64 or complex128"
+        message = f"{name} is {array.dtype}; expected float32, float64, complex64 or complex128"
         fields = array.dtype.names
-        raise PlanError(f"{found}: {f'pass one field, {name}[{fields[0]!r}]' if fields else 'convert it by astype'}")
+        raise PlanError(f"{message}: {f'pass one field, {name}[{fields[0]!r}]' if fields else 'convert it by astype'}")
     if sparse_package(array._meta):
         if not sparse:
             raise PlanError(
@@ -164,13 +164,13 @@ def computed(name: str, x: Any, *, sparse: bool = False) -> Array:
 
 def common_type(arrays: Mapping[str, Array]) -> np.dtype:
     """Return the type in which all is computed: float64 for integers, float32 for types of two bytes."""
-    found = np.result_type(*(array.dtype for array in arrays.values()))
-    if found.kind in "biu":
+    kind = np.result_type(*(array.dtype for array in arrays.values()))
+    if kind.kind in "biu":
         return np.dtype(np.float64)
-    if found.char not in _TYPES:
+    if kind.char not in _TYPES:
         names = ", ".join(f"{name} is {array.dtype}" for name, array in arrays.items())
         raise PlanError(f"{names}; expected float32, float64, complex64 or complex128: convert by astype")
-    return np.dtype(_TYPES[found.char])
+    return np.dtype(_TYPES[kind.char])
 
 
 def unchecked(how: RunOptions | SolveOptions) -> SolveOptions:
@@ -198,8 +198,8 @@ def factorize(
         dtype = few_bits(dtype)
         options["factor_dtype"] = options["factor_dtype"].replace("float32", "")
     task = Factorization(kind, shapes["a"], dtype.name, shapes.get("b"), check_finite=finite, **options)
-    types, known = {one.name: one.dtype for one in task.outputs}, _axes_of(operands["a"], axes)
-    outputs = tuple(_output(name, _chunks_of(letters, known), types[name]) for name, letters in wanted.items())
+    types, lengths = {output.name: output.dtype for output in task.outputs}, _axes_of(operands["a"], axes)
+    outputs = tuple(_output(name, _chunks_of(letters, lengths), types[name]) for name, letters in wanted.items())
     method = how.get("method") or "auto"
     if method == "rows":
         raise PlanError("method='rows' is for qr, lstsq, and svd without full_matrices: pass 'columns' or 'local'")
@@ -226,9 +226,9 @@ def _types_of_factors(dtype: np.dtype, shapes: Sequence[tuple[int, ...]], how: A
     engine = how.get("engine")
     if engine in (None, "auto") and current_client() is None:
         engine = "numpy"
-    known = ENGINES[engine].factor_dtypes if engine in ENGINES else (name,)
-    if name not in known:
-        has = f"has {' and '.join(map(repr, known))}" if known else "has none"
+    offered = ENGINES[engine].factor_dtypes if engine in ENGINES else (name,)
+    if name not in offered:
+        has = f"has {' and '.join(map(repr, offered))}" if offered else "has none"
         raise PlanError(f"factor_dtype={name!r} is for GPUs of one host, engine {engine!r} {has}: leave it out")
     return {"factor_dtype": name}
 
@@ -263,12 +263,12 @@ def by_program(
     operands ranks make the chunks of those that are lazy, for each pass; `ProjectedMemoryError` if that can't be, or is
     too much.
     """
-    dtype, known = dtype or common_type(operands), _axes_of(operands["a"], axes)
+    dtype, lengths = dtype or common_type(operands), _axes_of(operands["a"], axes)
     named = {"": dtype.name, "real": np.empty(0, dtype).real.dtype.name}
     a = rows_of(operands["a"])
     arrays = native({name: a if name == "a" else cut_as(a, x) for name, x in operands.items()})
     # In the run only the rows of A are in chunks.
-    inside = {**{x: sizes and (sum(sizes),) for x, sizes in known.items() if x != "m"}, "m": arrays[0].chunks[0]}
+    inside = {**{x: sizes and (sum(sizes),) for x, sizes in lengths.items() if x != "m"}, "m": arrays[0].chunks[0]}
     specified = [(name, *text.partition(" ")[::2]) for name, text in wanted.items()]
     outputs = tuple(_output(name, _chunks_of(x, inside), named.get(kind, kind)) for name, x, kind in specified)
     request = run_request(ProgramProblem.kind, dict(zip(operands, arrays, strict=True)), how, outputs)
@@ -278,7 +278,7 @@ def by_program(
         name=f"{builder}-{token}", builder=builder, options_of_builder=options, dtype=dtype.name, **request
     )
     try:
-        problem, made = made_of(problem, arrays)
+        problem, tasks = made_of(problem, arrays)
     except ProjectedMemoryError:
         by_rows = any("m" in x for _, x, _ in specified)
         centred = builder in _CENTRED or options.get("centred")
@@ -286,23 +286,25 @@ def by_program(
             raise
         # R of A and B beside each other has the same R, solutions, residuals and singular values.
         small = dict(zip(operands, reduced(*arrays)[1:], strict=True))
-        return by_program(builder, small, wanted, how=how, axes={"n": known["n"], **(axes or {})}, **options)
-    found = zip(program_arrays(problem, arrays, made), (x.replace(".", "") for _, x, _ in specified), strict=True)
-    return tuple(x.rechunk({i: known.get(y, -1) for i, y in enumerate(letters) if y != "m"}) for x, letters in found)
+        return by_program(builder, small, wanted, how=how, axes={"n": lengths["n"], **(axes or {})}, **options)
+    results = zip(program_arrays(problem, arrays, tasks), (x.replace(".", "") for _, x, _ in specified), strict=True)
+    return tuple(
+        x.rechunk({i: lengths.get(y, -1) for i, y in enumerate(letters) if y != "m"}) for x, letters in results
+    )
 
 
 def made_of(problem: ProgramProblem, arrays: Sequence[Array]) -> tuple[ProgramProblem, dict[str, ChunkTasks]]:
     """Return a problem of which ranks make the operands that do not fit into memory, and the tasks of these."""
-    made: dict[str, ChunkTasks] = {}
+    tasks: dict[str, ChunkTasks] = {}
     try:
-        if made := _made_by_ranks(problem, arrays):
-            problem = problem.made_by_ranks(made)
+        if tasks := _made_by_ranks(problem, arrays):
+            problem = problem.made_by_ranks(tasks)
             _fits(problem, arrays)
     except ProjectedMemoryError:
         raise
     except DistMMError:
         pass  # It is said when the result is computed, if it is still so.
-    return problem, made
+    return problem, tasks
 
 
 def _made_by_ranks(problem: ProgramProblem, arrays: Sequence[Array]) -> dict[str, ChunkTasks]:
@@ -315,10 +317,10 @@ def _made_by_ranks(problem: ProgramProblem, arrays: Sequence[Array]) -> dict[str
         failure = error
     lazy = {name: x for name, x in zip(problem.operands, arrays, strict=True) if is_lazy(x)}
     tasks = {name: tasks_of_chunks(x) for name, x in lazy.items() if not sparse_package(x._meta)}
-    found = {name: made for name, made in tasks.items() if made is not None}
-    if failure is not None and not found:
+    movable = {name: chain for name, chain in tasks.items() if chain is not None}
+    if failure is not None and not movable:
         raise failure
-    return found
+    return movable
 
 
 def _fits(problem: ProgramProblem, arrays: Sequence[Array]) -> bool:
@@ -328,17 +330,19 @@ def _fits(problem: ProgramProblem, arrays: Sequence[Array]) -> bool:
     """
     sizes = [array.nbytes * (share_of(array.shape[1]) if sparse_package(array._meta) else 1) for array in arrays]
     client, size = current_client(), sum(sizes)
-    known = None if client is None or np.isnan(size) else recent_snapshot(client, problem)
-    if known is None or size <= _SMALL * sum(worker.memory_limit for worker in known.workers):
+    snapshot = None if client is None or np.isnan(size) else recent_snapshot(client, problem)
+    if snapshot is None or size <= _SMALL * sum(worker.memory_limit for worker in snapshot.workers):
         return True
     there = {name: x for name, x in zip(problem.operands, arrays, strict=True) if not is_lazy(x)}
-    # What workers hold, and which chunks, as it is now.
-    known = (client and ask_roster(client, problem.demand, list(there.values()))) or known
-    placed = zip(there, known.placed, strict=False)
+    # The workers' memory and chunks at this moment, not those of the last heartbeat.
+    snapshot = (client and ask_roster(client, problem.demand, list(there.values()))) or snapshot
+    placed = zip(there, snapshot.placed, strict=False)
     where = {name: np.frombuffer(raw, np.int32) for name, raw in placed if raw is not None}
-    plan = plan_computation(problem, known.workers, where, engine=known.engines, sources=known.sources)
+    plan = plan_computation(problem, snapshot.workers, where, engine=snapshot.engines, sources=snapshot.sources)
     budget = wave_budget() if len(there) < len(arrays) else None
-    return budget is None or all(plan.projected_bytes[one.address] <= budget.of(one) for one in plan.participants)
+    return budget is None or all(
+        plan.projected_bytes[worker.address] <= budget.of(worker) for worker in plan.participants
+    )
 
 
 def left_beyond_memory(a: Array) -> contextlib.AbstractContextManager[None]:
@@ -390,8 +394,8 @@ def goes_by_rows(a: Array, how: RunOptions | FactorOptions) -> bool:
     able = engine is None or ProgramProblem.kind in engine.computes
     if sparse_package(a._meta):
         if method not in ("auto", "rows") or not able:
-            given = f"method={method!r}" if able else f"engine={how.get('engine')!r}"
-            raise PlanError(f"{given} is not for sparse rows: leave it out")
+            option = f"method={method!r}" if able else f"engine={how.get('engine')!r}"
+            raise PlanError(f"{option} is not for sparse rows: leave it out")
         return True
     if method not in ("auto", "rows") or (method == "auto" and not able):
         return False
@@ -434,18 +438,18 @@ def run_request(
 
 
 def program_arrays(
-    problem: FactorProblem | ProgramProblem, arrays: Sequence[Array], made: Mapping[str, ChunkTasks]
+    problem: FactorProblem | ProgramProblem, arrays: Sequence[Array], tasks: Mapping[str, ChunkTasks]
 ) -> tuple[Array, ...]:
     """Return the outputs of a run as lazy arrays; `made` has the tasks of operands whose chunks ranks make."""
-    graph = build_factor_graph(problem, arrays, made)
+    graph = build_factor_graph(problem, arrays, tasks)
     prototype = next(dense(x._meta) for x in arrays if on_device(x._meta) == (problem.array == "cupy"))
     return tuple(run_output(problem, output, graph, prototype) for output in problem.outputs)
 
 
 def adjoint(a: Array) -> Array:
     """Return the conjugate transpose; of a real matrix without the copy that Dask's ``conj`` makes."""
-    found: Array = (a.conj() if a.dtype.kind == "c" else a).T
-    return found
+    transposed: Array = (a.conj() if a.dtype.kind == "c" else a).T
+    return transposed
 
 
 def plus_identity(x: Array) -> Array:
@@ -454,8 +458,8 @@ def plus_identity(x: Array) -> Array:
 
 
 def _plus_ones(block: Any, block_info: Any = None) -> Any:
-    first, other = (start for start, _ in block_info[0]["array-location"][-2:])
-    return plus_ones(block, first - other)
+    row, column = (start for start, _ in block_info[0]["array-location"][-2:])
+    return plus_ones(block, row - column)
 
 
 def plus_ones(block: Any, offset: int) -> Any:
@@ -479,7 +483,7 @@ def mirrored(a: Array, *, lower: bool, hermitian: bool) -> Array:
     return a.map_blocks(_mirror, a.T, lower, hermitian, dtype=a.dtype, meta=a._meta)
 
 
-def _mirror(block: Any, other: Any, lower: bool, hermitian: bool, block_id: tuple[int, int]) -> Any:
+def _mirror(block: Any, mirror: Any, lower: bool, hermitian: bool, block_id: tuple[int, int]) -> Any:
     i, j = block_id
     if i == j:
         strict, diagonal = np.tril(block, -1) if lower else np.triu(block, 1), np.diagonal(block)
@@ -487,7 +491,7 @@ def _mirror(block: Any, other: Any, lower: bool, hermitian: bool, block_id: tupl
         return mirrored + np.diag(diagonal.real if hermitian else diagonal).astype(block.dtype)
     if (i > j) == lower:
         return block
-    return other.conj() if hermitian else other
+    return mirror.conj() if hermitian else mirror
 
 
 def times(a: Array, b: Array, how: RunOptions) -> Array:
@@ -499,32 +503,32 @@ def times(a: Array, b: Array, how: RunOptions) -> Array:
     engine = ENGINES.get(named.get("engine") or "")
     if engine is not None and "product" not in engine.computes:
         del named["engine"]
-    found: Array = multiply(parse(a, b, **(named if current_client() is not None else {})))
-    return found
+    product: Array = multiply(parse(a, b, **(named if current_client() is not None else {})))
+    return product
 
 
 def steps_of(x: Array, beside: Sequence[Array] = ()) -> Iterator[Computation]:
     """Yield the computations of the runs in the graph of an array, the last one first; without those of others."""
-    known = {name for other in beside for name in other.dask.layers}
+    before = {name for array in beside for name in array.dask.layers}
     for name in reversed(x.dask._toposort_layers()):
         layer = x.dask.layers[name]
-        if name in known or not isinstance(layer, MaterializedLayer | TasksLayer):
+        if name in before or not isinstance(layer, MaterializedLayer | TasksLayer):
             continue
         barriers = [key for key in layer if barrier_name(key) is not None]
         if len(barriers) > 1:
             # A graph that has been optimized is one layer.
             tasks = dict(layer)
-            inside = {key: found & tasks.keys() for key, found in DependenciesMapping(tasks).items()}
+            inside = {key: needs & tasks.keys() for key, needs in DependenciesMapping(tasks).items()}
             barriers = [key for key in toposort(tasks, dependencies=inside) if barrier_name(key) is not None]
         yield from (problem_from_wire(layer[key].args[0]) for key in reversed(barriers))
 
 
 def explain_result(x: Any) -> Placement | ChainPlan:
     """Return the plan of the runs that a lazy array, or several, come from."""
-    arrays = [as_array(one) for one in (x if isinstance(x, tuple) else (x,)) if is_dask_collection(one)]
+    arrays = [as_array(part) for part in (x if isinstance(x, tuple) else (x,)) if is_dask_collection(part)]
     if not any(map(_lazy, arrays)):
         raise PlanError(f"expected a lazy result, neither computed nor persisted; got {type(x).__name__}")
-    problems = {problem.name: problem for one in arrays for problem in reversed(list(steps_of(one)))}
+    problems = {problem.name: problem for part in arrays for problem in reversed(list(steps_of(part)))}
     answer = ask_regions(arrays)
     # Products that are part of a region have no run of their own.
     inside = {name for region in answer.regions if region.chosen for name in region.products}
@@ -540,7 +544,7 @@ def _lazy(x: Array) -> bool:
 
 def _plan_of(problem: Computation) -> Placement:
     client = current_client()
-    known = ask_roster(client, problem.demand) if client is not None else None
-    if known is None:
-        known = imagined_snapshot(problem, [Worker("here")])
-    return plan_computation(problem, known.workers, engine=known.engines)
+    snapshot = ask_roster(client, problem.demand) if client is not None else None
+    if snapshot is None:
+        snapshot = imagined_snapshot(problem, [Worker("here")])
+    return plan_computation(problem, snapshot.workers, engine=snapshot.engines)

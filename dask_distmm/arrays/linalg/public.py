@@ -13,6 +13,7 @@ import contextvars
 import inspect
 import math
 import numbers
+import re
 import reprlib
 import textwrap
 import types
@@ -44,10 +45,18 @@ else:
 
 
 class RunOptions(TypedDict, total=False):
-    """The options of a run: `engine` and `workers` as `dask_distmm.matmul` takes them.
+    """The options of a run.
 
-    `method` is ``"auto"``, ``"local"`` (one worker has the whole matrix) or ``"columns"`` (all workers have block
-    columns); of tall matrices also ``"rows"``: chunks of rows stay where they are (`dask_distmm.programs`).
+    Parameters
+    ----------
+    engine : str, optional
+        ``"numpy"``, ``"peer"``, ``"cublasmp"`` or ``"nccl"``; by default the one that the cost model chooses.
+    workers : sequence of str or int, optional
+        Addresses of the workers that may take part, or their number; all by default.
+    method : {"auto", "local", "columns", "rows"}, optional
+        ``"local"``: one worker has the whole matrix. ``"columns"``: all workers have block columns. ``"rows"``, where a
+        function has that for tall matrices: chunks of rows stay where they are. ``"auto"``, the default: the fastest by
+        the cost model.
     """
 
     engine: Engine | None
@@ -56,9 +65,12 @@ class RunOptions(TypedDict, total=False):
 
 
 class SolveOptions(RunOptions, total=False):
-    """The options of functions that refuse elements that are NaN or infinite, unless `check_finite` is False.
+    """The options of functions that refuse elements that are NaN or infinite; a rank finds them while it copies.
 
-    A rank finds them while it copies its part of the matrix.
+    Parameters
+    ----------
+    check_finite : bool
+        Whether NaN and infinities are refused, which costs no further pass over the matrix.
     """
 
     check_finite: bool
@@ -67,24 +79,48 @@ class SolveOptions(RunOptions, total=False):
 class FactorOptions(SolveOptions, total=False):
     """The options of functions that can free A's chunks early.
 
-    The chunks are freed as soon as all workers have read them, unless a client or another task needs them.
+    Parameters
+    ----------
+    overwrite_a : bool
+        Whether chunks of `a` may be freed as soon as all workers have read them. Those that something else needs stay.
     """
 
     overwrite_a: bool
 
 
 class RefinedOptions(FactorOptions, total=False):
-    """The options of functions that can factorize in fewer bits than A has, and refine what they solve."""
+    """The options of functions that can factorize in fewer bits than A has, and refine what they solve.
+
+    Parameters
+    ----------
+    factor_dtype : {"float32", "tf32", "float16", "bfloat16"}, optional
+        The type in which the matrix is factorized, which takes less time and memory than its own. What is solved with
+        such factors is refined until it is as good as without: in a few turns if the matrix is well-conditioned;
+        otherwise the matrix itself is factorized in the same run. Complex matrices take complex factors. ``"tf32"``,
+        ``"float16"`` and ``"bfloat16"`` are the types of products on GPUs; all else is computed in float32.
+    """
 
     factor_dtype: Literal["float32", "tf32", "float16", "bfloat16"] | None
 
 
 class ProductOptions(TypedDict, total=False):
-    """The options of a product, as `dask_distmm.matmul` takes them."""
+    """The options of a product, as `dask_distmm.matmul` takes them.
+
+    Parameters
+    ----------
+    method : str, optional
+        As `dask_distmm.matmul` takes it; by default the fastest by the cost model.
+    """
 
     engine: Engine | None
     workers: Sequence[str] | int | None
     method: Method | None
+
+
+def texts_of(options: type) -> dict[str, str]:
+    """Return what the docstring of options says about each of them, by their names."""
+    listed = inspect.cleandoc(options.__doc__ or "").partition("----------\n")[2]
+    return {text.partition(" ")[0]: text for text in re.split(r"\n(?=\S)", listed)}
 
 
 # Costs of functions: where they run, what a worker holds beside its chunks of operands and results, and what becomes of
@@ -150,28 +186,6 @@ TURNS = (
 )
 SOLVED_IN_TURNS = *TURNS, "NaN ends the iteration; it is not an error."
 PRODUCT = "one run, as a product by `dask_distmm.matmul`, also in waves", "as for `matmul`", _CARRIED
-_OPTION_TEXTS = {
-    "engine": """engine : str, optional
-    ``"numpy"``, ``"peer"``, ``"cublasmp"`` or ``"nccl"``; by default the one that the cost model chooses.""",
-    "workers": """workers : sequence of str or int, optional
-    Addresses of the workers that may take part, or their number; all by default.""",
-    "method": """method : {"auto", "local", "columns", "rows"}, optional
-    ``"local"``: one worker has the whole matrix. ``"columns"``: all workers have block columns. ``"rows"``, where a
-    function has that for tall matrices: chunks of rows stay where they are. ``"auto"``, the default: the fastest by
-    the cost model.""",
-    "check_finite": """check_finite : bool
-    Whether NaN and infinities are refused, which costs no further pass over the matrix.""",
-    "factor_dtype": """factor_dtype : {"float32", "tf32", "float16", "bfloat16"}, optional
-    The type in which the matrix is factorized, which takes less time and memory than its own. What is solved with such
-    factors is refined until it is as good as without: in a few turns if the matrix is well-conditioned; otherwise the
-    matrix itself is factorized in the same run. Complex matrices take complex factors. ``"tf32"``, ``"float16"`` and
-    ``"bfloat16"`` are the types of products on GPUs; all else is computed in float32.""",
-    "overwrite_a": """overwrite_a : bool
-    Whether chunks of `a` may be freed as soon as all workers have read them. Those that something else needs stay.""",
-}
-_PRODUCT_METHOD = """method : str, optional
-    As `dask_distmm.matmul` takes it; by default the fastest by the cost model."""
-
 # Functions that belong together: each names all others of its groups under "See Also".
 RELATED = (
     "gram symm trmm multi_dot matrix_power",
@@ -209,8 +223,9 @@ _inside = contextvars.ContextVar("inside", default=False)
 
 def documented(name: str, doc: str, options: type | None, cost: Cost) -> str:
     """Return a docstring with the options of runs, errors, related functions, the costs, and what happens with NaN."""
-    texts = {option: _OPTION_TEXTS[option] for option in hints_of(options)}
-    texts |= {"method": _PRODUCT_METHOD} if options is ProductOptions else {}
+    every = RunOptions, SolveOptions, FactorOptions, RefinedOptions, *([options] if options else [])
+    stated = {option: text for group in every for option, text in texts_of(group).items()}
+    texts = {option: stated[option] for option in hints_of(options)}
     unless = ", unless ``check_finite=False``" * ("check_finite" in texts)
     where, held, nan = (*cost, f"NaN and infinities are a `MatrixError` when it is computed{unless}.")[:3]
     paragraphs = f"Where it runs: {where}.", f"Memory of a worker beside its chunks: {held}.", nan

@@ -184,24 +184,24 @@ def lu_solve(
     >>> linalg.lu_solve(linalg.lu_factor([[0.0, 2.0], [4.0, 0.0]]), [2.0, 4.0]).compute()
     array([1., 1.])
     """
-    found, rows = matrix("lu_and_piv[0]", lu_and_piv[0], stack=True), operand("lu_and_piv[1]", lu_and_piv[1])
-    if rows.shape != found.shape[:-1] or rows.dtype.kind not in "iu":
+    lu, rows = matrix("lu_and_piv[0]", lu_and_piv[0], stack=True), operand("lu_and_piv[1]", lu_and_piv[1])
+    if rows.shape != lu.shape[:-1] or rows.dtype.kind not in "iu":
         raise PlanError(
-            f"lu_and_piv[1] must be {found.shape[-2]} pivots for each matrix, got shape {rows.shape} of {rows.dtype}: "
+            f"lu_and_piv[1] must be {lu.shape[-2]} pivots for each matrix, got shape {rows.shape} of {rows.dtype}: "
             "pass on what lu_factor returned"
         )
     b, op = operand("b", b), op_of(trans)
     if a is not None:
-        return _refined(a, {"p": rows[None], "f": found}, b, how, op=op)
-    columns = right_sides(found, b, stack=True)
+        return _refined(a, {"p": rows[None], "f": lu}, b, how, op=op)
+    columns = right_sides(lu, b, stack=True)
     rows = rows.rechunk({rows.ndim - 1: -1}).map_blocks(_swapped, op != "N", dtype=np.int64)
     if op == "N":
-        first = solve_triangular(found, picked(columns, rows), lower=True, unit_diagonal=True, **how)
-        x = solve_triangular(found, first, **unchecked(how))
+        first = solve_triangular(lu, picked(columns, rows), lower=True, unit_diagonal=True, **how)
+        x = solve_triangular(lu, first, **unchecked(how))
     else:
         # op(A) is op(U) op(L) and then the swaps in the other order.
-        first = solve_triangular(found, columns, op, **how)
-        x = picked(solve_triangular(found, first, op, lower=True, unit_diagonal=True, **unchecked(how)), rows)
+        first = solve_triangular(lu, columns, op, **how)
+        x = picked(solve_triangular(lu, first, op, lower=True, unit_diagonal=True, **unchecked(how)), rows)
     return x[..., 0] if b.ndim == 1 else x
 
 
@@ -345,9 +345,9 @@ def solve(
     if not (columns.size and a.size):
         raise PlanError("nothing is refined of an empty matrix: leave full_output out")
     axes |= {"i": (NUMBERS,)}
-    x, found = factorize("solve", {"a": a, "b": columns}, wanted | {"info": ".i"}, how=how, axes=axes, **options)
-    numbers = found[[TURNS, WAY]].astype(np.int64)
-    return x, Refinement(numbers[0], numbers[1], found[BACKWARD], found[FORWARD])
+    x, details = factorize("solve", {"a": a, "b": columns}, wanted | {"info": ".i"}, how=how, axes=axes, **options)
+    numbers = details[[TURNS, WAY]].astype(np.int64)
+    return x, Refinement(numbers[0], numbers[1], details[BACKWARD], details[FORWARD])
 
 
 @public(FactorOptions, PANELS)
@@ -538,14 +538,14 @@ def lstsq(
     by_rows = goes_by_rows(a, how)
     refined = how.get("factor_dtype") is not None
     if refined and (rcond is not None or by_rows or a.shape[0] != a.shape[1]):
-        given = "rcond" if rcond is not None else "method='rows'" if by_rows else f"a of {a.shape[0]} x {a.shape[1]}"
-        raise PlanError(f"factor_dtype is for square matrices of full rank, in block columns, not for {given}")
+        reason = "rcond" if rcond is not None else "method='rows'" if by_rows else f"a of {a.shape[0]} x {a.shape[1]}"
+        raise PlanError(f"factor_dtype is for square matrices of full rank, in block columns, not for {reason}")
     columns, (m, n) = right_sides(a if by_rows else matrix("a", a), b, unknown_rows=by_rows), a.shape
     operands, axes, x_axes = {"a": a, "b": columns}, {"k": columns.chunks[1]}, "nk" if b.ndim > 1 else "n."
     if by_rows:
         wanted = {"x": x_axes, "residuals": ".k real", "rank": "11 int64", "s": ".N real"}
-        x, residuals, found, s = by_program("lstsq", operands, wanted, how=how, axes=axes, rtol=rcond)
-        rank = n if rcond is None else found[0, 0]
+        x, residuals, count, s = by_program("lstsq", operands, wanted, how=how, axes=axes, rtol=rcond)
+        rank = n if rcond is None else count[0, 0]
     elif rcond is not None:
         x, residuals, rank, s = least_squares_of_any_rank(a, columns, rcond, how)
         x = x[:, 0] if b.ndim == 1 else x

@@ -134,10 +134,7 @@ def _lu(a: Array, permute_l: bool = False, p_indices: bool = False) -> Rule:
 
 
 def _permuted_factors(a: Any, **options: Any) -> Any:
-    import scipy.linalg
-
-    lu: Callable[..., Any] = scipy.linalg.lu
-    first, *rest = lu(a, check_finite=False, **options)
+    first, *rest = by_scipy("lu", a, check_finite=False, **options)
     return first.astype(np.int64) if first.dtype.kind == "i" else first, *rest
 
 
@@ -199,6 +196,13 @@ def _eigenpairs(a: Any, vectors: bool) -> Any:
     return EigResult(*(x.astype(dtype, copy=False) for x in pairs)) if vectors else pairs.astype(dtype, copy=False)
 
 
+def by_scipy(name: str, *args: Any, **options: Any) -> Any:
+    """Call a function of scipy.linalg, which takes long to import, where the chunk is."""
+    import scipy.linalg
+
+    return getattr(scipy.linalg, name)(*args, **options)
+
+
 def on_host(a: Any, function: Callable[[Any], Any]) -> Any:
     """Return what a function of NumPy's arrays makes of a chunk, where the chunk is."""
     if array_kind(a) != "cupy":
@@ -227,12 +231,6 @@ def _decomposed(a: Any, kind: str, dtype: np.dtype | None) -> Any:
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _exponentials(a: Any) -> Any:
-    import scipy.linalg
-
-    return scipy.linalg.expm(a)
-
-
 def _schur(a: Array, output: str = "real") -> Rule:
     dtype = common_type({"a": a})
     return _each("schur", np.result_type(dtype, np.complex64) if output[0] == "c" else dtype, 2)
@@ -246,7 +244,7 @@ RULES: Mapping[str, Callable[..., Rule]] = {
     "eigh": _eigh,
     "eigvals": lambda a: _eig(a, False),
     "eigvalsh": lambda a, UPLO="L", lower=None: _eigh(a, UPLO, lower, True),
-    "expm": lambda A: ("(m,m)->(m,m)", functools.partial(on_host, function=_exponentials)),
+    "expm": lambda A: ("(m,m)->(m,m)", functools.partial(on_host, function=functools.partial(by_scipy, "expm"))),
     "inv": lambda a: ("(m,m)->(m,m)", np.linalg.inv),
     "logm": lambda A: _each("logm"),
     "lstsq": _lstsq,

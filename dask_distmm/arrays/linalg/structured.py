@@ -22,7 +22,7 @@ from dask.delayed import delayed
 from dask_distmm.arrays.kinds import ndim_of
 from dask_distmm.arrays.linalg.factorize import common_type, operand, right_sides
 from dask_distmm.arrays.linalg.public import Cost, Operand
-from dask_distmm.arrays.linalg.stacks import on_host, public
+from dask_distmm.arrays.linalg.stacks import by_scipy, on_host, public
 from dask_distmm.errors import MatrixError, PlanError, not_finite
 
 BANDS: Cost = ("Dask's own tasks: each chunk of columns by itself", "the bands of the matrix, and the columns")
@@ -109,14 +109,10 @@ def solve_banded(l_and_u: Any, ab: Operand, b: Operand, *, check_finite: bool = 
     if min(lower, upper) < 0:
         raise PlanError(f"l_and_u must be two numbers of diagonals, got {l_and_u!r}")
     ab, columns = _bands(ab, b, lower + upper + 1)
-    x = _by_columns(functools.partial(_banded, lower, upper), ab, columns, check_finite)
+    x = _by_columns(
+        functools.partial(by_scipy, "solve_banded", (lower, upper), check_finite=False), ab, columns, check_finite
+    )
     return x[:, 0] if ndim_of(b) == 1 else x
-
-
-def _banded(lower: int, upper: int, ab: Any, b: Any) -> Any:
-    import scipy.linalg
-
-    return scipy.linalg.solve_banded((lower, upper), ab, b, check_finite=False)
 
 
 @public(None, PARTS)
@@ -187,10 +183,7 @@ def _lower_bands(ab: Any) -> Any:
     return lower
 
 
-def _positive(ab: Any, b: Any) -> Any:
-    import scipy.linalg
-
-    return scipy.linalg.solveh_banded(ab, b, lower=True, check_finite=False)
+_positive = functools.partial(by_scipy, "solveh_banded", lower=True, check_finite=False)
 
 
 def _by_parts(ab: Array, b: Array, check_finite: bool) -> Array:
@@ -312,6 +305,4 @@ def solve_toeplitz(c_or_cr: Any, b: Operand, check_finite: bool = True) -> Array
 
 
 def _toeplitz(both: Any, b: Any) -> Any:
-    import scipy.linalg
-
-    return scipy.linalg.solve_toeplitz((both[0], both[1]), b, check_finite=False).astype(b.dtype)
+    return by_scipy("solve_toeplitz", (both[0], both[1]), b, check_finite=False).astype(b.dtype)

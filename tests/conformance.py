@@ -1,4 +1,4 @@
-"""For tests of this package and of engines: the numeric gate, a network in memory, the conformance suite.
+"""The numeric gate, problems and matrices for tests, a network in memory, and the conformance suite of engines.
 
 Every engine must pass `conformance`: fresh random inputs, every method, all chunk grids, orders and types,
 outputs and guard zones poisoned, inputs unchanged.
