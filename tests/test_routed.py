@@ -105,10 +105,11 @@ def test_covariances(routed):
 # SciPy, which Dask calls.
 @pytest.mark.filterwarnings("ignore:Calling .* with arguments of dtype=bool:DeprecationWarning")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_random_projections_are_dasks(routed, dtype):
-    """One run with the random vectors, the chunks and the signs of stock Dask's."""
+@pytest.mark.parametrize("wide", [False, True])
+def test_random_projections_are_dasks(routed, dtype, wide):
+    """One run with the random vectors, the chunks and the signs of stock Dask's; also of fewer rows than columns."""
     a = (random(4000, 30) * np.arange(30, 0, -1)).astype(dtype)
-    x, seed = cut(a, 500, 30).persist(), int(np.random.default_rng().integers(2**31))
+    x, seed = (cut(a.T, 7, 4000) if wide else cut(a, 500, 30)).persist(), int(np.random.default_rng().integers(2**31))
     for options in ({}, {"n_power_iter": 1}, {"iterator": "QR", "n_power_iter": 2}, {"coerce_signs": False}):
         with dask.config.set({"distmm.enabled": False}):
             lazy = da.linalg.svd_compressed(x, 4, seed=seed, **options)

@@ -47,7 +47,7 @@ from dask_distmm.runtime.chunks import array_kind, on_device
 from dask_distmm.runtime.client import current_client, recent_snapshot
 
 # The most random numbers that travel with a graph.
-_DRAWN = 2**17
+_DRAWN = 2**20
 # Rows and columns of matrices for which a run, which begins after some 25 ms, takes longer than NumPy.
 _SMALL = 512
 # How Dask's own function is. "partial": it may be wrong, or NumPy's is called on whole matrices in this process;
@@ -175,8 +175,11 @@ def _svd_compressed(
     random = seed if isinstance(seed, RandomState) else da.random.default_rng(seed)
     alike = random._backend is np if host else random._backend is not np
     # On the host the random vectors are those of Dask, which travel with the graph.
-    same_draws = not host or (a.dtype in (np.float32, np.float64) and a.shape[1] * (k + extra) <= _DRAWN)
-    if alike and same_draws and _by_rows(a):
+    few = a.shape[1] * (k + extra) <= _DRAWN
+    same_draws = not host or (a.dtype in (np.float32, np.float64) and few)
+    # Rows of climate data are times, fewer than places: all that is long are vectors that each rank has, too.
+    by_rows = _by_rows(a) or (few and len(a.chunks[1]) == 1 < len(a.chunks[0]))
+    if alike and same_draws and by_rows:
 
         def make(seed: int | bytes) -> Any:
             return leading.compressed_by_rows(a, k, n_power_iter, extra, seed, {}, by_sum=coerce_signs)
