@@ -213,15 +213,18 @@ class Compiled:
         self.in_rows = bool(program.sizes)
         self.rows_read = [x for x in program.reads if self.axes[x] is not None] + list(program.over.values())
         self.whole_read = [x for x in program.reads if self.axes[x] is None]
-        self.strip = self._strip_rows()
         self.least = max(1, _LEAST_BYTES // max(1, sum(map(self._width, self.rows_read))))
         # For each value that has memory of its own in a strip, the number of that memory; its type and shape; of those
         # that may be written to chunks at once the place among what is written.
         self.slots: dict[int, int] = {}
         self.direct: dict[int, int] = {}
         self.memory: list[tuple[str, tuple[int, ...], Axis]] = []
+        # Matrices that say which label each row has, and that only sums over rows read: labels, and what they may be.
+        self.one_hot: dict[int, tuple[int, int]] = {}
         if self.in_rows and self.xp is np:
+            self._find_one_hot()
             self._plan_memory()
+        self.strip = self._strip_rows()
         # The function for chunks of which those of some values are sparse, and memory for strips of some rows.
         self.functions: dict[frozenset[int], Callable[..., Any]] = {}
         self.arrays: dict[int, tuple[int, list[Any]]] = {}
@@ -242,7 +245,9 @@ class Compiled:
         if not self.in_rows or self.xp is not np or any(x.family == "call" for x in self.program.statements):
             return 2**62
         uses = collections.Counter(x for one in self.program.statements for x in (*one.reads, *one.outputs))
-        views = {x for one in self.program.statements if one.family in _VIEWS for x in one.outputs}
+        views = {
+            x for one in self.program.statements if one.family in _VIEWS for x in one.outputs
+        } | self.one_hot.keys()
         widths = [self._width(x) for x, n in uses.items() if n > 1 and self.axes[x] is not None and x not in views]
         width = max(1, sum(widths))
         return max(_STRIP_BYTES // width, min(_STRIP_ROWS, _STRIP_MOST // width), 1)
@@ -283,7 +288,7 @@ class Compiled:
             if not statement.outputs:
                 continue
             (number, *more) = statement.outputs
-            if self._has_out(statement) and self.axes[number] is not None and not more:
+            if self._has_out(statement) and self.axes[number] is not None and not more and number not in self.one_hot:
                 key = self.kinds[number].dtype, self._rest(number), self.axes[number]
                 direct = number in self.program.rows and self._is_last(
                     statements[i:], root, self.program.over.get(number)
@@ -314,6 +319,58 @@ class Compiled:
             or statement.options.get("f") in ("astype", "where")
             or (statement.family == "contract" and is_product(statement.options["spec"]))
         )
+
+    def _find_one_hot(self) -> None:
+        """Find the matrices that say which label each row has, and that only sums over rows read."""
+        found, wrong = self.one_hot, {*self.program.rows, *self.program.whole}
+        for statement in self.program.statements:
+            reads, name = list(statement.reads), statement.options.get("f")
+            if statement.family == "map" and name == "equal" and (pair := self._labels_of(statement)):
+                found[statement.outputs[0]] = pair
+            elif (statement.family == "transpose" or name == "astype") and reads and reads[0] in found:
+                found[statement.outputs[0]] = found[reads[0]]
+            elif not self._sums_labels(statement):
+                wrong.update(reads)
+        kept = set(found.values()) - {found[x] for x in wrong if x in found}
+        self.one_hot = {x: pair for x, pair in found.items() if pair in kept}
+
+    def _labels_of(self, statement: Statement) -> tuple[int, int] | None:
+        """Return the labels of rows, and the numbers on all ranks with which a statement compares each of them."""
+        (number,), reads = statement.outputs, list(statement.reads)
+        shape, axis = list(self.kinds[number].shape), self.axes[number]
+        if len(reads) < 2 or len(shape) != 2 or axis is None or any(self.kinds[x].dtype[0] not in "iu" for x in reads):
+            return None
+        labels, numbers = sorted(reads, key=lambda x: self.axes[x] is None)
+        sizes = [self.kinds[x].size for x in (labels, numbers)]
+        fits = sizes == [shape[axis], shape[1 - axis]] and self.axes[numbers] is None
+        return (labels, numbers) if fits else None
+
+    def _sums_labels(self, statement: Statement) -> bool:
+        """Whether a statement counts the rows of each label, or adds them up."""
+        hot = [x for x in statement.reads if x in self.one_hot]
+        if len(hot) != 1 or self.ops.get(statement.outputs[0]) != "sum":
+            return False
+        if statement.family == "reduce":
+            return statement.options["axes"] == [self.axes[hot[0]]]
+        kinds = {self.kinds[x].dtype for x in (*statement.reads, *statement.outputs)}
+        return (
+            statement.family == "contract"
+            and is_product(statement.options["spec"])
+            and len(kinds & _BLAS_TYPES) == len(kinds) == 1
+        )
+
+    def _by_labels(self, statement: Statement) -> str:
+        """Return the call that adds rows up by their labels."""
+        (number,), reads = statement.outputs, list(statement.reads)
+        at = next(i for i, x in enumerate(reads) if x in self.one_hot)
+        given, flipped = f"ones(rows, t{number})", False
+        self.names[f"t{number}"] = np.dtype(self.kinds[number].dtype)
+        if statement.family == "contract":
+            other, (*letters, out) = reads[1 - at], letters_of(statement.options["spec"])
+            given, flipped = f"v{other}" + ".T" * (self.axes[other] == 1), out[0] not in letters[at]
+        text = self._called(number, _summed_by_label, *self.one_hot[reads[at]], given, f"t{number}")
+        total = f"totals[{number}][0]" + ".T" * flipped
+        return f"add({total}, {text}.reshape({total}.shape), {total})"
 
     def _memory_of(self, thread: int, strip: _Strip) -> list[Any]:
         """Return a thread's memory for a strip, in the shapes of values; of some that in which they are stored."""
@@ -360,6 +417,11 @@ class Compiled:
                 continue
             (number, *more) = statement.outputs
             op = self.ops.get(number)
+            if number in self.one_hot:
+                continue
+            if not self.one_hot.keys().isdisjoint(statement.reads):
+                lines.append(self._by_labels(statement))
+                continue
             if op == "select":
                 select = functools.partial(_select, self.xp, statement, self.axes[next(statement.reads)] or 0)
                 given = (*statement.inputs, f"totals[{number}][0], first, rows")
@@ -846,6 +908,17 @@ def _where(condition: Any, x: Any, y: Any, out: Any) -> Any:
     np.copyto(out, y)
     np.copyto(out, x, where=condition)
     return out
+
+
+def _summed_by_label(labels: Any, numbers: Any, rows: Any, dtype: Any) -> Any:
+    """Return the product of a matrix that is 1 where a label is a number, else 0, and rows."""
+    labels, numbers = labels.ravel(), numbers.ravel()
+    if np.array_equal(numbers, np.arange(len(numbers))):
+        sums = summed_by_label(rows, labels, len(numbers))
+        # A product with 0 is NaN where rows are not finite.
+        if sums.dtype.kind not in "fc" or np.isfinite(sums).all():
+            return sums
+    return dense((numbers[:, None] == labels).astype(dtype) @ rows)
 
 
 def _root(x: Any) -> Any:
