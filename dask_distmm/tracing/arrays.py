@@ -1035,22 +1035,23 @@ def segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
 
 
 def summed_by_label(data: Any, labels: Any, count: int) -> Any:
-    """Add rows up by their labels, of NumPy, CuPy, or SciPy's sparse rows."""
-    dtype = np.sum(np.zeros(1, data.dtype)).dtype
+    """Add rows up by their labels, of NumPy, CuPy, or SciPy's sparse rows; without rows, count the labels."""
     if type(data).__module__.startswith("cupy"):
         xp, flat = sys.modules["cupy"], data.reshape(len(data), -1)
         chosen = (labels == xp.arange(count)[:, None]).astype(flat.dtype if flat.dtype.kind in "fc" else np.float64)
-        sums = (chosen @ flat).astype(dtype)
+        sums = (chosen @ flat).astype(np.sum(np.zeros(1, data.dtype)).dtype)
         return sums.reshape(count, *data.shape[1:])
-    inside = (labels >= 0) & (labels < count)
-    if not inside.all():
-        data, labels = data[inside], labels[inside]
-    if data.ndim == 1 and dtype == np.float64:
+    labels = labels.astype(np.int64, copy=False)
+    # A negative number is large without its sign.
+    if labels.view(np.uint64).max(initial=0) >= count:
+        inside = (labels >= 0) & (labels < count)
+        data, labels = None if data is None else data[inside], labels[inside]
+    if data is None or (data.dtype == np.float64 and data.ndim == 1):
         return np.bincount(labels, data, count)
-    size = len(labels)
+    size, dtype = len(labels), np.sum(np.zeros(1, data.dtype)).dtype
     # To check what is sparse takes as long as to add up a strip.
     ones = copy.copy((_ones_in_columns if size < 2**16 else _ones_in_columns.__wrapped__)(count, size, dtype))
-    ones.indices = labels.astype(ones.indptr.dtype)
+    ones.indices = labels
     rows = data.reshape(size, -1) if data.ndim > 2 else data
     return dense(ones @ rows.astype(dtype, copy=False)).reshape(count, *data.shape[1:])
 
