@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import difflib
 import functools
 import json
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from dask_distmm.errors import TracingError
+from dask_distmm.numeric.sparse import dense
 from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Program, Ref, Statement, index_to_plain
 
 # The functions of the NumPy functions that traced arrays take.
@@ -987,23 +989,33 @@ def segment_sum(data: Any, segment_ids: Any, num_segments: int) -> Any:
 
 
 def summed_by_label(data: Any, labels: Any, count: int) -> Any:
-    """Add rows up by their labels, of NumPy or CuPy."""
-    flat = data.reshape(len(data), -1)
-    dtype = np.sum(np.zeros(1, data.dtype)).dtype
+    """Add rows up by their labels, of NumPy, CuPy, or SciPy's sparse rows; without rows, count the labels."""
     if type(data).__module__.startswith("cupy"):
-        xp = sys.modules["cupy"]
+        xp, flat = sys.modules["cupy"], data.reshape(len(data), -1)
         chosen = (labels == xp.arange(count)[:, None]).astype(flat.dtype if flat.dtype.kind in "fc" else np.float64)
-        sums = (chosen @ flat).astype(dtype)
+        sums = (chosen @ flat).astype(np.sum(np.zeros(1, data.dtype)).dtype)
         return sums.reshape(count, *data.shape[1:])
-    inside = (labels >= 0) & (labels < count)
-    if not inside.all():
-        flat, labels = flat[inside], labels[inside]
-    if data.ndim == 1 and dtype == np.float64:
-        return np.bincount(labels, flat[:, 0], count)
-    from scipy.sparse import csr_array
+    labels = labels.astype(np.int64, copy=False)
+    # A negative number is large without its sign.
+    if labels.view(np.uint64).max(initial=0) >= count:
+        inside = (labels >= 0) & (labels < count)
+        data, labels = None if data is None else data[inside], labels[inside]
+    if data is None or (data.dtype == np.float64 and data.ndim == 1):
+        return np.bincount(labels, data, count)
+    size, dtype = len(labels), np.sum(np.zeros(1, data.dtype)).dtype
+    # To check what is sparse takes as long as to add up a strip.
+    ones = copy.copy((_ones_in_columns if size < 2**16 else _ones_in_columns.__wrapped__)(count, size, dtype))
+    ones.indices = labels
+    rows = data.reshape(size, -1) if data.ndim > 2 else data
+    return dense(ones @ rows.astype(dtype, copy=False)).reshape(count, *data.shape[1:])
 
-    chosen = csr_array((np.ones(len(flat), dtype), labels, np.arange(len(flat) + 1)), (len(flat), count))
-    return np.asarray(chosen.T @ flat.astype(dtype, copy=False)).reshape(count, *data.shape[1:])
+
+@functools.lru_cache(8)
+def _ones_in_columns(count: int, size: int, dtype: Any) -> Any:
+    """Return a sparse matrix with a one in each column, in the first row."""
+    from scipy.sparse import csc_array
+
+    return csc_array((np.ones(size, dtype), np.zeros(size, np.int64), np.arange(size + 1)), (count, size))
 
 
 # Functions along an axis, or of matrices that all ranks have
