@@ -292,7 +292,7 @@ class FactorPlacement(Placement):
             rank,
             self.columns,
             task.dtype_of_factors,
-            factored="" if task.given else task.refined_way,
+            factored="" if task.has_factors else task.refined_way,
             parts=sorted(parts),
             compute=task.products,
             lenient=True,
@@ -304,7 +304,7 @@ class FactorPlacement(Placement):
             positive=task.hermitian,
             narrow=task.factor_dtype == "float16",
             identity=task.b_order is not None,
-            given=task.given,
+            has_factors=task.has_factors,
             op="N" if task.hermitian else task.op,
             carried=self.carried,
             whole=self.whole,
@@ -493,7 +493,7 @@ def plan_factorization(
         with contextlib.suppress(ProjectedMemoryError) if exact else contextlib.nullcontext():
             best = choose(sorted(found, key=lambda one: one.seconds), what, remedies)
             break
-    if problem.task.given:
+    if problem.task.has_factors:
         return best
     x = tuple(one for one in problem.wanted if one.name == "x")
     plain = dataclasses.replace(problem, task=dataclasses.replace(problem.task, factor_dtype=""), wanted=x)
@@ -622,7 +622,7 @@ def _refined_phases(made: FactorPlacement, share: float, least: float) -> list[P
     rates = [machine.rate(task.dtype_of_factors)]
     rates += [machine.rate(task.factor_dtype)] * (task.factor_dtype != "float32")
     rate, threads = len(rates) / sum(1 / one for one in rates), made.threads.sum()
-    factors = 0.0 if task.given else (n**3 / 3 if task.hermitian else 2 * n**3 / 3) * complexes
+    factors = 0.0 if task.has_factors else (n**3 / 3 if task.hermitian else 2 * n**3 / 3) * complexes
     columns = made.columns.matrices[1].shape[1]
     product = 2 * n * n * columns * complexes
     turn = Phase(

@@ -116,7 +116,7 @@ class Factorization:
     # cholesky, lu: that of products.
     factor_dtype: str = ""
     # solve: factors are operands, in few bits: L as `f`, or L and U, and pivots as `p`.
-    given: bool = False
+    has_factors: bool = False
     # All kinds: whether a NaN or an infinity among the elements that are read is an error.
     check_finite: bool = False
 
@@ -181,7 +181,7 @@ class Factorization:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the matrices that are read: ``"a"``, and ``"b"`` where there are right-hand sides."""
-        if self.given:
+        if self.has_factors:
             return ("a", "f", "b") if self.hermitian else ("a", "p", "f", "b")
         return ("a",) if self.b_shape is None else ("a", "b")
 
@@ -347,7 +347,7 @@ def _triangular_flops(task: Factorization) -> float:
 
 
 def _solve_flops(task: Factorization) -> float:
-    factors = 0.0 if task.given else (_cholesky_flops if task.hermitian else _lu_flops)(task)
+    factors = 0.0 if task.has_factors else (_cholesky_flops if task.hermitian else _lu_flops)(task)
     return factors + 2 * _triangular_flops(task)
 
 
@@ -482,7 +482,7 @@ KINDS: dict[str, Kind] = {
         reduced="mode='reduced'",
     ),
     "solve": Kind(
-        options=["assume_a", "lower", "op", "factor_dtype", "given"],
+        options=["assume_a", "lower", "op", "factor_dtype", "has_factors"],
         with_b=True,
         factored="lu",
         outputs=_solution,

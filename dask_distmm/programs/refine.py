@@ -64,7 +64,7 @@ def refined(
     positive: bool,
     narrow: bool,
     identity: bool,
-    given: bool,
+    has_factors: bool,
     op: str,
     carried: bool,
     whole: bool,
@@ -84,18 +84,18 @@ def refined(
     sizes, weights, norm = p.small(n, 2, real), p.small(n, 1, real), p.numbers(1, "float64")
     p.call("measure", sizes)
     ((parts,), _) = p.share_rows([sizes], [])
-    p.call("weigh", weights, norm, *parts, positive=positive, given=given)
+    p.call("weigh", weights, norm, *parts, positive=positive, has_factors=has_factors)
     p.drop(*parts)
     # Names are the same on all ranks.
-    rows, swapped = p.small(n, 1, "int64"), not positive and width > 0 and (given or whole)
-    op = op if given else "N"
-    if given:
+    rows, swapped = p.small(n, 1, "int64"), not positive and width > 0 and (has_factors or whole)
+    op = op if has_factors else "N"
+    if has_factors:
         if swapped:
             p.call("order_of_rows", rows, back=op != "N")
         p.gather("f", 0)
     else:
         p.gather("a", 0, (weights, weights) if positive else (weights,))
-    scales = weights if positive or given else _column_scales(p, n, real, narrow=narrow)
+    scales = weights if positive or has_factors else _column_scales(p, n, real, narrow=narrow)
     b = p.small(n, width, dtype)
     p.new(b, zero=identity)
     if identity:
@@ -108,14 +108,14 @@ def refined(
         p.steps.append(Make(b[:, :], "b"))
 
     # Factors
-    if given:
+    if has_factors:
         p.complete(order)
     else:
         (cholesky if positive else lu)(p, order, first)
     ranges = p.numbers(3, "float64")
     owned = [k for k in order if p.owns(k)]
     spots = [(columns.local(p.me, 0, k).stop, *columns.place(k)) for k in owned]
-    extras = [p.extra(k) for k in owned] if positive and not given else []
+    extras = [p.extra(k) for k in owned] if positive and not has_factors else []
     with p.on("join"):
         p.call("diagonal_range", ranges, p.matrix(0), *extras, places=spots)
     go, good, numbers = p.flag(), p.flag(), p.numbers(NUMBERS, "float64")
@@ -124,7 +124,11 @@ def refined(
     p.drop(*parts)
 
     # Turns
-    solve = _solved_by_all(p, order, rows, positive=positive, op=op, given=given, inverts=inverts) if whole else None
+    solve = (
+        _solved_by_all(p, order, rows, positive=positive, op=op, has_factors=has_factors, inverts=inverts)
+        if whole
+        else None
+    )
     every, product, x = p.small(n, ends[-1], dtype), p.small(n, ends[-1], dtype), p.small(n, width, dtype)
     r, z, step = p.small(n, width, dtype), p.small(n, width, dtype), p.small(1, width, real)
     count = kept_columns(n, ends[-1])
@@ -143,10 +147,10 @@ def refined(
             p.call("scale_residual", r, active, step, side)
         if swapped and op == "N":
             p.call("permute_rows", rows, side)
-        if not (positive or given or solve):
+        if not (positive or has_factors or solve):
             apply_panels(p, order, lambda k, some: eliminate(p, k, some), "lower", carried=carried)
             substitute(p, order, lower=False, carried=carried)
-        for lower, form in _triangles(positive, op) if solve or positive or given else ():
+        for lower, form in _triangles(positive, op) if solve or positive or has_factors else ():
             if solve is None:
                 substitute(p, order, lower=lower, op=form, unit=lower and not positive, carried=carried)
             elif width:
@@ -207,12 +211,12 @@ def _triangles(positive: bool, op: str) -> tuple[tuple[bool, str], ...]:
 
 
 def _solved_by_all(
-    p: Panels, order: Sequence[int], rows: Buffer, *, positive: bool, op: str, given: bool, inverts: bool
+    p: Panels, order: Sequence[int], rows: Buffer, *, positive: bool, op: str, has_factors: bool, inverts: bool
 ) -> Callable[[View, bool, str], None]:
     """Give this rank all panels, the last ones first, and the order of rows; return what records solves with them."""
     columns, n, alone = p.columns, p.columns.order, p.columns.ranks == 1
     factors = p.matrix(0) if alone else p.small(n, n)
-    used, swaps = p.blocks(columns.first(1), columns.count).shape[1] > 0, not (positive or given)
+    used, swaps = p.blocks(columns.first(1), columns.count).shape[1] > 0, not (positive or has_factors)
     if isinstance(factors, Buffer) and used:
         p.new(factors)
     if swaps and used:
