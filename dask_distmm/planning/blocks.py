@@ -412,7 +412,7 @@ class _Blocks(Product):
                 pair[other.operand] = Placed(other.placed.part(rect), rect)
             if source.twin:
                 ((operand, one),) = pair.items()
-                pair[1 - operand] = Placed(one.matrix, (*one.rect[2:], *one.rect[:2]), turned=True)
+                pair[1 - operand] = Placed(one.matrix, (*one.rect[2:], *one.rect[:2]), transposed=True)
             first = [one for one in held if one.loaded] if not found else []
             needs = (*(one for one in held if one.loaded), *makes)
             found.append(Group([*first, *makes], [Multiply(pair[0], pair[1], needs, depth[0] > along_k[0])]))
@@ -519,7 +519,7 @@ class _Blocks(Product):
                 r0, r1, c0, c1 = part
                 bias = () if self.bias is None else (self.bias.part((0, 1, c0, c1)),)
                 matrices = a.part((r0, r1, *a.rect[2:])), b.part((*b.rect[:2], c0, c1)), block.part(part)
-                self.call(kernel, *bias, *matrices, reads=len(bias), turned=(a.turned, b.turned))
+                self.call(kernel, *bias, *matrices, reads=len(bias), transposed=(a.transposed, b.transposed))
 
     def _mirror(self) -> None:
         """Record the copies that complete a symmetric D: an element (i, j) is that at (j, i), or its conjugate."""
@@ -532,7 +532,7 @@ class _Blocks(Product):
         ]
         if pairs:
             lower, upper = zip(*pairs, strict=True)
-            self.call("store", *lower, *upper, reads=len(pairs), turned=True)
+            self.call("store", *lower, *upper, reads=len(pairs), transposed=True)
 
     # Sums over k
 

@@ -150,11 +150,11 @@ def chunk_blocks_of(chunks: Chunks, operand: int, rect: Rect, start: tuple[int, 
 
 
 class Placed(NamedTuple):
-    """A matrix of a rank, or its transpose (`turned`), and its place: rows and columns of D, or of an operand."""
+    """A matrix of a rank, or its transpose (`transposed`), and its place: rows and columns of D, or of an operand."""
 
     matrix: Buffer | View
     rect: Rect
-    turned: bool = False
+    transposed: bool = False
 
     def part(self, rect: Rect) -> Buffer | View:
         """Return what it has of a rectangle."""
@@ -162,7 +162,7 @@ class Placed(NamedTuple):
             return self.matrix
         (r0, r1, c0, c1), (top, _, left, _) = rect, self.rect
         rows, cols = slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
-        return self.matrix[cols, rows] if self.turned else self.matrix[rows, cols]
+        return self.matrix[cols, rows] if self.transposed else self.matrix[rows, cols]
 
 
 # Parts of A and B that are multiplied with each other: of one operand, and groups of the other one.
@@ -359,7 +359,7 @@ class _Chunks(Product):
                     asked[holder].append((part, (operand, number, *box)))
                     (self.kept[number] if matrix.name in self.keeps else self.held).append(piece)
             if wanted is not piece:
-                at[wanted] = Placed(at[piece].matrix, wanted.rect, turned=True)
+                at[wanted] = Placed(at[piece].matrix, wanted.rect, transposed=True)
         number = next(self.asked) if asked else 0
         for holder, some in asked.items():
             buffers, boxes = zip(*some, strict=True)
@@ -374,7 +374,7 @@ class _Chunks(Product):
         """Return a matrix to which parts that cover a rectangle are copied, of the type of the sums or another one."""
         top, bottom, left, right = rect = _around(parts)
         whole = self.small(bottom - top, right - left, dtype)
-        places = [(r0 - top, r1 - top, c0 - left, c1 - left, turned) for _, (r0, r1, c0, c1), turned in parts]
+        places = [(r0 - top, r1 - top, c0 - left, c1 - left, transposed) for _, (r0, r1, c0, c1), transposed in parts]
         self.call("join", *(part.matrix for part in parts), whole, reads=len(parts), places=places, **how)
         return Placed(whole, rect)
 
@@ -415,7 +415,7 @@ class _Chunks(Product):
         if self.joined and self.gram and self.dtype == self.real:
             rect = _around(placed)
             if twin := self.joined.get((*rect[2:], *rect[:2])):
-                yield [Placed(twin.matrix, rect, turned=True)]
+                yield [Placed(twin.matrix, rect, transposed=True)]
                 return
         whole = self.join(placed, conjugated=self.problem[name].conjugated, rounded=self.problem.compute == "tf32")
         self.joined[whole.rect] = whole
@@ -432,7 +432,7 @@ class _Chunks(Product):
             lower = self.mirrored.get(index)
             if r0 < r1 and c0 < c1 and (lower is None or (lower == index and c0 < r1)):
                 symmetric = lower == index and (r0, r1) == (c0, c1) and min(r1 - r0, k1 - k0) >= _SYMMETRIC
-                how: dict[str, Any] = {"turned": (a.turned, b.turned), "conjugated": self.conjugated}
+                how: dict[str, Any] = {"transposed": (a.transposed, b.transposed), "conjugated": self.conjugated}
                 parts = a.part((r0, r1, k0, k1)), b.part((k0, k1, c0, c1)), block.part((r0, r1, c0, c1))
                 self.call("add_symmetric" if symmetric else "add_product", *parts, **how)
 

@@ -629,11 +629,11 @@ class Compiled:
         if not is_product(spec):
             return self._called(number, contraction(self.xp, spec), *statement.inputs)
         if self.sparse.isdisjoint(statement.reads):
-            flip_a, flip_b, turned = product_of(spec)
+            flip_a, flip_b, transposed = product_of(spec)
             first, second = first + ".T" * flip_a, second + ".T" * flip_b
             slot = self.slots.get(number)
-            if slot is None or turned:
-                return f"xp.matmul({first}, {second})" + ".T" * turned
+            if slot is None or transposed:
+                return f"xp.matmul({first}, {second})" + ".T" * transposed
             return f"xp.matmul({first}, {second}, m{slot})"
         return self._called(
             number, functools.partial(_sparse_product, product_of(spec)), *statement.inputs, dense=False
@@ -669,11 +669,11 @@ class Compiled:
 
     def _blas(self, statement: Statement, first: str, second: str, out: str = "None", beta: str = "0") -> str:
         """Return the text of a call of the GPU's BLAS."""
-        flip_a, flip_b, turned = product_of(statement.options["spec"])
+        flip_a, flip_b, transposed = product_of(statement.options["spec"])
         a, b, product = first + ".T" * flip_a, second + ".T" * flip_b, self.kernels.blas.product  # type: ignore[attr-defined]
-        out = out + ".T" * (turned and out != "None")
+        out = out + ".T" * (transposed and out != "None")
         called = self._called(statement.outputs[0], product, a, b, out, f"beta={beta}")
-        return called + ".T" * (turned and out == "None")
+        return called + ".T" * (transposed and out == "None")
 
     def index(self, statement: Statement) -> str:
         """Index with integers and slices."""
@@ -958,11 +958,11 @@ def product_of(spec: str) -> tuple[bool, bool, bool]:
 
 
 def _sparse_product(how: tuple[bool, bool, bool], a: Any, b: Any) -> Any:
-    flip_a, flip_b, turned = how
+    flip_a, flip_b, transposed = how
     a, b = (a.T if flip_a else a), (b.T if flip_b else b)
     found = a @ b if sparse_package(a) else (b.T @ a.T).T
     found = dense(found)
-    return found.T if turned else found
+    return found.T if transposed else found
 
 
 def contraction(xp: Any, spec: str) -> Callable[[Any, Any], Any]:
