@@ -76,7 +76,7 @@ def refined(
     columns, first, n, rank_count = p.columns, p.columns.first(1), p.columns.order, p.columns.ranks
     real = np.empty(0, dtype).real.dtype.name
     widths = [columns.local(rank, first, columns.count) for rank in range(rank_count)]
-    ends = [0, *itertools.accumulate(one.stop - one.start for one in widths)]
+    ends = [0, *itertools.accumulate(widths_of.stop - widths_of.start for widths_of in widths)]
     places = [slice(*pair) for pair in itertools.pairwise(ends)]
     width, mine = widths[p.me].stop - widths[p.me].start, places[p.me]
 
@@ -167,22 +167,22 @@ def refined(
             p.call("refine_step", b, weights, norm, product[:, mine], x, r, z, *bases, state, active, row)
         ((parts,), _) = p.share_rows([row], [])
         p.call("judge", go, good, numbers, *parts)
-        p.drop(*(one for one in parts if one != row))
+        p.drop(*(part for part in parts if part != row))
 
     p.loop(go, turn, MOST, EXPECTED)
 
     def by_itself() -> None:
-        p.drop(*(one for name, one in list(p.here.items()) if one not in (x, numbers, go, good)))
+        p.drop(*(buffer for name, buffer in list(p.here.items()) if buffer not in (x, numbers, go, good)))
         if otherwise is None:
             p.call("take_other_way", numbers, there=False)
             return
         p.call("take_other_way", numbers, there=True)
-        other = otherwise()
-        p.go_on(other)
+        exact = otherwise()
+        p.go_on(exact)
         if width:
             with p.on("join"):
-                p.call("copy", other.matrix(1)[:n, :], x)
-        p.drop(*list(other.here.values()))
+                p.call("copy", exact.matrix(1)[:n, :], x)
+        p.drop(*list(exact.here.values()))
 
     p.either(good, lambda: None, by_itself)
     part = Buffer("part.x", (n, width), dtype)
@@ -193,14 +193,14 @@ def refined(
 
 
 def _column_scales(p: Panels, n: int, real: str, *, narrow: bool) -> Buffer:
-    """Scale the columns of A, so that elements are about 1 at most; return by what all of them are multiplied."""
-    own, found = p.small(n, 1, real), p.small(n, 1, real)
+    """Scale the columns of A so that elements are about 1 at most; return the scales of all columns."""
+    own, scales = p.small(n, 1, real), p.small(n, 1, real)
     blocks = [p.columns.blocks[block] for block in p.columns.owned(p.me, 0, p.columns.first(1))]
     p.call("scale_columns", p.matrix(0), own, places=[(block.start, block.stop) for block in blocks], narrow=narrow)
     ((parts,), _) = p.share_rows([own], [])
-    p.call("merge", *parts, found, ops=("sum",), ranks=len(parts), roles="r" * len(parts) + "w")
+    p.call("merge", *parts, scales, ops=("sum",), ranks=len(parts), roles="r" * len(parts) + "w")
     p.drop(*parts)
-    return found
+    return scales
 
 
 def _triangles(positive: bool, op: str) -> tuple[tuple[bool, str], ...]:
@@ -213,9 +213,9 @@ def _triangles(positive: bool, op: str) -> tuple[tuple[bool, str], ...]:
 def _solved_by_all(
     p: Panels, order: Sequence[int], rows: Buffer, *, positive: bool, op: str, has_factors: bool, inverts: bool
 ) -> Callable[[View, bool, str], None]:
-    """Give this rank all panels, the last ones first, and the order of rows; return what records solves with them."""
-    columns, n, alone = p.columns, p.columns.order, p.columns.ranks == 1
-    factors = p.matrix(0) if alone else p.small(n, n)
+    """All-gather all panels, the last ones first, and the order of rows; return the recorder of solves."""
+    columns, n, single = p.columns, p.columns.order, p.columns.ranks == 1
+    factors = p.matrix(0) if single else p.small(n, n)
     used, swaps = p.blocks(columns.first(1), columns.count).shape[1] > 0, not (positive or has_factors)
     if isinstance(factors, Buffer) and used:
         p.new(factors)
@@ -228,7 +228,7 @@ def _solved_by_all(
             place = factors[slice(start, None) if part == "lower" else slice(start), left:right]
             if not p.owns(k):
                 p.pull(columns.owner(k), Key(part, k), pulled, taken=True)
-            if not alone:
+            if not single:
                 p.call("keep_panel", panel if part == "lower" else panel[:start, :], place)
             if swaps and extra:
                 p.call("swap_later", place, rows[start:, :], *extra)
@@ -246,7 +246,7 @@ def _solved_by_all(
 
 
 def _spread(p: Recorder, own: Buffer, every: Buffer, places: Sequence[slice]) -> None:
-    """Send all ranks' columns of a matrix to all ranks."""
+    """All-gather the columns of a matrix."""
     key, rows, parts = p.next_key(), own.shape[0], dict[int, Buffer]()
     if len(places) > 1:
         p.steps.append(Publish(key, (own,), copied=True))
@@ -261,7 +261,7 @@ def _spread(p: Recorder, own: Buffer, every: Buffer, places: Sequence[slice]) ->
 
 
 def _collect(p: Recorder, product: Buffer, places: Sequence[slice]) -> None:
-    """Add up all ranks' parts of a matrix, each rank its own columns."""
+    """Reduce-scatter a matrix by columns."""
     if product.shape[1] * len(places) <= product.shape[0]:
         # One message of each rank to all, most of which is not read, is sooner there.
         ((parts,), _) = p.share_rows([product], [])

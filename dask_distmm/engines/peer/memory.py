@@ -98,9 +98,7 @@ class Exporter:
         """Return the buffer ids of all allocations that were told and are still there."""
         cp.cuda.Device().use()
         self._told = {
-            address: allocation
-            for address, allocation in self._told.items()
-            if self._buffer_id(address) == allocation.buffer_id
+            address: place for address, place in self._told.items() if self._buffer_id(address) == place.buffer_id
         }
         return [allocation.buffer_id for allocation in self._told.values()]
 

@@ -678,10 +678,7 @@ class PeerJob(ProgramJob):
     def _gemm(self, call: Call) -> Gemm:
         """Return a product, ready to be put on a stream."""
         *bias, a, b, d = call.arguments
-        views = [
-            self._view_of(place, transposed)
-            for place, transposed in zip((a, b), call.options["transposed"], strict=True)
-        ]
+        views = [self._view_of(x, transposed) for x, transposed in zip((a, b), call.options["transposed"], strict=True)]
         rows, cols = (
             MatrixRef(view.span.pointer, view.distance(size)) for view, size in zip(views, self._itemsizes, strict=True)
         )

@@ -241,10 +241,8 @@ class Compiled:
         """Compute the number of rows of a strip, so that its values fit in the cache."""
         if not self.in_rows or self.xp is not np or any(x.family == "call" for x in self.program.statements):
             return 2**62
-        uses = collections.Counter(
-            x for statement in self.program.statements for x in (*statement.reads, *statement.outputs)
-        )
-        views = {x for statement in self.program.statements if statement.family in _VIEWS for x in statement.outputs}
+        uses = collections.Counter(x for node in self.program.statements for x in (*node.reads, *node.outputs))
+        views = {x for node in self.program.statements if node.family in _VIEWS for x in node.outputs}
         widths = [self._width(x) for x, n in uses.items() if n > 1 and self.axes[x] is not None and x not in views]
         width = max(1, sum(widths))
         return max(_STRIP_BYTES // width, min(_STRIP_ROWS, _STRIP_MOST // width), 1)
@@ -304,9 +302,7 @@ class Compiled:
         """Whether the first of some statements may write over an old value: it is elementwise, and the last reader."""
         if old is None:
             return True
-        later = any(
-            root.get(x, x) == old or old in statement.reads for statement in statements[1:] for x in statement.reads
-        )
+        later = any(root.get(x, x) == old or old in node.reads for node in statements[1:] for x in node.reads)
         return self._is_ufunc(statements[0]) and not later
 
     def _is_ufunc(self, statement: Statement) -> bool:
@@ -756,17 +752,15 @@ class Compiled:
     def random(self, statement: Statement) -> str:
         """Draw random numbers, on the host."""
         xp, how, host = self.xp, statement.options, self.kernels.blas.host
-        distribution = how["f"], how["shape"], how["dtype"]
+        drawing = how["f"], how["shape"], how["dtype"]
         size = how["shape"][0] if how["shape"] else 1
         if self.axes[statement.outputs[0]] is None:
             return self._called(
-                statement.outputs[0],
-                lambda key: xp.asarray(drawn(host(key), *distribution, 0, size)),
-                *statement.inputs,
+                statement.outputs[0], lambda key: xp.asarray(drawn(host(key), *drawing, 0, size)), *statement.inputs
             )
         return self._called(
             statement.outputs[0],
-            lambda key, *rows: xp.asarray(drawn(host(key), *distribution, *rows)),
+            lambda key, *rows: xp.asarray(drawn(host(key), *drawing, *rows)),
             *statement.inputs,
             "first",
             "rows",
@@ -807,20 +801,18 @@ class Compiled:
         return f"v{source}[{':, ' * statement.options['axis']}first:first + rows]"
 
 
-def _whole(xp: Any, host: Callable[[Any], Any], options: Mapping[str, Any], *matrices: Any) -> Any:
+def _whole(xp: Any, host: Callable[[Any], Any], options: Mapping[str, Any], *parts: Any) -> Any:
     """Call a function of matrices, on the host if CuPy does not have it."""
     name, how = options["f"], options["how"]
     try:
         function = function_of(xp, name)
     except AttributeError:
-        result = function_of(np, name)(*map(host, matrices), **how)
+        result = function_of(np, name)(*map(host, parts), **how)
         return tuple(map(xp.asarray, result)) if isinstance(result, tuple) else xp.asarray(result)
     try:
-        return function(*matrices, **how)
+        return function(*parts, **how)
     except np.linalg.LinAlgError as error:
-        raise MatrixError(
-            f"{name.removeprefix('linalg.')} of a matrix of shape {matrices[0].shape}: {error}"
-        ) from error
+        raise MatrixError(f"{name.removeprefix('linalg.')} of a matrix of shape {parts[0].shape}: {error}") from error
 
 
 def _user_rows(

@@ -107,8 +107,7 @@ def gram_reflectors(kernels: Kernels, a: Any) -> Any:
         if not good or not (abs(kernels.host(pivots)) > _AWAY).all():
             return None
     upper, l1, l2 = (
-        kernels.triangle(triangle, lower=lower, unit=False)
-        for triangle, lower in ((top, False), (first, True), (second, True))
+        kernels.triangle(part, lower=lower, unit=False) for part, lower in ((top, False), (first, True), (second, True))
     )
     kernels.gemm(upper, l2, divisor, "N", "C", alpha=1, beta=0)
     assign(a[n:], q[n:])

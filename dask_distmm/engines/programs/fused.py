@@ -116,11 +116,7 @@ def groups(
     for statement in statements:
         for x in set(statement.reads):
             uses.setdefault(x, []).append(statement)
-    fusible = {
-        id(statement)
-        for statement in statements
-        if statement.family == "map" and expression(statement, kinds) is not None
-    }
+    fusible = {id(node) for node in statements if node.family == "map" and expression(node, kinds) is not None}
     grouped: list[tuple[list[Statement], list[int]] | Statement] = []
     waiting: list[Statement] = []
 
