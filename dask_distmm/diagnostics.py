@@ -125,8 +125,8 @@ async def _watch(client: Client, futures: Sequence[Future], show: Show) -> None:
             continue
         if answer.status != "OK":
             raise ProtocolError(answer.message)
-        lines = list(answer.found)
-        if answer.known:
+        lines = list(answer.lines)
+        if answer.all_present:
             names = [line.name for line in lines]
         finished = sum(future.status == "finished" for future in futures)
         if finished == len(futures):

@@ -94,7 +94,7 @@ class Job(Generic[P]):
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of matrices that have arrived from other participants, but for what a library moves on its own."""
+        """Bytes of matrices received from other participants, without those that a library moves."""
         return self.comm.received_bytes + self.pulled_bytes
 
     def prepare(self) -> None:
@@ -102,7 +102,7 @@ class Job(Generic[P]):
         raise NotImplementedError
 
     def accept(self, offers: Sequence[Any]) -> None:
-        """Take what all participants offer, in their order; called after the vote, before `execute`."""
+        """Open the handles that participants have offered, in their order; called after the vote, before `execute`."""
 
     def execute(self) -> Mapping[ResultKey, Any]:
         """Do the work; return the chunks that this rank owns, by output and number. Blocks.
@@ -133,11 +133,11 @@ class Job(Generic[P]):
         """
 
     def forget(self, operands: Sequence[str]) -> None:
-        """Hold the chunks of some operands no longer: all ranks have read them. Any thread."""
+        """Release the chunks of some operands, which all ranks have read. Thread-safe."""
         self.chunks = {key: chunk for key, chunk in self.chunks.items() if key[0] not in operands}
 
     def abort(self, error: BaseException) -> None:
-        """Make `execute` and everything that waits end with `error`, soon. Any thread; may be repeated."""
+        """Make `execute` and all pending requests raise `error`. Thread-safe; may be repeated."""
         self.ended.end(error)
 
 
@@ -159,14 +159,14 @@ class Engine:
         return "", ()
 
     def job(self, side: Side[Any]) -> Job[Any]:
-        """Return what does a participant's part of a run."""
+        """Return a participant's job of a run."""
         raise NotImplementedError
 
     def release(self, group: int) -> None:
-        """Free what the ranks of a group keep between runs. Called on all of them, between two runs."""
+        """Free a group's communicator and workspace. Collective, between two runs."""
 
     def abandon(self, group: int) -> None:
-        """Forget what the ranks of a group kept, since one of them is gone."""
+        """Drop a group's communicator and workspace after one of its ranks was lost."""
 
 
 def contiguous(arrays: Sequence[Any]) -> list[Any]:
@@ -190,7 +190,7 @@ def is_of_d(key: ResultKey) -> bool:
 
 
 def settle(future: Future[Any], result: Any = None, error: BaseException | None = None) -> bool:
-    """Complete a future, unless another thread has been faster; return whether this one was first."""
+    """Complete a future unless another thread has; return whether this call did."""
     try:
         if error is None:
             future.set_result(result)
@@ -202,7 +202,7 @@ def settle(future: Future[Any], result: Any = None, error: BaseException | None 
 
 
 def wait_checked(answer: Future[Any], check: Callable[[], None]) -> Any:
-    """Return what a peer answers, once it is here; `check` raises if the run has been aborted meanwhile."""
+    """Wait for a peer's answer; `check` raises if the run is aborted meanwhile."""
     while not answer.done():
         check()
         wait([answer], timeout=0.2)

@@ -121,7 +121,7 @@ class Group(RankGroup):
         cublasMp.matmul(*arguments, workspace, device_bytes, host.ctypes.data if host_bytes else 0, host_bytes)
 
     def grid(self, grid: ProcessGrid) -> int:
-        """Return the library's handle of a process grid, made when it is first needed."""
+        """Return the library's handle of a process grid, created on first use."""
         order = grid.order if min(grid.nprow, grid.npcol) > 1 else "col"
         key = (grid.nprow, grid.npcol, order)
         if key not in self._grids:
@@ -143,9 +143,9 @@ class Group(RankGroup):
             problem = f"no room for cuBLASMp's workspace of {size / 2**30:.2f} GiB: {error}"
         self.agree(problem)
         if self._plain is None:
-            first, *others = self._grids.values()
+            first, *rest = self._grids.values()
             self._workspace = cublasMp.malloc(first, size)
-            for grid in others:
+            for grid in rest:
                 cublasMp.buffer_register(grid, self._workspace, size)
         else:
             self._workspace = self._plain.ptr
@@ -153,7 +153,7 @@ class Group(RankGroup):
         return self._workspace
 
     def allocate(self, size: int) -> Any:
-        """Return plain memory where ranks share none; else only try whether there is so much."""
+        """Allocate plain memory if ranks share none; otherwise only test that this much is free."""
         if not self._shared:
             return cp.cuda.alloc(size)
         _try_to_allocate(size)
@@ -164,8 +164,8 @@ class Group(RankGroup):
             return
         self.stream.synchronize()
         if self._shared:
-            first, *others = self._grids.values()
-            for grid in reversed(others):
+            first, *rest = self._grids.values()
+            for grid in reversed(rest):
                 cublasMp.buffer_deregister(grid, self._workspace)
             cublasMp.free(first, self._workspace)
         self._plain, self._workspace, self.workspace_bytes = None, 0, 0
@@ -237,7 +237,7 @@ class _Multiply:
         )
 
     def set_bias(self, pointer: int) -> None:
-        """Say where the bias of the next call is."""
+        """Set the address of the bias of the next call."""
         if pointer:
             self._set(_Attribute.BIAS_POINTER, pointer)
 
@@ -252,7 +252,7 @@ class _Multiply:
 
 
 def _try_to_allocate(size: int) -> None:
-    """Raise if the device has not so much memory left, outside of any pool."""
+    """Raise if this much memory can't be allocated on the device, outside of any pool."""
     if cp.cuda.runtime.memGetInfo()[0] < size:
         # As CuPy does for its own arrays before it raises an error.
         gc.collect()
@@ -324,8 +324,8 @@ class CublasMpJob(Job[Plan]):
             self._filled[x.name] = Filled(x.parts, self._shuffle(among, x.arrays, x.parts, "C"), outside)
         self._replicas = Filled({}, None)
         if "d" in self.plan.kept and len(self.plan.ranks) > 1 and not CUBLASMP.all_reduced(self.plan):
-            made = self._finishing.d if isinstance(self._finishing, Finishing) else self._result.arrays
-            own = {index: made[index] for index in self.plan.owned(self.rank).tolist()}
+            owned = self._finishing.d if isinstance(self._finishing, Finishing) else self._result.arrays
+            own = {index: owned[index] for index in self.plan.owned(self.rank).tolist()}
             self._replicas = self._replicas_of(own)
 
         def exchange(*filled: Filled) -> Exchange:
@@ -407,7 +407,7 @@ class CublasMpJob(Job[Plan]):
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of matrices that have arrived from other participants, but for what cuBLASMp moves."""
+        """Bytes of matrices received from other participants, without those that cuBLASMp moves."""
         if self.rank is None:
             return 0
         return self.comm.received_bytes + sum(exchange.received_bytes for exchange in self._exchanges)
@@ -424,9 +424,9 @@ class CublasMpJob(Job[Plan]):
             return {}
         started = time.perf_counter()
         try:
-            for number, (name, one) in enumerate(self._filled.items()):
-                if one.outside is not None:
-                    self._fetch_outside(number, self.plan.problem[name].dtype, one.outside, one.arrays)
+            for number, (name, matrix) in enumerate(self._filled.items()):
+                if matrix.outside is not None:
+                    self._fetch_outside(number, self.plan.problem[name].dtype, matrix.outside, matrix.arrays)
             self._entry.enter(lambda: self._engine.new_id(self.plan.group))
             self.timings["gate"] = time.perf_counter() - started
             return self._work()
@@ -501,7 +501,7 @@ class CublasMpJob(Job[Plan]):
         return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
 
     def _wait(self, event: cp.cuda.Event) -> None:
-        """Wait without holding Python's lock; a run that was ended still gets its grace time."""
+        """Wait without the GIL; an aborted run still gets its grace time."""
         while not event.done:
             time.sleep(_LOOK)
         self.ended.check()
@@ -513,7 +513,7 @@ class CublasMpJob(Job[Plan]):
         return self._engine.group(self.plan.group, lambda: Group(*arguments))
 
     def _fetch_outside(self, number: int, type_name: str, moves: Moves, targets: Mapping[int, Any]) -> None:
-        """Get the rectangles that only workers have which are not ranks, and copy them into place."""
+        """Fetch the rectangles that workers hold which are not ranks, and copy them to their destinations."""
         for peer in np.unique(moves.src_owner).tolist():
             leg = moves.take(moves.src_owner == peer)
             boxes = np.empty((len(leg), 6), np.int64)
@@ -566,7 +566,7 @@ class CublasMpEngine(CollectiveEngine):
         return {"cuBLASMp": version_of(int(cublasMp.get_version()))}
 
     def job(self, side: Side[Any]) -> CublasMpJob:
-        """Return what does a participant's part of a run."""
+        """Return a participant's job of a run."""
         check_arrays(self.name, side.chunks)
         return CublasMpJob(side, self)
 

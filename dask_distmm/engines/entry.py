@@ -31,7 +31,7 @@ EXIT_STUCK = 70
 
 
 def watchdog(seconds: float, what: str) -> threading.Timer:
-    """Return what ends this process unless it is cancelled in time; it has begun to wait."""
+    """Start and return the watchdog that kills this process unless it is cancelled in time."""
 
     def bite() -> None:
         log.critical("%s does not end: this worker's process exits", what)
@@ -80,7 +80,7 @@ class CollectiveEntry:
             self._watch()
 
     def entered(self, rank: int) -> Future[None]:
-        """Note on rank 0 that a rank is here; return the future that says when, or why not, it may go on."""
+        """Record on rank 0 that a rank has arrived; return the future of the permission to enter."""
         with self._lock:
             self._missing.discard(rank)
             complete = not self._missing
@@ -89,7 +89,7 @@ class CollectiveEntry:
         return self.opened
 
     def close(self, error: BaseException) -> bool:
-        """Let nobody in, unless all are in already; return whether the gate is closed."""
+        """Close the gate unless all ranks have entered; return whether it is closed."""
         settle(self.opened, error=error)
         return self.opened.exception() is not None
 
@@ -98,7 +98,7 @@ class CollectiveEntry:
         return [np.frombuffer(self.unique_id, np.uint8)]
 
     def leave(self) -> None:
-        """Note that the library has returned, or was never entered: the process is not ended any more."""
+        """Cancel the watchdog: the library has returned, or was never entered."""
         with self._lock:
             self._over = True
             if self._watchdog is not None:
@@ -112,7 +112,7 @@ class CollectiveEntry:
             self._watch()
 
     def _watch(self) -> None:
-        """End the process if the library does not return within its own time and the grace time."""
+        """Kill the process if the library does not return within its own time and the grace time."""
         options = self._plan.problem.options
         estimate = self._plan.flops / (self._share * options.machine(self._plan.engine).rate("other"))
         with self._lock:

@@ -56,7 +56,7 @@ _SETTLING, _LOOK = 5.0, 1e-3
 class SentPanels(DevicePanels):
     """The transport of panels by broadcasts, and of chunks by NCCL."""
 
-    # What ranks share; there is none before all have entered.
+    # The ranks' communicator; set when all have entered.
     group: RankGroup
 
     def __init__(self, engine: NcclEngine, job: ProgramJob) -> None:

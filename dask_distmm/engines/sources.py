@@ -31,7 +31,7 @@ class Source:
         return Source(self._call, self._retries)
 
     def make(self) -> Any:
-        """Return what the call returns."""
+        """Run the call, with its retries."""
         while True:
             try:
                 return self._call()
@@ -87,18 +87,18 @@ class ChunkLoader:
         self._begin()
 
     def take(self, chunk: SourceChunk, check: Callable[[], None]) -> Any:
-        """Return a chunk once it is made; `check` raises if the run has been ended meanwhile."""
-        found = wait_checked(self._made[chunk.source], check)
+        """Wait for a chunk; `check` raises if the run is aborted meanwhile."""
+        chunks = wait_checked(self._made[chunk.source], check)
         if chunk.source in self._new:
             self._new.discard(chunk.source)
             self._begin()
         self._uses[chunk.source] -= 1
         if not self._uses[chunk.source]:
             del self._made[chunk.source]
-        return found[chunk]
+        return chunks[chunk]
 
     def close(self) -> None:
-        """Drop all chunks, and make no more."""
+        """Drop all chunks, and stop loading."""
         for source in self._uses:
             source.wanted = False
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -112,6 +112,6 @@ class ChunkLoader:
 
 
 def _views(source: Source, chunks: Sequence[SourceChunk]) -> dict[SourceChunk, Any]:
-    """Make chunks as they are."""
-    made = source.make()
-    return {chunk: chunk.view(made) for chunk in chunks}
+    """Run a source; return its chunks as views of the result."""
+    loaded = source.make()
+    return {chunk: chunk.view(loaded) for chunk in chunks}

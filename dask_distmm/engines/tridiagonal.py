@@ -104,11 +104,11 @@ class HostReduction:
         columns: Columns,
         rank: int,
         array: NDArray[Any],
-        talk: Transport,
+        comm: Transport,
         check: Callable[[], None] = lambda: None,
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        self._columns, self._rank, self._array, self._talk = columns, rank, array, talk
+        self._columns, self._rank, self._array, self._comm = columns, rank, array, comm
         self._check, self._progress = check, progress
         self._order, self._width = columns.matrices[0].shape[0], columns.matrices[0].width
         self._d, self._e = np.zeros(self._order), np.zeros(max(0, self._order - 1))
@@ -125,15 +125,15 @@ class HostReduction:
                 here = slice(start, stop)
                 if self._columns.ranks > 1:
                     message = v, w, self._d[here], self._e[here], self._factors[here]
-                    self._talk.publish(Key("reflectors", number), message)
+                    self._comm.publish(Key("reflectors", number), message)
             else:
                 for column in range(start, min(stop, self._order - 1)):
-                    (vector,) = self._talk.fetch(Key("vector", column), owner)
-                    self._talk.publish(Key("product", column), (self._multiply(column, vector),))
+                    (vector,) = self._comm.fetch(Key("vector", column), owner)
+                    self._comm.publish(Key("product", column), (self._multiply(column, vector),))
                     if column > start:
-                        self._talk.forget(Key("product", column - 1))
-                v, w, *factors = self._talk.fetch(Key("reflectors", number), owner)
-                self._talk.forget(Key("product", min(stop, self._order - 1) - 1))
+                        self._comm.forget(Key("product", column - 1))
+                v, w, *factors = self._comm.fetch(Key("reflectors", number), owner)
+                self._comm.forget(Key("product", min(stop, self._order - 1) - 1))
                 for values, part in zip((self._d, self._e, self._factors), factors, strict=True):
                     values[start : start + len(part)] = part
             self._update(stop, v[stop - start :], w[stop - start :])
@@ -167,12 +167,12 @@ class HostReduction:
         """Return the matrix, as it was before the panel, times the reflector of a column of this rank."""
         if self._columns.ranks == 1:
             return self._multiply(column, vector)
-        self._talk.publish(Key("vector", column), (vector,))
+        self._comm.publish(Key("vector", column), (vector,))
         product = self._multiply(column, vector)
         owner = self._rank
         for rank in (rank for rank in range(self._columns.ranks) if rank != owner):
-            product = product + self._talk.fetch(Key("product", column), rank)[0]
-        self._talk.forget(Key("vector", column))
+            product = product + self._comm.fetch(Key("product", column), rank)[0]
+        self._comm.forget(Key("vector", column))
         return product
 
     def _multiply(self, column: int, vector: NDArray[Any]) -> NDArray[Any]:
@@ -254,7 +254,7 @@ class Merge:
 
 
 def deflate(d: NDArray[np.float64], z: NDArray[np.float64], coupling: float, first: int, rounding: float) -> Merge:
-    """Return what is left of the merge of two parts."""
+    """Deflate the merge of two parts."""
     # z z^T of a vector of length 1.
     z, rho = z * np.sqrt(0.5), 2.0 * coupling
     size = np.abs(z)
@@ -331,7 +331,7 @@ class DivideAndConquer:
     def __init__(
         self,
         kernels: Kernels,
-        talk: Transport,
+        comm: Transport,
         place: tuple[int, int],
         matrix: tuple[Vector, Vector],
         memory: tuple[Any, Any],
@@ -339,7 +339,7 @@ class DivideAndConquer:
         rounding: float = 2.0**-53,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._kernels, self._talk, (self._rank, self._ranks), self._check = kernels, talk, place, check
+        self._kernels, self._comm, (self._rank, self._ranks), self._check = kernels, comm, place, check
         # Deflation takes the largest element for about 1.
         largest = max(np.abs(x).max(initial=0.0) for x in matrix)
         self._unit = float(np.exp2(np.frexp(largest)[1])) if largest else 1.0
@@ -389,9 +389,9 @@ class DivideAndConquer:
         for part, owner, row, columns in sides:
             if owner == self._rank:
                 ends.append((values, self._row(row, columns)))
-                self._talk.publish(Key(part, middle), ends[-1])
+                self._comm.publish(Key(part, middle), ends[-1])
             else:
-                ends.append(self._talk.fetch(Key(part, middle), owner))
+                ends.append(self._comm.fetch(Key(part, middle), owner))
         return self._merge(start, cut, stop, *ends)
 
     def _local(self, start: int, stop: int, leaves: Mapping[tuple[int, int], Pair]) -> Vector:
@@ -445,13 +445,13 @@ class DivideAndConquer:
         return values
 
     def _agreed(self, values: Vector) -> Vector:
-        """Return the eigenvalues of the whole matrix as the first rank has them."""
+        """Broadcast the eigenvalues of the whole matrix from rank 0."""
         if self._ranks == 1:
             return values
         if self._rank == 0:
-            self._talk.publish(Key("values", 0), (values,))
+            self._comm.publish(Key("values", 0), (values,))
             return values
-        (values,) = self._talk.fetch(Key("values", 0), 0)
+        (values,) = self._comm.fetch(Key("values", 0), 0)
         return values
 
     def _multiply(self, merge: Merge, solved: Any, matrices: tuple[Any, Any], cut: int, needed: slice) -> None:
@@ -494,7 +494,7 @@ _STRIP = 1024
 
 
 class SharedEigh(ProgramKernels):
-    """One rank's part of the eigenvalues that ranks share; here they send rows of vectors over Dask's comms."""
+    """One rank's part of a distributed `eigh`; here rows of vectors are sent over Dask's comms."""
 
     # The share of the time that the reduction takes.
     reported = 0.8
@@ -521,13 +521,13 @@ class SharedEigh(ProgramKernels):
         return HostReduction(self._plan.columns, self._rank, array, self._messages, self._check, progress).reduce()
 
     def _memory(self) -> tuple[Any, Any]:
-        """Return memory for a rank's rows of all eigenvectors of the tridiagonal matrix, and as much more."""
+        """Allocate two matrices for a rank's rows of all eigenvectors of the tridiagonal matrix."""
         shape = self._bounds[self._rank + 1] - self._bounds[self._rank], self._order
         self._rows, spare = (np.empty(shape, order="F") for _ in range(2))
         return self._rows, spare
 
-    def _deal(self, columns: NDArray[np.int64], target: Any) -> None:
-        """Fill block columns of vectors: each rank gets its columns of all ranks' rows."""
+    def _redistribute_eigenvectors(self, columns: NDArray[np.int64], target: Any) -> None:
+        """Redistribute eigenvectors from block rows to block columns (all-to-all)."""
         for turn in range(self._plan.count):
             rank = (self._rank + turn) % self._plan.count
             held = columns[self._plan.columns.held(1, rank)]
@@ -593,7 +593,7 @@ class SharedEigh(ProgramKernels):
         first, last = problem.subset or (0, len(d) - 1)
         if vectors:
             single = np.finfo(problem.dtype).dtype == np.float32
-            conquest = DivideAndConquer(
+            solver = DivideAndConquer(
                 self.blas,
                 self._messages,
                 (self._rank, self._plan.count),
@@ -602,8 +602,8 @@ class SharedEigh(ProgramKernels):
                 rounding=2.0**-24 if single else 2.0**-53,
                 check=self._check,
             )
-            values, columns = conquest.solve(first, last)
-            self._deal(columns, target)
+            values, columns = solver.solve(first, last)
+            self._redistribute_eigenvectors(columns, target)
         elif self._rank not in self._plan.holders:
             return None
         elif d.any() or e.any():
@@ -624,7 +624,7 @@ class SharedEigh(ProgramKernels):
         self._note("reflect", vectors)
 
     def _note(self, name: str, array: Any) -> None:
-        """Note the seconds since the last note, when a matrix is complete."""
+        """Record the seconds since the last record, after a matrix is complete."""
         if array is not None and array.size:
             self.blas.host(array[:1, :1])
         now = time.perf_counter()

@@ -44,7 +44,7 @@ class Span(NamedTuple):
         return self._replace(pointer=self.pointer + row * self.row_stride + col * self.col_stride)
 
     @property
-    def turned(self) -> Span:
+    def transposed(self) -> Span:
         """The place of the transpose."""
         return Span(self.pointer, self.col_stride, self.row_stride)
 

@@ -61,7 +61,7 @@ class Part(NamedTuple):
     matrix: View
     loaded: bool
     # The parts of chunks that it consists of where this rank makes these.
-    made: tuple[ChunkBlock, ...] = ()
+    sources: tuple[ChunkBlock, ...] = ()
 
     @property
     def own(self) -> tuple[int, int]:
@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
     @property
     def placed(self) -> Placed:
-        """It, where it is."""
+        """The part as a placed matrix."""
         return Placed(self.matrix, self.rect)
 
 
@@ -130,7 +130,7 @@ def steps(plan: Plan, rank: int, usable: Usable) -> tuple[Step, ...]:
 
 
 def record(plan: Plan, rank: int, usable: Usable) -> tuple[Step, ...]:
-    """Return the steps of a rank, made anew."""
+    """Record the steps of a rank."""
     p = _Blocks(plan, rank, usable)
     groups = (
         p.groups_of_made(chunk_sources(plan)[rank]) if plan.problem.by_ranks else p.groups(block_schedules(plan)[rank])
@@ -165,7 +165,7 @@ class _Blocks(Product):
     # Which part of what is loaded when: the plan's `BlockSchedule`, applied to the places of the chunks
 
     def groups(self, schedule: BlockSchedule) -> list[Group]:
-        """Return the work of a rank whose chunks are there."""
+        """Return the groups of a rank whose chunks are in memory."""
         plan, (r0, r1, c0, c1) = self.plan, self.region
         self.schedule, self.stationary, self.streamed = schedule, schedule.stationary, 1 - schedule.stationary
         span, panel_numbers = ((c0, c1) if self.streamed == 1 else (r0, r1)), itertools.count()
@@ -387,38 +387,40 @@ class _Blocks(Product):
     # The same where the rank makes chunks: a group for each product, whose chunks are made for it
 
     def groups_of_made(self, source: ChunkSource) -> list[Group]:
-        """Return the work of a rank that makes chunks."""
+        """Return the groups of a rank that computes chunks."""
         plan, problem, region, along_k = self.plan, self.problem, self.region, self.plan.k_range(self.me)
 
         def part(operand: int, of_d: Rect, depth: tuple[int, int], buffer: int) -> Part:
-            """Return what a part of D needs of an operand: in a buffer of this number, unless it is used in place."""
+            """Return the part of an operand that a part of D needs: in a numbered buffer, or in place."""
             own, matrix = (of_d[:2] if operand == 0 else of_d[2:]), problem.matrices[operand]
             rect = self._rect(operand, own, depth)
-            found = self._part(operand, _Segment(*own, self._in_place(operand, rect)), depth, buffer)
-            return found._replace(made=tuple(chunk_blocks_of(matrix.chunks, operand, rect)) if matrix.by_ranks else ())
+            loaded = self._part(operand, _Segment(*own, self._in_place(operand, rect)), depth, buffer)
+            return loaded._replace(
+                sources=tuple(chunk_blocks_of(matrix.chunks, operand, rect)) if matrix.by_ranks else ()
+            )
 
         # All that the rank needs of an operand whose chunks it does not make.
         held = [part(operand, region, along_k, 0) for operand in (0, 1) if not problem.matrices[operand].by_ranks]
-        found = list[Group]()
+        groups = list[Group]()
         for own, depth in source_steps(plan, self.me, source):
             of_d = region
             if held:
-                of_d = (*own, *region[2:]) if source.made[0] == 0 else (*region[:2], *own)
-            makes = [part(operand, of_d, depth, len(found) % PANELS) for operand in source.made]
-            pair = {one.operand: one.placed for one in makes}
-            for other in held:
-                (r0, r1), (c0, c1) = (region[:2], depth) if other.operand == 0 else (depth, region[2:])
+                of_d = (*own, *region[2:]) if source.operands[0] == 0 else (*region[:2], *own)
+            makes = [part(operand, of_d, depth, len(groups) % PANELS) for operand in source.operands]
+            pair = {piece.operand: piece.placed for piece in makes}
+            for stationary in held:
+                (r0, r1), (c0, c1) = (region[:2], depth) if stationary.operand == 0 else (depth, region[2:])
                 rect = (r0, r1, c0, c1)
-                pair[other.operand] = Placed(other.placed.part(rect), rect)
+                pair[stationary.operand] = Placed(stationary.placed.part(rect), rect)
             if source.twin:
-                ((operand, one),) = pair.items()
-                pair[1 - operand] = Placed(one.matrix, (*one.rect[2:], *one.rect[:2]), turned=True)
-            first = [one for one in held if one.loaded] if not found else []
-            needs = (*(one for one in held if one.loaded), *makes)
-            found.append(Group([*first, *makes], [Multiply(pair[0], pair[1], needs, depth[0] > along_k[0])]))
+                ((operand, sole),) = pair.items()
+                pair[1 - operand] = Placed(sole.matrix, (*sole.rect[2:], *sole.rect[:2]), transposed=True)
+            first = [piece for piece in held if piece.loaded] if not groups else []
+            needs = (*(piece for piece in held if piece.loaded), *makes)
+            groups.append(Group([*first, *makes], [Multiply(pair[0], pair[1], needs, depth[0] > along_k[0])]))
         if plan.grid[2] > 1:
-            found[-1] = found[-1]._replace(done=tuple(range(len(plan.ranks))))
-        return found
+            groups[-1] = groups[-1]._replace(done=tuple(range(len(plan.ranks))))
+        return groups
 
     # The steps
 
@@ -459,14 +461,14 @@ class _Blocks(Product):
         for number, group in enumerate(groups):
             for part in group.loads:
                 after = last.get(part.matrix.name, -1)
-                if after < 0 and not part.made and not self._is_away(part):
+                if after < 0 and not part.sources and not self._is_away(part):
                     # A part that is all on this GPU is there before the run.
                     self._issue(part)
                     issued.add(id(part))
                 else:
                     pending.append((part, after))
             for part in itertools.chain(*(product.needs for product in group.products)):
-                chunks = [self._in_chunk(block).name for block in part.made]
+                chunks = [self._in_chunk(block).name for block in part.sources]
                 last |= dict.fromkeys([part.matrix.name, *chunks], number)
 
         def issue() -> None:
@@ -475,7 +477,7 @@ class _Blocks(Product):
             issued.add(id(part))
 
         def can_come(after: int) -> bool:
-            return bool(pending) and not pending[0][0].made and pending[0][1] <= after
+            return bool(pending) and not pending[0][0].sources and pending[0][1] <= after
 
         for number, group in enumerate(groups):
             for product in group.products:
@@ -484,7 +486,7 @@ class _Blocks(Product):
                 self._add_product(product)
                 if can_come(number - 1):
                     issue()
-            held |= {self._in_chunk(block).name for part in group.loads for block in part.made}
+            held |= {self._in_chunk(block).name for part in group.loads for block in part.sources}
             over = {name for name in held if last[name] == number}
             self.drop(*(self._here[name] for name in sorted(over)))
             held -= over
@@ -496,18 +498,18 @@ class _Blocks(Product):
                 issue()
 
     def _issue(self, part: Part) -> None:
-        """Record what fills a part."""
-        for block in part.made:
+        """Record the steps that fill a part."""
+        for block in part.sources:
             chunk = self._in_chunk(block).buffer
             if chunk.name not in self._here:
                 self._make(self.problem.matrices[part.operand].name, block.chunk, chunk)
-        if part.made and part.loaded:
+        if part.sources and part.loaded:
             top, _, left, _ = part.matrix.box
-            places = [(block.row, block.row + block.rows, block.col, block.col + block.cols) for block in part.made]
+            places = [(block.row, block.row + block.rows, block.col, block.col + block.cols) for block in part.sources]
             targets = [
                 View(part.matrix.buffer, (top + r0, top + r1, left + c0, left + c1)) for r0, r1, c0, c1 in places
             ]
-            self.call("join", *map(self._in_chunk, part.made), *targets, reads=len(targets), whole=part.matrix)
+            self.call("join", *map(self._in_chunk, part.sources), *targets, reads=len(targets), whole=part.matrix)
         elif part.loaded:
             self.steps.append(Make(part.matrix, self.problem.matrices[part.operand].name, rect=part.rect))
 
@@ -519,7 +521,7 @@ class _Blocks(Product):
                 r0, r1, c0, c1 = part
                 bias = () if self.bias is None else (self.bias.part((0, 1, c0, c1)),)
                 matrices = a.part((r0, r1, *a.rect[2:])), b.part((*b.rect[:2], c0, c1)), block.part(part)
-                self.call(kernel, *bias, *matrices, reads=len(bias), turned=(a.turned, b.turned))
+                self.call(kernel, *bias, *matrices, reads=len(bias), transposed=(a.transposed, b.transposed))
 
     def _mirror(self) -> None:
         """Record the copies that complete a symmetric D: an element (i, j) is that at (j, i), or its conjugate."""
@@ -532,7 +534,7 @@ class _Blocks(Product):
         ]
         if pairs:
             lower, upper = zip(*pairs, strict=True)
-            self.call("store", *lower, *upper, reads=len(pairs), turned=True)
+            self.call("store", *lower, *upper, reads=len(pairs), transposed=True)
 
     # Sums over k
 
@@ -540,7 +542,7 @@ class _Blocks(Product):
         return [self.blocks[0].part(rect) for rect in merged(self.plan.final_rects(rank))]
 
     def _publish_sums(self, done: Iterator[int] | tuple[int, ...]) -> None:
-        """Let ranks have their parts of the sums; add those of others that are complete by now to this rank's."""
+        """Publish other ranks' parts of the sums; add those of other ranks that are complete to this rank's."""
         for to in done:
             self.complete += 1
             if to != self.me and (parts := self._final_parts(to)):
@@ -555,7 +557,7 @@ class _Blocks(Product):
         self.pull(owner, self._key(owner, self.me), tuple(self._final_parts(self.me)), op="add")
 
     def sum_up(self) -> None:
-        """Add the partial sums that are left."""
+        """Add the remaining partial sums."""
         while self.coming:
             self._add_sums()
 
@@ -614,7 +616,7 @@ def _side_by_side(resident: Sequence[Part]) -> list[tuple[Part, ...]]:
 
 
 def _stored_soon(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Hand each buffer over as soon as no step needs it any more: results go to the host while others are made."""
+    """Store each buffer after its last use, so that results are copied to the host while others are computed."""
     last, at = dict[str, int](), collections.defaultdict[int, list[Step]](list)
     for number, step in enumerate(steps):
         match step:

@@ -54,7 +54,7 @@ class Worker(Wired):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand(Wired):
-    """The demand that a multiply makes on the workers of a cluster."""
+    """What a computation requires of the workers of a cluster."""
 
     what: ClassVar[str] = "demand"
 
@@ -74,7 +74,7 @@ class Demand(Wired):
     version: str = __version__
 
     def check(self) -> None:
-        """Raise for a type that there is not."""
+        """Raise for an unknown type."""
         for name in self.dtypes:
             dtype_from_name(name)
 
@@ -115,7 +115,7 @@ class NamedMatrix(Wired):
     places: tuple[tuple[int, ...], ...] = ()
 
     def check(self) -> None:
-        """Raise for axes that there are not, and for chunks that are not those of the part that it is."""
+        """Raise for axes that do not exist, and for chunk numbers that do not fit the chunks."""
         if self.axes not in ((0, 1), (0,), (1,)) or any(self.chunks[axis] != (1,) for axis in {0, 1} - {*self.axes}):
             raise ValueError(f"an array of the axes {self.axes} of a matrix in chunks {self.chunks}")
         if self.numbers is not None and tuple(map(len, self.numbers[:2])) != self.counts:
@@ -135,7 +135,7 @@ class NamedMatrix(Wired):
 
     @property
     def count(self) -> int:
-        """How many chunks it has."""
+        """Number of chunks."""
         return len(self.chunks[0]) * len(self.chunks[1])
 
     @property
@@ -231,7 +231,7 @@ class Computation(Wired):
         return self._by_name[name]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what follows from the fields."""
+        """Omit cached properties from pickles."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @functools.cached_property
@@ -260,7 +260,7 @@ class Computation(Wired):
 
     @property
     def remedies(self) -> list[str]:
-        """What would let it fit in memory where it does not, in the way in which it was asked for."""
+        """Remedies to suggest if it does not fit in memory, as it was requested."""
         return []
 
     @property
@@ -272,8 +272,8 @@ class Computation(Wired):
     def demand(self) -> Demand:
         """The demand that it makes on the workers."""
         plaintext = self.options.allow_plaintext_nccl
-        asked = self.engine, self.array, self.dtypes_of_work, self.workers, plaintext
-        return Demand(*asked, self.kind, self.options.version)
+        requirements = self.engine, self.array, self.dtypes_of_work, self.workers, plaintext
+        return Demand(*requirements, self.kind, self.options.version)
 
     @property
     def dtypes_of_work(self) -> tuple[str, str, str]:
@@ -296,7 +296,7 @@ class Computation(Wired):
         return tuple(matrix.name for matrix in self.matrices if matrix.by_ranks)
 
     def made_by_ranks(self, names: Collection[str]) -> Self:
-        """Return the same computation, in which ranks make just the chunks of these operands."""
+        """Return the same computation, in which ranks compute the chunks of only these operands."""
         if set(names) == set(self.by_ranks):
             return self
         matrices = (dataclasses.replace(matrix, by_ranks=matrix.name in names) for matrix in self.matrices)
@@ -309,20 +309,20 @@ class Computation(Wired):
 
     @property
     def donated(self) -> tuple[str, ...]:
-        """Names of the operands that are of no use to the user once all ranks have read them: A, to be overwritten."""
+        """Names of the operands whose memory may be reused once all ranks have read them (A, if overwritten)."""
         return ("a",) if self.overwrite_a and not self["a"].by_ranks else ()
 
     def keeping(self) -> Self:
-        """Return the same computation, which frees no operand early."""
+        """Return the same computation without donated operands."""
         return dataclasses.replace(self, overwrite_a=False) if self.overwrite_a else self
 
     def making(self, outputs: Collection[str]) -> Self:
-        """Return the same computation, which may leave out all other outputs."""
+        """Return the same computation, which may omit all other outputs."""
         return self
 
     @property
     def outputs(self) -> tuple[NamedMatrix, ...]:
-        """The matrices that are made."""
+        """The matrices that are computed."""
         return self.wanted
 
     @property
@@ -340,7 +340,7 @@ class Computation(Wired):
 
     def output(self, name: str) -> NamedMatrix:
         """Return an output by its name."""
-        return next(one for one in self.outputs if one.name == name)
+        return next(output for output in self.outputs if output.name == name)
 
     def check(self) -> None:
         """Raise if sizes of chunks or the kind of the arrays can't be."""

@@ -149,7 +149,7 @@ class Tiles:
 
 
 def slab_step(problem: Problem) -> int:
-    """Return what the sizes of slabs, and other dimensions, are padded to multiples of."""
+    """Return the multiple to which slabs and other dimensions are padded."""
     if problem.fp8:
         return 16
     # Distributions that were asked for are as they are.
@@ -165,11 +165,11 @@ def make_tiles(plan: Plan) -> Tiles:
     if not any(matrix.conjugated for matrix in factors):
         return tiles
     # The all-reduce wants op T and N; else a transposed operand is conjugated by the library, for nothing.
-    found, by_library = [], []
+    operands, by_library = [], []
     for tile, matrix in zip((tiles.a, tiles.b), factors, strict=True):
         by_library.append(matrix.conjugated and tile.order != tiles.d.order and not tiles.replicated)
-        found.append(dataclasses.replace(tile, conjugated=matrix.conjugated and not by_library[-1]))
-    return dataclasses.replace(tiles, a=found[0], b=found[1], conjugated=(by_library[0], by_library[1]))
+        operands.append(dataclasses.replace(tile, conjugated=matrix.conjugated and not by_library[-1]))
+    return dataclasses.replace(tiles, a=operands[0], b=operands[1], conjugated=(by_library[0], by_library[1]))
 
 
 def _slabs(plan: Plan) -> Tiles:
@@ -177,10 +177,10 @@ def _slabs(plan: Plan) -> Tiles:
     problem, nranks, step = plan.problem, math.prod(plan.grid), slab_step(plan.problem)
     lengths, cuts = (problem.m, problem.n, problem.k), (plan.rows, plan.cols, plan.depth)
     finals = plan.d_cuts if plan.method == "reducescatter" else cuts[:2]
-    for length, found in zip((*lengths, *lengths[:2]), (*cuts, *finals), strict=True):
-        size = padded(length, step, len(found) - 1)
-        if found != tuple(min(i * size, length) for i in range(len(found))):
-            raise ValueError(f"{length} is cut at {found}, expected {len(found) - 1} slabs of {size}")
+    for length, edges in zip((*lengths, *lengths[:2]), (*cuts, *finals), strict=True):
+        size = padded(length, step, len(edges) - 1)
+        if edges != tuple(min(i * size, length) for i in range(len(edges))):
+            raise ValueError(f"{length} is cut at {edges}, expected {len(edges) - 1} slabs of {size}")
     by_rows, reduces = len(finals[0]) > 2, len(plan.depth) > 2
     # Whether A has slabs of m and B those of n, each rank all of D, and there is a slab of m, n, k for each rank.
     both, replicated = nranks > 1 and not reduces, reduces and plan.method == "allreduce"
@@ -222,24 +222,24 @@ def _blocks(plan: Plan) -> Tiles:
 
 
 def summa_blocks(problem: Problem, grid: tuple[int, int, int]) -> tuple[set[int], set[int], set[int]]:
-    """Return the block sizes of m, n and k on a grid: those that were asked for, or one that does.
+    """Return the block sizes of m, n and k on a grid: the requested ones, or one that fits.
 
     There may be several of each, if the distributions of two matrices do not agree.
     """
     (p, q, _), (m, n, k) = grid, (problem.m, problem.n, problem.k)
     a, b, d = problem.distributions
-    asked: dict[str, set[int]] = {"m": set(), "n": set(), "k": set()}
-    for found, (rows, cols), (nprow, npcol) in ((a, "mk", (p, q)), (b, "kn", (p, q)), (d, "mn", (p, q))):
-        if found is not None:
+    blocks_of: dict[str, set[int]] = {"m": set(), "n": set(), "k": set()}
+    for distribution, (rows, cols), (nprow, npcol) in ((a, "mk", (p, q)), (b, "kn", (p, q)), (d, "mn", (p, q))):
+        if distribution is not None:
             shape = {"m": m, "n": n, "k": k}
-            blocks = found.layout((shape[rows], shape[cols]), p * q).blocks
+            blocks = distribution.layout((shape[rows], shape[cols]), p * q).blocks
             # Along a side of one rank blocks of all sizes are the same thing.
-            asked[rows] |= {blocks[0]} if nprow > 1 else set()
-            asked[cols] |= {blocks[1]} if npcol > 1 else set()
+            blocks_of[rows] |= {blocks[0]} if nprow > 1 else set()
+            blocks_of[cols] |= {blocks[1]} if npcol > 1 else set()
     # The library rounds D after each panel of k: 16-bit types have one, if no others were asked for.
     panel = k if problem.sum_type.itemsize == 2 else min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
     step = slab_step(problem)
-    return asked["m"] or {padded(m, step, p)}, asked["n"] or {padded(n, step, q)}, asked["k"] or {panel}
+    return blocks_of["m"] or {padded(m, step, p)}, blocks_of["n"] or {padded(n, step, q)}, blocks_of["k"] or {panel}
 
 
 # The part of a plan's formula that cuBLASMp does itself, inside of a multiply. Pure
@@ -253,7 +253,7 @@ def returned_type(plan: Plan) -> np.dtype:
 
 
 def own_kernel(plan: Plan) -> bool:
-    """Whether what cuBLASMp returns is finished, or rounded, by the engine's own kernel."""
+    """Whether the engine's own kernel applies the formula or rounds after cuBLASMp."""
     return CUBLASMP.native_epilog(plan) is None and (plan.problem.finished or _rounds_parts(plan))
 
 
@@ -316,13 +316,13 @@ def tile_chunk(tile: Tile, rank: int, chunks: Chunks) -> int | None:
 @functools.lru_cache(maxsize=64)
 def _chunk_numbers(axis: Axis, sizes: tuple[int, ...]) -> list[int]:
     """Return for each part of an axis the number of the chunk that is the same range, -1 where none is."""
-    edges, found = chunk_edges(sizes), np.full(axis.nparts, -1)
+    edges, numbered = chunk_edges(sizes), np.full(axis.nparts, -1)
     start, stop = axis.bounds[:-1], axis.bounds[1:]
     at = edges[1:].searchsorted(start, "right").clip(max=len(sizes) - 1)
     alone = np.bincount(axis.part, minlength=axis.nparts)[axis.part] == 1
     same = alone & (edges[at] == start) & (edges[at + 1] == stop)
-    found[axis.part[same]] = at[same]
-    numbers: list[int] = found.tolist()
+    numbered[axis.part[same]] = at[same]
+    numbers: list[int] = numbered.tolist()
     return numbers
 
 
@@ -380,7 +380,7 @@ class CublasmpModel(EngineModel):
         return make_tiles(plan)
 
     def misfit(self, problem: Problem, grid: tuple[int, int, int]) -> str | None:
-        """Return why SUMMA can't have the blocks that were asked for, or None."""
+        """Return why SUMMA can't use the requested blocks, or None."""
         sizes = summa_blocks(problem, grid)
         for name, several in zip("mnk", sizes, strict=True):
             if len(several) > 1:

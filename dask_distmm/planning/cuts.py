@@ -50,7 +50,7 @@ _PIECES = 4
 
 
 def unit(length: int, step: int = 1) -> int:
-    """Return what pieces of a length are to be multiples of, so that GEMMs are fast: of `step`, which is 1 or 16."""
+    """Return the multiple to which pieces of a length are rounded for fast GEMMs: of `step`, which is 1 or 16."""
     return next((size for size, least in ((_TILE, 8), (_ALIGNED, 4)) if length >= least * size), step)
 
 
@@ -65,7 +65,7 @@ def pieces_that_fill(problem: Problem, length: int, extent: int) -> int:
 
 
 def slowdown(problem: Problem, *, in_chunks: bool) -> float:
-    """Return how many times as long products take because of their extents; 1 where these are as they should be."""
+    """Return the factor by which products are slower due to their extents; 1 for sufficient extents."""
     name = problem.matrix_types[0]
     if problem.compute or name not in _SLOWDOWN:
         return 1.0
@@ -108,8 +108,8 @@ def cut(length: int, parts: int, *chunkings: tuple[int, ...], imbalance: float =
     even = np.arange(parts + 1) * length // parts
     edges: np.ndarray | None = None
     for sizes in dict.fromkeys(chunkings):
-        found = chunk_edges(sizes)
-        edges = np.unique(found) if edges is None else np.intersect1d(edges, found)
+        chunk_bounds = chunk_edges(sizes)
+        edges = np.unique(chunk_bounds) if edges is None else np.intersect1d(edges, chunk_bounds)
     if edges is not None and len(edges) > parts:
         right = np.clip(np.searchsorted(edges, even), 1, len(edges) - 1)
         left = right - 1
@@ -134,8 +134,8 @@ def uniform_cut(length: int, parts: int, step: int = 1) -> Bounds:
 
 def by_rows(problem: Problem, otherwise: bool) -> bool:
     """Whether D is cut along its rows: as its distribution says, if one was asked for."""
-    asked = problem.distributions[2]
-    return otherwise if asked is None else asked.layout((problem.m, problem.n), 2).grid.nprow > 1
+    requested = problem.distributions[2]
+    return otherwise if requested is None else requested.layout((problem.m, problem.n), 2).grid.nprow > 1
 
 
 def grid_cuts(problem: Problem, grid: tuple[int, int, int]) -> tuple[Bounds, Bounds, Bounds]:
@@ -193,9 +193,9 @@ def shape_of(rect: Rect) -> tuple[int, int]:
     return rect[1] - rect[0], rect[3] - rect[2]
 
 
-def common(one: Rect, other: Rect) -> Rect | None:
+def common(a: Rect, b: Rect) -> Rect | None:
     """Return the part that two rectangles have in common; None for nothing."""
-    r0, r1, c0, c1 = max(one[0], other[0]), min(one[1], other[1]), max(one[2], other[2]), min(one[3], other[3])
+    r0, r1, c0, c1 = max(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), min(a[3], b[3])
     return (r0, r1, c0, c1) if r0 < r1 and c0 < c1 else None
 
 
@@ -252,7 +252,7 @@ def traffic(chunks: Chunks, cuts: tuple[Bounds, Bounds], holders: NDArray[Any], 
 
 
 def chunk_owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], ranks: int) -> NDArray[np.int32]:
-    """Give every chunk of D to the rank with the largest part of it after some cuts; all ranks as many by allreduce."""
+    """Assign each chunk of D to the rank with its largest part; evenly to all ranks after an allreduce."""
     if method == "allreduce":
         return (np.arange(problem.d.count, dtype=np.int64) * ranks // problem.d.count).astype(np.int32)
     row, col = (overlap_sizes(*axis).argmax(axis=1) for axis in zip(problem.d.chunks, cuts, strict=True))
@@ -276,7 +276,7 @@ def _axes_alike(problem: Problem) -> str:
     # In another order of m or n the chunks of a stationary D would come to lie elsewhere.
     axes = "k" if problem.stationary else "mnk"
     chunkings = ((axis, problem.chunkings(axis)) for axis in axes)
-    return "".join(axis for axis, (first, *others) in chunkings if all(sizes == first for sizes in others))
+    return "".join(axis for axis, (first, *rest) in chunkings if all(sizes == first for sizes in rest))
 
 
 def by_holder(problem: Problem, where: Where) -> dict[str, list[int]]:

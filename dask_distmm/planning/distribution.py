@@ -80,14 +80,14 @@ class BlockCyclic:
     def __post_init__(self) -> None:
         """Check the numbers."""
         for name in ("grid", "blocks"):
-            found = getattr(self, name)
+            sides = getattr(self, name)
             try:
-                pair = tuple(int(x) for x in found)
-                good = len(pair) == 2 and min(pair) >= 1 and all(x == y for x, y in zip(pair, found, strict=True))
+                pair = tuple(int(x) for x in sides)
+                good = len(pair) == 2 and min(pair) >= 1 and all(x == y for x, y in zip(pair, sides, strict=True))
             except (TypeError, ValueError):
                 good = False
             if not good:
-                raise PlanError(f"BlockCyclic({name}={found!r}): expected two positive numbers, of rows and columns")
+                raise PlanError(f"BlockCyclic({name}={sides!r}): expected two positive numbers, of rows and columns")
             object.__setattr__(self, name, pair)
 
     def layout(self, shape: tuple[int, int], nranks: int) -> Layout:

@@ -76,11 +76,11 @@ class FactorProblem(Computation):
         for name, shape in shapes.items():
             if name in self.task.inputs and self[name].shape != shape:
                 raise PlanError(f"{name.upper()} is {shape}, its chunks add up to {self[name].shape}")
-        made = {one.name: one for one in self.task.outputs}
+        outputs = {output.name: output for output in self.task.outputs}
         for output in self.wanted:
-            if output.name not in made:
-                raise PlanError(f"{self.task.kind} has no output {output.name!r}; it has {', '.join(made)}")
-            expected = as_matrix(made[output.name].shape)
+            if output.name not in outputs:
+                raise PlanError(f"{self.task.kind} has no output {output.name!r}; it has {', '.join(outputs)}")
+            expected = as_matrix(outputs[output.name].shape)
             if output.shape != expected:
                 raise PlanError(f"{output.name} is {expected}, its chunks are {output.chunks}")
 
@@ -192,8 +192,8 @@ class FactorPlacement(Placement):
 
     def owned(self, output: str, rank: int) -> list[int]:
         """Return the numbers of an output's chunks that a rank puts together."""
-        found: list[int] = np.flatnonzero(self.owners[output] == rank).tolist()
-        return found
+        numbers: list[int] = np.flatnonzero(self.owners[output] == rank).tolist()
+        return numbers
 
     def has_part(self, kind: str, number: int) -> bool:
         """Whether ranks publish such a part of a panel of this number."""
@@ -212,7 +212,7 @@ class FactorPlacement(Placement):
     def check(self) -> None:
         """Raise `ProtocolError` if the parts of a plan do not fit each other."""
         super().check()
-        counts = {one.name: one.count for one in self.problem.outputs}
+        counts = {output.name: output.count for output in self.problem.outputs}
         good = self.width > 0 and self.ranks and self.owners.keys() == counts.keys()
         good = good and (not self.task.spectral or self.count == 1 or self.shared)
         if not good or not all(in_range(self.owners[name], counts[name], len(self.ranks)) for name in counts):
@@ -229,7 +229,7 @@ class FactorPlacement(Placement):
         elif problem.b_order is not None:
             second = (problem.a_shape[0] if problem.forms_q else problem.b_order, problem.b_order)
         elif self.shared and problem.vectors:
-            second = next(one.shape for one in problem.outputs if one.name == "v")  # type: ignore[assignment]
+            second = next(output.shape for output in problem.outputs if output.name == "v")  # type: ignore[assignment]
         below = int(self.shared)
         if second is None:
             return Columns((Matrix(a, self.width),), self.count, below=below)
@@ -269,17 +269,17 @@ class FactorPlacement(Placement):
 
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank."""
-        names = tuple(one.name for one in self.problem.outputs)
+        names = tuple(output.name for output in self.problem.outputs)
         what = self.task, self.engine, self.method, self.count, self.width, names
         return remembered((*what, self.exact, self.whole), rank, lambda: self._record(rank))
 
     def multiplied(self, rank: int) -> list[int]:
         """Return the numbers of A's chunks that a rank multiplies: those that it holds, and its share of others'."""
-        rank_of = {participant: one for one, participant in enumerate(self.ranks)}
+        rank_of = {participant: rank_number for rank_number, participant in enumerate(self.ranks)}
         holders = self.where["a"].tolist()
-        others = itertools.count()
-        by = [rank_of[one] if one in rank_of else next(others) % self.count for one in holders]
-        return [number for number, one in enumerate(by) if one == rank]
+        turns = itertools.count()
+        by = [rank_of[holder] if holder in rank_of else next(turns) % self.count for holder in holders]
+        return [number for number, owner in enumerate(by) if owner == rank]
 
     def _record(self, rank: int) -> tuple[Step, ...]:
         return self._refined(rank) if self.task.refines else self._recorded(rank).end()
@@ -292,7 +292,7 @@ class FactorPlacement(Placement):
             rank,
             self.columns,
             task.dtype_of_factors,
-            factored="" if task.given else task.refined_way,
+            factored="" if task.has_factors else task.refined_way,
             parts=sorted(parts),
             compute=task.products,
             lenient=True,
@@ -304,18 +304,18 @@ class FactorPlacement(Placement):
             positive=task.hermitian,
             narrow=task.factor_dtype == "float16",
             identity=task.b_order is not None,
-            given=task.given,
+            has_factors=task.has_factors,
             op="N" if task.hermitian else task.op,
             carried=self.carried,
             whole=self.whole,
             inverts=ENGINES[self.engine].on_gpus,
-            info="info" if any(one.name == "info" for one in self.problem.outputs) else "",
+            info="info" if any(output.name == "info" for output in self.problem.outputs) else "",
             otherwise=functools.partial(self._recorded, rank, self.columns.count) if self.exact else None,
         )
         return p.end()
 
     def _recorded(self, rank: int, numbered: int = 0) -> Panels:
-        """Return the steps by factors in the type of A; after others' panels have had so many numbers."""
+        """Record the steps in the type of A; `numbered` panels of earlier factors have used their numbers."""
         task, columns, panels = self.task, self.columns, self.panels
         name, last, count = task.factored, columns.first(1), columns.count
         substitution: dict[str, Any] = {"lower": task.lower, "op": task.substituted, "unit": task.unit_diagonal}
@@ -362,7 +362,7 @@ class FactorPlacement(Placement):
             # The columns of Q before a panel's first one are those of the identity in its rows: they stay as they are.
             factor.reflect(p, panels, lambda k: last + k if task.forms_q else last)
         with p.on("join"):
-            for output in map(self.output, () if task.refines else (one.name for one in self.problem.outputs)):
+            for output in map(self.output, () if task.refines else (output.name for output in self.problem.outputs)):
                 self._store(p, output)
         return p
 
@@ -402,11 +402,11 @@ class FactorPlacement(Placement):
 
     def output(self, name: str) -> TaskOutput:
         """Return a result by its name."""
-        found = next(one for one in self.task.outputs if one.name == name)
+        output = next(output for output in self.task.outputs if output.name == name)
         # The block columns of eigenvectors are distributed as those of a second matrix.
-        if self.shared and found.form == "spectral" and len(found.shape) > 1:
-            return dataclasses.replace(found, matrix=1, form="full")
-        return found
+        if self.shared and output.form == "spectral" and len(output.shape) > 1:
+            return dataclasses.replace(output, matrix=1, form="full")
+        return output
 
     def output_layout(self, name: str) -> Layout | None:
         """Return the layout of a result, of the form of it that ranks hold; None if it has no block columns."""
@@ -430,15 +430,15 @@ _NARROW = 320
 _PANEL_ELEMENTS = 2**26
 
 
-def _shared_phases(made: FactorPlacement) -> list[Phase]:
+def _shared_phases(plan: FactorPlacement) -> list[Phase]:
     """Return the computation itself: reads of one triangle for each column that is eliminated, columns, products."""
-    task, ranks, machine, model = made.problem.task, len(made.ranks), made.machine, ENGINES[made.engine]
-    threads = made.threads.sum() * _SHARE
+    task, ranks, machine, model = plan.problem.task, len(plan.ranks), plan.machine, ENGINES[plan.engine]
+    threads = plan.threads.sum() * _SHARE
     n, complexes = float(task.a_shape[0]), 4 if task.dtype.startswith("complex") else 1
-    column = model.column_seconds + (ranks > 1 and not model.reads_peers) * 2 * made.message_seconds
+    column = model.column_seconds + (ranks > 1 and not model.reads_peers) * 2 * plan.message_seconds
     flops, vectors = (2 / 3 + 2 * task.vectors) * complexes * n**3, 4 / 3 * n**3 * task.vectors
     return [
-        Phase(touched=n**3 / 6 * made.problem.compute_type.itemsize / ranks),
+        Phase(touched=n**3 / 6 * plan.problem.compute_type.itemsize / ranks),
         Phase(least=n * column),
         Phase(flops, machine.rate(task.dtype) * threads),
         Phase(vectors, machine.rate("float64") * threads),
@@ -478,34 +478,34 @@ def plan_factorization(
     _check_factors(problem, engine)
     where = where or {}
     candidates = sorted(_candidates(problem, len(roster), engine))
-    found = [_consider(problem, roster, sources, where, engine, *candidate) for candidate in candidates]
+    plans = [_consider(problem, roster, sources, where, engine, *candidate) for candidate in candidates]
     # The order says how eigenvalues are computed; the other way is taken where memory is short.
     large = _shares_eigh(problem, len(roster), engine)
-    found.sort(key=lambda one: (one.shared != large, one.seconds))
+    plans.sort(key=lambda plan: (plan.shared != large, plan.seconds))
     rows, cols = problem.task.a_shape
     what = f"{problem.task.kind} of a matrix of {rows} x {cols} ({problem.task.dtype})"
     remedies = _remedies(problem, len(roster), engine)
     if not problem.task.refines:
-        return choose(found, what, remedies)
+        return choose(plans, what, remedies)
     # First what is gone without is that each rank has all factors, then factors of A itself.
     for exact, whole in ((True, True), (True, False), (False, False)):
-        found = [_consider(problem, roster, sources, where, engine, *one, exact, whole) for one in candidates]
+        plans = [_consider(problem, roster, sources, where, engine, *pair, exact, whole) for pair in candidates]
         with contextlib.suppress(ProjectedMemoryError) if exact else contextlib.nullcontext():
-            best = choose(sorted(found, key=lambda one: one.seconds), what, remedies)
+            best = choose(sorted(plans, key=lambda plan: plan.seconds), what, remedies)
             break
-    if problem.task.given:
+    if problem.task.has_factors:
         return best
-    x = tuple(one for one in problem.wanted if one.name == "x")
+    x = tuple(output for output in problem.wanted if output.name == "x")
     plain = dataclasses.replace(problem, task=dataclasses.replace(problem.task, factor_dtype=""), wanted=x)
     return dataclasses.replace(best, plain=_consider(plain, roster, sources, where, engine, best.count, False).estimate)
 
 
 def _check_factors(problem: FactorProblem, engine: str) -> None:
     """Refuse a type of factors that an engine does not have."""
-    name, known = problem.task.factor_dtype, ENGINES[engine].factor_dtypes
-    if name and name not in known:
-        text = f"; it has {', '.join(map(repr, known))}" if known else ""
-        remedy = "use one of these" if known else "leave it out, or use engine 'peer'"
+    name, choices = problem.task.factor_dtype, ENGINES[engine].factor_dtypes
+    if name and name not in choices:
+        text = f"; it has {', '.join(map(repr, choices))}" if choices else ""
+        remedy = "use one of these" if choices else "leave it out, or use engine 'peer'"
         raise PlanError(f"engine {engine!r} has no factors of {name}{text}: {remedy}")
 
 
@@ -516,13 +516,13 @@ def reduced_mode(task: Factorization) -> list[str]:
 
 def _remedies(problem: FactorProblem, workers: int, engine: str) -> list[str]:
     """Return what would let a factorization fit that does not, in the way in which it was asked for."""
-    found = reduced_mode(problem.task)
+    remedies = reduced_mode(problem.task)
     free = dataclasses.replace(problem, method="auto")
     if max(count for count, _ in _candidates(free, max(2, workers), engine)) == 1:
-        return found
+        return remedies
     if problem.method == "local":
-        return [*found, "use method='auto', by which workers share it"]
-    return [*found, "use more workers" if problem.workers is None else "name more workers by workers="]
+        return [*remedies, "use method='auto', by which workers share it"]
+    return [*remedies, "use more workers" if problem.workers is None else "name more workers by workers="]
 
 
 def _shares_eigh(problem: FactorProblem, workers: int, engine: str) -> bool:
@@ -567,7 +567,7 @@ def _consider(
     participants = (*roster, *sources)
     model = ENGINES[engine]
     width = block_width(problem.task, count, model.widths, shared=shared)
-    made = FactorPlacement(
+    plan = FactorPlacement(
         problem=problem,
         engine=engine,
         method="columns" if count > 1 or shared else "local",
@@ -581,49 +581,49 @@ def _consider(
     )
     held = np.zeros((count, len(participants)))
     for name, table in where.items():
-        held += made.gathered(name).traffic(table, len(participants)).T
+        held += plan.gathered(name).traffic(table, len(participants)).T
     if count == 1 and held.any():
         # One rank alone is where most threads are, and of these where most of the operands is.
         best = max(range(len(roster)), key=lambda index: (roster[index].nthreads, held[0, index]))
-        made = dataclasses.replace(made, ranks=(best,))
-    made = dataclasses.replace(made, owners=_owners(made))
+        plan = dataclasses.replace(plan, ranks=(best,))
+    plan = dataclasses.replace(plan, owners=_owners(plan))
     size = problem.compute_type.itemsize
-    given = sum(math.prod(matrix.shape) for matrix in problem.matrices)
-    home = held[range(count), list(made.ranks)].sum() if held.any() else given / len(participants)
-    streamed = (count - 1) * given / 2 * (len(made.sweeps) - made.carried)
-    results = sum(math.prod(one.shape) for one in problem.outputs)
-    moved = (given - home + streamed + results * (1 - 1 / count)) * size
-    return estimated(made, _memory(made), _work(made, moved))
+    elements = sum(math.prod(matrix.shape) for matrix in problem.matrices)
+    home = held[range(count), list(plan.ranks)].sum() if held.any() else elements / len(participants)
+    streamed = (count - 1) * elements / 2 * (len(plan.sweeps) - plan.carried)
+    results = sum(math.prod(output.shape) for output in problem.outputs)
+    moved = (elements - home + streamed + results * (1 - 1 / count)) * size
+    return estimated(plan, _memory(plan), _work(plan, moved))
 
 
-def _work(made: FactorPlacement, moved: float) -> Work:
+def _work(plan: FactorPlacement, moved: float) -> Work:
     """Return the work of a plan, given the bytes that move between workers."""
-    problem, model, algorithm = made.problem, ENGINES[made.engine], made.problem.task.algorithm
-    count, panels, task = len(made.ranks), made.columns.matrices[0].count, problem.task
-    if made.shared:
-        phases = _shared_phases(made)
+    problem, model, algorithm = plan.problem, ENGINES[plan.engine], plan.problem.task.algorithm
+    count, panels, task = len(plan.ranks), plan.columns.matrices[0].count, problem.task
+    if plan.shared:
+        phases = _shared_phases(plan)
     else:
         # One panel comes after the other, however many ranks there are.
         least = panels * model.panel_seconds.get(algorithm, 0.0) if count > 1 else 0.0
-        machine = problem.options.machine("numpy") if task.entry.on_host else made.machine
+        machine = problem.options.machine("numpy") if task.entry.on_host else plan.machine
         share = model.share(algorithm, count) or task.entry.shares[not task.vectors]
-        phases = [Phase(problem.flops, machine.rate(task.dtype) * made.threads.sum() * share, least=least)]
+        phases = [Phase(problem.flops, machine.rate(task.dtype) * plan.threads.sum() * share, least=least)]
         if task.refines:
-            phases = _refined_phases(made, share, least)
+            phases = _refined_phases(plan, share, least)
     return Work([*phases, Phase(waited={"ranks": moved / count, "messages": panels * (count > 1)})], moved=moved)
 
 
-def _refined_phases(made: FactorPlacement, share: float, least: float) -> list[Phase]:
+def _refined_phases(plan: FactorPlacement, share: float, least: float) -> list[Phase]:
     """Return the phases of factors of few bits, and of turns in which A is read once and factors twice."""
-    task, machine, ranks = made.problem.task, made.machine, len(made.ranks)
+    task, machine, ranks = plan.problem.task, plan.machine, len(plan.ranks)
     n, complexes = float(task.a_shape[0]), 4 if task.dtype.startswith("complex") else 1
-    low, size = dtype_from_name(task.dtype_of_factors).itemsize, made.problem.compute_type.itemsize
-    # About half of the time goes where there are no products.
+    low, size = dtype_from_name(task.dtype_of_factors).itemsize, plan.problem.compute_type.itemsize
+    # About half of the time is spent outside of products.
     rates = [machine.rate(task.dtype_of_factors)]
     rates += [machine.rate(task.factor_dtype)] * (task.factor_dtype != "float32")
-    rate, threads = len(rates) / sum(1 / one for one in rates), made.threads.sum()
-    factors = 0.0 if task.given else (n**3 / 3 if task.hermitian else 2 * n**3 / 3) * complexes
-    columns = made.columns.matrices[1].shape[1]
+    rate, threads = len(rates) / sum(1 / part for part in rates), plan.threads.sum()
+    factors = 0.0 if task.has_factors else (n**3 / 3 if task.hermitian else 2 * n**3 / 3) * complexes
+    columns = plan.columns.matrices[1].shape[1]
     product = 2 * n * n * columns * complexes
     turn = Phase(
         EXPECTED * product,
@@ -634,81 +634,81 @@ def _refined_phases(made: FactorPlacement, share: float, least: float) -> list[P
     return [Phase(touched=2 * n * n * size / ranks), Phase(factors, rate * threads * share, least=least), turn, solves]
 
 
-def _owners(made: FactorPlacement) -> dict[str, NDArray[np.int32]]:
+def _owners(plan: FactorPlacement) -> dict[str, NDArray[np.int32]]:
     """Share the chunks of each output out, evenly by their bytes: block columns of all ranks are in most of them."""
-    found, holders = {}, list(made.holders)
-    for output in made.problem.outputs:
-        ranks = range(len(made.ranks)) if made.output_layout(output.name) is not None else holders
+    owners, holders = {}, list(plan.holders)
+    for output in plan.problem.outputs:
+        ranks = range(len(plan.ranks)) if plan.output_layout(output.name) is not None else holders
         sizes = output.elements
         loads = collections.Counter(dict.fromkeys(ranks, 0))
         table = np.zeros(output.count, np.int32)
         for index in np.argsort(-sizes, kind="stable").tolist():
-            rank = min(ranks, key=lambda one: loads[one])
+            rank = min(ranks, key=lambda candidate: loads[candidate])
             loads[rank] += int(sizes[index]) + 1
             table[index] = rank
-        found[output.name] = table
-    return found
+        owners[output.name] = table
+    return owners
 
 
-def _refined_bytes(made: FactorPlacement, rank: int) -> float:
+def _refined_bytes(plan: FactorPlacement, rank: int) -> float:
     """Return the bytes of vectors, and of copies of chunks of A, that a rank holds to refine a solution."""
-    n, a, size = made.task.a_shape[0], made.problem["a"], made.problem.compute_type.itemsize
-    first, count = made.columns.first(1), made.columns.count
-    own = made.columns.local(rank, first, count)
-    width, columns = own.stop - own.start, made.columns.matrices[1].shape[1]
+    n, a, size = plan.task.a_shape[0], plan.problem["a"], plan.problem.compute_type.itemsize
+    first, count = plan.columns.first(1), plan.columns.count
+    own = plan.columns.local(rank, first, count)
+    width, columns = own.stop - own.start, plan.columns.matrices[1].shape[1]
     # Two vectors, and copies of two turns that others get.
-    vectors = (2 + 2 * (made.count > 1)) * columns + (7 + 2 * kept_columns(n, columns)) * width
-    few, low = 0, dtype_from_name(made.task.dtype_of_factors).itemsize
-    if made.whole and width:
+    vectors = (2 + 2 * (plan.count > 1)) * columns + (7 + 2 * kept_columns(n, columns)) * width
+    few, low = 0, dtype_from_name(plan.task.dtype_of_factors).itemsize
+    if plan.whole and width:
         # All factors, and inverses of blocks, of which one triangle has copies while they are made.
-        few = n * n * (made.count > 1)
-        if ENGINES[made.engine].on_gpus:
-            few += (3 if made.task.hermitian else 4) * inverted_order(n) * (n + inverted_order(n))
-    elif made.carried:
+        few = n * n * (plan.count > 1)
+        if ENGINES[plan.engine].on_gpus:
+            few += (3 if plan.task.hermitian else 4) * inverted_order(n) * (n + inverted_order(n))
+    elif plan.carried:
         # Twice a turn it goes from rank to rank, in few bits.
-        vectors += 2 * math.ceil(len(made.panels) / made.count) * columns
-    copied = n * CROSSING[ENGINES[made.engine].on_gpus] / made.count * made.task.hermitian
-    if "a" in made.where:
-        copied += sum(int(a.elements[one]) for one in made.multiplied(rank) if made.where["a"][one] != made.ranks[rank])
+        vectors += 2 * math.ceil(len(plan.panels) / plan.count) * columns
+    copied = n * CROSSING[ENGINES[plan.engine].on_gpus] / plan.count * plan.task.hermitian
+    if "a" in plan.where:
+        copied += sum(int(a.elements[i]) for i in plan.multiplied(rank) if plan.where["a"][i] != plan.ranks[rank])
     return float((n * vectors + copied) * size + few * low)
 
 
-def _memory(made: FactorPlacement) -> NDArray[np.float64]:
+def _memory(plan: FactorPlacement) -> NDArray[np.float64]:
     """Return the bytes that each participant holds at most.
 
     Its chunks of the operands; a rank also its block columns, two panels that are under way, and at the end its part
     of every output and its chunks of that. Chunks of an operand with donated memory are freed before any chunk of the
     outputs exists. A spectral decomposition has a workspace, and its vectors, before they are cut into chunks.
     """
-    problem, size, npart = made.problem, made.problem.compute_type.itemsize, len(made.participants)
-    total, going = np.zeros(npart), np.zeros(npart)
-    # Where there is no memory for A itself, block columns are those of factors of few bits.
-    block_size = size if made.exact else dtype_from_name(problem.task.dtype_of_factors).itemsize
+    problem, size, npart = plan.problem, plan.problem.compute_type.itemsize, len(plan.participants)
+    total, donated = np.zeros(npart), np.zeros(npart)
+    # Without memory for A itself, block columns are those of low-precision factors.
+    block_size = size if plan.exact else dtype_from_name(problem.task.dtype_of_factors).itemsize
     for name in problem.operands:
         sizes = problem[name].elements * size
-        held = going if name in problem.donated else total
-        if name in made.where:
-            held += np.bincount(made.where[name], sizes, npart)
+        held = donated if name in problem.donated else total
+        if name in plan.where:
+            held += np.bincount(plan.where[name], sizes, npart)
         else:
             held += sizes.sum() / npart
     at_the_end = np.zeros(npart)
-    for rank, index in enumerate(made.ranks):
-        array = made.columns.rows * made.columns.local_cols(rank)
-        beside = 2 * made.columns.rows * made.width * block_size
+    for rank, index in enumerate(plan.ranks):
+        array = plan.columns.rows * plan.columns.local_cols(rank)
+        beside = 2 * plan.columns.rows * plan.width * block_size
         if problem.task.refines:
-            total[index] += _refined_bytes(made, rank)
-        if made.shared:
-            beside = shared_bytes(problem.task, len(made.ranks), size, made.width)
+            total[index] += _refined_bytes(plan, rank)
+        if plan.shared:
+            beside = shared_bytes(problem.task, len(plan.ranks), size, plan.width)
         elif (workspace := problem.task.entry.workspace) is not None:
             beside = workspace(problem.task) * size
-            beside += sum(math.prod(one.shape) * dtype_from_name(one.dtype).itemsize for one in problem.task.outputs)
+            beside += sum(math.prod(out.shape) * dtype_from_name(out.dtype).itemsize for out in problem.task.outputs)
         results = 0
         for output in problem.outputs:
-            layout = made.output_layout(output.name)
+            layout = plan.output_layout(output.name)
             sizes = output.elements
-            results += int(sizes[made.owners[output.name] == rank].sum()) * dtype_from_name(output.dtype).itemsize
-            if layout is not None and made.output(output.name).swapped:
+            results += int(sizes[plan.owners[output.name] == rank].sum()) * dtype_from_name(output.dtype).itemsize
+            if layout is not None and plan.output(output.name).swapped:
                 results += math.prod(layout.local_shape(rank)) * size
         total[index] += array * block_size + beside
         at_the_end[index] = results
-    return total + (np.maximum(going, at_the_end) if problem.donated else at_the_end)
+    return total + (np.maximum(donated, at_the_end) if problem.donated else at_the_end)

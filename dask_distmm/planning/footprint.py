@@ -142,14 +142,14 @@ def held_operands(plan: Plan, *, on_gpus: bool = False) -> NDArray[np.float64]:
     On GPUs also in the types in which they are multiplied, and without those that ranks make.
     """
     problem, total = plan.problem, np.zeros(len(plan.participants))
-    for operand, given in zip("ab", multiplied_sizes(problem), strict=True):
+    for operand, passed in zip("ab", multiplied_sizes(problem), strict=True):
         sizes, size = problem[operand].bytes, problem[operand].itemsize
         if on_gpus and problem[operand].by_ranks:
             continue
         if operand == "a" or not problem.shared:
             total += spread(plan, operand, sizes)
-        if on_gpus and given != size:
-            total += spread(plan, operand, sizes // size * given)
+        if on_gpus and passed != size:
+            total += spread(plan, operand, sizes // size * passed)
     return total
 
 

@@ -116,23 +116,23 @@ def share_out(products: Sequence[GroupedProduct], slots: int, overhead: float) -
 
     def tried(runs: set[int]) -> tuple[float, list[Share]]:
         """Return the time of all, and the shares, if just `runs` are collective."""
-        separate = {i: one for i, one in enumerate(products) if i not in runs}
-        share = sum(one.seconds for one in separate.values()) / slots
-        found = {i: Share(True, (), 0, products[i].run or 0.0) for i in runs}
-        total, pieces = sum(one.seconds for one in found.values()), []
-        for i, one in separate.items():
-            m = sum(one.rows)
-            wanted = math.ceil(one.seconds / (share * _LARGEST_PIECE)) if share else 1
-            most = min(m // _LEAST_ROWS, int(one.seconds / (overhead * WORTH)) if overhead else m)
+        separate = {i: product for i, product in enumerate(products) if i not in runs}
+        share = sum(product.seconds for product in separate.values()) / slots
+        shares = {i: Share(True, (), 0, products[i].run or 0.0) for i in runs}
+        total, pieces = sum(share_of.seconds for share_of in shares.values()), []
+        for i, product in separate.items():
+            m = sum(product.rows)
+            wanted = math.ceil(product.seconds / (share * _LARGEST_PIECE)) if share else 1
+            most = min(m // _LEAST_ROWS, int(product.seconds / (overhead * WORTH)) if overhead else m)
             count = max(1, min(wanted, most, slots * 4))
-            cut = resize(one.rows, -(-m // count)) if count > 1 else (m,)
-            waits = one.spread * min(1.0, slots / len(cut)) if len(cut) > 1 else 0.0
-            each = [one.seconds * size / m + waits if m else 0.0 for size in cut]
-            found[i] = Share(False, cut, 0, max(each))
+            cut = resize(product.rows, -(-m // count)) if count > 1 else (m,)
+            waits = product.spread * min(1.0, slots / len(cut)) if len(cut) > 1 else 0.0
+            each = [product.seconds * size / m + waits if m else 0.0 for size in cut]
+            shares[i] = Share(False, cut, 0, max(each))
             pieces += [piece + overhead for piece in each]
-        for rank, i in enumerate(sorted(separate, key=lambda i: (-found[i].seconds, i))):
-            found[i] = dataclasses.replace(found[i], rank=rank)
-        return total + _makespan(pieces, slots), [found[i] for i in range(len(products))]
+        for rank, i in enumerate(sorted(separate, key=lambda i: (-shares[i].seconds, i))):
+            shares[i] = dataclasses.replace(shares[i], rank=rank)
+        return total + _makespan(pieces, slots), [shares[i] for i in range(len(products))]
 
     total, shares = min((tried({*must, *may[:count]}) for count in range(len(may) + 1)), key=lambda pair: pair[0])
     return shares, total
@@ -290,19 +290,19 @@ def resize(sizes: Sizes, length: int) -> Sizes:
 
     Longer chunks are cut evenly, neighbours that fit together are merged.
     """
-    found: list[int] = []
+    pieces_of: list[int] = []
     open_ended = False  # whether the last one may grow: pieces of a chunk stay among themselves
     for size in sizes:
         if size > length:
             pieces = -(-size // length)
-            found += [size // pieces + (i < size % pieces) for i in range(pieces)]
+            pieces_of += [size // pieces + (i < size % pieces) for i in range(pieces)]
             open_ended = False
-        elif open_ended and found[-1] + size <= length:
-            found[-1] += size
+        elif open_ended and pieces_of[-1] + size <= length:
+            pieces_of[-1] += size
         else:
-            found.append(size)
+            pieces_of.append(size)
             open_ended = True
-    return tuple(found)
+    return tuple(pieces_of)
 
 
 def recut(chunks: tuple[Sizes, ...], items: int) -> tuple[Sizes, ...]:
@@ -316,8 +316,8 @@ def recut(chunks: tuple[Sizes, ...], items: int) -> tuple[Sizes, ...]:
     grow = math.prod(lengths) < items
     axes = range(len(lengths))
     for axis in reversed(axes) if grow else axes:
-        others = math.prod(lengths) // lengths[axis]
-        fitting = max(1, items // others)
+        rest = math.prod(lengths) // lengths[axis]
+        fitting = max(1, items // rest)
         lengths[axis] = min(sum(chunks[axis]), max(lengths[axis], fitting)) if grow else min(lengths[axis], fitting)
     return tuple(resize(sizes, length) for sizes, length in zip(chunks, lengths, strict=True))
 
@@ -334,15 +334,15 @@ def item_plan(
     # Where even the tasks of two for each slot are hardly worth having, still every slot gets one.
     target = max(1, min(most, max(even, min(least, -(-batch.count // pool.slots)))))
     chunks = batch.chunks
-    found = _largest(chunks)
+    largest = _largest(chunks)
     count = math.prod(map(len, chunks))
     enough = count >= min(pool.slots, batch.count)
-    tiny = found * each < overhead and count > pool.slots * _TASKS_PER_SLOT
-    if found > most or not enough or tiny:
+    tiny = largest * each < overhead and count > pool.slots * _TASKS_PER_SLOT
+    if largest > most or not enough or tiny:
         chunks = recut(chunks, target)
-        count, found = math.prod(map(len, chunks)), _largest(chunks)
+        count, largest = math.prod(map(len, chunks)), _largest(chunks)
     kept = chunks == batch.chunks
-    compute = -(-count // pool.slots) * found * each
+    compute = -(-count // pool.slots) * largest * each
     transfer = 0.0
     a_bytes, b_bytes, _ = batch.item_bytes
     needed = []
@@ -359,7 +359,7 @@ def item_plan(
     moved = 0 if kept and batch.a_whole and batch.b_whole else batch.chunk_count + count
     tasks = count + moved
     seconds = compute + transfer + tasks * overhead
-    moved_bytes, held = round(received * pool.workers), found * batch.held_bytes
+    moved_bytes, held = round(received * pool.workers), largest * batch.held_bytes
     return chunks, Estimate("items", (count, 1, 1), seconds, compute, transfer, moved_bytes, held)
 
 

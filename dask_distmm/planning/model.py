@@ -258,6 +258,6 @@ def engine_alone(array: str, kind: str = "product") -> str:
 
     Factorizations by one process need none of the libraries that several share.
     """
-    found = [one for one in ENGINES.values() if one.on_gpus == (array == "cupy") and kind in one.computes]
-    shared = [one.name for one in found if one.collective and "product" in one.computes]
-    return shared[-1] if shared else found[0].name
+    able = [model for model in ENGINES.values() if model.on_gpus == (array == "cupy") and kind in model.computes]
+    shared = [model.name for model in able if model.collective and "product" in model.computes]
+    return shared[-1] if shared else able[0].name

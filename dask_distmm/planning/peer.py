@@ -44,9 +44,9 @@ from dask_distmm.planning.schedule import (
 _ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY, _GRID = 2.0, 4.0, 2.0, 1.0, 0.75, 0.5
 
 
-def reaches(reader: Worker, other: Worker) -> bool:
+def reaches(reader: Worker, holder: Worker) -> bool:
     """Whether a worker's GPU can read the memory of another one's, as far as they have said anything."""
-    return reader.host == other.host and (reader.device == other.device or other.device in reader.reach)
+    return reader.host == holder.host and (reader.device == holder.device or holder.device in reader.reach)
 
 
 class SolverModel(EngineModel):
@@ -69,16 +69,16 @@ class PeerModel(SolverModel):
         if kind == "program":  # what is small goes by the host
             return ""
         for reader in workers:
-            for other in workers:
-                if reader.host != other.host:
-                    return f"{reader.address} is on host {reader.host!r}, {other.address} on {other.host!r}"
-                if not (reader.device and other.device):
-                    silent = other if reader.device else reader
+            for holder in workers:
+                if reader.host != holder.host:
+                    return f"{reader.address} is on host {reader.host!r}, {holder.address} on {holder.host!r}"
+                if not (reader.device and holder.device):
+                    silent = holder if reader.device else reader
                     return f"{silent.address} does not say which GPU it has"
-                if not reaches(reader, other):
+                if not reaches(reader, holder):
                     return (
                         f"the GPU of {reader.address} ({reader.device}) can't read the memory of that of "
-                        f"{other.address} ({other.device}): they have no NVLink or PCIe peer access, or the process "
+                        f"{holder.address} ({holder.device}): they have no NVLink or PCIe peer access, or the process "
                         "does not see both (CUDA_VISIBLE_DEVICES; dask-cuda shows all)"
                     )
         return ""
@@ -107,7 +107,7 @@ class PeerModel(SolverModel):
         own = np.array(buffers, float)
         if not schedules:
             # All that they need of an operand that they do not make is there from the start.
-            own += _bytes_of(plan, made=False)
+            own += _bytes_of(plan, by_ranks=False)
         owned = np.bincount(plan.owners, problem.d.bytes, len(plan.ranks))
         height, width, _ = plan.extents
         own += (height * width + copied_again(plan)) * sums
@@ -136,10 +136,10 @@ class PeerModel(SolverModel):
         if problem.by_ranks and problem.array == "numpy" and machine.host_bandwidth:
             # Chunks are copied to the GPU while others are multiplied.
             sizes = [count * problem[name].itemsize for count, name in zip(_elements(plan), "ab", strict=True)]
-            copied = [sum(sizes[schedule][rank] for schedule in x.made) for rank, x in enumerate(chunk_sources(plan))]
+            copied = [sum(sizes[name][rank] for name in x.operands) for rank, x in enumerate(chunk_sources(plan))]
             least = np.array(copied) / machine.host_bandwidth
         # Chunks that ranks make belong to no worker.
-        needed = sum(needed for needed, _ in needs.values()) - _bytes_of(plan, made=True)
+        needed = sum(needed for needed, _ in needs.values()) - _bytes_of(plan, by_ranks=True)
         home = sum(held[list(plan.ranks), ranks] for _, held in needs.values())
         link, pulled, away = "ranks", needed - home, 1 - home / np.maximum(needed, 1.0)
         if plan.from_host:
@@ -170,7 +170,7 @@ class PeerModel(SolverModel):
         by_ranks = link == "ranks"
         together = {link: pulled, "ranks": between + by_ranks * pulled}
         waited = {link: begin, "memory": passes, "ranks": last + by_ranks * begin}
-        chunks = max((schedule.others for schedule in schedules), key=sum, default=(0.0, 0.0))
+        chunks = max((schedule.fetched for schedule in schedules), key=sum, default=(0.0, 0.0))
         several, messages = len(ranks) > 1, _ALONE
         if several or any(chunks):
             messages = _TOGETHER + _SUMS * (s > 1) + _BOTH * (several and all(chunks))
@@ -197,7 +197,7 @@ class PeerModel(SolverModel):
         """Return the fact that tells the stationary and the streamed operand of the rank with the largest buffers."""
         if plan.problem.by_ranks:
             most = max(chunk_sources(plan), key=lambda x: x.bytes)
-            operands = " and ".join("AB"[operand] for operand in most.made)
+            operands = " and ".join("AB"[operand] for operand in most.operands)
             size, buffers = (format_bytes(n) for n in (most.held_bytes + most.making_bytes, most.buffer_bytes))
             return [
                 ("makes", f"chunks of {operands}, up to {most.ahead} ahead, {size} at a time; buffers of {buffers}")
@@ -241,13 +241,13 @@ def _elements(plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return height * depth, width * depth
 
 
-def _bytes_of(plan: Plan, *, made: bool) -> NDArray[np.float64]:
+def _bytes_of(plan: Plan, *, by_ranks: bool) -> NDArray[np.float64]:
     """Bytes of each rank's parts of operands: of those that it makes as they are made, of others as multiplied."""
     problem = plan.problem
-    sizes = (problem.a.itemsize, problem.b.itemsize) if made else multiplied_sizes(problem)
+    sizes = (problem.a.itemsize, problem.b.itemsize) if by_ranks else multiplied_sizes(problem)
     every = zip(_elements(plan), sizes, problem.matrices, strict=False)
-    found = [count * float(size) for count, size, matrix in every if matrix.by_ranks == made]
-    return np.asarray(sum(found, start=0.0) + np.zeros(len(plan.ranks)))
+    sums = [count * float(size) for count, size, matrix in every if matrix.by_ranks == by_ranks]
+    return np.asarray(sum(sums, start=0.0) + np.zeros(len(plan.ranks)))
 
 
 # Factorizations on GPUs that can't read each other's memory: panels are broadcast.

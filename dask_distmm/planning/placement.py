@@ -201,8 +201,8 @@ class Placement(Explanation, Wired):
     def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
         """Return the shape of what a peer asks for parts of, a chunk of an operand by default; None for nothing."""
         operands = self.problem.matrices
-        known = 0 <= matrix < len(operands) and 0 <= number < operands[matrix].count
-        return operands[matrix].chunk_shape(number) if known else None
+        exists = 0 <= matrix < len(operands) and 0 <= number < operands[matrix].count
+        return operands[matrix].chunk_shape(number) if exists else None
 
     def check(self) -> None:
         """Check that the parts of a placement fit each other.
@@ -244,8 +244,8 @@ def estimated(plan: P, held: NDArray[np.float64], work: Work) -> P:
     """Return a plan with the bytes that its participants hold, and with the estimate of its work."""
     held_by = {worker.address: int(size) for worker, size in zip(plan.participants, held, strict=True)}
     peak = max(held_by.values())
-    found = estimate(work, plan.machine, plan.method, plan.grid, peak, plan.hosts)
-    return dataclasses.replace(plan, projected_bytes=held_by, estimate=found)
+    seconds_of = estimate(work, plan.machine, plan.method, plan.grid, peak, plan.hosts)
+    return dataclasses.replace(plan, projected_bytes=held_by, estimate=seconds_of)
 
 
 def need_workers(roster: Sequence[Worker]) -> None:
@@ -261,17 +261,17 @@ _SLIGHT = 1 / 32
 def over_limit(plan: Placement, share: float = 1.0) -> dict[str, int]:
     """Return the bytes of workers beyond a share of what they may hold, with what their processes hold anyway."""
     fraction = share * plan.problem.options.limit_fraction
-    found = {worker: plan.projected_bytes[worker.address] + worker.used for worker in plan.participants}
+    held = {worker: plan.projected_bytes[worker.address] + worker.used for worker in plan.participants}
     return {
         worker.address: size
-        for worker, size in found.items()
+        for worker, size in held.items()
         if worker.memory_limit
         and size > worker.memory_limit * fraction
         and plan.projected_bytes[worker.address] > worker.memory_limit * fraction * _SLIGHT
     }
 
 
-def choose(found: Sequence[P], what: str, remedies: Sequence[str], why: Callable[[P], str] = lambda plan: "") -> P:
+def choose(plans: Sequence[P], what: str, remedies: Sequence[str], why: Callable[[P], str] = lambda plan: "") -> P:
     """Return the first plan that fits into memory, with the estimates of all.
 
     Raises
@@ -279,10 +279,10 @@ def choose(found: Sequence[P], what: str, remedies: Sequence[str], why: Callable
     ProjectedMemoryError
         None does. It tells about the leanest one; `remedies` begin with verbs.
     """
-    for plan in found:
+    for plan in plans:
         if not over_limit(plan):
-            return dataclasses.replace(plan, alternatives=tuple(one.estimate for one in found if one.estimate))
-    plan = min(found, key=lambda one: max(one.projected_bytes.values()))
+            return dataclasses.replace(plan, alternatives=tuple(plan.estimate for plan in plans if plan.estimate))
+    plan = min(plans, key=lambda candidate: max(candidate.projected_bytes.values()))
     workers, over = {worker.address: worker for worker in plan.participants}, over_limit(plan)
     fraction = plan.problem.options.limit_fraction
     limit = {address: int(worker.memory_limit * fraction) for address, worker in workers.items()}

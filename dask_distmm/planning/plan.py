@@ -44,8 +44,8 @@ def once(function: Callable[..., T]) -> Callable[..., T]:
     def kept(plan: Plan, *more: Any) -> T:
         if name not in plan.__dict__:
             plan.__dict__[name] = function(plan, *more)
-        found: T = plan.__dict__[name]
-        return found
+        value: T = plan.__dict__[name]
+        return value
 
     return kept
 

@@ -86,7 +86,7 @@ def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
 
     As many workers as the grids asked for have, or as there are.
     """
-    sizes = {math.prod(asked.grid) for asked in problem.distributions if isinstance(asked, BlockCyclic)}
+    sizes = {math.prod(layout.grid) for layout in problem.distributions if isinstance(layout, BlockCyclic)}
     if len(sizes) > 1 or max(sizes, default=0) > nworkers:
         raise PlanError(
             f"distributions: {_asked_text(problem)} need {' and '.join(map(str, sorted(sizes)))} workers, and there "
@@ -94,18 +94,18 @@ def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
         )
     # No slab may be empty.
     named = zip("abd", problem.distributions, strict=True)
-    lengths = [problem[name].shape[asked.axis] for name, asked in named if isinstance(asked, Slab)]
+    lengths = [problem[name].shape[layout.axis] for name, layout in named if isinstance(layout, Slab)]
     count = max(sizes) if sizes else min(nworkers, *lengths)
-    found, seen = [], []
+    ways, seen = [], []
     for method, grid in _asked_ways(problem, count):
         reason = _misfit(problem, engine, method, grid, count)
         if reason is None:
-            found.append((method, grid))
+            ways.append((method, grid))
         else:
             text = ", ".join(f"{name.upper()} {_tiles_text(problem, engine, method, grid, name)}" for name in "abd")
             seen.append(f"{method} {' x '.join(map(str, grid))} has {text}{reason and f' ({reason})'}")
-    if found:
-        return found
+    if ways:
+        return ways
     candidates = "; ".join(seen) or f"method {problem.method!r} does not fit the shapes"
     raise PlanError(
         f"distributions: no way to multiply on {nworkers} workers with engine {engine!r} has {_asked_text(problem)}. "
@@ -116,9 +116,9 @@ def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
 def _asked_ways(problem: Problem, count: int) -> Iterator[Candidate]:
     """Yield the candidates that `count` workers can take, with those grids that were asked for."""
     candidates = list(grids(problem, count))
-    for asked in problem.distributions:
-        if isinstance(asked, BlockCyclic) and problem.method in ("auto", "summa") and count > 1:
-            p, q = asked.grid
+    for layout in problem.distributions:
+        if isinstance(layout, BlockCyclic) and problem.method in ("auto", "summa") and count > 1:
+            p, q = layout.grid
             if p <= problem.m and q <= problem.n and (problem.method == "summa" or min(p, q) > 1):
                 candidates.append(("summa", (p, q, 1)))
     yield from dict.fromkeys(candidates)
@@ -153,12 +153,12 @@ def _blocks(
 def _misfit(problem: Problem, engine: str, method: str, grid: tuple[int, int, int], count: int) -> str | None:
     """Return None if a candidate has what was asked for, else a reason (empty where what it has says it)."""
     have = _grids(problem, engine, method, grid)
-    for name, asked in zip("abd", problem.distributions, strict=True):
-        if asked is None or (grids := have[name]) is None:
+    for name, requested in zip("abd", problem.distributions, strict=True):
+        if requested is None or (grids := have[name]) is None:
             continue
-        found = asked.layout(problem[name].shape, count)
-        sides = found.grid.nprow, found.grid.npcol
-        sizes = zip(_blocks(problem, engine, method, name, sides), found.blocks, strict=True)
+        layout = requested.layout(problem[name].shape, count)
+        sides = layout.grid.nprow, layout.grid.npcol
+        sizes = zip(_blocks(problem, engine, method, name, sides), layout.blocks, strict=True)
         if sides not in grids or any(block not in (None, size) for block, size in sizes):
             return ""
     return ENGINES[engine].misfit(problem, grid) if method == "summa" and count > 1 else None
@@ -166,7 +166,7 @@ def _misfit(problem: Problem, engine: str, method: str, grid: tuple[int, int, in
 
 def _asked_text(problem: Problem) -> str:
     named = zip("ABD", problem.distributions, strict=True)
-    return ", ".join(f"{name} as {asked}" for name, asked in named if asked is not None)
+    return ", ".join(f"{name} as {layout}" for name, layout in named if layout is not None)
 
 
 def _tiles_text(problem: Problem, engine: str, method: str, grid: tuple[int, int, int], name: str) -> str:
@@ -212,22 +212,22 @@ def operand_tiles(plan: Plan) -> dict[str, tuple[Chunks, NDArray[np.int64]]]:
 SINGLE_BYTES = 2**16
 
 
-def _replicas(made: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _replicas(plan: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the bytes that participants hold, and get, so that the first `count` have all of `Plan.kept`."""
-    ranks, engine = list(made.ranks), ENGINES[made.engine]
-    held, moved = np.zeros((2, len(made.participants)))
-    for name in made.kept:
-        sizes = made.problem[name].bytes
-        missing = np.maximum(sizes.sum() - spread(made, name, sizes), 0.0)
+    ranks, engine = list(plan.ranks), ENGINES[plan.engine]
+    held, moved = np.zeros((2, len(plan.participants)))
+    for name in plan.kept:
+        sizes = plan.problem[name].bytes
+        missing = np.maximum(sizes.sum() - spread(plan, name, sizes), 0.0)
         held += missing
         if name != "d" and engine.by_panels:
-            needed, at = operand_needs(made, name)
+            needed, at = operand_needs(plan, name)
             missing[ranks] -= needed - at[ranks, range(len(needed))]
-        elif name == "d" and engine.all_reduced(made):
+        elif name == "d" and engine.all_reduced(plan):
             missing[ranks] = 0
         elif name == "d" and engine.collective:
             small = np.where(sizes < SINGLE_BYTES, sizes, 0)
-            own = np.bincount(made.owners, small, len(ranks))
+            own = np.bincount(plan.owners, small, len(ranks))
             # A vector to each other rank, and one from it.
             held[ranks] += own * (len(ranks) - 1) + (small.sum() - own)
         moved += np.maximum(missing, 0.0)
@@ -280,7 +280,7 @@ def plan(
     If it is not thorough, ways that can't be faster than another one are not looked at, and not among its alternatives.
     """
     where, names = where or {}, (engine,) if isinstance(engine, str) else tuple(engine)
-    able = [one.name for one in models_of(names) if one.makes or not problem.by_ranks]
+    able = [model.name for model in models_of(names) if model.makes or not problem.by_ranks]
     if not able:
         raise PlanError(
             f"chunks of {problem.name} were to be made by the ranks that multiply them, which engine {names[0]!r} does "
@@ -290,17 +290,17 @@ def plan(
     unnamed = problem.unnamed()
     raw = tuple((name, where[name].tobytes()) for name in ("a", "b", "partial") if name in where)
     situation = Situation(tuple(roster), tuple(sources), raw, orders, tuple(sorted(groups)))
-    found: list[Plan] = []
+    plans: list[Plan] = []
     if not thorough and (fastest := _fastest(unnamed, situation, tuple(able))) is not None:
-        found, able = [fastest], []
+        plans, able = [fastest], []
     for name in able:
         try:
-            found.append(_plan(unnamed, situation, name))
+            plans.append(_plan(unnamed, situation, name))
         except (PlanError, ProjectedMemoryError) as error:
             # The reason of the last engine counts: the others are there to be faster where they can.
-            if name == able[-1] and not found:
+            if name == able[-1] and not plans:
                 raise error
-    best = min(found, key=lambda one: one.seconds)
+    best = min(plans, key=lambda plan: plan.seconds)
     return dataclasses.replace(best, problem=problem, where=where, replica_runs=replica_runs)
 
 
@@ -342,7 +342,7 @@ def _rates(problem: Problem, engine: str) -> list[float]:
 @functools.lru_cache(maxsize=64)
 def _is_faster(problem: Problem, situation: Situation, engine: str, limit: float) -> bool:
     machine, roster = problem.options.machine(engine), situation.roster
-    a, b, d = (dataclasses.replace(one, chunks=((1,), (1,))) for one in (problem.a, problem.b, problem.d))
+    a, b, d = (dataclasses.replace(matrix, chunks=((1,), (1,))) for matrix in (problem.a, problem.b, problem.d))
     smallest = dataclasses.replace(problem, matrices=(a, b), wanted=(d,), formula=Formula(), gathered="")
     least, threads = _plan(smallest, situation, engine).seconds, _threads(roster)
     rates = _rates(problem, engine)
@@ -355,10 +355,10 @@ def _is_faster(problem: Problem, situation: Situation, engine: str, limit: float
             return True
     seconds = _operations(problem) / max(rates)
     return least + seconds / sum(threads) <= limit and any(
-        found.estimate is not None and found.estimate.seconds <= limit
+        plan.estimate is not None and plan.estimate.seconds <= limit
         for candidate in _candidates(problem, len(roster), engine)
         if least + seconds / sum(threads[: math.prod(candidate[1])]) <= limit
-        for found in [_consider(problem, situation, engine, candidate)]
+        for plan in [_consider(problem, situation, engine, candidate)]
     )
 
 
@@ -387,22 +387,22 @@ def _fastest(problem: Problem, situation: Situation, engines: tuple[str, ...]) -
             every = _candidates(problem, len(threads), name)
         except PlanError:
             return None
-        some = [one for one in every if ENGINES[name].has_method(problem, one[0])]
-        ways += ((least / sum(threads[: math.prod(one[1])]), number, one) for one in some)
+        some = [candidate for candidate in every if ENGINES[name].has_method(problem, candidate[0])]
+        ways += ((least / sum(threads[: math.prod(candidate[1])]), number, candidate) for candidate in some)
     best: tuple[float, int, int] | None = None
-    found, fastest = list[Estimate](), None
+    estimates, fastest = list[Estimate](), None
     for least, number, candidate in sorted(ways, key=lambda way: way[:2]):
         if best is not None and least > best[0]:
             break
-        made = _consider(problem, situation, engines[number], candidate, best[0] if best else math.inf)
-        if made.estimate is None or not made.projected_bytes:
+        plan = _consider(problem, situation, engines[number], candidate, best[0] if best else math.inf)
+        if plan.estimate is None or not plan.projected_bytes:
             continue
-        found.append(made.estimate)
-        key = made.seconds, number, max(made.projected_bytes.values())
-        if (best is None or key < best) and not over_limit(made):
-            best, fastest = key, made
-    found.sort(key=lambda one: one.seconds)
-    return fastest and dataclasses.replace(fastest, alternatives=tuple(found))
+        estimates.append(plan.estimate)
+        key = plan.seconds, number, max(plan.projected_bytes.values())
+        if (best is None or key < best) and not over_limit(plan):
+            best, fastest = key, plan
+    estimates.sort(key=lambda estimate: estimate.seconds)
+    return fastest and dataclasses.replace(fastest, alternatives=tuple(estimates))
 
 
 @functools.lru_cache(maxsize=64)
@@ -425,14 +425,14 @@ def _plan(problem: Problem, situation: Situation, engine: str) -> Plan:
             "use method='auto'"
         )
 
-    def why(made: Plan) -> str:
-        kept = " and ".join(f"all of {name.upper()} is to be on each worker" for name in made.kept)
+    def why(plan: Plan) -> str:
+        kept = " and ".join(f"all of {name.upper()} is to be on each worker" for name in plan.kept)
         chosen_as = "the leanest there is" if problem.method == "auto" else "as asked for"
-        return f" with method {made.method!r}, {chosen_as}{', since ' * bool(kept)}{kept}"
+        return f" with method {plan.method!r}, {chosen_as}{', since ' * bool(kept)}{kept}"
 
-    found = [_consider(problem, situation, engine, candidate) for candidate in some]
-    found.sort(key=lambda one: (one.seconds, max(one.projected_bytes.values())))
-    return choose(found, f"the multiply of {m} x {k} by {k} x {n} ({problem.d.dtype})", problem.remedies, why)
+    plans = [_consider(problem, situation, engine, candidate) for candidate in some]
+    plans.sort(key=lambda plan: (plan.seconds, max(plan.projected_bytes.values())))
+    return choose(plans, f"the multiply of {m} x {k} by {k} x {n} ({problem.d.dtype})", problem.remedies, why)
 
 
 def _candidates(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
@@ -447,12 +447,12 @@ def _candidates(problem: Problem, nworkers: int, engine: str) -> list[Candidate]
         return [(problem.method, problem.grid)]
     if any(problem.distributions):
         return asked_ways(problem, nworkers, engine)
-    auto, found = problem.method == "auto", list[Candidate]()
+    auto, candidates = problem.method == "auto", list[Candidate]()
     counts = {nworkers, 1} | {2**e for e in range(nworkers.bit_length()) if 2**e < nworkers}
     for count in sorted(counts if auto else range(1, nworkers + 1), reverse=True):
-        if auto or not found:
-            found += grids(problem, count)
-    return found
+        if auto or not candidates:
+            candidates += grids(problem, count)
+    return candidates
 
 
 def _consider(
@@ -464,8 +464,8 @@ def _consider(
         # Moving nothing may be faster than sharing the work evenly.
         *((*cuts, None) for cuts in [holder_cuts(problem, situation.where, candidate[1])] if cuts is not None),
     ]
-    found = [_cut(problem, situation, engine, candidate[0], cuts, limit) for cuts in every]
-    return min(found, key=lambda one: one.seconds)
+    plans = [_cut(problem, situation, engine, candidate[0], cuts, limit) for cuts in every]
+    return min(plans, key=lambda plan: plan.seconds)
 
 
 def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts: Cuts, limit: float) -> Plan:
@@ -474,7 +474,7 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
     model, s, nroster = ENGINES[engine], len(depth) - 1, len(situation.roster)
     nranks = (len(rows) - 1) * (len(cols) - 1) * s
     d_cuts = d_cuts or ((rows, cols) if s == 1 else reduce_cuts(problem, method, s))
-    made = Plan(
+    plan = Plan(
         problem=problem,
         engine=engine,
         participants=(*situation.roster, *situation.sources),
@@ -489,49 +489,49 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
         owners=chunk_owners(problem, method, d_cuts, nranks),
         packing=packing(problem, (rows, cols, depth)) if model.by_panels else "",
     )
-    needs = {operand: operand_needs(made, operand) for operand in "ab"}
+    needs = {operand: operand_needs(plan, operand) for operand in "ab"}
     held = (needs["a"][1] + needs["b"][1])[:nroster].T
-    made = dataclasses.replace(made, ranks=_matched(made, held, situation.groups), replicas=nroster if made.kept else 0)
+    plan = dataclasses.replace(plan, ranks=_matched(plan, held, situation.groups), replicas=nroster if plan.kept else 0)
 
     # Chunks of A and B may stay in host memory. A rank that is alone reads each once, and need not wait for all.
     may_stay = model.reads_peers and problem.array == "numpy" and not problem.replicated and not problem.by_ranks
 
-    def finished(made: Plan) -> Plan:
-        work = model.work(made, needs)
+    def finished(plan: Plan) -> Plan:
+        work = model.work(plan, needs)
         if limit < math.inf and not may_stay:
-            found = estimate(work, made.machine, made.method, made.grid, hosts=made.hosts)
-            if found.seconds > limit:
-                return dataclasses.replace(made, estimate=found)
-        memory = model.memory(made, needs)
-        if made.kept:
-            more, moved = _replicas(made, nroster)
+            estimated_time = estimate(work, plan.machine, plan.method, plan.grid, hosts=plan.hosts)
+            if estimated_time.seconds > limit:
+                return dataclasses.replace(plan, estimate=estimated_time)
+        memory = model.memory(plan, needs)
+        if plan.kept:
+            more, moved = _replicas(plan, nroster)
             memory, phases = memory + more, [*work.phases, Phase(waited={"ranks": moved})]
             work = Work(phases, work.messages + bool(moved.any()), work.seconds, work.moved + moved.sum())
-        return estimated(made, memory, work)
+        return estimated(plan, memory, work)
 
-    made = finished(made)
-    if may_stay and (over_limit(made) or len(made.participants) == 1):
-        made = finished(dataclasses.replace(made, from_host=True))
-    return made
+    plan = finished(plan)
+    if may_stay and (over_limit(plan) or len(plan.participants) == 1):
+        plan = finished(dataclasses.replace(plan, from_host=True))
+    return plan
 
 
-def _matched(made: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
+def _matched(plan: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
     """Match ranks (rows) to workers so that most bytes lie right; a group that exists already saves making one."""
-    if not ENGINES[made.engine].collective:
-        begun = np.zeros((len(made.ranks), len(made.participants)))
-        if "partial" in made.where:
+    if not ENGINES[plan.engine].collective:
+        begun = np.zeros((len(plan.ranks), len(plan.participants)))
+        if "partial" in plan.where:
             # Earlier sums of a rank would not only move: they could not grow in place.
-            np.add.at(begun, (made.owners, made.where["partial"]), _BEGUN * made.problem["partial"].bytes)
+            np.add.at(begun, (plan.owners, plan.where["partial"]), _BEGUN * plan.problem["partial"].bytes)
         return tuple(match_ranks(-held - begun[:, : held.shape[1]]))
     best, ranks = tuple(match_ranks(-held)), range(len(held))
     if not groups:
         return best
-    number = {worker.address: index for index, worker in enumerate(made.participants[: held.shape[1]])}
+    number = {worker.address: index for index, worker in enumerate(plan.participants[: held.shape[1]])}
     fitting = [group for group in groups if len(group) == len(best) and number.keys() >= set(group)]
     orders = [tuple(number[address] for address in group) for group in fitting]
-    worth = _NEW_GROUP_SECONDS * made.machine.bandwidth * len(best)
-    known = [order for order in orders if held[ranks, best].sum() - held[ranks, order].sum() < worth]
-    return max(known, key=lambda order: held[ranks, order].sum(), default=best)
+    worth = _NEW_GROUP_SECONDS * plan.machine.bandwidth * len(best)
+    worthwhile = [order for order in orders if held[ranks, best].sum() - held[ranks, order].sum() < worth]
+    return max(worthwhile, key=lambda order: held[ranks, order].sum(), default=best)
 
 
 # The kinds of computations: which class a message means, and who plans it

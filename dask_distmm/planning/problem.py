@@ -69,14 +69,14 @@ def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
         return None
 
     def kept(name: str) -> tuple[list[int], list[int]]:
-        """Return the rows and columns of chunks that are left of a matrix."""
-        found = []
+        """Return the rows and columns of chunks that are kept of a matrix."""
+        kept_chunks = []
         for axis, along, chunking in zip((0, 1), AXES.get(name, "mn"), problem[name].chunks, strict=True):
             # Neither k nor what is broadcast is cut.
             is_cut = along != "k" and sum(chunking) == len(marks[axis])
             starts = np.cumsum(chunking) - chunking
-            found.append(np.flatnonzero(marks[axis][starts]) if is_cut else np.arange(len(chunking)))
-        return found[0].tolist(), found[1].tolist()
+            kept_chunks.append(np.flatnonzero(marks[axis][starts]) if is_cut else np.arange(len(chunking)))
+        return kept_chunks[0].tolist(), kept_chunks[1].tolist()
 
     taken = {name: kept(name) for name in (*problem.operands, "d")}
     return part_of(problem, taken, whole=problem.result_name, method="auto")
@@ -100,7 +100,7 @@ def part_of(
 def _mark(chunkings: Sequence[Sequence[int]], chunks: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
     """Mark the elements of an axis from one common edge of all chunkings to another that have any of these chunks."""
     ends = [np.cumsum(sizes) for sizes in chunkings]
-    common = np.concatenate([[0], ends[0][np.all([np.isin(ends[0], other) for other in ends], axis=0)]])
+    common = np.concatenate([[0], ends[0][np.all([np.isin(ends[0], axis_ends) for axis_ends in ends], axis=0)]])
     marked = np.zeros(length, bool)
     for chunk in chunks.tolist():
         start = int(ends[0][chunk] - chunkings[0][chunk])
@@ -123,8 +123,8 @@ def _resolved(a_dtype: str, b_dtype: str, dtype: str, k: int) -> tuple[np.dtype,
     compute = sum_dtype(operand, dtype_from_name(dtype), k)
     if a_dtype in FP8:
         # No GPU multiplies E5M2 by itself; all of its numbers are float16's.
-        given = ("float16", "float16") if a_dtype == b_dtype == "float8_e5m2" else (a_dtype, b_dtype)
-        return operand, compute, given
+        passed = ("float16", "float16") if a_dtype == b_dtype == "float8_e5m2" else (a_dtype, b_dtype)
+        return operand, compute, passed
     name = compute.name if operand.kind in "iu" else operand.name
     return operand, compute, (name, name)
 
@@ -259,15 +259,15 @@ class Problem(Computation):
     @property
     def outputs(self) -> tuple[NamedMatrix, ...]:
         """D, and the auxiliary outputs that the run makes chunk by chunk of it."""
-        found = [self.d]
+        outputs = [self.d]
         for name in self.formula.per_element:
             rows, cols = (
                 sizes if kept else (1,) * len(sizes)
                 for sizes, kept in zip(self.d.chunks, self.formula.keeps(name), strict=True)
             )
             dtype = self.formula.dtype_of(name, self.result_type).name
-            found.append(NamedMatrix(name, (rows, cols), dtype, numbers=self.d.numbers))
-        return tuple(found)
+            outputs.append(NamedMatrix(name, (rows, cols), dtype, numbers=self.d.numbers))
+        return tuple(outputs)
 
     @property
     def dtypes_of_work(self) -> tuple[str, str, str]:
@@ -286,7 +286,7 @@ class Problem(Computation):
 
     @property
     def remedies(self) -> list[str]:
-        """What would let a product fit in memory where it does not, in the way in which it was asked for."""
+        """Remedies to suggest if a product does not fit in memory, as it was requested."""
         if self.grid is not None:
             remedies = ["use a larger grid"]
         elif self.method == "local":
@@ -299,7 +299,7 @@ class Problem(Computation):
 
     @property
     def laid_out(self) -> bool:
-        """Whether it was asked for where matrices are to be: by distributions, a grid, or one of them everywhere."""
+        """Whether the user has set the places of matrices: by distributions, a grid, or replication."""
         return any(self.distributions) or self.grid is not None or self.replicated
 
     @property
@@ -308,12 +308,12 @@ class Problem(Computation):
         return bool(self.formula.replicated or self.gathered)
 
     def unnamed(self, name: str = "") -> Self:
-        """Return the same product under another name, of arrays that say no more than whether they are the same."""
+        """Return the same product without names, except which arrays are the same; plans are cached by it."""
         array = "x" if self.shared else ""
 
-        def unnamed(one: NamedMatrix, array: str = "") -> NamedMatrix:
-            same = one.array == array and one.numbers is None
-            return one if same else dataclasses.replace(one, array=array, numbers=None)
+        def unnamed(matrix: NamedMatrix, array: str = "") -> NamedMatrix:
+            same = matrix.array == array and matrix.numbers is None
+            return matrix if same else dataclasses.replace(matrix, array=array, numbers=None)
 
         matrices = (unnamed(self.a, array), unnamed(self.b, array), *map(unnamed, self.extras))
         return dataclasses.replace(self, name=name, whole="", matrices=matrices, wanted=(unnamed(self.d),))
@@ -323,7 +323,7 @@ class Problem(Computation):
         return "a" if operand == "b" and self.same else operand
 
     def check(self) -> None:
-        """Raise for values that no problem has."""
+        """Raise for inconsistent fields."""
         super().check()
         self.compute_type, self.result_type  # noqa: B018 - the types must exist
         if self.operands[:2] != ("a", "b") or self.d.name:

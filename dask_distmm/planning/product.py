@@ -150,23 +150,23 @@ def chunk_blocks_of(chunks: Chunks, operand: int, rect: Rect, start: tuple[int, 
 
 
 class Placed(NamedTuple):
-    """A matrix of a rank, or its transpose (`turned`), and its place: rows and columns of D, or of an operand."""
+    """A matrix of a rank, or its transpose (`transposed`), and its place: rows and columns of D, or of an operand."""
 
     matrix: Buffer | View
     rect: Rect
-    turned: bool = False
+    transposed: bool = False
 
     def part(self, rect: Rect) -> Buffer | View:
-        """Return what it has of a rectangle."""
+        """Return the intersection with a rectangle."""
         if rect == self.rect:
             return self.matrix
         (r0, r1, c0, c1), (top, _, left, _) = rect, self.rect
         rows, cols = slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
-        return self.matrix[cols, rows] if self.turned else self.matrix[rows, cols]
+        return self.matrix[cols, rows] if self.transposed else self.matrix[rows, cols]
 
 
 # Parts of A and B that are multiplied with each other: of one operand, and groups of the other one.
-Turn = tuple[list[ChunkBlock], list[list[ChunkBlock]]]
+MultiplyStage = tuple[list[ChunkBlock], list[list[ChunkBlock]]]
 
 
 def steps(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
@@ -182,19 +182,19 @@ def deciding(plan: Plan) -> Plan:
 
 
 def record(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
-    """Return the steps of a rank, made anew."""
+    """Record the steps of a rank."""
     p = _Chunks(plan, rank, begun)
     p.begin()
-    p.multiply(_turns_of_made(plan, rank) if plan.problem.by_ranks else _turns_of_panels(plan, rank))
+    p.multiply(_stages_of_sources(plan, rank) if plan.problem.by_ranks else _stages_of_panels(plan, rank))
     p.sum_up()
     p.assemble()
     p.hand_over()
     return p.end()
 
 
-def _turns_of_panels(plan: Plan, rank: int) -> list[Turn]:
-    """Return the turns of a rank that has chunks in memory: chunks that are here need no waiting."""
-    turns: list[Turn] = []
+def _stages_of_panels(plan: Plan, rank: int) -> list[MultiplyStage]:
+    """Return the stages of a rank that has chunks in memory, local chunks first."""
+    turns: list[MultiplyStage] = []
     for panel in panels(plan, rank):
         (a, b), far = panel.local, panel.remote.values()
         far_a, far_b = ([*itertools.chain(*(some[operand] for some in far))] for operand in (0, 1))
@@ -203,20 +203,20 @@ def _turns_of_panels(plan: Plan, rank: int) -> list[Turn]:
     return turns
 
 
-def _turns_of_made(plan: Plan, rank: int) -> list[Turn]:
-    """Return the turns of a rank that makes chunks itself, so ordered that few are held.
+def _stages_of_sources(plan: Plan, rank: int) -> list[MultiplyStage]:
+    """Return the stages of a rank that computes chunks itself, in an order in which few chunks are held.
 
     Each part of the operand whose chunks it makes, of A where it makes both, comes with those of the other one along
     the same k, and all follow k.
     """
     pieces = sorted(_pieces(plan, rank, *plan.k_range(rank)), key=lambda piece: (piece.depth[0], piece.row + piece.col))
     outer = int(not plan.problem.a.by_ranks)
-    own, others = ([piece for piece in pieces if piece.operand == number] for number in (outer, 1 - outer))
-    return [([one], [[x] for x in others if x.depth[0] < one.depth[1] and one.depth[0] < x.depth[1]]) for one in own]
+    own, inner = ([piece for piece in pieces if piece.operand == number] for number in (outer, 1 - outer))
+    return [([y], [[x] for x in inner if x.depth[0] < y.depth[1] and y.depth[0] < x.depth[1]]) for y in own]
 
 
 class Product(Recorder):
-    """What lists of products have in common, whatever multiplies: where sums are, and how they become chunks of D."""
+    """Base of the recorders of products: where sums are, and how they become chunks of D."""
 
     def __init__(self, plan: Plan, rank: int, dtype: str, begun: Collection[int] = (), *, packed: bool) -> None:
         super().__init__(rank, Rows((), (), len(plan.ranks)), dtype)
@@ -234,7 +234,7 @@ class Product(Recorder):
         return Key(PART, number * len(self.plan.ranks) + reader)
 
     def _give(self, parts: Mapping[int, Sequence[Any]], number: int) -> None:
-        """Let others have parts of sums."""
+        """Publish parts of sums."""
         self.steps += (Publish(self._key(number, to), tuple(some), once=True) for to, some in parts.items())
 
     def assemble(self) -> None:
@@ -327,7 +327,7 @@ class _Chunks(Product):
     # Operands
 
     def _once(self, piece: ChunkBlock) -> ChunkBlock:
-        """Return the piece of B that one of A is, transposed, where both are needed."""
+        """Return the piece of B that is a piece of A transposed, if both are needed."""
         if piece.operand or not self.gram or self.keeps:
             return piece
         row, col = divmod(piece.chunk, self.problem.a.counts[1])
@@ -337,7 +337,7 @@ class _Chunks(Product):
 
     def fetch(self, pieces: Iterable[ChunkBlock]) -> None:
         """Receive parts of chunks: one message from each holder, all of which are requested together."""
-        asked, at = collections.defaultdict[int, list[tuple[Any, ...]]](list), self.at
+        requests, at = collections.defaultdict[int, list[tuple[Any, ...]]](list), self.at
         near, matrices, gram = (self.plan.ranks[self.me], EVERYWHERE), self.problem.matrices, self.gram
         for wanted in pieces:
             piece = self._once(wanted) if gram else wanted
@@ -356,12 +356,12 @@ class _Chunks(Product):
                 else:
                     part = Buffer(f"{matrix.name}.{number}.{r0}.{c0}", (rows, cols), matrix.dtype)
                     at[piece] = Placed(part, rect)
-                    asked[holder].append((part, (operand, number, *box)))
+                    requests[holder].append((part, (operand, number, *box)))
                     (self.kept[number] if matrix.name in self.keeps else self.held).append(piece)
             if wanted is not piece:
-                at[wanted] = Placed(at[piece].matrix, wanted.rect, turned=True)
-        number = next(self.asked) if asked else 0
-        for holder, some in asked.items():
+                at[wanted] = Placed(at[piece].matrix, wanted.rect, transposed=True)
+        number = next(self.asked) if requests else 0
+        for holder, some in requests.items():
             buffers, boxes = zip(*some, strict=True)
             self.pull(holder, Key("input", number), buffers, taken=True, boxes=boxes)
 
@@ -371,35 +371,35 @@ class _Chunks(Product):
         self.drop(*(self._here[name] for name in names if name in self._here))
 
     def join(self, parts: Sequence[Placed], dtype: str = "", **how: Any) -> Placed:
-        """Return a matrix to which parts that cover a rectangle are copied, of the type of the sums or another one."""
+        """Join the parts that cover a rectangle in a new matrix, of the type of the sums or another one."""
         top, bottom, left, right = rect = _around(parts)
         whole = self.small(bottom - top, right - left, dtype)
-        places = [(r0 - top, r1 - top, c0 - left, c1 - left, turned) for _, (r0, r1, c0, c1), turned in parts]
+        places = [(r0 - top, r1 - top, c0 - left, c1 - left, transposed) for _, (r0, r1, c0, c1), transposed in parts]
         self.call("join", *(part.matrix for part in parts), whole, reads=len(parts), places=places, **how)
         return Placed(whole, rect)
 
     # Products
 
-    def multiply(self, turns: Sequence[Turn]) -> None:
+    def multiply(self, turns: Sequence[MultiplyStage]) -> None:
         """Add all products to the sums; parts of chunks are here as long as they are needed."""
         problem = self.problem
         last: dict[ChunkBlock, int] = {}
-        for number, (one, some) in enumerate(turns):
-            last.update(dict.fromkeys(itertools.chain(one, *some), number))
+        for number, (own, some) in enumerate(turns):
+            last.update(dict.fromkeys(itertools.chain(own, *some), number))
         if self.gram:
             self.needed, uses = set(last), sorted(last.items(), key=lambda item: item[1])
             last = {self._once(piece): number for piece, number in uses}
-        made = problem.by_ranks
-        if made:
+        by_ranks = problem.by_ranks
+        if by_ranks:
             self.fetch(piece for piece in last if not problem.matrices[piece.operand].by_ranks)
-        for number, (one, some) in enumerate(turns):
-            self.fetch(one if made else itertools.chain(one, *some))
-            with self.copied(one) as firsts:
+        for number, (own, some) in enumerate(turns):
+            self.fetch(own if by_ranks else itertools.chain(own, *some))
+            with self.copied(own) as firsts:
                 for group in some:
-                    self.fetch(group if made else ())
+                    self.fetch(group if by_ranks else ())
                     with self.copied(group) as seconds:
                         for pair in itertools.product(firsts, seconds):
-                            self.add(*pair[:: -1 if one[0].operand else 1])
+                            self.add(*pair[:: -1 if own[0].operand else 1])
             self.free(piece for piece in self.held if last[piece] == number)
             self.held = [piece for piece in self.held if last[piece] != number]
         for upper, lower in self.mirrored.items():
@@ -415,7 +415,7 @@ class _Chunks(Product):
         if self.joined and self.gram and self.dtype == self.real:
             rect = _around(placed)
             if twin := self.joined.get((*rect[2:], *rect[:2])):
-                yield [Placed(twin.matrix, rect, turned=True)]
+                yield [Placed(twin.matrix, rect, transposed=True)]
                 return
         whole = self.join(placed, conjugated=self.problem[name].conjugated, rounded=self.problem.compute == "tf32")
         self.joined[whole.rect] = whole
@@ -432,7 +432,7 @@ class _Chunks(Product):
             lower = self.mirrored.get(index)
             if r0 < r1 and c0 < c1 and (lower is None or (lower == index and c0 < r1)):
                 symmetric = lower == index and (r0, r1) == (c0, c1) and min(r1 - r0, k1 - k0) >= _SYMMETRIC
-                how: dict[str, Any] = {"turned": (a.turned, b.turned), "conjugated": self.conjugated}
+                how: dict[str, Any] = {"transposed": (a.transposed, b.transposed), "conjugated": self.conjugated}
                 parts = a.part((r0, r1, k0, k1)), b.part((k0, k1, c0, c1)), block.part((r0, r1, c0, c1))
                 self.call("add_symmetric" if symmetric else "add_product", *parts, **how)
 

@@ -34,7 +34,7 @@ from dask_distmm.tracing.lower import traced
 from dask_distmm.tracing.place import Placements, Row, described
 
 T = TypeVar("T")
-# What makes the steps of a program, by its name.
+# Builders of programs by name.
 _BUILDERS: Mapping[str, Callable[..., None]] = {**BUILDERS, "traced": traced}
 # The end of a range of rows whose number is not known.
 _ALL = 2**62
@@ -48,18 +48,18 @@ _LONG = 2048
 
 @functools.lru_cache(16)
 def _known(digest: bytes) -> dict[Any, Any]:
-    """Return what is known of the program with a digest, for the last few ones."""
+    """Return the cache of the program with a digest; of the last few programs."""
     return {}
 
 
 def remembered(arguments: tuple[Any, ...], what: Any, make: Callable[[], T], most: float = math.inf) -> T:
-    """Return what is made of a program, by what it follows from; only once if that is at most `most` bytes."""
+    """Return a value computed from a program, cached by a digest of its parameters of at most `most` bytes."""
     text = pickle.dumps(arguments)
-    known = _known(hashlib.sha256(text).digest()) if len(text) <= most else {}
-    if what not in known:
-        known[what] = make()
-    found: T = known[what]
-    return found
+    values = _known(hashlib.sha256(text).digest()) if len(text) <= most else {}
+    if what not in values:
+        values[what] = make()
+    value: T = values[what]
+    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ class ProgramProblem(Computation):
     kept: tuple[str, ...] = ()
 
     def making(self, outputs: Collection[str]) -> Self:
-        """Return the same computation, which makes only some outputs."""
-        return dataclasses.replace(self, wanted=tuple(one for one in self.wanted if one.name in outputs))
+        """Return the computation of only some outputs."""
+        return dataclasses.replace(self, wanted=tuple(output for output in self.wanted if output.name in outputs))
 
     @property
     def compute_type(self) -> np.dtype:
@@ -122,18 +122,18 @@ class ProgramProblem(Computation):
             return []
         program = program_of(text)
         placements, names = Placements(program), self.options_of_builder["names"]
-        wanted = {one.name for one in self.wanted}
+        wanted = {output.name for output in self.wanted}
         placements.improve([name in wanted for name in names])
         return list(described(placements, program.lines))
 
     @property
     def replicated(self) -> Collection[str]:
         """Names of the operands of which all ranks need all."""
-        found: Collection[str] = self.options_of_builder.get("whole", ())
-        return found
+        replicated: Collection[str] = self.options_of_builder.get("whole", ())
+        return replicated
 
     def figures(self, owners: tuple[int, ...], ranks: int, rates: Rates) -> tuple[Cost, list[int], int]:
-        """Return what it takes, where the matrix is well-conditioned; the most bytes of each rank, and of a message."""
+        """Return cost (for a well-conditioned matrix), peak bytes of each rank, and bytes of the largest message."""
         arguments = self._arguments(owners, ranks)
 
         def made() -> tuple[Cost, list[int], int]:
@@ -150,7 +150,7 @@ class ProgramProblem(Computation):
         """Return the arguments of `record`."""
         rows = Rows(self["a"].chunks[0], owners, ranks)
         cols = {matrix.name: matrix.shape[1] for matrix in self.matrices}
-        wanted = [one.name for one in self.wanted]
+        wanted = [output.name for output in self.wanted]
         return self.builder, self.options_of_builder, rows, cols, self.dtype, wanted, list(self.by_ranks)
 
     def check(self) -> None:
@@ -180,12 +180,12 @@ class ProgramPlacement(Placement):
 
     @property
     def figures(self) -> tuple[Cost, list[int], int]:
-        """What the program takes, where the matrix is well-conditioned; the most bytes of ranks, and of a message."""
+        """Cost (for a well-conditioned matrix), peak bytes of ranks, and bytes of the largest message."""
         return self.problem.figures(self.owners, len(self.ranks), self._rates())
 
     @property
     def cost(self) -> Cost:
-        """What the program takes, where the matrix is well-conditioned."""
+        """Cost of the program, for a well-conditioned matrix."""
         return self.figures[0]
 
     @property
@@ -195,10 +195,10 @@ class ProgramPlacement(Placement):
 
     @property
     def spans(self) -> list[Span]:
-        """What each rank does when, where the matrix is well-conditioned."""
-        found: list[Span] = []
-        cost([self.steps(rank) for rank in range(len(self.ranks))], self._rates(), spans=found)
-        return found
+        """Timeline of each rank, for a well-conditioned matrix."""
+        spans: list[Span] = []
+        cost([self.steps(rank) for rank in range(len(self.ranks))], self._rates(), spans=spans)
+        return spans
 
     def _rates(self) -> Rates:
         machine, threads = self.machine, int(self.threads.min(initial=2**31 if len(self.ranks) else 1))
@@ -278,7 +278,7 @@ def plan_program(
         ((most, _),) = collections.Counter(workers).most_common(1)
         plans = sorted([*plans, placed([most] * len(workers))], key=lambda plan: plan.seconds)
     remedies = ["use more workers"] if problem.workers is None else ["name more workers by workers="]
-    limits, a = [one.memory_limit for one in roster if one.memory_limit], problem["a"]
+    limits, a = [worker.memory_limit for worker in roster if worker.memory_limit], problem["a"]
     if limits and not a.sparse and (largest := max(a.chunks[0]) * a.shape[1] * a.itemsize) > min(limits) * _COARSE:
         remedies.insert(0, f"use smaller chunks of rows: the largest one of A has {format_bytes(largest)}")
     chunks = f"{len(workers)} chunk{'s' * (len(workers) != 1)} of rows"
@@ -286,17 +286,17 @@ def plan_program(
 
 
 def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int32] | None) -> list[int]:
-    """Return for each chunk of rows the worker that works on it: the one that has it, if it is one of `count`."""
+    """Assign each chunk of rows to a worker: to its holder, if that is among the `count` chosen ones."""
     rows = problem["a"].chunks[0]
     if where is None:
         return [number * min(count, len(rows)) // len(rows) for number in range(len(rows))]
     loads = collections.Counter(dict.fromkeys(range(count), 0))
-    found = []
+    chosen = []
     for holder, size in zip(where.tolist(), rows, strict=True):
         worker = holder if 0 <= holder < count else min(loads, key=loads.__getitem__)
         loads[worker] += abs(size) + 1
-        found.append(worker)
-    return found
+        chosen.append(worker)
+    return chosen
 
 
 def _memory(plan: ProgramPlacement) -> tuple[NDArray[np.float64], int]:

@@ -50,7 +50,7 @@ class Region:
 
 
 def operand(name: str, sizes: Sequence[int]) -> NamedMatrix:
-    """Return an operand of a region: chunks of so many bytes, whatever they are."""
+    """Return an operand of a region: chunks of these sizes in bytes, of any type."""
     return NamedMatrix(name, (tuple(sizes), (1,)), "uint8", by_ranks=name == TASKS)
 
 
@@ -75,22 +75,22 @@ class RegionProblem(Computation):
 
     @property
     def compute_type(self) -> np.dtype:
-        """A type that every engine takes."""
+        """A type that every engine accepts."""
         return np.dtype("float64")
 
     @property
     def flops(self) -> float:
-        """None that are known."""
+        """Zero: unknown."""
         return 0.0
 
     @property
     def title(self) -> str:
-        """What it is, for people."""
+        """The title for users."""
         return f"{len(self.needs)} tasks"
 
     def part(self, wanted: Collection[tuple[str, int]]) -> tuple[Self, list[int], list[int]]:
-        """Return what makes some chunks of outputs, and which of its inputs and tasks that has."""
-        first, places = self[INPUTS].count, [(one.name, x) for one in self.wanted for x in range(one.count)]
+        """Return the region that computes some chunks of outputs, and the numbers of its inputs and tasks."""
+        first, places = self[INPUTS].count, [(output.name, x) for output in self.wanted for x in range(output.count)]
         results = [task if place in wanted else -1 for task, place in zip(self.results, places, strict=True)]
         needed = {first + task for task in results if task >= 0}
         for task in reversed(range(len(self.needs))):
@@ -115,7 +115,7 @@ class RegionProblem(Computation):
         super().check()
         inputs, tasks = (self[name].count for name in (INPUTS, TASKS))
         lists = self.needs, self.sizes, self.seconds
-        if any(len(found) != tasks for found in lists) or len(self.results) != sum(x.count for x in self.wanted):
+        if any(len(listed) != tasks for listed in lists) or len(self.results) != sum(x.count for x in self.wanted):
             raise ValueError(f"lists of {[*map(len, lists)]} for {tasks} tasks")
         for number, needed in enumerate(self.needs):
             if any(not 0 <= value < inputs + number for value in needed):
@@ -160,7 +160,7 @@ class RegionPlacement(Placement):
 
 
 class Assignment(NamedTuple):
-    """Who calls which task, and what that takes."""
+    """The rank that calls each task, with the messages and the memory that follow."""
 
     owners: list[int]
     # Of each worker: seconds of its tasks, how many it has, values that it gets from others and their bytes, and the
@@ -175,7 +175,7 @@ class Assignment(NamedTuple):
 def assign(
     needs: Needs, sizes: Sequence[int], seconds: Sequence[float], held: Sequence[int], where: Sequence[int], count: int
 ) -> Assignment:
-    """Give each task to the one of `count` workers that has most bytes of what it reads; of several to the idlest.
+    """Assign each task to the one of `count` workers that has most bytes of its inputs, or to the idlest of several.
 
     `held` and `where` are bytes and holders of the chunks that are there.
     """
@@ -196,7 +196,7 @@ def assign(
 
     for task, needed in enumerate(needs):
         holders.append(_NOBODY)
-        # What needs nothing is called where it is needed first.
+        # A task without inputs is called on the first rank that needs it.
         if not needed:
             continue
         weights: dict[int, int] = {}
@@ -220,7 +220,7 @@ def assign(
         peak[owner] = max(peak[owner], live[owner])
         for value in set(needed):
             uses[value] -= 1
-            # What others have got stays until the end of the run.
+            # Published values stay until the end of the run.
             if not uses[value] and value >= first and value not in published:
                 live[holders[value]] -= nbytes[value]
     for task, holder in enumerate(holders[first:]):
@@ -229,17 +229,17 @@ def assign(
     return Assignment(owners, busy, tasks, messages, moved, [max(pair) for pair in zip(peak, live, strict=True)])
 
 
-def expected_seconds(found: Assignment, threads: Sequence[int]) -> float:
-    """Return what the ranks of an assignment take, which have so many threads."""
+def expected_seconds(assignment: Assignment, threads: Sequence[int]) -> float:
+    """Return the seconds of the slowest rank of an assignment, by the ranks' threads."""
     return max(
         seconds / max(1, nthreads) + MESSAGE_SECONDS * messages
-        for seconds, nthreads, messages in zip(found.seconds, threads, found.messages, strict=True)
+        for seconds, nthreads, messages in zip(assignment.seconds, threads, assignment.messages, strict=True)
     )
 
 
-def run_seconds(found: Assignment, threads: Sequence[int], chunks: int, costs: DaskCosts) -> float:
-    """Return what a run takes with all around it; `chunks` are those that it is given, and that it makes."""
-    return costs.run + chunks * costs.chunk + expected_seconds(found, threads)
+def run_seconds(assignment: Assignment, threads: Sequence[int], chunks: int, costs: DaskCosts) -> float:
+    """Return the seconds of a run with Dask's overhead; `chunks` counts its inputs and outputs."""
+    return costs.run + chunks * costs.chunk + expected_seconds(assignment, threads)
 
 
 def plan_region(
@@ -258,8 +258,8 @@ def plan_region(
         places = np.arange(inputs.count, dtype=np.int32) * count // max(1, inputs.count)
     if places.size and places.max() >= count:
         raise PlanError(f"{sources[0].address if sources else 'a worker'} has chunks, and can't take part in the run")
-    found = assign(problem.needs, problem.sizes, problem.seconds, inputs.chunks[0], places.tolist(), count)
-    ranks = sorted({*found.owners, *places.tolist()})
+    assignment = assign(problem.needs, problem.sizes, problem.seconds, inputs.chunks[0], places.tolist(), count)
+    ranks = sorted({*assignment.owners, *places.tolist()})
     number = {worker: rank for rank, worker in enumerate(ranks)}
     plan = RegionPlacement(
         problem=problem,
@@ -268,8 +268,8 @@ def plan_region(
         participants=tuple(roster),
         ranks=tuple(ranks),
         where={INPUTS: places.astype(np.int32)},
-        owners=tuple(number[owner] for owner in found.owners),
+        owners=tuple(number[owner] for owner in assignment.owners),
     )
-    seconds = expected_seconds(found, [worker.nthreads for worker in roster])
-    work = Work([Phase(least=seconds)], moved=sum(found.moved))
-    return choose([estimated(plan, np.array(found.held, float), work)], f"{problem.title} of a graph", [])
+    seconds = expected_seconds(assignment, [worker.nthreads for worker in roster])
+    work = Work([Phase(least=seconds)], moved=sum(assignment.moved))
+    return choose([estimated(plan, np.array(assignment.held, float), work)], f"{problem.title} of a graph", [])

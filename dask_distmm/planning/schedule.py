@@ -143,7 +143,7 @@ def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]
 
 
 def _held(plan: Plan, rank: int, operand: int) -> tuple[float, bool]:
-    """Return how many chunks of A or B a rank reads that others have, and whether it has all, in chunks that span k.
+    """Return how many chunks of A or B a rank fetches, and whether all are local, in place, and span k.
 
     Chunks in host memory count as those of others. The number is an average, and may not be a whole number, if the plan
     does not know where the chunks are.
@@ -154,10 +154,10 @@ def _held(plan: Plan, rank: int, operand: int) -> tuple[float, bool]:
         count = (rows.stop - rows.start) * (cols.stop - cols.start)
         return count * (1.0 if plan.from_host else 1 - 1 / len(plan.participants)), False
     chunks = where.reshape(plan.problem[name].counts)[rows, cols]
-    others = float(np.count_nonzero((chunks != plan.ranks[rank]) & (chunks != EVERYWHERE)))
+    fetched = float(np.count_nonzero((chunks != plan.ranks[rank]) & (chunks != EVERYWHERE)))
     # The library conjugates only operands that it transposes; other ones are copied first.
     copied = plan.problem.matrices[operand].conjugated and plan.orders[name] == "C"
-    return others, not others and not copied and chunks.shape[1 - operand] == 1
+    return fetched, not fetched and not copied and chunks.shape[1 - operand] == 1
 
 
 # The order in which one GPU computes its block of D, and the buffers that this order needs. Pure
@@ -188,7 +188,7 @@ _LEAST_BLOCK = 4096
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockSchedule:
-    """How one rank cuts A and B to compute its block of D; the plan alone decides it, not the addresses of chunks."""
+    """How one rank cuts A and B to compute its block of D; follows from the plan, not from addresses."""
 
     # The stationary operand: 0 for A, 1 for B.
     stationary: int
@@ -201,7 +201,7 @@ class BlockSchedule:
     # For A and B, whether all of the rank's part is in single chunks on its own GPU, as far as a plan can tell.
     in_place: tuple[bool, bool]
     # For A and B, the number of chunks that the rank reads and other participants have.
-    others: tuple[float, float]
+    fetched: tuple[float, float]
     # Bytes of one buffer for a stationary part and of one buffer for a panel; 0 where chunks are used in place.
     stationary_bytes: int
     panel_bytes: int
@@ -246,7 +246,7 @@ def _block_schedule(plan: Plan, rank: int, multiple: int, sizes: tuple[int, int]
     (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
     extents = (r1 - r0, c1 - c0)
     (others_a, lies_a), (others_b, lies_b) = _held(plan, rank, 0), _held(plan, rank, 1)
-    others, in_place = (others_a, others_b), (lies_a, lies_b)
+    fetched, in_place = (others_a, others_b), (lies_a, lies_b)
     if s > 1 and plan.method == "reducescatter":
         # A panel belongs to the slab of D that one rank adds up.
         stationary = int(plan.final_rects(0)[0][3] == problem.n)
@@ -271,7 +271,7 @@ def _block_schedule(plan: Plan, rank: int, multiple: int, sizes: tuple[int, int]
     left = room - stationary_bytes * (2 if (len(parts) - 1) * (len(cuts) - 1) > 1 else 1)
     most = max(left, room // 4) // PANELS // max(1, padded(depth, multiple) * sizes[streamed])
     # One panel is fastest if the rank pulls nothing.
-    fewest = max(_FEWEST_PANELS, len(plan.ranks)) if s > 1 or any(others) else 1
+    fewest = max(_FEWEST_PANELS, len(plan.ranks)) if s > 1 or any(fetched) else 1
     wanted = max(-(-extents[streamed] // fewest), min(_LEAST_WIDTH, extents[streamed]))
     width = max(multiple, _down(min(padded(wanted, unit(wanted, multiple)), most), multiple))
     panel_bytes = 0
@@ -279,7 +279,7 @@ def _block_schedule(plan: Plan, rank: int, multiple: int, sizes: tuple[int, int]
         panel_bytes = min(width, padded(extents[streamed], multiple)) * padded(depth, multiple) * sizes[streamed]
     again = (len(parts) - 1) * (len(cuts) - 1) > 1
     panels = PANELS if again else min(PANELS, -(-extents[streamed] // width))
-    return BlockSchedule(stationary, parts, cuts, width, in_place, others, stationary_bytes, panel_bytes, panels)
+    return BlockSchedule(stationary, parts, cuts, width, in_place, fetched, stationary_bytes, panel_bytes, panels)
 
 
 def longest_depth(problem: Problem, extents: tuple[int, int]) -> int:
@@ -409,11 +409,11 @@ _STEPS_HELD, _MOST_HELD = 2, 6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkSource:
-    """The steps of one rank; the plan alone decides them."""
+    """How one rank computes chunks of A and B, and in which parts it multiplies them; follows from the plan."""
 
-    # The operands (0 for A, 1 for B) whose chunks it makes; one of them where the other one is its transpose.
-    made: tuple[int, ...]
-    # Whether the other one is.
+    # The operands (0 for A, 1 for B) whose chunks it computes; only one of them if B is A transposed.
+    operands: tuple[int, ...]
+    # Whether that is so.
     twin: bool
     # Along the made operand's own axis and along k: parts of chunks are joined until they have `least`, and cut where
     # they have more than `most`. The own axis is not cut where both are made.
@@ -432,50 +432,50 @@ class ChunkSource:
 
     @property
     def bytes(self) -> int:
-        """Of all that it holds of the operands that it makes."""
+        """Bytes held of the operands that it computes."""
         return self.buffer_bytes + self.held_bytes + self.making_bytes
 
 
 @once
 def chunk_sources(plan: Plan) -> list[ChunkSource]:
-    """Return the stream of each rank of a plan, in the order of the ranks."""
+    """Return the `ChunkSource` of each rank of a plan."""
     return [_chunk_source(plan, rank) for rank in range(len(plan.ranks))]
 
 
 def _chunk_source(plan: Plan, rank: int) -> ChunkSource:
     problem = plan.problem
     (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
-    made = tuple(operand for operand in (0, 1) if problem.matrices[operand].by_ranks)
-    twin = len(made) > 1 and is_gram(problem) and (r0, r1) == (c0, c1)
+    operands = tuple(operand for operand in (0, 1) if problem.matrices[operand].by_ranks)
+    twin = len(operands) > 1 and is_gram(problem) and (r0, r1) == (c0, c1)
     if twin:
         # The library conjugates what it transposes, so this one is right for both.
-        made = (0 if problem.a.conjugated else 1,)
+        operands = (0 if problem.a.conjugated else 1,)
     both = len(problem.by_ranks) == 2
     extents, sizes, depth = (r1 - r0, c1 - c0), multiplied_sizes(problem), k1 - k0
-    along_k = np.diff(_edges(plan, rank, made, None))
-    across = [np.diff(_edges(plan, rank, (operand,), operand)) for operand in made]
+    along_k = np.diff(_edges(plan, rank, operands, None))
+    across = [np.diff(_edges(plan, rank, (operand,), operand)) for operand in operands]
     room, deepest = int(_BUFFERS * problem.options.buffer_bytes) // PANELS, longest_depth(problem, extents)
     if both:
-        width = sum(extents[operand] * sizes[operand] for operand in made)
+        width = sum(extents[operand] * sizes[operand] for operand in operands)
         most = 0, min(depth, deepest, max(_LEAST_EXTENT, room // width))
         wanted = math.ceil(_LEAST_SECONDS / _seconds(plan, extents[0] * extents[1], width))
         least = 0, max(1, min(most[1] // 2, wanted))
-        broad = [extents[operand] for operand in made]
+        broad = [extents[operand] for operand in operands]
     else:
-        size, widest = sizes[made[0]], int(across[0].max())
-        wanted = math.ceil(_LEAST_SECONDS / _seconds(plan, extents[1 - made[0]], size))
+        size, widest = sizes[operands[0]], int(across[0].max())
+        wanted = math.ceil(_LEAST_SECONDS / _seconds(plan, extents[1 - operands[0]], size))
         wanted = max(1, min(wanted, room // size // 4))
         least_k = max(1, min(depth, wanted // widest))
         deep = min(depth, max(2 * least_k, int(along_k.max())))
-        least = max(1, min(extents[made[0]], wanted // deep)), least_k
-        broad = [min(extents[made[0]], max(2 * least[0], widest))]
+        least = max(1, min(extents[operands[0]], wanted // deep)), least_k
+        broad = [min(extents[operands[0]], max(2 * least[0], widest))]
         most_k = min(depth, deepest, max(_LEAST_EXTENT, room // size // broad[0]))
-        most = min(extents[made[0]], max(_LEAST_EXTENT, room // size // min(deep, most_k))), most_k
+        most = min(extents[operands[0]], max(_LEAST_EXTENT, room // size // min(deep, most_k))), most_k
         broad = [min(broad[0], most[0])]
     deep = min(most[1], max(2 * least[1], int(along_k.max())))
     multiple, joined = extent_multiple(problem), _joins(along_k, least[1])
     buffer, panel, largest, place, kept = 0, 0, 0, 0, 0
-    for operand, own, extent in zip(made, across, broad, strict=True):
+    for operand, own, extent in zip(operands, across, broad, strict=True):
         size = max(sizes[operand], problem.matrices[operand].itemsize)
         chunk = size * math.prod(max(axis) for axis in problem.matrices[operand].chunks)
         # Steps begin at multiples, and end where the last chunk ends.
@@ -495,7 +495,7 @@ def _chunk_source(plan: Plan, rank: int) -> ChunkSource:
     share, step = int(_AHEAD * problem.options.buffer_bytes), max(place, panel if buffer else 0)
     ahead = max(made_ahead(threads), min(_MOST_AHEAD, share // largest))
     held = max(_STEPS_HELD * step, min(_MOST_HELD * step, share)) + kept
-    return ChunkSource(made, twin, least, most, PANELS * buffer, threads, ahead, held, (ahead + threads) * largest)
+    return ChunkSource(operands, twin, least, most, PANELS * buffer, threads, ahead, held, (ahead + threads) * largest)
 
 
 def _edges(plan: Plan, rank: int, operands: Sequence[int], own: int | None) -> NDArray[np.int64]:
@@ -522,7 +522,7 @@ def source_steps(plan: Plan, rank: int, source: ChunkSource) -> list[tuple[tuple
 
     Parts of a chunk follow each other for each part of k, so that no chunk is held over all of k.
     """
-    own, along_k = _edges(plan, rank, source.made, source.made[0]), _edges(plan, rank, source.made, None)
+    own, along_k = _edges(plan, rank, source.operands, source.operands[0]), _edges(plan, rank, source.operands, None)
     if len(plan.problem.by_ranks) == 2:
         depth = _cut(along_k.tolist(), source.least[1], source.most[1])
         return [((int(own[0]), int(own[-1])), part) for part in itertools.pairwise(depth)]

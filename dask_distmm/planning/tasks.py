@@ -30,22 +30,22 @@ _QR_SHARE, _QR_TASKS = 0.25, 6
 
 
 def run_overhead(problem: Computation, costs: DaskCosts) -> float:
-    """Return the seconds that Dask takes around a run; it knows nothing of chunks that ranks make."""
+    """Return the seconds that Dask adds to a run; chunks that ranks compute are unknown to it."""
     names = [name for name in problem.inputs if not (problem[name].by_ranks or (name == "b" and problem.shared))]
-    given = sum(problem[name].count for name in names)
-    return costs.run + costs.chunk * (given + sum(output.count for output in problem.outputs))
+    inputs = sum(problem[name].count for name in names)
+    return costs.run + costs.chunk * (inputs + sum(output.count for output in problem.outputs))
 
 
-def with_tasks(made: P, workers: Sequence[Worker], costs: DaskCosts, *, lazy: bool = False, by_tasks: bool = True) -> P:
-    """Return a plan with the seconds that Dask takes around its run, and unless nobody asks those of its own tasks."""
-    problem = made.problem
+def with_tasks(plan: P, workers: Sequence[Worker], costs: DaskCosts, *, lazy: bool = False, by_tasks: bool = True) -> P:
+    """Return a plan with Dask's overhead, and with `by_tasks` the estimate for its own tasks."""
+    problem = plan.problem
     around = run_overhead(problem, costs) + lazy * costs.start
-    own = tasks_estimate(problem, workers, problem.machine_of_tasks(made.engine), costs) if by_tasks else None
-    return dataclasses.replace(made, around=around, by_tasks=own)
+    own = tasks_estimate(problem, workers, problem.machine_of_tasks(plan.engine), costs) if by_tasks else None
+    return dataclasses.replace(plan, around=around, by_tasks=own)
 
 
 def tasks_estimate(problem: Any, workers: Sequence[Worker], machine: Machine, costs: DaskCosts) -> Estimate:
-    """Return what Dask's own tasks would take for a computation of any kind."""
+    """Estimate the time of Dask's own tasks for a computation."""
     kinds: dict[str, Callable[..., _Tasks]] = {"product": _product, "factorization": _factor, "program": _program}
     threads = sum(worker.nthreads for worker in workers)
     grid, tasks, own, received, moved, held = kinds[problem.kind](problem, len(workers), threads, machine)
@@ -102,16 +102,16 @@ def _factor(problem: FactorProblem, count: int, threads: int, machine: Machine) 
         right, columns = problem["b"].counts[1], problem.task.b_shape[1]
     if name == "qr":
         # Q and R of each chunk; R of all of these R; its Q in parts, and their products with the first Q.
-        products, others, elements = blocks, 4 * blocks, cols * cols
+        products, small_tasks, elements = blocks, 4 * blocks, cols * cols
     else:
         triangles = right * (2 if name else 1)
         products = triangles * blocks * (blocks - 1) // 2
         if name:
             products += (blocks - 2) * (blocks - 1) * blocks // 6 + blocks * (blocks - 1) // 2
-        others = (2 * blocks * blocks if name else 0) + triangles * blocks
+        small_tasks = (2 * blocks * blocks if name else 0) + triangles * blocks
         elements = rows // blocks * (cols // blocks if name else -(-columns // right))
     moved = (1 - 1 / count) * (products * elements + rows * cols * (name == "cholesky"))
     moved *= problem.compute_type.itemsize
     rate = machine.rate(problem.task.dtype) * min(threads, blocks) * EngineModel.shares[name][0]
     own = Phase(problem.flops, rate)
-    return (blocks, blocks, blocks), products + others, own, moved / count, moved, 0.0
+    return (blocks, blocks, blocks), products + small_tasks, own, moved / count, moved, 0.0

@@ -85,13 +85,13 @@ class Scheme:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """How many waves there are along m, n and k."""
+        """Number of waves along m, n and k."""
         m, n, k = (len(cuts) - 1 for cuts in self.cuts)
         return m, n, k
 
     @property
     def count(self) -> int:
-        """How many waves there are."""
+        """Number of waves."""
         return math.prod(self.counts)
 
     @property
@@ -116,7 +116,7 @@ class Scheme:
 
     @property
     def binding(self) -> str:
-        """The resource that decides how long it takes: ``"loading"`` or ``"multiplying"``."""
+        """The bottleneck: ``"loading"`` or ``"multiplying"``."""
         return "loading" if self.read_seconds > self.run_seconds else "multiplying"
 
 
@@ -263,7 +263,7 @@ def in_host_memory(problem: Problem, engine: str | Sequence[str]) -> bool:
 
 
 def in_host(worker: Worker) -> Worker:
-    """Return a worker with its host memory in place of that of its GPU."""
+    """Return a worker with its host memory as the limit in place of its GPU's."""
     return dataclasses.replace(worker, memory_limit=worker.host_limit, used=0)
 
 

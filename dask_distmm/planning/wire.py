@@ -43,7 +43,7 @@ class Wired:
 
     @classmethod
     def from_wire(cls, wire: Any) -> Self:
-        """Make it from what ``to_wire`` gave, checked."""
+        """Decode and check the output of ``to_wire``."""
         try:
             value: Self = _made(cls, wire)
         except ProtocolError:
@@ -138,7 +138,7 @@ def _coder(hint: Any) -> _Coder:
 
 @functools.lru_cache(16)
 def _text(value: Any) -> str:
-    """Return a value that hardly ever changes as a text: receivers know those of the last ones."""
+    """Return a rarely changing value as text, which receivers cache."""
     return json.dumps(_plain(value))
 
 
@@ -163,14 +163,14 @@ def _bounded(decode: Callable[[Any], Any], least: float, most: float, wire: Any)
     return value
 
 
-def _one_of(known: tuple[str, ...], wire: Any) -> Any:
-    if not isinstance(wire, str) or wire not in known:
-        raise ValueError(f"{reprlib.repr(wire)} is not one of {', '.join(map(repr, known))}")
+def _one_of(choices: tuple[str, ...], wire: Any) -> Any:
+    if not isinstance(wire, str) or wire not in choices:
+        raise ValueError(f"{reprlib.repr(wire)} is not one of {', '.join(map(repr, choices))}")
     return wire
 
 
 def _first(decoders: list[Callable[[Any], Any]], wire: Any) -> Any:
-    """Return what the first decoder makes that can."""
+    """Return the result of the first decoder that accepts a value."""
     for decode in decoders[:-1]:
         try:
             return decode(wire)

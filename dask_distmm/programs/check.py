@@ -33,13 +33,13 @@ from dask_distmm.programs.steps import (
     If,
     Key,
     Loop,
+    LoopIteration,
     Make,
     New,
     Publish,
     Pull,
     Step,
     Store,
-    Turn,
     View,
     crossing,
     flags_of,
@@ -122,7 +122,7 @@ class _Held:
     count: int = 0
 
     def copy(self) -> _Held:
-        """Return one that changes by itself."""
+        """Return an independent copy."""
         return dataclasses.replace(
             self, operands=self.operands.copy(), published=self.published.copy(), kept=self.kept.copy()
         )
@@ -163,7 +163,7 @@ def _holding(steps: Sequence[Step], held: _Held) -> _Held:
 
 
 def _more(ways: Sequence[_Held]) -> _Held:
-    """Return what a rank holds at most after one of several ways, which have the same buffers."""
+    """Return the maximum of what a rank holds after each of several branches."""
     longest = max(ways, key=lambda way: way.live)
     longest.peak = max(way.peak for way in ways)
     return longest
@@ -179,7 +179,7 @@ def _overlap(a: Buffer | View, b: Buffer | View) -> bool:
 
 
 class _State:
-    """The buffers of all ranks, as far as a walk has come."""
+    """The buffers of all ranks during a walk."""
 
     def __init__(self, ranks: int) -> None:
         self.here: list[dict[str, Buffer]] = [{} for _ in range(ranks)]
@@ -262,9 +262,9 @@ class _State:
                     self._has(rank, buffer, written=bool(op))
                     self._change(rank, buffer)
                     self._set(rank, buffer, next(self._numbers) if op else value)
-            case Turn(loop, starts=True):
+            case LoopIteration(loop, starts=True):
                 self._before[rank].append(len(self._held[rank]) if has_messages(loop) else 0)
-            case Turn(loop):
+            case LoopIteration(loop):
                 self._free(rank, self._before[rank].pop())
                 self._decide(rank, loop.flag)
             case If(flag) | Loop(flag):
@@ -299,7 +299,7 @@ class _State:
         self._beside[rank][ahead] += used
 
     def _decide(self, rank: int, flag: Buffer) -> None:
-        """Go on by a flag: all ranks must have the same bits there."""
+        """Take a branch by a flag, which must have the same bits on all ranks."""
         self._has(rank, flag, written=True)
         at = len(self._decided[rank])
         self._decided[rank].append(self._value[rank][flag.name])
@@ -321,14 +321,14 @@ class _State:
         here[place.name] = value if isinstance(place, Buffer) else self._number(here[place.name], place.box, value)
 
     def _made_of(self, rank: int, call: Call) -> tuple[Any, ...]:
-        """Return what an exact kernel does, and the values that it reads; another one makes what nobody else makes."""
+        """Return an exact kernel with the values that it reads; results of other kernels are unique."""
         if not CONTRACTS[call.kernel].exact:
             return (next(self._numbers),)
         values = [place.box if role == "w" else self._value_of(rank, place) for place, role in roles_of(call)]
         return call.kernel, repr(sorted(call.options.items())), *values
 
     def _begin(self, rank: int, buffer: Buffer | View, *, written: bool) -> None:
-        """Create a buffer, which must not be there."""
+        """Create a buffer, which must not exist."""
         _expect(buffer.name not in self.here[rank], f"{buffer.name} is there already")
         assert isinstance(buffer, Buffer), buffer
         self.here[rank][buffer.name] = buffer
@@ -403,7 +403,7 @@ Span = tuple[int, str, float, float]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """What the calls of one kernel between two messages take, on rank 0."""
+    """Seconds of one kernel's calls between two messages, on rank 0."""
 
     kernel: str
     seconds: float
@@ -414,7 +414,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """What a program takes."""
+    """The cost of a program."""
 
     seconds: float
     # Seconds of messages, of the rank that waits longest.
@@ -428,7 +428,7 @@ class Cost:
 
 
 def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, spans: list[Span] | None = None) -> Cost:
-    """Return what a program takes, with these values of its flags; by default as where all is well-conditioned.
+    """Return the cost of a program for these values of its flags; by default for a well-conditioned matrix.
 
     One turn of a loop takes as long as all that are expected. `spans` gets what each rank does when.
     """
@@ -441,11 +441,11 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
     lines: dict[tuple[int, str], Line] = {}
     stage, seen = 0, set[str]()
     for rank, step in walk(lists, flags):
-        if isinstance(step, Turn):
+        if isinstance(step, LoopIteration):
             expected = step.loop.expected
             turns[rank] = turns[rank] * expected if step.starts else turns[rank] // expected
         times = turns[rank]
-        if rank == 0 and isinstance(step, Publish | Pull | If | Turn):
+        if rank == 0 and isinstance(step, Publish | Pull | If | LoopIteration):
             stage, seen = stage + 1, set()
         match step:
             case Call(kernel):

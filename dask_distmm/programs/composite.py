@@ -297,7 +297,7 @@ def svd_compressed(
 
 
 def _back_and_forth(p: Recorder, a: Tall, x: Buffer, y: Tall, factor: list[Buffer]) -> Buffer:
-    """Compute Y = A X, and its R on rank 0 with what that is good for; return A^H Y on rank 0."""
+    """Compute Y = A X, and its R on rank 0 with flags by its condition; return A^H Y on rank 0."""
     g, product = p.zeros(y.cols, y.cols), p.zeros(*x.shape)
     p.each("back_and_forth", a, x, y, product, g)
     p.add_up(g, product)
@@ -306,10 +306,10 @@ def _back_and_forth(p: Recorder, a: Tall, x: Buffer, y: Tall, factor: list[Buffe
 
 
 def _iterated(p: Recorder, a: Tall, x: Buffer) -> Buffer:
-    """Return an orthonormal basis of A^H A X, its columns near to singular vectors, on all ranks."""
+    """Compute an orthonormal basis of A^H A X, near to singular vectors, on all ranks."""
     (n, width), y = x.shape, p.tall(x.shape[1])
     first, once, usable = p.small(width, width), p.flag(), p.flag()
-    z, basis, found = p.small(n, width), p.small(n, width), p.small(n, width)
+    z, basis, vectors = p.small(n, width), p.small(n, width), p.small(n, width)
     product = _back_and_forth(p, a, x, y, [first, once, usable])
     p.on_root("quotient", [first, product], [z])
     p.on_root("orthonormalize", [z], [basis])
@@ -320,13 +320,13 @@ def _iterated(p: Recorder, a: Tall, x: Buffer) -> Buffer:
         q = p.tall(width)
         tsqr(p, y, q, p.small(width, width))
         _adjoint_times(p, a, q, z)
-        p.on_root("orthonormalize", [z], [found])
-        p.give(found)
+        p.on_root("orthonormalize", [z], [vectors])
+        p.give(vectors)
 
-    p.either(usable, lambda: p.call("copy", basis, found), by_reflections)
+    p.either(usable, lambda: p.call("copy", basis, vectors), by_reflections)
     p.drop_tall(y)
     p.drop(z, basis)
-    return found
+    return vectors
 
 
 def _adjoint_times(p: Recorder, a: Tall, q: Tall, z: Buffer) -> None:
@@ -485,7 +485,7 @@ def ridge(p: Recorder, operands: Operands, wanted: Wanted, *, alphas: tuple[floa
     `centred`: of A and B without the means of columns, which are outputs, too.
     """
     n, cols, means = operands["a"].cols, operands["b"].cols, {}
-    given = operands
+    passed = operands
     if centred:
         operands, g, c, means["center"], means["level"] = _both_centred(p, operands)
     else:
@@ -511,11 +511,11 @@ def ridge(p: Recorder, operands: Operands, wanted: Wanted, *, alphas: tuple[floa
         lambda: p.on_root("copy", [first], [x]),
         lambda: p.either(good, refined, by_reflections),
     )
-    _finish(p, given, wanted, x=x, **means)
+    _finish(p, passed, wanted, x=x, **means)
 
 
 def _finish(p: Recorder, operands: Operands, wanted: Wanted, **outputs: Buffer | Tall) -> None:
-    """Free the operands, and hand over those of some matrices that are wanted."""
+    """Free the operands, and store the wanted matrices."""
     p.drop_tall(*operands.values())
     for name, matrix in outputs.items():
         if name in wanted:
@@ -543,16 +543,16 @@ def record(
     cols: Mapping[str, int],
     dtype: str,
     wanted: Wanted,
-    made: Wanted = (),
+    by_ranks: Wanted = (),
     *,
     me: int,
 ) -> tuple[Step, ...]:
-    """Return the steps of rank `me`; `cols` has the columns of each operand by name, `made` those that ranks make."""
+    """Return the steps of rank `me`; `cols`: operands' columns by name, `by_ranks`: those computed by ranks."""
     options = dict(options)
     p = Recorder(me, rows, dtype, finite=options.pop("finite", True))
     types, whole = options.pop("types", {}), options.pop("whole", ())
     operands = {
-        name: Tall(name, count, operand=True, made=name in made, dtype=types.get(name, ""), whole=name in whole)
+        name: Tall(name, count, operand=True, by_ranks=name in by_ranks, dtype=types.get(name, ""), whole=name in whole)
         for name, count in cols.items()
     }
     p.make(*operands.values())

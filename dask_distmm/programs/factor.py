@@ -96,11 +96,11 @@ class Columns:
     @functools.cached_property
     def blocks(self) -> tuple[BlockColumn, ...]:
         """All blocks in the order of their numbers."""
-        found: list[BlockColumn] = []
+        blocks: list[BlockColumn] = []
         for number, matrix in enumerate(self.matrices):
             cols = matrix.shape[1]
-            found += (BlockColumn(number, at, min(at + matrix.width, cols)) for at in range(0, cols, matrix.width))
-        return tuple(found)
+            blocks += (BlockColumn(number, at, min(at + matrix.width, cols)) for at in range(0, cols, matrix.width))
+        return tuple(blocks)
 
     @property
     def order(self) -> int:
@@ -123,11 +123,11 @@ class Columns:
     def _starts(self) -> tuple[int, ...]:
         """For each block, the column of its rank's array at which it begins; behind the last one the ranks' columns."""
         ends = [0] * self.ranks
-        found = []
+        starts = []
         for number, block in enumerate(self.blocks):
-            found.append(ends[self.owner(number)])
+            starts.append(ends[self.owner(number)])
             ends[self.owner(number)] += block.stop - block.start
-        return (*found, *ends)
+        return (*starts, *ends)
 
     def local_cols(self, rank: int) -> int:
         """Return the number of columns of a rank's array."""
@@ -221,7 +221,7 @@ class Panels(Recorder):
         self.call(kernel, *arguments, **options, **({"compute": self._compute} if self._compute else {}))  # type: ignore[arg-type]
 
     def publish(self, part: str, k: int, *buffers: Buffer | View, copied: bool = False) -> None:
-        """Let other ranks have a part of a panel."""
+        """Publish a part of a panel."""
         self._add(Publish(Key(part, k), buffers, copied, self._lane))
 
     @contextlib.contextmanager
@@ -247,7 +247,7 @@ class Panels(Recorder):
         return self.blocks(self.columns.first(number), self.columns.first(number + 1))[:rows, :]
 
     def whole(self, k: int, part: str) -> Buffer | View:
-        """Return a part of a panel with all its columns: this rank's own, or as it has come from another one."""
+        """Return a part of a panel with all its columns: this rank's own, or the received copy."""
         (start, stop), (_, left, right) = self.columns.place(k), self.columns.blocks[k]
         if self.owns(k):
             return self.blocks(k, k + 1)[(slice(start, None) if part == "lower" else slice(stop)), :]
@@ -259,7 +259,7 @@ class Panels(Recorder):
         return self.whole(k, part)[:, : stop - start]
 
     def extra(self, k: int) -> Buffer:
-        """Return what goes with a panel: info of potrf, pivots of getrf, or T of reflectors."""
+        """Return the extra output of a panel: info of potrf, pivots of getrf, or T of reflectors."""
         start, stop = self.columns.place(k)
         entry = FACTORED[self._factored]
         return Buffer(
@@ -267,7 +267,7 @@ class Panels(Recorder):
         )
 
     def with_extra(self, k: int, part: str) -> tuple[Any, ...]:
-        """Return a part of a panel, and what goes with it."""
+        """Return a part of a panel, and its extra output."""
         return self.whole(k, part), *([self.extra(k)] if part == "lower" and self._factored else [])
 
     # Panel after panel
@@ -324,7 +324,7 @@ class Panels(Recorder):
 
     @contextlib.contextmanager
     def _joining(self, k: int, *, short: bool = False) -> Iterator[None]:
-        """Apply a panel after it was made ahead; or after the next one, which others wait for and has the device."""
+        """Apply a panel that was factorized ahead; after the next panel if others wait for that on the device."""
         join = self._fresh and (self.owns(k) or short)
         with self.on("join" if join else ""):
             yield
@@ -343,11 +343,11 @@ class Panels(Recorder):
         return Buffer(f"diagonal.{k}", (self.panel(k).shape[1], 1), self.dtype)
 
     def _pivots(self, k: int) -> tuple[Buffer, Buffer]:
-        """Return the pivots and the diagonal of another rank's panel, which stay here."""
+        """Return the kept copies of the pivots and the diagonal of another rank's panel."""
         return dataclasses.replace(self.extra(k), name=f"pivots.{k}"), self._diagonal(k)
 
     def _note(self, k: int) -> None:
-        """Look at a panel that has come: it goes, its pivots stay."""
+        """Keep the pivots of a received panel, and free the panel."""
         if self._factored == "lu" and self.me in self._holders:
             pivots, diagonal = self._pivots(k)
             self.call("diagonal", self.panel(k), makes=[diagonal])
@@ -357,7 +357,7 @@ class Panels(Recorder):
             self.call("check_minor", self.extra(k), start=self.columns.place(k)[0], copied=True)
 
     def _complete(self, k: int, parts: Sequence[str]) -> None:
-        """Look at a panel of this rank that does not change any more, and publish parts of it."""
+        """Finish a panel of this rank: check it, keep its pivots, and publish parts of it."""
         start, stop = self.columns.place(k)
         if self._check is not None:
             rows = self.blocks(k, k + 1)[:, : stop - start]
@@ -368,7 +368,7 @@ class Panels(Recorder):
             self.publish("pivots", k, self.extra(k), self._diagonal(k))
 
     def complete(self, order: Iterable[int]) -> None:
-        """Publish this rank's panels, which are there from the beginning."""
+        """Publish this rank's panels, which are inputs."""
         for k in order:
             if self.owns(k):
                 with self.on("ahead"):
@@ -379,18 +379,18 @@ class Panels(Recorder):
         return [self.columns.place(k)[0] for k in order]
 
     def known(self, order: Iterable[int]) -> tuple[list[Buffer], list[Buffer]]:
-        """Return the pivots and the diagonals of all panels, on one of the ranks that have them in the end."""
+        """Return the pivots and the diagonals of all panels, on a rank that has received them."""
         pairs = [(self.extra(k), self._diagonal(k)) if self.owns(k) else self._pivots(k) for k in order]
         return [pivots for pivots, _ in pairs], [diagonal for _, diagonal in pairs]
 
     def pivots(self, order: Iterable[int], last: int) -> None:
-        """Get the pivots that have not come with panels, where all are wanted."""
+        """Pull the pivots that were not received with panels, if all are wanted."""
         for k in () if self._together else order:
             if self.me in self._holders and not self.owns(k) and not self._owned(k + 1, last):
                 self.pull(self.columns.owner(k), Key("pivots", k), self._pivots(k), taken=True)
 
     def carry(self, order: Iterable[int], update: Callable[[int, Buffer | View], None]) -> None:
-        """Apply each rank's own panels to a single right-hand side when it comes, and hand it on."""
+        """Apply each rank's panels to a right-hand side that is passed from rank to rank."""
         home = self.columns.first(1)
         holder = self.columns.owner(home)
         cols = self.columns.matrices[1].shape[1]
@@ -482,7 +482,7 @@ def _reflect_blocks(p: Panels, k: int, first: int, stop: int, *, op: str) -> Non
 
 
 class Factored(NamedTuple):
-    """What panels of A are factorized by, one after the other."""
+    """How panels of A are factorized, one after the other."""
 
     record: Callable[[Panels, Sequence[int], int], None]
     # The shape of what goes with a panel, by the order of its pivots and of its diagonal block; its type, or A's.
@@ -541,18 +541,18 @@ def substitute_block(
     (start, stop), order = p.columns.place(k), p.columns.order
     rows, here = p.panel(k, "lower" if lower else "upper"), columns[start:stop, :]
     if lower:
-        block, others, left = rows[: stop - start, :], rows[stop - start : order - start, :], columns[stop:order, :]
+        block, remaining, left = rows[: stop - start, :], rows[stop - start : order - start, :], columns[stop:order, :]
     else:
-        block, others, left = rows[start:, :], rows[:start, :], columns[:start, :]
+        block, remaining, left = rows[start:, :], rows[:start, :], columns[:start, :]
     if op != "N":
-        p.call("gemm", others, left, here, op_a=op, alpha=-1, beta=1)
+        p.call("gemm", remaining, left, here, op_a=op, alpha=-1, beta=1)
     p.call("trsm", block, here, right=False, lower=lower, op=op, unit=unit)
     if op == "N":
-        p.call("gemm", others, here, left, alpha=-1, beta=1)
+        p.call("gemm", remaining, here, left, alpha=-1, beta=1)
 
 
 def complete_second(p: Panels, *, identity: bool) -> None:
-    """Set what no input has: the second matrix to an identity, or the rows below B to zero."""
+    """Fill the second matrix with an identity, or the rows below B with zeros."""
     first, count, rows = p.columns.first(1), p.columns.count, p.columns.matrices[1].shape[0]
     if identity:
         for block in p.columns.owned(p.me, first, count):
@@ -589,7 +589,7 @@ def decompose(p: Panels, results: Sequence[Buffer], task: Any) -> None:
 
 
 def store_columns(p: Panels, output: str, place: View, form: str = "", order: Sequence[int] = ()) -> None:
-    """Hand over this rank's columns of a result.
+    """Store this rank's columns of a result.
 
     These are squared norms (``"residuals"``), or the rows of L in the order into which all pivots of panels have
     swapped them (``"swapped"``), or what is there.
@@ -606,7 +606,7 @@ def store_columns(p: Panels, output: str, place: View, form: str = "", order: Se
 
 
 def store_numbers(p: Panels, result: Buffer, output: str, form: str, order: Sequence[int]) -> None:
-    """Hand over a result without block columns: what all pivots and the diagonal of U say, or what is there."""
+    """Store a result without block columns: pivots, a determinant, or a small matrix."""
     if form in ("sign", "logdet", "det"):
         (pivots, diagonals), dtype = p.known(order), result.dtype
         p.call("determinant", *pivots, *diagonals, starts=p.starts(order), form=form, dtype=dtype, makes=[result])

@@ -31,7 +31,7 @@ class Orientation:
     conjugated: bool = False
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Return the shape of what ranks hold of a matrix of a shape."""
+        """Return the shape of a matrix in the form that ranks hold."""
         return (shape[1], shape[0]) if self.transposed else shape
 
     def of_chunks(self, chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> Layout:
@@ -116,7 +116,7 @@ class Factorization:
     # cholesky, lu: that of products.
     factor_dtype: str = ""
     # solve: factors are operands, in few bits: L as `f`, or L and U, and pivots as `p`.
-    given: bool = False
+    has_factors: bool = False
     # All kinds: whether a NaN or an infinity among the elements that are read is an error.
     check_finite: bool = False
 
@@ -125,9 +125,9 @@ class Factorization:
             raise PlanError(f"unknown factorization {self.kind!r}; known are {', '.join(map(repr, KINDS))}")
         if self.dtype not in _DTYPES:
             raise PlanError(f"{self.kind} of {self.dtype}: convert A and B to one of {', '.join(_DTYPES)}")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise PlanError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(map(repr, known))}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise PlanError(f"{name}={getattr(self, name)!r}; expected one of {', '.join(map(repr, choices))}")
         for field in dataclasses.fields(self)[4:]:
             if getattr(self, field.name) != field.default and field.name not in (*self.entry.options, "check_finite"):
                 raise PlanError(f"{self.kind} has no option {field.name}: leave it out")
@@ -153,24 +153,24 @@ class Factorization:
 
     @property
     def refines(self) -> bool:
-        """Whether a solution is refined that was found with factors of few bits."""
+        """Whether a solution by factors in low precision is refined."""
         return bool(self.factor_dtype) and self.kind in ("solve", "inv", "lstsq")
 
     @property
     def products(self) -> str:
-        """How GPUs multiply in factorizations of few bits; empty for the type of the factors."""
+        """Compute type of GPUs' products in low-precision factorizations; empty for the type of the factors."""
         return "" if self.factor_dtype == "float32" else self.factor_dtype
 
     @property
     def dtype_of_factors(self) -> str:
-        """Name of the type that factors are in: of few bits if the solution is refined."""
+        """Name of the factors' type: of low precision if the solution is refined."""
         if not self.refines:
             return self.dtype
         return "complex64" if self.dtype.startswith("complex") else "float32"
 
     @property
     def refined_way(self) -> str:
-        """Return the factorization whose factors are refined with."""
+        """Return the factorization that refinement uses."""
         return "cholesky" if self.hermitian else "lu"
 
     @property
@@ -181,18 +181,18 @@ class Factorization:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the matrices that are read: ``"a"``, and ``"b"`` where there are right-hand sides."""
-        if self.given:
+        if self.has_factors:
             return ("a", "f", "b") if self.hermitian else ("a", "p", "f", "b")
         return ("a",) if self.b_shape is None else ("a", "b")
 
     @property
     def spectral(self) -> bool:
-        """Whether it is a decomposition that one rank makes by one call of LAPACK (or cuSOLVER)."""
+        """Whether one rank computes it by one call of LAPACK (or cuSOLVER)."""
         return self.entry.workspace is not None
 
     @property
     def shareable(self) -> bool:
-        """Whether it is a spectral decomposition that several ranks can share, by way of a tridiagonal matrix."""
+        """Whether ranks can share this spectral decomposition, by tridiagonalization."""
         return self.spectral and self.hermitian and self.b_shape is None and self.a_shape[0] > 0
 
     @property
@@ -202,12 +202,12 @@ class Factorization:
 
     @property
     def factored(self) -> str:
-        """Which factorization A goes through: ``"cholesky"``, ``"lu"``, ``"qr"``, or ``""`` for none."""
+        """The factorization of A: ``"cholesky"``, ``"lu"``, ``"qr"``, or ``""`` for none."""
         return "cholesky" if self.assume_a == "pos" else self.entry.factored
 
     @property
     def algorithm(self) -> str:
-        """What A goes through, as shares of engines have it."""
+        """Name of A's algorithm in the engines' table of shares."""
         if self.spectral:
             return self.kind if self.vectors or self.entry.on_host else "values"
         return self.factored
@@ -288,7 +288,7 @@ class Factorization:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A factorization, what is solved with its factors, or what one rank makes of a whole matrix.
+    """A factorization, a solver with its factors, or a spectral task of one rank.
 
     A new one is an entry in `KINDS`, and what the user calls; of the last sort also a function of the same name in
     `engines.programs.spectral.FUNCTIONS`.
@@ -347,7 +347,7 @@ def _triangular_flops(task: Factorization) -> float:
 
 
 def _solve_flops(task: Factorization) -> float:
-    factors = 0.0 if task.given else (_cholesky_flops if task.hermitian else _lu_flops)(task)
+    factors = 0.0 if task.has_factors else (_cholesky_flops if task.hermitian else _lu_flops)(task)
     return factors + 2 * _triangular_flops(task)
 
 
@@ -398,7 +398,7 @@ def _determinants(*names: Literal["det", "sign", "logdet"]) -> Callable[[Factori
 
 
 def _whole(name: str, shape: tuple[int, ...], dtype: str) -> TaskOutput:
-    """Return a result that one rank has all of."""
+    """Return an output that one rank has as a whole."""
     return TaskOutput(name, shape, dtype, None, "spectral")
 
 
@@ -482,7 +482,7 @@ KINDS: dict[str, Kind] = {
         reduced="mode='reduced'",
     ),
     "solve": Kind(
-        options=["assume_a", "lower", "op", "factor_dtype", "given"],
+        options=["assume_a", "lower", "op", "factor_dtype", "has_factors"],
         with_b=True,
         factored="lu",
         outputs=_solution,

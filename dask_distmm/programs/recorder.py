@@ -52,12 +52,12 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tall:
-    """A matrix in chunks of rows; of an operand a rank may make each chunk when it needs it (`made`)."""
+    """A matrix in chunks of rows; of an operand a rank may make each chunk when it needs it (`by_ranks`)."""
 
     name: str
     cols: int
     operand: bool = False
-    made: bool = False
+    by_ranks: bool = False
     # The kernel that makes each chunk when it is needed, and what that reads: buffers, and chunks of other matrices.
     formula: tuple[Any, ...] = ()
     # The name of its type; that of the computation by default.
@@ -101,7 +101,7 @@ class Recorder:
         return next(self._keys)
 
     def small(self, rows: int, cols: int, dtype: str | None = None) -> Buffer:
-        """Return the name of a small matrix, which is not there yet."""
+        """Return a new small matrix, not yet allocated."""
         return Buffer(f"s{next(self._names)}", (rows, cols), dtype or self.dtype)
 
     def flag(self) -> Buffer:
@@ -130,9 +130,9 @@ class Recorder:
     # Steps of this rank
 
     def make(self, *operands: Tall) -> None:
-        """Take all chunks of operands that are not made one by one."""
+        """Take all chunks of operands that are not computed one by one."""
         for operand in operands:
-            for number, piece in () if operand.made or operand.whole else self.numbered(operand):
+            for number, piece in () if operand.by_ranks or operand.whole else self.numbered(operand):
                 self._make(operand.name, number, piece)
 
     def _make(self, operand: str, number: int, piece: Buffer, *, donated: bool = False) -> None:
@@ -153,8 +153,8 @@ class Recorder:
         if isinstance(argument, Buffer):
             return argument
         piece = self.pieces(argument)[index]
-        if (argument.made or argument.formula) and piece.name not in self._here:
-            if argument.made:
+        if (argument.by_ranks or argument.formula) and piece.name not in self._here:
+            if argument.by_ranks:
                 self._make(argument.name, self.mine[index], piece)
             else:
                 kernel, *reads = argument.formula
@@ -168,7 +168,7 @@ class Recorder:
             self.call(kernel, *buffers)
 
     def call(self, kernel: str, *arguments: Buffer | View, makes: Sequence[Buffer] = (), **options: Any) -> None:
-        """Call a kernel; what it writes is allocated, if it is not there."""
+        """Call a kernel; outputs that do not exist are allocated."""
         call, here = Call(kernel, arguments, options, tuple(makes), self._lane), self._here
         for buffer, role in roles_of(call):
             if role == "w" and buffer.name not in here:
@@ -196,7 +196,7 @@ class Recorder:
         return buffer
 
     def drop(self, *buffers: Buffer) -> None:
-        """Free buffers, where they are."""
+        """Free buffers, if they exist."""
         here = self._here
         for buffer in buffers:
             if buffer.name in here:
@@ -209,14 +209,14 @@ class Recorder:
 
     @contextlib.contextmanager
     def keeping(self, *kept: Buffer | Tall) -> Iterator[None]:
-        """Free what is new at the end of a ``with`` block, but for some."""
+        """Free new buffers at the end of a ``with`` block, except some."""
         before = set(self._here)
         yield
         names = before.union(*([x.name] if isinstance(x, Buffer) else [y.name for y in self.pieces(x)] for x in kept))
         self.drop(*(self._here[name] for name in sorted(self._here.keys() - names)))
 
     def store(self, output: str, matrix: Buffer | Tall) -> None:
-        """Hand chunks over as those of an output: a small matrix is rank 0's, others drop theirs."""
+        """Store chunks as those of an output: a small matrix on rank 0, others drop theirs."""
         if isinstance(matrix, Tall):
             for own, piece in self.numbered(matrix):
                 self.leave(output, piece, own)
@@ -226,7 +226,7 @@ class Recorder:
             self.leave(output, matrix)
 
     def leave(self, output: str, place: Buffer | View, number: int = 0) -> None:
-        """Hand over what this rank has of an output."""
+        """Store this rank's part of an output."""
         if isinstance(place, Buffer):
             del self._here[place.name]
         self.steps.append(Store(place, output, number))
@@ -234,7 +234,7 @@ class Recorder:
     # Steps of all ranks
 
     def pull(self, owner: int, key: Key, buffers: tuple[Any, ...], *, taken: bool = False, **how: Any) -> None:
-        """Copy what another rank publishes; buffers that are not there are allocated, or begin as what comes."""
+        """Pull what another rank publishes; buffers that do not exist are allocated, or bound to the message."""
         missing = [buffer for buffer in buffers if buffer.name not in self._here]
         if taken:
             self._here |= {buffer.name: buffer for buffer in missing}
@@ -243,7 +243,7 @@ class Recorder:
         self.steps.append(Pull(owner, key, buffers, taken, **how))
 
     def add_up(self, *buffers: Buffer, op: str = "") -> None:
-        """Add buffers of all ranks up on rank 0, along a binary tree; others drop theirs.
+        """Reduce buffers of all ranks to rank 0 along a binary tree; other ranks drop theirs.
 
         `op` is a kernel that adds some buffers to others, in place of the sum.
         """
@@ -265,12 +265,12 @@ class Recorder:
             step *= 2
 
     def on_root(self, kernel: str, reads: Sequence[Buffer], writes: Sequence[Buffer], **options: Any) -> None:
-        """Call a kernel on rank 0, which then has what it writes."""
+        """Call a kernel on rank 0, where its outputs are."""
         if self.me == 0:
             self.call(kernel, *reads, *writes, **options)
 
     def give(self, *buffers: Buffer) -> None:
-        """Copy small matrices from rank 0 to all, in one message."""
+        """Broadcast small matrices from rank 0, in one message."""
         key = next(self._keys)
         if self.rows.ranks == 1:
             return
@@ -280,7 +280,7 @@ class Recorder:
             self.pull(0, key, buffers)
 
     def scatter(self, parts: Sequence[Buffer], own: Buffer) -> None:
-        """Give each rank the one of rank 0's parts that has its number, as `own`."""
+        """Scatter rank 0's parts: each rank gets the one of its number as `own`."""
         keys = [next(self._keys) for _ in parts]
         if self.me == 0:
             self.steps += (Publish(key, (part,)) for key, part in zip(keys[1:], parts[1:], strict=True))
@@ -290,7 +290,7 @@ class Recorder:
             self.pull(0, keys[self.me], (own,))
 
     def collect(self, *own: Buffer) -> list[tuple[Buffer, ...]]:
-        """Return the buffers of each rank, on rank 0."""
+        """Gather the buffers of all ranks on rank 0."""
         ranks = range(self.rows.ranks)
         keys = [next(self._keys) for _ in ranks]
         parts = [tuple(dataclasses.replace(buffer, name=f"{buffer.name}@{rank}") for buffer in own) for rank in ranks]
@@ -310,7 +310,7 @@ class Recorder:
     def share_rows(
         self, sums: Sequence[Buffer], matrices: Sequence[Tall], flags: Sequence[Buffer] = ()
     ) -> tuple[list[list[Buffer]], list[list[Buffer]]]:
-        """Return, on all ranks, some buffers of each rank, and all chunks of matrices: one message of each rank.
+        """All-gather some buffers and all chunks of matrices, in one message from each rank.
 
         With the same messages they get `flags` from rank 0.
         """
@@ -344,7 +344,7 @@ class Recorder:
         return buffer
 
     def loop(self, flag: Buffer, body: Callable[[], Any], most: int, expected: int) -> None:
-        """Repeat steps while a flag is set, the same on all ranks; a turn leaves the buffers that it found."""
+        """Repeat steps while a flag is set, the same on all ranks; an iteration leaves the same buffers."""
         outside, before = self.steps, self._here.copy()
         self.steps = []
         body()
@@ -353,7 +353,7 @@ class Recorder:
         self.steps.append(Loop(flag, steps, most, expected))
 
     def either(self, flag: Buffer, then: Callable[[], Any], otherwise: Callable[[], Any]) -> None:
-        """Go on in one way or the other, by a flag that is the same on all ranks; both leave the same buffers."""
+        """Record a branch by a flag that is the same on all ranks; both sides leave the same buffers."""
         outside, before, lists, ends = self.steps, self._here, [], []
         for branch in (then, otherwise):
             self.steps, self._here = [], before.copy()
@@ -368,11 +368,11 @@ class Recorder:
         self.steps.append(If(flag, *map(tuple, lists)))
 
     def go_on(self, branch: Recorder) -> None:
-        """Take the steps that another one has recorded, and have its buffers."""
+        """Append the steps of another recorder, and take over its buffers."""
         self.steps += branch.steps
         self._here |= branch._here
 
     def end(self) -> tuple[Step, ...]:
-        """Free what is left, and return the steps."""
+        """Free all remaining buffers, and return the steps."""
         self.drop(*(self._here[name] for name in sorted(self._here)))
         return tuple(self.steps)

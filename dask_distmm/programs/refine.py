@@ -64,7 +64,7 @@ def refined(
     positive: bool,
     narrow: bool,
     identity: bool,
-    given: bool,
+    has_factors: bool,
     op: str,
     carried: bool,
     whole: bool,
@@ -76,7 +76,7 @@ def refined(
     columns, first, n, rank_count = p.columns, p.columns.first(1), p.columns.order, p.columns.ranks
     real = np.empty(0, dtype).real.dtype.name
     widths = [columns.local(rank, first, columns.count) for rank in range(rank_count)]
-    ends = [0, *itertools.accumulate(one.stop - one.start for one in widths)]
+    ends = [0, *itertools.accumulate(widths_of.stop - widths_of.start for widths_of in widths)]
     places = [slice(*pair) for pair in itertools.pairwise(ends)]
     width, mine = widths[p.me].stop - widths[p.me].start, places[p.me]
 
@@ -84,18 +84,18 @@ def refined(
     sizes, weights, norm = p.small(n, 2, real), p.small(n, 1, real), p.numbers(1, "float64")
     p.call("measure", sizes)
     ((parts,), _) = p.share_rows([sizes], [])
-    p.call("weigh", weights, norm, *parts, positive=positive, given=given)
+    p.call("weigh", weights, norm, *parts, positive=positive, has_factors=has_factors)
     p.drop(*parts)
     # Names are the same on all ranks.
-    rows, swapped = p.small(n, 1, "int64"), not positive and width > 0 and (given or whole)
-    op = op if given else "N"
-    if given:
+    rows, swapped = p.small(n, 1, "int64"), not positive and width > 0 and (has_factors or whole)
+    op = op if has_factors else "N"
+    if has_factors:
         if swapped:
             p.call("order_of_rows", rows, back=op != "N")
         p.gather("f", 0)
     else:
         p.gather("a", 0, (weights, weights) if positive else (weights,))
-    scales = weights if positive or given else _column_scales(p, n, real, narrow=narrow)
+    scales = weights if positive or has_factors else _column_scales(p, n, real, narrow=narrow)
     b = p.small(n, width, dtype)
     p.new(b, zero=identity)
     if identity:
@@ -108,14 +108,14 @@ def refined(
         p.steps.append(Make(b[:, :], "b"))
 
     # Factors
-    if given:
+    if has_factors:
         p.complete(order)
     else:
         (cholesky if positive else lu)(p, order, first)
     ranges = p.numbers(3, "float64")
     owned = [k for k in order if p.owns(k)]
     spots = [(columns.local(p.me, 0, k).stop, *columns.place(k)) for k in owned]
-    extras = [p.extra(k) for k in owned] if positive and not given else []
+    extras = [p.extra(k) for k in owned] if positive and not has_factors else []
     with p.on("join"):
         p.call("diagonal_range", ranges, p.matrix(0), *extras, places=spots)
     go, good, numbers = p.flag(), p.flag(), p.numbers(NUMBERS, "float64")
@@ -124,7 +124,11 @@ def refined(
     p.drop(*parts)
 
     # Turns
-    solve = _solved_by_all(p, order, rows, positive=positive, op=op, given=given, inverts=inverts) if whole else None
+    solve = (
+        _solved_by_all(p, order, rows, positive=positive, op=op, has_factors=has_factors, inverts=inverts)
+        if whole
+        else None
+    )
     every, product, x = p.small(n, ends[-1], dtype), p.small(n, ends[-1], dtype), p.small(n, width, dtype)
     r, z, step = p.small(n, width, dtype), p.small(n, width, dtype), p.small(1, width, real)
     count = kept_columns(n, ends[-1])
@@ -143,10 +147,10 @@ def refined(
             p.call("scale_residual", r, active, step, side)
         if swapped and op == "N":
             p.call("permute_rows", rows, side)
-        if not (positive or given or solve):
+        if not (positive or has_factors or solve):
             apply_panels(p, order, lambda k, some: eliminate(p, k, some), "lower", carried=carried)
             substitute(p, order, lower=False, carried=carried)
-        for lower, form in _triangles(positive, op) if solve or positive or given else ():
+        for lower, form in _triangles(positive, op) if solve or positive or has_factors else ():
             if solve is None:
                 substitute(p, order, lower=lower, op=form, unit=lower and not positive, carried=carried)
             elif width:
@@ -163,22 +167,22 @@ def refined(
             p.call("refine_step", b, weights, norm, product[:, mine], x, r, z, *bases, state, active, row)
         ((parts,), _) = p.share_rows([row], [])
         p.call("judge", go, good, numbers, *parts)
-        p.drop(*(one for one in parts if one != row))
+        p.drop(*(part for part in parts if part != row))
 
     p.loop(go, turn, MOST, EXPECTED)
 
     def by_itself() -> None:
-        p.drop(*(one for name, one in list(p.here.items()) if one not in (x, numbers, go, good)))
+        p.drop(*(buffer for name, buffer in list(p.here.items()) if buffer not in (x, numbers, go, good)))
         if otherwise is None:
             p.call("take_other_way", numbers, there=False)
             return
         p.call("take_other_way", numbers, there=True)
-        other = otherwise()
-        p.go_on(other)
+        exact = otherwise()
+        p.go_on(exact)
         if width:
             with p.on("join"):
-                p.call("copy", other.matrix(1)[:n, :], x)
-        p.drop(*list(other.here.values()))
+                p.call("copy", exact.matrix(1)[:n, :], x)
+        p.drop(*list(exact.here.values()))
 
     p.either(good, lambda: None, by_itself)
     part = Buffer("part.x", (n, width), dtype)
@@ -189,14 +193,14 @@ def refined(
 
 
 def _column_scales(p: Panels, n: int, real: str, *, narrow: bool) -> Buffer:
-    """Scale the columns of A, so that elements are about 1 at most; return by what all of them are multiplied."""
-    own, found = p.small(n, 1, real), p.small(n, 1, real)
+    """Scale the columns of A so that elements are about 1 at most; return the scales of all columns."""
+    own, scales = p.small(n, 1, real), p.small(n, 1, real)
     blocks = [p.columns.blocks[block] for block in p.columns.owned(p.me, 0, p.columns.first(1))]
     p.call("scale_columns", p.matrix(0), own, places=[(block.start, block.stop) for block in blocks], narrow=narrow)
     ((parts,), _) = p.share_rows([own], [])
-    p.call("merge", *parts, found, ops=("sum",), ranks=len(parts), roles="r" * len(parts) + "w")
+    p.call("merge", *parts, scales, ops=("sum",), ranks=len(parts), roles="r" * len(parts) + "w")
     p.drop(*parts)
-    return found
+    return scales
 
 
 def _triangles(positive: bool, op: str) -> tuple[tuple[bool, str], ...]:
@@ -207,12 +211,12 @@ def _triangles(positive: bool, op: str) -> tuple[tuple[bool, str], ...]:
 
 
 def _solved_by_all(
-    p: Panels, order: Sequence[int], rows: Buffer, *, positive: bool, op: str, given: bool, inverts: bool
+    p: Panels, order: Sequence[int], rows: Buffer, *, positive: bool, op: str, has_factors: bool, inverts: bool
 ) -> Callable[[View, bool, str], None]:
-    """Give this rank all panels, the last ones first, and the order of rows; return what records solves with them."""
-    columns, n, alone = p.columns, p.columns.order, p.columns.ranks == 1
-    factors = p.matrix(0) if alone else p.small(n, n)
-    used, swaps = p.blocks(columns.first(1), columns.count).shape[1] > 0, not (positive or given)
+    """All-gather all panels, the last ones first, and the order of rows; return the recorder of solves."""
+    columns, n, single = p.columns, p.columns.order, p.columns.ranks == 1
+    factors = p.matrix(0) if single else p.small(n, n)
+    used, swaps = p.blocks(columns.first(1), columns.count).shape[1] > 0, not (positive or has_factors)
     if isinstance(factors, Buffer) and used:
         p.new(factors)
     if swaps and used:
@@ -224,7 +228,7 @@ def _solved_by_all(
             place = factors[slice(start, None) if part == "lower" else slice(start), left:right]
             if not p.owns(k):
                 p.pull(columns.owner(k), Key(part, k), pulled, taken=True)
-            if not alone:
+            if not single:
                 p.call("keep_panel", panel if part == "lower" else panel[:start, :], place)
             if swaps and extra:
                 p.call("swap_later", place, rows[start:, :], *extra)
@@ -242,7 +246,7 @@ def _solved_by_all(
 
 
 def _spread(p: Recorder, own: Buffer, every: Buffer, places: Sequence[slice]) -> None:
-    """Send all ranks' columns of a matrix to all ranks."""
+    """All-gather the columns of a matrix."""
     key, rows, parts = p.next_key(), own.shape[0], dict[int, Buffer]()
     if len(places) > 1:
         p.steps.append(Publish(key, (own,), copied=True))
@@ -257,7 +261,7 @@ def _spread(p: Recorder, own: Buffer, every: Buffer, places: Sequence[slice]) ->
 
 
 def _collect(p: Recorder, product: Buffer, places: Sequence[slice]) -> None:
-    """Add up all ranks' parts of a matrix, each rank its own columns."""
+    """Reduce-scatter a matrix by columns."""
     if product.shape[1] * len(places) <= product.shape[0]:
         # One message of each rank to all, most of which is not read, is sooner there.
         ((parts,), _) = p.share_rows([product], [])

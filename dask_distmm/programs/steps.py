@@ -36,11 +36,11 @@ _OPERANDS = {"a", "b", "g", "m"}
 Box = tuple[int, int, int, int]
 
 
-def crossing(one: Box, other: Box) -> bool:
+def crossing(first: Box, second: Box) -> bool:
     """Whether two rectangles of a buffer have elements in common."""
     # The rows of a chunk may not be known.
-    apart = one[0] >= other[1] or other[0] >= one[1] or one[2] >= other[3] or other[2] >= one[3]
-    return one == other or not apart
+    apart = first[0] >= second[1] or second[0] >= first[1] or first[2] >= second[3] or second[2] >= first[3]
+    return first == second or not apart
 
 
 class Key(NamedTuple):
@@ -86,7 +86,7 @@ class Buffer:
 
     @property
     def box(self) -> Box:
-        """All of it."""
+        """The rectangle of the whole buffer."""
         return 0, self.shape[0], 0, self.shape[1]
 
     def __getitem__(self, index: tuple[slice, slice]) -> View:
@@ -175,7 +175,7 @@ class Call:
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Publish:
-    """Let other ranks have buffers, under a key that is the same on all ranks; they don't change any more.
+    """Publish buffers under a key that is the same on all ranks; they must not change afterwards.
 
     `copied`: others get them as they are, and they may change. `once`: one rank gets them, after which they may.
     """
@@ -189,7 +189,7 @@ class Publish:
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Pull:
-    """Copy what another rank publishes under a key, now or later: one message.
+    """Copy the buffers that another rank publishes under a key: one message.
 
     `taken`: buffers begin as what arrives, without another copy. `op`: ``"add"`` in place of a copy. `boxes`: parts of
     chunks of operands, from a participant that holds them: operand, chunk, rows and columns from first to last + 1.
@@ -210,7 +210,7 @@ class Pull:
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class If:
-    """Go on by one list or the other: all ranks have the same flag, one rank's or what all compute alike."""
+    """A branch: all ranks have the same flag, which one rank or all have computed."""
 
     flag: Buffer
     then: tuple[Step, ...]
@@ -219,7 +219,7 @@ class If:
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Loop:
-    """Repeat a list as long as a flag is set, which is the same on all ranks, up to a limit of turns.
+    """Repeat a list while a flag is set, which is the same on all ranks, up to a limit of iterations.
 
     In a turn with messages all ranks wait for each other. So at its end nobody needs what was published before it.
     """
@@ -232,8 +232,8 @@ class Loop:
 
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
-class Turn:
-    """The start or the end of a turn of a loop, where lists are flat."""
+class LoopIteration:
+    """The start or the end of an iteration of a loop, in flat lists."""
 
     loop: Loop
     starts: bool
@@ -241,7 +241,7 @@ class Turn:
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Store:
-    """Hand a buffer over as a chunk of an output; it is not in use any more.
+    """Store a buffer as a chunk of an output; it is not used afterwards.
 
     Of a rectangle of a buffer: this rank's part of the output, which does not change any more.
     """
@@ -262,7 +262,7 @@ class Drop:
 # before it. "panel": beside them, after only what was ahead. "join": as "", after all that was ahead.
 Lane = Literal["", "ahead", "panel", "join"]
 Step = New | Make | Call | Publish | Pull | If | Loop | Store | Drop
-FlatStep = Step | Turn
+FlatStep = Step | LoopIteration
 
 
 def flatten(steps: Sequence[Step], flags: Mapping[str, bool], turns: int = 1) -> Iterator[FlatStep]:
@@ -286,20 +286,20 @@ def _flat(
             yield from _flat(step.then if entered else step.otherwise, flags, turns, before, offset)
         elif isinstance(step, Loop):
             for _ in range(min(turns, step.most) if entered else 0):
-                yield Turn(step, starts=True)
+                yield LoopIteration(step, starts=True)
                 yield from _flat(step.body, flags, turns, before, next(before) * TURN)
-                yield Turn(step, starts=False)
+                yield LoopIteration(step, starts=False)
 
 
 def flags_of(steps: Sequence[Step]) -> set[str]:
-    """Return the names of all flags of a list."""
-    found: set[str] = set()
+    """Return the names of all flags in a list of steps."""
+    flags: set[str] = set()
     for step in steps:
         if isinstance(step, If):
-            found |= {step.flag.name} | flags_of(step.then) | flags_of(step.otherwise)
+            flags |= {step.flag.name} | flags_of(step.then) | flags_of(step.otherwise)
         elif isinstance(step, Loop):
-            found |= {step.flag.name} | flags_of(step.body)
-    return found
+            flags |= {step.flag.name} | flags_of(step.body)
+    return flags
 
 
 def has_messages(loop: Loop) -> bool:
@@ -322,7 +322,7 @@ def messages_to_all(steps: Sequence[Step], ranks: int) -> dict[Key, int]:
 
     Their sizes are known, and they are not the host's. The same on all ranks.
     """
-    found: dict[Key, int] = {}
+    messages: dict[Key, int] = {}
     for some in lists_in(steps):
         own = {step.key: step for step in some if isinstance(step, Publish)}
         pulls: dict[Key, list[Pull]] = {}
@@ -342,8 +342,8 @@ def messages_to_all(steps: Sequence[Step], ranks: int) -> dict[Key, int]:
             plain = all(isinstance(x, Buffer) and not x.host and min(x.shape) >= 0 for x in itertools.chain(*parts))
             most = max(sum(-(-x.nbytes // ALIGNED) * ALIGNED for x in buffers) for buffers in parts)
             if len(theirs) == ranks - 1 and plain and key not in late and most <= _MOST_TO_ALL:
-                found[key] = most
-    return found
+                messages[key] = most
+    return messages
 
 
 # What kernels promise, whoever implements them: which arguments they read, update and write, and their flops
@@ -533,5 +533,5 @@ def flops_of(call: Call) -> float:
     if "flops" in call.options:
         return float(call.options["flops"])
     shapes = [buffer.shape for buffer in call.arguments]
-    found = CONTRACTS[call.kernel].flops(*((max(0, rows), max(0, cols)) for rows, cols in shapes))
-    return found * 4 if any(buffer.dtype.startswith("complex") for buffer in call.arguments) else found
+    flops = CONTRACTS[call.kernel].flops(*((max(0, rows), max(0, cols)) for rows, cols in shapes))
+    return flops * 4 if any(buffer.dtype.startswith("complex") for buffer in call.arguments) else flops

@@ -78,15 +78,15 @@ def order_of(chunk: Any) -> str:
 
 
 def other_orders(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[str, str]:
-    """Return the memory orders of most chunks of operands here, where they matter and are not as planned."""
+    """Return the memory orders of local operands that matter and differ from the plan (most of their chunks)."""
     problem = plan.problem
-    found = {}
+    orders = {}
     for operand, planned in plan.orders.items():
         here = collections.Counter(order_of(chunk) for (name, _), chunk in chunks.items() if name == operand)
         order = here.most_common(1)[0][0] if here else planned
         if order != planned and (ENGINES[plan.engine].on_gpus or problem[operand].conjugated):
-            found[operand] = order
-    return found
+            orders[operand] = order
+    return orders
 
 
 def _plain(chunk: Any) -> Any:
@@ -122,14 +122,14 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
         chunk, expected = typed(chunk, dtype), carried(dtype, array_kind(chunk))  # noqa: PLW2901
         found_shape = getattr(chunk, "shape", ())
         # -1 stands for what is not known.
-        fits = len(found_shape) == 2 and all(one in (-1, size) for one, size in zip(shape, found_shape, strict=True))
+        fits = len(found_shape) == 2 and all(n in (-1, size) for n, size in zip(shape, found_shape, strict=True))
         if fits and chunk.dtype != expected and np.can_cast(chunk.dtype, expected, "same_kind"):
             chunk = chunk.astype(expected)  # noqa: PLW2901
         if not fits or chunk.dtype != expected:
-            found = f"{getattr(chunk, 'shape', None)} {getattr(chunk, 'dtype', type(chunk))}"
+            actual = f"{getattr(chunk, 'shape', None)} {getattr(chunk, 'dtype', type(chunk))}"
             where = problem[operand].at(index)
             raise EngineError(
-                f"chunk {where} of {operand.upper()} is {found}; the array says {shape} {dtype}: "
+                f"chunk {where} of {operand.upper()} is {actual}; the array says {shape} {dtype}: "
                 "correct the chunks or the dtype where the array is made"
             )
         checked[operand, index] = chunk
@@ -181,40 +181,40 @@ def multiply_parts(a: Sequence[Any], b: Sequence[Any], first: Operand, second: O
 def pack_tasks(
     plan: Placement, tasks: Mapping[str, Sequence[Any]], retries: int = 0, at_once: Mapping[str, int] | None = None
 ) -> dict[str, bytes]:
-    """Return for each rank's address the tasks of those chunks that it needs, pickled, and how it may run them."""
-    found = {}
+    """Pickle for each rank's address the tasks of the chunks that it needs, with retries and concurrency."""
+    packed = {}
     for rank, address in enumerate(plan.workers):
         parts = {name: plan.needed(rank, name).tolist() for name in tasks}
         # Together, so that a task of both operands stays one.
         needed = {name: (parts[name], [tasks[name][number] for number in parts[name]]) for name in tasks}
         try:
-            found[address] = dumps((retries, (at_once or {}).get(address, 0), needed))
+            packed[address] = dumps((retries, (at_once or {}).get(address, 0), needed))
         except BaseException as error:  # of the user's objects: none may end the scheduler
             raise EngineError(f"the tasks that make chunks can't be pickled: {in_words(error)}") from None
-    return found
+    return packed
 
 
 def unpack_tasks(plan: Placement, packed: bytes, worker: Worker) -> dict[ChunkKey, Any]:
-    """Return the chunks that a rank on a worker makes itself, or a region's tasks, from what `pack_tasks` gave."""
-    made: dict[Any, Source] = {}
+    """Unpack the sources of a rank's chunks, or a region's tasks, from `pack_tasks`."""
+    sources: dict[Any, Source] = {}
     chunks: dict[ChunkKey, SourceChunk] = {}
     if not packed:
         return chunks
     what = "the tasks that make chunks can't be unpickled"
-    retries, at_once, found = call_user("source", what, loads, packed)
+    retries, at_once, tasks_by_operand = call_user("source", what, loads, packed)
     if plan.problem.kind == "region":
         return {
             (operand, number): _task_call(worker, *task)
-            for operand, (numbers, tasks) in found.items()
+            for operand, (numbers, tasks) in tasks_by_operand.items()
             for number, task in zip(numbers, tasks, strict=True)
         }
     turn = threading.Semaphore(at_once) if at_once else contextlib.nullcontext()
     # A chunk of both operands is used by both at one place of k, or else made anew: it would have to be kept.
-    for operand, (numbers, tasks) in found.items():
+    for operand, (numbers, tasks) in tasks_by_operand.items():
         for number, task in zip(numbers, tasks, strict=True):
             where = plan.problem[operand].at(number)
             make = functools.partial(_make_chunk, task, worker, turn, f"chunk {where} of {operand.upper()}")
-            source = made.setdefault((id(task), plan.problem.shared or operand), Source(make, retries))
+            source = sources.setdefault((id(task), plan.problem.shared or operand), Source(make, retries))
             chunks[operand, number] = SourceChunk(source, functools.partial(_view, plan, operand, number))
     return chunks
 
@@ -234,6 +234,6 @@ def _make_chunk(task: Any, worker: Worker, turn: AbstractContextManager[Any], na
         return call_user("source", f"{name} can't be made", task)
 
 
-def _view(plan: Placement, operand: str, number: int, made: Any) -> Any:
-    chunk = made.T if plan.problem[operand].transposed else made
+def _view(plan: Placement, operand: str, number: int, array: Any) -> Any:
+    chunk = array.T if plan.problem[operand].transposed else array
     return check_chunks(plan, {(operand, number): chunk})[operand, number]

@@ -43,34 +43,36 @@ _refused: weakref.WeakKeyDictionary[Any, tuple[float, str]] = weakref.WeakKeyDic
 
 
 def imagined_snapshot(problem: Computation, workers: Sequence[Worker]) -> Snapshot:
-    """Return a snapshot of workers of which nothing is known but that they are there."""
+    """Return a snapshot of imagined workers, without chunks."""
     return Snapshot("OK", engines=(problem.engine_alone,), workers=workers)
 
 
-def plan_on(known: Snapshot, problem: Problem, *, reordered: bool = False, lazy: bool = False) -> Plan:
+def plan_on(snapshot: Snapshot, problem: Problem, *, reordered: bool = False, lazy: bool = False) -> Plan:
     """Return the plan for a problem on the workers of a snapshot, with an estimate for Dask's own tasks.
 
     With `lazy` chunks are still to be made: tasks of Dask come before the run, and among its own.
     """
-    tables = zip("ab", known.placed, strict=False)
+    tables = zip("ab", snapshot.placed, strict=False)
     where = {name: _transposed(problem, name, np.frombuffer(raw, np.int32)) for name, raw in tables if raw is not None}
     if reordered and len(where) == 2:
         problem, before = reorder(problem, by_holder(problem, where))
         where = {name: where[name][before[name]] for name in where}
-    made = plan(problem, known.workers, where, sources=known.sources, engine=known.engines, groups=known.groups)
+    chosen = plan(
+        problem, snapshot.workers, where, sources=snapshot.sources, engine=snapshot.engines, groups=snapshot.groups
+    )
     # With a number of operations as the limit nobody chooses by time.
-    return with_tasks(made, known.workers, dask_costs(), lazy=lazy, by_tasks=setting("minimum-flops") is None)
+    return with_tasks(chosen, snapshot.workers, dask_costs(), lazy=lazy, by_tasks=setting("minimum-flops") is None)
 
 
-def runs_faster(known: Snapshot, problem: Problem, *, lazy: bool) -> bool:
+def runs_faster(snapshot: Snapshot, problem: Problem, *, lazy: bool) -> bool:
     """Whether a run on these workers is expected to be over clearly before Dask's own tasks: see `plan_on`."""
     costs = dask_costs()
     around = run_overhead(problem, costs) + lazy * costs.start
     limits = {}
-    for name in known.engines:
-        own = tasks_estimate(problem, known.workers, problem.machine_of_tasks(name), costs)
+    for name in snapshot.engines:
+        own = tasks_estimate(problem, snapshot.workers, problem.machine_of_tasks(name), costs)
         limits[name] = CLEARLY * own.seconds - around
-    return is_faster(problem, known.workers, limits)
+    return is_faster(problem, snapshot.workers, limits)
 
 
 def _transposed(problem: Problem, operand: str, where: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -96,29 +98,29 @@ def current_client() -> Client | None:
 
 
 def recent_snapshot(client: Client, problem: Computation) -> Snapshot | None:
-    """Return who would multiply, as the scheduler has said within the last 10 seconds; as `ask_roster`."""
+    """Return the scheduler's snapshot of at most 10 seconds ago; as `ask_roster`."""
     said, demand = _said.setdefault(client, {}), problem.demand
-    when, found = said.get(demand, (-_FRESH, None))
-    if found is None or time.monotonic() - when >= _FRESH:
-        found = ask_roster(client, demand)
-        if found is not None:
-            said[demand] = time.monotonic(), found
-    return found
+    when, snapshot = said.get(demand, (-_FRESH, None))
+    if snapshot is None or time.monotonic() - when >= _FRESH:
+        snapshot = ask_roster(client, demand)
+        if snapshot is not None:
+            said[demand] = time.monotonic(), snapshot
+    return snapshot
 
 
 def ask_roster(client: Client, demand: Demand, arrays: Sequence[Any] = ()) -> Snapshot | None:
-    """Ask the scheduler who would multiply; None if that would block an event loop (asynchronous clients)."""
+    """Ask the scheduler which workers can take part; None if that would block an event loop (asynchronous clients)."""
     if client.asynchronous:
         return None
     names, counts = [array.name for array in arrays], [array.numblocks for array in arrays]
-    asked = client.scheduler, DistMMSchedulerPlugin.answer_roster, "", demand, names, counts
+    request = client.scheduler, DistMMSchedulerPlugin.answer_roster, "", demand, names, counts
     if client not in _installed:
         _install_plugin(client)
-    answer: Snapshot | None = client.sync(ask, *asked)
+    answer: Snapshot | None = client.sync(ask, *request)
     if answer is None:
         # The scheduler was started again, and does not know the question.
         _install_plugin(client)
-        answer = client.sync(ask, *asked)
+        answer = client.sync(ask, *request)
     if answer is None:
         raise EngineError(
             "the scheduler does not know dask_distmm's question for workers; install dask_distmm there, in the version "
@@ -137,7 +139,7 @@ def announce(client: Client | None, enabled: bool) -> None:
 
 
 def announce_all(enabled: bool) -> None:
-    """Tell all schedulers that were told before."""
+    """Repeat `announce` for all clients that have announced."""
     for client in list(_announced):
         if client.status == "running":
             announce(client, enabled)

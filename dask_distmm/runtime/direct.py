@@ -45,7 +45,7 @@ Restrictions: TypeAlias = tuple[Any, Any, Any, Any]
 
 
 def park(ts: TaskState) -> Restrictions:
-    """Let no worker run a task: as soon as all its inputs are in memory Dask moves it to ``no-worker``.
+    """Restrict a task to no worker: Dask moves it to ``no-worker`` when all its inputs are in memory.
 
     Return where it might run before.
     """
@@ -57,12 +57,12 @@ def park(ts: TaskState) -> Restrictions:
 
 
 def restore(ts: TaskState, before: Restrictions) -> None:
-    """Let a parked task run where it might before, once it `wait_again`."""
+    """Restore the restrictions of a parked task, before `wait_again`."""
     ts.worker_restrictions, ts.host_restrictions, ts.resource_restrictions, ts.loose_restrictions = before
 
 
 def unqueue(scheduler: Scheduler, tasks: Sequence[TaskState], stimulus_id: str) -> None:
-    """Take parked tasks out of the queue of tasks that wait for an idle worker: no worker may run them."""
+    """Remove parked tasks from the queue for idle workers: no worker may run them."""
     queued = {ts.key: "released" for ts in tasks if ts.state == "queued"}
     scheduler.transitions(queued, stimulus_id)
 
@@ -88,7 +88,7 @@ async def keep_parked(scheduler: Scheduler, keys: Collection[Any]) -> None:
 Made: TypeAlias = "tuple[Any, WorkerState, int, Sequence[Any], Mapping[str, Any]]"
 
 
-def put_into_memory(scheduler: Scheduler, barrier: TaskState, made: Iterable[Made], stimulus_id: str) -> set[Any]:
+def put_into_memory(scheduler: Scheduler, barrier: TaskState, tasks: Iterable[Made], stimulus_id: str) -> set[Any]:
     """Put tasks into memory that wait for nothing but a parked one, without having been sent to workers.
 
     Dependents run then, unneeded chunks go, and clients hear of their keys. Return the keys of those tasks.
@@ -105,7 +105,7 @@ def put_into_memory(scheduler: Scheduler, barrier: TaskState, made: Iterable[Mad
     done: set[Any] = set()
     recommendations: dict[Any, Any] = {}
     messages: dict[str, list[dict[str, Any]]] = {}
-    for key, ws, nbytes, (kind, typename), span in made:
+    for key, ws, nbytes, (kind, typename), span in tasks:
         ts = scheduler.tasks.get(key)
         if (
             ts is None
@@ -120,10 +120,10 @@ def put_into_memory(scheduler: Scheduler, barrier: TaskState, made: Iterable[Mad
         tell(ts.key, "waiting", "processing")
         ts.processing_on = None
         ts.set_nbytes(nbytes)
-        told: dict[str, list[dict[str, Any]]] = {}
-        scheduler._add_to_memory(ts, ws, recommendations, told, type=kind, typename=typename)
-        for client, found in told.items():
-            messages.setdefault(client, []).extend(found)
+        reports: dict[str, list[dict[str, Any]]] = {}
+        scheduler._add_to_memory(ts, ws, recommendations, reports, type=kind, typename=typename)
+        for client, updates in reports.items():
+            messages.setdefault(client, []).extend(updates)
         scheduler.transition_counter += 1
         details = {"worker": ws.address, "status": "OK", "nbytes": nbytes, "type": kind, "typename": typename}
         tell(ts.key, "processing", "memory", **details, startstops=[dict(span)], thread=0, metadata={})
@@ -144,15 +144,15 @@ def look_at_graphs(scheduler: Scheduler, look: Callable[..., None] | None) -> No
         return
     take_up = getattr(scheduler, _TAKES_UP)
 
-    def take_up_reviewed(*, dsk: Any, keys: Any, ordered: Any, **others: Any) -> Any:
-        look(dsk, keys, ordered, others)
-        return take_up(dsk=dsk, keys=keys, ordered=ordered, **others)
+    def take_up_reviewed(*, dsk: Any, keys: Any, ordered: Any, **details: Any) -> Any:
+        look(dsk, keys, ordered, details)
+        return take_up(dsk=dsk, keys=keys, ordered=ordered, **details)
 
     setattr(scheduler, _TAKES_UP, take_up_reviewed)
 
 
 def forget_run_spec(ts: TaskState) -> list[TaskState]:
-    """Let a released task take its run_spec from the next graph that has one; return what it has depended on."""
+    """Clear a released task's run_spec, so that the next graph sets it; return its former dependencies."""
     before = list(ts.dependencies)
     for dependency in before:
         dependency.dependents.discard(ts)
@@ -167,7 +167,7 @@ _dask_order = dask.order.order
 
 
 def order_graphs(scheduler: Scheduler, on: bool) -> None:
-    """Let this process' schedulers order graphs with barriers by `order_apart`, from the first one to the last.
+    """Make this process' schedulers order graphs with barriers by `order_apart`, until the last one closes.
 
     Dask's ordering looks at each pair of a root and a leaf that depends on it. Through a barrier all leaves depend on
     all roots: a million pairs for 1,000 chunks each.
@@ -189,22 +189,22 @@ def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **
     )
     if len(behind) < 2 or options:
         return order(dsk, **options)
-    found = order({key: DataNode(key, None) if key in behind else task for key, task in dsk.items()})
+    priorities = order({key: DataNode(key, None) if key in behind else task for key, task in dsk.items()})
     after = held_back(dsk) | {
         barrier: last for waves in series_of_waves(barriers) for last, barrier in itertools.pairwise(waves)
     }
     levels: dict[Any, int] = {}
-    todo = list(found)
+    todo = list(priorities)
     while todo:
         key = todo.pop()
-        needed = [behind[key]] if key in behind else [dep for dep in dsk[key].dependencies if dep in found]
+        needed = [behind[key]] if key in behind else [dep for dep in dsk[key].dependencies if dep in priorities]
         needed += [after[key]] if key in after else []
         unknown = [dep for dep in needed if dep not in levels]
         if unknown:
             todo += [key, *unknown]
         else:
             levels[key] = max((levels[dep] for dep in needed), default=0) + (key in behind or key in after)
-    ranked = sorted(found, key=lambda key: (levels[key], found[key]))
+    ranked = sorted(priorities, key=lambda key: (levels[key], priorities[key]))
     return {key: number for number, key in enumerate(ranked)}
 
 
@@ -233,13 +233,13 @@ def fail(scheduler: Scheduler, ts: TaskState, error: BaseException, stimulus_id:
 
 
 def free(scheduler: Scheduler, address: str, keys: Sequence[Any], stimulus_id: str) -> None:
-    """Drop values on a worker of which the scheduler knows nothing."""
+    """Free values on a worker that its scheduler does not know."""
     if keys and address in scheduler.workers:
         scheduler.worker_send(address, {"op": "free-keys", "keys": list(keys), "stimulus_id": stimulus_id})
 
 
 def lose(scheduler: Scheduler, keys: Iterable[Any], stimulus_id: str) -> None:
-    """Drop results everywhere, as if the workers that have them were gone: Dask makes them again if it needs them."""
+    """Free results on all workers, as if these were lost: Dask recomputes them if they are needed."""
     recommendations: dict[Any, Any] = {}
     for key in keys:
         ts = scheduler.tasks.get(key)
@@ -253,11 +253,11 @@ def lose(scheduler: Scheduler, keys: Iterable[Any], stimulus_id: str) -> None:
 
 
 def put_back(scheduler: Scheduler, barrier: TaskState, tasks: Mapping[Any, Any], stimulus_id: str) -> None:
-    """Give tasks of a region back to Dask: those that wait for its barrier, and those that these need."""
+    """Return a region's tasks to Dask: those that wait for its barrier, with their dependencies."""
     waiting = [ts for ts in barrier.dependents if ts.key in tasks]
-    known = [ts for ts in waiting if ts.state != "released"]
+    restarted = [ts for ts in waiting if ts.state != "released"]
     for ts in waiting:
-        if ts in known:
+        if ts in restarted:
             # As when a task that is waited for is released, but nothing that it needs goes meanwhile.
             (barrier.waiters or set()).discard(ts)
             ts.waiting_on, ts.state = None, "released"
@@ -274,13 +274,13 @@ def put_back(scheduler: Scheduler, barrier: TaskState, tasks: Mapping[Any, Any],
                 dts.group.span_id = dts.group.span_id or barrier.group.span_id
                 todo.append(dts)
             ts.add_dependency(dts)
-    scheduler.transitions({ts.key: "waiting" for ts in known}, stimulus_id)
+    scheduler.transitions({ts.key: "waiting" for ts in restarted}, stimulus_id)
     if not barrier.dependents:
         scheduler.transitions({barrier.key: "forgotten"}, stimulus_id)
 
 
-def give_up(scheduler: Scheduler, barrier: TaskState, keys: Iterable[Any], stimulus_id: str) -> None:
-    """Let a parked task want some of its inputs no longer; those that nobody else wants go.
+def release_donated(scheduler: Scheduler, barrier: TaskState, keys: Iterable[Any], stimulus_id: str) -> None:
+    """Release a parked task's claim on some of its inputs; inputs that no other task or client needs are freed.
 
     A scheduler that checks itself (`validate`) holds that a parked task has all of its inputs: there they stay.
     """
@@ -303,22 +303,22 @@ def wait_again(scheduler: Scheduler, tasks: Iterable[TaskState], stimulus_id: st
 
 
 def free_restricted(scheduler: Scheduler, tasks: Iterable[TaskState], stimulus_id: str) -> None:
-    """Let tasks run anywhere."""
-    found = list(tasks)
-    scheduler.set_restrictions({ts.key: None for ts in found})
-    waiting = {ts.key: "processing" for ts in found if ts.state == "no-worker"}
+    """Remove all restrictions of tasks."""
+    restricted = list(tasks)
+    scheduler.set_restrictions({ts.key: None for ts in restricted})
+    waiting = {ts.key: "processing" for ts in restricted if ts.state == "no-worker"}
     scheduler.transitions(waiting, stimulus_id=stimulus_id)
 
 
 def restrict_workers(scheduler: Scheduler, ts: TaskState, addresses: Iterable[str]) -> None:
-    """Let a task run on some workers only."""
+    """Restrict a task to some workers."""
     ts.worker_restrictions = set(addresses)
     if ts.state == "no-worker":
         scheduler.transitions({ts.key: "processing"}, stimulus_id=f"distmm-restrict-{ts.key}")
 
 
 def copy_to(scheduler: Scheduler, address: str, keys: Sequence[Any], stimulus_id: str) -> None:
-    """Ask a worker to fetch values that others hold, and to keep them beside those; what is gone is left out."""
+    """Replicate values of other workers to a worker; lost ones are skipped."""
     there = [key for key in keys if (ts := scheduler.tasks.get(key)) is not None and ts.who_has]
     scheduler.request_acquire_replicas(address, there, stimulus_id=stimulus_id)
 
@@ -327,7 +327,7 @@ def copy_to(scheduler: Scheduler, address: str, keys: Sequence[Any], stimulus_id
 
 
 def keep(worker: Worker, values: Mapping[Any, Any], stimulus_id: str) -> dict[Any, int]:
-    """Give values to Dask, which holds, spills and sends them from now on; return the bytes of each.
+    """Store values in a worker's memory, where Dask holds, spills and sends them; return the bytes of each.
 
     Nobody is told of it: the scheduler's side does that with `put_into_memory`.
     """
@@ -345,5 +345,5 @@ def act_as_task(worker: Worker) -> None:
 
 
 def let_go(worker: Worker, keys: Iterable[Any], run_id: int) -> None:
-    """Drop values that were given to Dask and of which its scheduler has not heard."""
+    """Free values stored in a worker's memory that its scheduler does not know."""
     worker.handle_stimulus(FreeKeysEvent(keys=list(keys), stimulus_id=f"distmm-run-{run_id}-{time()}"))

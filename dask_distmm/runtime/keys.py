@@ -128,17 +128,17 @@ def wave_name(name: str, number: int) -> str:
 
 def wave_of(name: str) -> tuple[str, int] | None:
     """Return the name of the product of which a run is a wave, and the wave's number; None if it is not a wave."""
-    found = _WAVE.fullmatch(name)
-    return (found[1], int(found[2])) if found is not None else None
+    matched = _WAVE.fullmatch(name)
+    return (matched[1], int(matched[2])) if matched is not None else None
 
 
 def series_of_waves(keys: Iterable[Any]) -> list[list[Any]]:
-    """Return those of some keys that are of barriers of waves, in their order: a list for each product, or series."""
-    found: dict[str, dict[int, Any]] = {}
+    """Return the keys of waves' barriers among some keys, in the order of waves: a list for each product or series."""
+    series: dict[str, dict[int, Any]] = {}
     for key in keys:
         if (name := barrier_name(key)) is not None and (wave := wave_of(name)) is not None:
-            found.setdefault(wave[0], {})[wave[1]] = key
-    return [[waves[number] for number in sorted(waves)] for waves in found.values()]
+            series.setdefault(wave[0], {})[wave[1]] = key
+    return [[waves[number] for number in sorted(waves)] for waves in series.values()]
 
 
 def held_back(graph: Mapping[Any, GraphNode]) -> dict[Any, Any]:
@@ -208,8 +208,8 @@ def barrier_task(
     problem: Computation, run: Callable[..., Any], inputs: Mapping[str, Sequence[Any] | ChunkTasks], **waited_for: Any
 ) -> RunTask:
     """Return the task of a run: it needs the chunks of `inputs` by their keys, but those that ranks make."""
-    given = (inputs[name] for name in problem.inputs)
-    lists = (found if isinstance(found, ChunkTasks) else List(*map(TaskRef, found)) for found in given)
+    operands = (inputs[name] for name in problem.inputs)
+    lists = (keys if isinstance(keys, ChunkTasks) else List(*map(TaskRef, keys)) for keys in operands)
     return RunTask(barrier_key(problem.name), run, problem.to_wire(), *lists, **waited_for)
 
 
@@ -219,8 +219,8 @@ def operand_keys(barrier: Task) -> tuple[Any, list[list[Any]]]:
     The optimizer may have renamed what the barrier depends on, but not reordered it.
     """
     wire, *inputs = barrier.args
-    lists = [found.tasks if isinstance(found, ChunkTasks) else found.args for found in inputs]
-    return wire, [[ref.key if isinstance(ref, TaskRef) else ref for ref in found] for found in lists]
+    lists = [operand.tasks if isinstance(operand, ChunkTasks) else operand.args for operand in inputs]
+    return wire, [[ref.key if isinstance(ref, TaskRef) else ref for ref in keys] for keys in lists]
 
 
 # Parts of a product at the level of tasks: which chunks of D a run makes, and what it needs for them
@@ -229,21 +229,21 @@ def operand_keys(barrier: Task) -> tuple[Any, list[list[Any]]]:
 def part_of(
     problem: Problem, keys: Mapping[str, list[Any]], numbers: Collection[int]
 ) -> tuple[Problem, dict[str, list[Any]]]:
-    """Return the least part of a product that has some chunks of D, and the keys of its operands' chunks."""
+    """Return the smallest part of a product that computes some chunks of D, and the keys of its operands' chunks."""
     # What a wave adds to the sums of the one before it is for all of its chunks.
     part = restrict(problem, numbers) if wave_of(problem.name) is None else None
     if part is None:
         return problem, dict(keys)
-    found = {}
+    kept = {}
     for name in part.operands:
         places = np.searchsorted(problem[name].every, part[name].every)
         every = keys[problem.source_of(name)]
-        found[name] = [every[place] for place in places.tolist()]
-    return part, found
+        kept[name] = [every[place] for place in places.tolist()]
+    return part, kept
 
 
 def restricted(barrier: Any, chunks: Mapping[Any, ChunkTask]) -> dict[Any, GraphNode]:
-    """Return the tasks of the least part of a barrier's multiply that has some chunks; none if that is all of it."""
+    """Return the tasks of the smallest part of a product that computes some chunks; empty if it is all of it."""
     wire, keys = operand_keys(barrier)
     try:
         problem = problem_from_wire(wire)
@@ -258,20 +258,20 @@ def restricted(barrier: Any, chunks: Mapping[Any, ChunkTask]) -> dict[Any, Graph
         return {}
     part = dataclasses.replace(part, name=part_name(part))
     key = barrier_key(part.name)
-    found: dict[Any, GraphNode] = {key: barrier_task(part, barrier.func, inputs, **barrier.kwargs)}
+    graph: dict[Any, GraphNode] = {key: barrier_task(part, barrier.func, inputs, **barrier.kwargs)}
     index = {number: index for index, number in enumerate(part.d.every.tolist())}
     for name, task in chunks.items():
-        found[name] = ChunkTask(name, task.func, task.output, index[numbers[task.index]], TaskRef(key))
-    return found
+        graph[name] = ChunkTask(name, task.func, task.output, index[numbers[task.index]], TaskRef(key))
+    return graph
 
 
 def needed(graph: Mapping[Any, GraphNode], keys: Collection[Any]) -> dict[Any, GraphNode]:
-    """Return the tasks of a graph that some keys need."""
-    found: dict[Any, GraphNode] = {}
+    """Return the closure of some keys under dependencies in a graph."""
+    closure: dict[Any, GraphNode] = {}
     todo = list(keys)
     while todo:
         key = todo.pop()
-        if key in graph and key not in found:
-            found[key] = graph[key]
+        if key in graph and key not in closure:
+            closure[key] = graph[key]
             todo += graph[key].dependencies
-    return found
+    return closure

@@ -114,8 +114,8 @@ def _arguments(handler: Callable[..., Any]) -> type[Any]:
     """Return the dataclass of a method's arguments: it makes messages, and reads and checks them."""
     hints, listed = typing.get_type_hints(handler, include_extras=True), inspect.signature(handler).parameters
     fields: list[Any] = [
-        (name, hints[name], *(() if one.default is one.empty else (dataclasses.field(default=one.default),)))
-        for name, one in listed.items()
+        (name, hints[name], *(() if arg.default is arg.empty else (dataclasses.field(default=arg.default),)))
+        for name, arg in listed.items()
         if name != "self"
     ]
     return dataclasses.make_dataclass(handler.__name__, fields, bases=(Wired,), frozen=True)
@@ -224,8 +224,8 @@ class ProgressReply(Reply):
     """How far multiplies are."""
 
     # Whether the scheduler has all the tasks that were asked for (a graph may still be on its way), and each multiply.
-    known: bool = False
-    found: Sequence[ProgressLine] = ()
+    all_present: bool = False
+    lines: Sequence[ProgressLine] = ()
 
 
 @dataclasses.dataclass(frozen=True)

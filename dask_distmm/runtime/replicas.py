@@ -66,8 +66,8 @@ class ReplicaStore:
 
     def find(self, name: str, run_id: int) -> Kept | None:
         """Return all chunks that a run has left of an array, or None if they are not here. Any thread."""
-        found, chunks = self._kept.get(name, (0, None))
-        return chunks if found == run_id else None
+        held_by, chunks = self._kept.get(name, (0, None))
+        return chunks if held_by == run_id else None
 
     def operands(self, plan: Placement, me: int) -> tuple[dict[ChunkKey, Any], list[str]]:
         """Return the chunks of A and B that a plan takes from replicas, and the results not here. Any thread."""
@@ -87,9 +87,9 @@ class ReplicaStore:
             chunks |= {(operand, i * count + j): chunk for (i, j), chunk in _seen(plan.problem, operand, kept).items()}
         return chunks, missing
 
-    async def share(self, run: WorkerRun, made: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:
-        """Give and get chunks of the matrices that are to be on all workers, and keep them, if there are any."""
-        own = {key: chunk for key, chunk in made.items() if key[0] not in (REPLICA, GATHERED)}
+    async def share(self, run: WorkerRun, results: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:
+        """All-gather the matrices that are to be on all workers, and keep them; return the other results."""
+        own = {key: chunk for key, chunk in results.items() if key[0] not in (REPLICA, GATHERED)}
         plan, timings = run.plan, run.job.timings
         if not plan.replicas or not isinstance(plan, Plan):
             return own
@@ -100,16 +100,16 @@ class ReplicaStore:
         started = time.perf_counter()
         for matrix in plan.kept:
             brought = REPLICA if matrix == "d" else GATHERED
-            found = {number: chunk for (name, number), chunk in run.shared.items() if name == matrix}
-            found |= {number: chunk for (name, number), chunk in made.items() if name == brought}
-            await self.gather(plan, run.comm, run.me, matrix, found)
+            chunks = {number: chunk for (name, number), chunk in run.shared.items() if name == matrix}
+            chunks |= {number: chunk for (name, number), chunk in results.items() if name == brought}
+            await self.gather(plan, run.comm, run.me, matrix, chunks)
             if not run.over:
-                self._kept[_array_of(plan.problem, matrix)] = run.run_id, _by_place(plan.problem, matrix, found)
+                self._kept[_array_of(plan.problem, matrix)] = run.run_id, _by_place(plan.problem, matrix, chunks)
         timings["replicate"] = timings.get("replicate", 0.0) + time.perf_counter() - started
         return own
 
     async def serve(self, run: WorkerRun, boxes: Boxes) -> list[Any]:
-        """Return some of this worker's own chunks, once it has them."""
+        """Wait for some of this worker's own chunks, and return them."""
         if not run.plan.replicas:
             raise ProtocolError(f"run {run.run_id!r} makes no replicas here")
         # Shielded: a peer that cancels its request must not cancel the future, for which others wait too.
@@ -117,8 +117,8 @@ class ReplicaStore:
         names = {number: name for name, number in _MATRICES.items()}
         return [run.shared[names[matrix], index] for matrix, index in boxes[:, :2].tolist()]
 
-    async def gather(self, plan: Plan, comm: Comm, me: int, matrix: str, found: dict[int, Any]) -> None:
-        """Add all chunks of a matrix that are not here."""
+    async def gather(self, plan: Plan, comm: Comm, me: int, matrix: str, chunks: dict[int, Any]) -> None:
+        """Fetch all missing chunks of a matrix from their participants."""
         window = asyncio.Semaphore(_IN_FLIGHT)
 
         async def ask(peer: int, indices: list[int]) -> None:
@@ -126,12 +126,12 @@ class ReplicaStore:
             boxes[:, 0], boxes[:, 1] = _MATRICES[matrix], indices
             async with window:
                 arrived = await asyncio.wrap_future(comm.fetch(peer, "replica", boxes))
-            found.update(zip(indices, arrived, strict=True))
+            chunks.update(zip(indices, arrived, strict=True))
 
-        await asyncio.gather(*itertools.starmap(ask, _messages(plan, me, matrix, found)))
+        await asyncio.gather(*itertools.starmap(ask, _messages(plan, me, matrix, chunks)))
 
     def drop(self, name: str | None = None, run_id: int | None = None) -> None:
-        """Let go of the replicas of an array, of those that a run has left, or of both at once; of all if neither."""
+        """Release the replicas of an array, those of a run, those of both, or all."""
         self._kept = {
             held: (run, chunks)
             for held, (run, chunks) in self._kept.items()
@@ -199,12 +199,12 @@ class Replicas:
         """Return of how many arrays there are replicas."""
         return len(self._held)
 
-    def add(self, run_id: int, made: Placement) -> None:
-        """Note that a run has left replicas, if it has; those that an earlier run has left of an array are dropped."""
-        holders = {worker.address for worker in made.participants[: made.replicas]}
-        for matrix in made.kept:
-            name = _array_of(made.problem, matrix)
-            rows, cols = made.problem[matrix].counts[:: -1 if made.problem[matrix].transposed else 1]
+    def add(self, run_id: int, plan: Placement) -> None:
+        """Record the replicas that a run has left; release those of an earlier run of the same array."""
+        holders = {worker.address for worker in plan.participants[: plan.replicas]}
+        for matrix in plan.kept:
+            name = _array_of(plan.problem, matrix)
+            rows, cols = plan.problem[matrix].counts[:: -1 if plan.problem[matrix].transposed else 1]
             before = self._held.get(name)
             tasks = [self._scheduler.tasks.get((name, i, j)) for i in range(rows) for j in range(cols)]
             self._held[name] = _Left(run_id, holders, [ts for ts in tasks if ts is not None])
@@ -244,21 +244,21 @@ class Replicas:
 
     async def free_replicas(self, names: Sequence[str] | None = None) -> Released:
         """Drop the replicas of the arrays that a client names, or of all; return of how many there were any."""
-        found = [name for name in self._held if names is None or name in names]
-        self.drop(*found)
-        return Released("OK", count=len(found))
+        freed = [name for name in self._held if names is None or name in names]
+        self.drop(*freed)
+        return Released("OK", count=len(freed))
 
     def lose(self, address: str) -> None:
-        """Forget the replicas of a worker that is gone."""
+        """Forget the replicas of a lost worker."""
         for left in self._held.values():
             left.holders.discard(address)
 
     def clear(self) -> None:
-        """Forget all: the workers are new."""
+        """Forget all replicas: all workers are new."""
         self._held.clear()
 
     def transition(self, key: Any, finish: str) -> None:
-        """Look soon which arrays are still wanted, if a task has ended that may matter."""
+        """Schedule a check of which arrays are still needed, after the end of a task that may need them."""
         if not self._held or finish not in _OVER:
             return
         if barrier_name(key) is not None or (isinstance(key, tuple) and key[0] in self._held):

@@ -54,8 +54,8 @@ class History:
 
     def brief(self, run_id: int) -> str:
         """Return a run's events in one line: each with the seconds since the first of them."""
-        found = [(when, what) for when, run, what in list(self._events) if run == run_id]
-        return ", ".join(f"{what} at {when - found[0][0]:.2f} s" for when, what in found)
+        events = [(when, what) for when, run, what in list(self._events) if run == run_id]
+        return ", ".join(f"{what} at {when - events[0][0]:.2f} s" for when, what in events)
 
     def _to_dict(self, *, exclude: Any = ()) -> list[dict[str, Any]]:
         """Return all events; Dask calls this for ``Client.dump_cluster_state()``."""
@@ -69,7 +69,7 @@ Phase = Literal["planned", "voting", "running", "done", "failed"]
 
 
 class Lost(Exception):
-    """Ends a run: workers or their data are gone; start again."""
+    """Aborts a run whose workers or data are lost; it starts again."""
 
     def __init__(self, reason: str, replicas: Sequence[str] = ()) -> None:
         super().__init__(reason)
@@ -77,7 +77,7 @@ class Lost(Exception):
 
 
 class Replan(Exception):
-    """Ends a run before it began: chunks are not where, or not as, the plan has them; plan again."""
+    """Aborts a run before it begins, as chunks differ from the plan in place or form; it is planned again."""
 
     def __init__(self, reason: str, orders: Mapping[str, str] | None = None) -> None:
         super().__init__(reason)
@@ -85,7 +85,7 @@ class Replan(Exception):
 
 
 class TaskFailed(Exception):
-    """Ends a run: a function of the user's has raised an error, which only the client opens."""
+    """Aborts a run as a user's function has raised an error, which only the client unpickles."""
 
     def __init__(self, reply: Reply) -> None:
         super().__init__(reply.message)
@@ -178,8 +178,8 @@ class Run:
                 self.first_turns = now, turns
             began, first = self.first_turns
             self.turns, self.turns_in_all = turns, turns_in_all
-            known = turns > first and turns_in_all >= turns
-            self.seconds_left = (now - began) / (turns - first) * (turns_in_all - turns) if known else math.nan
+            has_pace = turns > first and turns_in_all >= turns
+            self.seconds_left = (now - began) / (turns - first) * (turns_in_all - turns) if has_pace else math.nan
         if self.phase == "running" and address in self.participants:
             self.received[address] = max(received, self.received.get(address, 0))
         if self.phase == "running" and address in self.participants and share > self.shares.get(address, 0.0):
@@ -326,7 +326,7 @@ def find_names(scheduler: Scheduler, keys: Iterable[Any]) -> list[str]:
     Of the waves of a product it is the product's.
     """
     seen: set[Any] = set()
-    found: list[str] = []
+    names: list[str] = []
     todo = [ts for key in keys if (ts := scheduler.tasks.get(key)) is not None]
     while todo:
         ts = todo.pop()
@@ -335,9 +335,9 @@ def find_names(scheduler: Scheduler, keys: Iterable[Any]) -> list[str]:
         seen.add(ts)
         if (name := barrier_name(ts.key)) is not None:
             wave = wave_of(name)
-            found.append(name if wave is None else wave[0])
+            names.append(name if wave is None else wave[0])
         todo.extend(ts.dependencies)
-    return list(dict.fromkeys(found[::-1]))
+    return list(dict.fromkeys(names[::-1]))
 
 
 def progress_of(scheduler: Scheduler, runs: Iterable[Run], records: Records, name: str) -> ProgressLine:
@@ -366,7 +366,7 @@ def progress_of(scheduler: Scheduler, runs: Iterable[Run], records: Records, nam
 
 
 def turns_in_words(run: Run | Record) -> str:
-    """Return how far the outermost loop of a run is; nothing where it has none."""
+    """Return the progress of a run's outermost loop as text; empty without a loop."""
     if not run.turns:
         return ""
     words = f"turn {run.turns}" + (f" of {run.turns_in_all}" if run.turns_in_all else "")
@@ -514,18 +514,18 @@ class Records:
             record.started, record.ranks = now, tuple(event["ranks"])
         elif action == "done":
             record.share = 1.0
-            record.phases = {address: by_phase(**found) for address, found in event["ranks"].items()}
+            record.phases = {address: by_phase(**timings) for address, timings in event["ranks"].items()}
         if (outcome := _OUTCOMES.get(action)) is not None:
             self._end(record, outcome)
 
     def expect(self, name: str) -> None:
         """Count a run that is to come, if it is a wave of a product."""
-        if (found := wave_of(name)) is not None:
-            waves = self.waves.setdefault(found[0], Waves())
+        if (wave := wave_of(name)) is not None:
+            waves = self.waves.setdefault(wave[0], Waves())
             if waves.wanted == waves.done:  # an earlier graph's
                 waves.wanted, waves.done = set(), set()
-            waves.wanted.add(found[1])
-            waves.done.discard(found[1])
+            waves.wanted.add(wave[1])
+            waves.done.discard(wave[1])
             while len(self.waves) > self._most:
                 self.waves.popitem(last=False)
 
@@ -548,7 +548,7 @@ class Records:
             self.flops += record.flops
             self.received_bytes += record.received_bytes
             for phase in dict.fromkeys(itertools.chain(PHASES, *record.phases.values())):
-                slowest = max((found.get(phase, 0.0) for found in record.phases.values()), default=0.0)
+                slowest = max((phases.get(phase, 0.0) for phases in record.phases.values()), default=0.0)
                 self.seconds[phase] = self.seconds.get(phase, 0.0) + slowest
 
     def of(self, name: str) -> Record | None:
@@ -563,7 +563,7 @@ class Records:
 
 
 def by_phase(seconds: float, timings: Mapping[str, float]) -> dict[str, float]:
-    """Return a rank's seconds by phase; time under other names, and time that the engine did not take, is "other"."""
-    found = {phase: timings.get(phase, 0.0) for phase in PHASES[:-1]}
-    found |= {kernel: timings[kernel] for kernel in KERNELS if kernel in timings}
-    return {**found, "other": max(0.0, seconds - sum(found.values()))}
+    """Return a rank's seconds by phase; the rest of the time is "other"."""
+    phases = {phase: timings.get(phase, 0.0) for phase in PHASES[:-1]}
+    phases |= {kernel: timings[kernel] for kernel in KERNELS if kernel in timings}
+    return {**phases, "other": max(0.0, seconds - sum(phases.values()))}

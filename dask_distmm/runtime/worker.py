@@ -65,7 +65,7 @@ from dask_distmm.runtime.run import History, WorkerRun, in_short, summarize
 
 
 def address_of(worker: Worker) -> str:
-    """Return the address under which everybody else knows a worker; it may listen under another one."""
+    """Return a worker's contact address, which may differ from the one that it listens on."""
     return str(getattr(worker, "contact_address", None) or worker.address)
 
 
@@ -161,7 +161,7 @@ _SPILLED_FROM = 0.8
 
 
 class WorkerService:
-    """All that dask_distmm keeps on one worker. Made once for each worker process' `Worker`."""
+    """Serves runs on one worker: their state, handlers and engine thread. One for each `Worker`."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -196,8 +196,8 @@ class WorkerService:
             self.handlers["dump_state"] = self.dump_state
         register_serializers()
         worker.handlers.update(self.handlers)
-        told = self.end, self.finish, self.release_operands, self.worker_lost, self.abandon, self.release_replica
-        for handle in told:
+        handlers = self.end, self.finish, self.release_operands, self.worker_lost, self.abandon, self.release_replica
+        for handle in handlers:
             worker.stream_handlers.update(listening(handle, lambda epoch: epoch == self.epoch))
         # The epoch itself comes on the scheduler's own stream only.
         worker.stream_handlers.update(listening(self.begin))
@@ -222,7 +222,7 @@ class WorkerService:
     # Called by the scheduler
 
     def begin(self, epoch: str) -> None:
-        """End all that belongs to another epoch; this one's runs and groups count anew."""
+        """Abort the runs of an earlier epoch, and start a new one."""
         if epoch == self.epoch:
             return
         with self._changing:
@@ -262,8 +262,8 @@ class WorkerService:
         self.history.note(run_id, "asked for a vote")
         try:
             # On the engine's thread: after the previous run, which may still be ending there.
-            asked = epoch, run_id, me, plan, keys, check_orders, sources
-            vote = await self._in_engine(self.spins, self._prepare, *asked)
+            arguments = epoch, run_id, me, plan, keys, check_orders, sources
+            vote = await self._in_engine(self.spins, self._prepare, *arguments)
         except BaseException as error:
             vote = _failure(Vote, error, self._closed)
         if run_id in self._over and epoch == self.epoch:  # ended meanwhile
@@ -326,11 +326,11 @@ class WorkerService:
         names: dict[ChunkKey, Any] = {}
         chunks: dict[ChunkKey, Any] = {}
         for operand, where in plan.where.items():
-            numbers, found = np.flatnonzero(where == me).tolist(), keys.get(problem.source_of(operand), ())
-            if len(found) != len(numbers):
-                raise ProtocolError(f"{len(found)} keys for {len(numbers)} chunks of {operand.upper()}")
+            numbers, operand_keys = np.flatnonzero(where == me).tolist(), keys.get(problem.source_of(operand), ())
+            if len(operand_keys) != len(numbers):
+                raise ProtocolError(f"{len(operand_keys)} keys for {len(numbers)} chunks of {operand.upper()}")
             transposed = problem[operand].transposed
-            for number, key in zip(numbers, found, strict=True):
+            for number, key in zip(numbers, operand_keys, strict=True):
                 names[operand, number] = key
                 with contextlib.suppress(KeyError):
                     chunk = self.worker.data[key]
@@ -340,7 +340,7 @@ class WorkerService:
     async def start(
         self, run_id: int, offers: Sequence[Any] = (), deliver: Sequence[tuple[str, str, bytes]] = ()
     ) -> Done:
-        """Let the engine do this worker's part, and hand its chunks of D to Dask; answer when that is done.
+        """Execute this worker's part of a run, and store its chunks of D in Dask's memory.
 
         `offers` are those of all participants, in their order. `deliver` has for each array of which tasks wait for
         chunks which output it is, its name, and the numbers of its chunks that no task waits for, as int64.
@@ -360,13 +360,13 @@ class WorkerService:
                 if key in self.worker.data:
                     del self.worker.data[key]
             if plan.problem.donated:
-                told = {"op": "distmm_gathered", "run_id": run_id, "epoch": epoch}
-                job.on_gathered = functools.partial(loop.call_soon_threadsafe, self.worker.batched_send, told)
+                message = {"op": "distmm_gathered", "run_id": run_id, "epoch": epoch}
+                job.on_gathered = functools.partial(loop.call_soon_threadsafe, self.worker.batched_send, message)
             # Large matrices go from host to host over Dask's comms, which the event loop drives.
-            near = len({one.host for one in plan.participants}) == 1
-            made = await self._in_engine(near and self.spins, _execute, job, offers)
+            near = len({participant.host for participant in plan.participants}) == 1
+            results = await self._in_engine(near and self.spins, _execute, job, offers)
             run.raise_if_over()
-            result = await self.replicas.share(run, made)
+            result = await self.replicas.share(run, results)
             missing = set(job.missing)
             result = {key: x for key, x in result.items() if key[1] not in missing}
             placed = await self._place(run, result, deliver)
@@ -401,21 +401,21 @@ class WorkerService:
     async def _place(
         self, run: WorkerRun, result: Mapping[ResultKey, Any], deliver: Sequence[tuple[str, str, bytes]]
     ) -> list[tuple[str, bytes, bytes]]:
-        """Give a run's chunks of D to Dask, whose scheduler hears of them when all participants are done."""
-        made: dict[str, dict[int, Any]] = {}
+        """Store a run's chunks of D in Dask's memory; the scheduler learns of them when all participants are done."""
+        by_output: dict[str, dict[int, Any]] = {}
         for (output, number), value in numbered(run.plan, result).items():
-            made.setdefault(output, {})[number] = value
+            by_output.setdefault(output, {})[number] = value
         placed, problem = [], run.plan.problem
         for output, array, raw in deliver:
             skipped = set(np.frombuffer(raw, np.int64).tolist())
-            values = {number: value for number, value in made.get(output, {}).items() if number not in skipped}
+            values = {number: value for number, value in by_output.get(output, {}).items() if number not in skipped}
             sizes: list[int] = []
             place, every = problem.output(output).place, list(values)
             for some in (every[at : at + _SLICE] for at in range(0, len(every), _SLICE)):
                 run.raise_if_over()
-                found = {(array, *place(number)): values[number] for number in some}
-                run.placed += found
-                sizes.extend(direct.keep(self.worker, found, f"distmm-run-{run.run_id}").values())
+                arrived = {(array, *place(number)): values[number] for number in some}
+                run.placed += arrived
+                sizes.extend(direct.keep(self.worker, arrived, f"distmm-run-{run.run_id}").values())
                 if len(values) > _SLICE:
                     await asyncio.sleep(0)
             if values:
@@ -423,29 +423,29 @@ class WorkerService:
         return placed
 
     async def _in_engine(self, rests: bool, function: Callable[..., T], *args: Any) -> T:
-        """Call a function in the engine's thread, which raises `_FailedError`; the event loop may rest meanwhile."""
+        """Run a function in the engine's thread, which raises `_FailedError`; rest the event loop if `rests`."""
         work = functools.partial(_in_thread, self.address, function, *args)
-        found = asyncio.get_running_loop().run_in_executor(self.engine_thread, work)
-        while rests and not found.done():
+        future = asyncio.get_running_loop().run_in_executor(self.engine_thread, work)
+        while rests and not future.done():
             time.sleep(_REST)
             await asyncio.sleep(0)
         try:
-            return await found
+            return await future
         finally:
-            del found  # else an error and this frame would keep each other
+            del future  # else an error and this frame would keep each other
 
     async def _tell_progress(self, run: WorkerRun, epoch: str) -> None:
-        """Tell the scheduler from time to time how far this worker is."""
-        told, names = (0.0, 0, 0, 0), ("share", "received_bytes", "turns", "turns_in_all")
+        """Report this worker's progress to the scheduler periodically."""
+        reported, names = (0.0, 0, 0, 0), ("share", "received_bytes", "turns", "turns_in_all")
         while True:
             await asyncio.sleep(_TELL)
             turns = run.job.turns if run.job.rank == 0 else (0, 0)
             now = float(run.figures.get("done", 0.0)), int(run.job.received_bytes), *turns
-            if now != told:
+            if now != reported:
                 message = {"op": "distmm_hear_progress", "run_id": run.run_id}
                 message |= zip(names, now, strict=True)
                 self.worker.batched_send(message | {"epoch": epoch})
-                told = now
+                reported = now
 
     async def release(self, group: int, engine: str, grace: Seconds) -> Reply:
         """Free the memory that a group keeps between runs; the scheduler asks all ranks at the same time."""
@@ -455,7 +455,7 @@ class WorkerService:
         return Reply("OK")
 
     def abandon(self, group: int, engine: str) -> None:
-        """Forget a group of which a rank is gone: each other rank does so by itself."""
+        """Drop a group of which a rank was lost; not collective."""
         self._groups.discard((group, engine))
         self._abandon(group, engine)
 
@@ -488,7 +488,7 @@ class WorkerService:
         run.end(error := EngineError(f"run {run_id} was ended: {reason}"))
         run.job.abort(error)
         # Its chunks of D go, but for those that a later run has made again.
-        later = {key for number, other in self.runs.items() if number > run_id for key in other.placed}
+        later = {key for number, later_run in self.runs.items() if number > run_id for key in later_run.placed}
         if keys := [key for key in run.placed if key not in later]:
             direct.let_go(self.worker, keys, run_id)
 
@@ -509,7 +509,7 @@ class WorkerService:
         self.replicas.drop(name, run_id)
 
     def worker_lost(self, run_id: int, address: str) -> None:
-        """Let a run go on without a participant, which has left."""
+        """Continue a run without a lost participant."""
         if run_id in self.runs:
             run = self.runs[run_id]
             self.history.note(run_id, f"was told that {address} is gone")
@@ -619,7 +619,7 @@ def _execute(job: Job[Any], offers: Any) -> Mapping[ResultKey, Any]:
 
 
 class _FailedError(Exception):
-    """What work in a thread has raised, as the fields of a reply. The error itself stays in its thread.
+    """An error raised in a thread, as the fields of a reply. The error itself stays in its thread.
 
     A future of asyncio can't take every error of a user's, and what pickling runs is the user's too.
     """
@@ -630,7 +630,7 @@ class _FailedError(Exception):
 
 
 def _in_thread(address: str, function: Callable[..., T], *args: Any) -> T:
-    """Call a function; what it raises leaves this thread as `_FailedError`."""
+    """Call a function; convert its errors to `_FailedError`."""
     try:
         return function(*args)
     except BaseException as error:
@@ -672,7 +672,7 @@ def _fields(error: BaseException, address: str = "") -> dict[str, Any]:
 
 
 def _user_fields(error: BaseException, what: str) -> dict[str, Any]:
-    """Return what a reply says of a user's error that is being handled: what Dask would send, and where it was."""
+    """Return a reply's fields for a user's error being handled: what Dask would send, and its traceback."""
     text = f"{what}: {in_words(error)}"
     plain = EngineError(text).with_traceback(error.__traceback__)
     with contextlib.suppress(Exception):  # its class may not let it
@@ -682,10 +682,10 @@ def _user_fields(error: BaseException, what: str) -> dict[str, Any]:
         with contextlib.suppress(BaseException):
             message = error_message(sent)
             break
-    found = message["exception"].data, message["traceback"].data if message["traceback"] is not None else b""
+    pickles = message["exception"].data, message["traceback"].data if message["traceback"] is not None else b""
     texts = brief(message["traceback_text"], _LONG), brief(message["exception_text"], _LONG)
     fields = "error", "error_traceback", "traceback", "error_text"
-    return {"message": brief(text), **dict(zip(fields, (*found, *texts), strict=True))}
+    return {"message": brief(text), **dict(zip(fields, (*pickles, *texts), strict=True))}
 
 
 # The worker's plugin
@@ -696,7 +696,7 @@ MISSING = f"{NAME}-missing"
 
 
 def attach(worker: Worker) -> None:
-    """Put a `WorkerService` on a worker, once; one whose distributed lacks something says so when it is asked."""
+    """Attach a `WorkerService` to a worker, once; report an unsupported version of distributed on request."""
     if missing := compat.missing_on_worker(worker):
         _say_unfit(worker, compat.unsupported("on this worker", missing))
     elif NAME not in worker.extensions:

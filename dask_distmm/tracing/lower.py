@@ -392,7 +392,7 @@ class Lowering:
             else:
                 self.here[number] = self.tall(number)
         arguments = [self.here[x] for x in reads if x not in over.values()]
-        fresh = not any(isinstance(x, Tall) and (x.made or x.formula) for x in arguments)
+        fresh = not any(isinstance(x, Tall) and (x.by_ranks or x.formula) for x in arguments)
         buffers = []
         for number, op in sums:
             source = next(statement for statement in statements if number in statement.outputs).inputs[0]
@@ -514,7 +514,7 @@ class Lowering:
     def _in_memory(self, number: int) -> Tall:
         """Return a value in rows, or a copy if its chunks are made one by one: others read all of them at once."""
         source: Tall = self.here[number]
-        if not (source.made or source.formula):
+        if not (source.by_ranks or source.formula):
             return source
         copy = self.tall(number)
         self.p.each("copy", source, copy)

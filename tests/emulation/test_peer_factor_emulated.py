@@ -74,7 +74,7 @@ def test_solutions_refined_with_factors_of_few_bits(factorize, nranks, nrhs, con
 def test_solutions_refined_with_factors_that_are_given(factorize, matrix, nrhs):
     a, b = matrix(90, 90), matrix(90, nrhs)
     factors, pivots = scipy.linalg.lu_factor(a.astype(np.float32))
-    task = Factorization("solve", a.shape, "float64", b.shape, factor_dtype="float32", given=True)
+    task = Factorization("solve", a.shape, "float64", b.shape, factor_dtype="float32", has_factors=True)
     plan = planned(task, 3, engine="peer", options=read_options(), array="cupy", method="columns")
     assert_solution(a, run_plan(factorize.ranks, plan, a, pivots[None], factors, b)["x"], b)
 

@@ -121,14 +121,16 @@ def multiplied(found, every, matrices):
                 at(rank, place)[...] = matrices[operand][r0:r1, c0:c1]
             case Make(buffer, operand, number):
                 here[buffer.name] = chunk(operand, number)
-            case Call("product" | "add_product" as kernel, (*_, a, b, target), {"turned": turned}):
-                x, y = (part.T if turn else part for part, turn in zip((at(rank, a), at(rank, b)), turned, strict=True))
+            case Call("product" | "add_product" as kernel, (*_, a, b, target), {"transposed": transposed}):
+                x, y = (
+                    part.T if turn else part for part, turn in zip((at(rank, a), at(rank, b)), transposed, strict=True)
+                )
                 at(rank, target)[...] = x @ y + (at(rank, target) if kernel == "add_product" else 0)
             case Call("store" | "join" | "copy", places, options):
                 count = options.get("reads", 1)
                 parts = [at(rank, place).copy() for place in places[:count]]
                 for part, place in zip(parts, places[count:], strict=True):
-                    at(rank, place)[...] = part.T if options.get("turned") else part
+                    at(rank, place)[...] = part.T if options.get("transposed") else part
             case Call("finish_into", places, {"reads": 0}):  # of FP8 D is stored so, though no formula changes it
                 at(rank, places[1])[...] = at(rank, places[0])
             case Publish(key, buffers):

@@ -133,7 +133,7 @@ def test_factors_that_are_given(op, dtype, ranks, nrhs, exponent):
     rng, few = np.random.default_rng(), "complex64" if dtype[0] == "c" else "float32"
     a, b = matrix(rng, 70, dtype, 10**exponent), noise(rng, (70, nrhs), dtype)
     factors, pivots = scipy.linalg.lu_factor(a.astype(few))
-    task = Factorization("solve", a.shape, dtype, b.shape, op=op, factor_dtype="float32", given=True)
+    task = Factorization("solve", a.shape, dtype, b.shape, op=op, factor_dtype="float32", has_factors=True)
     plan = factor_plan(task, ranks, 16)
     check([plan.steps(rank) for rank in range(ranks)])
     found = run_factorization(plan, a, pivots[None], factors, b)
@@ -142,7 +142,7 @@ def test_factors_that_are_given(op, dtype, ranks, nrhs, exponent):
     a = matrix(rng, 70, dtype, 10**exponent / 1e4 if exponent == 12 else 10, positive=True)
     for lower in (True, False):
         factor = scipy.linalg.cholesky(a.astype(few) + 1e-6 * np.eye(70, dtype=few) * (exponent == 12), lower=lower)
-        options = {"assume_a": "pos", "lower": lower, "factor_dtype": "float32", "given": True}
+        options = {"assume_a": "pos", "lower": lower, "factor_dtype": "float32", "has_factors": True}
         plan = factor_plan(Factorization("solve", a.shape, dtype, b.shape, **options), ranks, 16)
         check([plan.steps(rank) for rank in range(ranks)])
         assert_solution(a, run_factorization(plan, a, factor, b)["x"], b)

@@ -107,7 +107,7 @@ def test_memory_is_as_projected(shape, sizes, count, by_ranks, seconds, room, dt
         for rank, stream in enumerate(block_schedule.chunk_sources(made)):
             steps = block_schedule.source_steps(made, rank, stream)
             needed, region = 0, made.region(rank)
-            for operand in stream.made:
+            for operand in stream.operands:
                 most = 0
                 for own, (start, stop) in steps:
                     axis = (region[:2] if operand == 0 else region[2:]) if all(by_ranks) else own

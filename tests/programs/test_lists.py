@@ -104,7 +104,7 @@ def test_contracts_and_kernels_and_builders_know_each_other():
     used: set[str] = set()
     tasks = [Factorization(kind, (40, 40), "float64") for kind in ("cholesky", "lu", "inv", "det", "eigh", "svd")]
     tasks += [Factorization("lstsq", shape, "float64", (shape[0], 2)) for shape in ((40, 60), (60, 40))]
-    refined = [{"assume_a": "pos"}, {}, {"given": True}]
+    refined = [{"assume_a": "pos"}, {}, {"has_factors": True}]
     tasks += [Factorization("solve", (40, 40), "float64", (40, 2), factor_dtype="tf32", **more) for more in refined]
     for task in tasks:
         plan = factor_plan(task, 1 if task.kind == "svd" else 2, 8, shared=task.kind == "eigh")

@@ -217,7 +217,7 @@ def _refined(a: Operand, factors: dict[str, Array], b: Array, how: SolveOptions,
         )
     operands, named = {"a": a, **factors, "b": columns}, {**how, "factor_dtype": "float32"}
     axes = {"k": columns.chunks[1] if b.ndim > 1 else ()}
-    return factorize("solve", operands, {"x": "nk"}, how=cast(Any, named), axes=axes, given=True, **options)[0]
+    return factorize("solve", operands, {"x": "nk"}, how=cast(Any, named), axes=axes, has_factors=True, **options)[0]
 
 
 def _swapped(piv: Any, back: bool) -> Any:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """The communicator of a group of ranks, and what belongs to it. All calls are collective."""
+    """The communicator of a group of ranks, with its stream and workspace. All calls are collective."""
 
     # Bytes of the device that can't be freed before the process ends if a rank is lost.
     workspace_bytes = 0
@@ -30,12 +30,12 @@ class RankGroup:
         self.names, self.stream = plan.workers, stream
 
     def agree(self, problem: str = "") -> None:
-        """Go on if no rank has a problem; otherwise raise the same `EngineError` on all."""
+        """Raise the same `EngineError` on all ranks if any of them has a problem."""
         if problems := self.comm.agree(problem):
             raise EngineError("; ".join(f"{self.names[rank]}: {text}" for rank, text in problems.items()))
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do something without the others; raise the same `EngineError` on all ranks if it fails on one."""
+        """Run a local function on each rank; raise the same `EngineError` on all if it fails on any."""
         problem, results = "", list[T]()
         try:
             results.append(work())
@@ -69,21 +69,21 @@ class CollectiveEngine(Engine):
         check_gpu()
         least = {"NCCL": LEAST_NCCL, **self.least}
         try:
-            found = {"NCCL": nccl_version(), **self._libraries()}
-            others = {"nvmath": importlib.metadata.version("nvmath-python")}
+            installed = {"NCCL": nccl_version(), **self._libraries()}
+            packages = {"nvmath": importlib.metadata.version("nvmath-python")}
         except (ImportError, RuntimeError) as error:
             raise EngineError(
                 f"{' or '.join(least)} can't be loaded ({error}): {install_command('cu13')} (cu12 for CUDA 12)"
             ) from error
-        if any(found[name] < least[name] for name in least):
+        if any(installed[name] < least[name] for name in least):
             major = cp.cuda.runtime.runtimeGetVersion() // 1000
             raise EngineError(
-                f"{_named(found)} were found; needed are {_named(least)} or newer: {install_command(f'cu{major}')}"
+                f"{_named(installed)} were found; needed are {_named(least)} or newer: {install_command(f'cu{major}')}"
             )
-        return {name.lower(): _dotted(version) for name, version in found.items()} | others
+        return {name.lower(): _dotted(version) for name, version in installed.items()} | packages
 
     def _libraries(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the versions of the libraries that it has beside NCCL."""
+        """Return the versions of libraries other than NCCL."""
         return {}
 
     def memory(self) -> int:
@@ -95,21 +95,21 @@ class CollectiveEngine(Engine):
         return b"" if number in self.groups else make_unique_id()
 
     def group(self, number: int, make: Callable[[], T]) -> T:
-        """Return a group of ranks by its number; all have it, or all make it now."""
+        """Return a group of ranks by its number; created collectively on first use."""
         if number not in self.groups:
             self.groups[number] = make()
-        found: T = self.groups[number]
-        return found
+        communicator: T = self.groups[number]
+        return communicator
 
     def release(self, group: int) -> None:
-        """Free what a group has; all of its ranks do so at the same time."""
+        """Free a group's resources; collective."""
         if (kept := self.groups.pop(group, None)) is not None:
             kept.close()
 
     def abandon(self, group: int) -> None:
-        """Forget a group that has lost a rank: what it has can't be freed before this process ends."""
-        if (found := self.groups.pop(group, None)) is not None:
-            kept = found.workspace_bytes >> 20
+        """Drop a group that has lost a rank: its resources stay allocated until this process exits."""
+        if (communicator := self.groups.pop(group, None)) is not None:
+            kept = communicator.workspace_bytes >> 20
             log.warning(
                 "a rank of group %s is gone: its communicator and %d MiB of this GPU stay taken until the worker "
                 "restarts", group, kept,

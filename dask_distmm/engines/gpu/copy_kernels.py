@@ -134,25 +134,25 @@ def copy_rectangles(tables: Sequence[Table], itemsize: int) -> list[list[Launch]
 
     Made on the default stream, with one copy to the device for all of them.
     """
-    made: list[tuple[int, str, int, tuple[int, ...], Table, NDArray[np.int64]]] = []
+    kinds: list[tuple[int, str, int, tuple[int, ...], Table, NDArray[np.int64]]] = []
     for number, table in enumerate(tables):
         straight, transposed = split(table, itemsize)
         if len(straight):
             unit = unit_of(straight, itemsize)
-            made.append((number, "copy_straight", unit, (256,), *work(straight, itemsize, unit)))
+            kinds.append((number, "copy_straight", unit, (256,), *work(straight, itemsize, unit)))
         if len(transposed):
             blocks = -(-transposed[:, INNER] // 32) * -(-transposed[:, OUTER] // 32)
             first = np.concatenate([[0], np.cumsum(blocks)])
-            made.append((number, "copy_transposed", itemsize, (32, 8), transposed, first))
-    found: list[list[Launch]] = [[] for _ in tables]
-    if made:
-        on_device = cp.asarray(np.concatenate([part for *_, rows, first in made for part in (rows.ravel(), first)]))
+            kinds.append((number, "copy_transposed", itemsize, (32, 8), transposed, first))
+    launches: list[list[Launch]] = [[] for _ in tables]
+    if kinds:
+        on_device = cp.asarray(np.concatenate([part for *_, rows, first in kinds for part in (rows.ravel(), first)]))
     at = 0
-    for number, name, size, threads, rows, first in made:
+    for number, name, size, threads, rows, first in kinds:
         parts = on_device[at : at + rows.size], on_device[at + rows.size : at + rows.size + len(first)]
-        found[number].append(Launch(name, size, threads, int(first[-1]), *parts))
+        launches[number].append(Launch(name, size, threads, int(first[-1]), *parts))
         at += rows.size + len(first)
-    return found
+    return launches
 
 
 # Copies of rectangles into this GPU's memory: by copy engines where rows are dense, else by one kernel
@@ -258,7 +258,7 @@ def make_copies(
 
 
 def _interleaved(table: Table, lane: NDArray[np.int64], chosen: NDArray[np.bool_]) -> Table:
-    """Return the chosen copies, one of each lane after the other: a kernel does many copies at a time."""
+    """Return the chosen copies interleaved by lane, as a kernel runs many copies at a time."""
     table, lane = table[chosen], lane[chosen]
     if not len(table) or (lane == lane[0]).all():
         return table
@@ -269,7 +269,7 @@ def _interleaved(table: Table, lane: NDArray[np.int64], chosen: NDArray[np.bool_
 
 
 def _by_lane(rows: Sequence[tuple[int, bool, bool, list[int]]]) -> list[list[list[int]]]:
-    """Return what copy engines do, by lane."""
+    """Return the copies for copy engines, by lane."""
     lanes: dict[int, list[list[int]]] = {}
     for lane, by_kernel, whole, columns in rows:
         if not by_kernel:
@@ -299,7 +299,7 @@ class Exchange:
         self.received_bytes = sum(size for _, _, size in self._receives)
 
     def run(self, stream: cp.cuda.Stream, comm: NcclComm | None) -> None:
-        """Put packing, messages and unpacking on the stream."""
+        """Queue packing, messages and unpacking."""
         for launch in self._pack:
             launch.run(stream)
         if self._sends or self._receives:

@@ -92,7 +92,7 @@ class NativeBias:
         number = cut.parts[rank]
         part = self._padded[: cut.sizes[number]].reshape((-1, 1) if cut.axis == 0 else (1, -1))
         sizes = (cut.sizes, (1,)) if cut.axis == 0 else ((1,), cut.sizes)
-        needed = [[one] for one in cut.parts]
+        needed = [[part] for part in cut.parts]
         self.inputs: list[Input] = [Input(plan, me, "bias", chunks, sizes, needed, {number: part})]
 
     def convert(self, stream: cp.cuda.Stream) -> None:
@@ -143,28 +143,28 @@ class Finishing:
 
 
 def decoded(array: Any, type_name: str) -> Any:
-    """Return an input of the formula as it is computed with: FP8 in float32."""
+    """Return an input of the formula in the type for computing: FP8 as float32."""
     return decode(cp, array, type_name, np.dtype(np.float32)) if type_name in FP8 else array
 
 
-def finish_into(problem: Problem, acc: Any, inputs: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+def finish_into(problem: Problem, acc: Any, inputs: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
     """Apply the formula to a chunk of sums, on the current stream; `made` are D, under no name, and other outputs."""
-    formula, d = problem.formula, made[""]
+    formula, d = problem.formula, targets[""]
     if not acc.size:
         for name in formula.per_element:
-            made[name][...] = 0
+            targets[name][...] = 0
         return
     # The scale of D, and what FP8 and integers need, come after the kernel.
     last = d.dtype.kind in "iu" or formula.scale_d != 1 or "scale_d" in formula.scales
     target = cp.empty(acc.shape, acc.dtype) if last else d
-    saved = [made[formula.saved]] if formula.saved else []
+    saved = [targets[formula.saved]] if formula.saved else []
     kernel = _formula_kernel(formula, tuple(inputs))
     kernel(acc, list(inputs.values()), [target, *saved], scalars(formula, acc.dtype))
-    found = reductions(cp, formula, target.astype(acc.dtype, copy=False))
+    reduced = reductions(cp, formula, target.astype(acc.dtype, copy=False))
     if last:
         d[...] = stored(cp, scaled(formula, target, inputs), problem.d.dtype, fp8_bytes=True)
-    for name, values in found.items():
-        made[name][...] = values
+    for name, values in reduced.items():
+        targets[name][...] = values
 
 
 def _formula_kernel(formula: Formula, names: tuple[str, ...]) -> Kernel:
@@ -188,8 +188,8 @@ class Kernel:
 
         def traced(alpha: Any, beta: Any, *arguments: Any) -> None:
             arrays, outputs = arguments[: 1 + len(names)], arguments[1 + len(names) :]
-            found = apply(np, [_Traced(x) for x in arrays], (_Traced(alpha), _Traced(beta)))
-            for target, values in zip(outputs, found, strict=True):
+            traced_results = apply(np, [_Traced(x) for x in arrays], (_Traced(alpha), _Traced(beta)))
+            for target, values in zip(outputs, traced_results, strict=True):
                 target[...] = values.value
 
         self._apply, self._fused, self.is_fused = apply, cp.fuse()(traced), True
@@ -209,8 +209,8 @@ class Kernel:
             except Exception as error:  # whatever a function of the user's meets while it is traced
                 log.info("not fused to one kernel: %s: %s", type(error).__name__, error)
                 self.is_fused = False
-        for output, found in zip(outputs, self._apply(cp, [acc, *inputs], factors), strict=True):
-            output[...] = found
+        for output, result in zip(outputs, self._apply(cp, [acc, *inputs], factors), strict=True):
+            output[...] = result
 
 
 class _Traced(np.lib.mixins.NDArrayOperatorsMixin):
@@ -221,8 +221,8 @@ class _Traced(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def dtype(self) -> np.dtype:
-        found: np.dtype = np.dtype(self.value.dtype)
-        return found
+        dtype: np.dtype = np.dtype(self.value.dtype)
+        return dtype
 
     def astype(self, dtype: Any, copy: bool = True) -> _Traced:
         return self if dtype == self.dtype else _Traced(self.value.astype(dtype))

@@ -93,15 +93,15 @@ class GemmTypes(NamedTuple):
 
 
 def compute_number(name: str) -> int:
-    """Return the library's number for another way to compute float32 and float64."""
-    found = getattr(_Compute, _OTHER_COMPUTE_TYPES[name], None)
-    if found is None:
+    """Return cuBLAS' constant for an alternative compute type of float32 and float64."""
+    number = getattr(_Compute, _OTHER_COMPUTE_TYPES[name], None)
+    if number is None:
         version = importlib.metadata.version("nvmath-python")
         raise EngineError(
             f"compute_type={name!r} is {_OTHER_COMPUTE_TYPES[name]}, which cuBLAS as nvmath-python {version} knows it "
             "does not have: use a newer one, or another compute_type"
         )
-    return int(found)
+    return int(number)
 
 
 class FusedEpilog(NamedTuple):
@@ -124,11 +124,11 @@ def alpha_beta(dtype: str, alpha: complex = 1.0, beta: float = 0.0) -> tuple[np.
 
 def check_fp8() -> None:
     """Raise `EngineError` if this GPU has no FP8."""
-    found = cp.cuda.Device().compute_capability
-    if int(found) < _LEAST_FP8:
+    capability = cp.cuda.Device().compute_capability
+    if int(capability) < _LEAST_FP8:
         raise EngineError(
-            f"FP8 needs compute capability 8.9 (Ada, Hopper or newer); this GPU has {found[:-1]}.{found[-1]}: "
-            "dequantize to float16, which has all of its numbers"
+            f"FP8 needs compute capability 8.9 (Ada, Hopper or newer); this GPU has "
+            f"{capability[:-1]}.{capability[-1]}: dequantize to float16, which has all of its numbers"
         )
 
 
@@ -154,7 +154,7 @@ class Gemm:
         self._factors = alpha_beta(types.a, native.alpha, float(add))
         self._call: _LtProduct | None = None
         if not types.compute and 0 not in self._extents:
-            aligned = (min(_MOST_ALIGNED, one.pointer & -one.pointer) for one in (x, y, d))
+            aligned = (min(_MOST_ALIGNED, matrix.pointer & -matrix.pointer) for matrix in (x, y, d))
             lds = (x.ld, y.ld, d.ld)
             self._call = _call(self._extents, shape.ops, kinds, types.compute_type, lds, tuple(aligned), native.epilog)
         if self._call is None and (native.epilog or types.a in FP8):
@@ -162,12 +162,12 @@ class Gemm:
 
     @property
     def ran(self) -> bool:
-        """Whether cuBLASLt has multiplied in just this way before, wherever the matrices were."""
+        """Whether cuBLASLt has run this kind of product before, at any addresses."""
         return self._call is not None and self._call.ran
 
     @property
     def flops(self) -> float:
-        """Its floating-point operations, as of real numbers."""
+        """Floating-point operations, counted in real numbers."""
         rows, cols, k = self._extents
         return 2.0 * rows * cols * k
 
@@ -201,7 +201,7 @@ def _lt_handle() -> int:
 
 @functools.lru_cache(maxsize=4)
 def _workspace(stream: int) -> Any:
-    """Return memory that products on one stream use one after the other."""
+    """Return a stream's workspace, which its products share."""
     return cp.empty(_WORKSPACE_BYTES, cp.uint8)
 
 
@@ -295,6 +295,6 @@ def _call(
     aligned: tuple[int, int, int],
     epilog: str,
 ) -> _LtProduct | None:
-    """Return a product with its algorithm; None if the library has none."""
-    made = _LtProduct(extents, ops, kinds, compute, lds, epilog)
-    return made if made.find(aligned) else None
+    """Return a product with its algorithm; None if cuBLASLt has none."""
+    product = _LtProduct(extents, ops, kinds, compute, lds, epilog)
+    return product if product.find(aligned) else None

@@ -68,7 +68,7 @@ class _Buffers:
         self._next = 0
 
     def take(self) -> tuple[NDArray[np.uint8], Any]:
-        """Return a free buffer, and the event to record when it has been used."""
+        """Wait for a free buffer; return it with the event to record after its use."""
         at = self._next
         self._next = (at + 1) % _BUFFERS
         self._events[at].synchronize()
@@ -141,12 +141,12 @@ class Uploads:
             self._waiting.append(_Piece(filled, memory, event, place, target[at], type_name))
 
     def finish(self) -> None:
-        """Put all that is left on the stream."""
+        """Queue all remaining copies."""
         while self._waiting:
             self._send()
 
     def _send(self) -> None:
-        """Put the copy of the oldest piece on the stream."""
+        """Queue the copy of the oldest piece."""
         runtime, stream = cp.cuda.runtime, self._stream
         first = self._waiting.popleft()
         first.filled.result()

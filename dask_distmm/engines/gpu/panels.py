@@ -41,11 +41,11 @@ class DevicePanels(Transport):
         """Note what is to come, and into buffers like which."""
         return (owner, key, like) if key.part in self.parts else super().ask(owner, key, like)
 
-    def get(self, asked: Any, *, again: bool = False) -> Sequence[Any]:
+    def get(self, request: Any, *, again: bool = False) -> Sequence[Any]:
         """Request a panel; the streams of the work wait for it."""
-        if not isinstance(asked, tuple) or asked[1].part not in self.parts:
-            return super().get(asked, again=again)
-        panel = self._come(*asked)
+        if not isinstance(request, tuple) or request[1].part not in self.parts:
+            return super().get(request, again=again)
+        panel = self._come(*request)
         self.pulled_bytes += sum(x.nbytes for x in panel)
         self.complete()
         return panel

@@ -59,7 +59,7 @@ class _Graph(NamedTuple):
     """What some steps do: to the device, and to what a job has of buffers and has counted."""
 
     graph: Any
-    made: Mapping[str, Any]
+    arrays: Mapping[str, Any]
     gone: Collection[str]
     messages: int
     pulled_bytes: int
@@ -70,17 +70,17 @@ class _Segment:
 
     def __init__(self, steps: Sequence[Step], *, queued: bool) -> None:
         self.steps, self.queued = steps, queued and any(isinstance(step, Call) for step in steps)
-        made, reads = set[str](), dict[str, None]()
+        produced, reads = set[str](), dict[str, None]()
         for step in steps if self.queued else ():
             if isinstance(step, New):
-                made.add(step.buffer.name)
+                produced.add(step.buffer.name)
             elif isinstance(step, Call):
-                made.update(buffer.name for buffer in step.makes)
-                reads |= dict.fromkeys(x.name for x in step.arguments if x.name not in made)
+                produced.update(buffer.name for buffer in step.makes)
+                reads |= dict.fromkeys(x.name for x in step.arguments if x.name not in produced)
             elif isinstance(step, Publish | Pull):
-                reads |= dict.fromkeys(x.name for x in step.buffers if x.name not in made)
+                reads |= dict.fromkeys(x.name for x in step.buffers if x.name not in produced)
             elif isinstance(step, Drop):
-                made.discard(step.buffer.name)
+                produced.discard(step.buffer.name)
         # Buffers that are there before.
         self.reads = tuple(reads)
         # Graphs by the places of these buffers; None where the steps were taken once.
@@ -169,7 +169,7 @@ class DeviceMemory(Memory):
             take()
             return
         graph.graph.launch(self._stream)
-        job.arrays.update(graph.made)
+        job.arrays.update(graph.arrays)
         for name in graph.gone:
             del job.arrays[name]
         messages.messages += graph.messages
@@ -194,8 +194,8 @@ class DeviceMemory(Memory):
         if graph is None:
             segment.queued = False
             return None
-        made = {name: x for name, x in after.items() if before.get(name) is not x}
-        return _Graph(graph, made, before.keys() - after.keys(), *sent)
+        produced = {name: x for name, x in after.items() if before.get(name) is not x}
+        return _Graph(graph, produced, before.keys() - after.keys(), *sent)
 
     def kernel(self, kernels: Any, call: Call) -> Any:
         """Return what a call calls: for small decompositions on the host."""
@@ -225,10 +225,10 @@ class DeviceMemory(Memory):
         if not kept or self._captures:  # of a graph, whose memory nobody else has
             return make()
         with cp.cuda.Stream.null:
-            made = make()
+            array = make()
         # Whoever has freed this memory may still have kernels on that stream that use it.
         self._stream.wait_event(record(cp.cuda.Stream.null))
-        return made
+        return array
 
     def sent(self, arrays: list[Any]) -> list[Any]:
         """Return arrays as they are sent over Dask's comms."""
@@ -240,7 +240,7 @@ class DeviceMemory(Memory):
 
     @property
     def making(self) -> tuple[Any, ...]:
-        """What makes chunks on the device; threads work on its default stream, as tasks do."""
+        """Functions by which loader threads load chunks to the device, on its default stream, as tasks do."""
         return functools.partial(_made_on_device, self._plan.problem.compute_type), cp.cuda.Device().use
 
     def arrived(self, chunk: Any) -> Any:
@@ -271,9 +271,9 @@ class DeviceMemory(Memory):
         array = self.delivered(cp.asarray(array))
         if tall or not isinstance(array, cp.ndarray):
             return array
-        made = self.new(functools.partial(cp.empty, array.shape, array.dtype), kept=True)
-        made[...] = array
-        return made
+        copied = self.new(functools.partial(cp.empty, array.shape, array.dtype), kept=True)
+        copied[...] = array
+        return copied
 
     def delivered(self, chunk: Any) -> Any:
         """Return a chunk of a factorization's result as Dask gets it."""
@@ -295,10 +295,10 @@ class DeviceMemory(Memory):
 
         return self.new(make, kept=True)
 
-    def put(self, job: ProgramJob, parts: Sequence[Part], found: Iterable[Any]) -> None:
+    def put(self, job: ProgramJob, parts: Sequence[Part], arrays: Iterable[Any]) -> None:
         """Write parts to their places: all those that are copied as they are at once."""
-        plain, arrays = list[tuple[Part, Rectangle]](), list(found)
-        for part, array in zip(parts, arrays, strict=True):
+        plain, sources = list[tuple[Part, Rectangle]](), list(arrays)
+        for part, array in zip(parts, sources, strict=True):
             job.ended.check()
             same = isinstance(array, cp.ndarray) and array.dtype == part.place.dtype
             if same and not part.conjugated and not job.scales:
@@ -311,13 +311,13 @@ class DeviceMemory(Memory):
         if plain:
             size = parts[0].place.itemsize
             # Their tables may go at once: what is allocated next on this stream, the current one, is used after them.
-            make_copies([table_of([one for _, one in plain], size)], size)[0].run(self._stream)
+            make_copies([table_of([rectangle for _, rectangle in plain], size)], size)[0].run(self._stream)
         for part, _ in plain:
             # Copies of what another GPU has are faster than kernels that read it.
             keep_triangle(job.blas, part.form, part.place, part.row, part.col)
         # What came over Dask's comms is nobody else's, and its memory others' as soon as it is let go.
         queued = [(event, some) for event, some in self._being_read if not event.done]
-        self._being_read = [*queued, (record(self._stream), arrays)]
+        self._being_read = [*queued, (record(self._stream), sources)]
 
 
 def _is_queued(messages: Transport, step: Step) -> bool:
@@ -332,9 +332,9 @@ def _is_queued(messages: Transport, step: Step) -> bool:
 
 def _narrows(job: ProgramJob, part: Part, array: Any) -> bool:
     """Whether a part of a matrix goes to columns of factors of few bits."""
-    place, given = part.place, isinstance(array, cp.ndarray) and array.dtype == job.plan.problem.compute_type
+    place, convertible = part.place, isinstance(array, cp.ndarray) and array.dtype == job.plan.problem.compute_type
     by_columns = place.dtype.char in "fF" and place.strides[0] == place.itemsize
-    return given and by_columns and part.form == "full" and array.dtype.kind == place.dtype.kind
+    return convertible and by_columns and part.form == "full" and array.dtype.kind == place.dtype.kind
 
 
 def _gather(part: Part, array: Any, scales: Sequence[int]) -> None:
@@ -348,16 +348,16 @@ def _gather(part: Part, array: Any, scales: Sequence[int]) -> None:
     numbers = array.data.ptr, *(x // size for x in array.strides), *(*first, 0, 0)[:2], rows, columns
     numbers = *numbers, place.data.ptr, place.strides[1] // place.itemsize
     blocks = -(-rows // 32) * -(-columns // 32)
-    given = *map(np.int64, numbers), np.int32(part.conjugated)
-    kernel("refining", "gather_scaled", array.dtype)((blocks,), (32, 8), given)
+    arguments = *map(np.int64, numbers), np.int32(part.conjugated)
+    kernel("refining", "gather_scaled", array.dtype)((blocks,), (32, 8), arguments)
 
 
 def _made_on_device(
     dtype: np.dtype, source: Source, chunks: Sequence[SourceChunk]
 ) -> dict[SourceChunk, tuple[Any, Any]]:
     """Make chunks; return them on the device, and the event after which they may be read."""
-    made = source.make()
-    arrays = {chunk: _on_device(chunk.view(made), dtype) for chunk in chunks}
+    loaded = source.make()
+    arrays = {chunk: _on_device(chunk.view(loaded), dtype) for chunk in chunks}
     complete = record(cp.cuda.Stream.null)
     return {chunk: (array, complete) for chunk, array in arrays.items()}
 

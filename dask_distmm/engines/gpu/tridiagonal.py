@@ -121,9 +121,9 @@ class DeviceReduction:
         count = np.maximum(0, self._before(ends) - self._before(starts))
         # Tiles above the panel have no rows that are left.
         count[ends <= starts] = 0
-        found = np.zeros((len(starts), self._tiles + 1), np.int32)
-        np.cumsum(-(-count // _COLS), axis=1, out=found[:, 1:])
-        return found
+        starts_of_tiles = np.zeros((len(starts), self._tiles + 1), np.int32)
+        np.cumsum(-(-count // _COLS), axis=1, out=starts_of_tiles[:, 1:])
+        return starts_of_tiles
 
     def _before(self, column: Any) -> Any:
         """Return how many columns before a global one this rank has."""
@@ -198,12 +198,12 @@ class DeviceReduction:
         else:
             self._eliminate(parameters, stop - start, stop - start - 1)
             self._sequence += stop - start - 1
-        if owner == self._rank and (made := min(stop, order - 1) - start):
+        if owner == self._rank and (reflectors := min(stop, order - 1) - start):
             # Ranks have met since they read the panel, if it has a reflector. Later those of a whole block column are
             # one panel.
-            columns = slice(place, place + made)
+            columns = slice(place, place + reflectors)
             assign(array[block * self._width : start, columns], 0)
-            assign(array[start:order, columns], self._memory["reflectors"][start:, :made])
+            assign(array[start:order, columns], self._memory["reflectors"][start:, :reflectors])
 
     def _whole_panel(self, parameters: Any, *, first: bool) -> None:
         """Put the launches of a panel on the stream behind which there are others, as a graph if that can be."""
@@ -232,18 +232,18 @@ class DeviceReduction:
         All panels have the same numbers of blocks, whatever rows are left, and on all ranks: sums have the same order.
         """
         finish_and_begin, multiply, collect = map(self._kernel, ("finish_and_begin", "multiply", "collect"))
-        block_shape, none, one, place = (32, _WARPS), np.int32(0), np.int32(1), self._memory["place"]
+        block_shape, none, true, place = (32, _WARPS), np.int32(0), np.int32(1), self._memory["place"]
         blocks, grid = min(_BLOCKS, -(-self._order // 32)), self._grid
         pieces = np.int32(blocks)
         for i in range(columns):
             number = np.int32(i)
-            finish_and_begin((blocks,), block_shape, (parameters, place, number, one if i else none, one, pieces))
+            finish_and_begin((blocks,), block_shape, (parameters, place, number, true if i else none, true, pieces))
             if i < eliminated:
                 multiply((grid,), (_THREADS,), (parameters, place, number, pieces))
                 collected = parameters, place, number, np.int32(grid), pieces, pieces
                 collect((blocks + -(-2 * i // 16),), block_shape, collected)
         if eliminated == columns:
-            finish_and_begin((blocks,), block_shape, (parameters, place, np.int32(columns), one, none, pieces))
+            finish_and_begin((blocks,), block_shape, (parameters, place, np.int32(columns), true, none, pieces))
 
     def _update(self, start: int, array: Any, kernels: Kernels) -> None:
         """Update the lower triangle of this rank's columns behind a panel: ``A - [V W] [W V]^H``."""
@@ -330,8 +330,8 @@ class DeviceMerging:
         kernel("merging", "bisected_values")(
             (-(-count // _VALUE_THREADS),), (_VALUE_THREADS,), (cp.asarray(d), squares, *sizes, *limits, values)
         )
-        found: Vector = np.sort(values.get())
-        return found
+        ascending: Vector = np.sort(values.get())
+        return ascending
 
 
 def _bounds(d: Vector, e: Vector) -> tuple[float, float, float, float]:

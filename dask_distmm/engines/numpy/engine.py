@@ -35,8 +35,8 @@ class ProductKernels(LapackKernels):
 
     def __init__(self, plan: Plan) -> None:
         # BLAS conjugates, without a copy, the operand that is in the other order than D.
-        turned = any(plan.problem[name].conjugated and plan.orders[name] == "C" for name in "ab")
-        self._order: Literal["C", "F"] = "F" if turned else "C"
+        transposed = any(plan.problem[name].conjugated and plan.orders[name] == "C" for name in "ab")
+        self._order: Literal["C", "F"] = "F" if transposed else "C"
 
     def complete(self) -> None:
         """Do nothing: all is done."""
@@ -49,14 +49,14 @@ class ProductKernels(LapackKernels):
         """Return memory for sums; the system's zeros cost nothing until they are written to."""
         return np.zeros(shape, dtype, self._order)
 
-    def add_product(self, a: Array, b: Array, c: Array, *, turned: Pair, conjugated: Pair) -> None:
-        """C += A B, of matrices as they lie or `turned`."""
-        gemm(a.T if turned[0] else a, b.T if turned[1] else b, c, conjugated)
+    def add_product(self, a: Array, b: Array, c: Array, *, transposed: Pair, conjugated: Pair) -> None:
+        """C += A B, of matrices as they lie or `transposed`."""
+        gemm(a.T if transposed[0] else a, b.T if transposed[1] else b, c, conjugated)
 
-    def add_symmetric(self, a: Array, b: Array, c: Array, *, turned: Pair, conjugated: Pair) -> None:
+    def add_symmetric(self, a: Array, b: Array, c: Array, *, transposed: Pair, conjugated: Pair) -> None:
         """C += A A^H in the lower triangle of C, where B is A^H."""
-        if not add_lower(a.T if turned[0] else a, c, (conjugated[0], not conjugated[0])):
-            self.add_product(a, b, c, turned=turned, conjugated=conjugated)
+        if not add_lower(a.T if transposed[0] else a, c, (conjugated[0], not conjugated[0])):
+            self.add_product(a, b, c, transposed=transposed, conjugated=conjugated)
 
     def mirror(self, upper: Array, lower: Array | None = None) -> None:
         """Make the upper triangle of a block, or a block above the diagonal, of what is below."""
@@ -67,8 +67,8 @@ class ProductKernels(LapackKernels):
     ) -> None:
         """Copy parts, or their transposes, to their places in the last matrix, or their conjugates."""
         whole = parts[reads]
-        for part, (r0, r1, c0, c1, turned) in zip(parts, places, strict=False):
-            whole[r0:r1, c0:c1] = part.T if turned else part
+        for part, (r0, r1, c0, c1, transposed) in zip(parts, places, strict=False):
+            whole[r0:r1, c0:c1] = part.T if transposed else part
         if conjugated:
             np.conjugate(whole, out=whole)
         if rounded:

@@ -48,9 +48,9 @@ class PeerEngine(PeerState, Engine):
         """Return the PCI address of this process' GPU, and of those whose memory it can read."""
         runtime = cp.cuda.runtime
         mine = int(runtime.getDevice())
-        others = [number for number in range(runtime.getDeviceCount()) if number != mine]
+        devices = [number for number in range(runtime.getDeviceCount()) if number != mine]
         reach = tuple(
-            str(runtime.deviceGetPCIBusId(number)) for number in others if runtime.deviceCanAccessPeer(mine, number)
+            str(runtime.deviceGetPCIBusId(number)) for number in devices if runtime.deviceCanAccessPeer(mine, number)
         )
         return str(runtime.deviceGetPCIBusId(mine)), reach
 

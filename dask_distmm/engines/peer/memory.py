@@ -79,13 +79,13 @@ class Exporter:
         if int(error):
             return None
         address, buffer_id = int(base), self._buffer_id(int(base))
-        known = self._told.get(address)
-        if known is not None and known.buffer_id == buffer_id:
-            return known
+        allocation = self._told.get(address)
+        if allocation is not None and allocation.buffer_id == buffer_id:
+            return allocation
         if not _attribute(_Attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer):
             return None
         if buffer_id is None:
-            return known
+            return allocation
         try:
             handle = bytes(cp.cuda.runtime.ipcGetMemHandle(address))
         except cp.cuda.runtime.CUDARuntimeError as failure:
@@ -98,18 +98,18 @@ class Exporter:
         """Return the buffer ids of all allocations that were told and are still there."""
         cp.cuda.Device().use()
         self._told = {
-            address: told for address, told in self._told.items() if self._buffer_id(address) == told.buffer_id
+            address: place for address, place in self._told.items() if self._buffer_id(address) == place.buffer_id
         }
-        return [told.buffer_id for told in self._told.values()]
+        return [allocation.buffer_id for allocation in self._told.values()]
 
     def offer(self, matrices: Iterable[tuple[int, int, Any]]) -> dict[str, Any]:
         """Return the offer of matrices that can be exported, each with its operand and its number."""
-        told = []
+        places = []
         for operand, number, array in matrices:
             allocation = self.find(array.data.ptr)
             assert allocation is not None
-            told.append((operand, number, allocation, span_of(array)))
-        return offer_of(self.process, self.alive(), told)
+            places.append((operand, number, allocation, span_of(array)))
+        return offer_of(self.process, self.alive(), places)
 
     def _buffer_id(self, address: int) -> int | None:
         return _attribute(_Attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, address)
@@ -343,16 +343,16 @@ class Remote:
         self._views: dict[tuple[int, int, int], Any] = {}
         # Where all allocations are in this process, 0 if they are not mapped; those of each participant together.
         self._bases = [np.empty(0, np.int64)] * len(self._told)
-        for holder, told in enumerate(self._told):
-            if told is None:
+        for holder, offer in enumerate(self._told):
+            if offer is None:
                 continue
-            if told.process == engine.exporter.process:
-                self._bases[holder] = told.numbers[:, 2].astype(np.int64)
+            if offer.process == engine.exporter.process:
+                self._bases[holder] = offer.numbers[:, 2].astype(np.int64)
                 continue
-            engine.mappings.begin(plan.group, told.process, told.alive)
-            self._bases[holder] = engine.mappings.known(told.process, told.numbers[:, 1].tolist())
+            engine.mappings.begin(plan.group, offer.process, offer.alive)
+            self._bases[holder] = engine.mappings.known(offer.process, offer.numbers[:, 1].tolist())
             for number in np.flatnonzero(self._bases[holder])[:1].tolist():
-                self._wake(holder, int(self._bases[holder][number]), told.allocation(number).size)
+                self._wake(holder, int(self._bases[holder][number]), offer.allocation(number).size)
 
     @property
     def offering(self) -> NDArray[np.bool_]:
@@ -395,13 +395,13 @@ class Remote:
 
     def _mapped(self, holder: int, allocation: Allocation) -> int:
         """Return where an allocation of a participant is in this process."""
-        told = self._told[holder]
-        assert told is not None
-        if told.process == self._engine.exporter.process:
+        offer = self._told[holder]
+        assert offer is not None
+        if offer.process == self._engine.exporter.process:
             return allocation.address
 
         try:
-            return self._engine.mappings.open(told.process, allocation)
+            return self._engine.mappings.open(offer.process, allocation)
         except EngineError as error:
             # Mapped memory stays readable when its process dies; other memory of that process can't be mapped any more.
             end = time.monotonic() + _NEWS
@@ -414,9 +414,9 @@ class Remote:
 
     def _map(self, holder: int, number: int) -> None:
         """Map an allocation that a participant offers."""
-        told = self._told[holder]
-        assert told is not None
-        allocation = told.allocation(number)
+        offer = self._told[holder]
+        assert offer is not None
+        allocation = offer.allocation(number)
         self._bases[holder][number] = mapped = self._mapped(holder, allocation)
         self._wake(holder, mapped, allocation.size)
 

@@ -107,7 +107,7 @@ class Expected:
         problem, count = plan.problem, len(plan.participants)
         self._addresses = [worker.address for worker in plan.participants]
         me = plan.participants[mine]
-        self._read = [index != mine and reaches(me, other) for index, other in enumerate(plan.participants)]
+        self._read = [index != mine and reaches(me, participant) for index, participant in enumerate(plan.participants)]
         self._is_rank = [flags > 0 and index in plan.ranks for index in range(count)]
         self._needed = {name: read[name] & np.array(self._read)[:, None] for name in problem.operands}
         # Rows, columns and bytes of an element of all chunks of all operands, and of all blocks; for each operand and
@@ -149,7 +149,7 @@ class Expected:
         """
         if len(wires) != len(self._read):
             raise ProtocolError(f"{len(wires)} offers for {len(self._read)} participants")
-        told: list[Told | None] = []
+        offers: list[Told | None] = []
         tables = [np.empty((0, 2 + _TOLD), np.int64)]
         owners: list[int] = []
         for index, wire in enumerate(wires):
@@ -162,49 +162,51 @@ class Expected:
                 except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
                     raise self._malformed(index, f"{type(error).__name__}: {error}") from error
                 owners.append(index)
-            told.append(offer)
+            offers.append(offer)
         participant = np.repeat(np.array(owners, np.int64), [len(table) for table in tables[1:]])
-        return told, self._places(told, participant, np.concatenate(tables))
+        return offers, self._places(offers, participant, np.concatenate(tables))
 
     def _malformed(self, index: int, what: str) -> ProtocolError:
         return ProtocolError(f"malformed offer of {self._addresses[index]}: {what}")
 
-    def _places(self, told: Sequence[Told | None], participant: NDArray[np.int64], table: NDArray[np.int64]) -> Places:
-        """Return where all matrices lie, of what each of some participants tells: operand, number, and the place."""
+    def _places(
+        self, offers: Sequence[Told | None], participant: NDArray[np.int64], table: NDArray[np.int64]
+    ) -> Places:
+        """Check the tables of participants' offers; return by operand the place of each matrix."""
         operand, number = table[:, 0], table[:, 1]
         rows = len(self._count)
-        known = (operand >= BLOCKS) & (operand < rows + BLOCKS) & (number >= 0)
-        known &= number < self._count[np.where(known, operand, 0), participant]
-        if not known.all():
-            at = int(np.argmin(known))
+        valid = (operand >= BLOCKS) & (operand < rows + BLOCKS) & (number >= 0)
+        valid &= number < self._count[np.where(valid, operand, 0), participant]
+        if not valid.all():
+            at = int(np.argmin(valid))
             raise self._malformed(int(participant[at]), f"matrix {number[at]} of operand {operand[at]} does not exist")
-        self._check(told, participant, table[:, 2:], self._extents[self._first[operand, participant] + number])
+        self._check(offers, participant, table[:, 2:], self._extents[self._first[operand, participant] + number])
         places: Places = {}
         for key in range(BLOCKS, rows + BLOCKS):
             mine = operand == key
-            dense = np.full((len(told), int(self._count[key].max()), _TOLD), -1, np.int64)
+            dense = np.full((len(offers), int(self._count[key].max()), _TOLD), -1, np.int64)
             dense[participant[mine], number[mine]] = table[mine, 2:]
             places[key] = dense
-        for index, offer in enumerate(told):
+        for index, offer in enumerate(offers):
             if offer is not None and self._is_rank[index] and places[FLAGS][index, 0, 0] < 0:
                 raise self._malformed(index, "a rank without flags")
         for row, (name, needed) in enumerate(self._needed.items()):
             for index, missing in np.argwhere(needed & (places[row][..., 0] < 0)).tolist():
-                if told[index] is not None:
+                if offers[index] is not None:
                     raise self._malformed(index, f"chunk {missing} of {name.upper()} is not in it")
         return places
 
     def _check(
         self,
-        told: Sequence[Told | None],
+        offers: Sequence[Told | None],
         owners: NDArray[np.int64],
         where: NDArray[np.int64],
         extents: NDArray[np.int64],
     ) -> None:
         """Raise if any matrix is not inside of its owner's allocation."""
-        counts = np.array([len(offer.numbers) if offer else 0 for offer in told])
+        counts = np.array([len(offer.numbers) if offer else 0 for offer in offers])
         bases = np.concatenate([[0], np.cumsum(counts)])
-        sizes = np.concatenate([np.empty(0, np.uint64), *(offer.numbers[:, 0] for offer in told if offer)])
+        sizes = np.concatenate([np.empty(0, np.uint64), *(offer.numbers[:, 0] for offer in offers if offer)])
         (allocation, offset, down, across), (rows, cols, itemsize) = where.T, extents.T
         strange = (allocation < 0) | (allocation >= counts[owners])
         ends = [(count - 1.0) * stride for count, stride in ((rows, down), (cols, across))]
@@ -242,13 +244,13 @@ def place_of(allocation: Allocation, pointer: int) -> NDArray[np.uint8]:
     return np.frombuffer(_PLACE.pack(*allocation, pointer), np.uint8)
 
 
-def read_place(told: NDArray[Any], size: int) -> tuple[Allocation, int]:
+def read_place(message: NDArray[Any], size: int) -> tuple[Allocation, int]:
     """Return the allocation that a matrix of `size` bytes is in, and its offset there, from what `place_of` gave."""
-    if told.dtype != np.uint8 or told.size != _PLACE.size:
+    if message.dtype != np.uint8 or message.size != _PLACE.size:
         raise ProtocolError(
-            f"{told.size} elements of {told.dtype} in a message: expected a place of {_PLACE.size} bytes"
+            f"{message.size} elements of {message.dtype} in a message: expected a place of {_PLACE.size} bytes"
         )
-    *fields, pointer = _PLACE.unpack(told.tobytes())
+    *fields, pointer = _PLACE.unpack(message.tobytes())
     allocation = Allocation(*fields)
     offset = pointer - allocation.address
     if not 0 <= offset <= allocation.size - size:

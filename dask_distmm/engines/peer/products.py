@@ -47,7 +47,7 @@ from dask_distmm.engines.gpu.host import to_host
 from dask_distmm.engines.gpu.operands import DeviceChunks, captured, mark, record
 from dask_distmm.engines.peer.memory import PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
-from dask_distmm.engines.peer.readable import DeviceMaker, DeviceView, Load, Made, Parts, Sources, bits, lying
+from dask_distmm.engines.peer.readable import DeviceMaker, DeviceView, Load, Made, Parts, Sources, bits, dense_view
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.layout.rectangles import Span, span_of
@@ -115,7 +115,7 @@ def capture(stream: cp.cuda.Stream, products: Sequence[Work]) -> Captured | None
 
 
 def at_hand(products: Sequence[tuple[Work, bool]], rate: float) -> tuple[int, bool]:
-    """Return how many products can come first, and whether these are to be begun."""
+    """Return how many leading products can start before the vote, and whether they take long enough."""
     seconds, count = 0.0, 0
     for gemm, here in products:
         if not here or seconds + gemm.flops / rate > _MOST_SECONDS:
@@ -125,7 +125,7 @@ def at_hand(products: Sequence[tuple[Work, bool]], rate: float) -> tuple[int, bo
 
 
 class Ahead:
-    """The first products of a run, under way."""
+    """The first products of a run, queued before the vote."""
 
     def __init__(self, stream: cp.cuda.Stream, products: Sequence[Work]) -> None:
         self._start = self._end = mark(stream)
@@ -139,12 +139,12 @@ class Ahead:
             self._finalizer.atexit = False
         self._put = time.perf_counter()
 
-    def give_up(self) -> None:
-        """Let the default stream wait for them, before the memory of the run is reused. Any thread; may be repeated."""
+    def release(self) -> None:
+        """Order the default stream after them, so that the run's memory can be reused. Thread-safe; may be repeated."""
         self._finalizer()
 
     def over(self, began: float) -> tuple[float, float]:
-        """Return how many seconds they took, and how many of these before the run began; they are done."""
+        """Return the seconds that they took, and how many of these passed before the run began."""
         self._finalizer.detach()
         seconds = float(cp.cuda.get_elapsed_time(self._start, self._end)) / 1e3
         return seconds, min(seconds, began - self._put)
@@ -160,7 +160,7 @@ class Downloads:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-download", initializer=use)
 
     def begin(self, chunk: Any, complete: cp.cuda.Event) -> Future[NDArray[Any]]:
-        """Begin to copy a chunk, once an event is done."""
+        """Queue the copy of a chunk after an event."""
         return self._thread.submit(self._copy, chunk, complete)
 
     def _copy(self, chunk: Any, complete: cp.cuda.Event) -> NDArray[Any]:
@@ -168,7 +168,7 @@ class Downloads:
         return to_host(chunk, self._stream)
 
     def close(self) -> None:
-        """End the thread; copies that have not begun are dropped."""
+        """Stop the thread; drop copies that have not begun."""
         self._thread.shutdown(cancel_futures=True)
         self._stream.synchronize()
 
@@ -246,7 +246,7 @@ class PeerJob(ProgramJob):
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of matrices that were pulled from other participants, or that came over Dask's comms."""
+        """Bytes of matrices pulled from other participants or received over Dask's comms."""
         return self.comm.received_bytes + self._sources.pulled_bytes
 
     # Before the vote
@@ -289,7 +289,7 @@ class PeerJob(ProgramJob):
             self._begin_early()
 
     def _allocate(self) -> None:
-        """Allocate all memory but that of chunks that are made; make copies and products that are known."""
+        """Allocate all memory except that of loaded chunks; compile the copies and products known in advance."""
         assert self.rank is not None
         if self.plan.from_host:
             self._sources.allocate()
@@ -314,7 +314,7 @@ class PeerJob(ProgramJob):
         self.instructions = [self._instruction(step) for step in kept if not isinstance(step, gone)]
 
     def _instruction(self, step: Step) -> Instruction:
-        """Return what a step is made into; its arguments that are chunks on this GPU are there from then on."""
+        """Compile a step to an instruction; bind its arguments that are chunks on this GPU."""
         if isinstance(step, Make) and step.rect is not None:
             return Load(step)
         if not isinstance(step, Call):
@@ -345,14 +345,14 @@ class PeerJob(ProgramJob):
         rectangles = []
         for place, target in zip(call.arguments[:count], call.arguments[count:], strict=True):
             span = self._span(place)
-            span = span.turned if call.options.get("turned") else span
+            span = span.transposed if call.options.get("transposed") else span
             rectangles.append(Rectangle(span, self._span(target), *target.shape))
         (copies,) = make_copies([table_of(rectangles, size)], size, here=True)
         return copies
 
     def _usable(self, operand: int, number: int) -> bool:
         """Whether the library can multiply a chunk as it is."""
-        view = lying(self.chunks["ab"[operand], number])
+        view = dense_view(self.chunks["ab"[operand], number])
         if view is None:
             return False
         if self.plan.problem.matrices[operand].conjugated and view.order == "C":
@@ -394,7 +394,7 @@ class PeerJob(ProgramJob):
         return self._sources.parts(number, blocks_of_chunks, self._span(load.buffer), size)
 
     def _make_offer(self, read: Mapping[str, NDArray[np.bool_]]) -> dict[str, Any]:
-        """Offer all memory that others read; chunks in memory that can't be exported are copied once."""
+        """Return the offer of all memory that others read; copy chunks whose memory can't be exported."""
         exporter, stream, offered = self.engine.exporter, self._stream, dict[int, Any]()
         matrices = []
         for number, name in enumerate(self.plan.problem.operands):
@@ -449,7 +449,7 @@ class PeerJob(ProgramJob):
                     run[0].works, run[0].together = [graph], [step.call for step in run]
 
     def accept(self, offers: Sequence[Any]) -> None:
-        """Take what all participants offer, and map what this rank needs of it."""
+        """Read the offers of all participants, and map the memory that this rank reads."""
         self._began = time.perf_counter()
         if self.rank is None:
             return
@@ -522,7 +522,7 @@ class PeerJob(ProgramJob):
     # Loads
 
     def _make(self, step: Make) -> None:
-        """Make a chunk."""
+        """Wait for a chunk of the loader, and bind it to its buffer."""
         self._make_room(step.buffer.nbytes)
         super()._make(step)
 
@@ -541,7 +541,7 @@ class PeerJob(ProgramJob):
         self._coming[load.step.buffer.name].append((load.step.buffer.box, load if load.outside else self._issue(load)))
 
     def _issue(self, load: Load) -> cp.cuda.Event:
-        """Put a load on the stream of pulls, where it waits until its buffer is free; return when it is done."""
+        """Queue a load on the stream of pulls, after its buffer is free; return the event of its end."""
         stream = self._sources.stream
         if load.step.buffer.name in self._last_use:
             stream.wait_event(self._last_use[load.step.buffer.name])
@@ -554,7 +554,7 @@ class PeerJob(ProgramJob):
             self._complete("ab".index(load.step.operand), load.step.buffer, stream)
 
     def _complete(self, operand: int, place: Buffer | View, stream: cp.cuda.Stream) -> None:
-        """Put on a stream the padding and the conjugation of a part whose copies are on that stream already."""
+        """Queue the padding and conjugation of a part after its copies."""
         array, (top, bottom, left, right) = self.arrays[place.name], place.box
         own, depth = ((top, bottom), right) if operand == 0 else ((left, right), bottom)
         conjugated = self.plan.problem.matrices[operand].conjugated and self._orders[operand] == "C"
@@ -569,12 +569,12 @@ class PeerJob(ProgramJob):
                     cp.conjugate(part, out=part)
 
     def _await(self, place: Buffer | View) -> None:
-        """Let the stream of products wait for what comes to a place; issue what was left for now."""
+        """Order the stream of products after the loads of a place; issue those that were postponed."""
         if waiting := self._coming.get(place.name):
-            wanted = [one for one in waiting if crossing(one[0], place.box)]
-            self._coming[place.name] = [one for one in waiting if one not in wanted]
-            for _, one in wanted:
-                self._stream.wait_event(self._issue(one) if isinstance(one, Load) else one)
+            wanted = [entry for entry in waiting if crossing(entry[0], place.box)]
+            self._coming[place.name] = [entry for entry in waiting if entry not in wanted]
+            for _, source in wanted:
+                self._stream.wait_event(self._issue(source) if isinstance(source, Load) else source)
 
     # Chunks that this rank makes
 
@@ -617,7 +617,7 @@ class PeerJob(ProgramJob):
         self._coming[whole.name].append((whole.box, record(stream)))
 
     def _free(self, buffer: Buffer) -> None:
-        """Hold a chunk that was made until the products that read it are over; all else stays for others."""
+        """Retain a loaded chunk until the products that read it are over; keep other buffers for other ranks."""
         if buffer.is_operand:
             self._coming.pop(buffer.name, None)
             self._note_over(record(self._stream), 0.0, self.arrays.pop(buffer.name), buffer.nbytes)
@@ -629,7 +629,7 @@ class PeerJob(ProgramJob):
         self._queued_flops += flops
 
     def _make_room(self, size: int = 0) -> None:
-        """Let go of products that are over, and of their chunks; wait for such where too much would be on its way."""
+        """Retire completed products and their chunks; block while in-flight bytes exceed the limit."""
         source = self._source
         while self._queue:
             over, flops, _, held = self._queue[0]
@@ -659,7 +659,7 @@ class PeerJob(ProgramJob):
         """Copy parts of sums."""
         self._await_all(copies.call)
         copies.batch.run(self._stream)
-        if copies.call.options.get("turned") and self.plan.problem.result_type.kind == "c":
+        if copies.call.options.get("transposed") and self.plan.problem.result_type.kind == "c":
             with self._stream:
                 for part in map(self.at, copies.call.arguments[copies.call.options["reads"] :]):
                     cp.conjugate(part, out=part)
@@ -678,11 +678,11 @@ class PeerJob(ProgramJob):
     def _gemm(self, call: Call) -> Gemm:
         """Return a product, ready to be put on a stream."""
         *bias, a, b, d = call.arguments
-        views = [self._view_of(place, turned) for place, turned in zip((a, b), call.options["turned"], strict=True)]
+        views = [self._view_of(x, transposed) for x, transposed in zip((a, b), call.options["transposed"], strict=True)]
         rows, cols = (
             MatrixRef(view.span.pointer, view.distance(size)) for view, size in zip(views, self._itemsizes, strict=True)
         )
-        depth = a.shape[0] if call.options["turned"][0] else a.shape[1]
+        depth = a.shape[0] if call.options["transposed"][0] else a.shape[1]
         m, n, k = (padded(extent, self._multiple) for extent in (*d.shape, depth))
         shape = GemmShape(m, n, k, True, (self._op(1, views[1]), self._op(0, views[0])))
         at = self._span(d)
@@ -693,7 +693,7 @@ class PeerJob(ProgramJob):
             native = FusedEpilog(complex(*self.plan.problem.formula.alpha), self._epilog, address)
         return Gemm(shape, self._kinds, rows, cols, target, add=call.kernel == "add_product", native=native)
 
-    def _view_of(self, place: Buffer | View, turned: bool) -> DeviceView:
+    def _view_of(self, place: Buffer | View, transposed: bool) -> DeviceView:
         """Return how a part of A or B is stored, or its transpose."""
         array, (top, _, left, _) = self.arrays[place.name], place.box
         if place.role == "panel":
@@ -701,12 +701,12 @@ class PeerJob(ProgramJob):
         else:
             matrix = self.plan.problem[place.role]
             # The library conjugates what it transposes.
-            view = lying(array, "F" if matrix.by_ranks and matrix.conjugated else "")
+            view = dense_view(array, "F" if matrix.by_ranks and matrix.conjugated else "")
             assert view is not None
             span, order = view
         span = span.at(top, left)
-        if turned:
-            return DeviceView(span.turned, "F" if order == "C" else "C")
+        if transposed:
+            return DeviceView(span.transposed, "F" if order == "C" else "C")
         return DeviceView(span, order)
 
     def _op(self, operand: int, view: DeviceView) -> str:
@@ -731,16 +731,16 @@ class PeerJob(ProgramJob):
                 super()._take(step)
 
     def _publish_step(self, step: Publish) -> None:
-        """Raise a flag: one for each rank, whose part of the sums is complete, or that for all of this rank's sums."""
+        """Raise the flag of a rank whose part of the sums is complete, or the flag of all sums of this rank."""
         count = len(self.plan.ranks)
         number, reader = divmod(step.key.number, count)
         at = self._flags.data.ptr + (reader if number == self.rank else count) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(at, 1, FLAG_BYTES, self._stream.ptr)
 
     def _request(self, pull: Pull) -> Any:
-        """Ask for nothing: what is pulled is looked at when it is needed."""
+        """Send nothing: sums are pulled when they are needed."""
 
-    def _arrive(self, pull: Pull, asked: Any) -> None:
+    def _arrive(self, pull: Pull, request: Any) -> None:
         if pull.op:
             self._add(pull)
         elif (copies := self._copies_from(pull)) is None:
@@ -751,7 +751,7 @@ class PeerJob(ProgramJob):
 
     @property
     def _patience(self) -> float:
-        """Seconds that another rank may take: longer than the whole product could."""
+        """Timeout in seconds for another rank: longer than the whole product can take."""
         options = self.plan.problem.options
         return options.transfer_timeout + self.plan.flops / options.machine(self.plan.engine).rate("other")
 
@@ -843,20 +843,20 @@ class PeerJob(ProgramJob):
         return answer
 
     def lose(self, participant: int) -> None:
-        """Go on without a participant that is gone: what is mapped of its memory stays. Any thread."""
+        """Continue without a lost participant, whose mapped memory stays. Thread-safe."""
         self._lost.add(participant)
 
     def abort(self, error: BaseException) -> None:
-        """End with `error`, before the next step. Any thread; may be repeated."""
+        """Raise `error` in `execute` before the next step. Thread-safe; may be repeated."""
         super().abort(error)
         if self.early is not None:
-            self.early.give_up()
+            self.early.release()
 
 
 def _multiplies(step: Instruction) -> bool:
-    """Whether a step has to do with sums over k."""
+    """Whether a step computes or moves sums over k."""
     adds = isinstance(step, Pull) and bool(step.op)
-    return adds or isinstance(step, Products) or (isinstance(step, Copies) and "turned" in step.call.options)
+    return adds or isinstance(step, Products) or (isinstance(step, Copies) and "transposed" in step.call.options)
 
 
 def made_orders(plan: Plan) -> tuple[str, str]:

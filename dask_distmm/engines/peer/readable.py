@@ -99,7 +99,7 @@ class Load:
     """A part of an operand that is copied to a buffer, and what copies it."""
 
     step: Make
-    # The pieces that it consists of, once they are looked for; whether it is issued at once; whether pulls are known.
+    # Its pieces, once located; whether it is issued at once; whether its pulls are located.
     parts: Parts | None = None
     urgent: bool = False
     known: bool = False
@@ -115,7 +115,7 @@ class Load:
 
 
 class Sources:
-    """All that one rank can read."""
+    """The chunks that a rank can read: its own, mapped ones, and those that it must request."""
 
     def __init__(self, job: Job[Plan], engine: PeerState) -> None:
         self.plan, self.me, self.comm, self.chunks, self.ended = job.plan, job.me, job.comm, job.chunks, job.ended
@@ -134,7 +134,7 @@ class Sources:
         return self.streams[0]
 
     def run(self, copies: CopyBatch, stream: cp.cuda.Stream) -> None:
-        """Put copies on a stream; they are kept until all is over."""
+        """Queue copies on a stream, and keep them until the run is over."""
         copies.run(stream, self.streams[1:])
         self._copies.append(copies)
 
@@ -164,7 +164,7 @@ class Sources:
         return make_copies([table], parts.size, here=len(chunks) > 1)[0]
 
     def find(self, loads: Sequence[Load]) -> None:
-        """Find the pulls of several loads, and map the memory that they read."""
+        """Locate the sources of several loads, and map the memory that they read."""
         by_operand = collections.defaultdict[int, list[tuple[Load, Parts]]](list)
         for load in loads:
             assert load.parts is not None
@@ -173,7 +173,7 @@ class Sources:
             self._find(operand, *zip(*pairs, strict=True))
 
     def _find(self, operand: int, loads: Sequence[Load], every: Sequence[Parts]) -> None:
-        """Find the pulls of loads of one operand, all at once, because the GPUs wait for the first pull of a run."""
+        """Locate the sources of all loads of an operand at once, since GPUs wait for the first pull of a run."""
         offering = np.zeros(len(self.plan.participants), bool) if self.remote is None else self.remote.offering
         offering[self.me] = False
         in_host = self.is_in_host(operand)
@@ -206,7 +206,7 @@ class Sources:
             self._upload(load, stream)
 
     def block(self, holder: int, number: int, size: int) -> Span | None:
-        """Return where a block of another rank's is, mapped here, of which `size` bytes are wanted."""
+        """Return the address at which a block of another rank is mapped here."""
         if self.remote is None or not self.remote.offering[holder]:
             return None
         self.pulled_bytes += size
@@ -217,17 +217,17 @@ class Sources:
         return self.plan.from_host and self.plan.problem.operands[operand] in ("a", "b")
 
     def allocate(self) -> None:
-        """Allocate what it takes to read host memory."""
+        """Allocate the staging buffers for reading host memory."""
         if self._staging is None:
             self._staging = staging()
 
     def ask(self, load: Load) -> None:
-        """Ask other participants for the parts of a pull that can't be mapped, unless they were; do not wait."""
+        """Request the parts of a load that can't be mapped, once, without waiting."""
         for holder in load.outside.keys() - load.asked.keys() - {self.me}:
             load.asked[holder] = self.comm.fetch(holder, "input", _boxes(load.outside[holder]))
 
     def _upload(self, load: Load, stream: cp.cuda.Stream) -> None:
-        """Put on a stream the copies of the parts that can't be mapped, as they come."""
+        """Queue uploads of the parts that can't be mapped, as they are received."""
         self.ask(load)
         self.allocate()
         uploads = Uploads(stream, self._staging)
@@ -242,7 +242,7 @@ class Sources:
         uploads.finish()
 
     def _put(self, parts: Parts, arrays: Sequence[Any], uploads: Uploads, stream: cp.cuda.Stream) -> None:
-        """Copy matrices to the places of the parts that they are."""
+        """Copy received matrices to the destinations of their parts."""
         problem = self.plan.problem
         type_name = problem.matrices[parts.operand].dtype
         goal = problem.matrix_types[parts.operand] if parts.operand < len(problem.matrix_types) else type_name
@@ -264,7 +264,7 @@ class Sources:
 
 
 def _boxes(parts: Parts) -> Boxes:
-    """Return parts as they are asked for."""
+    """Return parts as the boxes of a request."""
     table = parts.blocks
     first = table[:, [_R0, _C0]]
     edges = np.stack([first, first + table[:, [_ROWS, _COLS]]], 2).reshape(-1, 4)
@@ -290,7 +290,7 @@ class Made(NamedTuple):
 
 
 class DeviceMaker:
-    """What the threads of a `ChunkLoader` do for a rank."""
+    """Loads chunks to the device, in the threads of a `ChunkLoader`."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class DeviceMaker:
         self._use_device = cp.cuda.Device().use
 
     def begin(self) -> None:
-        """Give a thread its stream."""
+        """Create a loader thread's stream."""
         self._use_device()
         self._own.stream = self._free.pop()
         self._own.stream.wait_event(self._event)
@@ -337,15 +337,15 @@ class DeviceMaker:
             with _copying:
                 to_device(part, chunk, stream, "made")
         if type_name != goal:
-            order = "F" if lying(chunk, "F") and not lying(chunk, "C") else "C"
+            order = "F" if dense_view(chunk, "F") and not dense_view(chunk, "C") else "C"
             source, chunk = chunk, cp.empty(chunk.shape, carried(goal, "cupy"), order=order)
             chunk[...] = in_type(source, type_name, chunk.dtype)
         # The library conjugates what it transposes.
         wanted = "F" if problem[operand].conjugated else ""
-        if (view := lying(chunk, wanted)) is None:
+        if (view := dense_view(chunk, wanted)) is None:
             source, chunk = chunk, cp.empty(chunk.shape, chunk.dtype, order=wanted or "C")
             bits(chunk)[...] = bits(source)
-            view = lying(chunk, wanted)
+            view = dense_view(chunk, wanted)
         assert view is not None
         return chunk, view
 
@@ -355,7 +355,7 @@ def bits(array: Any) -> Any:
     return array.view(np.uint16) if array.dtype.kind == "V" and array.dtype.itemsize == 2 else array
 
 
-def lying(array: Any, wanted: str = "") -> DeviceView | None:
+def dense_view(array: Any, wanted: str = "") -> DeviceView | None:
     """Return the storage of a matrix if its rows (order ``"C"``) or columns (``"F"``) are dense; None if not."""
     (rows, cols), (down, across), size = array.shape, map(int, array.strides), int(array.itemsize)
     pointer = int(array.data.ptr)

@@ -83,10 +83,10 @@ def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     each = max(_extra_bytes(plan, name) for name in names)
     columns = plan.columns.rows, plan.columns.local_cols(rank)
     few = np.dtype(plan.task.dtype_of_factors).itemsize
-    found = [(*(columns if plan.exact else (0, 0)), size), (-(-each // 16) * 16, max(1, panels), 1)]
+    shapes = [(*(columns if plan.exact else (0, 0)), size), (-(-each // 16) * 16, max(1, panels), 1)]
     order, vectors = plan.problem.task.a_shape[0], plan.shared and plan.problem.task.vectors
     bounds = row_bounds(order, len(plan.ranks))
-    found += [
+    shapes += [
         (exchange_bytes(order, size) if plan.shared else 0, int(plan.shared), 1),
         (bounds[rank + 1] - bounds[rank] if vectors else 0, order if vectors else 0, 8),
         (*(columns if refined else (0, 0)), few),
@@ -94,8 +94,8 @@ def offered_by(plan: FactorPlacement, rank: int) -> NDArray[np.int64]:
     for output in plan.problem.outputs:
         layout = plan.output_layout(output.name)
         shape = (0, 0) if layout is None else layout.local_shape(rank)
-        found.append((*shape, np.dtype(output.dtype).itemsize))
-    return np.array(found, np.int64)
+        shapes.append((*shape, np.dtype(output.dtype).itemsize))
+    return np.array(shapes, np.int64)
 
 
 # Pulls that are queued, at most: after a run has been ended, what is queued is done all the same.
@@ -211,14 +211,14 @@ class PeerTransport(DevicePanels):
         return bool(dense and user != self._me and chunk.dtype == plan.problem.compute_type)
 
     def let_go(self, operands: Sequence[str]) -> None:
-        """Hold the chunks of some operands no longer: all ranks have read them. Any thread."""
+        """Release the chunks of some operands, which all ranks have read. Thread-safe."""
         # Of a program others may still have queued reads: its host is ahead of its GPU.
         names = operands if isinstance(self._plan, FactorPlacement) else ()
         numbers = [self._plan.problem.operands.index(name) for name in names]
         self._offered = [entry for entry in self._offered if entry[0] not in numbers]
 
     def accept(self, offers: Sequence[Any]) -> None:
-        """Take what all participants offer."""
+        """Map the memory that participants have offered."""
         super().accept(offers)
         plan, problem = self._plan, self._plan.problem
         if self._rank is None or len(plan.participants) == 1:
@@ -240,7 +240,7 @@ class PeerTransport(DevicePanels):
     # The work
 
     def begin(self, job: ProgramJob) -> None:
-        """Find the memory by which ranks talk to each other."""
+        """Map the windows of all ranks."""
         if self._window is not None:
             assert self._rank is not None
             shape, memory = (1, self._window.nbytes), {self._me: self._window.memory}
@@ -253,7 +253,7 @@ class PeerTransport(DevicePanels):
         return self._window is not None and isinstance(step, Publish | Pull) and step.key in self._window.keys
 
     def write(self, arrays: Sequence[Any]) -> None:
-        """Let all others have a message, and wait for theirs."""
+        """Queue an all-gather of a message through the windows."""
         assert self._window is not None
         self.messages += 1
         self._window.write(self.messages, arrays)
@@ -265,7 +265,7 @@ class PeerTransport(DevicePanels):
         return self._window.read(pull.owner, self.messages, pull.buffers)
 
     def meet(self) -> None:
-        """Wait until all that this rank has asked others for is here."""
+        """Wait for all messages that this rank has requested."""
         if self._window is not None:
             # The host is ahead of its messages.
             self._streams[0].synchronize()
@@ -276,7 +276,7 @@ class PeerTransport(DevicePanels):
         return large and self._direct and not job.gathers and not job.in_loop
 
     def lend(self, job: ProgramJob, array: Any, *, copied: bool) -> Any:
-        """Return what others get of an array: where a copy of it is, or a copy on the host."""
+        """Return the form in which an array is published: the address of a device copy, or a host copy."""
         if not self._by_device(job, array):
             return super().lend(job, array, copied=copied)
         copy = self.exporter.own(array.shape, array.dtype, "F")
@@ -288,7 +288,7 @@ class PeerTransport(DevicePanels):
         return place_of(allocation, copy.data.ptr)
 
     def fill(self, job: ProgramJob, target: Any, part: Any, owner: int) -> None:
-        """Write what another rank has lent."""
+        """Copy a published array of another rank to a buffer."""
         if self._by_device(job, target):
             self.pulled_bytes += target.nbytes
             target[...] = self.remote.at(self._ranks[owner], part, target.shape, target.dtype)
@@ -311,7 +311,7 @@ class PeerTransport(DevicePanels):
         return self.remote.view(holder, BLOCKS, RESULTS + matrix, (rows, cols), np.dtype(dtype))
 
     def publish(self, key: Key, arrays: Sequence[Any]) -> None:
-        """Let others pull a panel after the work that is on the current stream now."""
+        """Publish a panel, to be pulled after the work queued on the current stream."""
         if key.part not in (*self.parts, "pivots"):
             super().publish(key, arrays)
             return
@@ -328,7 +328,7 @@ class PeerTransport(DevicePanels):
         cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, current.ptr)
 
     def _slot(self, extras: Any, panel: int, dtype: np.dtype) -> Any:
-        """Return the memory that belongs to a panel, in a rank's extras."""
+        """Return a panel's slot in a rank's extra buffers."""
         column: Any = extras[:, panel % self._plan.columns.count // len(self._plan.ranks)]
         return column.view(dtype)
 
@@ -353,20 +353,20 @@ class PeerTransport(DevicePanels):
             slot = self._slot(extras, key.number, np.dtype(like[1].dtype))
             sources.append(slot[: math.prod(like[1].shape)])
         _, places = self._room(key, like)
-        for one, place in zip(sources, places, strict=True):
-            copy_columns(one, place, self._coming)
+        for part, place in zip(sources, places, strict=True):
+            copy_columns(part, place, self._coming)
         self._events.append(record(self._coming))
         if len(self._events) > _QUEUED:
             self._ended.wait(self._events.popleft())
         return places
 
-    def __exit__(self, kind: type[BaseException] | None, *given: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
         # Others may wait for a panel of this rank, which then waits for theirs.
         self._over[0] |= kind is not None
-        super().__exit__(kind, *given)
+        super().__exit__(kind, *failure)
 
     def answer(self, kind: str, boxes: Boxes) -> list[Any]:
-        """Return what a peer has asked for, which is there; pivots are on the host."""
+        """Return the published arrays that answer a peer's request; pivots on the host."""
         if kind != "pivots":
             return super().answer(kind, boxes)
         self.made[Key("pivots", int(boxes[0, 0]))].synchronize()
@@ -381,7 +381,7 @@ class PeerTransport(DevicePanels):
         cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, self._streams[0].ptr)
 
     def look(self, job: ProgramJob) -> None:
-        """Raise if the run was ended: then what came may be anything."""
+        """Raise if the run was aborted, so that received data is not valid."""
         self._synchronize()
         self._check()
 
@@ -393,13 +393,13 @@ class PeerTransport(DevicePanels):
             stream.synchronize()
 
     def settle(self, job: ProgramJob) -> None:
-        """Wait until all work has ended; unmap what is too much."""
+        """Wait for all queued work; unmap memory beyond the limit."""
         self._synchronize()
         super().settle(job)
         self._state.mappings.trim()
 
     def abort(self, error: BaseException) -> None:
-        """End all requests, and kernels that wait."""
+        """Fail all pending requests, and stop kernels that wait for flags."""
         super().abort(error)
         self._over[0] = 1
         for end in self.ending:
@@ -454,7 +454,7 @@ class PeerEigh(SharedEigh):
     def _memory(self) -> tuple[Any, Any]:
         return self.vectors, self._spare
 
-    def _deal(self, columns: NDArray[np.int64], target: Any) -> None:
+    def _redistribute_eigenvectors(self, columns: NDArray[np.int64], target: Any) -> None:
         bounds, mine = self._bounds, columns[self._plan.columns.held(1, self._rank)]
         flag = flag_of(self._plan, None) + ROWS_COMPLETE
         current = cp.cuda.get_current_stream()

@@ -24,7 +24,7 @@ _WORD_BYTES = 256
 
 
 class Window:
-    """The memory by which a rank talks to all others."""
+    """A rank's memory for small messages, which all ranks read and write."""
 
     def __init__(self, messages: dict[Key, int], exporter: Any, over: Any) -> None:
         self.keys, self.size = messages.keys(), max(messages.values())
@@ -42,19 +42,19 @@ class Window:
         return _WORD_BYTES + 2 * self.size
 
     def begin(self, addresses: Sequence[int], rank: int) -> None:
-        """Take the addresses at which the memory of each rank is here."""
+        """Store the addresses at which ranks' windows are mapped here."""
         self.addresses, self._rank = addresses, rank
-        self._others = cp.asarray(np.array([x for other, x in enumerate(addresses) if other != rank], np.int64))
+        self._others = cp.asarray(np.array([x for peer, x in enumerate(addresses) if peer != rank], np.int64))
 
     def write(self, number: int, arrays: Sequence[Any]) -> None:
-        """Let others have arrays, and wait for theirs."""
+        """Queue the write of arrays to the window, and the wait for those of all ranks."""
         for place, array in zip(self.read(self._rank, number, arrays), arrays, strict=True):
             place[...] = array
         own = self.addresses[self._rank]
         word = array_at(Span(own, 4, 4), (1, 1), np.dtype(np.uint32), self)
         word += np.uint32(1)
-        given = np.int64(own), self._others, np.int64(self._over.ctypes.data)
-        kernel("system", "wait_for_words")((1,), (len(self._others),), given)
+        arguments = np.int64(own), self._others, np.int64(self._over.ctypes.data)
+        kernel("system", "wait_for_words")((1,), (len(self._others),), arguments)
 
     def read(self, owner: int, number: int, like: Sequence[Any]) -> Iterator[Any]:
         """Yield the parts of a message, in the order of rows, where their owner has them."""

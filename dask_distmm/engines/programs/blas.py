@@ -155,12 +155,12 @@ def solve_by_halves(
     # With which half of the unknowns the solution begins.
     i, j = (high, low) if right == (lower == (op == "N")) else (low, high)
     beside = a[high, low] if lower else a[low, high]
-    known, left = (b[:, i], b[:, j]) if right else (b[i], b[j])
-    kernels.trsm(a[i, i], known, right=right, lower=lower, op=op, unit=unit, **compute)
+    solved, left = (b[:, i], b[:, j]) if right else (b[i], b[j])
+    kernels.trsm(a[i, i], solved, right=right, lower=lower, op=op, unit=unit, **compute)
     if right:
-        kernels.gemm(known, beside, left, "N", op, alpha=-1, beta=1, **compute)
+        kernels.gemm(solved, beside, left, "N", op, alpha=-1, beta=1, **compute)
     else:
-        kernels.gemm(beside, known, left, op, alpha=-1, beta=1, **compute)
+        kernels.gemm(beside, solved, left, op, alpha=-1, beta=1, **compute)
     kernels.trsm(a[j, j], left, right=right, lower=lower, op=op, unit=unit, **compute)
 
 

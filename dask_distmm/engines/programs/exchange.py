@@ -24,7 +24,7 @@ class Transport:
     Here messages are in the memory of processes of one host, or come over `Comm`, as parts of chunks do.
     """
 
-    # What computes eigenvalues that ranks share, if not `SharedEigh`.
+    # Class that computes eigenvalues which ranks share, if not `SharedEigh`.
     eigh: Any = None
     # Messages from device to device that the host has queued.
     messages = 0
@@ -41,16 +41,16 @@ class Transport:
         self._readers: dict[int, BoardReader] = {}
 
     def columns(self, job: Any, buffer: Buffer) -> Any:
-        """Return memory for this rank's block columns; allocate what others read beside them."""
+        """Allocate this rank's block columns, and the buffers that other ranks read with them."""
         array = job.blas.empty(buffer.shape, dtype_from_name(buffer.dtype))
         job.memory.note(array)
         return array
 
     def new(self, buffer: Buffer) -> Any:
-        """Return the memory that others read of a part of a result; None if it is like all other memory."""
+        """Allocate memory for a part of a result that other ranks read directly; None if any memory is readable."""
 
     def offer(self, job: Any) -> dict[str, Any] | None:
-        """Return what lets other ranks of this host read what this one publishes, in plain types."""
+        """Return the handles by which other ranks of this host read published arrays, in plain types."""
         if job.rank is None:
             return None
         if len(self._ranks) > 1 and job.plan.problem.options.cross_memory and Board.possible():
@@ -58,10 +58,10 @@ class Transport:
         return {"board": self._board.offer()} if self._board is not None else {}
 
     def let_go(self, operands: Sequence[str]) -> None:
-        """Hold the chunks of some operands no longer: all ranks have read them. Any thread."""
+        """Release the chunks of some operands, which all ranks have read. Thread-safe."""
 
     def accept(self, offers: Sequence[Any]) -> None:
-        """Take the offers of all participants."""
+        """Open the handles that all participants have offered."""
         for rank, participant in enumerate(self._ranks if self._board is not None else ()):
             offer = offers[participant]
             if not isinstance(offer, Mapping) or "board" not in offer:
@@ -74,27 +74,27 @@ class Transport:
                 raise ProtocolError(f"malformed board of rank {rank}: {error}") from error
 
     def begin(self, job: Any) -> None:
-        """Do what comes before the first step; all participants have agreed to the run."""
+        """Set up communication before the first step, after all participants have agreed to the run."""
 
     def __enter__(self) -> None:
         """Begin the work of this rank."""
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End it. Published arrays stay readable, unless this rank has failed: then all ranks fail."""
+        """End this rank's work. Published arrays stay readable unless it failed: then all ranks fail."""
         for reader in self._readers.values():
             reader.close()
         if kind is not None and self._board is not None:
             self._board.close()
 
     def publish(self, key: Key, arrays: Sequence[Any]) -> None:
-        """Let others have `arrays` from now on. They don't change any more until the end of the run."""
+        """Publish `arrays` under a key; they must not change until the end of the run."""
         if settle(self._future(key), arrays) and self._board is not None:
             self._board.lend(key, arrays)
 
     def ask(self, owner: int, key: Key, like: Sequence[Any] = ()) -> Any:
-        """Ask rank `owner` for what it publishes under `key`, now or later, without waiting; return what `get` takes.
+        """Request the arrays that rank `owner` publishes under `key`, without waiting; return the request for `get`.
 
-        `like` are the buffers that it is for. Nothing is sent to a rank that can be read.
+        `like` are the buffers to receive them. Nothing is sent if this rank can read the owner's memory.
         """
         return (owner, key) if owner in self._readers else self._fetch(owner, key)
 
@@ -102,99 +102,99 @@ class Transport:
         return self._comm.fetch(self._ranks[owner], key[0], np.array([[key[1], 0, 0, 0, 0, 0]], np.int64))
 
     def fetch(self, key: Key, owner: int) -> Sequence[Any]:
-        """Return the arrays that a rank publishes under a key, now or later."""
+        """Wait for the arrays that a rank publishes under a key."""
         return self.get(self.ask(owner, key))
 
-    def get(self, asked: Any, *, again: bool = False) -> Sequence[Any]:
-        """Return the arrays that `ask` was for, once they are here.
+    def get(self, request: Any, *, again: bool = False) -> Sequence[Any]:
+        """Wait for the arrays of a request.
 
-        `again`: they may be asked for another time.
+        `again`: the same key may be requested once more.
         """
-        found: Sequence[Any] | None
-        if isinstance(asked, tuple):
-            owner, key = asked
-            found = self._readers[owner].borrow(key, self._check, again=again)
-            if found is not None:
-                self._comm.received_bytes += sum(x.nbytes for x in found)
-                return found
-            asked = self._fetch(owner, key)
-        found = wait_checked(asked, self._check)
-        return found
+        arrays: Sequence[Any] | None
+        if isinstance(request, tuple):
+            owner, key = request
+            arrays = self._readers[owner].borrow(key, self._check, again=again)
+            if arrays is not None:
+                self._comm.received_bytes += sum(x.nbytes for x in arrays)
+                return arrays
+            request = self._fetch(owner, key)
+        arrays = wait_checked(request, self._check)
+        return arrays
 
     def drop(self, key: Key) -> None:
-        """Free the memory of what is another rank's, which this one does not need any more: here Python does."""
+        """Release a mapping of another rank's array; here Python's garbage collection does."""
 
     def forget(self, key: Key) -> None:
-        """Free what was published and all others have got."""
+        """Release a published array that all ranks have received."""
         self._futures.pop(key, None)
 
     # What a job does with messages and with parts of chunks
 
     def lend(self, job: Any, array: Any, *, copied: bool) -> Any:
-        """Return what others get of an array, or of a copy of it."""
+        """Return the form in which an array, or a copy of it, is published."""
         return job.memory.lent(array, copied=copied)
 
     def fill(self, job: Any, target: Any, part: Any, owner: int) -> None:
-        """Write what another rank has lent."""
+        """Copy a published array of another rank to a buffer."""
         job.memory.write(target, part)
 
     def queues(self, step: Any) -> bool:
-        """Whether a message goes from device to device, so that the host does nothing but queue it."""
+        """Whether a message is queued on the device, without the host waiting."""
         return False
 
     def write(self, arrays: Sequence[Any]) -> None:
-        """Queue a message to all others."""
+        """Queue a broadcast of arrays."""
         raise NotImplementedError
 
     def read(self, pull: Pull) -> Iterable[Any]:
-        """Return the parts of a message that was queued."""
+        """Queue the receipt of a message; return its parts."""
         raise NotImplementedError
 
     def meet(self) -> None:
-        """Wait until all that this rank has asked others for is here."""
+        """Wait for all messages that this rank has requested."""
 
     def reads(self, kind: str, holder: int, box: Sequence[int]) -> bool:
-        """Whether this process can read what another participant holds of a matrix."""
+        """Whether this process can read another participant's part of a matrix in place."""
         return False
 
     def view(self, kind: str, holder: int, matrix: int, number: int) -> Any:
-        """Return a matrix of another participant that this process can read."""
+        """Return a view of another participant's matrix."""
         raise NotImplementedError
 
     def gather(self, job: Any, name: str, target: Any) -> None:
-        """Write parts of an operand's chunks to their places in this rank's block columns."""
+        """Gather the parts of an operand's chunks into this rank's block columns."""
         collections.deque(job.move("input", job.wanted(name, target)), 0)
 
     def assemble(self, job: Any, number: int, output: NamedMatrix) -> Iterator[None]:
-        """Put this rank's chunks of an output together from parts of all ranks; pause when its own are there."""
+        """Assemble this rank's chunks of an output from all ranks' parts; yield after its own."""
         chunks = job.blanks(output)
         yield from job.move("final", job.parts_taken(number, output, chunks))
         job.result |= chunks
 
     def agree(self, problem: str) -> str:
-        """Return a problem that one of the ranks has, where all must go on or none."""
+        """Return a problem that any rank has, if all ranks must fail together."""
         return problem
 
     def look(self, job: Any) -> None:
-        """Raise if the run was ended and what came may be anything."""
+        """Raise if the run was aborted, so that received data is not valid."""
 
     def complete(self) -> None:
-        """Let what comes next wait for all messages that are under way."""
+        """Order later work after all messages in flight."""
 
     def finish(self, job: Any) -> None:
-        """Let others have this rank's parts of the results, which are complete."""
+        """Publish this rank's parts of the results."""
         self.complete()
 
     def settle(self, job: Any) -> None:
-        """Wait until all work has ended, also after an error: the memory in which it is done is freed then."""
+        """Wait for all queued work, also after an error, before its memory is freed."""
         job.memory.synchronize()
 
     def published(self, kind: str, boxes: Boxes) -> Future[Sequence[Any]]:
-        """Return the future of what a peer asks for."""
+        """Return the future of a published key, for a peer's request."""
         return self._future((kind, int(boxes[0, 0])))
 
     def answer(self, kind: str, boxes: Boxes) -> list[Any]:
-        """Return what a peer has asked for, which is there."""
+        """Return the published arrays that answer a peer's request."""
         return list(self.published(kind, boxes).result())
 
     def _future(self, key: tuple[str, int]) -> Future[Sequence[Any]]:
@@ -205,7 +205,7 @@ class Transport:
         return future
 
     def abort(self, error: BaseException) -> None:
-        """End all requests that wait."""
+        """Fail all pending requests."""
         self._error = error
         for future in list(self._futures.values()):
             settle(future, error=error)

@@ -43,10 +43,10 @@ def add_gram(kernels: Kernels, a: Any, g: Any) -> None:
         _gram(kernels, a, g, beta=1)
         return
     # Of a row-major matrix it is the conjugate.
-    found = kernels.empty(g.shape, g.dtype)
-    found[...] = 0
-    _gram(kernels, a, found)
-    g += kernels.xp.conjugate(found, out=found)
+    gram = kernels.empty(g.shape, g.dtype)
+    gram[...] = 0
+    _gram(kernels, a, gram)
+    g += kernels.xp.conjugate(gram, out=gram)
 
 
 def is_near(kernels: Kernels, gram: Any) -> bool:
@@ -66,9 +66,9 @@ def strips_of(kernels: Kernels, a: Any) -> Iterator[slice]:
 
 def upper_of(kernels: Kernels, factor: Any) -> Any:
     """Return the conjugate transpose of a lower triangle, column-major, with zeros below the diagonal."""
-    found = kernels.empty(factor.shape, factor.dtype)
-    found[...] = kernels.triangle(factor, lower=True, unit=False).conj().T
-    return found
+    upper = kernels.empty(factor.shape, factor.dtype)
+    upper[...] = kernels.triangle(factor, lower=True, unit=False).conj().T
+    return upper
 
 
 def gram_reflectors(kernels: Kernels, a: Any) -> Any:
@@ -107,7 +107,7 @@ def gram_reflectors(kernels: Kernels, a: Any) -> Any:
         if not good or not (abs(kernels.host(pivots)) > _AWAY).all():
             return None
     upper, l1, l2 = (
-        kernels.triangle(one, lower=lower, unit=False) for one, lower in ((top, False), (first, True), (second, True))
+        kernels.triangle(part, lower=lower, unit=False) for part, lower in ((top, False), (first, True), (second, True))
     )
     kernels.gemm(upper, l2, divisor, "N", "C", alpha=1, beta=0)
     assign(a[n:], q[n:])
@@ -121,7 +121,7 @@ def gram_reflectors(kernels: Kernels, a: Any) -> Any:
 
 
 def _columns(n: int) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of parts of n columns: of few, as each is a call."""
+    """Yield the bounds of the parts that n columns are computed in."""
     step = max(_COLUMNS, -(-n // _PARTS))
     for start in range(0, n, step):
         yield start, min(n, start + step)
@@ -168,7 +168,7 @@ _DEPTH, _WIDE = 4096, 2048
 
 
 class FactorKernels:
-    """Those of `programs.factor`: those of `Kernels`, and those made of them."""
+    """The kernels that `programs.factor` calls: those of `Kernels`, and compositions of them."""
 
     # The share of the run's progress that kernels report themselves.
     reported = 0.0
@@ -185,11 +185,11 @@ class FactorKernels:
         return getattr(self.blas, name)
 
     def complete(self) -> None:
-        """Look at what was computed, when all is queued."""
+        """Run the deferred checks on results copied to the host, after all work is queued."""
         with self.blas.on("join"):
-            found = iter(self.blas.hosts([array for _, arrays in self._looks for array in arrays]))
+            arrays_on_host = iter(self.blas.hosts([array for _, arrays in self._looks for array in arrays]))
         for look, arrays in self._looks:
-            look(*itertools.islice(found, len(arrays)))
+            look(*itertools.islice(arrays_on_host, len(arrays)))
 
     def _look(self, look: Callable[..., None], *arrays: Any) -> None:
         if self.blas.asynchronous:
@@ -207,17 +207,17 @@ class FactorKernels:
         self._look(look, self.blas.diagonal(info[:, None]) if copied and self.blas.asynchronous else info)
 
     def check_diagonal(self, rows: Any, *, start: int, size: int) -> None:
-        """Raise if the diagonal of a panel, all rows, says that the matrix is singular.
+        """Raise if the diagonal of a panel, of all rows, shows that the matrix is singular.
 
-        It is where an element is zero; with a larger side of the matrix (`size`), where it is rounding of its column.
+        It does if an element is zero; with the larger side of the matrix (`size`), if it is rounding of its column.
         """
         kernels, stop, longest = self.blas, start + rows.shape[1], max(size, len(rows))
 
         def look(diagonal: Any, *parts: Any) -> None:
-            found = abs(diagonal)
+            modulus = abs(diagonal)
             # Without a size, of nothing.
-            norms = np.hypot(*parts) if parts else np.zeros_like(found)
-            if (small := found <= size * np.finfo(norms.dtype).eps * norms).any():
+            norms = np.hypot(*parts) if parts else np.zeros_like(modulus)
+            if (small := modulus <= size * np.finfo(norms.dtype).eps * norms).any():
                 limit = longest * float(np.finfo(norms.dtype).eps)
                 raise MatrixError(singular(start + int(np.argmax(small)), limit, rank=size > 0))
 
@@ -230,7 +230,7 @@ class FactorKernels:
         self._look(look, *arrays)
 
     def copied(self, a: Any) -> Any:
-        """Return a copy."""
+        """Return a column-major copy."""
         return a.copy()
 
     def clear(self, a: Any) -> None:
@@ -245,23 +245,23 @@ class FactorKernels:
 
     def decompose(self, *matrices: Any, task: Factorization) -> tuple[Any, ...]:
         """Return a spectral decomposition, or a function, of the whole matrix."""
-        found = decompose(self.blas, task, *matrices)
-        return tuple(found[one.name] for one in task.outputs)
+        outputs = decompose(self.blas, task, *matrices)
+        return tuple(outputs[output.name] for output in task.outputs)
 
     # By the pivots of all panels, each counted from 0 and from the first row of its panel
 
     def pivots(self, *pivots: Any, starts: Sequence[int], count: int = 0) -> NDArray[np.int32]:
-        """Return all pivots, from 0."""
-        found = [x + np.int32(start) for x, start in zip(self.blas.hosts(pivots), starts, strict=True)]
-        return np.concatenate(found or [np.zeros(0, np.int32)])
+        """Concatenate panels' pivots to 0-based rows of A."""
+        numbers = [x + np.int32(start) for x, start in zip(self.blas.hosts(pivots), starts, strict=True)]
+        return np.concatenate(numbers or [np.zeros(0, np.int32)])
 
     def permutation(self, *pivots: Any, starts: Sequence[int], count: int) -> NDArray[np.int64]:
-        """Return for each row of L U, `count` of them, the row of A that it is."""
+        """Return the permutation of pivoting: row i of L U is row p[i] of A."""
         rows, every = np.arange(count, dtype=np.float64)[:, None], self.pivots(*pivots, starts=starts)
         return np.argsort((scipy.linalg.lapack.dlaswp(rows, every) if len(every) else rows)[:, 0]).astype(np.int64)
 
     def determinant(self, *factors: Any, starts: Sequence[int], form: str, dtype: str) -> NDArray[Any]:
-        """Return the determinant, its sign or the logarithm of its modulus, by pivots and diagonals of panels."""
+        """Compute the determinant, or its sign and log-modulus, from pivots and panels' diagonals."""
         pivots = self.pivots(*factors[: len(starts)], starts=starts)
         diagonal = np.concatenate([*self.blas.hosts(factors[len(starts) :]), np.ones(0, dtype)])
         size = abs(diagonal)
@@ -298,9 +298,9 @@ class FactorKernels:
 
     def trsm(self, a: Any, b: Any, *, right: bool, compute: str = "", **how: Any) -> None:
         """Overwrite `b` with the solution of ``op(a) x = b``, or of ``x op(a) = b``."""
-        kernels, order, others = self.blas, len(a), len(b) if right else b.shape[1]
-        # What is computed in few bits by tensor cores is at least so fast that solutions are slow beside it.
-        inverted = others >= _MANY if compute else right and others >= _ROWS
+        kernels, order, vectors = self.blas, len(a), len(b) if right else b.shape[1]
+        # Products in reduced precision on tensor cores are so fast that triangular solves are slow beside them.
+        inverted = vectors >= _MANY if compute else right and vectors >= _ROWS
         if not (kernels.asynchronous and inverted and order >= _INVERTED):
             kernels.trsm(a, b, right=right, compute=compute, **how)
         elif order > (_INVERTED_AT_ONCE if compute else 2 * _INVERTED - 1):
@@ -365,48 +365,48 @@ class FactorKernels:
 
 
 def _side_by_side(kernels: Kernels, rows: Any, blocks: Sequence[tuple[int, int]]) -> Any:
-    """Return the rows of some blocks one after the other; of as many as are evenly apart by one copy."""
+    """Gather blocks of rows into one matrix; evenly spaced blocks by one strided copy."""
     (first, stop), strided = blocks[0], kernels.xp.lib.stride_tricks.as_strided
     if len(blocks) == 1:
         return rows[first:stop]
     width, apart = stop - first, blocks[1][0] - first
     even = [(first + at * apart, stop + at * apart) == block for at, block in enumerate(blocks)]
     count = even.index(False) if False in even else len(even)
-    found = kernels.empty((sum(stop - first for first, stop in blocks), rows.shape[1]), rows.dtype)
-    (down, across), (_, beside), shape = rows.strides, found.strides, (rows.shape[1], count, width)
+    gathered = kernels.empty((sum(stop - first for first, stop in blocks), rows.shape[1]), rows.dtype)
+    (down, across), (_, beside), shape = rows.strides, gathered.strides, (rows.shape[1], count, width)
     source = strided(rows[first:].T, shape, (across, apart * down, down))
-    strided(found.T, shape, (beside, width * down, down))[...] = source
+    strided(gathered.T, shape, (beside, width * down, down))[...] = source
     at = count * width
     for row, end in blocks[count:]:
-        assign(found[at : at + end - row], rows[row:end])
+        assign(gathered[at : at + end - row], rows[row:end])
         at += end - row
-    return found
+    return gathered
 
 
 def _grouped(blocks: Sequence[tuple[int, int]], end: int, beside: float) -> list[list[tuple[int, int]]]:
-    """Return block columns of a lower triangle in groups: rows from the first one's diagonal block to `end`."""
-    found: list[list[tuple[int, int]]] = []
+    """Group block columns of a lower triangle, as long as at most the share `beside` is above the diagonal."""
+    groups: list[list[tuple[int, int]]] = []
     for block in blocks:
-        group = [*found[-1], block] if found else [block]
+        group = [*groups[-1], block] if groups else [block]
         above = sum((first - group[0][0]) * (stop - first) for first, stop in group)
-        if found and above <= beside * sum((end - first) * (stop - first) for first, stop in group):
-            found[-1].append(block)
+        if groups and above <= beside * sum((end - first) * (stop - first) for first, stop in group):
+            groups[-1].append(block)
         else:
-            found.append([block])
-    return found
+            groups.append([block])
+    return groups
 
 
 def _rows_later(pivots: NDArray[np.int32], starts: Sequence[int], count: int) -> dict[int, NDArray[np.int64]]:
     """Return, for the ends of panels, the order of the rows below after all later swaps."""
-    rows, found = np.arange(count - len(pivots)), dict[int, NDArray[np.int64]]()
+    rows, selected = np.arange(count - len(pivots)), dict[int, NDArray[np.int64]]()
     for start, stop in reversed([*itertools.pairwise((*starts, len(pivots)))]):
-        found[stop] = rows
+        selected[stop] = rows
         # LAPACK swaps numbers.
         numbers = np.arange(count - start, dtype=np.float64)[:, None]
         swaps = pivots[start:stop] - np.int32(start)
         swapped = scipy.linalg.lapack.dlaswp(numbers, swaps, overwrite_a=True)[:, 0].astype(np.int64)
         rows = np.concatenate([swapped[: stop - start], swapped[stop - start :][rows]])
-    return found
+    return selected
 
 
 def indefinite(order: int) -> str:

@@ -48,13 +48,13 @@ _OF_BOOLS = {"bitwise_and": "{0} && {1}", "bitwise_or": "{0} || {1}", "invert": 
 
 
 def expression(statement: Statement, kinds: Mapping[int, Kind]) -> tuple[str, str] | None:
-    """Return an expression, and the type to which operands are converted; None if there is none."""
+    """Return the C++ expression and the operands' type of an elementwise statement; None if it can't be fused."""
     name, result = statement.options["f"], kinds[statement.outputs[0]]
     types = [np.dtype(kinds[x].dtype) if isinstance(x, int) else x.value for x in statement.inputs]
-    known = [x.name if isinstance(x, np.dtype) else np.asarray(x).dtype.name for x in types]
-    if not _TYPES.keys() >= {*known, result.dtype}:
+    names = [x.name if isinstance(x, np.dtype) else np.asarray(x).dtype.name for x in types]
+    if not _TYPES.keys() >= {*names, result.dtype}:
         return None
-    if name in _OF_BOOLS and set(known) == {"bool"}:
+    if name in _OF_BOOLS and set(names) == {"bool"}:
         return _OF_BOOLS[name], "bool"
     if name in _COMPARED or name in _BOOLS:
         table = _COMPARED if name in _COMPARED else _BOOLS
@@ -76,15 +76,15 @@ def expression(statement: Statement, kinds: Mapping[int, Kind]) -> tuple[str, st
 def source(
     statements: Sequence[Statement], kinds: Mapping[int, Kind], outputs: Sequence[int]
 ) -> tuple[list[int], str, str, str]:
-    """Return the values that a kernel reads, its parameters in and out as CuPy has them, and its body."""
-    made = {statement.outputs[0] for statement in statements}
-    reads = list(dict.fromkeys(x for one in statements for x in one.reads if x not in made))
+    """Return a kernel's inputs, the text of its input and output parameters, and its body."""
+    results = {statement.outputs[0] for statement in statements}
+    reads = list(dict.fromkeys(x for statement in statements for x in statement.reads if x not in results))
     lines = []
     for statement in statements:
         (number,) = statement.outputs
-        found = expression(statement, kinds)
-        assert found is not None
-        text, dtype = found
+        fusible = expression(statement, kinds)
+        assert fusible is not None
+        text, dtype = fusible
         cast = [
             _operand(ref, dtype if statement.options["f"] != "where" or i else "bool")
             for i, ref in enumerate(statement.inputs)
@@ -111,33 +111,33 @@ def _operand(ref: Ref, dtype: str) -> str:
 def groups(
     statements: Sequence[Statement], kinds: Mapping[int, Kind], kept: set[int]
 ) -> list[tuple[list[Statement], list[int]] | Statement]:
-    """Return statements with those that are one kernel put together, each group with what is read of it later."""
+    """Group elementwise statements into kernels, each with the values that are read later."""
     uses: dict[int, list[Statement]] = {}
     for statement in statements:
         for x in set(statement.reads):
             uses.setdefault(x, []).append(statement)
-    fusible = {id(one) for one in statements if one.family == "map" and expression(one, kinds) is not None}
-    found: list[tuple[list[Statement], list[int]] | Statement] = []
+    fusible = {id(node) for node in statements if node.family == "map" and expression(node, kinds) is not None}
+    grouped: list[tuple[list[Statement], list[int]] | Statement] = []
     waiting: list[Statement] = []
 
     def flush(needed: set[int]) -> None:
-        """End the kernels of the values that are needed, each with all that it is made of and waits."""
-        for shape in {kinds[x].shape for one in waiting for x in one.outputs if x in needed}:
-            targets = [x for one in waiting for x in one.outputs if x in needed and kinds[x].shape == shape]
+        """Emit a kernel for each shape of the needed values, with the pending statements that it depends on."""
+        for shape in {kinds[x].shape for statement in waiting for x in statement.outputs if x in needed}:
+            targets = [x for statement in waiting for x in statement.outputs if x in needed and kinds[x].shape == shape]
             inside, reads = [], set(targets)
-            for one in reversed(waiting):
-                if one.outputs[0] in reads:
-                    inside.append(one)
-                    reads.update(one.reads)
-            found.append((inside[::-1], targets))
-            for one in [x for x in waiting if x.outputs[0] in targets]:
-                waiting.remove(one)
+            for statement in reversed(waiting):
+                if statement.outputs[0] in reads:
+                    inside.append(statement)
+                    reads.update(statement.reads)
+            grouped.append((inside[::-1], targets))
+            for statement in [x for x in waiting if x.outputs[0] in targets]:
+                waiting.remove(statement)
 
     for statement in statements:
         if id(statement) in fusible:
             waiting.append(statement)
             continue
         flush(set(statement.reads))
-        found.append(statement)
+        grouped.append(statement)
     flush(kept)
-    return found
+    return grouped

@@ -70,7 +70,7 @@ TRIANGLES = ("lower", "unit lower", "upper")
 
 
 class Part(NamedTuple):
-    """A part of a matrix that a participant is asked for, and where it is written to."""
+    """A part of a matrix to fetch from a participant, and its destination."""
 
     # The row of `Boxes` that it is.
     box: tuple[int, ...]
@@ -98,82 +98,82 @@ _UNSKIPPED = ("pca", "svd_compressed", "cov")
 
 
 class Memory:
-    """The memory in which a rank computes, and what is done with chunks there: here in that of the worker's process."""
+    """Allocates and copies the arrays that a rank computes with; here in the host memory of its process."""
 
     @property
     def making(self) -> tuple[Any, ...]:
-        """What a `ChunkLoader` takes, if it does not make chunks as they are."""
+        """Functions that a `ChunkLoader` calls on loaded chunks."""
         return ()
 
     def upload(self, chunks: dict[ChunkKey, Any]) -> dict[ChunkKey, Any]:
-        """Return chunks in this memory."""
+        """Copy chunks to this memory."""
         return chunks
 
     def complete(self) -> None:
-        """Wait until what others read from the vote on is here."""
+        """Wait for the uploads that other ranks read after the vote."""
 
     def working(self) -> contextlib.AbstractContextManager[Any]:
         """Compute here inside of a ``with`` block."""
         return _HERE
 
     def take_turn(self, job: ProgramJob, body: Sequence[Step]) -> None:
-        """Take the steps of a turn of a loop."""
+        """Run the steps of an iteration of a loop."""
         job.take(body, share=0.0, ahead=len(body))
 
     def kernel(self, kernels: Any, call: Call) -> Any:
-        """Return what a call calls."""
+        """Return the kernel of a call."""
         return getattr(kernels, call.kernel)
 
     def synchronize(self) -> None:
-        """Wait until all work that was queued is done."""
+        """Wait for all queued work."""
 
     def note(self, *arrays: Any) -> None:
-        """Note memory that was allocated beside chunks."""
+        """Record memory that was allocated beside chunks."""
 
     def new(self, make: Callable[[], Any], *, kept: bool) -> Any:
-        """Return new memory; `kept`: Dask frees it."""
+        """Allocate an array; `kept`: it is returned to Dask."""
         return make()
 
     def blank(self, shape: tuple[int, int], dtype: np.dtype, order: Literal["C", "F"], form: str) -> Any:
-        """Return a new chunk of an output, with zeros where no rank has a part of it."""
+        """Allocate a chunk of an output, zero where no rank computes a part of it."""
         # Zeros, as the system gives them, are free of charge until they are written to.
         return np.zeros(shape, dtype, order)
 
     def arrived(self, chunk: Any) -> Any:
-        """Return what was made of a chunk, once it may be read."""
+        """Return a loaded chunk, after its upload."""
         return chunk
 
     def reuse(self) -> None:
-        """Let the memory of a chunk that was made go to the next one."""
+        """Reuse a loaded chunk's memory for the next one."""
 
     def lent(self, array: Any, *, copied: bool) -> Any:
-        """Return what others get of an array."""
+        """Return the form in which an array is published."""
         return array.copy(order="K") if copied else array
 
     def write(self, target: Any, part: Any) -> None:
-        """Write what another rank has lent."""
+        """Copy a published array of another rank to a buffer."""
         store(target, part)
 
-    def put(self, job: ProgramJob, parts: Sequence[Part], found: Iterable[Any]) -> None:
-        """Write parts to their places."""
-        for part, array in zip(parts, found, strict=True):
+    def put(self, job: ProgramJob, parts: Sequence[Part], arrays: Iterable[Any]) -> None:
+        """Copy arrays to the destinations of parts."""
+        for part, array in zip(parts, arrays, strict=True):
             job.ended.check()
             put(job.blas, part, array, job.scales)
 
     def handed_over(self, array: Any, *, tall: bool) -> Any:
-        """Return a chunk of an output as Dask gets it."""
+        """Return a chunk of an output in the form that is returned to Dask."""
         return np.ascontiguousarray(array)
 
     def delivered(self, chunk: Any) -> Any:
-        """Return a chunk of a factorization's result as Dask gets it."""
+        """Return a chunk of a factorization's result in the form that is returned to Dask."""
         return chunk
 
     def sent(self, arrays: list[Any]) -> list[Any]:
-        """Return arrays as they are sent over Dask's comms."""
+        """Return arrays in the form that is sent over Dask's comms."""
         return arrays
 
     def held_bytes(self, chunks: Sequence[Any]) -> int:
-        """Return the bytes of device memory that were held for the run, with those of chunks."""
+        """Return the bytes of device memory held by the run, with its chunks."""
         return 0
 
 
@@ -227,18 +227,18 @@ class ProgramJob(Job[Any]):
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of matrices that have arrived from other participants."""
+        """Bytes of matrices received from other participants."""
         return super().received_bytes + self.exchange.pulled_bytes
 
     @property
     def in_loop(self) -> bool:
-        """Whether this is a turn of a loop."""
+        """Whether an iteration of a loop is running."""
         return self._offset > 0
 
     # Before the work
 
     def prepare(self) -> None:
-        """Allocate what is to be there before the run, and offer what others read."""
+        """Allocate the memory of the run, and return the handles by which other ranks read it."""
         self.chunks = self.memory.upload(self.chunks)
         if self.multiplies:
             self._prepare_product()
@@ -253,7 +253,7 @@ class ProgramJob(Job[Any]):
         self.memory.complete()
 
     def _prepare_product(self) -> None:
-        """Allocate the memory that this rank sums into; where earlier sums are here it adds to these."""
+        """Allocate this rank's accumulators, or reuse the earlier sums that it adds to."""
         if (rank := self.rank) is None:
             return
         plan, here = self.plan, ((key, x) for key, x in self.chunks.items() if not isinstance(x, SourceChunk))
@@ -271,7 +271,7 @@ class ProgramJob(Job[Any]):
             self.offer = self.exchange.offer(self)
 
     def _program_kernels(self, rank: int) -> Any:
-        """Return what steps call."""
+        """Return the kernels of this plan's programs."""
         # Workers that only multiply import none of it.
         from dask_distmm.engines.programs.kernels import ProgramKernels
         from dask_distmm.engines.tridiagonal import SharedEigh
@@ -295,7 +295,7 @@ class ProgramJob(Job[Any]):
     # The work
 
     def execute(self) -> dict[ResultKey, Any]:
-        """Take all steps; put chunks of results together."""
+        """Run all steps and assemble the chunks of results."""
         if self.rank is None:
             return {}
         # Infinities and NaN are checked for where they matter.
@@ -340,7 +340,7 @@ class ProgramJob(Job[Any]):
             self._note("deliver", began)
 
     def _look(self) -> None:
-        """Look at what was computed; raise, on all ranks, if it can't be right."""
+        """Run the deferred checks; raise on all ranks if one of them fails."""
         self.exchange.look(self)
         problem = ""
         try:
@@ -350,26 +350,26 @@ class ProgramJob(Job[Any]):
         self._refuse(problem)
 
     def _synchronize(self) -> None:
-        """Wait until all is done."""
+        """Wait for all messages and queued work."""
         self.exchange.complete()
         self.memory.synchronize()
 
     def take(self, steps: Sequence[Any], before: float = 0.0, share: float = 1.0, ahead: int = _AHEAD) -> None:
-        """Take steps, which are this `share` of the work."""
+        """Run steps, which are this `share` of the work, with at most `ahead` requests in flight."""
         pulls = collections.deque(step for step in steps if isinstance(step, Pull))
-        asked = collections.deque[tuple[Pull, Any]]()
+        requests = collections.deque[tuple[Pull, Any]]()
         with self._making(steps):
             for number, step in enumerate(steps):
                 self.ended.check()
-                while pulls and self._may_ask(pulls[0], asked, ahead):
-                    asked.append((pulls[0], self._request(pulls.popleft())))
+                while pulls and self._may_ask(pulls[0], requests, ahead):
+                    requests.append((pulls[0], self._request(pulls.popleft())))
                 done, part = before + share * number / len(steps), share / len(steps)
                 if isinstance(step, If):
                     self.take(step.then if self._is_set(step.flag) else step.otherwise, done, part)
                 elif isinstance(step, Loop):
                     self._repeat(step, done, part)
                 elif isinstance(step, Pull):
-                    self._arrive(*asked.popleft())
+                    self._arrive(*requests.popleft())
                 else:
                     self._take(step)
                 if share:
@@ -386,7 +386,7 @@ class ProgramJob(Job[Any]):
         self._offset = outside
 
     def _turns_of(self, loop: Loop) -> Iterator[int]:
-        """Take the turns of a loop, the later ones by a function that is written out; yield after each."""
+        """Run the iterations of a loop, the later ones by its compiled function; yield after each."""
         nested, frees = any(isinstance(step, Loop) for step in loop.body), has_messages(loop)
         for turn in range(loop.most):
             if not self._is_set(loop.flag):
@@ -400,7 +400,7 @@ class ProgramJob(Job[Any]):
             yield turn
 
     def _written_out(self, loop: Loop) -> Callable[[int], Iterator[int]] | None:
-        """Return the turns of a loop as one function."""
+        """Return a loop's iterations compiled to a function, or None."""
         if self.gathers or self._depth > 1 or self.kernels.xp is not np:
             return None
         from dask_distmm.engines.programs.turns import written_out
@@ -417,25 +417,25 @@ class ProgramJob(Job[Any]):
         return written_out(loop, self.arrays, self.kernels, self._new, functions)
 
     def _continue_at(self, offset: int | None = None) -> int:
-        """Set the offset of numbers of messages; return it."""
+        """Set and return the offset of message numbers in an iteration."""
         self._offset = self._offset if offset is None else offset
         return self._offset
 
     def _is_due(self) -> bool:
-        """Whether it is time to say how far the work has come."""
+        """Whether a report of progress is due."""
         if (now := time.perf_counter()) < self._due:
             return False
         self._due = now + _REPORTED
         return True
 
     def _begin_turn(self) -> list[Key]:
-        """Begin a turn; return the keys published before it."""
+        """Begin an iteration; return the keys published before it."""
         self._turns += 1
         self._offset = self._turns * TURN
         return list(self._held)
 
     def _end_turn(self, held: Sequence[Key]) -> None:
-        """End a turn, in which all wait for each other: others have what was published before it."""
+        """End an iteration; if it synchronized all ranks, release what was published before it."""
         self.ended.check()
         if held:
             self.exchange.meet()
@@ -448,24 +448,24 @@ class ProgramJob(Job[Any]):
         return bool(self.arrays[flag.name].all())
 
     def _numbered(self, key: Key) -> Key:
-        """Return the key of a message in this turn."""
+        """Return a message's key in this iteration."""
         return key if key.part in LASTING else Key(key.part, key.number + self._offset)
 
     def _request(self, pull: Pull) -> Any:
-        """Ask for a message."""
+        """Request a message."""
         if self.exchange.queues(pull):
             return None
         if pull.boxes:
             return self.comm.fetch(pull.owner, "input", np.array(pull.boxes, np.int64))
         return self.exchange.ask(pull.owner, self._numbered(pull.key), pull.buffers)
 
-    def _may_ask(self, pull: Pull, asked: Sequence[tuple[Pull, Any]], ahead: int) -> bool:
-        """Whether a message may be asked for while others are on their way."""
+    def _may_ask(self, pull: Pull, requests: Sequence[tuple[Pull, Any]], ahead: int) -> bool:
+        """Whether another message may be requested while these are in flight."""
         if self.multiplies:
             # Those of one number, as of a panel, come together.
             most: int = self.plan.problem.options.prefetch_panels
-            return len({earlier.key for earlier, _ in asked} | {pull.key}) <= most
-        return len(asked) < (1 if pull.taken and pull.nbytes > _LARGE else ahead)
+            return len({earlier.key for earlier, _ in requests} | {pull.key}) <= most
+        return len(requests) < (1 if pull.taken and pull.nbytes > _LARGE else ahead)
 
     def _take(self, step: Step) -> None:
         arrays = self.arrays
@@ -486,7 +486,7 @@ class ProgramJob(Job[Any]):
                 self._store(step)
 
     def _publish_step(self, step: Publish) -> None:
-        """Let other ranks have buffers."""
+        """Publish buffers."""
         if self.exchange.queues(step):
             self.exchange.write([self.at(buffer) for buffer in step.buffers])
             return
@@ -507,12 +507,12 @@ class ProgramJob(Job[Any]):
         kernel, arguments = self.memory.kernel(self.kernels, call), [self.at(buffer) for buffer in call.arguments]
         if call.lane:
             with self.blas.on(call.lane):
-                found = kernel(*arguments, **call.options)
+                outputs = kernel(*arguments, **call.options)
         else:
-            found = kernel(*arguments, **call.options)
+            outputs = kernel(*arguments, **call.options)
         if call.makes:
-            found = found if isinstance(found, tuple) else (found,)
-            self.arrays |= {buffer.name: array for buffer, array in zip(call.makes, found, strict=True)}
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            self.arrays |= {buffer.name: array for buffer, array in zip(call.makes, outputs, strict=True)}
         if not self.blas.asynchronous:
             self._note(self._phase(call), began)
 
@@ -523,15 +523,15 @@ class ProgramJob(Job[Any]):
             return "deliver" if call.kernel in ("store", "finish") else "multiply"
         return f"{call.kernel}()"
 
-    def _arrive(self, pull: Pull, asked: Any) -> None:
+    def _arrive(self, pull: Pull, request: Any) -> None:
         if self.exchange.queues(pull):
             parts = self.exchange.read(pull)
             self.arrays |= {buffer.name: part for buffer, part in zip(pull.buffers, parts, strict=True)}
             return
-        key, found = self._numbered(pull.key), self._get(asked, again=pull.taken)
-        if pull.boxes and (shapes := [x.shape for x in found]) != [x.shape for x in pull.buffers]:
+        key, arrays = self._numbered(pull.key), self._get(request, again=pull.taken)
+        if pull.boxes and (shapes := [x.shape for x in arrays]) != [x.shape for x in pull.buffers]:
             raise EngineError(f"a participant sent matrices of shapes {shapes}, expected those of {pull.buffers}")
-        for buffer, part in zip(pull.buffers, found, strict=True):
+        for buffer, part in zip(pull.buffers, arrays, strict=True):
             if pull.taken:
                 self.arrays[buffer.name] = part
                 self._taken.setdefault(pull.buffers[0].name, key)
@@ -541,18 +541,18 @@ class ProgramJob(Job[Any]):
             else:
                 self.exchange.fill(self, self.at(buffer), part, pull.owner)
 
-    def _get(self, asked: Any, *, again: bool = False) -> Sequence[Any]:
-        """Return what a request was for, once it is here."""
+    def _get(self, request: Any, *, again: bool = False) -> Sequence[Any]:
+        """Wait for the arrays of a request, and time the wait."""
         began = time.perf_counter()
-        found = self.exchange.get(asked, again=again)
+        arrays = self.exchange.get(request, again=again)
         self._note("wait", began)
-        return found
+        return arrays
 
     def _note(self, phase: str, began: float) -> None:
         self.timings[phase] = self.timings.get(phase, 0.0) + time.perf_counter() - began
 
     def at(self, place: Buffer | View) -> Any:
-        """Return a buffer, or a rectangle of one."""
+        """Return the array of a buffer, or of a rectangle of one."""
         if isinstance(place, Buffer):
             return self.arrays[place.name]
         top, bottom, left, right = place.box
@@ -561,7 +561,7 @@ class ProgramJob(Job[Any]):
     # What steps mean for chunks, and for the memory of a device
 
     def _make(self, step: Make) -> None:
-        """Take a chunk of an operand, or gather this rank's block columns of one."""
+        """Put a chunk of an operand into its buffer, or gather this rank's block columns."""
         if isinstance(step.buffer, View):
             self.scales = [self.at(scale) for scale in step.by]
             self._fill_columns(step.operand, self.at(step.buffer))
@@ -575,7 +575,7 @@ class ProgramJob(Job[Any]):
             self._begin(step, self._chunk(step.operand, step.number))
 
     def _store(self, step: Store) -> None:
-        """Hand a buffer over."""
+        """Store a buffer as a chunk, or as this rank's part, of an output."""
         place = step.buffer
         array = self.at(place) if isinstance(place, View) else self.arrays.pop(place.name)
         if self.gathers or isinstance(place, View):
@@ -609,12 +609,12 @@ class ProgramJob(Job[Any]):
     # Chunks of tall matrices
 
     def _is_made(self, step: Step) -> TypeGuard[Make]:
-        """Whether a step takes a chunk that this rank makes."""
+        """Whether a step needs a chunk that this rank computes."""
         return isinstance(step, Make) and isinstance(self.chunks.get((step.operand, step.number)), SourceChunk)
 
     @contextlib.contextmanager
     def _making(self, steps: Sequence[Step]) -> Iterator[None]:
-        """Make chunks that some steps take ahead of them, inside of a ``with`` block; such blocks may be nested."""
+        """Compute the chunks that some steps need in background threads, within a ``with`` block (nestable)."""
         uses = [self._use(self.chunks[step.operand, step.number]) for step in steps if self._is_made(step)]
         if not uses:
             yield
@@ -628,23 +628,23 @@ class ProgramJob(Job[Any]):
             self._loads, self._uses = outside
 
     def _use(self, chunk: SourceChunk) -> SourceChunk:
-        """Return a chunk to be made: for each pass over an operand once more, of a product once for both operands."""
+        """Return the key of a chunk to load: again in each pass over an operand, once for A and B of a product."""
         return chunk if self.multiplies else chunk.again()
 
     def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
-        """Return what makes chunks in this order."""
+        """Return a loader of chunks in this order."""
         threads = self.plan.participants[self.me].nthreads
         return ChunkLoader(uses, threads, made_ahead(threads) * len(self.plan.problem.by_ranks), *self.memory.making)
 
     def _made(self, loads: ChunkLoader, chunk: SourceChunk) -> Any:
-        """Return a chunk once it is made."""
+        """Wait for a chunk of the loader."""
         began = time.perf_counter()
-        found = loads.take(chunk, self.ended.check)
+        array = loads.take(chunk, self.ended.check)
         self.timings["load"] += time.perf_counter() - began
-        return self.memory.arrived(found)
+        return self.memory.arrived(array)
 
     def _begin(self, step: Make, chunk: Any) -> None:
-        """Put a chunk of an operand into its buffer, in the type of that."""
+        """Bind a chunk of an operand to its buffer, converted to the buffer's type."""
         name, dtype = step.buffer.name, dtype_from_name(step.buffer.dtype)
         if sparse_package(chunk):
             self.arrays[name] = chunk if chunk.dtype == dtype else chunk.astype(dtype)
@@ -655,7 +655,7 @@ class ProgramJob(Job[Any]):
         self._lengths[name] = chunk.shape[0]
 
     def _ask(self, step: Make) -> Future[Sequence[Any]]:
-        """Copy a chunk of another participant that can be read, or ask for it."""
+        """Return the future of another participant's chunk: copied if readable, else requested."""
         operand, holder = (
             self.plan.problem.operands.index(step.operand),
             int(self.plan.where[step.operand][step.number]),
@@ -663,19 +663,19 @@ class ProgramJob(Job[Any]):
         box = operand, step.number, *self.plan.whole(step.operand, step.number)
         if not self.exchange.reads("input", holder, box):
             return self.comm.fetch(holder, "input", np.array([box], np.int64))
-        found: Future[Sequence[Any]] = Future()
-        found.set_result([self._whole(step.operand, step.number)])
-        return found
+        copied: Future[Sequence[Any]] = Future()
+        copied.set_result([self._whole(step.operand, step.number)])
+        return copied
 
     def _chunk(self, operand: str, number: int) -> Any:
         """Return a chunk of an operand that was there before the run."""
         if (operand, number) in self._asked:
-            found = wait_checked(self._asked.pop((operand, number)), self.ended.check)
-            return rows_from(found, self.plan.whole(operand, number)[-1]) if len(found) > 1 else found[0]
+            parts = wait_checked(self._asked.pop((operand, number)), self.ended.check)
+            return rows_from(parts, self.plan.whole(operand, number)[-1]) if len(parts) > 1 else parts[0]
         return self.chunks[operand, number]
 
     def _free(self, buffer: Buffer) -> None:
-        """Free a buffer; say so after the last chunk that was here before the run."""
+        """Free a buffer; report when the last operand chunk of this rank is freed."""
         if buffer.is_operand and buffer.name not in self._operands:
             self.memory.reuse()
         del self.arrays[buffer.name]
@@ -687,7 +687,7 @@ class ProgramJob(Job[Any]):
     # Operands in block columns
 
     def _fill_columns(self, name: str, target: Any) -> None:
-        """Write this rank's block columns of an operand; after the last one refuse elements that are not finite."""
+        """Gather this rank's block columns of an operand; after the last operand raise if elements are not finite."""
         began = time.perf_counter()
         self.exchange.gather(self, name, target)
         self._add_up(name, target)
@@ -699,42 +699,42 @@ class ProgramJob(Job[Any]):
         self._note("gather", began)
 
     def wanted(self, name: str, target: Any) -> dict[int, list[Part]]:
-        """Return by holder the parts of an operand that are written to this rank's block columns."""
+        """Return the parts of an operand that this rank gathers, by holder."""
         assert self.rank is not None
-        found: dict[int, list[Part]] = collections.defaultdict(list)
+        parts: dict[int, list[Part]] = collections.defaultdict(list)
         number, orientation = self.plan.problem.operands.index(name), self.plan.problem.task.orientation(name)
         how = "full", orientation.transposed, orientation.conjugated and target.dtype.kind == "c"
         for copy, (index, *box) in self.parts_of(name, self.rank):
             part = Part((number, index, *box), target[copy.dst_index], copy.row, copy.col, *how)
-            found[int(self.plan.where[name][index])].append(part)
-        return found
+            parts[int(self.plan.where[name][index])].append(part)
+        return parts
 
     def move(self, kind: str, parts: Mapping[int, list[Part]]) -> Iterator[None]:
-        """Write parts of what participants hold to their places; pause after those that are here."""
+        """Fetch parts and copy them to their destinations; yield after the local ones."""
         # Not all ranks begin with the same one.
         holders = sorted({self.me, *parts}, key=lambda holder: (holder - self.me) % len(self.plan.participants))
-        asked = {
+        requests = {
             holder: self.fetch(kind, holder, parts[holder])
             for holder in holders[1:]
             if not self.exchange.reads(kind, holder, parts[holder][0].box)
         }
         for holder in holders:
             some = parts.get(holder, [])
-            if holder in asked:
-                found = wait_checked(asked[holder], self.ended.check)
+            if holder in requests:
+                arrays = wait_checked(requests[holder], self.ended.check)
             else:
-                found = self._read(kind, holder, [part.box for part in some])
+                arrays = self._read(kind, holder, [part.box for part in some])
                 self.pulled_bytes += sum(part.place.nbytes for part in some if holder != self.me)
-            self.memory.put(self, some, found)
+            self.memory.put(self, some, arrays)
             if holder == self.me:
                 yield
 
     def fetch(self, kind: str, holder: int, parts: Sequence[Part]) -> Future[Sequence[Any]]:
-        """Ask a participant for parts that it holds."""
+        """Request parts from a participant."""
         return self.comm.fetch(holder, kind, np.array([part.box for part in parts], np.int64))
 
     def _read(self, kind: str, holder: int, boxes: Sequence[Sequence[int]]) -> Iterator[Any]:
-        """Yield boxes of matrices that this process can read."""
+        """Yield views of boxes in memory that this process can read."""
         views = dict[tuple[int, int], Any]()
         for matrix, number, r0, r1, c0, c1 in boxes:
             if (matrix, number) not in views:
@@ -769,7 +769,7 @@ class ProgramJob(Job[Any]):
         self._sums += ((name, row, col, place, place.sum(axis=0).sum()) for row, col, place in places)
 
     def _unfit(self) -> str:
-        """Return what is wrong with the elements of the operands that were read, or nothing."""
+        """Return the message about elements of operands that are not finite, or an empty one."""
         from dask_distmm.errors import not_finite
 
         xp, task = self.blas.xp, self.plan.problem.task
@@ -787,7 +787,7 @@ class ProgramJob(Job[Any]):
         return ""
 
     def _refuse(self, problem: str) -> None:
-        """Raise if there is a problem, also on another rank where all go on together."""
+        """Raise if this rank has a problem, or any rank if all must fail together."""
         if problem := self.exchange.agree(problem):
             raise MatrixError(problem)
 
@@ -803,7 +803,7 @@ class ProgramJob(Job[Any]):
                 yield (col, row, array.T) if transposed else (row, col, array)
 
     def _pivots(self) -> Iterator[Any]:
-        """Yield the chunks of pivots that are an operand."""
+        """Yield the chunks of the operand that has the pivots."""
         for index in range(self.plan.problem["p"].count):
             yield self._whole("p", index)
 
@@ -839,7 +839,7 @@ class ProgramJob(Job[Any]):
     # Results from block columns
 
     def _begin_results(self) -> list[Iterator[None]]:
-        """Let others have this rank's parts of the results, and begin to put its chunks together."""
+        """Publish this rank's parts of the results, and begin to assemble its chunks."""
         with self.blas.on("join"):
             self.exchange.finish(self)
             settle(self._final)
@@ -850,7 +850,7 @@ class ProgramJob(Job[Any]):
         return moves
 
     def _assemble(self, number: int, output: NamedMatrix) -> Iterator[None]:
-        """Put this rank's chunks of an output together; pause when what is here is in its place."""
+        """Assemble this rank's chunks of an output; yield after the local parts."""
         if self.plan.output_layout(output.name) is None:
             self._cut(output)
             return
@@ -889,7 +889,7 @@ class ProgramJob(Job[Any]):
             assign(chunk, part)
 
     def blanks(self, output: NamedMatrix) -> dict[ResultKey, Any]:
-        """Return new chunks for those of an output that this rank puts together."""
+        """Allocate the chunks of an output that this rank assembles."""
         assert self.rank is not None
         described, (rows, cols) = self.plan.output(output.name), output.chunks
         order: Literal["C", "F"] = "C" if described.orientation.transposed else "F"
@@ -926,14 +926,14 @@ class ProgramJob(Job[Any]):
         )
 
     def forget(self, operands: Sequence[str]) -> None:
-        """Hold the chunks of some operands no longer: all ranks have read them. Any thread."""
+        """Release the chunks of some operands, which all ranks have read. Thread-safe."""
         super().forget(operands)
         self.exchange.let_go(operands)
 
     # The end
 
     def abort(self, error: BaseException) -> None:
-        """End everything with `error`."""
+        """Fail all pending requests and steps with `error`."""
         super().abort(error)
         self.exchange.abort(error)
         settle(self._final, error=error)
@@ -952,13 +952,13 @@ def inside(form: str, copies: Iterable[Copy]) -> Iterator[Copy]:
 
 
 def put(kernels: Kernels, part: Part, array: Any, scales: Sequence[Any] = ()) -> None:
-    """Write a part to its place, its rows and columns multiplied by numbers."""
+    """Copy a part to its destination, with rows and columns scaled."""
     array, place = kernels.xp.asarray(array), part.place
     array = array.T if part.transposed else array
     array = array.conj() if part.conjugated else array
     if scales:
         sides = zip(scales, (part.row, part.col), array.shape, strict=False)
-        _put_scaled(place, array, [one[at : at + size] for one, at, size in sides])
+        _put_scaled(place, array, [side[at : at + size] for side, at, size in sides])
         return
     across = array.ndim == 2 and (array.strides[0] < array.strides[1]) != (place.strides[0] < place.strides[1])
     if across and isinstance(array, np.ndarray):
@@ -971,7 +971,7 @@ def put(kernels: Kernels, part: Part, array: Any, scales: Sequence[Any] = ()) ->
 
 
 def _put_scaled(place: Any, array: Any, scales: Sequence[Any]) -> None:
-    """Write a part whose rows and columns are multiplied by numbers, in the type of its place."""
+    """Write a scaled part, in the type of its destination."""
     (rows, cols), here = array.shape, isinstance(array, np.ndarray)
     by_rows = not here or array.strides[0] > array.strides[1]
     # On GPUs, so that little memory is needed beside.
@@ -986,11 +986,11 @@ def _put_scaled(place: Any, array: Any, scales: Sequence[Any]) -> None:
 
 
 def keep_triangle(kernels: Kernels, form: str, place: Any, row: int, col: int) -> None:
-    """Write zeros, and ones, to what of a part of a result is not in its triangle."""
+    """Zero the part of a result outside of its triangle; ones on a unit diagonal."""
     (rows, cols), xp = place.shape, kernels.xp
     if form not in TRIANGLES or not (col < row + rows if form == "upper" else row < col + cols):
         return
-    made = (xp.triu if form == "upper" else xp.tril)(place, row - col - (form == "unit lower"))
+    triangle = (xp.triu if form == "upper" else xp.tril)(place, row - col - (form == "unit lower"))
     if form == "unit lower":
-        made += xp.eye(rows, cols, row - col, dtype=place.dtype)
-    assign(place, made)
+        triangle += xp.eye(rows, cols, row - col, dtype=place.dtype)
+    assign(place, triangle)

@@ -60,7 +60,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
         self._spare = np.empty(0)
 
     def empty(self, shape: tuple[int, int], dtype: np.dtype, *, tall: bool) -> Any:
-        """Return a new matrix."""
+        """Allocate a row-major matrix."""
         rows_only = tall or (shape[0] == 1 and not self.blas.asynchronous)
         return self.xp.empty(shape, dtype) if rows_only else self.blas.empty(shape, dtype)
 
@@ -166,7 +166,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
             self._subtract(strip, mean, c[rows])
 
     def moments(self, a: Any, count: Any, mean: Any, g: Any) -> None:
-        """Add rows to the moments of others (Chan, Golub, LeVeque 1983): part by part, each around its own means."""
+        """Add rows to moments (Chan, Golub, LeVeque 1983): strip by strip, each around its own means."""
         if self._is_thin(a):
             self._merge_means(a.shape[0], self._thin_moments(a, g), count, mean, g)
             return
@@ -219,7 +219,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
             yield rows, dense(a[rows])
 
     def merge_moments(self, other_count: Any, other_mean: Any, other_g: Any, count: Any, mean: Any, g: Any) -> None:
-        """Add moments to others."""
+        """Merge moments into totals."""
         g += other_g
         self._merge_means(other_count, other_mean, count, mean, g)
 
@@ -258,16 +258,16 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
         c[...] = a.conj().T
 
     def normal(self, x: Any, *, seed: int | bytes) -> None:
-        """Draw normally distributed numbers, the same on CPUs and GPUs, or take those that have been drawn."""
+        """Draw normally distributed numbers, the same on CPUs and GPUs, or copy the constants."""
         if isinstance(seed, bytes):
             x[...] = self.xp.asarray(np.frombuffer(seed, x.dtype).reshape(x.shape))
             return
         random = np.random.default_rng(seed)
-        found = random.standard_normal(x.shape)
-        x[...] = self.xp.asarray(found + 1j * random.standard_normal(x.shape) if x.dtype.kind == "c" else found)
+        drawn = random.standard_normal(x.shape)
+        x[...] = self.xp.asarray(drawn + 1j * random.standard_normal(x.shape) if x.dtype.kind == "c" else drawn)
 
     def cholesky(self, g: Any, r: Any, once: Any, usable: Any, good: Any = None, *, least: float | None = None) -> None:
-        """R of a Gram matrix, and for what it is good enough.
+        """R of a Gram matrix, and what its condition allows.
 
         `once`: it is R of A. `usable`: to divide by. `good`: to solve with, if the result is refined, and no singular
         value is up to `least` times the largest one.
@@ -297,11 +297,11 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
         below = abs(xp.tril(scaled, -1))
         size = (below.sum(axis=0) + below.sum(axis=1)).max() + 1
         failed = self.blas.potrf(scaled)
-        found = upper_of(self.blas, scaled)
+        factor = upper_of(self.blas, scaled)
         with np.errstate(all="ignore"):
-            inverse = abs(self._inverse(found))
+            inverse = abs(self._inverse(factor))
             said = self.blas.host(xp.stack([size * inverse.sum(axis=0).max() * inverse.sum(axis=1).max(), *failed]))
-        r[...] = found * norms
+        r[...] = factor * norms
         return np.inf if said[1] or not np.isfinite(said[0]) else float(said[0])
 
     def second_factor(self, g: Any, first: Any, second: Any, r: Any, good: Any) -> None:
@@ -314,7 +314,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
 
     def stack(self, r: Any, count: Any, *pairs: Any) -> None:
         """R of stacked triangles of this many rows, which become the blocks of Q; zeros where there are none."""
-        triangles, rows = pairs[::2], [int(one.item()) for one in pairs[1::2]]
+        triangles, rows = pairs[::2], [int(size.item()) for size in pairs[1::2]]
         used = [triangle[:size] for triangle, size in zip(triangles, rows, strict=True)]
         q, upper = self.xp.linalg.qr(self.xp.concatenate([r[:0], *used]))
         count[...] = k = len(upper)
@@ -352,7 +352,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
         s[0] = self._svdvals(r)
 
     def singular_vectors(self, r: Any, u: Any, s: Any, vh: Any, *, by_left: bool = False, by_sum: bool = False) -> None:
-        """Compute the leading singular values, as many as there is room for, and their vectors.
+        """Compute the leading singular values, as many as `s` has columns, and their vectors.
 
         The first one of the largest components of each right vector, or left one, is real and positive; or the sum of
         its components is not negative, as Dask has it.
@@ -360,17 +360,17 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
         left, values, right = self._svd(r)
         k = s.shape[1]
         left, right = left[:, :k], right[:k]
-        vectors, one = left if by_left else right.conj().T, right.dtype.type(1)
+        vectors, unit = left if by_left else right.conj().T, right.dtype.type(1)
         if by_sum:
-            factors = self.xp.where(vectors.sum(axis=0).real >= 0, one, -one)
+            factors = self.xp.where(vectors.sum(axis=0).real >= 0, unit, -unit)
         else:
             factors = unit_factors(self.blas, vectors)
         u[...], s[0], vh[...] = left * factors, values[:k], right * factors.conj()[:, None]
 
     def hermitian(self, s: Any, vh: Any, h: Any) -> None:
         """H = V diag(s) V^H, exactly Hermitian."""
-        found = (vh.conj().T * s) @ vh
-        h[...] = (found + found.conj().T) / 2
+        product = (vh.conj().T * s) @ vh
+        h[...] = (product + product.conj().T) / 2
 
     def covariance(self, count: Any, g: Any, c: Any, *, ddof: int, correlation: bool) -> None:
         """Covariances, or correlations, as NumPy has them: of variables, not of their conjugates."""
@@ -404,7 +404,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
         self._store_principal(count, w, v, variances, components)
 
     def principal_of_r(self, count: Any, r: Any, variances: Any, components: Any) -> None:
-        """Compute the same from R, or from a matrix itself."""
+        """Compute principal components from R, or from A itself."""
         k = variances.shape[1]
         _, s, vh = self._svd(r)
         self._store_principal(count, s[:k] ** 2, vh[:k].conj().T, variances, components)
@@ -416,7 +416,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
     # Least squares
 
     def solve_normal(self, r: Any, c: Any, x: Any) -> None:
-        """X of R^H R X = C."""
+        """Solve R^H R X = C."""
         x[...] = c
         self.blas.trsm(r, x, right=False, lower=False, op="C", unit=False)
         self.solve(r, x)
@@ -432,7 +432,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
         self.xp.maximum(residuals, 0, out=residuals)
 
     def full_rank(self, r: Any, rank: Any, s: Any, *, values: bool) -> None:
-        """Give the rank, which is full, and singular values, if they are wanted."""
+        """Write the rank, which is full, and the singular values if there is an output for them."""
         rank[...] = len(r)
         s[0] = self._svdvals(r) if values else 0
 
@@ -465,7 +465,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
         once[...], good[...] = worst <= _ONCE, worst <= float(np.finfo(x.dtype).eps) ** -0.5
 
     def refine_ridge(self, g: Any, difference: Any, x0: Any, x: Any, *, alphas: Sequence[float]) -> None:
-        """Correct these by A^H of their residuals."""
+        """Correct ridge solutions by A^H of their residuals."""
         cols = x.shape[1] // len(alphas)
         for at, (part, r, _) in enumerate(self._shifted(g, x, alphas, cols)):
             before = x0[:, at * cols : (at + 1) * cols]
@@ -485,7 +485,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
             )
 
     def ridge_of_r(self, r: Any, x: Any, *, alphas: Sequence[float]) -> None:
-        """Solve the same by the singular values of R of [A B]."""
+        """Ridge regression by the SVD of R of [A B]."""
         n = len(x)
         u, s, vh = self._svd(r[:n, :n])
         along = u.conj().T @ r[:n, n:]
@@ -525,7 +525,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
         return self._column_sums(x)[None] / len(x)
 
     def _scratch(self, like: Any) -> Any:
-        """Return memory for a matrix, row-major, which the next call may have too: new memory costs page faults."""
+        """Return row-major scratch memory, which the next call reuses: new memory costs page faults."""
         if self.blas.asynchronous:
             return self.xp.empty(like.shape, like.dtype)
         if self._spare.dtype != like.dtype or self._spare.size < like.size:
@@ -533,14 +533,14 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
         return self._spare[: like.size].reshape(like.shape)
 
     def _zeros(self, like: Any) -> Any:
-        found = self.blas.empty(like.shape, like.dtype)
-        found[...] = 0
-        return found
+        zeros = self.blas.empty(like.shape, like.dtype)
+        zeros[...] = 0
+        return zeros
 
     def _copy(self, a: Any) -> Any:
-        found = self.blas.empty(a.shape, a.dtype)
-        found[...] = a
-        return found
+        copied = self.blas.empty(a.shape, a.dtype)
+        copied[...] = a
+        return copied
 
     def _svd(self, r: Any) -> tuple[Any, Any, Any]:
         try:
@@ -554,7 +554,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
         return self.blas.svd(r, vectors=False)[1]
 
     def _inverted(self, s: Any, rtol: float) -> Any:
-        """Return reciprocals, and zeros in place of those of what is not above `rtol` times the largest one."""
+        """Return reciprocals, zero for values up to `rtol` times the largest."""
         with np.errstate(divide="ignore"):
             return self.xp.where(s > s[:1] * s.dtype.type(rtol), 1 / s, 0) if len(s) else s
 
@@ -568,10 +568,10 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
 
     def _inverse(self, r: Any) -> Any:
         """Return the inverse of an upper triangular matrix, column-major."""
-        found = self.blas.empty(r.shape, r.dtype)
-        found[...] = self.xp.eye(len(r), dtype=r.dtype)
-        self.solve(r, found)
-        return found
+        inverse = self.blas.empty(r.shape, r.dtype)
+        inverse[...] = self.xp.eye(len(r), dtype=r.dtype)
+        self.solve(r, inverse)
+        return inverse
 
     def _divide_into(self, a: Any, r: Any, out: Any) -> None:
         """Write A R^-1 into a row-major matrix, which may be A."""
@@ -590,7 +590,7 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
             out[...] = quotient
 
     def _inverse_of(self, r: Any) -> tuple[Any, bool]:
-        """Return the inverse of a triangle, and whether a product with it is as good as a solution."""
+        """Return the inverse of a triangle, and whether multiplying by it is as accurate as solving."""
         if id(r) not in self._inverses:
             inverse, norms = self._inverse(r), self.xp.linalg.norm(r, axis=0)
             errors = norms @ abs(inverse)

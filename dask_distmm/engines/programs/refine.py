@@ -25,7 +25,7 @@ from dask_distmm.programs.refine import (
 )
 
 # A residual that is at most this share of the one before is on a good way without more; where nothing more can be done
-# it is to be at most that share. It is good where it is up to so many times as large as rounding, or sqrt(n) times.
+# it is to be at most that share. It is good where it is up to _NEAR times as large as rounding, or sqrt(n) times.
 _FAST, _SLOW, _NEAR = 0.1, 0.5, 8
 # Corrections that are looked at before one knows whether they lead anywhere; the share of the residual that is to be
 # gone by each.
@@ -64,7 +64,7 @@ def _sub_blocks(xp: Any, stack: Any, size: int, row: int, col: int) -> Any:
 
 
 class RefineKernels:
-    """Those of `programs.refine`."""
+    """The kernels that `programs.refine` calls, on one rank."""
 
     blas: Kernels
     xp: Any
@@ -75,22 +75,22 @@ class RefineKernels:
     _conjugated = _by_triangle = _check_finite = False
 
     def prepare(self, parts_of_a: Callable[[], Any], pivots: Callable[[], Any], task: Factorization) -> None:
-        """Take references to what yields parts of A, each with its first row and column, and to what yields pivots."""
+        """Keep the functions that yield this rank's parts of A, with their first rows and columns, and the pivots."""
         self._pivots = pivots
         self._parts_of_a, self._conjugated = parts_of_a, task.orientation("a").conjugated
         self._by_triangle, self._check_finite = task.hermitian, task.check_finite
 
     @functools.cached_property
     def _pieces(self) -> list[Piece]:
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         for row, col, array in self._parts_of_a()():
-            found += self._cut(row, col, array) if self._by_triangle else [Piece(row, col, array)]
-        return found
+            pieces += self._cut(row, col, array) if self._by_triangle else [Piece(row, col, array)]
+        return pieces
 
     def _cut(self, row: int, col: int, array: Any) -> Iterator[Piece]:
-        """Yield the parts of a chunk that are below the diagonal, and small ones that it crosses.
+        """Yield the parts of a chunk below the diagonal, and the small ones that the diagonal crosses.
 
-        Of these there are copies, with zeros above it. As they are read twice they have half of its elements, which are
+        The small ones are copies with zeros above the diagonal, and half of its elements: they are read twice, and are
         real.
         """
         rows, cols = array.shape
@@ -116,7 +116,7 @@ class RefineKernels:
     # Scales
 
     def measure(self, sizes: Any) -> None:
-        """Compute the sums of the rows of this rank's chunks, and the diagonal."""
+        """Compute the sums of moduli along the rows of this rank's chunks, and the diagonal of A."""
         assign(sizes, 0)
         for piece in self._pieces:
             self.blas.add_sizes(piece.array, sizes[piece.rows, 0])
@@ -137,18 +137,18 @@ class RefineKernels:
         array = piece.array[max(0, -offset) :, max(0, offset) :]
         return array.diagonal() if min(array.shape) else array.reshape(-1)[:0]
 
-    def weigh(self, weights: Any, norm: Any, *parts: Any, positive: bool, given: bool) -> None:
-        """Compute powers of two for rows, and for columns of a positive definite matrix; the norm."""
+    def weigh(self, weights: Any, norm: Any, *parts: Any, positive: bool, has_factors: bool) -> None:
+        """Compute scales of rows (of columns, too, if positive definite), powers of two, and the norm of A."""
         xp, sizes = self.xp, self.blas.empty(parts[0].shape, parts[0].dtype)
         assign(sizes, 0)
         for part in parts:
-            # Of other GPUs' memory there are no copies by CuPy.
+            # CuPy does not copy from another GPU's memory.
             sizes += part
         norm[...] = self.blas.host(sizes[:, 0].max())
         exponents = xp.frexp(sizes[:, int(positive)])[1]
         if positive:
             exponents = xp.where(sizes[:, 1] > 0, exponents, 0) // 2
-        weights[...] = self._powers(-exponents * (not given))[:, None].astype(weights.dtype)
+        weights[...] = self._powers(-exponents * (not has_factors))[:, None].astype(weights.dtype)
         if not np.isfinite(norm).all():
             weights[...] = np.nan
 
@@ -156,10 +156,10 @@ class RefineKernels:
         exponents = self.xp.clip(exponents, -_LARGEST, _LARGEST)
         return self.xp.ldexp(self.xp.ones(exponents.shape), exponents)
 
-    def scale_columns(self, a: Any, found: Any, *, places: Sequence[tuple[int, int]], narrow: bool) -> None:
-        """Multiply columns by powers of two, for a type of few exponents all of them; `places` are theirs in A."""
+    def scale_columns(self, a: Any, scales: Any, *, places: Sequence[tuple[int, int]], narrow: bool) -> None:
+        """Scale columns by powers of two; all of them if the factors' type is `narrow`; `places` are theirs in A."""
         xp, at = self.xp, 0
-        assign(found, 0)
+        assign(scales, 0)
         for start, stop in places:
             columns = a[:, at : at + stop - start]
             at += stop - start
@@ -168,29 +168,29 @@ class RefineKernels:
             exponents = xp.frexp(largest)[1]
             least, most = self.blas.hosts([exponents.min(), exponents.max()])
             if not narrow and most - _ALIKE <= least and least > _SMALL:
-                found[start:stop] = 1
+                scales[start:stop] = 1
                 continue
-            factors = self._powers(-exponents).astype(found.dtype)
+            factors = self._powers(-exponents).astype(scales.dtype)
             columns *= factors.astype(largest.dtype)
-            found[start:stop, 0] = factors
+            scales[start:stop, 0] = factors
 
     def order_of_rows(self, rows: Any, *, back: bool) -> None:
-        """Compute the order of rows after all swaps, by pivots; or the one that undoes them."""
+        """Compute the permutation of rows that the pivots make, or its inverse."""
         pivots = [self.blas.host(x).real.ravel().astype(np.int32) for x in self._pivots()()]
         numbers = np.arange(len(rows), dtype=np.float64)[:, None]
         order = scipy.linalg.lapack.dlaswp(numbers, np.concatenate(pivots))[:, 0].astype(np.int64)
         rows[...] = self.xp.asarray(np.argsort(order) if back else order)[:, None]
 
     def count_rows(self, rows: Any) -> None:
-        """Write the numbers of rows."""
+        """Fill with 0, 1, 2, ...: the permutation of a matrix without swaps."""
         rows[...] = self.xp.arange(len(rows))[:, None]
 
     def permute_rows(self, rows: Any, side: Any) -> None:
-        """Copy the rows of a matrix in another order."""
+        """Permute the rows of a matrix, into another one."""
         assign(side, self.xp.take(side.T, rows[:, 0], axis=1).T)
 
     def keep_panel(self, panel: Any, place: Any) -> None:
-        """Copy a panel, or a part of it, which may have come from another rank."""
+        """Copy a panel, or a part of it, which another rank may have sent."""
         assign(place, self.blas.xp.asarray(panel))
 
     def swap_later(self, panel: Any, rows: Any, pivots: Any) -> None:
@@ -218,16 +218,16 @@ class RefineKernels:
             rows = len(block)
             assign(blocks[:rows, at : at + rows], block)
         # Each matrix of the stack is the transpose of a block; all of it is as for lower triangles.
-        stack, found = (x.T.reshape(-1, size, size) for x in (blocks, inverses))
+        stack, blockwise = (x.T.reshape(-1, size, size) for x in (blocks, inverses))
         if lower:
-            stack, found = stack.swapaxes(1, 2), found.swapaxes(1, 2)
+            stack, blockwise = stack.swapaxes(1, 2), blockwise.swapaxes(1, 2)
         every = xp.arange(size)
         diagonal = stack[:, every, every]
         # Beyond the last row there are zeros.
-        found[:, every, every] = 1 if unit else 1 / xp.where(diagonal == 0, 1, diagonal)
+        blockwise[:, every, every] = 1 if unit else 1 / xp.where(diagonal == 0, 1, diagonal)
         half = 1
         while half < size:
-            places = (found, 0, 0), (found, 1, 1), (stack, 1, 0), (found, 1, 0)
+            places = (blockwise, 0, 0), (blockwise, 1, 1), (stack, 1, 0), (blockwise, 1, 0)
             a, b, c, beside = (_sub_blocks(xp, x, half, row, col) for x, row, col in places)
             beside[...] = -(b @ (c @ a))
             half *= 2
@@ -250,23 +250,23 @@ class RefineKernels:
             beside = factors[rest, here] if op == "N" else factors[here, rest]
             self.blas.gemm(beside, side[here], side[rest], op, alpha=-1, beta=1)
 
-    def diagonal_range(self, found: Any, a: Any, *infos: Any, places: Sequence[tuple[int, int, int]]) -> None:
-        """Compute the least and the largest modulus on the diagonal of panels, and whether one of them is none."""
+    def diagonal_range(self, measured: Any, a: Any, *infos: Any, places: Sequence[tuple[int, int, int]]) -> None:
+        """Compute the least and the largest modulus on panels' diagonals, and whether the factors are unusable."""
         if not places:
-            found[0] = math.inf, 0, 0
+            measured[0] = math.inf, 0, 0
             return
         diagonals = [self.blas.diagonal(a[start:stop, col : col + stop - start]) for col, start, stop in places]
         values, *said = self.blas.hosts([self.xp.concatenate(diagonals), *infos])
         modulus = abs(values)
         bad = (
-            any(one.any() for one in said)
+            any(info.any() for info in said)
             or not np.isfinite(modulus).all()
             or (bool(said) and (values.real <= 0).any())
         )
-        found[0] = modulus.min(), modulus.max(), bad
+        measured[0] = modulus.min(), modulus.max(), bad
 
     def judge_factors(self, go: Any, good: Any, numbers: Any, *parts: Any, positive: bool, eps: float) -> None:
-        """Say whether factors are worth a try."""
+        """Decide by the range of their diagonal whether refinement with these factors may converge."""
         least, largest = min(part[0, 0] for part in parts), max(part[0, 1] for part in parts)
         ratio = least / largest if largest > 0 else 0.0
         good[...] = go[...] = not any(part[0, 2] for part in parts) and (ratio * ratio if positive else ratio) > eps
@@ -294,8 +294,8 @@ class RefineKernels:
         by_rows = a.strides[0] > a.strides[1]
         is_complex = a.dtype.kind == "c"
         if x.shape[1] >= _WIDE and not (by_rows and op == "C" and is_complex):
-            given = (a.T, {"N": "T", "C": "N"}[op]) if by_rows else (a, op)
-            self.blas.gemm(given[0], x, y, given[1], alpha=1, beta=1)
+            factor = (a.T, {"N": "T", "C": "N"}[op]) if by_rows else (a, op)
+            self.blas.gemm(factor[0], x, y, factor[1], alpha=1, beta=1)
         elif op == "N":
             y += a @ x
         else:
@@ -314,7 +314,7 @@ class RefineKernels:
         self.xp.multiply(weights, x, out=y)
 
     def correct(self, side: Any, scales: Any, scale: Any, z: Any, x: Any) -> None:
-        """Convert a correction to the type of A, and add it."""
+        """Add a correction to x, in the type of A."""
         z[...] = side
         z *= scales
         z *= scale
@@ -335,13 +335,13 @@ class RefineKernels:
         mask: Any,
         row: Any,
     ) -> None:
-        """Go on with the residual of x, or with what earlier corrections make of it; say how far that is."""
+        """Test the residual of x for convergence; write the next one to solve for, less earlier corrections."""
         xp, n, eps = self.xp, len(b), float(np.finfo(b.dtype).eps)
         trial = b - y
         weighted = trial * weights
-        found, sizes, steps, now, before = self._largest_of(trial, x, z, weighted, r)
+        residuals, sizes, steps, now, before = self._largest_of(trial, x, z, weighted, r)
         scale = float(norm[0, 0]) * eps * sizes
-        ratio = np.where(found > 0, found / np.where(scale > 0, scale, eps * eps), 0)
+        ratio = np.where(residuals > 0, residuals / np.where(scale > 0, scale, eps * eps), 0)
         rate = np.where(before > 0, now / np.where(before > 0, before, 1), 0)
         state[DONE] = (state[DONE] > 0) | (ratio <= min(_NEAR, math.sqrt(n)))
         state[SO_FAR] += 1
@@ -353,7 +353,7 @@ class RefineKernels:
         mask[...] = xp.asarray(active[None].astype(mask.dtype))
         if not active.any():
             return
-        if not np.isfinite(found[active] + sizes[active]).all() or turns >= MOST:
+        if not np.isfinite(residuals[active] + sizes[active]).all() or turns >= MOST:
             row[0, 1] = 1
             return
         if (rate[active] <= _FAST).all():
@@ -368,7 +368,7 @@ class RefineKernels:
         state[TAKEN] = row[0, 3] = 1
         count = int(state[KEEPING, 0])
         if count:
-            # What those that are kept have come to.
+            # By how much each of the corrections that are kept has reduced the residual.
             share = (before[active] / state[BEGAN][active]).max() ** (1 / count)
             if not np.isfinite(share) or (count >= _TRIED and share > _WORTH):
                 row[0, 1] = 1
@@ -383,14 +383,14 @@ class RefineKernels:
         xp, width = self.xp, matrices[0].shape[1]
         every = xp.concatenate([x.T for x in matrices])
         every = xp.maximum(abs(every.real), abs(every.imag)) if every.dtype.kind == "c" else abs(every)
-        found = np.asarray(self.blas.host(every.max(axis=1)), np.float64)
-        return [found[at : at + width] for at in range(0, len(found), width)]
+        largest = np.asarray(self.blas.host(every.max(axis=1)), np.float64)
+        return [largest[at : at + width] for at in range(0, len(largest), width)]
 
     def _keep(self, trial: Any, x: Any, r: Any, z: Any, bases: tuple[Any, Any], count: int, mask: Any) -> None:
-        """Add that multiple of a correction, and of earlier ones, which makes the residual least."""
+        """Add the combination of the correction and the kept ones that minimizes the residual."""
         xp, (n, width) = self.xp, x.shape
         # All by columns, which are contiguous.
-        kept_z, kept_w = (one.T[: (count + 1) * width].reshape(count + 1, width, n) for one in bases)
+        kept_z, kept_w = (basis.T[: (count + 1) * width].reshape(count + 1, width, n) for basis in bases)
         trial, x, r, z, mask = trial.T, x.T, r.T, z.T, mask.T
         w, v = (r - trial) * mask, z * mask
         x -= v
@@ -408,13 +408,13 @@ class RefineKernels:
         r -= w * alpha
 
     def judge(self, go: Any, good: Any, numbers: Any, *parts: Any) -> None:
-        """Say whether there is another turn, and whether x is good."""
+        """Decide whether to iterate once more, and whether x has converged."""
         numbers[...] = functools.reduce(np.maximum, parts)
         good[...] = not numbers[0, 1]
         go[...] = bool(numbers[0, UNFINISHED]) and not numbers[0, 1]
 
     def take_other_way(self, numbers: Any, *, there: bool) -> None:
-        """Note that A itself is factorized, or raise where there is no memory for that."""
+        """Note that A itself is factorized; raise if its memory was not planned for."""
         if not there:
             raise MatrixError(
                 "the matrix is too ill-conditioned for factors of factor_dtype, and the workers have no memory for "

@@ -1,4 +1,4 @@
-"""One participant's side of a region: it calls its tasks as soon as all is there that they read.
+"""One participant's side of a region: it calls each task as soon as its inputs are there.
 
 As many threads as the worker has for tasks call them, in the order of the graph where several are ready. What others
 need is published; what others publish comes in a thread of its own, in the order in which it is needed. Values travel
@@ -48,7 +48,7 @@ def packed(value: Any) -> list[NDArray[Any]]:
 
 
 def unpacked(arrays: Sequence[NDArray[Any]]) -> Any:
-    """Return the value that `packed` took."""
+    """Return the value that `packed` serialized."""
     text, *buffers = arrays
     return pickle.loads(text.data, buffers=buffers)
 
@@ -118,11 +118,11 @@ class RegionJob(Job[RegionPlacement]):
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that have arrived from other participants."""
+        """Bytes received from other participants."""
         return super().received_bytes + self.exchange.pulled_bytes
 
     def prepare(self) -> None:
-        """See what this rank calls, and offer what lets others read what it publishes."""
+        """List this rank's tasks and their inputs; offer the handles by which others read its values."""
         if self.rank is None:
             return
         problem, holders = self.plan.problem, self.plan.holders()
@@ -150,7 +150,7 @@ class RegionJob(Job[RegionPlacement]):
         return task >= 0 and self.plan.owners[task] == self.rank
 
     def accept(self, offers: Sequence[Any]) -> None:
-        """Take what all participants offer."""
+        """Open the handles that all participants have offered."""
         self.exchange.accept(offers)
 
     def execute(self) -> dict[ResultKey, Any]:
@@ -175,17 +175,17 @@ class RegionJob(Job[RegionPlacement]):
                 thread.join()
             self.ended.check()
         self.timings["all"] = time.perf_counter() - began
-        found: dict[ResultKey, Any] = {}
+        results: dict[ResultKey, Any] = {}
         numbered = iter(problem.results)
         for output in problem.outputs:
             for number in range(output.count):
                 task = next(numbered)
                 if self._owns(task):
-                    found[output.name, number] = self._values[first + task]
-        return found
+                    results[output.name, number] = self._values[first + task]
+        return results
 
     def _guarded(self, function: Callable[[], None]) -> None:
-        """Call a function; what it raises ends all threads, also one that waits for what another rank publishes."""
+        """Call a function; an error stops all threads, also those that wait for other ranks."""
         try:
             function()
         except BaseException as error:
@@ -213,23 +213,23 @@ class RegionJob(Job[RegionPlacement]):
                 if not self._left:
                     self._changed.notify_all()
                 needed = self.plan.problem.needs[task]
-                given = [self._values[value] for value in needed]
+                inputs = [self._values[value] for value in needed]
             began = time.perf_counter()
             name, call = self.chunks[TASKS, task]
-            made = call(given)
-            del given
-            self._arrive(first + task, made, needed)
+            output = call(inputs)
+            del inputs
+            self._arrive(first + task, output, needed)
             spent = time.perf_counter() - began
             self.timings[name] = self.timings.get(name, 0.0) + spent
             self.progress(1 - self._left / tasks)
 
-    def _arrive(self, value: int, made: Any, needed: Sequence[int] = ()) -> None:
-        """Keep a value, after `needed` have been read once more for it."""
+    def _arrive(self, value: int, result: Any, needed: Sequence[int] = ()) -> None:
+        """Store and publish a value; count down the readers of the values `needed` for it."""
         if value in self._published:
-            self.exchange.publish(Key(PART, value), packed(made))
+            self.exchange.publish(Key(PART, value), packed(result))
         with self._changed:
             if self._uses[value]:
-                self._values[value] = made
+                self._values[value] = result
             for reader in self._readers[value]:
                 self._lacks[reader] -= 1
                 if not self._lacks[reader]:
@@ -248,7 +248,7 @@ class RegionJob(Job[RegionPlacement]):
         return self.exchange.published(kind, boxes)
 
     def serve(self, kind: str, boxes: Boxes) -> list[Any]:
-        """Return what this rank has published."""
+        """Return the published arrays that answer requests."""
         self.ended.check()
         return list(self.exchange.published(kind, boxes).result())
 

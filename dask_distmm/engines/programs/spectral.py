@@ -75,8 +75,8 @@ def _complete(kernels: Kernels, a: Any) -> None:
 
 def _eig(kernels: Kernels, task: Factorization, a: Any) -> dict[str, Any]:
     w, *sides = kernels.eig(a, left=task.left, right=task.vectors)
-    found = {name: v * unit_factors(kernels, v) for name, v in zip(("vl", "v"), sides, strict=True) if v is not None}
-    return {"w": w, **found}
+    vectors = {name: v * unit_factors(kernels, v) for name, v in zip(("vl", "v"), sides, strict=True) if v is not None}
+    return {"w": w, **vectors}
 
 
 # Triangles of a larger order are computed by halves.
@@ -112,34 +112,34 @@ def _of_triangle(kernels: Kernels, a: Any, function: Callable[[Any, Any], Any]) 
 def _root(host: Any, t: Any) -> Any:
     """Return the principal square root of a triangle."""
     roots = np.sqrt(np.diagonal(t))
-    found = _root_by_halves(host, t, roots)
+    root = _root_by_halves(host, t, roots)
     if (roots == 0).sum() > 1:
-        error = abs(found @ found - t).max(initial=0)
+        error = abs(root @ root - t).max(initial=0)
         if not error <= np.finfo(t.dtype).eps ** 0.5 * abs(t).max():
             raise MatrixError("the matrix is singular, and has no square root")
-    return found
+    return root
 
 
 def _root_by_halves(host: Any, t: Any, roots: Any) -> Any:
     n, half = len(t), len(t) // 2
-    found = np.zeros(t.shape, t.dtype, order="F")
+    root = np.zeros(t.shape, t.dtype, order="F")
     if n > _HALVED:
         upper, lower = slice(0, half), slice(half, n)
-        found[upper, upper] = _root_by_halves(host, t[upper, upper], roots[upper])
-        found[lower, lower] = _root_by_halves(host, t[lower, lower], roots[lower])
-        found[upper, lower] = t[upper, lower]
-        _sylvester(host, found[upper, upper], found[lower, lower], found[upper, lower])
-        return found
+        root[upper, upper] = _root_by_halves(host, t[upper, upper], roots[upper])
+        root[lower, lower] = _root_by_halves(host, t[lower, lower], roots[lower])
+        root[upper, lower] = t[upper, lower]
+        _sylvester(host, root[upper, upper], root[lower, lower], root[upper, lower])
+        return root
     least = max(float(abs(roots).max(initial=0)) * np.finfo(t.dtype).eps, np.finfo(t.dtype).tiny)
     for j in range(n):
         # (R + r I) x = t of the triangle R to the left of the column.
-        divisor, column = found[:j, :j].copy(order="F"), found[:j, j : j + 1]
+        divisor, column = root[:j, :j].copy(order="F"), root[:j, j : j + 1]
         sums = roots[:j] + roots[j]
         divisor[np.arange(j), np.arange(j)] = np.where(sums == 0, least, sums)
         column[...] = t[:j, j : j + 1]
         host.trsm(divisor, column, right=False, lower=False, op="N", unit=False)
-        found[j, j] = roots[j]
-    return found
+        root[j, j] = roots[j]
+    return root
 
 
 def _sylvester(host: Any, a: Any, b: Any, c: Any) -> None:
@@ -164,9 +164,9 @@ def _logarithm(host: Any, t: Any) -> Any:
     n, diagonal = len(t), np.arange(len(t))
     if (t[diagonal, diagonal] == 0).any():
         raise MatrixError("the matrix is singular, and has no logarithm")
-    logarithms, found, again = np.log(t[diagonal, diagonal]), t, 0
+    logarithms, root, again = np.log(t[diagonal, diagonal]), t, 0
     for count in range(_ROOTS):
-        rest = found.copy(order="F")
+        rest = root.copy(order="F")
         rest[diagonal, diagonal] = np.expm1(logarithms / 2**count)
         distance = np.linalg.norm(rest, 1) if n else 0.0
         if distance <= _DISTANCES[-1]:
@@ -174,7 +174,7 @@ def _logarithm(host: Any, t: Any) -> Any:
             again += 1
             if terms - fewer <= 1 or again == 2:
                 break
-        found = _root_by_halves(host, found, np.exp(logarithms / 2 ** (count + 1)))
+        root = _root_by_halves(host, root, np.exp(logarithms / 2 ** (count + 1)))
     else:
         raise MatrixError("the logarithm of the matrix did not converge")
     total, (nodes, weights) = np.zeros_like(rest), np.polynomial.legendre.leggauss(int(terms))

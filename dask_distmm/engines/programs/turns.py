@@ -52,7 +52,7 @@ def written_out(
     new: Callable[[Buffer], Any],
     functions: Mapping[str, Callable[..., Any]],
 ) -> Callable[[int], Iterator[int]] | None:
-    """Return a function that takes the turns of a loop from a number on, and yields after each; None if there is none.
+    """Return a generator function of a loop's iterations from a number on; None if a step can't be written out.
 
     `functions` are those of a job: ``begins`` and ``ends`` of a turn, ``publish``, ``request`` and ``get`` of messages,
     ``due`` and ``offset``.
@@ -98,14 +98,14 @@ class Writer:
     # Names
 
     def constant(self, value: Any) -> str:
-        """Return the name of a value that stays."""
+        """Return the name under which the text refers to a constant."""
         if id(value) not in self.constants:
             name = f"k{len(self.constants)}"
             self.constants[id(value)], self.names[name] = (name, value), value
         return self.constants[id(value)][0]
 
     def line(self, text: str) -> None:
-        """Write a line."""
+        """Append a line to the text."""
         self.lines.append("    " * self.depth + text)
 
     def variable(self, name: str) -> str:
@@ -113,7 +113,7 @@ class Writer:
         return f"x{self.variables.setdefault(name, len(self.variables))}"
 
     def value(self, name: str, kind: Kind, axis: int | None) -> str:
-        """Return a buffer in the shape that its value has."""
+        """Return the text for a buffer's value, in its own shape."""
         if name in self.numbers:
             return self.variable(name)
         if name in self.results:
@@ -126,7 +126,7 @@ class Writer:
         return self.constant(view) + "[()]" * (kind.shape == ())
 
     def stored(self, place: Buffer | View) -> str:
-        """Return a buffer, or a rectangle of one, as other ranks and kernels have it."""
+        """Return the text for a buffer, or a rectangle of one, as the stored 2-D array."""
         name, variable = place.name, self.variable(place.name)
         if name in self.numbers:
             return f"array([[{variable}]], {self.constant(np.dtype(place.dtype))})"
@@ -146,17 +146,17 @@ class Writer:
     # Numbers
 
     def find_numbers(self, loop: Loop) -> None:
-        """Find the buffers that are numbers whatever is done with them."""
-        found: dict[str, Buffer | View] = {loop.flag.name: loop.flag}
+        """Find the buffers that can be local variables: 1 x 1, and used only by kernels that take numbers."""
+        buffers: dict[str, Buffer | View] = {loop.flag.name: loop.flag}
         wrong = set[str]()
         merged: list[Sequence[Buffer | View]] = []
         for step in itertools.chain.from_iterable(lists_in(loop.body)):
             if isinstance(step, If | Loop):
-                found[step.flag.name] = step.flag
+                buffers[step.flag.name] = step.flag
             elif isinstance(step, Publish | Pull):
-                found |= {x.name: x for x in step.buffers}
+                buffers |= {x.name: x for x in step.buffers}
             elif isinstance(step, Call):
-                found |= {x.name: x for x in (*step.arguments, *step.makes)}
+                buffers |= {x.name: x for x in (*step.arguments, *step.makes)}
                 if step.kernel.startswith("evaluate"):
                     wrong |= {x.name for x, kind, _ in self.described(step) if kind is None or kind.shape}
                 elif step.kernel == "merge" and all(op in UFUNCS for op in step.options["ops"]):
@@ -167,14 +167,14 @@ class Writer:
                     ]
                 elif step.kernel not in _OF_NUMBERS or step.kernel == "merge":
                     wrong |= {x.name for x in step.arguments}
-        wrong |= {name for name, x in found.items() if isinstance(x, View) or x.shape != (1, 1) or x.like}
-        # What is merged is the one or the other.
+        wrong |= {name for name, x in buffers.items() if isinstance(x, View) or x.shape != (1, 1) or x.like}
+        # The operands of a merge are all numbers, or none of them is.
         while more := {x.name for some in merged if any(x.name in wrong for x in some) for x in some} - wrong:
             wrong |= more
-        self.numbers = found.keys() - wrong
+        self.numbers = buffers.keys() - wrong
 
     def described(self, call: Call) -> Iterator[tuple[Buffer | View, Kind | None, str]]:
-        """Yield the buffers of a pass with their kinds, which sums of two arrays have not, and what they are."""
+        """Yield the buffers of a pass with their kinds (None for sums of argmin and argmax) and roles."""
         program = call.options["program"]
         count, rest = len(program.sizes), iter(call.arguments)
         for number in program.reads:
@@ -207,14 +207,14 @@ class Writer:
         return self.run
 
     def run(self, first: int) -> Iterator[int]:
-        """Take the turns; free all memory, which the function would hold."""
+        """Run the iterations; then clear all references to memory that the function holds."""
         try:
             yield from self.names["turns"](first)
         finally:
             self.names.clear()
 
     def repeat(self, loop: Loop, first: str = "") -> None:
-        """Write a loop; the outermost one yields after each turn."""
+        """Write a loop; the outermost yields after each iteration."""
         turn, held = f"turn{self.depth}", f"held{self.depth}"
         self.line(f"for {turn} in range({first}{loop.most}):")
         self.depth += 1
@@ -229,7 +229,7 @@ class Writer:
         self.depth -= 1
 
     def take(self, steps: Sequence[Step]) -> None:
-        """Write steps; messages are requested before the first one."""
+        """Write steps, after the requests of all their messages."""
         pulls = iter([step for step in steps if isinstance(step, Pull)])
         requests = iter([self.request(pull) for pull in pulls])
         for step in steps:
@@ -257,7 +257,7 @@ class Writer:
                     raise _Unwritten
 
     def branch(self, flag: Buffer, then: Sequence[Step], otherwise: Sequence[Step]) -> None:
-        """Write both ways to go on; both leave the same buffers, in the same memory."""
+        """Write both branches, which leave the same buffers in the same memory."""
         before = self.fixed.copy(), self.results.copy()
         self.branches.append({})
         ends = []
@@ -276,7 +276,7 @@ class Writer:
             raise _Unwritten
 
     def begin(self, buffer: Buffer, *, zero: bool) -> None:
-        """Allocate a buffer that stays."""
+        """Allocate a buffer that is kept between iterations."""
         name = buffer.name
         if name in self.numbers:
             if zero:
@@ -301,7 +301,7 @@ class Writer:
             self.line(f"{self.constant(array)}.fill(0)")
 
     def drop(self, buffer: Buffer) -> None:
-        """Let the memory of a chunk be used again; that of what is small stays, since there may be views of it."""
+        """Release the memory of a chunk for reuse; small buffers are kept, as there may be views of them."""
         if buffer.name in self.outside:
             raise _Unwritten
         self.results.pop(buffer.name, None)
@@ -313,7 +313,7 @@ class Writer:
     # Messages
 
     def request(self, pull: Pull) -> str:
-        """Request a message; return the variable of what that is."""
+        """Write the request of a message; return the variable that holds it."""
         if pull.taken or pull.op or pull.boxes:
             raise _Unwritten
         variable = self.variable(repr(pull))
@@ -321,7 +321,7 @@ class Writer:
         return variable
 
     def pull(self, pull: Pull, variable: str) -> None:
-        """Write what has arrived to buffers."""
+        """Write the wait for a message, and its copy to buffers."""
         self.line(f"parts = get({variable})")
         for i, buffer in enumerate(pull.buffers):
             if buffer.name in self.numbers:
@@ -334,14 +334,14 @@ class Writer:
     # Kernels
 
     def kernel(self, call: Call) -> None:
-        """Call a kernel."""
+        """Write the call of a kernel."""
         if call.makes or any(role != "r" and x.name in self.results for x, role in roles_of(call)):
             raise _Unwritten
         function = functools.partial(getattr(self.kernels, call.kernel), **call.options)
         self.line(f"{self.constant(function)}({', '.join(map(self.stored, call.arguments))})")
 
     def evaluate(self, call: Call) -> None:
-        """Take a pass."""
+        """Write the evaluation of a pass."""
         program = call.options["program"]
         compiled, described = self.kernels.compiled(program), list(self.described(call))
         whole = [x.name for x, _, role in described if role == "all"]
@@ -350,9 +350,9 @@ class Writer:
             self.value(name, program.kinds[number], program.moved.get(number))
             for name, number in zip(whole, numbers, strict=True)
         ]
-        given = f"({''.join(f'{x}, ' for x in reads)})"
+        inputs = f"({''.join(f'{x}, ' for x in reads)})"
         if not program.sizes:
-            self.line_of_results(call, self.constant(compiled.function()) + f"(0, 0, (), {given}, (), none)", compiled)
+            self.line_of_results(call, self.constant(compiled.function()) + f"(0, 0, (), {inputs}, (), none)", compiled)
             return
         if not program.fresh:
             raise _Unwritten
@@ -365,14 +365,14 @@ class Writer:
         if any(x.name not in places for x, _, role in described if role != "all"):
             raise _Unwritten
         bound = compiled.bound([None if role == "all" else places[x.name] for x, _, role in described])
-        self.line(f"{self.constant(bound)}({given})")
+        self.line(f"{self.constant(bound)}({inputs})")
         for name, array in sums.items():
             self.line(f"{self.variable(name)} = {self.constant(array)}[0, 0]")
 
     evaluate_exactly = evaluate
 
     def line_of_results(self, call: Call, text: str, compiled: Any) -> None:
-        """Write the call of a pass over what all ranks have."""
+        """Write the evaluation of a pass over replicated values."""
         program = call.options["program"]
         if not call.makes:
             self.line(text)
@@ -390,14 +390,14 @@ class Writer:
                 self.line(f"{variable} = {self.constant(dtype.type)}({variable})")
 
     def copy(self, call: Call) -> None:
-        """Copy a value."""
+        """Write the copy of a value."""
         if all(isinstance(self.fixed.get(x.name, _EMPTY), np.ndarray) for x in call.arguments):
             self.copy_all(call)
         else:
             self.kernel(call)
 
     def copy_all(self, call: Call) -> None:
-        """Copy values; numbers only get another name."""
+        """Write the copies of values; numbers are only renamed."""
         count = len(call.arguments) // 2
         for source, target in zip(call.arguments[:count], call.arguments[count:], strict=True):
             text = self.stored(source) if source.name not in self.numbers else self.variable(source.name)
@@ -409,12 +409,12 @@ class Writer:
                 self.line(f"copyto({self.stored(target)}, {text})")
 
     def decide(self, call: Call) -> None:
-        """Copy a condition to a flag."""
+        """Write the copy of a condition to a flag."""
         condition, flag = call.arguments
         self.assign(flag, f"bool({self.condition(condition)})")
 
     def assign(self, target: Buffer | View, text: str) -> None:
-        """Set all elements to one number."""
+        """Write the assignment of a number to all elements."""
         if target.name in self.results:
             raise _Unwritten
         self.line(
@@ -424,23 +424,23 @@ class Writer:
         )
 
     def set_all(self, call: Call) -> None:
-        """Set all elements to one value."""
+        """Write the assignment of a value to all elements."""
         (target,) = call.arguments
         self.assign(target, self.constant(dtype_from_name(target.dtype).type(call.options["value"])))
 
     def increment(self, call: Call) -> None:
-        """Add one."""
+        """Write the increment of a counter."""
         (target,) = call.arguments
         self.line(f"{self.variable(target.name) if target.name in self.numbers else self.stored(target)} += 1")
 
     def follow(self, call: Call) -> None:
-        """Note how far numbers have come at the end of a turn, from time to time."""
-        given = [self.variable(x.name) if x.name in self.numbers else self.stored(x) for x in call.arguments]
+        """Write the report of progress, at the end of an iteration and not more often than is due."""
+        arguments = [self.variable(x.name) if x.name in self.numbers else self.stored(x) for x in call.arguments]
         function = self.constant(functools.partial(self.kernels.follow, **call.options))
-        self.follows.append(f"{function}({', '.join(given)})")
+        self.follows.append(f"{function}({', '.join(arguments)})")
 
     def assemble(self, call: Call) -> None:
-        """Copy chunks of rows from the parts of ranks."""
+        """Write the assembly of rows from ranks' parts."""
         if any(x.name in self.results for x in call.arguments):
             raise _Unwritten
         whole, *parts = (self.fixed[x.name] for x in call.arguments)
@@ -451,7 +451,7 @@ class Writer:
             to += size
 
     def merge(self, call: Call) -> None:
-        """Combine the results of ranks, in their order."""
+        """Write the reduction of ranks' results, in the order of ranks."""
         ops, ranks = call.options["ops"], call.options["ranks"]
         if any(op not in UFUNCS for op in ops) or ranks < 2:
             self.kernel(call)

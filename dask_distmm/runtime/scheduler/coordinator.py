@@ -137,9 +137,9 @@ class RunQueue(dict[int, Run]):
     async def turn(self, run: Run) -> None:
         """Wait until no earlier run uses a worker of this one: collectives meet in one order everywhere."""
 
-        def in_the_way(other: Run) -> bool:
+        def in_the_way(live: Run) -> bool:
             # One whose participants are not fixed yet may turn out to need the same workers.
-            return other.run_id < run.run_id and (not other.participants or bool(other.participants & run.participants))
+            return live.run_id < run.run_id and (not live.participants or bool(live.participants & run.participants))
 
         await self._wait_for(lambda: not run.live or not any(map(in_the_way, self.values())))
         raise_if_ended(run)
@@ -175,7 +175,7 @@ async def complete(
     """Put the tasks of D into memory where their chunks are; return how many wanted ones are missing."""
     stimulus, ended = f"distmm-done-{run_id}", time()
     outputs = {key[0]: output for key, (output, _) in frozen.wanted.items()}
-    made: list[direct.Made] = []
+    placed: list[direct.Made] = []
     for address, answer in answers.items():
         keys: list[tuple[Any, int]] = []
         for name, raw_numbers, raw_sizes in answer.placed:
@@ -186,19 +186,19 @@ async def complete(
         share = (ended - began) / max(1, len(keys))
         for at, (key, size) in enumerate(keys):
             span = {"action": "compute", "start": began + at * share, "stop": began + (at + 1) * share}
-            made.append((key, frozen.states[address], size, answer.type, span))
+            placed.append((key, frozen.states[address], size, answer.type, span))
     left, unknown = set(frozen.wanted), dict[str, list[Any]]()
-    for first in range(0, len(made), _SLICE):
+    for first in range(0, len(placed), _SLICE):
         if first:
             await asyncio.sleep(0)
-        some = made[first : first + _SLICE]
+        some = placed[first : first + _SLICE]
         left -= (done := direct.put_into_memory(scheduler, barrier.ts, some, stimulus))
         for key, ws, *_ in some:
             ts = scheduler.tasks.get(key)
             if key not in done and (ts is None or ws not in (ts.who_has or ())):
                 unknown.setdefault(ws.address, []).append(key)
-    for address, found in unknown.items():
-        direct.free(scheduler, address, found, stimulus)
+    for address, orphans in unknown.items():
+        direct.free(scheduler, address, orphans, stimulus)
     # A chunk that no task wants any more is not missing.
     tasks = (scheduler.tasks.get(key) for key in left)
     return sum(ts is not None and ts.state == "waiting" for ts in tasks)
@@ -227,7 +227,7 @@ class Coordinator:
         self.roster = Roster(scheduler, self.queue.epoch)
         self.groups = RankGroups()
         release = WorkerService.release_replica
-        self.replicas = Replicas(scheduler, lambda told, name, run_id: self.tell(told, release, name, run_id))
+        self.replicas = Replicas(scheduler, lambda address, name, run_id: self.tell(address, release, name, run_id))
         self.regions = Regions(scheduler)
         self._releases: set[asyncio.Future[None]] = set()
         self._freezer = RunPlanner(scheduler, self.roster, self.groups, self.replicas)
@@ -284,9 +284,9 @@ class Coordinator:
                     direct.wait_again(self.scheduler, [barrier.ts], f"distmm-again-{run.run_id}")
             except BaseException as error:
                 running = run.phase == "running"
-                told = await self._end(run, brief(str(error)))
+                reports = await self._end(run, brief(str(error)))
                 if isinstance(error, RunFailedError):
-                    error.history.update(told)
+                    error.history.update(reports)
                 again = _may_retry(barrier, error)
                 self._event("restart" if again else "failed", run, reason=brief(str(error)))
                 if running and frozen is not None and (group := self.groups.drop(frozen.plan.group)):
@@ -353,39 +353,39 @@ class Coordinator:
     async def _vote(self, run: Run, barrier: Barrier, frozen: RunPlan) -> list[Any]:
         """Return the offers of all participants, in their order."""
         run.begin_vote()
-        made, wire = frozen.plan, frozen.plan.to_wire()
-        number = {worker.address: index for index, worker in enumerate(made.participants)}
+        plan, wire = frozen.plan, frozen.plan.to_wire()
+        number = {worker.address: index for index, worker in enumerate(plan.participants)}
 
         def prepare(address: str) -> Awaitable[Vote | None]:
             keys, sources = frozen.keys.get(address, {}), frozen.sources.get(address, b"")
             request = run.run_id, number[address], wire, keys, not barrier.moves, sources
             return self._ask(address, WorkerService.prepare, *request)
 
-        limit = made.problem.options.vote_timeout
+        limit = plan.problem.options.vote_timeout
         votes = await self._ask_all(run, prepare, timeout=limit)
-        addresses = [worker.address for worker in made.participants]
+        addresses = [worker.address for worker in plan.participants]
         return [votes[address].offer if address in votes else None for address in addresses]
 
     async def _start(self, run: Run, barrier: Barrier, frozen: RunPlan, offers: Sequence[Any]) -> None:
-        made = frozen.plan
+        plan = frozen.plan
         # It may have been ended while the last votes came.
         raise_if_ended(run)
         run.begin_running(time())
-        run.donated, run.reading = frozen.donated, set(made.workers)
-        run.expected_bytes = 0 if ENGINES[made.engine].collective else made.bytes_moved
+        run.donated, run.reading = frozen.donated, set(plan.workers)
+        run.expected_bytes = 0 if ENGINES[plan.engine].collective else plan.bytes_moved
         began = time()
-        log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, made.workers, made)
-        how: dict[str, Any] = {"tasks": dict(made.problem.counts)} if isinstance(made.problem, RegionProblem) else {}
-        how |= {"method": made.method, "grid": made.grid, "engine": made.engine, "flops": made.flops}
-        self._event("start", run, **how, bound=made.bound, ranks=made.workers, projected_bytes=made.projected_bytes)
+        log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, plan.workers, plan)
+        how: dict[str, Any] = {"tasks": dict(plan.problem.counts)} if isinstance(plan.problem, RegionProblem) else {}
+        how |= {"method": plan.method, "grid": plan.grid, "engine": plan.engine, "flops": plan.flops}
+        self._event("start", run, **how, bound=plan.bound, ranks=plan.workers, projected_bytes=plan.projected_bytes)
         self._keep(run, frozen)
-        deliver = deliveries(made.problem, frozen.wanted)
+        deliver = deliveries(plan.problem, frozen.wanted)
 
-        limit = made.problem.options.silence_timeout
+        limit = plan.problem.options.silence_timeout
         answers = await self._ask_all(
             run, lambda address: self._ask(address, WorkerService.start, run.run_id, offers, deliver), silence=limit
         )
-        self.groups.keeps(made.group, max(answer.kept_bytes for answer in answers.values()))
+        self.groups.keeps(plan.group, max(answer.kept_bytes for answer in answers.values()))
         try:
             missing = await complete(self.scheduler, run.run_id, barrier, frozen, answers, began)
         finally:
@@ -395,26 +395,26 @@ class Coordinator:
                 raise Lost(f"{missing} chunks are gone with the workers that had them")
             done = f"{len(frozen.wanted) - missing} of {len(frozen.wanted)} chunks are done"
             raise Lost(f"{', '.join(sorted(run.lost))} left the cluster; {done}")
-        self.replicas.add(run.run_id, made)
-        if isinstance(made.problem, RegionProblem):
-            self.regions.learn(made.problem, answers.values())
+        self.replicas.add(run.run_id, plan)
+        if isinstance(plan.problem, RegionProblem):
+            self.regions.learn(plan.problem, answers.values())
         figures = summarize(answers)
         log.info("run %d of %s done in %s", run.run_id, run.name, in_short(figures))
-        self._event("done", run, **figures, **_run_bytes(made.problem), projected_bytes=made.projected_bytes)
-        options = made.problem.options
+        self._event("done", run, **figures, **_run_bytes(plan.problem), projected_bytes=plan.projected_bytes)
+        options = plan.problem.options
         self.release(self.groups.surplus(options.max_groups, options.keep_workspace_bytes), options.grace_timeout)
 
     def _keep(self, run: Run, frozen: RunPlan) -> None:
         """Ask the worker after each owner to copy the chunks of which there are to be two."""
         addresses = [worker.address for worker in frozen.plan.participants if worker.address in self.scheduler.workers]
         for address, after in zip(addresses, addresses[1:] + addresses[:1], strict=True):
-            found = frozen.keys.get(address, {})
-            keys = [key for name in frozen.plan.problem.kept for key in found.get(name, ())]
+            held = frozen.keys.get(address, {})
+            keys = [key for name in frozen.plan.problem.kept for key in held.get(name, ())]
             if keys and after != address:
                 direct.copy_to(self.scheduler, after, keys, f"distmm-keep-{run.run_id}")
 
     def release(self, groups: Sequence[RankGroup], grace: float) -> list[asyncio.Future[None]]:
-        """Free the memory of groups in the background, each in its turn as if that were a run of its ranks."""
+        """Free the memory of groups in the background, queued like runs of their ranks."""
         tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(self._release(group, grace)) for group in groups]
         # The event loop holds tasks weakly only.
         self._releases.update(tasks)
@@ -428,9 +428,9 @@ class Coordinator:
             with contextlib.suppress(Lost, OSError, TimeoutError):
                 await self.queue.turn(run)
                 request = group.number, group.engine, grace
-                asked = [self._ask(address, WorkerService.release, *request) for address in group.workers]
+                requests = [self._ask(address, WorkerService.release, *request) for address in group.workers]
                 # A watchdog kills a process whose rank is stuck after `grace`; do not wait for one that stands still.
-                await asyncio.wait_for(asyncio.gather(*asked), grace + _SLACK)
+                await asyncio.wait_for(asyncio.gather(*requests), grace + _SLACK)
 
     async def release_all(self, grace: float) -> int:
         """Free the memory that engines keep on the workers between runs; return how many groups there were."""
@@ -439,13 +439,13 @@ class Coordinator:
         return len(groups)
 
     def gathered(self, run_id: int, worker: str = "") -> None:
-        """Note that a rank has read all it needs; when all have, chunks that may be freed are released.
+        """Record that a rank has read all its inputs; release donated chunks when all ranks have.
 
         Dask adds the address of the `worker` on arrival.
         """
         run = self.queue.get(run_id)
         if run is not None and run.gathered(worker) and (ts := self.scheduler.tasks.get(run.key)) is not None:
-            direct.give_up(self.scheduler, ts, run.donated, f"distmm-given-up-{run.run_id}")
+            direct.release_donated(self.scheduler, ts, run.donated, f"distmm-donated-{run.run_id}")
             self.tell(sorted(run.participants - run.lost), WorkerService.release_operands, run.run_id)
 
     async def _end(self, run: Run, reason: str) -> dict[str, str]:
@@ -454,27 +454,27 @@ class Coordinator:
             return {}  # they have been told to finish
         run.fail({"scheduler": reason})
         present = [address for address in run.participants if address in self.scheduler.workers]
-        told = dict.fromkeys(present, "it does not answer")
+        reports = dict.fromkeys(present, "it does not answer")
         answered: set[str] = set()
 
         async def abort(address: str) -> None:
             if address in run.unresponsive:
                 return
             with contextlib.suppress(OSError, TimeoutError):
-                asked = self._ask(address, WorkerService.abort, run.run_id, reason)
-                answer = await asyncio.wait_for(asked, _ABORT_TIMEOUT)
+                request = self._ask(address, WorkerService.abort, run.run_id, reason)
+                answer = await asyncio.wait_for(request, _ABORT_TIMEOUT)
                 answered.add(address)
-                told[address] = answer.message if answer is not None else "it does not know dask_distmm"
+                reports[address] = answer.message if answer is not None else "it does not know dask_distmm"
 
         await asyncio.gather(*map(abort, present))
-        run.unresponsive.update(told.keys() - answered)
+        run.unresponsive.update(reports.keys() - answered)
         # Those that do not answer now hear of it on Dask's own stream, when they listen again.
         self.tell(present, WorkerService.end, run.run_id, reason)
         self.queue.changed()
-        return told
+        return reports
 
     def lose(self, run: Run, worker: str) -> bool:
-        """Let a run end, or continue without a worker that is gone; return whether it continues."""
+        """Abort a run, or continue it without a lost worker; return whether it continues."""
         if run.lose([worker]):
             left = sorted(run.participants - run.lost) if run.lost else []
             self.tell(left, WorkerService.worker_lost, run.run_id, worker)

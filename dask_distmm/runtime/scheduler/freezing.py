@@ -81,7 +81,7 @@ _LISTED = 8
 
 
 class Roster:
-    """The workers of a cluster and their descriptions, for which each is asked once."""
+    """The workers of a cluster and their descriptions, requested once from each."""
 
     def __init__(self, scheduler: Scheduler, epoch: str = "") -> None:
         self._scheduler, self._epoch = scheduler, epoch
@@ -92,7 +92,7 @@ class Roster:
         self.bare: dict[str, str] = {}
 
     def __contains__(self, address: str) -> bool:
-        """Whether a worker is known to have dask_distmm: others may not understand its messages."""
+        """Whether a worker has reported that it has dask_distmm: others may not understand its messages."""
         return address in self._described
 
     def forget(self, address: str) -> None:
@@ -122,11 +122,11 @@ class Roster:
                 raise NoWorkersError(f"workers={paused[0]!r} was asked for, and that worker is {status}")
             running = {address: running[address] for address in wanted}
         if allowed is not None:
-            (places, asked), there = allowed, running
+            (places, request), there = allowed, running
             running = {a: ws for a, ws in there.items() if a in places}
             if there and not running:
                 raise NoWorkersError(
-                    f"{asked} was asked for (dask.annotate, or client.compute(workers=)), and no such worker "
+                    f"{request} was asked for (dask.annotate, or client.compute(workers=)), and no such worker "
                     f"is running; the cluster has {_listed(there)}"
                 )
         silent = await self.describe([address for address in running if address not in self._described])
@@ -143,9 +143,9 @@ class Roster:
         ]
         able: dict[str, list[WorkerState]] = {}
         for name in fitting:
-            found = [ws for address, ws in running.items() if self._has_engine(address, name)]
-            able[name] = found[:wanted] if isinstance(wanted, int) else found
-        reasons = {name: self._unfit(name, found, demand.kind) for name, found in able.items()}
+            equipped = [ws for address, ws in running.items() if self._has_engine(address, name)]
+            able[name] = equipped[:wanted] if isinstance(wanted, int) else equipped
+        reasons = {name: self._unfit(name, workers_of, demand.kind) for name, workers_of in able.items()}
         fit = [name for name, reason in reasons.items() if reason is None]
         # GPUs where there are some; the engine that most workers have.
         chosen = max(
@@ -190,10 +190,10 @@ class Roster:
             return ""
         if not (reason := ENGINES[engine].unfit([self.worker(ws, engine) for ws in able], kind)):
             return None
-        others = [one.name for one in ENGINES.values() if one.on_gpus and one.collective and kind in one.computes]
+        usable = [x.name for x in ENGINES.values() if x.on_gpus and x.collective and kind in x.computes]
         return (
             f"engine {engine!r} is for GPUs of one host that can read each other's memory: {reason}. Use "
-            f"{' or '.join(f'engine={name!r}' for name in others)}, or name workers that can with workers="
+            f"{' or '.join(f'engine={name!r}' for name in usable)}, or name workers that can with workers="
         )
 
     def worker(self, ws: WorkerState, engine: str) -> Worker:
@@ -207,16 +207,18 @@ class Roster:
             used = -(-int(ws.memory.unmanaged_old) // step) * step
         links = described.links
         # Engines also read the memory of workers that only hand out chunks.
-        found = [links[engine]] if engine in links else list(links.values())
-        device, reach = next((tuple(link) for link in found if link[0]), ("", ()))
+        candidates = [links[engine]] if engine in links else list(links.values())
+        device, reach = next((tuple(link) for link in candidates if link[0]), ("", ()))
         return Worker(ws.address, ws.nthreads, memory, described.host, device, tuple(reach), used, host_limit)
 
     def _check_versions(self, client: str, addresses: Iterable[str]) -> None:
         """Refuse clients and workers that have imported another version of this package than this scheduler."""
-        found = {"client": client, "scheduler": __version__}
+        versions = {"client": client, "scheduler": __version__}
         # A worker to which nothing can be attached says so, without a version.
-        found |= {one: said.version for one in addresses if (said := self._described.get(one, _UNKNOWN)).version}
-        if differing := _differing(found):
+        versions |= {
+            address: said.version for address in addresses if (said := self._described.get(address, _UNKNOWN)).version
+        }
+        if differing := _differing(versions):
             raise EngineError(
                 f"client, scheduler and workers have different versions of dask_distmm: {differing}. Install the same "
                 f"on all of them, and start them again: {install_command(elsewhere=True)}"
@@ -224,8 +226,10 @@ class Roster:
 
     def _check_libraries(self, engine: str, addresses: Iterable[str]) -> None:
         """Refuse workers that differ in the versions of an engine's libraries."""
-        found = {one: sorted(self._described[one].engines[engine].items()) for one in addresses}
-        if differing := _differing({one: ", ".join(f"{n} {v}" for n, v in names) for one, names in found.items()}):
+        libraries = {address: sorted(self._described[address].engines[engine].items()) for address in addresses}
+        if differing := _differing(
+            {address: ", ".join(f"{n} {v}" for n, v in names) for address, names in libraries.items()}
+        ):
             gpus = f"{install_command('cu13', elsewhere=True)} (cu12 for CUDA 12)"
             raise EngineError(
                 f"workers have different versions of the libraries of engine {engine!r}: {differing}. Install the same "
@@ -243,15 +247,15 @@ class Roster:
             )
 
     def _why_none(self, fitting: Sequence[str], demand: Demand, addresses: Sequence[str]) -> str:
-        """Say why no worker can do it."""
+        """Return the reason why no worker can take part."""
         if not fitting:
-            asked = demand.array, demand.dtypes
+            kinds = demand.array, demand.dtypes
             types = " and ".join(dict.fromkeys(demand.dtypes))
             verb = "multiply" if demand.kind == "product" else "factorize"
             what = f"{verb} {demand.array} arrays of {types}"
-            others = [name for name, one in ENGINES.items() if one.takes(*asked) and demand.kind in one.computes]
-            if demand.engine != "auto" and others:
-                return f"engine {demand.engine!r} can't {what}; use engine={' or '.join(map(repr, others))}"
+            able = [name for name, engine in ENGINES.items() if engine.takes(*kinds) and demand.kind in engine.computes]
+            if demand.engine != "auto" and able:
+                return f"engine {demand.engine!r} can't {what}; use engine={' or '.join(map(repr, able))}"
             return f"no engine can {what}; convert them, for example by astype('float64')"
         for address in addresses:
             engines = self._described.get(address, _UNKNOWN).engines
@@ -260,10 +264,10 @@ class Roster:
                     gpus = f"{install_command('cu13', elsewhere=True)} (cu12 for CUDA 12) on workers with a GPU each"
                     more = f". For GPUs: {gpus}" if ENGINES[engine].on_gpus else ""
                     return f"no worker has engine {engine!r}; {address} says: {engines[engine].get('error')}{more}"
-        told = next(((address, self.bare[address]) for address in addresses if address in self.bare), None)
+        report = next(((address, self.bare[address]) for address in addresses if address in self.bare), None)
         return (
             f"none of {len(addresses)} workers has dask_distmm; install it there, and start them again: "
-            f"{install_command(elsewhere=True)}{f' ({told[0]} says: {told[1]})' if told else ''}"
+            f"{install_command(elsewhere=True)}{f' ({report[0]} says: {report[1]})' if report else ''}"
         )
 
     async def describe(self, addresses: Sequence[str]) -> set[str]:
@@ -272,8 +276,8 @@ class Roster:
 
         async def ask_one(address: str) -> None:
             try:
-                asked = ask(self._scheduler.rpc(address), WorkerService.describe, "")
-                answer = await asyncio.wait_for(asked, _DESCRIBE_TIMEOUT)
+                request = ask(self._scheduler.rpc(address), WorkerService.describe, "")
+                answer = await asyncio.wait_for(request, _DESCRIBE_TIMEOUT)
             except (OSError, TimeoutError):
                 silent.add(address)
                 return
@@ -294,18 +298,18 @@ class Roster:
 
 
 def _differing(versions: Mapping[str, str]) -> str:
-    """Return who has which version; empty if all have the same."""
+    """Return the owners of each version as text; empty if all have the same."""
     owners: dict[str, list[str]] = {}
     for owner, version in versions.items():
         owners.setdefault(version, []).append(owner)
-    return "; ".join(f"{version} on {_listed(found)}" for version, found in owners.items()) if len(owners) > 1 else ""
+    return "; ".join(f"{version} on {_listed(names)}" for version, names in owners.items()) if len(owners) > 1 else ""
 
 
 def _listed(addresses: Iterable[str]) -> str:
-    """Return some addresses as a text, and how many more there are."""
-    found = sorted(addresses)
-    more = [f"{len(found) - _LISTED} more"] if len(found) > _LISTED else []
-    return ", ".join(found[:_LISTED] + more) or "none that is running"
+    """Return some addresses as text, and the number of the others."""
+    ordered = sorted(addresses)
+    more = [f"{len(ordered) - _LISTED} more"] if len(ordered) > _LISTED else []
+    return ", ".join(ordered[:_LISTED] + more) or "none that is running"
 
 
 # Barriers: the tasks that wait for one, and the multiply that makes their chunks
@@ -316,7 +320,7 @@ _LOOKED_UP = 5000
 
 
 async def with_breaks(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield items; others get the event loop every so often."""
+    """Yield items; sleep regularly so that the event loop serves others."""
     for number, item in enumerate(items, 1):
         yield item
         if number % _LOOKED_UP == 0:
@@ -349,11 +353,11 @@ class Barrier:
 
         Others get the event loop in between.
         """
-        found: dict[Any, tuple[str, int]] = {}
-        outputs = {one.name: (one, one.every.tolist()) for one in self.problem.outputs}
+        wanted: dict[Any, tuple[str, int]] = {}
+        outputs = {output.name: (output, output.every.tolist()) for output in self.problem.outputs}
         async for ts in with_breaks(list(self.ts.waiters or ())):
-            found[ts.key] = self._chunk_of(ts, outputs)
-        return found
+            wanted[ts.key] = self._chunk_of(ts, outputs)
+        return wanted
 
     def _chunk_of(self, ts: TaskState, outputs: Mapping[str, tuple[NamedMatrix, Sequence[int]]]) -> tuple[str, int]:
         """Return which output's chunk, and which of its chunks, a task is; its key has the place in its array."""
@@ -380,16 +384,16 @@ class Barrier:
 
 
 def deliveries(problem: Computation, wanted: Mapping[Any, tuple[str, int]]) -> list[tuple[str, str, bytes]]:
-    """Return for each array of which chunks are waited for its output, its name, and the others' numbers, as int64."""
+    """Return for each array with waiting chunks its output, its name, and the numbers of unwanted chunks (int64)."""
     arrays: dict[tuple[str, str], list[int]] = {}
     for (array, *_), (output, number) in wanted.items():
         arrays.setdefault((output, array), []).append(number)
-    found = []
+    delivered = []
     for (output, array), numbers in arrays.items():
         every = problem.output(output).every
-        others = np.setdiff1d(every, np.array(numbers, np.int64)) if len(numbers) < len(every) else every[:0]
-        found.append((output, array, others.tobytes()))
-    return found
+        missing = np.setdiff1d(every, np.array(numbers, np.int64)) if len(numbers) < len(every) else every[:0]
+        delivered.append((output, array, missing.tobytes()))
+    return delivered
 
 
 # Which groups of workers share something costly between runs (a communicator, mappings), and when it goes. Pure
@@ -415,7 +419,7 @@ class RankGroups:
         self._newest = 0
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of groups."""
         return len(self._groups)
 
     def orders(self, engines: Sequence[str]) -> list[tuple[str, ...]]:
@@ -438,34 +442,34 @@ class RankGroups:
         return self._groups[key]
 
     def keeps(self, number: int, size: int) -> None:
-        """Note how many bytes each rank of a group keeps for its next run."""
+        """Record the bytes that each rank of a group keeps for its next run."""
         self._kept[number] = size
 
     def surplus(self, most: int, most_bytes: int | None = None) -> list[RankGroup]:
-        """Take out and return the least recently used ones, until no limit is exceeded."""
-        found = [self._groups.popitem(last=False)[1] for _ in range(len(self._groups) - most)]
+        """Remove and return the least recently used groups until no limit is exceeded."""
+        surplus = [self._groups.popitem(last=False)[1] for _ in range(len(self._groups) - most)]
         while most_bytes is not None and len(self._groups) > 1:
             total: collections.Counter[str] = collections.Counter()
             for group in self._groups.values():
                 total.update(dict.fromkeys(group.workers, self._kept.get(group.number, 0)))
             over = {address for address, size in total.items() if size > most_bytes}
-            *others, _ = self._groups.items()
-            oldest = next((key for key, g in others if self._kept.get(g.number) and over.intersection(g.workers)), None)
+            *older, _ = self._groups.items()
+            oldest = next((key for key, g in older if self._kept.get(g.number) and over.intersection(g.workers)), None)
             if oldest is None:
                 break
-            found.append(self._groups.pop(oldest))
+            surplus.append(self._groups.pop(oldest))
         self._kept = {group.number: self._kept.get(group.number, 0) for group in self._groups.values()}
-        return found
+        return surplus
 
     def drop(self, number: int) -> RankGroup | None:
-        """Take out and return one group, if it is there."""
+        """Remove and return a group, if it exists."""
         for key, group in self._groups.items():
             if group.number == number:
                 return self._groups.pop(key)
         return None
 
     def lose(self, address: str) -> list[RankGroup]:
-        """Take out and return the groups of a worker that is gone."""
+        """Remove and return the groups of a lost worker."""
         gone = [key for key in self._groups if address in key[1]]
         return [self._groups.pop(key) for key in gone]
 
@@ -485,7 +489,7 @@ _LOOK_AT_HOLDERS = 0.01
 async def find_holders(
     scheduler: Scheduler, roster: Roster, workers: Sequence[Worker], keys: Sequence[Sequence[Any]]
 ) -> tuple[list[Worker], list[NDArray[np.int32]]]:
-    """Return who holds chunks beside the workers that can take part, and who holds each chunk."""
+    """Return holders outside of the workers that can take part, and for each operand the holder of each chunk."""
     number = {worker.address: index for index, worker in enumerate(workers)}
     if roster.bare:
         await _bring(scheduler, roster, list(number), [key for operand in keys for key in operand])
@@ -495,11 +499,11 @@ async def find_holders(
         if lost is not None:
             raise Replan(f"chunk {lost!r} is not in memory any more")
         tables.append(table)
-    others = list(number)[len(workers) :]
-    await roster.describe([address for address in others if address not in roster])
-    if gone := [address for address in others if address not in scheduler.workers]:
+    outside = list(number)[len(workers) :]
+    await roster.describe([address for address in outside if address not in roster])
+    if gone := [address for address in outside if address not in scheduler.workers]:
         raise Replan(f"{gone[0]} left the cluster with chunks")
-    return [roster.worker(scheduler.workers[address], "") for address in others], tables
+    return [roster.worker(scheduler.workers[address], "") for address in outside], tables
 
 
 async def known_places(
@@ -509,7 +513,7 @@ async def known_places(
     names: Sequence[str],
     counts: Sequence[Sequence[int]],
 ) -> tuple[list[Worker], list[bytes | None]]:
-    """Return where the chunks of some arrays are, None of those that are not all there."""
+    """Return the holders of the chunks of some arrays; None for arrays that are incomplete."""
     number = {worker.address: index for index, worker in enumerate(workers)}
     placed: list[bytes | None] = []
     for name, along in zip(names, counts, strict=True):
@@ -527,21 +531,21 @@ async def known_places(
 async def _locate(
     scheduler: Scheduler, roster: Roster, count: int, number: dict[str, int], keys: Iterable[Any]
 ) -> tuple[NDArray[np.int32], Any]:
-    """Return who holds each chunk, up to the first that nobody holds, and the key of that one; None if all are held.
+    """Return the holder of each chunk, up to the first without one, and the key of that chunk or None.
 
     `number` has the numbers of holders: of the `count` workers that can take part, and of others, which are added.
     """
-    found: list[int] = []
+    where: list[int] = []
     async for key in with_breaks(keys):
         ts = scheduler.tasks.get(key)
         holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
         if not holders:
-            return np.array(found, np.int32), key
+            return np.array(where, np.int32), key
         holder = next((address for address in holders if number.get(address, count) < count), None)
         if holder is None:
             holder = next((address for address in holders if address in roster), holders[0])
-        found.append(number.setdefault(holder, len(number)))
-    return np.array(found, np.int32), None
+        where.append(number.setdefault(holder, len(number)))
+    return np.array(where, np.int32), None
 
 
 async def _bring(scheduler: Scheduler, roster: Roster, ranks: Sequence[str], keys: Iterable[Any]) -> None:
@@ -593,13 +597,13 @@ class RunPlan:
 
     @property
     def donated(self) -> list[Any]:
-        """Keys of the chunks that are of no use once all ranks have read them."""
+        """Keys of the chunks to free after all ranks have read them."""
         names = self.plan.problem.donated
         return [key for keys in self.keys.values() for name in names for key in keys.get(name, ())]
 
     @property
     def consumed(self) -> list[Any]:
-        """Keys of the chunks that are of no use once the run has begun."""
+        """Keys of the chunks to free after the run has begun."""
         problem = self.plan.problem
         if not (problem.accumulates_in_place and ENGINES[self.plan.engine].by_panels):
             return []
@@ -622,7 +626,7 @@ class RunPlanner:
             self._orders.popitem(last=False)
 
     async def freeze(self, run: Run, barrier: Barrier) -> RunPlan:
-        """Fix who takes part, and how."""
+        """Choose the participants and the plan of a run."""
 
         async def frozen() -> RunPlan:
             raise_if_ended(run)
@@ -636,38 +640,38 @@ class RunPlanner:
         engines, workers = await self._workers(run, problem, wanted)
         made_there = problem.by_ranks
         read = [name for name in keys if name not in made_there]
-        sources, found = await find_holders(self._scheduler, self._roster, workers, [keys[name] for name in read])
-        given = dict(zip(read, found, strict=True))
+        sources, tables = await find_holders(self._scheduler, self._roster, workers, [keys[name] for name in read])
+        located = dict(zip(read, tables, strict=True))
         held: Where = {
-            name: given[problem.source_of(name)] for name in problem.operands if problem.source_of(name) in given
+            name: located[problem.source_of(name)] for name in problem.operands if problem.source_of(name) in located
         }
-        made: Placement
+        plan: Placement
         if isinstance(problem, Problem):
-            made, keys, held = await self._plan_product(barrier, problem, (engines, workers, sources), keys, held)
+            plan, keys, held = await self._plan_product(barrier, problem, (engines, workers, sources), keys, held)
         else:
-            if not self._may_give_up(barrier, problem, keys):
+            if not self._may_donate(barrier, problem, keys):
                 problem = problem.keeping()
-            made = await asyncio.to_thread(plan_computation, problem, workers, held, engine=engines, sources=sources)
+            plan = await asyncio.to_thread(plan_computation, problem, workers, held, engine=engines, sources=sources)
         # Workers that neither multiply nor hold a chunk have no part in it.
-        needed = np.unique(np.concatenate([np.asarray(made.ranks), np.arange(made.replicas), *held.values()]))
-        addresses = [made.participants[index].address for index in needed.tolist()]
+        needed = np.unique(np.concatenate([np.asarray(plan.ranks), np.arange(plan.replicas), *held.values()]))
+        addresses = [plan.participants[index].address for index in needed.tolist()]
         run.participants = frozenset(addresses)
         if gone := run.participants - self._scheduler.workers.keys():
             raise Lost(f"{', '.join(sorted(gone))} left the cluster")
         # A communicator is that of ranks. Any participant may map another's memory: of one rank too.
-        sharing = made.workers if ENGINES[made.engine].collective else tuple(run.participants)
-        if ENGINES[made.engine].on_gpus and len(sharing) > 1:
-            made = dataclasses.replace(made, group=self._groups.use(made.engine, sharing).number)
-        run.independent = made.independent
+        sharing = plan.workers if ENGINES[plan.engine].collective else tuple(run.participants)
+        if ENGINES[plan.engine].on_gpus and len(sharing) > 1:
+            plan = dataclasses.replace(plan, group=self._groups.use(plan.engine, sharing).number)
+        run.independent = plan.independent
         states = {address: self._scheduler.workers[address] for address in addresses}
         tasks = {name: keys[problem.source_of(name)] for name in made_there}
         packed: dict[str, bytes] = {}
         if tasks:
-            terms = barrier.ts.retries, _at_once(barrier.ts, map(states.__getitem__, made.workers))
-            packed = await asyncio.to_thread(pack_tasks, made, tasks, *terms)
+            terms = barrier.ts.retries, _at_once(barrier.ts, map(states.__getitem__, plan.workers))
+            packed = await asyncio.to_thread(pack_tasks, plan, tasks, *terms)
         few = sum(map(len, keys.values())) <= _FEW
-        held_by = _by_address(made, keys) if few else await asyncio.to_thread(_by_address, made, keys)
-        return RunPlan(made, held_by, states, wanted, packed)
+        held_by = _by_address(plan, keys) if few else await asyncio.to_thread(_by_address, plan, keys)
+        return RunPlan(plan, held_by, states, wanted, packed)
 
     async def _plan_product(
         self,
@@ -688,7 +692,7 @@ class RunPlanner:
             held = where
         expected = {name: "F" if problem[name].transposed else "C" for name in "ab"}
         order_a, order_b = (self._orders.get(_lasting_array_of(barrier, name), expected[name]) for name in "ab")
-        made = await asyncio.to_thread(
+        chosen = await asyncio.to_thread(
             plan,
             problem,
             workers,
@@ -700,25 +704,25 @@ class RunPlanner:
             replica_runs=replica_runs,
             thorough=False,
         )
-        return made, keys, held
+        return chosen, keys, held
 
-    def _may_give_up(self, barrier: Barrier, problem: Computation, keys: Mapping[str, Sequence[Any]]) -> bool:
+    def _may_donate(self, barrier: Barrier, problem: Computation, keys: Mapping[str, Sequence[Any]]) -> bool:
         """Whether nobody else needs the chunks of the operands that may be freed, and Dask could recompute them."""
-        found = (self._scheduler.tasks.get(key) for name in problem.donated for key in keys[name])
+        tasks = (self._scheduler.tasks.get(key) for name in problem.donated for key in keys[name])
         return all(
             ts is not None and ts.run_spec and not ts.who_wants and set(ts.waiters or ()) <= {barrier.ts}
-            for ts in found
+            for ts in tasks
         )
 
     async def _workers(
         self, run: Run, problem: Computation, wanted: Iterable[Any]
     ) -> tuple[tuple[str, ...], list[Worker]]:
-        """Return who multiplies (`Roster.choose`), when there is anybody: all may be paused, or started again."""
+        """Wait for workers that can take part (`Roster.choose`): all may be paused, or starting again."""
         limits = {"distmm.timeouts.load": problem.options.load_timeout}
         if self._scheduler.no_workers_timeout is not None:
             limits["distributed.scheduler.no-workers-timeout"] = self._scheduler.no_workers_timeout
-        name, limit = min(limits.items(), key=lambda one: one[1])
-        deadline, told = time() + limit, False
+        name, limit = min(limits.items(), key=lambda entry: entry[1])
+        deadline, reported = time() + limit, False
         while True:
             try:
                 allowed = await self._allowed(wanted)
@@ -726,16 +730,16 @@ class RunPlanner:
             except NoWorkersError as error:
                 if time() > deadline:
                     raise NoWorkersError(f"{error}; waited for {limit:g} s (config {name})") from error
-                if not told:
+                if not reported:
                     log.warning("%s waits for workers, up to %g s (config %s): %s", problem.name, limit, name, error)
-                    told = True
+                    reported = True
             await asyncio.sleep(_LOOK)
             raise_if_ended(run)
 
     async def _allowed(self, wanted: Iterable[Any]) -> tuple[set[str], str] | None:
-        """Return the workers on which the user lets the wanted tasks run, and how that was asked for; None for any."""
-        found: set[str] | None = None
-        asked: list[str] = []
+        """Return the workers to which the user restricts the wanted tasks, and the restrictions as text, or None."""
+        allowed: set[str] | None = None
+        requests: list[str] = []
         async for key in with_breaks(wanted):
             ts = self._scheduler.tasks.get(key)
             if ts is None or not (ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions):
@@ -743,21 +747,21 @@ class RunPlanner:
             valid = self._scheduler.valid_workers(ts)
             if valid is not None and (valid or not ts.loose_restrictions):
                 here = {ws.address for ws in valid}
-                asked.append(_asked(ts))
-                if found and here and not found & here:
+                requests.append(_asked(ts))
+                if allowed and here and not allowed & here:
                     raise PlanError(
-                        f"one run makes all chunks, which are to lie on different workers: {asked[0]} was asked for "
-                        f"some, {asked[-1]} for others; ask for the same workers for all of them"
+                        f"one run makes all chunks, which are to lie on different workers: {requests[0]} was asked for "
+                        f"some, {requests[-1]} for others; ask for the same workers for all of them"
                     )
-                found = here if found is None else found & here
-        return None if found is None else (found, " and ".join(dict.fromkeys(asked)))
+                allowed = here if allowed is None else allowed & here
+        return None if allowed is None else (allowed, " and ".join(dict.fromkeys(requests)))
 
 
 def _asked(ts: TaskState) -> str:
     """Return the workers and resources that were asked for a task, as the user has written them."""
     workers = sorted({*(ts.worker_restrictions or ()), *(ts.host_restrictions or ())})
-    found = [f"workers={workers}"] if workers else []
-    return ", ".join(found + ([f"resources={ts.resource_restrictions}"] if ts.resource_restrictions else []))
+    parts = [f"workers={workers}"] if workers else []
+    return ", ".join(parts + ([f"resources={ts.resource_restrictions}"] if ts.resource_restrictions else []))
 
 
 def _at_once(ts: TaskState, workers: Iterable[WorkerState]) -> dict[str, int]:
@@ -774,16 +778,16 @@ def _lasting_array_of(barrier: Barrier, operand: str) -> str:
     return barrier.problem[operand].array or f"{barrier.key}{operand}"
 
 
-def _by_address(made: Placement, keys: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, list[Any]]]:
-    """Return for each participant that has chunks to hand out their keys, by operand."""
-    found: dict[str, dict[str, list[Any]]] = {}
-    for operand, where in made.where.items():
+def _by_address(plan: Placement, keys: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, list[Any]]]:
+    """Return the keys of the chunks that each participant holds, by operand."""
+    by_address: dict[str, dict[str, list[Any]]] = {}
+    for operand, where in plan.where.items():
         if operand not in keys or (where < 0).any():
             continue
         order: NDArray[np.int64] = np.argsort(where, kind="stable")
-        bounds = np.searchsorted(where[order], np.arange(len(made.participants) + 1))
-        for index, worker in enumerate(made.participants):
+        bounds = np.searchsorted(where[order], np.arange(len(plan.participants) + 1))
+        for index, worker in enumerate(plan.participants):
             numbers = order[bounds[index] : bounds[index + 1]].tolist()
             if numbers:
-                found.setdefault(worker.address, {})[operand] = [keys[operand][number] for number in numbers]
-    return found
+                by_address.setdefault(worker.address, {})[operand] = [keys[operand][number] for number in numbers]
+    return by_address

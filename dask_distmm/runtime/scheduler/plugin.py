@@ -93,7 +93,7 @@ class Admission:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, barrier: Barrier) -> None:
-        """Look after a barrier, which has been made a moment ago."""
+        """Track a new barrier."""
         if self._watch is None or self._watch.done():
             self._watch = asyncio.ensure_future(self._watch_all())
         task = asyncio.ensure_future(self._admit(barrier))
@@ -122,7 +122,7 @@ class Admission:
     async def _watch_all(self) -> None:
         """End barriers whose inputs can never come, as long as there are barriers that wait."""
         seen, since = -1, time()
-        while found := [barrier for barrier in self._barriers.values() if barrier.ts.state == "waiting"]:
+        while waiting := [barrier for barrier in self._barriers.values() if barrier.ts.state == "waiting"]:
             await asyncio.sleep(_LOOK)
             if self._scheduler.transition_counter != seen:
                 seen, since = self._scheduler.transition_counter, time()
@@ -130,7 +130,7 @@ class Admission:
             if not paused:
                 since = time()
                 continue
-            for barrier in found:
+            for barrier in waiting:
                 ts, problem = barrier.ts, barrier.problem
                 limit = problem.options.load_timeout
                 holding = [ws for ws in paused if any(dts in ws.has_what for dts in ts.dependencies)]
@@ -150,7 +150,7 @@ class Admission:
 
 
 def stuck(workers: Iterable[Any]) -> list[WorkerState]:
-    """Return the paused workers if no worker can go on with anything; none if one can."""
+    """Return the paused workers if no worker can run tasks; an empty list otherwise."""
     paused = []
     for ws in workers:
         if ws.status.name == "paused":
@@ -185,7 +185,7 @@ def reconcile(
     # Dask's own tasks may make chunks of D, in a new graph as in one before.
     if not chunks and not any(isinstance(tasks[key].run_spec, ChunkTask) for key in graph.keys() & tasks.keys()):
         return []
-    known = {
+    present = {
         key: ts
         for key, task in graph.items()
         if (ts := tasks.get(key)) is not None
@@ -194,7 +194,7 @@ def reconcile(
     }
     kept = {
         key: ts.run_spec
-        for key, ts in known.items()
+        for key, ts in present.items()
         if ts.state != "released" or not (key in chunks or isinstance(ts.run_spec, ChunkTask))
     }
     left: dict[Any, dict[Any, ChunkTask]] = {chunks[key].barrier: {} for key in kept if key in chunks}
@@ -202,15 +202,15 @@ def reconcile(
         if key not in kept and task.barrier in left:
             left[task.barrier][key] = task
     graph |= kept
-    for barrier, others in left.items():
-        if others and barrier in graph:
-            part = restricted(graph[barrier], others)
+    for barrier, dropped in left.items():
+        if dropped and barrier in graph:
+            part = restricted(graph[barrier], dropped)
             order |= {key: order[barrier] for key in part if key not in order and barrier in order}
             graph |= part
-    for key in graph.keys() - needed(graph, keys).keys() if known else ():
+    for key in graph.keys() - needed(graph, keys).keys() if present else ():
         del graph[key]
     lost: list[TaskState] = []
-    for key, ts in known.items():
+    for key, ts in present.items():
         if key not in kept and key in graph and graph[key].dependencies != ts.run_spec.dependencies:
             lost += direct.forget_run_spec(ts)
     return lost
@@ -220,10 +220,10 @@ def reconcile(
 
 
 def order_groups(scheduler: Scheduler, tasks: Collection[Any]) -> None:
-    """Let products of a group start in the order of their ranks: reorder new tasks, before any of them starts."""
+    """Set the priorities of new tasks so that products of a group start in the order of their ranks."""
     if not any(name.startswith(GROUP_PREFIX) for name in scheduler.task_prefixes):
         return
-    ranks = {key: found for key in tasks if (found := parse_group_key(key)) is not None}
+    ranks = {key: rank for key in tasks if (rank := parse_group_key(key)) is not None}
     waiting = {key for key in tasks if scheduler.tasks[key].state in ("released", "waiting")}
     needs = {key: [dts.key for dts in scheduler.tasks[key].dependencies if dts.key in waiting] for key in waiting}
     priorities = {key: scheduler.tasks[key].priority for key in waiting}
@@ -234,19 +234,19 @@ def order_groups(scheduler: Scheduler, tasks: Collection[Any]) -> None:
 def new_priorities(
     ranks: Mapping[Any, Any], needs: Mapping[Any, Iterable[Any]], priorities: Mapping[Any, Any]
 ) -> dict[Any, Any]:
-    """Deal priorities out again. Pure."""
+    """Permute priorities so that groups follow their ranks. Pure."""
     dealt: dict[Any, None] = {}
     for product in sorted((key for key in ranks if key in priorities), key=lambda key: ranks[key]):
-        found: set[Any] = set()
+        group: set[Any] = set()
         stack = [product]
         while stack:
             key = stack.pop()
-            if key in dealt or key in found:
+            if key in dealt or key in group:
                 continue
-            found.add(key)
+            group.add(key)
             stack += needs[key]
         # In Dask's own order a task comes after the tasks that it needs.
-        dealt.update(dict.fromkeys(sorted(found, key=lambda key: priorities[key])))
+        dealt.update(dict.fromkeys(sorted(group, key=lambda key: priorities[key])))
     return dict(zip(dealt, sorted(priorities[key] for key in dealt), strict=True))
 
 
@@ -287,36 +287,36 @@ class Holds:
     def hold(self, keys: Iterable[Any]) -> None:
         """Hold back those of some tasks that a wave begins with and that have not begun; see `keys.held_back`."""
         tasks = {key: ts for key in keys if (ts := self._scheduler.tasks.get(key)) is not None and _is_ahead(ts)}
-        found = held_back({key: ts.run_spec for key, ts in tasks.items()})
-        held = found.keys() - self._held
+        barriers = held_back({key: ts.run_spec for key, ts in tasks.items()})
+        held = barriers.keys() - self._held
         for key in held:
-            self._behind.setdefault(found[key], []).append((tasks[key], direct.park(tasks[key])))
-            self._look_soon(found[key])
+            self._behind.setdefault(barriers[key], []).append((tasks[key], direct.park(tasks[key])))
+            self._look_soon(barriers[key])
         self._held.update(held)
         direct.unqueue(self._scheduler, [tasks[key] for key in held], "distmm-hold")
         if held and (self._refreshing is None or self._refreshing.done()):
             self._refreshing = asyncio.ensure_future(direct.keep_parked(self._scheduler, self._held))
 
     def transition(self, key: Any, finish: str) -> None:
-        """Look at what waits for a barrier that is over, or for a task that has taken its chunks."""
+        """Check the holds of a barrier that is over, or of a task that has taken its chunks."""
         if key in self._takers:
             self._look_soon(self._takers.pop(key))
         elif key in self._behind and finish in ("released", "forgotten", "erred"):
             self._look_soon(key)
 
     def clear(self) -> None:
-        """Let all tasks go."""
+        """Release all held tasks."""
         self._takers.clear()
         self._let_go(list(self._behind))
 
     def _look_soon(self, barrier: Any) -> None:
-        """Look at a barrier when the transitions that are going on are over."""
+        """Schedule `_look` at a barrier, after the current transitions."""
         if not self._to_look:
             asyncio.get_running_loop().call_soon(self._look)
         self._to_look.add(barrier)
 
     def _look(self) -> None:
-        """Let go what waits for barriers that are not ahead any more."""
+        """Release the tasks that wait for barriers which are not ahead any more."""
         keys, self._to_look = self._to_look & self._behind.keys(), set()
         over = []
         for key in keys:
@@ -329,11 +329,11 @@ class Holds:
         self._let_go(over)
 
     def _let_go(self, barriers: Iterable[Any]) -> None:
-        held = [found for key in barriers for found in self._behind.pop(key)]
+        held = [task for key in barriers for task in self._behind.pop(key)]
         self._held.difference_update(ts.key for ts, _ in held)
-        known = [(ts, before) for ts, before in held if self._scheduler.tasks.get(ts.key) is ts]
+        current = [(ts, before) for ts, before in held if self._scheduler.tasks.get(ts.key) is ts]
         # Barriers stay parked.
-        tasks = [(ts, before) for ts, before in known if not is_barrier(ts.run_spec)]
+        tasks = [(ts, before) for ts, before in current if not is_barrier(ts.run_spec)]
         for ts, before in tasks:
             direct.restore(ts, before)
         self._go_on([ts.key for ts, _ in held])
@@ -377,7 +377,7 @@ class WorkersWithoutPackage:
         self.look([key for key, ts in self._scheduler.tasks.items() if ts.state in _WAITING])
 
     def change(self, address: str) -> None:
-        """Look again after a worker has come or gone."""
+        """Update the restrictions after a worker has joined or left."""
         self.reasons.pop(address, None)
         if self._kept:
             kept, self._kept = self._kept, set()
@@ -389,8 +389,8 @@ class WorkersWithoutPackage:
             return
         tasks = self._scheduler.tasks
         # Tasks that are restricted already, as barriers and tiles are, are so for reasons of ours or of the user's.
-        found = {key for key in keys if (ts := tasks.get(key)) is not None and not ts.worker_restrictions}
-        self._restrict({key for key in found if needs_package(tasks[key].run_spec)})
+        unrestricted = {key for key in keys if (ts := tasks.get(key)) is not None and not ts.worker_restrictions}
+        self._restrict({key for key in unrestricted if needs_package(tasks[key].run_spec)})
 
     def _restrict(self, keys: Iterable[Any]) -> None:
         able = self._scheduler.workers.keys() - self.reasons.keys()
@@ -489,7 +489,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self.transition(barrier.key, "waiting", "no-worker")
 
     async def retire(self) -> None:
-        """End all that is under way, as another plugin takes this one's place: nobody hears of transitions any more."""
+        """Abort all runs, as another plugin replaces this one and hears of transitions in its place."""
         driving = [barrier.task for barrier in self.barriers.values() if barrier.task is not None]
         self.barriers.clear()
         self.holds.clear()
@@ -499,7 +499,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         await self.coordinator.release_all(read_options().grace_timeout)
 
     async def close(self) -> None:
-        """Leave the process as it was."""
+        """Undo all changes to this process' Dask."""
         direct.order_graphs(self.scheduler, False)
         direct.look_at_graphs(self.scheduler, None)
 
@@ -515,19 +515,19 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         engines, workers = await self.roster.choose(demand)
         sources, placed = await known_places(self.scheduler, self.roster, workers, names, counts)
         placed = self.replicas.everywhere(names, workers, placed)
-        found = {"engines": engines, "workers": workers, "sources": sources, "placed": placed}
-        return Snapshot("OK", groups=self.groups.orders(engines), **found)
+        fields = {"engines": engines, "workers": workers, "sources": sources, "placed": placed}
+        return Snapshot("OK", groups=self.groups.orders(engines), **fields)
 
     async def answer_progress(self, names: Sequence[str] | None = None, keys: Sequence[Any] = ()) -> ProgressReply:
         """Return how far the multiplies `names` are, or where that is None those that the tasks `keys` need."""
         try:
             # A graph that was submitted a moment ago may still be on its way.
-            known = names is not None or all(key in self.scheduler.tasks for key in keys)
-            runs, found = list(self.queue.values()), find_names(self.scheduler, keys) if names is None else names
-            lines = [progress_of(self.scheduler, runs, self.records, str(name)) for name in found]
+            all_present = names is not None or all(key in self.scheduler.tasks for key in keys)
+            runs, wanted = list(self.queue.values()), find_names(self.scheduler, keys) if names is None else names
+            lines = [progress_of(self.scheduler, runs, self.records, str(name)) for name in wanted]
         except TypeError as error:
             raise ProtocolError(f"malformed question: {error!r}") from error
-        return ProgressReply("OK", known=known, found=lines)
+        return ProgressReply("OK", all_present=all_present, lines=lines)
 
     async def answer_regions(self, graph: bytes) -> RegionsReply:
         """Return the regions of a graph, pickled with the keys that are wanted, if it came to the scheduler now."""
@@ -548,7 +548,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         turns_in_all: Count = 0,
         worker: str = "",
     ) -> None:
-        """Note which share of its work a participant has done, and how many bytes have arrived there so far.
+        """Record a participant's progress: its share of work done, and the bytes that it has received.
 
         The first rank tells how many turns of the outermost loop are done, and of how many. Dask adds the address of
         the `worker` on arrival.
@@ -565,7 +565,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self._event("progress", run, **figures, **(loop if run.turns else {}))
 
     def hear_enabled(self, enabled: bool, client: str = "") -> None:
-        """Note whether graphs of a client may have regions. Dask adds the `client` on arrival."""
+        """Record whether graphs of a client may have regions. Dask adds the `client` on arrival."""
         (self.regions.clients.add if enabled else self.regions.clients.discard)(client)
 
     # Barriers
@@ -595,16 +595,16 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self.admission.begin(barrier)
 
     def _look_at(
-        self, graph: dict[Any, Any], keys: Collection[Any], order: dict[Any, int], others: Mapping[str, Any]
+        self, graph: dict[Any, Any], keys: Collection[Any], order: dict[Any, int], details: Mapping[str, Any]
     ) -> None:
-        """Leave each chunk that is known with one barrier, and make regions of what is new."""
+        """Assign each known chunk to one barrier, and make regions of new tasks."""
         # Chunks that are known keep their barriers known, but for those that Dask's own tasks make.
         lost: list[TaskState] = []
         if has_runs := any(isinstance(task, RunTask) for task in graph.values()):
             isolate_copied(graph)
         if self.barriers or has_runs:
             lost += reconcile(self.scheduler.tasks, graph, keys, order)
-        for ts in lost + self.regions.look(graph, keys, order, others):
+        for ts in lost + self.regions.look(graph, keys, order, details):
             asyncio.get_running_loop().call_soon(self._forget, ts)
 
     def _forget(self, ts: TaskState) -> bool:
@@ -615,7 +615,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         return unneeded
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """Begin runs of barriers that are parked, and end those of barriers that nobody waits for any more."""
+        """Start runs of parked barriers, and abort those of barriers without dependents."""
         self.replicas.transition(key, finish)
         self.holds.transition(key, finish)
         if (barrier := self.barriers.get(key)) is None:
@@ -629,7 +629,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             asyncio.get_running_loop().call_soon(self._look, barrier)
 
     def _go_on(self, keys: Collection[Any]) -> None:
-        """Look at tasks that are held back no more: barriers that are parked begin soon."""
+        """Start the runs of parked barriers among tasks that are released."""
         self.bare.look(keys)
         for barrier in [self.barriers[key] for key in keys if key in self.barriers]:
             # Of several that are parked at once the one that Dask would have run first goes first.
@@ -673,7 +673,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self.coordinator.lose(run, worker)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Hear of workers that lack this package."""
+        """Record the workers that report that they lack this package."""
         # Any client may log an event; a worker that has described itself has the package.
         if topic == MISSING and isinstance(msg, dict) and str(msg.get("worker")) not in self.roster:
             self.bare.note(str(msg.get("worker")), str(msg.get("reason")))

@@ -57,9 +57,9 @@ _REDUCED = 64
 _THERE = "being made, or in memory"
 # Products of more work on CPUs and on GPUs, of more bytes that a rank gets, or of more pieces are runs of their own.
 _FLOPS, _MOVED, _PIECES = {"numpy": 2e10, "cupy": 2e12}, 2**26, 4096
-# Chunks of so many bytes, all along k, are put together for a product (bytes).
+# Bytes up to which chunks along k are concatenated for one product.
 _TOGETHER = 2**23
-# Dask moves a task to another worker if that would begin by so much earlier (seconds).
+# Dask moves a task to another worker if it would start this much earlier there (seconds).
 _STEALS = 0.1
 # How fast a thread, or a GPU, is expected to read what a task reads, where it is not known how long tasks of a name
 # take (bytes a second).
@@ -72,19 +72,19 @@ def is_product(task: GraphNode) -> bool:
         return False
     if task.func is _execute_subgraph:
         inner = task.args[0]
-        return any(is_product(one) for one in (getattr(inner, "value", inner) or {}).values())
+        return any(is_product(task) for task in (getattr(inner, "value", inner) or {}).values())
     return task.func is multiply_parts or funcname(task.func) in _PRODUCTS
 
 
 def root_bytes(task: GraphNode) -> int | None:
-    """Return the bytes, at a guess, that a task makes out of nothing but small constants; None if it may do else."""
+    """Estimate the bytes of a task's result if it only reads small constants; None if it may read more."""
     if isinstance(task, DataNode):
         return int(sizeof(task.value))
     if not isinstance(task, Task):
         return None
     if task.func is _execute_subgraph:
         inner = task.args[0]
-        sizes = [root_bytes(one) for one in getattr(inner, "value", inner).values() if not one.dependencies]
+        sizes = [root_bytes(task) for task in getattr(inner, "value", inner).values() if not task.dependencies]
         return None if None in sizes else sum(filter(None, sizes))
     if funcname(task.func) not in _MADE:
         return None
@@ -123,7 +123,7 @@ class Parts(NamedTuple):
 
 def parts_of(
     graph: Mapping[Any, GraphNode],
-    known: Collection[Any],
+    submitted: Collection[Any],
     order: Mapping[Any, int],
     taken: Callable[[GraphNode], Problem | None] = lambda barrier: None,
     pending: Callable[[Any], bool] = lambda key: False,
@@ -140,31 +140,31 @@ def parts_of(
     groups = Groups()
     worthy: set[Any] = set()
     left: dict[Any, str] = {}
-    started = {task.barrier for key in known if isinstance(task := graph.get(key), ChunkTask)}
+    started = {task.barrier for key in submitted if isinstance(task := graph.get(key), ChunkTask)}
     # Copies of a barrier (dask.delayed of an array makes them) read the barrier itself.
     started |= {dep for task in graph.values() if not isinstance(task, ChunkTask) for dep in task.dependencies}
 
     def is_there(dep: Any) -> bool:
         """Whether a region may read a value: one of its own, or one that waits for nothing of Dask's."""
         own = dep in mine or dep in constants
-        return own or dep not in graph or dep in known or isinstance(graph[dep], ChunkTask)
+        return own or dep not in graph or dep in submitted or isinstance(graph[dep], ChunkTask)
 
     for key in in_order(graph, order):
         task = graph[key]
         needs = task.dependencies
         level = levels[key] = max((levels.get(dep, 0) for dep in needs), default=0)
         if isinstance(task, ChunkTask):
-            if task.barrier not in products or key in known:
+            if task.barrier not in products or key in submitted:
                 levels[key] = level + 1
                 continue
         elif is_barrier(task):
-            if key not in known and key not in started and all(map(is_there, needs)) and (found := taken(task)):
-                products[key] = found
+            if key not in submitted and key not in started and all(map(is_there, needs)) and (product := taken(task)):
+                products[key] = product
             else:
                 worthy.update(dep for dep in needs if dep in mine)
                 left[key] = "runs of their own"
                 continue
-        elif key in known:
+        elif key in submitted:
             left[key] = _THERE
             continue
         elif isinstance(task, DataNode):
@@ -203,15 +203,15 @@ def parts_of(
 
 
 def product_of(barrier: GraphNode) -> Problem | None:
-    """Return the product of a barrier that may be tasks of a region: a plain one of little work, which moves little."""
+    """Return a barrier's product if it may run as tasks of a region: a plain one, of little work and traffic."""
     wire = barrier.args[0]
     if not isinstance(wire, Mapping) or wire.get("kind") != Problem.kind:
         return None
     problem = problem_from_wire(wire)
     assert isinstance(problem, Problem)
     a, b, d = problem.a, problem.b, problem.d
-    asked = problem.workers, problem.compute, problem.by_ranks, problem.extras, problem.laid_out, problem.stationary
-    plain = problem.method == problem.engine == "auto" and not any(asked) and wave_of(problem.name) is None
+    demands = problem.workers, problem.compute, problem.by_ranks, problem.extras, problem.laid_out, problem.stationary
+    plain = problem.method == problem.engine == "auto" and not any(demands) and wave_of(problem.name) is None
     plain = plain and problem.formula.plain and d.chunks == (a.chunks[0], b.chunks[1])
     types = {a.dtype, b.dtype, d.dtype, problem.compute_type.name}
     pieces = a.counts[0] * b.counts[1] * (a.counts[1] + b.counts[0])
@@ -222,7 +222,7 @@ def product_of(barrier: GraphNode) -> Problem | None:
 def tasks_of_product(
     problem: Problem, barrier: GraphNode, chunk: ChunkTask, place: Callable[[Any], Any]
 ) -> dict[Any, GraphNode]:
-    """Return the tasks that make a chunk of a product: of pieces along k, whose sums are added where they are first."""
+    """Return the tasks that compute a chunk of a product: one for each piece along k, each adding to the last sum."""
     _, lists = operand_keys(barrier)
     keys = dict(zip(problem.inputs, lists, strict=True))
     a_cols, b_cols = problem.a.counts[1], problem.b.counts[1]
@@ -278,39 +278,39 @@ def tasks_of_product(
 
 
 def in_order(graph: Mapping[Any, GraphNode], order: Mapping[Any, int]) -> list[Any]:
-    """Return the keys of a graph in an order, but each after those that it depends on."""
-    found: dict[Any, None] = {}
+    """Sort the keys of a graph topologically, otherwise by an order."""
+    ordered: dict[Any, None] = {}
     for first in sorted(graph, key=lambda key: order.get(key, -1)):
         todo = [first]
         while todo:
-            left = [dep for dep in graph[todo[-1]].dependencies if dep in graph and dep not in found]
+            left = [dep for dep in graph[todo[-1]].dependencies if dep in graph and dep not in ordered]
             todo += left
             if not left:
-                found[todo.pop()] = None
-    return list(found)
+                ordered[todo.pop()] = None
+    return list(ordered)
 
 
 class Groups:
-    """Things that are connected (union-find)."""
+    """Disjoint sets (union-find)."""
 
     def __init__(self) -> None:
         self._above: dict[Any, Any] = {}
 
-    def of(self, one: Any) -> Any:
-        """Return what stands for all that is connected with a thing."""
+    def of(self, member: Any) -> Any:
+        """Return the representative of a member's set."""
         above = self._above
-        while (up := above.get(one, one)) != one:
-            above[one] = above.get(up, up)
-            one = up
-        return one
+        while (up := above.get(member, member)) != member:
+            above[member] = above.get(up, up)
+            member = up
+        return member
 
-    def join(self, one: Any, other: Any) -> None:
-        """Connect two things."""
-        self._above[self.of(one)] = self.of(other)
+    def join(self, member: Any, target: Any) -> None:
+        """Merge the sets of two members."""
+        self._above[self.of(member)] = self.of(target)
 
 
 def expected_size(name: str, product: bool, sizes: Sequence[int]) -> int:
-    """Return the bytes that the value of a task is expected to have, from those of what it reads."""
+    """Estimate the bytes of a task's result from those of its inputs."""
     if not sizes:
         return 0
     if product:
@@ -320,7 +320,7 @@ def expected_size(name: str, product: bool, sizes: Sequence[int]) -> int:
 
 
 def _behind(graph: Mapping[Any, GraphNode], inside: Collection[Any], keys: Iterable[Any]) -> set[Any]:
-    """Return some keys, and those that they depend on within a part of a graph."""
+    """Return the closure of some keys under dependencies within a part of a graph."""
     behind, todo = set[Any](), list(keys)
     while todo:
         key = todo.pop()
@@ -331,7 +331,7 @@ def _behind(graph: Mapping[Any, GraphNode], inside: Collection[Any], keys: Itera
 
 
 class Draft:
-    """A region with all that it needs and makes, before anything is changed."""
+    """A region with its inputs and results, before the graph is changed."""
 
     def __init__(
         self,
@@ -387,12 +387,12 @@ class Regions:
         self._seconds: dict[str, float] = {}
 
     def look(
-        self, graph: dict[Any, GraphNode], keys: Collection[Any], order: dict[Any, int], others: Mapping[str, Any]
+        self, graph: dict[Any, GraphNode], keys: Collection[Any], order: dict[Any, int], details: Mapping[str, Any]
     ) -> list[TaskState]:
-        """Put runs in the place of regions, where they are faster; return tasks that lost a dependent."""
-        asked = [others.get(name) for name in ("annotations_by_type", "actors", "user_priority")]
-        annotated = set(others.get("global_annotations") or ()) - {"span"}
-        if others.get("client") not in self.clients or any(asked) or annotated or len(graph) > _MOST_TASKS:
+        """Replace regions by runs if these are faster; return the tasks that lost a dependent."""
+        demands = [details.get(name) for name in ("annotations_by_type", "actors", "user_priority")]
+        annotated = set(details.get("global_annotations") or ()) - {"span"}
+        if details.get("client") not in self.clients or any(demands) or annotated or len(graph) > _MOST_TASKS:
             return []
         if not any(is_barrier(task) or is_product(task) for task in graph.values()):
             return []
@@ -406,8 +406,8 @@ class Regions:
         return lost
 
     def explain(self, graph: Mapping[Any, GraphNode], keys: Collection[Any]) -> tuple[list[Region], dict[str, int]]:
-        """Return what the regions of a graph would be, and how many other tasks are in none for which reasons."""
-        found, parts = self._found(graph, keys, {})
+        """Return the regions of a graph, and the counts of its other tasks by the reason why they are in none."""
+        drafts, parts = self._found(graph, keys, {})
         regions = [
             Region(
                 counts=draft.counts,
@@ -417,15 +417,15 @@ class Regions:
                 seconds=draft.seconds,
                 chosen=problem is not None,
             )
-            for draft, problem in found
+            for draft, problem in drafts
         ]
         return regions, dict(collections.Counter(parts.left.values()))
 
     def _found(
         self, graph: Mapping[Any, GraphNode], keys: Collection[Any], order: Mapping[Any, int]
     ) -> tuple[list[tuple[Draft, RegionProblem | None]], Parts]:
-        """Return the regions of a graph, those that are chosen with their problems."""
-        # What was released, and is known for others that could be lost, may be made again within a region.
+        """Return the candidate regions of a graph; with problems if a run is faster."""
+        # A released task that the scheduler keeps for recomputation may be recomputed within a region.
         tasks, graph = self._scheduler.tasks, dict(graph)
         for key in (todo := list(graph)):
             for dep in graph[key].dependencies:
@@ -433,7 +433,7 @@ class Regions:
                 if ts is not None and ts.state == "released" and type(ts.run_spec) in (Task, Alias, DataNode):
                     graph[dep] = ts.run_spec
                     todo.append(dep)
-        known = {key for key in graph if (ts := tasks.get(key)) is not None and ts.state != "released"}
+        submitted = {key for key in graph if (ts := tasks.get(key)) is not None and ts.state != "released"}
 
         def pending(key: Any) -> bool:
             return (ts := tasks.get(key)) is not None and not ts.who_has
@@ -442,15 +442,15 @@ class Regions:
             return (ts := tasks.get(key)) is not None and bool(ts.dependents)
 
         for taken in (product_of, lambda barrier: None):
-            parts = parts_of(graph, known, order, taken, pending)
+            parts = parts_of(graph, submitted, order, taken, pending)
             drafts = [Draft(graph, keys, part, parts, self._place, shared) for part in parts.regions]
             # A graph with nothing beside a region takes no start of Dask's own tasks; else both have their way from the
             # client and back in any case, half of what is around a run.
-            alone = len(drafts) == 1 and set(parts.left.values()) <= {_THERE}
-            made = [self._problem(draft, alone) for draft in drafts]
-            if all(problem is not None or not draft.products for problem, draft in zip(made, drafts, strict=True)):
+            whole = len(drafts) == 1 and set(parts.left.values()) <= {_THERE}
+            problems = [self._problem(draft, whole) for draft in drafts]
+            if all(problem is not None or not draft.products for problem, draft in zip(problems, drafts, strict=True)):
                 break
-        return list(zip(drafts, made, strict=True)), parts
+        return list(zip(drafts, problems, strict=True)), parts
 
     def _replace(
         self,
@@ -460,7 +460,7 @@ class Regions:
         draft: Draft,
         problem: RegionProblem,
     ) -> list[TaskState]:
-        """Put a run in the place of a region; see `look`."""
+        """Replace a region by a run; see `look`."""
         barrier, constants = barrier_key(problem.name), draft.constants
         packed = []
         for task in draft.tasks.values():
@@ -481,8 +481,8 @@ class Regions:
             graph.pop(key, None)
         return lost
 
-    def _problem(self, draft: Draft, alone: bool) -> RegionProblem | None:
-        """Return what a region is for a run; None where that is not expected to be clearly faster."""
+    def _problem(self, draft: Draft, whole: bool) -> RegionProblem | None:
+        """Return the problem of a region; None unless its run is expected to be clearly faster."""
         inputs, workers, array = draft.inputs, self._workers(), self._array_of(draft.inputs)
         number = {key: value for value, key in enumerate([*inputs, *draft.tasks])}
         needs = [
@@ -503,18 +503,18 @@ class Regions:
                 root_bytes(task) or 0 if not task.dependencies else expected_size(name, is_product(task), read)
             )
         sizes = sizes[len(inputs) :]
-        found = assign(needs, sizes, seconds, held, where, max(1, len(workers)))
-        if draft.products and max(found.moved) > _MOVED:
+        assignment = assign(needs, sizes, seconds, held, where, max(1, len(workers)))
+        if draft.products and max(assignment.moved) > _MOVED:
             return None
         every = [key for chunks in draft.results.values() for key in chunks]
         costs, threads = dask_costs(), [ws.nthreads for ws in workers]
-        run = run_seconds(found, threads, len(inputs) + len(every), costs) - (not alone) * costs.run / 2
+        run = run_seconds(assignment, threads, len(inputs) + len(every), costs) - (not whole) * costs.run / 2
         # Dask's own tasks run where their chunks are, too, unless others have had nothing to do for long.
         work = max(sum(seconds) / max(1, sum(threads)), max(seconds, default=0.0))
-        local = max(spent / max(1, count) for spent, count in zip(found.seconds, threads, strict=True))
+        local = max(spent / max(1, count) for spent, count in zip(assignment.seconds, threads, strict=True))
         work = max(work, min(local, work + _STEALS))
         plain = sum(key in draft.inside and key not in draft.products for key in draft.tasks)
-        own = alone * costs.start + plain * costs.task + len(draft.products) * (costs.run + costs.chunk * len(inputs))
+        own = whole * costs.start + plain * costs.task + len(draft.products) * (costs.run + costs.chunk * len(inputs))
         draft.seconds = work, run - work, own
         name = f"region-{tokenize(every, inputs)}"
         if not every or run - work >= CLEARLY * own or barrier_key(name) in self._scheduler.tasks:
@@ -544,7 +544,7 @@ class Regions:
         return [ws for ws in self._scheduler.workers.values() if ws.status.name == "running"]
 
     def _array_of(self, inputs: Collection[Any]) -> str:
-        """Return of which kind the chunks are that a region begins with; on GPUs where that is not known, and they are.
+        """Return the array kind of a region's inputs: CuPy's if it is unknown and the workers have GPUs.
 
         ``"cupy"`` or ``"numpy"``.
         """
@@ -553,13 +553,13 @@ class Regions:
         return "cupy" if any(kind.startswith("cupy") for kind in kinds) or (on_gpus and kinds <= {""}) else "numpy"
 
     def _duration(self, name: str, guess: float) -> float:
-        """Return the seconds that a task of a name takes; a guess where none was seen."""
+        """Return the average seconds of tasks of this name; a guess if none has run."""
         prefix = self._scheduler.task_prefixes.get(name)
-        known = self._seconds.get(name, prefix.duration_average if prefix is not None else -1.0)
-        return known if known >= 0 else guess
+        average = self._seconds.get(name, prefix.duration_average if prefix is not None else -1.0)
+        return average if average >= 0 else guess
 
     def learn(self, problem: RegionProblem, answers: Iterable[Done]) -> None:
-        """Note how long tasks have taken in a run."""
+        """Record the durations of a run's tasks."""
         spent: collections.Counter[str] = collections.Counter()
         for answer in answers:
             spent.update({name: seconds for name, seconds in answer.timings.items() if name in problem.counts})
@@ -572,7 +572,7 @@ class Regions:
 def put_back(scheduler: Scheduler, barrier: TaskState) -> bool:
     """Give the tasks of a region back to Dask; return whether a barrier is a region's."""
     _, (*_, packed) = operand_keys(barrier.run_spec)
-    if not all(isinstance(one, tuple) and isinstance(one[0], GraphNode) for one in packed) or not packed:
+    if not all(isinstance(entry, tuple) and isinstance(entry[0], GraphNode) for entry in packed) or not packed:
         return False
     tasks: dict[Any, GraphNode] = {}
     for task, _, constants in packed:
