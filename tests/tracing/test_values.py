@@ -174,3 +174,72 @@ def test_unknown_sizes_that_do_not_fit():
         function(unknown(x), unknown(x, (10, 20)))
     with pytest.raises(MatrixError, match="have chunks of 13 and 14 rows side by side"):
         function(unknown(x), unknown(x, (9, 0, 13, 8))).compute(scheduler="sync")
+
+
+@pytest.mark.parametrize("spoil", [None, "rows", "labels", "numbers"])
+@pytest.mark.parametrize("kind", ["float64", "float32"])
+def test_rows_by_labels(kind, spoil):
+    """A product with a matrix that says which label each row has is NumPy's, of NaN and of labels that none has."""
+    rng = np.random.default_rng()
+    X, labels, numbers = rng.standard_normal((3000, 5)).astype(kind), rng.integers(0, 7, 3000), np.arange(7)
+    if spoil == "rows":
+        X[rng.integers(3000, size=3), rng.integers(5, size=3)] = np.nan, np.inf, -np.inf
+    elif spoil == "labels":
+        labels[rng.integers(3000, size=40)] = rng.choice([-1, 7, 2**40], 40)
+    elif spoil == "numbers":
+        numbers = rng.permutation(9)[:7]
+
+    def function(X, labels, numbers):
+        chosen = labels[:, None] == numbers
+        turned = (numbers[:, None] == labels).astype(X.dtype)
+        sums = chosen.astype(X.dtype).T @ X, X.T @ chosen.astype(X.dtype), turned @ X[:, 0], X[:, 1] @ turned.T
+        # What others read, too, is a matrix.
+        read = labels[:, None] == numbers + 0
+        return sums, chosen.sum(0), chosen.sum(0, keepdims=True), turned.sum(1), (read.sum(0), read.any(1))
+
+    lazy = da.from_array(X, chunks=(1100, 5)), da.from_array(labels, chunks=700)
+    found, _ = flattened(on_ranks(function, *lazy, numbers, ranks=2))
+    with np.errstate(invalid="ignore"):
+        expected, _ = flattened(function(X, labels, numbers))
+    for array, reference in zip(found, expected, strict=True):
+        assert array.dtype == reference.dtype
+        np.testing.assert_allclose(
+            array, reference, rtol=1e-3 if kind == "float32" else 1e-9, atol=1e-3 * (kind == "float32")
+        )
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "int16", "bool"])
+@pytest.mark.parametrize("columns", [1, 4, 16, 40])
+def test_best_of_short_rows(kind, columns):
+    """It is the first one of several, and NaN where there is one."""
+    rng = np.random.default_rng()
+    X = rng.integers(0, 6, (2500, columns)).astype(kind)
+    if kind.startswith("float"):
+        X[rng.integers(2500, size=90), rng.integers(columns, size=90)] = rng.choice([np.nan, np.inf, -np.inf], 90)
+
+    def function(X):
+        return X.argmin(1), np.argmax(X, axis=1, keepdims=True), (X == 3).argmax(1)
+
+    found = on_ranks(function, da.from_array(X, chunks=(1200, columns)), ranks=2)
+    for array, reference in zip(found, function(X), strict=True):
+        np.testing.assert_array_equal(array, reference)
+        assert array.dtype == reference.dtype
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("columns", [0, 1, 3, 40, 300])
+def test_products_in_pieces(columns, order):
+    rng = np.random.default_rng()
+    X, A, y = rng.standard_normal((9000, 32)), rng.standard_normal((32, columns)), rng.standard_normal(columns)
+
+    def function(X, A, y):
+        def turn(i, A):
+            # The row is another one in each turn.
+            return X.T @ ((X @ A - y * i) / (1 + y * y)) / len(X)
+
+        last = fori_loop(0, 4, turn, A)
+        return last, X @ last, (last.T @ X.T).sum(1), X @ A[::-1]
+
+    lazy = da.from_array(X, chunks=(4700, 32)).map_blocks(np.array, order=order, dtype=X.dtype)
+    for array, reference in zip(on_ranks(function, lazy, A, y, ranks=2), function(X, A, y), strict=True):
+        np.testing.assert_allclose(array, reference, rtol=1e-8, atol=1e-11)
