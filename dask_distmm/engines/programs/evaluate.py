@@ -992,7 +992,7 @@ def _user_rows(
 
 def _in_pieces(a: Any, b: Any, out: Any, most: int) -> Any:
     """Return a product of rows, some at a time."""
-    pieces = len(a) // most if a.flags.c_contiguous else 0
+    pieces = len(a) // most if a.flags.c_contiguous and (out is None or out.flags.c_contiguous) else 0
     if pieces < 2:
         return np.matmul(a, b, out)
     out, rows = np.empty((len(a), b.shape[1]), a.dtype) if out is None else out, pieces * most
