@@ -15,6 +15,7 @@ from matrices import problem_of
 from residuals import assert_least_squares, assert_qr
 
 from dask_distmm import linalg
+from dask_distmm.arrays.linalg import leading
 from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Worker
@@ -92,6 +93,16 @@ def test_tall_matrices(run, condition):
     if condition < 1e20:
         for made in (False, True):
             assert_least_squares(a, run(linalg.lstsq(x, y), a, b, made=made)["x"], b)
+
+
+@pytest.mark.parametrize("iterations", [0, 2])
+@pytest.mark.parametrize("cols", [6, 300])
+def test_random_projections_of_chunks_of_rows(run, cols, iterations):
+    """Of tall matrices, and of wide ones, whose chunks have fewer rows than random vectors."""
+    rng = np.random.default_rng()
+    a = rng.standard_normal((40, 3)) @ rng.standard_normal((3, cols))
+    found = run(leading.compressed_by_rows(cupy_array(a, (4, cols)), 3, iterations, 3, 1, {}), a)
+    np.testing.assert_allclose((found["u"] * found["s"]) @ found["vh"], a, atol=1e-12 * abs(a).max())
 
 
 @pytest.mark.parametrize("made", [False, True])
