@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import warnings
 
+import conformance
 import dask
 import dask.array as da
 import numpy as np
@@ -15,7 +16,7 @@ import scipy.sparse.linalg
 from matrices import noise, problem_of
 from ranks import on_ranks
 
-from dask_distmm import PlanError, linalg, testing
+from dask_distmm import PlanError, linalg
 from dask_distmm.engines.base import Side
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.programs.turns import Writer
@@ -554,7 +555,7 @@ def test_progress_follows_the_residual(monkeypatch):
         def side(plan, me, *more, seen=seen):
             return Side(plan, me, *more, progress=seen.append if me == plan.ranks[0] else lambda share: None)
 
-        monkeypatch.setattr(testing, "Side", side)
+        monkeypatch.setattr(conformance, "Side", side)
         results = getattr(linalg, name)(da.from_array(a, chunks=(17, N)), da.from_array(b, chunks=17))
         on_ranks(results[:1], {"a": a, "b": b[:, None]})
         inside = [one for one in seen if one < 1]
