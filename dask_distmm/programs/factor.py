@@ -87,7 +87,7 @@ class Columns:
 
     def first(self, matrix: int) -> int:
         """Return the number of the first block of a matrix, and behind the last matrix the number of all blocks."""
-        return sum(one.count for one in self.matrices[:matrix])
+        return sum(part.count for part in self.matrices[:matrix])
 
     def owner(self, block: int) -> int:
         """Return the rank that has a block."""

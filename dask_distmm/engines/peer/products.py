@@ -528,7 +528,7 @@ class PeerJob(ProgramJob):
 
     def _load(self, load: Load) -> None:
         """Load a part of an operand."""
-        if not load.known:
+        if not load.located:
             # Of an input of the formula all parts are found when the first one is needed.
             loads = [x for x in self.instructions if isinstance(x, Load) and x.step.operand == load.step.operand]
             for other_load in loads:

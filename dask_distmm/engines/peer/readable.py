@@ -102,7 +102,7 @@ class Load:
     # Its pieces, once located; whether it is issued at once; whether its pulls are located.
     parts: Parts | None = None
     urgent: bool = False
-    known: bool = False
+    located: bool = False
     # Copies of what is here, and of what is mapped.
     copies: list[CopyBatch] = dataclasses.field(default_factory=list)
     # For each participant whose chunks can't be mapped, its parts: it offers no memory, or the chunks are in host
@@ -111,7 +111,7 @@ class Load:
     # Bytes that others have.
     away: int = 0
     # The answers of those participants of `outside` that were asked; filled by `Sources.ask`.
-    asked: dict[int, Future[Sequence[Any]]] = dataclasses.field(default_factory=dict)
+    requested: dict[int, Future[Sequence[Any]]] = dataclasses.field(default_factory=dict)
 
 
 class Sources:
@@ -194,7 +194,7 @@ class Sources:
             outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist())
             outside -= set() if in_host else {self.me}
             load.outside = {x: parts.take(parts.holders == x) for x in sorted(outside) if not offering[x]}
-            load.away, load.known = there.bytes, True
+            load.away, load.located = there.bytes, True
             load.copies.append(copies)
 
     def pull(self, load: Load, stream: cp.cuda.Stream) -> None:
@@ -223,8 +223,8 @@ class Sources:
 
     def ask(self, load: Load) -> None:
         """Request the parts of a load that can't be mapped, once, without waiting."""
-        for holder in load.outside.keys() - load.asked.keys() - {self.me}:
-            load.asked[holder] = self.comm.fetch(holder, "input", _boxes(load.outside[holder]))
+        for holder in load.outside.keys() - load.requested.keys() - {self.me}:
+            load.requested[holder] = self.comm.fetch(holder, "input", _boxes(load.outside[holder]))
 
     def _upload(self, load: Load, stream: cp.cuda.Stream) -> None:
         """Queue uploads of the parts that can't be mapped, as they are received."""
@@ -238,7 +238,7 @@ class Sources:
                 boxes = _boxes(parts)[:, 1:].tolist()
                 self._put(parts, [self.chunks[name, at][r0:r1, c0:c1] for at, r0, r1, c0, c1 in boxes], uploads, stream)
             else:
-                self._put(parts, wait_checked(load.asked.pop(holder), self.ended.check), uploads, stream)
+                self._put(parts, wait_checked(load.requested.pop(holder), self.ended.check), uploads, stream)
         uploads.finish()
 
     def _put(self, parts: Parts, arrays: Sequence[Any], uploads: Uploads, stream: cp.cuda.Stream) -> None:

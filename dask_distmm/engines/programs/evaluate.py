@@ -29,7 +29,7 @@ from dask_distmm.tracing.lower import Pass, identity
 from dask_distmm.tracing.place import Axis
 
 # Bytes of a strip's values that are used more than once, which stay in the cache, and the rows that it has at least,
-# as long as they take no more than so many bytes; bytes that a thread reads at least.
+# as long as they take at most `_STRIP_MOST` bytes; bytes that a thread reads at least.
 _STRIP_BYTES, _STRIP_ROWS, _STRIP_MOST, _LEAST_BYTES = 2**20, 1024, 2**26, 2**17
 # Elements of short rows, for each of which NumPy takes longer to start than to go over it.
 _SHORT = 128
@@ -65,11 +65,11 @@ _CHOICES = {
 
 
 def on_stream(program: Pass) -> bool:
-    """Whether a pass on a GPU is only put on its stream: the host does not call, draw, or look at anything."""
+    """Whether a pass on a GPU only queues work: the host calls no function, draws nothing and reads no result."""
     return not any(
-        one.family in ("call", "callback", "random", "qr")
-        or (one.family == "whole" and one.options["f"] not in _SOLVED)
-        for one in program.statements
+        statement.family in ("call", "callback", "random", "qr")
+        or (statement.family == "whole" and statement.options["f"] not in _SOLVED)
+        for statement in program.statements
     )
 
 
@@ -84,7 +84,7 @@ def natural(array: Any, kind: Kind, axis: Axis) -> Any:
 
 
 class TracedKernels:
-    """Those of `tracing.lower`."""
+    """The kernels that `tracing.lower` calls, on one rank."""
 
     blas: Kernels
     xp: Any
@@ -100,11 +100,11 @@ class TracedKernels:
 
     @functools.cached_property
     def pool(self) -> ThreadPoolExecutor:
-        """The threads that take strips; they end with the run."""
+        """Threads that evaluate strips; shut down after the run."""
         return ThreadPoolExecutor(self.threads, thread_name_prefix="distmm-strip")
 
     def constant(self, out: Any, *, number: int) -> None:
-        """Write a constant of the program."""
+        """Copy a constant of the program to a buffer."""
         out[...] = self.xp.asarray(np.frombuffer(self.constants[number], out.dtype).reshape(out.shape))
 
     def set_all(self, out: Any, *, value: Any) -> None:
@@ -126,29 +126,29 @@ class TracedKernels:
         flag[...] = bool(self.blas.host(condition).all())
 
     def follow(self, *numbers: Any, limits: Sequence[Any]) -> None:
-        """Note how far numbers have come on their way to limits."""
-        given = iter(numbers)
+        """Report the progress of counts or residuals towards their limits."""
+        values = iter(numbers)
         for limit in limits:
-            number = self.blas.host(next(given)).item()
-            end = self.blas.host(next(given)).item() if limit is None else limit
+            number = self.blas.host(next(values)).item()
+            end = self.blas.host(next(values)).item() if limit is None else limit
             self._report(number, end)
 
     def _report(self, number: float, limit: float) -> None:
-        """Note how far a count, or a residual on a logarithmic scale, has come on its way to a limit."""
+        """Raise the share of work done to that of a count, or of a residual on a logarithmic scale."""
         if isinstance(number, int):
             self.reached = min(1.0, max(self.reached, number / max(1, limit)))
         elif math.isfinite(number) and number > 0 < limit:
             self._largest = max(self._largest, number)
             way = math.log(self._largest / limit)
-            come = math.log(self._largest / number) / way if way > 0 else 1.0
-            self.reached = min(1.0, max(self.reached, come))
+            progress = math.log(self._largest / number) / way if way > 0 else 1.0
+            self.reached = min(1.0, max(self.reached, progress))
 
     def merge(self, *arrays: Any, ops: Sequence[str], ranks: int, **_: Any) -> None:
-        """Combine the results of ranks, in their order; of some sums, one after the other, and then the totals."""
+        """Reduce partial results in the order of ranks into totals; arguments: ranks' parts op by op, then totals."""
         widths = [1 + op.startswith("arg") for op in ops]
-        given, totals = iter(arrays), iter(arrays[ranks * sum(widths) :])
+        results, totals = iter(arrays), iter(arrays[ranks * sum(widths) :])
         for op, width in zip(ops, widths, strict=True):
-            parts = [[next(given) for _ in range(width)] for _ in range(ranks)]
+            parts = [[next(results) for _ in range(width)] for _ in range(ranks)]
             total = [next(totals) for _ in range(width)]
             if width == 1 and ranks > 1:
                 # The first two at once.
@@ -167,11 +167,11 @@ class TracedKernels:
             to += size
 
     def evaluate(self, *arrays: Any, program: Pass, roles: str, **_: Any) -> Any:
-        """Take the statements of a pass."""
+        """Evaluate a pass."""
         return self.compiled(program).run(arrays)
 
     def compiled(self, program: Pass) -> Compiled:
-        """Return a pass in the form in which it is run."""
+        """Return a pass compiled to a function, which is kept."""
         key = id(program)
         if key not in self._compiled:
             self._compiled[key] = program, Compiled(program, self)
@@ -181,23 +181,23 @@ class TracedKernels:
     evaluate_exactly = evaluate
 
 
-def merge_into(xp: Any, op: str, totals: Sequence[Any], others: Sequence[Any]) -> None:
-    """Combine results with others, in place."""
+def merge_into(xp: Any, op: str, totals: Sequence[Any], results: Sequence[Any]) -> None:
+    """Reduce candidates into totals, in place."""
     if op in ("argmax", "argmin"):
-        (best, at), (other, found) = totals, others
-        better = (other > best) if op == "argmax" else (other < best)
-        if other.dtype.kind == "f":
-            better |= xp.isnan(other) & ~xp.isnan(best)
+        (best, at), (candidates, candidates_at) = totals, results
+        better = (candidates > best) if op == "argmax" else (candidates < best)
+        if candidates.dtype.kind == "f":
+            better |= xp.isnan(candidates) & ~xp.isnan(best)
         better |= at < 0
-        better &= found >= 0
-        best[...], at[...] = xp.where(better, other, best), xp.where(better, found, at)
+        better &= candidates_at >= 0
+        best[...], at[...] = xp.where(better, candidates, best), xp.where(better, candidates_at, at)
         return
-    (total,), (other,) = totals, others
-    getattr(xp, UFUNCS[op])(total, other, out=total)
+    (total,), (candidates,) = totals, results
+    getattr(xp, UFUNCS[op])(total, candidates, out=total)
 
 
 class _Strip(NamedTuple):
-    """Some rows of a chunk, with what is taken for them."""
+    """Some rows of a chunk: the function to call, inputs, and where results are written."""
 
     function: Callable[..., Any]
     # The first of the rows of all, and how many there are; what is read of them.
@@ -234,8 +234,8 @@ class Compiled:
         self.arrays: dict[int, tuple[int, list[Any]]] = {}
         self.parts: dict[tuple[int, int], list[Any]] = {}
         self.vectors: dict[tuple[int, Any], Any] = {}
-        # What is read, and where its rows are stored; types and shapes of what is returned; what sums begin with.
-        self.given = [(self.kinds[x], program.moved.get(x)) for x in program.reads]
+        # Kinds of inputs, and where their rows are stored; types and shapes of results; initial values of sums.
+        self.layouts = [(self.kinds[x], program.moved.get(x)) for x in program.reads]
         kinds = [self.kinds[x] for x in program.whole]
         self.stored = [(np.dtype(x.dtype), x.shape if len(x.shape) == 2 else (1, x.size)) for x in kinds]
         self.nothing: dict[int, tuple[Any, int]] = {}
@@ -245,12 +245,12 @@ class Compiled:
     # Memory of strips
 
     def _strip_rows(self) -> int:
-        """Return how many rows a strip has."""
+        """Compute the number of rows of a strip, so that its values fit in the cache."""
         if not self.in_rows or self.xp is not np or any(x.family == "call" for x in self.program.statements):
             return 2**62
-        uses = collections.Counter(x for one in self.program.statements for x in (*one.reads, *one.outputs))
+        uses = collections.Counter(x for node in self.program.statements for x in (*node.reads, *node.outputs))
         views = {
-            x for one in self.program.statements if one.family in _VIEWS for x in one.outputs
+            x for node in self.program.statements if node.family in _VIEWS for x in node.outputs
         } | self.one_hot.keys()
         widths = {
             self.slots.get(x, ~x): self._width(x)
@@ -266,13 +266,13 @@ class Compiled:
         return kind.nbytes // max(1, kind.shape[axis or 0])
 
     def _rest(self, number: int) -> tuple[int, ...]:
-        """Return the lengths of a value's axes but for that of its rows."""
+        """Return the shape of a value without its axis of rows."""
         kind, axis = self.kinds[number], self.axes[number]
         assert axis is not None
         return (*kind.shape[:axis], *kind.shape[axis + 1 :])
 
     def _plan_memory(self) -> None:
-        """Let elementwise functions and products write to memory whose values nobody reads any more."""
+        """Assign memory to the results of elementwise functions and products, reusing that of dead values."""
         statements, root, end = self.program.statements, dict[int, int](), dict[int, int]()
         for i, statement in enumerate(statements):
             for ref in statement.reads:
@@ -323,7 +323,7 @@ class Compiled:
         """Whether the first of some statements may write over an old value: it is elementwise, and the last reader."""
         if old is None:
             return True
-        later = any(root.get(x, x) == old or old in one.reads for one in statements[1:] for x in one.reads)
+        later = any(root.get(x, x) == old or old in node.reads for node in statements[1:] for x in node.reads)
         return self._is_ufunc(statements[0]) and not later
 
     def _is_ufunc(self, statement: Statement) -> bool:
@@ -338,17 +338,17 @@ class Compiled:
 
     def _find_one_hot(self) -> None:
         """Find the matrices that say which label each row has, and that only sums over rows read."""
-        found, wrong = self.one_hot, {*self.program.rows, *self.program.whole}
+        one_hot, wrong = self.one_hot, {*self.program.rows, *self.program.whole}
         for statement in self.program.statements:
             reads, name = list(statement.reads), statement.options.get("f")
             if statement.family == "map" and name == "equal" and (pair := self._labels_of(statement)):
-                found[statement.outputs[0]] = pair
-            elif (statement.family == "transpose" or name == "astype") and reads and reads[0] in found:
-                found[statement.outputs[0]] = found[reads[0]]
+                one_hot[statement.outputs[0]] = pair
+            elif (statement.family == "transpose" or name == "astype") and reads and reads[0] in one_hot:
+                one_hot[statement.outputs[0]] = one_hot[reads[0]]
             elif not self._sums_labels(statement):
                 wrong.update(reads)
-        kept = set(found.values()) - {found[x] for x in wrong if x in found}
-        self.one_hot = {x: pair for x, pair in found.items() if pair in kept}
+        kept = set(one_hot.values()) - {one_hot[x] for x in wrong if x in one_hot}
+        self.one_hot = {x: pair for x, pair in one_hot.items() if pair in kept}
 
     def _labels_of(self, statement: Statement) -> tuple[int, int] | None:
         """Return the labels of rows, and the numbers on all ranks with which a statement compares each of them."""
@@ -379,19 +379,19 @@ class Compiled:
         """Return the call that adds rows up by their labels."""
         (number,), reads = statement.outputs, list(statement.reads)
         at = next(i for i, x in enumerate(reads) if x in self.one_hot)
-        given, flipped = "None", False
+        rows, flipped = "None", False
         self.names[f"t{number}"] = np.dtype(self.kinds[number].dtype)
         if statement.family == "contract":
-            other, (*letters, out) = reads[1 - at], letters_of(statement.options["spec"])
-            given, flipped = f"v{other}" + ".T" * (self.axes[other] == 1), out[0] not in letters[at]
+            operand, (*letters, out) = reads[1 - at], letters_of(statement.options["spec"])
+            rows, flipped = f"v{operand}" + ".T" * (self.axes[operand] == 1), out[0] not in letters[at]
         labels, numbers = self.one_hot[reads[at]]
-        known = self._prepare(f"counts(v{numbers})")
-        text = self._called(number, _summed_by_label, labels, numbers, given, f"t{number}", known)
+        counts = self._prepare(f"counts(v{numbers})")
+        text = self._called(number, _summed_by_label, labels, numbers, rows, f"t{number}", counts)
         total = f"totals[{number}][0]" + ".T" * flipped
         return f"add({total}, {text}.reshape({total}.shape), {total})"
 
     def _memory_of(self, thread: int, strip: _Strip) -> list[Any]:
-        """Return a thread's memory for a strip, in the shapes of values; of some that in which they are stored."""
+        """Allocate a thread's memory for the values of a strip."""
         rows = strip.size
         if (thread, rows) not in self.parts:
             most, arrays = self.arrays.get(thread, (0, []))
@@ -415,7 +415,7 @@ class Compiled:
     # A strip
 
     def function(self, sparse: frozenset[int] = frozenset()) -> Callable[..., Any]:
-        """Return the function of a strip: its first row, how many it has, what it reads, memory, and sums."""
+        """Return the function ``strip(first, rows, read, whole, memory, totals)``, compiled on first use."""
         if sparse in self.functions:
             return self.functions[sparse]
         program, lines = self.program, list[str]()
@@ -441,8 +441,8 @@ class Compiled:
                 continue
             if op == "select":
                 select = functools.partial(_select, self.xp, statement, self.axes[next(statement.reads)] or 0)
-                given = (*statement.inputs, f"totals[{number}][0], first, rows")
-                lines.append(self._called(number, select, *given, dense=False))
+                arguments = (*statement.inputs, f"totals[{number}][0], first, rows")
+                lines.append(self._called(number, select, *arguments, dense=False))
                 continue
             if op == "sum" and self._by_blas(statement):
                 first, second = map(self._name, statement.inputs)
@@ -464,17 +464,17 @@ class Compiled:
                 lines.append(f"add(totals[{number}][0], {text}, totals[{number}][0])")
             else:
                 lines.append(f"merge({op!r}, totals[{number}], {text if op.startswith('arg') else f'[{text}]'})")
-        # What is read may be the state of a loop, which is written over before a view of it is read.
+        # Inputs may be the state of a loop, which is overwritten before a view of it is read.
         views = self._views_of_reads()
         results = [f"v{x}" for x in program.rows] + [f"v{x}" + ".copy()" * (x in views) for x in program.whole]
         lines.append(f"return ({''.join(f'{x}, ' for x in results)})")
         read, whole = ("".join(f"v{x}, " for x in some) for some in (self.rows_read, self.whole_read))
         begin = [f"({read}) = read"] if read else []
-        begin += [f"({whole}{', '.join(self.prepared.values())}) = given"] if whole else []
-        before = [f"({whole}) = given"] * bool(whole) + [f"return ({whole}{', '.join(self.prepared)})"]
+        begin += [f"({whole}{', '.join(self.prepared.values())}) = whole"] if whole else []
+        before = [f"({whole}) = whole"] * bool(whole) + [f"return ({whole}{', '.join(self.prepared)})"]
         for head, body in (
-            ("before(given, most)", before),
-            ("strip(first, rows, read, given, memory, totals)", begin + lines),
+            ("before(whole, most)", before),
+            ("strip(first, rows, read, whole, memory, totals)", begin + lines),
         ):
             exec(f"def {head}:\n" + "\n".join(f"    {x}" for x in body), self.names)
         self.names["strip"].before = self.names["before"] if self.prepared else None
@@ -486,29 +486,29 @@ class Compiled:
         return self.prepared.setdefault(text, f"w{len(self.prepared)}")
 
     def _views_of_reads(self) -> set[int]:
-        """Return the values that may be in the memory of values that are read."""
-        found = set(self.program.reads)
-        for one in self.program.statements:
-            if one.family not in _NEW and not self._is_ufunc(one) and not found.isdisjoint(one.reads):
-                found.update(one.outputs)
-        return found
+        """Return the values that may alias inputs."""
+        views = set(self.program.reads)
+        for statement in self.program.statements:
+            if statement.family not in _NEW and not self._is_ufunc(statement) and not views.isdisjoint(statement.reads):
+                views.update(statement.outputs)
+        return views
 
     def _kernels(self) -> Sequence[Any]:
-        """Return the statements; on GPUs those that are one kernel together."""
+        """Return the statements; on GPUs grouped into fused kernels."""
         if not hasattr(self.xp, "ElementwiseKernel"):
             return self.program.statements
         kept = {*self.program.rows, *self.program.whole}
         return groups(self.program.statements, self.kinds, kept)
 
     def _fused(self, statements: Sequence[Statement], targets: Sequence[int]) -> str:
-        """Return the call of a kernel of elementwise statements."""
-        reads, given, made, body = source(statements, self.kinds, targets)
-        kernel = self.xp.ElementwiseKernel(given, made, body, "distmm_fused")
+        """Return the call of a fused elementwise kernel."""
+        reads, inputs, outputs, body = source(statements, self.kinds, targets)
+        kernel = self.xp.ElementwiseKernel(inputs, outputs, body, "distmm_fused")
         called = self._called(targets[0], kernel, *reads)
         return f"{', '.join(f'v{x}' for x in targets)} = {called}"
 
     def _name(self, ref: Ref | str, *, dense: bool = True) -> str:
-        """Return what a statement reads as an argument."""
+        """Return an operand as the text of an argument."""
         if isinstance(ref, Literal):
             name = f"k{len(self.names)}"
             self.names[name] = ref.value
@@ -517,28 +517,28 @@ class Compiled:
             return ref
         return f"dense(v{ref})" if dense and ref in self.sparse else f"v{ref}"
 
-    def _called(self, number: int, function: Callable[..., Any], *given: Ref | str, dense: bool = True) -> str:
-        """Return the call of a function."""
+    def _called(self, number: int, function: Callable[..., Any], *arguments: Ref | str, dense: bool = True) -> str:
+        """Return the text of a call of a function."""
         self.names[f"f{number}"] = function
-        return f"f{number}({', '.join(self._name(x, dense=dense) for x in given)})"
+        return f"f{number}({', '.join(self._name(x, dense=dense) for x in arguments)})"
 
     def run(self, arrays: Sequence[Any]) -> Any:
-        """Take the statements; add to sums and write rows, or return what all ranks have."""
+        """Evaluate the statements; add to sums and write rows, or return replicated results."""
         if self.in_rows:
             lengths = [1 if self.axes[x] is None else len(self.program.sizes) for x in self.program.reads]
-            places = zip(self.program.reads, itertools.accumulate(lengths, initial=0), self.given, strict=False)
+            places = zip(self.program.reads, itertools.accumulate(lengths, initial=0), self.layouts, strict=False)
             self.bound(arrays)([natural(arrays[at], *how) for x, at, how in places if self.axes[x] is None])
             return ()
         numbers = () if self.xp is np else None
-        given = [
+        inputs = [
             x[()] if (x := natural(array, *how)).shape == numbers else x
-            for array, how in zip(arrays, self.given, strict=True)
+            for array, how in zip(arrays, self.layouts, strict=True)
         ]
-        made, asarray = self.function()(0, 0, (), given, (), {}), self.xp.asarray
-        return tuple(asarray(x, dtype).reshape(shape) for x, (dtype, shape) in zip(made, self.stored, strict=True))
+        results, asarray = self.function()(0, 0, (), inputs, (), {}), self.xp.asarray
+        return tuple(asarray(x, dtype).reshape(shape) for x, (dtype, shape) in zip(results, self.stored, strict=True))
 
     def bound(self, arrays: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
-        """Return the call of a pass over the rows of some arrays; it takes what is read that all ranks have."""
+        """Return a function that evaluates the pass over the rows of these arrays, of replicated inputs."""
         program, kinds, count = self.program, self.kinds, len(self.program.sizes)
         rest = iter(arrays)
         pieces = {
@@ -576,13 +576,13 @@ class Compiled:
         return call
 
     def begin(self, number: int, totals: Sequence[Any]) -> tuple[Any, int]:
-        """Return what a sum begins with, and a number of nothing."""
+        """Return the initial value of a reduction; for argmin and argmax with index -1."""
         if number not in self.nothing:
             self.nothing[number] = identity(self.ops[number], totals[0].dtype.name), -1
         return self.nothing[number]
 
     def _empty_sums(self, totals: Mapping[int, Sequence[Any]]) -> dict[int, list[Any]]:
-        """Return sums of nothing."""
+        """Allocate totals with initial values."""
         return {
             number: [np.full(x.shape, value, x.dtype) for x, value in zip(own, self.begin(number, own), strict=False)]
             for number, own in totals.items()
@@ -599,7 +599,7 @@ class Compiled:
         if min(lengths, default=rows) != rows:
             raise MatrixError(f"arrays of unknown sizes have chunks of {min(lengths)} and {rows} rows side by side")
         sparse = frozenset(x for x, chunk in chunks if sparse_package(chunk))
-        # What is read once is shared by all threads, too.
+        # Inputs that are read once are shared by all threads, too.
         step = max(1, rows if sparse else min(rows, self.strip, max(self.least, -(-rows // self.kernels.threads))))
         function, first = self.function(sparse), self.program.firsts[index]
         for start in range(0, rows, step):
@@ -619,18 +619,18 @@ class Compiled:
             ]
             yield _Strip(function, first + start, some.stop - start, list(parts.values()), places)
 
-    def _take_in_thread(self, *given: Any) -> None:
+    def _take_in_thread(self, *arguments: Any) -> None:
         with np.errstate(all="ignore"):
-            self._take(*given)
+            self._take(*arguments)
 
     def _take(self, strips: Sequence[tuple[_Strip, Any]], whole: Sequence[Any], totals: Mapping[int, Any]) -> None:
-        """Take the statements for strips, each with its memory."""
+        """Evaluate strips, each in its own memory."""
         most, prepared = max((strip.size for strip, _ in strips), default=0), dict[Any, Any]()
         for (function, first, size, parts, out), memory in strips:
             if function not in prepared:
                 prepared[function] = function.before(whole, most) if function.before else whole  # type: ignore[attr-defined]
-            made = function(first, size, parts, prepared[function], memory, totals)
-            for (stored, target, axis), value in zip(out, made, strict=True):
+            results = function(first, size, parts, prepared[function], memory, totals)
+            for (stored, target, axis), value in zip(out, results, strict=True):
                 if value is not target:  # else it was written there
                     by_rows = self.xp.moveaxis(value, axis, 0) if axis else value
                     stored[...] = by_rows.reshape(stored.shape)
@@ -653,7 +653,7 @@ class Compiled:
         if slot is not None and name == "astype":
             return self._called(number, _cast, *statement.inputs, f"m{slot}")
         function = functools.partial(elementwise, self.xp, name, options=options)
-        return self._called(number, lambda *given: function(given), *statement.inputs)
+        return self._called(number, lambda *arguments: function(arguments), *statement.inputs)
 
     def _repeated(self, ref: Ref, number: int) -> Ref | str:
         """Return a short row of an elementwise function as many rows: NumPy takes long to start for each row."""
@@ -674,7 +674,7 @@ class Compiled:
         )
 
     def _number(self, statement: Statement) -> str:
-        """Return an elementwise function of real numbers that all ranks have as an expression, if there is one."""
+        """Return an elementwise function of replicated real numbers as an expression of Python's, or None."""
         name, (number,), kinds = statement.options["f"], statement.outputs, self.kinds
         reads, dtype = [kinds[x] for x in statement.reads], np.dtype(kinds[number].dtype)
         if self.xp is not np or self.in_rows or not reads or any(x.shape for x in reads) or dtype.kind not in "biuf":
@@ -693,8 +693,8 @@ class Compiled:
             values = [x if isinstance(x, np.dtype) else dtype.type(x) for x in values]
         elif name in _NUMBERS and all(x.kind in _NUMBERS[name][1] for x in kept):
             text = _NUMBERS[name][0]
-            known = (bool,) if name.startswith("logical") else (bool, int, float)
-            if any(type(x) not in known for x in values if not isinstance(x, np.dtype)):
+            exact = (bool,) if name.startswith("logical") else (bool, int, float)
+            if any(type(x) not in exact for x in values if not isinstance(x, np.dtype)):
                 return ""
         else:
             return ""
@@ -710,7 +710,7 @@ class Compiled:
         )
 
     def reduce(self, statement: Statement) -> str:
-        """Reduce a strip, or what all ranks have."""
+        """Reduce a strip, or a replicated array."""
         xp, (number,), options = self.xp, statement.outputs, statement.options
         name, axes, keepdims = options["f"], tuple(options["axes"]), options["keepdims"]
         function = getattr(xp, name)
@@ -751,7 +751,7 @@ class Compiled:
         if not is_product(spec):
             return self._called(number, contraction(self.xp, spec), *statement.inputs)
         if self.sparse.isdisjoint(statement.reads):
-            flip_a, flip_b, turned = product_of(spec)
+            flip_a, flip_b, transposed = product_of(spec)
             first, second = first + ".T" * flip_a, second + ".T" * flip_b
             slot = self.slots.get(number)
             if most := self._rows_of_products(statement):
@@ -762,8 +762,8 @@ class Compiled:
                 return self._called(
                     number, _in_pieces, first, second, "None" if slot is None else f"m{slot}", str(most)
                 )
-            if slot is None or turned:
-                return f"xp.matmul({first}, {second})" + ".T" * turned
+            if slot is None or transposed:
+                return f"xp.matmul({first}, {second})" + ".T" * transposed
             return f"xp.matmul({first}, {second}, m{slot})"
         return self._called(
             number, functools.partial(_sparse_product, product_of(spec)), *statement.inputs, dense=False
@@ -794,13 +794,13 @@ class Compiled:
         )
 
     def _ones(self, rows: int, dtype: Any) -> Any:
-        """Return a vector of ones, which is made once."""
+        """Return a vector of ones, allocated once."""
         if (rows, dtype) not in self.vectors:
             self.vectors[rows, dtype] = self.xp.ones(rows, dtype)
         return self.vectors[rows, dtype]
 
     def _by_blas(self, statement: Statement) -> bool:
-        """Whether a statement is a product that a GPU's BLAS makes, and may add to another one."""
+        """Whether a statement is a product for the GPU's BLAS, which can accumulate into its output."""
         kinds = {self.kinds[x].dtype for x in (*statement.reads, *statement.outputs)}
         return (
             statement.family == "contract"
@@ -812,20 +812,20 @@ class Compiled:
         )
 
     def _blas(self, statement: Statement, first: str, second: str, out: str = "None", beta: str = "0") -> str:
-        """Return the call of a product of a GPU's BLAS."""
-        flip_a, flip_b, turned = product_of(statement.options["spec"])
+        """Return the text of a call of the GPU's BLAS."""
+        flip_a, flip_b, transposed = product_of(statement.options["spec"])
         a, b, product = first + ".T" * flip_a, second + ".T" * flip_b, self.kernels.blas.product  # type: ignore[attr-defined]
-        out = out + ".T" * (turned and out != "None")
+        out = out + ".T" * (transposed and out != "None")
         called = self._called(statement.outputs[0], product, a, b, out, f"beta={beta}")
-        return called + ".T" * (turned and out == "None")
+        return called + ".T" * (transposed and out == "None")
 
     def index(self, statement: Statement) -> str:
-        """Take a part by a basic index."""
+        """Index with integers and slices."""
         index = index_of(statement.options["index"])
         return self._called(statement.outputs[0], lambda x: x[index], *statement.inputs)
 
     def transpose(self, statement: Statement) -> str:
-        """Axes in another order."""
+        """Transposition."""
         if statement.options["axes"] == [1, 0]:
             # Of sparse rows, too.
             (source,) = statement.inputs
@@ -840,42 +840,42 @@ class Compiled:
         return lambda rows: [rows if i == axis else n for i, n in enumerate(shape)]
 
     def reshape(self, statement: Statement) -> str:
-        """Another shape."""
+        """Reshape."""
         shape = self._local_shape(statement)
         return self._called(statement.outputs[0], lambda x, rows: x.reshape(shape(rows)), *statement.inputs, "rows")
 
     def broadcast(self, statement: Statement) -> str:
-        """Axes of length 1 are repeated."""
+        """Broadcast axes of length 1."""
         xp, shape = self.xp, self._local_shape(statement)
         return self._called(
             statement.outputs[0], lambda x, rows: xp.broadcast_to(x, shape(rows)), *statement.inputs, "rows"
         )
 
     def concat(self, statement: Statement) -> str:
-        """Arrays one behind the other."""
+        """Concatenate arrays."""
         xp, axis = self.xp, statement.options["axis"]
-        return self._called(statement.outputs[0], lambda *given: xp.concatenate(given, axis), *statement.inputs)
+        return self._called(statement.outputs[0], lambda *arrays: xp.concatenate(arrays, axis), *statement.inputs)
 
     def take(self, statement: Statement) -> str:
-        """Rows by numbers."""
+        """Gather rows by their numbers."""
         take = functools.partial(self.xp.take, axis=statement.options["axis"])
         if self.xp is np:
             take = functools.partial(call_user, "function", _OUTSIDE, take)
         return self._called(statement.outputs[0], take, *statement.inputs)
 
     def put(self, statement: Statement) -> str:
-        """Replace a column, in place where this is written over the matrix that nobody reads any more."""
+        """Replace a column; in place if the matrix is not read later and its memory is that of the result."""
         (number,), (source, *_) = statement.outputs, statement.inputs
         same, after = {source}, False
         in_place = self.program.over.get(number) == source
-        for one in self.program.statements:
-            in_place &= not after or same.isdisjoint(one.reads)
-            after |= one is statement
-            same.update(one.outputs if one.family in _VIEWS and not same.isdisjoint(one.reads) else ())
+        for reader in self.program.statements:
+            in_place &= not after or same.isdisjoint(reader.reads)
+            after |= reader is statement
+            same.update(reader.outputs if reader.family in _VIEWS and not same.isdisjoint(reader.reads) else ())
         return self._called(number, functools.partial(_put, self.xp, in_place), *statement.inputs)
 
     def segment_sum(self, statement: Statement) -> str:
-        """Add rows up by their labels."""
+        """Sum rows by labels."""
         count = statement.options["count"]
         return self._called(
             statement.outputs[0], lambda x, labels: summed_by_label(x, labels, count), *statement.inputs
@@ -888,7 +888,7 @@ class Compiled:
         return self._called(statement.outputs[0], functools.partial(function, **options), *statement.inputs)
 
     def whole(self, statement: Statement) -> str:
-        """Functions of matrices; what CuPy lacks is done by the host."""
+        """Functions of whole matrices; on the host if CuPy lacks them."""
         kinds = [self.kinds[x] for x in (*statement.reads, *statement.outputs)]
         types, plain = {x.dtype for x in kinds}, self.xp is not np and all(len(x.shape) < 3 for x in kinds)
         if plain and statement.options["f"] in _SOLVED and len(types) == 1 and types <= _BLAS_TYPES:
@@ -898,17 +898,17 @@ class Compiled:
         return self._called(statement.outputs[0], function, *statement.inputs)
 
     def random(self, statement: Statement) -> str:
-        """Random numbers, which the host draws."""
+        """Draw random numbers, on the host."""
         xp, how, host = self.xp, statement.options, self.kernels.blas.host
-        given = how["f"], how["shape"], how["dtype"]
+        drawing = how["f"], how["shape"], how["dtype"]
         size = how["shape"][0] if how["shape"] else 1
         if self.axes[statement.outputs[0]] is None:
             return self._called(
-                statement.outputs[0], lambda key: xp.asarray(drawn(host(key), *given, 0, size)), *statement.inputs
+                statement.outputs[0], lambda key: xp.asarray(drawn(host(key), *drawing, 0, size)), *statement.inputs
             )
         return self._called(
             statement.outputs[0],
-            lambda key, *rows: xp.asarray(drawn(host(key), *given, *rows)),
+            lambda key, *rows: xp.asarray(drawn(host(key), *drawing, *rows)),
             *statement.inputs,
             "first",
             "rows",
@@ -924,8 +924,8 @@ class Compiled:
         beside = ("slice(first, first + rows)",) if options.get("slices") else ()
         if not options["rows"] and not beside:
             # One rank decides, with NumPy.
-            def call_on_host(function: int, rows: None, *given: Any) -> Any:
-                return call(function, rows, *map(kernels.blas.host, given))
+            def call_on_host(function: int, rows: None, *arguments: Any) -> Any:
+                return call(function, rows, *map(kernels.blas.host, arguments))
 
             return self._called(statement.outputs[0], call_on_host, number, rows, *statement.inputs)
         return self._called(statement.outputs[0], call, number, rows, *statement.inputs, *beside)
@@ -934,8 +934,8 @@ class Compiled:
         """Call a user's function on one rank."""
         kernels, function = self.kernels, statement.options["function"]
 
-        def call(*given: Any) -> None:
-            call_function(kernels.constants[function], "callback", *(kernels.blas.host(x).copy() for x in given))
+        def call(*arguments: Any) -> None:
+            call_function(kernels.constants[function], "callback", *(kernels.blas.host(x).copy() for x in arguments))
 
         return self._called(id(statement), call, *statement.inputs)
 
@@ -944,50 +944,50 @@ class Compiled:
         return self._called(statement.outputs[0], self.xp.linalg.qr, *statement.inputs)
 
     def local(self, statement: Statement) -> str:
-        """Take a rank's own rows of what all ranks have."""
+        """Slice a rank's own rows out of a replicated array."""
         (source,) = statement.inputs
         return f"v{source}[{':, ' * statement.options['axis']}first:first + rows]"
 
 
-def _whole(xp: Any, host: Callable[[Any], Any], options: Mapping[str, Any], *given: Any) -> Any:
-    """Call a function of NumPy's, with NumPy's arrays where CuPy has none of this name."""
+def _whole(xp: Any, host: Callable[[Any], Any], options: Mapping[str, Any], *parts: Any) -> Any:
+    """Call a function of matrices, on the host if CuPy does not have it."""
     name, how = options["f"], options["how"]
     try:
         function = function_of(xp, name)
     except AttributeError:
-        found = function_of(np, name)(*map(host, given), **how)
-        return tuple(map(xp.asarray, found)) if isinstance(found, tuple) else xp.asarray(found)
+        result = function_of(np, name)(*map(host, parts), **how)
+        return tuple(map(xp.asarray, result)) if isinstance(result, tuple) else xp.asarray(result)
     try:
-        return function(*given, **how)
+        return function(*parts, **how)
     except np.linalg.LinAlgError as error:
-        raise MatrixError(f"{name.removeprefix('linalg.')} of a matrix of shape {given[0].shape}: {error}") from error
+        raise MatrixError(f"{name.removeprefix('linalg.')} of a matrix of shape {parts[0].shape}: {error}") from error
 
 
 def _user_rows(
-    kernels: TracedKernels, kinds: Sequence[Kind], name: str, function: int, rows: int | None, *given: Any
+    kernels: TracedKernels, kinds: Sequence[Kind], name: str, function: int, rows: int | None, *arguments: Any
 ) -> Any:
-    """Call a user's function with arrays that can't be written to; check what it returns."""
+    """Call a user's function with read-only arrays; check the shapes and dtypes of its results."""
     if kernels.xp is np:
-        given = tuple(x.view() if isinstance(x, np.ndarray) else x for x in given)
-        for x in given:
+        arguments = tuple(x.view() if isinstance(x, np.ndarray) else x for x in arguments)
+        for x in arguments:
             if isinstance(x, np.ndarray):
                 x.flags.writeable = False
-    found = call_function(kernels.constants[function], name, *given)
-    results = found if isinstance(found, tuple) else (found,)
+    returned = call_function(kernels.constants[function], name, *arguments)
+    results = returned if isinstance(returned, tuple) else (returned,)
     expected = [(rows, *kind.shape[1:]) if rows is not None else kind.shape for kind in kinds]
     for_rows = ""
-    if given and isinstance(given[-1], slice):
+    if arguments and isinstance(arguments[-1], slice):
         # In place of a matrix: one vector may be without its second axis.
         results = tuple(x[:, None] if np.ndim(x) == 1 and kinds[0].shape[1] == 1 else x for x in results)
-        for_rows = f" for rows {given[-1].start} to {given[-1].stop} and an array of shape {given[0].shape}"
+        for_rows = f" for rows {arguments[-1].start} to {arguments[-1].stop} and an array of shape {arguments[0].shape}"
     shapes, dtypes = [np.shape(x) for x in results], [kind.dtype for kind in kinds]
     fits = all(np.can_cast(x.dtype, t, "same_kind") for x, t in zip(results, dtypes, strict=False) if for_rows)
     if shapes != expected or not fits:
         shown = ", ".join(f"{getattr(x, 'dtype', type(x).__name__)} of shape {np.shape(x)}" for x in results)
         wanted = ", ".join(f"{t} of shape {shape}" for t, shape in zip(dtypes, expected, strict=True))
         raise MatrixError(f"the function given as {name} returned {shown}{for_rows}; expected {wanted}")
-    made = tuple(kernels.xp.asarray(x, t) for x, t in zip(results, dtypes, strict=True))
-    return made if isinstance(found, tuple) else made[0]
+    arrays = tuple(kernels.xp.asarray(x, t) for x, t in zip(results, dtypes, strict=True))
+    return arrays if isinstance(returned, tuple) else arrays[0]
 
 
 def _in_pieces(a: Any, b: Any, out: Any, most: int) -> Any:
@@ -1017,10 +1017,10 @@ def _where(condition: Any, x: Any, y: Any, out: Any) -> Any:
     return out
 
 
-def _summed_by_label(labels: Any, numbers: Any, rows: Any, dtype: Any, known: bool) -> Any:
+def _summed_by_label(labels: Any, numbers: Any, rows: Any, dtype: Any, is_numbered: bool) -> Any:
     """Return the product of a matrix that is 1 where a label is a number, else 0, and rows; of no rows its sums."""
     labels, numbers = labels.ravel(), numbers.ravel()
-    if known:
+    if is_numbered:
         sums = summed_by_label(rows, labels, len(numbers))
         # A product with 0 is NaN where rows are not finite.
         if sums.dtype.kind not in "fc" or np.isfinite(sums).all():
@@ -1049,12 +1049,12 @@ def _cast(x: Any, out: Any) -> Any:
 
 
 def _put(xp: Any, in_place: bool, x: Any, column: Any, j: Any) -> Any:
-    found = x if in_place else x.copy()
+    result = x if in_place else x.copy()
     if xp is np or isinstance(j, int):
-        found[:, int(j)] = column
+        result[:, int(j)] = column
     else:
-        found[:, j.reshape(1)] = column[:, None]  # without a look at the number
-    return found
+        result[:, j.reshape(1)] = column[:, None]  # without a look at the number
+    return result
 
 
 def _sparse_sum(xp: Any, axis: int, x: Any) -> Any:
@@ -1062,10 +1062,10 @@ def _sparse_sum(xp: Any, axis: int, x: Any) -> Any:
 
 
 def _best(xp: Any, function: Any, axis: int, keepdims: bool, x: Any, first: int) -> tuple[Any, Any]:
-    """Return the best elements along the axis of rows, and where these are among all rows."""
+    """Return the extreme elements along the axis of rows, and their global row numbers."""
     at = xp.expand_dims(function(x, axis=axis), axis)
-    values, found = xp.take_along_axis(x, at, axis), at + first
-    return (values, found) if keepdims else (xp.squeeze(values, axis), xp.squeeze(found, axis))
+    values, rows = xp.take_along_axis(x, at, axis), at + first
+    return (values, rows) if keepdims else (xp.squeeze(values, axis), xp.squeeze(rows, axis))
 
 
 def _first_of_few(name: str, keepdims: bool, x: Any, out: Any) -> Any:
@@ -1082,10 +1082,10 @@ def _first_of_few(name: str, keepdims: bool, x: Any, out: Any) -> Any:
 
 
 def _select(xp: Any, statement: Statement, axis: int, x: Any, *rest: Any) -> None:
-    """Write those of some rows that this rank has."""
-    *given, total, first, rows = rest
+    """Add the selected rows that this rank has to `total`."""
+    *inputs, total, first, rows = rest
     if statement.family == "take":
-        (numbers,) = given
+        (numbers,) = inputs
         length = statement.options["length"]
         if xp is np:
             call_user("function", _OUTSIDE, _check_numbers, numbers, length)
@@ -1094,21 +1094,21 @@ def _select(xp: Any, statement: Statement, axis: int, x: Any, *rest: Any) -> Non
         if rows:
             at = xp.where(inside, numbers - first, 0)
             # Of sparse rows only those that are chosen become dense.
-            found = dense(x[at]) if sparse_package(x) and not axis and at.ndim == 1 else xp.take(dense(x), at, axis)
+            selected = dense(x[at]) if sparse_package(x) and not axis and at.ndim == 1 else xp.take(dense(x), at, axis)
             shape = [1] * axis + list(numbers.shape) + [1] * (x.ndim - axis - 1)
-            total += xp.where(inside.reshape(shape), found, found.dtype.type(0))
+            total += xp.where(inside.reshape(shape), selected, selected.dtype.type(0))
         return
     x, index = dense(x), list(index_of(statement.options["index"]))
-    place = [i for i, one in enumerate(index) if one is not None][axis]
-    one, out = index[place], sum(not isinstance(x, int) for x in index[:place])
+    place = [i for i, entry in enumerate(index) if entry is not None][axis]
+    entry, out = index[place], sum(not isinstance(x, int) for x in index[:place])
     size = statement.options["length"]
-    if isinstance(one, int):
-        at = one % size - first
+    if isinstance(entry, int):
+        at = entry % size - first
         if 0 <= at < rows:
             index[place] = at
             total[...] = x[tuple(index)]
         return
-    wanted = range(*one.indices(size))
+    wanted = range(*entry.indices(size))
     inside = list(_between(wanted, first, first + rows))
     if inside:
         low, high = inside[0], inside[-1] + 1
@@ -1118,14 +1118,14 @@ def _select(xp: Any, statement: Statement, axis: int, x: Any, *rest: Any) -> Non
 
 
 def _check_numbers(numbers: Any, length: int) -> None:
-    """Raise NumPy's error for rows that there are not."""
+    """Raise NumPy's IndexError for row numbers out of bounds."""
     wrong = (numbers < -length) | (numbers >= length)
     if wrong.any():
         raise IndexError(f"index {numbers[wrong][0]} is out of bounds for axis 0 with size {length}")
 
 
 def _between(wanted: range, first: int, stop: int) -> range:
-    """Return the places in a range of those of its numbers that are from `first` to below `stop`."""
+    """Return the positions within a range of its elements in ``[first, stop)``."""
     if wanted.step > 0:
         low, high = math.ceil((first - wanted.start) / wanted.step), math.ceil((stop - wanted.start) / wanted.step)
     else:
@@ -1142,7 +1142,7 @@ def is_product(spec: str) -> bool:
 
 
 def product_of(spec: str) -> tuple[bool, bool, bool]:
-    """Return which operands of a product are transposed before, and whether the result is."""
+    """Return whether A, B, and the result of a product are transposed."""
     first, second, out = letters_of(spec)
     (summed,) = [x for x in first if x in second]
     left, right = first.replace(summed, ""), second.replace(summed, "")
@@ -1154,11 +1154,11 @@ def product_of(spec: str) -> tuple[bool, bool, bool]:
 
 
 def _sparse_product(how: tuple[bool, bool, bool], a: Any, b: Any) -> Any:
-    flip_a, flip_b, turned = how
+    flip_a, flip_b, transposed = how
     a, b = (a.T if flip_a else a), (b.T if flip_b else b)
-    found = a @ b if sparse_package(a) else (b.T @ a.T).T
-    found = dense(found)
-    return found.T if turned else found
+    product = a @ b if sparse_package(a) else (b.T @ a.T).T
+    product = dense(product)
+    return product.T if transposed else product
 
 
 def contraction(xp: Any, spec: str) -> Callable[[Any, Any], Any]:
