@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from threading import Event
 
 import dask.array as da
 import numpy as np
@@ -104,13 +105,39 @@ def test_a_barrier_of_something_malformed_fails(inproc_client):
             future.result(timeout=30)
 
 
+BEGUN, GO_ON = Event(), Event()
+
+
+def held(block):
+    BEGUN.set()
+    assert GO_ON.wait(30)
+    return block
+
+
 def test_a_task_that_is_no_chunk_of_the_result(inproc_client):
+    """It gets all that one worker makes, but for a run that has begun."""
     x = da.from_array(np.ones((20, 20)), chunks=10)
-    graph = dict(matmul(x, x).dask)
-    (barrier,) = (key for key in graph if barrier_name(key))
-    future = inproc_client.get({**graph, "stranger": Task("stranger", len, TaskRef(barrier))}, "stranger", sync=False)
-    with pytest.raises(ProtocolError, match="'stranger' depends on .* and is not a chunk of its result"):
-        future.result(timeout=30)
+    for lazy in (x, x.map_blocks(held, dtype=float)):
+        graph = dict(matmul(lazy, lazy).dask)
+        (barrier,) = (key for key in graph if barrier_name(key))
+        run = (
+            []
+            if lazy is x
+            else [
+                inproc_client.get(graph, key, sync=False)
+                for key in graph
+                if isinstance(key, tuple) and key[0] in barrier
+            ]
+        )
+        assert not run or BEGUN.wait(30)
+        name = f"stranger-{lazy.name}"
+        future = inproc_client.get({**graph, name: Task(name, len, TaskRef(barrier))}, name, sync=False)
+        if not run:
+            assert future.result(timeout=30) == 4
+            continue
+        GO_ON.set()
+        with pytest.raises(ProtocolError, match="'stranger-.*' depends on .* and is not a chunk of its result"):
+            future.result(timeout=30)
 
 
 def test_a_problem_survives_the_wire():

@@ -117,8 +117,10 @@ def barrier_name(key: Any) -> str | None:
 
 
 def is_barrier(task: GraphNode | None) -> bool:
-    """Whether a task is a barrier: Dask's copies of graphs give such keys to other tasks, too."""
-    return isinstance(task, RunTask) and barrier_name(task.key) is not None
+    """Whether a task stands for a run: Dask's copies of graphs give such keys to other tasks, too."""
+    if not isinstance(task, Task) or barrier_name(task.key) is None:
+        return False
+    return isinstance(next(iter(task.args), None), Mapping) and "is_isolated" not in task.kwargs
 
 
 def wave_name(name: str, number: int) -> str:
