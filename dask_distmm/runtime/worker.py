@@ -47,7 +47,7 @@ from dask_distmm.engines.entry import watchdog
 from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError, brief, in_words, raised_by_user
 from dask_distmm.planning import ENGINES, Placement, plan_from_wire
 from dask_distmm.runtime import direct
-from dask_distmm.runtime.chunks import check_chunks, numbered, other_orders, ready_event, unpack_tasks
+from dask_distmm.runtime.chunks import aligned, check_chunks, numbered, other_orders, ready_event, unpack_tasks
 from dask_distmm.runtime.messages import (
     NAME,
     Delivery,
@@ -333,9 +333,17 @@ class WorkerService:
             for number, key in zip(numbers, operand_keys, strict=True):
                 names[operand, number] = key
                 with contextlib.suppress(KeyError):
-                    chunk = self.worker.data[key]
+                    stored = self.worker.data[key]
+                    if (chunk := aligned(stored)) is not stored:
+                        self.worker.loop.add_callback(self._replace, key, stored, chunk)
                     chunks[operand, number] = chunk.T if transposed else chunk
         return names, chunks
+
+    def _replace(self, key: Any, stored: Any, chunk: Any) -> None:
+        """Replace a chunk by its copy, if it is still what is in memory."""
+        data = getattr(self.worker.data, "fast", self.worker.data)
+        if data.get(key) is stored:
+            self.worker.data[key] = chunk
 
     async def start(
         self, run_id: int, offers: Sequence[Any] = (), deliver: Sequence[tuple[str, str, bytes]] = ()
