@@ -6,7 +6,6 @@ import time
 
 import dask.array as da
 import numpy as np
-from conformance import random_chunks
 
 from dask_distmm.arrays.linalg.factorize import steps_of
 
@@ -41,6 +40,8 @@ def numroc(n, nb, iproc, isrcproc, nprocs):
 def lazy(x):
     """A matrix in random chunks."""
     rng = np.random.default_rng()
+    from conformance import random_chunks  # benchmarks import the rest of this module as tests.matrices
+
     return da.from_array(x, chunks=tuple(random_chunks(rng, size, 4) for size in x.shape))
 
 
