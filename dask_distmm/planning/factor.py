@@ -656,8 +656,8 @@ def _refined_bytes(plan: FactorPlacement, rank: int) -> float:
     first, count = plan.columns.first(1), plan.columns.count
     own = plan.columns.local(rank, first, count)
     width, columns = own.stop - own.start, plan.columns.matrices[1].shape[1]
-    # Two vectors, and copies of two turns that others get.
-    vectors = (2 + 2 * (plan.count > 1)) * columns + (7 + 2 * kept_columns(n, columns)) * width
+    # Two vectors, and copies of three turns that others get.
+    vectors = (2 + 3 * (plan.count > 1)) * columns + (7 + 2 * kept_columns(n, columns)) * width
     few, low = 0, dtype_from_name(plan.task.dtype_of_factors).itemsize
     if plan.whole and width:
         # All factors, and inverses of blocks, of which one triangle has copies while they are made.
