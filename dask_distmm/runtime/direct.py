@@ -338,6 +338,12 @@ def keep(worker: Worker, values: Mapping[Any, Any], stimulus_id: str) -> dict[An
     return {key: sizeof(value) for key, value in values.items()}
 
 
+def replace(worker: Worker, key: Any, stored: Any, copy: Any) -> None:
+    """Replace a value in a worker's memory by a copy, if it is still there."""
+    if getattr(worker.data, "fast", worker.data).get(key) is stored:
+        worker.data[key] = copy
+
+
 def act_as_task(worker: Worker) -> None:
     """Let `distributed.get_worker` find the worker in this thread, as in a task."""
     if (current := getattr(distributed.worker, "_worker_cvar", None)) is not None:

@@ -325,6 +325,7 @@ class WorkerService:
         problem = plan.problem
         names: dict[ChunkKey, Any] = {}
         chunks: dict[ChunkKey, Any] = {}
+        read: dict[Any, Any] = {}  # Of operands that are the same array each chunk is read once.
         for operand, where in plan.where.items():
             numbers, operand_keys = np.flatnonzero(where == me).tolist(), keys.get(problem.source_of(operand), ())
             if len(operand_keys) != len(numbers):
@@ -333,17 +334,13 @@ class WorkerService:
             for number, key in zip(numbers, operand_keys, strict=True):
                 names[operand, number] = key
                 with contextlib.suppress(KeyError):
-                    stored = self.worker.data[key]
-                    if (chunk := aligned(stored)) is not stored:
-                        self.worker.loop.add_callback(self._replace, key, stored, chunk)
-                    chunks[operand, number] = chunk.T if transposed else chunk
+                    if key not in read:
+                        stored = self.worker.data[key]
+                        if (chunk := aligned(stored)) is not stored:
+                            self.worker.loop.add_callback(direct.replace, self.worker, key, stored, chunk)
+                        read[key] = chunk
+                    chunks[operand, number] = read[key].T if transposed else read[key]
         return names, chunks
-
-    def _replace(self, key: Any, stored: Any, chunk: Any) -> None:
-        """Replace a chunk by its copy, if it is still what is in memory."""
-        data = getattr(self.worker.data, "fast", self.worker.data)
-        if data.get(key) is stored:
-            self.worker.data[key] = chunk
 
     async def start(
         self, run_id: int, offers: Sequence[Any] = (), deliver: Sequence[tuple[str, str, bytes]] = ()

@@ -285,6 +285,13 @@ class Compiled:
         free: dict[tuple[str, tuple[int, ...], Axis], list[int]] = {}
         taken: dict[int, tuple[int, tuple[str, tuple[int, ...], Axis]]] = {}
 
+        def reserve(key: tuple[str, tuple[int, ...], Axis], *, new: bool = False) -> int:
+            """Take free memory, or more of it."""
+            if free.get(key) and not new:
+                return free[key].pop()
+            self.memory.append(key)
+            return len(self.memory) - 1
+
         def release(at: int) -> None:
             for number in [x for x in taken if end.get(x, -1) <= at]:
                 slot, key = taken.pop(number)
@@ -300,20 +307,14 @@ class Compiled:
                 # The columns of what it reads, contiguous.
                 (source,) = statement.reads
                 key = self.kinds[source].dtype, self._rest(source), self.axes[source]
-                if not free.get(key):
-                    free.setdefault(key, []).append(len(self.memory))
-                    self.memory.append(key)
-                self.slots[number] = free[key][-1]
+                self.slots[number] = slot = reserve(key)
+                free.setdefault(key, []).append(slot)
             elif self._has_out(statement) and self.axes[number] is not None and not more and number not in self.one_hot:
                 key = self.kinds[number].dtype, self._rest(number), self.axes[number]
                 direct = number in self.program.rows and self._is_last(
                     statements[i:], root, self.program.over.get(number)
                 )
-                if direct or not free.get(key):
-                    free.setdefault(key, []).append(len(self.memory))
-                    self.memory.append(key)
-                slot = free[key].pop()
-                self.slots[number] = slot
+                self.slots[number] = slot = reserve(key, new=direct)
                 if direct:
                     self.direct[slot] = self.program.rows.index(number)
                 else:

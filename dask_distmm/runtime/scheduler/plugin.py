@@ -532,6 +532,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     async def answer_regions(self, graph: bytes) -> RegionsReply:
         """Return the regions of a graph, pickled with the keys that are wanted, if it came to the scheduler now."""
         tasks, keys = await asyncio.to_thread(loads, graph)
+        isolate_copied(tasks)
         regions, left = self.regions.explain(tasks, keys)
         return RegionsReply("OK", regions=regions, left=left)
 

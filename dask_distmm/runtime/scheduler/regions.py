@@ -141,8 +141,6 @@ def parts_of(
     worthy: set[Any] = set()
     left: dict[Any, str] = {}
     started = {task.barrier for key in submitted if isinstance(task := graph.get(key), ChunkTask)}
-    # Copies of a barrier (dask.delayed of an array makes them) read the barrier itself.
-    started |= {dep for task in graph.values() if not isinstance(task, ChunkTask) for dep in task.dependencies}
 
     def is_there(dep: Any) -> bool:
         """Whether a region may read a value: one of its own, or one that waits for nothing of Dask's."""
