@@ -95,13 +95,10 @@ class _Estimator(BaseEstimator):
 
     def _computed(self, **attributes: Any) -> dict[str, Any]:
         """Return what was fitted, computed all together, of one run."""
-        names = [name for name, x in attributes.items() if is_dask_collection(x) and name != "labels_"]
-        rows = attributes.get("labels_")
-        if is_dask_collection(rows):
-            persisted = dask.persist(*(attributes[name] for name in names), rows)
-            attributes |= dict(zip([*names, "labels_"], persisted, strict=True))
-        attributes |= zip(names, dask.compute(*(attributes[name] for name in names)), strict=True)
-        attributes = {name: x.get() if hasattr(x, "get") else x for name, x in attributes.items()}
+        names = [name for name, x in attributes.items() if is_dask_collection(x)]
+        persisted = dict(zip(names, dask.persist(*(attributes[name] for name in names)), strict=True))
+        labels = {name: persisted.pop(name) for name in ["labels_"] if name in persisted}
+        attributes |= labels | dict(zip(persisted, _values(*persisted.values()), strict=True))
         for name, x in attributes.items():
             if isinstance(x, np.ndarray | np.generic) and x.dtype.kind == "f" and not np.isfinite(x).all():
                 raise ValueError(f"{name} is not finite: input X or y contains NaN or infinity, or is too large")
@@ -126,6 +123,12 @@ def _beside(function: Callable[..., Any], X: Any, fitted: tuple[Any, ...]) -> An
     if not sparse_package(X):
         fitted = tuple(np.asarray(x, like=X) if isinstance(x, np.ndarray) else x for x in fitted)
     return function(X, *fitted)
+
+
+def _values(*arrays: Any) -> list[Any]:
+    """Compute arrays as NumPy arrays; those in one chunk without the task by which Dask puts chunks together."""
+    chunks = [x.to_delayed().item() if x.npartitions == 1 else x for x in arrays]
+    return [x.get() if hasattr(x, "get") else x for x in dask.compute(*chunks)]
 
 
 def _seed(random_state: Any) -> int:
@@ -425,6 +428,11 @@ class _Regressor(MultiOutputMixin, RegressorMixin, _Estimator):
         check_is_fitted(self)
         return self._of_rows(_linear, X, self.coef_, self.intercept_)
 
+    def _set_model(self, coef: Any, intercept: Any, **more: Any) -> Self:
+        self._set(coef_=coef, intercept_=intercept, **more)
+        self.coef_ = self.coef_.T
+        return self
+
     def _targets(self, X: Any, y: Any) -> tuple[Any, Any]:
         targets: tuple[Any, Any] = self._checked(X, y, multi_output=True, y_numeric=True)
         return targets
@@ -463,7 +471,7 @@ class LinearRegression(_Regressor):
         """Fit to X and y: one run."""
         X, y = self._targets(X, y)
         coef, intercept, rank, s = _least_squares(_array(X), y, self.fit_intercept)
-        return self._set(coef_=coef.T, intercept_=intercept, rank_=rank, singular_=s)
+        return self._set_model(coef, intercept, rank_=rank, singular_=s)
 
 
 @jit
@@ -510,9 +518,8 @@ class Ridge(_Regressor):
         """Fit to X and y: one run."""
         X, y = self._targets(X, y)
         if not self.fit_intercept:
-            return self._set(coef_=linalg.ridge(_array(X), y, self.alpha).T, intercept_=0.0)
-        model = linalg.ridge(_array(X), y, self.alpha, fit_intercept=True)
-        return self._set(coef_=model.coef.T, intercept_=model.intercept)
+            return self._set_model(linalg.ridge(_array(X), y, self.alpha), 0.0)
+        return self._set_model(*linalg.ridge(_array(X), y, self.alpha, fit_intercept=True))
 
 
 class RidgeCV(_Regressor):
@@ -546,6 +553,7 @@ class RidgeCV(_Regressor):
     """
 
     _least = 2
+    best_score_: Any
 
     def __init__(self, alphas: Any = (0.1, 1.0, 10.0), *, fit_intercept: bool = True, cv: int | None = None) -> None:
         self.alphas, self.fit_intercept, self.cv = alphas, fit_intercept, cv
@@ -555,7 +563,9 @@ class RidgeCV(_Regressor):
         X, y = self._targets(X, y)
         model = algorithms.ridge_cv(X, y, self.alphas, cv=self.cv, fit_intercept=self.fit_intercept)
         coef, intercept, alpha, scores = model
-        return self._set(coef_=coef.T, intercept_=intercept, alpha_=alpha, best_score_=scores.max())
+        self._set_model(coef, intercept, alpha_=alpha, best_score_=scores)
+        self.best_score_ = self.best_score_.max()
+        return self
 
 
 class LogisticRegression(ClassifierMixin, _Estimator):
@@ -609,7 +619,8 @@ class LogisticRegression(ClassifierMixin, _Estimator):
         """Fit to X and the classes y: one run, after the classes of a Dask array y have been found."""
         X, y = self._checked(X, y)
         if is_dask_collection(y):
-            self.classes_ = np.asarray(da.unique(y).compute())
+            parts = dask.compute(*y.map_blocks(np.unique, dtype=y.dtype).to_delayed())
+            self.classes_ = np.unique(np.concatenate([x.get() if hasattr(x, "get") else x for x in parts]))
             y = y.map_blocks(functools.partial(_numbered, self.classes_), dtype=np.int64)
         else:
             check_classification_targets(y)
@@ -621,9 +632,9 @@ class LogisticRegression(ClassifierMixin, _Estimator):
             _array(X), y, C=self.C, fit_intercept=self.fit_intercept, solver=self.solver, n_classes=count,
             max_iter=self.max_iter, tol=self.tol,
         )  # fmt: skip
-        computed = self._computed(coef_=coef[None] if count == 2 else coef.T, intercept=intercept, n_iter=n_iter)
+        computed = self._computed(coef_=coef, intercept=intercept, n_iter=n_iter)
         _warn_if_not_converged(self, computed["n_iter"])
-        self.coef_, self.intercept_ = computed["coef_"], np.atleast_1d(computed["intercept"])
+        self.coef_, self.intercept_ = np.atleast_2d(computed["coef_"].T), np.atleast_1d(computed["intercept"])
         self.n_iter_ = np.array([computed["n_iter"]], np.int32)
         return self
 
@@ -735,14 +746,8 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, _E
     def fit(self, X: Any, y: Any = None) -> Self:
         """Find the clusters of X: one run."""
         X = self._checked(X)
-        clusters = algorithms.kmeans(
-            _array(X), self.n_clusters, init=self.init, max_iter=self.max_iter, tol=self.tol,
-            seed=_seed(self.random_state),
-        )  # fmt: skip
-        fitted = self._computed(
-            cluster_centers_=clusters.centers, inertia_=clusters.inertia, n_iter_=clusters.n_iter,
-            labels_=clusters.labels.astype(np.int32),
-        )  # fmt: skip
+        seed = _seed(self.random_state)
+        fitted = self._computed(**_clusters(_array(X), self.n_clusters, self.init, self.max_iter, self.tol, seed))
         return self._set(**fitted | ({} if is_dask_collection(X) else {"labels_": np.asarray(fitted["labels_"])}))
 
     def predict(self, X: Any) -> Any:
@@ -760,6 +765,12 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, _E
         check_is_fitted(self)
         score = -(self.transform(X).min(1) ** 2).sum()
         return float(score.compute() if is_dask_collection(score) else score)
+
+
+@jit
+def _clusters(X: Any, count: int, init: Any, max_iter: int, tol: float, seed: int) -> dict[str, Any]:
+    C, labels, inertia, n_iter = algorithms.kmeans(X, count, init=init, max_iter=max_iter, tol=tol, seed=seed)
+    return {"cluster_centers_": C, "labels_": labels.astype(np.int32), "inertia_": inertia, "n_iter_": n_iter}
 
 
 def _nearest(X: Any, C: Any) -> Any:

@@ -98,6 +98,13 @@ def matrices(m=60, k=50, n=40, chunk=20):
     return a, b, da.from_array(a, chunks=chunk), da.from_array(b, chunks=chunk)
 
 
+def test_a_client_that_multiplies_sends_messages_as_often_as_workers(validated):
+    _, _, x, y = matrices()
+    matmul(x, y).compute()
+    intervals = validated.run(lambda dask_worker: dask_worker.batched_stream.interval)
+    assert {validated.scheduler_comm.interval} == {*intervals.values()}
+
+
 @pytest.mark.parametrize("persisted", [False, True])
 def test_persisted_released_and_made_again(validated, persisted):
     a, b, x, y = matrices()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import dask_distmm
 from dask_distmm import explain, matmul
-from dask_distmm.arrays.request import view_of
+from dask_distmm.arrays.request import view_of, without_axes
 from dask_distmm.runtime.keys import barrier_name, operand_keys
 
 rng = np.random.default_rng()
@@ -47,6 +47,17 @@ def test_what_is_no_view(make):
     with dask.config.set(scheduler="sync"):
         held = x.T.persist()
     assert view_of(held) == (held, False, False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "index", "axes"), [((7,), np.s_[:, None], (0,)), ((7,), np.s_[None], (1,)), ((), np.s_[None, None], ())]
+)
+def test_axes_that_an_index_has_added(shape, index, axes):
+    x = da.ones(shape, chunks=3) + 1
+    source, found = without_axes(x[index])
+    assert (source.name, source.chunks, source.ndim, found) == (x.name, x.chunks, x.ndim, axes)
+    for other in (x[index] + 1, x[index].T.T * 1, da.ones((7, 1), chunks=3)[:4], da.ones((3, 2), chunks=3)[:1]):
+        assert without_axes(other) == (other, (0, 1))
 
 
 @pytest.mark.parametrize("how", ["operator", "op_a"])

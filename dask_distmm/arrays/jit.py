@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 from dask.array.core import Array, from_array
+from dask.array.routines import atleast_2d
 from dask.base import is_dask_collection, tokenize
 
 from dask_distmm.arrays.kinds import as_array
@@ -367,7 +368,7 @@ def _matrix(x: Array, *, rows: bool) -> Array:
     if x.ndim == 2:
         return x
     if x.ndim < 2:
-        return x[:, None] if rows else x.reshape(1, -1)
+        return x[:, None] if rows else atleast_2d(x)
     if np.isnan(x.shape[0]):
         need_rows()
     return x.reshape((len(x), -1) if rows else (1, -1))
@@ -389,16 +390,14 @@ def _wanted(name: str, kind: Kind, axis: Axis, rows: tuple[int, ...], *, inner: 
     (first, last), ndim = stored_shape(kind, axis), 2 if inner else len(kind.shape)
     if axis is not None:
         return NamedMatrix(name, (rows, (last,)), kind.dtype, (0,) if ndim == 1 else (0, 1))
-    return NamedMatrix(name, ((first,), (last,)), kind.dtype, (0, 1) if ndim == 2 else (1,))
+    return NamedMatrix(name, ((first,), (last,)), kind.dtype, {0: (), 2: (0, 1)}.get(ndim, (1,)))
 
 
 def _shaped(x: Array, kind: Kind, axis: Axis, rows: tuple[int, ...]) -> Array:
     """Return an output, which is a matrix or a row of one, in its own shape."""
     ndim = len(kind.shape)
-    if axis is None and ndim in (1, 2):
-        return x
     if axis is None:
-        return x.reshape(kind.shape) if ndim else x[0]
+        return x.reshape(kind.shape) if ndim > 2 else x
     if ndim > 2:
         rest = (*kind.shape[:axis], *kind.shape[axis + 1 :])
         x = x.map_blocks(_unfolded, rest, dtype=x.dtype, chunks=(rows, *((n,) for n in rest)), new_axis=range(2, ndim))

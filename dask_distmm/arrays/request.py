@@ -25,6 +25,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack, cast
 import dask.array as da
 import numpy as np
 from dask.array.core import Array, normalize_chunks
+from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from distributed import Future
 from distributed.protocol.pickle import dumps
@@ -36,6 +37,7 @@ from dask_distmm.config import Options, read_options, setting
 from dask_distmm.engines.base import log
 from dask_distmm.errors import PlanError, check_options, page, unknown_name
 from dask_distmm.numeric.epilogs import PLAIN, Epilog, Formula
+from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import Types, dtype_from_name, resolve_types, sum_dtype, supported
 from dask_distmm.planning import ENGINES, METHODS, Chunks, NamedMatrix, Problem
 from dask_distmm.planning.distribution import FREE, Distribution, Distributions
@@ -173,6 +175,18 @@ def view_of(x: da.Array) -> tuple[da.Array, bool, bool]:
         x = under(x, name, chunks or (x.chunks[::-1] if turned else x.chunks))
         transposed, conjugated = transposed != turned, conjugated != conj
     return x, transposed, conjugated and x.dtype.kind == "c"
+
+
+def without_axes(x: da.Array) -> tuple[da.Array, tuple[int, ...]]:
+    """Return the array of which a matrix is a view with axes of extent 1, and the axes that it has of the matrix."""
+    needs = x.dask.dependencies.get(x.name, ()) if x.name.startswith("getitem-") and not sparse_package(x._meta) else ()
+    for axes in [(0,), (1,), ()] if len(needs) == 1 else []:
+        if all(x.shape[axis] == 1 for axis in {0, 1} - {*axes}):
+            chunks = tuple(x.chunks[axis] for axis in axes)
+            source = Array(x.dask, next(iter(needs)), chunks, meta=meta_from_array(x._meta, len(axes)))
+            if source[tuple(slice(None) if axis in axes else None for axis in (0, 1))].name == x.name:
+                return source, axes
+    return x, (0, 1)
 
 
 def _source_of(x: da.Array) -> Source | None:

@@ -98,7 +98,7 @@ class NamedMatrix(Wired):
     chunks: Chunks
     # Name of its type.
     dtype: str
-    # The axes that its array has: a vector has one of them, along which the matrix is.
+    # The axes that its array has: a vector has one of them, along which the matrix is, a number none.
     axes: tuple[int, ...] = (0, 1)
     # Of an operand: name of the array whose chunks a run is given, empty where nothing of it may be on the workers
     # already; whether it is the transpose of that, of which views are taken, and the conjugate of this.
@@ -116,7 +116,8 @@ class NamedMatrix(Wired):
 
     def check(self) -> None:
         """Raise for axes that do not exist, and for chunk numbers that do not fit the chunks."""
-        if self.axes not in ((0, 1), (0,), (1,)) or any(self.chunks[axis] != (1,) for axis in {0, 1} - {*self.axes}):
+        missing = {0, 1} - {*self.axes}
+        if self.axes not in ((0, 1), (0,), (1,), ()) or any(self.chunks[axis] != (1,) for axis in missing):
             raise ValueError(f"an array of the axes {self.axes} of a matrix in chunks {self.chunks}")
         if self.numbers is not None and tuple(map(len, self.numbers[:2])) != self.counts:
             raise ValueError(f"a part of other chunks than {self.counts}")
@@ -182,8 +183,8 @@ class NamedMatrix(Wired):
         if self.places:
             return self.places[number]
         i, j = at = divmod(number, self.in_whole[2])
-        if len(self.axes) == 1:
-            return (at[self.axes[0]],)
+        if len(self.axes) < 2:
+            return tuple(at[axis] for axis in self.axes)
         return (j, i) if self.transposed else at
 
     def part(self, rows: Sequence[int], cols: Sequence[int], **changes: Any) -> Self:

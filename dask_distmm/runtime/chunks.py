@@ -129,6 +129,8 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
                 )
             chunk = compressed(chunk)  # noqa: PLW2901
         chunk = _plain(chunk)  # noqa: PLW2901
+        if len(axes := problem[operand].axes) < 2 and getattr(chunk, "ndim", 2) == len(axes):
+            chunk = chunk[tuple(slice(None) if axis in axes else None for axis in (0, 1))]  # noqa: PLW2901
         chunk, expected = typed(chunk, dtype), carried(dtype, array_kind(chunk))  # noqa: PLW2901
         found_shape = getattr(chunk, "shape", ())
         # -1 stands for what is not known.
@@ -147,9 +149,9 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
 
 
 def arrays_of(problem: Computation, result: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:
-    """Return a run's chunks as those of its arrays, some of which are vectors."""
-    vectors = {output.name for output in problem.outputs if len(output.axes) == 1}
-    return {key: chunk.reshape(-1) if key[0] in vectors else chunk for key, chunk in result.items()}
+    """Return a run's chunks as those of its arrays, some of which are vectors or numbers."""
+    shapes = {output.name: (-1,) * len(output.axes) for output in problem.outputs if len(output.axes) < 2}
+    return {key: chunk.reshape(shapes[key[0]]) if key[0] in shapes else chunk for key, chunk in result.items()}
 
 
 def numbered(plan: Placement, result: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:

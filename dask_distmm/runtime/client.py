@@ -24,6 +24,7 @@ from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.planner import is_faster
 from dask_distmm.planning.tasks import run_overhead, tasks_estimate, with_tasks
+from dask_distmm.runtime import direct
 from dask_distmm.runtime.messages import RegionsReply, Snapshot, ask, post
 from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
@@ -176,6 +177,7 @@ def _install_plugin(client: Client) -> None:
         raise MissingEngineError(refusal) from error
     _installed.add(client)
     _announced.pop(client, None)
+    direct.hasten(client)
 
 
 def free_workspaces(client: Client | None = None) -> int:

@@ -15,6 +15,8 @@ import dask.array as da
 import numpy as np
 import pytest
 import scipy.sparse
+from dask._task_spec import Task
+from dask.highlevelgraph import HighLevelGraph
 from distributed import wait
 from faults import inject
 from matrices import until
@@ -105,6 +107,28 @@ def test_a_trace_keeps_no_arguments():
     gc.collect()
     assert first() is None
     np.testing.assert_array_equal(function(da.zeros((8, 2), chunks=4)).compute(), np.ones((8, 2)))
+
+
+def test_vectors_and_numbers_are_taken_and_left_as_they_are(client):
+    """No task of Dask's own makes matrices of them, or what they are of matrices."""
+    X, y, v, s = map(np.random.default_rng().standard_normal, ((90, 4), 90, 4, ()))
+
+    @dask_distmm.jit
+    def function(X, y, v, s):
+        return y + X @ v, X.T @ y * s, (y * y).sum(), s + 1
+
+    held = dask.persist(*(da.from_array(x, chunks=tuple(30 if n == 90 else n for n in x.shape)) for x in (X, y, v, s)))
+    wait(held)
+    results = function(*held)
+    graph = dict(HighLevelGraph.merge(*(x.dask for x in dask.optimize(*results))))
+    tasks = {key for key, task in graph.items() if isinstance(task, Task)}
+    assert {key[0].rpartition("-")[0] for key in tasks if isinstance(key, tuple)} == {
+        results[0].name.rpartition("-")[0]
+    }
+    assert len(tasks) == 1 + 3 + 1 + 1 + 1
+    for found, expected in zip(dask.compute(*results), (y + X @ v, X.T @ y * s, (y * y).sum(), s + 1), strict=True):
+        assert np.shape(found) == np.shape(expected)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def test_what_is_wanted_is_computed(client):

@@ -21,7 +21,7 @@ from dask_distmm.arrays.kinds import as_array, check_operand
 from dask_distmm.arrays.linalg.public import FactorOptions, ProductOptions, RunOptions, SolveOptions
 from dask_distmm.arrays.outputs import run_output
 from dask_distmm.arrays.product import multiply
-from dask_distmm.arrays.request import check_names, check_workers, is_lazy, parse
+from dask_distmm.arrays.request import check_names, check_workers, is_lazy, parse, without_axes
 from dask_distmm.config import read_options, wave_budget
 from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError, advice
@@ -425,7 +425,7 @@ def run_request(
     _, engine = check_names(None, how.get("engine"), kind=kind)
     return {
         "matrices": tuple(
-            NamedMatrix(name, _known(x.chunks), x.dtype.name, sparse=bool(sparse_package(x._meta)))
+            NamedMatrix(name, _known(x.chunks), x.dtype.name, without_axes(x)[1], sparse=bool(sparse_package(x._meta)))
             for name, x in operands.items()
         ),
         "wanted": outputs,
@@ -441,7 +441,7 @@ def program_arrays(
     problem: FactorProblem | ProgramProblem, arrays: Sequence[Array], tasks: Mapping[str, ChunkTasks]
 ) -> tuple[Array, ...]:
     """Return the outputs of a run as lazy arrays; `made` has the tasks of operands whose chunks ranks make."""
-    graph = build_factor_graph(problem, arrays, tasks)
+    graph = build_factor_graph(problem, [without_axes(x)[0] for x in arrays], tasks)
     prototype = next(dense(x._meta) for x in arrays if on_device(x._meta) == (problem.array == "cupy"))
     return tuple(run_output(problem, output, graph, prototype) for output in problem.outputs)
 
