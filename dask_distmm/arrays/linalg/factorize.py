@@ -143,7 +143,7 @@ Axes = Mapping[str, tuple[int, ...]]
 def _axes_of(a: Array, more: Axes | None) -> Axes:
     m, n = a.shape
     rows, cols = a.chunks
-    return {"m": rows, "n": cols, "r": cols if n <= m else rows, "1": (1,), ".": (), **(more or {})}
+    return {"m": rows, "n": cols, "r": cols if n <= m else rows, ".": (), **(more or {})}
 
 
 def _chunks_of(letters: str, axes: Axes) -> Chunks:

@@ -200,7 +200,7 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
         raise PlanError(f"a must have at least 2 rows, got {len(a)}")
     check_range(1, most, n_components=k)
     if goes_by_rows(a, how):
-        wanted = {"components": "kn", "variances": ".k real", "mean": ".N", "total": "11 real"}
+        wanted = {"components": "kn", "variances": ".k real", "mean": ".N", "total": ".. real"}
         options: dict[str, Any] = {"k": k, "spread": _SPARSE_SPREAD if sparse else _SPREAD}
         with left_beyond_memory(a):
             components, variances, mean, total = by_program(
@@ -208,7 +208,7 @@ def pca(a: Operand, n_components: int | None = None, **how: Unpack[RunOptions]) 
             )
             real = np.empty(0, kind).real.dtype
             result = Components(components.astype(kind), variances.astype(real), mean.astype(kind))
-            result.explained_variance_ratio = (variances / total[0, 0]).astype(real)
+            result.explained_variance_ratio = (variances / total).astype(real)
             return result
     a = a.astype(dtype)
     mean = a.mean(axis=0)

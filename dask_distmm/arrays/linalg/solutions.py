@@ -462,8 +462,7 @@ def slogdet(a: Operand, **how: Unpack[FactorOptions]) -> SlogdetResult:
     >>> float(linalg.slogdet([[0.0, 1.0], [1.0, 0.0]]).sign.compute())
     -1.0
     """
-    sign, logdet = factorize("slogdet", {"a": matrix("a", a)}, {"sign": ".1", "logdet": ".1"}, how=how)
-    return SlogdetResult(sign[0], logdet[0])
+    return SlogdetResult(*factorize("slogdet", {"a": matrix("a", a)}, {"sign": "..", "logdet": ".."}, how=how))
 
 
 @public(FactorOptions, PANELS)
@@ -486,7 +485,7 @@ def det(a: Operand, **how: Unpack[FactorOptions]) -> Array:
     >>> float(linalg.det([[2.0, 0.0], [0.0, 4.0]]).compute())
     8.0
     """
-    return factorize("det", {"a": matrix("a", a)}, {"det": ".1"}, how=how)[0][0]
+    return factorize("det", {"a": matrix("a", a)}, {"det": ".."}, how=how)[0]
 
 
 @public(RefinedOptions, LEAST_SQUARES)
@@ -543,9 +542,9 @@ def lstsq(
     columns, (m, n) = right_sides(a if by_rows else matrix("a", a), b, unknown_rows=by_rows), a.shape
     operands, axes, x_axes = {"a": a, "b": columns}, {"k": columns.chunks[1]}, "nk" if b.ndim > 1 else "n."
     if by_rows:
-        wanted = {"x": x_axes, "residuals": ".k real", "rank": "11 int64", "s": ".N real"}
+        wanted = {"x": x_axes, "residuals": ".k real", "rank": ".. int64", "s": ".N real"}
         x, residuals, count, s = by_program("lstsq", operands, wanted, how=how, axes=axes, rtol=rcond)
-        rank = n if rcond is None else count[0, 0]
+        rank = n if rcond is None else count
     elif rcond is not None:
         x, residuals, rank, s = least_squares_of_any_rank(a, columns, rcond, how)
         x = x[:, 0] if b.ndim == 1 else x
