@@ -68,8 +68,9 @@ def jit(
     it is called with Dask arrays it is traced: called once with arrays that only know their shapes and types. What it
     returns are lazy Dask arrays, which one run makes. Called with NumPy or CuPy arrays it just computes.
 
-    Arrays with as many rows as the largest Dask array stay in chunks of rows, where they are; all others come to all
-    workers. `explain` shows where each value is, and what travels.
+    Arrays with as many rows as the largest Dask array stay in chunks of rows, where they are, but for chunks that move
+    once for a long loop, so that no worker has many more rows than others; all other arrays come to all workers.
+    `explain` shows where each value is, and what travels.
 
     Parameters
     ----------

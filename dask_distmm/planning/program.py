@@ -1,6 +1,7 @@
 """Computations on tall matrices by programs: what is computed, on which ranks, and what that takes.
 
-Ranks are the workers that hold chunks of A: rows stay where they are. Chunks of B that are elsewhere are fetched.
+Ranks are the workers that hold chunks of A: rows stay where they are, unless the program is expected to be clearly
+faster when these workers have as many rows each, or one has all. Chunks of B that are elsewhere are fetched.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.model import ENGINES, Phase, Work, speeds
-from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
+from dask_distmm.planning.placement import CLEARLY, Placement, Where, choose, estimated, in_range, need_workers
 from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows
@@ -38,7 +39,8 @@ T = TypeVar("T")
 _BUILDERS: Mapping[str, Callable[..., None]] = {**BUILDERS, "traced": traced}
 # The end of a range of rows whose number is not known.
 _ALL = 2**62
-# Ranks that wait this long for messages, as in each turn of a loop: one may be faster alone (seconds).
+# Ranks that wait this long for messages, as in each turn of a loop: one may be faster alone. Ranks that work this long
+# may be faster with as many rows each (seconds).
 _WORTH_MOVING = 5e-3
 # Where one chunk has more than this share of a worker's memory, smaller chunks are advised.
 _COARSE = 1 / 8
@@ -274,9 +276,16 @@ def plan_program(
 
     workers = _workers_of_rows(problem, len(roster), where.get("a", where.get("b")))
     plans = [placed(workers)]
-    if problem.workers is None and "a" in where and plans[0].cost.waiting > _WORTH_MOVING:
-        ((most, _),) = collections.Counter(workers).most_common(1)
-        plans = sorted([*plans, placed([most] * len(workers))], key=lambda plan: plan.seconds)
+    if problem.workers is None and "a" in where:
+        others = []
+        if plans[0].cost.waiting > _WORTH_MOVING:
+            ((most, _),) = collections.Counter(workers).most_common(1)
+            others.append([most] * len(workers))
+        if plans[0].seconds > _WORTH_MOVING:
+            others += _evened(workers, problem["a"].chunks[0])
+        # What others compute of the same rows may have to follow them.
+        clearly = [plan for plan in map(placed, others) if plan.seconds < CLEARLY * plans[0].seconds]
+        plans = sorted([*plans, *clearly], key=lambda plan: plan.seconds)
     remedies = ["use more workers"] if problem.workers is None else ["name more workers by workers="]
     limits, a = [worker.memory_limit for worker in roster if worker.memory_limit], problem["a"]
     if limits and not a.sparse and (largest := max(a.chunks[0]) * a.shape[1] * a.itemsize) > min(limits) * _COARSE:
@@ -297,6 +306,25 @@ def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int3
         loads[worker] += abs(size) + 1
         chosen.append(worker)
     return chosen
+
+
+def _evened(workers: Sequence[int], rows: Sequence[int]) -> list[list[int]]:
+    """Return the assignment in which the workers that have chunks have about as many rows each, if it is another one.
+
+    As few chunks move as lead there, from the one with most rows to the one with fewest.
+    """
+    evened, loads = list(workers), collections.Counter[int]()
+    for worker, size in zip(workers, rows, strict=True):
+        loads[worker] += abs(size)
+    while True:
+        (most, load), *_, (least, fewest) = [*loads.most_common(), *loads.most_common()[-1:]]
+        fitting = [x for x, worker in enumerate(evened) if worker == most and abs(rows[x]) < load - fewest]
+        if not fitting:
+            return [evened] * (evened != list(workers))
+        moved = max(fitting, key=lambda x: min(abs(rows[x]), load - fewest - abs(rows[x])))
+        evened[moved] = least
+        loads[most] -= abs(rows[moved])
+        loads[least] += abs(rows[moved])
 
 
 def _memory(plan: ProgramPlacement) -> tuple[NDArray[np.float64], int]:

@@ -27,6 +27,7 @@ from traced_programs import assert_close, check_program
 import dask_distmm
 from dask_distmm import fori_loop
 from dask_distmm import random as draws
+from dask_distmm.arrays.prepared import place_chunks
 from dask_distmm.errors import MatrixError
 from dask_distmm.planning import program
 from dask_distmm.tracing.control import flattened
@@ -129,6 +130,22 @@ def test_vectors_and_numbers_are_taken_and_left_as_they_are(client):
     for found, expected in zip(dask.compute(*results), (y + X @ v, X.T @ y * s, (y * y).sum(), s + 1), strict=True):
         assert np.shape(found) == np.shape(expected)
         np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_rows_move_for_a_long_loop(client, monkeypatch):
+    """Chunks of which one worker has most are shared, once for all turns; results lie where rows were computed."""
+    monkeypatch.setattr(program, "_WORTH_MOVING", 0.01)
+    first, second, _ = client.scheduler_info()["workers"]
+    x = da.random.random((60_000, 128), chunks=(10_000, -1))
+    X = place_chunks(client, x, x.chunks, [first] * 5 + [second])
+    W, H = da.random.random((60_000, 16), chunks=(10_000, -1)).persist(), np.random.default_rng().random((16, 128))
+    wait([X, W])
+    found = dask.persist(*nmf(X, W, H, turns=20))
+    wait(found)
+    # Before Dask copies them to where it puts them together.
+    assert collections.Counter(holder for (holder,) in client.who_has(found[0]).values()) == {first: 3, second: 3}
+    for result, expected in zip(dask.compute(*found), nmf(X.compute(), W.compute(), H, turns=20), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 def test_what_is_wanted_is_computed(client):
