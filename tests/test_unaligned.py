@@ -8,6 +8,7 @@ import scipy.sparse
 from distributed import wait
 
 from dask_distmm import matmul
+from dask_distmm.engines.programs.region import packed, unpacked
 from dask_distmm.runtime.chunks import aligned
 
 
@@ -17,6 +18,12 @@ def moved(x):
     there = flat.view(x.dtype).reshape(x.shape)
     there[...] = x
     assert not there.flags.aligned
+    return there
+
+
+def moved_bytes(x):
+    there = np.empty(x.size + 1, np.uint8)[1:]
+    there[...] = x
     return there
 
 
@@ -33,6 +40,16 @@ def test_copies_are_aligned():
     got = aligned(sparse)
     assert got.data.flags.aligned
     np.testing.assert_array_equal(got.toarray(), x)
+
+
+def test_values_of_tasks_that_other_ranks_send_are_aligned():
+    value = [np.random.default_rng().random(9), "text", np.arange(3, dtype="complex128")]
+    text, *buffers = packed(value)
+    for there in (unpacked([text, *buffers]), unpacked([text, *map(moved_bytes, buffers)])):
+        assert there[1] == "text"
+        for got, expected in zip(there[::2], value[::2], strict=True):
+            assert got.flags.aligned
+            np.testing.assert_array_equal(got, expected)
 
 
 def test_chunks_in_memory_are_aligned_by_a_run(inproc_client):

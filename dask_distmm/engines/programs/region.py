@@ -30,6 +30,8 @@ from dask_distmm.programs.steps import PART, Key
 
 # How often a thread that waits looks whether the run was ended (seconds).
 _LOOK = 0.2
+# All types of NumPy are aligned where their addresses are multiples of this.
+_ALIGNED = 16
 # Of glibc: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, their default, and the most that all versions take (bytes).
 _TRIM_AND_MMAP, _DEFAULT, _LARGE = (-1, -3), 2**17, 2**25
 
@@ -48,9 +50,9 @@ def packed(value: Any) -> list[NDArray[Any]]:
 
 
 def unpacked(arrays: Sequence[NDArray[Any]]) -> Any:
-    """Return the value that `packed` serialized."""
+    """Return the value that `packed` serialized; Dask's comms leave bytes at odd addresses, where NumPy is slow."""
     text, *buffers = arrays
-    return pickle.loads(text.data, buffers=buffers)
+    return pickle.loads(text.data, buffers=[x.copy() if x.ctypes.data % _ALIGNED else x for x in buffers])
 
 
 class ReusedHeap:
