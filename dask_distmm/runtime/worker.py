@@ -127,6 +127,8 @@ class DaskComm:
                 log.info("worker %s sends what can't be read in its memory: %s", address, error)
                 self._cross_memory = False
                 return await self._request(address, kind, boxes)
+        if any(type(x) is np.ndarray and not x.flags.aligned for x in data):
+            data = await asyncio.to_thread(list, map(aligned, data))
         if answer.shapes:
             parts = np.split(data[0], np.cumsum([math.prod(shape) for shape in answer.shapes])[:-1])
             data = [part.reshape(shape) for part, shape in zip(parts, answer.shapes, strict=True)]
