@@ -130,7 +130,7 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
             chunk = compressed(chunk)  # noqa: PLW2901
         chunk = _plain(chunk)  # noqa: PLW2901
         if len(axes := problem[operand].axes) < 2 and getattr(chunk, "ndim", 2) == len(axes):
-            chunk = chunk[tuple(slice(None) if axis in axes else None for axis in (0, 1))]  # noqa: PLW2901
+            chunk = chunk.reshape(tuple(-1 if axis in axes else 1 for axis in (0, 1)))  # noqa: PLW2901
         chunk, expected = typed(chunk, dtype), carried(dtype, array_kind(chunk))  # noqa: PLW2901
         found_shape = getattr(chunk, "shape", ())
         # -1 stands for what is not known.
