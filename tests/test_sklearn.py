@@ -19,6 +19,7 @@ from sklearn.model_selection import cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+import dask_distmm.sklearn
 from dask_distmm.sklearn import NMF, PCA, KMeans, LinearRegression, LogisticRegression, Ridge, RidgeCV, TruncatedSVD
 
 CLASSES = (PCA, TruncatedSVD, NMF, LinearRegression, Ridge, RidgeCV, LogisticRegression, KMeans)
@@ -188,6 +189,26 @@ def test_clusters(fitted):
     np.testing.assert_array_equal(found.predict(chunked(X)).compute(), expected.labels_)
     np.testing.assert_allclose(found.transform(chunked(X)).compute(), expected.transform(X), atol=1e-5)
     assert found.score(chunked(X)) == pytest.approx(expected.score(X))
+
+
+def test_numpy_arrays_are_cut(inproc_client, monkeypatch):
+    """Each thread of the workers gets a chunk of rows, but not of what is small or not tall; one run makes all."""
+    threads = sum(inproc_client.nthreads().values())
+    X = np.random.default_rng().random((M, N))
+    assert dask_distmm.sklearn._array(X).numblocks == (1, 1)
+    monkeypatch.setattr(dask_distmm.sklearn, "_LEAST", X.nbytes // threads)
+    assert dask_distmm.sklearn._array(X).numblocks == (threads, 1)
+    assert dask_distmm.sklearn._array(np.ones((M, M))).numblocks == (1, 1)
+    how = {"init": X[:3], "tol": 0}
+    for estimator, expected, names in (
+        (KMeans(3, **how), sklearn.cluster.KMeans(3, n_init=1, **how), "cluster_centers_ labels_"),
+        (Ridge(), sklearn.linear_model.Ridge(), "coef_ intercept_"),
+    ):
+        moment = newest_run(inproc_client)
+        found = estimator.fit(X, X.sum(1))
+        assert runs_after(inproc_client, moment) == 1
+        close(found, expected.fit(X, X.sum(1)), names)
+        assert not any(map(is_dask_collection, vars(found).values()))
 
 
 def test_sparse_rows():

@@ -218,11 +218,37 @@ def test_best_of_short_rows(kind, columns):
         X[rng.integers(2500, size=90), rng.integers(columns, size=90)] = rng.choice([np.nan, np.inf, -np.inf], 90)
 
     def function(X):
-        return X.argmin(1), np.argmax(X, axis=1, keepdims=True), (X == 3).argmax(1)
+        # Values that other statements read, too, and that are results.
+        near = np.maximum(X[:, ::-1], 2)
+        first = X.argmin(1), np.argmax(X, axis=1, keepdims=True), (X == 3).argmax(1), X.T.argmax(1)
+        return *first, near, near.argmin(1), np.where(near > X, near, X).argmax(1)
 
-    found = on_ranks(function, da.from_array(X, chunks=(1200, columns)), ranks=2)
-    for array, reference in zip(found, function(X), strict=True):
-        np.testing.assert_array_equal(array, reference)
+    for rows in (2500, 12):
+        found = on_ranks(function, da.from_array(X[:rows], chunks=(-(-rows // 2), columns)), ranks=2)
+        for array, reference in zip(found, function(X[:rows]), strict=True):
+            np.testing.assert_array_equal(array, reference)
+            assert array.dtype == reference.dtype
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("kind", ["float64", "float32", "complex64", "int32", "bool"])
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_sums_of_rows_and_columns(kind, order, spoiled):
+    rng = np.random.default_rng()
+    X = rng.integers(0, 2, (2500, 12)) if kind in ("int32", "bool") else rng.standard_normal((2500, 12))
+    X = X.astype(kind)
+    if spoiled and kind[0] in "fc":
+        X[rng.integers(2500, size=5), rng.integers(12, size=5)] = np.nan, np.inf, -np.inf, np.inf, -np.inf
+
+    def function(X):
+        every = X.sum(0), X.sum(1), X.sum(0, keepdims=True), X.sum(1, keepdims=True), X[:, ::3].sum(1)
+        return *every, X.sum(1, dtype=np.complex128), X.T.sum(0), X.T.sum(1), (X + 1).sum(0), X.sum()
+
+    lazy = da.from_array(X, chunks=(1200, 12)).map_blocks(np.array, order=order, dtype=X.dtype)
+    with np.errstate(invalid="ignore"):
+        expected = function(X)
+    for array, reference in zip(on_ranks(function, lazy, ranks=2), expected, strict=True):
+        np.testing.assert_allclose(array, reference, rtol=1e-3, atol=1e-3 if kind.endswith(("32", "64")) else 0)
         assert array.dtype == reference.dtype
 
 
