@@ -739,8 +739,8 @@ class Compiled:
         if self.xp is np and self._sums_by_blas(statement):
             source = self._name(statement.inputs[0])
             if axes == (0,):
-                return f"(ones(rows, {source}.dtype) @ {source})" + "[None]" * keepdims
-            return f"({source} @ ones({source}.shape[1], {source}.dtype))" + "[:, None]" * keepdims
+                return f"(ones(rows, {source}.dtype) @ {source})" + "[None]" * bool(keepdims)
+            return f"({source} @ ones({source}.shape[1], {source}.dtype))" + "[:, None]" * bool(keepdims)
         how = {"axis": axes, "keepdims": keepdims}
         if name in ("sum", "prod"):
             how["dtype"] = self.kinds[number].dtype
