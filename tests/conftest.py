@@ -216,12 +216,12 @@ def fault_cluster() -> Iterator[LocalCluster]:
 def fault_client(fault_cluster: LocalCluster) -> Iterator[Client]:
     """A client of three worker processes that may be killed."""
     with Client(fault_cluster) as client:
-        client.wait_for_workers(3, timeout=60)
+        client.wait_for_workers(3, timeout=120)
         # Warm: the plugins are there before anything goes wrong.
         x = da.ones((30, 30), chunks=10)
         matmul(x, x).compute()
         with no_leaks(fault_cluster):
             yield client
-            client.wait_for_workers(3, timeout=60)
+            client.wait_for_workers(3, timeout=120)
             client.run(remove_faults)
             assert_nothing_left(client)

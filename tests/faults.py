@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -36,7 +37,7 @@ FAULT_POINTS = {
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
 
 
-def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0) -> None:
+def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0, release: str = "") -> None:
     """Make something go wrong in this process; for ``client.run(inject, ..., workers=[...])``.
 
     Parameters
@@ -45,12 +46,15 @@ def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0) -> None
         Where: a key of `FAULT_POINTS`.
     action
         ``"kill"`` (SIGKILL), ``"exit"`` (the process exits), ``"segfault"``, ``"stop"`` (SIGSTOP: it stands still
-        until somebody sends SIGCONT), ``"sleep"``, ``"error"`` (ZeroDivisionError), ``"memory"`` (MemoryError) or
-        ``"device memory"`` (CuPy's OutOfMemoryError).
+        until somebody sends SIGCONT), ``"sleep"``, ``"hold"`` (until there is a file of the name `release`; that it
+        stands there says a file with the process' number behind that name), ``"error"`` (ZeroDivisionError),
+        ``"memory"`` (MemoryError) or ``"device memory"`` (CuPy's OutOfMemoryError).
     skip
         How often that place is passed before it happens; it happens once.
     seconds
         How long to sleep.
+    release
+        The file that ends a hold.
     """
     module, owner, name = FAULT_POINTS[point]
     kind = getattr(importlib.import_module(module), owner)
@@ -67,7 +71,9 @@ def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0) -> None
                 os._exit(1)
             elif action == "sleep":
                 time.sleep(seconds)
-            if action in (*_SIGNALS, "sleep"):
+            elif action == "hold":
+                _hold(Path(release))
+            if action in (*_SIGNALS, "sleep", "hold"):
                 return method(*args, **kwargs)
             if action == "device memory":
                 from cupy.cuda.memory import OutOfMemoryError
@@ -77,6 +83,17 @@ def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0) -> None
         return method(*args, **kwargs)
 
     setattr(kind, name, faulty)
+
+
+def _hold(release: Path) -> None:
+    release.with_name(f"{release.name}.{os.getpid()}").touch()
+    while not release.exists():
+        time.sleep(0.005)
+
+
+def held_processes(release: Path) -> set[int]:
+    """Return the numbers of the processes that stand, or have stood, at a hold."""
+    return {int(path.suffix[1:]) for path in release.parent.glob(f"{release.name}.*")}
 
 
 def remove_faults() -> None:

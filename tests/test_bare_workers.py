@@ -62,7 +62,7 @@ def mixed(blocked: dict[str, str], tmp_path: Path) -> Iterator[Client]:
     ):
         process = start(client.scheduler.address, "bare", blocked, tmp_path)
         try:
-            client.wait_for_workers(3, timeout=60)
+            client.wait_for_workers(3, timeout=120)
             yield client
         finally:
             stop(process)
@@ -111,7 +111,7 @@ def test_where_no_worker_has_it(blocked: dict[str, str], tmp_path: Path) -> None
     ):
         process = start(client.scheduler.address, "bare", blocked, tmp_path)
         try:
-            client.wait_for_workers(1, timeout=60)
+            client.wait_for_workers(1, timeout=120)
             x = da.random.random((40, 40), chunks=20)
             with pytest.raises(EngineError, match="none of 1 workers has dask_distmm; install it there"):
                 matmul(x, x)
@@ -135,7 +135,7 @@ def test_where_the_scheduler_lacks_it(blocked: dict[str, str], tmp_path: Path) -
         until(file.exists)
         with Client(scheduler_file=str(file)) as client, dask.config.set({"distmm.minimum-flops": 0}):
             processes.append(start(client.scheduler.address, "bare", blocked, tmp_path))
-            client.wait_for_workers(1, timeout=60)
+            client.wait_for_workers(1, timeout=120)
             a = np.random.default_rng().standard_normal((60, 40))
             x = da.from_array(a, chunks=20)
             with enabled():

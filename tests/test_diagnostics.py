@@ -279,7 +279,7 @@ def held(x, name):
     """Chunks that are not there before an event."""
 
     def later(block):
-        Event(name).wait(60)
+        Event(name).wait(120)
         return block
 
     return x.map_blocks(later, dtype=x.dtype, meta=np.empty((0, 0)))
@@ -292,7 +292,7 @@ def test_progress(client, capsys):
     text, drawn = Shown(), Shown(terminal=True)
     go = Event("test-progress-go")
     # Nothing may be over before it was looked at: the first line lets the chunks go.
-    opener = threading.Thread(target=lambda: text.written.wait(60) and go.set())
+    opener = threading.Thread(target=lambda: text.written.wait(120) and go.set())
     opener.start()
     c = (matmul(matmul(held(x, go.name), y), y) + 1).persist()
     dask_distmm.progress(c, file=text)
@@ -334,7 +334,7 @@ def test_progress_needs_something_to_watch(client):
 def get(cluster, path):
     # Not `dashboard_link`, which names the host as others see it.
     url = f"http://127.0.0.1:{cluster.scheduler.http_server.port}{path}"
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         return answer.read().decode()
 
 

@@ -324,7 +324,7 @@ def test_a_worker_dies(fault_client, regions, point):
     z = da.exp(x @ y) - x.sum()
     victim = sorted(fault_client.nthreads())[1]
     fault_client.run(inject, point, "kill", workers=[victim])
-    np.testing.assert_allclose(fault_client.compute(z).result(timeout=60), np.exp(a @ w) - a.sum())
+    np.testing.assert_allclose(fault_client.compute(z).result(timeout=120), np.exp(a @ w) - a.sum())
 
 
 def test_explain_shows_regions(client, regions):

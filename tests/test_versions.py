@@ -52,7 +52,7 @@ def worker(client: Client, folder: Path, environment: dict[str, str] | None = No
     # Python looks first where it is started.
     process = subprocess.Popen(command, env=environment, cwd=folder, stderr=subprocess.DEVNULL)
     try:
-        client.wait_for_workers(len(before) + 1, timeout=60)
+        client.wait_for_workers(len(before) + 1, timeout=120)
         (address,) = set(client.scheduler_info(n_workers=-1)["workers"]) - before
         yield address
     finally:
@@ -129,7 +129,7 @@ except EngineError as error:
     with worker(client, tmp_path) as address:
         multiply()
         done = subprocess.run(
-            [sys.executable, program], env=older, capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, program], env=older, capture_output=True, text=True, timeout=120, check=True
         )
         assert f"dask_distmm: {OTHER} on client; {__version__} on scheduler, {address}. Install" in done.stdout
         multiply()

@@ -110,14 +110,14 @@ def test_a_run_that_is_prepared_while_the_worker_closes_does_not_stay(monkeypatc
 
     def slow(job):
         begun.set()
-        assert closed.wait(10)
+        assert closed.wait(120)
         prepare(job)
 
     async def work() -> None:
         side = WorkerService(Loop())
         with_chunks(side)
         vote = asyncio.ensure_future(prepared(side))
-        assert await asyncio.to_thread(begun.wait, 10)
+        assert await asyncio.to_thread(begun.wait, 120)
         side.close()
         closed.set()
         assert (await vote).status == "lost"
@@ -413,7 +413,7 @@ def test_the_event_loop_sleeps_while_the_engine_works(monkeypatch, rests):
         raise ValueError("no")
 
     async def work() -> None:
-        found = asyncio.ensure_future(side._in_engine(rests, over.wait, 10))
+        found = asyncio.ensure_future(side._in_engine(rests, over.wait, 120))
         for _ in range(20):
             await asyncio.sleep(0)
         turns = len(slept)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import gc
 import importlib
+import itertools
 import sys
 import threading
 import weakref
 
+import dask
 import devices
 import msgpack
 import numpy as np
@@ -33,10 +36,12 @@ class Ranks:
 
     def __init__(self, module, host):
         self.module, self.host, self.engines, self.jobs = module, host, {}, []
+        # As the scheduler numbers them: two groups of workers never have the same number.
+        self.groups = collections.defaultdict(itertools.count(1).__next__)
 
     def job(self, side):
         engine = self.engines.get(side.me) or self.engines.setdefault(side.me, self.module.CublasMpEngine())
-        plan = dataclasses.replace(side.plan, group=hash(side.plan.workers) % 1000 + 1)
+        plan = dataclasses.replace(side.plan, group=self.groups[side.plan.workers])
         chunks = {key: chunk if self.host else chunk.view(devices.ndarray) for key, chunk in side.chunks.items()}
         self.jobs.append(engine.job(dataclasses.replace(side, plan=plan, chunks=chunks)))
         return self.jobs[-1]
@@ -180,7 +185,14 @@ def forget():
 
 
 @pytest.fixture
-def make(monkeypatch):
+def no_watchdog():
+    """Let a test fail where ranks, which are threads of its process, do not meet: that process must not exit."""
+    with dask.config.set({"distmm.timeouts.grace": "1h"}):
+        yield
+
+
+@pytest.fixture
+def make(monkeypatch, no_watchdog):
     def make(host=False, shares_memory=True):
         world = devices.install(monkeypatch, shares_memory)
         engine = importlib.import_module("dask_distmm.engines.cublasmp")
@@ -192,7 +204,7 @@ def make(monkeypatch):
 
 
 @pytest.fixture
-def make_broadcasting(monkeypatch):
+def make_broadcasting(monkeypatch, no_watchdog):
     def make(host=False):
         world = devices.install(monkeypatch)
         engine = importlib.import_module("dask_distmm.engines.nccl")

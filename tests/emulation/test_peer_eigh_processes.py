@@ -12,9 +12,10 @@ import dask
 import dask.array as da
 import pytest
 from leaks import assert_nothing_left
+from matrices import until
 from residuals import assert_eigh
 from run_events import events
-from test_peer_processes import become_gpu_worker, client, not_again, nworkers, wait_for  # noqa: F401
+from test_peer_processes import become_gpu_worker, client, not_again, nworkers  # noqa: F401
 from test_spectral import hermitian
 
 from dask_distmm import linalg
@@ -57,13 +58,11 @@ def test_processes_share_eigenvalues_and_outlive_one_that_is_killed(client):  # 
     pids = client.run(os.getpid, workers=[victim])
     starts = len(events(client, "start"))
     futures = client.compute(list(shared(2 * a)))
-    wait_for(lambda: len(events(client, "start")) > starts)
+    until(lambda: len(events(client, "start")) > starts)
     time.sleep(1.0)
     not_again(client, victim)
     os.kill(pids[victim], signal.SIGKILL)
-    begun = time.monotonic()
     assert_eigh(2 * a, *client.gather(futures))
-    assert time.monotonic() - begun < 60
     assert client.run(os.getpid) == survivors
     assert [len(event["ranks"]) for event in events(client, "start")[starts:]] == [3, 2]
     del futures, w, v

@@ -235,7 +235,7 @@ def test_a_lost_worker(fault_client):
     address = holders.most_common(1)[0][0]
     fault_client.run(inject, "turn", "kill", skip=int(np.random.default_rng().integers(30)), workers=[address])
     moment = newest_run(fault_client)
-    found = [one.result(timeout=60) for one in fault_client.compute(list(nmf(*lazy)))]
+    found = [one.result(timeout=120) for one in fault_client.compute(list(nmf(*lazy)))]
     for one, other in zip(found, nmf(*arrays), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)
     assert events_after(fault_client, moment, "restart")
@@ -274,7 +274,7 @@ def test_a_lost_worker_of_a_loop_whose_state_is_kept(fault_client, tmp_path):
 
     until(copied)
     (tmp_path / "kept").touch()
-    for one, other in zip([future.result(timeout=60) for future in futures], nmf(*arrays, turns=24), strict=True):
+    for one, other in zip([future.result(timeout=120) for future in futures], nmf(*arrays, turns=24), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)
     # No turn of the first three pieces was repeated.
     done = [event["name"] for event in events_after(fault_client, moment, "done")]
@@ -324,7 +324,7 @@ def test_a_loop_tells_its_turns_and_ends_with_the_turn_in_which_it_is_cancelled(
     assert not events_after(client, moment)
     assert_close(dask_distmm.jit(lambda x: x.sum())(lazy).compute(), np.float64(32000))
     assert turns() == done
-    showing.join(30)
+    showing.join(120)
     assert not showing.is_alive()
 
 
