@@ -48,7 +48,7 @@ def start(address: str, name: str, environment: dict[str, str], folder: Path) ->
 
 def stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
-    process.wait(30)
+    process.wait(120)
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_the_plugin_can_be_loaded_without_the_package(blocked: dict[str, str]) -
         env=blocked,
         input=for_any_worker(),
         capture_output=True,
-        timeout=60,
+        timeout=120,
         check=True,
     )
     assert done.stdout.split() == [b"Installer"]

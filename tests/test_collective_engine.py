@@ -16,7 +16,7 @@ from conformance import assert_product
 from distributed import Client, LocalCluster
 from leaks import assert_nothing_left
 from matrices import until
-from run_events import events, until_running
+from run_events import events, phases
 
 import dask_distmm
 from dask_distmm import PlanError, Slab
@@ -242,7 +242,7 @@ def test_cancelled_before_the_gate_opens_nobody_is_stuck(client, engine):
     a, b, d = product(method="allgather")
     client.cluster.workers[2].extensions["distmm"].engine_thread.submit(blocked.wait)
     future = client.compute(d)
-    until_running(client)
+    until(lambda: phases(client))
     future.cancel()
     del future, d
     blocked.set()

@@ -61,7 +61,7 @@ class CommandLine:
     def __exit__(self, *exc: object) -> None:
         for process in reversed(self.processes.values()):
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=120)
 
 
 def works(client) -> None:
@@ -88,7 +88,7 @@ def test_the_scheduler_is_killed_and_started_again(tmp_path):
             until(lambda: [event["action"] for event in events(client)[-1:]] == ["start"])
             made.processes["scheduler"].kill()
             made.processes["scheduler"].wait()
-            made.processes["worker"].wait(timeout=90)
+            made.processes["worker"].wait(timeout=120)
             until(lambda: not any(map(psutil.pid_exists, pids)))
             until(lambda: future.status in ("cancelled", "lost"))
         made.start_all()

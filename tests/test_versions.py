@@ -57,7 +57,7 @@ def worker(client: Client, folder: Path, environment: dict[str, str] | None = No
         yield address
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
         until(lambda: set(client.scheduler_info(n_workers=-1)["workers"]) == before)
 
 

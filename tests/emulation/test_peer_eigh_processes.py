@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
 import compiled
 import dask
 import dask.array as da
 import pytest
+from faults import held_processes, inject
 from leaks import assert_nothing_left
 from matrices import until
 from residuals import assert_eigh
@@ -42,7 +42,7 @@ def shared(a):
     return linalg.eigh(x, engine="peer", method="columns")
 
 
-def test_processes_share_eigenvalues_and_outlive_one_that_is_killed(client):  # noqa: F811
+def test_processes_share_eigenvalues_and_outlive_one_that_is_killed(client, tmp_path):  # noqa: F811
     client.run(with_lapack)
     a = hermitian("random", 270, "float64")
     w, v = shared(a)
@@ -56,10 +56,10 @@ def test_processes_share_eigenvalues_and_outlive_one_that_is_killed(client):  # 
     victim, *others = sorted(client.nthreads())
     survivors = client.run(os.getpid, workers=others)
     pids = client.run(os.getpid, workers=[victim])
-    starts = len(events(client, "start"))
+    starts, release = len(events(client, "start")), tmp_path / "release"
+    client.run(inject, "execute", "hold", release=str(release), workers=[victim])
     futures = client.compute(list(shared(2 * a)))
-    until(lambda: len(events(client, "start")) > starts)
-    time.sleep(1.0)
+    until(lambda: held_processes(release))
     not_again(client, victim)
     os.kill(pids[victim], signal.SIGKILL)
     assert_eigh(2 * a, *client.gather(futures))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import shared
 from conformance import assert_product, make_problem, random_chunks, random_matrix, run_jobs
-from matrices import until
+from matrices import LIMIT, until
 
 from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import EngineError
@@ -357,17 +357,20 @@ def nothing_else_is_held(ranks, world, kept):
 
 def test_a_run_that_is_ended_makes_no_more_and_frees_all(make_peers):
     ranks, world = make_peers()
-    problem, kernels, slow = few_chunks(200), Kernels(), threading.Event()
-    real = kernels.source
+    problem, kernels, begun, over = few_chunks(200), Kernels(), threading.Event(), threading.Event()
+    real, active = kernels.source, []
 
     def source(name, values):
         made = real(name, values)
 
         def make():
-            time.sleep(0.02)
+            active.append(name)
             if name[1][1] > 10:
-                slow.set()
-            return made.make()
+                begun.set()
+                assert over.wait(LIMIT)
+            values = made.make()
+            active.remove(name)
+            return values
 
         return Source(make)
 
@@ -383,15 +386,16 @@ def test_a_run_that_is_ended_makes_no_more_and_frees_all(make_peers):
 
     thread = threading.Thread(target=start)
     thread.start()
-    assert slow.wait(120)
+    assert begun.wait(LIMIT)
     for job in list(ranks.jobs):
         job.abort(EngineError("cancelled"))
     del job
-    thread.join(120)
+    over.set()
+    thread.join(LIMIT)
     assert not thread.is_alive()
     assert errors == ["cancelled"]
     # Tasks that are on are not stopped.
-    time.sleep(0.1)
+    until(lambda: not active)
     made = sum(kernels.made.values())
     time.sleep(0.2)
     assert sum(kernels.made.values()) == made < 200
