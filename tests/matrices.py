@@ -77,6 +77,11 @@ def until(done):
     return result
 
 
+def assert_near(found, expected, rtol=1e-7):
+    """Check what was computed in another order: an element near zero may be off by what large ones are rounded by."""
+    np.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol * np.max(np.abs(expected), initial=0))
+
+
 def assert_large_product(a, b, c):
     """Check ``c == a @ b`` times a random vector, where `assert_product` in extended precision would take minutes.
 

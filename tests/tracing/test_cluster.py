@@ -19,7 +19,7 @@ from dask._task_spec import Task
 from dask.highlevelgraph import HighLevelGraph
 from distributed import wait
 from faults import inject
-from matrices import until
+from matrices import assert_near, until
 from run_events import events_after, newest_run, runs_after
 from traced_cases import CASES, arguments, assert_equal, operands
 from traced_programs import assert_close, check_program
@@ -195,7 +195,7 @@ def test_unknown_sizes(client):
     with np.errstate(all="ignore"):
         expected = function(x[some], y[some])
     for one, other in zip(dask.compute(*function(lazy[chosen], beside[chosen])), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-9)
+        assert_near(one, other, rtol=1e-9)
 
 
 def test_random_numbers_do_not_depend_on_chunks(client):
