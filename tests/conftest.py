@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -30,6 +31,9 @@ from threadpoolctl import threadpool_limits
 
 import dask_distmm
 from dask_distmm import matmul
+from dask_distmm.engines import entry
+from dask_distmm.engines.entry import watchdog
+from dask_distmm.runtime import worker
 
 # Files that take longest; processes share them out in this order, so that none is left over at the end. Before them
 # the one that looks at a setting of the whole process, which runs of other tests change.
@@ -60,6 +64,15 @@ dask.config.set({
     # Which test has the twentieth product that is left to Dask differs between runs.
     "distmm.hints": False,
 })  # fmt: skip
+
+
+def _patient_watchdog(seconds: float, what: str) -> threading.Timer:
+    return watchdog(max(seconds, 1000.0), what)
+
+
+# Where ranks are threads of the tests' process, what is stuck fails its test: the process must not exit, also because a
+# busy machine stood still for some seconds.
+entry.watchdog = worker.watchdog = _patient_watchdog
 
 # Small matrices gain nothing from a second thread of BLAS, and wait long for it where two processes test on two cores.
 threadpool_limits(1, "blas")

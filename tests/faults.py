@@ -14,14 +14,17 @@ from typing import Any
 
 import cloudpickle
 
+# Modules, classes or none where it is a function of the module, and names.
 FAULT_POINTS = {
-    "read": ("dask_distmm.runtime.worker", "WorkerService", "_read"),
-    "vote": ("dask_distmm.runtime.worker", "WorkerService", "_prepare"),
+    # A request for a vote is being read; its chunks have been.
+    "read": ("dask_distmm.runtime.worker", "", "plan_from_wire"),
+    "vote": ("dask_distmm.runtime.worker", "", "check_chunks"),
     "execute": ("dask_distmm.engines.programs.job", "ProgramJob", "execute"),
     "tiles": ("dask_distmm.engines.programs.job", "ProgramJob", "serve"),
     "assemble": ("dask_distmm.engines.programs.job", "ProgramJob", "_store"),
     "replicate": ("dask_distmm.runtime.replicas", "ReplicaStore", "gather"),
-    "place": ("dask_distmm.runtime.worker", "WorkerService", "_place"),
+    # Results go into the worker's memory.
+    "place": ("dask_distmm.runtime.direct", "", "keep"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp", "Group", "multiply"),
     "steps": ("dask_distmm.engines.programs.job", "ProgramJob", "_call"),
@@ -57,7 +60,8 @@ def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0, release
         The file that ends a hold.
     """
     module, owner, name = FAULT_POINTS[point]
-    kind = getattr(importlib.import_module(module), owner)
+    kind: Any = importlib.import_module(module)
+    kind = getattr(kind, owner) if owner else kind
     method = getattr(kind, name)
     left = itertools.count(-skip)
 
@@ -101,7 +105,8 @@ def remove_faults() -> None:
     for module, owner, name in FAULT_POINTS.values():
         if module not in sys.modules:
             continue  # an engine that this machine lacks
-        kind = getattr(sys.modules[module], owner)
+        kind: Any = sys.modules[module]
+        kind = getattr(kind, owner) if owner else kind
         method = getattr(kind, name)
         if hasattr(method, "__wrapped__"):
             setattr(kind, name, method.__wrapped__)

@@ -1,4 +1,4 @@
-"""Plans and lists of steps of some seventy computations, as they are now: what a change of planning or of lists changes.
+"""Plans and lists of steps of 131 computations: what a change of planning or of lists changes.
 
 ``python -m tests.golden`` prints what differs from the record, ``--write`` records it anew for `test_golden.py`.
 """

@@ -11,7 +11,6 @@ import sys
 import threading
 import weakref
 
-import dask
 import devices
 import msgpack
 import numpy as np
@@ -185,14 +184,7 @@ def forget():
 
 
 @pytest.fixture
-def no_watchdog():
-    """Let a test fail where ranks, which are threads of its process, do not meet: that process must not exit."""
-    with dask.config.set({"distmm.timeouts.grace": "1h"}):
-        yield
-
-
-@pytest.fixture
-def make(monkeypatch, no_watchdog):
+def make(monkeypatch):
     def make(host=False, shares_memory=True):
         world = devices.install(monkeypatch, shares_memory)
         engine = importlib.import_module("dask_distmm.engines.cublasmp")
@@ -204,7 +196,7 @@ def make(monkeypatch, no_watchdog):
 
 
 @pytest.fixture
-def make_broadcasting(monkeypatch, no_watchdog):
+def make_broadcasting(monkeypatch):
     def make(host=False):
         world = devices.install(monkeypatch)
         engine = importlib.import_module("dask_distmm.engines.nccl")
