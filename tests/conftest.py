@@ -43,7 +43,7 @@ LONG = (
     "test_benchmarks test_operator test_arguments test_epilog test_linalg test_recipes test_stops test_chaos "
     "test_faults test_preload test_network test_peer_eigh_processes test_solver_peer test_numbers test_routed "
     "test_random_programs test_cluster test_stateful test_series test_integrations test_overwrite test_odd_operands "
-    "test_numpy_meaning test_replicas test_factorizations test_structure test_user_errors"
+    "test_numpy_meaning test_replicas test_routes test_factorizations test_golden test_structure test_user_errors"
 ).split()
 
 # Worker processes of clusters are forked from a process that has the libraries: they start in a tenth of the time that
