@@ -29,7 +29,7 @@ def _chromium(folder: Path, size: tuple[int, int]) -> Iterator[str]:
         process = subprocess.Popen([*command, f"--user-data-dir={folder / 'profile'}", "about:blank"], stderr=log)
     try:
         active = folder / "profile" / "DevToolsActivePort"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (active.exists() and len(active.read_text().split()) == 2):
             assert time.monotonic() < deadline, (folder / "chromium.log").read_text()
             assert process.poll() is None, (folder / "chromium.log").read_text()
@@ -45,7 +45,9 @@ def _chromium(folder: Path, size: tuple[int, int]) -> Iterator[str]:
             process.wait()
 
 
-async def _visit(devtools: str, url: str, expression: str, meanwhile: Callable[[], object]) -> tuple[Any, bytes]:
+async def _visit(
+    devtools: str, url: str, expression: str, meanwhile: Callable[[], object], ready: Callable[[Any], bool]
+) -> tuple[Any, bytes]:
     from tornado.websocket import websocket_connect
 
     connection = await websocket_connect(devtools, max_message_size=2**26)
@@ -76,7 +78,9 @@ async def _visit(devtools: str, url: str, expression: str, meanwhile: Callable[[
         # Fonts and the first update after it.
         await asyncio.sleep(1)
         await asyncio.to_thread(meanwhile)
-        value = await evaluate(expression)
+        deadline = time.monotonic() + 120
+        while not ready(value := await evaluate(expression)) and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
         shot = await call("Page.captureScreenshot", session, format="png")
         await call("Target.closeTarget", targetId=target)
         return value, base64.b64decode(shot["data"])
@@ -93,10 +97,11 @@ def visit(
     folder: Path,
     size: tuple[int, int] = (1300, 1000),
     meanwhile: Callable[[], object] = lambda: None,
+    ready: Callable[[Any], bool] = lambda value: True,
 ) -> tuple[Any, bytes]:
     """Open a page with Bokeh's documents; return what an expression of JavaScript says there, and a PNG of it.
 
-    Both are of the page after `meanwhile`, which is called while it is open.
+    Both are of the page after `meanwhile`, which is called while it is open, once what it says is `ready`.
     """
     with _chromium(folder, size) as devtools:
-        return asyncio.run(asyncio.wait_for(_visit(devtools, url, expression, meanwhile), 60))
+        return asyncio.run(asyncio.wait_for(_visit(devtools, url, expression, meanwhile, ready), 300))

@@ -167,7 +167,7 @@ def run_jobs(
     engine: Engine,
     placement: Placement,
     chunks: Mapping[ChunkKey, NDArray[Any]],
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     sources: Callable[[int], Mapping[ChunkKey, SourceChunk]] = lambda rank: {},
 ) -> dict[ResultKey, NDArray[Any]]:
     """Run a plan with one thread a participant; return the chunks of its outputs by name and number, D's name is "".

@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -30,6 +31,9 @@ from threadpoolctl import threadpool_limits
 
 import dask_distmm
 from dask_distmm import matmul
+from dask_distmm.engines import entry
+from dask_distmm.engines.entry import watchdog
+from dask_distmm.runtime import worker
 
 # Files that take longest; processes share them out in this order, so that none is left over at the end. Before them
 # the one that looks at a setting of the whole process, which runs of other tests change.
@@ -39,7 +43,7 @@ LONG = (
     "test_benchmarks test_operator test_arguments test_epilog test_linalg test_recipes test_stops test_chaos "
     "test_faults test_preload test_network test_peer_eigh_processes test_solver_peer test_numbers test_routed "
     "test_random_programs test_cluster test_stateful test_series test_integrations test_overwrite test_odd_operands "
-    "test_numpy_meaning test_replicas test_factorizations test_structure test_user_errors"
+    "test_numpy_meaning test_replicas test_routes test_factorizations test_golden test_structure test_user_errors"
 ).split()
 
 # Worker processes of clusters are forked from a process that has the libraries: they start in a tenth of the time that
@@ -60,6 +64,15 @@ dask.config.set({
     # Which test has the twentieth product that is left to Dask differs between runs.
     "distmm.hints": False,
 })  # fmt: skip
+
+
+def _patient_watchdog(seconds: float, what: str) -> threading.Timer:
+    return watchdog(max(seconds, 1000.0), what)
+
+
+# Where ranks are threads of the tests' process, what is stuck fails its test: the process must not exit, also because a
+# busy machine stood still for some seconds.
+entry.watchdog = worker.watchdog = _patient_watchdog
 
 # Small matrices gain nothing from a second thread of BLAS, and wait long for it where two processes test on two cores.
 threadpool_limits(1, "blas")
@@ -216,12 +229,12 @@ def fault_cluster() -> Iterator[LocalCluster]:
 def fault_client(fault_cluster: LocalCluster) -> Iterator[Client]:
     """A client of three worker processes that may be killed."""
     with Client(fault_cluster) as client:
-        client.wait_for_workers(3, timeout=60)
+        client.wait_for_workers(3, timeout=120)
         # Warm: the plugins are there before anything goes wrong.
         x = da.ones((30, 30), chunks=10)
         matmul(x, x).compute()
         with no_leaks(fault_cluster):
             yield client
-            client.wait_for_workers(3, timeout=60)
+            client.wait_for_workers(3, timeout=120)
             client.run(remove_faults)
             assert_nothing_left(client)

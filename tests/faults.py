@@ -9,18 +9,22 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
+# Modules, classes or none where it is a function of the module, and names.
 FAULT_POINTS = {
-    "read": ("dask_distmm.runtime.worker", "WorkerService", "_read"),
-    "vote": ("dask_distmm.runtime.worker", "WorkerService", "_prepare"),
+    # A request for a vote is being read; its chunks have been.
+    "read": ("dask_distmm.runtime.worker", "", "plan_from_wire"),
+    "vote": ("dask_distmm.runtime.worker", "", "check_chunks"),
     "execute": ("dask_distmm.engines.programs.job", "ProgramJob", "execute"),
     "tiles": ("dask_distmm.engines.programs.job", "ProgramJob", "serve"),
     "assemble": ("dask_distmm.engines.programs.job", "ProgramJob", "_store"),
     "replicate": ("dask_distmm.runtime.replicas", "ReplicaStore", "gather"),
-    "place": ("dask_distmm.runtime.worker", "WorkerService", "_place"),
+    # Results go into the worker's memory.
+    "place": ("dask_distmm.runtime.direct", "", "keep"),
     "exchange": ("dask_distmm.comms.nccl", "NcclComm", "exchange"),
     "library": ("dask_distmm.engines.cublasmp", "Group", "multiply"),
     "steps": ("dask_distmm.engines.programs.job", "ProgramJob", "_call"),
@@ -36,7 +40,7 @@ FAULT_POINTS = {
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segfault": signal.SIGSEGV}
 
 
-def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0) -> None:
+def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0, release: str = "") -> None:
     """Make something go wrong in this process; for ``client.run(inject, ..., workers=[...])``.
 
     Parameters
@@ -45,15 +49,19 @@ def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0) -> None
         Where: a key of `FAULT_POINTS`.
     action
         ``"kill"`` (SIGKILL), ``"exit"`` (the process exits), ``"segfault"``, ``"stop"`` (SIGSTOP: it stands still
-        until somebody sends SIGCONT), ``"sleep"``, ``"error"`` (ZeroDivisionError), ``"memory"`` (MemoryError) or
-        ``"device memory"`` (CuPy's OutOfMemoryError).
+        until somebody sends SIGCONT), ``"sleep"``, ``"hold"`` (until there is a file of the name `release`; that it
+        stands there says a file with the process' number behind that name), ``"error"`` (ZeroDivisionError),
+        ``"memory"`` (MemoryError) or ``"device memory"`` (CuPy's OutOfMemoryError).
     skip
         How often that place is passed before it happens; it happens once.
     seconds
         How long to sleep.
+    release
+        The file that ends a hold.
     """
     module, owner, name = FAULT_POINTS[point]
-    kind = getattr(importlib.import_module(module), owner)
+    kind: Any = importlib.import_module(module)
+    kind = getattr(kind, owner) if owner else kind
     method = getattr(kind, name)
     left = itertools.count(-skip)
 
@@ -67,7 +75,9 @@ def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0) -> None
                 os._exit(1)
             elif action == "sleep":
                 time.sleep(seconds)
-            if action in (*_SIGNALS, "sleep"):
+            elif action == "hold":
+                _hold(Path(release))
+            if action in (*_SIGNALS, "sleep", "hold"):
                 return method(*args, **kwargs)
             if action == "device memory":
                 from cupy.cuda.memory import OutOfMemoryError
@@ -79,12 +89,24 @@ def inject(point: str, action: str, skip: int = 0, seconds: float = 0.0) -> None
     setattr(kind, name, faulty)
 
 
+def _hold(release: Path) -> None:
+    release.with_name(f"{release.name}.{os.getpid()}").touch()
+    while not release.exists():
+        time.sleep(0.005)
+
+
+def held_processes(release: Path) -> set[int]:
+    """Return the numbers of the processes that stand, or have stood, at a hold."""
+    return {int(path.suffix[1:]) for path in release.parent.glob(f"{release.name}.*")}
+
+
 def remove_faults() -> None:
     """Take back the faults that `inject` has put into this process, also those that have not happened yet."""
     for module, owner, name in FAULT_POINTS.values():
         if module not in sys.modules:
             continue  # an engine that this machine lacks
-        kind = getattr(sys.modules[module], owner)
+        kind: Any = sys.modules[module]
+        kind = getattr(kind, owner) if owner else kind
         method = getattr(kind, name)
         if hasattr(method, "__wrapped__"):
             setattr(kind, name, method.__wrapped__)

@@ -19,7 +19,7 @@ from distributed import Scheduler
 from distributed.client import _global_clients
 
 # Seconds before the end of a test's time.
-MARGIN = 20
+MARGIN = 60
 
 # All processes that tests start dump their stacks when they are aborted.
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")
@@ -39,7 +39,7 @@ def show() -> None:
     """Print all that, and abort the processes that this one has started."""
     for client in list(_global_clients.values()):
         with contextlib.suppress(Exception):
-            print(client, *client.sync(client._run_on_scheduler, view, callback_timeout=5), sep="\n", file=sys.stderr)
+            print(client, *client.sync(client._run_on_scheduler, view, callback_timeout=30), sep="\n", file=sys.stderr)
     for child in psutil.Process().children(recursive=True)[::-1]:
         with contextlib.suppress(psutil.Error):
             print(f"aborted: {child.pid} {' '.join(child.cmdline())[:100]}", file=sys.stderr, flush=True)
@@ -50,7 +50,10 @@ def show() -> None:
 
 @contextlib.contextmanager
 def watched(seconds: float) -> Iterator[None]:
-    """Show all if what is inside of the ``with`` block takes longer; then it has failed."""
+    """Show all if what is inside of the ``with`` block takes longer; then it has failed.
+
+    What is being shown at the end of the block is shown to the end.
+    """
     shown: list[Any] = []
     timer = threading.Timer(seconds, lambda: (shown.append(seconds), show()))
     timer.name, timer.daemon = "hangs", True
@@ -59,4 +62,5 @@ def watched(seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()
     assert not shown, f"the test took longer than {seconds:.0f} s, and its processes were aborted"

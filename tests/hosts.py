@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=120)
 
 
 @functools.cache
@@ -87,7 +87,7 @@ class Hosts:
 
     def _make(self, stack: contextlib.ExitStack, do: Sequence[str], undo: Sequence[str]) -> None:
         _ip(*do)
-        stack.callback(subprocess.run, ["ip", *undo], check=False, capture_output=True, timeout=20)
+        stack.callback(subprocess.run, ["ip", *undo], check=False, capture_output=True, timeout=120)
 
     def _name(self, host: int) -> str:
         return f"{self._tag}n{host}"
@@ -108,11 +108,11 @@ class Hosts:
     def _end(process: subprocess.Popen[bytes]) -> None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
+            process.wait(timeout=60)
         # A nanny that was killed leaves its worker behind.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, 9)
-        process.wait(timeout=10)
+        process.wait(timeout=60)
 
     @contextlib.contextmanager
     def cut(self, *pairs: tuple[int, int | None]) -> Iterator[None]:
@@ -128,10 +128,10 @@ class Hosts:
         for where, address, device in changed:
             subprocess.run(
                 [*where, "neigh", "replace", address, "lladdr", nobody, "dev", device, "nud", "permanent"],
-                check=True, timeout=20,
+                check=True, timeout=120,
             )  # fmt: skip
         try:
             yield
         finally:
             for where, address, device in changed:
-                subprocess.run([*where, "neigh", "del", address, "dev", device], check=False, timeout=20)
+                subprocess.run([*where, "neigh", "del", address, "dev", device], check=False, timeout=120)

@@ -55,7 +55,7 @@ def _numbered(tests: int) -> tuple[int, dict[str, list[str]]]:
 
 
 @contextlib.contextmanager
-def no_leaks(cluster: Cluster, timeout: float = 10.0) -> Iterator[None]:
+def no_leaks(cluster: Cluster, timeout: float = 120.0) -> Iterator[None]:
     """Compare what the processes that live on hold before and after."""
     before = held_by(cluster)
     yield
@@ -92,7 +92,7 @@ def _left_on_scheduler(dask_scheduler: Any) -> dict[str, int]:
     return {"runs": len(plugin.queue), "barriers": barriers, "replicas": len(plugin.replicas)}
 
 
-def assert_nothing_left(client: Any, timeout: float = 20.0) -> None:
+def assert_nothing_left(client: Any, timeout: float = 120.0) -> None:
     """Wait until neither workers nor scheduler keep anything of a multiply whose result nobody holds any more.
 
     Raises

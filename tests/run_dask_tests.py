@@ -76,7 +76,7 @@ class ClientOfItsOwn:
         with Client(self.cluster):
             result = yield
         with Client(self.cluster, set_as_default=False) as client:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 120
             while client.run_on_scheduler(forget_released):
                 assert time.monotonic() < deadline, "tasks were left on the scheduler"
                 time.sleep(0.005)
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
         status = pytest.main(
             [
                 "-p", "no:cacheprovider", "-q", "--pyargs", "-c", "/dev/null", "--rootdir", "/",
-                "-k", NAMES, "-W", "ignore", "--timeout", "60",
+                "-k", NAMES, "-W", "ignore", "--timeout", "300",
                 *(f"dask.array.tests.{module}" for module in MODULES), *arguments,
             ],
             plugins=[ClientOfItsOwn(cluster), *some],

@@ -247,4 +247,4 @@ def test_the_same_errors_when_the_run_starts(client):
 def test_enabled_by_the_environment():
     program = "import dask.array as da, dask_distmm; assert dask_distmm.is_enabled(); assert da.matmul._distmm"
     environment = os.environ | {"DASK_DISTMM__ENABLED": "true"}
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=environment)

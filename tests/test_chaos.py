@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import dask
 import dask.array as da
@@ -24,20 +25,27 @@ from dask_distmm import matmul
 
 pytestmark = pytest.mark.faults
 
+# Deaths after which workers live on.
+MOST = 30
+
 
 class Dangerous(WorkerPlugin):
     """Has each worker's process die after a random time, in a random way; those that come later too."""
 
     name = "dangerous"
 
-    def __init__(self, mean: float) -> None:
-        self.mean = mean
+    def __init__(self, mean: float, graves: Path) -> None:
+        self.mean, self.graves = mean, graves
 
     async def setup(self, worker) -> None:
         self.end = asyncio.ensure_future(self.die())
 
     async def die(self) -> None:
         await asyncio.sleep(random.expovariate(1 / self.mean))
+        # On a busy machine no product might be done before a worker dies.
+        if len(list(self.graves.iterdir())) >= MOST:
+            return
+        (self.graves / str(os.getpid())).touch()
         random.choice([self.kill, self.leave, self.crash])()
 
     def kill(self) -> None:
@@ -62,14 +70,13 @@ def make_safe(client):
     # The scheduler forgets it, then asks all workers; if one dies just then Dask closes the connection.
     with contextlib.suppress(OSError):
         client.unregister_worker_plugin("dangerous")
-    deadline = time.monotonic() + 60
-    while True:
+
+    def safe() -> bool:
         # Those that were not asked will die of it.
-        found = client.run(lambda dask_worker: "dangerous" in dask_worker.plugins, on_error="return")
-        if [x for x in found.values() if x is False] == [False] * 3 and len(found) == 3:
-            return
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
+        states = client.run(lambda dask_worker: "dangerous" in dask_worker.plugins, on_error="return")
+        return list(states.values()) == [False] * 3
+
+    until(safe)
 
 
 def begin(client, number):
@@ -82,9 +89,12 @@ def begin(client, number):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_workers_die_at_random(record_property):
-    """Thirty products, and as many more as three deaths take, are right; a worker lives two seconds on average."""
+@pytest.mark.timeout(900)
+def test_workers_die_at_random(record_property, tmp_path):
+    """Thirty products, and as many more as three deaths take, are right; a worker lives two seconds on average.
+
+    Until `MOST` have died.
+    """
     settings = {
         "distributed.scheduler.allowed-failures": 10_000,
         "distributed.deploy.lost-worker-timeout": "1h",
@@ -94,10 +104,10 @@ def test_workers_die_at_random(record_property):
         cluster = LocalCluster(n_workers=3, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0")
         try:
             with Client(cluster) as client:
-                client.register_plugin(Dangerous(2.0))
+                client.register_plugin(Dangerous(2.0, tmp_path))
                 started = time.monotonic()
                 wanted = dict(begin(client, number) for number in range(5))
-                under_way = as_completed(wanted, timeout=300)
+                under_way = as_completed(wanted, timeout=800)
                 deaths = 0
                 for number, future in enumerate(under_way):
                     assert_product(*wanted.pop(future), future.result())
@@ -114,7 +124,7 @@ def test_workers_die_at_random(record_property):
                 record_property("deaths", deaths)
                 make_safe(client)
                 del future, new, under_way
-                assert_nothing_left(client, timeout=60)
+                assert_nothing_left(client)
         finally:
             # Closing nannies whose workers were killed many times can take for ever; Dask ends them at exit.
             with contextlib.suppress(TimeoutError):

@@ -343,7 +343,7 @@ def test_workers_without_the_package_can_be_asked() -> None:
         "import sys; sys.modules['dask_distmm'] = None; import json, pickle; "
         "print(json.dumps(pickle.loads(sys.stdin.buffer.read())()))"
     )
-    done = subprocess.run([sys.executable, "-c", program], input=sent, capture_output=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], input=sent, capture_output=True, timeout=120, check=True)
     found = json.loads(done.stdout)
     assert "dask_distmm" in found["engines"]["error"]
     assert found["versions"]["dask"]

@@ -65,7 +65,7 @@ def test_help_does_not_wait_for_what_commands_need() -> None:
         " ('multiply', 'check', 'calibrate', 'demo')))];"
         " assert not bad, bad"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.parametrize("arguments", [["bench", "--size", "0"], ["bench", "--chunks", "2,x"], ["matmul", "a", "b"]])
@@ -112,7 +112,7 @@ def test_version() -> None:
 )
 def test_both_ways_in(way: list[str], usage: str) -> None:
     command = [sys.executable, "-W", "error", "-m", *way, "demo", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert usage in done.stdout
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conformance import assert_product, random_chunks
 from distributed import Client, LocalCluster, wait
-from matrices import fresh
+from matrices import assert_near, fresh
 from run_events import events, newest_run
 
 import dask_distmm
@@ -85,7 +85,7 @@ def test_persist_future_and_reuse(client):
     wait(c)
     future = client.compute(matmul(c, b).sum())
     expected = (a.compute() @ b.compute() @ b.compute()).sum()
-    np.testing.assert_allclose(future.result(), expected, rtol=1e-9)
+    assert_near(future.result(), expected, rtol=1e-9)
     # The same multiply again has the same keys, and costs no second run.
     before = newest_run(client)
     assert matmul(a, b).name == c.name

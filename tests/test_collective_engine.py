@@ -15,7 +15,8 @@ import pytest
 from conformance import assert_product
 from distributed import Client, LocalCluster
 from leaks import assert_nothing_left
-from run_events import events
+from matrices import until
+from run_events import events, phases
 
 import dask_distmm
 from dask_distmm import PlanError, Slab
@@ -168,10 +169,7 @@ def test_the_least_recently_used_group_leaves(client, engine, limit):
         for count in (3, 2):
             a, b, d = product(method="allgather", workers=addresses[:count])
             assert_product(a, b, d.compute())
-    deadline = time.monotonic() + 20
-    while len(engine.released) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: len(engine.released) >= 3)
     assert engine.released == [1, 1, 1]
 
 
@@ -181,10 +179,7 @@ def test_a_failure_inside_is_one_error_and_the_group_is_made_anew(client, engine
     with pytest.raises(RunFailedError, match="inside the library") as error:
         d.compute()
     assert error.value.phase == "running"
-    deadline = time.monotonic() + 20
-    while len(engine.released) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: len(engine.released) >= 3)
     a, b, d = product(method="allgather")
     assert_product(a, b, d.compute())
     assert len(engine.groups) == 2
@@ -197,10 +192,7 @@ def test_the_others_forget_the_group_of_a_worker_that_left(client, engine):
     assert_product(a, b, d.compute())
     del d
     client.retire_workers([sorted(client.nthreads())[0]])
-    deadline = time.monotonic() + 20
-    while len(engine.released) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: len(engine.released) >= 2)
     assert engine.released == [-1, -1]
     a, b, d = product(method="allgather")
     assert_product(a, b, d.compute())
@@ -250,7 +242,7 @@ def test_cancelled_before_the_gate_opens_nobody_is_stuck(client, engine):
     a, b, d = product(method="allgather")
     client.cluster.workers[2].extensions["distmm"].engine_thread.submit(blocked.wait)
     future = client.compute(d)
-    time.sleep(0.5)
+    until(lambda: phases(client))
     future.cancel()
     del future, d
     blocked.set()
@@ -297,10 +289,7 @@ def test_what_is_kept_goes_some_time_after_the_last_client(engine, monkeypatch):
             other.close()
             time.sleep(0.3)
             assert engine.released == []
-        deadline = time.monotonic() + 20
-        while len(engine.released) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: len(engine.released) >= 2)
 
 
 class PeerStandIn(StandIn):

@@ -101,7 +101,7 @@ def test_internals_of_workers(monkeypatch, name):
         else:
             goes_on_without(f"Worker.{name}")
         local.scale(2)
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=120)
         addresses = list(client.nthreads())
         assert client.gather(client.map(np.square, [2, 3], workers=addresses[1], pure=False)) == [4, 9]
 
@@ -125,7 +125,7 @@ def test_what_is_imported_is_named():
         "import dask.array, distributed.worker_state_machine as w; del dask._task_spec.Alias, w.FreeKeysEvent\n"
         "try:\n    import dask_distmm\nexcept ImportError as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert "lacks dask._task_spec.Alias, distributed.worker_state_machine.FreeKeysEvent. Install" in done.stdout
 
 

@@ -59,7 +59,7 @@ def lender() -> Iterator[Any]:
     process.start()
     yield here
     here.send(None)
-    process.join(30)
+    process.join(120)
 
 
 @pytest.fixture(autouse=True)
@@ -224,7 +224,7 @@ def shown() -> Iterator[tuple[Any, cross_memory.Board, cross_memory.BoardReader]
     here.send(board.offer())
     yield here, board, cross_memory.BoardReader(here.recv())
     here.send(None)
-    process.join(30)
+    process.join(120)
 
 
 def never() -> None:
@@ -284,7 +284,7 @@ def test_a_run_that_is_over_ends_the_waiting(shown):
         assert not waiting.done()
         over.set()
         with pytest.raises(InterruptedError):
-            waiting.result(10)
+            waiting.result(120)
 
 
 def test_keys_that_a_board_has_no_room_for_are_refused(shown):

@@ -281,7 +281,7 @@ def test_where_no_worker_may_run_it(validated):
         x, y = validated.persist([x, y])
         with dask.annotate(**asked), dask.config.set({"distmm.timeouts.load": "0.3s"}):
             d = matmul(x, y, method="summa")
-        assert_product(a, b, validated.compute(d, optimize_graph=False).result(timeout=30))
+        assert_product(a, b, validated.compute(d, optimize_graph=False).result(timeout=120))
 
     with pytest.raises(NoWorkersError, match=r"workers=\['nobody'\] was asked for .* has inproc.*waited for 0.3 s"):
         check(workers=["nobody"])

@@ -334,7 +334,7 @@ print(json.dumps(found))
 
 def test_benchmarks_have_the_options_that_pages_name():
     done = subprocess.run(
-        [sys.executable, "-c", HELP, *sorted(BENCHMARKS)], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", HELP, *sorted(BENCHMARKS)], cwd=ROOT, capture_output=True, text=True, timeout=350,
         check=True,
     )  # fmt: skip
     found = json.loads(done.stdout)
@@ -350,7 +350,7 @@ def test_the_first_program_as_a_script(page, tmp_path):
     (code,) = [code for code, *_ in fences(page) if "Client()" in code]
     (tmp_path / "program.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, "program.py"], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+        [sys.executable, "program.py"], capture_output=True, text=True, timeout=350, check=False, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

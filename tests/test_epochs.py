@@ -97,7 +97,7 @@ def test_a_plugin_that_is_replaced_during_a_run(inproc_client, monkeypatch):
     until(lambda: held)
     inproc_client.unregister_scheduler_plugin(NAME)
     inproc_client.register_plugin(DistMMSchedulerPlugin())
-    wait(kept, timeout=60)
+    wait(kept, timeout=120)
     assert_product(a, b, kept.compute())
     del kept, d
     assert_nothing_left(inproc_client)

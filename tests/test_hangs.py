@@ -8,17 +8,24 @@ import sys
 from pathlib import Path
 
 SCRIPT = """
-import threading
+import pathlib, threading
 from distributed import Client, LocalCluster
 from hangs import watched
+from matrices import until
+
+begun = pathlib.Path("begun")
 
 def waits_for_ever():
+    begun.touch()
     threading.Event().wait()
 
 if __name__ == "__main__":
     with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster:
-        with Client(cluster) as client, watched(3):
-            client.submit(waits_for_ever, key="hung").result(timeout=8)
+        with Client(cluster) as client:
+            future = client.submit(waits_for_ever, key="hung")
+            until(begun.exists)
+            with watched(0):
+                threading.Event().wait(0.5)
 """
 
 
@@ -28,7 +35,7 @@ def test_a_hang_shows_tasks_and_the_stacks_of_workers(tmp_path):
     here = Path(__file__).parent
     found = subprocess.run(
         [sys.executable, script], env=os.environ | {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])},
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=350, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert found.returncode != 0
     assert "hung processing" in found.stderr

@@ -115,7 +115,7 @@ def test_a_program_without_a_cluster_hears_of_it_as_it_ends() -> None:
         print((x @ x).sum().compute())
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "8000.0\n"
     assert done.stderr.count("\n") == 1
     assert "as no cluster is connected; create a distributed.Client. (The config distmm.hints" in done.stderr

@@ -162,5 +162,5 @@ def test_other_kinds_of_arrays(cases):
     if cases == "dask_array_cases.py" and importlib.util.find_spec("dask_array") is None:
         pytest.skip("needs dask-array")
     script = pathlib.Path(__file__).with_name(cases)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=350, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]

@@ -95,7 +95,7 @@ def test_a_worker_dies_in_a_turn(fault_client):
     address = holders.most_common(1)[0][0]
     fault_client.run(inject, "turn", "kill", skip=8, workers=[address])
     moment = newest_run(fault_client)
-    found, info = [one.result(timeout=60) for one in fault_client.compute(list(linalg.cg(x, y)))]
+    found, info = [one.result(timeout=120) for one in fault_client.compute(list(linalg.cg(x, y)))]
     assert info == 0
     np.testing.assert_allclose(a @ found, b, atol=1e-4)
     assert events_after(fault_client, moment, "restart")

@@ -118,7 +118,7 @@ def test_messages_with_every_field_changed(inproc_client, monkeypatch, caplog):
                     continue
                 if message in FROM_CLIENTS or handler is WorkerService.describe:
                     wire.pop("epoch")
-                answer = await asyncio.wait_for(getattr(dask_scheduler.rpc(server), operation)(**wire), 30)
+                answer = await asyncio.wait_for(getattr(dask_scheduler.rpc(server), operation)(**wire), 120)
                 statuses.add(answer["status"])
         return found, epoch
 

@@ -17,6 +17,7 @@ import zarr
 from click.testing import CliRunner, Result
 from conformance import assert_product
 from distributed import Client
+from matrices import until
 
 from dask_distmm.tools import multiply as stores
 from dask_distmm.tools.cli import main
@@ -112,15 +113,13 @@ def test_ctrl_c_in_a_terminal(client: Client, files: dict[str, np.ndarray]) -> N
     command = [sys.executable, "-m", "dask_distmm", "matmul", "A.zarr", "B.npy", "--out", "C.zarr", "--chunks", "1,2"]
     process = subprocess.Popen([*command, "--scheduler", client.scheduler.address], stderr=subprocess.PIPE, text=True)
     with process:
-        deadline = time.monotonic() + 60
-        while left() == before and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: left() != before)
         # Where the first one falls into a finalizer Python drops it, so users press again; not while files are removed.
         while process.poll() is None:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
-        _, errors = process.communicate(timeout=60)
+                process.wait(60)
+        _, errors = process.communicate(timeout=120)
     # A shell says 130 of both.
     assert process.returncode in (130, -signal.SIGINT)
     assert "Interrupted: no half-written result is left." in errors.splitlines()

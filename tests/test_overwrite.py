@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 
@@ -10,8 +11,8 @@ import dask.array as da
 import numpy as np
 import pytest
 from distributed import wait
-from faults import inject
-from matrices import lazy, positive, problem_of, random
+from faults import held_processes, inject
+from matrices import assert_near, lazy, positive, problem_of, random, until
 from residuals import assert_cholesky, assert_eigh, assert_lu, assert_qr, assert_solution
 
 from dask_distmm import PlanError, linalg
@@ -20,8 +21,6 @@ from dask_distmm.planning import Worker, plan_computation
 
 N = 240
 SHARED = {"method": "columns", "overwrite_a": True}
-# Seconds that ranks stand still between reading A and working on it.
-PAUSE = 2.0
 
 
 def made(matrix, chunk=80):
@@ -47,31 +46,35 @@ def states(client, array):
     return client.run_on_scheduler(known), sum(client.run(here).values())
 
 
-def until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+@contextlib.contextmanager
+def ranks_that_hold(client, folder):
+    """Let ranks stand still between reading A and working on it; yields what waits until one does."""
+    release = folder / "release"
+    client.run(inject, "steps", "hold", release=str(release))
+    try:
+        yield lambda: until(lambda: held_processes(release))
+    finally:
+        release.touch()
 
 
-def test_chunks_go_while_ranks_work(client):
+def test_chunks_go_while_ranks_work(client, tmp_path):
     s = positive(N, "float64")
     x = made(s)
-    client.run(inject, "steps", "sleep", 0, PAUSE)
-    low = linalg.cholesky(x, lower=True, **SHARED).persist()
-    until(lambda: states(client, x) == ({"released"}, 0))
-    assert any(future.status == "pending" for future in client.futures_of(low))
+    with ranks_that_hold(client, tmp_path):
+        low = linalg.cholesky(x, lower=True, **SHARED).persist()
+        until(lambda: states(client, x) == ({"released"}, 0))
+        assert any(future.status == "pending" for future in client.futures_of(low))
     assert_cholesky(s, low.compute())
 
 
-def test_chunks_that_a_client_holds_stay(client):
+def test_chunks_that_a_client_holds_stay(client, tmp_path):
     s = positive(N, "float64")
     x = made(s).persist()
     wait(x)
-    client.run(inject, "steps", "sleep", 0, PAUSE)
-    low = linalg.cholesky(x, lower=True, **SHARED).persist()
-    time.sleep(PAUSE / 2)
-    assert states(client, x) == ({"memory"}, 9)
+    with ranks_that_hold(client, tmp_path) as wait_until_held:
+        low = linalg.cholesky(x, lower=True, **SHARED).persist()
+        wait_until_held()
+        assert states(client, x) == ({"memory"}, 9)
     assert_cholesky(s, low.compute())
     np.testing.assert_array_equal(x.compute(), s)
 
@@ -90,27 +93,27 @@ def test_chunks_that_other_tasks_want_stay_for_them(client):
     np.testing.assert_array_equal(more.compute(), s + 1)
 
 
-def test_chunks_that_are_wanted_once_they_are_gone(client):
+def test_chunks_that_are_wanted_once_they_are_gone(client, tmp_path):
     s = positive(N, "float64")
     x = made(s)
-    client.run(inject, "steps", "sleep", 0, PAUSE)
-    low = linalg.cholesky(x, lower=True, **SHARED).persist()
-    until(lambda: states(client, x) == ({"released"}, 0))
-    np.testing.assert_array_equal((x + 1).compute(), s + 1)
-    assert any(future.status == "pending" for future in client.futures_of(low))
+    with ranks_that_hold(client, tmp_path):
+        low = linalg.cholesky(x, lower=True, **SHARED).persist()
+        until(lambda: states(client, x) == ({"released"}, 0))
+        np.testing.assert_array_equal((x + 1).compute(), s + 1)
+        assert any(future.status == "pending" for future in client.futures_of(low))
     assert_cholesky(s, low.compute())
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_dies_when_chunks_are_gone(fault_client, victim):
+def test_a_worker_dies_when_chunks_are_gone(fault_client, victim, tmp_path):
     s = positive(N, "float64")
     x = made(s)
     address = sorted(fault_client.nthreads())[victim]
-    fault_client.run(inject, "steps", "sleep", 0, PAUSE)
-    low = linalg.cholesky(x, lower=True, **SHARED).persist()
-    until(lambda: states(fault_client, x)[0] == {"released"})
-    fault_client.restart_workers([address])
-    assert_cholesky(s, fault_client.compute(low).result(timeout=60))
+    with ranks_that_hold(fault_client, tmp_path):
+        low = linalg.cholesky(x, lower=True, **SHARED).persist()
+        until(lambda: states(fault_client, x)[0] == {"released"})
+        fault_client.restart_workers([address])
+    assert_cholesky(s, fault_client.compute(low).result(timeout=120))
 
 
 def test_a_matrix_that_has_no_factor(client):
@@ -135,7 +138,7 @@ def test_all_functions_take_it(client, method):
     np.testing.assert_allclose(linalg.det(made(a), **how).compute(), np.linalg.det(a), rtol=1e-9)
     tall = random((N, 60), "float64")
     x, *_ = linalg.lstsq(made(tall), made(b), **how)
-    np.testing.assert_allclose(x.compute(), np.linalg.lstsq(tall, b, rcond=None)[0], rtol=1e-8)
+    assert_near(x.compute(), np.linalg.lstsq(tall, b, rcond=None)[0], rtol=1e-8)
     alone = how | {"method": "auto"}
     assert_eigh(s, *dask.compute(*linalg.eigh(made(s), **alone)))
     u, p = dask.compute(*linalg.polar(made(a), **how))

@@ -767,11 +767,11 @@ class Machine:
             target=lambda: found.append(self._failure(program, lines or program.lines)), daemon=True
         )
         thread.start()
-        thread.join(60)
-        error = found[0] if found else TimeoutError("no end after 60 s")
+        thread.join(120)
+        error = found[0] if found else TimeoutError("no end after 120 s")
         if error is not None:
             self.close()
-            thread.join(10)
+            thread.join(120)
         return error
 
     def _failure(self, program: Program, lines: list[str]) -> BaseException | None:

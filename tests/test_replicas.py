@@ -229,7 +229,9 @@ def test_another_array_of_the_same_name():
         assert runs == (0, 0)
         np.testing.assert_array_equal(where["a"], places["a"])
         replicas.transition(("x", 0, 0), "released")
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(120):
+            while not told:
+                await asyncio.sleep(0.01)
         assert told == [(["w0", "w1"], "x")]
         assert not len(replicas)
 

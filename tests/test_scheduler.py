@@ -102,7 +102,7 @@ def test_a_barrier_of_something_malformed_fails(inproc_client):
         found[name, 0, 0] = Task((name, 0, 0), len, TaskRef(barrier))
         future = inproc_client.get(found, (name, 0, 0), sync=False)
         with pytest.raises(ProtocolError, match="malformed problem"):
-            future.result(timeout=30)
+            future.result(timeout=120)
 
 
 BEGUN, GO_ON = Event(), Event()
@@ -110,7 +110,7 @@ BEGUN, GO_ON = Event(), Event()
 
 def held(block):
     BEGUN.set()
-    assert GO_ON.wait(30)
+    assert GO_ON.wait(120)
     return block
 
 
@@ -129,15 +129,15 @@ def test_a_task_that_is_no_chunk_of_the_result(inproc_client):
                 if isinstance(key, tuple) and key[0] in barrier
             ]
         )
-        assert not run or BEGUN.wait(30)
+        assert not run or BEGUN.wait(120)
         name = f"stranger-{lazy.name}"
         future = inproc_client.get({**graph, name: Task(name, len, TaskRef(barrier))}, name, sync=False)
         if not run:
-            assert future.result(timeout=30) == 4
+            assert future.result(timeout=120) == 4
             continue
         GO_ON.set()
         with pytest.raises(ProtocolError, match="'stranger-.*' depends on .* and is not a chunk of its result"):
-            future.result(timeout=30)
+            future.result(timeout=120)
 
 
 def test_a_problem_survives_the_wire():

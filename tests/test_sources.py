@@ -103,7 +103,7 @@ def test_a_call_that_fails_is_made_again(failures):
 
 def test_as_many_at_once_as_resources_allow(monkeypatch):
     """Tasks meet in pairs: fewer at once would wait for ever."""
-    pairs, active, most, lock = threading.Barrier(2, timeout=60), [], [], threading.Lock()
+    pairs, active, most, lock = threading.Barrier(2, timeout=120), [], [], threading.Lock()
 
     def task(number):
         with lock:

@@ -14,7 +14,7 @@ import scipy.linalg
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaks import assert_nothing_left
-from matrices import lazy, positive, problem_of, random
+from matrices import assert_near, lazy, positive, problem_of, random
 from residuals import assert_eig, assert_eigh, assert_polar, assert_pseudoinverse, assert_schur, assert_svd
 from run_events import newest_run, runs_after
 
@@ -345,7 +345,7 @@ def test_principal_components(shape):
     k, a = 7, random(shape) + 3
     components, variances, mean = dask.compute(*linalg.pca(lazy(a), k))
     centred = a - a.mean(axis=0)
-    np.testing.assert_allclose(mean, a.mean(axis=0), rtol=1e-12)
+    assert_near(mean, a.mean(axis=0), rtol=1e-12)
     np.testing.assert_allclose(variances, np.linalg.svd(centred, compute_uv=False)[:k] ** 2 / (len(a) - 1), rtol=1e-10)
     # What is left of the data in the directions of the components has their variances, and is not correlated.
     np.testing.assert_allclose(np.cov(centred @ components.T, rowvar=False), np.diag(variances), atol=1e-10)

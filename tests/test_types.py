@@ -176,7 +176,7 @@ def checked(tmp_path_factory):
     done = subprocess.run(
         [*command, *files],
         # As an installed package: of those mypy takes the types and reports no errors.
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=170,
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=380,
         check=False,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stdout + done.stderr

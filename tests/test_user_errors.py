@@ -102,7 +102,7 @@ def by_epilog(make):
 def error_of(client, array, **options):
     """The error of a result with its traceback. (One that is raised holds its future, which keeps the graph.)"""
     future = client.compute(array, **options)
-    return future.exception(timeout=60).with_traceback(future.traceback())
+    return future.exception(timeout=120).with_traceback(future.traceback())
 
 
 ERRORS = [

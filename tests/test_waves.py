@@ -23,6 +23,7 @@ from dask.highlevelgraph import HighLevelGraph
 from dask.utils import key_split
 from distributed import Client, LocalCluster, SchedulerPlugin, get_worker, wait
 from leaks import assert_nothing_left
+from matrices import until
 
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, matmul
@@ -307,10 +308,7 @@ def test_cancel_frees_everything(inproc_client, by_ranks):
     time.sleep(1)
     future.release()
     del future, d
-    deadline = time.monotonic() + 10
-    while inproc_client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not inproc_client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)))
     assert inproc_client.run_on_scheduler(count_held) == 0
 
 
@@ -362,21 +360,28 @@ def process_id(dask_worker):
 
 
 @pytest.mark.parametrize("by_ranks", [False, True])
-def test_a_worker_dies(fault_client, by_ranks):
+def test_a_worker_dies(fault_client, by_ranks, tmp_path):
     """What it had is made again, and sums that had grown in place are not added twice."""
     x = da.random.default_rng(11).integers(-4, 4, (20_000, 120), chunks=(500, 120)).astype(float)
     expected = x.compute(scheduler="threads")
 
-    def slow(part):
-        time.sleep(0.1)
+    dead, loaded = tmp_path / "dead", tmp_path / "loaded"
+
+    def slow(part, block_info=None):
+        # Half of the chunks come before it dies.
+        if block_info[0]["chunk-location"][0] >= 20:
+            loaded.touch()
+            while not dead.exists():
+                time.sleep(0.01)
         return part.copy()
 
     lazy_x = x.map_blocks(slow, dtype=float)
     d = in_waves(lazy_x.T, lazy_x, by_ranks=by_ranks)
     future = fault_client.compute(d)
-    time.sleep(1.0)
+    until(loaded.exists)
     assert not future.done()
     os.kill(next(iter(fault_client.run(process_id).values())), signal.SIGKILL)
+    dead.touch()
     np.testing.assert_array_equal(future.result(timeout=120), expected.T @ expected)
 
 

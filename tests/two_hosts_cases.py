@@ -20,7 +20,7 @@ from dask_distmm import matmul
 def main(scheduler_file: str, protocol: str) -> None:
     rng = np.random.default_rng()
     with Client(scheduler_file=scheduler_file) as client:
-        client.wait_for_workers(4, timeout=60)
+        client.wait_for_workers(4, timeout=120)
         workers = list(client.nthreads())
         assert all(address.startswith(f"{protocol}://") for address in workers), workers
         hosts = {address.split("//")[1].rpartition(":")[0] for address in workers}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import gc
 import importlib
+import itertools
 import sys
 import threading
 import weakref
@@ -33,10 +35,12 @@ class Ranks:
 
     def __init__(self, module, host):
         self.module, self.host, self.engines, self.jobs = module, host, {}, []
+        # As the scheduler numbers them: two groups of workers never have the same number.
+        self.groups = collections.defaultdict(itertools.count(1).__next__)
 
     def job(self, side):
         engine = self.engines.get(side.me) or self.engines.setdefault(side.me, self.module.CublasMpEngine())
-        plan = dataclasses.replace(side.plan, group=hash(side.plan.workers) % 1000 + 1)
+        plan = dataclasses.replace(side.plan, group=self.groups[side.plan.workers])
         chunks = {key: chunk if self.host else chunk.view(devices.ndarray) for key, chunk in side.chunks.items()}
         self.jobs.append(engine.job(dataclasses.replace(side, plan=plan, chunks=chunks)))
         return self.jobs[-1]

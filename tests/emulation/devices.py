@@ -23,7 +23,7 @@ import numpy as np
 import shared
 import solvers
 
-_TIMEOUT = 30
+_TIMEOUT = 120
 # Modules that import the libraries, or those that do.
 _ENGINES = ("cublasmp", "gpu", "nccl", "peer")
 OVER_LIBRARIES = ("dask_distmm.comms.nccl", *(f"dask_distmm.engines.{name}" for name in _ENGINES))

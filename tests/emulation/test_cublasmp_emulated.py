@@ -241,7 +241,7 @@ def test_what_is_made_is_kept_and_freed(make):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(120)
             assert not thread.is_alive()
     assert not {kind: count for kind, count in world.open.items() if count}
 

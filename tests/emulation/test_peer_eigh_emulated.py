@@ -228,17 +228,15 @@ def test_a_rank_that_fails_ends_those_that_wait(eigh, reduction, monkeypatch):
             raise RuntimeError("out of order")
 
     broken(monkeypatch, reduction, 1, change)
-    begun = time.monotonic()
+    # Kernels that wait are ended by the host: they would wait longer than the test may take.
     with pytest.raises(RuntimeError, match="out of order"):
-        eigh(hermitian("random", 60, "float64"), 2)
-    # Kernels that wait have been ended by the host, long before their own limit.
-    assert time.monotonic() - begun < 30
+        eigh(hermitian("random", 60, "float64"), 2, config={"transfer_timeout": 3600})
 
 
 def test_a_rank_that_is_late_is_given_up(eigh, reduction, monkeypatch):
-    broken(monkeypatch, reduction, 1, lambda self, start: time.sleep(2.0 if start else 0.0))
-    with pytest.raises(EngineError, match=r"worker w1 has not multiplied its part for 0 s \(config"):
-        eigh(hermitian("random", 60, "float64"), 2, config={"transfer_timeout": 0.2})
+    broken(monkeypatch, reduction, 1, lambda self, start: time.sleep(4.0 if start else 0.0))
+    with pytest.raises(EngineError, match=r"worker w1 has not multiplied its part for 1 s \(config"):
+        eigh(hermitian("random", 60, "float64"), 2, config={"transfer_timeout": 1.4})
 
 
 def test_ranks_that_compute_different_bits_are_found(eigh, reduction, monkeypatch):

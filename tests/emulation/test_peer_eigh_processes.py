@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
 import compiled
 import dask
 import dask.array as da
 import pytest
+from faults import held_processes, inject
 from leaks import assert_nothing_left
+from matrices import until
 from residuals import assert_eigh
 from run_events import events
-from test_peer_processes import become_gpu_worker, client, not_again, nworkers, wait_for  # noqa: F401
+from test_peer_processes import become_gpu_worker, client, not_again, nworkers  # noqa: F401
 from test_spectral import hermitian
 
 from dask_distmm import linalg
@@ -41,7 +42,7 @@ def shared(a):
     return linalg.eigh(x, engine="peer", method="columns")
 
 
-def test_processes_share_eigenvalues_and_outlive_one_that_is_killed(client):  # noqa: F811
+def test_processes_share_eigenvalues_and_outlive_one_that_is_killed(client, tmp_path):  # noqa: F811
     client.run(with_lapack)
     a = hermitian("random", 270, "float64")
     w, v = shared(a)
@@ -55,15 +56,13 @@ def test_processes_share_eigenvalues_and_outlive_one_that_is_killed(client):  # 
     victim, *others = sorted(client.nthreads())
     survivors = client.run(os.getpid, workers=others)
     pids = client.run(os.getpid, workers=[victim])
-    starts = len(events(client, "start"))
+    starts, release = len(events(client, "start")), tmp_path / "release"
+    client.run(inject, "execute", "hold", release=str(release), workers=[victim])
     futures = client.compute(list(shared(2 * a)))
-    wait_for(lambda: len(events(client, "start")) > starts)
-    time.sleep(1.0)
+    until(lambda: held_processes(release))
     not_again(client, victim)
     os.kill(pids[victim], signal.SIGKILL)
-    begun = time.monotonic()
     assert_eigh(2 * a, *client.gather(futures))
-    assert time.monotonic() - begun < 60
     assert client.run(os.getpid) == survivors
     assert [len(event["ranks"]) for event in events(client, "start")[starts:]] == [3, 2]
     del futures, w, v

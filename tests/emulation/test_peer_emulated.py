@@ -520,7 +520,7 @@ def test_a_rank_that_is_gone_is_missed_where_it_was_needed(make_peers, monkeypat
                 job.lose(self.me)
             return {}
         if self.rank is not None:
-            dead.wait(10)
+            dead.wait(120)
         return execute(self)
 
     def open_of_the_living(handle):

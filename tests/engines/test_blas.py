@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import threading
-import time
-
 import numpy as np
 import pytest
 from conformance import assert_product, random_matrix
+from matrices import until
 from threadpoolctl import threadpool_info
 
 from dask_distmm.engines.numpy import blas
@@ -101,10 +99,7 @@ def blas_thread_counts():
 
 def test_blas_threads_are_set_and_put_back():
     # A run of an earlier test in this process that was ended ends soon, on a thread of its own.
-    deadline = time.monotonic() + 10
-    while blas._threads_users:
-        assert time.monotonic() < deadline, [thread.name for thread in threading.enumerate()]
-        time.sleep(0.01)
+    until(lambda: not blas._threads_users)
     gemm(np.ones((2, 2)), np.ones((2, 2)), np.zeros((2, 2)))
     before = blas_thread_counts()
     with blas_threads(1):

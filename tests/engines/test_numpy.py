@@ -129,7 +129,7 @@ def test_a_rank_that_fails_ends_all(method, monkeypatch):
     made, chunks = setup(method=method)
     monkeypatch.setattr("dask_distmm.engines.numpy.engine.gemm", fail_in_one_thread())
     with pytest.raises(ZeroDivisionError):
-        run_jobs(ENGINE, made, chunks, timeout=20)
+        run_jobs(ENGINE, made, chunks)
 
 
 def fail_in_one_thread():

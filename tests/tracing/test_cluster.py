@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 import scipy.sparse
 from dask._task_spec import Task
+from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
+from dask.optimization import cull
 from distributed import wait
 from faults import inject
-from matrices import until
+from matrices import assert_near, until
 from run_events import events_after, newest_run, runs_after
 from traced_cases import CASES, arguments, assert_equal, operands
 from traced_programs import assert_close, check_program
@@ -121,7 +123,9 @@ def test_vectors_and_numbers_are_taken_and_left_as_they_are(client):
     held = dask.persist(*(da.from_array(x, chunks=tuple(30 if n == 90 else n for n in x.shape)) for x in (X, y, v, s)))
     wait(held)
     results = function(*held)
-    graph = dict(HighLevelGraph.merge(*(x.dask for x in dask.optimize(*results))))
+    merged = dict(HighLevelGraph.merge(*(x.dask for x in dask.optimize(*results))))
+    # Dask leaves tasks in graphs now and then that nothing needs.
+    graph, _ = cull(merged, list(flatten([x.__dask_keys__() for x in results])))
     tasks = {key for key, task in graph.items() if isinstance(task, Task)}
     assert {key[0].rpartition("-")[0] for key in tasks if isinstance(key, tuple)} == {
         results[0].name.rpartition("-")[0]
@@ -129,7 +133,7 @@ def test_vectors_and_numbers_are_taken_and_left_as_they_are(client):
     assert len(tasks) == 1 + 3 + 1 + 1 + 1
     for found, expected in zip(dask.compute(*results), (y + X @ v, X.T @ y * s, (y * y).sum(), s + 1), strict=True):
         assert np.shape(found) == np.shape(expected)
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        assert_near(found, expected, rtol=1e-12)
 
 
 def test_rows_move_for_a_long_loop(client, monkeypatch):
@@ -195,7 +199,7 @@ def test_unknown_sizes(client):
     with np.errstate(all="ignore"):
         expected = function(x[some], y[some])
     for one, other in zip(dask.compute(*function(lazy[chosen], beside[chosen])), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-9)
+        assert_near(one, other, rtol=1e-9)
 
 
 def test_random_numbers_do_not_depend_on_chunks(client):
@@ -235,7 +239,7 @@ def test_a_lost_worker(fault_client):
     address = holders.most_common(1)[0][0]
     fault_client.run(inject, "turn", "kill", skip=int(np.random.default_rng().integers(30)), workers=[address])
     moment = newest_run(fault_client)
-    found = [one.result(timeout=60) for one in fault_client.compute(list(nmf(*lazy)))]
+    found = [one.result(timeout=120) for one in fault_client.compute(list(nmf(*lazy)))]
     for one, other in zip(found, nmf(*arrays), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)
     assert events_after(fault_client, moment, "restart")
@@ -274,7 +278,7 @@ def test_a_lost_worker_of_a_loop_whose_state_is_kept(fault_client, tmp_path):
 
     until(copied)
     (tmp_path / "kept").touch()
-    for one, other in zip([future.result(timeout=60) for future in futures], nmf(*arrays, turns=24), strict=True):
+    for one, other in zip([future.result(timeout=120) for future in futures], nmf(*arrays, turns=24), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9)
     # No turn of the first three pieces was repeated.
     done = [event["name"] for event in events_after(fault_client, moment, "done")]
@@ -324,7 +328,7 @@ def test_a_loop_tells_its_turns_and_ends_with_the_turn_in_which_it_is_cancelled(
     assert not events_after(client, moment)
     assert_close(dask_distmm.jit(lambda x: x.sum())(lazy).compute(), np.float64(32000))
     assert turns() == done
-    showing.join(30)
+    showing.join(120)
     assert not showing.is_alive()
 
 

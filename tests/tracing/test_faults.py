@@ -70,14 +70,14 @@ def test_a_round(fault_client, tmp_path, number):
     jitted = dask_distmm.jit(function, keep_every=None if keep_every is None else int(keep_every))
     futures = fault_client.compute(list(jitted(*lazy, arrays[2])))
     if fault == "error":
-        assert {repr(future.exception(timeout=60)) for future in futures} == {f"KeyError('turn {bad}')"}
+        assert {repr(future.exception(timeout=120)) for future in futures} == {f"KeyError('turn {bad}')"}
     elif fault == "cancel":
         until((tmp_path / "happened").exists)
         fault_client.cancel(futures)
         # It may have been done before.
         until(lambda: not fault_client.run_on_scheduler(live_runs))
     else:
-        found = [future.result(timeout=60) for future in futures]
+        found = [future.result(timeout=120) for future in futures]
         assert bool(events_after(fault_client, moment, "restart")) == (fault == "kill")
         bad = -1
         for one, other in zip(found, function(*arrays), strict=True):

@@ -6,6 +6,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
+from matrices import assert_near
 from traced_cases import CASES, arguments, assert_equal, operands
 from tracing_ranks import on_ranks
 
@@ -51,7 +52,7 @@ def test_loops_in_pieces(keep_every):
     found, same = flattened(lazy)
     assert same == tree
     for one, other in zip(dask.compute(*found, scheduler="sync"), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-9)
+        assert_near(one, other, rtol=1e-9)
     runs = explain(lazy["state"]).runs if keep_every < 11 else [explain(lazy["state"])]
     assert len(runs) == -(-7 // keep_every) + -(-11 // keep_every) - 1
 
@@ -139,7 +140,7 @@ def test_unknown_sizes(keep_every):
     # Another operand whose rows are known is on all ranks.
     both = dask_distmm.jit(lambda x, v: (x @ v, v.sum(0)))
     for one, other in zip(dask.compute(*both(unknown(X), da.from_array(A, chunks=2))), (X @ A, A.sum(0)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-9)
+        assert_near(one, other, rtol=1e-9)
 
 
 NEED_ROWS = {
@@ -204,7 +205,7 @@ def test_rows_by_labels(kind, spoil):
     for array, reference in zip(found, expected, strict=True):
         assert array.dtype == reference.dtype
         np.testing.assert_allclose(
-            array, reference, rtol=1e-3 if kind == "float32" else 1e-9, atol=1e-3 * (kind == "float32")
+            array, reference, rtol=1e-3 if kind == "float32" else 1e-9, atol=1e-3 if kind == "float32" else 1e-9
         )
 
 
