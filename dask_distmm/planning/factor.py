@@ -483,11 +483,8 @@ def _remedies(problem: FactorProblem, workers: int, engine: str) -> list[str]:
     """Return what would let a factorization fit that does not, in the way in which it was asked for."""
     remedies = reduced_mode(problem.task)
     free = dataclasses.replace(problem, method="auto")
-    if max(count for count, _ in _candidates(free, max(2, workers), engine)) == 1:
-        return remedies
-    if problem.method == "local":
-        return [*remedies, "use method='auto', by which workers share it"]
-    return [*remedies, "use more workers" if problem.workers is None else "name more workers by workers="]
+    shared = max(count for count, _ in _candidates(free, max(2, workers), engine)) > 1
+    return remedies + problem.remedies * shared
 
 
 def _candidates(problem: FactorProblem, workers: int, engine: str) -> set[tuple[int, bool]]:

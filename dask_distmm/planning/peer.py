@@ -8,6 +8,7 @@ pulled: as two H200 took for small products; 0.5 more on a grid of two dimension
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -68,19 +69,17 @@ class PeerModel(SolverModel):
         """Say why not every worker's GPU can read the memory of all others; empty if it can, or need not."""
         if kind == "program":  # what is small goes by the host
             return ""
-        for reader in workers:
-            for holder in workers:
-                if reader.host != holder.host:
-                    return f"{reader.address} is on host {reader.host!r}, {holder.address} on {holder.host!r}"
-                if not (reader.device and holder.device):
-                    silent = holder if reader.device else reader
-                    return f"{silent.address} does not say which GPU it has"
-                if not reaches(reader, holder):
-                    return (
-                        f"the GPU of {reader.address} ({reader.device}) can't read the memory of that of "
-                        f"{holder.address} ({holder.device}): they have no NVLink or PCIe peer access, or the process "
-                        "does not see both (CUDA_VISIBLE_DEVICES; dask-cuda shows all)"
-                    )
+        for reader, holder in itertools.product(workers, repeat=2):
+            if reader.host != holder.host:
+                return f"{reader.address} is on host {reader.host!r}, {holder.address} on {holder.host!r}"
+            if not (reader.device and holder.device):
+                return f"{(holder if reader.device else reader).address} does not say which GPU it has"
+            if not reaches(reader, holder):
+                return (
+                    f"the GPU of {reader.address} ({reader.device}) can't read the memory of that of {holder.address} "
+                    f"({holder.device}): they have no NVLink or PCIe peer access, or the process does not see both "
+                    "(CUDA_VISIBLE_DEVICES; dask-cuda shows all)"
+                )
         return ""
 
     def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.float64]:

@@ -281,13 +281,8 @@ class Problem(Computation):
     @property
     def remedies(self) -> list[str]:
         """Remedies to suggest if a product does not fit in memory, as it was requested."""
-        if self.grid is not None:
-            remedies = ["use a larger grid"]
-        elif self.method == "local":
-            remedies = ["use method='auto', by which workers share it"]
-        else:
-            remedies = ["use more workers" if self.workers is None else "name more workers by workers="]
-            remedies += ["use method='auto'"] * (self.method != "auto")
+        remedies = ["use a larger grid"] if self.grid is not None else super().remedies
+        remedies += ["use method='auto'"] * (self.grid is None and self.method not in ("auto", "local"))
         remedies += ["leave out epilog 'allreduce'"] * self.formula.replicated
         return remedies + [f"leave out gathered={self.gathered!r}"] * bool(self.gathered)
 

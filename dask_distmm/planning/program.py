@@ -259,7 +259,7 @@ def plan_program(
         # What others compute of the same rows may have to follow them.
         clearly = [plan for plan in map(placed, others) if plan.seconds < CLEARLY * plans[0].seconds]
         plans = sorted([*plans, *clearly], key=lambda plan: plan.seconds)
-    remedies = ["use more workers"] if problem.workers is None else ["name more workers by workers="]
+    remedies = problem.remedies
     limits, a = [worker.memory_limit for worker in roster if worker.memory_limit], problem["a"]
     if limits and not a.sparse and (largest := max(a.chunks[0]) * a.shape[1] * a.itemsize) > min(limits) * _COARSE:
         remedies.insert(0, f"use smaller chunks of rows: the largest one of A has {format_bytes(largest)}")
