@@ -143,10 +143,8 @@ class PeerModel(SolverModel):
             link, pulled, away = "host", needed, np.ones(len(ranks))
         partial, begin = (s - 1) * plan.final_elements * float(sums), pulled
         if schedules:
-            streams, bytes_of = enumerate(1 - schedule.stationary for schedule in schedules), multiplied_sizes(problem)
-            streamed = np.array(
-                [float(_elements(plan)[operand][rank]) * bytes_of[operand] for rank, operand in streams]
-            )
+            bytes_of = [x * float(size) for x, size in zip(_elements(plan), multiplied_sizes(problem), strict=True)]
+            streamed = np.array([bytes_of[1 - schedule.stationary][rank] for rank, schedule in enumerate(schedules)])
             pulled = pulled + away * np.array([len(schedule.parts) - 2 for schedule in schedules]) * streamed
             # The first GEMM needs one piece of the stationary part and one piece of a panel.
             first = [

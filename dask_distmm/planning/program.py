@@ -250,14 +250,14 @@ def plan_program(
     workers = _workers_of_rows(problem, len(roster), where.get("a", where.get("b")))
     plans = [placed(workers)]
     if problem.workers is None and "a" in where:
-        others = []
+        assignments = []
         if plans[0].cost.waiting > _WORTH_MOVING:
             ((most, _),) = collections.Counter(workers).most_common(1)
-            others.append([most] * len(workers))
+            assignments.append([most] * len(workers))
         if plans[0].seconds > _WORTH_MOVING:
-            others += _evened(workers, problem["a"].chunks[0])
+            assignments += _evened(workers, problem["a"].chunks[0])
         # What others compute of the same rows may have to follow them.
-        clearly = [plan for plan in map(placed, others) if plan.seconds < CLEARLY * plans[0].seconds]
+        clearly = [plan for plan in map(placed, assignments) if plan.seconds < CLEARLY * plans[0].seconds]
         plans = sorted([*plans, *clearly], key=lambda plan: plan.seconds)
     remedies = problem.remedies
     limits, a = [worker.memory_limit for worker in roster if worker.memory_limit], problem["a"]

@@ -258,7 +258,7 @@ def _block_schedule(plan: Plan, rank: int, multiple: int, sizes: tuple[int, int]
         stationary = int(extents[1] * sizes[1] < extents[0] * sizes[0])
     room = problem.options.buffer_bytes
     own, depth_extent = extents[stationary], k1 - k0
-    rows, depth, stationary_bytes, buffered = own, depth_extent, 0, [multiple > 1 or not lies for lies in in_place]
+    rows, depth, stationary_bytes, buffered = own, depth_extent, 0, [multiple > 1 or not x for x in in_place]
     if buffered[stationary]:
         # Each pass over the streamed operand reads host memory again: sums that take more memory cost less.
         wide = problem.sum_type != problem.compute_type and not plan.from_host
