@@ -214,7 +214,8 @@ class FactorPlacement(Placement):
         task = dataclasses.replace(self.task, factor_dtype="")
         problem = dataclasses.replace(self.problem, task=task, wanted=x)
         width = block_width(task, self.count, ENGINES[self.engine].widths)
-        return _costed(dataclasses.replace(self, problem=problem, width=width, exact=True, whole=True)).estimate
+        plan = dataclasses.replace(self, problem=problem, width=width, exact=True, whole=True)
+        return _costed(plan, _held(plan)).estimate
 
     @functools.cached_property
     def columns(self) -> Columns:
@@ -461,7 +462,7 @@ def plan_factorization(
             # One rank alone is where most threads are, and of these where most of the operands is.
             best = max(range(workers), key=lambda index: (roster[index].nthreads, held[0, index]))
             plan = dataclasses.replace(plan, ranks=(best,))
-        return _costed(plan)
+        return _costed(plan, held)
 
     def plans(exact: bool, whole: bool) -> list[FactorPlacement]:
         every = (placed(*way, exact=exact, whole=whole) for way in sorted(_candidates(problem, workers, engine)))
@@ -514,9 +515,9 @@ def _held(plan: FactorPlacement) -> NDArray[np.float64]:
     return np.asarray(sum(tables, start=np.zeros((plan.count, len(plan.participants)))))
 
 
-def _costed(plan: FactorPlacement) -> FactorPlacement:
-    """Return a plan with the owners of chunks, its estimate and its memory."""
-    problem, count, held = plan.problem, plan.count, _held(plan)
+def _costed(plan: FactorPlacement, held: NDArray[np.float64]) -> FactorPlacement:
+    """Return a plan with the owners of chunks, its estimate and its memory; `held` is that of `_held`."""
+    problem, count = plan.problem, plan.count
     plan = dataclasses.replace(plan, owners=_owners(plan))
     size = problem.compute_type.itemsize
     elements = sum(math.prod(matrix.shape) for matrix in problem.matrices)
