@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -74,7 +75,7 @@ class NumpyModel(EngineModel):
         else:
             # Chunks are summed into in place; parts of them that others compute come on top.
             own += np.maximum(0.0, owned - np.diagonal(plan.final_traffic) * problem.d.itemsize)
-        if not problem.formula.trivial:
+        if not dataclasses.replace(problem.formula, partial=False).trivial:
             # Results of a chunk, and what the formula reads for it, come beside its sums.
             read = sum(2 * extra.itemsize for extra in problem.extras if extra.shape == problem.d.shape)
             largest = np.zeros(nranks)

@@ -240,8 +240,8 @@ class Product(Recorder):
                 self._make("partial", index, chunk, donated=True)
             elif chunks:
                 self.new(chunk, zero=zero)
-        for index, rect in pieces_of(self.cuts, self.region):
-            sums = Buffer(f"sum.{index}", shape_of(rect), self.dtype)
+        for at, (index, rect) in enumerate(pieces_of(self.cuts, self.region)):
+            sums = Buffer(f"sum.{at}", shape_of(rect), self.dtype)
             inside = index in self.of_d and not self.packed
             self.blocks[index] = Placed(self.of_d[index].part(rect) if inside else sums, rect)
             if not inside:
