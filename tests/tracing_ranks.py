@@ -7,6 +7,7 @@ from unittest import mock
 import dask.array as da
 import numpy as np
 from conformance import run_jobs
+from proof import check
 
 from dask_distmm.arrays.jit import Jitted, compiled
 from dask_distmm.engines.base import get_engine
@@ -14,7 +15,6 @@ from dask_distmm.engines.programs import job
 from dask_distmm.planning import program
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import ProgramPlacement, plan_program
-from dask_distmm.programs import check
 from dask_distmm.programs.steps import messages_to_all
 from dask_distmm.tracing.control import flattened, nested
 
@@ -40,7 +40,7 @@ def on_ranks(fun, *args, ranks=3, checked=True, **kwargs):
     plan = plan_of(found.problem, ranks, np.random.default_rng())
     lists = [plan.steps(rank) for rank in range(len(plan.ranks))]
     if checked:
-        check.check(lists)
+        check(lists)
         first, *others = (messages_to_all(steps, len(lists)) for steps in lists)
         assert all(one == first for one in others)
     chunks = {}

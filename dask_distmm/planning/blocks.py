@@ -95,11 +95,19 @@ class Group(NamedTuple):
 
 
 class _Segment(NamedTuple):
-    """A stretch of an operand's own axis; `in_place`: it is multiplied there instead of in a buffer."""
+    """A stretch of an operand's own axis and of k; `in_place`: it is multiplied there instead of in a buffer."""
 
+    operand: int
+    depth: tuple[int, int]
     start: int
     stop: int
-    in_place: bool
+    in_place: bool = False
+
+    @property
+    def rect(self) -> Rect:
+        """Its rows and columns."""
+        own = self.start, self.stop
+        return (*own, *self.depth) if self.operand == 0 else (*self.depth, *own)
 
 
 # Whether the library can multiply a chunk of this GPU, by operand (0 or 1) and number, as it is.
@@ -173,13 +181,15 @@ class _Blocks(Product):
         epochs = list(itertools.product(itertools.pairwise(schedule.parts), itertools.pairwise(schedule.depth)))
         for epoch, (part, depth) in enumerate(epochs):
             panels = self._panels(span, depth)
-            here = self._here_first(panels, depth)
+            # Panels at the front that are on this GPU; one buffer is left for the first panel that is not.
+            away = [self._away(self.streamed, segment.rect) for segment, _ in panels[: PANELS - 1]]
+            here = [*away, True].index(True)
             resident = self._stationary_parts(part, depth, epoch, self._width(panels, here))
             if epoch == 0 and not here and all(x.loaded for x in resident):
                 panels = self._ramp(panels, resident)
             wholes = _side_by_side(resident)
             # Parts that are multiplied in place come first, then other parts on this GPU.
-            resident.sort(key=lambda x: (x.loaded, self._is_away(x)))
+            resident.sort(key=lambda x: (x.loaded, self._away(x.operand, x.rect)))
             wholes.sort(key=lambda group: group[0].loaded)
             fresh = [x for x in resident if x.loaded]
             add = depth[0] > schedule.depth[0]
@@ -188,8 +198,7 @@ class _Blocks(Product):
             last = {to: segment for segment, to in panels}
             for number, group in enumerate([panels[:at_first], *([panel] for panel in panels[at_first:])]):
                 parts = [
-                    self._part(self.streamed, segment, depth, 0 if segment.in_place else next(panel_numbers) % PANELS)
-                    for segment, _ in group
+                    self._part(segment, 0 if segment.in_place else next(panel_numbers) % PANELS) for segment, _ in group
                 ]
                 loads = [x for x in parts if x.loaded]
                 if number == 0:
@@ -203,11 +212,6 @@ class _Blocks(Product):
                         done = tuple(range(len(plan.ranks)))
                 groups.append(Group(loads, products, done))
         return groups
-
-    def _here_first(self, panels: Sequence[tuple[_Segment, int]], depth: tuple[int, int]) -> int:
-        """Return how many panels at the front are on this GPU; one buffer is left for the first panel that is not."""
-        away = [self._away(self.streamed, segment, depth) for segment, _ in panels[: PANELS - 1]]
-        return away.index(True) if True in away else len(away)
 
     def _width(self, panels: Sequence[tuple[_Segment, int]], here: int) -> int:
         """Return the mean width of the panels that are multiplied first; a panel from another GPU will be cut."""
@@ -225,12 +229,9 @@ class _Blocks(Product):
         a, b = (whole, panel.placed) if self.stationary == 0 else (panel.placed, whole)
         return Multiply(a, b, tuple(part for part in (*stationary, panel) if part.loaded), add)
 
-    def _rect(self, operand: int, own: tuple[int, int], depth: tuple[int, int]) -> Rect:
-        return (*own, *depth) if operand == 0 else (*depth, *own)
-
-    def _part(self, operand: int, segment: _Segment, depth: tuple[int, int], slot: int, at: int = 0) -> Part:
+    def _part(self, segment: _Segment, slot: int, at: int = 0) -> Part:
         """Return a part that is multiplied in place, or loaded to a place of the buffer with a number."""
-        rect = self._rect(operand, segment[:2], depth)
+        operand, rect = segment.operand, segment.rect
         if segment.in_place:
             (block,) = chunk_blocks_of(self.problem.matrices[operand].chunks, operand, rect, (0, 0))
             return Part(operand, rect, self._in_chunk(block), loaded=False)
@@ -256,15 +257,13 @@ class _Blocks(Product):
         pieces: list[Part] = []
         operand, slot, at = self.stationary, epoch % self.schedule.stationary_buffers, 0
         for segment in self._segments(operand, part, depth):
-            if segment.in_place:
-                pieces.append(self._part(operand, segment, depth, 0))
-                continue
             length = segment.stop - segment.start
-            size = self._piece(length, width) if epoch == 0 and self._away(operand, segment, depth) else length
+            cut = epoch == 0 and not segment.in_place and self._away(operand, segment.rect)
+            size = self._piece(length, width) if cut else length
             for start in range(segment.start, segment.stop, size):
-                stop = min(start + size, segment.stop)
-                pieces.append(self._part(operand, _Segment(start, stop, False), depth, slot, at))
-                at += stop - start
+                piece = segment._replace(start=start, stop=min(start + size, segment.stop))
+                pieces.append(self._part(piece, slot, at))
+                at += 0 if segment.in_place else piece.stop - start
         return pieces
 
     def _panels(self, span: tuple[int, int], depth: tuple[int, int]) -> list[tuple[_Segment, int]]:
@@ -287,11 +286,11 @@ class _Blocks(Product):
                 if segment.in_place:
                     pieces.append(segment)
                     continue
-                for run in self._runs(segment, depth):
-                    edges, width = self._edges(self.streamed, run[:2]), self.schedule.width
-                    cuts = coalesce(edges, width, unit(width, self.multiple))
-                    pieces += [_Segment(low, high, False) for low, high in itertools.pairwise(cuts)]
-            panels += [(piece, to) for piece in self._in_order(pieces, depth)]
+                for run in self._runs(segment):
+                    edges, width = self._edges(self.streamed, (run.start, run.stop)), self.schedule.width
+                    cuts = itertools.pairwise(coalesce(edges, width, unit(width, self.multiple)))
+                    pieces += [run._replace(start=low, stop=high) for low, high in cuts]
+            panels += [(piece, to) for piece in self._in_order(pieces)]
         return panels
 
     def _ramp(self, panels: Sequence[tuple[_Segment, int]], resident: Sequence[Part]) -> list[tuple[_Segment, int]]:
@@ -299,14 +298,15 @@ class _Blocks(Product):
         (first, to), *rest = panels
         size = self._piece(first.stop - first.start, max(part.own[1] - part.own[0] for part in resident))
         starts = range(first.start, first.stop, size)
-        return [(_Segment(start, min(start + size, first.stop), False), to) for start in starts] + rest
+        pieces = [first._replace(start=start, stop=min(start + size, first.stop)) for start in starts]
+        return [(piece, to) for piece in pieces] + rest
 
-    def _runs(self, segment: _Segment, depth: tuple[int, int]) -> list[_Segment]:
+    def _runs(self, segment: _Segment) -> list[_Segment]:
         """Cut a stretch of the streamed operand into parts on this GPU and parts on others, if these are wide."""
         runs: list[tuple[_Segment, bool]] = []
-        for start, stop in itertools.pairwise(self._edges(self.streamed, segment[:2])):
-            run = _Segment(start, stop, False)
-            away = self._away(self.streamed, run, depth)
+        for start, stop in itertools.pairwise(self._edges(self.streamed, (segment.start, segment.stop))):
+            run = segment._replace(start=start, stop=stop)
+            away = self._away(self.streamed, run.rect)
             if runs and runs[-1][1] == away:
                 run = run._replace(start=runs.pop()[0].start)
             runs.append((run, away))
@@ -316,10 +316,10 @@ class _Blocks(Product):
             return [segment]
         return [run for run, _ in runs]
 
-    def _in_order(self, segments: list[_Segment], depth: tuple[int, int]) -> list[_Segment]:
+    def _in_order(self, segments: list[_Segment]) -> list[_Segment]:
         """Return panels in the order in which they are pulled."""
         count, ranks = len(self.plan.ranks), self.plan.ranks
-        holders = [self._holders(self.streamed, segment, depth) for segment in segments]
+        holders = [self._holders(self.streamed, segment.rect) for segment in segments]
         me, first = ranks[self.me], self.me * len(segments) // count
         whole = all(max(elements.values()) > _MOSTLY * sum(elements.values()) for elements in holders)
 
@@ -335,10 +335,11 @@ class _Blocks(Product):
         """Cut a stretch of an operand's own axis into parts that are multiplied in place and parts that are loaded."""
         segments: list[_Segment] = []
         for start, stop in itertools.pairwise(self._edges(operand, span)):
-            in_place = self._in_place(operand, self._rect(operand, (start, stop), depth))
-            if segments and not in_place and not segments[-1].in_place:
-                start = segments.pop().start  # noqa: PLW2901
-            segments.append(_Segment(start, stop, in_place))
+            segment = _Segment(operand, depth, start, stop)
+            segment = segment._replace(in_place=self._in_place(operand, segment.rect))
+            if segments and not segment.in_place and not segments[-1].in_place:
+                segment = segment._replace(start=segments.pop().start)
+            segments.append(segment)
         return segments
 
     def _in_place(self, operand: int, rect: Rect) -> bool:
@@ -364,10 +365,10 @@ class _Blocks(Product):
         inside = {edge for edge in itertools.accumulate(sizes) if span[0] < edge < span[1]}
         return sorted({*span, *inside})
 
-    def _holders(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> dict[int, int]:
-        """Return how many elements of a stretch each participant has."""
+    def _holders(self, operand: int, rect: Rect) -> dict[int, int]:
+        """Return how many elements of a part each participant has."""
         matrix, elements = self.problem.matrices[operand], collections.defaultdict[int, int](int)
-        for piece in chunk_blocks_of(matrix.chunks, operand, self._rect(operand, segment[:2], depth)):
+        for piece in chunk_blocks_of(matrix.chunks, operand, rect):
             holder = self.where[matrix.name][piece.chunk]
             elements[self.plan.ranks[self.me] if holder == EVERYWHERE else holder] += piece.rows * piece.cols
         return elements
@@ -377,12 +378,9 @@ class _Blocks(Product):
         count = pieces_that_fill(self.problem, length, width)
         return padded(length, unit(length // count, self.multiple), count)
 
-    def _away(self, operand: int, segment: _Segment, depth: tuple[int, int]) -> bool:
-        return self.plan.from_host or set(self._holders(operand, segment, depth)) != {self.plan.ranks[self.me]}
-
-    def _is_away(self, part: Part) -> bool:
-        depth = part.rect[2:] if part.operand == 0 else part.rect[:2]
-        return self._away(part.operand, _Segment(*part.own, in_place=not part.loaded), depth)
+    def _away(self, operand: int, rect: Rect) -> bool:
+        """Whether not all of a part is on this GPU."""
+        return self.plan.from_host or set(self._holders(operand, rect)) != {self.plan.ranks[self.me]}
 
     # The same where the rank makes chunks: a group for each product, whose chunks are made for it
 
@@ -393,11 +391,10 @@ class _Blocks(Product):
         def part(operand: int, of_d: Rect, depth: tuple[int, int], buffer: int) -> Part:
             """Return the part of an operand that a part of D needs: in a numbered buffer, or in place."""
             own, matrix = (of_d[:2] if operand == 0 else of_d[2:]), problem.matrices[operand]
-            rect = self._rect(operand, own, depth)
-            loaded = self._part(operand, _Segment(*own, self._in_place(operand, rect)), depth, buffer)
-            return loaded._replace(
-                sources=tuple(chunk_blocks_of(matrix.chunks, operand, rect)) if matrix.by_ranks else ()
-            )
+            segment = _Segment(operand, depth, *own)
+            loaded = self._part(segment._replace(in_place=self._in_place(operand, segment.rect)), buffer)
+            chunks = chunk_blocks_of(matrix.chunks, operand, segment.rect) if matrix.by_ranks else ()
+            return loaded._replace(sources=tuple(chunks))
 
         # All that the rank needs of an operand whose chunks it does not make.
         held = [part(operand, region, along_k, 0) for operand in (0, 1) if not problem.matrices[operand].by_ranks]
@@ -427,16 +424,7 @@ class _Blocks(Product):
     def begin(self) -> None:
         """Allocate buffers, sums and chunks of D, and load the bias where the library adds it."""
         self.new(*self.slots.values())
-        for index in self.plan.owned(self.me).tolist():
-            rect = self.plan.chunk_rect(index)
-            self.of_d[index] = Placed(Buffer(f"d.{index}", shape_of(rect), self.dtype), rect)
-            self.new(self.of_d[index].matrix)  # type: ignore[arg-type]
-        for at, (index, rect) in enumerate(pieces_of(self.cuts, self.region)):
-            inside = index in self.of_d and not self.packed
-            sums = Buffer(f"sum.{at}", shape_of(rect), self.dtype)
-            self.blocks[index] = Placed(self.of_d[index].part(rect) if inside else sums, rect)
-            if not inside:
-                self.new(sums)
+        self.allocate(self.dtype, zero=False, chunks=True)
         if native(self.plan) is not None and "bias" in self.problem.formula.inputs:
             rect = (0, 1, *self.region[2:])
             bias = self._load("bias", rect)
@@ -461,7 +449,7 @@ class _Blocks(Product):
         for number, group in enumerate(groups):
             for part in group.loads:
                 after = last.get(part.matrix.name, -1)
-                if after < 0 and not part.sources and not self._is_away(part):
+                if after < 0 and not part.sources and not self._away(part.operand, part.rect):
                     # A part that is all on this GPU is there before the run.
                     self._issue(part)
                     issued.add(id(part))

@@ -262,7 +262,9 @@ class Computation(Wired):
     @property
     def remedies(self) -> list[str]:
         """Remedies to suggest if it does not fit in memory, as it was requested."""
-        return []
+        if self.method == "local":
+            return ["use method='auto', by which workers share it"]
+        return ["use more workers" if self.workers is None else "name more workers by workers="]
 
     @property
     def result_name(self) -> str:

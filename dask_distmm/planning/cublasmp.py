@@ -227,15 +227,14 @@ def summa_blocks(problem: Problem, grid: tuple[int, int, int]) -> tuple[set[int]
     There may be several of each, if the distributions of two matrices do not agree.
     """
     (p, q, _), (m, n, k) = grid, (problem.m, problem.n, problem.k)
-    a, b, d = problem.distributions
+    sizes = {"m": m, "n": n, "k": k}
     blocks_of: dict[str, set[int]] = {"m": set(), "n": set(), "k": set()}
-    for distribution, (rows, cols), (nprow, npcol) in ((a, "mk", (p, q)), (b, "kn", (p, q)), (d, "mn", (p, q))):
+    for distribution, axes in zip(problem.distributions, ("mk", "kn", "mn"), strict=True):
         if distribution is not None:
-            shape = {"m": m, "n": n, "k": k}
-            blocks = distribution.layout((shape[rows], shape[cols]), p * q).blocks
-            # Along a side of one rank blocks of all sizes are the same thing.
-            blocks_of[rows] |= {blocks[0]} if nprow > 1 else set()
-            blocks_of[cols] |= {blocks[1]} if npcol > 1 else set()
+            blocks = distribution.layout((sizes[axes[0]], sizes[axes[1]]), p * q).blocks
+            for axis, block, parts in zip(axes, blocks, (p, q), strict=True):
+                # Along a side of one rank blocks of all sizes are the same thing.
+                blocks_of[axis] |= {block} if parts > 1 else set()
     # The library rounds D after each panel of k: 16-bit types have one, if no others were asked for.
     panel = k if problem.sum_type.itemsize == 2 else min(-(-k // math.lcm(p, q)), _WIDEST_PANEL)
     step = slab_step(problem)

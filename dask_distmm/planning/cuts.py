@@ -77,10 +77,8 @@ def slowdown(problem: Problem, *, in_chunks: bool) -> float:
             () if problem.a.transposed and not problem.b.transposed else (*problem.a.chunks[1], *problem.b.chunks[0])
         )
         sizes = (*along_k, *problem.b.chunks[1], *problem.d.chunks[1])
-    step = ALIGNED_BYTES // dtype_from_name(name).itemsize
-    if not any(size % step for size in sizes):
-        return 1.0
-    return _SLOWDOWN[name][0 if any(size % 2 for size in sizes) else 1]
+    (odd, even), step = _SLOWDOWN[name], ALIGNED_BYTES // dtype_from_name(name).itemsize
+    return odd if any(size % 2 for size in sizes) else even if any(size % step for size in sizes) else 1.0
 
 
 # Where the cuts of m, n and k go
@@ -177,15 +175,9 @@ def reduce_cuts(problem: Problem, method: str, parts: int) -> tuple[Bounds, Boun
 
 def overlaps(cuts: Bounds, start: int, stop: int) -> list[tuple[int, int, int]]:
     """Return (part, start, stop) of the parts of `cuts` that overlap a range, clipped to it."""
-    first = int(bisect.bisect_right(cuts, start)) - 1
-    pairs = []
-    for part in range(first, len(cuts) - 1):
-        if cuts[part] >= stop:
-            break
-        low, high = max(start, cuts[part]), min(stop, cuts[part + 1])
-        if low < high:
-            pairs.append((part, low, high))
-    return pairs
+    parts = range(bisect.bisect_right(cuts, start) - 1, min(bisect.bisect_left(cuts, stop), len(cuts) - 1))
+    clipped = ((part, max(start, cuts[part]), min(stop, cuts[part + 1])) for part in parts)
+    return [piece for piece in clipped if piece[1] < piece[2]]
 
 
 def shape_of(rect: Rect) -> tuple[int, int]:
@@ -266,17 +258,13 @@ def chunk_owners(problem: Problem, method: str, cuts: tuple[Bounds, Bounds], ran
 _WHOLE = 0.9
 
 
-def free_axes(problem: Problem) -> str:
-    """Return the axes, of m, n and k, whose chunks can be taken in another order."""
-    return "" if problem.laid_out else _axes_alike(problem)
-
-
-def _axes_alike(problem: Problem) -> str:
-    """Return the axes, of m, n and k, along which the chunks of all matrices are the same, and may go elsewhere."""
+def free_axes(problem: Problem, *, laid_out: bool = False) -> str:
+    """Return the axes, of m, n and k, whose chunks are the same in all matrices, and can be taken in another order."""
+    if problem.laid_out and not laid_out:
+        return ""
     # In another order of m or n the chunks of a stationary D would come to lie elsewhere.
     axes = "k" if problem.stationary else "mnk"
-    chunkings = ((axis, problem.chunkings(axis)) for axis in axes)
-    return "".join(axis for axis, (first, *rest) in chunkings if all(sizes == first for sizes in rest))
+    return "".join(axis for axis in axes if len(set(problem.chunkings(axis))) == 1)
 
 
 def by_holder(problem: Problem, where: Where) -> dict[str, list[int]]:
@@ -314,10 +302,7 @@ def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> t
     if len(axes) != 1 or any(problem.distributions) or problem.replicated:
         return None
     ((axis, parts),) = axes
-    if axis not in _axes_alike(problem):
-        return None
-    holders = _holders(problem, where, axis)
-    if holders is None:
+    if axis not in free_axes(problem, laid_out=True) or (holders := _holders(problem, where, axis)) is None:
         return None
     starts = np.flatnonzero(np.diff(holders)) + 1
     if len(starts) + 1 != parts or len(np.unique(holders)) != parts:
@@ -326,10 +311,8 @@ def holder_cuts(problem: Problem, where: Where, grid: tuple[int, int, int]) -> t
     # All chunks along the axis are the same.
     edges = chunk_edges(problem.chunkings(axis)[0])
     cut = (0, *edges[starts].tolist(), lengths[axis])
-    if min(np.diff(cut)) <= 0:
-        return None
     m, n, k = (cut if name == axis else (0, length) for name, length in lengths.items())
-    return m, n, k
+    return (m, n, k) if min(np.diff(cut)) > 0 else None
 
 
 def reorder(problem: Problem, orders: Mapping[str, Sequence[int]]) -> tuple[Problem, dict[str, NDArray[np.int64]]]:
@@ -340,9 +323,9 @@ def reorder(problem: Problem, orders: Mapping[str, Sequence[int]]) -> tuple[Prob
     for name in (*problem.operands, "d"):
         counts, axes = problem[name].counts, AXES.get(name, "mn")
         # An input that is broadcast along an axis has one chunk there.
-        moved = [axis in orders and count == lengths.get(axis, count) for axis, count in zip(axes, counts, strict=True)]
         rows, cols = (
-            tuple(orders[axis] if yes else range(count)) for axis, count, yes in zip(axes, counts, moved, strict=True)
+            tuple(orders[axis] if axis in orders and count == lengths.get(axis, count) else range(count))
+            for axis, count in zip(axes, counts, strict=True)
         )
         taken[name] = rows, cols
         before[name] = np.arange(problem[name].count).reshape(counts)[np.ix_(rows, cols)].ravel()

@@ -20,8 +20,6 @@ How many of the workers compute it, and which, follows from its time and its mem
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -32,15 +30,14 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
+from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.layout.redistribute import Copies
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Computation, Worker
-from dask_distmm.planning.model import ENGINES, EngineModel, Estimate, Phase, Work
-from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
+from dask_distmm.planning.model import ENGINES, Estimate, Phase, Work
+from dask_distmm.planning.placement import Considered, Placement, estimated, in_range, planner
 from dask_distmm.planning.program import remembered
-from dask_distmm.planning.wire import HERE
 from dask_distmm.programs import factor
 from dask_distmm.programs.factor import PANEL_PARTS, PARTS, Columns, Matrix, Panels
 from dask_distmm.programs.factorizations import Factorization, TaskOutput, as_matrix
@@ -63,30 +60,22 @@ class FactorProblem(Computation):
     task: Factorization
 
     def __post_init__(self) -> None:
-        dealt = self.task.spectral and self.method == "columns" and self.task.a_shape[0]
-        if dealt and not any(map(self._shared_by, ENGINES.values())):
-            what = f"{self.task.kind} of a pair of matrices" if self.task.b_shape else f"{self.task.kind} in this form"
+        task = self.task
+        able = (self.engine in ("auto", model.name) and model.decomposes(task) for model in ENGINES.values())
+        if task.spectral and self.method == "columns" and task.a_shape[0] and not any(able):
+            what = f"{task.kind} of a pair of matrices" if task.b_shape else f"{task.kind} in this form"
             raise PlanError(f"{what} is computed by one worker: expected method 'auto' or 'local'")
-        shapes = {
-            "a": self.task.a_shape,
-            "b": self.task.b_shape,
-            "f": self.task.a_shape,
-            "p": (1, self.task.a_shape[0]),
-        }
-        for name, shape in shapes.items():
-            if name in self.task.inputs and self[name].shape != shape:
-                raise PlanError(f"{name.upper()} is {shape}, its chunks add up to {self[name].shape}")
-        outputs = {output.name: output for output in self.task.outputs}
+        shapes = {"a": task.a_shape, "b": task.b_shape, "f": task.a_shape, "p": (1, task.a_shape[0])}
+        for name in task.inputs:
+            if self[name].shape != shapes[name]:
+                raise PlanError(f"{name.upper()} is {shapes[name]}, its chunks add up to {self[name].shape}")
+        outputs = {output.name: output for output in task.outputs}
         for output in self.wanted:
             if output.name not in outputs:
-                raise PlanError(f"{self.task.kind} has no output {output.name!r}; it has {', '.join(outputs)}")
+                raise PlanError(f"{task.kind} has no output {output.name!r}; it has {', '.join(outputs)}")
             expected = as_matrix(outputs[output.name].shape)
             if output.shape != expected:
                 raise PlanError(f"{output.name} is {expected}, its chunks are {output.chunks}")
-
-    def _shared_by(self, model: EngineModel) -> bool:
-        """Whether ranks of an engine, if it is one of those asked for, compute a spectral decomposition together."""
-        return self.engine in ("auto", model.name) and model.decomposes(self.task)
 
     @property
     def compute_type(self) -> np.dtype:
@@ -147,12 +136,10 @@ class FactorPlacement(Placement):
     width: int
     # For each output by name, int32, one for each of its chunks: the rank that puts it together.
     owners: Mapping[str, NDArray[np.int32]]
-    # Whether there is memory to factorize A itself where factors of few bits are of no use; what it takes to do so at
-    # once.
+    # Whether there is memory to factorize A itself where factors of few bits are of no use.
     exact: bool = True
     # Whether there is memory for all ranks to have all factors of few bits.
     whole: bool = True
-    plain: Estimate | None = dataclasses.field(default=None, metadata=HERE)
 
     @property
     def task(self) -> Factorization:
@@ -186,9 +173,8 @@ class FactorPlacement(Placement):
         None for an output without block columns: ranks that have it have all of it.
         """
         layout = self.output_layout(output)
-        if layout is None:
-            return None
-        return redistribution(layout, self.output(output).orientation.of_chunks(self.problem.output(output).chunks))
+        chunks = self.output(output).orientation.of_chunks(self.problem.output(output).chunks)
+        return None if layout is None else redistribution(layout, chunks)
 
     def owned(self, output: str, rank: int) -> list[int]:
         """Return the numbers of an output's chunks that a rank puts together."""
@@ -199,7 +185,8 @@ class FactorPlacement(Placement):
         """Whether ranks publish such a part of a panel of this number."""
         if self.task.refines:
             return number >= 0
-        return any(part == kind and 0 <= number < self.numbers(part) for part in PARTS)
+        lines = self.task.a_shape[0] if kind in ("vector", "product", "reflectors") else self.count
+        return kind in PARTS and 0 <= number < (self.columns.count if kind in PANEL_PARTS else lines)
 
     def shape_of(self, kind: str, matrix: int, number: int) -> tuple[int, int] | None:
         """Return the shape of a chunk of an operand, or of a rank's part of an output."""
@@ -217,6 +204,18 @@ class FactorPlacement(Placement):
         good = good and (not self.task.spectral or self.count == 1 or self.shared)
         if not good or not all(in_range(self.owners[name], counts[name], len(self.ranks)) for name in counts):
             raise ProtocolError(f"malformed plan: width {self.width} or owners do not fit {len(self.ranks)} ranks")
+
+    @property
+    def plain(self) -> Estimate | None:
+        """What it takes to factorize A itself at once."""
+        if not self.task.refines or self.task.has_factors:
+            return None
+        x = tuple(output for output in self.problem.wanted if output.name == "x")
+        task = dataclasses.replace(self.task, factor_dtype="")
+        problem = dataclasses.replace(self.problem, task=task, wanted=x)
+        width = block_width(task, self.count, ENGINES[self.engine].widths)
+        plan = dataclasses.replace(self, problem=problem, width=width, exact=True, whole=True)
+        return _costed(plan, _held(plan)).estimate
 
     @functools.cached_property
     def columns(self) -> Columns:
@@ -392,14 +391,6 @@ class FactorPlacement(Placement):
         solved = "substitute" in self.sweeps and not self.task.unit_diagonal
         return 0 if solved and self.task.factored != "cholesky" else None
 
-    def numbers(self, part: str) -> int:
-        """Return how many arrays there are of what ranks ask each other for; they are numbered from 0."""
-        if part in PANEL_PARTS:
-            return self.columns.count
-        if part in ("vector", "product", "reflectors"):
-            return self.task.a_shape[0]
-        return self.count
-
     def output(self, name: str) -> TaskOutput:
         """Return a result by its name."""
         output = next(output for output in self.task.outputs if output.name == name)
@@ -411,11 +402,8 @@ class FactorPlacement(Placement):
     def output_layout(self, name: str) -> Layout | None:
         """Return the layout of a result, of the form of it that ranks hold; None if it has no block columns."""
         output = self.output(name)
-        return (
-            None
-            if output.matrix is None
-            else self.columns.layout(output.matrix, output.orientation.shape(as_matrix(output.shape)))
-        )
+        shape = output.orientation.shape(as_matrix(output.shape))
+        return None if output.matrix is None else self.columns.layout(output.matrix, shape)
 
 
 # What it costs that several ranks share the eigenvalues of a Hermitian matrix, by way of a tridiagonal one. Pure
@@ -428,21 +416,6 @@ _SHARE = 0.7
 _NARROW = 320
 # Elements of the eigenvectors of a merge that are made at once.
 _PANEL_ELEMENTS = 2**26
-
-
-def _shared_phases(plan: FactorPlacement) -> list[Phase]:
-    """Return the computation itself: reads of one triangle for each column that is eliminated, columns, products."""
-    task, ranks, machine, model = plan.problem.task, len(plan.ranks), plan.machine, ENGINES[plan.engine]
-    threads = plan.threads.sum() * _SHARE
-    n, complexes = float(task.a_shape[0]), 4 if task.dtype.startswith("complex") else 1
-    column = model.column_seconds + (ranks > 1 and not model.reads_peers) * 2 * plan.message_seconds
-    flops, vectors = (2 / 3 + 2 * task.vectors) * complexes * n**3, 4 / 3 * n**3 * task.vectors
-    return [
-        Phase(touched=n**3 / 6 * plan.problem.compute_type.itemsize / ranks),
-        Phase(least=n * column),
-        Phase(flops, machine.rate(task.dtype) * threads),
-        Phase(vectors, machine.rate("float64") * threads),
-    ]
 
 
 def shared_bytes(task: Factorization, ranks: int, itemsize: int, width: int) -> int:
@@ -460,53 +433,46 @@ def shared_bytes(task: Factorization, ranks: int, itemsize: int, width: int) -> 
 # Who computes a factorization: how many of the workers, and which; its time and its memory as projected
 
 
+@planner
 def plan_factorization(
-    problem: FactorProblem,
-    roster: Sequence[Worker],
-    where: Where | None = None,
-    *,
-    engine: str,
-    sources: Sequence[Worker] = (),
-) -> FactorPlacement:
+    problem: FactorProblem, roster: Sequence[Worker], fields: Mapping[str, Any]
+) -> Considered[FactorPlacement]:
     """Choose how many of the workers of `roster` compute `problem`, and which."""
-    need_workers(roster)
-    if problem.method == "columns" and _alone(problem, engine) and problem.task.a_shape[0]:
+    task, engine, workers = problem.task, fields["engine"], len(roster)
+    model = ENGINES[engine]
+    if problem.method == "columns" and _alone(problem, engine) and task.a_shape[0]:
         raise PlanError(
-            f"{problem.task.kind} in this form is computed by one worker of engine {engine!r}: expected method 'auto' "
+            f"{task.kind} in this form is computed by one worker of engine {engine!r}: expected method 'auto' "
             "or 'local'"
         )
-    _check_factors(problem, engine)
-    where = where or {}
-    candidates = sorted(_candidates(problem, len(roster), engine))
-    plans = [_consider(problem, roster, sources, where, engine, *candidate) for candidate in candidates]
-    # The order says how eigenvalues are computed; the other way is taken where memory is short.
-    large = _shares_eigh(problem, len(roster), engine)
-    plans.sort(key=lambda plan: (plan.shared != large, plan.seconds))
-    rows, cols = problem.task.a_shape
-    what = f"{problem.task.kind} of a matrix of {rows} x {cols} ({problem.task.dtype})"
-    remedies = _remedies(problem, len(roster), engine)
-    if not problem.task.refines:
-        return choose(plans, what, remedies)
-    # First what is gone without is that each rank has all factors, then factors of A itself.
-    for exact, whole in ((True, True), (True, False), (False, False)):
-        plans = [_consider(problem, roster, sources, where, engine, *pair, exact, whole) for pair in candidates]
-        with contextlib.suppress(ProjectedMemoryError) if exact else contextlib.nullcontext():
-            best = choose(sorted(plans, key=lambda plan: plan.seconds), what, remedies)
-            break
-    if problem.task.has_factors:
-        return best
-    x = tuple(output for output in problem.wanted if output.name == "x")
-    plain = dataclasses.replace(problem, task=dataclasses.replace(problem.task, factor_dtype=""), wanted=x)
-    return dataclasses.replace(best, plain=_consider(plain, roster, sources, where, engine, best.count, False).estimate)
-
-
-def _check_factors(problem: FactorProblem, engine: str) -> None:
-    """Refuse a type of factors that an engine does not have."""
-    name, choices = problem.task.factor_dtype, ENGINES[engine].factor_dtypes
-    if name and name not in choices:
+    if task.factor_dtype and task.factor_dtype not in (choices := model.factor_dtypes):
         text = f"; it has {', '.join(map(repr, choices))}" if choices else ""
         remedy = "use one of these" if choices else "leave it out, or use engine 'peer'"
-        raise PlanError(f"engine {engine!r} has no factors of {name}{text}: {remedy}")
+        raise PlanError(f"engine {engine!r} has no factors of {task.factor_dtype}{text}: {remedy}")
+    # The order says how eigenvalues are computed; the other way is taken where memory is short.
+    least = model.shares_eigh_from(task.dtype, workers)
+    large = least is not None and task.shareable and task.a_shape[0] >= least
+
+    def placed(count: int, shared: bool, **memory: Any) -> FactorPlacement:
+        width = block_width(task, count, model.widths, shared=shared)
+        method = "columns" if count > 1 or shared else "local"
+        plan = FactorPlacement(method=method, ranks=tuple(range(count)), width=width, owners={}, **memory, **fields)
+        held = _held(plan)
+        if count == 1 and held.any():
+            # One rank alone is where most threads are, and of these where most of the operands is.
+            best = max(range(workers), key=lambda index: (roster[index].nthreads, held[0, index]))
+            plan = dataclasses.replace(plan, ranks=(best,))
+        return _costed(plan, held)
+
+    def plans(exact: bool, whole: bool) -> list[FactorPlacement]:
+        every = (placed(*way, exact=exact, whole=whole) for way in sorted(_candidates(problem, workers, engine)))
+        return sorted(every, key=lambda plan: (plan.shared != large, plan.seconds))
+
+    # First what is gone without is that each rank has all factors, then factors of A itself.
+    rounds = ((True, True), (True, False), (False, False))[: 3 if task.refines else 1]
+    rows, cols = task.a_shape
+    what = f"{task.kind} of a matrix of {rows} x {cols} ({task.dtype})"
+    return (plans(*memory) for memory in rounds), what, _remedies(problem, workers, engine)
 
 
 def reduced_mode(task: Factorization) -> list[str]:
@@ -518,17 +484,8 @@ def _remedies(problem: FactorProblem, workers: int, engine: str) -> list[str]:
     """Return what would let a factorization fit that does not, in the way in which it was asked for."""
     remedies = reduced_mode(problem.task)
     free = dataclasses.replace(problem, method="auto")
-    if max(count for count, _ in _candidates(free, max(2, workers), engine)) == 1:
-        return remedies
-    if problem.method == "local":
-        return [*remedies, "use method='auto', by which workers share it"]
-    return [*remedies, "use more workers" if problem.workers is None else "name more workers by workers="]
-
-
-def _shares_eigh(problem: FactorProblem, workers: int, engine: str) -> bool:
-    """Whether eigenvalues by way of block columns are there sooner."""
-    task, least = problem.task, ENGINES[engine].shares_eigh_from(problem.task.dtype, workers)
-    return least is not None and task.shareable and task.a_shape[0] >= least
+    shared = max(count for count, _ in _candidates(free, max(2, workers), engine)) > 1
+    return remedies + problem.remedies * shared
 
 
 def _candidates(problem: FactorProblem, workers: int, engine: str) -> set[tuple[int, bool]]:
@@ -552,44 +509,19 @@ def _alone(problem: FactorProblem, engine: str) -> bool:
     return problem.task.spectral and not ENGINES[engine].decomposes(problem.task)
 
 
-def _consider(
-    problem: FactorProblem,
-    roster: Sequence[Worker],
-    sources: Sequence[Worker],
-    where: Where,
-    engine: str,
-    count: int,
-    shared: bool,
-    exact: bool = True,
-    whole: bool = True,
-) -> FactorPlacement:
-    """Return the plan on this many ranks of `roster`, with its estimate and its memory."""
-    participants = (*roster, *sources)
-    model = ENGINES[engine]
-    width = block_width(problem.task, count, model.widths, shared=shared)
-    plan = FactorPlacement(
-        problem=problem,
-        engine=engine,
-        method="columns" if count > 1 or shared else "local",
-        participants=participants,
-        ranks=tuple(range(count)),
-        where=where,
-        width=width,
-        owners={},
-        exact=exact,
-        whole=whole,
-    )
-    held = np.zeros((count, len(participants)))
-    for name, table in where.items():
-        held += plan.gathered(name).traffic(table, len(participants)).T
-    if count == 1 and held.any():
-        # One rank alone is where most threads are, and of these where most of the operands is.
-        best = max(range(len(roster)), key=lambda index: (roster[index].nthreads, held[0, index]))
-        plan = dataclasses.replace(plan, ranks=(best,))
+def _held(plan: FactorPlacement) -> NDArray[np.float64]:
+    """Return the elements of each rank's (rows) block columns that each participant has."""
+    tables = (plan.gathered(name).traffic(table, len(plan.participants)).T for name, table in plan.where.items())
+    return np.asarray(sum(tables, start=np.zeros((plan.count, len(plan.participants)))))
+
+
+def _costed(plan: FactorPlacement, held: NDArray[np.float64]) -> FactorPlacement:
+    """Return a plan with the owners of chunks, its estimate and its memory; `held` is that of `_held`."""
+    problem, count = plan.problem, plan.count
     plan = dataclasses.replace(plan, owners=_owners(plan))
     size = problem.compute_type.itemsize
     elements = sum(math.prod(matrix.shape) for matrix in problem.matrices)
-    home = held[range(count), list(plan.ranks)].sum() if held.any() else elements / len(participants)
+    home = held[range(count), list(plan.ranks)].sum() if held.any() else elements / len(plan.participants)
     streamed = (count - 1) * elements / 2 * (len(plan.sweeps) - plan.carried)
     results = sum(math.prod(output.shape) for output in problem.outputs)
     moved = (elements - home + streamed + results * (1 - 1 / count)) * size
@@ -598,52 +530,50 @@ def _consider(
 
 def _work(plan: FactorPlacement, moved: float) -> Work:
     """Return the work of a plan, given the bytes that move between workers."""
-    problem, model, algorithm = plan.problem, ENGINES[plan.engine], plan.problem.task.algorithm
-    count, panels, task = len(plan.ranks), plan.columns.matrices[0].count, problem.task
+    problem, task, machine, model = plan.problem, plan.task, plan.machine, ENGINES[plan.engine]
+    count, panels, threads = plan.count, plan.columns.matrices[0].count, plan.threads.sum()
+    n, size, complexes = float(task.a_shape[0]), problem.compute_type.itemsize, 4 if task.dtype[0] == "c" else 1
+    share = model.share(task.algorithm, count) or task.entry.shares[not task.vectors]
+    # One panel comes after the other, however many ranks there are.
+    least = panels * model.panel_seconds.get(task.algorithm, 0.0) if count > 1 else 0.0
     if plan.shared:
-        phases = _shared_phases(plan)
+        # Reads of one triangle for each column that is eliminated, columns, products.
+        column = model.column_seconds + (count > 1 and not model.reads_peers) * 2 * plan.message_seconds
+        flops, vectors = (2 / 3 + 2 * task.vectors) * complexes * n**3, 4 / 3 * n**3 * task.vectors
+        phases = [
+            Phase(touched=n**3 / 6 * size / count),
+            Phase(least=n * column),
+            Phase(flops, machine.rate(task.dtype) * (threads * _SHARE)),
+            Phase(vectors, machine.rate("float64") * (threads * _SHARE)),
+        ]
+    elif task.refines:
+        # Factors of few bits, about half of whose time is spent outside of products; and turns in which A is read once
+        # and factors twice.
+        low, few = dtype_from_name(task.dtype_of_factors).itemsize, machine.rate(task.dtype_of_factors)
+        rates = [few, *[machine.rate(task.factor_dtype)] * (task.factor_dtype != "float32")]
+        rate = len(rates) / sum(1 / part for part in rates)
+        factors = 0.0 if task.has_factors else (n**3 / 3 if task.hermitian else 2 * n**3 / 3) * complexes
+        product, square = EXPECTED * (2 * n * n * plan.columns.matrices[1].shape[1] * complexes), n * n
+        phases = [
+            Phase(touched=2 * square * size / count),
+            Phase(factors, rate * threads * share, least=least),
+            Phase(product, machine.rate(task.dtype) * threads, touched=EXPECTED * square * size / count),
+            Phase(product, few * threads, touched=EXPECTED * square * low),
+        ]
     else:
-        # One panel comes after the other, however many ranks there are.
-        least = panels * model.panel_seconds.get(algorithm, 0.0) if count > 1 else 0.0
-        machine = problem.options.machine("numpy") if task.entry.on_host else plan.machine
-        share = model.share(algorithm, count) or task.entry.shares[not task.vectors]
-        phases = [Phase(problem.flops, machine.rate(task.dtype) * plan.threads.sum() * share, least=least)]
-        if task.refines:
-            phases = _refined_phases(plan, share, least)
+        rate = (problem.options.machine("numpy") if task.entry.on_host else machine).rate(task.dtype)
+        phases = [Phase(problem.flops, rate * threads * share, least=least)]
     return Work([*phases, Phase(waited={"ranks": moved / count, "messages": panels * (count > 1)})], moved=moved)
-
-
-def _refined_phases(plan: FactorPlacement, share: float, least: float) -> list[Phase]:
-    """Return the phases of factors of few bits, and of turns in which A is read once and factors twice."""
-    task, machine, ranks = plan.problem.task, plan.machine, len(plan.ranks)
-    n, complexes = float(task.a_shape[0]), 4 if task.dtype.startswith("complex") else 1
-    low, size = dtype_from_name(task.dtype_of_factors).itemsize, plan.problem.compute_type.itemsize
-    # About half of the time is spent outside of products.
-    rates = [machine.rate(task.dtype_of_factors)]
-    rates += [machine.rate(task.factor_dtype)] * (task.factor_dtype != "float32")
-    rate, threads = len(rates) / sum(1 / part for part in rates), plan.threads.sum()
-    factors = 0.0 if task.has_factors else (n**3 / 3 if task.hermitian else 2 * n**3 / 3) * complexes
-    columns = plan.columns.matrices[1].shape[1]
-    product = 2 * n * n * columns * complexes
-    turn = Phase(
-        EXPECTED * product,
-        machine.rate(task.dtype) * threads,
-        touched=EXPECTED * n * n * size / ranks,
-    )
-    solves = Phase(EXPECTED * product, machine.rate(task.dtype_of_factors) * threads, touched=EXPECTED * n * n * low)
-    return [Phase(touched=2 * n * n * size / ranks), Phase(factors, rate * threads * share, least=least), turn, solves]
 
 
 def _owners(plan: FactorPlacement) -> dict[str, NDArray[np.int32]]:
     """Share the chunks of each output out, evenly by their bytes: block columns of all ranks are in most of them."""
-    owners, holders = {}, list(plan.holders)
+    owners = {}
     for output in plan.problem.outputs:
-        ranks = range(len(plan.ranks)) if plan.output_layout(output.name) is not None else holders
-        sizes = output.elements
-        loads = collections.Counter(dict.fromkeys(ranks, 0))
-        table = np.zeros(output.count, np.int32)
+        ranks = plan.holders if plan.output_layout(output.name) is None else range(plan.count)
+        sizes, loads, table = output.elements, dict.fromkeys(ranks, 0), np.zeros(output.count, np.int32)
         for index in np.argsort(-sizes, kind="stable").tolist():
-            rank = min(ranks, key=lambda candidate: loads[candidate])
+            rank = min(loads, key=loads.__getitem__)
             loads[rank] += int(sizes[index]) + 1
             table[index] = rank
         owners[output.name] = table
@@ -681,19 +611,14 @@ def _memory(plan: FactorPlacement) -> NDArray[np.float64]:
     outputs exists. A spectral decomposition has a workspace, and its vectors, before they are cut into chunks.
     """
     problem, size, npart = plan.problem, plan.problem.compute_type.itemsize, len(plan.participants)
-    total, donated = np.zeros(npart), np.zeros(npart)
+    total, donated, at_the_end = np.zeros((3, npart))
     # Without memory for A itself, block columns are those of low-precision factors.
     block_size = size if plan.exact else dtype_from_name(problem.task.dtype_of_factors).itemsize
     for name in problem.operands:
-        sizes = problem[name].elements * size
+        sizes, holders = problem[name].elements * size, plan.where.get(name)
         held = donated if name in problem.donated else total
-        if name in plan.where:
-            held += np.bincount(plan.where[name], sizes, npart)
-        else:
-            held += sizes.sum() / npart
-    at_the_end = np.zeros(npart)
+        held += sizes.sum() / npart if holders is None else np.bincount(holders, sizes, npart)
     for rank, index in enumerate(plan.ranks):
-        array = plan.columns.rows * plan.columns.local_cols(rank)
         beside = 2 * plan.columns.rows * plan.width * block_size
         if problem.task.refines:
             total[index] += _refined_bytes(plan, rank)
@@ -702,13 +627,10 @@ def _memory(plan: FactorPlacement) -> NDArray[np.float64]:
         elif (workspace := problem.task.entry.workspace) is not None:
             beside = workspace(problem.task) * size
             beside += sum(math.prod(out.shape) * dtype_from_name(out.dtype).itemsize for out in problem.task.outputs)
-        results = 0
+        total[index] += plan.columns.rows * plan.columns.local_cols(rank) * block_size + beside
         for output in problem.outputs:
+            at_the_end[index] += int(output.bytes[plan.owners[output.name] == rank].sum())
             layout = plan.output_layout(output.name)
-            sizes = output.elements
-            results += int(sizes[plan.owners[output.name] == rank].sum()) * dtype_from_name(output.dtype).itemsize
             if layout is not None and plan.output(output.name).swapped:
-                results += math.prod(layout.local_shape(rank)) * size
-        total[index] += array * block_size + beside
-        at_the_end[index] = results
+                at_the_end[index] += math.prod(layout.local_shape(rank)) * size
     return total + (np.maximum(donated, at_the_end) if problem.donated else at_the_end)

@@ -96,22 +96,20 @@ def delivered(plan: Plan) -> NDArray[np.float64]:
 def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return how many bytes of A, B or D each participant has, from the bytes of its chunks."""
     where = np.asarray(plan.ranks)[plan.owners] if operand == "d" else plan.where.get(operand)
-    npart = len(plan.participants)
+    npart, held = len(plan.participants), np.zeros(len(plan.participants))
     if plan.problem[operand].by_ranks:
         # Some ahead, and those in use: both operands' chunks at one place of k are in use together.
         in_use = plan.problem[operand].counts["ab".index(operand)] if len(plan.problem.by_ranks) == 2 else 1
-        held = np.zeros(npart)
         for index in plan.ranks:
             held[index] = min(len(sizes), in_use + made_ahead(plan.participants[index].nthreads)) * sizes.max()
-        return held
-    if where is None:
+    elif where is None:
         # As evenly as whole chunks can be shared out.
-        return np.full(npart, sizes.sum() / len(sizes) * -(-len(sizes) // npart))
-    if everywhere(where):
-        held = np.zeros(npart)
+        held[:] = sizes.sum() / len(sizes) * -(-len(sizes) // npart)
+    elif everywhere(where):
         held[list(plan.ranks)] = sizes.sum()
-        return held
-    return np.bincount(where, sizes, npart).astype(np.float64)
+    else:
+        held = np.bincount(where, sizes, npart).astype(np.float64)
+    return held
 
 
 def multiplied_sizes(problem: Problem) -> tuple[int, int]:

@@ -265,11 +265,8 @@ class Pool:
     def of(cls, workers: Sequence[Worker], fraction: float, array: str) -> Pool:
         """Return the pool of these workers; with ``"cupy"`` arrays a worker has one device for all its threads."""
         threads = [1 if array == "cupy" else worker.nthreads for worker in workers]
-        limits = [
-            int(worker.memory_limit * fraction) // count
-            for worker, count in zip(workers, threads, strict=True)
-            if worker.memory_limit
-        ]
+        some = [(worker.memory_limit, count) for worker, count in zip(workers, threads, strict=True)]
+        limits = [int(limit * fraction) // count for limit, count in some if limit]
         return cls(len(workers), sum(threads), min(limits, default=0))
 
 
@@ -314,10 +311,8 @@ def recut(chunks: tuple[Sizes, ...], items: int) -> tuple[Sizes, ...]:
     if 0 in lengths:
         return chunks
     grow = math.prod(lengths) < items
-    axes = range(len(lengths))
-    for axis in reversed(axes) if grow else axes:
-        rest = math.prod(lengths) // lengths[axis]
-        fitting = max(1, items // rest)
+    for axis in range(len(lengths))[:: -1 if grow else 1]:
+        fitting = max(1, items // (math.prod(lengths) // lengths[axis]))
         lengths[axis] = min(sum(chunks[axis]), max(lengths[axis], fitting)) if grow else min(lengths[axis], fitting)
     return tuple(resize(sizes, length) for sizes, length in zip(chunks, lengths, strict=True))
 
@@ -334,19 +329,16 @@ def item_plan(
     # Where even the tasks of two for each slot are hardly worth having, still every slot gets one.
     target = max(1, min(most, max(even, min(least, -(-batch.count // pool.slots)))))
     chunks = batch.chunks
-    largest = _largest(chunks)
-    count = math.prod(map(len, chunks))
-    enough = count >= min(pool.slots, batch.count)
+    count, largest = math.prod(map(len, chunks)), _largest(chunks)
+    few = count < min(pool.slots, batch.count)
     tiny = largest * each < overhead and count > pool.slots * _TASKS_PER_SLOT
-    if largest > most or not enough or tiny:
+    if largest > most or few or tiny:
         chunks = recut(chunks, target)
         count, largest = math.prod(map(len, chunks)), _largest(chunks)
     kept = chunks == batch.chunks
     compute = -(-count // pool.slots) * largest * each
-    transfer = 0.0
-    a_bytes, b_bytes, _ = batch.item_bytes
-    needed = []
-    for size, shape, whole in ((a_bytes, batch.a_shape, batch.a_whole), (b_bytes, batch.b_shape, batch.b_whole)):
+    needed, both = [], (batch.a_whole, batch.b_whole)
+    for size, shape, whole in zip(batch.item_bytes, (batch.a_shape, batch.b_shape), both, strict=False):
         items = math.prod(shape)
         needed.append((size * items / min(pool.workers, items), whole and kept))
         if not whole:
@@ -356,7 +348,7 @@ def item_plan(
     stays = max((size for size, whole in needed if whole), default=0.0)
     received = (sum(size for size, _ in needed) - stays) * (1 - 1 / pool.workers)
     transfer = received / machine.bandwidth
-    moved = 0 if kept and batch.a_whole and batch.b_whole else batch.chunk_count + count
+    moved = 0 if kept and all(both) else batch.chunk_count + count
     tasks = count + moved
     seconds = compute + transfer + tasks * overhead
     moved_bytes, held = round(received * pool.workers), largest * batch.held_bytes

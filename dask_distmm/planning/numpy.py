@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -74,20 +75,25 @@ class NumpyModel(EngineModel):
         else:
             # Chunks are summed into in place; parts of them that others compute come on top.
             own += np.maximum(0.0, owned - np.diagonal(plan.final_traffic) * problem.d.itemsize)
+        if not dataclasses.replace(problem.formula, partial=False).trivial:
+            # Results of a chunk, and what the formula reads for it, come beside its sums.
+            read = sum(2 * extra.itemsize for extra in problem.extras if extra.shape == problem.d.shape)
+            largest = np.zeros(nranks)
+            np.maximum.at(largest, plan.owners, problem.d.elements)
+            own += largest * (compute + read)
         if problem.by_ranks:
             # All that it needs of the other operand is there from the start.
-            own += sum(
-                extent * k * problem[name].itemsize
-                for name, extent in (("a", height), ("b", width))
-                if not problem[name].by_ranks
+            own += k * sum(
+                extent * matrix.itemsize
+                for matrix, extent in zip(problem.matrices, (height, width), strict=False)
+                if not matrix.by_ranks
             )
         else:
             panel = panel_width(problem, height + width, k)
             own += panel * (("a" in plan.packing) * height + ("b" in plan.packing) * width) * compute
-            if npart > 1:
-                # In flight towards this rank, and one on its way out.
-                flights = np.minimum(problem.options.prefetch_panels + 1, -(-k // panel))
-                own += (flights + 1) * panel * (height + width) * compute * (1 - 1 / npart)
+            # In flight towards this rank, and one on its way out.
+            flights = np.minimum(problem.options.prefetch_panels + 1, -(-k // panel))
+            own += (flights + 1) * panel * (height + width) * compute * (1 - 1 / npart)
         total[list(plan.ranks)] += own
         return total
 

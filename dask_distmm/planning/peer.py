@@ -8,6 +8,7 @@ pulled: as two H200 took for small products; 0.5 more on a grid of two dimension
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -17,7 +18,7 @@ from dask.utils import format_bytes
 from numpy.typing import NDArray
 
 from dask_distmm.planning.computation import Worker
-from dask_distmm.planning.cuts import Rect, pieces_that_fill, slowdown
+from dask_distmm.planning.cuts import pieces_that_fill, shape_of, slowdown
 from dask_distmm.planning.footprint import (
     Needs,
     delivered,
@@ -68,19 +69,17 @@ class PeerModel(SolverModel):
         """Say why not every worker's GPU can read the memory of all others; empty if it can, or need not."""
         if kind == "program":  # what is small goes by the host
             return ""
-        for reader in workers:
-            for holder in workers:
-                if reader.host != holder.host:
-                    return f"{reader.address} is on host {reader.host!r}, {holder.address} on {holder.host!r}"
-                if not (reader.device and holder.device):
-                    silent = holder if reader.device else reader
-                    return f"{silent.address} does not say which GPU it has"
-                if not reaches(reader, holder):
-                    return (
-                        f"the GPU of {reader.address} ({reader.device}) can't read the memory of that of "
-                        f"{holder.address} ({holder.device}): they have no NVLink or PCIe peer access, or the process "
-                        "does not see both (CUDA_VISIBLE_DEVICES; dask-cuda shows all)"
-                    )
+        for reader, holder in itertools.product(workers, repeat=2):
+            if reader.host != holder.host:
+                return f"{reader.address} is on host {reader.host!r}, {holder.address} on {holder.host!r}"
+            if not (reader.device and holder.device):
+                return f"{(holder if reader.device else reader).address} does not say which GPU it has"
+            if not reaches(reader, holder):
+                return (
+                    f"the GPU of {reader.address} ({reader.device}) can't read the memory of that of {holder.address} "
+                    f"({holder.device}): they have no NVLink or PCIe peer access, or the process does not see both "
+                    "(CUDA_VISIBLE_DEVICES; dask-cuda shows all)"
+                )
         return ""
 
     def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.float64]:
@@ -99,15 +98,12 @@ class PeerModel(SolverModel):
                 total += copied * (read @ problem[name].bytes) / problem[name].itemsize * itemsize
         # Inputs of the formula count as spread evenly; each rank has copies of the parts that its chunks need.
         total += sum(float(extra.bytes.sum()) for extra in problem.extras) * 2 / npart
-        schedules = block_schedules(plan)
         sums = sums_in(plan).itemsize
-        buffers = [schedule.buffer_bytes for schedule in schedules] or [
-            schedule.bytes for schedule in chunk_sources(plan)
-        ]
-        own = np.array(buffers, float)
-        if not schedules:
+        if schedules := block_schedules(plan):
+            own = np.array([schedule.buffer_bytes for schedule in schedules], float)
+        else:
             # All that they need of an operand that they do not make is there from the start.
-            own += _bytes_of(plan, by_ranks=False)
+            own = np.array([source.bytes for source in chunk_sources(plan)]) + _bytes_of(plan, by_ranks=False)
         owned = np.bincount(plan.owners, problem.d.bytes, len(plan.ranks))
         height, width, _ = plan.extents
         own += (height * width + copied_again(plan)) * sums
@@ -147,22 +143,15 @@ class PeerModel(SolverModel):
             link, pulled, away = "host", needed, np.ones(len(ranks))
         partial, begin = (s - 1) * plan.final_elements * float(sums), pulled
         if schedules:
-            again = np.array([len(schedule.parts) - 1 for schedule in schedules])
-            streamed = np.array(
-                [_elements(plan)[1 - schedule.stationary][rank] for rank, schedule in enumerate(schedules)], float
-            )
-            streamed *= np.take(multiplied_sizes(problem), [1 - schedule.stationary for schedule in schedules])
-            pulled = pulled + away * (again - 1) * streamed
+            bytes_of = [x * float(size) for x, size in zip(_elements(plan), multiplied_sizes(problem), strict=True)]
+            streamed = np.array([bytes_of[1 - schedule.stationary][rank] for rank, schedule in enumerate(schedules)])
+            pulled = pulled + away * np.array([len(schedule.parts) - 2 for schedule in schedules]) * streamed
             # The first GEMM needs one piece of the stationary part and one piece of a panel.
-            cut = np.array(
-                [
-                    pieces_that_fill(problem, schedule.parts[1] - schedule.parts[0], schedule.width)
-                    for schedule in schedules
-                ]
-            )
-            begin = (
-                away**2 * np.array([schedule.stationary_bytes + schedule.panel_bytes for schedule in schedules]) / cut
-            )
+            first = [
+                (x.stationary_bytes + x.panel_bytes) / pieces_that_fill(problem, x.parts[1] - x.parts[0], x.width)
+                for x in schedules
+            ]
+            begin = away**2 * np.array(first)
         arriving = delivered(plan) * sums
         stored = stored_again(plan) * np.bincount(plan.owners, problem.d.elements, len(ranks))
         passes = 3.0 * partial + 2.0 * sums * (copied_again(plan) + stored)
@@ -225,14 +214,11 @@ class PeerModel(SolverModel):
         return 16384 if dtype == "float64" else None
 
 
-def _area(rect: Rect) -> int:
-    return (rect[1] - rect[0]) * (rect[3] - rect[2])
-
-
 def _multiplied(plan: Plan, rank: int, epilog: str | None) -> int:
     """Return the elements of D that a rank multiplies."""
     triangle = square_on_diagonal(plan, rank, epilog)
-    return _area(plan.region(rank)) - (sum(map(_area, triangle.copied())) if triangle is not None else 0)
+    rows, cols = shape_of(plan.region(rank))
+    return rows * cols - (sum(math.prod(shape_of(rect)) for rect in triangle.copied()) if triangle is not None else 0)
 
 
 def _elements(plan: Plan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

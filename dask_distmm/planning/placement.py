@@ -6,16 +6,18 @@ cuts of a product.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.config import Machine
-from dask_distmm.errors import NoWorkersError, ProjectedMemoryError, ProtocolError, advice
+from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.model import ENGINES, Estimate, Work, estimate
 from dask_distmm.planning.wire import HERE, Wired
@@ -101,8 +103,8 @@ class Placement(Explanation, Wired):
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """The ranks' p x q x s over rows, columns and the contraction."""
-        raise NotImplementedError
+        """The ranks' p x q x s over rows, columns and the contraction: one column of ranks by default."""
+        return len(self.ranks), 1, 1
 
     @property
     def compute_type(self) -> str:
@@ -248,12 +250,6 @@ def estimated(plan: P, held: NDArray[np.float64], work: Work) -> P:
     return dataclasses.replace(plan, projected_bytes=held_by, estimate=seconds_of)
 
 
-def need_workers(roster: Sequence[Worker]) -> None:
-    """Refuse an empty roster."""
-    if not roster:
-        raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
-
-
 # A run that holds less than this share of what a worker may hold does not fill it, whatever its process holds anyway.
 _SLIGHT = 1 / 32
 
@@ -271,17 +267,51 @@ def over_limit(plan: Placement, share: float = 1.0) -> dict[str, int]:
     }
 
 
-def choose(plans: Sequence[P], what: str, remedies: Sequence[str], why: Callable[[P], str] = lambda plan: "") -> P:
-    """Return the first plan that fits into memory, with the estimates of all.
+# For each round the plans to choose from; what they are plans of; what would let it fit if none does.
+Considered = tuple[Iterable[Sequence[P]], str, Sequence[str]]
+
+
+def planner(plans: Callable[..., Considered[P]]) -> Callable[..., P]:
+    """Return what plans a kind of computation; `plans` says what there is to choose from, by fields of a `Placement`.
+
+    An engine that comes before others is left out where it can't run it in the memory that there is.
+    """
+
+    @functools.wraps(plans)
+    def planned(
+        problem: Computation,
+        roster: Sequence[Worker],
+        where: Where | None = None,
+        *,
+        engine: str | Sequence[str],
+        sources: Sequence[Worker] = (),
+    ) -> P:
+        if not roster:
+            raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
+        *preferred, last = (engine,) if isinstance(engine, str) else engine
+        fields = {"problem": problem, "participants": (*roster, *sources), "where": where or {}}
+        for name in preferred:
+            with contextlib.suppress(PlanError, ProjectedMemoryError):
+                return choose(*plans(problem, roster, {**fields, "engine": name}))
+        return choose(*plans(problem, roster, {**fields, "engine": last}))
+
+    return planned
+
+
+def choose(
+    rounds: Iterable[Sequence[P]], what: str, remedies: Sequence[str], why: Callable[[P], str] = lambda plan: ""
+) -> P:
+    """Return the first plan that fits into memory, with the estimates of its round: leaner rounds come later.
 
     Raises
     ------
     ProjectedMemoryError
         None does. It tells about the leanest one; `remedies` begin with verbs.
     """
-    for plan in plans:
-        if not over_limit(plan):
-            return dataclasses.replace(plan, alternatives=tuple(plan.estimate for plan in plans if plan.estimate))
+    for plans in rounds:
+        for plan in plans:
+            if not over_limit(plan):
+                return dataclasses.replace(plan, alternatives=tuple(plan.estimate for plan in plans if plan.estimate))
     plan = min(plans, key=lambda candidate: max(candidate.projected_bytes.values()))
     workers, over = {worker.address: worker for worker in plan.participants}, over_limit(plan)
     fraction = plan.problem.options.limit_fraction

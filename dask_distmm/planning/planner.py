@@ -24,7 +24,6 @@ A and B.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -34,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
+from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.layout import ProcessGrid
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
@@ -43,7 +42,7 @@ from dask_distmm.planning.cuts import Candidate, Cuts, chunk_owners, grid_cuts, 
 from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.planning.factor import FactorPlacement, FactorProblem, plan_factorization
 from dask_distmm.planning.footprint import operand_needs, packing, spread
-from dask_distmm.planning.model import ENGINES, Estimate, Phase, Work, estimate, models_of
+from dask_distmm.planning.model import ENGINES, Phase, Work, estimate, models_of
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, match_ranks, over_limit
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import AXES, METHODS, Problem, is_gram
@@ -96,72 +95,66 @@ def asked_ways(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
     named = zip("abd", problem.distributions, strict=True)
     lengths = [problem[name].shape[layout.axis] for name, layout in named if isinstance(layout, Slab)]
     count = max(sizes) if sizes else min(nworkers, *lengths)
-    ways, seen = [], []
-    for method, grid in _asked_ways(problem, count):
-        reason = _misfit(problem, engine, method, grid, count)
-        if reason is None:
-            ways.append((method, grid))
-        else:
-            text = ", ".join(f"{name.upper()} {_tiles_text(problem, engine, method, grid, name)}" for name in "abd")
-            seen.append(f"{method} {' x '.join(map(str, grid))} has {text}{reason and f' ({reason})'}")
-    if ways:
-        return ways
-    candidates = "; ".join(seen) or f"method {problem.method!r} does not fit the shapes"
+    ways = list(grids(problem, count))
+    for layout in problem.distributions:
+        if isinstance(layout, BlockCyclic) and problem.method in ("auto", "summa") and count > 1:
+            p, q = layout.grid
+            if p <= problem.m and q <= problem.n and (problem.method == "summa" or min(p, q) > 1):
+                ways.append(("summa", (p, q, 1)))
+    seen = {candidate: _misfit(problem, engine, candidate, count) for candidate in dict.fromkeys(ways)}
+    if fitting := [candidate for candidate, reason in seen.items() if reason is None]:
+        return fitting
+    texts = []
+    for (method, grid), reason in seen.items():
+        text = ", ".join(f"{name.upper()} {_tiles_text(problem, engine, (method, grid), name)}" for name in "abd")
+        texts.append(f"{method} {' x '.join(map(str, grid))} has {text}{reason and f' ({reason})'}")
+    candidates = "; ".join(texts) or f"method {problem.method!r} does not fit the shapes"
     raise PlanError(
         f"distributions: no way to multiply on {nworkers} workers with engine {engine!r} has {_asked_text(problem)}. "
         f"{candidates}. Ask for one of these, or for less (None)"
     )
 
 
-def _asked_ways(problem: Problem, count: int) -> Iterator[Candidate]:
-    """Yield the candidates that `count` workers can take, with those grids that were asked for."""
-    candidates = list(grids(problem, count))
-    for layout in problem.distributions:
-        if isinstance(layout, BlockCyclic) and problem.method in ("auto", "summa") and count > 1:
-            p, q = layout.grid
-            if p <= problem.m and q <= problem.n and (problem.method == "summa" or min(p, q) > 1):
-                candidates.append(("summa", (p, q, 1)))
-    yield from dict.fromkeys(candidates)
+# The rows and columns of a grid over which a matrix is cut, and those of its blocks; None for blocks of any size.
+_Cut = tuple[tuple[int, int], tuple[int | None, int | None]]
 
 
-def _grids(
-    problem: Problem, engine: str, method: str, grid: tuple[int, int, int]
-) -> dict[str, list[tuple[int, int]] | None]:
-    """Return the grids over which a candidate can have A, B and D cut; None where these may be anywhere."""
-    (p, q, s), library = grid, ENGINES[engine].collective
+def _tiles(problem: Problem, engine: str, candidate: Candidate, name: str) -> list[_Cut] | None:
+    """Return how a candidate can have A, B or D cut: slabs have one size; None where the matrix may be anywhere."""
+    (method, (p, q, s)), library = candidate, ENGINES[engine].collective
     count = p * q * s
     row, col = (count, 1), (1, count)
+    grids = [(p, q)]
     if s > 1:
         slabs = [row] * (count <= problem.m) + [col] * (count <= problem.n)
-        return {"a": [col], "b": [row], "d": slabs if method == "reducescatter" else []}
-    if method != "allgather" or count == 1:
-        return {name: [(p, q)] for name in "abd"}
-    # The operand that is gathered may be anywhere, but for a library.
-    return {"a": [row] if q == 1 or library else None, "b": [col] if q > 1 or library else None, "d": [(p, q)]}
+        grids = {"a": [col], "b": [row], "d": slabs * (method == "reducescatter")}[name]
+    elif method == "allgather" and count > 1 and name != "d":
+        # The operand that is gathered may be anywhere, but for a library.
+        if not library and (name == "a") == (q > 1):
+            return None
+        grids = [row if name == "a" else col]
+    exact = "mnk" if method != "summa" else "" if library else "mn"
+
+    def block(axis: int, parts: int) -> int | None:
+        size = problem[name].shape[axis]
+        return -(-size // parts) if AXES.get(name, "mn")[axis] in exact and parts > 1 else None
+
+    return [((rows, cols), (block(0, rows), block(1, cols))) for rows, cols in grids]
 
 
-def _blocks(
-    problem: Problem, engine: str, method: str, name: str, sides: tuple[int, int]
-) -> tuple[int | None, int | None]:
-    """Return the rows and columns of a matrix' blocks on a grid: of slabs where these have one size, None for any."""
-    exact = "mnk" if method != "summa" else "" if ENGINES[engine].collective else "mn"
-    every = zip(AXES.get(name, "mn"), problem[name].shape, sides, strict=True)
-    mb, nb = (-(-length // parts) if axis in exact and parts > 1 else None for axis, length, parts in every)
-    return mb, nb
-
-
-def _misfit(problem: Problem, engine: str, method: str, grid: tuple[int, int, int], count: int) -> str | None:
+def _misfit(problem: Problem, engine: str, candidate: Candidate, count: int) -> str | None:
     """Return None if a candidate has what was asked for, else a reason (empty where what it has says it)."""
-    have = _grids(problem, engine, method, grid)
     for name, requested in zip("abd", problem.distributions, strict=True):
-        if requested is None or (grids := have[name]) is None:
+        if requested is None or (cuts := _tiles(problem, engine, candidate, name)) is None:
             continue
         layout = requested.layout(problem[name].shape, count)
         sides = layout.grid.nprow, layout.grid.npcol
-        sizes = zip(_blocks(problem, engine, method, name, sides), layout.blocks, strict=True)
-        if sides not in grids or any(block not in (None, size) for block, size in sizes):
+        if not any(
+            grid == sides and all(block in (None, size) for block, size in zip(blocks, layout.blocks, strict=True))
+            for grid, blocks in cuts
+        ):
             return ""
-    return ENGINES[engine].misfit(problem, grid) if method == "summa" and count > 1 else None
+    return ENGINES[engine].misfit(problem, candidate[1]) if candidate[0] == "summa" and count > 1 else None
 
 
 def _asked_text(problem: Problem) -> str:
@@ -169,20 +162,17 @@ def _asked_text(problem: Problem) -> str:
     return ", ".join(f"{name} as {layout}" for name, layout in named if layout is not None)
 
 
-def _tiles_text(problem: Problem, engine: str, method: str, grid: tuple[int, int, int], name: str) -> str:
+def _tiles_text(problem: Problem, engine: str, candidate: Candidate, name: str) -> str:
     """Say in words what tiles of a matrix a candidate has."""
-    if (grids := _grids(problem, engine, method, grid)[name]) is None:
+    if (cuts := _tiles(problem, engine, candidate, name)) is None:
         return "anywhere"
     texts = []
-    for nprow, npcol in grids:
-        if nprow == npcol == 1:
-            texts.append("on one worker")
-        elif min(nprow, npcol) == 1:
-            texts.append("in row slabs" if npcol == 1 else "in column slabs")
-        else:
-            blocks = _blocks(problem, engine, method, name, (nprow, npcol))
+    for (nprow, npcol), blocks in cuts:
+        if min(nprow, npcol) > 1:
             size = " x ".join("any" if block is None else str(block) for block in blocks)
             texts.append(f"in blocks of {size} on a {nprow} x {npcol} grid")
+        else:
+            texts.append("on one worker" if nprow == npcol else f"in {'row' if npcol == 1 else 'column'} slabs")
     return " or ".join(texts) or "wherever its chunks will stay"
 
 
@@ -290,17 +280,7 @@ def plan(
     unnamed = problem.unnamed()
     raw = tuple((name, where[name].tobytes()) for name in ("a", "b", "partial") if name in where)
     situation = Situation(tuple(roster), tuple(sources), raw, orders, tuple(sorted(groups)))
-    plans: list[Plan] = []
-    if not thorough and (fastest := _fastest(unnamed, situation, tuple(able))) is not None:
-        plans, able = [fastest], []
-    for name in able:
-        try:
-            plans.append(_plan(unnamed, situation, name))
-        except (PlanError, ProjectedMemoryError) as error:
-            # The reason of the last engine counts: the others are there to be faster where they can.
-            if name == able[-1] and not plans:
-                raise error
-    best = min(plans, key=lambda plan: plan.seconds)
+    best = _plan(unnamed, situation, tuple(able), thorough)
     return dataclasses.replace(best, problem=problem, where=where, replica_runs=replica_runs)
 
 
@@ -322,16 +302,6 @@ _MOST = 12
 _COPIES, _LIBRARY_BYTES = 8, 2**28
 
 
-def _threads(roster: Sequence[Worker]) -> list[int]:
-    """Return the threads of workers, most first."""
-    return sorted((max(1, worker.nthreads) for worker in roster), reverse=True)
-
-
-def _operations(problem: Problem) -> float:
-    """Return the least operations that a problem takes."""
-    return problem.flops * (0.5 if is_gram(problem) else 1)
-
-
 def _rates(problem: Problem, engine: str) -> list[float]:
     """Return the rates, a thread's, of the types in which a problem may be multiplied."""
     machine = problem.options.machine(engine)
@@ -339,26 +309,31 @@ def _rates(problem: Problem, engine: str) -> list[float]:
     return [*map(machine.rate, names), *([machine.rate("float8")] if problem.fp8 else [])]
 
 
+def _ways(problem: Problem, roster: Sequence[Worker], engine: str) -> list[tuple[float, Candidate]]:
+    """Return the candidates of an engine, each with the least seconds that its operations take, the fastest first."""
+    threads = sorted((max(1, worker.nthreads) for worker in roster), reverse=True)
+    least = problem.flops * (0.5 if is_gram(problem) else 1) / max(_rates(problem, engine))
+    ways = [(least / sum(threads[: math.prod(way[1])]), way) for way in _candidates(problem, len(roster), engine)]
+    return sorted(ways, key=lambda way: way[0])
+
+
 @functools.lru_cache(maxsize=64)
 def _is_faster(problem: Problem, situation: Situation, engine: str, limit: float) -> bool:
     machine, roster = problem.options.machine(engine), situation.roster
     a, b, d = (dataclasses.replace(matrix, chunks=((1,), (1,))) for matrix in (problem.a, problem.b, problem.d))
     smallest = dataclasses.replace(problem, matrices=(a, b), wanted=(d,), formula=Formula(), gathered="")
-    least, threads = _plan(smallest, situation, engine).seconds, _threads(roster)
-    rates = _rates(problem, engine)
+    around = _plan(smallest, situation, (engine,), True).seconds
     if problem.method == "auto":
-        parts = min(len(roster), max(problem.m, problem.n))
-        operations = problem.flops / (min(rates) * min(threads) * parts)
+        parts, slowest = min(len(roster), max(problem.m, problem.n)), min(max(1, worker.nthreads) for worker in roster)
+        operations = problem.flops / (min(_rates(problem, engine)) * slowest * parts)
         links = machine.bandwidth, machine.network_bandwidth, machine.dask_bandwidth, machine.host_bandwidth
         copies = _all_bytes(problem) / min(filter(None, (*links, machine.memory_bandwidth)))
-        if _MOST * (least + operations + copies) <= limit:
+        if _MOST * (around + operations + copies) <= limit:
             return True
-    seconds = _operations(problem) / max(rates)
-    return least + seconds / sum(threads) <= limit and any(
-        plan.estimate is not None and plan.estimate.seconds <= limit
-        for candidate in _candidates(problem, len(roster), engine)
-        if least + seconds / sum(threads[: math.prod(candidate[1])]) <= limit
-        for plan in [_consider(problem, situation, engine, candidate)]
+    return any(
+        _consider(problem, situation, engine, candidate).seconds <= limit
+        for least, candidate in _ways(problem, roster, engine)
+        if around + least <= limit
     )
 
 
@@ -376,63 +351,39 @@ def _all_bytes(problem: Problem) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _fastest(problem: Problem, situation: Situation, engines: tuple[str, ...]) -> Plan | None:
-    """Return the fastest plan that fits, as all ways have it; None if that is for `_plan` to say."""
-    if not situation.roster or problem.method not in ("auto", *METHODS) or 0 in (problem.m, problem.n, problem.k):
-        return None
-    threads, ways = _threads(situation.roster), list[tuple[float, int, Candidate]]()
+def _plan(problem: Problem, situation: Situation, engines: tuple[str, ...], thorough: bool) -> Plan:
+    """Return the fastest plan that fits into memory; of an engine that is preferred if several are as fast."""
+    ways, plans, refusals, best = list[tuple[float, int, Candidate]](), list[Plan](), list[PlanError](), None
     for number, name in enumerate(engines):
-        least = _operations(problem) / max(_rates(problem, name))
         try:
-            every = _candidates(problem, len(threads), name)
-        except PlanError:
-            return None
-        some = [candidate for candidate in every if ENGINES[name].has_method(problem, candidate[0])]
-        ways += ((least / sum(threads[: math.prod(candidate[1])]), number, candidate) for candidate in some)
-    best: tuple[float, int, int] | None = None
-    estimates, fastest = list[Estimate](), None
+            ways += ((least, number, candidate) for least, candidate in _ways(problem, situation.roster, name))
+        except PlanError as error:
+            # The reason of the last engine counts: the others are there to be faster where they can.
+            refusals.append(error)
+    bound = math.inf, 0, 0
     for least, number, candidate in sorted(ways, key=lambda way: way[:2]):
-        if best is not None and least > best[0]:
+        if not thorough and least > bound[0]:
             break
-        plan = _consider(problem, situation, engines[number], candidate, best[0] if best else math.inf)
-        if plan.estimate is None or not plan.projected_bytes:
+        plan = _consider(problem, situation, engines[number], candidate, math.inf if thorough else bound[0])
+        if not plan.projected_bytes:
             continue
-        estimates.append(plan.estimate)
+        plans.append(plan)
         key = plan.seconds, number, max(plan.projected_bytes.values())
-        if (best is None or key < best) and not over_limit(plan):
-            best, fastest = key, plan
-    estimates.sort(key=lambda estimate: estimate.seconds)
-    return fastest and dataclasses.replace(fastest, alternatives=tuple(estimates))
-
-
-@functools.lru_cache(maxsize=64)
-def _plan(problem: Problem, situation: Situation, engine: str) -> Plan:
-    roster = situation.roster
-    model, (m, n, k) = ENGINES[engine], (problem.m, problem.n, problem.k)
-    if not roster:
-        raise PlanError("no worker can take part: start workers, or name some of the cluster's with workers=")
-    if problem.method not in ("auto", *METHODS):
-        raise PlanError(f"unknown method {problem.method!r}; known are 'auto', {', '.join(map(repr, METHODS))}")
-    if 0 in (m, n, k):
-        raise PlanError(f"nothing to plan: m, n, k = {m}, {n}, {k}")
-    every = _candidates(problem, len(roster), engine)
-    some = [candidate for candidate in every if model.has_method(problem, candidate[0])]
-    if not some and not model.has_method(problem, problem.method):
-        raise PlanError(f"engine {engine!r} has no method {problem.method!r} for FP8; use method='auto'")
-    if not some:
-        raise PlanError(
-            f"method {problem.method!r} does not fit m, n, k = {m}, {n}, {k} on {len(roster)} workers; "
-            "use method='auto'"
-        )
+        if key < bound and not over_limit(plan):
+            bound, best = key, plan
+    engine = engines[-1] if best is None else best.engine
+    plans = [plan for plan in plans if plan.engine == engine]
+    if not plans:
+        raise refusals[-1]
+    plans.sort(key=lambda plan: (plan.seconds, max(plan.projected_bytes.values())))
 
     def why(plan: Plan) -> str:
         kept = " and ".join(f"all of {name.upper()} is to be on each worker" for name in plan.kept)
         chosen_as = "the leanest there is" if problem.method == "auto" else "as asked for"
         return f" with method {plan.method!r}, {chosen_as}{', since ' * bool(kept)}{kept}"
 
-    plans = [_consider(problem, situation, engine, candidate) for candidate in some]
-    plans.sort(key=lambda plan: (plan.seconds, max(plan.projected_bytes.values())))
-    return choose(plans, f"the multiply of {m} x {k} by {k} x {n} ({problem.d.dtype})", problem.remedies, why)
+    what = f"the multiply of {problem.m} x {problem.k} by {problem.k} x {problem.n} ({problem.d.dtype})"
+    return choose([plans], what, problem.remedies, why)
 
 
 def _candidates(problem: Problem, nworkers: int, engine: str) -> list[Candidate]:
@@ -441,17 +392,33 @@ def _candidates(problem: Problem, nworkers: int, engine: str) -> list[Candidate]
     With ``method="auto"`` also on fewer workers: 1 and the powers of two, since a small product is faster on few. A
     method that is asked for takes as many workers as have something to do.
     """
+    m, n, k, method = problem.m, problem.n, problem.k, problem.method
+    if not nworkers:
+        raise PlanError("no worker can take part: start workers, or name some of the cluster's with workers=")
+    if method not in ("auto", *METHODS):
+        raise PlanError(f"unknown method {method!r}; known are 'auto', {', '.join(map(repr, METHODS))}")
+    if 0 in (m, n, k):
+        raise PlanError(f"nothing to plan: m, n, k = {m}, {n}, {k}")
+    candidates = list[Candidate]()
     if problem.grid is not None:
         if math.prod(problem.grid) > nworkers:
             raise PlanError(f"a grid of {problem.grid} was asked for, and there are {nworkers} workers")
-        return [(problem.method, problem.grid)]
-    if any(problem.distributions):
-        return asked_ways(problem, nworkers, engine)
-    auto, candidates = problem.method == "auto", list[Candidate]()
-    counts = {nworkers, 1} | {2**e for e in range(nworkers.bit_length()) if 2**e < nworkers}
-    for count in sorted(counts if auto else range(1, nworkers + 1), reverse=True):
-        if auto or not candidates:
-            candidates += grids(problem, count)
+        candidates = [(method, problem.grid)]
+    elif any(problem.distributions):
+        candidates = asked_ways(problem, nworkers, engine)
+    else:
+        auto = method == "auto"
+        counts = {nworkers, 1} | {2**e for e in range(nworkers.bit_length()) if 2**e < nworkers}
+        for count in sorted(counts if auto else range(1, nworkers + 1), reverse=True):
+            if auto or not candidates:
+                candidates += grids(problem, count)
+    candidates = [candidate for candidate in candidates if ENGINES[engine].has_method(problem, candidate[0])]
+    if not candidates and not ENGINES[engine].has_method(problem, method):
+        raise PlanError(f"engine {engine!r} has no method {method!r} for FP8; use method='auto'")
+    if not candidates:
+        raise PlanError(
+            f"method {method!r} does not fit m, n, k = {m}, {n}, {k} on {nworkers} workers; use method='auto'"
+        )
     return candidates
 
 
@@ -537,24 +504,12 @@ def _matched(plan: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, 
 # The kinds of computations: which class a message means, and who plans it
 
 
-def _first_able(planner: Callable[..., Placement]) -> Callable[..., Placement]:
-    """Return what plans for the first of some engines that can run a computation in the memory that there is."""
-
-    def planned(*where: Any, engine: Sequence[str], **how: Any) -> Placement:
-        for name in engine[:-1]:
-            with contextlib.suppress(PlanError, ProjectedMemoryError):
-                return planner(*where, engine=name, **how)
-        return planner(*where, engine=engine[-1], **how)
-
-    return planned
-
-
 # By the kind that ``to_wire`` names: the class of the computation, that of its plans, and who plans it.
 _KINDS: dict[str, tuple[type[Computation], type[Placement], Callable[..., Placement]]] = {
     Problem.kind: (Problem, Plan, plan),
-    FactorProblem.kind: (FactorProblem, FactorPlacement, _first_able(plan_factorization)),
-    ProgramProblem.kind: (ProgramProblem, ProgramPlacement, _first_able(plan_program)),
-    RegionProblem.kind: (RegionProblem, RegionPlacement, _first_able(plan_region)),
+    FactorProblem.kind: (FactorProblem, FactorPlacement, plan_factorization),
+    ProgramProblem.kind: (ProgramProblem, ProgramPlacement, plan_program),
+    RegionProblem.kind: (RegionProblem, RegionPlacement, plan_region),
 }
 
 

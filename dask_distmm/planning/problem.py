@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -49,36 +50,41 @@ def library_epilog(problem: Problem) -> str | None:
 AXES = {"a": "mk", "b": "kn"}
 
 
+@functools.lru_cache(maxsize=16)
+def common_edges(problem: Problem, axis: str) -> tuple[int, ...]:
+    """Return where an axis, of ``"m"``, ``"n"`` and ``"k"``, can be cut: at edges of all chunks along it."""
+    edges = ({0, *itertools.accumulate(sizes)} for sizes in problem.chunkings(axis))
+    return tuple(sorted(set.intersection(*edges)))
+
+
 def restrict(problem: Problem, wanted: Collection[int]) -> Problem | None:
     """Return the problem whose D is the least part of another's that has some chunks, cut where all chunks are.
 
     Chunks have the numbers that they have for the user, also where the problem itself is a part.
     """
-    if problem.laid_out:
+    of_d, marks = problem.d.in_whole, dict[str, NDArray[np.bool_]]()
+    if problem.laid_out or any(0 in sizes for axis in "mn" for sizes in problem.chunkings(axis)):
         return None
-    of_d = problem.d.in_whole
-    at = np.divmod(np.asarray(sorted(wanted), np.int64), of_d[2])
-    marks: list[NDArray[np.bool_]] = []
-    for axis, name in enumerate("mn"):
-        # An input that is broadcast along an axis is needed whole.
-        long = problem.chunkings(name)
-        if any(0 in chunking for chunking in long):
-            return None
-        marks.append(_mark(long, np.searchsorted(of_d[axis], np.unique(at[axis])), problem.d.shape[axis]))
-    if all(mask.all() for mask in marks):
+    places = divmod(np.array(sorted(wanted), np.int64), of_d[2])
+    for at, axis in enumerate("mn"):
+        sizes, edges = problem.d.chunks[at], np.array(common_edges(problem, axis))
+        starts = (np.cumsum(sizes) - sizes)[np.searchsorted(of_d[at], places[at])]
+        # All between two common edges is needed where any chunk there is.
+        needed = np.searchsorted(edges, starts, "right") - 1
+        marks[axis] = np.isin(np.arange(len(edges) - 1), needed).repeat(np.diff(edges))
+    if all(mask.all() for mask in marks.values()):
         return None
 
-    def kept(name: str) -> tuple[list[int], list[int]]:
-        """Return the rows and columns of chunks that are kept of a matrix."""
-        kept_chunks = []
-        for axis, along, chunking in zip((0, 1), AXES.get(name, "mn"), problem[name].chunks, strict=True):
-            # Neither k nor what is broadcast is cut.
-            is_cut = along != "k" and sum(chunking) == len(marks[axis])
-            starts = np.cumsum(chunking) - chunking
-            kept_chunks.append(np.flatnonzero(marks[axis][starts]) if is_cut else np.arange(len(chunking)))
-        return kept_chunks[0].tolist(), kept_chunks[1].tolist()
+    def kept(axis: str, sizes: Sequence[int]) -> list[int]:
+        # Neither k nor what is broadcast along an axis is cut.
+        is_cut = axis != "k" and sum(sizes) == len(marks[axis])
+        chunks = np.flatnonzero(marks[axis][np.cumsum(sizes) - sizes]) if is_cut else np.arange(len(sizes))
+        return list(chunks.tolist())
 
-    taken = {name: kept(name) for name in (*problem.operands, "d")}
+    taken = {}
+    for name in (*problem.operands, "d"):
+        axes, chunks = AXES.get(name, "mn"), problem[name].chunks
+        taken[name] = kept(axes[0], chunks[0]), kept(axes[1], chunks[1])
     return part_of(problem, taken, whole=problem.result_name, method="auto")
 
 
@@ -95,18 +101,6 @@ def part_of(
     matrices = (matrix.part(*taken[matrix.name], array=array) for matrix in every if matrix.name in taken)
     d = problem.d.part(*taken["d"])
     return dataclasses.replace(problem, matrices=tuple(matrices), wanted=(d,), same=False, **changes)
-
-
-def _mark(chunkings: Sequence[Sequence[int]], chunks: NDArray[np.int64], length: int) -> NDArray[np.bool_]:
-    """Mark the elements of an axis from one common edge of all chunkings to another that have any of these chunks."""
-    ends = [np.cumsum(sizes) for sizes in chunkings]
-    common = np.concatenate([[0], ends[0][np.all([np.isin(ends[0], axis_ends) for axis_ends in ends], axis=0)]])
-    marked = np.zeros(length, bool)
-    for chunk in chunks.tolist():
-        start = int(ends[0][chunk] - chunkings[0][chunk])
-        at = int(np.searchsorted(common, start, "right"))
-        marked[common[at - 1] : common[at]] = True
-    return marked
 
 
 # A Problem says what is to be multiplied; planning turns it into a Plan
@@ -287,13 +281,8 @@ class Problem(Computation):
     @property
     def remedies(self) -> list[str]:
         """Remedies to suggest if a product does not fit in memory, as it was requested."""
-        if self.grid is not None:
-            remedies = ["use a larger grid"]
-        elif self.method == "local":
-            remedies = ["use method='auto', by which workers share it"]
-        else:
-            remedies = ["use more workers" if self.workers is None else "name more workers by workers="]
-            remedies += ["use method='auto'"] * (self.method != "auto")
+        remedies = ["use a larger grid"] if self.grid is not None else super().remedies
+        remedies += ["use method='auto'"] * (self.grid is None and self.method not in ("auto", "local"))
         remedies += ["leave out epilog 'allreduce'"] * self.formula.replicated
         return remedies + [f"leave out gathered={self.gathered!r}"] * bool(self.gathered)
 

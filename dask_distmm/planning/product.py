@@ -59,11 +59,6 @@ class ChunkBlock(NamedTuple):
     col: int
 
     @property
-    def inside(self) -> tuple[slice, slice]:
-        """Where it is in the chunk."""
-        return slice(self.r0, self.r0 + self.rows), slice(self.c0, self.c0 + self.cols)
-
-    @property
     def rect(self) -> Rect:
         """Where it is in the whole matrix."""
         return self.row, self.row + self.rows, self.col, self.col + self.cols
@@ -103,9 +98,7 @@ def panels(plan: Plan, rank: int) -> list[Panel]:
         panel = Panel(low, high, ([], []), {})
         for piece in _pieces(plan, rank, low, high):
             holder = where[piece.operand][piece.chunk]
-            some = panel.local if holder in here else panel.remote.get(holder)
-            if some is None:
-                some = panel.remote[holder] = ([], [])
+            some = panel.local if holder in here else panel.remote.setdefault(holder, ([], []))
             some[piece.operand].append(piece)
         recorded.append(panel)
     turn = rank * len(recorded) // len(plan.ranks)
@@ -237,6 +230,23 @@ class Product(Recorder):
         """Publish parts of sums."""
         self.steps += (Publish(self._key(number, to), tuple(some), once=True) for to, some in parts.items())
 
+    def allocate(self, dtype: str, *, zero: bool, chunks: bool) -> None:
+        """Name the chunks of D, of a type, and the blocks of the sums, and allocate what does not exist yet."""
+        for index in self.plan.owned(self.me).tolist():
+            rect = self.plan.chunk_rect(index)
+            chunk = Buffer(f"d.{index}", shape_of(rect), dtype)
+            self.of_d[index] = Placed(chunk, rect)
+            if index in self.begun:
+                self._make("partial", index, chunk, donated=True)
+            elif chunks:
+                self.new(chunk, zero=zero)
+        for at, (index, rect) in enumerate(pieces_of(self.cuts, self.region)):
+            sums = Buffer(f"sum.{at}", shape_of(rect), self.dtype)
+            inside = index in self.of_d and not self.packed
+            self.blocks[index] = Placed(self.of_d[index].part(rect) if inside else sums, rect)
+            if not inside:
+                self.new(sums, zero=zero)
+
     def assemble(self) -> None:
         """Complete this rank's chunks of D, and convert them to the type of the result."""
         plan = self.plan
@@ -298,20 +308,7 @@ class _Chunks(Product):
         """Allocate the memory of sums."""
         plan = self.plan
         dtype = self.problem.d.dtype if self.problem.formula.trivial or not self.packed else self.dtype
-        for index in plan.owned(self.me).tolist():
-            rect = plan.chunk_rect(index)
-            chunk = Buffer(f"d.{index}", shape_of(rect), dtype)
-            self.of_d[index] = Placed(chunk, rect)
-            if index in self.begun:
-                self._make("partial", index, chunk, donated=True)
-            elif not self.packed:
-                self.new(chunk, zero=True)
-        for index, rect in pieces_of(self.cuts, self.region):
-            inside = index in self.of_d and not self.packed
-            block = self.of_d[index].part(rect) if inside else Buffer(f"sum.{index}", shape_of(rect), self.dtype)
-            self.blocks[index] = Placed(block, rect)
-            if isinstance(block, Buffer) and not inside:
-                self.new(block, zero=True)
+        self.allocate(dtype, zero=True, chunks=not self.packed)
         for index, cell in pieces_of(plan.chunk_cuts, self.region) if self.packed and self.begun else ():
             if index in self.begun:
                 self.call("store", self.of_d[index].part(cell), self.blocks[0].part(cell), reads=1)

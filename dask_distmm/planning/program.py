@@ -25,7 +25,7 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.model import ENGINES, Phase, Work, speeds
-from dask_distmm.planning.placement import CLEARLY, Placement, Where, choose, estimated, in_range, need_workers
+from dask_distmm.planning.placement import CLEARLY, Considered, Placement, estimated, in_range, planner
 from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.recorder import Rows
@@ -140,11 +140,8 @@ class ProgramProblem(Computation):
 
         def made() -> tuple[Cost, list[int], int]:
             lists = [self._recorded(arguments, rank) for rank in range(ranks)]
-            return (
-                cost(lists, rates),
-                list(map(peak_bytes, lists)),
-                max(messages_to_all(lists[0], ranks).values(), default=0),
-            )
+            largest = max(messages_to_all(lists[0], ranks).values(), default=0)
+            return cost(lists, rates), list(map(peak_bytes, lists)), largest
 
         return remembered(arguments, rates, made)
 
@@ -204,19 +201,8 @@ class ProgramPlacement(Placement):
 
     def _rates(self) -> Rates:
         machine, threads = self.machine, int(self.threads.min(initial=2**31 if len(self.ranks) else 1))
-        bandwidth = speeds(machine, self.hosts)["ranks"]
-        return Rates(
-            machine.rate(self.compute_type) * threads,
-            machine.memory_bandwidth,
-            bandwidth,
-            self.message_seconds,
-            self.problem.shares,
-        )
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """One column of ranks."""
-        return len(self.ranks), 1, 1
+        flops, network = machine.rate(self.compute_type) * threads, speeds(machine, self.hosts)["ranks"]
+        return Rates(flops, machine.memory_bandwidth, network, self.message_seconds, self.problem.shares)
 
     def whole(self, operand: str, number: int) -> tuple[int, int, int, int]:
         """Return the rows and columns of all of a chunk of an operand."""
@@ -247,29 +233,16 @@ class ProgramPlacement(Placement):
             raise ProtocolError(f"malformed plan: owners do not fit {count} chunks and {len(self.ranks)} ranks")
 
 
+@planner
 def plan_program(
-    problem: ProgramProblem,
-    roster: Sequence[Worker],
-    where: Where | None = None,
-    *,
-    engine: str,
-    sources: Sequence[Worker] = (),
-) -> ProgramPlacement:
+    problem: ProgramProblem, roster: Sequence[Worker], fields: Mapping[str, Any]
+) -> Considered[ProgramPlacement]:
     """Plan a program: chunks stay on those workers of `roster` that have them, or all go to one of these."""
-    need_workers(roster)
-    where, participants = where or {}, (*roster, *sources)
+    where = fields["where"]
 
     def placed(workers: Sequence[int]) -> ProgramPlacement:
         ranks = tuple(sorted(set(workers)))
-        plan = ProgramPlacement(
-            problem=problem,
-            engine=engine,
-            method="rows",
-            participants=participants,
-            ranks=ranks,
-            where=where,
-            owners=tuple(map(ranks.index, workers)),
-        )
+        plan = ProgramPlacement(method="rows", ranks=ranks, owners=tuple(map(ranks.index, workers)), **fields)
         (held, moved), taken = _memory(plan), plan.cost
         own, waited = Phase(least=taken.seconds - taken.waiting), {"seconds": taken.waiting, "ranks": moved}
         return estimated(plan, held, Work([own, Phase(waited=waited)], moved=taken.bytes_moved + moved))
@@ -277,21 +250,21 @@ def plan_program(
     workers = _workers_of_rows(problem, len(roster), where.get("a", where.get("b")))
     plans = [placed(workers)]
     if problem.workers is None and "a" in where:
-        others = []
+        assignments = []
         if plans[0].cost.waiting > _WORTH_MOVING:
             ((most, _),) = collections.Counter(workers).most_common(1)
-            others.append([most] * len(workers))
+            assignments.append([most] * len(workers))
         if plans[0].seconds > _WORTH_MOVING:
-            others += _evened(workers, problem["a"].chunks[0])
+            assignments += _evened(workers, problem["a"].chunks[0])
         # What others compute of the same rows may have to follow them.
-        clearly = [plan for plan in map(placed, others) if plan.seconds < CLEARLY * plans[0].seconds]
+        clearly = [plan for plan in map(placed, assignments) if plan.seconds < CLEARLY * plans[0].seconds]
         plans = sorted([*plans, *clearly], key=lambda plan: plan.seconds)
-    remedies = ["use more workers"] if problem.workers is None else ["name more workers by workers="]
+    remedies = problem.remedies
     limits, a = [worker.memory_limit for worker in roster if worker.memory_limit], problem["a"]
     if limits and not a.sparse and (largest := max(a.chunks[0]) * a.shape[1] * a.itemsize) > min(limits) * _COARSE:
         remedies.insert(0, f"use smaller chunks of rows: the largest one of A has {format_bytes(largest)}")
     chunks = f"{len(workers)} chunk{'s' * (len(workers) != 1)} of rows"
-    return choose(plans, f"{problem.builder} of a matrix in {chunks}", remedies)
+    return [plans], f"{problem.builder} of a matrix in {chunks}", remedies
 
 
 def _workers_of_rows(problem: ProgramProblem, count: int, where: NDArray[np.int32] | None) -> list[int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from dask_distmm.config import DaskCosts
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.planning.computation import Computation, NamedMatrix, Worker
 from dask_distmm.planning.model import Phase, Work
-from dask_distmm.planning.placement import Placement, Where, choose, estimated, in_range, need_workers
+from dask_distmm.planning.placement import Considered, Placement, estimated, in_range, planner
 from dask_distmm.programs.steps import PART
 
 # Seconds that a rank takes around a task, and for a value that comes from another rank.
@@ -133,11 +133,6 @@ class RegionPlacement(Placement):
     # For each task the rank that calls it.
     owners: tuple[int, ...]
 
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """One column of ranks."""
-        return len(self.ranks), 1, 1
-
     def needed(self, rank: int, operand: str) -> NDArray[np.int64]:
         """Return the numbers of the tasks that a rank calls."""
         return np.flatnonzero(np.array(self.owners) == rank)
@@ -180,16 +175,16 @@ def assign(
     `held` and `where` are bytes and holders of the chunks that are there.
     """
     holders, nbytes, first = list(where), [*held, *sizes], len(held)
-    busy, tasks, messages, moved = [0.0] * count, [0] * count, [0] * count, [0] * count
+    busy = [0.0] * count
+    tasks, messages, moved, live, peak = ([0] * count for _ in range(5))
     here: list[set[int]] = [set() for _ in range(count)]
     uses = collections.Counter(value for needed in needs for value in set(needed))
-    live, peak, published = [0] * count, [0] * count, set[int]()
+    published = set[int]()
     for value, holder in enumerate(where):
         live[holder] += held[value]
-    owners = [0] * len(needs)
 
     def give(task: int, owner: int) -> None:
-        owners[task] = holders[first + task] = owner
+        holders[first + task] = owner
         busy[owner] += seconds[task] + TASK_SECONDS
         tasks[owner] += 1
         live[owner] += sizes[task]
@@ -199,11 +194,10 @@ def assign(
         # A task without inputs is called on the first rank that needs it.
         if not needed:
             continue
-        weights: dict[int, int] = {}
+        weights = collections.Counter[int]()
         for value in needed:
-            if (holder := holders[value]) == _NOBODY:
-                continue
-            weights[holder] = weights.get(holder, 0) + nbytes[value] + 1
+            if (holder := holders[value]) != _NOBODY:
+                weights[holder] += nbytes[value] + 1
         most = max(weights.values(), default=0)
         fitting = [worker for worker, weight in weights.items() if weight >= most] or range(count)
         owner = min(fitting, key=busy.__getitem__)
@@ -226,7 +220,7 @@ def assign(
     for task, holder in enumerate(holders[first:]):
         if holder == _NOBODY:
             give(task, 0)
-    return Assignment(owners, busy, tasks, messages, moved, [max(pair) for pair in zip(peak, live, strict=True)])
+    return Assignment(holders[first:], busy, tasks, messages, moved, list(map(max, peak, live)))
 
 
 def expected_seconds(assignment: Assignment, threads: Sequence[int]) -> float:
@@ -242,34 +236,24 @@ def run_seconds(assignment: Assignment, threads: Sequence[int], chunks: int, cos
     return costs.run + chunks * costs.chunk + expected_seconds(assignment, threads)
 
 
+@planner
 def plan_region(
-    problem: RegionProblem,
-    roster: Sequence[Worker],
-    where: Where | None = None,
-    *,
-    engine: str,
-    sources: Sequence[Worker] = (),
-) -> RegionPlacement:
+    problem: RegionProblem, roster: Sequence[Worker], fields: Mapping[str, Any]
+) -> Considered[RegionPlacement]:
     """Plan a region: tasks run where the chunks are that they read."""
-    need_workers(roster)
     inputs, count = problem[INPUTS], len(roster)
-    places = (where or {}).get(INPUTS)
+    places = fields["where"].get(INPUTS)
     if places is None:
         places = np.arange(inputs.count, dtype=np.int32) * count // max(1, inputs.count)
     if places.size and places.max() >= count:
-        raise PlanError(f"{sources[0].address if sources else 'a worker'} has chunks, and can't take part in the run")
+        workers = fields["participants"][count:]
+        raise PlanError(f"{workers[0].address if workers else 'a worker'} has chunks, and can't take part in the run")
     assignment = assign(problem.needs, problem.sizes, problem.seconds, inputs.chunks[0], places.tolist(), count)
     ranks = sorted({*assignment.owners, *places.tolist()})
     number = {worker: rank for rank, worker in enumerate(ranks)}
-    plan = RegionPlacement(
-        problem=problem,
-        engine=engine,
-        method="tasks",
-        participants=tuple(roster),
-        ranks=tuple(ranks),
-        where={INPUTS: places.astype(np.int32)},
-        owners=tuple(number[owner] for owner in assignment.owners),
-    )
+    where, owners = {INPUTS: places.astype(np.int32)}, tuple(number[owner] for owner in assignment.owners)
+    fields = {**fields, "participants": tuple(roster), "where": where, "method": "tasks"}
+    plan = RegionPlacement(ranks=tuple(ranks), owners=owners, **fields)
     seconds = expected_seconds(assignment, [worker.nthreads for worker in roster])
     work = Work([Phase(least=seconds)], moved=sum(assignment.moved))
-    return choose([estimated(plan, np.array(assignment.held, float), work)], f"{problem.title} of a graph", [])
+    return [[estimated(plan, np.array(assignment.held, float), work)]], f"{problem.title} of a graph", []

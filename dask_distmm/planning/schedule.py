@@ -245,8 +245,8 @@ def _block_schedule(plan: Plan, rank: int, multiple: int, sizes: tuple[int, int]
     problem, (p, q, s) = plan.problem, plan.grid
     (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
     extents = (r1 - r0, c1 - c0)
-    (others_a, lies_a), (others_b, lies_b) = _held(plan, rank, 0), _held(plan, rank, 1)
-    fetched, in_place = (others_a, others_b), (lies_a, lies_b)
+    of_a, of_b = _held(plan, rank, 0), _held(plan, rank, 1)
+    fetched, in_place = (of_a[0], of_b[0]), (of_a[1], of_b[1])
     if s > 1 and plan.method == "reducescatter":
         # A panel belongs to the slab of D that one rank adds up.
         stationary = int(plan.final_rects(0)[0][3] == problem.n)
@@ -258,26 +258,23 @@ def _block_schedule(plan: Plan, rank: int, multiple: int, sizes: tuple[int, int]
         stationary = int(extents[1] * sizes[1] < extents[0] * sizes[0])
     room = problem.options.buffer_bytes
     own, depth_extent = extents[stationary], k1 - k0
-    rows, depth, stationary_bytes = own, depth_extent, 0
-    if not in_place[stationary] or multiple > 1:
+    rows, depth, stationary_bytes, buffered = own, depth_extent, 0, [multiple > 1 or not x for x in in_place]
+    if buffered[stationary]:
         # Each pass over the streamed operand reads host memory again: sums that take more memory cost less.
         wide = problem.sum_type != problem.compute_type and not plan.from_host
         rows, depth = _fit(own, depth_extent, sizes[stationary], room // 2, wide, multiple)
     depth = min(depth, longest_depth(problem, extents))
-    if not in_place[stationary] or multiple > 1:
+    if buffered[stationary]:
         stationary_bytes = padded(rows, multiple) * padded(depth, multiple) * sizes[stationary]
     parts, cuts = _even(r0 if stationary == 0 else c0, own, rows), _even(k0, depth_extent, depth)
-    streamed = 1 - stationary
-    left = room - stationary_bytes * (2 if (len(parts) - 1) * (len(cuts) - 1) > 1 else 1)
-    most = max(left, room // 4) // PANELS // max(1, padded(depth, multiple) * sizes[streamed])
+    streamed, again = 1 - stationary, (len(parts) - 1) * (len(cuts) - 1) > 1
+    column = padded(depth, multiple) * sizes[streamed]
+    most = max(room - stationary_bytes * (1 + again), room // 4) // PANELS // max(1, column)
     # One panel is fastest if the rank pulls nothing.
     fewest = max(_FEWEST_PANELS, len(plan.ranks)) if s > 1 or any(fetched) else 1
     wanted = max(-(-extents[streamed] // fewest), min(_LEAST_WIDTH, extents[streamed]))
     width = max(multiple, _down(min(padded(wanted, unit(wanted, multiple)), most), multiple))
-    panel_bytes = 0
-    if not in_place[streamed] or multiple > 1:
-        panel_bytes = min(width, padded(extents[streamed], multiple)) * padded(depth, multiple) * sizes[streamed]
-    again = (len(parts) - 1) * (len(cuts) - 1) > 1
+    panel_bytes = buffered[streamed] * min(width, padded(extents[streamed], multiple)) * column
     panels = PANELS if again else min(PANELS, -(-extents[streamed] // width))
     return BlockSchedule(stationary, parts, cuts, width, in_place, fetched, stationary_bytes, panel_bytes, panels)
 

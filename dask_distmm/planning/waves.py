@@ -36,7 +36,7 @@ from dask_distmm.planning.cuts import chunk_edges
 from dask_distmm.planning.footprint import held_bytes, made_bytes
 from dask_distmm.planning.model import ENGINES, models_of, speeds
 from dask_distmm.planning.planner import plan
-from dask_distmm.planning.problem import AXES, METHODS, Problem, part_of
+from dask_distmm.planning.problem import AXES, METHODS, Problem, common_edges, part_of
 from dask_distmm.planning.tasks import run_overhead
 from dask_distmm.shown import Explanation
 
@@ -185,10 +185,9 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Problem | 
     across = problem.a.transposed != problem.b.transposed and taken["a"][0] == taken["b"][1]
     shared = problem.shared and across
     series, number = scheme.series or problem.name, scheme.before + number
+    by_ranks = [name for name, yes in zip("ab", scheme.streamed, strict=True) if yes and scheme.by_ranks]
     wave = part_of(
-        problem.made_by_ranks(
-            [name for name, yes in zip("ab", scheme.streamed, strict=True) if yes and scheme.by_ranks]
-        ),
+        problem.made_by_ranks(by_ranks),
         taken,
         array=f"{problem.name}-stream" * shared,
         whole=problem.name if last else f"{series}-sum-{number:05d}",
@@ -208,13 +207,6 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Problem | 
 
 # Number of blocks of D along an axis.
 _BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-
-
-@functools.lru_cache(maxsize=16)
-def common_edges(problem: Problem, axis: str) -> Cuts:
-    """Return where an axis, of ``"m"``, ``"n"`` and ``"k"``, can be cut: at edges of all chunks along it."""
-    edges = ({0, *itertools.accumulate(sizes)} for sizes in problem.chunkings(axis))
-    return tuple(sorted(set.intersection(*edges)))
 
 
 def grouped(edges: Sequence[int], groups: int) -> Cuts:
@@ -296,7 +288,12 @@ def _choose(
     engines: tuple[str, ...], able: tuple[bool, bool], products: int, only_by_ranks: bool,
 ) -> Scheme:  # fmt: skip
     apart = in_host_memory(problem, engines)
-    if reason := _why_whole(problem, lazy, apart=apart):
+    reasons = {
+        "all chunks of A and B are in memory already": not any(lazy) and not apart,
+        "its layout is asked for, or all of D or of an operand is to be on every worker": problem.laid_out,
+        "it has empty chunks": any(0 in sizes for x in (problem.a, problem.b, problem.d) for sizes in x.chunks),
+    }
+    if reason := next((text for text, holds in reasons.items() if holds), ""):
         raise PlanError(f"{problem.name} can't be made in waves: {reason}")
     if apart and not any(lazy):
         return _from_host(problem, workers, costs, engines)
@@ -305,13 +302,10 @@ def _choose(
     methods = METHODS if problem.method == "auto" else (problem.method,)
     schemes: list[Scheme] = []
     for candidate in _candidates(problem, lazy, able, engines):
-        similar = [
-            x
-            for x in schemes
-            if x.name == candidate.name and (x.by_ranks == candidate.by_ranks or candidate.name != "blocks")
-        ]
         # It reads more blocks, or loads what ranks can make.
-        needless = similar or (only_by_ranks and schemes and candidate.name == "blocks")
+        needless = any(
+            x.name == candidate.name and (x.by_ranks == candidate.by_ranks or x.name != "blocks") for x in schemes
+        ) or (only_by_ranks and schemes and candidate.name == "blocks")
         if needless or (products > 1 and candidate.streamed != lazy) or (only_by_ranks and not candidate.by_ranks):
             continue
         for method in methods:
@@ -328,16 +322,6 @@ def _choose(
         )
     # Where one of loading and multiplying decides it, the other one may still be less.
     return min(schemes, key=lambda scheme: (scheme.seconds, scheme.read_seconds + scheme.run_seconds))
-
-
-def _why_whole(problem: Problem, lazy: tuple[bool, bool], *, apart: bool) -> str:
-    if not any(lazy) and not apart:
-        return "all chunks of A and B are in memory already"
-    if problem.laid_out:
-        return "its layout is asked for, or all of D or of an operand is to be on every worker"
-    if any(0 in sizes for sizes in (*problem.a.chunks, *problem.b.chunks, *problem.d.chunks)):
-        return "it has empty chunks"
-    return ""
 
 
 def _candidates(
@@ -449,16 +433,13 @@ def _fitting(
     ):
         return None
     wave_plan, share = plans[0], problem.flops / plans[0].problem.flops
-    once = problem.shared and scheme.name == "sums"
+    once, estimate = problem.shared and scheme.name == "sums", wave_plan.estimate
     read = made_bytes(wave_plan) * share if scheme.by_ranks else 0.0
     for at, size in enumerate(_read(problem, scheme.streamed, scheme.counts)):
         if lazy[at] and not (at == 1 and once) and not (scheme.streamed[at] and scheme.by_ranks):
             read += size
-    run = (
-        (wave_plan.estimate.compute_seconds if scheme.by_ranks else wave_plan.estimate.seconds)
-        if wave_plan.estimate
-        else 0.0
-    )
+    assert estimate is not None
+    run = estimate.compute_seconds if scheme.by_ranks else estimate.seconds
     readers = len(wave_plan.ranks) if scheme.by_ranks else len(workers)
     return dataclasses.replace(
         scheme,

@@ -89,15 +89,20 @@ def _coders(kind: Any) -> dict[str, _Coder]:
     return {field.name: _coder(hints[field.name]) for field in every if field.init and not field.metadata.get("here")}
 
 
+_SIMPLE: dict[Any, Callable[[Any], Any]] = {
+    int: operator.index,
+    float: lambda wire: float(_instance(int | float | np.number, wire)),
+    bool: lambda wire: bool(_instance(bool | np.bool_, wire)),
+    Any: lambda wire: tuple(wire) if isinstance(wire, list) else wire,
+}
+
+
 @functools.cache
 def _coder(hint: Any) -> _Coder:
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if (alias := getattr(origin, "__value__", None)) is not None:
         # `NDArray` of newer versions of NumPy, and what else a `type` statement names.
         return _coder(alias[inside])
-    each: list[_Coder] = []
-    if origin in (tuple, typing.Union, types.UnionType):
-        each = [_coder(x) for x in inside if x is not Ellipsis]
     if getattr(hint, "as_text", False):
         return _text, functools.partial(_of_text, hint)
     if dataclasses.is_dataclass(hint):
@@ -106,34 +111,26 @@ def _coder(hint: Any) -> _Coder:
         return None, functools.partial(_bounded, _coder(inside[0])[1], *inside[1])
     if origin is Literal:
         return None, functools.partial(_one_of, inside)
-    if origin in (typing.Union, types.UnionType):
-        nested = any(encode for encode, _ in each)
-        return _plain_if_nested if nested else None, functools.partial(_first, [decode for _, decode in each])
     if origin is np.ndarray:
         return np.ndarray.tobytes, lambda wire: np.frombuffer(wire, typing.get_args(inside[1])[0])
-    if origin is tuple and inside[-1] is not Ellipsis:
-        return None if not any(encode for encode, _ in each) else lambda own: tuple(
-            x if encode is None else encode(x) for (encode, _), x in zip(each, own, strict=True)
-        ), lambda wire: tuple(decode(x) for (_, decode), x in zip(each, _instance(_LISTS, wire), strict=True))
-    if origin in (tuple, collections.abc.Sequence):
-        put, decode = _coder(inside[0])
-        if inside[0] is Any:
-            return None, functools.partial(_instance, _LISTS)
-        return put and (lambda own: tuple(map(put, own))), lambda wire: tuple(map(decode, _instance(_LISTS, wire)))
+    if origin is None:
+        return None, _SIMPLE.get(hint) or functools.partial(_instance, hint)
+    if origin is collections.abc.Sequence and inside[0] is Any:
+        return None, functools.partial(_instance, _LISTS)
+    each = [_coder(x) for x in inside if x is not Ellipsis]
+    (encode, decode), nested = each[-1], any(put for put, _ in each)
+    if origin in (typing.Union, types.UnionType):
+        return _plain_if_nested if nested else None, functools.partial(_first, [get for _, get in each])
     if origin is collections.abc.Mapping:
-        encode, decode = _coder(inside[1])
         return (
             encode and (lambda own: {name: encode(x) for name, x in own.items()}),
             lambda wire: {_instance(str, name): decode(x) for name, x in _instance(Mapping, wire).items()},
         )
-    if hint is Any:
-        return None, lambda wire: tuple(wire) if isinstance(wire, list) else wire
-    plain: dict[Any, Callable[[Any], Any]] = {
-        int: operator.index,
-        float: lambda wire: float(_instance(int | float | np.number, wire)),
-        bool: lambda wire: bool(_instance(bool | np.bool_, wire)),
-    }
-    return None, plain.get(hint) or functools.partial(_instance, hint)
+    if origin is tuple and inside[-1] is not Ellipsis:
+        return None if not nested else lambda own: tuple(
+            put(x) if put else x for (put, _), x in zip(each, own, strict=True)
+        ), lambda wire: tuple(get(x) for (_, get), x in zip(each, _instance(_LISTS, wire), strict=True))
+    return encode and (lambda own: tuple(map(encode, own))), lambda wire: tuple(map(decode, _instance(_LISTS, wire)))
 
 
 @functools.lru_cache(16)

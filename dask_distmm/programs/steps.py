@@ -291,17 +291,6 @@ def _flat(
                 yield LoopIteration(step, starts=False)
 
 
-def flags_of(steps: Sequence[Step]) -> set[str]:
-    """Return the names of all flags in a list of steps."""
-    flags: set[str] = set()
-    for step in steps:
-        if isinstance(step, If):
-            flags |= {step.flag.name} | flags_of(step.then) | flags_of(step.otherwise)
-        elif isinstance(step, Loop):
-            flags |= {step.flag.name} | flags_of(step.body)
-    return flags
-
-
 def has_messages(loop: Loop) -> bool:
     """Whether ranks have messages in each turn of a loop: those in an inner loop or a branch may be left out."""
     return any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in loop.body)

@@ -11,6 +11,7 @@ import pytest
 from conformance import make_problem, random_chunks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proof import check
 
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import METHODS, NamedMatrix, Worker, plan
@@ -19,7 +20,7 @@ from dask_distmm.planning import cuts as extents
 from dask_distmm.planning import schedule as schedules
 from dask_distmm.planning.product import chunk_blocks_of
 from dask_distmm.planning.schedule import PANELS, block_schedules, extent_multiple, peer_reads
-from dask_distmm.programs.check import check, walk
+from dask_distmm.programs.check import walk
 from dask_distmm.programs.steps import Buffer, Call, Drop, Make, New, Publish, Pull, Store, View, crossing, flops_of
 
 SMALL = {"_LEAST_DEPTH": 16, "_LEAST_WIDTH": 8, "_LEAST_BLOCK": 8, "_LEAST_ROWS": 4, "_LEAST_EXTENT": 8}

@@ -10,13 +10,14 @@ import pytest
 from factoring import factor_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from proof import check
 
 from dask_distmm.engines.programs.job import inside
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.layout.redistribute import Copy
 from dask_distmm.planning.factor import _memory, block_width
 from dask_distmm.programs import factor
-from dask_distmm.programs.check import ProgramError, Rates, check, cost, peak_bytes
+from dask_distmm.programs.check import ProgramError, Rates, cost, peak_bytes
 from dask_distmm.programs.factor import Columns, Matrix
 from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.steps import Call, Drop, Key, Publish, Pull, roles_of

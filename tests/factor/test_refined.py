@@ -11,6 +11,7 @@ import scipy.linalg
 from factoring import NarrowKernels, factor_plan, factor_problem, planned, run_factorization
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from proof import check
 from residuals import assert_inverse, assert_solution
 
 from dask_distmm.engines.numpy.lapack import LapackKernels
@@ -18,7 +19,7 @@ from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.errors import MatrixError, PlanError, ProjectedMemoryError
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.factor import _memory, plan_factorization
-from dask_distmm.programs.check import check, peak_bytes
+from dask_distmm.programs.check import peak_bytes
 from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.refine import BACKWARD, FORWARD, TURNS, WAY
 

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from dask_distmm.config import read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
-from dask_distmm.planning import METHODS, Plan, Worker, plan
+from dask_distmm.numeric.epilogs import Formula
+from dask_distmm.planning import METHODS, Plan, Worker, blocks, plan, product
 from dask_distmm.planning.planner import fits_easily, is_faster
+from dask_distmm.programs.check import peak_bytes
 
 
 def roster(number, memory_limit=0, nthreads=1):
@@ -348,3 +350,48 @@ def test_the_short_choice_is_that_of_plans(problem, engine, types, nworkers, sca
         assert is_faster(problem, workers, {engine: factor * made.seconds}) == (factor > 1)
     held = max(one.peak_bytes for one in made.alternatives)
     assert not fits_easily(problem, held - 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["numpy", "peer"]),
+    st.sampled_from(["auto", *METHODS]),
+    st.sampled_from(
+        [
+            {},
+            {"arrays": ("x", "x"), "transposed": (True, False)},
+            {"out_dtype": "float32"},
+            {"formula": Formula(epilog="gelu_aux")},
+            {"formula": Formula(alpha=(2.0, 0.0))},
+        ]
+    ),
+    st.tuples(*[st.integers(1, 2000)] * 3),
+    st.integers(1, 5),
+    st.sampled_from([0, 384]),
+    st.integers(0, 2**32),
+)
+def test_no_list_holds_more_than_is_projected(engine, method, changes, shape, nworkers, pack_below, seed):
+    """Chunks of A and B, and the most that a rank's list allocates beside them: exactly that on one rank in place."""
+    rng, (m, n, k) = np.random.default_rng(seed), shape
+    rows, depth, cols = (random_chunks(rng, size, 6) for size in (m, k, n))
+    if "arrays" in changes:
+        cols = rows
+    panel_bytes = int(rng.integers(2**12, 2**22))
+    options = dataclasses.replace(read_options(), pack_below=pack_below, panel_bytes=panel_bytes)
+    changes = {"method": method, "options": options, "array": "numpy" if engine == "numpy" else "cupy"} | changes
+    problem = make_problem((rows, depth), (depth, cols), **changes)
+    where = {name: rng.integers(0, nworkers, problem[name].count).astype(np.int32) for name in "ab"}
+    if problem.shared:
+        where["b"] = where["a"].reshape(problem.a.counts).T.ravel()
+    try:
+        made = plan(problem, roster(nworkers), where, engine=engine)
+    except PlanError:
+        return
+    for rank, index in enumerate(made.ranks):
+        steps = product.steps(made, rank) if engine == "numpy" else blocks.record(made, rank, lambda *_: True)
+        names = "a" if problem.shared else "ab"
+        held = sum(int(problem[name].bytes[where[name] == index].sum()) for name in names)
+        projected = made.projected_bytes[made.participants[index].address]
+        assert held + peak_bytes(steps) <= projected
+        if engine == "numpy" and nworkers == 1 and not made.packing and not changes.keys() & {"arrays", "formula"}:
+            assert held + peak_bytes(steps) == projected

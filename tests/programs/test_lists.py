@@ -16,6 +16,7 @@ from factoring import factor_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import problem_of
+from proof import all_flags, check
 from tracing_ranks import plan_of
 
 from dask_distmm import fori_loop, linalg, while_loop
@@ -27,7 +28,7 @@ from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import METHODS, NamedMatrix, Worker, blocks, plan, product
-from dask_distmm.programs.check import ProgramError, Rates, all_flags, check, cost, peak_bytes
+from dask_distmm.programs.check import ProgramError, Rates, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.recorder import Rows
