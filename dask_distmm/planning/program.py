@@ -39,8 +39,8 @@ T = TypeVar("T")
 _BUILDERS: Mapping[str, Callable[..., None]] = {**BUILDERS, "traced": traced}
 # The end of a range of rows whose number is not known.
 _ALL = 2**62
-# Ranks that wait this long for messages, as in each turn of a loop: one may be faster alone. Ranks that work this long
-# may be faster with as many rows each (seconds).
+# Seconds from which another assignment of rows is planned, too: where ranks wait this long for messages, as in each
+# turn of a loop, that of one rank; where they work this long, that of as many rows each.
 _WORTH_MOVING = 5e-3
 # Where one chunk has more than this share of a worker's memory, smaller chunks are advised.
 _COARSE = 1 / 8
@@ -256,7 +256,7 @@ def plan_program(
             assignments.append([most] * len(workers))
         if plans[0].seconds > _WORTH_MOVING:
             assignments += _evened(workers, problem["a"].chunks[0])
-        # What others compute of the same rows may have to follow them.
+        # Results lie where rows are computed: what is computed of them and of A later has to fetch either.
         clearly = [plan for plan in map(placed, assignments) if plan.seconds < CLEARLY * plans[0].seconds]
         plans = sorted([*plans, *clearly], key=lambda plan: plan.seconds)
     remedies = problem.remedies
