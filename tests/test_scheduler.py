@@ -117,7 +117,7 @@ def held(block):
 def test_a_task_that_is_no_chunk_of_the_result(inproc_client):
     """It gets all that one worker makes, but for a run that has begun."""
     x = da.from_array(np.ones((20, 20)), chunks=10)
-    for lazy in (x, x.map_blocks(held, dtype=float)):
+    for lazy in (x, x.map_blocks(held, meta=x._meta)):
         graph = dict(matmul(lazy, lazy).dask)
         (barrier,) = (key for key in graph if barrier_name(key))
         run = (
