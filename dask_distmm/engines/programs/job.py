@@ -29,6 +29,7 @@ import numpy as np
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, settle, wait_checked
+from dask_distmm.engines.heap import heap
 from dask_distmm.engines.programs.blas import Kernels, assign
 from dask_distmm.engines.programs.exchange import Transport
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
@@ -306,7 +307,7 @@ class ProgramJob(Job[Any]):
         try:
             with np.errstate(all="ignore"), self.blas.working(1 if shared else threads), self.memory.working():
                 self.exchange.begin(self)
-                with self.exchange:
+                with heap if shared else _HERE, self.exchange:
                     self._take_all(reported)
         finally:
             self.exchange.settle(self)

@@ -8,11 +8,8 @@ as pickles whose buffers are read in the owner's memory, or sent: they may be of
 from __future__ import annotations
 
 import collections
-import ctypes
 import heapq
-import os
 import pickle
-import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +21,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import Job, ResultKey, Side
+from dask_distmm.engines.heap import heap
 from dask_distmm.engines.programs.exchange import Transport
 from dask_distmm.planning.region import INPUTS, TASKS, RegionPlacement
 from dask_distmm.programs.steps import PART, Key
@@ -32,8 +30,6 @@ from dask_distmm.programs.steps import PART, Key
 _LOOK = 0.2
 # All types of NumPy are aligned where their addresses are multiples of this.
 _ALIGNED = 16
-# Of glibc: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, their default, and the most that all versions take (bytes).
-_TRIM_AND_MMAP, _DEFAULT, _LARGE = (-1, -3), 2**17, 2**25
 
 
 def packed(value: Any) -> list[NDArray[Any]]:
@@ -53,49 +49,6 @@ def unpacked(arrays: Sequence[NDArray[Any]]) -> Any:
     """Return the value that `packed` serialized; Dask's comms leave bytes at odd addresses, where NumPy is slow."""
     text, *buffers = arrays
     return pickle.loads(text.data, buffers=[x.copy() if x.ctypes.data % _ALIGNED else x for x in buffers])
-
-
-class ReusedHeap:
-    """Keeps the C library from handing each large temporary back to the system, which clears its pages once more.
-
-    Half of what NumPy takes for a few megabytes goes there. glibc adapts to sizes by itself, but not where its limits
-    are in the environment, as Dask's nannies have them. What is free when the last run of this process ends is handed
-    back then, unless that took more than a fiftieth of the time since.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._runs = threading.Lock(), 0
-        limits = [os.environ.get(f"MALLOC_{name}_THRESHOLD_") for name in ("TRIM", "MMAP")]
-        glibc = platform.libc_ver()[0] == "glibc" and any(limits)
-        self._library = ctypes.CDLL(None) if glibc else None
-        self._limits = [int(limit) if limit and limit.isdigit() else _DEFAULT for limit in limits]
-        self._trimmed = self._took = 0.0
-
-    def _limit(self, *limits: int) -> None:
-        if self._library is not None:
-            for option, limit in zip(_TRIM_AND_MMAP, limits, strict=True):
-                self._library.mallopt(option, limit)
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._runs += 1
-            if self._runs == 1:
-                self._limit(_LARGE, _LARGE)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._runs -= 1
-            if self._runs:
-                return
-            self._limit(*self._limits)
-            now = time.perf_counter()
-            if self._library is not None and now - self._trimmed > 50 * self._took:
-                self._library.malloc_trim(0)
-                self._trimmed = time.perf_counter()
-                self._took = self._trimmed - now
-
-
-_heap = ReusedHeap()
 
 
 class RegionJob(Job[RegionPlacement]):
@@ -163,7 +116,7 @@ class RegionJob(Job[RegionPlacement]):
         heapq.heapify(ready := [task for task, lacks in self._lacks.items() if not lacks])
         self._ready = ready
         first, count = problem[INPUTS].count, len(self._lacks)
-        with _heap, self.exchange:
+        with heap, self.exchange:
             for (name, number), chunk in self.chunks.items():
                 if name == INPUTS:
                     self._arrive(number, chunk)
