@@ -68,6 +68,26 @@ def test_with_a_run_there_is_none(inproc_client: Client, caplog: pytest.LogCaptu
     assert not hints(caplog)
 
 
+def test_with_a_region_there_is_none(
+    inproc_client: Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product that is left to Dask may be a part of what the scheduler makes a run."""
+    x = da.random.random((40, 40), chunks=20).persist()
+    with dask.config.set({"distmm.dask.run": "1h"}):
+        small() @ small()
+    before = fallback._tallies.copy()
+    with dask.config.set({"distmm.dask.task": "1s", "distmm.minimum-flops": None}):
+        (x @ x + 1).sum().compute()
+    # That one was taken as a product, too.
+    monkeypatch.setattr(fallback, "_tallies", before)
+    with dask.config.set({"distmm.dask.run": "1h"}):
+        for _ in range(30):
+            small() @ small()
+    assert not hints(caplog)
+    fallback._at_exit()
+    assert not hints(caplog)
+
+
 def test_it_can_be_turned_off(inproc_client: Client, caplog: pytest.LogCaptureFixture) -> None:
     with dask.config.set({"distmm.dask.run": "1h", "distmm.hints": False}):
         for _ in range(30):

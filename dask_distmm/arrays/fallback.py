@@ -8,6 +8,7 @@ matrices in chunks of rows, a task is a chunk of the result, and each worker fet
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -24,6 +25,7 @@ from dask.array.rechunk import rechunk
 from dask.array.utils import meta_from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
+from distributed.metrics import time
 
 from dask_distmm.config import hints_wanted
 from dask_distmm.engines.base import log
@@ -33,6 +35,7 @@ from dask_distmm.numeric.types import FP8, Types, supported
 from dask_distmm.planning import ENGINES
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import current_client
+from dask_distmm.runtime.messages import NAME
 
 # Sparse chunks
 
@@ -157,10 +160,13 @@ class Tally:
     what: str = ""
     why: str = ""
     change: str = ""
+    since: float = dataclasses.field(default_factory=time)
 
 
 # So many products are a program.
 _MANY = 20
+# The scheduler is asked about runs for so long (seconds).
+_PATIENCE = 2
 # By the identity of a client; None once there was a run, or a hint.
 _tallies: dict[str, Tally | None] = {}
 
@@ -190,7 +196,7 @@ def note_left(what: str, flops: float, why: str, change: str = "") -> None:
 
 
 def _hint(tally: Tally) -> None:
-    if not hints_wanted():
+    if not hints_wanted() or _in_regions(tally.since):
         return
     which = f"The largest of {tally.count} products" if tally.count > 1 else "The only product"
     log.warning(
@@ -198,6 +204,15 @@ def _hint(tally: Tally) -> None:
         "config distmm.hints: false turns this hint off.)",
         *(which, tally.what and f", {tally.what},", tally.why, tally.change and f". {tally.change}"),
     )
+
+
+def _in_regions(since: float) -> bool:
+    """Whether the scheduler has since made runs of regions, of which products that were left to Dask may be parts."""
+    client, events = current_client(), list[Any]()
+    if client is not None and not client.asynchronous:
+        with contextlib.suppress(OSError, TimeoutError):  # the cluster may be going
+            events = client.sync(client.scheduler.events, topic=NAME, callback_timeout=_PATIENCE)
+    return any(when >= since and "tasks" in event for when, event in events)
 
 
 @atexit.register
