@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import dask
@@ -19,6 +19,7 @@ from dask.base import is_dask_collection
 
 from dask_distmm import algorithms, linalg
 from dask_distmm.algorithms.arguments import matrix
+from dask_distmm.algorithms.clusters import nearest_of
 from dask_distmm.arrays.jit import jit
 from dask_distmm.arrays.kinds import as_array
 from dask_distmm.errors import PlanError
@@ -141,7 +142,11 @@ def _beside(function: Callable[..., Any], X: Any, fitted: tuple[Any, ...]) -> An
 def _values(*arrays: Any) -> list[Any]:
     """Compute arrays as NumPy arrays; those in one chunk without the task by which Dask puts chunks together."""
     chunks = [x.to_delayed().item() if x.npartitions == 1 else x for x in arrays]
-    return [x.get() if hasattr(x, "get") else x for x in dask.compute(*chunks)]
+    return _on_host(dask.compute(*chunks))
+
+
+def _on_host(arrays: Iterable[Any]) -> list[Any]:
+    return [x.get() if hasattr(x, "get") else x for x in arrays]
 
 
 def _seed(random_state: Any) -> int:
@@ -633,7 +638,7 @@ class LogisticRegression(ClassifierMixin, _Estimator):
         X, y = self._checked(X, y)
         if is_dask_collection(y):
             parts = dask.compute(*y.map_blocks(np.unique, dtype=y.dtype).to_delayed())
-            self.classes_ = np.unique(np.concatenate([x.get() if hasattr(x, "get") else x for x in parts]))
+            self.classes_ = np.unique(np.concatenate(_on_host(parts)))
             y = y.map_blocks(functools.partial(_numbered, self.classes_), dtype=np.int64)
         else:
             check_classification_targets(y)
@@ -787,7 +792,7 @@ def _clusters(X: Any, count: int, init: Any, max_iter: int, tol: float, seed: in
 
 
 def _nearest(X: Any, C: Any) -> Any:
-    return ((C * C).sum(1) - 2 * (X @ C.T)).argmin(1).astype(np.int32)
+    return nearest_of(X, C).astype(np.int32)
 
 
 def _distances(X: Any, C: Any) -> Any:

@@ -115,7 +115,7 @@ def _kmeans(X: Any, C: Any, rows: Any, key: Any, count: int, max_iter: int, tol:
     limit = tol * (squares.sum() / len(X) - (means * means).sum()) / X.shape[1]
 
     def turn(i: Any, C: Any, labels: Any) -> tuple[Any, ...]:
-        nearest = ((C * C).sum(1) + X @ (-2 * C.T)).argmin(1)
+        nearest = nearest_of(X, C)
         members = nearest[:, None] == np.arange(count, like=C)
         sizes = members.sum(0)[:, None]
         means = (members.astype(X.dtype).T @ X) / np.maximum(sizes, 1).astype(X.dtype)
@@ -123,8 +123,13 @@ def _kmeans(X: Any, C: Any, rows: Any, key: Any, count: int, max_iter: int, tol:
         return means, nearest, np.all(nearest == labels) | (np.square(means - C).sum() <= limit)
 
     C, _, n_iter = until(turn, (C, np.full_like(squares, -1, dtype=np.int64)), max_iter)
-    labels = ((C * C).sum(1) + X @ (-2 * C.T)).argmin(1)
+    labels = nearest_of(X, C)
     return KMeans(C, labels, np.square(X - C[labels]).sum(), n_iter)
+
+
+def nearest_of(X: Any, C: Any) -> Any:
+    """Return the number of the nearest centre of each row."""
+    return ((C * C).sum(1) + X @ (-2 * C.T)).argmin(1)
 
 
 def _plus_plus(X: Any, squares: Any, key: Any, count: int) -> Any:

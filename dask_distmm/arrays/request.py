@@ -180,13 +180,15 @@ def view_of(x: da.Array) -> tuple[da.Array, bool, bool]:
 
 def without_axes(x: da.Array) -> tuple[da.Array, tuple[int, ...]]:
     """Return the array of which a matrix is a view with axes of extent 1, and the axes that it has of the matrix."""
-    layers, dependencies = dict(x.dask.layers), dict(x.dask.dependencies)
-    layers.pop(x.name, None)
-    needs = dependencies.pop(x.name, ()) if x.name.startswith("getitem-") and not sparse_package(x._meta) else ()
+    is_view = x.name.startswith("getitem-") and not sparse_package(x._meta)
+    needs = x.dask.dependencies.get(x.name, ()) if is_view else ()
     for axes in [(0,), (1,), ()] if len(needs) == 1 else []:
         if all(x.shape[axis] == 1 for axis in {0, 1} - {*axes}):
-            chunks, graph = tuple(x.chunks[axis] for axis in axes), HighLevelGraph(layers, dependencies)
-            source = Array(graph, next(iter(needs)), chunks, meta=meta_from_array(x._meta, len(axes)))
+            parts = (
+                {name: part[name] for name in part if name != x.name} for part in (x.dask.layers, x.dask.dependencies)
+            )
+            chunks = tuple(x.chunks[axis] for axis in axes)
+            source = Array(HighLevelGraph(*parts), next(iter(needs)), chunks, meta=meta_from_array(x._meta, len(axes)))
             if source[tuple(slice(None) if axis in axes else None for axis in (0, 1))].name == x.name:
                 return source, axes
     return x, (0, 1)

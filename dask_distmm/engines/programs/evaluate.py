@@ -1053,16 +1053,8 @@ def _summed_by_label(labels: Any, numbers: Any, rows: Any, dtype: Any, is_number
         # A product with 0 is NaN where rows are not finite.
         if sums.dtype.kind not in "fc" or np.isfinite(sums).all():
             return sums
-
-    def summed(part: slice) -> Any:
-        one_hot = (numbers[:, None] == labels[part]).astype(dtype)
-        return one_hot.sum(1) if rows is None else dense(one_hot @ rows[part])
-
-    most = max(1, _SMALL_PRODUCT // (numbers.size * rows.shape[1])) if is_small else max(1, len(labels))
-    sums = summed(slice(most))
-    for start in range(most, len(labels), most):
-        sums += summed(slice(start, start + most))
-    return sums
+    one_hot = (numbers[:, None] == labels).astype(dtype)
+    return one_hot.sum(1) if rows is None else dense(one_hot @ rows)
 
 
 def _counts(numbers: Any) -> bool:
