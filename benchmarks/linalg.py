@@ -213,11 +213,11 @@ def refined(client: Client, n: int, kind: str, options: argparse.Namespace) -> d
     found: dict[str, list[float]] = {"run": [], "wall": [], "plain": [], "plain_wall": []}
     told: Any = ()
     for turn in range(options.repeat + 1):
-        a = matrix((n, n), chunks, options.dtype, array, turn)
+        # No chunk of the Gram matrix is larger than a part of a GPU's memory.
+        a = matrix((n, n), (chunks[0], -(-n // 4)) if positive else chunks, options.dtype, array, turn)
         if positive:
             # Eigenvalues of X X^T / n are from 0 to 4.
-            a = plus_identity(linalg.gram(a) * (options.condition / (4 * n))).rechunk(chunks).persist()
-            finished(a)
+            a = on_all(client, plus_identity(linalg.gram(a) * (options.condition / (4 * n))), chunks)
         b = matrix((n, 16), (chunks[0], 16), options.dtype, array, options.repeat + 1 + turn)
         for name, more in (("plain", {}), ("run", {"factor_dtype": options.factor_dtype, "full_output": True})):
             before, started = runs(client), time.perf_counter()
@@ -234,6 +234,14 @@ def refined(client: Client, n: int, kind: str, options: argparse.Namespace) -> d
         time.sleep(0.2)
     medians = {name: statistics.median(values) for name, values in found.items()}
     return medians | {"turns": float(told.iterations), "way": float(told.way)}
+
+
+def on_all(client: Client, a: da.Array, chunks: tuple[int, int]) -> da.Array:
+    """Return a persisted matrix with as many rows on each worker."""
+    names, a = list(client.scheduler_info(n_workers=-1)["workers"]), a.rechunk(chunks, method="tasks")
+    parts = [client.persist(a.blocks[number], workers=[name]) for number, name in enumerate(names)]
+    finished(*parts)
+    return da.concatenate(parts)
 
 
 def beside(n: int, kind: str, options: argparse.Namespace) -> dict[str, float]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import Engine, Job, Side
 from dask_distmm.engines.numpy.lapack import LapackKernels
-from dask_distmm.engines.programs.blas import Kernels
+from dask_distmm.engines.programs.blas import HALVED, Kernels
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.numeric.types import dtype_from_name, round_tf32
 from dask_distmm.planning.computation import NamedMatrix, Worker
@@ -82,6 +82,10 @@ def _rounded(x: NDArray[Any], compute: str) -> NDArray[Any]:
     parts = []
     for part in (x.real, x.imag) if x.dtype.kind == "c" else (x,):
         copy = np.array(part, np.float32)
+        if compute == HALVED:
+            high = (64 * copy).astype(np.float16).astype(np.float32)
+            parts.append((high + (64 * copy - high).astype(np.float16)) / np.float32(64))
+            continue
         if compute == "tf32":
             round_tf32(copy)
         parts.append(copy.astype(dtype_from_name(compute.replace("tf32", "float32"))).astype(np.float32))

@@ -109,18 +109,25 @@ _MANY, _MANY_CHOLESKY = 32, 21
 _EVEN = 256
 
 
-def block_width(problem: Factorization, ranks: int, widths: tuple[int, int] = _WIDTHS, *, shared: bool = False) -> int:
+def block_width(
+    problem: Factorization,
+    ranks: int,
+    widths: tuple[int, int] = _WIDTHS,
+    *,
+    shared: bool = False,
+    on_gpus: bool = False,
+) -> int:
     """Return the columns of a block of A."""
-    least, most = widths
+    (least, most), products = widths, problem.products(on_gpus=on_gpus)
     if shared:
         most = max(least, min(most, _EVEN))
-    elif ranks == 1 and problem.factor_dtype in ("", "float32"):
+    elif ranks == 1 and not products:
         # LAPACK cuts a matrix better than we do; of a QR factorization each block has a triangle T of its width.
         return most if problem.factored == "qr" else max(most, *problem.a_shape)
     if (name := problem.factored) != "qr":
         many, step = (_MANY_CHOLESKY, least) if name == "cholesky" else (_MANY, most)
         # Where tensor cores compute in few bits, what panels take is calls of kernels.
-        many = many * 3 // 4 if name == "cholesky" and problem.products else many
+        many = many * 3 // 4 if name == "cholesky" and products else many
         most = max(most, min(2 * most, min(problem.a_shape) // (many * ranks) // step * step))
     even = -(-min(problem.a_shape) // (ranks * _BLOCKS))
     return max(least, min(most, -(-even // least) * least))
@@ -213,7 +220,8 @@ class FactorPlacement(Placement):
         x = tuple(output for output in self.problem.wanted if output.name == "x")
         task = dataclasses.replace(self.task, factor_dtype="")
         problem = dataclasses.replace(self.problem, task=task, wanted=x)
-        width = block_width(task, self.count, ENGINES[self.engine].widths)
+        model = ENGINES[self.engine]
+        width = block_width(task, self.count, model.widths, on_gpus=model.on_gpus)
         plan = dataclasses.replace(self, problem=problem, width=width, exact=True, whole=True)
         return _costed(plan, _held(plan)).estimate
 
@@ -293,7 +301,7 @@ class FactorPlacement(Placement):
             task.dtype_of_factors,
             factored="" if task.has_factors else task.refined_way,
             parts=sorted(parts),
-            compute=task.products,
+            compute=task.products(on_gpus=ENGINES[self.engine].on_gpus),
             lenient=True,
         )
         refined(
@@ -315,7 +323,7 @@ class FactorPlacement(Placement):
 
     def _recorded(self, rank: int, numbered: int = 0) -> Panels:
         """Record the steps in the type of A; `numbered` panels of earlier factors have used their numbers."""
-        task, columns, panels = self.task, self.columns, self.panels
+        task, columns, panels, model = self.task, self.columns, self.panels, ENGINES[self.engine]
         name, last, count = task.factored, columns.first(1), columns.count
         substitution: dict[str, Any] = {"lower": task.lower, "op": task.substituted, "unit": task.unit_diagonal}
         if name:
@@ -333,9 +341,9 @@ class FactorPlacement(Placement):
             check=self._check,
             holders=() if task.spectral or task.refines else self.holders,
             numbered=numbered,
-            compute="" if task.refines else task.products,
-            queued=ENGINES[self.engine].on_gpus and name == "qr",
-            together=ENGINES[self.engine].collective,
+            compute="" if task.refines else task.products(on_gpus=model.on_gpus),
+            queued=model.on_gpus and name == "qr",
+            together=model.collective,
         )
         for operand in task.inputs:
             if operand in "ab":
@@ -454,7 +462,7 @@ def plan_factorization(
     large = least is not None and task.shareable and task.a_shape[0] >= least
 
     def placed(count: int, shared: bool, **memory: Any) -> FactorPlacement:
-        width = block_width(task, count, model.widths, shared=shared)
+        width = block_width(task, count, model.widths, shared=shared, on_gpus=model.on_gpus)
         method = "columns" if count > 1 or shared else "local"
         plan = FactorPlacement(method=method, ranks=tuple(range(count)), width=width, owners={}, **memory, **fields)
         held = _held(plan)
@@ -494,7 +502,7 @@ def _candidates(problem: FactorProblem, workers: int, engine: str) -> set[tuple[
         return {(1, False)}
     model = ENGINES[engine]
     shared = problem.task.shareable
-    width = block_width(problem.task, workers, model.widths, shared=shared)
+    width = block_width(problem.task, workers, model.widths, shared=shared, on_gpus=model.on_gpus)
     blocks = -(-problem.task.orientation("a").shape(problem.task.a_shape)[1] // width)
     most = max(1, min(workers, blocks))
     if problem.method == "columns":
@@ -550,8 +558,9 @@ def _work(plan: FactorPlacement, moved: float) -> Work:
         # Factors of few bits, about half of whose time is spent outside of products; and turns in which A is read once
         # and factors twice.
         low, few = dtype_from_name(task.dtype_of_factors).itemsize, machine.rate(task.dtype_of_factors)
-        rates = [few, *[machine.rate(task.factor_dtype)] * (task.factor_dtype != "float32")]
-        rate = len(rates) / sum(1 / part for part in rates)
+        products = task.products(on_gpus=model.on_gpus)
+        fast = machine.rate("float16") / 4 if products == "fp16x3" else machine.rate(products) if products else few
+        rate = 2 / (1 / few + 1 / fast)
         factors = 0.0 if task.has_factors else (n**3 / 3 if task.hermitian else 2 * n**3 / 3) * complexes
         product, square = EXPECTED * (2 * n * n * plan.columns.matrices[1].shape[1] * complexes), n * n
         phases = [
@@ -610,23 +619,26 @@ def _memory(plan: FactorPlacement) -> NDArray[np.float64]:
     of every output and its chunks of that. Chunks of an operand with donated memory are freed before any chunk of the
     outputs exists. A spectral decomposition has a workspace, and its vectors, before they are cut into chunks.
     """
-    problem, size, npart = plan.problem, plan.problem.compute_type.itemsize, len(plan.participants)
+    problem, task, size, npart = plan.problem, plan.task, plan.problem.compute_type.itemsize, len(plan.participants)
     total, donated, at_the_end = np.zeros((3, npart))
     # Without memory for A itself, block columns are those of low-precision factors.
-    block_size = size if plan.exact else dtype_from_name(problem.task.dtype_of_factors).itemsize
+    block_size = size if plan.exact else dtype_from_name(task.dtype_of_factors).itemsize
     for name in problem.operands:
         sizes, holders = problem[name].elements * size, plan.where.get(name)
         held = donated if name in problem.donated else total
         held += sizes.sum() / npart if holders is None else np.bincount(holders, sizes, npart)
     for rank, index in enumerate(plan.ranks):
         beside = 2 * plan.columns.rows * plan.width * block_size
-        if problem.task.refines:
+        if task.products(on_gpus=ENGINES[plan.engine].on_gpus) == "fp16x3":
+            # Three numbers of float16 for each element of a panel and of what it is multiplied by, ahead and beside.
+            beside += 2 * 6 * plan.width * (plan.columns.rows + plan.columns.local_cols(rank))
+        if task.refines:
             total[index] += _refined_bytes(plan, rank)
         if plan.shared:
-            beside = shared_bytes(problem.task, len(plan.ranks), size, plan.width)
-        elif (workspace := problem.task.entry.workspace) is not None:
-            beside = workspace(problem.task) * size
-            beside += sum(math.prod(out.shape) * dtype_from_name(out.dtype).itemsize for out in problem.task.outputs)
+            beside = shared_bytes(task, len(plan.ranks), size, plan.width)
+        elif (workspace := task.entry.workspace) is not None:
+            beside = workspace(task) * size
+            beside += sum(math.prod(out.shape) * dtype_from_name(out.dtype).itemsize for out in task.outputs)
         total[index] += plan.columns.rows * plan.columns.local_cols(rank) * block_size + beside
         for output in problem.outputs:
             at_the_end[index] += int(output.bytes[plan.owners[output.name] == rank].sum())

@@ -156,10 +156,15 @@ class Factorization:
         """Whether a solution by factors in low precision is refined."""
         return bool(self.factor_dtype) and self.kind in ("solve", "inv", "lstsq")
 
-    @property
-    def products(self) -> str:
-        """Compute type of GPUs' products in low-precision factorizations; empty for the type of the factors."""
-        return "" if self.factor_dtype == "float32" else self.factor_dtype
+    def products(self, *, on_gpus: bool) -> str:
+        """Return how products are computed in low-precision factorizations; empty for the type of the factors.
+
+        On GPUs those of float32 are computed by three of float16 (``"fp16x3"``), which have 22 bits and are three times
+        as fast.
+        """
+        if self.factor_dtype == "float32":
+            return "fp16x3" if on_gpus and self.dtype_of_factors == "float32" else ""
+        return self.factor_dtype
 
     @property
     def dtype_of_factors(self) -> str:

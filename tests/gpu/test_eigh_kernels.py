@@ -1,4 +1,4 @@
-"""The kernels of shared eigenvalues on one GPU, in this process, beside those of NumPy: which one is wrong."""
+"""The kernels of shared eigenvalues and of products by halves on one GPU, in this process, beside NumPy's."""
 
 from __future__ import annotations
 
@@ -109,3 +109,23 @@ def test_columns_that_are_taken_and_rotated(kernels, dtype):
     LapackKernels().rotate(expected, pairs, factors)
     kernels.rotate(source, pairs, factors)
     np.testing.assert_allclose(source.get(), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("ops", ["NN", "NT", "TN", "TT"])
+@pytest.mark.parametrize("ranged", [False, True])
+@pytest.mark.parametrize(("m", "n", "depth"), [(300, 70, 130), (1, 5, 3), (64, 64, 1), (40, 30, 0)])
+def test_products_of_float32_by_three_of_float16(kernels, ops, ranged, m, n, depth):
+    import cupy
+
+    rng, size = np.random.default_rng(), 1e6 if ranged else 1
+    a = (rng.standard_normal((m, depth) if ops[0] == "N" else (depth, m)) * 10.0 ** rng.uniform(-3, 1)).astype("f4")
+    b = (rng.standard_normal((depth, n) if ops[1] == "N" else (n, depth)) * size).astype("f4")
+    c = rng.standard_normal((m, n)).astype("f4")
+    left, right, out = (cupy.asarray(x, order="F") for x in (a, b, c))
+    if ranged:
+        right = kernels.operand(right, "fp16x3", right=True, op=ops[1], ranged=True)
+    kernels.gemm(left, right, out, *ops, alpha=-1, beta=1, compute="fp16x3")
+    a, b = (x.astype("f8") if op == "N" else x.T.astype("f8") for x, op in zip((a, b), ops, strict=True))
+    # 22 bits of each number, of the largest ones where others are far below them; sums in float32.
+    bound = 2e-6 * (abs(a) @ abs(b) + abs(c)) + 1e-9 * depth * (abs(a).max(initial=1) * abs(b).max(initial=1))
+    assert (abs(kernels.host(out) - (c - a @ b)) <= bound).all()

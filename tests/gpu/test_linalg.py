@@ -89,6 +89,17 @@ def test_solutions_refined_with_factors_of_few_bits(
     assert_nothing_left(client)
 
 
+@on_one_host
+@pytest.mark.parametrize("view", [np.s_[::-1, :300], np.s_[:, ::2]], ids=["rows", "columns"])
+def test_solutions_refined_with_chunks_that_are_views(clusters, nworkers, view):
+    client, _ = clusters(nworkers)
+    rng = np.random.default_rng()
+    whole, b = rng.standard_normal((300, 600)), rng.standard_normal((300, 3))
+    a = whole[view]
+    x = computed(client, linalg.solve(on_gpus(whole)[view], on_gpus(b), factor_dtype="float32", **SHARED))
+    assert residual(a @ x, b, norm(a) * norm(x) / 300, 300) < GATE
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(90, 90), (640, 640), (300, 130), (130, 300)])
 def test_lu(clusters, nworkers, dtype, shape):

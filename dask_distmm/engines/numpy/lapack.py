@@ -109,6 +109,19 @@ class LapackKernels:
                 c, ld_of(c),
             )  # fmt: skip
 
+    def operand(
+        self,
+        a: NDArray[Any],
+        compute: str,
+        *,
+        right: bool,
+        op: str = "N",
+        changes: bool = False,
+        ranged: bool = False,
+    ) -> NDArray[Any]:
+        """Return a factor, or a copy if it `changes`."""
+        return a.copy(order="F") if changes else a
+
     def adjoint(self, a: NDArray[Any], out: NDArray[Any]) -> None:
         """Write ``a^H``."""
         assign(out, a.conj().T)

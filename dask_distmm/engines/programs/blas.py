@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from dask_distmm.programs.steps import Lane
 
+# How products of float32 are computed by three of float16.
+HALVED = "fp16x3"
+
 
 class Kernels(Protocol):
     """BLAS and LAPACK of one device, on column-major matrices of one type.
@@ -52,7 +55,17 @@ class Kernels(Protocol):
     ) -> None:
         """Compute ``c = alpha op(a) op(b) + beta c``. With `beta` 0 it does not matter what `c` holds.
 
-        `compute`: factors of products may be rounded to ``"tf32"``, ``"float16"`` or ``"bfloat16"``, on GPUs.
+        `compute`: factors of products may be rounded to ``"tf32"``, ``"float16"`` or ``"bfloat16"``, on GPUs, or are
+        two numbers of float16 each (`HALVED`).
+        """
+        ...
+
+    def operand(
+        self, a: Any, compute: str, *, right: bool, op: str = "N", changes: bool = False, ranged: bool = False
+    ) -> Any:
+        """Return what `gemm` is to read in place of a factor that is in several products, or that it `changes`.
+
+        `ranged`: it may have elements that are not below 1024.
         """
         ...
 

@@ -306,10 +306,12 @@ class FactorKernels:
         elif order > (_INVERTED_AT_ONCE if compute else 2 * _INVERTED - 1):
             solve_by_halves(self, a, b, right=right, compute=compute, **how)
         else:
-            inverse, copy = kernels.xp.eye(order, dtype=a.dtype, order="F"), kernels.empty(b.shape, b.dtype)
+            inverse = kernels.xp.eye(order, dtype=a.dtype, order="F")
             kernels.trsm(a, inverse, right=False, **how)
-            assign(copy, b)
-            kernels.gemm(*((copy, inverse) if right else (inverse, copy)), b, alpha=1, beta=0, compute=compute)
+            copy = kernels.operand(b, compute, right=not right, changes=True)
+            inverse = kernels.operand(inverse, compute, right=right, ranged=True)
+            first, second = (copy, inverse) if right else (inverse, copy)
+            kernels.gemm(first, second, b, alpha=1, beta=0, compute=compute)
 
     def column_norms(self, x: Any, norms: Any) -> None:
         """Compute squared norms of columns."""
@@ -351,10 +353,11 @@ class FactorKernels:
             # GEMMs that take no operand transposed are faster, by more than to transpose it takes.
             beside = kernels.empty((rows.shape[1], columns.shape[1]), rows.dtype)
             kernels.adjoint(_side_by_side(kernels, rows, blocks), beside)
+            left, right = (kernels.operand(x, compute, right=at) for x, at in ((rows, False), (beside, True)))
             for group in _grouped(blocks, len(rows), _BESIDE[bool(compute)]):
                 first, width = group[0][0], sum(stop - start for start, stop in group)
                 some = slice(at, at + width)
-                kernels.gemm(rows[first:], beside[:, some], columns[first:, some], alpha=-1, beta=1, compute=compute)
+                kernels.gemm(left[first:], right[:, some], columns[first:, some], alpha=-1, beta=1, compute=compute)
                 at += width
             return
         for first, stop in blocks:

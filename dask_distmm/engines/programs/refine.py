@@ -83,7 +83,9 @@ class RefineKernels:
     @functools.cached_property
     def _pieces(self) -> list[Piece]:
         pieces: list[Piece] = []
-        for row, col, array in self._parts_of_a()():
+        for row, col, chunk in self._parts_of_a()():
+            # Products read rows or columns that are contiguous, as those of a reversed matrix may not be.
+            array = chunk if min(chunk.strides) == chunk.itemsize else self.xp.ascontiguousarray(chunk)
             pieces += self._cut(row, col, array) if self._by_triangle else [Piece(row, col, array)]
         return pieces
 
@@ -100,9 +102,8 @@ class RefineKernels:
             yield Piece(row, col, array)
         elif max(rows, cols) <= CROSSING[self.blas.asynchronous]:
             piece = Piece(row, col, self.xp.tril(array, row - col), crossing=True)
-            at = self.xp.arange(len(self._diagonal(piece)))
-            at = at + max(0, col - row), at + max(0, row - col)
-            piece.array[at] = piece.array[at].real / 2
+            diagonal = self._diagonal(piece)
+            diagonal[...] = diagonal.real / 2
             yield piece
         elif rows >= cols:
             half = rows // 2
@@ -116,15 +117,15 @@ class RefineKernels:
     # Scales
 
     def measure(self, sizes: Any) -> None:
-        """Compute the sums of moduli along the rows of this rank's chunks, and the diagonal of A."""
+        """Compute the sums of moduli along the rows of this rank's chunks, and the diagonal of a Hermitian A."""
         assign(sizes, 0)
         for piece in self._pieces:
             self.blas.add_sizes(piece.array, sizes[piece.rows, 0])
             if self._by_triangle:
                 self.blas.add_sizes(piece.array.T, sizes[piece.cols, 0])
-            diagonal = self._diagonal(piece)
-            at = slice(max(piece.row, piece.col), max(piece.row, piece.col) + len(diagonal))
-            sizes[at, 1] = diagonal.real * (1 + piece.crossing)
+            if piece.crossing:
+                diagonal, first = self._diagonal(piece), max(piece.row, piece.col)
+                sizes[first : first + len(diagonal), 1] = 2 * diagonal.real
         host, isfinite = self.blas.host, self.xp.isfinite
         suspect = self._check_finite and not host(isfinite(sizes[:, 0]).all())
         # Sums may have overflowed.
@@ -135,7 +136,7 @@ class RefineKernels:
         """Return the elements of a part that are on the diagonal of A."""
         offset = piece.row - piece.col
         array = piece.array[max(0, -offset) :, max(0, offset) :]
-        return array.diagonal() if min(array.shape) else array.reshape(-1)[:0]
+        return self.xp.lib.stride_tricks.as_strided(array, (min(array.shape),), (sum(array.strides),))
 
     def weigh(self, weights: Any, norm: Any, *parts: Any, positive: bool, has_factors: bool) -> None:
         """Compute scales of rows (of columns, too, if positive definite), powers of two, and the norm of A."""
@@ -158,21 +159,20 @@ class RefineKernels:
 
     def scale_columns(self, a: Any, scales: Any, *, places: Sequence[tuple[int, int]], narrow: bool) -> None:
         """Scale columns by powers of two; all of them if the factors' type is `narrow`; `places` are theirs in A."""
-        xp, at = self.xp, 0
-        assign(scales, 0)
+        xp, at, all_ones = self.xp, 0, True
+        factors = np.zeros(len(scales), scales.dtype)
+        parts = (a.real, a.imag) if a.dtype.kind == "c" else (a,)
+        largest = functools.reduce(xp.maximum, [xp.maximum(x.max(axis=0), -x.min(axis=0)) for x in parts])
+        exponents = self.blas.host(xp.frexp(largest)[1])
         for start, stop in places:
-            columns = a[:, at : at + stop - start]
+            own = exponents[at : at + stop - start]
             at += stop - start
-            parts = (columns.real, columns.imag) if a.dtype.kind == "c" else (columns,)
-            largest = functools.reduce(xp.maximum, [xp.maximum(x.max(axis=0), -x.min(axis=0)) for x in parts])
-            exponents = xp.frexp(largest)[1]
-            least, most = self.blas.hosts([exponents.min(), exponents.max()])
-            if not narrow and most - _ALIKE <= least and least > _SMALL:
-                scales[start:stop] = 1
-                continue
-            factors = self._powers(-exponents).astype(scales.dtype)
-            columns *= factors.astype(largest.dtype)
-            scales[start:stop, 0] = factors
+            alike = not narrow and own.max() - _ALIKE <= own.min() and own.min() > _SMALL
+            factors[start:stop] = 1 if alike else np.ldexp(1.0, np.clip(-own, -_LARGEST, _LARGEST))
+            all_ones &= alike
+        scales[...] = xp.asarray(factors)[:, None]
+        if not all_ones:
+            a *= scales[np.concatenate([np.arange(*place) for place in places]), 0].astype(largest.dtype)
 
     def order_of_rows(self, rows: Any, *, back: bool) -> None:
         """Compute the permutation of rows that the pivots make, or its inverse."""
