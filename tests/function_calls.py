@@ -357,7 +357,8 @@ CALLS = [
 IDS = [f"{call.name}-{number}" for number, call in enumerate(CALLS)]
 # Of matrices of bools and small integers eigenvectors are not unique, or there are too few; NumPy has no cross product
 # of bools; in float32 the limits of these iterations are out of reach.
-_NOT_IN = {"bool": ("eigsh", "lobpcg", "cross", "eig of a stack")}
+# Vectors of matrices with equal values are not unique.
+_NOT_IN = {"bool": ("eigsh", "lobpcg", "cross", *(f"{name} of a stack" for name in ("eig", "eigh", "svd")))}
 _NOT_IN |= dict.fromkeys(("float16", "float32"), ("gmres", "lobpcg"))
 _NOT_IN |= dict.fromkeys(("int16", "int64"), ("eig of a stack",))
 
