@@ -71,7 +71,15 @@ from dask_distmm.planning.cuts import (
     slowdown,
     uniform_cut,
 )
-from dask_distmm.planning.footprint import Needs, held_operands, multiplied_sizes, multiply_rate, uploaded
+from dask_distmm.planning.footprint import (
+    Needs,
+    formula_inputs,
+    held_operands,
+    multiplied_sizes,
+    multiply_rate,
+    spread,
+    uploaded,
+)
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Plan, once
@@ -422,8 +430,9 @@ class CublasmpModel(EngineModel):
         total = held_operands(plan, on_gpus=True)
         # A's buffers are free again before B's are needed.
         total += np.max(buffers, axis=0)
-        # Where these lie is not looked at.
-        total += sum(float(extra.bytes.sum()) for extra in problem.extras) * 2 / npart
+        # Each rank has copies of what its chunks need.
+        total += sum((spread(plan, extra.name, extra.bytes) for extra in problem.extras), np.zeros(npart))
+        total[list(plan.ranks)] += formula_inputs(plan)[0]
         # The library stores what it has finished itself; else sums are kept until they are finished.
         kept, sums = own_kernel(plan), returned_type(plan).itemsize
         owned = np.bincount(plan.owners, problem.d.bytes, len(plan.ranks))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.cuts import Bounds, free_axes, traffic
+from dask_distmm.planning.cuts import Bounds, chunk_cuts, free_axes, traffic
 from dask_distmm.planning.model import ENGINES, Phase
 from dask_distmm.planning.placement import everywhere
 from dask_distmm.planning.plan import Plan
@@ -91,6 +91,25 @@ def delivered(plan: Plan) -> NDArray[np.float64]:
     """Return the elements of finished chunks of D that each rank gets from other ranks."""
     moved = plan.final_traffic
     return np.asarray(moved.sum(axis=1) - np.diagonal(moved), float)
+
+
+def formula_inputs(plan: Plan) -> NDArray[np.float64]:
+    """Return the bytes of what the formula reads beside sums for the chunks of each rank, and those from others."""
+    problem, total, npart = plan.problem, np.zeros((2, len(plan.ranks))), len(plan.participants)
+    counts, homes = problem.d.counts, np.asarray(plan.ranks)[plan.owners]
+    for extra in problem.extras:
+        # An axis of length 1 is broadcast.
+        whole = [size == length for size, length in zip(extra.shape, (problem.m, problem.n), strict=True)]
+        cuts = [chunk_cuts(sizes) if every else (0, 1) for sizes, every in zip(problem.d.chunks, whole, strict=True)]
+        parts = [count if every else 1 for count, every in zip(counts, whole, strict=True)]
+        needed = np.broadcast_to(np.multiply.outer(*map(np.diff, cuts)), counts).ravel().astype(float)
+        if (where := plan.where.get(extra.name)) is None:
+            missing = needed * (1 - 1 / npart)
+        else:
+            held = traffic(extra.chunks, (cuts[0], cuts[1]), where, npart).reshape(npart, *parts)
+            missing = needed - np.broadcast_to(held, (npart, *counts)).reshape(npart, -1)[homes, np.arange(len(homes))]
+        total += [np.bincount(plan.owners, x * extra.itemsize, len(plan.ranks)) for x in (needed, missing)]
+    return total
 
 
 def spread(plan: Plan, operand: str, sizes: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.planning.footprint import Needs, delivered, held_operands, panel_width
+from dask_distmm.planning.footprint import Needs, delivered, held_operands, panel_width, spread
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import is_gram
@@ -47,7 +47,8 @@ class NumpyModel(EngineModel):
                 Phase(waited={"ranks": received, "memory": added}),
             ],
             messages=4 + (min(panels, 2) + (s > 1) + bool(arriving.any())) * (len(plan.participants) > 1),
-            moved=received.sum(),
+            # Chunks that ranks make come from no other worker.
+            moved=received.sum() - sum(needs[name][0].sum() for name in "ab" if problem[name].by_ranks),
         )
 
     def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.float64]:
@@ -59,9 +60,9 @@ class NumpyModel(EngineModel):
         problem, npart, nranks = plan.problem, len(plan.participants), len(plan.ranks)
         compute, (height, width, k) = problem.compute_type.itemsize, plan.extents
         total = held_operands(plan)
-        # Where these lie is not looked at; the parts of them that a rank fetches are chunks' parts, one at a time.
-        inputs = [extra.name for extra in problem.extras if extra.name != "partial"]
-        total += sum(float(problem[name].bytes.sum()) for name in inputs) / npart
+        # Of these the parts that a rank fetches are chunks' parts, one at a time.
+        inputs = [extra for extra in problem.extras if extra.name != "partial"]
+        total += sum((spread(plan, extra.name, extra.bytes) for extra in inputs), np.zeros(npart))
         owned = np.bincount(plan.owners, problem.d.bytes, nranks) * (2 if problem.formula.saved else 1)
         own = height * width * float(compute)
         if problem.formula.partial and not problem.accumulates_in_place:

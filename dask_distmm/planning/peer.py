@@ -22,9 +22,11 @@ from dask_distmm.planning.cuts import pieces_that_fill, shape_of, slowdown
 from dask_distmm.planning.footprint import (
     Needs,
     delivered,
+    formula_inputs,
     held_operands,
     multiplied_sizes,
     multiply_rate,
+    spread,
     uploaded,
 )
 from dask_distmm.planning.model import EngineModel, Phase, Work
@@ -96,8 +98,9 @@ class PeerModel(SolverModel):
             for name, read in peer_reads(plan, [name for name in "ab" if name in plan.where]).items():
                 itemsize = multiplied_sizes(problem)["ab".index(name)]
                 total += copied * (read @ problem[name].bytes) / problem[name].itemsize * itemsize
-        # Inputs of the formula count as spread evenly; each rank has copies of the parts that its chunks need.
-        total += sum(float(extra.bytes.sum()) for extra in problem.extras) * 2 / npart
+        # Each rank has copies of what its chunks need.
+        total += sum((spread(plan, extra.name, extra.bytes) for extra in problem.extras), np.zeros(npart))
+        total[list(plan.ranks)] += formula_inputs(plan)[0]
         sums = sums_in(plan).itemsize
         if schedules := block_schedules(plan):
             own = np.array([schedule.buffer_bytes for schedule in schedules], float)

@@ -41,7 +41,7 @@ from dask_distmm.planning.computation import Chunks, Computation, Worker
 from dask_distmm.planning.cuts import Candidate, Cuts, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
 from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.planning.factor import FactorPlacement, FactorProblem, plan_factorization
-from dask_distmm.planning.footprint import operand_needs, packing, spread
+from dask_distmm.planning.footprint import formula_inputs, operand_needs, packing, spread
 from dask_distmm.planning.model import ENGINES, Phase, Work, estimate, models_of
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, match_ranks, over_limit
 from dask_distmm.planning.plan import Plan
@@ -235,12 +235,12 @@ _BEGUN = 4
 
 
 class Situation(NamedTuple):
-    """The workers, and where the chunks of A, B and earlier sums are. Hashable: plans are cached by it."""
+    """The workers, and where the chunks of operands are. Hashable: plans are cached by it."""
 
     # Workers that can be ranks, and others that hold chunks.
     roster: tuple[Worker, ...]
     sources: tuple[Worker, ...] = ()
-    # For ``"a"``, ``"b"`` and ``"partial"``, where that is known, the worker that holds each chunk: an int32 array.
+    # By operand, where that is known, the worker that holds each chunk: an int32 array.
     raw: tuple[tuple[str, bytes], ...] = ()
     # Memory order of (most of) the chunks of A and B.
     orders: tuple[str, str] = ("C", "C")
@@ -278,7 +278,7 @@ def plan(
         )
     # The same multiply comes again and again in a loop: only its name differs.
     unnamed = problem.unnamed()
-    raw = tuple((name, where[name].tobytes()) for name in ("a", "b", "partial") if name in where)
+    raw = tuple((name, at.tobytes()) for name, at in where.items())
     situation = Situation(tuple(roster), tuple(sources), raw, orders, tuple(sorted(groups)))
     best = _plan(unnamed, situation, tuple(able), thorough)
     return dataclasses.replace(best, problem=problem, where=where, replica_runs=replica_runs)
@@ -465,6 +465,8 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
 
     def finished(plan: Plan) -> Plan:
         work = model.work(plan, needs)
+        if problem.extras:
+            work = _more(work, formula_inputs(plan)[1])
         if limit < math.inf and not may_stay:
             estimated_time = estimate(work, plan.machine, plan.method, plan.grid, hosts=plan.hosts)
             if estimated_time.seconds > limit:
@@ -472,14 +474,19 @@ def _cut(problem: Problem, situation: Situation, engine: str, method: str, cuts:
         memory = model.memory(plan, needs)
         if plan.kept:
             more, moved = _replicas(plan, nroster)
-            memory, phases = memory + more, [*work.phases, Phase(waited={"ranks": moved})]
-            work = Work(phases, work.messages + bool(moved.any()), work.seconds, work.moved + moved.sum())
+            memory, work = memory + more, _more(work, moved)
         return estimated(plan, memory, work)
 
     plan = finished(plan)
     if may_stay and (over_limit(plan) or len(plan.participants) == 1):
         plan = finished(dataclasses.replace(plan, from_host=True))
     return plan
+
+
+def _more(work: Work, moved: NDArray[np.float64]) -> Work:
+    """Return the work of a plan of which each rank gets more bytes from others."""
+    phases = [*work.phases, Phase(waited={"ranks": moved})]
+    return Work(phases, work.messages + bool(moved.any()), work.seconds, work.moved + moved.sum())
 
 
 def _matched(plan: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, ...]]) -> tuple[int, ...]:

@@ -226,8 +226,15 @@ def test_products_come_to_their_end(seed, method, workers, kind):
     stored = collections.Counter(s.number for steps in lists for s in steps if isinstance(s, Store) and not s.output)
     assert stored == dict.fromkeys(range(made.problem.d.count), 1)
     flops = sum(flops_of(step) for steps in lists for step in steps if isinstance(step, Call))
+    moved = sum(step.nbytes for steps in lists for step in steps if isinstance(step, Pull))
+    estimated = made.estimate.bytes_moved
     if kind != "gram":
         assert flops == pytest.approx(made.problem.flops)
+        assert moved == pytest.approx(estimated, abs=1)
+    else:
+        # Rows of X that a rank needs as columns, too, come once.
+        assert moved <= estimated + 1
+        assert made.grid[0] > 1 or moved >= estimated - 1
 
 
 @settings(max_examples=40, deadline=None)
