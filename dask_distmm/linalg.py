@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dask_distmm.algorithms.exponential import expm
-from dask_distmm.algorithms.iterative import cg, eigsh, gmres, lobpcg, lsmr, lsqr, minres
+from dask_distmm.algorithms.iterative import cg, eigsh, expm, gmres, lobpcg, lsmr, lsqr, minres
 from dask_distmm.arrays.linalg.array_api import (
     cond,
     cross,

@@ -22,8 +22,8 @@ from dask_distmm.algorithms.arguments import matrix
 from dask_distmm.algorithms.clusters import nearest_of
 from dask_distmm.arrays.jit import jit
 from dask_distmm.arrays.kinds import as_array
+from dask_distmm.compat import library_of
 from dask_distmm.errors import PlanError
-from dask_distmm.installing import library_of
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.runtime.client import current_client
 

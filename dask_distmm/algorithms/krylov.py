@@ -15,15 +15,16 @@ import numpy as np
 from dask_distmm import random
 from dask_distmm.arrays.jit import jit
 from dask_distmm.errors import MatrixError, not_finite
-from dask_distmm.tracing.control import cond, while_loop
-from dask_distmm.tracing.functions import (
+from dask_distmm.tracing.control import (
     UserFunction,
     adjoint_product,
     callback,
+    cond,
     decided,
     product,
     put_column,
     replicated,
+    while_loop,
 )
 
 

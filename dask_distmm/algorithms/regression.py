@@ -12,7 +12,7 @@ import numpy as np
 from dask_distmm.algorithms.arguments import chosen, counts, matrix, numbers, shaped, until
 from dask_distmm.arrays.jit import jit
 from dask_distmm.errors import PlanError
-from dask_distmm.tracing.functions import sum_rows
+from dask_distmm.tracing.control import sum_rows
 
 # Steps and differences of gradients that `_lbfgs` remembers.
 _KEPT = 10

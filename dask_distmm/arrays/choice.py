@@ -17,8 +17,7 @@ from dask_distmm.arrays.fallback import added_in_64_bits, why_not
 from dask_distmm.arrays.request import Request, unfit
 from dask_distmm.config import Budget, dask_costs, minimum_flops, raises_beyond_memory, wave_budget
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
-from dask_distmm.graph.build import DaskTasks
-from dask_distmm.graph.layers import can_be_made
+from dask_distmm.graph import DaskTasks, can_be_made
 from dask_distmm.planning import NamedMatrix, Plan, Problem
 from dask_distmm.planning.footprint import held_bytes
 from dask_distmm.planning.model import models_of

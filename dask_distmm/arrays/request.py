@@ -41,7 +41,7 @@ from dask_distmm.numeric.epilogs import PLAIN, Epilog, Formula
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import Types, dtype_from_name, resolve_types, sum_dtype, supported
 from dask_distmm.planning import ENGINES, METHODS, Chunks, NamedMatrix, Problem
-from dask_distmm.planning.distribution import FREE, Distribution, Distributions
+from dask_distmm.planning.problem import FREE, Distribution, Distributions
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.typing import AllOptions
 
