@@ -88,8 +88,7 @@ def nmf(
         chosen("init", init, ("nndsvda", "random"))
         if init == "nndsvda":
             counts(1, min(m, n), n_components=n_components)
-    result: Factors = _nmf(X, W, H, random.key(seed), init, n_components, max_iter, tol)
-    return result
+    return _nmf(X, W, H, random.key(seed), init, n_components, max_iter, tol)
 
 
 @jit
@@ -217,8 +216,7 @@ def als(
     numbers(reg=reg, positive=True)
     if weights is not None:
         weights = shaped(weights, "weights", *X.shape).astype(X.dtype)
-    result: Factors = _als(X, weights, random.key(seed), n_components, max_iter, reg, tol)
-    return result
+    return _als(X, weights, random.key(seed), n_components, max_iter, reg, tol)
 
 
 @jit
@@ -325,8 +323,7 @@ def pagerank(
         raise PlanError(f"alpha must be at most 1, got {alpha}")
     if personalization is not None:
         personalization = shaped(personalization, "personalization", A.shape[0]).astype(A.dtype)
-    result: Ranks = _pagerank(A, personalization, alpha, max_iter, tol)
-    return result
+    return _pagerank(A, personalization, alpha, max_iter, tol)
 
 
 @jit
@@ -407,20 +404,25 @@ def eigs(
     """
     A = matrix(A, "A", "fc")
     check_square("A", A.shape)
-    n = A.shape[0]
-    counts(1, n - 2, k=k)
     chosen("which", which, ("LM", "LR", "SR", "LI"))
-    ncv = min(n, max(2 * k + 1, 20)) if ncv is None else ncv
-    counts(k + 2, n, ncv=ncv)
-    maxiter = 10 * n if maxiter is None else maxiter
+    start, limits = _krylov(A, k, 2, v0, ncv, maxiter, tol, seed)
+    return _eigs(A, *start, k, which, *limits)
+
+
+def _krylov(
+    A: Any, k: int, more: int, v0: Any, ncv: int | None, maxiter: int | None, tol: float, seed: int
+) -> tuple[tuple[Any, Any], tuple[int, int, float]]:
+    """Return the start, or a key for it; and how many vectors are kept, `more` than k, turns, and the tolerance."""
+    least = min(A.shape)
+    counts(1, least - more, k=k)
+    ncv = min(least, max(2 * k + 1, 20)) if ncv is None else ncv
+    counts(k + more, least, ncv=ncv)
+    maxiter = 10 * least if maxiter is None else maxiter
     counts(maxiter=maxiter)
     counts(0, seed=seed)
     numbers(tol=tol)
-    v0 = None if v0 is None else shaped(v0, "v0", n).astype(A.dtype)
-    result: Eigenpairs = _eigs(
-        A, v0, random.key(seed), k, which, ncv, maxiter, max(tol, ncv * float(np.finfo(A.dtype).eps))
-    )
-    return result
+    v0 = None if v0 is None else shaped(v0, "v0", A.shape[1]).astype(A.dtype)
+    return (v0, random.key(seed)), (ncv, maxiter, max(tol, ncv * float(np.finfo(A.dtype).eps)))
 
 
 @jit
@@ -549,19 +551,8 @@ def svds(
     array([28., 29.])
     """
     A = matrix(A, "A", "fc")
-    least = min(A.shape)
-    counts(1, least - 1, k=k)
-    ncv = min(least, max(2 * k + 1, 20)) if ncv is None else ncv
-    counts(k + 1, least, ncv=ncv)
-    maxiter = 10 * least if maxiter is None else maxiter
-    counts(maxiter=maxiter)
-    counts(0, seed=seed)
-    numbers(tol=tol)
-    v0 = None if v0 is None else shaped(v0, "v0", A.shape[1]).astype(A.dtype)
-    result: SingularTriplets = _svds(
-        A, v0, random.key(seed), k, ncv, maxiter, max(tol, ncv * float(np.finfo(A.dtype).eps))
-    )
-    return result
+    start, limits = _krylov(A, k, 1, v0, ncv, maxiter, tol, seed)
+    return _svds(A, *start, k, *limits)
 
 
 @jit

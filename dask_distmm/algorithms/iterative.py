@@ -313,9 +313,9 @@ def eigsh(
     dtype = common_type({"A": rows})
     a, start = (x.astype(dtype) if isinstance(x, Array) else x for x in (a, start))
     info, key = np.finfo(dtype), random.key(secrets.randbits(64) if rng is None else rng)
-    pairs = krylov.eigsh.run(how, a, start, key, k, ncv, which, tol or float(info.eps), maxiter or 10 * n)
-    w = pairs.w.astype(info.dtype)
-    return (w, pairs.v) if return_eigenvectors else w
+    w, v = krylov.eigsh.run(how, a, start, key, k, ncv, which, tol or float(info.eps), maxiter or 10 * n)
+    w = w.astype(info.dtype)
+    return (w, v) if return_eigenvectors else w
 
 
 @public(RunOptions, TURNS)
@@ -510,7 +510,7 @@ def lsmr(
 
 
 def _least_squares(
-    algorithm: Jitted,
+    algorithm: Jitted[tuple[Any, Any, Any]],
     operands: Sequence[Any],
     maxiter: int | None,
     how: RunOptions,
@@ -573,7 +573,7 @@ def _check_false(**options: bool) -> None:
 
 
 def _solved(
-    algorithm: Jitted,
+    algorithm: Jitted[tuple[Any, Any]],
     arguments: Sequence[Any],
     function: Any,
     maxiter: int | None,
@@ -586,7 +586,7 @@ def _solved(
     a, rows = _operator(a, b, "b")
     start = None if x0 is None else _vector("x0", x0, rows)
     operands = _of_one_type(a, _vector("b", b, rows), start, _preconditioner(m, rows))
-    return tuple(algorithm.run(how, *operands, _callback(function), *options, maxiter or factor * len(rows)))
+    return algorithm.run(how, *operands, _callback(function), *options, maxiter or factor * len(rows))
 
 
 def _of_one_type(a: Any, main: Array, *more: Any) -> list[Any]:
