@@ -246,10 +246,8 @@ def _drawn(name: str, key: Any, shape: Sequence[int], dtype: Any) -> Any:
     trace = trace_of(key)
     if trace is None:
         return drawn(key, name, shape, dtype.name, 0, shape[0] if shape else 1)
-    with trace.active():
-        key = as_traced(key)
-    kind = Kind(shape, dtype.name)
-    return trace.one("random", {"f": name, "shape": list(shape), "dtype": dtype.name}, (key,), kind)
+    options = {"f": name, "shape": list(shape), "dtype": dtype.name}
+    return trace.one("random", options, (as_traced(key, trace),), Kind(shape, dtype.name))
 
 
 def drawn(key: Any, name: str, shape: Sequence[int], dtype: str, first: int, rows: int) -> Any:

@@ -201,7 +201,7 @@ class Jitted(Generic[T]):
 
     def _trace(self, leaves: list[Any], tree: Tree) -> _Traced:
         trace, arguments = Trace(), list[Any]()
-        with trace.active(), trace.block() as block:
+        with trace.block() as block:
             for leaf in leaves:
                 arguments.append(trace.input(leaf, _kind(leaf)) if _is_array(leaf) else getattr(leaf, "value", leaf))
             # An array that is passed twice is one input.

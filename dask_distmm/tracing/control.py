@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -29,16 +29,13 @@ def flattened(state: Any) -> tuple[list[Any], Tree]:
     return [x for leaves, _ in flat for x in leaves], (type(state), keys, tuple(tree for _, tree in flat))
 
 
-def nested(leaves: Sequence[Any], tree: Tree) -> Any:
+def nested(leaves: Iterable[Any], tree: Tree) -> Any:
     """Return what `flattened` has taken apart."""
-    return _nested(iter(leaves), tree)
-
-
-def _nested(leaves: Any, tree: Tree) -> Any:
+    leaves = iter(leaves)
     if tree is None:
         return next(leaves)
     kind, keys, trees = tree
-    parts = [_nested(leaves, part) for part in trees]
+    parts = [nested(leaves, part) for part in trees]
     if issubclass(kind, dict):
         return dict(zip(keys, parts, strict=True))
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
@@ -177,7 +174,7 @@ def _loop(
     assert body is not None
     blocks = [body]
     if cond_fun is not None:
-        with trace.active(), trace.block() as block:
+        with trace.block() as block:
             flag = cond_fun(nested(block.begin(trace, kinds), tree))
             blocks.insert(0, block.end(trace, [_flag(name, flag)]))
     inputs = [
@@ -190,7 +187,7 @@ def _loop(
 def _body(
     trace: Trace, body_fun: Callable[..., Any], numbers: Sequence[Kind], kinds: Sequence[Kind], tree: Tree, name: str
 ) -> tuple[Block, list[Kind]]:
-    with trace.active(), trace.block() as block:
+    with trace.block() as block:
         values = block.begin(trace, [*numbers, *kinds])
         state = nested(values[len(numbers) :], tree)
         leaves, after = flattened(body_fun(*values[: len(numbers)], state))
@@ -267,7 +264,7 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
     _flag("cond", pred)
     blocks, kinds, trees = [], [], []
     for function in (true_fun, false_fun):
-        with trace.active(), trace.block() as block:
+        with trace.block() as block:
             leaves, tree = flattened(function(*operands))
             values = [_as_value(trace, x, Kind((), "bool")) for x in leaves]
             blocks.append(block.end(trace, values))
@@ -391,8 +388,7 @@ def callback(f: Callable[..., Any], *arrays: Any) -> None:
     if trace is None:
         f(*arrays)
         return
-    with trace.active():
-        trace.add("callback", {"function": trace.function(_pickled(f))}, [as_traced(x) for x in arrays], [])
+    trace.add("callback", {"function": trace.function(_pickled(f))}, [as_traced(x, trace) for x in arrays], [])
 
 
 def put_column(x: Any, j: Any, column: Any) -> Any:
@@ -463,8 +459,7 @@ def _called(f: Callable[..., Any], arrays: tuple[Any, ...], meta: Any, name: str
         return f(*arrays)
     if not arrays or not np.ndim(arrays[0]):
         raise TracingError(f"{name} of what has no rows: the first array must have axes")
-    with trace.active():
-        operands = [as_traced(x) for x in arrays]
+    operands = [as_traced(x, trace) for x in arrays]
     m = operands[0].shape[0]
     rows = [i for i, x in enumerate(operands) if x.shape[:1] == (m,)]
     if meta is None:
