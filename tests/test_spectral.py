@@ -20,7 +20,7 @@ from run_events import newest_run, runs_after
 
 from dask_distmm import PlanError, ProjectedMemoryError, linalg
 from dask_distmm.algorithms import iterative
-from dask_distmm.arrays.linalg.spectral import weights
+from dask_distmm.arrays.linalg.factors import weights
 from dask_distmm.errors import MatrixError, NotSquareError
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.factor import plan_factorization

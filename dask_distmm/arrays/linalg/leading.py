@@ -23,9 +23,8 @@ from dask_distmm.arrays.linalg.factorize import (
     times,
     unchecked,
 )
-from dask_distmm.arrays.linalg.factors import qr
+from dask_distmm.arrays.linalg.factors import qr, right_vectors, svd, with_noise
 from dask_distmm.arrays.linalg.public import COMPONENTS, COMPRESSED, MOMENTS, Operand, RunOptions, check_range
-from dask_distmm.arrays.linalg.spectral import right_vectors, svd, with_noise
 from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.arrays.request import check_names, check_workers
 from dask_distmm.errors import PlanError
