@@ -26,7 +26,7 @@ from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.tracing.arrays import Trace, TracedArray, kind_of, need_rows
 from dask_distmm.tracing.control import Tree, flattened, nested
-from dask_distmm.tracing.form import Kind, Program, pieces
+from dask_distmm.tracing.form import Kind, Literal, Program, pieces
 from dask_distmm.tracing.lower import stored_shape
 from dask_distmm.tracing.place import Axis, Placements
 
@@ -155,7 +155,7 @@ class Jitted(Generic[T]):
         bound.apply_defaults()
         for name in self._static:
             if name in bound.arguments:
-                bound.arguments[name] = _Static(bound.arguments[name])
+                bound.arguments[name] = Literal(bound.arguments[name])
         leaves, tree = flattened((list(bound.args), bound.kwargs))
         return [as_array(x) if _is_lazy(x) else x for x in leaves], tree
 
@@ -216,13 +216,6 @@ class Jitted(Generic[T]):
         # The trace is kept for other arguments, and these are not: workers may hold them as long as somebody has them.
         trace.inputs.clear()
         return _Traced(trace.program(inner), sources, own, outputs, result_tree, trace.functions)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """An argument that is as it is while a function is traced."""
-
-    value: Any
 
 
 def _is_lazy(x: Any) -> bool:

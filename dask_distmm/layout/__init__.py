@@ -411,18 +411,12 @@ class Copy(NamedTuple):
     @property
     def src_index(self) -> tuple[slice, slice]:
         """The rectangle in the source's local matrix."""
-        return (
-            slice(self.src_row, self.src_row + self.nrows),
-            slice(self.src_col, self.src_col + self.ncols),
-        )
+        return slice(self.src_row, self.src_row + self.nrows), slice(self.src_col, self.src_col + self.ncols)
 
     @property
     def dst_index(self) -> tuple[slice, slice]:
         """The rectangle in the destination's local matrix."""
-        return (
-            slice(self.dst_row, self.dst_row + self.nrows),
-            slice(self.dst_col, self.dst_col + self.ncols),
-        )
+        return slice(self.dst_row, self.dst_row + self.nrows), slice(self.dst_col, self.dst_col + self.ncols)
 
 
 @dataclass(frozen=True, eq=False)
@@ -474,10 +468,8 @@ class Copies:
     def columns(self, down: Index | None = None, across: Index | None = None) -> list[Index]:
         """Return the fields of a `Copy` for each product of some copies of rows and of columns, or of all."""
         rows, cols = self.rows, self.cols
-        down, across = (
-            np.arange(len(rows)) if down is None else down,
-            np.arange(len(cols)) if across is None else across,
-        )
+        down = np.arange(len(rows)) if down is None else down
+        across = np.arange(len(cols)) if across is None else across
         i, j = down.repeat(len(across)), across[None].repeat(len(down), 0).ravel()
         src, dst = self.src.grid.ranks, self.dst.grid.ranks
         return [

@@ -226,14 +226,8 @@ class Placements:
         # Copies in other placements that this block has, by value and axis.
         moved: dict[tuple[int, Axis], int] = {}
         for statement in block.statements:
-            if statement.family == "loop":
-                self._loop(statement, into, moved)
-            elif statement.family == "cond":
-                self._cond(statement, into, moved)
-            elif statement.family == "gather":
-                self._gather(statement, into, moved)
-            else:
-                self._one(statement, into, moved)
+            families = {"loop": self._loop, "cond": self._cond, "gather": self._gather}
+            families.get(statement.family, self._one)(statement, into, moved)
         return Block(list(block.inputs), into, list(block.outputs))
 
     def _one(self, statement: Statement, into: list[Statement], moved: dict[tuple[int, Axis], int]) -> None:

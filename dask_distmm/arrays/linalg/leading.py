@@ -122,13 +122,7 @@ def compressed_by_rows(
     return u, s, vh
 
 
-class _Components(NamedTuple):
-    components: Array
-    variances: Array
-    mean: Array
-
-
-class Components(_Components):
+class Components(NamedTuple("Components", [("components", Array), ("variances", Array), ("mean", Array)])):
     """Principal components, as `pca` returns them; and the share of each in the variance of all columns."""
 
     explained_variance_ratio: Array

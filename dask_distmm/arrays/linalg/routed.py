@@ -62,11 +62,6 @@ def _cholesky(a: Any, lower: bool = False) -> Any:
 svd: Callable[..., Any] = factors.svd
 
 
-def _numpys_cholesky(a: Any, /, *, upper: bool = False) -> Any:
-    # NumPy's is L by default, Dask's U.
-    return da.linalg.cholesky(a, lower=not upper)
-
-
 def _lu(a: Any) -> Any:
     return take(lambda: factors.lu(a), a, stock=_by_lu(a, _blocks(a)))
 
@@ -312,7 +307,9 @@ _SAME = (
 _OURS = {**vars(array_api), **vars(factors), **vars(solutions)}
 # What `np.linalg` has; others of its functions end in Dask's of the same names.
 _NUMPYS: dict[str, Callable[..., Any]] = {
-    "cholesky": _numpys_cholesky, "cond": _cond, "pinv": _pinv, "qr": _named_qr, "svd": _named_svd,
+    # NumPy's is L by default, Dask's U.
+    "cholesky": lambda a, /, *, upper=False: da.linalg.cholesky(a, lower=not upper),
+    "cond": _cond, "pinv": _pinv, "qr": _named_qr, "svd": _named_svd,
     **{name: _numpys(_OURS[name]) for name in _SAME.split()},
 }  # fmt: skip
 
