@@ -586,7 +586,9 @@ def _solved(
     a, rows = _operator(a, b, "b")
     start = None if x0 is None else _vector("x0", x0, rows)
     operands = _of_one_type(a, _vector("b", b, rows), start, _preconditioner(m, rows))
-    return algorithm.run(how, *operands, _callback(function), *options, maxiter or factor * len(rows))
+    _check_callback(function)
+    callback = None if function is None else UserFunction(dumps(function), "callback")
+    return algorithm.run(how, *operands, callback, *options, maxiter or factor * len(rows))
 
 
 def _of_one_type(a: Any, main: Array, *more: Any) -> list[Any]:
@@ -600,11 +602,6 @@ def _of_one_type(a: Any, main: Array, *more: Any) -> list[Any]:
 
 def _with_number(function: Any, x: Any) -> None:
     function(float(x))
-
-
-def _callback(function: Any) -> UserFunction | None:
-    _check_callback(function)
-    return None if function is None else UserFunction(dumps(function), "callback")
 
 
 def _check_callback(function: Any) -> None:

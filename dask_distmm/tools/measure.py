@@ -481,15 +481,14 @@ def costs(seconds: Turn) -> dict[str, str]:
     """Return Dask's costs, from the seconds around runs and of its own tasks for two numbers of chunks."""
     slopes = {}
     # What a product has more of, with the number of chunks; and what it costs without.
-    for name, unit, base, numbers in (("run", "chunk", "run", _chunks), ("task", "task", "start", _tasks)):
+    for name, unit, base, numbers in (
+        ("run", "chunk", "run", lambda count: 3 * count**2),
+        ("task", "task", "start", _tasks),
+    ):
         few, many = ((numbers(count), seconds[name, count]) for count in COUNTS[name])
         slopes[unit] = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
         slopes[base] = max(0.0, few[1] - few[0] * slopes[unit])
     return {name: f"{1e3 * slopes[name]:.3g}ms" for name in ("run", "chunk", "start", "task")}
-
-
-def _chunks(count: int) -> float:
-    return 3 * count**2
 
 
 def _tasks(count: int) -> float:

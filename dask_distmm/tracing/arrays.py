@@ -549,13 +549,9 @@ _FUNCTIONS |= {
     np.size: lambda x, axis=None: x.size if axis is None else x.shape[axis],
     np.iscomplexobj: lambda x: x.dtype.kind == "c",
     np.isrealobj: lambda x: x.dtype.kind != "c",
-    np.result_type: lambda *x: np.result_type(*(_weak(operand) for operand in x)),
+    np.result_type: lambda *x: np.result_type(*(v.dtype if isinstance(v, TracedArray) else v for v in x)),
     np.fix: lambda x: mapped("trunc", (x,)),
 }
-
-
-def _weak(x: Any) -> Any:
-    return x.dtype if isinstance(x, TracedArray) else x
 
 
 @implements(np.full_like)
@@ -892,14 +888,10 @@ def _indexed(x: TracedArray, index: tuple[Any, ...]) -> TracedArray:
             raise TracingError(f"index {position} of an axis of length {n}")
     if any(p != slice(None) for p in plain):
         shape = np.broadcast_to(np.False_, x.shape)[tuple(plain)].shape
-        x = _by_index(x, plain, shape)
+        x = x.trace.one("index", {"index": index_to_plain(plain)}, (x,), Kind(shape, x.kind.dtype))
     if len(taken) > 1:
         raise TracingError("an index with two arrays of numbers: use one after the other, or numpy.take_along_axis")
     return take(x, taken[0][1], taken[0][0]) if taken else x
-
-
-def _by_index(x: TracedArray, plain: Sequence[Any], shape: tuple[int, ...]) -> TracedArray:
-    return x.trace.one("index", {"index": index_to_plain(plain)}, (x,), Kind(shape, x.kind.dtype))
 
 
 @implements(np.take)
