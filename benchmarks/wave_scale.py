@@ -21,7 +21,7 @@ from benchmarks.harness import environment
 from benchmarks.revision import revision
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import dask_costs, wave_budget
-from dask_distmm.graph.build import build_graph
+from dask_distmm.graph import build_graph
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning.waves import choose_scheme, wave_problem
 from dask_distmm.runtime.chunks import pack_tasks

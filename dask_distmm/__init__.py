@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from dask_distmm.diagnostics import progress
     from dask_distmm.numeric.epilogs import Epilog
     from dask_distmm.planning import BatchPlan, Explanation, GroupPlan, Plan
-    from dask_distmm.planning.distribution import BlockCyclic, Slab
+    from dask_distmm.planning.problem import BlockCyclic, Slab
     from dask_distmm.runtime.client import free_workspaces
     from dask_distmm.tracing.arrays import logsumexp, segment_sum
-    from dask_distmm.tracing.control import cond, fori_loop, while_loop
-    from dask_distmm.tracing.functions import callback, map_rows, sum_rows
+    from dask_distmm.tracing.control import callback, cond, fori_loop, map_rows, sum_rows, while_loop
 
 # Where the names are that are imported when they are first used: workers and schedulers need few of them.
 _HOMES = {
@@ -54,11 +53,10 @@ _HOMES = {
     "diagnostics": ("progress",),
     "numeric.epilogs": ("Epilog",),
     "planning": ("BatchPlan", "Explanation", "GroupPlan", "Plan"),
-    "planning.distribution": ("BlockCyclic", "Slab"),
+    "planning.problem": ("BlockCyclic", "Slab"),
     "runtime.client": ("free_workspaces",),
     "tracing.arrays": ("logsumexp", "segment_sum"),
-    "tracing.control": ("cond", "fori_loop", "while_loop"),
-    "tracing.functions": ("callback", "map_rows", "sum_rows"),
+    "tracing.control": ("callback", "cond", "fori_loop", "map_rows", "sum_rows", "while_loop"),
 }
 _MODULES = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dask_distmm.algorithms.exponential import expm
-from dask_distmm.algorithms.iterative import cg, eigsh, gmres, lobpcg, lsmr, lsqr, minres
+from dask_distmm.algorithms.iterative import cg, eigsh, expm, gmres, lobpcg, lsmr, lsqr, minres
 from dask_distmm.arrays.linalg.array_api import (
     cond,
     cross,
@@ -38,7 +37,22 @@ from dask_distmm.arrays.linalg.array_api import (
     vector_norm,
 )
 from dask_distmm.arrays.linalg.factorize import explain_result
-from dask_distmm.arrays.linalg.factors import cholesky, lu, lu_factor, qr
+from dask_distmm.arrays.linalg.factors import (
+    cholesky,
+    eig,
+    eigh,
+    eigvals,
+    eigvalsh,
+    logm,
+    lu,
+    lu_factor,
+    polar,
+    qr,
+    schur,
+    sqrtm,
+    svd,
+    svdvals,
+)
 from dask_distmm.arrays.linalg.leading import corrcoef, cov, pca, svd_compressed
 from dask_distmm.arrays.linalg.solutions import (
     cho_factor,
@@ -52,18 +66,6 @@ from dask_distmm.arrays.linalg.solutions import (
     slogdet,
     solve,
     solve_triangular,
-)
-from dask_distmm.arrays.linalg.spectral import (
-    eig,
-    eigh,
-    eigvals,
-    eigvalsh,
-    logm,
-    polar,
-    schur,
-    sqrtm,
-    svd,
-    svdvals,
 )
 from dask_distmm.arrays.linalg.structured import solve_banded, solve_toeplitz, solveh_banded
 from dask_distmm.errors import MatrixError, NotSquareError, options_checked

@@ -22,8 +22,8 @@ from dask_distmm.algorithms.arguments import matrix
 from dask_distmm.algorithms.clusters import nearest_of
 from dask_distmm.arrays.jit import jit
 from dask_distmm.arrays.kinds import as_array
+from dask_distmm.compat import library_of
 from dask_distmm.errors import PlanError
-from dask_distmm.installing import library_of
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.runtime.client import current_client
 
@@ -118,10 +118,10 @@ class _Estimator(BaseEstimator):
                 raise ValueError(f"{name} is not finite: input X or y contains NaN or infinity, or is too large")
         return {name: x.item() if np.ndim(x) == 0 and hasattr(x, "item") else x for name, x in attributes.items()}
 
-    def _of_rows(self, function: Callable[..., Any], X: Any, *fitted: Any) -> Any:
-        """Return a function of rows and of what was fitted: of a Dask array a lazy one."""
+    def _of_rows(self, function: Callable[..., Any], X: Any, *names: str) -> Any:
+        """Return a function of rows and of attributes, some of them fitted: of a Dask array a lazy one."""
         check_is_fitted(self)
-        X = self._checked(X, fitting=False)
+        X, fitted = self._checked(X, fitting=False), tuple(getattr(self, name) for name in names)
         if not is_dask_collection(X):
             return function(X, *fitted)
         sample = np.asarray(function(np.ones((1, X.shape[1]), X.dtype), *fitted))
@@ -135,7 +135,8 @@ class _Estimator(BaseEstimator):
 def _beside(function: Callable[..., Any], X: Any, fitted: tuple[Any, ...]) -> Any:
     """Call a function with a chunk, and what was fitted where the chunk is."""
     if not sparse_package(X):
-        fitted = tuple(np.asarray(x, like=X) if isinstance(x, np.ndarray) else x for x in fitted)
+        # Classes may be strings, which are on the host.
+        fitted = tuple(np.asarray(x, like=X) if getattr(x, "dtype", "") in _FLOATS else x for x in fitted)
     return function(X, *fitted)
 
 
@@ -165,9 +166,10 @@ def _linear(X: Any, coef: Any, intercept: Any) -> Any:
 # Decompositions
 
 
-class _Components(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Estimator):
-    """A transformation by ``components_``."""
+class _Transformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Estimator):
+    """A transformation by vectors in the rows of an attribute."""
 
+    _vectors = "components_"
     components_: Any
 
     def __sklearn_tags__(self) -> Any:
@@ -177,10 +179,10 @@ class _Components(ClassNamePrefixFeaturesOutMixin, TransformerMixin, _Estimator)
 
     @property
     def _n_features_out(self) -> int:
-        return int(self.components_.shape[0])
+        return len(getattr(self, self._vectors))
 
 
-class PCA(_Components):
+class PCA(_Transformer):
     """Principal components, as ``sklearn.decomposition.PCA`` with an integer for `n_components`.
 
     Parameters
@@ -230,15 +232,11 @@ class PCA(_Components):
 
     def transform(self, X: Any) -> Any:
         """Return the scores of rows."""
-        return self._of_rows(_scores, X, *self._fitted())
+        return self._of_rows(_scores, X, "components_", "mean_")
 
     def inverse_transform(self, X: Any) -> Any:
         """Return the rows that have these scores."""
         return X @ self.components_ + self.mean_
-
-    def _fitted(self) -> tuple[Any, ...]:
-        check_is_fitted(self)
-        return self.components_, self.mean_
 
 
 def _with_signs(components: Any) -> Any:
@@ -250,7 +248,7 @@ def _scores(X: Any, components: Any, mean: Any) -> Any:
     return X @ components.T - mean @ components.T
 
 
-class TruncatedSVD(_Components):
+class TruncatedSVD(_Transformer):
     """Leading singular vectors, as ``sklearn.decomposition.TruncatedSVD``.
 
     Parameters
@@ -321,8 +319,7 @@ class TruncatedSVD(_Components):
 
     def transform(self, X: Any) -> Any:
         """Return the products of rows and the vectors."""
-        check_is_fitted(self)
-        return self._of_rows(_products, X, self.components_)
+        return self._of_rows(_products, X, "components_")
 
     def inverse_transform(self, X: Any) -> Any:
         """Return the rows that have these products, as far as the vectors describe them."""
@@ -338,7 +335,7 @@ def _products(X: Any, components: Any) -> Any:
     return X @ components.T
 
 
-class NMF(_Components):
+class NMF(_Transformer):
     """Non-negative factors, as ``sklearn.decomposition.NMF(solver="mu")``.
 
     Parameters
@@ -403,8 +400,7 @@ class NMF(_Components):
 
     def transform(self, X: Any) -> Any:
         """Return the weights of the components that fit best to each row: non-negative least squares."""
-        check_is_fitted(self)
-        return self._of_rows(_weights, X, self.components_, self.max_iter)
+        return self._of_rows(_weights, X, "components_", "max_iter")
 
     def inverse_transform(self, X: Any) -> Any:
         """Return the rows that have these weights."""
@@ -443,8 +439,7 @@ class _Regressor(MultiOutputMixin, RegressorMixin, _Estimator):
 
     def predict(self, X: Any) -> Any:
         """Return the values of rows."""
-        check_is_fitted(self)
-        return self._of_rows(_linear, X, self.coef_, self.intercept_)
+        return self._of_rows(_linear, X, "coef_", "intercept_")
 
     def _set_model(self, coef: Any, intercept: Any, **more: Any) -> Self:
         self._set(coef_=coef, intercept_=intercept, **more)
@@ -658,24 +653,19 @@ class LogisticRegression(ClassifierMixin, _Estimator):
 
     def decision_function(self, X: Any) -> Any:
         """Return the logarithms of odds, or for several classes those of probabilities but for a constant."""
-        return self._of_rows(_decisions, X, *self._fitted())
+        return self._of_rows(_decisions, X, "coef_", "intercept_")
 
     def predict(self, X: Any) -> Any:
         """Return the most likely class of each row."""
-        fitted = self._fitted()
-        return self._of_rows(functools.partial(_classes, self.classes_), X, *fitted)
+        return self._of_rows(_classes, X, "coef_", "intercept_", "classes_")
 
     def predict_proba(self, X: Any) -> Any:
         """Return the probabilities of all classes."""
-        return self._of_rows(_probabilities, X, *self._fitted())
+        return self._of_rows(_probabilities, X, "coef_", "intercept_")
 
     def predict_log_proba(self, X: Any) -> Any:
         """Return their logarithms."""
         return np.log(self.predict_proba(X))
-
-    def _fitted(self) -> tuple[Any, ...]:
-        check_is_fitted(self)
-        return self.coef_, self.intercept_
 
 
 def _numbered(classes: Any, y: Any) -> Any:
@@ -687,10 +677,9 @@ def _decisions(X: Any, coef: Any, intercept: Any) -> Any:
     return decisions[:, 0] if len(coef) == 1 else decisions
 
 
-def _classes(classes: Any, X: Any, coef: Any, intercept: Any) -> Any:
+def _classes(X: Any, coef: Any, intercept: Any, classes: Any) -> Any:
     decisions = _decisions(X, coef, intercept)
     number = (decisions > 0) * 1 if decisions.ndim == 1 else decisions.argmax(1)
-    # Classes may be strings, which are on the host.
     return classes[number.get() if hasattr(number, "get") else number]
 
 
@@ -705,7 +694,7 @@ def _probabilities(X: Any, coef: Any, intercept: Any) -> Any:
 # Clusters
 
 
-class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, _Estimator):
+class KMeans(ClusterMixin, _Transformer):
     """Clusters by Lloyd's algorithm, as ``sklearn.cluster.KMeans`` with one start.
 
     Parameters
@@ -737,7 +726,7 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, _E
     [0.5, 10.5]
     """
 
-    _sparse = True
+    _sparse, _vectors = True, "cluster_centers_"
     cluster_centers_: Any
 
     def __init__(
@@ -752,15 +741,6 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, _E
         self.n_clusters, self.init, self.max_iter = n_clusters, init, max_iter
         self.tol, self.random_state = tol, random_state
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
-        return tags
-
-    @property
-    def _n_features_out(self) -> int:
-        return len(self.cluster_centers_)
-
     def fit(self, X: Any, y: Any = None) -> Self:
         """Find the clusters of X: one run."""
         X = self._checked(X)
@@ -770,17 +750,14 @@ class KMeans(ClassNamePrefixFeaturesOutMixin, TransformerMixin, ClusterMixin, _E
 
     def predict(self, X: Any) -> Any:
         """Return the number of the nearest centre of each row."""
-        check_is_fitted(self)
-        return self._of_rows(_nearest, X, self.cluster_centers_)
+        return self._of_rows(_nearest, X, "cluster_centers_")
 
     def transform(self, X: Any) -> Any:
         """Return the distances of rows from all centres."""
-        check_is_fitted(self)
-        return self._of_rows(_distances, X, self.cluster_centers_)
+        return self._of_rows(_distances, X, "cluster_centers_")
 
     def score(self, X: Any, y: Any = None) -> float:
         """Return the negative sum of squared distances of rows from their centres."""
-        check_is_fitted(self)
         score = -(self.transform(X).min(1) ** 2).sum()
         return float(score.compute() if is_dask_collection(score) else score)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, Protocol, TypeAlias, Type
 import numpy as np
 
 from dask_distmm.numeric.epilogs import AnyEpilog, AuxEpilog, PlainEpilog
-from dask_distmm.planning.distribution import Distribution
+from dask_distmm.planning.problem import Distribution
 
 if TYPE_CHECKING:
     import dask.array as da

@@ -22,7 +22,7 @@ from matplotlib.patches import Polygon, Rectangle
 
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import read_options
-from dask_distmm.graph.build import build_graph
+from dask_distmm.graph import build_graph
 from dask_distmm.layout import Layout, ProcessGrid, redistribution
 from dask_distmm.planning import NamedMatrix, Plan, Worker, plan
 from dask_distmm.planning.cuts import pieces_of, traffic

@@ -23,8 +23,8 @@ from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype
 from dask_distmm.planning import EVERYWHERE, Chunks, NamedMatrix, Placement, Plan, Problem, Worker, plan
-from dask_distmm.planning.distribution import FREE, Distributions
 from dask_distmm.planning.placement import GATHERED
+from dask_distmm.planning.problem import FREE, Distributions
 
 # Random chunks and matrices of any supported type, and Problems of them
 

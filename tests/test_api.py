@@ -18,7 +18,7 @@ from distributed import Client, wait
 import dask_distmm
 from dask_distmm import Matmul, NotCollective, PlanError, ProjectedMemoryError, Slab, explain, linalg, matmul
 from dask_distmm.arrays.request import parse
-from dask_distmm.graph.build import build_graph
+from dask_distmm.graph import build_graph
 
 
 def ones(*shape, chunks=10, dtype=float):

@@ -41,7 +41,7 @@ class FakeCuPy(types.ModuleType):
 def test_cupy_chunks_stay_cupy(monkeypatch, epilog):
     monkeypatch.setitem(sys.modules, "cupy", FakeCuPy("cupy"))
     # Nothing is sent, and Dask's serializers would be registered for the stand-in.
-    monkeypatch.setattr("dask_distmm.arrays.outputs.register_serializers", lambda: None)
+    monkeypatch.setattr("dask_distmm.arrays.product.register_serializers", lambda: None)
     case = Case(epilog, "float32")
     formula = Formula(epilog=epilog, amax=True)
     inputs = [np.atleast_2d(x).view(devices.ndarray) for x in case.inputs.values()]
@@ -72,7 +72,7 @@ def test_fp8_on_cupy_chunks_is_bytes(monkeypatch, to):
     """Whole items on a GPU: bytes go in, and bytes come out where the result is FP8."""
     monkeypatch.setitem(sys.modules, "cupy", FakeCuPy("cupy"))
     # Nothing is sent, and Dask's serializers would be registered for the stand-in.
-    monkeypatch.setattr("dask_distmm.arrays.outputs.register_serializers", lambda: None)
+    monkeypatch.setattr("dask_distmm.arrays.product.register_serializers", lambda: None)
     rng = np.random.default_rng()
     pair = "float8_e4m3fn", "float8_e5m2"
     a, b = (random_fp8(rng, shape, name) for shape, name in zip(((3, 9, 8), (3, 8, 7)), pair, strict=True))

@@ -14,7 +14,7 @@ from distributed import Client
 
 from dask_distmm import PlanError, explain
 from dask_distmm.config import DEFAULTS, dask_costs, read_options
-from dask_distmm.tools import calibrate
+from dask_distmm.tools import measure as calibrate
 
 
 def test_costs_are_those_that_the_times_were_made_from() -> None:

@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from distributed import Client
 
-from dask_distmm import __version__, installing
+from dask_distmm import __version__, compat
 from dask_distmm.tools import check, facts
 from dask_distmm.tools.check import HERE, Report, differing
 from dask_distmm.tools.cli import main
@@ -26,7 +26,7 @@ from dask_distmm.tools.cli import main
 @pytest.fixture(autouse=True)
 def _from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that install are those of a package that came from an index."""
-    monkeypatch.setattr(installing, "_origin", lambda: None)
+    monkeypatch.setattr(compat, "_origin", lambda: None)
 
 
 VERSIONS = dict.fromkeys(facts.LIBRARIES, "1.2.3") | {"python": "3.12.1", "dask_distmm": __version__}

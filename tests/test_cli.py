@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from dask_distmm import PlanError, __version__
 from dask_distmm.errors import RunFailedError
-from dask_distmm.tools import demo, local
+from dask_distmm.tools import local, measure
 from dask_distmm.tools.cli import main
 
 
@@ -62,7 +62,7 @@ def test_help_does_not_wait_for_what_commands_need() -> None:
     program = (
         "import sys, dask_distmm.tools.cli; bad = [name for name in sys.modules if name in ('zarr', 'h5py',"
         " 'matplotlib') or name.startswith(tuple(f'dask_distmm.tools.{part}' for part in"
-        " ('multiply', 'check', 'calibrate', 'demo')))];"
+        " ('multiply', 'check', 'measure')))];"
         " assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
@@ -134,7 +134,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     def run(*arguments: Any) -> None:
         raise RunFailedError("rank 1 failed\nand many details")
 
-    monkeypatch.setattr(demo, "run_demo", run)
+    monkeypatch.setattr(measure, "run_demo", run)
     return RunFailedError
 
 
@@ -153,7 +153,7 @@ def test_ctrl_c_is_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "run_demo", run)
+    monkeypatch.setattr(measure, "run_demo", run)
     result = invoke("demo", "--size", "8")
     assert result.exit_code == 130
     assert len(result.stderr.splitlines()) == 1
@@ -163,7 +163,7 @@ def test_wrong_options_are_2(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(*arguments: Any) -> None:
         raise PlanError("there is no such thing")
 
-    monkeypatch.setattr(demo, "run_demo", run)
+    monkeypatch.setattr(measure, "run_demo", run)
     assert invoke("demo", "--size", "8").exit_code == 2
 
 
@@ -185,7 +185,7 @@ def test_options_are_in_groups() -> None:
 
 def test_size_and_workers_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(demo, "run_demo", lambda *arguments: seen.append(arguments[:2]))
+    monkeypatch.setattr(measure, "run_demo", lambda *arguments: seen.append(arguments[:2]))
     monkeypatch.setattr(local, "default_workers", lambda: 7)
     monkeypatch.setattr(local, "available_memory", lambda: 2**40)
     assert invoke("demo", "--size", "8", "--workers", "3").exit_code == 0

@@ -190,7 +190,7 @@ def test_within_a_task_without_the_cluster(client):
         import dask.array as da
 
         from dask_distmm.arrays.request import parse
-        from dask_distmm.graph.build import build_graph
+        from dask_distmm.graph import build_graph
 
         x, y = da.from_array(a, chunks=30), da.from_array(b, chunks=40)
         problem = parse(x, y).problem

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from dask_distmm import DistMMError
-from dask_distmm.tools import demo
+from dask_distmm.tools import measure as demo
 
 COMMAND = [sys.executable, "-W", "error", "-m", "dask_distmm", "demo"]
 GIB = 2**30

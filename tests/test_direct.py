@@ -24,7 +24,7 @@ from dask_distmm import matmul
 from dask_distmm._version import TESTED_DASK
 from dask_distmm.arrays.request import parse
 from dask_distmm.errors import NoWorkersError
-from dask_distmm.graph.build import build_graph
+from dask_distmm.graph import build_graph
 from dask_distmm.runtime import direct
 
 

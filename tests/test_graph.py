@@ -11,9 +11,9 @@ from dask.highlevelgraph import HighLevelGraph
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.arrays import outputs
+from dask_distmm.arrays import product
 from dask_distmm.arrays.request import parse
-from dask_distmm.graph.build import DaskTasks, ProductLayer, build_graph, pieces_of
+from dask_distmm.graph import DaskTasks, ProductLayer, build_graph, pieces_of
 from dask_distmm.runtime.keys import barrier_key, barrier_name, operand_keys
 
 
@@ -102,7 +102,7 @@ def test_operands_of_dasks_own_tasks():
 
 def test_an_auxiliary_output_needs_the_barrier_of_all():
     a = da.from_array(np.random.default_rng().standard_normal((40, 40)), chunks=10)
-    d, aux = outputs.run_outputs(parse(a, a, epilog="relu_aux"))
+    d, aux = product.run_outputs(parse(a, a, epilog="relu_aux"))
     both = [d[:10, :10], aux["relu_aux"][:10, :10]]
     graph = optimize(HighLevelGraph.merge(*(x.dask for x in both)), [x.__dask_keys__() for x in both])
     (barrier,) = barriers_of(graph).values()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import dask_distmm
-from dask_distmm import __version__, installing
-from dask_distmm.installing import install_command, requirement
+from dask_distmm import __version__, compat
+from dask_distmm.compat import install_command, requirement
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_the_command_names_what_there_is() -> None:
 
 def test_a_folder_that_is_gone_is_not_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     origin = {"url": (tmp_path / "gone").as_uri(), "dir_info": {}}
-    monkeypatch.setattr(installing, "_origin", lambda: origin)
+    monkeypatch.setattr(compat, "_origin", lambda: origin)
     assert install_command("cu13") == 'python -m pip install ".[cu13]"   # in a clone of the repository'
     (tmp_path / "gone").mkdir()
     assert install_command() == f'python -m pip install "{tmp_path}/gone"'

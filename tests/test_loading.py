@@ -21,7 +21,7 @@ from matrices import until
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, explain, linalg, matmul
 from dask_distmm.arrays.request import parse
-from dask_distmm.graph.build import build_graph
+from dask_distmm.graph import build_graph
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.scheduler import freezing, plugin

@@ -16,11 +16,10 @@ from function_calls import CALLS, IDS, NARROW, check, in_narrow
 from matrices import lazy
 
 import dask_distmm
-from dask_distmm import linalg
+from dask_distmm import graph, linalg
 from dask_distmm.arrays import dispatch
 from dask_distmm.arrays.linalg import routed
 from dask_distmm.engines.sources import ChunkTasks
-from dask_distmm.graph import build
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def test_chunks_of_other_types_that_refuse_to_mix(routing, on_the_host, dtype):
 @pytest.fixture
 def on_the_host(monkeypatch):
     """The stand-in for CuPy, whose arrays runs and kernels take and return by way of the engine for CPUs."""
-    run_alone = build._run_alone
+    run_alone = graph._run_alone
 
     def run(problem, inputs):
         chunks = [[task() for task in x.tasks] if isinstance(x, ChunkTasks) else x for x in inputs]
@@ -90,4 +89,4 @@ def on_the_host(monkeypatch):
 
     for name, module in strict_cupy.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(build, "_run_alone", run)
+    monkeypatch.setattr(graph, "_run_alone", run)

@@ -162,7 +162,7 @@ def test_what_is_bound_waits():
     lazy = lazy.map_blocks(noted, "operand", dtype=float)
     before = da.ones(3, chunks=1).map_blocks(noted, "before", dtype=float, meta=np.ones(1))
     from dask_distmm.arrays.request import parse
-    from dask_distmm.graph.build import build_graph
+    from dask_distmm.graph import build_graph
 
     problem = parse(lazy, lazy).problem
     d = da.Array(build_graph(problem, lazy, lazy), problem.name, problem.d.chunks, dtype=float)

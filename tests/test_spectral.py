@@ -19,8 +19,8 @@ from residuals import assert_eig, assert_eigh, assert_polar, assert_pseudoinvers
 from run_events import newest_run, runs_after
 
 from dask_distmm import PlanError, ProjectedMemoryError, linalg
-from dask_distmm.algorithms import exponential
-from dask_distmm.arrays.linalg.spectral import weights
+from dask_distmm.algorithms import iterative
+from dask_distmm.arrays.linalg.factors import weights
 from dask_distmm.errors import MatrixError, NotSquareError
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.factor import plan_factorization
@@ -473,7 +473,7 @@ def test_the_polynomial_is_taylors():
     """Its coefficients, from products of polynomials, are 1 / k!."""
     polynomial = np.polynomial.Polynomial
     powers = [polynomial([0] * k + [1]) for k in (0, 1, 2, 3, 6)]
-    b1, b2, b3, b4, b5 = (sum(c * x for c, x in zip(row, powers, strict=True)) for row in exponential._TAYLOR)
+    b1, b2, b3, b4, b5 = (sum(c * x for c, x in zip(row, powers, strict=True)) for row in iterative._TAYLOR)
     middle = b4 + b1 * b5
     found = (b2 + (b3 + middle) * middle).coef
     assert len(found) == 19

@@ -13,7 +13,7 @@ from dask.local import get_sync
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_distmm.graph.layers import TasksLayer, self_contained, streams
+from dask_distmm.graph import TasksLayer, self_contained, streams
 from dask_distmm.runtime.keys import RunTask, barrier_key, held_back, wave_name
 
 

@@ -27,11 +27,10 @@ from matrices import until
 
 import dask_distmm
 from dask_distmm import ProjectedMemoryError, matmul
-from dask_distmm.arrays.outputs import run_outputs
+from dask_distmm.arrays.product import run_outputs
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import dask_costs
-from dask_distmm.graph.build import ProductLayer
-from dask_distmm.graph.layers import can_be_made
+from dask_distmm.graph import ProductLayer, can_be_made
 from dask_distmm.planning import Plan, Worker
 from dask_distmm.planning.waves import Budget, choose_scheme
 from dask_distmm.runtime.keys import barrier_name, series_of_waves, wave_of

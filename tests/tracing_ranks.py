@@ -9,7 +9,7 @@ import numpy as np
 from conformance import run_jobs
 from proof import check
 
-from dask_distmm.arrays.jit import Jitted, compiled
+from dask_distmm.arrays.jit import Jitted
 from dask_distmm.engines.base import get_engine
 from dask_distmm.engines.programs import job
 from dask_distmm.planning import program
@@ -33,10 +33,15 @@ def plan_of(problem, ranks, rng):
     return plan
 
 
+def compiled(fun, *args, **kwargs):
+    """Return a function with its arguments as a problem and its operands."""
+    jitted = fun if isinstance(fun, Jitted) else Jitted(fun, ())
+    return jitted.compiled(*jitted.bound(args, kwargs))
+
+
 def on_ranks(fun, *args, ranks=3, checked=True, **kwargs):
     """Return what a function makes of Dask and NumPy arrays, from a run on ranks of this process."""
-    jitted = fun if isinstance(fun, Jitted) else Jitted(fun, ())
-    found = compiled(jitted, args, kwargs)
+    found = compiled(fun, *args, **kwargs)
     plan = plan_of(found.problem, ranks, np.random.default_rng())
     lists = [plan.steps(rank) for rank in range(len(plan.ranks))]
     if checked:

@@ -7,9 +7,8 @@ functions can be called in functions of `jit`, as parts of larger ones.
 from __future__ import annotations
 
 from dask_distmm.algorithms.clusters import gmm, kmeans
-from dask_distmm.algorithms.factors import als, nmf
+from dask_distmm.algorithms.factors import als, eigs, nmf, pagerank, svds
 from dask_distmm.algorithms.regression import lasso, logistic_regression, poisson_regression, ridge_cv
-from dask_distmm.algorithms.spectral import eigs, pagerank, svds
 
 __all__ = [
     "als", "eigs", "gmm", "kmeans", "lasso", "logistic_regression", "nmf", "pagerank", "poisson_regression",

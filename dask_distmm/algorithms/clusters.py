@@ -92,8 +92,7 @@ def kmeans(
     counts(max_iter=max_iter)
     counts(0, seed=seed)
     numbers(tol=tol)
-    result: KMeans = _kmeans(X, *_start(X, n_clusters, init, seed), n_clusters, max_iter, tol)
-    return result
+    return _kmeans(X, *_start(X, n_clusters, init, seed), n_clusters, max_iter, tol)
 
 
 def _start(X: Any, count: int, init: Any, seed: int) -> tuple[Any, Any, Any]:
@@ -226,8 +225,7 @@ def gmm(
     counts(max_iter=max_iter)
     counts(0, seed=seed)
     numbers(tol=tol, reg_covar=reg_covar)
-    result: Mixture = _gmm(X, *_start(X, n_components, init, seed), n_components, max_iter, tol, reg_covar)
-    return result
+    return _gmm(X, *_start(X, n_components, init, seed), n_components, max_iter, tol, reg_covar)
 
 
 @jit

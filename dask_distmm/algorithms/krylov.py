@@ -8,30 +8,24 @@ two messages. Numbers, in double precision, are computed by all ranks.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from dask_distmm import random
 from dask_distmm.arrays.jit import jit
 from dask_distmm.errors import MatrixError, not_finite
-from dask_distmm.tracing.control import cond, while_loop
-from dask_distmm.tracing.functions import (
+from dask_distmm.tracing.control import (
     UserFunction,
     adjoint_product,
     callback,
+    cond,
     decided,
     product,
     put_column,
     replicated,
+    while_loop,
 )
-
-
-class Solution(NamedTuple):
-    """The solution of linear equations, and SciPy's info."""
-
-    x: Any
-    info: Any
 
 
 def column(x: Any) -> Any:
@@ -97,7 +91,7 @@ def tell(function: Any, x: Any) -> None:
 
 
 @jit
-def cg(A: Any, b: Any, x0: Any, M: Any, function: Any, rtol: float, atol: float, maxiter: int) -> Solution:
+def cg(A: Any, b: Any, x0: Any, M: Any, function: Any, rtol: float, atol: float, maxiter: int) -> tuple[Any, Any]:
     """Conjugate gradients (Hestenes, Stiefel 1952)."""
     b, x0 = column(b), column(x0)
     size = norm(b)
@@ -125,11 +119,11 @@ def cg(A: Any, b: Any, x0: Any, M: Any, function: Any, rtol: float, atol: float,
 
     x, *_, residual, _, count = while_loop(goes_on, turn, (x, r, p, rho, residual, True, 0))
     met = ((residual < limit) | (residual == 0)) & (count < maxiter)
-    return Solution(x, np.where(met, 0, np.maximum(count, 1)))
+    return x, np.where(met, 0, np.maximum(count, 1))
 
 
 @jit
-def minres(A: Any, b: Any, x0: Any, M: Any, function: Any, rtol: float, shift: float, maxiter: int) -> Solution:
+def minres(A: Any, b: Any, x0: Any, M: Any, function: Any, rtol: float, shift: float, maxiter: int) -> tuple[Any, Any]:
     """MINRES (Paige, Saunders 1975), with the tests of SciPy's."""
     b, x0 = column(b), column(x0)
     eps, real = float(np.finfo(b.dtype).eps), b.real.dtype
@@ -185,7 +179,7 @@ def minres(A: Any, b: Any, x0: Any, M: Any, function: Any, rtol: float, shift: f
     state = x, v, nothing, r, nothing, nothing, *numbers, squared, np.inf, np.isfinite(beta1 + size), done * 1, 0
     x, *_, squared, _, _, stop, count = while_loop(goes_on, turn, state)
     callback(_check_positive, squared)
-    return Solution(x, np.where((stop != 0) & (stop != 6), 0, np.maximum(count, 1)))
+    return x, np.where((stop != 0) & (stop != 6), 0, np.maximum(count, 1))
 
 
 def _check_positive(squared: Any) -> None:
@@ -205,7 +199,7 @@ def orthogonalized(w: Any, V: Any) -> tuple[Any, Any, Any, Any]:
 @jit
 def gmres(
     A: Any, b: Any, x0: Any, M: Any, function: Any, shows_norm: bool, rtol: float, atol: float, m: int, maxiter: int
-) -> Solution:
+) -> tuple[Any, Any]:
     """GMRES (Saad, Schultz 1986) with restarts, and Gram-Schmidt twice in place of its modified form."""
     b, x0, m = column(b), column(x0), min(m, len(b))
     real, eps = b.real.dtype, float(np.finfo(b.dtype).eps)
@@ -267,7 +261,7 @@ def gmres(
     x, *_, residual, _, count = while_loop(
         lambda s: (s[-3] > limit) & ~s[-2] & (s[3] > 0) & np.isfinite(s[3] + s[-3]) & (s[-1] < maxiter), cycle, state
     )
-    return Solution(x, np.where((residual <= limit) | (size == 0), 0, np.maximum(count, 1)))
+    return x, np.where((residual <= limit) | (size == 0), 0, np.maximum(count, 1))
 
 
 def _solved_triangle(R: Any, g: Any, count: Any) -> Any:
@@ -276,14 +270,6 @@ def _solved_triangle(R: Any, g: Any, count: Any) -> Any:
     used = (numbers < count) & (pivots != 0)
     R = np.where(used[:, None] & used, R, np.where(numbers[:, None] == numbers, 1, 0).astype(R.dtype))
     return np.linalg.solve(R, np.where(used, g, 0))
-
-
-class LeastSquares(NamedTuple):
-    """A least-squares solution, and the numbers that SciPy returns with it."""
-
-    x: Any
-    numbers: Any
-    var: Any = None
 
 
 def bidiagonalized(A: Any, adjoint: Any, u: Any, n: int) -> tuple[Any, Any]:
@@ -338,7 +324,7 @@ def goes_on(maxiter: int) -> Any:
 @jit
 def lsqr(
     A: Any, adjoint: Any, b: Any, r: Any, n: int, damp: float, limits: Any, maxiter: int, calc_var: bool
-) -> LeastSquares:
+) -> tuple[Any, Any, Any]:
     """LSQR (Paige, Saunders 1982)."""
     b, real, eps = column(b), b.real.dtype, float(np.finfo(b.dtype).eps)
     step, k = bidiagonalized(A, adjoint, b if r is None else column(r), n)
@@ -382,11 +368,11 @@ def lsqr(
     near = np.where((normar != 0) & np.isfinite(normar), np.inf, 0)
     state = k, nothing, v, nothing, *numbers, *shown, near, 0, 0
     _, x, _, var, *_, r1, r2, norma, conda, normar, normx, _, stop, count = while_loop(goes_on(maxiter), turn, state)
-    return LeastSquares(x, np.stack([stop * 1.0, count * 1.0, r1, r2, norma, conda, normar, normx]), var)
+    return x, np.stack([stop * 1.0, count * 1.0, r1, r2, norma, conda, normar, normx]), var
 
 
 @jit
-def lsmr(A: Any, adjoint: Any, b: Any, r: Any, n: int, damp: float, limits: Any, maxiter: int) -> LeastSquares:
+def lsmr(A: Any, adjoint: Any, b: Any, r: Any, n: int, damp: float, limits: Any, maxiter: int) -> tuple[Any, Any, Any]:
     """LSMR (Fong, Saunders 2011)."""
     b, real = column(b), b.real.dtype
     step, k = bidiagonalized(A, adjoint, b if r is None else column(r), n)
@@ -437,18 +423,11 @@ def lsmr(A: Any, adjoint: Any, b: Any, r: Any, n: int, damp: float, limits: Any,
     near = np.where((normar != 0) & (normb != 0) & np.isfinite(normar + normb), np.inf, 0)
     state = k, nothing, v, nothing, *numbers, beta, normar, alpha, 1.0, 0.0, near, 0, 0
     _, x, *_, normr, normar, norma, conda, normx, _, stop, count = while_loop(goes_on(maxiter), turn, state)
-    return LeastSquares(x, np.stack([stop * 1.0, count * 1.0, normr, normar, norma, conda, normx]))
-
-
-class Eigenvalues(NamedTuple):
-    """Eigenvalues, and their vectors."""
-
-    w: Any
-    v: Any
+    return x, np.stack([stop * 1.0, count * 1.0, normr, normar, norma, conda, normx]), None
 
 
 @jit
-def eigsh(A: Any, v0: Any, key: Any, k: int, m: int, which: str, tol: float, maxiter: int) -> Eigenvalues:
+def eigsh(A: Any, v0: Any, key: Any, k: int, m: int, which: str, tol: float, maxiter: int) -> tuple[Any, Any]:
     """Lanczos with thick restarts (Wu, Simon 2000), with vectors that are orthogonal throughout."""
     like = A if v0 is None else column(v0)
     n, dtype, real = len(like), like.dtype, like.real.dtype
@@ -491,7 +470,7 @@ def eigsh(A: Any, v0: Any, key: Any, k: int, m: int, which: str, tol: float, max
     V, w = np.where(columns == 0, (v * scale)[:, None], np.zeros((), dtype)), scale * replicated(v)
     state = V, w, np.zeros((m, m), dtype, like=size), 0.0, 0, np.zeros(k, like=size), False, 0
     V, *_, values, _, _ = while_loop(lambda s: ~s[-2] & (s[-1] <= maxiter), cycle, state)
-    return Eigenvalues(values, V[:, :k])
+    return values, V[:, :k]
 
 
 def restarted(
@@ -551,7 +530,7 @@ def _wanted(values: Any, which: str) -> Any:
 
 
 @jit
-def lobpcg(A: Any, X: Any, M: Any, tol: float, maxiter: int, largest: bool) -> Eigenvalues:
+def lobpcg(A: Any, X: Any, M: Any, tol: float, maxiter: int, largest: bool) -> tuple[Any, Any]:
     """LOBPCG (Knyazev 2001): Ritz vectors in the span of X, preconditioned residuals, and the last steps."""
     k, real = X.shape[1], X.real.dtype
 
@@ -582,7 +561,7 @@ def lobpcg(A: Any, X: Any, M: Any, tol: float, maxiter: int, largest: bool) -> E
     image = product(A, replicated(X), X)
     first = ritz(np.concatenate([X, nothing, nothing], 1), np.concatenate([image, nothing, nothing], 1), starts=True)
     _, (X, values, _), _ = while_loop(goes_on, turn, (first, (first[0], *first[-2:]), 0))
-    return Eigenvalues(values, X)
+    return values, X
 
 
 def _ritz(G: Any, H: Any, k: int, largest: bool, starts: bool) -> tuple[Any, Any, Any]:

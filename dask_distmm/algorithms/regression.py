@@ -12,7 +12,7 @@ import numpy as np
 from dask_distmm.algorithms.arguments import chosen, counts, matrix, numbers, shaped, until
 from dask_distmm.arrays.jit import jit
 from dask_distmm.errors import PlanError
-from dask_distmm.tracing.functions import sum_rows
+from dask_distmm.tracing.control import sum_rows
 
 # Steps and differences of gradients that `_lbfgs` remembers.
 _KEPT = 10
@@ -106,8 +106,7 @@ def logistic_regression(
     chosen("solver", solver, ("lbfgs", "newton-cholesky"))
     if n_classes > 2 and solver != "lbfgs":
         raise PlanError(f'solver={solver!r} fits two classes, got n_classes={n_classes}: use solver="lbfgs"')
-    model: LinearModel = _logistic(X, y, C, fit_intercept, solver, n_classes, max_iter, tol)
-    return model
+    return _logistic(X, y, C, fit_intercept, solver, n_classes, max_iter, tol)
 
 
 def poisson_regression(
@@ -165,8 +164,7 @@ def poisson_regression(
     counts(max_iter=max_iter)
     numbers(alpha=alpha, tol=tol)
     chosen("solver", solver, ("lbfgs", "newton-cholesky"))
-    model: LinearModel = _poisson(X, y, alpha, fit_intercept, solver, max_iter, tol)
-    return model
+    return _poisson(X, y, alpha, fit_intercept, solver, max_iter, tol)
 
 
 def lasso(
@@ -220,8 +218,7 @@ def lasso(
     counts(max_iter=max_iter)
     numbers(alpha=alpha, positive=True)
     numbers(tol=tol)
-    model: LinearModel = _lasso(X, y, alpha, fit_intercept, max_iter, tol)
-    return model
+    return _lasso(X, y, alpha, fit_intercept, max_iter, tol)
 
 
 def ridge_cv(
@@ -281,8 +278,7 @@ def ridge_cv(
         raise PlanError(f"alphas must be positive numbers, got {alphas!r}")
     if cv is not None:
         counts(2, X.shape[0] // 2, cv=cv)
-    model: RidgeChoice = _ridge_cv(X, y, tuple(chosen_from.tolist()), cv, fit_intercept)
-    return model
+    return _ridge_cv(X, y, tuple(chosen_from.tolist()), cv, fit_intercept)
 
 
 def _rows(X: Any, y: Any, ndim: tuple[int, ...] = (1,)) -> tuple[Any, Any]:

@@ -17,9 +17,8 @@ from dask_distmm.arrays.fallback import added_in_64_bits, why_not
 from dask_distmm.arrays.request import Request, unfit
 from dask_distmm.config import Budget, dask_costs, minimum_flops, raises_beyond_memory, wave_budget
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError
-from dask_distmm.graph.build import DaskTasks
-from dask_distmm.graph.layers import can_be_made
-from dask_distmm.planning import NamedMatrix, Plan, Problem
+from dask_distmm.graph import DaskTasks, can_be_made
+from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.footprint import held_bytes
 from dask_distmm.planning.model import models_of
 from dask_distmm.planning.placement import CLEARLY, Placement
@@ -248,7 +247,9 @@ def _smaller_chunks(request: Request, client: Client, snapshot: Snapshot, budget
     for size in _SIZES:
         if any(2 * x.itemsize * math.prod(min(size, n) for n in x.shape) > room for x in coarse):
             continue
-        cut = {x.name: _in_chunks_of(x, size) for x in coarse if size < max(map(max, x.chunks))}
+        # As `chunks=` of Dask's functions cuts each axis.
+        finer_chunks = {x.name: normalize_chunks(size, x.shape) for x in coarse if size < max(map(max, x.chunks))}
+        cut = {name: dataclasses.replace(problem[name], chunks=chunks) for name, chunks in finer_chunks.items()}
         a, b = (cut.get(name, problem[name]) for name in "ab")
         d = problem.d
         if request.out_chunks is None:
@@ -261,12 +262,6 @@ def _smaller_chunks(request: Request, client: Client, snapshot: Snapshot, budget
             waves = f"{scheme.count} waves of {format_bytes(scheme.peak_bytes)} a worker, {format_time(scheme.seconds)}"
             return f"use smaller chunks where {subject}: with chunks={size} there are {waves}"
     return ""
-
-
-def _in_chunks_of(matrix: NamedMatrix, size: int) -> NamedMatrix:
-    """Return a matrix in chunks of `size` along each axis, as `chunks=` of Dask's functions gives them."""
-    rows, cols = normalize_chunks(size, matrix.shape)
-    return dataclasses.replace(matrix, chunks=(rows, cols))
 
 
 def _scheme_by_ranks(request: Request, client: Client, snapshot: Snapshot, plan: Plan, budget: Budget) -> Scheme | None:

@@ -38,7 +38,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
 from string import ascii_letters
 from typing import Any
 
@@ -305,14 +304,10 @@ def contracted_axes(ndims: tuple[int, int], axes: Any) -> tuple[tuple[int, ...],
         left, right = axes
     else:
         left, right = range(ndims[0] - axes, ndims[0]), range(axes)
-    pairs = normalize_axis_tuple(_axes(left), ndims[0]), normalize_axis_tuple(_axes(right), ndims[1])
+    pairs = normalize_axis_tuple(left, ndims[0]), normalize_axis_tuple(right, ndims[1])
     if len(pairs[0]) != len(pairs[1]):
         raise ValueError(f"axes={axes!r} names {len(pairs[0])} and {len(pairs[1])} axes: expected as many of both")
     return pairs
-
-
-def _axes(axes: Any) -> Any:
-    return axes if isinstance(axes, Integral) else tuple(axes)
 
 
 def _numpy_tensordot(x1: Any, x2: Any, /, *, axes: Any = 2) -> Any:
@@ -482,7 +477,7 @@ def _switch(*, on: bool | None = None, contexts: int = 0) -> None:
 
 def _replace_functions() -> None:
     ways: dict[str, Callable[..., Any]] = {"matmul": _matmul, "tensordot": _tensordot, "einsum": _einsum}
-    ways |= {"__matmul__": _matmul, "__rmatmul__": _reflected_matmul}
+    ways |= {"__matmul__": _matmul, "__rmatmul__": lambda b, a: _product(a, b)}
     places = owners()
     for owner in places:
         _replace(owner, {name: ours for name, ours in ways.items() if isinstance(owner, type) == name.startswith("__")})
@@ -548,13 +543,7 @@ def _passing_on(ours: Callable[..., Any], before: Callable[..., Any]) -> Callabl
 
 
 def _matmul(*args: Any, **kwargs: Any) -> Any:
-    if kwargs or len(args) != 2:
-        return NotImplemented
-    return _product(*args)
-
-
-def _reflected_matmul(b: Any, a: Any) -> Any:
-    return _product(a, b)
+    return NotImplemented if kwargs or len(args) != 2 else _product(*args)
 
 
 def _tensordot(lhs: Any, rhs: Any, axes: Any = 2) -> Any:

@@ -104,15 +104,14 @@ def _cut(a: Array, b: Array) -> tuple[Array, Array]:
 # Dask's own functions, whatever is installed under their names later
 
 
-stock_matmul: Callable[..., Any] = dask.array.routines.matmul
+stock_matmul: Callable[..., da.Array] = dask.array.routines.matmul
 dask_tensordot: Callable[..., Any] = dask.array.routines.tensordot
 dask_rechunk: Callable[..., Any] = rechunk
 
 
 def dask_matmul(a: da.Array, b: da.Array) -> da.Array:
     """Multiply by tasks: by Dask's own function, which has no product of sparse chunks."""
-    product: da.Array = multiply_sparse(a, b) if is_sparse(a) or is_sparse(b) else stock_matmul(a, b)
-    return product
+    return multiply_sparse(a, b) if is_sparse(a) or is_sparse(b) else stock_matmul(a, b)
 
 
 # Why a product is left to Dask's own function

@@ -10,7 +10,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 from dask.array.core import Array, from_array
@@ -26,10 +26,11 @@ from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.tracing.arrays import Trace, TracedArray, kind_of, need_rows
 from dask_distmm.tracing.control import Tree, flattened, nested
-from dask_distmm.tracing.form import Kind, Program, pieces
+from dask_distmm.tracing.form import Kind, Literal, Program, pieces
 from dask_distmm.tracing.lower import stored_shape
 from dask_distmm.tracing.place import Axis, Placements
 
+T = TypeVar("T")
 # NumPy arrays of up to this many bytes travel with the program, larger ones as chunks.
 _SMALL = 2**20
 # So many traces are kept for a function.
@@ -50,18 +51,13 @@ class _Traced(NamedTuple):
 
 @overload
 def jit(
-    fun: Callable[..., Any], *, static_argnames: str | Iterable[str] = (), keep_every: int | None = None
-) -> Jitted: ...
+    fun: Callable[..., T], *, static_argnames: str | Iterable[str] = (), keep_every: int | None = None
+) -> Jitted[T]: ...
 @overload
 def jit(
     fun: None = None, *, static_argnames: str | Iterable[str] = (), keep_every: int | None = None
-) -> Callable[[Callable[..., Any]], Jitted]: ...
-def jit(
-    fun: Callable[..., Any] | None = None,
-    *,
-    static_argnames: str | Iterable[str] = (),
-    keep_every: int | None = None,
-) -> Any:
+) -> Callable[[Callable[..., T]], Jitted[T]]: ...
+def jit(fun: Any = None, *, static_argnames: str | Iterable[str] = (), keep_every: int | None = None) -> Any:
     """Make a function on Dask arrays one run, whatever it is made of, as ``jax.jit`` does for arrays of JAX.
 
     The function is written with NumPy, and with `fori_loop`, `while_loop` and `cond` where it repeats or decides. When
@@ -122,10 +118,10 @@ def jit(
     return Jitted(fun, names, keep_every)
 
 
-class Jitted:
+class Jitted(Generic[T]):
     """A function that `jit` has been given."""
 
-    def __init__(self, fun: Callable[..., Any], static: tuple[str, ...], keep_every: int | None = None) -> None:
+    def __init__(self, fun: Callable[..., T], static: tuple[str, ...], keep_every: int | None = None) -> None:
         functools.update_wrapper(self, fun)
         self.keep_every = keep_every
         self.name: str = getattr(fun, "__name__", type(fun).__name__)
@@ -144,16 +140,14 @@ class Jitted:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Call the function, or trace it and return lazy arrays."""
         leaves, tree = self.bound(args, kwargs)
-        if not any(map(_is_lazy, leaves)):
-            return self._fun(*args, **kwargs)
-        return _compiled(self.name, *self.traced(leaves, tree), self.keep_every).results()
+        return self.compiled(leaves, tree).results() if any(map(_is_lazy, leaves)) else self._fun(*args, **kwargs)
 
-    def run(self, how: RunOptions, *args: Any) -> Any:
+    def run(self, how: RunOptions, *args: Any) -> T:
         """Trace the function for a run with some options; rows are those of the first array. Return lazy arrays."""
-        return _compiled(self.name, *self.traced(*self.bound(args, {})), how=how).results()
+        return self.compiled(*self.bound(args, {}), how).results()  # type: ignore[no-any-return]
 
     def bound(self, args: Any, kwargs: Any) -> tuple[list[Any], Tree]:
         """Return the leaves of the arguments, and how they are nested; Dask arrays of other kinds as Dask's own."""
@@ -161,12 +155,37 @@ class Jitted:
         bound.apply_defaults()
         for name in self._static:
             if name in bound.arguments:
-                bound.arguments[name] = _Static(bound.arguments[name])
+                bound.arguments[name] = Literal(bound.arguments[name])
         leaves, tree = flattened((list(bound.args), bound.kwargs))
         return [as_array(x) if _is_lazy(x) else x for x in leaves], tree
 
-    def traced(self, leaves: list[Any], tree: Tree) -> tuple[_Traced, list[Any]]:
-        """Return the trace for arguments of these kinds, and the arguments."""
+    def compiled(self, leaves: list[Any], tree: Tree, how: RunOptions | None = None) -> _Compiled:
+        """Give the inputs of a trace to ranks: rows where they are, what is small with the program.
+
+        Of a program in pieces it is the last one, whose operands come from the others.
+        """
+        name, keep_every, traced = self.name, self.keep_every, self.traced(leaves, tree)
+        program = traced.program
+        inputs = [leaves[x] if own else x for x, own in zip(traced.sources, traced.own, strict=True)]
+        values: dict[int, Any] = dict(zip(program.block.inputs, inputs, strict=True))
+        lazy = [x for x in inputs if isinstance(x, Array) and x.ndim]
+        if not lazy:
+            raise TracingError(f"{name} reads no Dask array that has axes: call it with NumPy arrays")
+        leader = lazy[0] if how is not None else max(lazy, key=lambda x: (np.isnan(x.shape[0]), _kind(x).nbytes))
+        if keep_every and not any("count" in statement.options for statement in program.block.statements):
+            raise TracingError(
+                f"keep_every={keep_every}: {name} has no fori_loop of a known number of turns outside of other loops "
+                "and branches. In place of a while_loop write fori_loop(0, most, ...) with dask_distmm.cond, or leave "
+                "keep_every= out"
+            )
+        parts, returned = pieces(program, keep_every) if keep_every else [program], (traced.outputs, traced.tree)
+        for part in parts[:-1]:
+            compiled = _piece(name, part, values, leader, traced.functions, returned, inner=True)
+            values |= {x: (matrix, compiled.outputs[x][2]) for x, matrix in compiled.matrices().items()}
+        return _piece(name, parts[-1], values, leader, traced.functions, returned, how=how)
+
+    def traced(self, leaves: list[Any], tree: Tree) -> _Traced:
+        """Return the trace for arguments of these kinds."""
         key: Any = (tree, tuple(map(_key, leaves)))
         try:
             trace = self._traces.get(key)
@@ -178,11 +197,11 @@ class Jitted:
                 self._traces[key] = trace
                 while len(self._traces) > _KEPT:
                     self._traces.popitem(last=False)
-        return trace, leaves
+        return trace
 
     def _trace(self, leaves: list[Any], tree: Tree) -> _Traced:
         trace, arguments = Trace(), list[Any]()
-        with trace.active(), trace.block() as block:
+        with trace.block() as block:
             for leaf in leaves:
                 arguments.append(trace.input(leaf, _kind(leaf)) if _is_array(leaf) else getattr(leaf, "value", leaf))
             # An array that is passed twice is one input.
@@ -197,13 +216,6 @@ class Jitted:
         # The trace is kept for other arguments, and these are not: workers may hold them as long as somebody has them.
         trace.inputs.clear()
         return _Traced(trace.program(inner), sources, own, outputs, result_tree, trace.functions)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """An argument that is as it is while a function is traced."""
-
-    value: Any
 
 
 def _is_lazy(x: Any) -> bool:
@@ -250,42 +262,6 @@ class _Compiled(NamedTuple):
             for x in leaves
         ]
         return nested(shaped, tree)
-
-
-def compiled(function: Jitted, args: Any, kwargs: Any) -> _Compiled:
-    """Return a function with its arguments as a problem."""
-    return _compiled(function.name, *function.traced(*function.bound(args, kwargs)), function.keep_every)
-
-
-def _compiled(
-    name: str,
-    traced: _Traced,
-    leaves: list[Any],
-    keep_every: int | None = None,
-    how: RunOptions | None = None,
-) -> _Compiled:
-    """Give the inputs of a trace to ranks: rows where they are, what is small with the program.
-
-    Of a program in pieces it is the last one, whose operands come from the others.
-    """
-    program = traced.program
-    inputs = [leaves[x] if own else x for x, own in zip(traced.sources, traced.own, strict=True)]
-    values: dict[int, Any] = dict(zip(program.block.inputs, inputs, strict=True))
-    lazy = [x for x in inputs if isinstance(x, Array) and x.ndim]
-    if not lazy:
-        raise TracingError(f"{name} reads no Dask array that has axes: call it with NumPy arrays")
-    leader = lazy[0] if how is not None else max(lazy, key=lambda x: (np.isnan(x.shape[0]), _kind(x).nbytes))
-    if keep_every and not any("count" in statement.options for statement in program.block.statements):
-        raise TracingError(
-            f"keep_every={keep_every}: {name} has no fori_loop of a known number of turns outside of other loops and "
-            "branches. In place of a while_loop write fori_loop(0, most, ...) with dask_distmm.cond, or leave "
-            "keep_every= out"
-        )
-    parts, returned = pieces(program, keep_every) if keep_every else [program], (traced.outputs, traced.tree)
-    for part in parts[:-1]:
-        compiled = _piece(name, part, values, leader, traced.functions, returned, inner=True)
-        values |= {x: (matrix, compiled.outputs[x][2]) for x, matrix in compiled.matrices().items()}
-    return _piece(name, parts[-1], values, leader, traced.functions, returned, how=how)
 
 
 def _piece(

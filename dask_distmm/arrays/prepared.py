@@ -34,8 +34,7 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_distmm.arrays.fallback import why_not
 from dask_distmm.arrays.kinds import any_kind, as_array
-from dask_distmm.arrays.outputs import as_pair, run_outputs
-from dask_distmm.arrays.product import multiply
+from dask_distmm.arrays.product import as_pair, multiply, run_outputs
 from dask_distmm.arrays.quantize import as_operands
 from dask_distmm.arrays.request import Request, apply_op, check_workers, parse, takes, unfit, view_of, why_not_input
 from dask_distmm.config import read_options, setting
@@ -43,8 +42,8 @@ from dask_distmm.errors import EngineError, PlanError
 from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.types import Types, typed
 from dask_distmm.planning import ENGINES, Chunks, Demand, Plan, plan
-from dask_distmm.planning.distribution import BlockCyclic, Distribution
 from dask_distmm.planning.planner import operand_tiles
+from dask_distmm.planning.problem import BlockCyclic, Distribution
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.runtime.client import ask_roster, current_client, free_workspaces, plan_on
 from dask_distmm.runtime.keys import tile_name

@@ -186,15 +186,8 @@ def dequantize(
     1.0
     """
     if isinstance(q, BlockScaled):
-        expanded = da.map_blocks(
-            _expanded,
-            q.values,
-            q.block_scales,
-            axis=q.axis,
-            block=_BLOCKS[q.format],
-            chunks=q.values.chunks,
-            meta=np.empty((0, 0), np.float32),
-        )
+        options = {"axis": q.axis, "block": _BLOCKS[q.format], "chunks": q.values.chunks}
+        expanded = da.map_blocks(_expanded, q.values, q.block_scales, **options, meta=np.empty((0, 0), np.float32))
         return (expanded * q.scale).astype(dtype)
     array: da.Array = da.asanyarray(q)
     name = array.dtype.name if q_type is None else type_name("q_type", q_type)

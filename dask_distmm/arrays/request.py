@@ -41,7 +41,7 @@ from dask_distmm.numeric.epilogs import PLAIN, Epilog, Formula
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import Types, dtype_from_name, resolve_types, sum_dtype, supported
 from dask_distmm.planning import ENGINES, METHODS, Chunks, NamedMatrix, Problem
-from dask_distmm.planning.distribution import FREE, Distribution, Distributions
+from dask_distmm.planning.problem import FREE, Distribution, Distributions
 from dask_distmm.runtime.chunks import array_kind
 from dask_distmm.typing import AllOptions
 
@@ -361,6 +361,8 @@ def _token(options: Options) -> str:
 # Of a product that says nothing of types: they are hashable, and few.
 _usual_types = functools.lru_cache(maxsize=256)(resolve_types)
 
+# What a Problem has under the same names.
+_HANDED_ON = ("method", "engine", "workers", "distributions", "formula", "grid", "gathered")
 # The ways to multiply a batch.
 _BATCH = ("auto", "items", "collective")
 
@@ -480,16 +482,10 @@ class Request:
             matrices=tuple(matrices),
             wanted=(NamedMatrix("", self.chunks, types.d),),
             options=options,
-            method=self.method,
-            engine=self.engine,
-            workers=self.workers,
             array=self.kind,
             same=a.name == b.name and types.a == types.b,
-            formula=formula,
             compute=types.compute,
-            distributions=self.distributions,
-            grid=self.grid,
-            gathered=self.gathered,
+            **{name: getattr(self, name) for name in _HANDED_ON},
         )
 
     @property

@@ -385,10 +385,7 @@ def call_function(pickled: bytes, role: str, *args: Any, **kwargs: Any) -> Any:
     return call_user("function", what, function, *args, **kwargs)
 
 
-@functools.lru_cache(maxsize=64)
-def _load(pickled: bytes) -> Callable[..., Any]:
-    function: Callable[..., Any] = pickle.loads(pickled)
-    return function
+_load = functools.lru_cache(maxsize=64)(pickle.loads)
 
 
 def scalars(formula: Formula, dtype: Any) -> tuple[Any, Any]:

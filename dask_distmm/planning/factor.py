@@ -31,8 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.errors import PlanError, ProtocolError
-from dask_distmm.layout import Layout, redistribution
-from dask_distmm.layout.redistribute import Copies
+from dask_distmm.layout import Copies, Layout, redistribution
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.model import ENGINES, Estimate, Phase, Work

@@ -39,13 +39,12 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks, Computation, Worker
 from dask_distmm.planning.cuts import Candidate, Cuts, chunk_owners, grid_cuts, holder_cuts, reduce_cuts, uniform_cut
-from dask_distmm.planning.distribution import BlockCyclic, Slab
 from dask_distmm.planning.factor import FactorPlacement, FactorProblem, plan_factorization
 from dask_distmm.planning.footprint import formula_inputs, operand_needs, packing, spread
 from dask_distmm.planning.model import ENGINES, Phase, Work, estimate, models_of
 from dask_distmm.planning.placement import Placement, Where, choose, estimated, match_ranks, over_limit
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.problem import AXES, METHODS, Problem, is_gram
+from dask_distmm.planning.problem import AXES, METHODS, BlockCyclic, Problem, Slab, is_gram
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
 from dask_distmm.planning.region import RegionPlacement, RegionProblem, plan_region
 

@@ -126,7 +126,7 @@ class ProgramProblem(Computation):
         placements, names = Placements(program), self.options_of_builder["names"]
         wanted = {output.name for output in self.wanted}
         placements.improve([name in wanted for name in names])
-        return list(described(placements, program.lines))
+        return list(described(placements, placements.block, program.lines))
 
     @property
     def replicated(self) -> Collection[str]:

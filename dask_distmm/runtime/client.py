@@ -15,9 +15,9 @@ from distributed import Future
 from distributed.protocol.pickle import dumps
 from numpy.typing import NDArray
 
+from dask_distmm.compat import install_command
 from dask_distmm.config import dask_costs, read_options, setting
 from dask_distmm.errors import EngineError, MissingEngineError, ProtocolError
-from dask_distmm.installing import install_command
 from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.cuts import by_holder, reorder

@@ -101,7 +101,7 @@ def plan_text(plan: Plan) -> str:
         f"{_verdict(plan)}{plan_line(plan)}",
         ("A", _matrix(problem.a)),
         ("B", _matrix(problem.b)),
-        ("D", f"{_matrix(problem.d)}, computed in {_computed_in(problem)}"),
+        ("D", f"{_matrix(problem.d)}, computed in {problem.compute_type}{problem.compute and f', {problem.compute}'}"),
         ("formula", _formula(plan)),
         *(("also", f"{name.upper()} on all {plan.replicas} workers, for later multiplies") for name in plan.kept),
         ("asked", ", ".join(f"{x} as {y}" for x, y in zip("ABD", problem.distributions, strict=True) if y is not None)),
@@ -136,10 +136,6 @@ def _placed(plan: Plan) -> str:
     if texts["A"] == texts["B"]:
         return "spread evenly (not known yet)" if texts["A"] == "not known" else texts["A"]
     return ", ".join(f"{name} {text}" for name, text in texts.items())
-
-
-def _computed_in(problem: Problem) -> str:
-    return f"{problem.compute_type}, {problem.compute}" if problem.compute else str(problem.compute_type)
 
 
 def _formula(plan: Plan) -> str:

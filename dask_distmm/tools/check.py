@@ -23,8 +23,8 @@ from distributed import Client
 from packaging.version import Version
 
 from dask_distmm._version import TESTED_DASK
+from dask_distmm.compat import install_command
 from dask_distmm.config import setting
-from dask_distmm.installing import install_command
 from dask_distmm.planning import ENGINES
 from dask_distmm.tools import facts as questions
 from dask_distmm.tools.local import connected

@@ -169,8 +169,8 @@ def demo(ctx: click.Context, /, size: int, workers: int | None) -> None:
     Starts worker processes on this machine and runs two jobs: the principal components of a real data
     set (handwritten digits, standardised and stored in Zarr), and a product of two random square matrices.
     """
-    from dask_distmm.tools import demo as job
     from dask_distmm.tools import local
+    from dask_distmm.tools import measure as job
 
     workers = workers or local.default_workers()
     problem = job.too_little_memory(size, workers, local.available_memory())
@@ -266,7 +266,7 @@ def bench(as_json: bool, **options: Any) -> None:
     Inputs are fresh random matrices in memory, results are checked; times are medians, by turns. NumPy
     has its turn only if the cluster is started here, on CPUs.
     """
-    from dask_distmm.tools import demo as job
+    from dask_distmm.tools import measure as job
 
     if not as_json:
         click.echo(job.line(job.TITLES))
@@ -290,7 +290,7 @@ def calibrate(**options: Any) -> None:
     Takes 20 seconds. Prints what the configuration has, what was measured, and the ratio. Programs that start
     afterwards read the file; what is in distmm.yaml in the same folder wins.
     """
-    from dask_distmm.tools import calibrate as job
+    from dask_distmm.tools import measure as job
 
     job.run_calibrate(**options, say=click.echo)
 

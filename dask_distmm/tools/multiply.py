@@ -27,8 +27,8 @@ from dask.utils import format_bytes, format_time
 from distributed import Client, wait
 
 from dask_distmm import Explanation, Plan, explain, matmul, progress
+from dask_distmm.compat import library_of
 from dask_distmm.errors import DistMMError, PlanError
-from dask_distmm.installing import library_of
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.waves import WavePlan

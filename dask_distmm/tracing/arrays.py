@@ -136,21 +136,13 @@ class Trace:
 
     @contextlib.contextmanager
     def block(self) -> Iterator[_Open]:
-        """Record statements into a block of their own."""
-        block = _Open()
+        """Record statements into a block of their own, also those of functions of this module."""
+        block, token = _Open(), _current.set(self)
         self.blocks.append(block)
         try:
             yield block
         finally:
             self.blocks.pop()
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Let functions of this module record here."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
             _current.reset(token)
 
     def program(self, block: Block) -> Program:
@@ -314,27 +306,8 @@ class TracedArray(NDArrayOperatorsMixin):
             "traced. For a branch use dask_distmm.cond or numpy.where, for a loop dask_distmm.while_loop or fori_loop"
         )
 
-    def __bool__(self) -> bool:  # noqa: PLE0304
-        self._refuse("the truth value")
-
-    def __float__(self) -> float:
-        self._refuse("float()")
-
-    def __int__(self) -> int:
-        self._refuse("int()")
-
-    def __complex__(self) -> complex:
-        self._refuse("complex()")
-
-    def __index__(self) -> int:  # noqa: PLE0305
-        self._refuse("a Python index or count")
-
     def __array__(self, *_: Any, **__: Any) -> Any:
         self._refuse("the elements")
-
-    def item(self) -> NoReturn:
-        """Raise: the elements are not known."""
-        self._refuse("item()")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         raise TracingError(
@@ -444,6 +417,13 @@ class TracedArray(NDArrayOperatorsMixin):
         return squeeze(self, axis)
 
 
+for _name, _what in {
+    "__bool__": "the truth value", "__float__": "float()", "__int__": "int()", "__complex__": "complex()",
+    "__index__": "a Python index or count", "item": "item()",
+}.items():  # fmt: skip
+    setattr(TracedArray, _name, functools.partialmethod(TracedArray._refuse, _what))
+
+
 class Namespace:
     """The array API's namespace of traced arrays: NumPy, whose functions take them but for these."""
 
@@ -511,9 +491,9 @@ def implements(*functions: Any) -> Callable[[F], F]:
     return register
 
 
-def as_traced(x: Any) -> TracedArray:
+def as_traced(x: Any, trace: Trace | None = None) -> TracedArray:
     """Return anything as a traced array."""
-    trace = _trace_of([x])
+    trace = trace or _trace_of([x])
     traced = trace.lift(x)
     if isinstance(traced, Literal):
         traced = trace.lift(np.asarray(traced.value))
@@ -569,13 +549,9 @@ _FUNCTIONS |= {
     np.size: lambda x, axis=None: x.size if axis is None else x.shape[axis],
     np.iscomplexobj: lambda x: x.dtype.kind == "c",
     np.isrealobj: lambda x: x.dtype.kind != "c",
-    np.result_type: lambda *x: np.result_type(*(_weak(operand) for operand in x)),
+    np.result_type: lambda *x: np.result_type(*(v.dtype if isinstance(v, TracedArray) else v for v in x)),
     np.fix: lambda x: mapped("trunc", (x,)),
 }
-
-
-def _weak(x: Any) -> Any:
-    return x.dtype if isinstance(x, TracedArray) else x
 
 
 @implements(np.full_like)
@@ -912,14 +888,10 @@ def _indexed(x: TracedArray, index: tuple[Any, ...]) -> TracedArray:
             raise TracingError(f"index {position} of an axis of length {n}")
     if any(p != slice(None) for p in plain):
         shape = np.broadcast_to(np.False_, x.shape)[tuple(plain)].shape
-        x = _by_index(x, plain, shape)
+        x = x.trace.one("index", {"index": index_to_plain(plain)}, (x,), Kind(shape, x.kind.dtype))
     if len(taken) > 1:
         raise TracingError("an index with two arrays of numbers: use one after the other, or numpy.take_along_axis")
     return take(x, taken[0][1], taken[0][0]) if taken else x
-
-
-def _by_index(x: TracedArray, plain: Sequence[Any], shape: tuple[int, ...]) -> TracedArray:
-    return x.trace.one("index", {"index": index_to_plain(plain)}, (x,), Kind(shape, x.kind.dtype))
 
 
 @implements(np.take)
@@ -1197,12 +1169,9 @@ _FUNCTIONS |= {
 @implements(np.diagonal, np.linalg.diagonal)
 def diagonal(a: Any, offset: int = 0) -> TracedArray:
     """Return the diagonal of a square matrix."""
-    (result,) = (
-        [whole("diagonal", (a,), offset=offset)]
-        if offset
-        else [sum_(a * np.eye(a.shape[0], a.shape[1], dtype=np.bool_), 1)]
-    )
-    return result[: min(a.shape)] if not offset else result
+    if offset:
+        return whole("diagonal", (a,), offset=offset)
+    return sum_(a * np.eye(a.shape[0], a.shape[1], dtype=np.bool_), 1)[: min(a.shape)]
 
 
 @implements(np.diag)
@@ -1211,8 +1180,7 @@ def diag(v: Any, k: int = 0) -> TracedArray:
     v = as_traced(v)
     if v.ndim == 1 and k == 0:
         return where(np.eye(len(v), dtype=np.bool_), v[:, None], np.zeros((), v.dtype))
-    result: TracedArray = diagonal(v, k) if v.ndim == 2 else whole("diag", (v,), k=k)
-    return result
+    return diagonal(v, k) if v.ndim == 2 else whole("diag", (v,), k=k)
 
 
 @implements(np.trace, np.linalg.trace)

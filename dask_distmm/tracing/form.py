@@ -14,7 +14,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Literal:
-    """A number of Python's, whose type follows that of what it is combined with."""
+    """A number of Python's, whose type follows that of what it is combined with; or an argument that is static."""
 
     value: bool | int | float | complex
 

@@ -175,6 +175,11 @@ class Lowering:
         else:
             self.p.drop_tall(place)
 
+    def _drop_but(self, kept: Collection[int]) -> None:
+        """Free all values but some."""
+        for number in [x for x in self.here if x not in kept]:
+            self.drop(self.here.pop(number))
+
     def copy(self, source: Buffer | Tall, target: Buffer | Tall) -> None:
         """Copy a value."""
         if isinstance(source, Buffer):
@@ -214,14 +219,13 @@ class Lowering:
         at = 0
         while at < len(statements):
             if self._is_apart(statements[at]):
-                self._apart(statements[at])
+                {"loop": self._loop, "cond": self._cond, "qr": self._qr}[statements[at].family](statements[at])
                 at += 1
             else:
                 end = next((i for i in range(at, len(statements)) if self._is_apart(statements[i])), len(statements))
                 placed |= self._sequence(statements[at:end], after[end - 1], targets)
                 at = end
-            for number in [x for x in self.here if x not in before and x not in after[at - 1]]:
-                self.drop(self.here.pop(number))
+            self._drop_but(before | after[at - 1])
         return placed
 
     def _read_after(self, statements: Sequence[Statement], kept: Collection[int]) -> list[set[int]]:
@@ -234,14 +238,6 @@ class Lowering:
     def _is_apart(self, statement: Statement) -> bool:
         tall = statement.family == "qr" and self.axes[statement.outputs[0]] is not None
         return statement.family in ("loop", "cond") or tall
-
-    def _apart(self, statement: Statement) -> None:
-        if statement.family == "loop":
-            self._loop(statement)
-        elif statement.family == "cond":
-            self._cond(statement)
-        else:
-            self._qr(statement)
 
     def _is_local(self, statement: Statement) -> bool:
         """Whether each rank works on its own rows."""
@@ -286,8 +282,7 @@ class Lowering:
             sums, there = self._pass(local, read_later | gathered, targets)
             placed |= there
             self._message(sums, gathers)
-            for number in [x for x in self.here if x not in before and x not in read_later]:
-                self.drop(self.here.pop(number))
+            self._drop_but(before | read_later)
         return placed
 
     # Statements on what all ranks have
@@ -321,7 +316,7 @@ class Lowering:
             buffers = [self.buffer(number) for number in outputs]
             self.here.update(zip(outputs, buffers, strict=True))
             if kind != "one" or self.p.me == 0:
-                self._evaluate(call, [self.here[x] for x in reads], len(reads), 0, buffers, exact=kind == "exact")
+                self._evaluate(call, [self.here[x] for x in reads], len(reads), 0, buffers, kind)
             if kind == "one" and buffers:
                 self.p.give(*buffers)
 
@@ -368,10 +363,7 @@ class Lowering:
     # Passes over rows
 
     def _pass(
-        self,
-        statements: Sequence[Statement],
-        read: Collection[int],
-        targets: Targets,
+        self, statements: Sequence[Statement], read: Collection[int], targets: Targets
     ) -> tuple[list[tuple[int, list[Buffer]]], set[int]]:
         """Take statements on rows; return the sums of this rank, and values that are in their targets."""
         if not statements:
@@ -402,25 +394,14 @@ class Lowering:
                 for part, value in parts:
                     self.p.call("set_all", part, value=value)
         reads = tuple(x for x in reads if x not in over.values())
-        call = Pass(
-            reads,
-            tuple(statements),
-            tuple(sums),
-            tuple(rows),
-            over,
-            (),
-            **described,
-            firsts=self.firsts,
-            sizes=self.sizes,
-            fresh=fresh,
-        )
+        described |= {"firsts": self.firsts, "sizes": self.sizes, "fresh": fresh}
+        call = Pass(reads, tuple(statements), tuple(sums), tuple(rows), over, (), **described)
         outputs = [part for _, parts in buffers for part, _ in parts]
         written = [self.here[x] for x in rows]
         if not fresh:
             for index, arrays in enumerate(self.p.chunks(*arguments, *outputs, *written)):
-                share = dataclasses.replace(
-                    call, firsts=self.firsts[index : index + 1], sizes=self.sizes[index : index + 1]
-                )
+                here = slice(index, index + 1)
+                share = dataclasses.replace(call, firsts=self.firsts[here], sizes=self.sizes[here])
                 self._evaluate(share, arrays, len(arguments), len(outputs), [])
         else:
             pieces = [self.p.pieces(x) if isinstance(x, Tall) else [x] for x in (*arguments, *outputs, *written)]
@@ -438,20 +419,13 @@ class Lowering:
         return [(self.buffer(number), identity(op, kind.dtype))]
 
     def _evaluate(
-        self,
-        call: Pass,
-        arguments: Sequence[Any],
-        reads: int,
-        updates: int,
-        makes: Sequence[Buffer],
-        *,
-        exact: bool = False,
+        self, call: Pass, arguments: Sequence[Any], reads: int, updates: int, makes: Sequence[Buffer], kind: str = ""
     ) -> None:
         written = "".join(("u" if x in call.over else "w") * len(call.sizes) for x in call.rows)
         roles = "r" * reads + ("w" if call.fresh else "u") * updates + written
         share = sum(map(abs, call.sizes)) / max(1, sum(map(abs, self.p.rows.sizes))) if call.sizes else 1.0
         flops = self._flops(call) * share * self.scale
-        kernel = "evaluate_exactly" if exact else "evaluate"
+        kernel = "evaluate_exactly" if kind == "exact" else "evaluate"
         self.p.call(kernel, *arguments, makes=makes, program=call, roles=roles, flops=flops)
 
     def _flops(self, call: Pass) -> float:
@@ -576,8 +550,7 @@ class Lowering:
         before = set(self.here)
         self.take(first, {ref} if isinstance(ref, int) else ())
         self._flag(ref, flag)
-        for number in [x for x in self.here if x not in before]:
-            self.drop(self.here.pop(number))
+        self._drop_but(before)
         then, ref = _looked_at(loop, body.outputs)
         compared = [] if self.depth else self._compared(then)
         self.exact.difference_update(x for statement in then for x in statement.outputs)
@@ -730,8 +703,7 @@ class Lowering:
             self.take(block.statements, {x for x in block.outputs if isinstance(x, int)})
             for ref, place in zip(block.outputs, places, strict=True):
                 self.copy(self.here[ref], place)
-            for number in [x for x in self.here if x not in before]:
-                self.drop(self.here.pop(number))
+            self._drop_but(before)
 
         met, exact = self.meetings, set(self.exact)
         then, otherwise = cond.blocks

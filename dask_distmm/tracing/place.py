@@ -226,14 +226,8 @@ class Placements:
         # Copies in other placements that this block has, by value and axis.
         moved: dict[tuple[int, Axis], int] = {}
         for statement in block.statements:
-            if statement.family == "loop":
-                self._loop(statement, into, moved)
-            elif statement.family == "cond":
-                self._cond(statement, into, moved)
-            elif statement.family == "gather":
-                self._gather(statement, into, moved)
-            else:
-                self._one(statement, into, moved)
+            families = {"loop": self._loop, "cond": self._cond, "gather": self._gather}
+            families.get(statement.family, self._one)(statement, into, moved)
         return Block(list(block.inputs), into, list(block.outputs))
 
     def _one(self, statement: Statement, into: list[Statement], moved: dict[tuple[int, Axis], int]) -> None:
@@ -432,12 +426,8 @@ class Row(NamedTuple):
     moved: int
 
 
-def described(placements: Placements, lines: Sequence[str]) -> Iterator[Row]:
-    """Yield the statements in their order: where values are, and the bytes that each rank gets from others."""
-    yield from _rows(placements, placements.block, lines, 0)
-
-
-def _rows(placements: Placements, block: Block, lines: Sequence[str], depth: int) -> Iterator[Row]:
+def described(placements: Placements, block: Block, lines: Sequence[str], depth: int = 0) -> Iterator[Row]:
+    """Yield statements in their order: where values are, and the bytes that each rank gets from others."""
     for statement in block.statements:
         line = lines[statement.line] if 0 <= statement.line < len(lines) else ""
         if statement.blocks:
@@ -447,7 +437,7 @@ def _rows(placements: Placements, block: Block, lines: Sequence[str], depth: int
             )
             yield Row(depth, line, name, "", "", 0)
             for inner in statement.blocks:
-                yield from _rows(placements, inner, lines, depth + 1)
+                yield from described(placements, inner, lines, depth + 1)
             continue
         for number in statement.outputs:
             kind, axis = placements.kinds[number], placements.axes[number]

@@ -16,11 +16,10 @@ from sklearn.decomposition import NMF
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import Lasso, LogisticRegression, PoissonRegressor, RidgeCV
 from sklearn.mixture import GaussianMixture
-from tracing_ranks import on_ranks, plan_of
+from tracing_ranks import compiled, on_ranks, plan_of
 
 import dask_distmm
 from dask_distmm import PlanError, algorithms
-from dask_distmm.arrays.jit import Jitted, compiled
 from dask_distmm.planning import program
 from dask_distmm.programs.steps import Call, Loop
 
@@ -307,7 +306,7 @@ ONE_PASS = ["kmeans", "gmm", "nmf", "als", "logistic", "logistic_of_three", "poi
 def test_a_turn_reads_the_data_once(name):
     function, arrays, _ = CASES[name](np.random.default_rng())
     given = [chunked(x) if len(x) == M else x for x in arrays]
-    plan = plan_of(compiled(Jitted(function, ()), given, {}).problem, 2, np.random.default_rng())
+    plan = plan_of(compiled(function, *given).problem, 2, np.random.default_rng())
     *_, loop = (step for step in plan.steps(0) if isinstance(step, Loop))
     passes = [step.options["program"] for step in loop.body if isinstance(step, Call) and "program" in step.options]
     assert sum(0 in one.reads for one in passes) == 1

@@ -16,7 +16,7 @@ from dask_distmm.layout import Layout, redistribution
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import NamedMatrix, Worker, plan
 from dask_distmm.planning.cublasmp import CUBLASMP, make_tiles
-from dask_distmm.planning.distribution import BlockCyclic, Slab
+from dask_distmm.planning.problem import BlockCyclic, Slab
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 

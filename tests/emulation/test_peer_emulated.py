@@ -23,7 +23,7 @@ from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Worker, plan
 from dask_distmm.planning import schedule as block_schedule
 from dask_distmm.planning import schedule as schedules
-from dask_distmm.planning.distribution import BlockCyclic, Slab
+from dask_distmm.planning.problem import BlockCyclic, Slab
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 

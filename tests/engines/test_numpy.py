@@ -25,8 +25,7 @@ from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import EVERYWHERE, METHODS, Worker, plan
-from dask_distmm.planning.distribution import BlockCyclic, Slab
-from dask_distmm.planning.problem import NamedMatrix
+from dask_distmm.planning.problem import BlockCyclic, NamedMatrix, Slab
 
 ENGINE = get_engine("numpy")
 DTYPES = (

@@ -14,7 +14,7 @@ from proof import check
 
 from dask_distmm.engines.programs.job import inside
 from dask_distmm.errors import PlanError, ProtocolError
-from dask_distmm.layout.redistribute import Copy
+from dask_distmm.layout import Copy
 from dask_distmm.planning.factor import _memory, block_width
 from dask_distmm.programs import factor
 from dask_distmm.programs.check import ProgramError, Rates, cost, peak_bytes

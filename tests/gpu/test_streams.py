@@ -16,11 +16,11 @@ from leaks import assert_nothing_left
 from run_events import events
 
 import dask_distmm
-from dask_distmm.arrays.outputs import run_outputs
+from dask_distmm.arrays.product import run_outputs
 from dask_distmm.arrays.request import parse
 from dask_distmm.config import dask_costs
 from dask_distmm.errors import ProjectedMemoryError
-from dask_distmm.graph.layers import can_be_made
+from dask_distmm.graph import can_be_made
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import Worker
 from dask_distmm.planning.waves import Budget, choose_scheme

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dask_distmm.layout import Copy, Layout, ProcessGrid, redistribute, redistribution
+from dask_distmm import layout
+from dask_distmm.layout import Copy, Layout, ProcessGrid, redistribution
 
 few = settings(deadline=None, max_examples=60)
 POISON = -7
@@ -199,7 +200,7 @@ def test_traffic_in_batches(batch: int, monkeypatch: pytest.MonkeyPatch) -> None
     src = Layout.of_chunks(((3, 0, 4, 5, 1), (2, 6, 3)))
     copies = redistribution(src, Layout(src.shape, (2, 3), ProcessGrid(2, 2)))
     expected = copies.traffic()
-    monkeypatch.setattr(redistribute, "_TRAFFIC_BATCH", batch)
+    monkeypatch.setattr(layout, "_TRAFFIC_BATCH", batch)
     assert np.array_equal(copies.traffic(), expected)
 
 

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from distributed import Client
 
-from dask_distmm import DistMMError, NotCollective, installing
+from dask_distmm import DistMMError, NotCollective, compat
 from dask_distmm.tools import local
 from dask_distmm.tools.cli import main
 
@@ -108,7 +108,7 @@ def compare(recorded: dict[tuple[str, str], str], section: str, title: str, said
 
 @pytest.fixture(autouse=True)
 def _from_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installing, "_origin", lambda: None)
+    monkeypatch.setattr(compat, "_origin", lambda: None)
 
 
 @pytest.mark.parametrize("title", cases.ALONE)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import NamedMatrix, Problem, Worker, plan, restrict
 from dask_distmm.planning.cuts import by_holder, free_axes, reorder
-from dask_distmm.planning.distribution import Slab
+from dask_distmm.planning.problem import Slab
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 

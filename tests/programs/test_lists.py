@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import problem_of
 from proof import all_flags, check
-from tracing_ranks import plan_of
+from tracing_ranks import compiled, plan_of
 
 from dask_distmm import fori_loop, linalg, while_loop
-from dask_distmm.arrays.jit import Jitted, compiled
+from dask_distmm.arrays.jit import Jitted
 from dask_distmm.config import read_options
 from dask_distmm.engines.numpy.engine import ProductKernels
 from dask_distmm.engines.numpy.lapack import LapackKernels
@@ -129,7 +129,7 @@ def test_contracts_and_kernels_and_builders_know_each_other():
         used |= {step.kernel for step in on_gpu}
     for builder in ("svd",):
         used |= {s.kernel for s in every(recorded((builder, {}, ("s",)), [0], 1, [9])[0]) if isinstance(s, Call)}
-    traced = compiled(Jitted(until_large, ()), (da.ones((6, 2), chunks=2), np.ones(2)), {})
+    traced = compiled(Jitted(until_large, ()), da.ones((6, 2), chunks=2), np.ones(2))
     used |= {
         s.kernel for s in every(plan_of(traced.problem, 2, np.random.default_rng()).steps(0)) if isinstance(s, Call)
     }
@@ -460,7 +460,7 @@ def test_messages_of_all_ranks_to_all(ranks):
     rng = np.random.default_rng()
     x, w = (da.from_array(rng.random((60, cols)), chunks=(15, cols)) for cols in (8, 3))
     function = Jitted(lambda x, w, h: fori_loop(0, 5, lambda i, s: turn(x, *s), (w, h)), ())
-    problem = compiled(function, (x, w, rng.random((3, 8))), {}).problem
+    problem = compiled(function, x, w, rng.random((3, 8))).problem
     lists = [plan_of(problem, ranks, rng).steps(rank) for rank in range(ranks)]
     (loop,) = [step for step in lists[0] if isinstance(step, Loop)]
     inside = {step.key for step in loop.body if isinstance(step, Publish)}
@@ -485,7 +485,7 @@ def test_ranks_meet_in_turns_whose_inner_loop_has_none(ranks):
     rng = np.random.default_rng()
     x = da.from_array(rng.random((60, 4)), chunks=(15, 4))
     function = Jitted(lambda x, s: np.matmul(*fori_loop(0, 5, turn, (x, s))), ())
-    problem = compiled(function, (x, rng.random((4, 4))), {}).problem
+    problem = compiled(function, x, rng.random((4, 4))).problem
     for _ in range(5):
         plan = plan_of(problem, ranks, rng)
         check([plan.steps(rank) for rank in range(ranks)])

@@ -27,9 +27,9 @@ from dask_distmm.arrays.linalg.factorize import (
     plus_identity,
     plus_ones,
 )
+from dask_distmm.arrays.linalg.factors import eigvalsh, svdvals, zero_below
 from dask_distmm.arrays.linalg.public import NORM, PRODUCT, SINGULAR, TASKS, Operand, ProductOptions, RunOptions
 from dask_distmm.arrays.linalg.solutions import inv
-from dask_distmm.arrays.linalg.spectral import eigvalsh, svdvals, zero_below
 from dask_distmm.arrays.linalg.stacks import by_tasks, public
 from dask_distmm.arrays.product import multiply
 from dask_distmm.arrays.request import check_names, check_workers, parse

@@ -19,14 +19,12 @@ from distributed.system import MEMORY_LIMIT
 
 from dask_distmm.arrays.kinds import as_array, check_operand
 from dask_distmm.arrays.linalg.public import FactorOptions, ProductOptions, RunOptions, SolveOptions
-from dask_distmm.arrays.outputs import run_output
-from dask_distmm.arrays.product import multiply
+from dask_distmm.arrays.product import multiply, run_output
 from dask_distmm.arrays.request import check_names, check_workers, is_lazy, parse, without_axes
 from dask_distmm.config import read_options, wave_budget
 from dask_distmm.engines.sources import ChunkTasks
 from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError, advice
-from dask_distmm.graph.build import build_factor_graph
-from dask_distmm.graph.layers import TasksLayer, tasks_of_chunks
+from dask_distmm.graph import TasksLayer, build_factor_graph, tasks_of_chunks
 from dask_distmm.numeric.sparse import beside, compressed, dense, share_of, sparse_package
 from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix, Worker

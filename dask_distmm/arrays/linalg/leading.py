@@ -23,9 +23,8 @@ from dask_distmm.arrays.linalg.factorize import (
     times,
     unchecked,
 )
-from dask_distmm.arrays.linalg.factors import qr
+from dask_distmm.arrays.linalg.factors import qr, right_vectors, svd, with_noise
 from dask_distmm.arrays.linalg.public import COMPONENTS, COMPRESSED, MOMENTS, Operand, RunOptions, check_range
-from dask_distmm.arrays.linalg.spectral import right_vectors, svd, with_noise
 from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.arrays.request import check_names, check_workers
 from dask_distmm.errors import PlanError
@@ -123,13 +122,7 @@ def compressed_by_rows(
     return u, s, vh
 
 
-class _Components(NamedTuple):
-    components: Array
-    variances: Array
-    mean: Array
-
-
-class Components(_Components):
+class Components(NamedTuple("Components", [("components", Array), ("variances", Array), ("mean", Array)])):
     """Principal components, as `pca` returns them; and the share of each in the variance of all columns."""
 
     explained_variance_ratio: Array

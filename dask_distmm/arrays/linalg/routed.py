@@ -30,7 +30,7 @@ from dask.utils import random_state_data
 
 from dask_distmm.arrays.choice import PAYS, by_times
 from dask_distmm.arrays.fallback import NO_CLUSTER, note_left, note_taken, or_dask
-from dask_distmm.arrays.linalg import array_api, factors, leading, solutions, spectral
+from dask_distmm.arrays.linalg import array_api, factors, leading, solutions
 from dask_distmm.arrays.linalg.factorize import adjoint, common_type, goes_by_rows, steps_of
 from dask_distmm.arrays.linalg.public import QRResult, SVDResult, named
 from dask_distmm.arrays.linalg.stacks import RULES, by_one_task, by_tasks
@@ -59,12 +59,7 @@ def _cholesky(a: Any, lower: bool = False) -> Any:
     return take(lambda: factors.cholesky(a, lower=bool(lower)), a, stock="full" if _blocks(a) else "absent")
 
 
-svd: Callable[..., Any] = spectral.svd
-
-
-def _numpys_cholesky(a: Any, /, *, upper: bool = False) -> Any:
-    # NumPy's is L by default, Dask's U.
-    return da.linalg.cholesky(a, lower=not upper)
+svd: Callable[..., Any] = factors.svd
 
 
 def _lu(a: Any) -> Any:
@@ -138,19 +133,19 @@ def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, comp
         # Stacks, and NumPy's arguments, which Dask lacks.
         return take(lambda: svd(a, full_matrices, compute_uv, check_finite=False), a, stock="absent")
     if 1 not in a.numblocks:
-        make = functools.partial(spectral.svd, a, full_matrices=False)
+        make = functools.partial(factors.svd, a, full_matrices=False)
         return take(make, a, stock="absent") if coerce_signs else NotImplemented
     if a.dtype.kind == "c" and coerce_signs:
         return NotImplemented
     # Dask's signs are those of sums of right vectors: of a tall matrix the rank that has R knows them.
     if a.dtype.kind != "c" and a.numblocks[1] == 1 and _by_rows(a):
-        return take(lambda: spectral.svd_by_rows(a, True, {}, by_sum=coerce_signs), a, stock="full")
+        return take(lambda: factors.svd_by_rows(a, True, {}, by_sum=coerce_signs), a, stock="full")
     if a.numblocks[0] != 1 or not _by_rows(a.T):
         return NotImplemented
-    factors = take(lambda: spectral.svd_by_rows(adjoint(a), True, {}), a, stock="full")
-    if factors is NotImplemented:
-        return factors
-    u, s, v = adjoint(factors[2]), factors[1], adjoint(factors[0])
+    parts = take(lambda: factors.svd_by_rows(adjoint(a), True, {}), a, stock="full")
+    if parts is NotImplemented:
+        return parts
+    u, s, v = adjoint(parts[2]), parts[1], adjoint(parts[0])
     u, v = svd_flip(u, v) if coerce_signs else (u, v)
     return u, s, v
 
@@ -274,8 +269,8 @@ def _cond(x: Any, p: Any = None) -> Any:
 
 
 def _named_qr(a: Any, mode: str = "reduced") -> Any:
-    factors = da.linalg.qr(a) if mode == "reduced" else _qr(a, mode)
-    return QRResult(*factors) if isinstance(factors, tuple) else factors
+    parts = da.linalg.qr(a) if mode == "reduced" else _qr(a, mode)
+    return QRResult(*parts) if isinstance(parts, tuple) else parts
 
 
 def _named_svd(a: Any, full_matrices: bool | None = None, compute_uv: bool = True, hermitian: bool = False) -> Any:
@@ -292,7 +287,7 @@ def _numpys(ours: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of ours as NumPy has it: elements that are NaN or infinite are computed."""
     listed = inspect.signature(ours).parameters
     # NumPy's refuse them in one case only.
-    computed = "check_finite" in listed and ours not in (spectral.eig, spectral.eigvals)
+    computed = "check_finite" in listed and ours not in (factors.eig, factors.eigvals)
     options, narrow = {"check_finite": False} if computed else {}, "engine" not in listed
 
     @functools.wraps(ours)
@@ -309,10 +304,12 @@ _SAME = (
     "cross det diagonal eig eigh eigvals eigvalsh inv matrix_norm matrix_rank matrix_transpose outer slogdet solve "
     "svdvals trace vecdot vector_norm"
 )
-_OURS = {**vars(array_api), **vars(spectral), **vars(solutions)}
+_OURS = {**vars(array_api), **vars(factors), **vars(solutions)}
 # What `np.linalg` has; others of its functions end in Dask's of the same names.
 _NUMPYS: dict[str, Callable[..., Any]] = {
-    "cholesky": _numpys_cholesky, "cond": _cond, "pinv": _pinv, "qr": _named_qr, "svd": _named_svd,
+    # NumPy's is L by default, Dask's U.
+    "cholesky": lambda a, /, *, upper=False: da.linalg.cholesky(a, lower=not upper),
+    "cond": _cond, "pinv": _pinv, "qr": _named_qr, "svd": _named_svd,
     **{name: _numpys(_OURS[name]) for name in _SAME.split()},
 }  # fmt: skip
 

@@ -26,7 +26,7 @@ from dask_distmm.arrays.linalg.factorize import (
     times,
     unchecked,
 )
-from dask_distmm.arrays.linalg.factors import cholesky, picked
+from dask_distmm.arrays.linalg.factors import cholesky, least_squares_of_any_rank, picked, pseudoinverse, svdvals
 from dask_distmm.arrays.linalg.public import (
     LEAST_SQUARES,
     PANELS,
@@ -38,7 +38,6 @@ from dask_distmm.arrays.linalg.public import (
     SlogdetResult,
     SolveOptions,
 )
-from dask_distmm.arrays.linalg.spectral import least_squares_of_any_rank, pseudoinverse, svdvals
 from dask_distmm.arrays.linalg.stacks import public
 from dask_distmm.errors import PlanError, ProjectedMemoryError
 from dask_distmm.programs.factorizations import NUMBERS

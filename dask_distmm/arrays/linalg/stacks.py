@@ -34,8 +34,7 @@ from dask_distmm.arrays.linalg.public import (
     hints_of,
     named,
 )
-from dask_distmm.arrays.outputs import output_meta
-from dask_distmm.arrays.product import stacked
+from dask_distmm.arrays.product import output_meta, stacked
 from dask_distmm.arrays.request import takes
 from dask_distmm.config import parsed
 from dask_distmm.errors import MatrixError, PlanError, check_square

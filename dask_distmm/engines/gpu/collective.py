@@ -10,10 +10,10 @@ from typing import Any, ClassVar, TypeVar
 import cupy as cp
 
 from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, make_unique_id, nccl_version
+from dask_distmm.compat import install_command
 from dask_distmm.engines.base import Engine, log
 from dask_distmm.engines.gpu.operands import check_gpu, device_memory
 from dask_distmm.errors import EngineError
-from dask_distmm.installing import install_command
 from dask_distmm.planning import Placement
 
 T = TypeVar("T")

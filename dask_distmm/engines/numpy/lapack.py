@@ -215,7 +215,7 @@ class LapackKernels:
 
         if n:
             _with_workspace(a, call)
-        w = _complexes(values)
+        w = values[0] if len(values) == 1 else values[0] + 1j * values[1]
         return w, _vectors(w, vl) if left else None, _vectors(w, vr) if right else None
 
     def gees(self, a: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -371,11 +371,6 @@ def _with_workspace(a: NDArray[Any], call: Callable[[NDArray[Any], int, ctypes.c
         size = int(work[0].real)
     if info.value:
         raise np.linalg.LinAlgError("eigenvalues did not converge")
-
-
-def _complexes(values: NDArray[Any]) -> NDArray[Any]:
-    joined: NDArray[Any] = values[0] if len(values) == 1 else values[0] + 1j * values[1]
-    return joined
 
 
 def _vectors(w: NDArray[Any], v: NDArray[Any]) -> NDArray[Any]:

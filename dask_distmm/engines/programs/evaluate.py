@@ -22,8 +22,8 @@ from dask_distmm.engines.programs.fused import groups, source
 from dask_distmm.errors import MatrixError, call_user
 from dask_distmm.numeric.epilogs import call_function
 from dask_distmm.numeric.sparse import dense, sparse_package
+from dask_distmm.random import drawn
 from dask_distmm.tracing.arrays import elementwise, function_of, summed_by_label
-from dask_distmm.tracing.draw import drawn
 from dask_distmm.tracing.form import Kind, Literal, Ref, Statement, index_of, letters_of
 from dask_distmm.tracing.lower import Pass, identity
 from dask_distmm.tracing.place import Axis

@@ -34,7 +34,7 @@ from dask_distmm.engines.programs.blas import Kernels, assign
 from dask_distmm.engines.programs.exchange import Transport
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.errors import EngineError, MatrixError
-from dask_distmm.layout.redistribute import Copy
+from dask_distmm.layout import Copy
 from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.numeric.types import dtype_from_name, store
 from dask_distmm.planning import Plan

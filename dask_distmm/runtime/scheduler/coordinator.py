@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 from distributed.metrics import time
 
+from dask_distmm.compat import install_command
 from dask_distmm.engines.base import log
 from dask_distmm.errors import EngineError, MatrixError, RunFailedError, brief, in_words
-from dask_distmm.installing import install_command
 from dask_distmm.planning import ENGINES, Computation, Problem
 from dask_distmm.planning.region import RegionProblem
 from dask_distmm.runtime import direct

@@ -23,6 +23,7 @@ from distributed.metrics import time
 from numpy.typing import NDArray
 
 from dask_distmm._version import __version__
+from dask_distmm.compat import install_command
 from dask_distmm.engines.base import log
 from dask_distmm.errors import (
     EngineError,
@@ -32,7 +33,6 @@ from dask_distmm.errors import (
     ProjectedMemoryError,
     ProtocolError,
 )
-from dask_distmm.installing import install_command
 from dask_distmm.planning import (
     ENGINES,
     Computation,

@@ -39,10 +39,10 @@ from distributed.protocol.pickle import dumps, loads
 from distributed.scheduler import TaskState, WorkerState
 
 from dask_distmm import compat
+from dask_distmm.compat import install_command
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, EngineError, MissingEngineError, ProjectedMemoryError, ProtocolError, advice
-from dask_distmm.installing import install_command
 from dask_distmm.planning import Demand, plan_computation
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import (

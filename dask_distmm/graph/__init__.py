@@ -1,1 +1,0 @@
-"""The graph of a product: the barrier, and the chunks of D."""
