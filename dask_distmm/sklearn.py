@@ -21,7 +21,7 @@ from dask_distmm import algorithms, linalg
 from dask_distmm.algorithms.arguments import matrix
 from dask_distmm.algorithms.clusters import nearest_of
 from dask_distmm.arrays.jit import jit
-from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.kinds import as_array, rechunked
 from dask_distmm.compat import library_of
 from dask_distmm.errors import PlanError
 from dask_distmm.numeric.sparse import sparse_package
@@ -125,7 +125,7 @@ class _Estimator(BaseEstimator):
         if not is_dask_collection(X):
             return function(X, *fitted)
         sample = np.asarray(function(np.ones((1, X.shape[1]), X.dtype), *fitted))
-        X = X.rechunk({1: -1}) if X.numblocks[1] > 1 else X
+        X = rechunked(X, {1: -1}) if X.numblocks[1] > 1 else X
         chunks = (X.chunks[0], *((size,) for size in sample.shape[1:]))
         call = functools.partial(_beside, function, fitted=fitted)
         meta = sample[:0] if sparse_package(X._meta) else np.empty_like(X._meta, sample.dtype, shape=sample[:0].shape)

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import importlib.util
 import sys
+import types
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
 import strict_cupy
-from function_calls import CALLS, IDS, NARROW, check, in_narrow
+from function_calls import CALLS, IDS, NARROW, check, given, in_narrow
 from matrices import lazy
 
 import dask_distmm
@@ -73,6 +74,21 @@ def test_chunks_that_refuse_to_mix(routing, on_the_host, call):
 def test_chunks_of_other_types_that_refuse_to_mix(routing, on_the_host, dtype):
     for call in in_narrow(dtype):
         check(call, lambda x: on_device(x, lazy), "cupy", dtype=dtype)
+
+
+@without_cupy
+@pytest.mark.parametrize("call", CALLS, ids=IDS)
+def test_chunks_that_are_not_of_numpy_are_not_cut_by_p2p(routing, on_the_host, call):
+    """It fails on CuPy's, and Dask takes it for many small chunks."""
+
+    def device(x):
+        return on_device(x, lambda x: da.from_array(x, chunks=tuple(max(1, size // 4) for size in x.shape)))
+
+    with dask.config.set({"array.rechunk.method": "p2p"}):
+        results = call.ours(types.SimpleNamespace(**{name: device(x) for name, x in given().items()}))
+        for x in results if isinstance(results, tuple | list) else [results]:
+            names = x.dask.layers if isinstance(x, da.Array) else ()
+            assert not any("p2p" in name for name in names)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from dask.base import is_dask_collection
 from dask_distmm import random
 from dask_distmm.algorithms import krylov
 from dask_distmm.arrays.jit import Jitted, jit
-from dask_distmm.arrays.kinds import check_operand
+from dask_distmm.arrays.kinds import check_operand, rechunked
 from dask_distmm.arrays.linalg.array_api import norm
 from dask_distmm.arrays.linalg.factorize import common_type, computed, in_rows, matrix, operand, times
 from dask_distmm.arrays.linalg.public import POWERS, SOLVED_IN_TURNS, TURNS, Operand, RunOptions, check_range
@@ -533,14 +533,14 @@ def _least_squares(
             raise PlanError(f"A is {m} x {n}, so x0 must have shape ({n},); it has {operand('x0', x0).shape}")
         a, right, start = _of_one_type(a, right, start)
         if isinstance(a, UserFunction):
-            whole = start.rechunk(-1)
+            whole = rechunked(start, -1)
             rest = right - right.map_blocks(_rows_by, whole, function=a, dtype=right.dtype, meta=start._meta)
         else:
             rest = right - times(a, start, how)
     most = maxiter or (2 * n if algorithm is krylov.lsqr else min(m, n))
     x, numbers, var = algorithm.run(how, a, adjoint, right, rest, n, damp, limits, most, *options)
-    x, var = (None if vector is None else vector.rechunk((columns,)) for vector in (x, var))
-    return x if start is None else x + start[:, 0].rechunk((columns,)), numbers, var
+    x, var = (None if vector is None else rechunked(vector, (columns,)) for vector in (x, var))
+    return x if start is None else x + rechunked(start[:, 0], (columns,)), numbers, var
 
 
 def _two_functions(a: Any, b: Any, start: Array | None) -> tuple[Any, UserFunction | None, Array, tuple[int, ...]]:
@@ -740,8 +740,8 @@ def expm(A: Operand, **how: Unpack[RunOptions]) -> Array:
     if not a.size:
         return a
     whole = method == "local" or (method == "auto" and len(a) < _SHARED)
-    rows = a.rechunk((-1 if whole else max(a.chunks, key=len), -1))
-    return cast(Array, _expm.run(how, rows).rechunk(a.chunks))
+    rows = rechunked(a, (-1 if whole else max(a.chunks, key=len), -1))
+    return cast(Array, rechunked(_expm.run(how, rows), a.chunks))
 
 
 @jit

@@ -17,7 +17,7 @@ from dask.array.core import Array, from_array
 from dask.array.routines import atleast_2d
 from dask.base import is_dask_collection, tokenize
 
-from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.kinds import as_array, rechunked
 from dask_distmm.arrays.linalg.factorize import cut_as, made_of, native, program_arrays, rows_of, run_request
 from dask_distmm.arrays.linalg.public import RunOptions
 from dask_distmm.errors import PlanError, TracingError
@@ -341,7 +341,7 @@ def _piece(
 def _matrix(x: Array, *, rows: bool) -> Array:
     """Return an operand as a matrix: its first axis are rows, or it is in one chunk."""
     if not rows:
-        x = x.rechunk(-1)
+        x = rechunked(x, -1)
     if x.ndim == 2:
         return x
     if x.ndim < 2:

@@ -324,3 +324,13 @@ def any_kind(function: Callable[P, T]) -> Callable[P, T]:
         return _each(functools.partial(like, kind if kind != "plain" else ""), function(*args, **kwargs))
 
     return cast(Callable[P, T], adapted)
+
+
+def rechunked(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return an array of any kind cut in another way, or as it is."""
+    return x.rechunk(*args, **kwargs, method=how_to_cut(x))
+
+
+def how_to_cut(x: da.Array) -> str | None:
+    """Return the method where Dask might take P2P, which fails on chunks that are no NumPy arrays."""
+    return None if isinstance(x._meta, np.ndarray) else "tasks"

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from dask.array.utils import meta_from_array
 
-from dask_distmm.arrays.kinds import as_array, check_operand
+from dask_distmm.arrays.kinds import as_array, check_operand, rechunked
 from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.errors import PlanError, unknown_name
 from dask_distmm.numeric.epilogs import Formula
@@ -318,7 +318,7 @@ def _in_blocks(a: da.Array, form: str, axis: int) -> BlockScaled:
     axis, block = axis % 2, _BLOCKS[form]
     a = a.astype(np.float32)
     edges = np.unique([min(-(-edge // block) * block, a.shape[axis]) for edge in np.cumsum(a.chunks[axis])])
-    a = a.rechunk({axis: tuple(np.diff(edges, prepend=0).tolist())})
+    a = rechunked(a, {axis: tuple(np.diff(edges, prepend=0).tolist())})
     short = tuple(-(-size // block) for size in a.chunks[axis])
     chunks = (short, a.chunks[1]) if axis == 0 else (a.chunks[0], short)
     fp4, e4m3, options = form == "nvfp4", FP8["float8_e4m3fn"], {"axis": axis, "form": form}

@@ -32,7 +32,7 @@ from distributed import Future
 from distributed.protocol.pickle import dumps
 
 from dask_distmm.arrays.fallback import dask_rechunk, has_unknown_chunks
-from dask_distmm.arrays.kinds import as_array
+from dask_distmm.arrays.kinds import as_array, how_to_cut
 from dask_distmm.arrays.quantize import as_operands, with_scales
 from dask_distmm.config import Options, read_options, setting
 from dask_distmm.engines.base import log
@@ -133,14 +133,21 @@ def apply_op(name: str, array: da.Array, op: str) -> da.Array:
     return transposed.conj() if op == "C" and array.dtype.kind == "c" else transposed
 
 
-def rechunk(x: Any, *args: Any, **kwargs: Any) -> Any:
+def rechunk(
+    x: Any,
+    chunks: Any = "auto",
+    threshold: int | None = None,
+    block_size_limit: int | None = None,
+    balance: bool = False,
+    method: str | None = None,
+) -> Any:
     """Cut an array as Dask does, and note of what it is made."""
     if not isinstance(x, Array):
         return NotImplemented
-    rechunked = dask_rechunk(x, *args, **kwargs)
-    if x.ndim == 2 and rechunked.name != x.name:
-        _note(rechunked.name, (x.name, x.chunks, False, False))
-    return rechunked
+    array = dask_rechunk(x, chunks, threshold, block_size_limit, balance, method or how_to_cut(x))
+    if x.ndim == 2 and array.name != x.name:
+        _note(array.name, (x.name, x.chunks, False, False))
+    return array
 
 
 def _note(name: str, source: Source) -> Source:

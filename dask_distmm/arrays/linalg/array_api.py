@@ -15,6 +15,7 @@ from dask.array.utils import meta_from_array
 from dask.utils import parse_bytes
 from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
 
+from dask_distmm.arrays.kinds import rechunked
 from dask_distmm.arrays.linalg.factorize import (
     by_program,
     common_type,
@@ -318,10 +319,10 @@ def kron(a: Any, b: Any) -> Any:
     first, second = (x[(None,) * (ndim - x.ndim)] for x in (first, second))
     dtype, limit = np.result_type(first.dtype, second.dtype), parse_bytes(dask.config.get("array.chunk-size"))
     if np.prod(first.chunksize) * second.size * dtype.itemsize > limit:
-        first = first.rechunk("auto", block_size_limit=max(first.itemsize, limit // max(1, second.size)))
+        first = rechunked(first, "auto", block_size_limit=max(first.itemsize, limit // max(1, second.size)))
     grown = tuple(tuple(size * n for size in sizes) for sizes, n in zip(first.chunks, second.shape, strict=True))
     meta = meta_from_array(first._meta, ndim, dtype=dtype)
-    return first.map_blocks(np.kron, second.rechunk(-1), chunks=grown, meta=meta)
+    return first.map_blocks(np.kron, rechunked(second, -1), chunks=grown, meta=meta)
 
 
 @public(ProductOptions, PRODUCT)

@@ -17,7 +17,7 @@ from dask.highlevelgraph import MaterializedLayer
 from dask.utils import format_bytes
 from distributed.system import MEMORY_LIMIT
 
-from dask_distmm.arrays.kinds import as_array, check_operand
+from dask_distmm.arrays.kinds import as_array, check_operand, rechunked
 from dask_distmm.arrays.linalg.public import FactorOptions, ProductOptions, RunOptions, SolveOptions
 from dask_distmm.arrays.product import multiply, run_output
 from dask_distmm.arrays.request import check_names, check_workers, is_lazy, parse, without_axes
@@ -79,7 +79,7 @@ def operand(name: str, x: Any, *, sparse: bool = False) -> Array:
 def filled(array: Array) -> Array:
     """Return an array without chunks of size 0 beside others, which Dask's ``max`` has no result for."""
     chunks = tuple(tuple(size for size in sizes if size) or (0,) for sizes in array.chunks)
-    return array if chunks == array.chunks else array.rechunk(chunks)
+    return array if chunks == array.chunks else rechunked(array, chunks)
 
 
 def matrix(
@@ -287,7 +287,7 @@ def by_program(
         return by_program(builder, small, wanted, how=how, axes={"n": lengths["n"], **(axes or {})}, **options)
     results = zip(program_arrays(problem, arrays, tasks), (x.replace(".", "") for _, x, _ in specified), strict=True)
     return tuple(
-        x.rechunk({i: lengths.get(y, -1) for i, y in enumerate(letters) if y != "m"}) for x, letters in results
+        rechunked(x, {i: lengths.get(y, -1) for i, y in enumerate(letters) if y != "m"}) for x, letters in results
     )
 
 
@@ -352,14 +352,14 @@ def reduced(a: Array, *beside: Array) -> tuple[Array, ...]:
     """Return Q and, column by column, R of tall matrices beside each other, by Dask's tasks: chunks come and go."""
     dtype = common_type({str(number): x for number, x in enumerate((a, *beside))})
     columns = np.cumsum([x.shape[1] for x in (a, *beside)])
-    q, r = tsqr(concatenate([rows_of(x).astype(dtype) for x in (a, *beside)], axis=1).rechunk({1: -1}))
+    q, r = tsqr(rechunked(concatenate([rows_of(x).astype(dtype) for x in (a, *beside)], axis=1), {1: -1}))
     return q, *(r[:, start:stop] for start, stop in itertools.pairwise((0, *columns)))
 
 
 def rows_of(a: Array) -> Array:
     """Return a matrix in chunks of rows."""
     if len(a.chunks[1]) == 1 or not sparse_package(a._meta):
-        return a if len(a.chunks[1]) == 1 else a.rechunk({1: -1})
+        return a if len(a.chunks[1]) == 1 else rechunked(a, {1: -1})
     meta = compressed(a._meta)
     new = {"n": a.shape[1]}
     return blockwise(_beside, "mn", a, "mk", new_axes=new, concatenate=False, dtype=a.dtype, meta=meta)
@@ -373,7 +373,7 @@ def cut_as(a: Array, x: Array) -> Array:
 def in_rows(x: Array, rows: tuple[int, ...]) -> Array:
     """Return a matrix in certain chunks of rows."""
     if not sparse_package(x._meta):
-        return x.rechunk((rows, -1))
+        return rechunked(x, (rows, -1))
     x = rows_of(x)
     if x.chunks[0] == rows:
         return x
@@ -477,7 +477,7 @@ def op_of(trans: Literal["N", "T", "C"] | int) -> Literal["N", "T", "C"]:
 
 def mirrored(a: Array, *, lower: bool, hermitian: bool) -> Array:
     """Return a matrix with one triangle mirrored over the other one."""
-    a = a.rechunk({1: a.chunks[0]})
+    a = rechunked(a, {1: a.chunks[0]})
     return a.map_blocks(_mirror, a.T, lower, hermitian, dtype=a.dtype, meta=a._meta)
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from dask.array.core import Array, blockwise, from_array, normalize_chunks
 from dask.array.gufunc import apply_gufunc
 
+from dask_distmm.arrays.kinds import rechunked
 from dask_distmm.arrays.linalg.factorize import (
     adjoint,
     by_program,
@@ -156,9 +157,11 @@ def picked(x: Array, rows: Array) -> Array:
     """Return ``x[rows]``, also of stacks, in the chunks of `x`: of whole columns, which one worker has at a time."""
     if max(x.ndim, rows.ndim + 1) > 2:
         return apply_gufunc(_taken, "(m,k),(m)->(m,k)", x, rows, meta=x._meta, allow_rechunk=True)
-    columns = x.rechunk({0: -1})
-    picked_rows = blockwise(operator.getitem, "ij", columns, "ij", rows.rechunk(-1), "i", dtype=x.dtype, meta=x._meta)
-    return picked_rows.rechunk(x.chunks)
+    columns = rechunked(x, {0: -1})
+    picked_rows = blockwise(
+        operator.getitem, "ij", columns, "ij", rechunked(rows, -1), "i", dtype=x.dtype, meta=x._meta
+    )
+    return rechunked(picked_rows, x.chunks)
 
 
 def _taken(x: Any, rows: Any) -> Any:
@@ -244,8 +247,8 @@ def qr(a: Operand, mode: Literal["reduced", "complete", "r"] = "reduced", **how:
         with left_beyond_memory(a):
             factors = by_program("qr", {"a": a}, {"r": "nn"} if mode == "r" else {"q": "mn", "r": "nn"}, how=how)
         *q, r = factors or reduced(rows_of(a))
-        r = r.rechunk((a.chunks[1], a.chunks[1]))
-        return r if mode == "r" else QRResult(q[0].rechunk({1: a.chunks[1]}), r)
+        r = rechunked(r, (a.chunks[1], a.chunks[1]))
+        return r if mode == "r" else QRResult(rechunked(q[0], {1: a.chunks[1]}), r)
     inner = "m" if mode == "complete" else "r"
     wanted = {"r": "rn"} if mode == "r" else {"q": f"m{inner}", "r": f"{inner}n"}
     factors = factorize("qr", {"a": a}, wanted, mode=mode, how=how)

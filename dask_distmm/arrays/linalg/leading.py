@@ -11,6 +11,7 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array
 
+from dask_distmm.arrays.kinds import rechunked
 from dask_distmm.arrays.linalg.factorize import (
     adjoint,
     by_program,
@@ -282,7 +283,7 @@ def _covariances(arrays: Mapping[str, Any], rowvar: bool, ddof: int, correlation
     if len(variables) > 1 and any(sparse_package(x._meta) for x in variables):
         raise PlanError(f"{' and '.join(arrays)} must be dense: pass sparse variables as one matrix")
     rows = variables[0].chunks[0]
-    a = variables[0] if len(variables) == 1 else da.concatenate([x.rechunk({0: rows}) for x in variables], axis=1)
+    a = variables[0] if len(variables) == 1 else da.concatenate([rechunked(x, {0: rows}) for x in variables], axis=1)
     check_names(None, how.get("engine"), kind=ProgramProblem.kind)
     check_workers(how.get("workers"))
     if len(a) <= ddof:

@@ -30,6 +30,7 @@ from dask.utils import random_state_data
 
 from dask_distmm.arrays.choice import PAYS, by_times
 from dask_distmm.arrays.fallback import NO_CLUSTER, note_left, note_taken, or_dask
+from dask_distmm.arrays.kinds import rechunked
 from dask_distmm.arrays.linalg import array_api, factors, leading, solutions
 from dask_distmm.arrays.linalg.factorize import adjoint, common_type, goes_by_rows, steps_of
 from dask_distmm.arrays.linalg.public import QRResult, SVDResult, named
@@ -418,8 +419,8 @@ def _of_small(name: str, a: Array, *b: Array) -> Any:
     results, (rows, cols) = by_one_task(name, a, *b), a.chunks
     chunks = {"inv": (cols, rows), "solve": (cols, *(b and b[0].chunks[1:]))}.get(name, a.chunks)
     if not isinstance(results, tuple):
-        return results.rechunk(chunks) if results.ndim == len(chunks) else results
-    return type(results)(*(x.rechunk(chunks) if x.ndim == len(chunks) else x for x in results))
+        return rechunked(results, chunks) if results.ndim == len(chunks) else results
+    return type(results)(*(rechunked(x, chunks) if x.ndim == len(chunks) else x for x in results))
 
 
 def _by_lu(a: Any, blocks: int) -> StockSupport:

@@ -9,6 +9,7 @@ import dask.array as da
 import numpy as np
 from dask.array.core import Array, from_array
 
+from dask_distmm.arrays.kinds import rechunked
 from dask_distmm.arrays.linalg.factorize import (
     adjoint,
     by_program,
@@ -193,7 +194,7 @@ def lu_solve(
     if a is not None:
         return _refined(a, {"p": rows[None], "f": lu}, b, how, op=op)
     columns = right_sides(lu, b, stack=True)
-    rows = rows.rechunk({rows.ndim - 1: -1}).map_blocks(_swapped, op != "N", dtype=np.int64)
+    rows = rechunked(rows, {rows.ndim - 1: -1}).map_blocks(_swapped, op != "N", dtype=np.int64)
     if op == "N":
         first = solve_triangular(lu, picked(columns, rows), lower=True, unit_diagonal=True, **how)
         x = solve_triangular(lu, first, **unchecked(how))
@@ -553,7 +554,7 @@ def lstsq(
     else:
         wanted = {"x": x_axes, "r": "rr", **({"residuals": ".k"} if m > n else {})}
         x, r, residuals = (*factorize("lstsq", operands, wanted, how=how, axes=axes), None)[:3]
-        rank, s = min(m, n), r.rechunk(-1).map_blocks(_singular_values, drop_axis=1, meta=r._meta.real.ravel())
+        rank, s = min(m, n), rechunked(r, -1).map_blocks(_singular_values, drop_axis=1, meta=r._meta.real.ravel())
     return x, residuals if m > n else from_array(x._meta.real.ravel()), rank, s
 
 
@@ -707,7 +708,7 @@ def pinv(
             return by_program("pinv", {"a": a}, {"x": "nm"}, how=how, rtol=rtol)[0]
         except ProjectedMemoryError:
             q, r = reduced(rows_of(a))
-            return times(pinv(r, rtol, **how), adjoint(q), {}).rechunk({0: a.chunks[1]})
+            return rechunked(times(pinv(r, rtol, **how), adjoint(q), {}), {0: a.chunks[1]})
     if rtol is not None or hermitian:
         return pseudoinverse(a, rtol, hermitian, how)
     return factorize("pinv", {"a": a}, {"x": "nm"}, how=how)[0]

@@ -21,7 +21,7 @@ import numpy as np
 from dask.array.core import Array
 from dask.utils import parse_bytes
 
-from dask_distmm.arrays.kinds import any_kind, ndim_of
+from dask_distmm.arrays.kinds import any_kind, ndim_of, rechunked
 from dask_distmm.arrays.linalg.factorize import common_type, op_of, operand
 from dask_distmm.arrays.linalg.public import (
     HINTS,
@@ -401,12 +401,12 @@ def _whole(x: Array, axes: int) -> Array:
     """Return a stack whose matrices are in one chunk each; if they were in several, a chunk has fewer of them."""
     first = x.ndim - axes
     if not x.size:
-        return x.rechunk(-1)
+        return rechunked(x, -1)
     if set(x.numblocks[first:]) == {1}:
         return x
     batch = {} if np.isnan(x.shape).any() else dict.fromkeys(range(first), "auto")
     limit = x.itemsize * math.prod(map(max, x.chunks))
-    return x.rechunk(batch | dict.fromkeys(range(first, x.ndim), -1), block_size_limit=limit if batch else None)
+    return rechunked(x, batch | dict.fromkeys(range(first, x.ndim), -1), block_size_limit=limit if batch else None)
 
 
 def _core_sizes(inputs: list[str], arrays: Mapping[str, Array]) -> dict[str, int]:

@@ -19,7 +19,7 @@ import numpy as np
 from dask.array.core import Array, concatenate, from_delayed
 from dask.delayed import delayed
 
-from dask_distmm.arrays.kinds import ndim_of
+from dask_distmm.arrays.kinds import ndim_of, rechunked
 from dask_distmm.arrays.linalg.factorize import common_type, operand, right_sides
 from dask_distmm.arrays.linalg.public import Cost, Operand
 from dask_distmm.arrays.linalg.stacks import by_scipy, on_host, public
@@ -40,12 +40,12 @@ def _bands(ab: Operand, b: Operand, rows: int) -> tuple[Array, Array]:
     dtype = common_type({"ab": ab, "b": b})
     n = ab.shape[1]
     columns = right_sides(da.zeros((n, n), chunks=-1), b)
-    return ab.rechunk(-1).astype(dtype), columns.astype(dtype)
+    return rechunked(ab, -1).astype(dtype), columns.astype(dtype)
 
 
 def _by_columns(function: Callable[..., Any], matrix: Array, columns: Array, check_finite: bool) -> Array:
     """Return the solutions for right-hand sides, each chunk of columns by itself."""
-    columns = columns.rechunk({0: -1})
+    columns = rechunked(columns, {0: -1})
     call = functools.partial(_solved, function=function, check_finite=check_finite)
     return da.blockwise(
         call, "ik", matrix, "pq", columns, "ik", dtype=columns.dtype, meta=columns._meta, concatenate=True
@@ -156,7 +156,7 @@ def solveh_banded(ab: Operand, b: Operand, *, lower: bool = False, check_finite:
         ab = ab.map_blocks(_lower_bands, dtype=ab.dtype, meta=ab._meta)
     cuts = _cuts(columns.chunks[0], 2 * (ab.shape[0] - 1) + 1)
     if len(ab) > 1 and len(cuts) > len(columns.chunks[1]):
-        x = _by_parts(ab, columns.rechunk((cuts, -1)), check_finite)
+        x = _by_parts(ab, rechunked(columns, (cuts, -1)), check_finite)
     else:
         x = _by_columns(_positive, ab, columns, check_finite)
     return x[:, 0] if ndim_of(b) == 1 else x
