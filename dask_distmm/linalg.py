@@ -43,6 +43,7 @@ from dask_distmm.arrays.linalg.factors import (
     eigh,
     eigvals,
     eigvalsh,
+    ldlt,
     logm,
     lu,
     lu_factor,
@@ -75,10 +76,11 @@ from dask_distmm.planning.placement import Placement
 __all__ = [
     "MatrixError", "NotSquareError", "cg", "cho_factor", "cho_solve", "cholesky", "cond", "corrcoef", "cov", "cross",
     "det", "diagonal", "eig", "eigh", "eigsh", "eigvals", "eigvalsh", "explain", "expm", "gmres", "gram", "inv",
-    "kron", "lobpcg", "logm", "lsmr", "lsqr", "lstsq", "lu", "lu_factor", "lu_solve", "matrix_norm", "matrix_power",
-    "matrix_rank", "matrix_transpose", "matvec", "minres", "multi_dot", "norm", "outer", "pca", "pinv", "polar", "qr",
-    "ridge", "schur", "slogdet", "solve", "solve_banded", "solve_toeplitz", "solve_triangular", "solveh_banded",
-    "sqrtm", "svd", "svd_compressed", "svdvals", "symm", "trace", "trmm", "vecdot", "vecmat", "vector_norm",
+    "kron", "ldlt", "lobpcg", "logm", "lsmr", "lsqr", "lstsq", "lu", "lu_factor", "lu_solve", "matrix_norm",
+    "matrix_power", "matrix_rank", "matrix_transpose", "matvec", "minres", "multi_dot", "norm", "outer", "pca", "pinv",
+    "polar", "qr", "ridge", "schur", "slogdet", "solve", "solve_banded", "solve_toeplitz", "solve_triangular",
+    "solveh_banded", "sqrtm", "svd", "svd_compressed", "svdvals", "symm", "trace", "trmm", "vecdot", "vecmat",
+    "vector_norm",
 ]  # fmt: skip
 
 

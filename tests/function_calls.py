@@ -119,6 +119,12 @@ def _pca(x: Any) -> Any:
     return vh, s**2 / (len(x) - 1), x.mean(axis=0)
 
 
+def _ldlt(a: Any) -> Any:
+    factor = np.linalg.cholesky(a)
+    diagonal = np.diagonal(factor)
+    return factor / diagonal, diagonal**2
+
+
 def _lower(x: Any) -> Any:
     return scipy.linalg.solve_triangular(x.a, x.v, lower=True)
 
@@ -183,6 +189,7 @@ CALLS = [
     Call("linalg.lstsq", lambda x: linalg.lstsq(x.t, x.b), lambda x: np.linalg.lstsq(x.t, x.b)),
     Call("linalg.lstsq", lambda x: linalg.lstsq(x.i, x.j), lambda x: np.linalg.lstsq(x.i, x.j)),
     Call("linalg.lstsq", lambda x: linalg.lstsq(x.q, x.j[:6]), lambda x: np.linalg.lstsq(x.q, x.j[:6])),
+    Call("linalg.ldlt", lambda x: linalg.ldlt(x.s), lambda x: _ldlt(x.s)),
     Call("linalg.lu", lambda x: linalg.lu(x.a), lambda x: scipy.linalg.lu(x.a)),
     Call("linalg.lu", lambda x: linalg.lu(x.c), lambda x: scipy.linalg.lu(x.c)),
     Call("linalg.lu", lambda x: linalg.lu(x.a, True), lambda x: scipy.linalg.lu(x.a, True)),

@@ -62,6 +62,15 @@ def assert_cholesky(a: NDArray[Any], factor: NDArray[Any], *, lower: bool = True
     _gate("||A - L L^H|| / (n ||A|| eps)", full - wide @ wide.conj().T, _norm(full), len(a), a.dtype)
 
 
+def assert_ldlt(a: NDArray[Any], lower: NDArray[Any], d: NDArray[Any]) -> None:
+    """Check that a Hermitian ``a`` is L diag(d) L^H, that L has ones on its diagonal, and that d is real."""
+    _typed(a.dtype, lower=lower)
+    assert d.dtype == a.real.dtype
+    np.testing.assert_array_equal(np.triu(lower), np.eye(len(a)), "L is not unit lower triangular")
+    wide, full = _in_double(lower, a)
+    _gate("||A - L D L^H|| / (n ||A|| eps)", full - wide * d @ wide.conj().T, _norm(full), len(a), a.dtype)
+
+
 def assert_lu(a: NDArray[Any], lower: NDArray[Any], upper: NDArray[Any], p: NDArray[Any]) -> None:
     """Check that ``a`` is ``(L U)[p]``, that both are triangular, and that pivots were the largest of their columns.
 

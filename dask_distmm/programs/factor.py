@@ -197,9 +197,9 @@ class Panels(Recorder):
         # The number of the first panel in messages; how GPUs multiply; whether whoever uses factors looks at them; how
         # often right-hand sides have gone from rank to rank.
         self._numbered, self._compute, self.lenient, self._carried = numbered, compute, lenient, 0
-        # What panels are of: ``"cholesky"``, ``"lu"``, ``"qr"``, ``"reflect"`` for reflectors, or nothing; the parts
-        # of them that others need; the size that diagonals are looked at with, if they are; the ranks that have all
-        # pivots in the end; whether updates are queued before a panel that is waited for; whether all ranks meet for
+        # What panels are of: one of `FACTORED`, ``"reflect"`` for reflectors, or nothing; the parts of them that others
+        # need; the size that diagonals are looked at with, if they are; the ranks that have all pivots in the end;
+        # whether updates are queued before a panel that is waited for; whether all ranks meet for
         # each panel of a sweep, also those that do not need it, as a broadcast wants it.
         self._factored, self._parts, self._check, self._holders, self._queued = factored, parts, check, holders, queued
         self._together, self._sweeps = together and columns.ranks > 1, 0
@@ -348,7 +348,7 @@ class Panels(Recorder):
 
     def _note(self, k: int) -> None:
         """Keep the pivots of a received panel, and free the panel."""
-        if self._factored == "lu" and self.me in self._holders:
+        if self._factored in ("lu", "ldlt") and self.me in self._holders:
             pivots, diagonal = self._pivots(k)
             self.call("diagonal", self.panel(k), makes=[diagonal])
             self.call("copied", self.extra(k), makes=[pivots])
@@ -413,28 +413,40 @@ class Panels(Recorder):
 # Factorizations, and what is done with their factors
 
 
-def cholesky(p: Panels, order: Sequence[int], last: int) -> None:
-    """Factorize A = L L^H, of which the lower triangle is read; right-hand sides before block `last` become L^-1 B."""
+def cholesky(p: Panels, order: Sequence[int], last: int, *, unit: bool = False) -> None:
+    """Factorize A = L L^H, of which the lower triangle is read; right-hand sides before block `last` become L^-1 B.
+
+    `unit`: A = L D L^H without pivots, with ones on the diagonal of L; D is on that of panels, and goes with them.
+    """
 
     def factor(k: int) -> None:
         panel = p.panel(k)
         size = panel.shape[1]
         diagonal, below = panel[:size, :], panel[size:, :]
-        p.call("potrf", diagonal, makes=[p.extra(k)])
-        if not p.lenient:
+        if unit:
+            p.call("ldlt", diagonal, start=p.columns.place(k)[0], makes=[p.extra(k)])
+        else:
+            p.call("potrf", diagonal, makes=[p.extra(k)])
+        if not (unit or p.lenient):
             p.call("check_minor", p.extra(k), start=p.columns.place(k)[0])
-        p.update("trsm", diagonal, below, right=True, lower=True, op="C", unit=False)
+        p.update("trsm", diagonal, below, right=True, lower=True, op="C", unit=unit)
+        if unit:
+            p.call("divide_columns", below, p.extra(k))
 
     def update(k: int, first: int, stop: int) -> None:
         start, end = p.columns.place(k)[0], min(stop, p.columns.first(1))
         if owned := p.columns.owned(p.me, first, end):
             top = p.columns.blocks[owned[0]].start
             blocks = [(b.start - top, b.stop - top) for b in map(p.columns.blocks.__getitem__, owned)]
-            p.update("update_lower", p.panel(k)[top - start :, :], p.blocks(first, end)[top:, :], blocks=blocks)
+            middle = [p.extra(k)] * unit
+            p.update(
+                "update_lower", p.panel(k)[top - start :, :], p.blocks(first, end)[top:, :], *middle, blocks=blocks
+            )
         if p.columns.owned(p.me, max(first, end), stop):
             substitute_block(p, k, p.blocks(max(first, end), stop), lower=True)
 
     p.sweep(order, lambda k: (k + 1, last), update, factor=factor)
+    p.pivots(order if unit else (), last)
 
 
 def lu(p: Panels, order: Sequence[int], last: int) -> None:
@@ -504,6 +516,7 @@ class Factored(NamedTuple):
 
 FACTORED = {
     "cholesky": Factored(cholesky, lambda pivots, order: (1, 1), "int32", 1, 1.3e8),
+    "ldlt": Factored(functools.partial(cholesky, unit=True), lambda pivots, order: (order, 1), "", 1, 1.3e8),
     "lu": Factored(lu, lambda pivots, order: (pivots, 1), "int32", 2, 2.7e8),
     "qr": Factored(qr, lambda pivots, order: (order, order), "", 4, 4.5e8),
     "reflect": Factored(lambda p, order, last: None, lambda pivots, order: (order, order), ""),
@@ -612,4 +625,6 @@ def store_numbers(p: Panels, result: Buffer, output: str, form: str, order: Sequ
         p.call("determinant", *pivots, *diagonals, starts=p.starts(order), form=form, dtype=dtype, makes=[result])
     elif form in ("pivots", "permutation"):
         p.call(form, *p.known(order)[0], starts=p.starts(order), count=result.shape[1], makes=[result])
+    elif form == "diagonal":
+        p.call("concatenate", *p.known(order)[0], makes=[result])
     p.leave(output, result)

@@ -18,8 +18,8 @@ from dask_distmm.layout import Layout
 
 # How an output is taken out of what a rank holds. Triangles have zeros, or ones, in place of the other elements.
 Form = Literal[
-    "full", "lower", "unit lower", "upper", "residuals", "pivots", "permutation", "sign", "logdet", "det", "spectral",
-    "info",
+    "full", "lower", "unit lower", "upper", "residuals", "pivots", "permutation", "diagonal", "sign", "logdet", "det",
+    "spectral", "info",
 ]  # fmt: skip
 
 
@@ -207,7 +207,7 @@ class Factorization:
 
     @property
     def factored(self) -> str:
-        """The factorization of A: ``"cholesky"``, ``"lu"``, ``"qr"``, or ``""`` for none."""
+        """The factorization of A: ``"cholesky"``, ``"ldlt"``, ``"lu"``, ``"qr"``, or ``""`` for none."""
         return "cholesky" if self.assume_a == "pos" else self.entry.factored
 
     @property
@@ -366,6 +366,13 @@ def _cholesky_outputs(task: Factorization) -> tuple[TaskOutput, ...]:
     return (TaskOutput("ul"[task.lower], task.a_shape, task.dtype, 0, "lower", Orientation(*2 * [not task.lower])),)
 
 
+def _ldlt_outputs(task: Factorization) -> tuple[TaskOutput, ...]:
+    return (
+        TaskOutput("l", task.a_shape, task.dtype, 0, "unit lower"),
+        TaskOutput("d", task.a_shape[:1], _real(task.dtype), None, "diagonal"),
+    )
+
+
 def _lu_outputs(task: Factorization) -> tuple[TaskOutput, ...]:
     (m, n), k = task.a_shape, min(task.a_shape)
     return (
@@ -476,6 +483,7 @@ KINDS: dict[str, Kind] = {
         outputs=_cholesky_outputs,
         flops=_cholesky_flops,
     ),
+    "ldlt": Kind(hermitian=True, factored="ldlt", outputs=_ldlt_outputs, flops=_cholesky_flops, shares=(0.75, 0.75)),
     "lu": Kind(options=["factor_dtype"], square=False, factored="lu", outputs=_lu_outputs, flops=_lu_flops),
     "qr": Kind(
         options=["mode"],

@@ -450,6 +450,9 @@ CONTRACTS: dict[str, Contract] = {
     # Factorizations in block columns, in place; what a kernel returns is named behind a colon.
     # L : info. L U : pivots. R and reflectors V : T, with I - V T V^H.
     "potrf": Contract("u", lambda a: a[1] ** 3 / 3),
+    # L and D of L D L^H: D; each column divided by a number.
+    "ldlt": Contract("u", lambda a: 2 * a[1] ** 3 / 3),
+    "divide_columns": Contract("ur", lambda b, d: b[0] * b[1]),
     "getrf": Contract("u", lambda a: a[0] * a[1] * min(a) - (a[0] + a[1]) * min(a) ** 2 / 2 + min(a) ** 3 / 3),
     "geqrt": Contract("u", lambda a: 2 * a[0] * a[1] ** 2 - 2 * a[1] ** 3 / 3),
     # B = op(A)^-1 B, or B op(A)^-1; C = alpha op(A) op(B) + beta C; B with rows swapped; B = (I - V T V^H) B, or by ^H.
@@ -457,8 +460,8 @@ CONTRACTS: dict[str, Contract] = {
     "gemm": Contract("rru", lambda a, b, c: 2 * math.sqrt(math.prod(a + b + c))),
     "laswp": Contract("ur", _none),
     "larfb": Contract("rru", lambda v, t, b: 4 * v[0] * v[1] * b[1]),
-    # Block columns of the lower triangle of A - V V^H: half of what the first one has, on average.
-    "update_lower": Contract("ru", lambda v, b: v[0] * v[1] * b[1]),
+    # Block columns of the lower triangle of A - V V^H, or A - V D V^H: half of what the first one has, on average.
+    "update_lower": Contract("rur", lambda v, b, *_: v[0] * v[1] * b[1]),
     # Raise if a matrix is not positive definite, by potrf's info; or is singular, by the diagonal of a factor.
     "check_minor": Contract("r", _none),
     "check_diagonal": Contract("r", _none),
@@ -470,6 +473,7 @@ CONTRACTS: dict[str, Contract] = {
     "swap_rows": Contract("rwr", _none),
     "pivots": Contract("r", _none),
     "permutation": Contract("r", _none),
+    "concatenate": Contract("r", _none),
     "determinant": Contract("r", _none),
     "column_norms": Contract("rw", _none),
     "clear": Contract("u", _none),

@@ -20,6 +20,7 @@ from conformance import conformance
 from factoring import planned, run_plan
 from lapack_kernels import DeviceKernels, QueuedKernels
 
+from dask_distmm.comms.cross_memory import BoardReader
 from dask_distmm.config import read_options
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.planning import ENGINES, METHODS, Plan
@@ -256,7 +257,13 @@ def factorize(make_peers, monkeypatch):
     def current():
         return shared.current_stream(ranks.engines[world.memory.process].stream)
 
+    def waits(reader, count, sleep=BoardReader._sleep):
+        # A device works while its host waits for another one's.
+        current().some()
+        sleep(reader, count)
+
     monkeypatch.setattr(sys.modules["dask_distmm.engines.peer.memory"].PeerState, "solver", solver)
+    monkeypatch.setattr(BoardReader, "_sleep", waits)
 
     def run(kind, nranks, *matrices, sources=0, host=False, config=None, **options):
         ranks.host = host

@@ -13,6 +13,7 @@ from matrices import noise
 from residuals import (
     assert_cholesky,
     assert_inverse,
+    assert_ldlt,
     assert_least_squares,
     assert_lu,
     assert_pseudoinverse,
@@ -84,6 +85,8 @@ def test_cholesky(factorize, nranks, dtype):
         a = positive(rng, n, dtype)
         (factor,) = factorize("cholesky", nranks, triangle(a, lower), lower=lower).values()
         assert_cholesky(a, factor, lower=lower)
+        if lower:
+            assert_ldlt(a, *factorize("ldlt", nranks, triangle(a, True)).values())
 
 
 @pytest.mark.parametrize(("nranks", "dtype"), CASES)

@@ -11,7 +11,7 @@ import scipy.linalg
 from conformance import random_matrix
 from factoring import planned, run_plan
 from lapack_kernels import QueuedKernels
-from residuals import assert_cholesky, assert_eig, assert_lu, assert_qr, assert_schur, assert_solution
+from residuals import assert_cholesky, assert_eig, assert_ldlt, assert_lu, assert_qr, assert_schur, assert_solution
 
 from dask_distmm.config import read_options
 from dask_distmm.errors import MatrixError
@@ -33,6 +33,10 @@ def test_cholesky(factorize, matrix, nranks, lower, monkeypatch):
     a = a @ a.T + np.eye(90)
     (factor,) = factorize("cholesky", nranks, a, lower=lower).values()
     assert_cholesky(a, factor, lower=lower)
+    if lower:
+        signs = np.where(np.arange(90) < 60, 1.0, -1.0)
+        a = a * np.where(signs[:, None] == signs, signs, 0.1)
+        assert_ldlt(a, *factorize("ldlt", nranks, a).values())
 
 
 @pytest.mark.parametrize("shape", [(90, 90), (120, 70), (70, 120)])

@@ -14,6 +14,7 @@ from matrices import noise
 from residuals import (
     assert_cholesky,
     assert_inverse,
+    assert_ldlt,
     assert_least_squares,
     assert_lu,
     assert_pseudoinverse,
@@ -87,6 +88,39 @@ def test_cholesky(ranks, dtype, what, lower):
 
 class Device(LapackKernels):
     asynchronous = True
+
+
+def quasi_definite(rng, n, dtype):
+    """A matrix with a positive definite block and a negative definite one, as many eigenvalues of each sign."""
+    signs = np.where(np.arange(n) < n - n // 3, 1, -1)
+    beside = noise(rng, (n, n), dtype)
+    beside = (beside + beside.conj().T) * (signs[:, None] != signs)
+    return (beside + positive(rng, n, dtype) * (signs[:, None] == signs) * signs).astype(dtype)
+
+
+@pytest.mark.parametrize("kernels", [LapackKernels(), Device()], ids=["cpu", "as on gpus"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_ldlt(ranks, dtype, kernels):
+    rng = np.random.default_rng()
+    for n, width in ((1, 4), (37, 5), (64, 16), (50, 64)):
+        a = quasi_definite(rng, n, dtype)
+        # The other triangle is not read, nor imaginary parts of the diagonal.
+        given = np.tril(a) + np.triu(np.full_like(a, np.nan), 1)
+        plan = factor_plan(Factorization("ldlt", a.shape, dtype), ranks, width)
+        found = run_factorization(plan, given, kernels=kernels)
+        assert_ldlt(a, found["l"], found["d"])
+        assert (found["d"] > 0).sum() == n - n // 3
+
+
+@pytest.mark.parametrize("kernels", [LapackKernels(), Device()], ids=["cpu", "as on gpus"])
+@pytest.mark.parametrize("at", [0, 20])
+def test_ldlt_of_a_matrix_that_needs_pivots(kernels, at):
+    a = np.eye(40)
+    a[at : at + 2, at : at + 2] = [[0, 1], [1, 0]]
+    plan = factor_plan(Factorization("ldlt", a.shape, "float64"), 3, 8)
+    with pytest.raises(MatrixError, match=f"element {at} of D is exactly zero.*lu, or by eigh"):
+        run_factorization(plan, a, kernels=kernels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -268,7 +302,7 @@ def test_least_squares(ranks, dtype, what, shape):
 
 
 @given(
-    st.sampled_from(["cholesky", "lu", "qr", "solve", "lstsq"]),
+    st.sampled_from(["cholesky", "ldlt", "lu", "qr", "solve", "lstsq"]),
     st.integers(1, 50),
     st.integers(1, 50),
     st.integers(0, 9),
@@ -284,6 +318,9 @@ def test_any_shape(kind, m, n, nrhs, ranks, width, dtype, seed):
     if kind == "cholesky":
         a = positive(rng, m, dtype)
         assert_cholesky(a, run(kind, ranks, width, a)["l"])
+    elif kind == "ldlt":
+        a = quasi_definite(rng, m, dtype)
+        assert_ldlt(a, *run(kind, ranks, width, a).values())
     elif kind == "lu":
         found = run(kind, ranks, width, a)
         assert_lu(a, found["l"], found["u"], found["p"])

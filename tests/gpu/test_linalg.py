@@ -56,6 +56,13 @@ def test_cholesky(clusters, nworkers, dtype, n, lower):
     low = found if lower else found.conj().T
     assert not np.triu(low, 1).any()
     assert residual(low @ low.conj().T, s, norm(s), n) < GATE
+    if lower:
+        signs = np.where(np.arange(n) < n - n // 3, 1, -1)
+        s = (s * np.where(signs[:, None] == signs, signs, 0.1)).astype(dtype)
+        low, d = (computed(client, x) for x in client.persist(linalg.ldlt(on_gpus(s), **SHARED)))
+        assert residual(low * d @ low.conj().T, s, norm(s), n) < GATE
+        assert (d > 0).sum() == n - n // 3
+        del low, d
     assert_nothing_left(client)
 
 

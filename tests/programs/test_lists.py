@@ -68,7 +68,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("ridge", {"alphas": (1.0, 2.0)}, ("x",)),
     ("ridge", {"alphas": (1.0, 2.0), "centred": True}, ("x", "center", "level")),
 ]
-FACTORED = [("cholesky",), ("lu",), ("qr",), ("inv",), ("pinv",), ("eigh",)]
+FACTORED = [("cholesky",), ("ldlt",), ("lu",), ("qr",), ("inv",), ("pinv",), ("eigh",)]
 # The columns of operands beside A.
 MORE = {"lstsq": {"b": 2}, "ridge": {"b": 2}}
 
@@ -103,7 +103,9 @@ def solved(name, more, ranks, rng):
 def test_contracts_and_kernels_and_builders_know_each_other():
     methods = {name for name in dir(ProgramKernels) if not name.startswith("_")}
     used: set[str] = set()
-    tasks = [Factorization(kind, (40, 40), "float64") for kind in ("cholesky", "lu", "inv", "det", "eigh", "svd")]
+    tasks = [
+        Factorization(kind, (40, 40), "float64") for kind in ("cholesky", "ldlt", "lu", "inv", "det", "eigh", "svd")
+    ]
     tasks += [Factorization("lstsq", shape, "float64", (shape[0], 2)) for shape in ((40, 60), (60, 40))]
     refined = [{"assume_a": "pos"}, {}, {"has_factors": True}]
     tasks += [Factorization("solve", (40, 40), "float64", (40, 2), factor_dtype="tf32", **more) for more in refined]

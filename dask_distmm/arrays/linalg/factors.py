@@ -104,6 +104,49 @@ def cholesky(
     return factorize("cholesky", {"a": a}, {name: "mn"}, lower=bool(lower), how=how)[0]
 
 
+@public(FactorOptions, PANELS)
+def ldlt(a: Operand, **how: Unpack[FactorOptions]) -> tuple[Array, Array]:
+    """Return L and d with ``a = L @ diag(d) @ L^H`` of a Hermitian matrix, without pivots.
+
+    It is backward stable for matrices that are definite, quasi-definite (``[[E, B^H], [B, -F]]`` with definite E and F,
+    not too ill-conditioned) or diagonally dominant; others may have no such factors, or very large ones. d has the
+    inertia of `a`. It takes the operations of a Cholesky factorization, half of those of `lu`. SciPy's ``ldl`` swaps
+    rows, and has blocks in D.
+
+    Parameters
+    ----------
+    a : array, (n, n)
+        The matrix; only its lower triangle is read.
+
+    Returns
+    -------
+    l : array, (n, n)
+        Lower triangular with ones on its diagonal, in the chunks of `a`.
+    d : array, (n,)
+        The diagonal of D: real numbers, as many of them positive as eigenvalues of `a` are.
+
+    Raises
+    ------
+    PlanError
+        `a` is not square, or of a type that is not supported.
+    MatrixError
+        When it is computed: an element of d is exactly zero. It is a ``numpy.linalg.LinAlgError``.
+
+    References
+    ----------
+    R. Vanderbei, Symmetric quasidefinite matrices, SIAM J. Optimization 5 (1995).
+
+    Examples
+    --------
+    >>> from dask_distmm import linalg
+    >>> low, d = linalg.ldlt([[2.0, 1.0], [1.0, -1.0]])
+    >>> d.compute()
+    array([ 2. , -1.5])
+    """
+    low, d = factorize("ldlt", {"a": matrix("a", a)}, {"l": "mn", "d": ".m"}, how=how)
+    return low, d
+
+
 @overload
 def lu(
     a: Operand, permute_l: Literal[False] = False, *, p_indices: bool = False, **how: Unpack[FactorOptions]

@@ -191,6 +191,7 @@ RELATED = (
     "gram symm trmm multi_dot matrix_power",
     "multi_dot matvec vecmat vecdot",
     "cholesky cho_factor cho_solve solve",
+    "cholesky ldlt lu",
     "lu lu_factor lu_solve solve",
     "solve solve_triangular inv lstsq cg minres gmres",
     "solve solve_banded solveh_banded solve_toeplitz",

@@ -19,6 +19,8 @@ _ref = ctypes.byref
 # Columns that start at the same place of a page compete for the same lines of a cache: their distance is kept from
 # being a multiple of this many bytes.
 _PAGE, _LINE = 1024, 64
+# Columns that are eliminated one by one before a product of matrices.
+_ELIMINATED = 32
 # Triangles of a larger order are solved with by halves.
 _SOLVED = 64
 
@@ -156,19 +158,26 @@ class LapackKernels:
         return np.array([info.value], np.int32)
 
     def getrf(self, a: NDArray[Any], *, pivoting: bool = True) -> NDArray[Any] | None:
-        """Overwrite `a` with L and U; return the pivots, from 0.
-
-        LAPACK has no routine without pivoting: the result is NaN if it swaps rows.
-        """
+        """Overwrite `a` with L and U; return the pivots, from 0."""
+        if not pivoting:
+            self._eliminate(a)
+            return None
         info, pivots = ctypes.c_int(0), np.zeros(min(a.shape), np.int32)
         if a.size:
             _call_routine(a, "getrf", *a.shape, a, ld_of(a), pivots, info)
         pivots -= np.int32(1)
-        if pivoting:
-            return pivots
-        if (pivots != np.arange(len(pivots))).any():
-            a[...] = np.nan
-        return None
+        return pivots
+
+    def _eliminate(self, a: NDArray[Any]) -> None:
+        """Overwrite `a` with L and U without pivots, for which LAPACK has no routine."""
+        for start in range(0, min(a.shape), _ELIMINATED):
+            stop = min(*a.shape, start + _ELIMINATED)
+            for at in range(start, stop):
+                a[at + 1 :, at] /= a[at, at]
+                a[at + 1 :, at + 1 : stop] -= np.multiply.outer(a[at + 1 :, at], a[at, at + 1 : stop])
+            block, beside = a[start:stop, start:stop], a[start:stop, stop:]
+            self.trsm(block, beside, right=False, lower=True, op="N", unit=True)
+            self.gemm(a[stop:, start:stop], beside, a[stop:, stop:], alpha=-1, beta=1)
 
     def geqrt(self, a: NDArray[Any]) -> NDArray[Any]:
         """Overwrite `a` with R and reflectors; return T. Recursive: most of it is products of matrices."""

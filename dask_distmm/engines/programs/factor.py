@@ -206,6 +206,35 @@ class FactorKernels:
 
         self._look(look, self.blas.diagonal(info[:, None]) if copied and self.blas.asynchronous else info)
 
+    def ldlt(self, a: Any, *, start: int) -> Any:
+        """Overwrite the lower triangle of a Hermitian block with L and D of L D L^H, without pivots; return D."""
+        kernels, lower = self.blas, self.blas.triangle(a, lower=True, unit=False)
+        kernels.adjoint(lower, a)
+        diagonal = kernels.xp.lib.stride_tricks.as_strided(a, (len(a),), (sum(a.strides),))
+        lower += a
+        lower_diagonal = kernels.xp.lib.stride_tricks.as_strided(lower, (len(a),), (sum(lower.strides),))
+        lower_diagonal[...] = diagonal.real
+        assign(a, lower)
+        with np.errstate(all="ignore"):
+            # U of L U is D L^H.
+            kernels.getrf(a, pivoting=False)
+        d = kernels.diagonal(a)
+
+        def look(d: Any) -> None:
+            if len(zeros := np.flatnonzero(d == 0)):
+                raise MatrixError(no_pivot(start + int(zeros[0])))
+
+        self._look(look, d)
+        return d.real.astype(a.dtype)[:, None]
+
+    def divide_columns(self, b: Any, d: Any) -> None:
+        """Divide each column by a number."""
+        b /= d[:, 0]
+
+    def concatenate(self, *parts: Any) -> NDArray[Any]:
+        """Return real parts of columns as one array on the host."""
+        return np.concatenate([x.real.ravel() for x in self.blas.hosts(parts)])
+
     def check_diagonal(self, rows: Any, *, start: int, size: int) -> None:
         """Raise if the diagonal of a panel, of all rows, shows that the matrix is singular.
 
@@ -342,8 +371,10 @@ class FactorKernels:
         kernels.gemm(top, second, columns[:size], alpha=-1, beta=1)
         kernels.gemm(rest, second, below, alpha=-1, beta=1)
 
-    def update_lower(self, rows: Any, columns: Any, *, blocks: Sequence[tuple[int, int]], compute: str = "") -> None:
-        """Apply a panel of a Cholesky factorization to block columns of A, only in the lower triangle.
+    def update_lower(
+        self, rows: Any, columns: Any, *middle: Any, blocks: Sequence[tuple[int, int]], compute: str = ""
+    ) -> None:
+        """Apply a panel of L, and D in the `middle` if there is one, to block columns of A, in the lower triangle.
 
         Rows of both begin with the diagonal block of the first one.
         """
@@ -353,6 +384,8 @@ class FactorKernels:
             # GEMMs that take no operand transposed are faster, by more than to transpose it takes.
             beside = kernels.empty((rows.shape[1], columns.shape[1]), rows.dtype)
             kernels.adjoint(_side_by_side(kernels, rows, blocks), beside)
+            for d in middle:
+                beside *= d
             left, right = (kernels.operand(x, compute, right=at) for x, at in ((rows, False), (beside, True)))
             for group in _grouped(blocks, len(rows), _BESIDE[bool(compute)]):
                 first, width = group[0][0], sum(stop - start for start, stop in group)
@@ -361,10 +394,15 @@ class FactorKernels:
                 at += width
             return
         for first, stop in blocks:
-            block = columns[:, at : at + stop - first]
+            block, beside = columns[:, at : at + stop - first], rows[first:stop]
             at += stop - first
-            kernels.herk(rows[first:stop], block[first:stop])
-            kernels.gemm(rows[stop:], rows[first:stop], block[stop:], "N", "C", alpha=-1, beta=1, compute=compute)
+            below = first if middle else stop
+            if middle:
+                beside = kernels.empty(beside.shape, beside.dtype)
+                np.multiply(rows[first:stop], middle[0].T, out=beside)
+            else:
+                kernels.herk(beside, block[first:stop])
+            kernels.gemm(rows[below:], beside, block[below:], "N", "C", alpha=-1, beta=1, compute=compute)
 
 
 def _side_by_side(kernels: Kernels, rows: Any, blocks: Sequence[tuple[int, int]]) -> Any:
@@ -417,6 +455,14 @@ def indefinite(order: int) -> str:
     return (
         f"the leading minor of order {order} is not positive: the matrix is not positive definite; pass one that is, "
         "or factorize by lu or qr"
+    )
+
+
+def no_pivot(at: int) -> str:
+    """Return the text for a matrix of which L D L^H without pivots has a zero in D."""
+    return (
+        f"element {at} of D is exactly zero: the matrix has no factorization L D L^H without pivots; factorize by lu, "
+        "or by eigh"
     )
 
 
