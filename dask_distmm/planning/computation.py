@@ -23,7 +23,7 @@ from dask_distmm._version import __version__
 from dask_distmm.config import Machine, Options
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.model import engine_alone
-from dask_distmm.planning.wire import Wired
+from dask_distmm.planning.wire import TEXT, Wired
 
 # Workers as planning sees them (Worker), and what a multiply asks of them (Demand)
 
@@ -214,7 +214,7 @@ class Computation(Wired):
     matrices: tuple[NamedMatrix, ...]
     wanted: tuple[NamedMatrix, ...]
     # What the run needs of the client's configuration.
-    options: Options
+    options: Options = dataclasses.field(metadata=TEXT)
     # As asked for; ``"auto"`` leaves the choice to the cost model.
     method: str = "auto"
     engine: str = "auto"

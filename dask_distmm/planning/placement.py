@@ -20,7 +20,7 @@ from dask_distmm.config import Machine
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.model import ENGINES, Estimate, Work, estimate
-from dask_distmm.planning.wire import HERE, Wired
+from dask_distmm.planning.wire import HERE, TEXT, Wired
 from dask_distmm.shown import Explanation
 
 # Placement: the part of a plan that the runtime reads. How the work is done on it is the engine's business
@@ -88,7 +88,7 @@ class Placement(Explanation, Wired):
     problem: Computation
     engine: str
     method: str
-    participants: tuple[Worker, ...]
+    participants: tuple[Worker, ...] = dataclasses.field(metadata=TEXT)
     ranks: tuple[int, ...]
     where: Where = dataclasses.field(default_factory=dict)
     orders: Mapping[str, str] = dataclasses.field(default_factory=dict)
