@@ -12,7 +12,6 @@ Both are frozen values, which cross the network.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Self
 
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm._version import __version__
+from dask_distmm.compat import cached_property
 from dask_distmm.config import Machine, Options
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.model import engine_alone
@@ -123,7 +123,7 @@ class NamedMatrix(Wired):
             raise ValueError(f"a part of other chunks than {self.counts}")
         dtype_from_name(self.dtype)
 
-    @functools.cached_property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """Its rows and columns."""
         rows, cols = map(sum, self.chunks)
@@ -160,7 +160,7 @@ class NamedMatrix(Wired):
         i, j = divmod(index, len(self.chunks[1]))
         return self.chunks[0][i], self.chunks[1][j]
 
-    @functools.cached_property
+    @cached_property
     def in_whole(self) -> tuple[Sequence[int], Sequence[int], int]:
         """Numbers of its rows and columns of chunks in the matrix that the user sees, and that one's columns."""
         rows, cols = self.counts
@@ -235,7 +235,7 @@ class Computation(Wired):
         """Omit cached properties from pickles."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    @functools.cached_property
+    @cached_property
     def _by_name(self) -> dict[str, NamedMatrix]:
         return {matrix.name or "d": matrix for matrix in (*self.wanted, *self.matrices)}
 
@@ -283,7 +283,7 @@ class Computation(Wired):
         """Names of the types with which an engine is asked whether it takes a computation."""
         return (self.compute_type.name,) * 3
 
-    @functools.cached_property
+    @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the matrices that are read, in the order of their numbers."""
         return tuple(matrix.name for matrix in self.matrices)
@@ -293,7 +293,7 @@ class Computation(Wired):
         """Names of the operands whose chunks a run is given: one that is the same as another is not among them."""
         return self.operands
 
-    @functools.cached_property
+    @cached_property
     def by_ranks(self) -> tuple[str, ...]:
         """Names of the operands whose chunks ranks make."""
         return tuple(matrix.name for matrix in self.matrices if matrix.by_ranks)

@@ -105,16 +105,16 @@ class NumpyModel(EngineModel):
 def _requests(plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.int64]:
     """Return how many requests each rank sends and answers: one to each holder of operands, of sums, and of chunks."""
     ranks, count = list(plan.ranks), len(plan.ranks)
-    asked = np.zeros((len(plan.participants), count), bool)
+    holders = np.zeros((len(plan.participants), count), bool)
     for needed, held in needs.values():
-        asked |= (held > 0) & (needed > held[ranks, range(count)])
-    asked[ranks, range(count)] = False
+        holders |= (held > 0) & (needed > held[ranks, range(count)])
+    holders[ranks, range(count)] = False
     across = plan.final_traffic > 0
     np.fill_diagonal(across, False)
     # Chunks of which it is not known where they are may be fewer than workers.
-    sent = np.minimum(asked.sum(axis=0), plan.problem.a.count + plan.problem.b.count)
+    sent = np.minimum(holders.sum(axis=0), plan.problem.a.count + plan.problem.b.count)
     sums = 2 * (count - 1) * (plan.grid[2] > 1)
-    return sent + asked[ranks].sum(axis=1) + across.sum(axis=0) + across.sum(axis=1) + sums
+    return np.asarray(sent + holders[ranks].sum(axis=1) + across.sum(axis=0) + across.sum(axis=1) + sums)
 
 
 NUMPY = NumpyModel(

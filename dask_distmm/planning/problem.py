@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.compat import cached_property
 from dask_distmm.errors import PlanError
 from dask_distmm.layout import Layout, ProcessGrid
 from dask_distmm.numeric.epilogs import Formula
@@ -296,12 +297,12 @@ class Problem(Computation):
         """Floating-point operations: 2 m n k, four times as many for complex types."""
         return 2.0 * self.m * self.n * self.k * (4 if self.result_type.kind == "c" else 1)
 
-    @functools.cached_property
+    @cached_property
     def result_type(self) -> np.dtype:
         """NumPy type of D."""
         return dtype_from_name(self.d.dtype)
 
-    @functools.cached_property
+    @cached_property
     def _types(self) -> tuple[np.dtype, np.dtype, tuple[str, str]]:
         return _resolved(self.a.dtype, self.b.dtype, self.d.dtype, self.k)
 
