@@ -311,11 +311,11 @@ class Coordinator:
         timeout: float | None = None,
         silence: float | None = None,
     ) -> dict[str, A]:
-        """Ask every participant; return their answers by address, when all that are not gone have answered well.
+        """Ask the participants that have not answered; return their answers by address, when all are good.
 
         All are asked at once; the first failure, or the end of the run, ends it.
         """
-        tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
+        tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.waiting_for}
         over = asyncio.ensure_future(self.queue.ended(run))
         answers: dict[str, A] = {}
         workers = self.scheduler.workers
@@ -380,16 +380,20 @@ class Coordinator:
         self._event("start", run, **how, bound=plan.bound, ranks=plan.workers, projected_bytes=plan.projected_bytes)
         self._keep(run, frozen)
         deliver = deliveries(plan.problem, frozen.wanted)
+        # Of those that only hand out chunks nothing is wanted but what ranks request.
+        keep = {worker.address for worker in plan.participants[: plan.replicas]}
+        for address in run.participants.difference(plan.workers, keep):
+            run.answer(address, run.run_id)
 
         limit = plan.problem.options.silence_timeout
         answers = await self._ask_all(
             run, lambda address: self._ask(address, WorkerService.start, run.run_id, offers, deliver), silence=limit
         )
-        self.groups.keeps(plan.group, max(answer.kept_bytes for answer in answers.values()))
+        self.groups.keeps(plan.group, max((answer.kept_bytes for answer in answers.values()), default=0))
         try:
             missing = await complete(self.scheduler, run.run_id, barrier, frozen, answers, began)
         finally:
-            self.tell(list(answers), WorkerService.finish, run.run_id)
+            self.tell(sorted(run.participants - run.lost), WorkerService.finish, run.run_id)
         if missing:
             if not run.lost:
                 raise Lost(f"{missing} chunks are gone with the workers that had them")
