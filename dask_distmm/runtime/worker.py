@@ -335,13 +335,15 @@ class WorkerService:
             transposed = problem[operand].transposed
             for number, key in zip(numbers, operand_keys, strict=True):
                 names[operand, number] = key
-                with contextlib.suppress(KeyError):
+                try:
                     if key not in read:
                         stored = self.worker.data[key]
                         if (chunk := aligned(stored)) is not stored:
                             self.worker.loop.add_callback(direct.replace, self.worker, key, stored, chunk)
                         read[key] = chunk
-                    chunks[operand, number] = read[key].T if transposed else read[key]
+                except KeyError:
+                    continue
+                chunks[operand, number] = read[key].T if transposed else read[key]
         return names, chunks
 
     async def start(
