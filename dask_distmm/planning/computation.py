@@ -315,6 +315,11 @@ class Computation(Wired):
         """Names of the operands whose memory may be reused once all ranks have read them (A, if overwritten)."""
         return ("a",) if self.overwrite_a and not self["a"].by_ranks else ()
 
+    def unnamed(self, name: str = "") -> Self:
+        """Return the same computation without the names of its arrays; plans are kept by it."""
+        matrices = tuple(dataclasses.replace(matrix, array="") for matrix in self.matrices)
+        return dataclasses.replace(self, name=name, whole="", matrices=matrices)
+
     def keeping(self) -> Self:
         """Return the same computation without donated operands."""
         return dataclasses.replace(self, overwrite_a=False) if self.overwrite_a else self
