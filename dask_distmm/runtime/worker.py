@@ -105,7 +105,8 @@ class DaskComm:
         call = ask(self._worker.rpc(address), WorkerService.fetch, self._epoch, *wanted)
         try:
             # Sums are there when the peer has multiplied, which may take any time; chunks are there now.
-            answer = await asyncio.wait_for(call, self._timeout if kind == "input" else None)
+            async with asyncio.timeout(self._timeout if kind == "input" else None):
+                answer = await call
         except TimeoutError:
             raise EngineError(
                 f"worker {address} did not deliver its chunks within {self._timeout:g} s (config "

@@ -320,13 +320,19 @@ class Coordinator:
         answers: dict[str, A] = {}
         workers = self.scheduler.workers
         deadline = None if timeout is None else time() + timeout
+        # `asyncio.wait` would look at all of them each time that one has answered.
+        arrived = asyncio.Queue[asyncio.Future[Any]]()
+        for task in (*tasks, over):
+            task.add_done_callback(arrived.put_nowait)
         try:
-            pending: set[asyncio.Future[Any]] = {*tasks, over}
             while run.waiting_for:
                 left = _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time()))
-                finished, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        arrived.put_nowait(await arrived.get())
                 raise_if_ended(run)
-                for task in finished & tasks.keys():
+                finished = [arrived.get_nowait() for _ in range(arrived.qsize())]
+                for task in filter(tasks.__contains__, finished):
                     address = tasks[task]
                     if address in run.lost or (isinstance(task.exception(), OSError) and self.lose(run, address)):
                         continue
@@ -337,7 +343,7 @@ class Coordinator:
                     reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
                     run.unresponsive.update(run.waiting_for)
                     raise failed(run, reason, dict.fromkeys(run.waiting_for, reason))
-                if silence is None:
+                if silence is None or time() - run.moved < silence:
                     continue
                 seen = {a: workers[a].last_seen for a in run.participants if a in workers}
                 if silent := run.silent(seen, time(), silence):
