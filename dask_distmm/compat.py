@@ -22,7 +22,6 @@ from urllib.parse import unquote, urlsplit
 from dask_distmm._version import TESTED_DASK, __version__
 from dask_distmm.errors import DistMMError
 
-
 T = TypeVar("T")
 V = TypeVar("V")
 

@@ -12,6 +12,7 @@ Both are frozen values, which cross the network.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Self
 
@@ -316,9 +317,17 @@ class Computation(Wired):
         return ("a",) if self.overwrite_a and not self["a"].by_ranks else ()
 
     def unnamed(self, name: str = "") -> Self:
-        """Return the same computation without the names of its arrays; plans are kept by it."""
-        matrices = tuple(dataclasses.replace(matrix, array="") for matrix in self.matrices)
-        return dataclasses.replace(self, name=name, whole="", matrices=matrices)
+        """Return the same computation without names, except which factors are the same; plans are kept by it."""
+
+        def unnamed(matrix: NamedMatrix, array: str = "") -> NamedMatrix:
+            same = matrix.array == array and matrix.numbers is None
+            return matrix if same else dataclasses.replace(matrix, array=array, numbers=None)
+
+        arrays = ("x", "x") if self.shared else ()
+        matrices = itertools.starmap(unnamed, itertools.zip_longest(self.matrices, arrays, fillvalue=""))
+        return dataclasses.replace(
+            self, name=name, whole="", matrices=tuple(matrices), wanted=tuple(map(unnamed, self.wanted))
+        )
 
     def keeping(self) -> Self:
         """Return the same computation without donated operands."""

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -386,17 +386,6 @@ class Problem(Computation):
     def replicated(self) -> bool:
         """Whether every worker is to keep all of D, or of an operand."""
         return bool(self.formula.replicated or self.gathered)
-
-    def unnamed(self, name: str = "") -> Self:
-        """Return the same product without names, except which arrays are the same; plans are cached by it."""
-        array = "x" if self.shared else ""
-
-        def unnamed(matrix: NamedMatrix, array: str = "") -> NamedMatrix:
-            same = matrix.array == array and matrix.numbers is None
-            return matrix if same else dataclasses.replace(matrix, array=array, numbers=None)
-
-        matrices = (unnamed(self.a, array), unnamed(self.b, array), *map(unnamed, self.extras))
-        return dataclasses.replace(self, name=name, whole="", matrices=matrices, wanted=(unnamed(self.d),))
 
     def source_of(self, operand: str) -> str:
         """Return the name of the input whose chunks are those of an operand: A's for B where these are the same."""
