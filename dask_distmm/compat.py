@@ -14,13 +14,33 @@ import importlib.metadata
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from dask_distmm._version import TESTED_DASK, __version__
 from dask_distmm.errors import DistMMError
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+
+class cached_property(Generic[T, V]):  # noqa: N801 - as in functools
+    """`functools.cached_property` as of Python 3.12: that of 3.11 has one lock for all objects of a class.
+
+    Many workers in one process would wait for each other whenever they read a plan.
+    """
+
+    def __init__(self, function: Callable[[T], V]) -> None:
+        self._function, self.__doc__ = function, function.__doc__
+
+    def __set_name__(self, owner: type[T], name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: T, owner: type[T] | None = None) -> V:
+        value = instance.__dict__[self._name] = self._function(instance)
+        return value
 
 
 def _used(text: str) -> dict[str, tuple[str, ...]]:

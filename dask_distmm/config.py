@@ -12,7 +12,7 @@ import importlib.resources
 import math
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import dask.config
 import yaml
@@ -129,8 +129,6 @@ def _option(key: str, read: Callable[..., Any], *how: Any) -> Any:
 class Options:
     """The configuration of a run, and the package's version on the client. Times in seconds, sizes in bytes."""
 
-    # They are the same in most messages (`planning.wire`).
-    as_text: ClassVar[bool] = True
     retries: int = _option("retries", _number, 0)
     limit_fraction: float = _option("memory.limit-fraction", _number, 1e-9, 1.0)
     load_timeout: float = _option("timeouts.load", parsed, parse_timedelta)

@@ -70,6 +70,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dask_distmm.compat import cached_property
+
 # Layouts: an axis cut into segments, and the product of two of these
 
 
@@ -112,7 +114,7 @@ class Axis:
         """Number of elements."""
         return int(self.bounds[-1])
 
-    @functools.cached_property
+    @cached_property
     def local_sizes(self) -> list[int]:
         """Elements of each part."""
         sizes: list[int] = np.bincount(self.part, np.diff(self.bounds), self.nparts).astype(int).tolist()
@@ -197,12 +199,12 @@ class Layout:
         """Return the layout of the transposed matrix, in which each part has its number."""
         return Layout(self.shape[::-1], self.blocks[::-1], self.grid.transpose(), self.source[::-1])
 
-    @functools.cached_property
+    @cached_property
     def rows(self) -> Axis:
         """Layout of the rows over the rows of parts."""
         return self._axis(0, self.grid.nprow)
 
-    @functools.cached_property
+    @cached_property
     def cols(self) -> Axis:
         """Layout of the columns over the columns of parts."""
         return self._axis(1, self.grid.npcol)
@@ -266,7 +268,7 @@ class AxisCopies:
         first, last = np.searchsorted(parts, [part, part + 1])
         return order[first:last]
 
-    @functools.cached_property
+    @cached_property
     def pairs(self) -> tuple[Index, Index, Index]:
         """The copies summed up by pairs of parts: both parts, and elements."""
         ndst = int(self.dst_part.max(initial=0)) + 1
@@ -276,7 +278,7 @@ class AxisCopies:
         return key // ndst, key % ndst, elements
 
     # Asked once per part, so a scan of all copies each time would be quadratic: sort once, then bisect.
-    @functools.cached_property
+    @cached_property
     def _by_dst(self) -> tuple[Index, Index]:
         order = np.argsort(self.dst_part, kind="stable")
         return self.dst_part[order], order

@@ -12,7 +12,7 @@ Both are frozen values, which cross the network.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Self
 
@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm._version import __version__
+from dask_distmm.compat import cached_property
 from dask_distmm.config import Machine, Options
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.model import engine_alone
-from dask_distmm.planning.wire import Wired
+from dask_distmm.planning.wire import TEXT, Wired
 
 # Workers as planning sees them (Worker), and what a multiply asks of them (Demand)
 
@@ -123,7 +124,7 @@ class NamedMatrix(Wired):
             raise ValueError(f"a part of other chunks than {self.counts}")
         dtype_from_name(self.dtype)
 
-    @functools.cached_property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """Its rows and columns."""
         rows, cols = map(sum, self.chunks)
@@ -160,7 +161,7 @@ class NamedMatrix(Wired):
         i, j = divmod(index, len(self.chunks[1]))
         return self.chunks[0][i], self.chunks[1][j]
 
-    @functools.cached_property
+    @cached_property
     def in_whole(self) -> tuple[Sequence[int], Sequence[int], int]:
         """Numbers of its rows and columns of chunks in the matrix that the user sees, and that one's columns."""
         rows, cols = self.counts
@@ -214,7 +215,7 @@ class Computation(Wired):
     matrices: tuple[NamedMatrix, ...]
     wanted: tuple[NamedMatrix, ...]
     # What the run needs of the client's configuration.
-    options: Options
+    options: Options = dataclasses.field(metadata=TEXT)
     # As asked for; ``"auto"`` leaves the choice to the cost model.
     method: str = "auto"
     engine: str = "auto"
@@ -235,7 +236,7 @@ class Computation(Wired):
         """Omit cached properties from pickles."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
-    @functools.cached_property
+    @cached_property
     def _by_name(self) -> dict[str, NamedMatrix]:
         return {matrix.name or "d": matrix for matrix in (*self.wanted, *self.matrices)}
 
@@ -283,7 +284,7 @@ class Computation(Wired):
         """Names of the types with which an engine is asked whether it takes a computation."""
         return (self.compute_type.name,) * 3
 
-    @functools.cached_property
+    @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the matrices that are read, in the order of their numbers."""
         return tuple(matrix.name for matrix in self.matrices)
@@ -293,7 +294,7 @@ class Computation(Wired):
         """Names of the operands whose chunks a run is given: one that is the same as another is not among them."""
         return self.operands
 
-    @functools.cached_property
+    @cached_property
     def by_ranks(self) -> tuple[str, ...]:
         """Names of the operands whose chunks ranks make."""
         return tuple(matrix.name for matrix in self.matrices if matrix.by_ranks)
@@ -314,6 +315,19 @@ class Computation(Wired):
     def donated(self) -> tuple[str, ...]:
         """Names of the operands whose memory may be reused once all ranks have read them (A, if overwritten)."""
         return ("a",) if self.overwrite_a and not self["a"].by_ranks else ()
+
+    def unnamed(self, name: str = "") -> Self:
+        """Return the same computation without names, except which factors are the same; plans are kept by it."""
+
+        def unnamed(matrix: NamedMatrix, array: str = "") -> NamedMatrix:
+            same = matrix.array == array and matrix.numbers is None
+            return matrix if same else dataclasses.replace(matrix, array=array, numbers=None)
+
+        arrays = ("x", "x") if self.shared else ()
+        matrices = itertools.starmap(unnamed, itertools.zip_longest(self.matrices, arrays, fillvalue=""))
+        return dataclasses.replace(
+            self, name=name, whole="", matrices=tuple(matrices), wanted=tuple(map(unnamed, self.wanted))
+        )
 
     def keeping(self) -> Self:
         """Return the same computation without donated operands."""

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.compat import cached_property
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.layout import Copies, Layout, redistribution
 from dask_distmm.numeric.types import dtype_from_name
@@ -224,7 +225,7 @@ class FactorPlacement(Placement):
         plan = dataclasses.replace(self, problem=problem, width=width, exact=True, whole=True)
         return _costed(plan, _held(plan)).estimate
 
-    @functools.cached_property
+    @cached_property
     def columns(self) -> Columns:
         """Where block columns lie."""
         problem = self.task
@@ -244,7 +245,7 @@ class FactorPlacement(Placement):
         width = self.width if problem.forms_q else max(1, min(self.width, even))
         return Columns((Matrix(a, self.width), Matrix(second, width)), self.count, below=below)
 
-    @functools.cached_property
+    @cached_property
     def sweeps(self) -> tuple[str, ...]:
         """How often all panels are applied, one after the other: a factorization, substitution, or reflections."""
         second, name = len(self.columns.matrices) > 1, self.task.factored
@@ -254,12 +255,12 @@ class FactorPlacement(Placement):
         reflected = second and (self.task.forms_q or self.task.by_adjoint)
         return (*[name] * bool(name), *["substitute"] * substituted, *["reflect"] * reflected)
 
-    @functools.cached_property
+    @cached_property
     def panels(self) -> range:
         """Numbers of the panels of A: one fewer reflector than columns leads to a tridiagonal matrix."""
         return range(-(-(min(self.columns.matrices[0].shape) - self.columns.below) // self.width))
 
-    @functools.cached_property
+    @cached_property
     def carried(self) -> bool:
         """Whether a single right-hand side goes from rank to rank in a substitution, which is far less than panels."""
         first = self.columns.first(1)

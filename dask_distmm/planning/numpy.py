@@ -1,4 +1,4 @@
-"""The model of the engine `numpy`: operands come in panels over Dask's comms, while BLAS works on others. Pure."""
+"""The model of the engine `numpy`: operands come in panels over Dask's comms, while BLAS works on across. Pure."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from dask_distmm.planning.problem import is_gram
 
 # The share of the operations that is left of a symmetric product.
 _HALF = 0.55
+# Processor time of a request, on the worker that sends it and on the one that answers (seconds): 8 workers on 2 cores.
+_REQUEST = 2e-4
 
 
 class NumpyModel(EngineModel):
@@ -25,7 +27,7 @@ class NumpyModel(EngineModel):
     column_seconds: ClassVar = 1.5e-4
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
-        """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of others."""
+        """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of across."""
         problem, machine, ranks = plan.problem, plan.machine, range(len(plan.ranks))
         p, q, s = plan.grid
         height, width, k = plan.extents
@@ -40,11 +42,12 @@ class NumpyModel(EngineModel):
         added = (s - 1) * plan.final_elements * itemsize
         arriving = delivered(plan) * problem.d.itemsize
         received = fetched + added + arriving
+        requests = _requests(plan, needs)
         panels = int(np.max(-(-k // panel_width(problem, height + width, k))))
         return Work(
             [
                 Phase(flops, machine.rate(problem.compute_type.name) * plan.threads, packed),
-                Phase(waited={"ranks": received, "memory": added}),
+                Phase(waited={"ranks": received, "memory": added, "seconds": _REQUEST * requests}),
             ],
             messages=4 + (min(panels, 2) + (s > 1) + bool(arriving.any())) * (len(plan.participants) > 1),
             # Chunks that ranks make come from no other worker.
@@ -55,7 +58,7 @@ class NumpyModel(EngineModel):
         """Return the bytes that each participant holds at most.
 
         Counted are: chunks of A and B there, what the rank sums into, its chunks of D, panels in flight, packed
-        panels, and partial sums of others. Not counted is what the worker holds anyway for other tasks.
+        panels, and partial sums of across. Not counted is what the worker holds anyway for other tasks.
         """
         problem, npart, nranks = plan.problem, len(plan.participants), len(plan.ranks)
         compute, (height, width, k) = problem.compute_type.itemsize, plan.extents
@@ -74,7 +77,7 @@ class NumpyModel(EngineModel):
         elif "d" in plan.packing:
             own += owned
         else:
-            # Chunks are summed into in place; parts of them that others compute come on top.
+            # Chunks are summed into in place; parts of them that across compute come on top.
             own += np.maximum(0.0, owned - np.diagonal(plan.final_traffic) * problem.d.itemsize)
         if not dataclasses.replace(problem.formula, partial=False).trivial:
             # Results of a chunk, and what the formula reads for it, come beside its sums.
@@ -97,6 +100,21 @@ class NumpyModel(EngineModel):
             own += (flights + 1) * panel * (height + width) * compute * (1 - 1 / npart)
         total[list(plan.ranks)] += own
         return total
+
+
+def _requests(plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.int64]:
+    """Return how many requests each rank sends and answers: one to each holder of operands, of sums, and of chunks."""
+    ranks, count = list(plan.ranks), len(plan.ranks)
+    holders = np.zeros((len(plan.participants), count), bool)
+    for needed, held in needs.values():
+        holders |= (held > 0) & (needed > held[ranks, range(count)])
+    holders[ranks, range(count)] = False
+    across = plan.final_traffic > 0
+    np.fill_diagonal(across, False)
+    # Chunks of which it is not known where they are may be fewer than workers.
+    sent = np.minimum(holders.sum(axis=0), plan.problem.a.count + plan.problem.b.count)
+    sums = 2 * (count - 1) * (plan.grid[2] > 1)
+    return np.asarray(sent + holders[ranks].sum(axis=1) + across.sum(axis=0) + across.sum(axis=1) + sums)
 
 
 NUMPY = NumpyModel(

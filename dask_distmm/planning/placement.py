@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import math
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -20,7 +22,7 @@ from dask_distmm.config import Machine
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.model import ENGINES, Estimate, Work, estimate
-from dask_distmm.planning.wire import HERE, Wired
+from dask_distmm.planning.wire import HERE, TEXT, Wired
 from dask_distmm.shown import Explanation
 
 # Placement: the part of a plan that the runtime reads. How the work is done on it is the engine's business
@@ -88,7 +90,7 @@ class Placement(Explanation, Wired):
     problem: Computation
     engine: str
     method: str
-    participants: tuple[Worker, ...]
+    participants: tuple[Worker, ...] = dataclasses.field(metadata=TEXT)
     ranks: tuple[int, ...]
     where: Where = dataclasses.field(default_factory=dict)
     orders: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -271,11 +273,20 @@ def over_limit(plan: Placement, share: float = 1.0) -> dict[str, int]:
 Considered = tuple[Iterable[Sequence[P]], str, Sequence[str]]
 
 
+# Plans of computations whose text has more bytes are not kept.
+_LONG = 2**17
+
+
 def planner(plans: Callable[..., Considered[P]]) -> Callable[..., P]:
     """Return what plans a kind of computation; `plans` says what there is to choose from, by fields of a `Placement`.
 
-    An engine that comes before others is left out where it can't run it in the memory that there is.
+    An engine that comes before others is left out where it can't run it in the memory that there is. The last plans are
+    kept: in a loop the same computation comes again and again, and only names differ.
     """
+
+    @functools.lru_cache(maxsize=64)
+    def kept(digest: bytes) -> list[P]:
+        return []
 
     @functools.wraps(plans)
     def planned(
@@ -288,12 +299,22 @@ def planner(plans: Callable[..., Considered[P]]) -> Callable[..., P]:
     ) -> P:
         if not roster:
             raise NoWorkersError("no worker can take part: start workers, or name some of the cluster's with workers=")
-        *preferred, last = (engine,) if isinstance(engine, str) else engine
-        fields = {"problem": problem, "participants": (*roster, *sources), "where": where or {}}
-        for name in preferred:
+        engines, participants = (engine,) if isinstance(engine, str) else tuple(engine), (*roster, *sources)
+        text = pickle.dumps((problem.unnamed(), len(roster), participants, where, engines))
+        chosen = kept(hashlib.sha256(text).digest()) if len(text) <= _LONG else []
+        if not chosen:
+            chosen.append(
+                fastest(
+                    problem, roster, {"problem": problem, "participants": participants, "where": where or {}}, engines
+                )
+            )
+        return dataclasses.replace(chosen[0], problem=problem)
+
+    def fastest(problem: Computation, roster: Sequence[Worker], fields: dict[str, Any], engines: Sequence[str]) -> P:
+        for name in engines[:-1]:
             with contextlib.suppress(PlanError, ProjectedMemoryError):
                 return choose(*plans(problem, roster, {**fields, "engine": name}))
-        return choose(*plans(problem, roster, {**fields, "engine": last}))
+        return choose(*plans(problem, roster, {**fields, "engine": engines[-1]}))
 
     return planned
 

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.compat import cached_property
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning.cuts import Bounds, Rect, chunk_cuts, pieces_of, rect_between, touched, traffic
 from dask_distmm.planning.model import ENGINES
@@ -124,25 +125,25 @@ class Plan(Placement):
         """The largest extent of a rank's part of m, n and k."""
         return tuple(int(np.diff(cut).max()) for cut in (self.rows, self.cols, self.depth))  # type: ignore[return-value]
 
-    @functools.cached_property
+    @cached_property
     def extents(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Rows, columns and depth of each rank's block."""
         (p, q, s), (rows, cols, depth) = self.grid, (np.diff(cut) for cut in (self.rows, self.cols, self.depth))
         return np.repeat(rows, q * s), np.tile(np.repeat(cols, s), p), np.tile(depth, p * q)
 
-    @functools.cached_property
+    @cached_property
     def final_ranks(self) -> NDArray[np.int32]:
         """The rank that has each part of D between `d_cuts` in full: of each chunk, as allreduce has it, its owner."""
         by_chunks = self.grid[2] > 1 and self.method == "allreduce"
         return self.owners if by_chunks else np.arange(len(self.ranks), dtype=np.int32)
 
-    @functools.cached_property
+    @cached_property
     def final_elements(self) -> NDArray[np.int64]:
         """Elements of D that each rank has in full, after sums over k are added up."""
         sizes = np.multiply.outer(*map(np.diff, self.d_cuts)).ravel()
         return np.bincount(self.final_ranks, sizes, len(self.ranks)).astype(np.int64)
 
-    @functools.cached_property
+    @cached_property
     def final_traffic(self) -> NDArray[np.float64]:
         """Elements of the chunks of each rank (rows) that each rank (columns) has in full."""
         if self.final_ranks is self.owners:
@@ -176,7 +177,7 @@ class Plan(Placement):
         matrix = self.problem[operand]
         return np.arange(matrix.count).reshape(matrix.counts)[self.chunks_read(rank, operand)].ravel()
 
-    @functools.cached_property
+    @cached_property
     def chunk_cuts(self) -> tuple[Bounds, Bounds]:
         """Edges of D's chunks along rows and columns, from 0; an empty chunk repeats an edge."""
         rows, cols = map(chunk_cuts, self.problem.d.chunks)

@@ -22,11 +22,12 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.compat import cached_property
 from dask_distmm.errors import PlanError
 from dask_distmm.layout import Layout, ProcessGrid
 from dask_distmm.numeric.epilogs import Formula
@@ -296,12 +297,12 @@ class Problem(Computation):
         """Floating-point operations: 2 m n k, four times as many for complex types."""
         return 2.0 * self.m * self.n * self.k * (4 if self.result_type.kind == "c" else 1)
 
-    @functools.cached_property
+    @cached_property
     def result_type(self) -> np.dtype:
         """NumPy type of D."""
         return dtype_from_name(self.d.dtype)
 
-    @functools.cached_property
+    @cached_property
     def _types(self) -> tuple[np.dtype, np.dtype, tuple[str, str]]:
         return _resolved(self.a.dtype, self.b.dtype, self.d.dtype, self.k)
 
@@ -385,17 +386,6 @@ class Problem(Computation):
     def replicated(self) -> bool:
         """Whether every worker is to keep all of D, or of an operand."""
         return bool(self.formula.replicated or self.gathered)
-
-    def unnamed(self, name: str = "") -> Self:
-        """Return the same product without names, except which arrays are the same; plans are cached by it."""
-        array = "x" if self.shared else ""
-
-        def unnamed(matrix: NamedMatrix, array: str = "") -> NamedMatrix:
-            same = matrix.array == array and matrix.numbers is None
-            return matrix if same else dataclasses.replace(matrix, array=array, numbers=None)
-
-        matrices = (unnamed(self.a, array), unnamed(self.b, array), *map(unnamed, self.extras))
-        return dataclasses.replace(self, name=name, whole="", matrices=matrices, wanted=(unnamed(self.d),))
 
     def source_of(self, operand: str) -> str:
         """Return the name of the input whose chunks are those of an operand: A's for B where these are the same."""

@@ -423,14 +423,13 @@ class _Chunks(Product):
     def add(self, a: Placed, b: Placed) -> None:
         """Add a product to the blocks that it is a part of."""
         k0, k1 = max(a.rect[2], b.rect[0]), min(a.rect[3], b.rect[1])
-        for index, block in self.blocks.items() if k0 < k1 else ():
-            r0, r1 = max(block.rect[0], a.rect[0]), min(block.rect[1], a.rect[1])
-            c0, c1 = max(block.rect[2], b.rect[2]), min(block.rect[3], b.rect[3])
+        for index, (r0, r1, c0, c1) in pieces_of(self.cuts, (*a.rect[:2], *b.rect[2:])) if k0 < k1 else ():
             lower = self.mirrored.get(index)
-            if r0 < r1 and c0 < c1 and (lower is None or (lower == index and c0 < r1)):
+            if lower is None or (lower == index and c0 < r1):
                 symmetric = lower == index and (r0, r1) == (c0, c1) and min(r1 - r0, k1 - k0) >= _SYMMETRIC
                 how: dict[str, Any] = {"transposed": (a.transposed, b.transposed), "conjugated": self.conjugated}
-                parts = a.part((r0, r1, k0, k1)), b.part((k0, k1, c0, c1)), block.part((r0, r1, c0, c1))
+                block = self.blocks[index].part((r0, r1, c0, c1))
+                parts = a.part((r0, r1, k0, k1)), b.part((k0, k1, c0, c1)), block
                 self.call("add_symmetric" if symmetric else "add_product", *parts, **how)
 
     # Chunks of D

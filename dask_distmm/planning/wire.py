@@ -21,8 +21,9 @@ import numpy as np
 
 from dask_distmm.errors import DistMMError, ProtocolError
 
-# The metadata of a field that stays where the value was made.
-HERE = {"here": True}
+# The metadata of a field that stays where the value was made, and of one whose value is the same in most messages: it
+# travels as text, which receivers cache.
+HERE, TEXT = {"here": True}, {"text": True}
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, RecursionError, DistMMError)
 _REQUIRED = object()
 _LISTS = (tuple, list)
@@ -86,7 +87,11 @@ def _made(kind: Any, wire: Any) -> Any:
 def _coders(kind: Any) -> dict[str, _Coder]:
     hints = typing.get_type_hints(kind, include_extras=True)
     every = dataclasses.fields(kind)
-    return {field.name: _coder(hints[field.name]) for field in every if field.init and not field.metadata.get("here")}
+    return {
+        field.name: _text_coder(hints[field.name]) if "text" in field.metadata else _coder(hints[field.name])
+        for field in every
+        if field.init and "here" not in field.metadata
+    }
 
 
 _SIMPLE: dict[Any, Callable[[Any], Any]] = {
@@ -103,8 +108,6 @@ def _coder(hint: Any) -> _Coder:
     if (alias := getattr(origin, "__value__", None)) is not None:
         # `NDArray` of newer versions of NumPy, and what else a `type` statement names.
         return _coder(alias[inside])
-    if getattr(hint, "as_text", False):
-        return _text, functools.partial(_of_text, hint)
     if dataclasses.is_dataclass(hint):
         return _plain, functools.partial(_made, hint)
     if origin is Annotated:
@@ -133,15 +136,18 @@ def _coder(hint: Any) -> _Coder:
     return encode and (lambda own: tuple(map(encode, own))), lambda wire: tuple(map(decode, _instance(_LISTS, wire)))
 
 
-@functools.lru_cache(16)
-def _text(value: Any) -> str:
-    """Return a rarely changing value as text, which receivers cache."""
-    return json.dumps(_plain(value))
+def _text_coder(hint: Any) -> _Coder:
+    encode, decode = _coder(hint)
 
+    @functools.lru_cache(16)
+    def text(value: Any) -> str:
+        return json.dumps(value if encode is None else encode(value))
 
-@functools.lru_cache(16)
-def _of_text(kind: Any, text: str) -> Any:
-    return _made(kind, json.loads(_instance(str, text)))
+    @functools.lru_cache(16)
+    def of_text(wire: str) -> Any:
+        return decode(json.loads(_instance(str, wire)))
+
+    return text, of_text
 
 
 def _plain_if_nested(value: Any) -> Any:

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.compat import cached_property
 from dask_distmm.layout import Layout, ProcessGrid
 from dask_distmm.programs.recorder import Recorder, Rows
 from dask_distmm.programs.steps import Buffer, Key, Lane, Make, Publish, View
@@ -75,12 +76,12 @@ class Columns:
     # Rows below the diagonal at which panels begin: 1 for the reflectors of a tridiagonal reduction.
     below: int = 0
 
-    @functools.cached_property
+    @cached_property
     def rows(self) -> int:
         """Rows of each rank's array: those of the longest matrix."""
         return max(matrix.shape[0] for matrix in self.matrices)
 
-    @functools.cached_property
+    @cached_property
     def count(self) -> int:
         """Number of all blocks."""
         return self.first(len(self.matrices))
@@ -93,7 +94,7 @@ class Columns:
         """Return the rank that has a block."""
         return block % self.ranks
 
-    @functools.cached_property
+    @cached_property
     def blocks(self) -> tuple[BlockColumn, ...]:
         """All blocks in the order of their numbers."""
         blocks: list[BlockColumn] = []
@@ -119,7 +120,7 @@ class Columns:
         """Return the numbers of a rank's blocks in ``range(first, stop)``; without `stop`, of all from `first`."""
         return range(first + (rank - first) % self.ranks, self.count if stop is None else stop, self.ranks)
 
-    @functools.cached_property
+    @cached_property
     def _starts(self) -> tuple[int, ...]:
         """For each block, the column of its rank's array at which it begins; behind the last one the ranks' columns."""
         ends = [0] * self.ranks

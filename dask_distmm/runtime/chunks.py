@@ -24,7 +24,7 @@ from dask_distmm.engines.base import ChunkKey, ResultKey
 from dask_distmm.engines.sources import Source, SourceChunk, TaskCall
 from dask_distmm.errors import EngineError, call_user, in_words
 from dask_distmm.numeric.sparse import compressed, sparse_package
-from dask_distmm.numeric.types import carried, typed
+from dask_distmm.numeric.types import carried, dtype_from_name, typed
 from dask_distmm.planning import ENGINES, Computation, Placement
 from dask_distmm.runtime import direct
 
@@ -92,10 +92,11 @@ def other_orders(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[str, s
     problem = plan.problem
     orders = {}
     for operand, planned in plan.orders.items():
-        here = collections.Counter(order_of(chunk) for (name, _), chunk in chunks.items() if name == operand)
-        order = here.most_common(1)[0][0] if here else planned
-        if order != planned and (ENGINES[plan.engine].on_gpus or problem[operand].conjugated):
-            orders[operand] = order
+        if ENGINES[plan.engine].on_gpus or problem[operand].conjugated:
+            here = collections.Counter(order_of(chunk) for (name, _), chunk in chunks.items() if name == operand)
+            order = here.most_common(1)[0][0] if here else planned
+            if order != planned:
+                orders[operand] = order
     return orders
 
 
@@ -120,6 +121,9 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
     checked = {}
     for (operand, index), chunk in chunks.items():
         shape, dtype = problem[operand].chunk_shape(index), problem[operand].dtype
+        if type(chunk) is np.ndarray and chunk.shape == shape and chunk.dtype == dtype_from_name(dtype):
+            checked[operand, index] = chunk
+            continue
         if sparse_package(chunk):
             if problem.kind != "program":
                 raise EngineError(

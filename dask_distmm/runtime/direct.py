@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import dask.order
 import distributed.worker
-from dask._task_spec import DataNode
+from dask._task_spec import DataNode, List, Task, TaskRef
 from dask.sizeof import sizeof
+from distributed import SchedulerPlugin
 from distributed.core import error_message
 from distributed.metrics import monotonic, time
 from distributed.protocol import to_serialize
@@ -96,12 +97,14 @@ def put_into_memory(scheduler: Scheduler, barrier: TaskState, tasks: Iterable[Ma
 
     def tell(key: Any, start: str, finish: str, **details: Any) -> None:
         """Tell all plugins, of which Dask's progress bars and dashboard are some, of a transition."""
-        for plugin in list(scheduler.plugins.values()):
+        for transition in listeners:
             try:
-                plugin.transition(key, start, finish, stimulus_id=stimulus_id, **details)
+                transition(key, start, finish, stimulus_id=stimulus_id, **details)
             except Exception:  # as Dask does: somebody else's plugin must not keep tasks from going on
                 log.info("a scheduler plugin failed", exc_info=True)
 
+    plugins = [*scheduler.plugins.values()]
+    listeners = [x.transition for x in plugins if type(x).transition is not SchedulerPlugin.transition]
     done: set[Any] = set()
     recommendations: dict[Any, Any] = {}
     messages: dict[str, list[dict[str, Any]]] = {}
@@ -204,21 +207,36 @@ def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **
     )
     if len(behind) < 2 or options:
         return order(dsk, **options)
-    priorities = order({key: DataNode(key, None) if key in behind else task for key, task in dsk.items()})
     after = held_back(dsk) | {
         barrier: last for waves in series_of_waves(barriers) for last, barrier in itertools.pairwise(waves)
     }
+    # What begins for barriers only, and chunks that nothing needs, have their places beside barriers.
+    inner = {dep for key, task in dsk.items() if key not in barriers for dep in task.dependencies}
+    beside: dict[Any, Any] = {}
+    rest = {key: DataNode(key, None) if key in behind else task for key, task in dsk.items()}
+    for barrier in filter(barriers.__contains__, dsk):
+        needed = dsk[barrier].dependencies
+        inner |= needed & behind.keys()
+        # Neighbours in a matrix one after another: Dask loads these on one worker.
+        listed = (ref.key for keys in dsk[barrier].args if isinstance(keys, List) for ref in keys.args)
+        begins = {key: (barrier, -0.5) for key in listed if key in dsk and not (key in inner or dsk[key].dependencies)}
+        beside = begins | beside
+        if barrier not in behind:
+            rest[barrier] = Task(barrier, len, *map(TaskRef, needed - begins.keys()))
+    beside |= {key: (barrier, 0.5) for key, barrier in behind.items() if key not in inner and key not in barriers}
+    priorities: dict[Any, float] = order({key: task for key, task in rest.items() if key not in beside})
+    priorities |= {key: priorities[barrier] + step for key, (barrier, step) in beside.items()}
     levels: dict[Any, int] = {}
-    todo = list(priorities)
+    todo = list(dsk)
     while todo:
         key = todo.pop()
-        needed = [behind[key]] if key in behind else [dep for dep in dsk[key].dependencies if dep in priorities]
-        needed += [after[key]] if key in after else []
-        unknown = [dep for dep in needed if dep not in levels]
+        needs = [behind[key]] if key in behind else [dep for dep in dsk[key].dependencies if dep in dsk]
+        needs += [after[key]] if key in after else []
+        unknown = [dep for dep in needs if dep not in levels]
         if unknown:
             todo += [key, *unknown]
         else:
-            levels[key] = max((levels[dep] for dep in needed), default=0) + (key in behind or key in after)
+            levels[key] = max((levels[dep] for dep in needs), default=0) + (key in behind or key in after)
     ranked = sorted(priorities, key=lambda key: (levels[key], priorities[key]))
     return {key: number for number, key in enumerate(ranked)}
 

@@ -296,7 +296,7 @@ def summarize(answers: Mapping[str, Done]) -> dict[str, Any]:
             timings[name] = max(value, timings.get(name, 0.0))
     return {
         # In all, and of each phase by name: the longest of several.
-        "seconds": max(answer.seconds for answer in answers.values()),
+        "seconds": max((answer.seconds for answer in answers.values()), default=0.0),
         "timings": timings,
         # Of matrices that have arrived from other participants, but for those that a library moves on its own.
         "received_bytes": sum(answer.received_bytes for answer in answers.values()),

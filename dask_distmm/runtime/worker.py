@@ -105,7 +105,8 @@ class DaskComm:
         call = ask(self._worker.rpc(address), WorkerService.fetch, self._epoch, *wanted)
         try:
             # Sums are there when the peer has multiplied, which may take any time; chunks are there now.
-            answer = await asyncio.wait_for(call, self._timeout if kind == "input" else None)
+            async with asyncio.timeout(self._timeout if kind == "input" else None):
+                answer = await call
         except TimeoutError:
             raise EngineError(
                 f"worker {address} did not deliver its chunks within {self._timeout:g} s (config "
@@ -335,13 +336,15 @@ class WorkerService:
             transposed = problem[operand].transposed
             for number, key in zip(numbers, operand_keys, strict=True):
                 names[operand, number] = key
-                with contextlib.suppress(KeyError):
+                try:
                     if key not in read:
                         stored = self.worker.data[key]
                         if (chunk := aligned(stored)) is not stored:
                             self.worker.loop.add_callback(direct.replace, self.worker, key, stored, chunk)
                         read[key] = chunk
-                    chunks[operand, number] = read[key].T if transposed else read[key]
+                except KeyError:
+                    continue
+                chunks[operand, number] = read[key].T if transposed else read[key]
         return names, chunks
 
     async def start(

@@ -315,7 +315,7 @@ def test_what_is_advised_where_memory_is_short(changes, advised, useless):
 
 
 def test_a_larger_share_of_the_memory_is_advised_where_that_would_do():
-    problem = square(64, 16)
+    problem = square(64, 16, method="allgather")
     peak = max(plan(problem, roster(2)).projected_bytes.values())
     with pytest.raises(
         ProjectedMemoryError, match=r"use a higher memory_limit or raise the config distmm.memory.limit-fraction"

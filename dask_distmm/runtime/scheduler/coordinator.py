@@ -311,22 +311,28 @@ class Coordinator:
         timeout: float | None = None,
         silence: float | None = None,
     ) -> dict[str, A]:
-        """Ask every participant; return their answers by address, when all that are not gone have answered well.
+        """Ask the participants that have not answered; return their answers by address, when all are good.
 
         All are asked at once; the first failure, or the end of the run, ends it.
         """
-        tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.participants}
+        tasks: dict[asyncio.Future[Any], str] = {asyncio.ensure_future(ask(a)): a for a in run.waiting_for}
         over = asyncio.ensure_future(self.queue.ended(run))
         answers: dict[str, A] = {}
         workers = self.scheduler.workers
         deadline = None if timeout is None else time() + timeout
+        # `asyncio.wait` would look at all of them each time that one has answered.
+        arrived = asyncio.Queue[asyncio.Future[Any]]()
+        for task in (*tasks, over):
+            task.add_done_callback(arrived.put_nowait)
         try:
-            pending: set[asyncio.Future[Any]] = {*tasks, over}
             while run.waiting_for:
                 left = _LOOK if deadline is None else min(_LOOK, max(0.0, deadline - time()))
-                finished, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(left):
+                        arrived.put_nowait(await arrived.get())
                 raise_if_ended(run)
-                for task in finished & tasks.keys():
+                finished = [arrived.get_nowait() for _ in range(arrived.qsize())]
+                for task in filter(tasks.__contains__, finished):
                     address = tasks[task]
                     if address in run.lost or (isinstance(task.exception(), OSError) and self.lose(run, address)):
                         continue
@@ -337,7 +343,7 @@ class Coordinator:
                     reason = f"no answer within {timeout:g} s (config distmm.timeouts.vote)"
                     run.unresponsive.update(run.waiting_for)
                     raise failed(run, reason, dict.fromkeys(run.waiting_for, reason))
-                if silence is None:
+                if silence is None or time() - run.moved < silence:
                     continue
                 seen = {a: workers[a].last_seen for a in run.participants if a in workers}
                 if silent := run.silent(seen, time(), silence):
@@ -380,16 +386,20 @@ class Coordinator:
         self._event("start", run, **how, bound=plan.bound, ranks=plan.workers, projected_bytes=plan.projected_bytes)
         self._keep(run, frozen)
         deliver = deliveries(plan.problem, frozen.wanted)
+        # Of those that only hand out chunks nothing is wanted but what ranks request.
+        keep = {worker.address for worker in plan.participants[: plan.replicas]}
+        for address in run.participants.difference(plan.workers, keep):
+            run.answer(address, run.run_id)
 
         limit = plan.problem.options.silence_timeout
         answers = await self._ask_all(
             run, lambda address: self._ask(address, WorkerService.start, run.run_id, offers, deliver), silence=limit
         )
-        self.groups.keeps(plan.group, max(answer.kept_bytes for answer in answers.values()))
+        self.groups.keeps(plan.group, max((answer.kept_bytes for answer in answers.values()), default=0))
         try:
             missing = await complete(self.scheduler, run.run_id, barrier, frozen, answers, began)
         finally:
-            self.tell(list(answers), WorkerService.finish, run.run_id)
+            self.tell(sorted(run.participants - run.lost), WorkerService.finish, run.run_id)
         if missing:
             if not run.lost:
                 raise Lost(f"{missing} chunks are gone with the workers that had them")
