@@ -17,6 +17,7 @@ import numpy as np
 from dask.utils import format_bytes
 from numpy.typing import NDArray
 
+from dask_distmm.planning import blocks
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.cuts import pieces_that_fill, shape_of, slowdown
 from dask_distmm.planning.footprint import (
@@ -42,6 +43,7 @@ from dask_distmm.planning.schedule import (
     stored_again,
     sums_in,
 )
+from dask_distmm.programs.steps import Step
 
 # Messages: see above.
 _ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY, _GRID = 2.0, 4.0, 2.0, 1.0, 0.75, 0.5
@@ -83,6 +85,10 @@ class PeerModel(SolverModel):
                     "(CUDA_VISIBLE_DEVICES; dask-cuda shows all)"
                 )
         return ""
+
+    def steps(self, plan: Plan, rank: int, *, begun: Any, usable: blocks.Usable) -> tuple[Step, ...]:
+        """Return the steps of a rank of a plan."""
+        return blocks.steps(plan, rank, usable)
 
     def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.float64]:
         """Return the bytes of device memory that each participant holds at most.

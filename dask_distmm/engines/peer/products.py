@@ -41,10 +41,10 @@ from numpy.typing import NDArray
 from dask_distmm.comms.base import Boxes, PeerLostError
 from dask_distmm.engines.base import ResultKey, Side, contiguous
 from dask_distmm.engines.gpu.copy_kernels import CopyBatch, Rectangle, make_copies, table_of
-from dask_distmm.engines.gpu.finishing import decoded, finish_into
 from dask_distmm.engines.gpu.gemm import PLAIN, FusedEpilog, Gemm, GemmShape, GemmTypes, MatrixRef, check_fp8
 from dask_distmm.engines.gpu.host import to_host
 from dask_distmm.engines.gpu.operands import DeviceChunks, captured, mark, record
+from dask_distmm.engines.gpu.products import decoded, finish_into
 from dask_distmm.engines.peer.memory import PeerState, Remote
 from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
 from dask_distmm.engines.peer.readable import DeviceMaker, DeviceView, Load, Made, Parts, Sources, bits, dense_view

@@ -41,8 +41,8 @@ from dask_distmm.planning import Plan
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
-from dask_distmm.planning.product import steps as product_steps
 from dask_distmm.programs.steps import (
+    CONTRACTS,
     LASTING,
     TURN,
     Buffer,
@@ -165,8 +165,8 @@ class Memory:
         """Return a chunk of an output in the form that is returned to Dask."""
         return np.ascontiguousarray(array)
 
-    def delivered(self, chunk: Any) -> Any:
-        """Return a chunk of a factorization's result in the form that is returned to Dask."""
+    def delivered(self, chunk: Any, output: str) -> Any:
+        """Return a chunk of a result of a factorization, or of a product, in the form that is returned to Dask."""
         return chunk
 
     def sent(self, arrays: list[Any]) -> list[Any]:
@@ -254,7 +254,7 @@ class ProgramJob(Job[Any]):
         self.memory.complete()
 
     def _prepare_product(self) -> None:
-        """Allocate this rank's accumulators, or reuse the earlier sums that it adds to."""
+        """Allocate this rank's sums, or reuse the earlier ones that it adds to; on GPUs allocate all buffers."""
         if (rank := self.rank) is None:
             return
         plan, here = self.plan, ((key, x) for key, x in self.chunks.items() if not isinstance(x, SourceChunk))
@@ -263,13 +263,23 @@ class ProgramJob(Job[Any]):
             keys = [("partial", index) for index in plan.owned(rank).tolist()]
             # One that came from another process may be read-only.
             self.consumed = [key for key in keys if key in self.chunks and self.chunks[key].flags.writeable]
-        steps = product_steps(plan, rank, {index for _, index in self.consumed})
-        before = [*itertools.takewhile(lambda x: isinstance(x, New) or getattr(x, "operand", "") == "partial", steps)]
+        steps = plan.steps(rank, {index for _, index in self.consumed}, self._is_usable)
+        if self.blas.asynchronous:
+            # Queued work needs its memory until it is done.
+            before = [step for step in steps if isinstance(step, New)]
+            self.steps = tuple(step for step in steps if not isinstance(step, New | Drop))
+        else:
+            first = itertools.takewhile(lambda x: isinstance(x, New) or getattr(x, "operand", "") == "partial", steps)
+            before = [*first]
+            self.steps = steps[len(before) :]
         for step in before:
             self._take(step)
-        self.steps = steps[len(before) :]
-        if any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in self.steps):
+        if has_messages(self.steps):
             self.offer = self.exchange.offer(self)
+
+    def _is_usable(self, operand: int, number: int) -> bool:
+        """Whether a chunk of A (0) or B (1) can be multiplied as it is."""
+        return bool(self.kernels.usable(operand, self.chunks["ab"[operand], number]))
 
     def _program_kernels(self, rank: int) -> Any:
         """Return the kernels of this plan's programs."""
@@ -328,7 +338,7 @@ class ProgramJob(Job[Any]):
         self._synchronize()
         spent = sum(self.timings.get(phase, 0.0) for phase in ("wait", "load", "gather"))
         self.timings["work"] = time.perf_counter() - began - spent
-        if self.blas.asynchronous:
+        if self.blas.asynchronous and not self.multiplies:
             self.timings["compute"] = self.timings["work"]
         began = time.perf_counter()
         # Put this rank's chunks of the results together.
@@ -336,8 +346,9 @@ class ProgramJob(Job[Any]):
             collections.deque(move, 0)
         self._look()
         self._synchronize()
+        if self.gathers or self.multiplies:
+            self.result = {key: self.memory.delivered(chunk, key[0]) for key, chunk in self.result.items()}
         if self.gathers:
-            self.result = {key: self.memory.delivered(chunk) for key, chunk in self.result.items()}
             self._note("deliver", began)
 
     def _look(self) -> None:
@@ -388,7 +399,7 @@ class ProgramJob(Job[Any]):
 
     def _turns_of(self, loop: Loop) -> Iterator[int]:
         """Run the iterations of a loop, the later ones by its compiled function; yield after each."""
-        nested, frees = any(isinstance(step, Loop) for step in loop.body), has_messages(loop)
+        nested, frees = any(isinstance(step, Loop) for step in loop.body), has_messages(loop.body)
         for turn in range(loop.most):
             if not self._is_set(loop.flag):
                 return
@@ -475,6 +486,8 @@ class ProgramJob(Job[Any]):
                 self._free(buffer)
                 if buffer.name in self._taken:
                     self.exchange.drop(self._taken.pop(buffer.name))
+            case New(buffer, zero) if self.multiplies:
+                arrays[buffer.name] = self.kernels.new(buffer, zero=zero)
             case New(buffer, zero):
                 arrays[buffer.name] = self._zeros(buffer) if zero else self._new(buffer)
             case Call():
@@ -504,8 +517,9 @@ class ProgramJob(Job[Any]):
         return self.blas.on(lane) if lane else _HERE
 
     def _call(self, call: Call) -> None:
-        began = time.perf_counter()
-        kernel, arguments = self.memory.kernel(self.kernels, call), [self.at(buffer) for buffer in call.arguments]
+        began, contract = time.perf_counter(), CONTRACTS[call.kernel]
+        kernel = self.memory.kernel(self.exchange if contract.together else self.kernels, call)
+        arguments = [self.at(buffer) for buffer in call.arguments]
         if call.lane:
             with self.blas.on(call.lane):
                 outputs = kernel(*arguments, **call.options)
@@ -601,8 +615,6 @@ class ProgramJob(Job[Any]):
 
     def _zeros(self, buffer: Buffer) -> Any:
         """Allocate a buffer filled with zeros."""
-        if self.multiplies:
-            return self.kernels.zeros(buffer.shape, dtype_from_name(buffer.dtype))
         array = self._new(buffer)
         array[...] = 0
         return array
