@@ -210,7 +210,7 @@ def _source_of(x: da.Array) -> Source | None:
 # The formula ``D = F(alpha * op(A) @ op(B) + beta * C)`` as a user gives it: checked, with the arrays it reads
 
 
-_TAKEN = {"a", "b", "c", "scale_a", "scale_b", "scale_c", "scale_d"}
+_TAKEN = {"a", "b", "c", "partial", "scale_a", "scale_b", "scale_c", "scale_d"}
 
 
 def _checked(arguments: Mapping[str, Any], c: Any, dtype: np.dtype) -> Formula:
@@ -278,7 +278,7 @@ def _check_fitting(formula: Formula, inputs: Mapping[str, Any], types: Types) ->
     if types.fp8 and formula.operand_sum:
         raise PlanError(f"epilog {name!r} is not there for FP8: sum what dequantize returns")
     if not _TAKEN.isdisjoint(inputs) or not all(str(key).isidentifier() for key in inputs):
-        raise PlanError(f"inputs must have names of their own, not a, b or c, got {sorted(map(str, inputs))}")
+        raise PlanError(f"inputs must have names of their own, not a, b, c or partial, got {sorted(map(str, inputs))}")
 
 
 def _wrong_inputs(formula: Formula, inputs: Mapping[str, Any]) -> str:

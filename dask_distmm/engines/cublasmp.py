@@ -289,7 +289,7 @@ class TileTransport(GroupTransport):
         # Chunks of workers that are not ranks come over Dask's comms.
         moves, outside = moves_of(plan, job.rank, source, target).among(plan.ranks, self._me)
         if len(outside):
-            self._outside.append((source, outside, dst))
+            self._outside.append((source.removeprefix("of-"), outside, dst))
         single = SINGLE_BYTES if source == target else None
         order = memory_order(plan, target)
         return Shuffle(moves, self._me, plan.ranks, src, dst, order, device_bytes, single=single)

@@ -85,6 +85,7 @@ from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.placement import EVERYWHERE, REPLICA, everywhere
 from dask_distmm.planning.plan import Plan, once
 from dask_distmm.planning.problem import Problem, library_epilog
+from dask_distmm.planning.product import chunk_name
 from dask_distmm.programs.recorder import Recorder, Rows
 from dask_distmm.programs.steps import Buffer, Step
 
@@ -372,7 +373,7 @@ def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
 def memory_order(plan: Plan, role: str) -> str:
     """Return the memory order of buffers for a purpose, the same on all ranks."""
     tiles = make_tiles(plan)
-    of_d = dict.fromkeys(("tile-d", "d", "result"), tiles.d.order)
+    of_d = dict.fromkeys(("tile-d", "chunk-d", "result-d"), tiles.d.order)
     return {"tile-a": tiles.a.order, "tile-b": tiles.b.order, **of_d}.get(role, "C")
 
 
@@ -406,15 +407,16 @@ def moves_of(plan: Plan, rank: int, source: str, target: str) -> Moves:
     chunks, owners = Layout.of_chunks(problem.d.chunks), np.asarray(ranks)[plan.owners]
     if source == target:
         return Moves.to_each(redistribution(chunks, chunks), owners, dict.fromkeys(ranks, range(chunks.grid.size)))
-    if target == "d" and tiles.replicated:
+    if target == "chunk-d" and tiles.replicated:
         whole, mine = Layout.of_chunks(((problem.m,), (problem.n,))), ranks[rank]
         return Moves.to_each(redistribution(whole, chunks), [mine], {mine: _chunks_of_tile(plan, rank)})
-    if target == "d":
+    if target == "chunk-d":
         return Moves.of(redistribution(tiles.d.layout, chunks), ranks, owners)
-    layout, where = Layout.of_chunks(problem[source].chunks), plan.where[source]
-    if source in ("a", "b"):
-        return Moves.of(redistribution(layout, getattr(tiles, source).layout), where, ranks)
-    cut, _, needed = _cut_of_input(plan, source)
+    name = source.removeprefix("of-")
+    layout, where = Layout.of_chunks(problem[name].chunks), plan.where[name]
+    if name == source:
+        return Moves.of(redistribution(layout, getattr(tiles, name).layout), where, ranks)
+    cut, _, needed = _cut_of_input(plan, name)
     return Moves.to_each(redistribution(layout, cut), where, dict(zip(ranks, needed, strict=True)))
 
 
@@ -424,7 +426,7 @@ def steps(plan: Plan, rank: int, usable: Callable[[int, int], bool]) -> tuple[St
     p = Recorder(rank, Rows((), (), len(plan.ranks)), returned_type(plan).name)
     types = {name: problem[name].dtype for name in names} | dict(zip("ab", problem.matrix_types, strict=True))
     chunks = {
-        name: {number: Buffer(f"{name}.{number}", problem[name].chunk_shape(number), types[name]) for number in here}
+        name: {i: Buffer(chunk_name(name, i), problem[name].chunk_shape(i), types[name]) for i in here}
         for name in names
         for here in [np.flatnonzero(np.isin(plan.where[name], near)).tolist()]
     }
@@ -455,7 +457,8 @@ def steps(plan: Plan, rank: int, usable: Callable[[int, int], bool]) -> tuple[St
         for part in needed[rank].tolist()
     }
     for name in cuts:
-        redistribute(chunks[name].values(), [x for key, x in parts.items() if key[0] == name], (name, f"part-{name}"))
+        own = [part for key, part in parts.items() if key[0] == name]
+        redistribute(chunks[name].values(), own, (f"of-{name}", f"part-{name}"))
     for tile, factor in zip((tiles.a, tiles.b), factors, strict=True):
         if tile.conjugated:
             p.call("conjugate", factor)
@@ -464,13 +467,13 @@ def steps(plan: Plan, rank: int, usable: Callable[[int, int], bool]) -> tuple[St
         # The rest of what the library adds is to its padding.
         bias.append(p.zeros(*((rows, 1) if tiles.d.order == "F" else (1, cols)), problem.result_type.name))
         p.call("copy", part, bias[0][: part.shape[0], : part.shape[1]])
-    d = {index: chunk_of_d("d", index, p.dtype) for index in _chunks_of_tile(plan, rank)}
+    d = {index: chunk_of_d("chunk-d", index, p.dtype) for index in _chunks_of_tile(plan, rank)}
     product = Buffer(f"tile-d.{0 if tiles.replicated else rank}", (rows, cols), p.dtype)
     if not tiles.replicated and [tile_chunk(tiles.d, rank, problem.d.chunks)] == list(d):
         (product,) = d.values()
     p.call("multiply_tiles", *bias, *factors, product, reads=len(bias), flops=problem.flops / len(plan.ranks))
-    redistribute([product], [x for x in d.values() if x is not product], ("tile-d", "d"))
-    role = "result" if own_kernel(plan) else "d"
+    redistribute([product], [x for x in d.values() if x is not product], ("tile-d", "chunk-d"))
+    role = "result-d" if own_kernel(plan) else "chunk-d"
     for index, sums in d.items() if own_kernel(plan) else ():
         read = [parts[name, numbers[index]] for name, (_, numbers, _) in cuts.items()]
         extra = [Buffer(f"{x.name}@{index}", x.chunk_shape(index), x.dtype) for x in problem.outputs[1:]]

@@ -11,10 +11,11 @@ from matrices import numroc, segments_of
 from proof import check
 
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning import EVERYWHERE, NamedMatrix, Plan, Worker, plan
+from dask_distmm.planning import NamedMatrix, Plan, Worker, plan
 from dask_distmm.planning.cublasmp import make_tiles, tile_chunk
 from dask_distmm.planning.cuts import uniform_cut
 from dask_distmm.planning.placement import REPLICA
+from dask_distmm.planning.product import chunk_name
 from dask_distmm.programs.check import ProgramError
 from dask_distmm.programs.steps import Call, Drop, Make, Store, flops_of, meets
 
@@ -166,9 +167,11 @@ def lists_of(made, rng):
     lists = []
     for rank, me in enumerate(made.ranks):
         steps = made.steps(rank, usable=lambda operand, number: bool(rng.integers(2)))
-        used = {x.name: x for step in steps if isinstance(step, Call) for x in step.arguments if x.role in made.where}
-        assert all(made.where[x.role][x.number] in (me, EVERYWHERE) for x in used.values())
-        chunks = [Make(x, x.role, x.number) for x in used.values()]
+        names = {
+            chunk_name(name, i): (name, int(i)) for name in made.where for i in np.flatnonzero(made.where[name] == me)
+        }
+        used = {x.name: x for step in steps if isinstance(step, Call) for x in step.arguments if x.name in names}
+        chunks = [Make(x, *names[x.name]) for x in used.values()]
         lists.append([*chunks, *steps, *(Drop(make.buffer) for make in chunks)])
     return lists
 

@@ -213,7 +213,11 @@ def product_lists(seed, method, workers, kind):
         used = [
             one.buffer if isinstance(one, View) else one for s in steps if isinstance(s, Call) for one in s.arguments
         ]
-        names = {f"{name}.{i}": (name, int(i)) for name in made.where for i in np.flatnonzero(made.where[name] == me)}
+        names = {
+            product.chunk_name(name, i): (name, int(i))
+            for name in made.where
+            for i in np.flatnonzero(made.where[name] == me)
+        }
         there = [*{buffer.name: buffer for buffer in used if buffer.name in names}.values()]
         lists.append([*(Make(x, *names[x.name]) for x in there), *steps, *map(Drop, there)])
     return lists, made

@@ -41,6 +41,7 @@ from dask_distmm.planning import Plan
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
+from dask_distmm.planning.product import chunk_name
 from dask_distmm.programs.steps import (
     CONTRACTS,
     LASTING,
@@ -258,7 +259,7 @@ class ProgramJob(Job[Any]):
         if (rank := self.rank) is None:
             return
         plan, here = self.plan, ((key, x) for key, x in self.chunks.items() if not isinstance(x, SourceChunk))
-        self.arrays = {f"{name}.{number}": chunk for (name, number), chunk in here}
+        self.arrays = {chunk_name(*key): chunk for key, chunk in here}
         if plan.problem.accumulates_in_place:
             keys = [("partial", index) for index in plan.owned(rank).tolist()]
             # One that came from another process may be read-only.
