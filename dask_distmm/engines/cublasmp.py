@@ -47,7 +47,7 @@ from dask_distmm.engines.gpu.gemm import (
     check_fp8,
 )
 from dask_distmm.engines.gpu.host import in_type
-from dask_distmm.engines.gpu.operands import check_arrays, ld, mark
+from dask_distmm.engines.gpu.operands import check_arrays, ld
 from dask_distmm.engines.gpu.products import ProductKernels, ProductMemory
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.layout import Moves, ProcessGrid
@@ -268,8 +268,7 @@ class TileTransport(GroupTransport):
         # By what is copied to what; and what workers have that are not ranks: operand, rectangles, destinations.
         self._exchanges: dict[Any, Exchange] = {}
         self._outside: list[tuple[str, Moves, Mapping[int, Any]]] = []
-        # Events on the stream, and the phases that begin with them.
-        self._marks: list[tuple[str, cp.cuda.Event]] = []
+        self._mark, self._ended = job.kernels.mark, job.ended
 
     def offer(self, job: ProgramJob) -> None:
         """Allocate the buffers of all redistributions. Nothing is offered: no rank reads another one's memory."""
@@ -314,12 +313,10 @@ class TileTransport(GroupTransport):
             answer = wait_checked(self._comm.fetch(peer, "input", boxes), self._check)
             places = zip(leg.dst.tolist(), leg.dst_row.tolist(), leg.dst_col.tolist(), answer, strict=True)
             for index, row, col, data in places:
-                target, part = targets[index], cp.asarray(data.view(np.uint8) if type_name in FP8 else data)
-                part = in_type(typed(part, type_name), type_name, target.dtype)
-                target[row : row + part.shape[0], col : col + part.shape[1]] = part
-
-    def _mark(self, phase: str) -> None:
-        self._marks.append((phase, mark(self._stream)))
+                with self._stream:
+                    target, part = targets[index], cp.asarray(data.view(np.uint8) if type_name in FP8 else data)
+                    part = in_type(typed(part, type_name), type_name, target.dtype)
+                    target[row : row + part.shape[0], col : col + part.shape[1]] = part
 
     # The steps in which all ranks meet
 
@@ -351,17 +348,14 @@ class TileTransport(GroupTransport):
     # The end
 
     def complete(self) -> None:
-        """Mark the end of what is queued."""
-        self._mark("")
+        """Wait for what is queued."""
+        self._ended.wait(self._mark(""))
 
     def look(self, job: ProgramJob) -> None:
-        """Raise if the run was aborted meanwhile; note the time that phases took, and the memory that was held."""
+        """Raise if the run was aborted meanwhile; note the memory that was held."""
         job.ended.collective = False
         self._check()
-        for (phase, first), (_, last) in itertools.pairwise(self._marks):
-            job.timings[phase] = cp.cuda.get_elapsed_time(first, last) / 1e3
-        buffers = itertools.chain(*(exchange.buffers for exchange in self._exchanges.values()))
-        job.memory.note(*buffers, *job.arrays.values(), *job.result.values())
+        job.memory.note(*itertools.chain(*(exchange.buffers for exchange in self._exchanges.values())))
         if self.group is not None:
             job.held_bytes += self.group.workspace_bytes
             self.group.trim(self._plan.problem.options.keep_workspace_bytes)
@@ -381,7 +375,7 @@ class CublasMpEngine(CollectiveEngine):
         check_arrays(self.name, side.chunks)
         kernels = ProductKernels(side.plan.problem, self.stream, functools.partial(memory_order, side.plan))
         transport = functools.partial(TileTransport, self) if side.me in side.plan.ranks else None
-        return ProgramJob(side, kernels, ProductMemory(side, kernels), transport)
+        return ProgramJob(side, kernels, ProductMemory(side, kernels, self.stream), transport)
 
 
 ENGINE = CublasMpEngine()

@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cupy as cp
 import numpy as np
+from numpy.typing import NDArray
 
-from dask_distmm.engines.base import ChunkKey, log
+from dask_distmm.engines.base import ChunkKey, Side, log
 from dask_distmm.engines.gpu.host import to_host
-from dask_distmm.engines.gpu.operands import DeviceChunks, record, usable
+from dask_distmm.engines.gpu.operands import DeviceChunks, mark, record, usable
 from dask_distmm.engines.gpu.program import DeviceMemory
+from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.numeric.epilogs import Formula, elementwise, reductions, scalars, scaled
 from dask_distmm.numeric.types import FP8, carried, decode, stored, typed
-from dask_distmm.planning import Problem
+from dask_distmm.planning import ENGINES, Problem
 from dask_distmm.planning.placement import REPLICA
 from dask_distmm.programs.steps import Buffer
 
@@ -26,13 +29,24 @@ from dask_distmm.programs.steps import Buffer
 class ProductKernels:
     """The kernels of products, as `programs.steps` names them: calls are queued on one stream."""
 
-    asynchronous, xp, timings = True, cp, MappingProxyType[str, float]({})
-    # Nothing says how far the library has come.
-    reported = 1.0
+    asynchronous, xp, reported = True, cp, 0.0
 
     def __init__(self, problem: Problem, stream: cp.cuda.Stream, order: Callable[[str], str]) -> None:
         # `order` says the memory order of buffers for a purpose.
         self.problem, self.streams, self._order = problem, (stream,), order
+        # Events on the stream, and the phases that begin with them.
+        self._marks: list[tuple[str, cp.cuda.Event]] = []
+
+    def mark(self, phase: str) -> cp.cuda.Event:
+        """Begin a phase, or end the last one, for which there is no name; return the event."""
+        self._marks.append((phase, mark(self.streams[0])))
+        return self._marks[-1][1]
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """The seconds of all phases, once they are over."""
+        pairs = itertools.pairwise(self._marks)
+        return {name: cp.cuda.get_elapsed_time(first, last) / 1e3 for (name, first), (_, last) in pairs if name}
 
     def working(self, threads: int) -> contextlib.AbstractContextManager[None]:
         """Do nothing."""
@@ -52,46 +66,86 @@ class ProductKernels:
 
     def copy(self, source: Any, target: Any) -> None:
         """Copy a matrix, in the type of the target."""
-        target[...] = source
+        with self.streams[0]:
+            target[...] = source
 
     def conjugate(self, a: Any) -> None:
         """Conjugate a matrix in place."""
-        cp.conjugate(a, out=a)
+        with self.streams[0]:
+            cp.conjugate(a, out=a)
 
     def finish_into(self, *arrays: Any, reads: int, names: Sequence[str], formula: Formula) -> None:
         """Apply the formula to a chunk of sums."""
         problem = self.problem
-        inputs = {name: decoded(x, problem[name].dtype) for name, x in zip(names, arrays, strict=False)}
-        results = {output.name: x for output, x in zip(problem.outputs, arrays[reads + 1 :], strict=True)}
-        finish_into(problem, arrays[reads], inputs, results)
+        with self.streams[0]:
+            inputs = {name: decoded(x, problem[name].dtype) for name, x in zip(names, arrays, strict=False)}
+            results = {output.name: x for output, x in zip(problem.outputs, arrays[reads + 1 :], strict=True)}
+            finish_into(problem, arrays[reads], inputs, results)
 
 
 class ProductMemory(DeviceMemory):
     """The memory of a GPU, in which a product is computed: all of it is allocated before the vote."""
 
+    def __init__(self, side: Side[Any], kernels: ProductKernels, downloads: cp.cuda.Stream) -> None:
+        super().__init__(side, kernels)
+        # Chunks that are on their way to the device, until `fill`.
+        self._coming: DeviceChunks | None = None
+        # Whether other ranks read chunks of workers that are not ranks where they are.
+        self._uploads = side.me in side.plan.ranks or ENGINES[side.plan.engine].reads_peers
+        # Copies results to the host, in a thread and on a stream of its own.
+        self._downloads, self._thread = downloads, None
+        if side.plan.problem.array == "numpy" and side.me in side.plan.ranks:
+            # A thread begins with the first GPU that the process sees.
+            use = cp.cuda.Device().use
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-download", initializer=use)
+
     def upload(self, chunks: dict[ChunkKey, Any]) -> dict[ChunkKey, Any]:
-        """Allocate chunks on the device, in the types in which they are multiplied; `working` fills them."""
+        """Allocate chunks on the device, in the types in which they are multiplied; `fill` copies them."""
         for event in self._ready:
             cp.cuda.Stream.null.wait_event(event)
-        if not self._is_rank:
-            return chunks
-        self._chunks = DeviceChunks(self._plan.problem, chunks)
-        self.note(*self._chunks.all_arrays)
-        return self._chunks.arrays
+        stays, plan = ("a", "b") if self._plan.from_host else (), self._plan
+        some = {key: x for key, x in chunks.items() if key[0] not in stays and not isinstance(x, SourceChunk)}
+        self._coming = DeviceChunks(plan.problem, some if self._uploads else {})
+        self.note(*self._coming.all_arrays)
+        return chunks | self._coming.arrays
+
+    def fill(self) -> None:
+        """Copy chunks to the device, after what was allocated."""
+        if self._coming is not None:
+            self._stream.wait_event(record(cp.cuda.Stream.null))
+            self._coming.fill(self._stream)
+            self._coming = None
+
+    def complete(self) -> None:
+        """Do nothing: `fill` is called when its chunks are needed."""
+
+    def arrived(self, chunk: Any) -> Any:
+        """Return what was made of a chunk, with the event after which it may be read."""
+        return chunk
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Fill chunks, and queue all work on the stream."""
-        self._stream.wait_event(record(cp.cuda.Stream.null))
-        self._chunks.fill(self._stream)
-        with self._stream:
+        """Fill chunks that were not needed before."""
+        self.fill()
+        try:
             yield
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown(cancel_futures=True)
+                self._downloads.synchronize()
+
+    def stored(self, array: Any, *, tall: bool) -> Any:
+        """Begin to copy a chunk to the host, if it is to be there."""
+        return array if self._thread is None else self._thread.submit(self._copied, array, record(self._stream))
+
+    def _copied(self, chunk: Any, complete: cp.cuda.Event) -> NDArray[Any]:
+        self._downloads.wait_event(complete)
+        return to_host(chunk, self._downloads)
 
     def delivered(self, chunk: Any, output: str = "") -> Any:
         """Return a chunk of an output as Dask gets it."""
-        if self._plan.problem.array != "numpy":
-            return chunk
-        return typed(to_host(chunk, self._stream), self._plan.problem.d.dtype if output in ("", REPLICA) else "")
+        type_name = self._plan.problem.d.dtype if output in ("", REPLICA) else ""
+        return chunk if self._thread is None else typed(chunk.result(), type_name)
 
 
 def decoded(array: Any, type_name: str) -> Any:

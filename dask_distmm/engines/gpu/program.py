@@ -99,7 +99,6 @@ class DeviceMemory(Memory):
         # `make_room` frees what the engine keeps for its next run.
         self._plan, self._ready, self._blas, self._make_room = side.plan, side.ready, kernels, make_room
         self._stream, self._gathers = kernels.streams[0], isinstance(side.plan, FactorPlacement)
-        self._is_rank = side.me in side.plan.ranks
         # Memory that it has beside chunks; what is read by work that is queued, with the events after which it was.
         self._allocated: list[Any] = []
         self._being_read: list[tuple[Any, Sequence[Any]]] = []

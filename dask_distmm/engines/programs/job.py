@@ -111,6 +111,9 @@ class Memory:
         """Copy chunks to this memory."""
         return chunks
 
+    def fill(self) -> None:
+        """Copy uploaded chunks to their memory, where that is not done at once."""
+
     def complete(self) -> None:
         """Wait for the uploads that other ranks read after the vote."""
 
@@ -166,6 +169,10 @@ class Memory:
         """Return a chunk of an output in the form that is returned to Dask."""
         return np.ascontiguousarray(array)
 
+    def stored(self, array: Any, *, tall: bool) -> Any:
+        """Return a chunk of a product's output, which may be on its way to the host; see `delivered`."""
+        return array
+
     def delivered(self, chunk: Any, output: str) -> Any:
         """Return a chunk of a result of a factorization, or of a product, in the form that is returned to Dask."""
         return chunk
@@ -208,7 +215,7 @@ class ProgramJob(Job[Any]):
         self.gathers = isinstance(self.plan, FactorPlacement)
         # Whether it is a product.
         self.multiplies = isinstance(self.plan, Plan)
-        self.steps: tuple[Step, ...] = ()
+        self.steps: tuple[Any, ...] = ()
         self.result: dict[ResultKey, Any] = {}
         # Rows of chunks of operands by their names, also when they are gone.
         self._lengths: dict[str, int] = {}
@@ -242,22 +249,20 @@ class ProgramJob(Job[Any]):
     def prepare(self) -> None:
         """Allocate the memory of the run, and return the handles by which other ranks read it."""
         self.chunks = self.memory.upload(self.chunks)
-        if self.multiplies:
-            self._prepare_product()
-            return
-        if self.rank is not None:
+        if self.multiplies and self.rank is not None:
+            self._prepare_product(self.rank)
+        elif self.rank is not None:
             self.steps = self.plan.steps(self.rank)
             for step in self.steps[:1]:
                 if isinstance(step, Make) and not step.operand:
                     self._make(step)
             self.kernels = self._program_kernels(self.rank)
-        self.offer = self.exchange.offer(self)
+        if not self.multiplies or self.blas.asynchronous or has_messages(self.steps):
+            self.offer = self.exchange.offer(self)
         self.memory.complete()
 
-    def _prepare_product(self) -> None:
+    def _prepare_product(self, rank: int) -> None:
         """Allocate this rank's sums, or reuse the earlier ones that it adds to; on GPUs allocate all buffers."""
-        if (rank := self.rank) is None:
-            return
         plan, here = self.plan, ((key, x) for key, x in self.chunks.items() if not isinstance(x, SourceChunk))
         self.arrays = {chunk_name(*key): chunk for key, chunk in here}
         if plan.problem.accumulates_in_place:
@@ -268,15 +273,19 @@ class ProgramJob(Job[Any]):
         if self.blas.asynchronous:
             # Queued work needs its memory until it is done.
             before = [step for step in steps if isinstance(step, New)]
-            self.steps = tuple(step for step in steps if not isinstance(step, New | Drop))
+            steps = tuple(step for step in steps if not isinstance(step, New | Drop) or step.buffer.is_operand)
         else:
             first = itertools.takewhile(lambda x: isinstance(x, New) or getattr(x, "operand", "") == "partial", steps)
             before = [*first]
-            self.steps = steps[len(before) :]
+            steps = steps[len(before) :]
         for step in before:
             self._take(step)
-        if has_messages(self.steps):
-            self.offer = self.exchange.offer(self)
+        self.memory.note(*self.arrays.values())
+        self.steps = self._compiled(steps)
+
+    def _compiled(self, steps: tuple[Step, ...]) -> tuple[Any, ...]:
+        """Return what is taken in place of steps, when all buffers are there."""
+        return steps
 
     def _is_usable(self, operand: int, number: int) -> bool:
         """Whether a chunk of A (0) or B (1) can be multiplied as it is."""
@@ -597,9 +606,8 @@ class ProgramJob(Job[Any]):
         if self.gathers or isinstance(place, View):
             self.parts[step.output] = array
         else:
-            self.result[step.output, step.number] = (
-                array if self.multiplies else self.memory.handed_over(array, tall=bool(place.like))
-            )
+            hand_over = self.memory.stored if self.multiplies else self.memory.handed_over
+            self.result[step.output, step.number] = hand_over(array, tall=bool(place.like))
 
     def _new(self, buffer: Buffer) -> Any:
         """Allocate a buffer."""
