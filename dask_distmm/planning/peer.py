@@ -34,9 +34,9 @@ from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.schedule import (
     block_schedules,
-    chunk_sources,
     copied_again,
     extent_multiple,
+    load_schedules,
     native,
     peer_reads,
     square_on_diagonal,
@@ -112,7 +112,7 @@ class PeerModel(SolverModel):
             own = np.array([schedule.buffer_bytes for schedule in schedules], float)
         else:
             # All that they need of an operand that they do not make is there from the start.
-            own = np.array([source.bytes for source in chunk_sources(plan)]) + _bytes_of(plan, by_ranks=False)
+            own = np.array([source.bytes for source in load_schedules(plan)]) + _bytes_of(plan, by_ranks=False)
         owned = np.bincount(plan.owners, problem.d.bytes, len(plan.ranks))
         height, width, _ = plan.extents
         own += (height * width + copied_again(plan)) * sums
@@ -141,7 +141,7 @@ class PeerModel(SolverModel):
         if problem.by_ranks and problem.array == "numpy" and machine.host_bandwidth:
             # Chunks are copied to the GPU while others are multiplied.
             sizes = [count * problem[name].itemsize for count, name in zip(_elements(plan), "ab", strict=True)]
-            copied = [sum(sizes[name][rank] for name in x.operands) for rank, x in enumerate(chunk_sources(plan))]
+            copied = [sum(sizes[name][rank] for name in x.operands) for rank, x in enumerate(load_schedules(plan))]
             least = np.array(copied) / machine.host_bandwidth
         # Chunks that ranks make belong to no worker.
         needed = sum(needed for needed, _ in needs.values()) - _bytes_of(plan, by_ranks=True)
@@ -194,7 +194,7 @@ class PeerModel(SolverModel):
     def describe(self, plan: Plan) -> list[tuple[str, str]]:
         """Return the fact that tells the stationary and the streamed operand of the rank with the largest buffers."""
         if plan.problem.by_ranks:
-            most = max(chunk_sources(plan), key=lambda x: x.bytes)
+            most = max(load_schedules(plan), key=lambda x: x.bytes)
             operands = " and ".join("AB"[operand] for operand in most.operands)
             size, buffers = (format_bytes(n) for n in (most.held_bytes + most.making_bytes, most.buffer_bytes))
             return [

@@ -45,7 +45,7 @@ from dask_distmm.engines.gpu.operands import captured, mark, record
 from dask_distmm.engines.gpu.products import ProductKernels, ProductMemory
 from dask_distmm.engines.peer.memory import PeerState
 from dask_distmm.engines.peer.offers import FLAG_BYTES
-from dask_distmm.engines.peer.readable import DeviceMaker, DeviceView, Load, Made, Parts, Sources, bits, dense_view
+from dask_distmm.engines.peer.readable import ChunkPulls, DeviceMaker, DeviceView, Load, Made, Parts, bits, dense_view
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.layout.rectangles import Span, span_of
@@ -53,7 +53,7 @@ from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import Rect, common, padded
 from dask_distmm.planning.product import chunk_blocks_of
-from dask_distmm.planning.schedule import PANELS, blocks, chunk_sources, extent_multiple, native, sums_in
+from dask_distmm.planning.schedule import PANELS, blocks, extent_multiple, load_schedules, native, sums_in
 from dask_distmm.programs.steps import (
     Box,
     Buffer,
@@ -218,11 +218,11 @@ class PeerJob(ProgramJob):
 
     def __init__(self, side: Side[Plan], engine: PeerState) -> None:
         plan, kernels = side.plan, PeerKernels(side.plan, engine)
-        memory, transport = ProductMemory(side, kernels, engine.downloads), functools.partial(Sources, engine)
+        memory, transport = ProductMemory(side, kernels, engine.downloads), functools.partial(ChunkPulls, engine)
         super().__init__(side, kernels, memory, transport)
         self.engine, self._address = engine, plan.participants[self.me].address
         self._stream = engine.stream
-        self._sources: Any = self.exchange
+        self._pulls: Any = self.exchange
         self._kinds = GemmTypes(*plan.problem.matrix_types, sums_in(plan).name, plan.problem.compute)
         self.lends = plan.from_host
         self._rate = plan.problem.options.machine("peer").rate(self._kinds.compute or self._kinds.a)
@@ -239,7 +239,7 @@ class PeerJob(ProgramJob):
         self._queue = collections.deque[tuple[cp.cuda.Event, float, Any, int]]()
         self._queued_flops = 0.0
         self._held_bytes = self.most_held = 0
-        self._source = chunk_sources(plan)[self.rank] if plan.problem.by_ranks and self.rank is not None else None
+        self._schedule = load_schedules(plan)[self.rank] if plan.problem.by_ranks and self.rank is not None else None
         # Buffers for others' sums, and the events behind their last uses.
         self._adding: list[Any] = []
         self._added: dict[int, Any] = {}
@@ -264,13 +264,13 @@ class PeerJob(ProgramJob):
             # Others may read chunks from the vote on, so the chunks must be complete. And an abort may free memory, so
             # no copy into it may be under way.
             self._stream.synchronize()
-        if self._source is None and self.rank is not None:
+        if self._schedule is None and self.rank is not None:
             self._begin_early()
 
     def _compiled(self, steps: tuple[Step, ...]) -> tuple[Instruction, ...]:
         """Allocate what sums need beside; compile the copies and products known in advance."""
         if self.plan.from_host:
-            self._sources.allocate()
+            self._pulls.allocate()
         sums, size = [pull for pull in steps if isinstance(pull, Pull) and pull.op], sums_in(self.plan).itemsize
         parts = [place.shape for pull in sums[:1] for place in pull.buffers]
         if parts:
@@ -278,7 +278,7 @@ class PeerJob(ProgramJob):
             most = min(max(rows * cols for rows, cols in parts), max(limit))
             self._adding = [cp.empty(most, sums_in(self.plan)) for _ in range(_ADDING)]
             self.memory.note(*self._adding)
-        self._sources.flags = self.engine.exporter.empty((1, len(self.plan.ranks) + 1), np.dtype(np.int32))
+        self._pulls.flags = self.engine.exporter.empty((1, len(self.plan.ranks) + 1), np.dtype(np.int32))
         every = [self._instruction(step) for step in steps]
         # Up to the last product, and the last sums of others.
         every.insert(max((at for at, step in enumerate(every) if _multiplies(step)), default=-1) + 1, "deliver")
@@ -311,7 +311,7 @@ class PeerJob(ProgramJob):
 
         A buffer is free for its first load. Later loads into the same buffer wait until it has been multiplied.
         """
-        used, stream, sources, left = set[str](), self._stream, self._sources, list[Instruction]()
+        used, stream, sources, left = set[str](), self._stream, self._pulls, list[Instruction]()
         sources.chunks = self.chunks
         for step in every:
             if isinstance(step, Load) and step.step.operand in ("a", "b"):
@@ -335,7 +335,7 @@ class PeerJob(ProgramJob):
         number = names.index(load.operand)
         blocks_of_chunks = chunk_blocks_of(self.plan.problem[load.operand].chunks, number, load.rect)
         size = self.arrays[load.buffer.name].dtype.itemsize
-        parts: Parts = self._sources.parts(number, blocks_of_chunks, self._span(load.buffer), size)
+        parts: Parts = self._pulls.parts(number, blocks_of_chunks, self._span(load.buffer), size)
         return parts
 
     def _begin_early(self) -> None:
@@ -388,7 +388,7 @@ class PeerJob(ProgramJob):
             if buffer.name.endswith(".0"):
                 load.urgent = not any(crossing(box, buffer.box) for box in filled[buffer.name])
                 filled[buffer.name].append(buffer.box)
-        self._sources.find(loads)
+        self._pulls.find(loads)
         self.timings["offers"] = time.perf_counter() - self._began
 
     # The work
@@ -424,23 +424,23 @@ class PeerJob(ProgramJob):
             loads = [x for x in self.steps if isinstance(x, Load) and x.step.operand == load.step.operand]
             for other_load in loads:
                 other_load.parts = self._blocks_of(other_load.step)
-                other_load.copies = [self._sources.own_copies(other_load.parts)]
-            self._sources.find(loads)
+                other_load.copies = [self._pulls.own_copies(other_load.parts)]
+            self._pulls.find(loads)
         if load.outside:
             # The host waits for them, so that what is next on the stream goes first.
-            self._sources.request(load)
+            self._pulls.request(load)
         self._coming[load.step.buffer.name].append((load.step.buffer.box, load if load.outside else self._issue(load)))
 
     def _issue(self, load: Load) -> cp.cuda.Event:
         """Queue a load on the stream of pulls, after its buffer is free; return the event of its end."""
-        stream = self._sources.stream
+        stream = self._pulls.stream
         if load.step.buffer.name in self._last_use:
             stream.wait_event(self._last_use[load.step.buffer.name])
         self._fill_part(load, stream)
         return record(stream)
 
     def _fill_part(self, load: Load, stream: cp.cuda.Stream) -> None:
-        self._sources.pull(load, stream)
+        self._pulls.pull(load, stream)
         if load.step.operand in ("a", "b"):
             self._complete("ab".index(load.step.operand), load.step.buffer, stream)
 
@@ -469,16 +469,12 @@ class PeerJob(ProgramJob):
 
     # Chunks that this rank makes
 
-    def _use(self, chunk: SourceChunk) -> SourceChunk:
-        # Each is taken once.
-        return chunk
-
     def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
-        assert self._source is not None
-        making = self.engine.making(self._source.threads)
+        assert self._schedule is not None
+        making = self.engine.making(self._schedule.threads)
         chunks = {key: chunk for key, chunk in self.chunks.items() if isinstance(chunk, SourceChunk)}
         maker = DeviceMaker(self.plan.problem, chunks, making, record(cp.cuda.get_current_stream()))
-        return ChunkLoader(uses, self._source.threads, self._source.ahead, maker.make, maker.begin)
+        return ChunkLoader(uses, self._schedule.threads, self._schedule.ahead, maker.make, maker.begin)
 
     @contextlib.contextmanager
     def _making(self, steps: Sequence[Step]) -> Iterator[None]:
@@ -496,7 +492,7 @@ class PeerJob(ProgramJob):
 
     def _join(self, call: Call) -> None:
         """Copy chunks, when they are complete, side by side to a buffer."""
-        stream, count, whole = self._sources.stream, call.options["reads"], call.options["whole"]
+        stream, count, whole = self._pulls.stream, call.options["reads"], call.options["whole"]
         if whole.name in self._last_use:
             stream.wait_event(self._last_use[whole.name])
         for source, target in zip(call.arguments[:count], call.arguments[count:], strict=True):
@@ -521,10 +517,10 @@ class PeerJob(ProgramJob):
 
     def _make_room(self, size: int = 0) -> None:
         """Retire completed products and their chunks; block while in-flight bytes exceed the limit."""
-        source = self._source
+        schedule = self._schedule
         while self._queue:
             over, flops, _, held = self._queue[0]
-            full = source is not None and self._held_bytes + size > source.held_bytes
+            full = schedule is not None and self._held_bytes + size > schedule.held_bytes
             if full or (len(self._queue) >= PANELS and self._queued_flops > self._rate * _QUEUED_SECONDS):
                 self.ended.wait(over)
             elif not over.done:
@@ -626,7 +622,7 @@ class PeerJob(ProgramJob):
         """Raise the flag of a rank whose part of the sums is complete, or the flag of all sums of this rank."""
         count = len(self.plan.ranks)
         number, reader = divmod(step.key.number, count)
-        at = self._sources.flags.data.ptr + (reader if number == self.rank else count) * FLAG_BYTES
+        at = self._pulls.flags.data.ptr + (reader if number == self.rank else count) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(at, 1, FLAG_BYTES, self._stream.ptr)
 
     def _request(self, pull: Pull) -> Any:
@@ -638,7 +634,7 @@ class PeerJob(ProgramJob):
         elif (copies := self._copies_from(pull)) is None:
             self._missing.update(place.number for place in pull.buffers)
         else:
-            self._sources.run(copies, self.engine.sums)
+            self._pulls.run(copies, self.engine.sums)
             self._stream.wait_event(record(self.engine.sums))
 
     @property
@@ -649,7 +645,7 @@ class PeerJob(ProgramJob):
 
     def _add(self, pull: Pull) -> None:
         """Add another rank's partial sums, once they are ready."""
-        sources, holder, pulls, copied = self._sources, self.plan.ranks[pull.owner], self.engine.sums, []
+        sources, holder, pulls, copied = self._pulls, self.plan.ranks[pull.owner], self.engine.sums, []
         assert sources.remote is not None
         assert self.rank is not None
         # The copies are made before the sums are ready, because a GPU waits once they are.
@@ -680,7 +676,7 @@ class PeerJob(ProgramJob):
 
         None if the rank is gone and has not completed it, or nobody can tell any more.
         """
-        sources, plan, size = self._sources, self.plan, sums_in(self.plan).itemsize
+        sources, plan, size = self._pulls, self.plan, sums_in(self.plan).itemsize
         holder, rectangles = plan.ranks[pull.owner], list[Rectangle]()
         assert sources.remote is not None
         try:
@@ -713,7 +709,7 @@ class PeerJob(ProgramJob):
 
     def lose(self, participant: int) -> None:
         """Continue without a lost participant, whose mapped memory stays. Thread-safe."""
-        self._sources.lost.add(participant)
+        self._pulls.lost.add(participant)
 
     def abort(self, error: BaseException) -> None:
         """Raise `error` in `execute` before the next step. Thread-safe; may be repeated."""

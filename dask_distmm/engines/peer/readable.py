@@ -113,11 +113,11 @@ class Load:
     outside: dict[int, Parts] = dataclasses.field(default_factory=dict)
     # Bytes that others have.
     away: int = 0
-    # The answers of those participants of `outside` that were asked; filled by `Sources.request`.
+    # The answers of those participants of `outside` that were asked; filled by `ChunkPulls.request`.
     requested: dict[int, Future[Sequence[Any]]] = dataclasses.field(default_factory=dict)
 
 
-class Sources(Transport):
+class ChunkPulls(Transport):
     """The chunks that a rank can read: its own, mapped ones, and those that it must request."""
 
     def __init__(self, engine: PeerState, job: ProgramJob) -> None:

@@ -637,7 +637,9 @@ class ProgramJob(Job[Any]):
     @contextlib.contextmanager
     def _making(self, steps: Sequence[Step]) -> Iterator[None]:
         """Compute the chunks that some steps need in background threads, within a ``with`` block (nestable)."""
-        uses = [self._use(self.chunks[step.operand, step.number]) for step in steps if self._is_made(step)]
+        chunks = (self.chunks[step.operand, step.number] for step in steps if self._is_made(step))
+        # Chunks are loaded again in each pass over an operand, those of A and B of a product once.
+        uses = [chunk if self.multiplies else chunk.again() for chunk in chunks]
         if not uses:
             yield
             return
@@ -648,10 +650,6 @@ class ProgramJob(Job[Any]):
         finally:
             loads.close()
             self._loads, self._uses = outside
-
-    def _use(self, chunk: SourceChunk) -> SourceChunk:
-        """Return the key of a chunk to load: again in each pass over an operand, once for A and B of a product."""
-        return chunk if self.multiplies else chunk.again()
 
     def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
         """Return a loader of chunks in this order."""
