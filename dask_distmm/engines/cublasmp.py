@@ -375,7 +375,7 @@ class CublasMpEngine(CollectiveEngine):
         check_arrays(self.name, side.chunks)
         kernels = ProductKernels(side.plan.problem, self.stream, functools.partial(memory_order, side.plan))
         transport = functools.partial(TileTransport, self) if side.me in side.plan.ranks else None
-        return ProgramJob(side, kernels, ProductMemory(side, kernels, self.stream), transport)
+        return ProgramJob(side, kernels, ProductMemory(side, kernels, self.downloads), transport)
 
 
 ENGINE = CublasMpEngine()

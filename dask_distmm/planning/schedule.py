@@ -514,14 +514,15 @@ def _joins(stretches: NDArray[np.int64], least: int) -> bool:
     return bool((small[:-1] & small[1:]).any())
 
 
-def load_steps(plan: Plan, rank: int, source: LoadSchedule) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def load_steps(plan: Plan, rank: int, schedule: LoadSchedule) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Return the steps of a rank that makes chunks, in order: a stretch of the made operand's own axis, and one of k.
 
     Parts of a chunk follow each other for each part of k, so that no chunk is held over all of k.
     """
-    own, along_k = _edges(plan, rank, source.operands, source.operands[0]), _edges(plan, rank, source.operands, None)
+    operands = schedule.operands
+    own, along_k = _edges(plan, rank, operands, operands[0]), _edges(plan, rank, operands, None)
     if len(plan.problem.by_ranks) == 2:
-        depth = _cut(along_k.tolist(), source.least[1], source.most[1])
+        depth = _cut(along_k.tolist(), schedule.least[1], schedule.most[1])
         return [((int(own[0]), int(own[-1])), part) for part in itertools.pairwise(depth)]
     multiple = extent_multiple(plan.problem)
     # The padding behind one part must be neither part of the next one nor multiplied with it.
@@ -531,7 +532,7 @@ def load_steps(plan: Plan, rank: int, source: LoadSchedule) -> list[tuple[tuple[
     ]
     cuts, depth = (
         _cut(edges, least, most // multiple * multiple, multiple)
-        for edges, least, most in zip(starts, source.least, source.most, strict=True)
+        for edges, least, most in zip(starts, schedule.least, schedule.most, strict=True)
     )
     ends = set(starts[0])
     groups = itertools.pairwise([number for number, at in enumerate(cuts) if at in ends])

@@ -298,7 +298,7 @@ def meets(step: FlatStep) -> bool:
 
 def has_messages(steps: Sequence[Step]) -> bool:
     """Whether ranks have messages in steps, as in a turn of a loop: those in a loop or a branch may be left out."""
-    return any(isinstance(x, Publish) or (isinstance(x, Pull) and not x.boxes) or meets(x) for x in steps)
+    return any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in steps)
 
 
 def lists_in(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:

@@ -121,6 +121,11 @@ class CollectiveEngine(Engine):
         """The engine's own stream, on the process' current device."""
         return cp.cuda.Stream(non_blocking=True)
 
+    @functools.cached_property
+    def downloads(self) -> cp.cuda.Stream:
+        """The stream of results on their way to the host."""
+        return cp.cuda.Stream(non_blocking=True)
+
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that must agree between workers."""
         check_gpu()

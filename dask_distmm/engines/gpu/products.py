@@ -154,7 +154,7 @@ def decoded(array: Any, type_name: str) -> Any:
 
 
 def finish_into(problem: Problem, acc: Any, inputs: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
-    """Apply the formula to a chunk of sums, on the current stream; `made` are D, under no name, and other outputs."""
+    """Apply the formula to a chunk of sums, on the current stream; targets are D, under no name, and other outputs."""
     formula, d = problem.formula, targets[""]
     if not acc.size:
         for name in formula.per_element:
