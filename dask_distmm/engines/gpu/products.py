@@ -38,7 +38,7 @@ class ProductKernels:
         self._marks: list[tuple[str, cp.cuda.Event]] = []
 
     def mark(self, phase: str) -> cp.cuda.Event:
-        """Begin a phase, or end the last one, for which there is no name; return the event."""
+        """Begin a phase, or with an empty name end the last one; return the event."""
         self._marks.append((phase, mark(self.streams[0])))
         return self._marks[-1][1]
 
