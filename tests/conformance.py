@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
 from dask_distmm.config import read_options
-from dask_distmm.engines.base import REPLICA, ChunkKey, Engine, Job, ResultKey, Side
+from dask_distmm.engines.base import ChunkKey, Engine, Job, ResultKey, Side
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name, operand_dtype
 from dask_distmm.planning import EVERYWHERE, Chunks, NamedMatrix, Placement, Plan, Problem, Worker, plan
-from dask_distmm.planning.placement import GATHERED
+from dask_distmm.planning.placement import GATHERED, REPLICA
 from dask_distmm.planning.problem import FREE, Distributions
 
 # Random chunks and matrices of any supported type, and Problems of them

@@ -22,8 +22,7 @@ import numpy as np
 from dask_distmm import algorithms, linalg
 from dask_distmm.arrays.linalg.factorize import steps_of
 from dask_distmm.arrays.request import parse
-from dask_distmm.planning import Worker, blocks, plan_computation, product
-from dask_distmm.programs.steps import Step
+from dask_distmm.planning import Worker, plan_computation
 
 RECORD = Path(__file__).with_suffix(".json")
 GIB = 2**30
@@ -78,15 +77,6 @@ def _plan(problem: Any, ranks: int, engine: str) -> Any:
     return plan_computation(problem, _workers(ranks), where, engine=(engine,))
 
 
-def _steps(plan: Any, rank: int) -> tuple[Step, ...]:
-    """Return the list of a rank; of a product on GPUs as if all chunks could be multiplied as they are."""
-    if plan.problem.kind != "product":
-        return tuple(plan.steps(rank))
-    if plan.engine == "numpy":
-        return product.steps(plan, rank)
-    return blocks.steps(plan, rank, lambda operand, number: True)
-
-
 def _summary(plan: Any) -> dict[str, Any]:
     """Return what there is to say of a plan: the choice, its estimate, its memory, and its lists."""
     summary = {
@@ -94,9 +84,7 @@ def _summary(plan: Any) -> dict[str, Any]:
         "seconds": float(f"{plan.seconds:.3g}"),
         "bytes": max(plan.projected_bytes.values(), default=0),
     }
-    if plan.engine == "cublasmp":
-        return summary
-    lists = [_steps(plan, rank) for rank in range(len(plan.ranks))]
+    lists = [plan.steps(rank) for rank in range(len(plan.ranks))]
     counts = collections.Counter(type(step).__name__ for steps in lists for step in steps)
     # Where a statement stands in its source does not matter.
     text = re.sub(r"\bline=\d+", "", repr(lists))

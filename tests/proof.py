@@ -168,7 +168,7 @@ class _State:
                     self._change(rank, buffer)
                     self._set(rank, buffer, next(self._numbers) if op else value)
             case LoopIteration(loop, starts=True):
-                self._before[rank].append(len(self._held[rank]) if has_messages(loop) else 0)
+                self._before[rank].append(len(self._held[rank]) if has_messages(loop.body) else 0)
             case LoopIteration(loop):
                 self._free(rank, self._before[rank].pop())
                 self._decide(rank, loop.flag)

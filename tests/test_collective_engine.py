@@ -24,7 +24,7 @@ from dask_distmm.engines.entry import CollectiveEntry
 from dask_distmm.engines.numpy.engine import NumpyEngine, ProductKernels
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.errors import EngineError, MissingEngineError, RunFailedError
-from dask_distmm.planning import ENGINES
+from dask_distmm.planning import ENGINES, NumpyModel
 
 
 class StandInJob(ProgramJob):
@@ -93,12 +93,19 @@ class StandIn(NumpyEngine):
             self.released.append(-group)
 
 
+def with_numpy_steps(name, module):
+    """Return the model of an engine that is a module, and whose ranks take the steps of the numpy engine."""
+    model = type(ENGINES[name])
+    model = dataclasses.dataclass(frozen=True)(type("StandInModel", (model,), {"steps": NumpyModel.steps}))
+    return model(**vars(ENGINES[name]) | {"module": module})
+
+
 @pytest.fixture
 def engine(monkeypatch):
     module = types.ModuleType("stand_in_engine")
     module.ENGINE = StandIn()
     monkeypatch.setitem(sys.modules, "stand_in_engine", module)
-    monkeypatch.setitem(ENGINES, "cublasmp", dataclasses.replace(ENGINES["cublasmp"], module="stand_in_engine"))
+    monkeypatch.setitem(ENGINES, "cublasmp", with_numpy_steps("cublasmp", "stand_in_engine"))
     return module.ENGINE
 
 
@@ -309,7 +316,7 @@ def test_a_rank_that_is_alone_keeps_what_it_has_mapped_of_others(client, monkeyp
     module = types.ModuleType("stand_in_peer")
     engine = module.ENGINE = PeerStandIn()
     monkeypatch.setitem(sys.modules, "stand_in_peer", module)
-    monkeypatch.setitem(ENGINES, "peer", dataclasses.replace(ENGINES["peer"], module="stand_in_peer"))
+    monkeypatch.setitem(ENGINES, "peer", with_numpy_steps("peer", "stand_in_peer"))
     for method in ("local", "local", "allgather"):
         a, b, d = product(method=method, engine="peer")
         assert_product(a, b, d.compute())

@@ -10,6 +10,7 @@ from conformance import assert_product
 from epilog_cases import ALL, Case
 from hypothesis import given
 from hypothesis import strategies as st
+from matrices import assert_near
 from run_events import newest_run, runs_after
 
 import dask_distmm
@@ -157,6 +158,19 @@ def test_functions_of_the_user(client, method, dtype):
     assert aux["result_amax"] == abs(d).max()
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_inputs_may_be_called_as_what_a_run_has(client, method):
+    a, b, d, panel = (np.random.default_rng().standard_normal((40, 40)) for _ in range(4))
+    inputs = {"d": da.from_array(d, chunks=10), "sum": da.from_array(panel, chunks=10)}
+    product = matmul(
+        *(da.from_array(x, 10) for x in (a, b)),
+        method=method,
+        epilog=lambda x, d, sum: x + d * sum,
+        epilog_inputs=inputs,
+    )
+    assert_near(product.compute(), a @ b + d * panel)
+
+
 def test_a_function_that_fails_on_one_rank_is_one_error(client):
     def picky(x, limit):
         if limit.max() > 1:
@@ -180,6 +194,7 @@ BAD = [
     ({"epilog": lambda x, y: x + y}, r"raised TypeError: .*missing 1 required positional argument: 'y'"),
     ({"epilog": lambda x, y: x + 1j * y, "epilog_inputs": {"y": np.ones(5)}}, "it returned complex128"),
     ({"epilog": lambda x, c: x + c, "epilog_inputs": {"c": np.ones(5)}}, "names of their own"),
+    ({"epilog": lambda x, partial: x + partial, "epilog_inputs": {"partial": np.ones(5)}}, "names of their own"),
     ({"epilog": lambda x, y: x + y, "epilog_inputs": {"y": np.ones(4)}}, r"y has the shape \(4,\); expected"),
     ({"epilog": "swish"}, "unknown epilog 'swish'"),
     ({"epilog": 3}, "expected a name, an Epilog or a function"),

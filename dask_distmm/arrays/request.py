@@ -114,10 +114,10 @@ Extras = Sequence[tuple[str, da.Array]]
 
 # What a view is made of: its name; its chunks, where they do not follow from those of the view; whether the view is its
 # transpose, and its conjugate.
-Source = tuple[str, Chunks | None, bool, bool]
+ViewBase = tuple[str, Chunks | None, bool, bool]
 
 # By the names of views; the latest ones.
-_sources: collections.OrderedDict[str, Source] = collections.OrderedDict()
+_bases: collections.OrderedDict[str, ViewBase] = collections.OrderedDict()
 _NOTED = 10_000
 
 
@@ -150,11 +150,11 @@ def rechunk(
     return array
 
 
-def _note(name: str, source: Source) -> Source:
-    _sources[name] = source
-    while len(_sources) > _NOTED:
-        _sources.popitem(last=False)
-    return source
+def _note(name: str, base: ViewBase) -> ViewBase:
+    _bases[name] = base
+    while len(_bases) > _NOTED:
+        _bases.popitem(last=False)
+    return base
 
 
 def under(x: da.Array, name: str, chunks: Chunks) -> da.Array:
@@ -178,8 +178,8 @@ def view_of(x: da.Array) -> tuple[da.Array, bool, bool]:
     """
     transposed = conjugated = False
     # The array may have been computed meanwhile.
-    while (source := _sources.get(x.name) or _source_of(x)) is not None and source[0] in x.dask.layers:
-        name, chunks, turned, conj = source
+    while (base := _bases.get(x.name) or _base_of(x)) is not None and base[0] in x.dask.layers:
+        name, chunks, turned, conj = base
         x = under(x, name, chunks or (x.chunks[::-1] if turned else x.chunks))
         transposed, conjugated = transposed != turned, conjugated != conj
     return x, transposed, conjugated and x.dtype.kind == "c"
@@ -201,7 +201,7 @@ def without_axes(x: da.Array) -> tuple[da.Array, tuple[int, ...]]:
     return x, (0, 1)
 
 
-def _source_of(x: da.Array) -> Source | None:
+def _base_of(x: da.Array) -> ViewBase | None:
     """Return what a matrix is the transpose or the conjugate of; None if it is neither."""
     needs = x.dask.dependencies.get(x.name, ()) if x.name.startswith(("transpose-", "conjugate-")) else ()
     if len(needs) != 1:
@@ -217,7 +217,7 @@ def _source_of(x: da.Array) -> Source | None:
 # The formula ``D = F(alpha * op(A) @ op(B) + beta * C)`` as a user gives it: checked, with the arrays it reads
 
 
-_TAKEN = {"a", "b", "c", "scale_a", "scale_b", "scale_c", "scale_d"}
+_TAKEN = {"a", "b", "c", "partial", "scale_a", "scale_b", "scale_c", "scale_d"}
 
 
 def _checked(arguments: Mapping[str, Any], c: Any, dtype: np.dtype) -> Formula:
@@ -285,7 +285,7 @@ def _check_fitting(formula: Formula, inputs: Mapping[str, Any], types: Types) ->
     if types.fp8 and formula.operand_sum:
         raise PlanError(f"epilog {name!r} is not there for FP8: sum what dequantize returns")
     if not _TAKEN.isdisjoint(inputs) or not all(str(key).isidentifier() for key in inputs):
-        raise PlanError(f"inputs must have names of their own, not a, b or c, got {sorted(map(str, inputs))}")
+        raise PlanError(f"inputs must have names of their own, not a, b, c or partial, got {sorted(map(str, inputs))}")
 
 
 def _wrong_inputs(formula: Formula, inputs: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.errors import EngineError
 from dask_distmm.planning.model import models_of
-from dask_distmm.planning.placement import Placement
+from dask_distmm.planning.placement import REPLICA, Placement
 
 ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
 
@@ -25,7 +25,6 @@ ChunkKey = tuple[str, int]  # operand "a" or "b", number of the chunk in C order
 # ``(REPLICA, number)`` is a chunk of D that another rank owns, ``(GATHERED, number)`` one of `Problem.gathered` that
 # another participant has.
 ResultKey = tuple[str, int]
-REPLICA = "replica"
 
 log = logging.getLogger("dask_distmm")
 
@@ -39,6 +38,8 @@ class Ended:
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
+        # Whether ranks are inside of what is collective: none leaves it before the others.
+        self.collective = False
 
     def end(self, error: BaseException) -> None:
         """End the run with an error, unless it has been ended before."""
@@ -46,7 +47,7 @@ class Ended:
 
     def check(self) -> None:
         """Raise the error that the run was ended with, if it was."""
-        if self.error is not None:
+        if self.error is not None and not self.collective:
             raise self.error
 
     def wait(self, event: Any) -> None:

@@ -1,13 +1,13 @@
 """The engine for GPUs: one cuBLASMp multiply across dask-cuda workers, or cuBLAS where one GPU does.
 
-One participant's side of one run::
+One participant's side of one run, which is a `ProgramJob` that takes the steps of `planning.cublasmp`::
 
     prepare()   tiles, D and buffers are allocated. An error here is a vote against the run
     execute()   chunks of workers that are not ranks are fetched
                 the gate: all ranks go on, or none
-                A's and B's tiles are made: one kernel at home and to pack, one exchange, one kernel to unpack
+                A's and B's tiles are filled: one kernel at home and to pack, one exchange, one kernel to unpack
                 the multiply
-                D's chunks are made from the tiles in the same way
+                D's chunks are filled from the tiles in the same way
 
 A chunk that is a rank's tile already is used as it is, and D's tile is the chunk where it is exactly one.
 
@@ -19,31 +19,21 @@ in the same order, and each decision rests only on these.
 from __future__ import annotations
 
 import collections
+import functools
 import gc
+import itertools
 import time
-from collections.abc import Collection, Mapping
-from concurrent.futures import Future
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import cupy as cp
 import numpy as np
 from nvmath.bindings import cublasMp
 
-from dask_distmm.comms.base import Boxes
 from dask_distmm.comms.nccl import version_of
-from dask_distmm.engines.base import (
-    REPLICA,
-    Job,
-    ResultKey,
-    Side,
-    contiguous,
-    is_of_d,
-    wait_checked,
-)
-from dask_distmm.engines.entry import CollectiveEntry
-from dask_distmm.engines.gpu.collective import CollectiveEngine, RankGroup
+from dask_distmm.engines.base import Side, wait_checked
+from dask_distmm.engines.gpu.collective import CollectiveEngine, GroupTransport, RankGroup
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
-from dask_distmm.engines.gpu.finishing import BiasCut, Finishing, NativeBias
 from dask_distmm.engines.gpu.gemm import (
     DATA_TYPES,
     OPS,
@@ -56,16 +46,17 @@ from dask_distmm.engines.gpu.gemm import (
     alpha_beta,
     check_fp8,
 )
-from dask_distmm.engines.gpu.host import in_type, to_host
-from dask_distmm.engines.gpu.operands import DeviceChunks, check_arrays, ld, mark, usable
-from dask_distmm.layout import Layout, Moves, ProcessGrid, redistribution
+from dask_distmm.engines.gpu.host import in_type
+from dask_distmm.engines.gpu.operands import check_arrays, ld
+from dask_distmm.engines.gpu.products import ProductKernels, ProductMemory
+from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.layout import Moves, ProcessGrid
 from dask_distmm.layout.rectangles import Shuffle
-from dask_distmm.numeric.types import FP8, carried, typed
+from dask_distmm.numeric.types import FP8, typed
 from dask_distmm.planning import Plan
-from dask_distmm.planning.cublasmp import CUBLASMP, Tiles, make_tiles, own_kernel, returned_type, tile_chunk
-from dask_distmm.planning.cuts import shape_of
-from dask_distmm.planning.placement import EVERYWHERE
+from dask_distmm.planning.cublasmp import CUBLASMP, Tiles, make_tiles, memory_order, moves_of, returned_type
 from dask_distmm.planning.planner import SINGLE_BYTES
+from dask_distmm.programs.steps import Call
 
 # cuBLASMp through its bindings: handles, descriptors, workspace, the calls
 
@@ -261,300 +252,114 @@ def _try_to_allocate(size: int) -> None:
     cp.cuda.runtime.free(pointer)
 
 
-# The tiles of A, B and D on one rank, and how chunks become tiles and tiles become chunks
-
-
-class Filled(NamedTuple):
-    """Matrices of this rank that are filled from other matrices: tiles, chunks of D, parts of the formula's inputs."""
-
-    # By number.
-    arrays: Mapping[int, Any]
-    # Fills them from what ranks have; None if they are there.
-    shuffle: Shuffle | None
-    # The rectangles that must be fetched from workers that are not ranks.
-    outside: Moves | None = None
-
-
 # One participant's side of one run on GPUs
 
 
-# Seconds between two looks at an event.
-_LOOK = 2e-5
+class TileTransport(GroupTransport):
+    """The transport of tiles by NCCL, and the library's multiply: all ranks meet in both."""
 
-
-class CublasMpJob(Job[Plan]):
-    """One participant's side of one run; see the text of the module."""
-
-    def __init__(self, side: Side[Plan], engine: CublasMpEngine) -> None:
-        super().__init__(side)
-        plan = self.plan
-        self._tiles = make_tiles(plan)
-        self._native = CUBLASMP.native_epilog(plan)
-        # The engine applies its part of the formula to sums that are not rounded yet.
-        self.sum_type = returned_type(plan)
+    def __init__(self, engine: CublasMpEngine, job: ProgramJob) -> None:
+        super().__init__(engine, job)
+        self._plan: Plan = job.plan
+        self._me, self._tiles, self._native = job.me, make_tiles(job.plan), CUBLASMP.native_epilog(job.plan)
+        (a, b), self._stream = job.plan.problem.matrix_types, engine.stream
         # The types that the library takes and returns.
-        self.kinds = GemmTypes(*plan.problem.matrix_types, self.sum_type.name, plan.problem.compute)
-        self._engine, self._ready, self._stream = engine, side.ready, engine.stream
-        self._entry = CollectiveEntry(plan, self.rank, self.comm, self.ended)
+        self._kinds = GemmTypes(a, b, returned_type(job.plan).name, job.plan.problem.compute)
+        # By what is copied to what; and what workers have that are not ranks: operand, rectangles, destinations.
+        self._exchanges: dict[Any, Exchange] = {}
+        self._outside: list[tuple[str, Moves, Mapping[int, Any]]] = []
+        self._mark, self._ended = job.kernels.mark, job.ended
 
-    # Before the vote
-
-    def prepare(self) -> None:
-        """Allocate tiles, chunks of D and buffers, on the default stream, because its users will free them."""
-        for event in self._ready:
-            cp.cuda.Stream.null.wait_event(event)
-        if self.rank is None:
-            return
-        problem = self.plan.problem
-        if problem.fp8:
+    def offer(self, job: ProgramJob) -> None:
+        """Allocate the buffers of all redistributions. Nothing is offered: no rank reads another one's memory."""
+        if self._plan.problem.fp8:
             check_fp8()
-        self.kinds.compute_type  # noqa: B018 - the library must have it
-        self._on_device = DeviceChunks(problem, self.chunks)
-        self.chunks = self._on_device.arrays
-        types = {"a": carried(self.kinds.a, "cupy"), "b": carried(self.kinds.b, "cupy")}
-        self._filled = {name: self._operand(name, dtype) for name, dtype in types.items()}
-        self._target, self._result = self._result_of_tile()
-        self._finishing: Finishing | NativeBias | None = None
-        if self._native is not None and "bias" in problem.formula.inputs:
-            self._finishing = NativeBias(self.plan, self.me, self.rank, self.chunks, self._cut_of_bias())
-        elif own_kernel(self.plan):
-            self._finishing = Finishing(self.plan, self.me, self.rank, self.chunks, self._tiles.d.order)
-        for x in self._finishing.inputs if self._finishing is not None else ():
-            among, outside = x.moves.among(self.plan.ranks, self.me)
-            self._filled[x.name] = Filled(x.parts, self._shuffle(among, x.arrays, x.parts, "C"), outside)
-        self._replicas = Filled({}, None)
-        if "d" in self.plan.kept and len(self.plan.ranks) > 1 and not CUBLASMP.all_reduced(self.plan):
-            owned = self._finishing.d if isinstance(self._finishing, Finishing) else self._result.arrays
-            own = {index: owned[index] for index in self.plan.owned(self.rank).tolist()}
-            self._replicas = self._replicas_of(own)
+        self._kinds.compute_type  # noqa: B018 - the library must have it
+        for step in job.steps:
+            if isinstance(step, Call) and step.kernel == "redistribute":
+                copies = step.options["copies"]
+                self._exchanges[copies] = Exchange(*(self._shuffle(job, step, *kinds) for kinds in copies))
 
-        def exchange(*filled: Filled) -> Exchange:
-            return Exchange(*(x.shuffle for x in filled if x.shuffle is not None))
-
-        a, b, *inputs = self._filled.values()
-        # Inputs of the formula apart: one may not be aligned well, and what one launch copies is all in the same units.
-        self._gather = [exchange(a, b), *map(exchange, inputs)]
-        self._deliver, self._replicate = exchange(self._result), exchange(self._replicas)
-        self._allocated = cp.cuda.Event(disable_timing=True)
-        self._allocated.record(cp.cuda.Stream.null)
-
-    def _shuffle(
-        self, moves: Moves, src: Mapping[int, Any], dst: Mapping[int, Any], order: str, **options: Any
-    ) -> Shuffle:
-        return Shuffle(moves, self.me, self.plan.ranks, src, dst, order, device_bytes, **options)
-
-    def _operand(self, name: str, dtype: np.dtype) -> Filled:
-        """Use a chunk as the tile of A or B in place, or allocate a tile and find the rectangles that fill it."""
-        assert self.rank is not None
-        plan, tile = self.plan, self._tiles.a if name == "a" else self._tiles.b
-        sizes, where = plan.problem[name].chunks, plan.where[name]
-        arrays = {index: chunk for (op, index), chunk in self.chunks.items() if op == name}
-        index = tile_chunk(tile, self.rank, sizes)
-        # All ranks see the same plan, but only this rank sees the strides and the address of its chunk.
-        in_place = index is not None and where[index] in (self.me, EVERYWHERE) and usable(arrays[index], tile.order)
-        if index is not None and in_place:
-            target = arrays[index]
-        else:
-            target = (cp.zeros if tile.zeroed else cp.empty)(tile.local(self.rank), dtype, order=tile.order)
-        moves = Moves.of(redistribution(Layout.of_chunks(sizes), tile.layout), where, plan.ranks)
+    def _shuffle(self, job: ProgramJob, call: Call, source: str, target: str) -> Shuffle:
+        assert job.rank is not None
+        reads, plan = call.options["reads"], self._plan
+        src = {x.number: job.at(x) for x in call.arguments[:reads] if x.role == source}
+        dst = {x.number: job.at(x) for x in call.arguments[reads:] if x.role == target}
         # Chunks of workers that are not ranks come over Dask's comms.
-        among, outside = moves.among(plan.ranks, self.me)
-        held = {self.rank: target}
-        return Filled(held, self._shuffle(among, arrays, held, tile.order, skip_home=in_place), outside)
+        moves, outside = moves_of(plan, job.rank, source, target).among(plan.ranks, self._me)
+        if len(outside):
+            self._outside.append((source.removeprefix("of-"), outside, dst))
+        single = SINGLE_BYTES if source == target else None
+        order = memory_order(plan, target)
+        return Shuffle(moves, self._me, plan.ranks, src, dst, order, device_bytes, single=single)
 
-    def _result_of_tile(self) -> tuple[Any, Filled]:
-        """Allocate the tile of D that the library writes, and the rank's chunks of D that are not the tile itself."""
-        assert self.rank is not None
-        plan, tiles, tile, sizes = self.plan, self._tiles, self._tiles.d, self.plan.problem.d.chunks
-        owned = plan.owned(self.rank).tolist()
-        if tiles.replicated:
-            if "d" in plan.kept and CUBLASMP.all_reduced(plan):
-                owned = list(range(len(plan.owners)))
-            # All of D is here.
-            whole = Layout.of_chunks(((plan.problem.m,), (plan.problem.n,)))
-            moves = Moves.to_each(redistribution(whole, Layout.of_chunks(sizes)), [self.me], {self.me: owned})
-        else:
-            copies = redistribution(tile.layout, Layout.of_chunks(sizes))
-            moves = Moves.of(copies, plan.ranks, np.asarray(plan.ranks)[plan.owners])
-        target = cp.empty(tile.local(self.rank), self.sum_type, order=tile.order)
-        index = None if tiles.replicated else tile_chunk(tile, self.rank, sizes)
-        if index is not None and owned == [index]:
-            return target, Filled({index: target}, None)
-        rects = {i: plan.chunk_rect(i) for i in owned}
-        chunks = {i: cp.empty(shape_of(r), self.sum_type, order=tile.order) for i, r in rects.items()}
-        source = {0 if tiles.replicated else self.rank: target}
-        return target, Filled(chunks, self._shuffle(moves, source, chunks, tile.order))
+    def begin(self, job: ProgramJob) -> None:
+        """Fetch what workers have that are not ranks, and enter what is collective."""
+        began = time.perf_counter()
+        for operand in self._outside:
+            self._fill(*operand)
+        self.enter(job, Group)
+        # From now on no rank leaves before the others.
+        job.ended.collective = True
+        job.timings["gate"] = time.perf_counter() - began
+        self._mark("redistribute")
 
-    def _replicas_of(self, own: Mapping[int, Any]) -> Filled:
-        """Allocate the finished chunks of D that this rank lacks: they come from the ranks that own them."""
-        plan, order = self.plan, self._tiles.d.order
-        layout, dtype = Layout.of_chunks(plan.problem.d.chunks), carried(plan.problem.d.dtype, "cupy")
-        every = range(layout.grid.size)
-        chunks = {index: cp.empty(layout.local_shape(index), dtype, order=order) for index in every if index not in own}
-        copies, owner = redistribution(layout, layout), np.asarray(plan.ranks)[plan.owners]
-        moves = Moves.to_each(copies, owner, dict.fromkeys(plan.ranks, every))
-        return Filled(chunks, self._shuffle(moves, own, chunks, order, skip_home=True, single=SINGLE_BYTES))
+    def _fill(self, name: str, moves: Moves, targets: Mapping[int, Any]) -> None:
+        type_name, number = self._plan.problem[name].dtype, self._plan.problem.operands.index(name)
+        for peer in np.unique(moves.src_owner).tolist():
+            leg = moves.take(moves.src_owner == peer)
+            edges = leg.src_row, leg.src_row + leg.nrows, leg.src_col, leg.src_col + leg.ncols
+            boxes = np.column_stack([np.full(len(leg), number), leg.src, *edges])
+            answer = wait_checked(self._comm.fetch(peer, "input", boxes), self._check)
+            places = zip(leg.dst.tolist(), leg.dst_row.tolist(), leg.dst_col.tolist(), answer, strict=True)
+            for index, row, col, data in places:
+                with self._stream:
+                    target, part = targets[index], cp.asarray(data.view(np.uint8) if type_name in FP8 else data)
+                    part = in_type(typed(part, type_name), type_name, target.dtype)
+                    target[row : row + part.shape[0], col : col + part.shape[1]] = part
 
-    def _cut_of_bias(self) -> BiasCut:
-        """Return the cut of a bias for each row of the tile of D, or for each column if the tile is in C order."""
-        assert self.rank is not None
-        tile, ranks = self._tiles.d, range(len(self.plan.ranks))
-        axis, grid = (0 if tile.order == "F" else 1), tile.layout.grid
-        lengths = tuple(tile.layout.local_shape(r)[axis] for r in ranks)
-        is_cut = (grid.nprow, grid.npcol)[axis] > 1
-        sizes, parts = (lengths, list(ranks)) if is_cut else (lengths[:1], [0 for _ in ranks])
-        return BiasCut(axis, sizes, parts, tile.local(self.rank)[axis])
+    # The steps in which all ranks meet
 
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of matrices received from other participants, without those that cuBLASMp moves."""
-        if self.rank is None:
-            return 0
-        return self.comm.received_bytes + sum(exchange.received_bytes for exchange in self._exchanges)
+    def redistribute(self, *arrays: Any, reads: int, copies: tuple[tuple[str, str], ...]) -> None:
+        """Copy what all ranks have to what they are to have."""
+        if len({*copies[0]}) == 1:
+            self._mark("replicate")
+        exchange = self._exchanges[copies]
+        exchange.run(self._stream, None if self.group is None else self.group.comm)
+        self.pulled_bytes += exchange.received_bytes
 
-    @property
-    def _exchanges(self) -> list[Exchange]:
-        return [*self._gather, self._deliver, self._replicate]
-
-    # The work
-
-    def execute(self) -> dict[Any, Any]:
-        """Multiply; return this rank's chunks of D and of auxiliary outputs."""
-        if self.rank is None:
-            return {}
-        started = time.perf_counter()
-        try:
-            for number, (name, matrix) in enumerate(self._filled.items()):
-                if matrix.outside is not None:
-                    self._fetch_outside(number, self.plan.problem[name].dtype, matrix.outside, matrix.arrays)
-            self._entry.enter(lambda: self._engine.new_id(self.plan.group))
-            self.timings["gate"] = time.perf_counter() - started
-            return self._work()
-        finally:
-            self._entry.leave()
-            self.timings["total"] = time.perf_counter() - started
-
-    def _work(self) -> dict[Any, Any]:
-        assert self.rank is not None
-        stream, plan = self._stream, self.plan
-        group = self._group() if len(plan.ranks) > 1 else None
-        marks = [mark(stream)]
-        stream.wait_event(self._allocated)
-        self._on_device.fill(stream)
-        comm = group.comm if group is not None else None
-        for exchange in self._gather:
-            exchange.run(stream, comm)
-        a, b, d = self._filled["a"].arrays[self.rank], self._filled["b"].arrays[self.rank], self._target
-        for operand, tile in ((a, self._tiles.a), (b, self._tiles.b)):
-            if tile.conjugated:
-                with stream:
-                    cp.conjugate(operand, out=operand)
-        marks.append(mark(stream))
-        tiles, types = self._tiles, self.kinds
+    def multiply_tiles(self, *arrays: Any, reads: int, flops: float) -> None:
+        """Multiply: each rank has a tile of A, of B and of D, and its part of a bias that the library adds."""
+        *bias, a, b, d = arrays
+        tiles, types = self._tiles, self._kinds
         shape = (tiles.a.shape[0], tiles.b.shape[1], tiles.a.shape[1])
         memories = [MatrixRef(x.data.ptr, ld(x, tile.order)) for x, tile in ((a, tiles.a), (b, tiles.b), (d, tiles.d))]
         native = PLAIN
         if self._native is not None:
-            bias = 0
-            if isinstance(self._finishing, NativeBias):
-                self._finishing.convert(stream)
-                bias = int(self._finishing.vector.data.ptr)
-            native = FusedEpilog(complex(*plan.problem.formula.alpha), self._native, bias)
-        if group is None:
-            Gemm(GemmShape(*shape, tiles.flipped, tiles.ops), types, *memories).run(stream)
+            alpha = complex(*self._plan.problem.formula.alpha)
+            native = FusedEpilog(alpha, self._native, int(bias[0].data.ptr) if bias else 0)
+        self._mark("multiply")
+        if self.group is None:
+            Gemm(GemmShape(*shape, tiles.flipped, tiles.ops), types, *memories).run(self._stream)
         else:
-            group.multiply(tiles, shape, types, *memories, native=native)
-        marks.append(mark(stream))
-        self.held_bytes = self._count() + (group.workspace_bytes if group is not None else 0)
-        self._deliver.run(stream, comm)
-        owned = plan.owned(self.rank).tolist()
-        outputs = _named(self._result.arrays, owned)
-        if isinstance(self._finishing, Finishing):
-            outputs = self._finishing.apply(self._result.arrays, stream)
-        marks.append(mark(stream))
-        self._replicate.run(stream, comm)
-        outputs |= _named(self._replicas.arrays, owned)
-        marks.append(mark(stream))
-        self._wait(marks[-1])
-        parts = ("redistribute", "multiply", "deliver", "replicate")
-        for name, first, last in zip(parts, marks[:-1], marks[1:], strict=True):
-            self.timings[name] = cp.cuda.get_elapsed_time(first, last) / 1e3
-        if group is not None:
-            group.trim(plan.problem.options.keep_workspace_bytes)
-            self.kept_bytes = group.workspace_bytes
-        self.progress(1.0)
-        if plan.problem.array == "numpy":
-            return {
-                key: typed(to_host(chunk, stream), plan.problem.d.dtype if is_of_d(key) else "")
-                for key, chunk in outputs.items()
-            }
-        return outputs
-
-    def _count(self) -> int:
-        """Return the bytes of all device memory that this rank holds for the run."""
-        arrays = [*self._on_device.all_arrays, self._target]
-        arrays += [buffer for exchange in self._exchanges for buffer in exchange.buffers]
-        arrays += [
-            x for filled in (*self._filled.values(), self._result, self._replicas) for x in filled.arrays.values()
-        ]
-        arrays += self._finishing.arrays if self._finishing is not None else []
-        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values())
-
-    def _wait(self, event: cp.cuda.Event) -> None:
-        """Wait without the GIL; an aborted run still gets its grace time."""
-        while not event.done:
-            time.sleep(_LOOK)
-        self.ended.check()
-
-    def _group(self) -> Group:
-        """Return the ranks' group."""
-        assert self.rank is not None
-        arguments = self.plan, self.rank, self._entry.unique_id, self._stream
-        return self._engine.group(self.plan.group, lambda: Group(*arguments))
-
-    def _fetch_outside(self, number: int, type_name: str, moves: Moves, targets: Mapping[int, Any]) -> None:
-        """Fetch the rectangles that workers hold which are not ranks, and copy them to their destinations."""
-        for peer in np.unique(moves.src_owner).tolist():
-            leg = moves.take(moves.src_owner == peer)
-            boxes = np.empty((len(leg), 6), np.int64)
-            boxes[:, 0], boxes[:, 1] = number, leg.src
-            boxes[:, 2], boxes[:, 3] = leg.src_row, leg.src_row + leg.nrows
-            boxes[:, 4], boxes[:, 5] = leg.src_col, leg.src_col + leg.ncols
-            answer = self.comm.fetch(peer, "input", boxes)
-            for i, data in enumerate(wait_checked(answer, self.ended.check)):
-                r, c = int(leg.dst_row[i]), int(leg.dst_col[i])
-                data = data.view(np.uint8) if type_name in FP8 else data  # noqa: PLW2901
-                target, part = targets[int(leg.dst[i])], typed(cp.asarray(data), type_name)
-                part = in_type(part, type_name, target.dtype)
-                target[r : r + part.shape[0], c : c + part.shape[1]] = part
-        if len(moves):
-            # These copies are on the default stream; the run's stream waits for them.
-            self._allocated.record(cp.cuda.Stream.null)
-
-    # Messages between participants
-
-    def available(self, kind: str, boxes: Boxes) -> Future[None]:
-        """Return the future that says when `serve` can answer."""
-        return self._entry.entered(int(boxes[0, 0])) if kind == "enter" else self._inputs
-
-    def serve(self, kind: str, boxes: Boxes) -> list[Any]:
-        """Return boxes of the chunks that are here, or the id under which the ranks make their communicator."""
-        if kind == "enter":
-            return list(self._entry.answer())
-        answer = contiguous(super().serve(kind, boxes))
-        cp.cuda.Stream.null.synchronize()
-        return answer
+            self.group.multiply(tiles, shape, types, *memories, native=native)
+        self._mark("deliver")
 
     # The end
 
-    def abort(self, error: BaseException) -> None:
-        """End with `error`: at once before the gate; else when the library returns, or else with the process."""
-        self._entry.abort(error)
+    def complete(self) -> None:
+        """Wait for what is queued."""
+        self._ended.wait(self._mark(""))
 
-
-def _named(chunks: Mapping[int, Any], owned: Collection[int]) -> dict[ResultKey, Any]:
-    """Return chunks of D as `Job.execute` has them: those that this rank does not own are replicas."""
-    return {("" if number in owned else REPLICA, number): array for number, array in chunks.items()}
+    def look(self, job: ProgramJob) -> None:
+        """Raise if the run was aborted meanwhile; note the memory that was held."""
+        job.ended.collective = False
+        self._check()
+        job.memory.note(*itertools.chain(*(exchange.buffers for exchange in self._exchanges.values())))
+        if self.group is not None:
+            job.held_bytes += self.group.workspace_bytes
+            self.group.trim(self._plan.problem.options.keep_workspace_bytes)
+            job.kept_bytes = self.group.workspace_bytes
 
 
 class CublasMpEngine(CollectiveEngine):
@@ -565,10 +370,12 @@ class CublasMpEngine(CollectiveEngine):
     def _libraries(self) -> Mapping[str, tuple[int, ...]]:
         return {"cuBLASMp": version_of(int(cublasMp.get_version()))}
 
-    def job(self, side: Side[Any]) -> CublasMpJob:
+    def job(self, side: Side[Any]) -> ProgramJob:
         """Return a participant's job of a run."""
         check_arrays(self.name, side.chunks)
-        return CublasMpJob(side, self)
+        kernels = ProductKernels(side.plan.problem, self.stream, functools.partial(memory_order, side.plan))
+        transport = functools.partial(TileTransport, self) if side.me in side.plan.ranks else None
+        return ProgramJob(side, kernels, ProductMemory(side, kernels, self.downloads), transport)
 
 
 ENGINE = CublasMpEngine()

@@ -22,18 +22,14 @@ all ranks do it in the same order, as they see the same runs in the same order.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import cupy as cp
 import numpy as np
 
-from dask_distmm.comms.base import Boxes
 from dask_distmm.engines.base import ResultKey, Side, wait_checked
-from dask_distmm.engines.entry import CollectiveEntry
-from dask_distmm.engines.gpu.collective import CollectiveEngine, RankGroup
+from dask_distmm.engines.gpu.collective import CollectiveEngine, GroupTransport, RankGroup
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.operands import check_arrays, record
 from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns, ends_of
@@ -49,21 +45,15 @@ from dask_distmm.programs.steps import Key, Make, Publish, Pull
 _BATCH_BYTES = 2**28
 # Panels that are under way at a time.
 _UNDER_WAY = 2
-# Seconds that work which was begun may take to end after an error, and between two looks whether it has.
-_SETTLING, _LOOK = 5.0, 1e-3
 
 
-class SentPanels(DevicePanels):
+class SentPanels(GroupTransport, DevicePanels):
     """The transport of panels by broadcasts, and of chunks by NCCL."""
 
-    # The ranks' communicator; set when all have entered.
-    group: RankGroup
-
     def __init__(self, engine: NcclEngine, job: ProgramJob) -> None:
-        super().__init__(job.plan.ranks, job.comm, job.ended.check, engine.coming, job.blas.streams)
-        self._engine = engine
         least = ENGINES[job.plan.engine].share(job.plan.problem.task.algorithm, len(job.plan.ranks))
-        self._entry = CollectiveEntry(job.plan, job.rank, job.comm, job.ended, least)
+        super().__init__(engine, job, engine.coming, job.blas.streams, share=least)
+        self._work.append(engine.coming)
 
     def offer(self, job: ProgramJob) -> dict[str, Any] | None:
         """Offer nothing: no rank reads the memory of another one."""
@@ -73,9 +63,7 @@ class SentPanels(DevicePanels):
         """Fetch what workers have that are not ranks, and enter what is collective."""
         assert job.rank is not None
         self._outside = self._fetched(job)
-        self._entry.enter(lambda: self._engine.new_id(job.plan.group))
-        arguments = job.plan, job.rank, self._entry.unique_id, job.blas.streams[0]
-        self.group = self._engine.group(job.plan.group, lambda: RankGroup(*arguments))
+        self.enter(job, RankGroup)
         # The buffers of all panels that are in flight at a time, so that none fails later.
         messages = (step.buffers for step in job.steps if isinstance(step, Publish | Pull))
         size = max((ends_of(buffers)[-1] for buffers in messages), default=0)
@@ -164,40 +152,11 @@ class SentPanels(DevicePanels):
         """Return a problem that one of the ranks has."""
         return next(iter(self.group.comm.agree(problem).values()), "")
 
-    def settle(self, job: ProgramJob) -> None:
-        """Let work end, also some that was begun before an error; what may never end keeps its memory."""
-        end, streams = time.monotonic() + _SETTLING, (job.blas.streams[0], self._coming)
-        while not all(stream.done for stream in streams) and time.monotonic() < end:
-            time.sleep(_LOOK)
-        if not all(stream.done for stream in streams):
-            self._engine.stuck += [job.arrays, self]
-        self._entry.leave()
-
-    # Messages between participants
-
-    def published(self, kind: str, boxes: Boxes) -> Future[Any]:
-        """Return the future of what a peer asks for: also the id under which ranks make their communicator."""
-        return self._entry.entered(int(boxes[0, 0])) if kind == "enter" else super().published(kind, boxes)
-
-    def answer(self, kind: str, boxes: Boxes) -> list[Any]:
-        """Return what a peer has asked for, which is there."""
-        return list(self._entry.answer()) if kind == "enter" else super().answer(kind, boxes)
-
-    def abort(self, error: BaseException) -> None:
-        """End with `error`: at once before the gate; else when the library returns, or else with the process."""
-        self._entry.abort(error)
-        super().abort(error)
-
 
 class NcclEngine(CollectiveEngine):
     """Factorizes on GPUs of any hosts, one GPU a worker process."""
 
     name = "nccl"
-
-    def __init__(self) -> None:
-        super().__init__()
-        # What work that never ends may still write to.
-        self.stuck: list[Any] = []
 
     @functools.cached_property
     def coming(self) -> cp.cuda.Stream:

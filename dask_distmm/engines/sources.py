@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -26,10 +27,6 @@ class Source:
     def __init__(self, call: Callable[[], Any], retries: int = 0) -> None:
         self._call, self._retries, self.wanted = call, retries, True
 
-    def again(self) -> Source:
-        """Return the same source, for one more use."""
-        return Source(self._call, self._retries)
-
     def make(self) -> Any:
         """Run the call, with its retries."""
         while True:
@@ -52,7 +49,7 @@ class SourceChunk:
 
     def again(self) -> SourceChunk:
         """Return the same chunk, to be made once more."""
-        return SourceChunk(self.source.again(), self.view)
+        return SourceChunk(copy.copy(self.source), self.view)
 
 
 class TaskCall(NamedTuple):

@@ -139,8 +139,6 @@ class Shuffle:
         # Makes a buffer of some bytes.
         allocate: Callable[[int], Any],
         *,
-        # Whether rectangles from this participant to itself are in place already.
-        skip_home: bool = False,
         single: int | None = None,
     ) -> None:
         self.order, self._allocate, self._single = order, allocate, _SINGLE_BYTES if single is None else single
@@ -152,7 +150,9 @@ class Shuffle:
         self.receives: list[tuple[int, int, int]] = []
         sources, targets = ({number: span_of(x) for number, x in arrays.items()} for arrays in (src, dst))
         home, peers = moves.between(me, me), [(rank, peer) for rank, peer in enumerate(ranks) if peer != me]
-        if len(home) and not skip_home:
+        # Others are in place already.
+        home = home.take(np.isin(home.dst, list(targets)))
+        if len(home):
             self.packing.append(rectangles(home, sources, targets, order))
         for rank, peer in peers:
             self._add(rank, moves.between(me, peer), sources, SRC)

@@ -32,13 +32,13 @@ from dask_distmm.planning.program import remembered
 from dask_distmm.planning.schedule import (
     PANELS,
     BlockSchedule,
-    ChunkSource,
+    LoadSchedule,
     block_schedules,
-    chunk_sources,
     extent_multiple,
     in_chunks,
+    load_schedules,
+    load_steps,
     native,
-    source_steps,
     square_on_diagonal,
     sums_in,
 )
@@ -141,7 +141,7 @@ def record(plan: Plan, rank: int, usable: Usable) -> tuple[Step, ...]:
     """Record the steps of a rank."""
     p = _Blocks(plan, rank, usable)
     groups = (
-        p.groups_of_made(chunk_sources(plan)[rank]) if plan.problem.by_ranks else p.groups(block_schedules(plan)[rank])
+        p.groups_of_made(load_schedules(plan)[rank]) if plan.problem.by_ranks else p.groups(block_schedules(plan)[rank])
     )
     p.begin()
     p.take(groups)
@@ -384,7 +384,7 @@ class _Blocks(Product):
 
     # The same where the rank makes chunks: a group for each product, whose chunks are made for it
 
-    def groups_of_made(self, source: ChunkSource) -> list[Group]:
+    def groups_of_made(self, schedule: LoadSchedule) -> list[Group]:
         """Return the groups of a rank that computes chunks."""
         plan, problem, region, along_k = self.plan, self.problem, self.region, self.plan.k_range(self.me)
 
@@ -399,17 +399,17 @@ class _Blocks(Product):
         # All that the rank needs of an operand whose chunks it does not make.
         held = [part(operand, region, along_k, 0) for operand in (0, 1) if not problem.matrices[operand].by_ranks]
         groups = list[Group]()
-        for own, depth in source_steps(plan, self.me, source):
+        for own, depth in load_steps(plan, self.me, schedule):
             of_d = region
             if held:
-                of_d = (*own, *region[2:]) if source.operands[0] == 0 else (*region[:2], *own)
-            makes = [part(operand, of_d, depth, len(groups) % PANELS) for operand in source.operands]
+                of_d = (*own, *region[2:]) if schedule.operands[0] == 0 else (*region[:2], *own)
+            makes = [part(operand, of_d, depth, len(groups) % PANELS) for operand in schedule.operands]
             pair = {piece.operand: piece.placed for piece in makes}
             for stationary in held:
                 (r0, r1), (c0, c1) = (region[:2], depth) if stationary.operand == 0 else (depth, region[2:])
                 rect = (r0, r1, c0, c1)
                 pair[stationary.operand] = Placed(stationary.placed.part(rect), rect)
-            if source.twin:
+            if schedule.twin:
                 ((operand, sole),) = pair.items()
                 pair[1 - operand] = Placed(sole.matrix, (*sole.rect[2:], *sole.rect[:2]), transposed=True)
             first = [piece for piece in held if piece.loaded] if not groups else []

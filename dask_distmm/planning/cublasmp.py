@@ -53,12 +53,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.layout import Axis, Layout, ProcessGrid, redistribution
+from dask_distmm.layout import Axis, Layout, Moves, ProcessGrid, redistribution
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning.computation import Chunks
 from dask_distmm.planning.cuts import (
@@ -81,9 +82,12 @@ from dask_distmm.planning.footprint import (
     uploaded,
 )
 from dask_distmm.planning.model import EngineModel, Phase, Work
-from dask_distmm.planning.placement import everywhere
+from dask_distmm.planning.placement import EVERYWHERE, REPLICA, everywhere
 from dask_distmm.planning.plan import Plan, once
 from dask_distmm.planning.problem import Problem, library_epilog
+from dask_distmm.planning.product import chunk_name
+from dask_distmm.programs.recorder import Recorder, Rows
+from dask_distmm.programs.steps import Buffer, Step
 
 # SUMMA multiplies a panel of k at a time; wider ones are faster and need more workspace.
 _WIDEST_PANEL = 16384
@@ -363,8 +367,136 @@ def workspace_bytes(plan: Plan, tiles: Tiles) -> int:
     return int(2 * (mb * kb * a_size + kb * nb * b_size)) + _SUMMA_BYTES
 
 
+# The steps of a rank: tiles are filled from chunks, the library multiplies, and chunks of D are filled from tiles
+
+
+def memory_order(plan: Plan, role: str) -> str:
+    """Return the memory order of buffers for a purpose, the same on all ranks."""
+    tiles = make_tiles(plan)
+    of_d = dict.fromkeys(("tile-d", "chunk-d", "result-d"), tiles.d.order)
+    return {"tile-a": tiles.a.order, "tile-b": tiles.b.order, **of_d}.get(role, "C")
+
+
+def _cut_of_input(plan: Plan, name: str) -> tuple[Layout, list[int], list[NDArray[np.int64]]]:
+    """Return how an input of the formula is cut, the part for each chunk of D, and the parts for each rank."""
+    problem, tile, ranks = plan.problem, make_tiles(plan).d, range(len(plan.ranks))
+    if not own_kernel(plan):
+        # The library adds a value for each row of the tile of D, or for each column if the tile is in C order.
+        axis = 0 if tile.order == "F" else 1
+        is_cut = (tile.layout.grid.nprow, tile.layout.grid.npcol)[axis] > 1
+        lengths = tuple(tile.layout.local_shape(rank)[axis] for rank in ranks if is_cut or not rank)
+        layout = Layout.of_chunks((lengths, (1,)) if axis == 0 else ((1,), lengths))
+        return layout, [], [np.array([rank * is_cut]) for rank in ranks]
+    # An axis of length 1 is broadcast: all chunks of D along it need the same part.
+    (rows, cols), (height, width) = problem.d.chunks, problem[name].shape
+    down, across = height == problem.m, width == problem.n
+    sizes = (rows if down else (1,), cols if across else (1,))
+    numbers = np.add.outer(down * np.arange(len(rows)) * len(sizes[1]), across * np.arange(len(cols))).ravel()
+    return Layout.of_chunks(sizes), numbers.tolist(), [np.unique(numbers[plan.owned(rank)]) for rank in ranks]
+
+
+def _chunks_of_tile(plan: Plan, rank: int) -> list[int]:
+    """Return the chunks of D that a rank fills from tiles: its own; or all, where every rank has all sums."""
+    every = make_tiles(plan).replicated and "d" in plan.kept and CUBLASMP.all_reduced(plan)
+    return list(range(len(plan.owners))) if every else list(map(int, plan.owned(rank)))
+
+
+def moves_of(plan: Plan, rank: int, source: str, target: str) -> Moves:
+    """Return the copies from matrices for a purpose to those for another one, by the numbers of buffers."""
+    problem, tiles, ranks = plan.problem, make_tiles(plan), plan.ranks
+    chunks, owners = Layout.of_chunks(problem.d.chunks), np.asarray(ranks)[plan.owners]
+    if source == target:
+        return Moves.to_each(redistribution(chunks, chunks), owners, dict.fromkeys(ranks, range(chunks.grid.size)))
+    if target == "chunk-d" and tiles.replicated:
+        whole, mine = Layout.of_chunks(((problem.m,), (problem.n,))), ranks[rank]
+        return Moves.to_each(redistribution(whole, chunks), [mine], {mine: _chunks_of_tile(plan, rank)})
+    if target == "chunk-d":
+        return Moves.of(redistribution(tiles.d.layout, chunks), ranks, owners)
+    name = source.removeprefix("of-")
+    layout, where = Layout.of_chunks(problem[name].chunks), plan.where[name]
+    if name == source:
+        return Moves.of(redistribution(layout, getattr(tiles, name).layout), where, ranks)
+    cut, _, needed = _cut_of_input(plan, name)
+    return Moves.to_each(redistribution(layout, cut), where, dict(zip(ranks, needed, strict=True)))
+
+
+def steps(plan: Plan, rank: int, usable: Callable[[int, int], bool]) -> tuple[Step, ...]:
+    """Return the steps of a rank; `usable` says which chunks of A and B in its memory can be tiles as they are."""
+    problem, tiles, near, names = plan.problem, make_tiles(plan), (plan.ranks[rank], EVERYWHERE), plan.problem.operands
+    p = Recorder(rank, Rows((), (), len(plan.ranks)), returned_type(plan).name)
+    types = {name: problem[name].dtype for name in names} | dict(zip("ab", problem.matrix_types, strict=True))
+    chunks = {
+        name: {i: Buffer(chunk_name(name, i), problem[name].chunk_shape(i), types[name]) for i in here}
+        for name in names
+        for here in [np.flatnonzero(np.isin(plan.where[name], near)).tolist()]
+    }
+
+    def chunk_of_d(role: str, index: int, dtype: str) -> Buffer:
+        return Buffer(f"{role}.{index}", problem.d.chunk_shape(index), dtype)
+
+    def redistribute(sources: Iterable[Buffer], targets: Iterable[Buffer], *copies: tuple[str, str]) -> None:
+        reads = [*sources]
+        p.call("redistribute", *reads, *targets, reads=len(reads), copies=copies)
+
+    factors = list[Buffer]()
+    for operand, (name, tile) in enumerate((("a", tiles.a), ("b", tiles.b))):
+        factors.append(Buffer(f"tile-{name}.{rank}", tile.local(rank), types[name]))
+        # All ranks see the same plan, but only this rank sees the strides and the address of its chunk.
+        index = tile_chunk(tile, rank, problem[name].chunks)
+        if index is not None and index in chunks[name] and usable(operand, index):
+            factors[-1] = chunks[name][index]
+        else:
+            p.new(factors[-1], zero=tile.zeroed)
+    copied = [factor for factor in factors if factor.name in p.here]
+    redistribute([*chunks["a"].values(), *chunks["b"].values()], copied, ("a", "tile-a"), ("b", "tile-b"))
+    # Inputs of the formula apart: one may not be aligned well, and what one launch copies is all in the same units.
+    cuts = {name: _cut_of_input(plan, name) for name in names[2:]}
+    parts = {
+        (name, part): Buffer(f"part-{name}.{part}", layout.local_shape(part), types[name])
+        for name, (layout, _, needed) in cuts.items()
+        for part in needed[rank].tolist()
+    }
+    for name in cuts:
+        own = [part for key, part in parts.items() if key[0] == name]
+        redistribute(chunks[name].values(), own, (f"of-{name}", f"part-{name}"))
+    for tile, factor in zip((tiles.a, tiles.b), factors, strict=True):
+        if tile.conjugated:
+            p.call("conjugate", factor)
+    bias, (rows, cols) = list[Buffer](), tiles.d.local(rank)
+    for part in parts.values() if not own_kernel(plan) else ():
+        # The rest of what the library adds is to its padding.
+        bias.append(p.zeros(*((rows, 1) if tiles.d.order == "F" else (1, cols)), problem.result_type.name))
+        p.call("copy", part, bias[0][: part.shape[0], : part.shape[1]])
+    d = {index: chunk_of_d("chunk-d", index, p.dtype) for index in _chunks_of_tile(plan, rank)}
+    product = Buffer(f"tile-d.{0 if tiles.replicated else rank}", (rows, cols), p.dtype)
+    if not tiles.replicated and [tile_chunk(tiles.d, rank, problem.d.chunks)] == list(d):
+        (product,) = d.values()
+    p.call("multiply_tiles", *bias, *factors, product, reads=len(bias), flops=problem.flops / len(plan.ranks))
+    redistribute([product], [x for x in d.values() if x is not product], ("tile-d", "chunk-d"))
+    role = "result-d" if own_kernel(plan) else "chunk-d"
+    for index, sums in d.items() if own_kernel(plan) else ():
+        read = [parts[name, numbers[index]] for name, (_, numbers, _) in cuts.items()]
+        extra = [Buffer(f"{x.name}@{index}", x.chunk_shape(index), x.dtype) for x in problem.outputs[1:]]
+        d[index] = chunk_of_d(role, index, problem.d.dtype)
+        options: dict[str, Any] = {"names": names[2:], "formula": problem.formula}
+        p.call("finish_into", *read, sums, d[index], *extra, reads=len(read), **options)
+        for output, buffer in zip(problem.outputs[1:], extra, strict=True):
+            p.leave(output.name, buffer, index)
+    if "d" in plan.kept and len(plan.ranks) > 1 and not CUBLASMP.all_reduced(plan):
+        away = {i: chunk_of_d(role, i, problem.d.dtype) for i in range(problem.d.count) if i not in d}
+        redistribute(d.values(), away.values(), (role, role))
+        d |= away
+    for index, chunk in d.items():
+        p.leave("" if plan.owners[index] == rank else REPLICA, chunk, index)
+    return p.end()
+
+
 class CublasmpModel(EngineModel):
     """The model of the engine."""
+
+    def steps(self, plan: Plan, rank: int, *, begun: Any, usable: Callable[[int, int], bool]) -> tuple[Step, ...]:
+        """Return the steps of a rank of a plan."""
+        return steps(plan, rank, usable)
 
     def has_method(self, problem: Problem, method: str) -> bool:
         """Whether the library runs a problem in a certain way: it has no SUMMA for FP8."""

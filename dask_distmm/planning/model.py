@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -186,6 +186,14 @@ class EngineModel:
     def tiles(self, plan: Any) -> Any:
         """Return the tiles of A, B and D of a plan, for an engine that lays matrices out anew; else None."""
         return None
+
+    def steps(self, plan: Any, rank: int, *, begun: Collection[int], usable: Callable[[int, int], bool]) -> Any:
+        """Return the steps of a rank of a plan.
+
+        It adds to the chunks of D that were `begun`; `usable` says which chunks of A (0) and B (1), by number, can be
+        multiplied as they are.
+        """
+        raise NotImplementedError
 
     def misfit(self, problem: Any, grid: tuple[int, int, int]) -> str | None:
         """Return why an engine with tiles can't have the distributions that were asked for, or None."""

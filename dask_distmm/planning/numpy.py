@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.planning import product
 from dask_distmm.planning.footprint import Needs, delivered, held_operands, panel_width, spread
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import is_gram
+from dask_distmm.programs.steps import Step
 
 # The share of the operations that is left of a symmetric product.
 _HALF = 0.55
@@ -25,6 +27,10 @@ class NumpyModel(EngineModel):
 
     # Seconds of processor time, float64, N = 250 to 1000: 0.15, 0.16, 0.2 ms on each of two ranks.
     column_seconds: ClassVar = 1.5e-4
+
+    def steps(self, plan: Plan, rank: int, *, begun: Collection[int], usable: Any) -> tuple[Step, ...]:
+        """Return the steps of a rank of a plan."""
+        return product.steps(plan, rank, begun)
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
         """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of across."""

@@ -17,6 +17,7 @@ import numpy as np
 from dask.utils import format_bytes
 from numpy.typing import NDArray
 
+from dask_distmm.planning import blocks
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.cuts import pieces_that_fill, shape_of, slowdown
 from dask_distmm.planning.footprint import (
@@ -33,15 +34,16 @@ from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.schedule import (
     block_schedules,
-    chunk_sources,
     copied_again,
     extent_multiple,
+    load_schedules,
     native,
     peer_reads,
     square_on_diagonal,
     stored_again,
     sums_in,
 )
+from dask_distmm.programs.steps import Step
 
 # Messages: see above.
 _ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY, _GRID = 2.0, 4.0, 2.0, 1.0, 0.75, 0.5
@@ -84,6 +86,10 @@ class PeerModel(SolverModel):
                 )
         return ""
 
+    def steps(self, plan: Plan, rank: int, *, begun: Any, usable: blocks.Usable) -> tuple[Step, ...]:
+        """Return the steps of a rank of a plan."""
+        return blocks.steps(plan, rank, usable)
+
     def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.float64]:
         """Return the bytes of device memory that each participant holds at most.
 
@@ -106,7 +112,7 @@ class PeerModel(SolverModel):
             own = np.array([schedule.buffer_bytes for schedule in schedules], float)
         else:
             # All that they need of an operand that they do not make is there from the start.
-            own = np.array([source.bytes for source in chunk_sources(plan)]) + _bytes_of(plan, by_ranks=False)
+            own = np.array([source.bytes for source in load_schedules(plan)]) + _bytes_of(plan, by_ranks=False)
         owned = np.bincount(plan.owners, problem.d.bytes, len(plan.ranks))
         height, width, _ = plan.extents
         own += (height * width + copied_again(plan)) * sums
@@ -135,7 +141,7 @@ class PeerModel(SolverModel):
         if problem.by_ranks and problem.array == "numpy" and machine.host_bandwidth:
             # Chunks are copied to the GPU while others are multiplied.
             sizes = [count * problem[name].itemsize for count, name in zip(_elements(plan), "ab", strict=True)]
-            copied = [sum(sizes[name][rank] for name in x.operands) for rank, x in enumerate(chunk_sources(plan))]
+            copied = [sum(sizes[name][rank] for name in x.operands) for rank, x in enumerate(load_schedules(plan))]
             least = np.array(copied) / machine.host_bandwidth
         # Chunks that ranks make belong to no worker.
         needed = sum(needed for needed, _ in needs.values()) - _bytes_of(plan, by_ranks=True)
@@ -188,7 +194,7 @@ class PeerModel(SolverModel):
     def describe(self, plan: Plan) -> list[tuple[str, str]]:
         """Return the fact that tells the stationary and the streamed operand of the rank with the largest buffers."""
         if plan.problem.by_ranks:
-            most = max(chunk_sources(plan), key=lambda x: x.bytes)
+            most = max(load_schedules(plan), key=lambda x: x.bytes)
             operands = " and ".join("AB"[operand] for operand in most.operands)
             size, buffers = (format_bytes(n) for n in (most.held_bytes + most.making_bytes, most.buffer_bytes))
             return [

@@ -31,8 +31,9 @@ from dask_distmm.shown import Explanation
 # For each operand of which it is known, int32: the participant that holds each chunk, in C order.
 Where = Mapping[str, NDArray[np.int32]]
 
-# The name under which a rank hands over a chunk of `Problem.gathered` that another participant has.
-GATHERED = "gathered"
+# The names under which a rank hands over a chunk of D that another rank owns, and a chunk of `Problem.gathered` that
+# another participant has.
+REPLICA, GATHERED = "replica", "gathered"
 # In place of the participant that holds a chunk: every rank has it.
 EVERYWHERE = -1
 # Estimates are not more accurate: a choice counts as faster if it is expected to take this share of the other's time.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -32,7 +32,7 @@ from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import Placement, everywhere, in_range
 from dask_distmm.planning.problem import METHODS, Problem
 from dask_distmm.planning.wire import HERE
-from dask_distmm.programs.steps import PART
+from dask_distmm.programs.steps import PART, Step
 
 T = TypeVar("T")
 
@@ -114,6 +114,13 @@ class Plan(Placement):
         problem, gathered = self.problem, self.problem.gathered
         new = gathered and not everywhere(self.where.get(gathered))
         return ("d",) * problem.formula.replicated + (gathered,) * bool(new)
+
+    def steps(
+        self, rank: int, begun: Collection[int] = (), usable: Callable[[int, int], bool] = lambda *chunk: True
+    ) -> tuple[Step, ...]:
+        """Return the steps of a rank; see `EngineModel.steps`."""
+        steps: tuple[Step, ...] = ENGINES[self.engine].steps(self, rank, begun=begun, usable=usable)
+        return steps
 
     @property
     def independent(self) -> bool:

@@ -142,6 +142,11 @@ def chunk_blocks_of(chunks: Chunks, operand: int, rect: Rect, start: tuple[int, 
 # The steps
 
 
+def chunk_name(operand: str, number: int) -> str:
+    """Return the name of a chunk's buffer; inputs of the formula may be called as other buffers are, "d" or "sum"."""
+    return f"{operand}.{number}" if operand in ("a", "b") else f"of-{operand}.{number}"
+
+
 class Placed(NamedTuple):
     """A matrix of a rank, or its transpose (`transposed`), and its place: rows and columns of D, or of an operand."""
 
@@ -345,7 +350,7 @@ class _Chunks(Product):
                 holder = EVERYWHERE if matrix.by_ranks else self.where[matrix.name][number]
                 if holder in near:
                     shape = matrix.chunk_shape(number)
-                    chunk = Buffer(f"{matrix.name}.{number}", shape, matrix.dtype)
+                    chunk = Buffer(chunk_name(matrix.name, number), shape, matrix.dtype)
                     if matrix.by_ranks:
                         self._make(matrix.name, number, chunk)
                         self.held.append(piece)

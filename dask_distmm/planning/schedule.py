@@ -236,7 +236,7 @@ def extent_multiple(problem: Problem) -> int:
 def block_schedules(plan: Plan) -> list[BlockSchedule]:
     """Return the block schedule of each rank of a plan, in the order of the ranks; none where they make chunks."""
     if plan.problem.by_ranks:
-        return []  # see `chunk_sources`
+        return []  # see `load_schedules`
     multiple, sizes = extent_multiple(plan.problem), multiplied_sizes(plan.problem)
     return [_block_schedule(plan, rank, multiple, sizes) for rank in range(len(plan.ranks))]
 
@@ -405,7 +405,7 @@ _STEPS_HELD, _MOST_HELD = 2, 6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ChunkSource:
+class LoadSchedule:
     """How one rank computes chunks of A and B, and in which parts it multiplies them; follows from the plan."""
 
     # The operands (0 for A, 1 for B) whose chunks it computes; only one of them if B is A transposed.
@@ -434,12 +434,12 @@ class ChunkSource:
 
 
 @once
-def chunk_sources(plan: Plan) -> list[ChunkSource]:
-    """Return the `ChunkSource` of each rank of a plan."""
-    return [_chunk_source(plan, rank) for rank in range(len(plan.ranks))]
+def load_schedules(plan: Plan) -> list[LoadSchedule]:
+    """Return the `LoadSchedule` of each rank of a plan."""
+    return [_load_schedule(plan, rank) for rank in range(len(plan.ranks))]
 
 
-def _chunk_source(plan: Plan, rank: int) -> ChunkSource:
+def _load_schedule(plan: Plan, rank: int) -> LoadSchedule:
     problem = plan.problem
     (r0, r1, c0, c1), (k0, k1) = plan.region(rank), plan.k_range(rank)
     operands = tuple(operand for operand in (0, 1) if problem.matrices[operand].by_ranks)
@@ -492,7 +492,7 @@ def _chunk_source(plan: Plan, rank: int) -> ChunkSource:
     share, step = int(_AHEAD * problem.options.buffer_bytes), max(place, panel if buffer else 0)
     ahead = max(made_ahead(threads), min(_MOST_AHEAD, share // largest))
     held = max(_STEPS_HELD * step, min(_MOST_HELD * step, share)) + kept
-    return ChunkSource(operands, twin, least, most, PANELS * buffer, threads, ahead, held, (ahead + threads) * largest)
+    return LoadSchedule(operands, twin, least, most, PANELS * buffer, threads, ahead, held, (ahead + threads) * largest)
 
 
 def _edges(plan: Plan, rank: int, operands: Sequence[int], own: int | None) -> NDArray[np.int64]:
@@ -514,14 +514,15 @@ def _joins(stretches: NDArray[np.int64], least: int) -> bool:
     return bool((small[:-1] & small[1:]).any())
 
 
-def source_steps(plan: Plan, rank: int, source: ChunkSource) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def load_steps(plan: Plan, rank: int, schedule: LoadSchedule) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Return the steps of a rank that makes chunks, in order: a stretch of the made operand's own axis, and one of k.
 
     Parts of a chunk follow each other for each part of k, so that no chunk is held over all of k.
     """
-    own, along_k = _edges(plan, rank, source.operands, source.operands[0]), _edges(plan, rank, source.operands, None)
+    operands = schedule.operands
+    own, along_k = _edges(plan, rank, operands, operands[0]), _edges(plan, rank, operands, None)
     if len(plan.problem.by_ranks) == 2:
-        depth = _cut(along_k.tolist(), source.least[1], source.most[1])
+        depth = _cut(along_k.tolist(), schedule.least[1], schedule.most[1])
         return [((int(own[0]), int(own[-1])), part) for part in itertools.pairwise(depth)]
     multiple = extent_multiple(plan.problem)
     # The padding behind one part must be neither part of the next one nor multiplied with it.
@@ -531,7 +532,7 @@ def source_steps(plan: Plan, rank: int, source: ChunkSource) -> list[tuple[tuple
     ]
     cuts, depth = (
         _cut(edges, least, most // multiple * multiple, multiple)
-        for edges, least, most in zip(starts, source.least, source.most, strict=True)
+        for edges, least, most in zip(starts, schedule.least, schedule.most, strict=True)
     )
     ends = set(starts[0])
     groups = itertools.pairwise([number for number, at in enumerate(cuts) if at in ends])

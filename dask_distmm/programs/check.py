@@ -5,8 +5,10 @@ What a kernel takes follows from its contract, what a message takes from its buf
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from dask_distmm.programs.steps import (
     Call,
@@ -24,6 +26,7 @@ from dask_distmm.programs.steps import (
     flatten,
     flops_of,
     has_messages,
+    meets,
 )
 
 Lists = Sequence[Sequence[Step]]
@@ -39,6 +42,8 @@ def walk(lists: Lists, flags: Mapping[str, bool], turns: int = 1) -> Iterator[tu
     """Yield all steps of all ranks, each when it can be taken."""
     todo = [list(flatten(steps, flags, turns)) for steps in lists]
     at, published = [0] * len(todo), set[tuple[int, Key]]()
+    # Of each step in which all ranks meet, by its number, those that ranks have come to; how many each rank has left.
+    met, left = collections.defaultdict[int, dict[int, Any]](dict), [0] * len(todo)
     while any(at[rank] < len(steps) for rank, steps in enumerate(todo)):
         before = sum(at)
         for rank, steps in enumerate(todo):
@@ -48,6 +53,14 @@ def walk(lists: Lists, flags: Mapping[str, bool], turns: int = 1) -> Iterator[tu
                     break
                 if isinstance(step, Publish):
                     published.add((rank, step.key))
+                if meets(step):
+                    here = met[left[rank]]
+                    here[rank] = step
+                    if len(here) < len(todo):
+                        break
+                    if len({(call.kernel, call.options.get("copies")) for call in here.values()}) > 1:
+                        raise ProgramError(f"ranks meet in different steps: {here}")
+                    left[rank] += 1
                 at[rank] += 1
                 yield rank, step
         if sum(at) == before:
@@ -108,7 +121,7 @@ def _holding(steps: Sequence[Step], held: _Held) -> _Held:
             case Loop(_, body, most):
                 none = held.copy()
                 for _ in range(min(_TURNS, most)):
-                    before = list(held.kept) if has_messages(step) else []
+                    before = list(held.kept) if has_messages(body) else []
                     held = _holding(body, held)
                     held.live -= sum(held.kept.pop(number, 0) for number in before)
                 held = _more([none, held])

@@ -291,9 +291,14 @@ def _flat(
                 yield LoopIteration(step, starts=False)
 
 
-def has_messages(loop: Loop) -> bool:
-    """Whether ranks have messages in each turn of a loop: those in an inner loop or a branch may be left out."""
-    return any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in loop.body)
+def meets(step: FlatStep) -> bool:
+    """Whether all ranks meet in a step."""
+    return isinstance(step, Call) and CONTRACTS[step.kernel].together
+
+
+def has_messages(steps: Sequence[Step]) -> bool:
+    """Whether ranks have messages in steps, as in a turn of a loop: those in a loop or a branch may be left out."""
+    return any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in steps)
 
 
 def lists_in(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
@@ -355,6 +360,8 @@ class Contract:
     # numbers, one after the other. BLAS, LAPACK, powers, `hypot` and NumPy's products of complex arrays depend on the
     # machine.
     exact: bool = False
+    # Whether all ranks meet in it: its transport carries it out, by a library.
+    together: bool = False
 
 
 def _none(*shapes: tuple[int, int]) -> float:
@@ -407,6 +414,10 @@ CONTRACTS: dict[str, Contract] = {
     "finish": Contract("u", _none),
     "finish_into": Contract("rw", _none),
     "copy": Contract("rw", _none, exact=True),
+    "conjugate": Contract("u", _none),
+    # Matrices of all ranks become others in other layouts; D's tiles = A's tiles B's tiles.
+    "redistribute": Contract("w", _none, together=True),
+    "multiply_tiles": Contract("rrw", _none, together=True),
     "adjoint": Contract("rw", _none),
     "normal": Contract("w", _none),
     # R of a Gram matrix; whether that is R of A already, and whether it is good enough to divide by.

@@ -27,10 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes, Comm
-from dask_distmm.engines.base import REPLICA, ChunkKey, ResultKey
+from dask_distmm.engines.base import ChunkKey, ResultKey
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import EVERYWHERE, Computation, Placement, Plan, Worker
-from dask_distmm.planning.placement import GATHERED, Where
+from dask_distmm.planning.placement import GATHERED, REPLICA, Where
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.messages import Released
 from dask_distmm.runtime.run import WorkerRun

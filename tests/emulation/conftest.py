@@ -127,7 +127,6 @@ class PeerRanks(Ranks):
             chunks = {key: x if self.host or key in made else self.on_device(x) for key, x in side.chunks.items()}
             job = engine.job(dataclasses.replace(side, plan=plan, chunks=chunks))
         if process in self.silent:
-            job._make_offer = lambda: None
             job.__class__ = type("Silent", (type(job),), {"prepare": _prepare_in_silence})
         self.jobs.append(job)
         return AsProcess(job, self.memory, process)

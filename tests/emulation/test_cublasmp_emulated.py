@@ -278,6 +278,30 @@ def test_a_rank_without_room_stops_all_before_the_collective(make, monkeypatch):
     conformance(ranks, "allgather", 3)
 
 
+@pytest.mark.parametrize("method", ["allgather", "summa"])
+def test_a_run_that_is_ended_inside_of_the_library_goes_through_on_all_ranks(make, monkeypatch, method):
+    """Nobody leaves before the others, and the communicator is good for the next run."""
+    ranks, world = make()
+    from dask_distmm.engines.cublasmp import Group
+    from dask_distmm.errors import EngineError
+
+    real = Group.multiply
+
+    def multiply(self, *arguments, **options):
+        for job in ranks.jobs:
+            job.abort(EngineError("it was cancelled"))
+        real(self, *arguments, **options)
+
+    monkeypatch.setattr(Group, "multiply", multiply)
+    with pytest.raises(EngineError, match="it was cancelled"):
+        conformance(ranks, method, 3)
+    assert sum(call[1] == "matmul" for call in world.calls) == 3
+    assert not any(job.timings.get("work") is None for job in ranks.jobs)
+    monkeypatch.setattr(Group, "multiply", real)
+    ranks.jobs.clear()
+    conformance(ranks, method, 3)
+
+
 def test_old_libraries_are_refused_with_the_command(make, monkeypatch):
     from dask_distmm.errors import EngineError
 

@@ -10,6 +10,7 @@ import threading
 import types
 
 import dask
+import devices
 import numpy as np
 import pytest
 from conformance import assert_product, conformance, make_problem, random_chunks, random_matrix, run_jobs
@@ -105,7 +106,7 @@ def test_operands_in_host_memory(make_peers, tight, method, nranks, orders, size
     ranks.from_host = True
     with tight(size):
         conformance(ranks, method, nranks, orders=orders, own_out_chunks=True)
-    uploaded = {key[0] for job in ranks.jobs for key in job._on_device.arrays}
+    uploaded = {key[0] for job in ranks.jobs for key, x in job.chunks.items() if isinstance(x, devices.ndarray)}
     assert not uploaded & {"a", "b"}
 
 
@@ -497,7 +498,7 @@ def test_products_are_launched_as_soon_as_their_own_pulls_are(make_peers, monkey
                 between += products > 0 and what.step.buffer.name.endswith(".0")
                 continue
             products += 1
-            before = [step for step in job.instructions[: job.instructions.index(what)] if hasattr(step, "step")]
+            before = [step for step in job.steps[: job.steps.index(what)] if hasattr(step, "step")]
             needed = {x.name for x in what.call.arguments}
             assert {load for load in before if load.step.buffer.name in needed} <= loaded
         assert between, "all pulls of the first step came before its products"

@@ -160,7 +160,7 @@ def test_little_room(make_peers, sizes, method, by_ranks):
     assert_product(a, b, d)
     for job in ranks.jobs:
         if job.rank is not None:
-            stream = block_schedule.chunk_sources(made)[job.rank]
+            stream = block_schedule.load_schedules(made)[job.rank]
             assert 0 < job.most_held <= stream.held_bytes
 
 
@@ -426,7 +426,7 @@ def test_few_chunks_are_there_at_a_time(make_peers, sizes, monkeypatch):
     with sizes(0.0, 2**14):
         made, d, _ = run(ranks, few_chunks(100, 65), x.T, x, 1, Kernels(), x=x, threads=2)
     assert_product(x.T, x, d)
-    (stream,) = block_schedule.chunk_sources(made)
+    (stream,) = block_schedule.load_schedules(made)
     assert 0 < most[0] <= stream.held_bytes + stream.making_bytes < x.nbytes / 8
 
 

@@ -114,7 +114,7 @@ def test_one_kernel_each(clusters, nworkers):
     def kernels():
         import gc
 
-        from dask_distmm.engines.gpu.finishing import Kernel
+        from dask_distmm.engines.gpu.products import Kernel
 
         return [found.is_fused for found in gc.get_objects() if isinstance(found, Kernel)]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dask_distmm.config import read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning import METHODS, Plan, Worker, blocks, plan, product
+from dask_distmm.planning import METHODS, Plan, Worker, plan
 from dask_distmm.planning.planner import fits_easily, is_faster
 from dask_distmm.programs.check import peak_bytes
 
@@ -388,7 +388,7 @@ def test_no_list_holds_more_than_is_projected(engine, method, changes, shape, nw
     except PlanError:
         return
     for rank, index in enumerate(made.ranks):
-        steps = product.steps(made, rank) if engine == "numpy" else blocks.record(made, rank, lambda *_: True)
+        steps = made.steps(rank)
         names = "a" if problem.shared else "ab"
         held = sum(int(problem[name].bytes[where[name] == index].sum()) for name in names)
         projected = made.projected_bytes[made.participants[index].address]

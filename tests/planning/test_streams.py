@@ -104,8 +104,8 @@ def test_memory_is_as_projected(shape, sizes, count, by_ranks, seconds, room, dt
         made = plan(problem, gpus(count), places, engine="peer")
         assert made.engine == "peer"
         size = multiplied_sizes(problem)[0]
-        for rank, stream in enumerate(block_schedule.chunk_sources(made)):
-            steps = block_schedule.source_steps(made, rank, stream)
+        for rank, stream in enumerate(block_schedule.load_schedules(made)):
+            steps = block_schedule.load_steps(made, rank, stream)
             needed, region = 0, made.region(rank)
             for operand in stream.operands:
                 most = 0
@@ -118,7 +118,7 @@ def test_memory_is_as_projected(shape, sizes, count, by_ranks, seconds, room, dt
             assert needed <= stream.buffer_bytes
             assert stream.ahead > stream.threads >= 1
             assert 0 < _most_held(record(made, rank, lambda *_: True)) <= stream.held_bytes
-        assert max(made.projected_bytes.values()) >= max(stream.bytes for stream in block_schedule.chunk_sources(made))
+        assert max(made.projected_bytes.values()) >= max(stream.bytes for stream in block_schedule.load_schedules(made))
 
 
 @pytest.mark.parametrize("by_ranks", [(True, True), (True, False), (False, True)])
@@ -158,7 +158,7 @@ def test_a_long_gram_matrix_is_one_wave_and_ranks_share_k():
     assert Plan.from_wire(made.to_wire()).problem.by_ranks == ("a", "b")
     assert not any(read.any() for read in peer_reads(made, "ab").values())
     assert block_schedule.native(made) is None
-    (stream, other) = block_schedule.chunk_sources(made)
+    (stream, other) = block_schedule.load_schedules(made)
     # A chunk is multiplied as it lies, and is its own other side.
     assert stream == other
     assert stream.twin
@@ -170,7 +170,7 @@ def test_a_long_gram_matrix_is_one_wave_and_ranks_share_k():
 def test_large_chunks_are_made_by_few_threads(size, threads):
     problem = gram(2**22, 1024, size).made_by_ranks("ab")
     made = plan(problem, gpus(1, threads=8), engine="peer")
-    (stream,) = block_schedule.chunk_sources(made)
+    (stream,) = block_schedule.load_schedules(made)
     assert stream.threads == threads
     assert stream.threads * size * 1024 * 8 <= max(25e9 / 12, size * 1024 * 8)
 
@@ -180,8 +180,8 @@ def test_small_chunks_are_joined():
     scheme = choose_scheme(problem, gpus(1), (True, True), BUDGET, COSTS, engine=BOTH, by_ranks=(True, True))
     assert scheme.by_ranks
     made = plan(wave_problem(problem, scheme, 0), gpus(1), engine="peer")
-    (stream,) = block_schedule.chunk_sources(made)
-    steps = [stop - start for _, (start, stop) in block_schedule.source_steps(made, 0, stream)]
+    (stream,) = block_schedule.load_schedules(made)
+    steps = [stop - start for _, (start, stop) in block_schedule.load_steps(made, 0, stream)]
     assert set(steps[:-1]) == {6 * 2**10}
     assert stream.ahead == 64
 

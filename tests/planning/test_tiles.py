@@ -8,10 +8,16 @@ from conformance import make_problem, random_chunks
 from hypothesis import given
 from hypothesis import strategies as st
 from matrices import numroc, segments_of
+from proof import check
 
-from dask_distmm.planning import Plan, Worker, plan
+from dask_distmm.numeric.epilogs import Formula
+from dask_distmm.planning import NamedMatrix, Plan, Worker, plan
 from dask_distmm.planning.cublasmp import make_tiles, tile_chunk
 from dask_distmm.planning.cuts import uniform_cut
+from dask_distmm.planning.placement import REPLICA
+from dask_distmm.planning.product import chunk_name
+from dask_distmm.programs.check import ProgramError
+from dask_distmm.programs.steps import Call, Drop, Make, Store, flops_of, meets
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 
@@ -27,14 +33,15 @@ def any_plan(most_ranks, longest):
     )
 
 
-def made_plan(rng, method, nranks, shape, orders, **options):
+def made_plan(rng, method, nranks, shape, orders, extras="", **options):
     m, n, k = shape
     chunks = [random_chunks(rng, size, 4) for size in (m, n, k)]
+    kinds = {"c": (chunks[0], chunks[1]), "bias": ((1,), chunks[1]) if rng.integers(2) else (chunks[0], (1,))}
+    options["extras"] = tuple(NamedMatrix(name, kinds[name], "float64") for name in extras.split())
     problem = make_problem((chunks[0], chunks[2]), (chunks[2], chunks[1]), method=method, **options)
-    counts = [int(np.prod(problem[op].counts)) for op in "ab"]
-    where = [rng.integers(0, nranks, count).astype(np.int32) for count in counts]
+    where = {x.name: rng.integers(0, nranks, x.count).astype(np.int32) for x in problem.matrices}
     roster = [Worker(f"w{i}", 1, 0, "host") for i in range(nranks)]
-    made = plan(problem, roster, {"a": where[0], "b": where[1]}, engine="cublasmp", orders=orders)
+    made = plan(problem, roster, where, engine="cublasmp", orders=orders)
     return Plan.from_wire(made.to_wire())
 
 
@@ -153,3 +160,46 @@ def test_few_bytes_move_when_ranks_match_workers():
     again = plan(problem, roster, {"a": order, "b": order}, engine="cublasmp", groups=[("w0", "w1", "w2", "w3")])
     # Moving 64 MiB at 300 GB/s is quicker than making a communicator.
     assert again.ranks == (0, 1, 2, 3)
+
+
+def lists_of(made, rng):
+    """Return the lists of all ranks, with the chunks that they read; not all of these can be tiles."""
+    lists = []
+    for rank, me in enumerate(made.ranks):
+        steps = made.steps(rank, usable=lambda operand, number: bool(rng.integers(2)))
+        names = {
+            chunk_name(name, i): (name, int(i)) for name in made.where for i in np.flatnonzero(made.where[name] == me)
+        }
+        used = {x.name: x for step in steps if isinstance(step, Call) for x in step.arguments if x.name in names}
+        chunks = [Make(x, *names[x.name]) for x in used.values()]
+        lists.append([*chunks, *steps, *(Drop(make.buffer) for make in chunks)])
+    return lists
+
+
+@any_plan(most_ranks=6, longest=60)
+def test_lists_come_to_their_end_and_all_ranks_meet(method, nranks, shape, orders, seed):
+    rng = np.random.default_rng(seed)
+    changes = [
+        {},
+        {"formula": Formula(epilog="allreduce")},
+        {"formula": Formula(epilog="gelu_aux_bias", beta=(1.0, 0.0)), "extras": "c bias"},
+        {"formula": Formula(epilog="relu_bias"), "extras": "bias"},
+    ][int(rng.integers(4))]
+    made = made_plan(rng, method, nranks, shape, orders, **changes)
+    lists = lists_of(made, rng)
+    check(lists)
+    flops = sum(flops_of(step) for steps in lists for step in steps if isinstance(step, Call))
+    assert flops == pytest.approx(made.problem.flops)
+    stored = [(step.output, step.number) for steps in lists for step in steps if isinstance(step, Store)]
+    assert sorted(number for output, number in stored if not output) == list(range(made.problem.d.count))
+    if made.problem.formula.replicated and len(made.ranks) > 1:
+        assert len([0 for output, _ in stored if output == REPLICA]) == made.problem.d.count * (len(made.ranks) - 1)
+    # A rank that leaves one of the steps out in which all meet, or has two of them in another order.
+    at = [number for number, step in enumerate(lists[-1]) if meets(step)]
+    first, second = rng.choice(at, 2, replace=False)
+    if len(made.ranks) > 1:
+        with pytest.raises(ProgramError):
+            check([*lists[:-1], lists[-1][:first] + lists[-1][first + 1 :]])
+        lists[-1][first], lists[-1][second] = lists[-1][second], lists[-1][first]
+        with pytest.raises(ProgramError):
+            check(lists)

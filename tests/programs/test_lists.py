@@ -110,8 +110,8 @@ def test_contracts_and_kernels_and_builders_know_each_other():
     refined = [{"assume_a": "pos"}, {}, {"has_factors": True}]
     tasks += [Factorization("solve", (40, 40), "float64", (40, 2), factor_dtype="tf32", **more) for more in refined]
     for task in tasks:
-        plan = factor_plan(task, 1 if task.kind == "svd" else 2, 8, shared=task.kind == "eigh")
-        steps = every(plan.steps(0) + plan.steps(plan.count - 1))
+        factored = factor_plan(task, 1 if task.kind == "svd" else 2, 8, shared=task.kind == "eigh")
+        steps = every(factored.steps(0) + factored.steps(factored.count - 1))
         used |= {step.kernel for step in steps if isinstance(step, Call)}
     assert all(callable(getattr(SharedEigh, name, getattr(LapackKernels, name, None))) for name in used)
     assert methods - CONTRACTS.keys() == {
@@ -129,6 +129,12 @@ def test_contracts_and_kernels_and_builders_know_each_other():
         used |= {step.kernel for step in calls}
         assert all(callable(getattr(ProductKernels, step.kernel)) for step in calls)
         used |= {step.kernel for step in on_gpu}
+    # All ranks meet in two of these; a tile of A is conjugated in place.
+    halves = ((8, 8), (8, 8))
+    problem = make_problem(halves, halves, "complex128", conjugated=(True, True), method="allgather", array="cupy")
+    where = {name: np.arange(4, dtype=np.int32) % 2 for name in "ab"}
+    tiled = plan(problem, [Worker(f"w{i}") for i in range(2)], where, engine="cublasmp").steps(0)
+    used |= {step.kernel for step in tiled if isinstance(step, Call)}
     for builder in ("svd",):
         used |= {s.kernel for s in every(recorded((builder, {}, ("s",)), [0], 1, [9])[0]) if isinstance(s, Call)}
     traced = compiled(Jitted(until_large, ()), da.ones((6, 2), chunks=2), np.ones(2))
@@ -209,7 +215,11 @@ def product_lists(seed, method, workers, kind):
         used = [
             one.buffer if isinstance(one, View) else one for s in steps if isinstance(s, Call) for one in s.arguments
         ]
-        names = {f"{name}.{i}": (name, int(i)) for name in made.where for i in np.flatnonzero(made.where[name] == me)}
+        names = {
+            product.chunk_name(name, i): (name, int(i))
+            for name in made.where
+            for i in np.flatnonzero(made.where[name] == me)
+        }
         there = [*{buffer.name: buffer for buffer in used if buffer.name in names}.values()]
         lists.append([*(Make(x, *names[x.name]) for x in there), *steps, *map(Drop, there)])
     return lists, made

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
 
 import cupy as cp
 
+from dask_distmm.comms.base import Boxes
 from dask_distmm.comms.nccl import LEAST_NCCL, NcclComm, make_unique_id, nccl_version
 from dask_distmm.compat import install_command
 from dask_distmm.engines.base import Engine, log
+from dask_distmm.engines.entry import CollectiveEntry
 from dask_distmm.engines.gpu.operands import check_gpu, device_memory
+from dask_distmm.engines.programs.exchange import Transport
+from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.errors import EngineError
 from dask_distmm.planning import Placement
 
@@ -49,6 +55,55 @@ class RankGroup:
         self.comm.close()
 
 
+# Seconds that work which was begun may take to end after an error, and between two looks whether it has.
+_SETTLING, _LOOK = 5.0, 1e-3
+
+
+class GroupTransport(Transport):
+    """The transport of ranks that share a communicator, once all of them have entered."""
+
+    # The ranks' communicator; set when all have entered.
+    group: Any = None
+
+    def __init__(self, engine: CollectiveEngine, job: ProgramJob, *arguments: Any, share: float = 1.0) -> None:
+        super().__init__(job.plan.ranks, job.comm, job.ended.check, *arguments)
+        self._engine, self._entry = engine, CollectiveEntry(job.plan, job.rank, job.comm, job.ended, share)
+        # Those of the run's work.
+        self._work = [job.blas.streams[0]]
+
+    def enter(self, job: ProgramJob, kind: type[RankGroup]) -> None:
+        """Wait until all ranks are here; create their communicator if there is none of an earlier run."""
+        plan, rank = job.plan, job.rank
+        assert rank is not None
+        self._entry.enter(lambda: self._engine.new_id(plan.group))
+        if len(plan.ranks) > 1:
+            self.group = self._engine.group(plan.group, lambda: kind(plan, rank, self._entry.unique_id, self._work[0]))
+
+    def settle(self, job: ProgramJob) -> None:
+        """Let work end, also some that was begun before an error; what may never end keeps its memory."""
+        end = time.monotonic() + _SETTLING
+        while not (done := all(stream.done for stream in self._work)) and time.monotonic() < end:
+            time.sleep(_LOOK)
+        if not done:
+            self._engine.stuck += [job.arrays, self]
+        self._entry.leave()
+
+    # Messages between participants
+
+    def published(self, kind: str, boxes: Boxes) -> Future[Any]:
+        """Return the future of what a peer asks for: also the id under which ranks make their communicator."""
+        return self._entry.entered(int(boxes[0, 0])) if kind == "enter" else super().published(kind, boxes)
+
+    def answer(self, kind: str, boxes: Boxes) -> list[Any]:
+        """Return what a peer has asked for, which is there."""
+        return list(self._entry.answer()) if kind == "enter" else super().answer(kind, boxes)
+
+    def abort(self, error: BaseException) -> None:
+        """End with `error`: at once before the gate; else when the library returns, or else with the process."""
+        self._entry.abort(error)
+        super().abort(error)
+
+
 class CollectiveEngine(Engine):
     """An engine whose ranks share a communicator, one GPU a worker process."""
 
@@ -58,10 +113,17 @@ class CollectiveEngine(Engine):
     def __init__(self) -> None:
         # By number the groups of ranks that have a communicator.
         self.groups: dict[int, Any] = {}
+        # What work that never ends may still write to.
+        self.stuck: list[Any] = []
 
     @functools.cached_property
     def stream(self) -> cp.cuda.Stream:
         """The engine's own stream, on the process' current device."""
+        return cp.cuda.Stream(non_blocking=True)
+
+    @functools.cached_property
+    def downloads(self) -> cp.cuda.Stream:
+        """The stream of results on their way to the host."""
         return cp.cuda.Stream(non_blocking=True)
 
     def versions(self) -> dict[str, str]:

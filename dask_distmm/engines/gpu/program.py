@@ -99,7 +99,6 @@ class DeviceMemory(Memory):
         # `make_room` frees what the engine keeps for its next run.
         self._plan, self._ready, self._blas, self._make_room = side.plan, side.ready, kernels, make_room
         self._stream, self._gathers = kernels.streams[0], isinstance(side.plan, FactorPlacement)
-        self._on_host = ProgramKernels(kernels.on_host)
         # Memory that it has beside chunks; what is read by work that is queued, with the events after which it was.
         self._allocated: list[Any] = []
         self._being_read: list[tuple[Any, Sequence[Any]]] = []
@@ -107,6 +106,10 @@ class DeviceMemory(Memory):
         self._segments: dict[int, list[_Segment]] = {}
         self._queued = collections.deque[Any]()
         self._captures = False
+
+    @functools.cached_property
+    def _on_host(self) -> ProgramKernels:
+        return ProgramKernels(self._blas.on_host)
 
     def upload(self, chunks: dict[ChunkKey, Any]) -> dict[ChunkKey, Any]:
         """Return chunks on the device, of a factorization in the type of that."""
@@ -132,7 +135,7 @@ class DeviceMemory(Memory):
     def held_bytes(self, chunks: Sequence[Any]) -> int:
         """Return the bytes of device memory that were held for the run, with those of chunks."""
         arrays = [*self._allocated, *chunks] if self._allocated else []
-        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays if hasattr(x.data, "ptr")}.values())
+        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays if isinstance(x, cp.ndarray)}.values())
 
     # Turns of loops
 
@@ -275,7 +278,7 @@ class DeviceMemory(Memory):
         copied[...] = array
         return copied
 
-    def delivered(self, chunk: Any) -> Any:
+    def delivered(self, chunk: Any, output: str = "") -> Any:
         """Return a chunk of a factorization's result as Dask gets it."""
         return chunk.get(stream=self._stream) if self._plan.problem.array == "numpy" else chunk
 

@@ -22,6 +22,7 @@ from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import dtype_from_name, round_tf32, store
 from dask_distmm.planning import Plan
 from dask_distmm.planning.region import RegionPlacement
+from dask_distmm.programs.steps import Buffer
 
 Array: TypeAlias = NDArray[Any]
 Pair = tuple[bool, bool]
@@ -41,13 +42,10 @@ class ProductKernels(LapackKernels):
     def complete(self) -> None:
         """Do nothing: all is done."""
 
-    def empty(self, shape: tuple[int, int], dtype: np.dtype, *, tall: bool = False) -> Array:
-        """Return a new row-major matrix."""
-        return np.empty(shape, dtype)
-
-    def zeros(self, shape: tuple[int, int], dtype: np.dtype) -> Array:
-        """Return memory for sums; the system's zeros cost nothing until they are written to."""
-        return np.zeros(shape, dtype, self._order)
+    def new(self, buffer: Buffer, *, zero: bool) -> Array:
+        """Return a new matrix; the system's zeros, for sums, cost nothing until they are written to."""
+        dtype = dtype_from_name(buffer.dtype)
+        return np.zeros(buffer.shape, dtype, self._order) if zero else np.empty(buffer.shape, dtype)
 
     def add_product(self, a: Array, b: Array, c: Array, *, transposed: Pair, conjugated: Pair) -> None:
         """C += A B, of matrices as they lie or `transposed`."""

@@ -28,42 +28,37 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import cupy as cp
 import numpy as np
-from numpy.typing import NDArray
 
-from dask_distmm.comms.base import Boxes, PeerLostError
-from dask_distmm.engines.base import ResultKey, Side, contiguous
+from dask_distmm.comms.base import PeerLostError
+from dask_distmm.engines.base import ResultKey, Side
 from dask_distmm.engines.gpu.copy_kernels import CopyBatch, Rectangle, make_copies, table_of
-from dask_distmm.engines.gpu.finishing import decoded, finish_into
 from dask_distmm.engines.gpu.gemm import PLAIN, FusedEpilog, Gemm, GemmShape, GemmTypes, MatrixRef, check_fp8
-from dask_distmm.engines.gpu.host import to_host
-from dask_distmm.engines.gpu.operands import DeviceChunks, captured, mark, record
-from dask_distmm.engines.peer.memory import PeerState, Remote
-from dask_distmm.engines.peer.offers import BLOCKS, FLAG_BYTES, FLAGS, Expected
-from dask_distmm.engines.peer.readable import DeviceMaker, DeviceView, Load, Made, Parts, Sources, bits, dense_view
+from dask_distmm.engines.gpu.operands import captured, mark, record
+from dask_distmm.engines.gpu.products import ProductKernels, ProductMemory
+from dask_distmm.engines.peer.memory import PeerState
+from dask_distmm.engines.peer.offers import FLAG_BYTES
+from dask_distmm.engines.peer.readable import ChunkPulls, DeviceMaker, DeviceView, Load, Made, Parts, bits, dense_view
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.layout.rectangles import Span, span_of
-from dask_distmm.numeric.types import carried, typed
+from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
-from dask_distmm.planning.blocks import steps
 from dask_distmm.planning.cuts import Rect, common, padded
 from dask_distmm.planning.product import chunk_blocks_of
-from dask_distmm.planning.schedule import PANELS, blocks, chunk_sources, extent_multiple, native, peer_reads, sums_in
+from dask_distmm.planning.schedule import PANELS, blocks, extent_multiple, load_schedules, native, sums_in
 from dask_distmm.programs.steps import (
     Box,
     Buffer,
     Call,
-    Drop,
     Make,
-    New,
     Publish,
     Pull,
     Step,
@@ -150,29 +145,6 @@ class Ahead:
         return seconds, min(seconds, began - self._put)
 
 
-class Downloads:
-    """The copies of a rank's results to host memory, in a thread and on a stream of their own."""
-
-    def __init__(self, stream: cp.cuda.Stream) -> None:
-        self._stream = stream
-        # A thread begins with the first GPU that the process sees.
-        use = cp.cuda.Device().use
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-download", initializer=use)
-
-    def begin(self, chunk: Any, complete: cp.cuda.Event) -> Future[NDArray[Any]]:
-        """Queue the copy of a chunk after an event."""
-        return self._thread.submit(self._copy, chunk, complete)
-
-    def _copy(self, chunk: Any, complete: cp.cuda.Event) -> NDArray[Any]:
-        self._stream.wait_event(complete)
-        return to_host(chunk, self._stream)
-
-    def close(self) -> None:
-        """Stop the thread; drop copies that have not begun."""
-        self._thread.shutdown(cancel_futures=True)
-        self._stream.synchronize()
-
-
 # The steps of a rank
 
 
@@ -200,8 +172,43 @@ class Copies(NamedTuple):
     batch: CopyBatch
 
 
-# What a list is made into before the vote: loads, products and copies of sums in place of their steps.
-Instruction = Step | Load | Products | Copies
+# What a list is compiled to before the vote: loads, products and copies of sums in place of their steps, and the phase
+# that begins after the last product.
+Instruction = Step | Load | Products | Copies | str
+
+
+class PeerKernels(ProductKernels):
+    """The kernels of products whose ranks read each other's memory."""
+
+    def __init__(self, plan: Plan, engine: PeerState) -> None:
+        super().__init__(plan.problem, engine.stream, lambda role: "C")
+        self.multiple, self._exporter = extent_multiple(plan.problem), engine.exporter
+        self.orders = ("C", "F") if plan.problem.fp8 else made_orders(plan)
+
+    def new(self, buffer: Buffer, *, zero: bool) -> Any:
+        """Return a new matrix; buffers for A and B, and for sums, in memory that is a little larger."""
+        (rows, cols), dtype = buffer.shape, carried(buffer.dtype, "cupy")
+        if buffer.role == "panel":
+            order = self.orders[buffer.number]
+            full = (rows, padded(cols, _ALIGNED)) if order == "C" else (padded(rows, _ALIGNED), cols)
+            return cp.empty(full, dtype, order=order)[:rows, :cols]
+        if buffer.role == "sum":
+            full = padded(rows, self.multiple), padded(cols, max(self.multiple, _ALIGNED))
+            return self._exporter.empty(full, dtype)[:rows, :cols]
+        return super().new(buffer, zero=zero)
+
+    def usable(self, operand: int, chunk: Any) -> bool:
+        """Whether the library can multiply a chunk of A (0) or B (1) as it is."""
+        view = dense_view(chunk)
+        if view is None:
+            return False
+        if self.problem.matrices[operand].conjugated and view.order == "C":
+            # The library conjugates only operands that it transposes; other ones are conjugated in a buffer.
+            return False
+        outer = view.span.row_stride if view.order == "C" else view.span.col_stride
+        if self.multiple > 1 and (view.span.pointer % 16 or outer % 16):
+            return False
+        return not self.problem.fp8 or view.order == self.orders[operand]
 
 
 class PeerJob(ProgramJob):
@@ -210,21 +217,18 @@ class PeerJob(ProgramJob):
     plan: Plan
 
     def __init__(self, side: Side[Plan], engine: PeerState) -> None:
-        super().__init__(side, None)
-        plan = self.plan
+        plan, kernels = side.plan, PeerKernels(side.plan, engine)
+        memory, transport = ProductMemory(side, kernels, engine.downloads), functools.partial(ChunkPulls, engine)
+        super().__init__(side, kernels, memory, transport)
         self.engine, self._address = engine, plan.participants[self.me].address
-        self._lost: set[int] = set()
-        self._ready, self._stream = side.ready, engine.stream
+        self._stream = engine.stream
+        self._pulls: Any = self.exchange
         self._kinds = GemmTypes(*plan.problem.matrix_types, sums_in(plan).name, plan.problem.compute)
-        self._expected: Expected | None = None
         self.lends = plan.from_host
-        self._sources = Sources(self, engine)
         self._rate = plan.problem.options.machine("peer").rate(self._kinds.compute or self._kinds.a)
-        self._multiple, self._epilog = extent_multiple(plan.problem), native(plan)
-        self._orders = ("C", "F") if plan.problem.fp8 else made_orders(plan)
+        self._multiple, self._orders, self._epilog = kernels.multiple, kernels.orders, native(plan)
         self._itemsizes = [carried(name, "cupy").itemsize for name in plan.problem.matrix_types]
-        # The list, without loads that were done before the vote; products that were begun or captured then.
-        self.instructions: list[Instruction] = []
+        # Products that were begun or captured before the vote.
         self.first: Captured | None = None
         self.early: Ahead | None = None
         # By the name of a buffer: what comes to which part of it, as an event or as a load that is not issued, because
@@ -235,19 +239,12 @@ class PeerJob(ProgramJob):
         self._queue = collections.deque[tuple[cp.cuda.Event, float, Any, int]]()
         self._queued_flops = 0.0
         self._held_bytes = self.most_held = 0
-        self._source = chunk_sources(plan)[self.rank] if plan.problem.by_ranks and self.rank is not None else None
+        self._schedule = load_schedules(plan)[self.rank] if plan.problem.by_ranks and self.rank is not None else None
         # Buffers for others' sums, and the events behind their last uses.
         self._adding: list[Any] = []
         self._added: dict[int, Any] = {}
         self._turn = 0
-        self._downloads: Downloads | None = None
-        self._stores: list[Store] = []
         self._missing: set[int] = set()
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes of matrices pulled from other participants or received over Dask's comms."""
-        return self.comm.received_bytes + self._sources.pulled_bytes
 
     # Before the vote
 
@@ -256,88 +253,47 @@ class PeerJob(ProgramJob):
 
         Memory is allocated on the default stream, because its users will free it.
         """
-        problem, stream = self.plan.problem, self._stream
-        for event in self._ready:
-            cp.cuda.Stream.null.wait_event(event)
+        problem = self.plan.problem
         if problem.fp8:
             check_fp8()
         self._kinds.compute_type  # noqa: B018 - the library must have it
         self.engine.exporter.begin(self._address, problem.options.keep_workspace_bytes)
-        stays = ("a", "b") if self.plan.from_host else ()
-        there = {key: x for key, x in self.chunks.items() if key[0] not in stays and not isinstance(x, SourceChunk)}
-        self._on_device = DeviceChunks(problem, there)
-        self.chunks |= self._on_device.arrays
-        self._sources.chunks = self.chunks
-        if self.rank is not None:
-            self._allocate()
-        allocated = cp.cuda.Event(disable_timing=True)
-        allocated.record(cp.cuda.Stream.null)
-        stream.wait_event(allocated)
         try:
-            self._on_device.fill(stream)
-            self._copy_own_chunks()
-            if len(self.plan.participants) > 1:
-                read = peer_reads(self.plan, problem.operands)
-                self.offer = self._make_offer(read)
-                if self.rank is not None:
-                    self._expected = Expected.of_product(self.plan, self.me, sums_in(self.plan).itemsize, read)
+            super().prepare()
         finally:
             # Others may read chunks from the vote on, so the chunks must be complete. And an abort may free memory, so
             # no copy into it may be under way.
-            stream.synchronize()
-        if self._source is None and self.rank is not None:
+            self._stream.synchronize()
+        if self._schedule is None and self.rank is not None:
             self._begin_early()
 
-    def _allocate(self) -> None:
-        """Allocate all memory except that of loaded chunks; compile the copies and products known in advance."""
-        assert self.rank is not None
+    def _compiled(self, steps: tuple[Step, ...]) -> tuple[Instruction, ...]:
+        """Allocate what sums need beside; compile the copies and products known in advance."""
         if self.plan.from_host:
-            self._sources.allocate()
-        every = steps(self.plan, self.rank, self._usable)
-        allocated = {step.buffer.name: self._new(step.buffer) for step in every if isinstance(step, New)}
-        self.arrays = {**allocated}
-        if self.plan.problem.array == "numpy":
-            self._downloads = Downloads(self.engine.downloads)
-        else:
-            self._stores = [step for step in every if isinstance(step, Store)]
-        # Memory stays until the end, when others have read it, and results that stay here may be noted then.
-        gone = New if self._downloads else New | Store
-        kept = (step for step in every if not isinstance(step, Drop) or step.buffer.is_operand)
-        sums, size = [pull for pull in every if isinstance(pull, Pull) and pull.op], sums_in(self.plan).itemsize
+            self._pulls.allocate()
+        sums, size = [pull for pull in steps if isinstance(pull, Pull) and pull.op], sums_in(self.plan).itemsize
         parts = [place.shape for pull in sums[:1] for place in pull.buffers]
         if parts:
             limit = max(cols for _, cols in parts), self.plan.problem.options.buffer_bytes // 4 // _ADDING // size
             most = min(max(rows * cols for rows, cols in parts), max(limit))
             self._adding = [cp.empty(most, sums_in(self.plan)) for _ in range(_ADDING)]
-        self._flags = self.engine.exporter.empty((1, len(self.plan.ranks) + 1), np.dtype(np.int32))
-        self._allocated = [*allocated.values(), *self._adding]
-        self.instructions = [self._instruction(step) for step in kept if not isinstance(step, gone)]
+            self.memory.note(*self._adding)
+        self._pulls.flags = self.engine.exporter.empty((1, len(self.plan.ranks) + 1), np.dtype(np.int32))
+        every = [self._instruction(step) for step in steps]
+        # Up to the last product, and the last sums of others.
+        every.insert(max((at for at, step in enumerate(every) if _multiplies(step)), default=-1) + 1, "deliver")
+        self.memory.fill()
+        return self._copy_own_chunks(every)
 
     def _instruction(self, step: Step) -> Instruction:
-        """Compile a step to an instruction; bind its arguments that are chunks on this GPU."""
+        """Compile a step to an instruction."""
         if isinstance(step, Make) and step.rect is not None:
             return Load(step)
         if not isinstance(step, Call):
             return step
-        for place in step.arguments:
-            if place.role in ("a", "b"):
-                chunk = self.chunks[place.role, place.number]
-                if not isinstance(chunk, SourceChunk):
-                    self.arrays[place.name] = chunk
         if step.kernel == "store":
             return Copies(step, self._copies_of(step))
         return Products(step) if step.kernel in ("product", "add_product") else step
-
-    def _new(self, buffer: Buffer) -> Any:
-        (rows, cols), dtype = buffer.shape, carried(buffer.dtype, "cupy")
-        if buffer.role == "panel":
-            order = self._orders[buffer.number]
-            full = (rows, padded(cols, _ALIGNED)) if order == "C" else (padded(rows, _ALIGNED), cols)
-            return cp.empty(full, dtype, order=order)[:rows, :cols]
-        if buffer.role == "sum":
-            full = padded(rows, self._multiple), padded(cols, max(self._multiple, _ALIGNED))
-            return self.engine.exporter.empty(full, dtype)[:rows, :cols]
-        return cp.empty((rows, cols), dtype)
 
     def _copies_of(self, call: Call) -> CopyBatch:
         """Return the copies of a call of `store`."""
@@ -350,26 +306,14 @@ class PeerJob(ProgramJob):
         (copies,) = make_copies([table_of(rectangles, size)], size, here=True)
         return copies
 
-    def _usable(self, operand: int, number: int) -> bool:
-        """Whether the library can multiply a chunk as it is."""
-        view = dense_view(self.chunks["ab"[operand], number])
-        if view is None:
-            return False
-        if self.plan.problem.matrices[operand].conjugated and view.order == "C":
-            # The library conjugates only operands that it transposes; other ones are conjugated in a buffer.
-            return False
-        outer = view.span.row_stride if view.order == "C" else view.span.col_stride
-        if self._multiple > 1 and (view.span.pointer % 16 or outer % 16):
-            return False
-        return not self.plan.problem.fp8 or view.order == self._orders[operand]
-
-    def _copy_own_chunks(self) -> None:
-        """Find the chunk blocks of all loads; put on the stream the copies of own chunks into buffers that are free.
+    def _copy_own_chunks(self, every: Sequence[Instruction]) -> tuple[Instruction, ...]:
+        """Find the chunk blocks of all loads; queue copies of own chunks to buffers that are free; return what is left.
 
         A buffer is free for its first load. Later loads into the same buffer wait until it has been multiplied.
         """
-        used, stream, sources, left = set[str](), self._stream, self._sources, list[Instruction]()
-        for step in self.instructions:
+        used, stream, sources, left = set[str](), self._stream, self._pulls, list[Instruction]()
+        sources.chunks = self.chunks
+        for step in every:
             if isinstance(step, Load) and step.step.operand in ("a", "b"):
                 step.parts = parts = self._blocks_of(step.step)
                 if not sources.is_in_host(parts.operand):
@@ -383,7 +327,7 @@ class PeerJob(ProgramJob):
                 call = step if isinstance(step, Call) else step.call
                 used.update(place.name for place in call.arguments)
             left.append(step)
-        self.instructions = left
+        return tuple(left)
 
     def _blocks_of(self, load: Make) -> Parts:
         assert load.rect is not None
@@ -391,33 +335,15 @@ class PeerJob(ProgramJob):
         number = names.index(load.operand)
         blocks_of_chunks = chunk_blocks_of(self.plan.problem[load.operand].chunks, number, load.rect)
         size = self.arrays[load.buffer.name].dtype.itemsize
-        return self._sources.parts(number, blocks_of_chunks, self._span(load.buffer), size)
-
-    def _make_offer(self, read: Mapping[str, NDArray[np.bool_]]) -> dict[str, Any]:
-        """Return the offer of all memory that others read; copy chunks whose memory can't be exported."""
-        exporter, stream, offered = self.engine.exporter, self._stream, dict[int, Any]()
-        matrices = []
-        for number, name in enumerate(self.plan.problem.operands):
-            for index in np.flatnonzero(read[name][self.me]).tolist():
-                array = self.chunks[name, index]
-                if id(array) not in offered:  # A and B may be the same
-                    offered[id(array)] = exporter.exportable(array, stream)
-                matrices.append((number, index, offered[id(array)]))
-        if self.rank is not None:
-            # Blocks that are in this rank's chunks nobody else reads.
-            sums = ((name, x) for name, x in self.arrays.items() if name.startswith("sum.") and x.size)
-            matrices += [(BLOCKS, int(name.removeprefix("sum.")), x) for name, x in sums]
-            matrices.append((FLAGS, 0, self._flags))
-            cp.cuda.runtime.memsetAsync(self._flags.data.ptr, 0, self._flags.nbytes, stream.ptr)
-        self._sources.kept += offered.values()
-        return exporter.offer(matrices)
+        parts: Parts = self._pulls.parts(number, blocks_of_chunks, self._span(load.buffer), size)
+        return parts
 
     def _begin_early(self) -> None:
         """Begin the first products whose operands are on this GPU, or capture them in a CUDA graph."""
         every: list[tuple[Products, Gemm, bool]] = []
         away, before = collections.defaultdict[str, list[Box]](list), None
         runs: list[list[Products]] = []
-        for step in self.instructions:
+        for step in self.steps:
             if isinstance(step, Load):
                 away[step.step.buffer.name].append(step.step.buffer.box)
             if not isinstance(step, Products):
@@ -453,71 +379,36 @@ class PeerJob(ProgramJob):
         self._began = time.perf_counter()
         if self.rank is None:
             return
-        if self._expected is not None:
-            self._sources.remote = Remote(self.plan, self._expected.read(offers), self.engine, self._lost)
+        super().accept(offers)
         # Of the first buffers the first loads are urgent if the GPU has no product that began early.
         filled = collections.defaultdict[str, list[Box]](list)
-        loads = [step for step in self.instructions if isinstance(step, Load) and step.parts is not None]
+        loads = [step for step in self.steps if isinstance(step, Load) and step.parts is not None]
         for load in loads if not (self.early or self.first) else ():
             buffer = load.step.buffer
             if buffer.name.endswith(".0"):
                 load.urgent = not any(crossing(box, buffer.box) for box in filled[buffer.name])
                 filled[buffer.name].append(buffer.box)
-        self._sources.find(loads)
+        self._pulls.find(loads)
         self.timings["offers"] = time.perf_counter() - self._began
 
     # The work
 
+    def _take_all(self, reported: float) -> None:
+        self.kernels.mark("multiply")
+        if self.first is not None:
+            self.first.run(self._stream)
+        super()._take_all(reported)
+        self.missing = sorted(self._missing)
+        self.held_bytes = self.most_held
+        self._queue.clear()
+
     def execute(self) -> dict[ResultKey, Any]:
         """Take all steps; return this rank's chunks of D and of auxiliary outputs."""
-        if self.rank is None:
-            return {}
-        started, every = time.perf_counter(), self.instructions
-        marks = [mark(self._stream)]
-        # Up to the last product, and the last sums of others.
-        last = max((at for at, step in enumerate(every) if _multiplies(step)), default=-1) + 1
-        if self._source is not None:
-            self.timings["load"] = 0.0
-        try:
-            if self.first is not None:
-                self.first.run(self._stream)
-            share = last / max(1, len(every))
-            self.take(every[:last], 0.0, share)
-            marks.append(mark(self._stream))
-            self.take(every[last:], share, 1 - share)
-            marks.append(mark(self._stream))
-            self.missing = sorted(self._missing)
-            for step in self._stores:
-                self._store(step)
-            self.ended.wait(marks[-1])
-            outputs = {key: self._on_host(key, x) if self._downloads else x for key, x in self.result.items()}
-        finally:
-            if self._downloads is not None:
-                self._downloads.close()
-            # The memory of this run may be freed now, so its streams must be idle. No kernel waits for another rank, so
-            # this takes no longer than the work that is on the streams.
-            for stream in (*self._sources.streams, self.engine.looking, self.engine.sums, self._stream):
-                stream.synchronize()
-            self._queue.clear()
-        for name, first, end in zip(("multiply", "deliver"), marks[:-1], marks[1:], strict=True):
-            self.timings[name] = cp.cuda.get_elapsed_time(first, end) / 1e3
+        outputs = super().execute()
         if self.early is not None:
             seconds, self.timings["ahead"] = self.early.over(self._began)
             self.timings["multiply"] += seconds
-        self.timings["total"] = time.perf_counter() - started
-        self.held_bytes = self._count()
-        self.engine.mappings.trim()
-        self.progress(1.0)
         return outputs
-
-    def _on_host(self, key: ResultKey, copy: Future[NDArray[Any]]) -> NDArray[Any]:
-        array: NDArray[Any] = typed(copy.result(), "" if key[0] else self.plan.problem.d.dtype)
-        return array
-
-    def _count(self) -> int:
-        """Return the bytes of all device memory that this rank holds for the run."""
-        arrays = [*self._on_device.all_arrays, *self._allocated, *self._sources.kept]
-        return sum({int(x.data.ptr): int(x.nbytes) for x in arrays}.values()) + self.most_held
 
     # Loads
 
@@ -530,26 +421,26 @@ class PeerJob(ProgramJob):
         """Load a part of an operand."""
         if not load.located:
             # Of an input of the formula all parts are found when the first one is needed.
-            loads = [x for x in self.instructions if isinstance(x, Load) and x.step.operand == load.step.operand]
+            loads = [x for x in self.steps if isinstance(x, Load) and x.step.operand == load.step.operand]
             for other_load in loads:
                 other_load.parts = self._blocks_of(other_load.step)
-                other_load.copies = [self._sources.own_copies(other_load.parts)]
-            self._sources.find(loads)
+                other_load.copies = [self._pulls.own_copies(other_load.parts)]
+            self._pulls.find(loads)
         if load.outside:
             # The host waits for them, so that what is next on the stream goes first.
-            self._sources.ask(load)
+            self._pulls.request(load)
         self._coming[load.step.buffer.name].append((load.step.buffer.box, load if load.outside else self._issue(load)))
 
     def _issue(self, load: Load) -> cp.cuda.Event:
         """Queue a load on the stream of pulls, after its buffer is free; return the event of its end."""
-        stream = self._sources.stream
+        stream = self._pulls.stream
         if load.step.buffer.name in self._last_use:
             stream.wait_event(self._last_use[load.step.buffer.name])
         self._fill_part(load, stream)
         return record(stream)
 
     def _fill_part(self, load: Load, stream: cp.cuda.Stream) -> None:
-        self._sources.pull(load, stream)
+        self._pulls.pull(load, stream)
         if load.step.operand in ("a", "b"):
             self._complete("ab".index(load.step.operand), load.step.buffer, stream)
 
@@ -578,16 +469,12 @@ class PeerJob(ProgramJob):
 
     # Chunks that this rank makes
 
-    def _use(self, chunk: SourceChunk) -> SourceChunk:
-        # Each is taken once.
-        return chunk
-
     def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
-        assert self._source is not None
-        making = self.engine.making(self._source.threads)
+        assert self._schedule is not None
+        making = self.engine.making(self._schedule.threads)
         chunks = {key: chunk for key, chunk in self.chunks.items() if isinstance(chunk, SourceChunk)}
         maker = DeviceMaker(self.plan.problem, chunks, making, record(cp.cuda.get_current_stream()))
-        return ChunkLoader(uses, self._source.threads, self._source.ahead, maker.make, maker.begin)
+        return ChunkLoader(uses, self._schedule.threads, self._schedule.ahead, maker.make, maker.begin)
 
     @contextlib.contextmanager
     def _making(self, steps: Sequence[Step]) -> Iterator[None]:
@@ -605,7 +492,7 @@ class PeerJob(ProgramJob):
 
     def _join(self, call: Call) -> None:
         """Copy chunks, when they are complete, side by side to a buffer."""
-        stream, count, whole = self._sources.stream, call.options["reads"], call.options["whole"]
+        stream, count, whole = self._pulls.stream, call.options["reads"], call.options["whole"]
         if whole.name in self._last_use:
             stream.wait_event(self._last_use[whole.name])
         for source, target in zip(call.arguments[:count], call.arguments[count:], strict=True):
@@ -630,10 +517,10 @@ class PeerJob(ProgramJob):
 
     def _make_room(self, size: int = 0) -> None:
         """Retire completed products and their chunks; block while in-flight bytes exceed the limit."""
-        source = self._source
+        schedule = self._schedule
         while self._queue:
             over, flops, _, held = self._queue[0]
-            full = source is not None and self._held_bytes + size > source.held_bytes
+            full = schedule is not None and self._held_bytes + size > schedule.held_bytes
             if full or (len(self._queue) >= PANELS and self._queued_flops > self._rate * _QUEUED_SECONDS):
                 self.ended.wait(over)
             elif not over.done:
@@ -647,8 +534,7 @@ class PeerJob(ProgramJob):
             self._join(call)
             return
         self._await_all(call)
-        with self._stream:
-            getattr(self, f"_{call.kernel}")(call)
+        super()._call(call)
 
     def _await_all(self, *calls: Call) -> None:
         for call in calls:
@@ -727,6 +613,8 @@ class PeerJob(ProgramJob):
                 self._multiply(step)
             case Copies():
                 self._store_sums(step)
+            case str():
+                self.kernels.mark(step)
             case _:
                 super()._take(step)
 
@@ -734,7 +622,7 @@ class PeerJob(ProgramJob):
         """Raise the flag of a rank whose part of the sums is complete, or the flag of all sums of this rank."""
         count = len(self.plan.ranks)
         number, reader = divmod(step.key.number, count)
-        at = self._flags.data.ptr + (reader if number == self.rank else count) * FLAG_BYTES
+        at = self._pulls.flags.data.ptr + (reader if number == self.rank else count) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(at, 1, FLAG_BYTES, self._stream.ptr)
 
     def _request(self, pull: Pull) -> Any:
@@ -746,7 +634,7 @@ class PeerJob(ProgramJob):
         elif (copies := self._copies_from(pull)) is None:
             self._missing.update(place.number for place in pull.buffers)
         else:
-            self._sources.run(copies, self.engine.sums)
+            self._pulls.run(copies, self.engine.sums)
             self._stream.wait_event(record(self.engine.sums))
 
     @property
@@ -757,7 +645,7 @@ class PeerJob(ProgramJob):
 
     def _add(self, pull: Pull) -> None:
         """Add another rank's partial sums, once they are ready."""
-        sources, holder, pulls, copied = self._sources, self.plan.ranks[pull.owner], self.engine.sums, []
+        sources, holder, pulls, copied = self._pulls, self.plan.ranks[pull.owner], self.engine.sums, []
         assert sources.remote is not None
         assert self.rank is not None
         # The copies are made before the sums are ready, because a GPU waits once they are.
@@ -788,7 +676,7 @@ class PeerJob(ProgramJob):
 
         None if the rank is gone and has not completed it, or nobody can tell any more.
         """
-        sources, plan, size = self._sources, self.plan, sums_in(self.plan).itemsize
+        sources, plan, size = self._pulls, self.plan, sums_in(self.plan).itemsize
         holder, rectangles = plan.ranks[pull.owner], list[Rectangle]()
         assert sources.remote is not None
         try:
@@ -813,38 +701,15 @@ class PeerJob(ProgramJob):
 
     # Results
 
-    def _copy(self, call: Call) -> None:
-        source, target = map(self.at, call.arguments)
-        target[...] = source
-
-    def _finish_into(self, call: Call) -> None:
-        """Apply the formula to a chunk of sums."""
-        problem, count, names = self.plan.problem, call.options["reads"], call.options["names"]
-        arrays = [self.at(place) for place in call.arguments]
-        inputs = {name: decoded(x, problem[name].dtype) for name, x in zip(names, arrays, strict=False)}
-        results = {output.name: x for output, x in zip(problem.outputs, arrays[count + 1 :], strict=True)}
-        finish_into(problem, arrays[count], inputs, results)
-
     def _store(self, step: Store) -> None:
         if step.number not in self._missing:
-            array = self.arrays[step.buffer.name]
-            result = self._downloads.begin(array, record(self._stream)) if self._downloads else array
-            self.result[step.output, step.number] = result
+            super()._store(step)
 
     # Messages between participants
 
-    def serve(self, kind: str, boxes: Boxes) -> list[Any]:
-        """Return boxes of the chunks that are here, for participants that can't map this process' memory."""
-        answer = super().serve(kind, boxes)
-        if self.lends and all(isinstance(x, np.ndarray) for x in answer):
-            return answer
-        answer = contiguous(answer)
-        cp.cuda.Stream.null.synchronize()
-        return answer
-
     def lose(self, participant: int) -> None:
         """Continue without a lost participant, whose mapped memory stays. Thread-safe."""
-        self._lost.add(participant)
+        self._pulls.lost.add(participant)
 
     def abort(self, error: BaseException) -> None:
         """Raise `error` in `execute` before the next step. Thread-safe; may be repeated."""

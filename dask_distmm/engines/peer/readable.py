@@ -34,17 +34,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import ChunkKey, Job, wait_checked
+from dask_distmm.engines.base import ChunkKey, wait_checked
 from dask_distmm.engines.gpu.copy_kernels import CopyBatch, make_copies, pull_table
 from dask_distmm.engines.gpu.host import Uploads, device_like, in_type, staging, to_device
 from dask_distmm.engines.gpu.operands import array_at, check_arrays, record
 from dask_distmm.engines.peer.memory import PeerState, Remote
-from dask_distmm.engines.peer.offers import BLOCKS
+from dask_distmm.engines.peer.offers import BLOCKS, FLAGS, Expected
+from dask_distmm.engines.programs.exchange import Transport
+from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import FP8, carried, typed
-from dask_distmm.planning import EVERYWHERE, Plan, Problem
+from dask_distmm.planning import EVERYWHERE, Problem
 from dask_distmm.planning.product import ChunkBlock
+from dask_distmm.planning.schedule import peer_reads, sums_in
 from dask_distmm.programs.steps import Make
 
 # Columns of a table of chunk blocks.
@@ -110,23 +113,65 @@ class Load:
     outside: dict[int, Parts] = dataclasses.field(default_factory=dict)
     # Bytes that others have.
     away: int = 0
-    # The answers of those participants of `outside` that were asked; filled by `Sources.ask`.
+    # The answers of those participants of `outside` that were asked; filled by `ChunkPulls.request`.
     requested: dict[int, Future[Sequence[Any]]] = dataclasses.field(default_factory=dict)
 
 
-class Sources:
+class ChunkPulls(Transport):
     """The chunks that a rank can read: its own, mapped ones, and those that it must request."""
 
-    def __init__(self, job: Job[Plan], engine: PeerState) -> None:
+    def __init__(self, engine: PeerState, job: ProgramJob) -> None:
+        super().__init__(job.plan.ranks, job.comm, job.ended.check)
         self.plan, self.me, self.comm, self.chunks, self.ended = job.plan, job.me, job.comm, job.chunks, job.ended
-        self.engine, self.streams = engine, engine.pulls(len(job.plan.participants) - 1)
+        self.engine, self.streams, self.note = engine, engine.pulls(len(job.plan.participants) - 1), job.memory.note
+        # Flags that others read: one for each rank whose part of the sums is complete, one for all sums.
+        self.flags: Any = None
         self.remote: Remote | None = None
-        # Bytes that were pulled from other participants.
-        self.pulled_bytes = 0
-        self.kept: list[Any] = []
+        self._expected: Expected | None = None
+        self._mark = job.kernels.mark
+        # Participants that are gone.
+        self.lost: set[int] = set()
         # Kept until all is over.
         self._copies: list[CopyBatch] = []
         self._staging: cp.ndarray | None = None
+
+    def offer(self, job: ProgramJob) -> dict[str, Any] | None:
+        """Return the offer of all memory that others read; copy chunks whose memory can't be exported."""
+        job.memory.fill()
+        plan, exporter, stream = job.plan, self.engine.exporter, self.engine.stream
+        if len(plan.participants) == 1:
+            return None
+        read, copies, matrices = peer_reads(plan, plan.problem.operands), dict[int, Any](), list[tuple[int, int, Any]]()
+        for number, name in enumerate(plan.problem.operands):
+            for index in np.flatnonzero(read[name][self.me]).tolist():
+                array = job.chunks[name, index]
+                if id(array) not in copies:  # A and B may be the same
+                    copies[id(array)] = exporter.exportable(array, stream)
+                matrices.append((number, index, copies[id(array)]))
+        self.note(*copies.values())
+        if job.rank is not None:
+            # Blocks that are in this rank's chunks nobody else reads.
+            sums = ((name, x) for name, x in job.arrays.items() if name.startswith("sum.") and x.size)
+            matrices += [(BLOCKS, int(name.removeprefix("sum.")), x) for name, x in sums]
+            matrices.append((FLAGS, 0, self.flags))
+            cp.cuda.runtime.memsetAsync(self.flags.data.ptr, 0, self.flags.nbytes, stream.ptr)
+            self._expected = Expected.of_product(plan, self.me, sums_in(plan).itemsize, read)
+        return exporter.offer(matrices)
+
+    def accept(self, offers: Sequence[Any]) -> None:
+        """Map the memory that this rank reads."""
+        if self._expected is not None:
+            self.remote = Remote(self.plan, self._expected.read(offers), self.engine, self.lost)
+
+    def complete(self) -> None:
+        """Wait for all work."""
+        self.ended.wait(self._mark(""))
+
+    def settle(self, job: ProgramJob) -> None:
+        """Let all streams end: no kernel waits for another rank."""
+        for stream in (*self.streams, self.engine.looking, self.engine.sums, self.engine.stream):
+            stream.synchronize()
+        self.engine.mappings.trim()
 
     @property
     def stream(self) -> cp.cuda.Stream:
@@ -221,14 +266,14 @@ class Sources:
         if self._staging is None:
             self._staging = staging()
 
-    def ask(self, load: Load) -> None:
+    def request(self, load: Load) -> None:
         """Request the parts of a load that can't be mapped, once, without waiting."""
         for holder in load.outside.keys() - load.requested.keys() - {self.me}:
             load.requested[holder] = self.comm.fetch(holder, "input", _boxes(load.outside[holder]))
 
     def _upload(self, load: Load, stream: cp.cuda.Stream) -> None:
         """Queue uploads of the parts that can't be mapped, as they are received."""
-        self.ask(load)
+        self.request(load)
         self.allocate()
         uploads = Uploads(stream, self._staging)
         # The own parts are there already.
@@ -257,7 +302,7 @@ class Sources:
             if not isinstance(part, cp.ndarray):
                 uploads.put(part, target, held)
                 continue
-            self.kept.append(part)
+            self.note(part)
             stream.wait_event(record(cp.cuda.Stream.null))
             with stream:
                 target[...] = in_type(part, held, target.dtype)

@@ -41,8 +41,9 @@ from dask_distmm.planning import Plan
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
-from dask_distmm.planning.product import steps as product_steps
+from dask_distmm.planning.product import chunk_name
 from dask_distmm.programs.steps import (
+    CONTRACTS,
     LASTING,
     TURN,
     Buffer,
@@ -110,6 +111,9 @@ class Memory:
         """Copy chunks to this memory."""
         return chunks
 
+    def fill(self) -> None:
+        """Copy uploaded chunks to their memory, where that is not done at once."""
+
     def complete(self) -> None:
         """Wait for the uploads that other ranks read after the vote."""
 
@@ -165,8 +169,12 @@ class Memory:
         """Return a chunk of an output in the form that is returned to Dask."""
         return np.ascontiguousarray(array)
 
-    def delivered(self, chunk: Any) -> Any:
-        """Return a chunk of a factorization's result in the form that is returned to Dask."""
+    def stored(self, array: Any, *, tall: bool) -> Any:
+        """Return a chunk of a product's output, which may be on its way to the host; see `delivered`."""
+        return array
+
+    def delivered(self, chunk: Any, output: str) -> Any:
+        """Return a chunk of a result of a factorization, or of a product, in the form that is returned to Dask."""
         return chunk
 
     def sent(self, arrays: list[Any]) -> list[Any]:
@@ -207,7 +215,7 @@ class ProgramJob(Job[Any]):
         self.gathers = isinstance(self.plan, FactorPlacement)
         # Whether it is a product.
         self.multiplies = isinstance(self.plan, Plan)
-        self.steps: tuple[Step, ...] = ()
+        self.steps: tuple[Any, ...] = ()
         self.result: dict[ResultKey, Any] = {}
         # Rows of chunks of operands by their names, also when they are gone.
         self._lengths: dict[str, int] = {}
@@ -241,35 +249,47 @@ class ProgramJob(Job[Any]):
     def prepare(self) -> None:
         """Allocate the memory of the run, and return the handles by which other ranks read it."""
         self.chunks = self.memory.upload(self.chunks)
-        if self.multiplies:
-            self._prepare_product()
-            return
-        if self.rank is not None:
+        if self.multiplies and self.rank is not None:
+            self._prepare_product(self.rank)
+        elif self.rank is not None:
             self.steps = self.plan.steps(self.rank)
             for step in self.steps[:1]:
                 if isinstance(step, Make) and not step.operand:
                     self._make(step)
             self.kernels = self._program_kernels(self.rank)
-        self.offer = self.exchange.offer(self)
+        if not self.multiplies or self.blas.asynchronous or has_messages(self.steps):
+            self.offer = self.exchange.offer(self)
         self.memory.complete()
 
-    def _prepare_product(self) -> None:
-        """Allocate this rank's accumulators, or reuse the earlier sums that it adds to."""
-        if (rank := self.rank) is None:
-            return
+    def _prepare_product(self, rank: int) -> None:
+        """Allocate this rank's sums, or reuse the earlier ones that it adds to; on GPUs allocate all buffers."""
         plan, here = self.plan, ((key, x) for key, x in self.chunks.items() if not isinstance(x, SourceChunk))
-        self.arrays = {f"{name}.{number}": chunk for (name, number), chunk in here}
+        self.arrays = {chunk_name(*key): chunk for key, chunk in here}
         if plan.problem.accumulates_in_place:
             keys = [("partial", index) for index in plan.owned(rank).tolist()]
             # One that came from another process may be read-only.
             self.consumed = [key for key in keys if key in self.chunks and self.chunks[key].flags.writeable]
-        steps = product_steps(plan, rank, {index for _, index in self.consumed})
-        before = [*itertools.takewhile(lambda x: isinstance(x, New) or getattr(x, "operand", "") == "partial", steps)]
+        steps = plan.steps(rank, {index for _, index in self.consumed}, self._is_usable)
+        if self.blas.asynchronous:
+            # Queued work needs its memory until it is done.
+            before = [step for step in steps if isinstance(step, New)]
+            steps = tuple(step for step in steps if not isinstance(step, New | Drop) or step.buffer.is_operand)
+        else:
+            first = itertools.takewhile(lambda x: isinstance(x, New) or getattr(x, "operand", "") == "partial", steps)
+            before = [*first]
+            steps = steps[len(before) :]
         for step in before:
             self._take(step)
-        self.steps = steps[len(before) :]
-        if any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in self.steps):
-            self.offer = self.exchange.offer(self)
+        self.memory.note(*self.arrays.values())
+        self.steps = self._compiled(steps)
+
+    def _compiled(self, steps: tuple[Step, ...]) -> tuple[Any, ...]:
+        """Return what is taken in place of steps, when all buffers are there."""
+        return steps
+
+    def _is_usable(self, operand: int, number: int) -> bool:
+        """Whether a chunk of A (0) or B (1) can be multiplied as it is."""
+        return bool(self.kernels.usable(operand, self.chunks["ab"[operand], number]))
 
     def _program_kernels(self, rank: int) -> Any:
         """Return the kernels of this plan's programs."""
@@ -328,7 +348,7 @@ class ProgramJob(Job[Any]):
         self._synchronize()
         spent = sum(self.timings.get(phase, 0.0) for phase in ("wait", "load", "gather"))
         self.timings["work"] = time.perf_counter() - began - spent
-        if self.blas.asynchronous:
+        if self.blas.asynchronous and not self.multiplies:
             self.timings["compute"] = self.timings["work"]
         began = time.perf_counter()
         # Put this rank's chunks of the results together.
@@ -336,8 +356,9 @@ class ProgramJob(Job[Any]):
             collections.deque(move, 0)
         self._look()
         self._synchronize()
+        if self.gathers or self.multiplies:
+            self.result = {key: self.memory.delivered(chunk, key[0]) for key, chunk in self.result.items()}
         if self.gathers:
-            self.result = {key: self.memory.delivered(chunk) for key, chunk in self.result.items()}
             self._note("deliver", began)
 
     def _look(self) -> None:
@@ -388,7 +409,7 @@ class ProgramJob(Job[Any]):
 
     def _turns_of(self, loop: Loop) -> Iterator[int]:
         """Run the iterations of a loop, the later ones by its compiled function; yield after each."""
-        nested, frees = any(isinstance(step, Loop) for step in loop.body), has_messages(loop)
+        nested, frees = any(isinstance(step, Loop) for step in loop.body), has_messages(loop.body)
         for turn in range(loop.most):
             if not self._is_set(loop.flag):
                 return
@@ -475,6 +496,8 @@ class ProgramJob(Job[Any]):
                 self._free(buffer)
                 if buffer.name in self._taken:
                     self.exchange.drop(self._taken.pop(buffer.name))
+            case New(buffer, zero) if self.multiplies:
+                arrays[buffer.name] = self.kernels.new(buffer, zero=zero)
             case New(buffer, zero):
                 arrays[buffer.name] = self._zeros(buffer) if zero else self._new(buffer)
             case Call():
@@ -504,8 +527,9 @@ class ProgramJob(Job[Any]):
         return self.blas.on(lane) if lane else _HERE
 
     def _call(self, call: Call) -> None:
-        began = time.perf_counter()
-        kernel, arguments = self.memory.kernel(self.kernels, call), [self.at(buffer) for buffer in call.arguments]
+        began, contract = time.perf_counter(), CONTRACTS[call.kernel]
+        kernel = self.memory.kernel(self.exchange if contract.together else self.kernels, call)
+        arguments = [self.at(buffer) for buffer in call.arguments]
         if call.lane:
             with self.blas.on(call.lane):
                 outputs = kernel(*arguments, **call.options)
@@ -582,9 +606,8 @@ class ProgramJob(Job[Any]):
         if self.gathers or isinstance(place, View):
             self.parts[step.output] = array
         else:
-            self.result[step.output, step.number] = (
-                array if self.multiplies else self.memory.handed_over(array, tall=bool(place.like))
-            )
+            hand_over = self.memory.stored if self.multiplies else self.memory.handed_over
+            self.result[step.output, step.number] = hand_over(array, tall=bool(place.like))
 
     def _new(self, buffer: Buffer) -> Any:
         """Allocate a buffer."""
@@ -601,8 +624,6 @@ class ProgramJob(Job[Any]):
 
     def _zeros(self, buffer: Buffer) -> Any:
         """Allocate a buffer filled with zeros."""
-        if self.multiplies:
-            return self.kernels.zeros(buffer.shape, dtype_from_name(buffer.dtype))
         array = self._new(buffer)
         array[...] = 0
         return array
@@ -616,7 +637,9 @@ class ProgramJob(Job[Any]):
     @contextlib.contextmanager
     def _making(self, steps: Sequence[Step]) -> Iterator[None]:
         """Compute the chunks that some steps need in background threads, within a ``with`` block (nestable)."""
-        uses = [self._use(self.chunks[step.operand, step.number]) for step in steps if self._is_made(step)]
+        chunks = (self.chunks[step.operand, step.number] for step in steps if self._is_made(step))
+        # Chunks are loaded again in each pass over an operand, those of A and B of a product once.
+        uses = [chunk if self.multiplies else chunk.again() for chunk in chunks]
         if not uses:
             yield
             return
@@ -627,10 +650,6 @@ class ProgramJob(Job[Any]):
         finally:
             loads.close()
             self._loads, self._uses = outside
-
-    def _use(self, chunk: SourceChunk) -> SourceChunk:
-        """Return the key of a chunk to load: again in each pass over an operand, once for A and B of a product."""
-        return chunk if self.multiplies else chunk.again()
 
     def _loader(self, uses: Sequence[SourceChunk]) -> ChunkLoader:
         """Return a loader of chunks in this order."""

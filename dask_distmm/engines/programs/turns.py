@@ -223,7 +223,7 @@ class Writer:
         self.take(loop.body)
         for text in self.follows if first else ():
             self.line(f"if not {self.condition(loop.flag)} or due(): {text}")
-        self.line(f"ends({held if has_messages(loop) else []})")
+        self.line(f"ends({held if has_messages(loop.body) else []})")
         if first:
             self.line(f"yield {turn}")
         self.depth -= 1
