@@ -194,6 +194,7 @@ def _by_tensordot(a: Array, left: str, b: Array, right: str, out: str) -> Any:
     plain = all(array_kind(x._meta) in ("numpy", "cupy") for x in (a, b))
     if not summed or batch or planning() or not plain or np.result_type(a, b).kind not in "fc":
         return NotImplemented
+    _, (a, b) = unify_chunks(a, left, b, right, warn=False)
     product = dask_tensordot(a, b, axes=([left.index(x) for x in summed], [right.index(x) for x in summed]))
     return _merged(product, "".join(x for x in left + right if x not in summed), list(out))
 
