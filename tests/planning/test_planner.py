@@ -404,7 +404,7 @@ def test_tiny_products_of_chunks_on_many_workers_are_for_few(workers):
     where = {name: np.random.default_rng().integers(0, workers, 64).astype(np.int32) for name in "ab"}
     chosen = plan(square(64, 8), roster(workers), where)
     every = plan(square(64, 8, method="summa"), roster(workers), where)
-    assert len(chosen.ranks) <= 8 or len(chosen.ranks) < workers
+    assert len(chosen.ranks) <= workers // 4
     assert chosen.seconds < every.seconds
     assert len(plan(square(8192, 1024), roster(workers), where).ranks) == workers
 
