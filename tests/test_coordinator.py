@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,7 @@ class Scripted(Coordinator):
         self.voted = collections.defaultdict[int, set[str]](set)
         self.prepared = collections.defaultdict[int, set[str]](set)
         self.started: dict[str, int] = {}
+        self.ranks: dict[int, tuple[str, ...]] = {}
         self.ended = collections.defaultdict[int, set[str]](set)
         self.done: set[str] = set()
 
@@ -53,7 +55,10 @@ class Scripted(Coordinator):
         there = sorted(self.scheduler.workers)
         found = [address for address in there if address in barrier.wants] or there
         run.participants, run.independent = frozenset(found), barrier.independent
-        return RunPlan(plan(PROBLEM, [Worker(address) for address in found]), {}, {}, {}, {})
+        problem = dataclasses.replace(PROBLEM, method=("allgather", "local")[run.run_id % 2])
+        chosen = plan(problem, [Worker(address) for address in found])
+        self.ranks[run.run_id] = chosen.workers
+        return RunPlan(chosen, {}, {}, {}, {})
 
     def _ask(self, address: str, handler: Any, *args: Any, **how: Any) -> Any:
         run_id, what = args[0], handler.__name__
@@ -62,6 +67,7 @@ class Scripted(Coordinator):
         elif what == "start":
             run = self.queue[run_id]
             assert self.voted[run_id] >= run.participants, "a run starts before all have voted for it"
+            assert address in self.ranks[run_id], "a worker that only hands out chunks has nothing to start"
             assert self.started.get(address, 0) < run_id, "a worker starts runs in another order than their numbers"
             self.started[address] = run_id
         elif what == "abort":

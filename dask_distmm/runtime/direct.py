@@ -211,21 +211,22 @@ def order_apart(order: Callable[..., dict[Any, Any]], dsk: Mapping[Any, Any], **
         barrier: last for waves in series_of_waves(barriers) for last, barrier in itertools.pairwise(waves)
     }
     # What begins for barriers only, and chunks that nothing needs, have their places beside barriers.
-    inner = {dep for key, task in dsk.items() if key not in barriers for dep in task.dependencies}
-    beside: dict[Any, Any] = {}
+    inner = {dep for key, task in dsk.items() if key not in barriers for dep in task.dependencies} | barriers
+    inner.update(dep for barrier in barriers for dep in dsk[barrier].dependencies & behind.keys())
     rest = {key: DataNode(key, None) if key in behind else task for key, task in dsk.items()}
-    for barrier in filter(barriers.__contains__, dsk):
-        needed = dsk[barrier].dependencies
-        inner |= needed & behind.keys()
+    begins: dict[Any, dict[Any, None]] = {}
+    for barrier in barriers - behind.keys():
         # Neighbours in a matrix one after another: Dask loads these on one worker.
         listed = (ref.key for keys in dsk[barrier].args if isinstance(keys, List) for ref in keys.args)
-        begins = {key: (barrier, -0.5) for key in listed if key in dsk and not (key in inner or dsk[key].dependencies)}
-        beside = begins | beside
-        if barrier not in behind:
-            rest[barrier] = Task(barrier, len, *map(TaskRef, needed - begins.keys()))
-    beside |= {key: (barrier, 0.5) for key, barrier in behind.items() if key not in inner and key not in barriers}
+        alone = (key for key in listed if key in dsk and not (key in inner or dsk[key].dependencies))
+        begins[barrier] = dict.fromkeys(alone)
+        rest[barrier] = Task(barrier, len, *map(TaskRef, dsk[barrier].dependencies - begins[barrier].keys()))
+    beside = set().union(*begins.values(), behind.keys() - inner)
     priorities: dict[Any, float] = order({key: task for key, task in rest.items() if key not in beside})
-    priorities |= {key: priorities[barrier] + step for key, (barrier, step) in beside.items()}
+    for barrier in sorted(begins, key=priorities.__getitem__):
+        for key in begins[barrier]:
+            priorities.setdefault(key, priorities[barrier] - 0.5)
+    priorities |= {key: priorities[barrier] + 0.5 for key, barrier in behind.items() if key not in inner}
     levels: dict[Any, int] = {}
     todo = list(dsk)
     while todo:

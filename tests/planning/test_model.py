@@ -11,7 +11,7 @@ from conformance import make_problem
 
 from dask_distmm import ProtocolError
 from dask_distmm.config import Machine
-from dask_distmm.planning import Demand, Worker
+from dask_distmm.planning import Demand, Plan, Worker, plan
 from dask_distmm.planning.model import Phase, Work, estimate
 from dask_distmm.planning.problem import Problem
 
@@ -81,3 +81,14 @@ def test_options_are_a_text_that_is_checked(bad):
             with pytest.raises(ProtocolError, match="malformed problem: its field options is wrong"):
                 Problem.from_wire(wire | {"options": text})
     assert Problem.from_wire(wire) == again
+
+
+def test_participants_are_a_text_that_is_checked():
+    chosen = plan(make_problem(((4, 3), (5,)), ((5,), (6,))), [Worker(f"w{i}", 2, 2**30) for i in range(3)])
+    wire = chosen.to_wire()
+    assert Plan.from_wire(wire).participants == chosen.participants
+    # What is the same each time is read once.
+    assert Plan.from_wire(wire).participants is Plan.from_wire(chosen.to_wire()).participants
+    for bad in ("[]", "[{}]", wire["participants"][:-1], [], json.dumps([{"address": 1}])):
+        with pytest.raises(ProtocolError, match="malformed plan"):
+            Plan.from_wire(wire | {"participants": bad})

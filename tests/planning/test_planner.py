@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import cProfile
 import dataclasses
 import itertools
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from dask_distmm.config import read_options
 from dask_distmm.errors import PlanError, ProjectedMemoryError, ProtocolError
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning import METHODS, Plan, Worker, plan
+from dask_distmm.planning import EVERYWHERE, METHODS, Plan, Worker, plan, product
 from dask_distmm.planning.planner import fits_easily, is_faster
 from dask_distmm.programs.check import peak_bytes
 
@@ -395,3 +396,36 @@ def test_no_list_holds_more_than_is_projected(engine, method, changes, shape, nw
         assert held + peak_bytes(steps) <= projected
         if engine == "numpy" and nworkers == 1 and not made.packing and not changes.keys() & {"arrays", "formula"}:
             assert held + peak_bytes(steps) == projected
+
+
+@pytest.mark.parametrize("workers", [8, 32, 64])
+def test_tiny_products_of_chunks_on_many_workers_are_for_few(workers):
+    """A request to each holder takes longer than such a product; large ones are for all workers."""
+    rng = np.random.default_rng(workers)
+    where = {name: rng.integers(0, workers, 64).astype(np.int32) for name in "ab"}
+    chosen = plan(square(64, 8), roster(workers), where)
+    every = plan(square(64, 8, method="summa"), roster(workers), where)
+    assert len(chosen.ranks) <= workers // 4
+    assert chosen.seconds < every.seconds
+    assert len(plan(square(8192, 1024), roster(workers), where).ranks) == workers
+
+
+def test_requests_are_counted_where_it_is_known_who_holds_what():
+    """Each of two ranks needs half of what the other one has."""
+    problem, where = square(64, 32, method="allgather"), {"a": np.int32([0, 0, 1, 1]), "b": np.int32([0, 0, 1, 1])}
+    apart = plan(problem, roster(2), where).estimate.seconds
+    where["b"][:] = EVERYWHERE
+    together = plan(problem, roster(2), where, replica_runs=(0, 1)).estimate.seconds
+    # One request that is sent, and one that is answered.
+    assert apart - together >= 4e-4
+
+
+def test_lists_of_large_products_take_time_that_grows_with_their_steps():
+    counts = []
+    for chunks in (8, 16):
+        where = {name: (np.arange(chunks**2) % 2).astype(np.int32) for name in "ab"}
+        chosen = plan(square(chunks * 512, 512, method="allgather"), roster(2), where)
+        profile = cProfile.Profile()
+        recorded = profile.runcall(product.record, chosen, 0)
+        counts.append(sum(entry.callcount for entry in profile.getstats()) / len(recorded))
+    assert counts[1] < 1.3 * counts[0]

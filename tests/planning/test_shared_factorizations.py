@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import dask.array as da
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from matrices import problem_of
 
 from dask_distmm import linalg
 from dask_distmm.errors import PlanError, ProtocolError
-from dask_distmm.planning import ENGINES, Worker, plan_computation
+from dask_distmm.planning import ENGINES, Worker, factor, plan_computation
 from dask_distmm.planning.factor import FactorPlacement, plan_factorization
 
 HOSTS = [Worker(f"w{i}", memory_limit=2**36, host=f"h{i}") for i in range(4)]
@@ -100,3 +102,23 @@ def test_what_ranks_share():
         PlanError, match="eigh in this form is computed by one worker: expected method 'auto' or 'local'"
     ):
         problem(linalg.eigh, (900, 900), method="columns", engine="nccl")
+
+
+def test_plans_are_kept_for_other_matrices_of_the_same_shape(monkeypatch):
+    """Only names differ; other places of chunks, or other workers, are another plan."""
+    counts = []
+    monkeypatch.setattr(factor, "_costed", lambda *of, do=factor._costed: counts.append(of) or do(*of))
+    task = problem(linalg.cholesky, (10240, 10240), engine="numpy")
+    renamed = dataclasses.replace(
+        task, name="again", matrices=tuple(dataclasses.replace(x, array="other") for x in task.matrices)
+    )
+    where = {"a": (np.arange(25) % 4).astype(np.int32)}
+    first = plan_computation(task, HOSTS, where, engine=["numpy"])
+    planned = len(counts)
+    again = plan_computation(renamed, HOSTS, where, engine=["numpy"])
+    assert len(counts) == planned > 0
+    assert again.problem is renamed
+    assert (again.ranks, again.projected_bytes, again.seconds) == (first.ranks, first.projected_bytes, first.seconds)
+    plan_computation(task, HOSTS, {"a": where["a"][::-1].copy()}, engine=["numpy"])
+    plan_computation(task, HOSTS[:2], {"a": where["a"] // 2}, engine=["numpy"])
+    assert len(counts) > planned
