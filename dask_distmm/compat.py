@@ -60,8 +60,8 @@ SCHEDULER = _used("""
     transition_counter unrunnable validate workers
 """)
 WORKER = _used("""
-    batched_send(msg) handle_stimulus(stims) update_data(data, stimulus_id) address data extensions handlers loop
-    rpc status stream_handlers
+    batched_send(msg) handle_stimulus(stims) update_data(data, stimulus_id) address data extensions handlers heartbeat
+    loop monitor rpc status stream_handlers
 """)
 
 

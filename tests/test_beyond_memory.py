@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import resource
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from conformance import run_jobs
 from distributed import Client, LocalCluster
-from matrices import is_collective, noise, problem_of
+from matrices import is_collective, noise, problem_of, until
 from residuals import assert_qr
 from routed_calls import CALLS, operands, parts, persisted
 
@@ -26,6 +27,8 @@ from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.errors import ProjectedMemoryError
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.program import ProgramPlacement, ProgramProblem, plan_program
+
+SMALL = {"threads_per_worker": 1, "memory_limit": "300MiB", "dashboard_address": "127.0.0.1:0"}
 
 ROWS, OWNERS = (40, 0, 70, 11, 55), (0, 0, 1, 1, 2)
 
@@ -141,7 +144,7 @@ def noise_with_mean() -> da.Array:
 def test_workers_with_little_memory() -> None:
     """Matrices that are made chunk by chunk, of columns beside each other too, and are larger than the memory."""
     with (
-        LocalCluster(2, threads_per_worker=1, memory_limit="300MiB", dashboard_address="127.0.0.1:0") as cluster,
+        LocalCluster(n_workers=2, **SMALL) as cluster,
         Client(cluster) as client,
     ):
         da.ones(10, chunks=5).sum().compute()
@@ -167,7 +170,7 @@ def test_dask_makes_r_of_what_ranks_cannot_make() -> None:
     """Where all chunks need one thing. Dask spills meanwhile: a worker that is slow at it goes on."""
     with (
         dask.config.set({f"distributed.worker.memory.{limit}": False for limit in ("pause", "terminate")}),
-        LocalCluster(2, threads_per_worker=1, memory_limit="300MiB", dashboard_address="127.0.0.1:0") as cluster,
+        LocalCluster(n_workers=2, **SMALL) as cluster,
         Client(cluster),
     ):
         a = noise_with_mean()
@@ -190,7 +193,7 @@ def small_workers() -> Iterator[Client]:
     with (
         # What a process has imported counts from the start.
         dask.config.set({**limits, "distributed.worker.memory.recent-to-old-time": "0s"}),
-        LocalCluster(2, threads_per_worker=1, memory_limit="300MiB", dashboard_address="127.0.0.1:0") as cluster,
+        LocalCluster(n_workers=2, **SMALL) as cluster,
         Client(cluster) as client,
     ):
         x = da.random.default_rng().standard_normal((4000, 4), chunks=(400, 4))
@@ -203,7 +206,7 @@ def small_workers() -> Iterator[Client]:
 @pytest.mark.parametrize("name", TALL)
 def test_routed_functions_beyond_memory(small_workers: Client, name: str, there: bool) -> None:
     """All results and one of them, where the workers can hold neither the matrix nor results as long as it."""
-    (m, n), rows = (390_000, 40), 13_000
+    (m, n), rows = (585_000, 40), 13_000
     noise = da.random.default_rng(7).standard_normal
     x = SimpleNamespace(
         tall=noise((m, n), chunks=(rows, n)),
@@ -233,7 +236,7 @@ def test_where_nothing_fits_routed_functions_are_stock_dasks() -> None:
     config = {**limits, "distmm.memory.limit-fraction": 1e-9, "distmm.minimum-flops": 0}
     with (
         dask.config.set(config),
-        LocalCluster(1, processes=False, memory_limit="64GiB", dashboard_address="127.0.0.1:0") as cluster,
+        LocalCluster(n_workers=1, processes=False, memory_limit="64GiB", dashboard_address="127.0.0.1:0") as cluster,
         Client(cluster),
     ):
         x, compared = operands(24, (600, 8), lambda size: size // 4 if size % 4 == 0 else size), 0
@@ -249,3 +252,26 @@ def test_where_nothing_fits_routed_functions_are_stock_dasks() -> None:
                 np.testing.assert_allclose(np.sort(abs(one), axis=None), np.sort(abs(other), axis=None), rtol=1e-9)
             compared += 1
         assert compared > 50
+
+
+def keep_garbage() -> None:
+    """Hold much memory in a cycle that nothing refers to."""
+    gc.disable()
+    cycle: list[Any] = [np.ones(150 * 2**17)]
+    cycle.append(cycle)
+
+
+def test_garbage_of_processes_is_handed_back_before_a_run_is_refused() -> None:
+    limits = {f"distributed.worker.memory.{limit}": False for limit in ("target", "spill", "pause", "terminate")}
+    config = {**limits, "distributed.worker.memory.recent-to-old-time": "0s", "distmm.waves.mode": "off"}
+    with (
+        dask.config.set(config),
+        LocalCluster(n_workers=1, **SMALL | {"memory_limit": "450MiB"}) as cluster,
+        Client(cluster) as client,
+    ):
+        x, y = (da.random.default_rng().standard_normal((1500, 1500), chunks=500).persist() for _ in "xy")
+        expected, product = x.compute() @ y.compute(), dask_distmm.matmul(x, y)
+        client.run(keep_garbage)
+        (address,) = client.scheduler_info()["workers"]
+        until(lambda: client.scheduler_info()["workers"][address]["metrics"]["memory"] > 300 * 2**20)
+        np.testing.assert_allclose(product.compute(), expected, rtol=1e-9, atol=1e-9)

@@ -373,7 +373,7 @@ def test_metrics():
         found = (line.rsplit(" ", 1) for line in lines if line.startswith("dask_distmm_"))
         return {name: float(value) for name, value in found}
 
-    with LocalCluster(2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster, Client(cluster):
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster, Client(cluster):
         x = da.random.random((200, 200), chunks=100)
         matmul(x, x).compute()
         before = scraped()

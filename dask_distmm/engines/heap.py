@@ -23,15 +23,20 @@ class ReusedHeap:
     def __init__(self) -> None:
         self._lock, self._runs = threading.Lock(), 0
         limits = [os.environ.get(f"MALLOC_{name}_THRESHOLD_") for name in ("TRIM", "MMAP")]
-        glibc = platform.libc_ver()[0] == "glibc" and any(limits)
-        self._library = ctypes.CDLL(None) if glibc else None
+        self._library = ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
+        self._adapts = not any(limits)
         self._limits = [int(limit) if limit and limit.isdigit() else _DEFAULT for limit in limits]
         self._trimmed = self._took = 0.0
 
     def _limit(self, *limits: int) -> None:
-        if self._library is not None:
+        if self._library is not None and not self._adapts:
             for option, limit in zip(_TRIM_AND_MMAP, limits, strict=True):
                 self._library.mallopt(option, limit)
+
+    def trim(self) -> None:
+        """Hand what is free back to the system."""
+        if self._library is not None:
+            self._library.malloc_trim(0)
 
     def __enter__(self) -> None:
         with self._lock:
@@ -46,8 +51,8 @@ class ReusedHeap:
                 return
             self._limit(*self._limits)
             now = time.perf_counter()
-            if self._library is not None and now - self._trimmed > 50 * self._took:
-                self._library.malloc_trim(0)
+            if not self._adapts and now - self._trimmed > 50 * self._took:
+                self.trim()
                 self._trimmed = time.perf_counter()
                 self._took = self._trimmed - now
 

@@ -2,7 +2,7 @@
 
 ::
 
-    scheduler  describe, prepare, start, abort, release                       -> worker
+    scheduler  describe, trim, prepare, start, abort, release                 -> worker
                begin, finish, end, release_operands, worker_lost,
                abandon, release_replica              (no answer)              -> worker
     worker     hear_progress, gathered               (no answer)              -> scheduler

@@ -17,6 +17,7 @@ import asyncio
 import collections
 import contextlib
 import functools
+import gc
 import logging
 import math
 import platform
@@ -44,6 +45,7 @@ from dask_distmm.comms.base import Boxes, PeerLostError
 from dask_distmm.comms.serializers import register_serializers
 from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, contiguous, get_engine, log
 from dask_distmm.engines.entry import watchdog
+from dask_distmm.engines.heap import heap
 from dask_distmm.errors import DistMMError, EngineError, MatrixError, ProtocolError, brief, in_words, raised_by_user
 from dask_distmm.planning import ENGINES, Placement, plan_from_wire
 from dask_distmm.runtime import direct
@@ -188,6 +190,7 @@ class WorkerService:
         self.engine_thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-engine", initializer=as_task)
         self.handlers: dict[str, Callable[..., Any]] = {
             **answering(self.describe),
+            **answering(self.trim),
             **answering(self.prepare, self._is_current),
             **answering(self.start, self._is_current),
             **answering(self.abort, self._is_current),
@@ -243,6 +246,13 @@ class WorkerService:
     async def describe(self) -> Description:
         """Return the facts about this worker that planning needs."""
         return await asyncio.to_thread(_process_facts, self.worker.data)
+
+    async def trim(self) -> Reply:
+        """Hand memory that this process does not use back to the system, and report what it holds then."""
+        await asyncio.to_thread(_trim)
+        self.worker.monitor.update()
+        await self.worker.heartbeat()
+        return Reply("OK")
 
     async def prepare(
         self,
@@ -613,6 +623,11 @@ def _process_facts(data: Any) -> Description:
     # An engine for GPUs has imported CuPy, whose types need help to travel.
     register_serializers()
     return Description("OK", version=__version__, engines=engines, memory=memory, links=links, host=platform.node())
+
+
+def _trim() -> None:
+    gc.collect()
+    heap.trim()
 
 
 def _release(group: int, engine: str, grace: float) -> None:

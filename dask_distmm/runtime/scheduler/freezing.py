@@ -71,6 +71,9 @@ T = TypeVar("T")
 _DESCRIBE_TIMEOUT = 30.0
 # How often the scheduler looks whether a run fits, and whether there are workers that may multiply (seconds).
 _LOOK = 0.2
+# Seconds between two requests that workers hand unused memory back, those within which they are to do so, and those
+# after the request within which the scheduler is to know.
+_TRIMMED, _TRIM_TIMEOUT, _TOLD = 10.0, 5.0, 3.0
 # Memory that a process holds is told in steps of this many bytes, at least this many of them a worker's memory: a plan
 # serves as long as no step changes.
 _STEP, _STEPS = 2**26, 32
@@ -86,8 +89,8 @@ class Roster:
     def __init__(self, scheduler: Scheduler, epoch: str = "") -> None:
         self._scheduler, self._epoch = scheduler, epoch
         self._described: dict[str, Description] = {}
-        # When a worker was last left out as it was paused.
-        self._paused = 0.0
+        # When a worker was last left out as it was paused; when workers were last told to hand memory back.
+        self._paused = self._trimmed = 0.0
         # Workers that have said that they lack this package, and why.
         self.bare: dict[str, str] = {}
 
@@ -172,17 +175,30 @@ class Roster:
     async def until_it_fits(self, plan: Callable[[], Awaitable[T]], limit: float) -> T:
         """Return the outcome of `plan`, called again while it does not fit and workers are left out as they are paused.
 
-        One that reads chunks back from disk is paused for a moment.
+        One that reads chunks back from disk is paused for a moment. What processes hold anyway may be garbage.
         """
         deadline = time() + limit
         while True:
             begun = time()
             try:
                 return await plan()
-            except ProjectedMemoryError:
-                if self._paused < begun or begun > deadline:
+            except ProjectedMemoryError as error:
+                # By itself: what processes hold anyway is not in it.
+                fits = error.projected and all(size <= error.limit.get(a, 0) for a, size in error.projected.items())
+                if fits and begun - self._trimmed > _TRIMMED:
+                    self._trimmed = begun
+                    await self._trim()
+                # What they hold then comes with a heartbeat.
+                awaited = fits and begun - self._trimmed < _TOLD
+                if not awaited and (self._paused < begun or begun > deadline):
                     raise
             await asyncio.sleep(_LOOK)
+
+    async def _trim(self) -> None:
+        """Have workers hand memory that they do not use back to the system."""
+        requests = (ask(self._scheduler.rpc(address), WorkerService.trim, "") for address in self._described)
+        waits = (asyncio.wait_for(request, _TRIM_TIMEOUT) for request in requests)
+        await asyncio.gather(*waits, return_exceptions=True)
 
     def _unfit(self, engine: str, able: Sequence[WorkerState], kind: str) -> str | None:
         """Return None if an engine can run on workers that have it; else why not, empty where there are none."""
