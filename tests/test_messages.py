@@ -39,6 +39,7 @@ DEMAND = Demand("auto", "numpy", ("float64",) * 3)
 # A valid message for each handler, of a run that is over or of a group that is not there.
 TO_WORKERS = (
     (WorkerService.describe,),
+    (WorkerService.trim,),
     (WorkerService.prepare, 1, 0, small_plan(), KEYS),
     (WorkerService.start, 1),
     (WorkerService.abort, 1, "late"),

@@ -196,7 +196,7 @@ class Roster:
 
     async def _trim(self) -> None:
         """Have workers hand memory that they do not use back to the system."""
-        requests = (ask(self._scheduler.rpc(address), WorkerService.trim, "") for address in self._described)
+        requests = (ask(self._scheduler.rpc(address), WorkerService.trim, self._epoch) for address in self._described)
         waits = (asyncio.wait_for(request, _TRIM_TIMEOUT) for request in requests)
         await asyncio.gather(*waits, return_exceptions=True)
 
