@@ -190,7 +190,7 @@ class WorkerService:
         self.engine_thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-engine", initializer=as_task)
         self.handlers: dict[str, Callable[..., Any]] = {
             **answering(self.describe),
-            **answering(self.trim),
+            **answering(self.trim, self._is_current),
             **answering(self.prepare, self._is_current),
             **answering(self.start, self._is_current),
             **answering(self.abort, self._is_current),
