@@ -190,6 +190,9 @@ class Program:
             self.forget(names)
 
     def forget(self, names: list[str]) -> None:
+        if any("dask.optimize(" in line for line in self.lines):
+            # What that returns does not keep chunks on the workers: Dask cancels them with what it was made of.
+            return
         self.lines.append(f"del {', '.join(names)}")
         for name in names:
             del self.live[name]

@@ -204,7 +204,12 @@ def test_memory_of_temporaries_is_reused_while_runs_last(monkeypatch):
         pass
     assert library.made.count("trim") == 1
     monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
-    assert ReusedHeap()._library is None
+    # glibc adapts to sizes by itself.
+    heap = ReusedHeap()
+    heap._library = library = Calls()
+    with heap:
+        pass
+    assert not library.made
 
 
 def failing(block, bad):
