@@ -109,8 +109,8 @@ def ldlt(a: Operand, **how: Unpack[FactorOptions]) -> tuple[Array, Array]:
     """Return L and d with ``a = L @ diag(d) @ L^H`` of a Hermitian matrix, without pivots.
 
     It is backward stable for matrices that are definite, quasi-definite (``[[E, B^H], [B, -F]]`` with definite E and F,
-    not too ill-conditioned) or diagonally dominant; others may have no such factors, or very large ones. d has the
-    inertia of `a`. It takes the operations of a Cholesky factorization, half of those of `lu`. SciPy's ``ldl`` swaps
+    not too ill-conditioned: R. Vanderbei, Symmetric quasidefinite matrices, SIAM J. Optimization 5, 1995) or diagonally
+    dominant; others may have no such factors, or very large ones. d has the inertia of `a`. It takes the operations of a Cholesky factorization, half of those of `lu`. SciPy's ``ldl`` swaps
     rows, and has blocks in D.
 
     Parameters
@@ -131,10 +131,6 @@ def ldlt(a: Operand, **how: Unpack[FactorOptions]) -> tuple[Array, Array]:
         `a` is not square, or of a type that is not supported.
     MatrixError
         When it is computed: an element of d is exactly zero. It is a ``numpy.linalg.LinAlgError``.
-
-    References
-    ----------
-    R. Vanderbei, Symmetric quasidefinite matrices, SIAM J. Optimization 5 (1995).
 
     Examples
     --------
