@@ -110,8 +110,8 @@ def ldlt(a: Operand, **how: Unpack[FactorOptions]) -> tuple[Array, Array]:
 
     It is backward stable for matrices that are definite, quasi-definite (``[[E, B^H], [B, -F]]`` with definite E and F,
     not too ill-conditioned: R. Vanderbei, Symmetric quasidefinite matrices, SIAM J. Optimization 5, 1995) or diagonally
-    dominant; others may have no such factors, or very large ones. d has the inertia of `a`. It takes the operations of a Cholesky factorization, half of those of `lu`. SciPy's ``ldl`` swaps
-    rows, and has blocks in D.
+    dominant; others may have no such factors, or very large ones. d has the inertia of `a`. It takes the operations of
+    a Cholesky factorization, half of those of `lu`. SciPy's ``ldl`` swaps rows, and has blocks in D.
 
     Parameters
     ----------
