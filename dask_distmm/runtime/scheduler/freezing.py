@@ -195,7 +195,7 @@ class Roster:
             await asyncio.sleep(_LOOK)
 
     async def _trim(self) -> None:
-        """Have workers hand memory that they do not use back to the system."""
+        """Ask workers to hand memory that they do not use back to the system."""
         requests = (ask(self._scheduler.rpc(address), WorkerService.trim, self._epoch) for address in self._described)
         waits = (asyncio.wait_for(request, _TRIM_TIMEOUT) for request in requests)
         await asyncio.gather(*waits, return_exceptions=True)
