@@ -1,4 +1,4 @@
-"""The model of the engine `numpy`: operands come in panels over Dask's comms, while BLAS works on across. Pure."""
+"""The model of the engine `numpy`: operands come in panels over Dask's comms, while BLAS works on others. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class NumpyModel(EngineModel):
         return product.steps(plan, rank, begun)
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
-        """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of across."""
+        """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of others."""
         problem, machine, ranks = plan.problem, plan.machine, range(len(plan.ranks))
         p, q, s = plan.grid
         height, width, k = plan.extents
@@ -64,7 +64,7 @@ class NumpyModel(EngineModel):
         """Return the bytes that each participant holds at most.
 
         Counted are: chunks of A and B there, what the rank sums into, its chunks of D, panels in flight, packed
-        panels, and partial sums of across. Not counted is what the worker holds anyway for other tasks.
+        panels, and partial sums of others. Not counted is what the worker holds anyway for other tasks.
         """
         problem, npart, nranks = plan.problem, len(plan.participants), len(plan.ranks)
         compute, (height, width, k) = problem.compute_type.itemsize, plan.extents
@@ -83,7 +83,7 @@ class NumpyModel(EngineModel):
         elif "d" in plan.packing:
             own += owned
         else:
-            # Chunks are summed into in place; parts of them that across compute come on top.
+            # Chunks are summed into in place; parts of them that others compute come on top.
             own += np.maximum(0.0, owned - np.diagonal(plan.final_traffic) * problem.d.itemsize)
         if not dataclasses.replace(problem.formula, partial=False).trivial:
             # Results of a chunk, and what the formula reads for it, come beside its sums.
