@@ -387,9 +387,8 @@ def _cut_of_input(plan: Plan, name: str) -> tuple[Layout, list[int], list[NDArra
         lengths = tuple(tile.layout.local_shape(rank)[axis] for rank in ranks if is_cut or not rank)
         layout = Layout.of_chunks((lengths, (1,)) if axis == 0 else ((1,), lengths))
         return layout, [], [np.array([rank * is_cut]) for rank in ranks]
-    # An axis of length 1 is broadcast: all chunks of D along it need the same part.
-    (rows, cols), (height, width) = problem.d.chunks, problem[name].shape
-    down, across = height == problem.m, width == problem.n
+    # All chunks of D along an axis that is broadcast need the same part.
+    (rows, cols), (down, across) = problem.d.chunks, problem.varies(name)
     sizes = (rows if down else (1,), cols if across else (1,))
     numbers = np.add.outer(down * np.arange(len(rows)) * len(sizes[1]), across * np.arange(len(cols))).ravel()
     return Layout.of_chunks(sizes), numbers.tolist(), [np.unique(numbers[plan.owned(rank)]) for rank in ranks]

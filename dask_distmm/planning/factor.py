@@ -213,6 +213,11 @@ class FactorPlacement(Placement):
             raise ProtocolError(f"malformed plan: width {self.width} or owners do not fit {len(self.ranks)} ranks")
 
     @property
+    def products(self) -> str:
+        """How products are computed; see `Factorization.products`."""
+        return self.task.products(on_gpus=ENGINES[self.engine].on_gpus)
+
+    @property
     def plain(self) -> Estimate | None:
         """What it takes to factorize A itself at once."""
         if not self.task.refines or self.task.has_factors:
@@ -301,7 +306,7 @@ class FactorPlacement(Placement):
             task.dtype_of_factors,
             factored="" if task.has_factors else task.refined_way,
             parts=sorted(parts),
-            compute=task.products(on_gpus=ENGINES[self.engine].on_gpus),
+            compute=self.products,
             lenient=True,
         )
         refined(
@@ -341,7 +346,7 @@ class FactorPlacement(Placement):
             check=self._check,
             holders=() if task.spectral or task.refines else self.holders,
             numbered=numbered,
-            compute="" if task.refines else task.products(on_gpus=model.on_gpus),
+            compute="" if task.refines else self.products,
             queued=model.on_gpus and name == "qr",
             together=model.collective,
         )
@@ -558,8 +563,7 @@ def _work(plan: FactorPlacement, moved: float) -> Work:
         # Factors of few bits, about half of whose time is spent outside of products; and turns in which A is read once
         # and factors twice.
         low, few = dtype_from_name(task.dtype_of_factors).itemsize, machine.rate(task.dtype_of_factors)
-        products = task.products(on_gpus=model.on_gpus)
-        fast = machine.rate("float16") / 4 if products == "fp16x3" else machine.rate(products) if products else few
+        fast = {"": few, "fp16x3": machine.rate("float16") / 4}.get(plan.products) or machine.rate(plan.products)
         rate = 2 / (1 / few + 1 / fast)
         factors = 0.0 if task.has_factors else (n**3 / 3 if task.hermitian else 2 * n**3 / 3) * complexes
         product, square = EXPECTED * (2 * n * n * plan.columns.matrices[1].shape[1] * complexes), n * n
@@ -629,7 +633,7 @@ def _memory(plan: FactorPlacement) -> NDArray[np.float64]:
         held += sizes.sum() / npart if holders is None else np.bincount(holders, sizes, npart)
     for rank, index in enumerate(plan.ranks):
         beside = 2 * plan.columns.rows * plan.width * block_size
-        if task.products(on_gpus=ENGINES[plan.engine].on_gpus) == "fp16x3":
+        if plan.products == "fp16x3":
             # Three numbers of float16 for each element of a panel and of what it is multiplied by, ahead and beside.
             beside += 2 * 6 * plan.width * (plan.columns.rows + plan.columns.local_cols(rank))
         if task.refines:

@@ -98,10 +98,9 @@ def formula_inputs(plan: Plan) -> NDArray[np.float64]:
     problem, total, npart = plan.problem, np.zeros((2, len(plan.ranks))), len(plan.participants)
     counts, homes = problem.d.counts, np.asarray(plan.ranks)[plan.owners]
     for extra in problem.extras:
-        # An axis of length 1 is broadcast.
-        whole = [size == length for size, length in zip(extra.shape, (problem.m, problem.n), strict=True)]
-        cuts = [chunk_cuts(sizes) if every else (0, 1) for sizes, every in zip(problem.d.chunks, whole, strict=True)]
-        parts = [count if every else 1 for count, every in zip(counts, whole, strict=True)]
+        axes = [*zip(problem.d.chunks, problem.varies(extra.name), strict=True)]
+        cuts = [chunk_cuts(sizes) if varies else (0, 1) for sizes, varies in axes]
+        parts = [len(sizes) if varies else 1 for sizes, varies in axes]
         needed = np.broadcast_to(np.multiply.outer(*map(np.diff, cuts)), counts).ravel().astype(float)
         if (where := plan.where.get(extra.name)) is None:
             missing = needed * (1 - 1 / npart)

@@ -387,6 +387,11 @@ class Problem(Computation):
         """Whether every worker is to keep all of D, or of an operand."""
         return bool(self.formula.replicated or self.gathered)
 
+    def varies(self, name: str) -> tuple[bool, bool]:
+        """Whether an input of the formula has values along rows and columns of D; an axis of length 1 is broadcast."""
+        rows, cols = self[name].shape
+        return rows == self.m, cols == self.n
+
     def source_of(self, operand: str) -> str:
         """Return the name of the input whose chunks are those of an operand: A's for B where these are the same."""
         return "a" if operand == "b" and self.same else operand

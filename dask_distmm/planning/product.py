@@ -283,9 +283,9 @@ class Product(Recorder):
             self.pull(holder, self._key(len(plan.ranks), self.me), tuple(wanted[holder]), op=op)
 
     def _read_of(self, name: str, rect: Rect) -> Rect:
-        """Return the part that the formula reads of an operand for a part of D: an axis of length 1 is broadcast."""
-        rows, cols = self.problem[name].shape
-        return (*(rect[:2] if rows == self.problem.m else (0, 1)), *(rect[2:] if cols == self.problem.n else (0, 1)))
+        """Return the part that the formula reads of an operand for a part of D."""
+        down, across = self.problem.varies(name)
+        return (*(rect[:2] if down else (0, 1)), *(rect[2:] if across else (0, 1)))
 
 
 class _Chunks(Product):

@@ -200,8 +200,8 @@ class Panels(Recorder):
         self._numbered, self._compute, self.lenient, self._carried = numbered, compute, lenient, 0
         # What panels are of: one of `FACTORED`, ``"reflect"`` for reflectors, or nothing; the parts of them that others
         # need; the size that diagonals are looked at with, if they are; the ranks that have all pivots in the end;
-        # whether updates are queued before a panel that is waited for; whether all ranks meet for
-        # each panel of a sweep, also those that do not need it, as a broadcast wants it.
+        # whether updates are queued before a panel that is waited for; whether all ranks meet for each panel of a
+        # sweep, also those that do not need it, as a broadcast wants it.
         self._factored, self._parts, self._check, self._holders, self._queued = factored, parts, check, holders, queued
         self._together, self._sweeps = together and columns.ranks > 1, 0
         self.array = Buffer("x", (columns.rows, columns.local_cols(me)), dtype)
@@ -428,8 +428,8 @@ def cholesky(p: Panels, order: Sequence[int], last: int, *, unit: bool = False) 
             p.call("ldlt", diagonal, start=p.columns.place(k)[0], makes=[p.extra(k)])
         else:
             p.call("potrf", diagonal, makes=[p.extra(k)])
-        if not (unit or p.lenient):
-            p.call("check_minor", p.extra(k), start=p.columns.place(k)[0])
+            if not p.lenient:
+                p.call("check_minor", p.extra(k), start=p.columns.place(k)[0])
         p.update("trsm", diagonal, below, right=True, lower=True, op="C", unit=unit)
         if unit:
             p.call("divide_columns", below, p.extra(k))
@@ -439,10 +439,8 @@ def cholesky(p: Panels, order: Sequence[int], last: int, *, unit: bool = False) 
         if owned := p.columns.owned(p.me, first, end):
             top = p.columns.blocks[owned[0]].start
             blocks = [(b.start - top, b.stop - top) for b in map(p.columns.blocks.__getitem__, owned)]
-            middle = [p.extra(k)] * unit
-            p.update(
-                "update_lower", p.panel(k)[top - start :, :], p.blocks(first, end)[top:, :], *middle, blocks=blocks
-            )
+            rows, middle = p.panel(k)[top - start :, :], [p.extra(k)] * unit
+            p.update("update_lower", rows, p.blocks(first, end)[top:, :], *middle, blocks=blocks)
         if p.columns.owned(p.me, max(first, end), stop):
             substitute_block(p, k, p.blocks(max(first, end), stop), lower=True)
 

@@ -57,12 +57,14 @@ _distances = cp.ElementwiseKernel(
 )
 
 # A number as two of float16: what is left of it by the first one, with as many bits again. Numbers are multiplied by a
-# power of two, so that neither part is too large or has lost bits: the largest one is known, or below 1024.
+# power of two, so that neither part is too large or has lost bits: the largest one is known, or below 1024. Then it is
+# from 2 to this exponent on.
+_EXPONENT = 6
 _halve = cp.ElementwiseKernel(
     "float32 a, float32 largest, bool right",
     "float16 first, float16 second, float16 third",
-    """
-    const float x = ldexpf(a, largest > 0.0f ? 6 - ilogbf(largest) : 6);
+    f"""
+    const float x = ldexpf(a, {_EXPONENT} - (largest > 0.0f ? ilogbf(largest) : 0));
     const float16 high(x), low(x - float(high));
     first = right ? high : low;
     second = right ? low : high;
@@ -73,7 +75,7 @@ _halve = cp.ElementwiseKernel(
 _unscaled = cp.ElementwiseKernel(
     "float32 a, float32 b, float32 alpha",
     "float32 factor",
-    "factor = ldexpf(alpha, (a > 0.0f ? ilogbf(a) : 0) + (b > 0.0f ? ilogbf(b) : 0) - 12)",
+    f"factor = ldexpf(alpha, (a > 0.0f ? ilogbf(a) : 0) + (b > 0.0f ? ilogbf(b) : 0) - {2 * _EXPONENT})",
     "distmm_unscaled",
 )
 _largest = cp.ReductionKernel(
@@ -212,7 +214,7 @@ class SolverKernels(DeviceMerging):
         if not c.size or not (depth or not beta):
             return
         half, single, blas = DATA_TYPES["float16"], DATA_TYPES["float32"], self._now.blas
-        factors: Any = _scalar(alpha / 4096, c.dtype), _scalar(beta, c.dtype)
+        factors: Any = _scalar(alpha / 4**_EXPONENT, c.dtype), _scalar(beta, c.dtype)
         at = [x.ctypes.data for x in factors]
         ranged = a.largest is not None or b.largest is not None
         if ranged:

@@ -177,6 +177,11 @@ def solve_by_halves(
     kernels.trsm(a[j, j], left, right=right, lower=lower, op=op, unit=unit, **compute)
 
 
+def diagonal_view(xp: Any, a: Any) -> Any:
+    """Return the diagonal of a matrix in its memory, which may be written to."""
+    return xp.lib.stride_tricks.as_strided(a, (min(a.shape),), (sum(a.strides),))
+
+
 def assign(target: Any, source: Any) -> None:
     """Write a matrix, or one number, to all of a matrix.
 

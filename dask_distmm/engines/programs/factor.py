@@ -16,7 +16,7 @@ import numpy as np
 import scipy.linalg
 from numpy.typing import NDArray
 
-from dask_distmm.engines.programs.blas import Kernels, assign, solve_by_halves
+from dask_distmm.engines.programs.blas import Kernels, assign, diagonal_view, solve_by_halves
 from dask_distmm.engines.programs.spectral import decompose
 from dask_distmm.errors import MatrixError
 from dask_distmm.programs.factorizations import Factorization
@@ -98,7 +98,7 @@ def gram_reflectors(kernels: Kernels, a: Any) -> Any:
         infos.append(kernels.potrf(second))
         assign(top, q[:n])
         kernels.trsm(second, top, right=True, lower=True, op="C", unit=False)
-        diagonal = xp.lib.stride_tricks.as_strided(top, (n,), (sum(top.strides),))
+        diagonal = diagonal_view(xp, top)
         signs = xp.copysign(1, -diagonal.real)
         diagonal -= signs
         kernels.getrf(top, pivoting=False)
@@ -210,11 +210,8 @@ class FactorKernels:
         """Overwrite the lower triangle of a Hermitian block with L and D of L D L^H, without pivots; return D."""
         kernels, lower = self.blas, self.blas.triangle(a, lower=True, unit=False)
         kernels.adjoint(lower, a)
-        diagonal = kernels.xp.lib.stride_tricks.as_strided(a, (len(a),), (sum(a.strides),))
-        lower += a
-        lower_diagonal = kernels.xp.lib.stride_tricks.as_strided(lower, (len(a),), (sum(lower.strides),))
-        lower_diagonal[...] = diagonal.real
-        assign(a, lower)
+        a += lower
+        diagonal_view(kernels.xp, a)[...] = diagonal_view(kernels.xp, lower).real
         with np.errstate(all="ignore"):
             # U of L U is D L^H.
             kernels.getrf(a, pivoting=False)

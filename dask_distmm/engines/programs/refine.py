@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy.linalg
 
-from dask_distmm.engines.programs.blas import Kernels, assign
+from dask_distmm.engines.programs.blas import Kernels, assign, diagonal_view
 from dask_distmm.errors import MatrixError, not_finite
 from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.refine import (
@@ -135,8 +135,7 @@ class RefineKernels:
     def _diagonal(self, piece: Piece) -> Any:
         """Return the elements of a part that are on the diagonal of A."""
         offset = piece.row - piece.col
-        array = piece.array[max(0, -offset) :, max(0, offset) :]
-        return self.xp.lib.stride_tricks.as_strided(array, (min(array.shape),), (sum(array.strides),))
+        return diagonal_view(self.xp, piece.array[max(0, -offset) :, max(0, offset) :])
 
     def weigh(self, weights: Any, norm: Any, *parts: Any, positive: bool, has_factors: bool) -> None:
         """Compute scales of rows (of columns, too, if positive definite), powers of two, and the norm of A."""
@@ -159,20 +158,21 @@ class RefineKernels:
 
     def scale_columns(self, a: Any, scales: Any, *, places: Sequence[tuple[int, int]], narrow: bool) -> None:
         """Scale columns by powers of two; all of them if the factors' type is `narrow`; `places` are theirs in A."""
-        xp, at, all_ones = self.xp, 0, True
-        factors = np.zeros(len(scales), scales.dtype)
+        xp, at = self.xp, 0
         parts = (a.real, a.imag) if a.dtype.kind == "c" else (a,)
         largest = functools.reduce(xp.maximum, [xp.maximum(x.max(axis=0), -x.min(axis=0)) for x in parts])
         exponents = self.blas.host(xp.frexp(largest)[1])
         for start, stop in places:
             own = exponents[at : at + stop - start]
             at += stop - start
-            alike = not narrow and own.max() - _ALIKE <= own.min() and own.min() > _SMALL
-            factors[start:stop] = 1 if alike else np.ldexp(1.0, np.clip(-own, -_LARGEST, _LARGEST))
-            all_ones &= alike
-        scales[...] = xp.asarray(factors)[:, None]
-        if not all_ones:
-            a *= scales[np.concatenate([np.arange(*place) for place in places]), 0].astype(largest.dtype)
+            if not narrow and own.max() - _ALIKE <= own.min() and own.min() > _SMALL:
+                own[...] = 0
+        factors = self._powers(-xp.asarray(exponents)).astype(scales.dtype)
+        assign(scales, 0)
+        if places:
+            scales[np.concatenate([np.arange(*place) for place in places]), 0] = factors
+        if exponents.any():
+            a *= factors.astype(largest.dtype)
 
     def order_of_rows(self, rows: Any, *, back: bool) -> None:
         """Compute the permutation of rows that the pivots make, or its inverse."""
