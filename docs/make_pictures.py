@@ -27,7 +27,7 @@ from dask_distmm.layout import Layout, ProcessGrid, redistribution
 from dask_distmm.planning import NamedMatrix, Plan, Worker, plan
 from dask_distmm.planning.cuts import pieces_of, traffic
 from dask_distmm.planning.factor import FactorPlacement, FactorProblem
-from dask_distmm.planning.product import panels
+from dask_distmm.planning.groups import panels
 from dask_distmm.programs.check import walk as in_any_order
 from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.programs.steps import Call, Publish, Pull, flops_of

@@ -17,6 +17,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from dask_distmm.planning import Plan
+from dask_distmm.planning.groups import chunk_blocks_of
+from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.programs.check import _TURNS, Lists, ProgramError, walk
 from dask_distmm.programs.steps import (
     CONTRACTS,
@@ -28,14 +31,16 @@ from dask_distmm.programs.steps import (
     FlatStep,
     If,
     Key,
+    Load,
     Loop,
     LoopIteration,
-    Make,
     New,
     Publish,
     Pull,
+    Reserve,
     Step,
     Store,
+    Take,
     View,
     crossing,
     has_messages,
@@ -72,6 +77,20 @@ def check(lists: Lists) -> None:
                 raise ProgramError(f"rank {rank}, {step}, flags {flags}: {error}") from None
         left = {rank: sorted(here) for rank, here in enumerate(state.here) if here}
         _expect(not left, f"ranks leave {left}")
+
+
+def moved_bytes(plan: Plan, rank: int, steps: Sequence[Step]) -> int:
+    """Return the bytes that a rank of a product gets from other workers."""
+    moved, near = 0, (plan.ranks[rank], EVERYWHERE)
+    for step in steps:
+        if isinstance(step, Pull):
+            moved += step.nbytes
+        for _, name, rect in step if isinstance(step, Load) else ():
+            matrix = plan.problem[name]
+            for block in chunk_blocks_of(matrix.chunks, 0, rect):
+                if plan.where[name][block.chunk] not in near:
+                    moved += block.rows * block.cols * matrix.itemsize
+    return moved
 
 
 def _expect(good: bool, what: str) -> None:
@@ -118,14 +137,19 @@ class _State:
             case New(target, zero):
                 self._begin(rank, target, written=zero)
                 self._set(rank, target, self._number("zeros", target.shape) if zero else next(self._numbers))
-            case Make(View() as place, by=by):
-                self._has(rank, place, written=False)
+            case Load(places, by=by):
                 for scale in by:
                     self._has(rank, scale, written=True)
-                self._change(rank, place)
-                self._set(rank, place, next(self._numbers))
-            case Make(target, operand, donated=donated):
-                self._begin(rank, target, written=bool(operand))
+                for place in places:
+                    if isinstance(place, Buffer):
+                        self._begin(rank, place, written=False)
+                    self._has(rank, place, written=False)
+                    self._change(rank, place)
+                    self._set(rank, place, next(self._numbers))
+            case Reserve(target):
+                self._begin(rank, target, written=False)
+            case Take(target, donated=donated):
+                self._begin(rank, target, written=True)
                 if not donated:
                     fixed[target.name] = [(target.box, None)]
             case Call():
@@ -150,9 +174,6 @@ class _State:
                     if not copied:
                         fixed.setdefault(buffer.name, []).append((buffer.box, key if once else None))
                 self._lent[rank, key] = [(x, self._value_of(rank, x)) for x in buffers]
-            case Pull(_, _, buffers, boxes=boxes) if boxes:
-                for buffer in buffers:
-                    self._begin(rank, buffer, written=True)
             case Pull(owner, key, buffers, taken, op):
                 there = self._lent[owner, key]
                 _expect(owner != rank, "a rank pulls from itself")

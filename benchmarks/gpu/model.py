@@ -1,7 +1,7 @@
 """How the order of a run's pulls and products works out, without GPUs: ``python -m benchmarks.gpu.model``.
 
 A fluid model of the peer engine. Ranks begin a little apart. Each pulls and multiplies in the engine's own order
-(`dask_distmm.planning.blocks`). A GPU sends and receives so many bytes a second in all, which copies that
+(`dask_distmm.planning.groups`). A GPU sends and receives so many bytes a second in all, which copies that
 go on at the same time share as evenly as can be; products take what their operations take at the rate of a large one,
 or longer if they are too small to fill a GPU. The host, latencies and the sums that ranks pull at the end are left out:
 the model tells orders from each other, and no milliseconds.
@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 
 from benchmarks.gpu import cases
 from dask_distmm.planning import Plan, Worker, plan
-from dask_distmm.planning.blocks import steps
 from dask_distmm.planning.cuts import full_side
-from dask_distmm.planning.product import chunk_blocks_of
-from dask_distmm.programs.steps import Box, Call, Make, crossing
+from dask_distmm.planning.groups import chunk_blocks_of
+from dask_distmm.programs.steps import Box, Call, Load, crossing
 from tests.conformance import make_problem
 
 # In place of a number of chunks.
@@ -81,17 +80,18 @@ def rank_of(made: Plan, rank: int) -> Rank:
     pulls, products = list[Pull](), list[Product]()
     # For each buffer the loads that are in it, and the last product that has read it.
     inside, used = dict[str, list[tuple[Box, int]]](), dict[str, int]()
-    for step in steps(made, rank, lambda operand, number: True):
-        if isinstance(step, Make) and step.rect is not None:
-            matrix = made.problem[step.operand]
+    for step in made.steps(rank):
+        if isinstance(step, Load):
+            ((place, operand, rect),) = step
+            matrix = made.problem[operand]
             held: dict[int, float] = {}
-            for piece in chunk_blocks_of(matrix.chunks, "ab".index(step.operand), step.rect):
+            for piece in chunk_blocks_of(matrix.chunks, "ab".index(operand), rect):
                 holder = int(made.where[matrix.name][piece.chunk])
                 held[holder] = held.get(holder, 0.0) + piece.rows * piece.cols * matrix.itemsize
             held.pop(me, None)
             # The next rank first, as the engine has it.
             sources = sorted(held.items(), key=lambda one: (one[0] - me) % len(made.participants))
-            name, box = step.buffer.name, step.buffer.box
+            name, box = place.name, place.box
             kept = [one for one in inside.get(name, ()) if not crossing(one[0], box)]
             after = used.get(name, -1) if len(kept) < len(inside.get(name, ())) else -1
             inside[name] = [*kept, (box, len(pulls))]

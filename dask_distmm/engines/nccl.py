@@ -39,7 +39,7 @@ from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.model import ENGINES
-from dask_distmm.programs.steps import Key, Make, Publish, Pull
+from dask_distmm.programs.steps import Key, Load, Publish, Pull
 
 # Bytes that are on their way from one rank to another at a time, and again in the other direction.
 _BATCH_BYTES = 2**28
@@ -88,11 +88,12 @@ class SentPanels(GroupTransport, DevicePanels):
         """Return by operand the parts that workers have which are not ranks."""
         parts_of: dict[str, list[tuple[Part, Any]]] = {}
         for step in job.steps:
-            if isinstance(step, Make) and step.operand:
-                for holder, parts in job.wanted(step.operand, job.at(step.buffer)).items():
+            if isinstance(step, Load):
+                (name,), (place,) = step.operands, step.places
+                for holder, parts in job.wanted(name, job.at(place)).items():
                     if holder not in self._ranks:
                         answer = wait_checked(job.fetch("input", holder, parts), self._check)
-                        parts_of.setdefault(step.operand, []).extend(zip(parts, answer, strict=True))
+                        parts_of.setdefault(name, []).extend(zip(parts, answer, strict=True))
         return parts_of
 
     def gather(self, job: ProgramJob, name: str, target: Any) -> None:

@@ -274,11 +274,6 @@ class Formula:
 PLAIN = Formula()
 
 
-def part_shape(keeps: tuple[bool, bool], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of an output's part beside a part of D, from the answer of `Formula.keeps`."""
-    return tuple(n if kept else 1 for n, kept in zip(shape, keeps, strict=True))
-
-
 def elementwise(
     xp: Any, formula: Formula, acc: Any, inputs: Mapping[str, Any], factors: tuple[Any, Any] | None = None
 ) -> tuple[Any, ...]:
@@ -353,29 +348,28 @@ def finish(xp: Any, formula: Formula, acc: Any, inputs: Mapping[str, Any]) -> tu
     return scaled(formula, d, inputs), aux
 
 
-def finish_by_rows(formula: Formula, acc: Any, inputs: Mapping[str, Any], out: NDArray[Any]) -> dict[str, Any]:
-    """Apply the formula to a NumPy array, a few rows at a time; store D, which may lie over the sums, in `out`.
+def finish_by_rows(
+    formula: Formula, acc: Any, inputs: Mapping[str, Any], out: NDArray[Any], aux_out: Mapping[str, Any]
+) -> None:
+    """Apply the formula to a NumPy array, a few rows at a time.
 
-    Returns the auxiliary outputs by name, in the type of `acc`. Parameters as `elementwise`.
+    D, which may lie over the sums, is stored in `out`, auxiliary outputs in `aux_out`. Parameters as `elementwise`.
     """
     step = max(1, _BLOCK_BYTES // max(1, acc.shape[1] * acc.itemsize))
-    outputs: dict[str, list[Any]] = {}
+    reduced: dict[str, Any] = {}
     for top in range(0, len(acc), step):
         rows = slice(top, top + step)
         parts = {name: x[rows] if len(x) == len(acc) else x for name, x in inputs.items()}
         d, aux = finish(np, formula, acc[rows], parts)
         for name, values in aux.items():
-            # D may be stored over the sums.
-            outputs.setdefault(name, []).append(values.copy() if np.may_share_memory(values, acc) else values)
+            if formula.keeps(name)[0]:
+                aux_out[name][rows] = values
+            else:
+                together = np.maximum if name == "result_amax" else np.add
+                reduced[name] = together(reduced[name], values) if name in reduced else values.copy()
         store(out[rows], d)
-    return {name: _joined(formula, name, parts) for name, parts in outputs.items()}
-
-
-def _joined(formula: Formula, name: str, parts: list[Any]) -> Any:
-    if formula.keeps(name)[0]:
-        return np.concatenate(parts)
-    together = np.maximum if name == "result_amax" else np.add
-    return functools.reduce(together, parts)
+    for name, values in reduced.items():
+        aux_out[name][...] = values
 
 
 def call_function(pickled: bytes, role: str, *args: Any, **kwargs: Any) -> Any:

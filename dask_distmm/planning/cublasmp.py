@@ -81,11 +81,11 @@ from dask_distmm.planning.footprint import (
     spread,
     uploaded,
 )
+from dask_distmm.planning.groups import chunk_name
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.placement import EVERYWHERE, REPLICA, everywhere
 from dask_distmm.planning.plan import Plan, once
 from dask_distmm.planning.problem import Problem, library_epilog
-from dask_distmm.planning.product import chunk_name
 from dask_distmm.programs.recorder import Recorder, Rows
 from dask_distmm.programs.steps import Buffer, Step
 
@@ -478,7 +478,7 @@ def steps(plan: Plan, rank: int, usable: Callable[[int, int], bool]) -> tuple[St
         extra = [Buffer(f"{x.name}@{index}", x.chunk_shape(index), x.dtype) for x in problem.outputs[1:]]
         d[index] = chunk_of_d(role, index, problem.d.dtype)
         options: dict[str, Any] = {"names": names[2:], "formula": problem.formula}
-        p.call("finish_into", *read, sums, d[index], *extra, reads=len(read), **options)
+        p.call("finish", *read, sums, d[index], *extra, reads=len(read), **options)
         for output, buffer in zip(problem.outputs[1:], extra, strict=True):
             p.leave(output.name, buffer, index)
     if "d" in plan.kept and len(plan.ranks) > 1 and not CUBLASMP.all_reduced(plan):

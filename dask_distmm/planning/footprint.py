@@ -6,6 +6,7 @@ C-ordered, unless they are small or have another type than is computed in.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,11 @@ def formula_inputs(plan: Plan) -> NDArray[np.float64]:
         else:
             held = traffic(extra.chunks, (cuts[0], cuts[1]), where, npart).reshape(npart, *parts)
             missing = needed - np.broadcast_to(held, (npart, *counts)).reshape(npart, -1)[homes, np.arange(len(homes))]
-        total += [np.bincount(plan.owners, x * extra.itemsize, len(plan.ranks)) for x in (needed, missing)]
+        # A part that several chunks of a rank need is there once.
+        part = np.broadcast_to(np.arange(math.prod(parts)).reshape(parts), counts).ravel()
+        _, first = np.unique(plan.owners.astype(np.int64) * part.size + part, return_index=True)
+        weights = (sizes[first] * extra.itemsize for sizes in (needed, missing))
+        total += [np.bincount(plan.owners[first], weight, len(plan.ranks)) for weight in weights]
     return total
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.planning import product
 from dask_distmm.planning.footprint import Needs, delivered, held_operands, panel_width, spread
+from dask_distmm.planning.groups import Usable
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import is_gram
@@ -28,9 +29,9 @@ class NumpyModel(EngineModel):
     # Seconds of processor time, float64, N = 250 to 1000: 0.15, 0.16, 0.2 ms on each of two ranks.
     column_seconds: ClassVar = 1.5e-4
 
-    def steps(self, plan: Plan, rank: int, *, begun: Collection[int], usable: Any) -> tuple[Step, ...]:
+    def steps(self, plan: Plan, rank: int, *, begun: Collection[int], usable: Usable) -> tuple[Step, ...]:
         """Return the steps of a rank of a plan."""
-        return product.steps(plan, rank, begun)
+        return product.steps(plan, rank, begun, usable)
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
         """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of others."""
@@ -102,8 +103,9 @@ class NumpyModel(EngineModel):
             panel = panel_width(problem, height + width, k)
             own += panel * (("a" in plan.packing) * height + ("b" in plan.packing) * width) * compute
             # In flight towards this rank, and one on its way out.
-            flights = np.minimum(problem.options.prefetch_panels + 1, -(-k // panel))
-            own += (flights + 1) * panel * (height + width) * compute * (1 - 1 / npart)
+            flights, each = np.minimum(problem.options.prefetch_panels + 1, -(-k // panel)), panel * (height + width)
+            missing = sum(needed - held[list(plan.ranks), range(nranks)] for needed, held in needs.values())
+            own += np.minimum(missing, flights * each * compute) + each * compute * (1 - 1 / npart)
         total[list(plan.ranks)] += own
         return total
 

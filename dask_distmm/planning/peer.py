@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 from dask.utils import format_bytes
 from numpy.typing import NDArray
 
-from dask_distmm.planning import blocks
+from dask_distmm.planning import product
 from dask_distmm.planning.computation import Worker
 from dask_distmm.planning.cuts import pieces_that_fill, shape_of, slowdown
 from dask_distmm.planning.footprint import (
@@ -30,6 +30,7 @@ from dask_distmm.planning.footprint import (
     spread,
     uploaded,
 )
+from dask_distmm.planning.groups import Usable
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.schedule import (
@@ -86,9 +87,9 @@ class PeerModel(SolverModel):
                 )
         return ""
 
-    def steps(self, plan: Plan, rank: int, *, begun: Any, usable: blocks.Usable) -> tuple[Step, ...]:
+    def steps(self, plan: Plan, rank: int, *, begun: Collection[int], usable: Usable) -> tuple[Step, ...]:
         """Return the steps of a rank of a plan."""
-        return blocks.steps(plan, rank, usable)
+        return product.steps(plan, rank, begun, usable)
 
     def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.float64]:
         """Return the bytes of device memory that each participant holds at most.

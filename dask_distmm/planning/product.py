@@ -1,231 +1,140 @@
-"""The steps of a rank of a product: what it reads, multiplies, adds up and hands over. Pure.
+"""The steps of a rank of a product: what it loads, multiplies, adds up and hands over. Pure.
 
-A rank walks over its part of k in panels. For each it needs rows of A and columns of B. Chunks that are here are used
-as they lie; the others are asked for some panels ahead. Panels that need nothing from others come first, and each rank
-starts at another place, so that not all ask the same worker at once::
+A rank takes the groups of its schedule (`planning.groups`), the same on CPUs and GPUs. A load is a step of its own. On
+CPUs it comes some groups before its products. On GPUs it comes as soon as the products that use its buffer are on their
+way, but behind the first of those that come next: it takes the host as long to put a load on a stream as it takes a GPU
+to do it; and all buffers are there from the start to the end.
 
-    asked for    [ 3 ][ 4 ]                      on their way
-    multiplied        [ 2 ]                      D += A[:, panel] @ B[panel, :]
-    done         [ 0 ][ 1 ]
+D is summed up right in the chunks of the result where these are large enough (`Plan.packing`, `schedule.in_chunks`).
+With several ranks along k, partial sums are then read from the others and added up where `Plan.final_rects` says; parts
+of chunks that other ranks have computed come last.
 
-Chunks of operands that are here need no step. Those that the rank makes itself are multiplied as soon as they are
-there, while the next ones are made. D is summed up right in the chunks of the result where these are large enough
-(`Plan.packing`). With several ranks along k, partial sums are then read from the others and added up where
-`Plan.final_rects` says; parts of chunks that other ranks have computed come last.
-
-Where B is A transposed, as in ``X.T @ X``, a part of both is read once, and of blocks of D on the diagonal, and of
-pairs of blocks across it, the lower triangle is made; the upper one is its mirror image.
+Where B is A transposed, as in ``X.T @ X``, of blocks of D on the diagonal, and of pairs of blocks across it, the lower
+triangle is made; the upper one is its mirror image. On GPUs that is a `Triangle`.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from dask_distmm.planning.computation import Chunks
-from dask_distmm.planning.cuts import Rect, chunk_cuts, overlaps, padded, pieces_of, shape_of
-from dask_distmm.planning.footprint import panel_width
+from dask_distmm.planning.cuts import Rect, common, pieces_of, shape_of
+from dask_distmm.planning.groups import (
+    DeviceSchedule,
+    Group,
+    Multiply,
+    PanelSchedule,
+    Part,
+    Placed,
+    Usable,
+    chunk_blocks_of,
+    chunk_name,
+    rect_around,
+)
+from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import EVERYWHERE, GATHERED
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import is_gram
 from dask_distmm.planning.program import remembered
+from dask_distmm.planning.schedule import in_chunks, native, square_on_diagonal, sums_in
 from dask_distmm.programs.recorder import Recorder, Rows
-from dask_distmm.programs.steps import PART, Buffer, Key, Publish, Step, View
+from dask_distmm.programs.steps import PART, Buffer, Call, Key, Load, Publish, Pull, Step, Store, View
 
 # Products of fewer rows, or a shorter k, are not worth the mirroring.
 _SYMMETRIC = 64
 # Lists of plans of more bytes are not kept for the next run: there are thousands of chunks.
-LONG = 2**14
+_LONG = 2**14
+# Lists that are kept for plans that are alike, whose chunks may be stored differently.
+_KEPT = 4
 
 
-# Parts of chunks, and the order in which a rank multiplies them
+def steps(plan: Plan, rank: int, begun: Collection[int], usable: Usable) -> tuple[Step, ...]:
+    """Return the steps of a rank, which adds to chunks of D that were begun.
 
-
-class ChunkBlock(NamedTuple):
-    """A rectangle of a chunk of an operand, by its number, A (0) or B (1), and where it is in the whole matrix."""
-
-    operand: int
-    chunk: int
-    r0: int
-    c0: int
-    rows: int
-    cols: int
-    row: int
-    col: int
-
-    @property
-    def rect(self) -> Rect:
-        """Where it is in the whole matrix."""
-        return self.row, self.row + self.rows, self.col, self.col + self.cols
-
-    @property
-    def depth(self) -> tuple[int, int]:
-        """Its range of k."""
-        return self.rect[2:] if self.operand == 0 else self.rect[:2]
-
-
-# Parts of chunks of A, and of B.
-Pieces = tuple[list[ChunkBlock], list[ChunkBlock]]
-
-
-class Panel(NamedTuple):
-    """A stretch of k: pieces that are at home, and pieces to ask each other participant for."""
-
-    k0: int
-    k1: int
-    local: Pieces
-    remote: dict[int, Pieces]
-
-
-def panels(plan: Plan, rank: int) -> list[Panel]:
-    """Return the panels of a rank in the order in which it multiplies them.
-
-    Every element of ``A[rows, depth]`` and ``B[depth, cols]`` is in exactly one piece. Panels that need
-    nothing from others come first; the rest begins at another place on each rank.
+    `usable` says which chunks in the memory of a GPU can be multiplied as they are.
     """
-    problem, (r0, r1, c0, c1), (k0, k1) = plan.problem, plan.region(rank), plan.k_range(rank)
-    along_k = problem.a.chunks[1], problem.b.chunks[0]
-    starts = (low for sizes in along_k for _, low, _ in overlaps(chunk_cuts(sizes), k0, k1))
-    cuts = coalesce(sorted({*starts, k1}), int(panel_width(problem, r1 - r0 + c1 - c0, k1 - k0)))
-    where, here = [plan.where[name].tolist() for name in "ab"], (plan.ranks[rank], EVERYWHERE)
-    recorded: list[Panel] = []
-    for low, high in itertools.pairwise(cuts):
-        panel = Panel(low, high, ([], []), {})
-        for piece in _pieces(plan, rank, low, high):
-            holder = where[piece.operand][piece.chunk]
-            some = panel.local if holder in here else panel.remote.setdefault(holder, ([], []))
-            some[piece.operand].append(piece)
-        recorded.append(panel)
-    turn = rank * len(recorded) // len(plan.ranks)
-    order = sorted(range(len(recorded)), key=lambda x: (bool(recorded[x].remote), (x - turn) % len(recorded)))
-    return [recorded[x] for x in order]
+    if plan.problem.by_ranks and not _on_cpus(plan):  # their steps follow from machines, too
+        return record(plan, rank, begun, usable)
+    answers: dict[tuple[int, int], bool] = {}
+    kept: list[tuple[dict[tuple[int, int], bool], tuple[Step, ...]]]
+    kept = remembered((_deciding(plan),), (rank, *sorted(begun)), list, _LONG)
+    for before, before_steps in kept:
+        if all(usable(*chunk) == answer for chunk, answer in before.items()):
+            return before_steps
+
+    def asked(operand: int, number: int) -> bool:
+        if (operand, number) not in answers:
+            answers[operand, number] = usable(operand, number)
+        return answers[operand, number]
+
+    recorded = record(plan, rank, begun, asked)
+    kept[:] = [*kept[1 - _KEPT :], (answers, recorded)]
+    return recorded
 
 
-def _pieces(plan: Plan, rank: int, low: int, high: int) -> list[ChunkBlock]:
-    """Return the parts of chunks that a rank multiplies along a stretch of k, first those of A."""
-    r0, r1, c0, c1 = plan.region(rank)
-    of_a = chunk_blocks_of(plan.problem.a.chunks, 0, (r0, r1, low, high), (0, 0))
-    return of_a + chunk_blocks_of(plan.problem.b.chunks, 1, (low, high, c0, c1), (0, 0))
-
-
-def coalesce(edges: Sequence[int], width: int, step: int = 1) -> tuple[int, ...]:
-    """Join stretches between edges up to `width`; cut longer ones evenly, at multiples of `step` from the edge."""
-    cuts = [edges[0]]
-    for previous, edge in itertools.pairwise(edges):
-        if edge - cuts[-1] > width and cuts[-1] != previous:
-            cuts.append(previous)
-        while edge - cuts[-1] > width:
-            left = edge - cuts[-1]
-            cuts.append(cuts[-1] + padded(left, step, -(-left // width)))
-    if cuts[-1] != edges[-1]:
-        cuts.append(edges[-1])
-    return tuple(cuts)
-
-
-def chunk_blocks_of(chunks: Chunks, operand: int, rect: Rect, start: tuple[int, int] | None = None) -> list[ChunkBlock]:
-    """Cut a part of a matrix at its chunks; places are counted from an element, else from the part's first one."""
-    rows, cols = chunk_cuts(chunks[0]), chunk_cuts(chunks[1])
-    (top, left), ncols = start or (rect[0], rect[2]), len(cols) - 1
-    across = overlaps(cols, rect[2], rect[3])
-    return [
-        ChunkBlock(operand, i * ncols + j, r0 - rows[i], c0 - cols[j], r1 - r0, c1 - c0, r0 - top, c0 - left)
-        for i, r0, r1 in overlaps(rows, rect[0], rect[1])
-        for j, c0, c1 in across
-    ]
-
-
-# The steps
-
-
-def chunk_name(operand: str, number: int) -> str:
-    """Return the name of a chunk's buffer; inputs of the formula may be called as other buffers are, "d" or "sum"."""
-    return f"{operand}.{number}" if operand in ("a", "b") else f"of-{operand}.{number}"
-
-
-class Placed(NamedTuple):
-    """A matrix of a rank, or its transpose (`transposed`), and its place: rows and columns of D, or of an operand."""
-
-    matrix: Buffer | View
-    rect: Rect
-    transposed: bool = False
-
-    def part(self, rect: Rect) -> Buffer | View:
-        """Return the intersection with a rectangle."""
-        if rect == self.rect:
-            return self.matrix
-        (r0, r1, c0, c1), (top, _, left, _) = rect, self.rect
-        rows, cols = slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
-        return self.matrix[cols, rows] if self.transposed else self.matrix[rows, cols]
-
-
-# Parts of A and B that are multiplied with each other: of one operand, and groups of the other one.
-MultiplyStage = tuple[list[ChunkBlock], list[list[ChunkBlock]]]
-
-
-def steps(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
-    """Return the steps of a rank, which has sums already in chunks of D that were begun, and adds to these."""
-    return remembered((deciding(plan),), (rank, *sorted(begun)), lambda: record(plan, rank, begun), LONG)
-
-
-def deciding(plan: Plan) -> Plan:
+def _deciding(plan: Plan) -> Plan:
     """Return what lists of steps follow from: all that came to this worker, but names and constants of machines."""
     options = dataclasses.replace(plan.problem.options, machines=())
     problem = dataclasses.replace(plan.problem, name="", whole="", options=options)
     return dataclasses.replace(plan, problem=problem, participants=())
 
 
-def record(plan: Plan, rank: int, begun: Collection[int] = ()) -> tuple[Step, ...]:
+def _on_cpus(plan: Plan) -> bool:
+    return bool(ENGINES[plan.engine].by_panels)
+
+
+def record(
+    plan: Plan, rank: int, begun: Collection[int] = (), usable: Usable = lambda *chunk: True
+) -> tuple[Step, ...]:
     """Record the steps of a rank."""
-    p = _Chunks(plan, rank, begun)
+    p = Product(plan, rank, begun, usable)
+    groups = p.schedule.groups()
     p.begin()
-    p.multiply(_stages_of_sources(plan, rank) if plan.problem.by_ranks else _stages_of_panels(plan, rank))
+    p.take(groups)
     p.sum_up()
     p.assemble()
     p.hand_over()
-    return p.end()
-
-
-def _stages_of_panels(plan: Plan, rank: int) -> list[MultiplyStage]:
-    """Return the stages of a rank that has chunks in memory, local chunks first."""
-    turns: list[MultiplyStage] = []
-    for panel in panels(plan, rank):
-        (a, b), far = panel.local, panel.remote.values()
-        far_a, far_b = ([*itertools.chain(*(some[operand] for some in far))] for operand in (0, 1))
-        apart = far and not {*"ab"} & {*plan.packing}
-        turns += [(a, [b]), (far_a, [b + far_b]), (a, [far_b])] if apart else [(a + far_a, [b + far_b])]
-    return turns
-
-
-def _stages_of_sources(plan: Plan, rank: int) -> list[MultiplyStage]:
-    """Return the stages of a rank that computes chunks itself, in an order in which few chunks are held.
-
-    Each part of the operand whose chunks it makes, of A where it makes both, comes with those of the other one along
-    the same k, and all follow k.
-    """
-    pieces = sorted(_pieces(plan, rank, *plan.k_range(rank)), key=lambda piece: (piece.depth[0], piece.row + piece.col))
-    outer = int(not plan.problem.a.by_ranks)
-    own, inner = ([piece for piece in pieces if piece.operand == number] for number in (outer, 1 - outer))
-    return [([y], [[x] for x in inner if x.depth[0] < y.depth[1] and y.depth[0] < x.depth[1]]) for y in own]
+    return p.end() if _on_cpus(plan) else _stored_soon(p.end())
 
 
 class Product(Recorder):
-    """Base of the recorders of products: where sums are, and how they become chunks of D."""
+    """Records the steps of a rank."""
 
-    def __init__(self, plan: Plan, rank: int, dtype: str, begun: Collection[int] = (), *, packed: bool) -> None:
+    def __init__(self, plan: Plan, rank: int, begun: Collection[int], usable: Usable) -> None:
+        self.on_cpus, problem = _on_cpus(plan), plan.problem
+        dtype = (problem.compute_type if self.on_cpus else sums_in(plan)).name
         super().__init__(rank, Rows((), (), len(plan.ranks)), dtype)
-        self.plan, self.problem, self.begun, self.region = plan, plan.problem, begun, plan.region(rank)
-        self.where = {name: where.tolist() for name, where in plan.where.items()}
-        # Sums are in one matrix, or in a block for each part of a chunk.
-        self.packed = packed
-        self.cuts = (self.region[:2], self.region[2:]) if packed else plan.chunk_cuts
+        self.plan, self.problem, self.begun, self.region = plan, problem, begun, plan.region(rank)
+        self.schedule = PanelSchedule(plan, rank) if self.on_cpus else DeviceSchedule(plan, rank, usable)
+        # Sums are in one matrix, or in a block for each part of a chunk. On GPUs D is multiplied into its chunks if all
+        # are large, or if the rank's part of it is within one of its own.
+        self.packed = "d" in plan.packing
+        if not self.on_cpus:
+            inside = [index for index, _ in pieces_of(plan.chunk_cuts, self.region)]
+            within = plan.grid[2] == self.schedule.multiple == len(inside) == 1 and int(plan.owners[inside[0]]) == rank
+            self.packed = not (in_chunks(plan)[plan.coords(rank)[:2]] or within)
+        self.cuts = (self.region[:2], self.region[2:]) if self.packed else plan.chunk_cuts
         self.blocks: dict[int, Placed] = {}
         # This rank's chunks of D.
         self.of_d: dict[int, Placed] = {}
+        # The bias, if the library adds it.
+        self.bias: Placed | None = None
+        # On GPUs the square of which a triangle is multiplied. On CPUs blocks above and on the diagonal, and of which
+        # ones' lower triangles they are made at the end.
+        self.triangle = None if self.on_cpus else square_on_diagonal(plan, rank, native(plan))
+        self.mirrored: dict[int, int] = {}
+        # Parts of a gathered operand that come from others.
+        self.gathered: list[Part] = []
+        # Ranks whose sums are to be added: the one before this one computes this rank's part right after its own.
+        behind_me = range(1, len(plan.ranks)) if plan.grid[2] > 1 and plan.final_rects(rank) else ()
+        self.coming, self.complete = collections.deque((rank - behind) % len(plan.ranks) for behind in behind_me), 0
+        # What the formula reads for each chunk of D, and which parts of that are there or on their way.
+        self.inputs: list[dict[str, Rect]] = []
+        self.asked, self.parts = 0, dict[tuple[str, Rect], Buffer | View]()
 
     def _key(self, number: int, reader: int) -> Key:
         # Messages of one number are asked for together: those of finished parts.
@@ -235,22 +144,197 @@ class Product(Recorder):
         """Publish parts of sums."""
         self.steps += (Publish(self._key(number, to), tuple(some), once=True) for to, some in parts.items())
 
-    def allocate(self, dtype: str, *, zero: bool, chunks: bool) -> None:
-        """Name the chunks of D, of a type, and the blocks of the sums, and allocate what does not exist yet."""
-        for index in self.plan.owned(self.me).tolist():
-            rect = self.plan.chunk_rect(index)
+    # Sums
+
+    def begin(self) -> None:
+        """Allocate panels, sums and chunks of D; load the bias where the library adds it."""
+        plan, problem, dtype = self.plan, self.problem, self.dtype
+        if self.on_cpus and (problem.formula.trivial or not self.packed):
+            dtype = problem.d.dtype
+        self.new(*self.schedule.slots.values())
+        for index in plan.owned(self.me).tolist():
+            rect = plan.chunk_rect(index)
             chunk = Buffer(f"d.{index}", shape_of(rect), dtype)
             self.of_d[index] = Placed(chunk, rect)
             if index in self.begun:
-                self._make("partial", index, chunk, donated=True)
-            elif chunks:
-                self.new(chunk, zero=zero)
+                self._take_chunk("partial", index, chunk, donated=True)
+            elif not (self.on_cpus and self.packed):
+                self.new(chunk, zero=self.on_cpus)
+            self.inputs.append(self._inputs_of(index, rect))
         for at, (index, rect) in enumerate(pieces_of(self.cuts, self.region)):
             sums = Buffer(f"sum.{at}", shape_of(rect), self.dtype)
             inside = index in self.of_d and not self.packed
             self.blocks[index] = Placed(self.of_d[index].part(rect) if inside else sums, rect)
             if not inside:
-                self.new(sums, zero=zero)
+                self.new(sums, zero=self.on_cpus)
+        if self.on_cpus:
+            self._continue()
+        elif native(plan) is not None and "bias" in problem.formula.inputs:
+            rect = (0, 1, *self.region[2:])
+            bias = self._loaded("bias", rect)
+            if (goal := problem.d.dtype) != bias.dtype:
+                bias, loaded = self.small(1, bias.shape[1], goal), bias
+                self.call("copy", loaded, bias)
+            self.bias = Placed(bias, rect)
+
+    def _continue(self) -> None:
+        """Copy what was begun to the sums, and find the blocks that are mirrored."""
+        for index, cell in pieces_of(self.plan.chunk_cuts, self.region) if self.packed and self.begun else ():
+            if index in self.begun:
+                self.call("store", self.of_d[index].part(cell), self.blocks[0].part(cell), reads=1)
+        # Of one matrix some parts may have been begun.
+        even = is_gram(self.problem) and (not self.packed or len(self.begun) in (0, self.problem.d.count))
+        by_rect = {block.rect: index for index, block in self.blocks.items() if even}
+        for (r0, r1, c0, c1), index in by_rect.items():
+            lower = by_rect.get((c0, c1, r0, r1), -1)
+            large = r0 < c0 or (r0 == c0 and r1 - r0 >= _SYMMETRIC)
+            if large and lower >= 0 and (lower in self.begun) == (index in self.begun):
+                self.mirrored[index] = lower
+
+    # Loads and products
+
+    def take(self, groups: Sequence[Group]) -> None:
+        """Record loads and products: loads in their order, each once its memory is free."""
+        pending = collections.deque[tuple[tuple[Part, ...], int]]()
+        issued, brought = set[int](), set[int]()
+        # By the names of buffers the last group that multiplies what is there.
+        last: dict[str, int] = {}
+
+        def issue(parts: tuple[Part, ...]) -> None:
+            self._load(parts)
+            issued.update(map(id, parts))
+
+        def can_come(after: int) -> bool:
+            return bool(pending) and pending[0][1] <= after
+
+        def bring(part: Part) -> None:
+            if id(part) in brought:
+                return
+            brought.add(id(part))
+            for source in part.sources:
+                bring(source)
+            if part.how == "joined":
+                self._join(part)
+            elif part.how == "made" and part.matrix.name not in self._here:
+                self._take_chunk("ab"[part.operand], part.matrix.number, part.matrix.buffer)
+            while part.loaded and id(part) not in issued:
+                issue(pending.popleft()[0])
+
+        for number, group in enumerate(groups):
+            for parts in group.loads:
+                after = max(group.after, *(last.get(part.matrix.name, -1) for part in parts))
+                if after < 0 and self.schedule.is_here(parts):
+                    # What is all on this GPU is there before the run.
+                    issue(parts)
+                else:
+                    pending.append((parts, after))
+            last |= dict.fromkeys(_names(part for product in group.products for part in product.needs), number)
+        while self.on_cpus and can_come(-1):
+            issue(pending.popleft()[0])
+        kept = {part.matrix.name for part in self.gathered}
+        for number, group in enumerate(groups):
+            if self.on_cpus and group is groups[-1]:
+                self._load_inputs(1)
+            for product in group.products:
+                for part in product.needs:
+                    bring(part)
+                self._add_product(product)
+                if not self.on_cpus and can_come(number - 1):
+                    issue(pending.popleft()[0])
+            names = _names(part for product in group.products for part in product.needs)
+            over = {name for name in names if last[name] == number and name in self._here}
+            self.drop(*(self._here[name] for name in sorted(over - kept) if self._here[name].role != "panel"))
+            if group is groups[-1]:
+                self._mirror()
+            # Of a triangle nothing is complete before all of it is.
+            if self.triangle is None:
+                self._publish_sums(group.done)
+            elif group is groups[-1]:
+                self._publish_sums(itertools.chain(*(some.done for some in groups)))
+            while can_come(number):
+                issue(pending.popleft()[0])
+
+    def _load(self, parts: Sequence[Part]) -> None:
+        """Load parts of A and B together."""
+        self._here |= {part.matrix.name: part.matrix for part in parts if isinstance(part.matrix, Buffer)}
+        self.gathered += (part for part in parts if "ab"[part.operand] in self.plan.kept)
+        places, names, rects = zip(*((part.matrix, "ab"[part.operand], part.rect) for part in parts), strict=True)
+        self.steps.append(Load(places, names, rects))
+
+    def _join(self, part: Part) -> None:
+        """Copy parts of chunks side by side to a panel."""
+        targets = [part.placed.part(source.rect) for source in part.sources]
+        turned = tuple(source.placed.transposed for source in part.sources)
+        sources = [source.matrix for source in part.sources]
+        self.call("join", *sources, *targets, reads=len(sources), whole=part.matrix, turned=turned)
+
+    def _add_product(self, product: Multiply) -> None:
+        """Add a product to the blocks that it is a part of."""
+        a, b, kernel = product.a, product.b, "add_product" if product.add else "product"
+        k0, k1 = max(a.rect[2], b.rect[0]), min(a.rect[3], b.rect[1])
+        for index, whole in pieces_of(self.cuts, (*a.rect[:2], *b.rect[2:])) if k0 < k1 else ():
+            for part, symmetric in self._multiplied(index, whole, k1 - k0):
+                r0, r1, c0, c1 = part
+                how: dict[str, Any] = {"transposed": (a.transposed, b.transposed)}
+                matrices = [a.part((r0, r1, k0, k1)), b.part((k0, k1, c0, c1)), self.blocks[index].part(part)]
+                if self.bias is not None:
+                    matrices.insert(0, self.bias.part((0, 1, c0, c1)))
+                    how["reads"] = 1
+                self.call("add_symmetric" if symmetric else kernel, *matrices, **how)
+
+    def _multiplied(self, index: int, rect: Rect, depth: int) -> Iterator[tuple[Rect, bool]]:
+        """Yield the parts of a rectangle of a block that are multiplied; whether only the lower triangle of it is."""
+        lower, (r0, r1, c0, c1) = self.mirrored.get(index), rect
+        if self.triangle is not None:
+            yield from ((part, False) for part in self.triangle.kept(rect))
+        elif lower is None or (lower == index and c0 < r1):
+            yield rect, lower == index and (r0, r1) == (c0, c1) and min(r1 - r0, depth) >= _SYMMETRIC
+
+    def _mirror(self) -> None:
+        """Record the copies that complete a symmetric D: an element (i, j) is that at (j, i), or its conjugate."""
+        pairs = [
+            (source.part((j0, j1, i0, i1)), target.part((i0, i1, j0, j1)))
+            for part in (self.triangle.copied() if self.triangle else ())
+            for target, source in itertools.product(self.blocks.values(), repeat=2)
+            for inside in filter(None, (common(part, target.rect),))
+            for i0, i1, j0, j1 in filter(None, (common(inside, (*source.rect[2:], *source.rect[:2])),))
+        ]
+        for upper, lower in self.mirrored.items():
+            if upper == lower:
+                self.call("mirror", self.blocks[upper].matrix)
+            else:
+                pairs.append((self.blocks[lower].matrix, self.blocks[upper].matrix))
+        if pairs:
+            below, above = zip(*pairs, strict=True)
+            self.call("store", *below, *above, reads=len(pairs), transposed=True)
+
+    # Sums over k
+
+    def _final_parts(self, rank: int) -> list[Buffer | View]:
+        rects = merged(self.plan.final_rects(rank))
+        return [self.blocks[index].part(cell) for rect in rects for index, cell in pieces_of(self.cuts, rect)]
+
+    def _publish_sums(self, done: Iterable[int]) -> None:
+        """Publish other ranks' parts of the sums; add those of other ranks that are complete to this rank's."""
+        for to in done:
+            self.complete += 1
+            if to != self.me and (parts := self._final_parts(to)):
+                self._give({to: parts}, self.me)
+        # The host waits for them, so that this GPU is to have a slab more to multiply.
+        count = len(self.plan.ranks)
+        while self.coming and (self.me - self.coming[0]) % count <= self.complete - 2:
+            self._add_sums()
+
+    def _add_sums(self) -> None:
+        owner = self.coming.popleft()
+        self.pull(owner, self._key(owner, self.me), tuple(self._final_parts(self.me)), op="add")
+
+    def sum_up(self) -> None:
+        """Add the remaining partial sums."""
+        while self.coming:
+            self._add_sums()
+
+    # Chunks of D
 
     def assemble(self) -> None:
         """Complete this rank's chunks of D, and convert them to the type of the result."""
@@ -282,212 +366,123 @@ class Product(Recorder):
             op = "add" if self.begun and plan.grid[2] == 1 else ""
             self.pull(holder, self._key(len(plan.ranks), self.me), tuple(wanted[holder]), op=op)
 
-    def _read_of(self, name: str, rect: Rect) -> Rect:
-        """Return the part that the formula reads of an operand for a part of D."""
-        down, across = self.problem.varies(name)
-        return (*(rect[:2] if down else (0, 1)), *(rect[2:] if across else (0, 1)))
+    # The formula
 
+    def _inputs_of(self, index: int, rect: Rect) -> dict[str, Rect]:
+        """Return the part of each operand that the formula reads for a chunk of D."""
+        problem, parts = self.problem, dict[str, Rect]()
+        finished = problem.finished and (self.on_cpus or native(self.plan) is None)
+        for name in problem.operands[2:] if finished and all(shape_of(rect)) else ():
+            # Sums that were begun are in the chunk.
+            if name != "partial" or index not in self.begun:
+                down, across = problem.varies(name)
+                parts[name] = (*(rect[:2] if down else (0, 1)), *(rect[2:] if across else (0, 1)))
+        return parts
 
-class _Chunks(Product):
-    """Records the steps of a rank that multiplies chunks, and panels that they are copied to."""
+    def _load_inputs(self, count: int) -> None:
+        """Load what the formula reads for the first chunks of D; on CPUs chunks that are here are read as they lie."""
+        start, self.asked = self.asked, max(self.asked, count)
+        for parts in self.inputs[start : self.asked]:
+            for name, rect in parts.items():
+                if (name, rect) not in self.parts:
+                    self.parts[name, rect] = self._in_chunk(name, rect) or self._loaded(name, rect)
 
-    def __init__(self, plan: Plan, rank: int, begun: Collection[int]) -> None:
-        super().__init__(plan, rank, plan.problem.compute_type.name, begun, packed="d" in plan.packing)
-        self.packing, self.gram, self.keeps = plan.packing, is_gram(plan.problem), plan.kept
-        self.conjugated = tuple(self.problem[name].conjugated and name not in self.packing for name in "ab")
-        # Blocks above and on the diagonal, and of which ones' lower triangles they are made at the end.
-        self.mirrored: dict[int, int] = {}
-        # Parts of chunks of operands that are here; numbers of messages.
-        self.at: dict[ChunkBlock, Placed] = {}
-        self.needed: Collection[ChunkBlock] = ()
-        # Those of them that are freed after their last use.
-        self.held: list[ChunkBlock] = []
-        self.asked = itertools.count()
-        # Parts that have come of an operand that is kept, by chunk; matrices that parts were copied to, by their place.
-        self.kept = collections.defaultdict[int, list[ChunkBlock]](list)
-        self.joined: dict[Rect, Placed] = {}
+    def _in_chunk(self, name: str, rect: Rect) -> Buffer | View | None:
+        """Return the place of a part of an input that is in one chunk of this worker."""
+        matrix, number = self.problem[name], self.problem.operands.index(name)
+        block, *more = chunk_blocks_of(matrix.chunks, number, rect)
+        here = self.plan.ranks[self.me], EVERYWHERE
+        if more or not self.on_cpus or self.plan.where[name][block.chunk] not in here:
+            return None
+        r0, r1, c0, c1 = block.box
+        return Buffer(chunk_name(name, block.chunk), matrix.chunk_shape(block.chunk), matrix.dtype)[r0:r1, c0:c1]
 
-    # Sums
-
-    def begin(self) -> None:
-        """Allocate the memory of sums."""
-        plan = self.plan
-        dtype = self.problem.d.dtype if self.problem.formula.trivial or not self.packed else self.dtype
-        self.allocate(dtype, zero=True, chunks=not self.packed)
-        for index, cell in pieces_of(plan.chunk_cuts, self.region) if self.packed and self.begun else ():
-            if index in self.begun:
-                self.call("store", self.of_d[index].part(cell), self.blocks[0].part(cell), reads=1)
-        # Of one matrix some parts may have been begun.
-        even = self.gram and (not self.packed or len(self.begun) in (0, self.problem.d.count))
-        by_rect = {block.rect: index for index, block in self.blocks.items() if even}
-        for (r0, r1, c0, c1), index in by_rect.items():
-            lower = by_rect.get((c0, c1, r0, r1), -1)
-            large = r0 < c0 or (r0 == c0 and r1 - r0 >= _SYMMETRIC)
-            if large and lower >= 0 and (lower in self.begun) == (index in self.begun):
-                self.mirrored[index] = lower
-
-    # Operands
-
-    def _once(self, piece: ChunkBlock) -> ChunkBlock:
-        """Return the piece of B that is a piece of A transposed, if both are needed."""
-        if piece.operand or not self.gram or self.keeps:
-            return piece
-        row, col = divmod(piece.chunk, self.problem.a.counts[1])
-        _, _, r0, c0, rows, cols, top, left = piece
-        twin = ChunkBlock(1, col * self.problem.b.counts[1] + row, c0, r0, cols, rows, left, top)
-        return twin if twin in self.needed else piece
-
-    def fetch(self, pieces: Iterable[ChunkBlock]) -> None:
-        """Receive parts of chunks: one message from each holder, all of which are requested together."""
-        requests, at = collections.defaultdict[int, list[tuple[Any, ...]]](list), self.at
-        near, matrices, gram = (self.plan.ranks[self.me], EVERYWHERE), self.problem.matrices, self.gram
-        for wanted in pieces:
-            piece = self._once(wanted) if gram else wanted
-            if piece not in at:
-                operand, number, r0, c0, rows, cols, row, col = piece
-                matrix, box = matrices[operand], (r0, r0 + rows, c0, c0 + cols)
-                rect = row, row + rows, col, col + cols
-                holder = EVERYWHERE if matrix.by_ranks else self.where[matrix.name][number]
-                if holder in near:
-                    shape = matrix.chunk_shape(number)
-                    chunk = Buffer(chunk_name(matrix.name, number), shape, matrix.dtype)
-                    if matrix.by_ranks:
-                        self._make(matrix.name, number, chunk)
-                        self.held.append(piece)
-                    at[piece] = Placed(chunk if (rows, cols) == shape else View(chunk, box), rect)
-                else:
-                    part = Buffer(f"{matrix.name}.{number}.{r0}.{c0}", (rows, cols), matrix.dtype)
-                    at[piece] = Placed(part, rect)
-                    requests[holder].append((part, (operand, number, *box)))
-                    (self.kept[number] if matrix.name in self.keeps else self.held).append(piece)
-            if wanted is not piece:
-                at[wanted] = Placed(at[piece].matrix, wanted.rect, transposed=True)
-        number = next(self.asked) if requests else 0
-        for holder, some in requests.items():
-            buffers, boxes = zip(*some, strict=True)
-            self.pull(holder, Key("input", number), buffers, taken=True, boxes=boxes)
-
-    def free(self, pieces: Iterable[ChunkBlock]) -> None:
-        """Free parts of chunks."""
-        names = [self.at.pop(piece).matrix.name for piece in pieces]
-        self.drop(*(self._here[name] for name in names if name in self._here))
-
-    def join(self, parts: Sequence[Placed], dtype: str = "", **how: Any) -> Placed:
-        """Join the parts that cover a rectangle in a new matrix, of the type of the sums or another one."""
-        top, bottom, left, right = rect = _around(parts)
-        whole = self.small(bottom - top, right - left, dtype)
-        places = [(r0 - top, r1 - top, c0 - left, c1 - left, transposed) for _, (r0, r1, c0, c1), transposed in parts]
-        self.call("join", *(part.matrix for part in parts), whole, reads=len(parts), places=places, **how)
-        return Placed(whole, rect)
-
-    # Products
-
-    def multiply(self, turns: Sequence[MultiplyStage]) -> None:
-        """Add all products to the sums; parts of chunks are here as long as they are needed."""
-        problem = self.problem
-        last: dict[ChunkBlock, int] = {}
-        for number, (own, some) in enumerate(turns):
-            last.update(dict.fromkeys(itertools.chain(own, *some), number))
-        if self.gram:
-            self.needed, uses = set(last), sorted(last.items(), key=lambda item: item[1])
-            last = {self._once(piece): number for piece, number in uses}
-        by_ranks = problem.by_ranks
-        if by_ranks:
-            self.fetch(piece for piece in last if not problem.matrices[piece.operand].by_ranks)
-        for number, (own, some) in enumerate(turns):
-            self.fetch(own if by_ranks else itertools.chain(own, *some))
-            with self.copied(own) as firsts:
-                for group in some:
-                    self.fetch(group if by_ranks else ())
-                    with self.copied(group) as seconds:
-                        for pair in itertools.product(firsts, seconds):
-                            self.add(*pair[:: -1 if own[0].operand else 1])
-            self.free(piece for piece in self.held if last[piece] == number)
-            self.held = [piece for piece in self.held if last[piece] != number]
-        for upper, lower in self.mirrored.items():
-            self.call("mirror", *dict.fromkeys((self.blocks[upper].matrix, self.blocks[lower].matrix)))
-
-    @contextlib.contextmanager
-    def copied(self, pieces: Sequence[ChunkBlock]) -> Iterator[list[Placed]]:
-        """Yield parts of A or B as they are multiplied: in place, or copied to one matrix of the type of the sums."""
-        placed = [self.at[piece] for piece in pieces]
-        if not pieces or (name := "ab"[pieces[0].operand]) not in self.packing:
-            yield placed
-            return
-        if self.joined and self.gram and self.dtype == self.real:
-            rect = _around(placed)
-            if twin := self.joined.get((*rect[2:], *rect[:2])):
-                yield [Placed(twin.matrix, rect, transposed=True)]
-                return
-        whole = self.join(placed, conjugated=self.problem[name].conjugated, rounded=self.problem.compute == "tf32")
-        self.joined[whole.rect] = whole
-        yield [whole]
-        self.joined.pop(whole.rect, None)
-        self.drop(whole.matrix)  # type: ignore[arg-type]
-
-    def add(self, a: Placed, b: Placed) -> None:
-        """Add a product to the blocks that it is a part of."""
-        k0, k1 = max(a.rect[2], b.rect[0]), min(a.rect[3], b.rect[1])
-        for index, (r0, r1, c0, c1) in pieces_of(self.cuts, (*a.rect[:2], *b.rect[2:])) if k0 < k1 else ():
-            lower = self.mirrored.get(index)
-            if lower is None or (lower == index and c0 < r1):
-                symmetric = lower == index and (r0, r1) == (c0, c1) and min(r1 - r0, k1 - k0) >= _SYMMETRIC
-                how: dict[str, Any] = {"transposed": (a.transposed, b.transposed), "conjugated": self.conjugated}
-                block = self.blocks[index].part((r0, r1, c0, c1))
-                parts = a.part((r0, r1, k0, k1)), b.part((k0, k1, c0, c1)), block
-                self.call("add_symmetric" if symmetric else "add_product", *parts, **how)
-
-    # Chunks of D
-
-    def sum_up(self) -> None:
-        """Add the other ranks' partial sums to this rank's part of D, in an order that is the same every time."""
-        ranks = range(len(self.plan.ranks) if self.plan.grid[2] > 1 else 0)
-        parts = {rank: self._final_parts(rank) for rank in ranks}
-        # Not all ranks begin with the same one.
-        peers = [*ranks[self.me + 1 :], *ranks[: self.me]]
-        self._give({reader: parts[reader] for reader in peers if parts[reader]}, self.me)
-        for owner in peers if ranks and parts[self.me] else ():
-            self.pull(owner, self._key(owner, self.me), tuple(parts[self.me]), op="add")
-
-    def _final_parts(self, rank: int) -> list[Any]:
-        rects = self.plan.final_rects(rank)
-        return [self.blocks[index].part(cell) for rect in rects for index, cell in pieces_of(self.cuts, rect)]
+    def _loaded(self, name: str, rect: Rect) -> Buffer:
+        """Load a part of an input to a new matrix."""
+        buffer = self.small(*shape_of(rect), self.problem[name].dtype)
+        if self.on_cpus:
+            self._here[buffer.name] = buffer
+        else:
+            self.new(buffer)
+        self.steps.append(Load((buffer if self.on_cpus else buffer[:, :],), (name,), (rect,)))
+        return buffer
 
     def hand_over(self) -> None:
-        """Apply the formula to this rank's chunks of D, one by one, and hand them over, and what is kept."""
-        formula, outputs, names = self.problem.formula, self.problem.outputs, self.problem.operands
-        rest = dataclasses.replace(formula, partial=False)
-        for index, (chunk, rect, _) in self.of_d.items():
-            continues = index in self.begun
-            # Sums that were begun are complete now, and may be all there is to do.
-            if formula.trivial or (continues and rest.trivial):
-                self.leave("", chunk, index)
+        """Apply the formula to this rank's chunks of D, or round them; hand them over, and what is kept."""
+        problem, formula = self.problem, self.problem.formula
+        rest, ahead = dataclasses.replace(formula, partial=False), problem.options.prefetch_panels
+        finished = not formula.trivial if self.on_cpus else problem.finished and native(self.plan) is None
+        last = {at: number for number, parts in enumerate(self.inputs) for at in parts.items()}
+        for number, (index, (sums, _, _)) in enumerate(self.of_d.items()):
+            self._load_inputs(number + 1 + ahead if self.on_cpus else len(self.inputs))
+            if not finished or (index in self.begun and rest.trivial):
+                result = sums
+                if problem.d.dtype != sums.dtype:
+                    result = Buffer(f"rounded.{index}", sums.shape, problem.d.dtype)
+                    self.call("copy", sums, result)
+                self.leave("", result, index)
                 continue
-            read = [name for name in names[2:] if (name != "partial" or not continues) and 0 not in chunk.shape]
-            pieces = [
-                chunk_blocks_of(self.problem[name].chunks, names.index(name), self._read_of(name, rect), (0, 0))
-                for name in read
-            ]
-            self.fetch(itertools.chain(*pieces))
-            inputs = [self._whole(some, self.problem[name].dtype) for name, some in zip(read, pieces, strict=True)]
-            results = [Buffer(f"{x.name}@{index}", x.chunk_shape(index), x.dtype) for x in outputs]
-            how: dict[str, Any] = {"formula": rest if continues else formula, "dtypes": [x.dtype for x in outputs]}
-            self.call("finish", *inputs, chunk, makes=results, reads=len(inputs), names=read, **how)
-            self.free(itertools.chain(*pieces))
-            self.drop(chunk, *inputs)  # type: ignore[arg-type]
-            for output, buffer in zip(outputs, results, strict=True):
+            inputs = self.inputs[number]
+            read = [self.parts[at] for at in inputs.items()]
+            # On CPUs D takes the place of its sums.
+            there = self.on_cpus and sums.dtype == problem.d.dtype
+            results = [Buffer(f"{x.name}@{index}", x.chunk_shape(index), x.dtype) for x in problem.outputs[there:]]
+            how: dict[str, Any] = {"names": tuple(inputs), "formula": rest if index in self.begun else formula}
+            self.call("finish", *read, sums, *results, reads=len(read), **how)
+            if self.on_cpus:
+                over = [self.parts[at] for at in inputs.items() if last[at] == number]
+                self.drop(*(place.buffer for place in over), *(() if there else (sums.buffer,)))
+            for output, buffer in zip(problem.outputs, [*[sums] * there, *results], strict=True):
                 self.leave(output.name, buffer, index)
-        for number, some in self.kept.items():
-            matrix = self.problem[self.problem.gathered]
-            if sum(piece.rows * piece.cols for piece in some) == matrix.elements[number]:
-                self.leave(GATHERED, self._whole(some, matrix.dtype), number)
+        for number, some in itertools.groupby(sorted(self.gathered, key=_chunk), _chunk):
+            self._keep(number, list(some))
 
-    def _whole(self, pieces: Sequence[ChunkBlock], dtype: str) -> Any:
-        placed = [self.at[piece] for piece in pieces]
-        return (placed[0] if len(placed) == 1 else self.join(placed, dtype)).matrix
+    def _keep(self, number: int, parts: Sequence[Part]) -> None:
+        """Hand over a chunk of a gathered operand if all of it has come."""
+        matrix = self.problem[self.problem.gathered]
+        if sum(math.prod(part.matrix.shape) for part in parts) == matrix.elements[number]:
+            whole = parts[0].matrix
+            if len(parts) > 1:
+                whole = self.small(*matrix.chunk_shape(number), matrix.dtype)
+                around = Placed(whole, rect_around(part.rect for part in parts))
+                places = [around.part(part.rect) for part in parts]
+                self.call("store", *(part.matrix for part in parts), *places, reads=len(parts))
+            self.leave(GATHERED, whole, number)
 
 
-def _around(parts: Sequence[Placed]) -> Rect:
-    """Return the rectangle that parts cover."""
-    tops, bottoms, lefts, rights = zip(*(placed.rect for placed in parts), strict=True)
-    return min(tops), max(bottoms), min(lefts), max(rights)
+def _chunk(part: Part) -> int:
+    return part.matrix.number
+
+
+def _names(parts: Iterable[Part]) -> set[str]:
+    """Return the names of the buffers in which parts are, and those that they are made of."""
+    every = list(parts)
+    return {part.matrix.name for part in every}.union(*(_names(part.sources) for part in every))
+
+
+def merged(rects: Sequence[Rect]) -> list[Rect]:
+    """Merge rectangles into larger ones: neighbours in a row first, then rows of equal columns."""
+    for own, across in ((2, 0), (0, 2)):
+        rows: list[Rect] = []
+        for rect in rects:
+            if rows and rows[-1][across : across + 2] == rect[across : across + 2] and rows[-1][own + 1] == rect[own]:
+                before = list(rows.pop())
+                before[own + 1] = rect[own + 1]
+                rect = (before[0], before[1], before[2], before[3])  # noqa: PLW2901
+            rows.append(rect)
+        rects = rows
+    return list(rects)
+
+
+def _stored_soon(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Store each buffer after its last use, so that results are copied to the host while others are computed."""
+    last, at = dict[str, int](), collections.defaultdict[int, list[Step]](list)
+    for number, step in enumerate(steps):
+        match step:
+            case Call(_, buffers) | Publish(_, buffers) | Pull(_, _, buffers):
+                last |= dict.fromkeys((x.name for x in buffers), number)
+            case Store(buffer):
+                at[last[buffer.name]].append(step)
+                continue
+        at[number].insert(0, step)
+    return tuple(itertools.chain(*(at[number] for number in range(len(steps)))))

@@ -11,18 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dask_distmm.programs.steps import (
+    Buffer,
     Call,
     Drop,
     FlatStep,
     If,
     Key,
+    Load,
     Loop,
     LoopIteration,
-    Make,
     New,
     Publish,
     Pull,
+    Reserve,
     Step,
+    Take,
     flatten,
     flops_of,
     has_messages,
@@ -49,7 +52,7 @@ def walk(lists: Lists, flags: Mapping[str, bool], turns: int = 1) -> Iterator[tu
         for rank, steps in enumerate(todo):
             while at[rank] < len(steps):
                 step = steps[at[rank]]
-                if isinstance(step, Pull) and not step.boxes and (step.owner, step.key) not in published:
+                if isinstance(step, Pull) and (step.owner, step.key) not in published:
                     break
                 if isinstance(step, Publish):
                     published.add((rank, step.key))
@@ -98,9 +101,11 @@ class _Held:
 def _holding(steps: Sequence[Step], held: _Held) -> _Held:
     for step in steps:
         match step:
-            case New(buffer) | Make(buffer, ""):
+            case New(buffer) | Reserve(buffer):
                 held.live += buffer.nbytes
-            case Make(buffer):
+            case Load(places):
+                held.live += sum(place.nbytes for place in places if isinstance(place, Buffer))
+            case Take(buffer):
                 held.operands.add(buffer.name)
             case Call(makes=buffers) | Pull(buffers=buffers, taken=True):
                 held.live += sum(buffer.nbytes for buffer in buffers)
@@ -245,6 +250,6 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
                 waited[rank] += ready - now[rank]
                 now[rank] = ready
                 moved, messages = moved + times * size, messages + times
-    chunks = {step.buffer.name for step in lists[0] if isinstance(step, Make) and step.operand == "a"}
+    chunks = {step.buffer.name for step in lists[0] if isinstance(step, Take) and step.operand == "a"}
     passes = sum(line.reads for line in lines.values()) / max(1, len(chunks))
     return Cost(max(now), max(waited), flops, messages, moved, passes, tuple(lines.values()))

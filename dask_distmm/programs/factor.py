@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from dask_distmm.compat import cached_property
 from dask_distmm.layout import Layout, ProcessGrid
 from dask_distmm.programs.recorder import Recorder, Rows
-from dask_distmm.programs.steps import Buffer, Key, Lane, Make, Publish, View
+from dask_distmm.programs.steps import Buffer, Key, Lane, Load, Publish, Reserve, View
 
 # Where block columns lie: distributed round-robin over the ranks, each rank's side by side in one array
 
@@ -206,7 +206,7 @@ class Panels(Recorder):
         self._together, self._sweeps = together and columns.ranks > 1, 0
         self.array = Buffer("x", (columns.rows, columns.local_cols(me)), dtype)
         self._here[self.array.name] = self.array
-        self.steps.append(Make(self.array, "", donated=True))
+        self.steps.append(Reserve(self.array))
         # Whether a panel was made since the last call that came after all that was ahead; the panel that all panels
         # before it have been applied to ahead.
         self._fresh, self._next = False, -1
@@ -215,7 +215,7 @@ class Panels(Recorder):
 
     def gather(self, operand: str, number: int, by: tuple[Buffer, ...] = ()) -> None:
         """Gather this rank's columns of an operand, which is A (0) or the second matrix (1)."""
-        self.steps.append(Make(self.matrix(number), operand, by=by))
+        self.steps.append(Load((self.matrix(number),), (operand,), by=by))
 
     def update(self, kernel: str, *arguments: Buffer | View, **options: Any) -> None:
         """Call a kernel whose products may be less accurate than what panels need."""

@@ -25,12 +25,12 @@ from dask_distmm.programs.steps import (
     Key,
     Lane,
     Loop,
-    Make,
     New,
     Publish,
     Pull,
     Step,
     Store,
+    Take,
     View,
     roles_of,
 )
@@ -133,11 +133,11 @@ class Recorder:
         """Take all chunks of operands that are not computed one by one."""
         for operand in operands:
             for number, piece in () if operand.by_ranks or operand.whole else self.numbered(operand):
-                self._make(operand.name, number, piece)
+                self._take_chunk(operand.name, number, piece)
 
-    def _make(self, operand: str, number: int, piece: Buffer, *, donated: bool = False) -> None:
+    def _take_chunk(self, operand: str, number: int, piece: Buffer, *, donated: bool = False) -> None:
         self._here[piece.name] = piece
-        self.steps.append(Make(piece, operand, number, donated))
+        self.steps.append(Take(piece, operand, number, donated))
 
     def chunks(self, *arguments: Buffer | Tall) -> Iterator[list[Buffer]]:
         """Yield arguments with each of this rank's chunks in the places of matrices.
@@ -155,7 +155,7 @@ class Recorder:
         piece = self.pieces(argument)[index]
         if (argument.by_ranks or argument.formula) and piece.name not in self._here:
             if argument.by_ranks:
-                self._make(argument.name, self.mine[index], piece)
+                self._take_chunk(argument.name, self.mine[index], piece)
             else:
                 kernel, *reads = argument.formula
                 self.call(kernel, *(self._at(index, source, loaded) for source in reads), piece)
@@ -340,7 +340,7 @@ class Recorder:
     def whole_operand(self, operand: Tall, shape: tuple[int, int]) -> Buffer:
         """Take all of an operand."""
         buffer = Buffer(f"{operand.name}.0", shape, operand.dtype)
-        self._make(operand.name, 0, buffer)
+        self._take_chunk(operand.name, 0, buffer)
         return buffer
 
     def loop(self, flag: Buffer, body: Callable[[], Any], most: int, expected: int) -> None:

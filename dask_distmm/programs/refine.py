@@ -30,7 +30,7 @@ import numpy as np
 from dask_distmm.programs.factor import Panels, apply_panels, cholesky, eliminate, lu, substitute
 from dask_distmm.programs.factorizations import NUMBERS
 from dask_distmm.programs.recorder import Recorder
-from dask_distmm.programs.steps import Buffer, Key, Make, Publish, View
+from dask_distmm.programs.steps import Buffer, Key, Load, Publish, View
 
 # Turns at most, those that are expected, and earlier corrections that are kept at most.
 MOST, EXPECTED, KEPT = 40, 3, 16
@@ -105,7 +105,7 @@ def refined(
             here = at.stop - at.start
             p.call("identity", b[:, here : here + stop - start], start=start)
     else:
-        p.steps.append(Make(b[:, :], "b"))
+        p.steps.append(Load((b[:, :],), ("b",)))
 
     # Factors
     if has_factors:

@@ -1,4 +1,4 @@
-"""The nine kinds of steps, and the buffers that they name.
+"""The eleven kinds of steps, and the buffers that they name.
 
 Contracts of kernels, whoever implements them: which arguments they read, update and write, and their flops.
 
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from dask_distmm.numeric.types import dtype_from_name
 
-# The nine kinds of steps, and the buffers that they name
+# The eleven kinds of steps, and the buffers that they name
 
 
 # The types of flags, and of numbers of rows: they are on the host.
@@ -68,6 +68,11 @@ class Buffer:
     def nbytes(self) -> int:
         """Its bytes, without rows that are not known."""
         return max(0, math.prod(self.shape)) * dtype_from_name(self.dtype).itemsize
+
+    @property
+    def buffer(self) -> Buffer:
+        """The buffer, as a `View` has it."""
+        return self
 
     @property
     def role(self) -> str:
@@ -146,20 +151,41 @@ class New:
 
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
-class Make:
+class Reserve:
+    """Use memory that was allocated before the vote, as other ranks read it."""
+
+    buffer: Buffer
+
+
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
+class Take:
     """Take a chunk of an operand: one that is in memory here, or elsewhere, or is still to be made.
 
-    `donated`: it may be overwritten. Of a rectangle of a buffer: fill it with all parts of the operand that belong
-    there, or with this part of it (`rect`), whose chunks may be anywhere, `by` numbers for its rows, and for its
-    columns; without an operand the buffer is memory that was allocated before the run.
+    `donated`: it may be overwritten.
     """
 
-    buffer: Buffer | View
+    buffer: Buffer
     operand: str
     number: int = 0
     donated: bool = False
-    rect: Box | None = None
+
+
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
+class Load:
+    """Fill places with parts of operands (`rects`), whose chunks may be anywhere: one message from each holder of some.
+
+    They come later than this step: who uses a place waits. A place that is a buffer begins as what comes. Without
+    rectangles it is the rank's block columns: all parts of the operand that belong there, multiplied `by` numbers for
+    its rows, and for its columns; then the step waits.
+    """
+
+    places: tuple[Buffer | View, ...]
+    operands: tuple[str, ...]
+    rects: tuple[Box, ...] = ()
     by: tuple[Buffer, ...] = ()
+
+    def __iter__(self) -> Iterator[tuple[Buffer | View, str, Box]]:
+        return zip(self.places, self.operands, self.rects, strict=True)
 
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
@@ -191,8 +217,7 @@ class Publish:
 class Pull:
     """Copy the buffers that another rank publishes under a key: one message.
 
-    `taken`: buffers begin as what arrives, without another copy. `op`: ``"add"`` in place of a copy. `boxes`: parts of
-    chunks of operands, from a participant that holds them: operand, chunk, rows and columns from first to last + 1.
+    `taken`: buffers begin as what arrives, without another copy. `op`: ``"add"`` in place of a copy.
     """
 
     owner: int
@@ -200,7 +225,6 @@ class Pull:
     buffers: tuple[Buffer | View, ...]
     taken: bool = False
     op: Literal["", "add"] = ""
-    boxes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -261,7 +285,7 @@ class Drop:
 # Where calls are queued, what runs beside what. "": one after the other. "ahead": beside those that follow, after all
 # before it. "panel": beside them, after only what was ahead. "join": as "", after all that was ahead.
 Lane = Literal["", "ahead", "panel", "join"]
-Step = New | Make | Call | Publish | Pull | If | Loop | Store | Drop
+Step = New | Reserve | Take | Load | Call | Publish | Pull | If | Loop | Store | Drop
 FlatStep = Step | LoopIteration
 
 
@@ -298,7 +322,7 @@ def meets(step: FlatStep) -> bool:
 
 def has_messages(steps: Sequence[Step]) -> bool:
     """Whether ranks have messages in steps, as in a turn of a loop: those in a loop or a branch may be left out."""
-    return any(isinstance(step, Publish) or (isinstance(step, Pull) and not step.boxes) for step in steps)
+    return any(isinstance(step, Publish | Pull) for step in steps)
 
 
 def lists_in(steps: Sequence[Step]) -> Iterator[Sequence[Step]]:
@@ -323,7 +347,7 @@ def messages_to_all(steps: Sequence[Step], ranks: int) -> dict[Key, int]:
         here: dict[str, Key] = {}
         late = set[Key]()
         for step in some:
-            if isinstance(step, Pull) and step.key in own and not (step.taken or step.op or step.boxes):
+            if isinstance(step, Pull) and step.key in own and not (step.taken or step.op):
                 pulls.setdefault(step.key, []).append(step)
                 here.update((buffer.name, step.key) for buffer in step.buffers)
             elif isinstance(step, Drop):
@@ -403,16 +427,16 @@ CONTRACTS: dict[str, Contract] = {
     "check_right": Contract("rr", _none),
     # Small matrices, on one rank or on all.
     "add": Contract("ru", _none),
-    # Products. C += A B; C = A B; the lower triangle of it; the upper triangle as the lower one, in a block or by two.
+    # Products. C += A B; C = A B; the lower triangle of C += A A^H; the upper triangle as the lower one.
     "add_product": Contract("rru", lambda *s: 2 * math.sqrt(math.prod(s[-3] + s[-2] + s[-1]))),
     "product": Contract("rrw", lambda *s: 2 * math.sqrt(math.prod(s[-3] + s[-2] + s[-1]))),
     "add_symmetric": Contract("rru", lambda a, b, c: math.sqrt(math.prod(a + b + c))),
-    "mirror": Contract("ur", _none),
-    # Parts become one matrix; sums, and parts of chunks of D; what the formula reads, and sums.
+    "mirror": Contract("u", _none),
+    # Parts of A or B, side by side in a panel; parts of sums, and of chunks of D, or their adjoints; what the formula
+    # reads, and sums, become D, here or where they are, and auxiliary outputs.
     "join": Contract("w", _none),
     "store": Contract("w", _none),
-    "finish": Contract("u", _none),
-    "finish_into": Contract("rw", _none),
+    "finish": Contract("uw", _none),
     "copy": Contract("rw", _none, exact=True),
     "conjugate": Contract("u", _none),
     # Matrices of all ranks become others in other layouts; D's tiles = A's tiles B's tiles.

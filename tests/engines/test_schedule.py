@@ -15,13 +15,13 @@ from proof import check
 
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import METHODS, NamedMatrix, Worker, plan
-from dask_distmm.planning import blocks as lists
 from dask_distmm.planning import cuts as extents
 from dask_distmm.planning import schedule as schedules
-from dask_distmm.planning.product import chunk_blocks_of
+from dask_distmm.planning.groups import DeviceSchedule, chunk_blocks_of
+from dask_distmm.planning.product import merged, record
 from dask_distmm.planning.schedule import PANELS, block_schedules, extent_multiple, peer_reads
 from dask_distmm.programs.check import walk
-from dask_distmm.programs.steps import Buffer, Call, Drop, Make, New, Publish, Pull, Store, View, crossing, flops_of
+from dask_distmm.programs.steps import Call, Drop, Load, New, Publish, Pull, Store, Take, View, crossing, flops_of
 
 SMALL = {"_LEAST_DEPTH": 16, "_LEAST_WIDTH": 8, "_LEAST_BLOCK": 8, "_LEAST_ROWS": 4, "_LEAST_EXTENT": 8}
 FULL = extents._FULL
@@ -72,7 +72,7 @@ def made(seed, method, nranks, kind, size, sources=0, together=False, scheme="",
 
 
 def lists_of(found, usable=lambda operand, number: True):
-    return [lists.steps(found, rank, usable) for rank in range(len(found.ranks))]
+    return [found.steps(rank, usable=usable) for rank in range(len(found.ranks))]
 
 
 def calls_of(steps):
@@ -80,13 +80,12 @@ def calls_of(steps):
 
 
 def loads_of(steps):
-    return [step for step in steps if isinstance(step, Make) and step.rect is not None]
+    return [step for step in steps if isinstance(step, Load)]
 
 
 def in_memory(found, rank, steps):
     """Return the chunks that a rank multiplies where they lie: they must be its own."""
-    used = {x.name: x.buffer for step in calls_of(steps) for x in step.arguments if isinstance(x, View)}
-    used |= {x.name: x for step in calls_of(steps) for x in step.arguments if isinstance(x, Buffer)}
+    used = {x.name: x.buffer for step in calls_of(steps) for x in step.arguments}
     chunks = {}
     for name, buffer in used.items():
         if name[:2] in ("a.", "b.") and not found.problem[name[0]].by_ranks:
@@ -118,9 +117,10 @@ def multiplied(found, every, matrices):
         match step:
             case New(buffer):
                 here[buffer.name] = np.full(buffer.shape, np.nan)
-            case Make(place, operand, rect=(r0, r1, c0, c1)):
-                at(rank, place)[...] = matrices[operand][r0:r1, c0:c1]
-            case Make(buffer, operand, number):
+            case Load():
+                for place, operand, (r0, r1, c0, c1) in step:
+                    at(rank, place)[...] = matrices[operand][r0:r1, c0:c1]
+            case Take(buffer, operand, number):
                 here[buffer.name] = chunk(operand, number)
             case Call("product" | "add_product" as kernel, (*_, a, b, target), {"transposed": transposed}):
                 x, y = (
@@ -132,7 +132,7 @@ def multiplied(found, every, matrices):
                 parts = [at(rank, place).copy() for place in places[:count]]
                 for part, place in zip(parts, places[count:], strict=True):
                     at(rank, place)[...] = part.T if options.get("transposed") else part
-            case Call("finish_into", places, {"reads": 0}):  # of FP8 D is stored so, though no formula changes it
+            case Call("finish", places, {"reads": 0}):  # of FP8 D is stored so, though no formula changes it
                 at(rank, places[1])[...] = at(rank, places[0])
             case Publish(key, buffers):
                 lent[rank, key] = [at(rank, buffer) for buffer in buffers]
@@ -171,7 +171,7 @@ def test_every_product_once_out_of_buffers_that_hold_it(seed, method, nranks, ki
     around = []
     for rank, steps in enumerate(every):
         there = in_memory(found, rank, steps)
-        around.append([*(Make(buffer, *key) for buffer, key in there.items()), *steps, *map(Drop, there)])
+        around.append([*(Take(buffer, *key) for buffer, key in there.items()), *steps, *map(Drop, there)])
     check(around)
     multiple = extent_multiple(found.problem)
     for steps in every:
@@ -196,7 +196,7 @@ def test_buffers_are_as_projected(seed, method, nranks, size):
     """And below what they may be, where that is not too little for any GEMM."""
     found = made(seed, method, nranks, "float64", size)
     for rank, block_schedule in enumerate(block_schedules(found)):
-        steps = lists.steps(found, rank, lambda operand, number: True)
+        steps = found.steps(rank)
         panels = [step.buffer for step in steps if isinstance(step, New) and step.buffer.name.startswith("panel")]
         assert sum(buffer.nbytes for buffer in panels) <= block_schedule.buffer_bytes
         streamed = f"panel.{1 - block_schedule.stationary}"
@@ -216,9 +216,9 @@ def test_lists_are_kept_for_like_plans_and_chunks_that_lie_alike_only(seed, meth
     answers = [lambda operand, number: True, lambda operand, number: False, lambda operand, number: number % 2 == 0]
     for found, usable in list(itertools.product(plans, answers)) * 2:
         for rank in range(len(found.ranks)):
-            assert lists.steps(found, rank, usable) == lists.record(found, rank, usable)
+            assert found.steps(rank, usable=usable) == record(found, rank, (), usable)
     for usable in answers:
-        assert lists.steps(plans[-1], 0, usable) is lists.steps(plans[0], 0, usable)
+        assert plans[-1].steps(0, usable=usable) is plans[0].steps(0, usable=usable)
 
 
 @settings(max_examples=25, deadline=None)
@@ -230,9 +230,10 @@ def test_what_others_read_is_offered_and_nothing_else(seed, method, nranks, sour
     read = [set() for _ in range(count)]
     for rank, steps in enumerate(lists_of(found)):
         for load in loads_of(steps):
-            for piece in chunk_blocks_of(found.problem[load.operand].chunks, 0, load.rect):
-                if (holder := int(found.where[load.operand][piece.chunk])) != found.ranks[rank]:
-                    read[holder].add((load.operand, piece.chunk))
+            ((_, operand, rect),) = load
+            for piece in chunk_blocks_of(found.problem[operand].chunks, 0, rect):
+                if (holder := int(found.where[operand][piece.chunk])) != found.ranks[rank]:
+                    read[holder].add((operand, piece.chunk))
     offered = peer_reads(found, "ab")
     told = [{name: every[me] for name, every in offered.items()} for me in range(count)]
     assert read == [{(name, int(i)) for name, mine in one.items() for i in np.flatnonzero(mine)} for one in told]
@@ -244,7 +245,7 @@ def test_what_others_read_is_offered_and_nothing_else(seed, method, nranks, sour
 
 
 def groups_of(found, rank):
-    return lists._Blocks(found, rank, lambda operand, number: True).groups(block_schedules(found)[rank])
+    return DeviceSchedule(found, rank, lambda operand, number: True).groups()
 
 
 def holders(found, operand, rect):
@@ -370,8 +371,8 @@ def test_a_load_comes_once_its_buffer_is_free_and_long_before_its_first_use(seed
         # Panels that are loaded and not used, each with the number of products before it.
         waiting, number, products = [], 0, 0
         for step in steps:
-            if isinstance(step, Make) and step.operand == streamed:
-                waiting.append((step.buffer, number, products))
+            if isinstance(step, Load) and step.operands == (streamed,):
+                waiting.append((step.places[0], number, products))
                 number += 1
             elif isinstance(step, Call) and step.kernel in PRODUCTS:
                 used = {place.name: place.box for place in step.arguments[:2]}
@@ -381,11 +382,10 @@ def test_a_load_comes_once_its_buffer_is_free_and_long_before_its_first_use(seed
                     waiting.remove(one)
                 products += 1
         assert not waiting
-        assert number == sum(load.operand == streamed for load in loads_of(steps))
+        assert number == sum(load.operands == (streamed,) for load in loads_of(steps))
 
 
 def test_rectangles_that_are_one_are_put_together():
-    merged = lists.merged
     assert merged([(0, 2, 0, 3), (0, 2, 3, 5), (2, 4, 0, 5)]) == [(0, 4, 0, 5)]
     assert merged([(0, 2, 3, 5), (2, 4, 0, 5)]) == [(0, 2, 3, 5), (2, 4, 0, 5)]
     assert merged([]) == []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dask_distmm.config import read_options
 from dask_distmm.planning import METHODS, Worker, plan
 from dask_distmm.planning.cuts import pieces_of
-from dask_distmm.planning.product import panels
+from dask_distmm.planning.groups import panels
 
 
 @settings(max_examples=150, deadline=None)

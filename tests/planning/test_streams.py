@@ -16,12 +16,12 @@ from dask_distmm import PlanError
 from dask_distmm.config import DaskCosts
 from dask_distmm.planning import Plan, Worker, plan, planner
 from dask_distmm.planning import schedule as block_schedule
-from dask_distmm.planning.blocks import record
 from dask_distmm.planning.footprint import made_bytes, multiplied_sizes
-from dask_distmm.planning.product import chunk_blocks_of
+from dask_distmm.planning.groups import chunk_blocks_of
+from dask_distmm.planning.product import record
 from dask_distmm.planning.schedule import peer_reads
 from dask_distmm.planning.waves import Budget, choose_scheme, wave_problem
-from dask_distmm.programs.steps import Drop, Make
+from dask_distmm.programs.steps import Drop, Take
 
 COSTS, BUDGET = DaskCosts(0.01, 0.00015, 0.01, 0.0005), Budget(0.6, 0.7, 5e8)
 BOTH = ["cublasmp", "peer"]
@@ -68,7 +68,7 @@ def _most_held(steps):
     made, held, most = collections.Counter(), 0, 0
     for step in steps:
         match step:
-            case Make(buffer, rect=None) if buffer.is_operand:
+            case Take(buffer):
                 made[buffer.name] += 1
                 held += buffer.nbytes
                 most = max(most, held)
@@ -117,7 +117,7 @@ def test_memory_is_as_projected(shape, sizes, count, by_ranks, seconds, room, dt
                 needed += block_schedule.PANELS * most * size
             assert needed <= stream.buffer_bytes
             assert stream.ahead > stream.threads >= 1
-            assert 0 < _most_held(record(made, rank, lambda *_: True)) <= stream.held_bytes
+            assert 0 < _most_held(record(made, rank, (), lambda *_: True)) <= stream.held_bytes
         assert max(made.projected_bytes.values()) >= max(stream.bytes for stream in block_schedule.load_schedules(made))
 
 

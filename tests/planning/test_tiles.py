@@ -14,10 +14,10 @@ from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning import NamedMatrix, Plan, Worker, plan
 from dask_distmm.planning.cublasmp import make_tiles, tile_chunk
 from dask_distmm.planning.cuts import uniform_cut
+from dask_distmm.planning.groups import chunk_name
 from dask_distmm.planning.placement import REPLICA
-from dask_distmm.planning.product import chunk_name
 from dask_distmm.programs.check import ProgramError
-from dask_distmm.programs.steps import Call, Drop, Make, Store, flops_of, meets
+from dask_distmm.programs.steps import Call, Drop, Store, Take, flops_of, meets
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 
@@ -171,8 +171,8 @@ def lists_of(made, rng):
             chunk_name(name, i): (name, int(i)) for name in made.where for i in np.flatnonzero(made.where[name] == me)
         }
         used = {x.name: x for step in steps if isinstance(step, Call) for x in step.arguments if x.name in names}
-        chunks = [Make(x, *names[x.name]) for x in used.values()]
-        lists.append([*chunks, *steps, *(Drop(make.buffer) for make in chunks)])
+        chunks = [Take(x, *names[x.name]) for x in used.values()]
+        lists.append([*chunks, *steps, *(Drop(taken.buffer) for taken in chunks)])
     return lists
 
 

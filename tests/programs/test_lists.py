@@ -16,7 +16,7 @@ from factoring import factor_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matrices import problem_of
-from proof import all_flags, check
+from proof import all_flags, check, moved_bytes
 from tracing_ranks import compiled, plan_of
 
 from dask_distmm import fori_loop, linalg, while_loop
@@ -27,7 +27,7 @@ from dask_distmm.engines.numpy.lapack import LapackKernels
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.engines.tridiagonal import SharedEigh
 from dask_distmm.numeric.epilogs import Formula
-from dask_distmm.planning import METHODS, NamedMatrix, Worker, blocks, plan, product
+from dask_distmm.planning import METHODS, NamedMatrix, Worker, groups, plan, product
 from dask_distmm.programs.check import ProgramError, Rates, cost, peak_bytes
 from dask_distmm.programs.composite import BUILDERS, record
 from dask_distmm.programs.factorizations import Factorization
@@ -41,12 +41,12 @@ from dask_distmm.programs.steps import (
     If,
     Key,
     Loop,
-    Make,
     New,
     Publish,
     Pull,
     Step,
     Store,
+    Take,
     View,
     flops_of,
     messages_to_all,
@@ -124,7 +124,8 @@ def test_contracts_and_kernels_and_builders_know_each_other():
         used |= {step.kernel for step in every(steps) if isinstance(step, Call)}
     for kind, seed in itertools.product(("gram", "formula"), range(20)):
         lists, made = product_lists(seed, "local", 2, kind)
-        on_gpu = [step for step in blocks.record(made, 0, lambda operand, number: True) if isinstance(step, Call)]
+        placed = dataclasses.replace(made, engine="peer").steps(0)
+        on_gpu = [step for step in placed if isinstance(step, Call)]
         calls = [step for steps in lists for step in steps if isinstance(step, Call)]
         used |= {step.kernel for step in calls}
         assert all(callable(getattr(ProductKernels, step.kernel)) for step in calls)
@@ -211,17 +212,15 @@ def product_lists(seed, method, workers, kind):
     lists = []
     for rank, me in enumerate(made.ranks):
         begun = {int(i) for i in made.owned(rank) if kind == "begun" and made.where["partial"][i] == me}
-        steps = product.steps(made, rank, begun)
-        used = [
-            one.buffer if isinstance(one, View) else one for s in steps if isinstance(s, Call) for one in s.arguments
-        ]
+        steps = made.steps(rank, begun)
+        used = [place.buffer for step in steps if isinstance(step, Call) for place in step.arguments]
         names = {
-            product.chunk_name(name, i): (name, int(i))
+            groups.chunk_name(name, i): (name, int(i))
             for name in made.where
             for i in np.flatnonzero(made.where[name] == me)
         }
         there = [*{buffer.name: buffer for buffer in used if buffer.name in names}.values()]
-        lists.append([*(Make(x, *names[x.name]) for x in there), *steps, *map(Drop, there)])
+        lists.append([*(Take(x, *names[x.name]) for x in there), *steps, *map(Drop, there)])
     return lists, made
 
 
@@ -238,7 +237,7 @@ def test_products_come_to_their_end(seed, method, workers, kind):
     stored = collections.Counter(s.number for steps in lists for s in steps if isinstance(s, Store) and not s.output)
     assert stored == dict.fromkeys(range(made.problem.d.count), 1)
     flops = sum(flops_of(step) for steps in lists for step in steps if isinstance(step, Call))
-    moved = sum(step.nbytes for steps in lists for step in steps if isinstance(step, Pull))
+    moved = sum(moved_bytes(made, rank, steps) for rank, steps in enumerate(lists))
     estimated = made.estimate.bytes_moved
     if kind != "gram":
         assert flops == pytest.approx(made.problem.flops)
@@ -266,8 +265,8 @@ def test_lists_are_kept_for_like_plans_only(seed, method, workers, others):
     ]
     for one in plans * 2:
         for rank in range(len(one.ranks)):
-            assert product.steps(one, rank) == product.record(one, rank)
-    assert product.steps(plans[-1], 0) is product.steps(plans[0], 0)
+            assert one.steps(rank) == product.record(one, rank, (), lambda *chunk: True)
+    assert plans[-1].steps(0) is plans[0].steps(0)
 
 
 def mutated(number, steps):
@@ -417,7 +416,7 @@ def test_flags_that_are_the_same_bits():
             continue
         with pytest.raises(ProgramError, match="s0 may have other bits than that of another rank"):
             check(lists)
-    operands: list[Step] = [Make(a, "a"), If(a, (), ()), Drop(a)]
+    operands: list[Step] = [Take(a, "a"), If(a, (), ()), Drop(a)]
     with pytest.raises(ProgramError, match="a.0 may have other bits"):
         check([operands, operands])
 

@@ -74,13 +74,13 @@ class ProductKernels:
         with self.streams[0]:
             cp.conjugate(a, out=a)
 
-    def finish_into(self, *arrays: Any, reads: int, names: Sequence[str], formula: Formula) -> None:
+    def finish(self, *arrays: Any, reads: int, names: Sequence[str], formula: Formula) -> None:
         """Apply the formula to a chunk of sums."""
         problem = self.problem
         with self.streams[0]:
             inputs = {name: decoded(x, problem[name].dtype) for name, x in zip(names, arrays, strict=False)}
             results = {output.name: x for output, x in zip(problem.outputs, arrays[reads + 1 :], strict=True)}
-            finish_into(problem, arrays[reads], inputs, results)
+            apply_formula(problem, arrays[reads], inputs, results)
 
 
 class ProductMemory(DeviceMemory):
@@ -153,7 +153,7 @@ def decoded(array: Any, type_name: str) -> Any:
     return decode(cp, array, type_name, np.dtype(np.float32)) if type_name in FP8 else array
 
 
-def finish_into(problem: Problem, acc: Any, inputs: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+def apply_formula(problem: Problem, acc: Any, inputs: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
     """Apply the formula to a chunk of sums, on the current stream; targets are D, under no name, and other outputs."""
     formula, d = problem.formula, targets[""]
     if not acc.size:

@@ -34,11 +34,11 @@ from dask_distmm.programs.steps import (
     CONTRACTS,
     Call,
     Drop,
-    Make,
     New,
     Publish,
     Pull,
     Step,
+    Take,
     View,
     roles_of,
 )
@@ -143,7 +143,7 @@ class DeviceMemory(Memory):
         """Take the steps of a turn: what was taken before by CUDA graphs."""
         if id(body) not in self._segments:
             # Chunks are made ahead of all steps of a turn.
-            whole = any(isinstance(step, Make) for step in body)
+            whole = any(isinstance(step, Take) for step in body)
             queues = functools.partial(_is_queued, job.exchange)
             groups = [(False, body)] if whole else itertools.groupby(body, queues)
             self._segments[id(body)] = [_Segment(tuple(steps), queued=queued) for queued, steps in groups]

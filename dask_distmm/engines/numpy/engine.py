@@ -17,12 +17,12 @@ from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.engines.programs.region import RegionJob
 from dask_distmm.engines.sources import SourceChunk
 from dask_distmm.errors import EngineError
-from dask_distmm.numeric.epilogs import Formula, finish_by_rows, part_shape
+from dask_distmm.numeric.epilogs import Formula, finish_by_rows
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.numeric.types import dtype_from_name, round_tf32, store
 from dask_distmm.planning import Plan
 from dask_distmm.planning.region import RegionPlacement
-from dask_distmm.programs.steps import Buffer
+from dask_distmm.programs.steps import Buffer, View
 
 Array: TypeAlias = NDArray[Any]
 Pair = tuple[bool, bool]
@@ -38,6 +38,11 @@ class ProductKernels(LapackKernels):
         # BLAS conjugates, without a copy, the operand that is in the other order than D.
         transposed = any(plan.problem[name].conjugated and plan.orders[name] == "C" for name in "ab")
         self._order: Literal["C", "F"] = "F" if transposed else "C"
+        self._outputs, self._rounded = [output.name for output in plan.problem.outputs], plan.problem.compute == "tf32"
+        # What of A and B is conjugated in products, and on the way into panels.
+        a, b = ((plan.problem[name].conjugated, name in plan.packing) for name in "ab")
+        self._conjugated = a == (True, False), b == (True, False)
+        self._conjugates = a == (True, True), b == (True, True)
 
     def complete(self) -> None:
         """Do nothing: all is done."""
@@ -47,45 +52,43 @@ class ProductKernels(LapackKernels):
         dtype = dtype_from_name(buffer.dtype)
         return np.zeros(buffer.shape, dtype, self._order) if zero else np.empty(buffer.shape, dtype)
 
-    def add_product(self, a: Array, b: Array, c: Array, *, transposed: Pair, conjugated: Pair) -> None:
+    def add_product(self, a: Array, b: Array, c: Array, *, transposed: Pair) -> None:
         """C += A B, of matrices as they lie or `transposed`."""
-        gemm(a.T if transposed[0] else a, b.T if transposed[1] else b, c, conjugated)
+        gemm(a.T if transposed[0] else a, b.T if transposed[1] else b, c, self._conjugated)
 
-    def add_symmetric(self, a: Array, b: Array, c: Array, *, transposed: Pair, conjugated: Pair) -> None:
+    def add_symmetric(self, a: Array, b: Array, c: Array, *, transposed: Pair) -> None:
         """C += A A^H in the lower triangle of C, where B is A^H."""
-        if not add_lower(a.T if transposed[0] else a, c, (conjugated[0], not conjugated[0])):
-            self.add_product(a, b, c, transposed=transposed, conjugated=conjugated)
+        if not add_lower(a.T if transposed[0] else a, c, (self._conjugated[0], not self._conjugated[0])):
+            self.add_product(a, b, c, transposed=transposed)
 
-    def mirror(self, upper: Array, lower: Array | None = None) -> None:
-        """Make the upper triangle of a block, or a block above the diagonal, of what is below."""
-        mirror(upper) if lower is None else reflect(lower, upper)
+    def mirror(self, block: Array) -> None:
+        """Make the upper triangle of a block of the lower one."""
+        mirror(block)
 
-    def join(
-        self, *parts: Array, reads: int, places: Sequence[Any], conjugated: bool = False, rounded: bool = False
-    ) -> None:
-        """Copy parts, or their transposes, to their places in the last matrix, or their conjugates."""
-        whole = parts[reads]
-        for part, (r0, r1, c0, c1, transposed) in zip(parts, places, strict=False):
-            whole[r0:r1, c0:c1] = part.T if transposed else part
-        if conjugated:
-            np.conjugate(whole, out=whole)
-        if rounded:
-            round_tf32(whole)
+    def join(self, *parts: Array, reads: int, whole: View, turned: Sequence[bool]) -> None:
+        """Copy parts of A or B, or their transposes, to their places in a panel, conjugated or rounded."""
+        for source, target, transposed in zip(parts, parts[reads:], turned, strict=False):
+            target[...] = source.T if transposed else source
+            if self._conjugates[whole.number]:
+                np.conjugate(target, out=target)
+            if self._rounded:
+                round_tf32(target)
 
-    def store(self, *parts: Array, reads: int) -> None:
-        """Write sums to parts of chunks of D."""
+    def store(self, *parts: Array, reads: int, transposed: bool = False) -> None:
+        """Write parts of sums, or their adjoints, to other ones, or to chunks of D."""
         for source, target in zip(parts, parts[reads:], strict=False):
-            store(target, source)
+            (reflect(source, target) if transposed else store(target, source))
 
-    def finish(self, *parts: Array, reads: int, names: Sequence[str], formula: Formula, dtypes: Sequence[str]) -> Any:
-        """Return D, which may lie over the sums, and auxiliary outputs."""
-        acc, (dtype, *types) = parts[reads], map(dtype_from_name, dtypes)
-        out, aux = acc if acc.dtype == dtype else np.empty(acc.shape, dtype), formula.per_element
+    def finish(self, *parts: Array, reads: int, names: Sequence[str], formula: Formula) -> None:
+        """Apply the formula to sums: D, where they are or apart, and auxiliary outputs."""
+        acc, results = parts[reads], parts[reads + 1 :]
+        targets = dict(zip(self._outputs[len(self._outputs) - len(results) :], results, strict=True))
+        out = targets.pop("", acc)
         if acc.size:
-            extra = finish_by_rows(formula, acc, dict(zip(names, parts, strict=False)), out)
-        else:
-            extra = {name: np.zeros(part_shape(formula.keeps(name), acc.shape)) for name in aux}
-        return out, *(extra[name].astype(kind, copy=False) for name, kind in zip(aux, types, strict=True))
+            finish_by_rows(formula, acc, dict(zip(names, parts, strict=False)), out, targets)
+            return
+        for target in targets.values():
+            target[...] = 0
 
 
 class NumpyEngine(Engine):

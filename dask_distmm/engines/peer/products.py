@@ -5,7 +5,7 @@
     prepare()   chunks are brought to the device and offered to the others; buffers and D are allocated; own chunks are
                 copied into buffers, and the first products are begun. An error here is a vote against the run
     accept()    the offers of all others are read and their memory is mapped; mappings that are out of date are closed
-    execute()   the steps of `planning.blocks`: pulls on streams of their own, GEMMs on another stream as soon as their
+    execute()   the steps of `planning.product`: pulls on streams of their own, GEMMs on another stream as soon as their
                 operands are here; partial sums of other ranks are pulled and added as they get ready; parts of this
                 rank's chunks of D that other ranks computed are pulled; the formula is applied
 
@@ -45,24 +45,34 @@ from dask_distmm.engines.gpu.operands import captured, mark, record
 from dask_distmm.engines.gpu.products import ProductKernels, ProductMemory
 from dask_distmm.engines.peer.memory import PeerState
 from dask_distmm.engines.peer.offers import FLAG_BYTES
-from dask_distmm.engines.peer.readable import ChunkPulls, DeviceMaker, DeviceView, Load, Made, Parts, bits, dense_view
+from dask_distmm.engines.peer.readable import (
+    ChunkPulls,
+    DeviceMaker,
+    DeviceView,
+    LoadPulls,
+    Made,
+    Parts,
+    bits,
+    dense_view,
+)
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.engines.sources import ChunkLoader, SourceChunk
 from dask_distmm.layout.rectangles import Span, span_of
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
 from dask_distmm.planning.cuts import Rect, common, padded
-from dask_distmm.planning.product import chunk_blocks_of
+from dask_distmm.planning.groups import chunk_blocks_of
 from dask_distmm.planning.schedule import PANELS, blocks, extent_multiple, load_schedules, native, sums_in
 from dask_distmm.programs.steps import (
     Box,
     Buffer,
     Call,
-    Make,
+    Load,
     Publish,
     Pull,
     Step,
     Store,
+    Take,
     View,
     crossing,
 )
@@ -174,7 +184,7 @@ class Copies(NamedTuple):
 
 # What a list is compiled to before the vote: loads, products and copies of sums in place of their steps, and the phase
 # that begins after the last product.
-Instruction = Step | Load | Products | Copies | str
+Instruction = Step | LoadPulls | Products | Copies | str
 
 
 class PeerKernels(ProductKernels):
@@ -233,7 +243,7 @@ class PeerJob(ProgramJob):
         self.early: Ahead | None = None
         # By the name of a buffer: what comes to which part of it, as an event or as a load that is not issued, because
         # the host would wait for it; the event behind the last product that reads it.
-        self._coming: dict[str, list[tuple[Box, Any]]] = collections.defaultdict(list)
+        self._coming = collections.defaultdict[str, list[tuple[Box, Any]]](list)
         self._last_use: dict[str, cp.cuda.Event] = {}
         # Products whose end the host has not seen: an event, flops, what is held until then, and the bytes of that.
         self._queue = collections.deque[tuple[cp.cuda.Event, float, Any, int]]()
@@ -287,8 +297,9 @@ class PeerJob(ProgramJob):
 
     def _instruction(self, step: Step) -> Instruction:
         """Compile a step to an instruction."""
-        if isinstance(step, Make) and step.rect is not None:
-            return Load(step)
+        if isinstance(step, Load):
+            (part,) = step
+            return LoadPulls(*part)
         if not isinstance(step, Call):
             return step
         if step.kernel == "store":
@@ -314,14 +325,14 @@ class PeerJob(ProgramJob):
         used, stream, sources, left = set[str](), self._stream, self._pulls, list[Instruction]()
         sources.chunks = self.chunks
         for step in every:
-            if isinstance(step, Load) and step.step.operand in ("a", "b"):
-                step.parts = parts = self._blocks_of(step.step)
+            if isinstance(step, LoadPulls) and step.operand in ("a", "b"):
+                step.parts = parts = self._blocks_of(step)
                 if not sources.is_in_host(parts.operand):
                     step.copies = [sources.own_copies(parts)]
-                    if step.step.buffer.name not in used and (parts.holders == self.me).all():
+                    if step.place.name not in used and (parts.holders == self.me).all():
                         self._fill_part(step, stream)
                         continue
-                    if step.step.buffer.name not in used:
+                    if step.place.name not in used:
                         sources.run(step.copies.pop(), stream)
             elif isinstance(step, Call | Products | Copies):
                 call = step if isinstance(step, Call) else step.call
@@ -329,13 +340,12 @@ class PeerJob(ProgramJob):
             left.append(step)
         return tuple(left)
 
-    def _blocks_of(self, load: Make) -> Parts:
-        assert load.rect is not None
+    def _blocks_of(self, load: LoadPulls) -> Parts:
         names = self.plan.problem.operands
         number = names.index(load.operand)
         blocks_of_chunks = chunk_blocks_of(self.plan.problem[load.operand].chunks, number, load.rect)
-        size = self.arrays[load.buffer.name].dtype.itemsize
-        parts: Parts = self._pulls.parts(number, blocks_of_chunks, self._span(load.buffer), size)
+        size = self.arrays[load.place.name].dtype.itemsize
+        parts: Parts = self._pulls.parts(number, blocks_of_chunks, self._span(load.place), size)
         return parts
 
     def _begin_early(self) -> None:
@@ -344,8 +354,8 @@ class PeerJob(ProgramJob):
         away, before = collections.defaultdict[str, list[Box]](list), None
         runs: list[list[Products]] = []
         for step in self.steps:
-            if isinstance(step, Load):
-                away[step.step.buffer.name].append(step.step.buffer.box)
+            if isinstance(step, LoadPulls):
+                away[step.place.name].append(step.place.box)
             if not isinstance(step, Products):
                 before = None
                 continue
@@ -382,12 +392,12 @@ class PeerJob(ProgramJob):
         super().accept(offers)
         # Of the first buffers the first loads are urgent if the GPU has no product that began early.
         filled = collections.defaultdict[str, list[Box]](list)
-        loads = [step for step in self.steps if isinstance(step, Load) and step.parts is not None]
+        loads = [step for step in self.steps if isinstance(step, LoadPulls) and step.parts is not None]
         for load in loads if not (self.early or self.first) else ():
-            buffer = load.step.buffer
-            if buffer.name.endswith(".0"):
-                load.urgent = not any(crossing(box, buffer.box) for box in filled[buffer.name])
-                filled[buffer.name].append(buffer.box)
+            place = load.place
+            if place.name.endswith(".0"):
+                load.urgent = not any(crossing(box, place.box) for box in filled[place.name])
+                filled[place.name].append(place.box)
         self._pulls.find(loads)
         self.timings["offers"] = time.perf_counter() - self._began
 
@@ -412,37 +422,37 @@ class PeerJob(ProgramJob):
 
     # Loads
 
-    def _make(self, step: Make) -> None:
+    def _make(self, step: Take) -> None:
         """Wait for a chunk of the loader, and bind it to its buffer."""
         self._make_room(step.buffer.nbytes)
         super()._make(step)
 
-    def _load(self, load: Load) -> None:
+    def _pull(self, load: LoadPulls) -> None:
         """Load a part of an operand."""
         if not load.located:
             # Of an input of the formula all parts are found when the first one is needed.
-            loads = [x for x in self.steps if isinstance(x, Load) and x.step.operand == load.step.operand]
+            loads = [x for x in self.steps if isinstance(x, LoadPulls) and x.operand == load.operand]
             for other_load in loads:
-                other_load.parts = self._blocks_of(other_load.step)
+                other_load.parts = self._blocks_of(other_load)
                 other_load.copies = [self._pulls.own_copies(other_load.parts)]
             self._pulls.find(loads)
         if load.outside:
             # The host waits for them, so that what is next on the stream goes first.
             self._pulls.request(load)
-        self._coming[load.step.buffer.name].append((load.step.buffer.box, load if load.outside else self._issue(load)))
+        self._coming[load.place.name].append((load.place.box, load if load.outside else self._issue(load)))
 
-    def _issue(self, load: Load) -> cp.cuda.Event:
+    def _issue(self, load: LoadPulls) -> cp.cuda.Event:
         """Queue a load on the stream of pulls, after its buffer is free; return the event of its end."""
         stream = self._pulls.stream
-        if load.step.buffer.name in self._last_use:
-            stream.wait_event(self._last_use[load.step.buffer.name])
+        if load.place.name in self._last_use:
+            stream.wait_event(self._last_use[load.place.name])
         self._fill_part(load, stream)
         return record(stream)
 
-    def _fill_part(self, load: Load, stream: cp.cuda.Stream) -> None:
+    def _fill_part(self, load: LoadPulls, stream: cp.cuda.Stream) -> None:
         self._pulls.pull(load, stream)
-        if load.step.operand in ("a", "b"):
-            self._complete("ab".index(load.step.operand), load.step.buffer, stream)
+        if load.operand in ("a", "b"):
+            self._complete("ab".index(load.operand), load.place, stream)
 
     def _complete(self, operand: int, place: Buffer | View, stream: cp.cuda.Stream) -> None:
         """Queue the padding and conjugation of a part after its copies."""
@@ -465,7 +475,7 @@ class PeerJob(ProgramJob):
             wanted = [entry for entry in waiting if crossing(entry[0], place.box)]
             self._coming[place.name] = [entry for entry in waiting if entry not in wanted]
             for _, source in wanted:
-                self._stream.wait_event(self._issue(source) if isinstance(source, Load) else source)
+                self._stream.wait_event(self._issue(source) if isinstance(source, LoadPulls) else source)
 
     # Chunks that this rank makes
 
@@ -484,7 +494,7 @@ class PeerJob(ProgramJob):
             if self._loads is not None and self._queue:
                 self.ended.wait(self._queue[-1][0])
 
-    def _begin(self, step: Make, chunk: Made) -> None:
+    def _begin(self, step: Take, chunk: Made) -> None:
         self.arrays[step.buffer.name] = chunk.array
         self._coming[step.buffer.name] = [(step.buffer.box, chunk.complete)]
         self._held_bytes += step.buffer.nbytes
@@ -533,7 +543,6 @@ class PeerJob(ProgramJob):
         if call.kernel == "join":
             self._join(call)
             return
-        self._await_all(call)
         super()._call(call)
 
     def _await_all(self, *calls: Call) -> None:
@@ -607,8 +616,8 @@ class PeerJob(ProgramJob):
 
     def _take(self, step: Instruction) -> None:
         match step:
-            case Load():
-                self._load(step)
+            case LoadPulls():
+                self._pull(step)
             case Products():
                 self._multiply(step)
             case Copies():

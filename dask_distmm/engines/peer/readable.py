@@ -46,9 +46,9 @@ from dask_distmm.engines.sources import Source, SourceChunk
 from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import EVERYWHERE, Problem
-from dask_distmm.planning.product import ChunkBlock
+from dask_distmm.planning.groups import ChunkBlock
 from dask_distmm.planning.schedule import peer_reads, sums_in
-from dask_distmm.programs.steps import Make
+from dask_distmm.programs.steps import Box, Buffer, View
 
 # Columns of a table of chunk blocks.
 _CHUNK, _R0, _C0, _ROWS, _COLS, _ROW, _COL = map(
@@ -98,10 +98,12 @@ class Parts(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Load:
-    """A part of an operand that is copied to a buffer, and what copies it."""
+class LoadPulls:
+    """A part of an operand that is loaded to a place, and what copies it."""
 
-    step: Make
+    place: Buffer | View
+    operand: str
+    rect: Box
     # Its pieces, once located; whether it is issued at once; whether its pulls are located.
     parts: Parts | None = None
     urgent: bool = False
@@ -208,16 +210,16 @@ class ChunkPulls(Transport):
         table = own.table(np.array(chunks, np.int64).reshape(-1, 3))
         return make_copies([table], parts.size, here=len(chunks) > 1)[0]
 
-    def find(self, loads: Sequence[Load]) -> None:
+    def find(self, loads: Sequence[LoadPulls]) -> None:
         """Locate the sources of several loads, and map the memory that they read."""
-        by_operand = collections.defaultdict[int, list[tuple[Load, Parts]]](list)
+        by_operand = collections.defaultdict[int, list[tuple[LoadPulls, Parts]]](list)
         for load in loads:
             assert load.parts is not None
             by_operand[load.parts.operand].append((load, load.parts))
         for operand, pairs in by_operand.items():
             self._find(operand, *zip(*pairs, strict=True))
 
-    def _find(self, operand: int, loads: Sequence[Load], every: Sequence[Parts]) -> None:
+    def _find(self, operand: int, loads: Sequence[LoadPulls], every: Sequence[Parts]) -> None:
         """Locate the sources of all loads of an operand at once, since GPUs wait for the first pull of a run."""
         offering = np.zeros(len(self.plan.participants), bool) if self.remote is None else self.remote.offering
         offering[self.me] = False
@@ -242,7 +244,7 @@ class ChunkPulls(Transport):
             load.away, load.located = there.bytes, True
             load.copies.append(copies)
 
-    def pull(self, load: Load, stream: cp.cuda.Stream) -> None:
+    def pull(self, load: LoadPulls, stream: cp.cuda.Stream) -> None:
         """Put a pull on a stream."""
         for copies in load.copies:
             self.run(copies, stream)
@@ -266,12 +268,12 @@ class ChunkPulls(Transport):
         if self._staging is None:
             self._staging = staging()
 
-    def request(self, load: Load) -> None:
+    def request(self, load: LoadPulls) -> None:
         """Request the parts of a load that can't be mapped, once, without waiting."""
         for holder in load.outside.keys() - load.requested.keys() - {self.me}:
             load.requested[holder] = self.comm.fetch(holder, "input", _boxes(load.outside[holder]))
 
-    def _upload(self, load: Load, stream: cp.cuda.Stream) -> None:
+    def _upload(self, load: LoadPulls, stream: cp.cuda.Stream) -> None:
         """Queue uploads of the parts that can't be mapped, as they are received."""
         self.request(load)
         self.allocate()

@@ -9,7 +9,7 @@ this rank makes are made in threads, some ahead of the steps, once for each pass
 Of a factorization, whose matrices are in block columns::
 
     prepare()   the rank's block columns are allocated
-    Make        parts of an operand's chunks are fetched from their holders (``"input"``), and written there
+    Load        parts of an operand's chunks are fetched from their holders (``"input"``), and written there
     Store       the rank's part of a result is complete
     at the end  the rank's chunks of the results are put together from all ranks' parts (``"final"``)
 """
@@ -41,7 +41,8 @@ from dask_distmm.planning import Plan
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
-from dask_distmm.planning.product import chunk_name
+from dask_distmm.planning.groups import ChunkBlock, chunk_blocks_of, chunk_name
+from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.programs.steps import (
     CONTRACTS,
     LASTING,
@@ -52,13 +53,15 @@ from dask_distmm.programs.steps import (
     If,
     Key,
     Lane,
+    Load,
     Loop,
-    Make,
     New,
     Publish,
     Pull,
+    Reserve,
     Step,
     Store,
+    Take,
     View,
     has_messages,
 )
@@ -217,6 +220,8 @@ class ProgramJob(Job[Any]):
         self.multiplies = isinstance(self.plan, Plan)
         self.steps: tuple[Any, ...] = ()
         self.result: dict[ResultKey, Any] = {}
+        # By the names of buffers the blocks that are loaded to them, with requests of which they are parts.
+        self._coming: dict[str, Any] = {}
         # Rows of chunks of operands by their names, also when they are gone.
         self._lengths: dict[str, int] = {}
         self._asked: dict[ChunkKey, Future[Sequence[Any]]] = {}
@@ -254,8 +259,8 @@ class ProgramJob(Job[Any]):
         elif self.rank is not None:
             self.steps = self.plan.steps(self.rank)
             for step in self.steps[:1]:
-                if isinstance(step, Make) and not step.operand:
-                    self._make(step)
+                if isinstance(step, Reserve):
+                    self._take(step)
             self.kernels = self._program_kernels(self.rank)
         if not self.multiplies or self.blas.asynchronous or has_messages(self.steps):
             self.offer = self.exchange.offer(self)
@@ -337,7 +342,7 @@ class ProgramJob(Job[Any]):
 
     def _take_all(self, reported: float) -> None:
         for step in self.steps if not self.gathers else ():
-            if isinstance(step, Make) and not self._is_made(step):
+            if isinstance(step, Take) and not self._is_made(step):
                 self._operands.add(step.buffer.name)
                 if (step.operand, step.number) not in self.chunks:
                     self._asked[step.operand, step.number] = self._ask(step)
@@ -477,8 +482,6 @@ class ProgramJob(Job[Any]):
         """Request a message."""
         if self.exchange.queues(pull):
             return None
-        if pull.boxes:
-            return self.comm.fetch(pull.owner, "input", np.array(pull.boxes, np.int64))
         return self.exchange.ask(pull.owner, self._numbered(pull.key), pull.buffers)
 
     def _may_ask(self, pull: Pull, requests: Sequence[tuple[Pull, Any]], ahead: int) -> bool:
@@ -502,8 +505,12 @@ class ProgramJob(Job[Any]):
                 arrays[buffer.name] = self._zeros(buffer) if zero else self._new(buffer)
             case Call():
                 self._call(step)
-            case Make():
+            case Take():
                 self._make(step)
+            case Load():
+                self._load(step)
+            case Reserve(buffer) if buffer.name not in arrays:
+                arrays[buffer.name] = self.exchange.columns(self, buffer)
             case Publish():
                 self._publish_step(step)
             case Store():
@@ -527,6 +534,8 @@ class ProgramJob(Job[Any]):
         return self.blas.on(lane) if lane else _HERE
 
     def _call(self, call: Call) -> None:
+        for place in call.arguments if self._coming else ():
+            self._await(place)
         began, contract = time.perf_counter(), CONTRACTS[call.kernel]
         kernel = self.memory.kernel(self.exchange if contract.together else self.kernels, call)
         arguments = [self.at(buffer) for buffer in call.arguments]
@@ -554,8 +563,6 @@ class ProgramJob(Job[Any]):
             self.arrays |= {buffer.name: part for buffer, part in zip(pull.buffers, parts, strict=True)}
             return
         key, arrays = self._numbered(pull.key), self._get(request, again=pull.taken)
-        if pull.boxes and (shapes := [x.shape for x in arrays]) != [x.shape for x in pull.buffers]:
-            raise EngineError(f"a participant sent matrices of shapes {shapes}, expected those of {pull.buffers}")
         for buffer, part in zip(pull.buffers, arrays, strict=True):
             if pull.taken:
                 self.arrays[buffer.name] = part
@@ -585,23 +592,56 @@ class ProgramJob(Job[Any]):
 
     # What steps mean for chunks, and for the memory of a device
 
-    def _make(self, step: Make) -> None:
-        """Put a chunk of an operand into its buffer, or gather this rank's block columns."""
-        if isinstance(step.buffer, View):
-            self.scales = [self.at(scale) for scale in step.by]
-            self._fill_columns(step.operand, self.at(step.buffer))
+    def _make(self, step: Take) -> None:
+        """Put a chunk of an operand into its buffer."""
+        made = self._loads is not None and self._is_made(step)
+        chunk = self._made(self._uses.popleft()) if made else self._chunk(step.operand, step.number)
+        self._begin(step, chunk)
+
+    def _load(self, load: Load) -> None:
+        """Ask for parts of operands; gather this rank's block columns."""
+        if not load.rects:
+            self.scales = [self.at(scale) for scale in load.by]
+            self._fill_columns(load.operands[0], self.at(load.places[0]))
             self.scales = ()
-        elif self.gathers and not step.operand:
-            if step.buffer.name not in self.arrays:
-                self.arrays[step.buffer.name] = self.exchange.columns(self, step.buffer)
-        elif self._loads is not None and self._is_made(step):
-            self._begin(step, self._made(self._loads, self._uses.popleft()))
-        elif step.operand:
-            self._begin(step, self._chunk(step.operand, step.number))
+            return
+        pieces = collections.defaultdict[int, list[tuple[str, ChunkBlock]]](list)
+        for place, name, rect in load:
+            number, where = self.plan.problem.operands.index(name), self.plan.where[name]
+            for block in chunk_blocks_of(self.plan.problem[name].chunks, number, rect):
+                pieces[int(where[block.chunk])].append((place.name, block))
+        for holder, some in pieces.items():
+            request = None
+            if holder not in (self.me, EVERYWHERE):
+                boxes = np.array([(block.operand, block.chunk, *block.box) for _, block in some], np.int64)
+                request = self.comm.fetch(holder, "input", boxes)
+            for at, (name, block) in enumerate(some):
+                self._coming.setdefault(name, []).append((block, request, at))
+
+    def _await(self, place: Buffer | View) -> None:
+        """Wait for what is loaded to a buffer: it begins as what comes, or all that comes is copied to it."""
+        if not (pieces := self._coming.pop(place.name, ())):
+            return
+        whole = place.buffer if len(pieces) > 1 else None
+        if whole is not None:
+            self.arrays[place.name] = self.kernels.new(whole, zero=False)
+        for block, request, at in pieces:
+            if request is None:
+                (r0, r1, c0, c1), name = block.box, self.plan.problem.operands[block.operand]
+                array = self.chunks[name, block.chunk][r0:r1, c0:c1]
+            else:
+                array = self._get(request)[at]
+            if array.shape != (block.rows, block.cols):
+                raise EngineError(f"a participant sent a matrix of shape {array.shape}, expected {block}")
+            if whole is None:
+                self.arrays[place.name] = array
+            else:
+                self.arrays[place.name][block.row : block.row + block.rows, block.col : block.col + block.cols] = array
 
     def _store(self, step: Store) -> None:
         """Store a buffer as a chunk, or as this rank's part, of an output."""
         place = step.buffer
+        self._await(place)
         array = self.at(place) if isinstance(place, View) else self.arrays.pop(place.name)
         if self.gathers or isinstance(place, View):
             self.parts[step.output] = array
@@ -630,9 +670,9 @@ class ProgramJob(Job[Any]):
 
     # Chunks of tall matrices
 
-    def _is_made(self, step: Step) -> TypeGuard[Make]:
+    def _is_made(self, step: Step) -> TypeGuard[Take]:
         """Whether a step needs a chunk that this rank computes."""
-        return isinstance(step, Make) and isinstance(self.chunks.get((step.operand, step.number)), SourceChunk)
+        return isinstance(step, Take) and isinstance(self.chunks.get((step.operand, step.number)), SourceChunk)
 
     @contextlib.contextmanager
     def _making(self, steps: Sequence[Step]) -> Iterator[None]:
@@ -656,14 +696,15 @@ class ProgramJob(Job[Any]):
         threads = self.plan.participants[self.me].nthreads
         return ChunkLoader(uses, threads, made_ahead(threads) * len(self.plan.problem.by_ranks), *self.memory.making)
 
-    def _made(self, loads: ChunkLoader, chunk: SourceChunk) -> Any:
+    def _made(self, chunk: SourceChunk) -> Any:
         """Wait for a chunk of the loader."""
+        assert self._loads is not None
         began = time.perf_counter()
-        array = loads.take(chunk, self.ended.check)
+        array = self._loads.take(chunk, self.ended.check)
         self.timings["load"] += time.perf_counter() - began
         return self.memory.arrived(array)
 
-    def _begin(self, step: Make, chunk: Any) -> None:
+    def _begin(self, step: Take, chunk: Any) -> None:
         """Bind a chunk of an operand to its buffer, converted to the buffer's type."""
         name, dtype = step.buffer.name, dtype_from_name(step.buffer.dtype)
         if sparse_package(chunk):
@@ -674,7 +715,7 @@ class ProgramJob(Job[Any]):
             self.arrays[name] = array.copy() if 0 in array.strides else array
         self._lengths[name] = chunk.shape[0]
 
-    def _ask(self, step: Make) -> Future[Sequence[Any]]:
+    def _ask(self, step: Take) -> Future[Sequence[Any]]:
         """Return the future of another participant's chunk: copied if readable, else requested."""
         operand, holder = (
             self.plan.problem.operands.index(step.operand),
@@ -696,6 +737,8 @@ class ProgramJob(Job[Any]):
 
     def _free(self, buffer: Buffer) -> None:
         """Free a buffer; report when the last operand chunk of this rank is freed."""
+        # No product may have needed it.
+        self._await(buffer)
         if buffer.is_operand and buffer.name not in self._operands:
             self.memory.reuse()
         del self.arrays[buffer.name]

@@ -314,7 +314,7 @@ class Writer:
 
     def request(self, pull: Pull) -> str:
         """Write the request of a message; return the variable that holds it."""
-        if pull.taken or pull.op or pull.boxes:
+        if pull.taken or pull.op:
             raise _Unwritten
         variable = self.variable(repr(pull))
         self.line(f"{variable} = request({self.constant(pull)})")
