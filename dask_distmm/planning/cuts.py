@@ -175,7 +175,10 @@ def reduce_cuts(problem: Problem, method: str, parts: int) -> tuple[Bounds, Boun
 
 def overlaps(cuts: Bounds, start: int, stop: int) -> list[tuple[int, int, int]]:
     """Return (part, start, stop) of the parts of `cuts` that overlap a range, clipped to it."""
-    parts = range(bisect.bisect_right(cuts, start) - 1, min(bisect.bisect_left(cuts, stop), len(cuts) - 1))
+    first = bisect.bisect_right(cuts, start) - 1
+    if 0 <= first < len(cuts) - 1 and start < stop <= cuts[first + 1]:
+        return [(first, start, stop)]
+    parts = range(first, min(bisect.bisect_left(cuts, stop), len(cuts) - 1))
     clipped = ((part, max(start, cuts[part]), min(stop, cuts[part + 1])) for part in parts)
     return [piece for piece in clipped if piece[1] < piece[2]]
 

@@ -116,8 +116,10 @@ class Placed(NamedTuple):
         if rect == self.rect:
             return self.matrix
         (r0, r1, c0, c1), (top, _, left, _) = rect, self.rect
-        rows, cols = slice(r0 - top, r1 - top), slice(c0 - left, c1 - left)
-        return self.matrix[cols, rows] if self.transposed else self.matrix[rows, cols]
+        if self.transposed:
+            r0, r1, c0, c1, top, left = c0, c1, r0, r1, left, top
+        row, col = self.matrix.box[0] - top, self.matrix.box[2] - left
+        return View(self.matrix.buffer, (r0 + row, r1 + row, c0 + col, c1 + col))
 
 
 class Part(NamedTuple):

@@ -132,7 +132,9 @@ class Product(Recorder):
         # Ranks whose sums are to be added: the one before this one computes this rank's part right after its own.
         behind_me = range(1, len(plan.ranks)) if plan.grid[2] > 1 and plan.final_rects(rank) else ()
         self.coming, self.complete = collections.deque((rank - behind) % len(plan.ranks) for behind in behind_me), 0
-        # What the formula reads for each chunk of D, and which parts of that are there or on their way.
+        # Whether the formula is applied to chunks of D: on GPUs the library may have done it, and other types are rounded.
+        self.finished = not problem.formula.trivial if self.on_cpus else problem.finished and native(plan) is None
+        # What it reads for each chunk, and which parts of that are there or on their way.
         self.inputs: list[dict[str, Rect]] = []
         self.asked, self.parts = 0, dict[tuple[str, Rect], Buffer | View]()
 
@@ -197,8 +199,8 @@ class Product(Recorder):
         """Record loads and products: loads in their order, each once its memory is free."""
         pending = collections.deque[tuple[tuple[Part, ...], int]]()
         issued, brought = set[int](), set[int]()
-        # By the names of buffers the last group that multiplies what is there.
-        last: dict[str, int] = {}
+        # The names of the buffers of each group, and by these the last group that multiplies what is there.
+        named, last = list[Collection[str]](), dict[str, int]()
 
         def issue(parts: tuple[Part, ...]) -> None:
             self._load(parts)
@@ -228,7 +230,8 @@ class Product(Recorder):
                     issue(parts)
                 else:
                     pending.append((parts, after))
-            last |= dict.fromkeys(_names(part for product in group.products for part in product.needs), number)
+            named.append(_names({id(part): part for product in group.products for part in product.needs}.values()))
+            last |= dict.fromkeys(named[-1], number)
         while self.on_cpus and can_come(-1):
             issue(pending.popleft()[0])
         kept = {part.matrix.name for part in self.gathered}
@@ -241,8 +244,7 @@ class Product(Recorder):
                 self._add_product(product)
                 if not self.on_cpus and can_come(number - 1):
                     issue(pending.popleft()[0])
-            names = _names(part for product in group.products for part in product.needs)
-            over = {name for name in names if last[name] == number and name in self._here}
+            over = {name for name in named[number] if last[name] == number and name in self._here}
             self.drop(*(self._here[name] for name in sorted(over - kept) if self._here[name].role != "panel"))
             if group is groups[-1]:
                 self._mirror()
@@ -371,8 +373,7 @@ class Product(Recorder):
     def _inputs_of(self, index: int, rect: Rect) -> dict[str, Rect]:
         """Return the part of each operand that the formula reads for a chunk of D."""
         problem, parts = self.problem, dict[str, Rect]()
-        finished = problem.finished and (self.on_cpus or native(self.plan) is None)
-        for name in problem.operands[2:] if finished and all(shape_of(rect)) else ():
+        for name in problem.operands[2:] if self.finished and all(shape_of(rect)) else ():
             # Sums that were begun are in the chunk.
             if name != "partial" or index not in self.begun:
                 down, across = problem.varies(name)
@@ -411,11 +412,10 @@ class Product(Recorder):
         """Apply the formula to this rank's chunks of D, or round them; hand them over, and what is kept."""
         problem, formula = self.problem, self.problem.formula
         rest, ahead = dataclasses.replace(formula, partial=False), problem.options.prefetch_panels
-        finished = not formula.trivial if self.on_cpus else problem.finished and native(self.plan) is None
         last = {at: number for number, parts in enumerate(self.inputs) for at in parts.items()}
         for number, (index, (sums, _, _)) in enumerate(self.of_d.items()):
             self._load_inputs(number + 1 + ahead if self.on_cpus else len(self.inputs))
-            if not finished or (index in self.begun and rest.trivial):
+            if not self.finished or (index in self.begun and rest.trivial):
                 result = sums
                 if problem.d.dtype != sums.dtype:
                     result = Buffer(f"rounded.{index}", sums.shape, problem.d.dtype)
@@ -456,8 +456,12 @@ def _chunk(part: Part) -> int:
 
 def _names(parts: Iterable[Part]) -> set[str]:
     """Return the names of the buffers in which parts are, and those that they are made of."""
-    every = list(parts)
-    return {part.matrix.name for part in every}.union(*(_names(part.sources) for part in every))
+    names = set[str]()
+    for part in parts:
+        names.add(part.matrix.name)
+        if part.sources:
+            names |= _names(part.sources)
+    return names
 
 
 def merged(rects: Sequence[Rect]) -> list[Rect]:

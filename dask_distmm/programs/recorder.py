@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from dask_distmm.programs.steps import (
+    CONTRACTS,
     FLAG,
     PART,
     Buffer,
@@ -170,7 +171,8 @@ class Recorder:
     def call(self, kernel: str, *arguments: Buffer | View, makes: Sequence[Buffer] = (), **options: Any) -> None:
         """Call a kernel; outputs that do not exist are allocated."""
         call, here = Call(kernel, arguments, options, tuple(makes), self._lane), self._here
-        for buffer, role in roles_of(call):
+        writes = "w" in (options.get("roles") or CONTRACTS[kernel].roles)
+        for buffer, role in roles_of(call) if writes else ():
             if role == "w" and buffer.name not in here:
                 self.new(buffer)  # type: ignore[arg-type]
         for buffer in makes:
