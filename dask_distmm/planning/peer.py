@@ -88,8 +88,8 @@ class PeerModel(SolverModel):
         return ""
 
     def steps(self, plan: Plan, rank: int, *, begun: Collection[int], usable: Usable) -> tuple[Step, ...]:
-        """Return the steps of a rank of a plan."""
-        return product.steps(plan, rank, begun, usable)
+        """Return the steps of a rank of a plan; earlier sums are an input of the formula."""
+        return product.steps(plan, rank, (), usable)
 
     def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.float64]:
         """Return the bytes of device memory that each participant holds at most.

@@ -127,6 +127,8 @@ class Product(Recorder):
         # ones' lower triangles they are made at the end.
         self.triangle = None if self.on_cpus else square_on_diagonal(plan, rank, native(plan))
         self.mirrored: dict[int, int] = {}
+        # Loads, each with the group which is to be over before; the identities of parts that are there or on their way.
+        self.pending, self.issued = collections.deque[tuple[tuple[Part, ...], int]](), set[int]()
         # Parts of a gathered operand that come from others.
         self.gathered: list[Part] = []
         # Ranks whose sums are to be added: the one before this one computes this rank's part right after its own.
@@ -197,55 +199,31 @@ class Product(Recorder):
 
     def take(self, groups: Sequence[Group]) -> None:
         """Record loads and products: loads in their order, each once its memory is free."""
-        pending = collections.deque[tuple[tuple[Part, ...], int]]()
-        issued, brought = set[int](), set[int]()
         # The names of the buffers of each group, and by these the last group that multiplies what is there.
         named, last = list[Collection[str]](), dict[str, int]()
-
-        def issue(parts: tuple[Part, ...]) -> None:
-            self._load(parts)
-            issued.update(map(id, parts))
-
-        def can_come(after: int) -> bool:
-            return bool(pending) and pending[0][1] <= after
-
-        def bring(part: Part) -> None:
-            if id(part) in brought:
-                return
-            brought.add(id(part))
-            for source in part.sources:
-                bring(source)
-            if part.how == "joined":
-                self._join(part)
-            elif part.how == "made" and part.matrix.name not in self._here:
-                self._take_chunk("ab"[part.operand], part.matrix.number, part.matrix.buffer)
-            while part.loaded and id(part) not in issued:
-                issue(pending.popleft()[0])
-
         for number, group in enumerate(groups):
             for parts in group.loads:
                 after = max(group.after, *(last.get(part.matrix.name, -1) for part in parts))
+                self.pending.append((parts, after))
                 if after < 0 and self.schedule.is_here(parts):
                     # What is all on this GPU is there before the run.
-                    issue(parts)
-                else:
-                    pending.append((parts, after))
+                    self._issue(-1)
             named.append(_names({id(part): part for product in group.products for part in product.needs}.values()))
             last |= dict.fromkeys(named[-1], number)
-        while self.on_cpus and can_come(-1):
-            issue(pending.popleft()[0])
-        kept = {part.matrix.name for part in self.gathered}
+        while self.on_cpus and self._can_come(-1):
+            self._issue()
+        stays = "panel", *self.plan.kept
         for number, group in enumerate(groups):
             if self.on_cpus and group is groups[-1]:
                 self._load_inputs(1)
             for product in group.products:
                 for part in product.needs:
-                    bring(part)
+                    self._bring(part)
                 self._add_product(product)
-                if not self.on_cpus and can_come(number - 1):
-                    issue(pending.popleft()[0])
+                if not self.on_cpus and self._can_come(number - 1):
+                    self._issue()
             over = {name for name in named[number] if last[name] == number and name in self._here}
-            self.drop(*(self._here[name] for name in sorted(over - kept) if self._here[name].role != "panel"))
+            self.drop(*(self._here[name] for name in sorted(over) if self._here[name].role not in stays))
             if group is groups[-1]:
                 self._mirror()
             # Of a triangle nothing is complete before all of it is.
@@ -253,15 +231,36 @@ class Product(Recorder):
                 self._publish_sums(group.done)
             elif group is groups[-1]:
                 self._publish_sums(itertools.chain(*(some.done for some in groups)))
-            while can_come(number):
-                issue(pending.popleft()[0])
+            while self._can_come(number):
+                self._issue()
 
-    def _load(self, parts: Sequence[Part]) -> None:
-        """Load parts of A and B together."""
+    def _can_come(self, after: int) -> bool:
+        """Whether the next load may be issued once a group is over."""
+        return bool(self.pending) and self.pending[0][1] <= after
+
+    def _issue(self, at: int = 0) -> None:
+        """Load what is pending first, or last."""
+        parts, _ = self.pending[at]
+        del self.pending[at]
+        self.issued.update(map(id, parts))
         self._here |= {part.matrix.name: part.matrix for part in parts if isinstance(part.matrix, Buffer)}
         self.gathered += (part for part in parts if "ab"[part.operand] in self.plan.kept)
         places, names, rects = zip(*((part.matrix, "ab"[part.operand], part.rect) for part in parts), strict=True)
         self.steps.append(Load(places, names, rects))
+
+    def _bring(self, part: Part) -> None:
+        """Record what brings a part, unless that is done."""
+        while part.loaded and id(part) not in self.issued:
+            self._issue()
+        if id(part) in self.issued:
+            return
+        self.issued.add(id(part))
+        for source in part.sources:
+            self._bring(source)
+        if part.how == "joined":
+            self._join(part)
+        elif part.how == "made" and part.matrix.name not in self._here:
+            self._take_chunk("ab"[part.operand], part.matrix.number, part.matrix.buffer)
 
     def _join(self, part: Part) -> None:
         """Copy parts of chunks side by side to a panel."""

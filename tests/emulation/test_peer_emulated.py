@@ -492,15 +492,15 @@ def test_products_are_launched_as_soon_as_their_own_pulls_are(make_peers, monkey
     for job in ranks.jobs[-2:]:
         loaded, products, between = set(), 0, 0
         for what in launched[id(job)]:
-            if hasattr(what, "step"):
+            if hasattr(what, "place"):
                 loaded.add(what)
                 # Pieces of what stays come one by one.
-                between += products > 0 and what.step.buffer.name.endswith(".0")
+                between += products > 0 and what.place.name.endswith(".0")
                 continue
             products += 1
-            before = [step for step in job.steps[: job.steps.index(what)] if hasattr(step, "step")]
+            before = [step for step in job.steps[: job.steps.index(what)] if hasattr(step, "place")]
             needed = {x.name for x in what.call.arguments}
-            assert {load for load in before if load.step.buffer.name in needed} <= loaded
+            assert {load for load in before if load.place.name in needed} <= loaded
         assert between, "all pulls of the first step came before its products"
 
 
