@@ -134,7 +134,7 @@ class Product(Recorder):
         # Ranks whose sums are to be added: the one before this one computes this rank's part right after its own.
         behind_me = range(1, len(plan.ranks)) if plan.grid[2] > 1 and plan.final_rects(rank) else ()
         self.coming, self.complete = collections.deque((rank - behind) % len(plan.ranks) for behind in behind_me), 0
-        # Whether the formula is applied to chunks of D: on GPUs the library may have done it, and other types are rounded.
+        # Whether the formula is applied to chunks of D. On GPUs the library may do it, and sums may be rounded.
         self.finished = not problem.formula.trivial if self.on_cpus else problem.finished and native(plan) is None
         # What it reads for each chunk, and which parts of that are there or on their way.
         self.inputs: list[dict[str, Rect]] = []
