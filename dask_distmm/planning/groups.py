@@ -129,7 +129,7 @@ class Part(NamedTuple):
     placed: Placed
     # In a chunk, which is in memory or which the rank makes, or in a buffer, which is loaded or joined of `sources`.
     how: Literal["here", "made", "loaded", "joined"]
-    # What is to be there before it.
+    # Those that are to be there before it.
     sources: tuple[Part, ...] = ()
 
     @property

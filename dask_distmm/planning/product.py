@@ -66,12 +66,12 @@ def steps(plan: Plan, rank: int, begun: Collection[int], usable: Usable) -> tupl
         if all(usable(*chunk) == answer for chunk, answer in before.items()):
             return before_steps
 
-    def asked(operand: int, number: int) -> bool:
+    def answered(operand: int, number: int) -> bool:
         if (operand, number) not in answers:
             answers[operand, number] = usable(operand, number)
         return answers[operand, number]
 
-    recorded = record(plan, rank, begun, asked)
+    recorded = record(plan, rank, begun, answered)
     kept[:] = [*kept[1 - _KEPT :], (answers, recorded)]
     return recorded
 
@@ -138,7 +138,7 @@ class Product(Recorder):
         self.finished = not problem.formula.trivial if self.on_cpus else problem.finished and native(plan) is None
         # What it reads for each chunk, and which parts of that are there or on their way.
         self.inputs: list[dict[str, Rect]] = []
-        self.asked, self.parts = 0, dict[tuple[str, Rect], Buffer | View]()
+        self.inputs_loaded, self.parts = 0, dict[tuple[str, Rect], Buffer | View]()
 
     def _key(self, number: int, reader: int) -> Key:
         # Messages of one number are asked for together: those of finished parts.
@@ -206,7 +206,7 @@ class Product(Recorder):
                 after = max(group.after, *(last.get(part.matrix.name, -1) for part in parts))
                 self.pending.append((parts, after))
                 if after < 0 and self.schedule.is_here(parts):
-                    # What is all on this GPU is there before the run.
+                    # Those on this GPU are there before the run.
                     self._issue(-1)
             named.append(_names({id(part): part for product in group.products for part in product.needs}.values()))
             last |= dict.fromkeys(named[-1], number)
@@ -381,8 +381,8 @@ class Product(Recorder):
 
     def _load_inputs(self, count: int) -> None:
         """Load what the formula reads for the first chunks of D; on CPUs chunks that are here are read as they lie."""
-        start, self.asked = self.asked, max(self.asked, count)
-        for parts in self.inputs[start : self.asked]:
+        start, self.inputs_loaded = self.inputs_loaded, max(self.inputs_loaded, count)
+        for parts in self.inputs[start : self.inputs_loaded]:
             for name, rect in parts.items():
                 if (name, rect) not in self.parts:
                     self.parts[name, rect] = self._in_chunk(name, rect) or self._loaded(name, rect)
