@@ -605,38 +605,33 @@ class ProgramJob(Job[Any]):
             self._fill_columns(load.operands[0], self.at(load.places[0]))
             self.scales = ()
             return
-        pieces = collections.defaultdict[int, list[tuple[str, ChunkBlock]]](list)
+        pieces = collections.defaultdict[int, list[tuple[Buffer | View, ChunkBlock]]](list)
         for place, name, rect in load:
             number, where = self.plan.problem.operands.index(name), self.plan.where[name]
             for block in chunk_blocks_of(self.plan.problem[name].chunks, number, rect):
-                pieces[int(where[block.chunk])].append((place.name, block))
+                pieces[int(where[block.chunk])].append((place, block))
+        coming = []
         for holder, some in pieces.items():
-            request = None
-            if holder not in (self.me, EVERYWHERE):
-                boxes = np.array([(block.operand, block.chunk, *block.box) for _, block in some], np.int64)
-                request = self.comm.fetch(holder, "input", boxes)
-            for at, (name, block) in enumerate(some):
-                self._coming.setdefault(name, []).append((block, request, at))
+            boxes = np.array([(block.operand, block.chunk, *block.box) for _, block in some], np.int64)
+            here = holder in (self.me, EVERYWHERE)
+            coming.append((some, self.serve("input", boxes) if here else self.comm.fetch(holder, "input", boxes)))
+        self._coming |= dict.fromkeys((place.name for place in load.places), coming)
 
     def _await(self, place: Buffer | View) -> None:
-        """Wait for what is loaded to a buffer: it begins as what comes, or all that comes is copied to it."""
-        if not (pieces := self._coming.pop(place.name, ())):
-            return
-        whole = place.buffer if len(pieces) > 1 else None
-        if whole is not None:
-            self.arrays[place.name] = self.kernels.new(whole, zero=False)
-        for block, request, at in pieces:
-            if request is None:
-                (r0, r1, c0, c1), name = block.box, self.plan.problem.operands[block.operand]
-                array = self.chunks[name, block.chunk][r0:r1, c0:c1]
-            else:
-                array = self._get(request)[at]
-            if array.shape != (block.rows, block.cols):
-                raise EngineError(f"a participant sent a matrix of shape {array.shape}, expected {block}")
-            if whole is None:
-                self.arrays[place.name] = array
-            else:
-                self.arrays[place.name][block.row : block.row + block.rows, block.col : block.col + block.cols] = array
+        """Wait for what is loaded to a buffer, and with it: a buffer begins as what comes, or that is copied to it."""
+        coming = self._coming.pop(place.name, [])
+        for some, answer in coming:
+            arrays = self._get(answer) if isinstance(answer, Future) else answer
+            for (target, block), array in zip(some, arrays, strict=True):
+                if array.shape != (block.rows, block.cols):
+                    raise EngineError(f"a participant sent a matrix of shape {array.shape}, expected {block}")
+                if target.shape == array.shape:
+                    self.arrays[target.name] = array
+                    continue
+                if target.name not in self.arrays:
+                    self.arrays[target.name] = self.kernels.new(target.buffer, zero=False)
+                self.arrays[target.name][block.row : block.row + block.rows, block.col : block.col + block.cols] = array
+        coming.clear()
 
     def _store(self, step: Store) -> None:
         """Store a buffer as a chunk, or as this rank's part, of an output."""
