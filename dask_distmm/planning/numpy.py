@@ -31,7 +31,7 @@ class NumpyModel(EngineModel):
 
     def steps(self, plan: Plan, rank: int, *, begun: Collection[int], usable: Usable) -> tuple[Step, ...]:
         """Return the steps of a rank of a plan."""
-        return product.steps(plan, rank, begun, usable)
+        return product.steps(plan, rank, begun, None)
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
         """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of others."""

@@ -35,7 +35,6 @@ from dask_distmm.planning.groups import (
     chunk_name,
     rect_around,
 )
-from dask_distmm.planning.model import ENGINES
 from dask_distmm.planning.placement import EVERYWHERE, GATHERED
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import is_gram
@@ -52,26 +51,27 @@ _LONG = 2**14
 _KEPT = 4
 
 
-def steps(plan: Plan, rank: int, begun: Collection[int], usable: Usable) -> tuple[Step, ...]:
+def steps(plan: Plan, rank: int, begun: Collection[int], usable: Usable | None) -> tuple[Step, ...]:
     """Return the steps of a rank, which adds to chunks of D that were begun.
 
-    `usable` says which chunks in the memory of a GPU can be multiplied as they are.
+    `usable` says which chunks in the memory of a GPU can be multiplied as they are; None on CPUs.
     """
-    if plan.problem.by_ranks and not _on_cpus(plan):  # their steps follow from machines, too
+    if plan.problem.by_ranks and usable is not None:  # their steps follow from machines, too
         return record(plan, rank, begun, usable)
     answers: dict[tuple[int, int], bool] = {}
     kept: list[tuple[dict[tuple[int, int], bool], tuple[Step, ...]]]
     kept = remembered((_deciding(plan),), (rank, *sorted(begun)), list, _LONG)
     for before, before_steps in kept:
-        if all(usable(*chunk) == answer for chunk, answer in before.items()):
+        if usable is None or all(usable(*chunk) == answer for chunk, answer in before.items()):
             return before_steps
 
     def answered(operand: int, number: int) -> bool:
+        assert usable is not None
         if (operand, number) not in answers:
             answers[operand, number] = usable(operand, number)
         return answers[operand, number]
 
-    recorded = record(plan, rank, begun, answered)
+    recorded = record(plan, rank, begun, answered if usable else None)
     kept[:] = [*kept[1 - _KEPT :], (answers, recorded)]
     return recorded
 
@@ -83,13 +83,7 @@ def _deciding(plan: Plan) -> Plan:
     return dataclasses.replace(plan, problem=problem, participants=())
 
 
-def _on_cpus(plan: Plan) -> bool:
-    return bool(ENGINES[plan.engine].by_panels)
-
-
-def record(
-    plan: Plan, rank: int, begun: Collection[int] = (), usable: Usable = lambda *chunk: True
-) -> tuple[Step, ...]:
+def record(plan: Plan, rank: int, begun: Collection[int] = (), usable: Usable | None = None) -> tuple[Step, ...]:
     """Record the steps of a rank."""
     p = Product(plan, rank, begun, usable)
     groups = p.schedule.groups()
@@ -98,18 +92,18 @@ def record(
     p.sum_up()
     p.assemble()
     p.hand_over()
-    return p.end() if _on_cpus(plan) else _stored_soon(p.end())
+    return p.end() if usable is None else _stored_soon(p.end())
 
 
 class Product(Recorder):
     """Records the steps of a rank."""
 
-    def __init__(self, plan: Plan, rank: int, begun: Collection[int], usable: Usable) -> None:
-        self.on_cpus, problem = _on_cpus(plan), plan.problem
+    def __init__(self, plan: Plan, rank: int, begun: Collection[int], usable: Usable | None) -> None:
+        self.on_cpus, problem = usable is None, plan.problem
         dtype = (problem.compute_type if self.on_cpus else sums_in(plan)).name
         super().__init__(rank, Rows((), (), len(plan.ranks)), dtype)
         self.plan, self.problem, self.begun, self.region = plan, problem, begun, plan.region(rank)
-        self.schedule = PanelSchedule(plan, rank) if self.on_cpus else DeviceSchedule(plan, rank, usable)
+        self.schedule = PanelSchedule(plan, rank) if usable is None else DeviceSchedule(plan, rank, usable)
         # Sums are in one matrix, or in a block for each part of a chunk. On GPUs D is multiplied into its chunks if all
         # are large, or if the rank's part of it is within one of its own.
         self.packed = "d" in plan.packing
