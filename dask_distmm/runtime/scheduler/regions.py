@@ -55,8 +55,9 @@ _REDUCING = ("sum", "mean", "prod", "max", "min", "var", "std", "norm", "any", "
 _REDUCED = 64
 # Why a task is in no region that needs no work.
 _THERE = "being made, or in memory"
-# Products of more work on CPUs and on GPUs, of more bytes that a rank gets, or of more pieces are runs of their own.
-_FLOPS, _MOVED, _PIECES = {"numpy": 2e10, "cupy": 2e12}, 2**26, 4096
+# Products of more work on CPUs and on GPUs, of more bytes that a rank gets, or of more pieces are runs of their own: in
+# these GPUs read each other's memory, while what tasks get from other ranks goes by the hosts.
+_FLOPS, _MOVED, _PIECES = {"numpy": 2e10, "cupy": 2e12}, {"numpy": 2**26, "cupy": 2**22}, 256
 # Bytes up to which chunks along k are concatenated for one product.
 _TOGETHER = 2**23
 # Dask moves a task to another worker if it would start this much earlier there (seconds).
@@ -200,7 +201,7 @@ def parts_of(
     return Parts([regions[place] for place in sorted(regions, key=itemgetter(0))], constants, products, left)
 
 
-def product_of(barrier: GraphNode) -> Problem | None:
+def product_of(barrier: GraphNode, nranks: int) -> Problem | None:
     """Return a barrier's product if it may run as tasks of a region: a plain one, of little work and traffic."""
     wire = barrier.args[0]
     if not isinstance(wire, Mapping) or wire.get("kind") != Problem.kind:
@@ -213,7 +214,10 @@ def product_of(barrier: GraphNode) -> Problem | None:
     plain = plain and problem.formula.plain and d.chunks == (a.chunks[0], b.chunks[1])
     types = {a.dtype, b.dtype, d.dtype, problem.compute_type.name}
     pieces = a.counts[0] * b.counts[1] * (a.counts[1] + b.counts[0])
-    fits = problem.flops <= _FLOPS.get(problem.array, 0) and pieces <= _PIECES
+    # Each of several ranks gets about half of the smallest matrix, or more. To add that up by pieces takes longer.
+    moved = min(matrix.bytes.sum() for matrix in (a, b, d)) / 2 if nranks > 1 else 0
+    work, most = (limits.get(problem.array, 0) for limits in (_FLOPS, _MOVED))
+    fits = problem.flops <= work and moved <= most and pieces <= _PIECES
     return problem if plain and fits and len(types) == 1 and problem.result_type.kind in "fc" else None
 
 
@@ -315,6 +319,11 @@ def expected_size(name: str, product: bool, sizes: Sequence[int]) -> int:
         return int(math.prod(float(max(1, size)) ** (1 / len(sizes)) for size in sizes))
     most = max(sizes)
     return most // _REDUCED if any(word in name for word in _REDUCING) else most
+
+
+def _is_one_product(graph: Mapping[Any, GraphNode], part: Collection[Any]) -> bool:
+    """Whether a part has only the chunks of one product, and its barrier."""
+    return [is_barrier(task) for key in part if not isinstance(task := graph[key], ChunkTask)] == [True]
 
 
 def _behind(graph: Mapping[Any, GraphNode], inside: Collection[Any], keys: Iterable[Any]) -> set[Any]:
@@ -439,15 +448,28 @@ class Regions:
         def shared(key: Any) -> bool:
             return (ts := tasks.get(key)) is not None and bool(ts.dependents)
 
-        for taken in (product_of, lambda barrier: None):
+        # Barriers of products that are runs of their own. With nothing beside it a product would be a run as well, and
+        # a slower one: of a task for each piece, in place of the engine's program.
+        own, nranks = set[Any](), len(self._workers())
+
+        def taken(barrier: GraphNode) -> Problem | None:
+            return None if barrier.key in own else product_of(barrier, nranks)
+
+        while True:
             parts = parts_of(graph, submitted, order, taken, pending)
+            lone = [key for part in parts.regions if _is_one_product(graph, part) for key in part]
+            if lone:
+                own.update(lone)
+                continue
             drafts = [Draft(graph, keys, part, parts, self._place, shared) for part in parts.regions]
             # A graph with nothing beside a region takes no start of Dask's own tasks; else both have their way from the
             # client and back in any case, half of what is around a run.
             whole = len(drafts) == 1 and set(parts.left.values()) <= {_THERE}
             problems = [self._problem(draft, whole) for draft in drafts]
-            if all(problem is not None or not draft.products for problem, draft in zip(problems, drafts, strict=True)):
+            left = {key for draft, x in zip(drafts, problems, strict=True) if x is None for key in draft.products}
+            if not left:
                 break
+            own |= left
         return list(zip(drafts, problems, strict=True)), parts
 
     def _replace(
@@ -482,6 +504,8 @@ class Regions:
     def _problem(self, draft: Draft, whole: bool) -> RegionProblem | None:
         """Return the problem of a region; None unless its run is expected to be clearly faster."""
         inputs, workers, array = draft.inputs, self._workers(), self._array_of(draft.inputs)
+        if not workers:
+            return None
         number = {key: value for value, key in enumerate([*inputs, *draft.tasks])}
         needs = [
             [number[dep] for dep in task.dependencies if dep not in draft.constants] for task in draft.tasks.values()
@@ -501,18 +525,21 @@ class Regions:
                 root_bytes(task) or 0 if not task.dependencies else expected_size(name, is_product(task), read)
             )
         sizes = sizes[len(inputs) :]
-        assignment = assign(needs, sizes, seconds, held, where, max(1, len(workers)))
-        if draft.products and max(assignment.moved) > _MOVED:
+        assignment = assign(needs, sizes, seconds, held, where, len(workers))
+        if draft.products and max(assignment.moved) > _MOVED[array]:
             return None
         every = [key for chunks in draft.results.values() for key in chunks]
         costs, threads = dask_costs(), [ws.nthreads for ws in workers]
-        run = run_seconds(assignment, threads, len(inputs) + len(every), costs) - (not whole) * costs.run / 2
+        # The scheduler and all ranks look at each task, as at each chunk.
+        number_of = len(inputs) + len(every) + len(draft.tasks)
+        run = run_seconds(assignment, threads, number_of, costs) - (not whole) * costs.run / 2
         # Dask's own tasks run where their chunks are, too, unless others have had nothing to do for long.
-        work = max(sum(seconds) / max(1, sum(threads)), max(seconds, default=0.0))
+        work = max(sum(seconds) / sum(threads), max(seconds, default=0.0))
         local = max(spent / max(1, count) for spent, count in zip(assignment.seconds, threads, strict=True))
         work = max(work, min(local, work + _STEALS))
         plain = sum(key in draft.inside and key not in draft.products for key in draft.tasks)
-        own = whole * costs.start + plain * costs.task + len(draft.products) * (costs.run + costs.chunk * len(inputs))
+        products = len(draft.products) * (costs.run + costs.chunk * len(inputs))
+        own = whole * bool(plain) * costs.start + plain * costs.task + products
         draft.seconds = work, run - work, own
         name = f"region-{tokenize(every, inputs)}"
         if not every or run - work >= CLEARLY * own or barrier_key(name) in self._scheduler.tasks:
