@@ -126,13 +126,14 @@ def parts_of(
     graph: Mapping[Any, GraphNode],
     submitted: Collection[Any],
     order: Mapping[Any, int],
-    taken: Callable[[GraphNode], Problem | None] = lambda barrier: None,
-    pending: Callable[[Any], bool] = lambda key: False,
+    own: Collection[Any],
+    nranks: int,
+    pending: Callable[[Any], bool],
 ) -> Parts:
     """Return the parts of a graph that may be regions. Pure.
 
-    `known` are keys that the scheduler has already; `taken` returns the product of a barrier that needs no run of its
-    own; `pending` says whether a known chunk is still being made.
+    `submitted` are keys that the scheduler has already; `own` are barriers of products that are runs of their own;
+    `pending` says whether a known chunk is still being made.
     """
     levels: dict[Any, int] = {}
     mine: dict[Any, int] = {}
@@ -141,7 +142,7 @@ def parts_of(
     groups = Groups()
     worthy: set[Any] = set()
     left: dict[Any, str] = {}
-    started = {task.barrier for key in submitted if isinstance(task := graph.get(key), ChunkTask)}
+    begun = {task.barrier for key in submitted if isinstance(task := graph.get(key), ChunkTask)}.union(own, submitted)
 
     def is_there(dep: Any) -> bool:
         """Whether a region may read a value: one of its own, or one that waits for nothing of Dask's."""
@@ -157,7 +158,7 @@ def parts_of(
                 levels[key] = level + 1
                 continue
         elif is_barrier(task):
-            if key not in submitted and key not in started and all(map(is_there, needs)) and (product := taken(task)):
+            if key not in begun and all(map(is_there, needs)) and (product := product_of(task, nranks)):
                 products[key] = product
             else:
                 worthy.update(dep for dep in needs if dep in mine)
@@ -179,8 +180,10 @@ def parts_of(
             left[key] = "depending on what Dask makes"
             continue
         mine[key] = level
-        behind_run = any(isinstance(graph.get(dep), ChunkTask) and dep not in mine for dep in needs)
-        if behind_run or key in products or is_product(task):
+        # A product with nothing beside it would be a run as well, and a slower one: of a task for each piece, in place
+        # of the engine's program.
+        beside = any(dep in mine if key in products else isinstance(graph.get(dep), ChunkTask) for dep in needs)
+        if beside or is_product(task):
             worthy.add(key)
         for dep in needs:
             if mine.get(dep) == level:
@@ -189,7 +192,7 @@ def parts_of(
     waited: dict[Any, set[Any]] = {group: set() for group in worth}
     for key in mine:
         if (group := groups.of(key)) not in worth:
-            left[key] = "without a product, and not next to a run"
+            left[key] = "runs of their own" if key in products else "without a product, and not next to a run"
             continue
         for dep in graph[key].dependencies:
             if dep not in mine and (isinstance(source := graph.get(dep), ChunkTask) or pending(dep)):
@@ -216,8 +219,7 @@ def product_of(barrier: GraphNode, nranks: int) -> Problem | None:
     pieces = a.counts[0] * b.counts[1] * (a.counts[1] + b.counts[0])
     # Each of several ranks gets about half of the smallest matrix, or more. To add that up by pieces takes longer.
     moved = min(matrix.bytes.sum() for matrix in (a, b, d)) / 2 if nranks > 1 else 0
-    work, most = (limits.get(problem.array, 0) for limits in (_FLOPS, _MOVED))
-    fits = problem.flops <= work and moved <= most and pieces <= _PIECES
+    fits = problem.flops <= _FLOPS.get(problem.array, 0) and moved <= _MOVED.get(problem.array, 0) and pieces <= _PIECES
     return problem if plain and fits and len(types) == 1 and problem.result_type.kind in "fc" else None
 
 
@@ -321,11 +323,6 @@ def expected_size(name: str, product: bool, sizes: Sequence[int]) -> int:
     return most // _REDUCED if any(word in name for word in _REDUCING) else most
 
 
-def _is_one_product(graph: Mapping[Any, GraphNode], part: Collection[Any]) -> bool:
-    """Whether a part has only the chunks of one product, and its barrier."""
-    return [is_barrier(task) for key in part if not isinstance(task := graph[key], ChunkTask)] == [True]
-
-
 def _behind(graph: Mapping[Any, GraphNode], inside: Collection[Any], keys: Iterable[Any]) -> set[Any]:
     """Return the closure of some keys under dependencies within a part of a graph."""
     behind, todo = set[Any](), list(keys)
@@ -415,17 +412,10 @@ class Regions:
     def explain(self, graph: Mapping[Any, GraphNode], keys: Collection[Any]) -> tuple[list[Region], dict[str, int]]:
         """Return the regions of a graph, and the counts of its other tasks by the reason why they are in none."""
         drafts, parts = self._found(graph, keys, {})
-        regions = [
-            Region(
-                counts=draft.counts,
-                inputs=len(draft.inputs),
-                outputs=sum(map(len, draft.results.values())),
-                products=[problem.name for problem in map(parts.products.__getitem__, draft.products)],
-                seconds=draft.seconds,
-                chosen=problem is not None,
-            )
-            for draft, problem in drafts
-        ]
+        regions = list[Region]()
+        for draft, problem in drafts:
+            outputs, names = sum(map(len, draft.results.values())), [parts.products[key].name for key in draft.products]
+            regions.append(Region(draft.counts, len(draft.inputs), outputs, names, draft.seconds, problem is not None))
         return regions, dict(collections.Counter(parts.left.values()))
 
     def _found(
@@ -448,28 +438,18 @@ class Regions:
         def shared(key: Any) -> bool:
             return (ts := tasks.get(key)) is not None and bool(ts.dependents)
 
-        # Barriers of products that are runs of their own. With nothing beside it a product would be a run as well, and
-        # a slower one: of a task for each piece, in place of the engine's program.
         own, nranks = set[Any](), len(self._workers())
-
-        def taken(barrier: GraphNode) -> Problem | None:
-            return None if barrier.key in own else product_of(barrier, nranks)
-
         while True:
-            parts = parts_of(graph, submitted, order, taken, pending)
-            lone = [key for part in parts.regions if _is_one_product(graph, part) for key in part]
-            if lone:
-                own.update(lone)
-                continue
-            drafts = [Draft(graph, keys, part, parts, self._place, shared) for part in parts.regions]
+            parts = parts_of(graph, submitted, order, own, nranks, pending)
+            drafts = [Draft(graph, keys, part, parts, self._place, shared) for part in parts.regions if nranks]
             # A graph with nothing beside a region takes no start of Dask's own tasks; else both have their way from the
             # client and back in any case, half of what is around a run.
             whole = len(drafts) == 1 and set(parts.left.values()) <= {_THERE}
             problems = [self._problem(draft, whole) for draft in drafts]
-            left = {key for draft, x in zip(drafts, problems, strict=True) if x is None for key in draft.products}
+            left = [key for draft, x in zip(drafts, problems, strict=True) if x is None for key in draft.products]
             if not left:
                 break
-            own |= left
+            own.update(left)
         return list(zip(drafts, problems, strict=True)), parts
 
     def _replace(
@@ -504,8 +484,6 @@ class Regions:
     def _problem(self, draft: Draft, whole: bool) -> RegionProblem | None:
         """Return the problem of a region; None unless its run is expected to be clearly faster."""
         inputs, workers, array = draft.inputs, self._workers(), self._array_of(draft.inputs)
-        if not workers:
-            return None
         number = {key: value for value, key in enumerate([*inputs, *draft.tasks])}
         needs = [
             [number[dep] for dep in task.dependencies if dep not in draft.constants] for task in draft.tasks.values()
@@ -531,8 +509,7 @@ class Regions:
         every = [key for chunks in draft.results.values() for key in chunks]
         costs, threads = dask_costs(), [ws.nthreads for ws in workers]
         # The scheduler and all ranks look at each task, as at each chunk.
-        number_of = len(inputs) + len(every) + len(draft.tasks)
-        run = run_seconds(assignment, threads, number_of, costs) - (not whole) * costs.run / 2
+        run = run_seconds(assignment, threads, len(number) + len(every), costs) - (not whole) * costs.run / 2
         # Dask's own tasks run where their chunks are, too, unless others have had nothing to do for long.
         work = max(sum(seconds) / sum(threads), max(seconds, default=0.0))
         local = max(spent / max(1, count) for spent, count in zip(assignment.seconds, threads, strict=True))
