@@ -133,8 +133,9 @@ def test_parts_cost_parts_and_lost_chunks_are_made_alone(client, regions):
     (a, w), (x, y) = persisted((80, 6), (6, 6))
     whole = da.exp(x @ y) * 2
     before = newest_run(client)
-    np.testing.assert_allclose(whole[:20].compute(), np.exp(a[:20] @ w) * 2)
-    np.testing.assert_allclose(whole.blocks[3].compute(), np.exp(a[60:] @ w) * 2)
+    # What is left of one chunk is in the task that returns it.
+    np.testing.assert_allclose(whole[:20].persist().compute(), np.exp(a[:20] @ w) * 2)
+    np.testing.assert_allclose(whole.blocks[3].persist().compute(), np.exp(a[60:] @ w) * 2)
     parts = [sum(tasks.values()) for tasks in started(client, before)]
     before = newest_run(client)
     np.testing.assert_allclose(whole.compute(), np.exp(a @ w) * 2)
@@ -148,7 +149,8 @@ def test_a_product_of_a_matrix_and_itself_is_in_the_region_that_reads_it(client,
     x = da.random.default_rng().random((70_000, 130), chunks=(17_500, 130)).persist()
     a = x.compute()
     before = newest_run(client)
-    np.testing.assert_allclose((da.exp(x.T @ x / 1e5) - x.sum(axis=0)).compute(), np.exp(a.T @ a / 1e5) - a.sum(axis=0))
+    z = (da.exp(x.T @ x / 1e5) - x.sum(axis=0)).persist()
+    np.testing.assert_allclose(z.compute(), np.exp(a.T @ a / 1e5) - a.sum(axis=0))
     (tasks,) = started(client, before)
     assert tasks["product"] >= 4
 
@@ -165,6 +167,43 @@ def test_tasks_that_were_released_are_called_in_the_region():
     assert list(draft.tasks) == [t, p]
     assert {*draft.inputs} == {x, y}
     assert [*graph] == [p]
+
+
+def test_a_product_with_nothing_beside_it_is_a_run_of_its_own(client, regions):
+    (a, w), (x, y) = persisted((40, 40), (40, 40))
+    before = newest_run(client)
+    z = (x @ y).persist()
+    np.testing.assert_allclose(z.compute(), a @ w)
+    assert started(client, before) == [None]
+    # One of many pieces is not made of tasks either, whatever is beside it.
+    before = newest_run(client)
+    many = (x.rechunk(4) @ y.rechunk(4) + 1).persist()
+    np.testing.assert_allclose(many.compute(), a @ w + 1)
+    assert None in started(client, before)
+
+
+def test_products_of_rejected_regions_are_runs_of_their_own_and_others_are_not(client, regions, monkeypatch):
+    (a, w), (x, y) = persisted((40, 4), (4, 4))
+    problem = Regions._problem
+
+    def without_sines(self, draft, whole):
+        return None if "sin" in draft.counts else problem(self, draft, whole)
+
+    monkeypatch.setattr(Regions, "_problem", without_sines)
+    before = newest_run(client)
+    # The second waits for a chunk that is being made: a region of its own.
+    slow = x.map_blocks(slowly, dtype=float).persist()
+    one, two = dask.persist(da.sin(x @ y), da.cos(slow @ y))
+    np.testing.assert_allclose(one.compute(), np.sin(a @ w))
+    np.testing.assert_allclose(two.compute(), np.cos(a @ w))
+    assert sorted(tasks is None for tasks in started(client, before)) == [False, True]
+
+
+def test_without_workers_graphs_are_dasks(client, regions, caplog, monkeypatch):
+    (a, w), (x, y) = persisted((40, 4), (4, 4))
+    monkeypatch.setattr(Regions, "_workers", lambda self: [])
+    np.testing.assert_allclose(da.exp(x @ y).persist().compute(), np.exp(a @ w))
+    assert "not looked through" not in caplog.text
 
 
 def test_a_copy_of_a_barrier_keeps_the_run_out_of_regions(client, regions, caplog):
@@ -335,7 +374,7 @@ def test_a_worker_dies(fault_client, regions, point):
 
 def test_explain_shows_regions(client, regions):
     _, (x, y) = persisted((40, 4), (4, 4))
-    z = da.exp(x @ y) + da.random.random((40, 4), chunks=(10, 4)).map_blocks(np.sqrt)
+    z = da.concatenate([da.exp(x @ y), da.random.random((40, 4), chunks=(10, 4)).map_blocks(np.sqrt)])
     plan = dask_distmm.explain(z)
     assert isinstance(repr(plan), str)
     (region,) = plan.regions

@@ -55,8 +55,9 @@ _REDUCING = ("sum", "mean", "prod", "max", "min", "var", "std", "norm", "any", "
 _REDUCED = 64
 # Why a task is in no region that needs no work.
 _THERE = "being made, or in memory"
-# Products of more work on CPUs and on GPUs, of more bytes that a rank gets, or of more pieces are runs of their own.
-_FLOPS, _MOVED, _PIECES = {"numpy": 2e10, "cupy": 2e12}, 2**26, 4096
+# Products of more work on CPUs and on GPUs, of more bytes that a rank gets, or of more pieces are runs of their own: in
+# these GPUs read each other's memory, while what tasks get from other ranks goes by the hosts.
+_FLOPS, _MOVED, _PIECES = {"numpy": 2e10, "cupy": 2e12}, {"numpy": 2**26, "cupy": 2**22}, 256
 # Bytes up to which chunks along k are concatenated for one product.
 _TOGETHER = 2**23
 # Dask moves a task to another worker if it would start this much earlier there (seconds).
@@ -125,13 +126,14 @@ def parts_of(
     graph: Mapping[Any, GraphNode],
     submitted: Collection[Any],
     order: Mapping[Any, int],
-    taken: Callable[[GraphNode], Problem | None] = lambda barrier: None,
-    pending: Callable[[Any], bool] = lambda key: False,
+    own: Collection[Any],
+    nranks: int,
+    pending: Callable[[Any], bool],
 ) -> Parts:
     """Return the parts of a graph that may be regions. Pure.
 
-    `known` are keys that the scheduler has already; `taken` returns the product of a barrier that needs no run of its
-    own; `pending` says whether a known chunk is still being made.
+    `submitted` are keys that the scheduler has already; `own` are barriers of products that are runs of their own;
+    `pending` says whether a known chunk is still being made.
     """
     levels: dict[Any, int] = {}
     mine: dict[Any, int] = {}
@@ -140,7 +142,7 @@ def parts_of(
     groups = Groups()
     worthy: set[Any] = set()
     left: dict[Any, str] = {}
-    started = {task.barrier for key in submitted if isinstance(task := graph.get(key), ChunkTask)}
+    begun = {task.barrier for key in submitted if isinstance(task := graph.get(key), ChunkTask)}.union(own, submitted)
 
     def is_there(dep: Any) -> bool:
         """Whether a region may read a value: one of its own, or one that waits for nothing of Dask's."""
@@ -156,7 +158,7 @@ def parts_of(
                 levels[key] = level + 1
                 continue
         elif is_barrier(task):
-            if key not in submitted and key not in started and all(map(is_there, needs)) and (product := taken(task)):
+            if key not in begun and all(map(is_there, needs)) and (product := product_of(task, nranks)):
                 products[key] = product
             else:
                 worthy.update(dep for dep in needs if dep in mine)
@@ -178,8 +180,10 @@ def parts_of(
             left[key] = "depending on what Dask makes"
             continue
         mine[key] = level
-        behind_run = any(isinstance(graph.get(dep), ChunkTask) and dep not in mine for dep in needs)
-        if behind_run or key in products or is_product(task):
+        # A product with nothing beside it would be a run as well, and a slower one: of a task for each piece, in place
+        # of the engine's program.
+        beside = any(dep in mine if key in products else isinstance(graph.get(dep), ChunkTask) for dep in needs)
+        if beside or is_product(task):
             worthy.add(key)
         for dep in needs:
             if mine.get(dep) == level:
@@ -188,7 +192,7 @@ def parts_of(
     waited: dict[Any, set[Any]] = {group: set() for group in worth}
     for key in mine:
         if (group := groups.of(key)) not in worth:
-            left[key] = "without a product, and not next to a run"
+            left[key] = "runs of their own" if key in products else "without a product, and not next to a run"
             continue
         for dep in graph[key].dependencies:
             if dep not in mine and (isinstance(source := graph.get(dep), ChunkTask) or pending(dep)):
@@ -200,7 +204,7 @@ def parts_of(
     return Parts([regions[place] for place in sorted(regions, key=itemgetter(0))], constants, products, left)
 
 
-def product_of(barrier: GraphNode) -> Problem | None:
+def product_of(barrier: GraphNode, nranks: int) -> Problem | None:
     """Return a barrier's product if it may run as tasks of a region: a plain one, of little work and traffic."""
     wire = barrier.args[0]
     if not isinstance(wire, Mapping) or wire.get("kind") != Problem.kind:
@@ -213,7 +217,9 @@ def product_of(barrier: GraphNode) -> Problem | None:
     plain = plain and problem.formula.plain and d.chunks == (a.chunks[0], b.chunks[1])
     types = {a.dtype, b.dtype, d.dtype, problem.compute_type.name}
     pieces = a.counts[0] * b.counts[1] * (a.counts[1] + b.counts[0])
-    fits = problem.flops <= _FLOPS.get(problem.array, 0) and pieces <= _PIECES
+    # Each of several ranks gets about half of the smallest matrix, or more. To add that up by pieces takes longer.
+    moved = min(matrix.bytes.sum() for matrix in (a, b, d)) / 2 if nranks > 1 else 0
+    fits = problem.flops <= _FLOPS.get(problem.array, 0) and moved <= _MOVED.get(problem.array, 0) and pieces <= _PIECES
     return problem if plain and fits and len(types) == 1 and problem.result_type.kind in "fc" else None
 
 
@@ -406,17 +412,10 @@ class Regions:
     def explain(self, graph: Mapping[Any, GraphNode], keys: Collection[Any]) -> tuple[list[Region], dict[str, int]]:
         """Return the regions of a graph, and the counts of its other tasks by the reason why they are in none."""
         drafts, parts = self._found(graph, keys, {})
-        regions = [
-            Region(
-                counts=draft.counts,
-                inputs=len(draft.inputs),
-                outputs=sum(map(len, draft.results.values())),
-                products=[problem.name for problem in map(parts.products.__getitem__, draft.products)],
-                seconds=draft.seconds,
-                chosen=problem is not None,
-            )
-            for draft, problem in drafts
-        ]
+        regions = list[Region]()
+        for draft, problem in drafts:
+            outputs, names = sum(map(len, draft.results.values())), [parts.products[key].name for key in draft.products]
+            regions.append(Region(draft.counts, len(draft.inputs), outputs, names, draft.seconds, problem is not None))
         return regions, dict(collections.Counter(parts.left.values()))
 
     def _found(
@@ -439,15 +438,18 @@ class Regions:
         def shared(key: Any) -> bool:
             return (ts := tasks.get(key)) is not None and bool(ts.dependents)
 
-        for taken in (product_of, lambda barrier: None):
-            parts = parts_of(graph, submitted, order, taken, pending)
-            drafts = [Draft(graph, keys, part, parts, self._place, shared) for part in parts.regions]
+        own, nranks = set[Any](), len(self._workers())
+        while True:
+            parts = parts_of(graph, submitted, order, own, nranks, pending)
+            drafts = [Draft(graph, keys, part, parts, self._place, shared) for part in parts.regions if nranks]
             # A graph with nothing beside a region takes no start of Dask's own tasks; else both have their way from the
             # client and back in any case, half of what is around a run.
             whole = len(drafts) == 1 and set(parts.left.values()) <= {_THERE}
             problems = [self._problem(draft, whole) for draft in drafts]
-            if all(problem is not None or not draft.products for problem, draft in zip(problems, drafts, strict=True)):
+            left = [key for draft, x in zip(drafts, problems, strict=True) if x is None for key in draft.products]
+            if not left:
                 break
+            own.update(left)
         return list(zip(drafts, problems, strict=True)), parts
 
     def _replace(
@@ -501,18 +503,20 @@ class Regions:
                 root_bytes(task) or 0 if not task.dependencies else expected_size(name, is_product(task), read)
             )
         sizes = sizes[len(inputs) :]
-        assignment = assign(needs, sizes, seconds, held, where, max(1, len(workers)))
-        if draft.products and max(assignment.moved) > _MOVED:
+        assignment = assign(needs, sizes, seconds, held, where, len(workers))
+        if draft.products and max(assignment.moved) > _MOVED[array]:
             return None
         every = [key for chunks in draft.results.values() for key in chunks]
         costs, threads = dask_costs(), [ws.nthreads for ws in workers]
-        run = run_seconds(assignment, threads, len(inputs) + len(every), costs) - (not whole) * costs.run / 2
+        # The scheduler and all ranks look at each task, as at each chunk.
+        run = run_seconds(assignment, threads, len(number) + len(every), costs) - (not whole) * costs.run / 2
         # Dask's own tasks run where their chunks are, too, unless others have had nothing to do for long.
-        work = max(sum(seconds) / max(1, sum(threads)), max(seconds, default=0.0))
+        work = max(sum(seconds) / sum(threads), max(seconds, default=0.0))
         local = max(spent / max(1, count) for spent, count in zip(assignment.seconds, threads, strict=True))
         work = max(work, min(local, work + _STEALS))
         plain = sum(key in draft.inside and key not in draft.products for key in draft.tasks)
-        own = whole * costs.start + plain * costs.task + len(draft.products) * (costs.run + costs.chunk * len(inputs))
+        products = len(draft.products) * (costs.run + costs.chunk * len(inputs))
+        own = whole * bool(plain) * costs.start + plain * costs.task + products
         draft.seconds = work, run - work, own
         name = f"region-{tokenize(every, inputs)}"
         if not every or run - work >= CLEARLY * own or barrier_key(name) in self._scheduler.tasks:
