@@ -149,7 +149,8 @@ class Product(Recorder):
         plan, problem, dtype = self.plan, self.problem, self.dtype
         if self.on_cpus and (problem.formula.trivial or not self.packed):
             dtype = problem.d.dtype
-        self.new(*self.schedule.slots.values())
+        # On CPUs they are allocated when they are needed.
+        self.new(*(() if self.on_cpus else self.schedule.slots.values()))
         for index in plan.owned(self.me).tolist():
             rect = plan.chunk_rect(index)
             chunk = Buffer(f"d.{index}", shape_of(rect), dtype)
@@ -206,7 +207,7 @@ class Product(Recorder):
             last |= dict.fromkeys(named[-1], number)
         while self.on_cpus and self._can_come(-1):
             self._issue()
-        stays = "panel", *self.plan.kept
+        stays = (*self.plan.kept, *(() if self.on_cpus else ("panel",)))
         for number, group in enumerate(groups):
             if self.on_cpus and group is groups[-1]:
                 self._load_inputs(1)
@@ -258,6 +259,8 @@ class Product(Recorder):
 
     def _join(self, part: Part) -> None:
         """Copy parts of chunks side by side to a panel."""
+        if part.matrix.name not in self._here:
+            self.new(part.matrix.buffer)
         targets = [part.placed.part(source.rect) for source in part.sources]
         turned = tuple(source.placed.transposed for source in part.sources)
         sources = [source.matrix for source in part.sources]

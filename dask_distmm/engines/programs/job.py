@@ -619,10 +619,10 @@ class ProgramJob(Job[Any]):
 
     def _await(self, place: Buffer | View) -> None:
         """Wait for what is loaded to a buffer, and with it: a buffer begins as what comes, or that is copied to it."""
-        coming = self._coming.pop(place.name, [])
-        for some, answer in coming:
+        for some, answer in self._coming.get(place.name, ()):
             arrays = self._get(answer) if isinstance(answer, Future) else answer
             for (target, block), array in zip(some, arrays, strict=True):
+                self._coming.pop(target.name, None)
                 if array.shape != (block.rows, block.cols):
                     raise EngineError(f"a participant sent a matrix of shape {array.shape}, expected {block}")
                 if target.shape == array.shape:
@@ -631,12 +631,12 @@ class ProgramJob(Job[Any]):
                 if target.name not in self.arrays:
                     self.arrays[target.name] = self.kernels.new(target.buffer, zero=False)
                 self.arrays[target.name][block.row : block.row + block.rows, block.col : block.col + block.cols] = array
-        coming.clear()
 
     def _store(self, step: Store) -> None:
         """Store a buffer as a chunk, or as this rank's part, of an output."""
         place = step.buffer
-        self._await(place)
+        if self._coming:
+            self._await(place)
         array = self.at(place) if isinstance(place, View) else self.arrays.pop(place.name)
         if self.gathers or isinstance(place, View):
             self.parts[step.output] = array
@@ -732,8 +732,9 @@ class ProgramJob(Job[Any]):
 
     def _free(self, buffer: Buffer) -> None:
         """Free a buffer; report when the last operand chunk of this rank is freed."""
-        # No product may have needed it.
-        self._await(buffer)
+        if self._coming:
+            # No product may have needed it.
+            self._await(buffer)
         if buffer.is_operand and buffer.name not in self._operands:
             self.memory.reuse()
         del self.arrays[buffer.name]
