@@ -15,6 +15,7 @@ its buffers: a pass writes the next state over the last one where nothing reads 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -92,6 +93,14 @@ def stored_shape(kind: Kind, axis: Axis) -> tuple[int, int]:
     return (kind.shape[0], kind.shape[1]) if len(kind.shape) == 2 else (1, kind.size)
 
 
+@functools.lru_cache(16)
+def _placements(program: str, wanted: tuple[bool, ...]) -> Placements:
+    """Return where the values of a program are; the same for all ranks."""
+    placements = Placements(program_of(program))
+    placements.improve(wanted)
+    return placements
+
+
 def traced(
     p: Recorder,
     operands: Operands,
@@ -102,9 +111,7 @@ def traced(
     names: Sequence[str],
 ) -> None:
     """Take the steps of a traced function: `sources` are the operands and constants of its inputs."""
-    form = program_of(program)
-    placements = Placements(form)
-    placements.improve([name in wanted for name in names])
+    form, placements = program_of(program), _placements(program, tuple(name in wanted for name in names))
     lowering = Lowering(p, placements)
     for number, source in zip(form.block.inputs, sources, strict=True):
         lowering.begin(number, operands[source] if isinstance(source, str) else source)
