@@ -82,8 +82,9 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
-# A test with more cases than this runs as many of them, drawn anew in each run; with --all it runs all of them. Of all
-# tests of faults, which kill and stop processes, so many cases are run.
+# A test with more cases than this runs as many of them, drawn anew in each run; with --all it runs all of them. Of one
+# whose cases take seconds the marker `cases` says how many. Of all tests of faults, which kill and stop processes, so
+# many cases are run.
 CASES, FAULTS = 8, 12
 
 
@@ -100,9 +101,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what collection has made out of the sight of the garbage collector, which tests call."""
+    """Take what collection has made out of the sight of the garbage collector, and call it a tenth as often."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 20)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -111,14 +113,16 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def _drawn(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return at most `CASES` of each test's cases, and `FAULTS` of all tests of faults; of tests for GPUs all."""
+    """Return some of each test's cases, and `FAULTS` of all tests of faults; of tests for GPUs all."""
     cases = collections.defaultdict(list)
     for item in items:
         cases["faults" if item.get_closest_marker("faults") else item.nodeid.partition("[")[0]].append(item)
     kept: set[pytest.Item] = set()
     for name, group in cases.items():
         rng = random.Random(f"{os.environ['DISTMM_TEST_DRAW']} {name}")
-        most = len(group) if "gpu/" in name else FAULTS if name == "faults" else CASES
+        marker = group[0].get_closest_marker("cases")
+        some = marker.args[0] if marker else CASES
+        most = len(group) if "gpu/" in name else FAULTS if name == "faults" else some
         kept.update(rng.sample(group, min(most, len(group))))
     return [item for item in items if item in kept]
 
