@@ -32,7 +32,7 @@ from dask_distmm.programs.recorder import Rows
 from dask_distmm.programs.steps import PART, Step, messages_to_all
 from dask_distmm.tracing.form import program_of
 from dask_distmm.tracing.lower import traced
-from dask_distmm.tracing.place import Placements, Row, described
+from dask_distmm.tracing.place import Row, described, placements_of
 
 T = TypeVar("T")
 # Builders of programs by name.
@@ -106,11 +106,8 @@ class ProgramProblem(Computation):
     def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank, if `owners` have the chunks of rows."""
         arguments = self._arguments(owners, ranks)
-
-        def recorded() -> tuple[Step, ...]:
-            return record(_BUILDERS[self.builder], *arguments[1:], me=rank)
-
-        return remembered(arguments, rank, recorded) if len(owners) <= _MANY_CHUNKS else recorded()
+        make = functools.partial(record, _BUILDERS[self.builder], *arguments[1:], me=rank)
+        return remembered(arguments, rank, make) if len(owners) <= _MANY_CHUNKS else make()
 
     @property
     def title(self) -> str:
@@ -123,11 +120,9 @@ class ProgramProblem(Computation):
         text = self.options_of_builder.get("program")
         if text is None:
             return []
-        program = program_of(text)
-        placements, names = Placements(program), self.options_of_builder["names"]
         wanted = {output.name for output in self.wanted}
-        placements.improve([name in wanted for name in names])
-        return list(described(placements, placements.block, program.lines))
+        placements = placements_of(text, tuple(name in wanted for name in self.options_of_builder["names"]))
+        return list(described(placements, placements.block, program_of(text).lines))
 
     @property
     def replicated(self) -> Collection[str]:

@@ -15,7 +15,6 @@ its buffers: a pass writes the next state over the last one where nothing reads 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -26,8 +25,8 @@ import numpy as np
 from dask_distmm.programs.composite import tall_qr
 from dask_distmm.programs.recorder import Operands, Recorder, Tall, Wanted
 from dask_distmm.programs.steps import Buffer
-from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Ref, Statement, extents, program_of
-from dask_distmm.tracing.place import Axis, Placements, is_view
+from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Ref, Statement, extents
+from dask_distmm.tracing.place import Axis, Placements, is_view, placements_of
 
 # Loops end when their flag says so.
 _MOST = 2**62
@@ -93,14 +92,6 @@ def stored_shape(kind: Kind, axis: Axis) -> tuple[int, int]:
     return (kind.shape[0], kind.shape[1]) if len(kind.shape) == 2 else (1, kind.size)
 
 
-@functools.lru_cache(16)
-def _placements(program: str, wanted: tuple[bool, ...]) -> Placements:
-    """Return where the values of a program are; the same for all ranks."""
-    placements = Placements(program_of(program))
-    placements.improve(wanted)
-    return placements
-
-
 def traced(
     p: Recorder,
     operands: Operands,
@@ -111,13 +102,13 @@ def traced(
     names: Sequence[str],
 ) -> None:
     """Take the steps of a traced function: `sources` are the operands and constants of its inputs."""
-    form, placements = program_of(program), _placements(program, tuple(name in wanted for name in names))
+    placements = placements_of(program, tuple(name in wanted for name in names))
+    inputs, outputs = placements.block.inputs, placements.block.outputs
     lowering = Lowering(p, placements)
-    for number, source in zip(form.block.inputs, sources, strict=True):
+    for number, source in zip(inputs, sources, strict=True):
         lowering.begin(number, operands[source] if isinstance(source, str) else source)
-    lowering.take(placements.block.statements, {x for x in placements.block.outputs if isinstance(x, int)})
+    lowering.take(placements.block.statements, {x for x in outputs if isinstance(x, int)})
     kept = [name for name in names if name in wanted]
-    inputs, outputs = set(form.block.inputs), placements.block.outputs
     for at, (name, ref) in enumerate(zip(kept, outputs, strict=True)):
         # A value that nothing else needs is handed over without a copy.
         assert isinstance(ref, int)
