@@ -38,12 +38,15 @@ from dask_distmm.runtime import worker
 # Files that take longest; processes share them out in this order, so that none is left over at the end. Before them
 # the one that looks at a setting of the whole process, which runs of other tests change.
 LONG = (
-    "test_blas test_waves test_peer_eigh_emulated test_docs test_iterative test_spectral test_demo test_peer_emulated "
-    "test_narrow test_batched test_peer_processes test_beyond_memory test_stacks test_rewritten test_dask_suite "
-    "test_benchmarks test_operator test_arguments test_epilog test_linalg test_recipes test_stops test_chaos "
-    "test_faults test_preload test_network test_peer_eigh_processes test_solver_peer test_numbers test_routed "
-    "test_random_programs test_cluster test_stateful test_series test_integrations test_overwrite test_odd_operands "
-    "test_numpy_meaning test_replicas test_routes test_factorizations test_golden test_structure test_user_errors"
+    "test_blas test_waves test_iterative test_docs test_demo test_peer_eigh_emulated test_random_programs test_stacks "
+    "test_sparse test_spectral test_beyond_memory test_cross_memory test_public_functions test_linalg "
+    "test_solver_peer test_peer_processes test_xarray test_factorizations test_cluster test_routed test_rewritten "
+    "test_peer_eigh_processes test_peer_emulated test_random test_versions test_series test_numbers test_refined "
+    "test_chaos test_network test_dask_suite test_lists test_numpy_meaning test_regions test_compat test_recipes "
+    "test_replicas test_schedule test_arguments test_batched test_stops test_types test_cublasmp_emulated "
+    "test_benchmarks test_loading test_overwrite test_bare_workers test_peer_streams_emulated test_projects "
+    "test_odd_operands test_multiply test_faults test_programs test_numpy test_routes test_structure test_stateful "
+    "test_nccl_emulated test_algorithms test_contraction"
 ).split()
 
 # Worker processes of clusters are forked from a process that has the libraries: they start in a tenth of the time that
@@ -82,9 +85,10 @@ settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
 
-# A test with more cases than this runs as many of them, drawn anew in each run; with --all it runs all of them. Of all
-# tests of faults, which kill and stop processes, so many cases are run.
-CASES, FAULTS = 8, 12
+# A test with more cases than this runs as many of them, drawn anew in each run; with --all it runs all of them. Of one
+# whose cases take seconds the marker `cases` says how many. Of all tests of faults, which kill and stop processes, so
+# many cases are run.
+CASES, FAULTS = 6, 12
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -100,9 +104,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take what collection has made out of the sight of the garbage collector, which tests call."""
+    """Take what collection has made out of the sight of the garbage collector, and call it a tenth as often."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 10, 20)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -111,14 +116,16 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def _drawn(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return at most `CASES` of each test's cases, and `FAULTS` of all tests of faults; of tests for GPUs all."""
+    """Return some of each test's cases, and `FAULTS` of all tests of faults; of tests for GPUs all."""
     cases = collections.defaultdict(list)
     for item in items:
         cases["faults" if item.get_closest_marker("faults") else item.nodeid.partition("[")[0]].append(item)
     kept: set[pytest.Item] = set()
     for name, group in cases.items():
         rng = random.Random(f"{os.environ['DISTMM_TEST_DRAW']} {name}")
-        most = len(group) if "gpu/" in name else FAULTS if name == "faults" else CASES
+        marker = group[0].get_closest_marker("cases")
+        some = marker.args[0] if marker else CASES
+        most = len(group) if "gpu/" in name else FAULTS if name == "faults" else some
         kept.update(rng.sample(group, min(most, len(group))))
     return [item for item in items if item in kept]
 

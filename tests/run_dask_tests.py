@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
             dask_distmm.enable()
         status = pytest.main(
             [
-                "-p", "no:cacheprovider", "-q", "--pyargs", "-c", "/dev/null", "--rootdir", "/",
+                "-p", "no:cacheprovider", "--assert", "plain", "-q", "--pyargs", "-c", "/dev/null", "--rootdir", "/",
                 "-k", NAMES, "-W", "ignore", "--timeout", "300",
                 *(f"dask.array.tests.{module}" for module in MODULES), *arguments,
             ],

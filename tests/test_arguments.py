@@ -289,6 +289,7 @@ def test_types_of_lazy_results():
             assert {one.dtype for one in (made if isinstance(made, tuple) else (made,))} == {real}, name
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "bfloat16", "complex64"])
 def test_types_do_not_depend_on_the_cluster(inproc_client, dtype):
     """Integers are computed in float64, float16 and bfloat16 in float32; no sum wraps."""

@@ -201,6 +201,7 @@ def small_workers() -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.cases(2)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("there", [False, True], ids=["lazy", "persisted"])
 @pytest.mark.parametrize("name", TALL)

@@ -68,6 +68,7 @@ def test_both_jobs_say_plan_check_times_and_ratio(environment: dict[str, str], t
 
 
 @pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("after", ["memory:", "Plan:"], ids=["while it starts", "while it multiplies"])
 def test_ctrl_c_ends_it_and_leaves_nothing(environment: dict[str, str], tmp_path: Path, after: str) -> None:

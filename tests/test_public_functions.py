@@ -44,6 +44,7 @@ def test_numpy_chunks(routing, call):
     check(call, lazy, "numpy")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", NARROW)
 def test_numpy_chunks_of_other_types(routing, dtype):
     for call in in_narrow(dtype):
@@ -69,6 +70,7 @@ def test_chunks_that_refuse_to_mix(routing, on_the_host, call):
         check(call, lambda x, chunked=chunked: on_device(x, chunked), "cupy")
 
 
+@pytest.mark.cases(2)
 @without_cupy
 @pytest.mark.parametrize("dtype", NARROW)
 def test_chunks_of_other_types_that_refuse_to_mix(routing, on_the_host, dtype):

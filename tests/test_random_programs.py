@@ -820,7 +820,7 @@ def failures(seeds: Iterable[int], ours: Machine) -> Iterator[tuple[Program, Bas
 
 @pytest.mark.parametrize("part", range(4))
 def test_random_programs(request, part):
-    count = 250 if request.config.getoption("--all") else 75
+    count = 250 if request.config.getoption("--all") else 50
     with Machine() as machine:
         for program, error in failures((secrets.randbits(32) for _ in range(count)), machine):
             again = f"Once more, and shorter: python tests/test_random_programs.py --seed {program.seed}"

@@ -103,6 +103,7 @@ def test_covariances(routed):
 
 
 # SciPy, which Dask calls.
+@pytest.mark.cases(2)
 @pytest.mark.filterwarnings("ignore:Calling .* with arguments of dtype=bool:DeprecationWarning")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("wide", [False, True])
@@ -348,6 +349,7 @@ CUTS = {"even": lambda size: size // 4 if size % 4 == 0 else size, "uneven": _un
 OTHERWISE = {("np.linalg.inv", "float32")}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.filterwarnings("ignore::dask.array.core.PerformanceWarning", "ignore::FutureWarning", "ignore:overflow")
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("cluster", [True, False])

@@ -242,6 +242,7 @@ def in_chunks(kind, *chunks):
     return lambda a: da.from_array(a, chunks=chunks).map_blocks(kind, dtype=a.dtype)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", EVERY)
 def test_iterations_without_a_cluster(kind):
     with dask.config.set(scheduler="sync"):

@@ -164,6 +164,7 @@ def test_stacks_are_broadcast(sync):
     assert linalg.explain(linalg.inv(x)).runs == ()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunks", [(3, 1, 2, 3), (1, 1, -1, -1)])
 def test_equations_of_stacks(sync, dtype, chunks):

@@ -90,6 +90,7 @@ def stored(x, chunks, folder):
     return da.from_zarr(at)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", sorted(SHAPES))
 @pytest.mark.parametrize("dtype", ["float64", "complex64"])
 def test_every_scheme_by_ranks(inproc_client, tmp_path, name, dtype):

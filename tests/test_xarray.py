@@ -46,6 +46,7 @@ def field(name, shape, start=0, missing=0.0, dtype="float64"):
     return xr.DataArray(da.from_array(x, chunks=(50, *((3,) * len(shape)))), dims=dims, coords=coords, name=name)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("function", ["cov", "corr"])
 @pytest.mark.parametrize("missing", [0.0, 0.1])
 def test_of_different_places(runs, function, missing):

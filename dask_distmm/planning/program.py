@@ -32,7 +32,7 @@ from dask_distmm.programs.recorder import Rows
 from dask_distmm.programs.steps import PART, Step, messages_to_all
 from dask_distmm.tracing.form import program_of
 from dask_distmm.tracing.lower import traced
-from dask_distmm.tracing.place import Placements, Row, described
+from dask_distmm.tracing.place import Row, described, placements_of
 
 T = TypeVar("T")
 # Builders of programs by name.
@@ -44,8 +44,8 @@ _ALL = 2**62
 _WORTH_MOVING = 5e-3
 # Where one chunk has more than this share of a worker's memory, smaller chunks are advised.
 _COARSE = 1 / 8
-# Steps of programs with more bytes of arguments are not kept: those of many chunks are large.
-_LONG = 2048
+# Steps of programs of more chunks are not kept: they are large.
+_MANY_CHUNKS = 32
 
 
 @functools.lru_cache(16)
@@ -106,10 +106,8 @@ class ProgramProblem(Computation):
     def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank, if `owners` have the chunks of rows."""
         arguments = self._arguments(owners, ranks)
-        return remembered(arguments, rank, lambda: self._recorded(arguments, rank), _LONG)
-
-    def _recorded(self, arguments: tuple[Any, ...], rank: int) -> tuple[Step, ...]:
-        return record(_BUILDERS[self.builder], *arguments[1:], me=rank)
+        make = functools.partial(record, _BUILDERS[self.builder], *arguments[1:], me=rank)
+        return remembered(arguments, rank, make) if len(owners) <= _MANY_CHUNKS else make()
 
     @property
     def title(self) -> str:
@@ -122,11 +120,9 @@ class ProgramProblem(Computation):
         text = self.options_of_builder.get("program")
         if text is None:
             return []
-        program = program_of(text)
-        placements, names = Placements(program), self.options_of_builder["names"]
         wanted = {output.name for output in self.wanted}
-        placements.improve([name in wanted for name in names])
-        return list(described(placements, placements.block, program.lines))
+        placements = placements_of(text, tuple(name in wanted for name in self.options_of_builder["names"]))
+        return list(described(placements, placements.block, program_of(text).lines))
 
     @property
     def replicated(self) -> Collection[str]:
@@ -136,14 +132,13 @@ class ProgramProblem(Computation):
 
     def figures(self, owners: tuple[int, ...], ranks: int, rates: Rates) -> tuple[Cost, list[int], int]:
         """Return cost (for a well-conditioned matrix), peak bytes of each rank, and bytes of the largest message."""
-        arguments = self._arguments(owners, ranks)
 
         def made() -> tuple[Cost, list[int], int]:
-            lists = [self._recorded(arguments, rank) for rank in range(ranks)]
+            lists = [self.steps(owners, ranks, rank) for rank in range(ranks)]
             largest = max(messages_to_all(lists[0], ranks).values(), default=0)
             return cost(lists, rates), list(map(peak_bytes, lists)), largest
 
-        return remembered(arguments, rates, made)
+        return remembered(self._arguments(owners, ranks), rates, made)
 
     def _arguments(self, owners: tuple[int, ...], ranks: int) -> tuple[Any, ...]:
         """Return the arguments of `record`."""

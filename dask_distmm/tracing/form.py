@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,17 @@ class Statement:
     blocks: tuple[Block, ...] = ()
     # The number of a line of the user's source.
     line: int = -1
+    _inputs_read: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._inputs_read = tuple(ref for ref in self.inputs if isinstance(ref, int))
 
     @property
-    def reads(self) -> Iterator[int]:
+    def reads(self) -> tuple[int, ...]:
         """The numbers of the values that it reads, those of its blocks among them."""
-        yield from (ref for ref in self.inputs if isinstance(ref, int))
-        for block in self.blocks:
-            yield from block.captured
+        if not self.blocks:
+            return self._inputs_read
+        return (*self._inputs_read, *(number for block in self.blocks for number in block.captured))
 
 
 @dataclasses.dataclass(slots=True)

@@ -25,8 +25,8 @@ import numpy as np
 from dask_distmm.programs.composite import tall_qr
 from dask_distmm.programs.recorder import Operands, Recorder, Tall, Wanted
 from dask_distmm.programs.steps import Buffer
-from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Ref, Statement, extents, program_of
-from dask_distmm.tracing.place import Axis, Placements, is_view
+from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Ref, Statement, extents
+from dask_distmm.tracing.place import Axis, Placements, is_view, placements_of
 
 # Loops end when their flag says so.
 _MOST = 2**62
@@ -102,15 +102,13 @@ def traced(
     names: Sequence[str],
 ) -> None:
     """Take the steps of a traced function: `sources` are the operands and constants of its inputs."""
-    form = program_of(program)
-    placements = Placements(form)
-    placements.improve([name in wanted for name in names])
+    placements = placements_of(program, tuple(name in wanted for name in names))
+    inputs, outputs = placements.block.inputs, placements.block.outputs
     lowering = Lowering(p, placements)
-    for number, source in zip(form.block.inputs, sources, strict=True):
+    for number, source in zip(inputs, sources, strict=True):
         lowering.begin(number, operands[source] if isinstance(source, str) else source)
-    lowering.take(placements.block.statements, {x for x in placements.block.outputs if isinstance(x, int)})
+    lowering.take(placements.block.statements, {x for x in outputs if isinstance(x, int)})
     kept = [name for name in names if name in wanted]
-    inputs, outputs = set(form.block.inputs), placements.block.outputs
     for at, (name, ref) in enumerate(zip(kept, outputs, strict=True)):
         # A value that nothing else needs is handed over without a copy.
         assert isinstance(ref, int)

@@ -8,12 +8,13 @@ which nothing travels). A reduction over rows is combined over ranks, and its re
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dask_distmm.tracing.arrays import is_stackable, need_rows
-from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Program, Ref, Statement, letters_of
+from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Program, Ref, Statement, letters_of, program_of
 
 # The axis along which a value is in the rows of ranks; None where all ranks have all of it.
 Axis = int | None
@@ -411,6 +412,14 @@ class Placements:
         read = [self.kinds[ref].nbytes for ref in fixed[number].reads if self.axes[ref] is not None]
         copied = fixed[number].family == "local" or is_view(fixed[number], self.kinds, self.axes)
         return self.kinds[number].size <= _NARROW * self.rows and not copied and bool(read)
+
+
+@functools.lru_cache(16)
+def placements_of(program: str, wanted: tuple[bool, ...]) -> Placements:
+    """Return where the values of a program are; the same for all ranks."""
+    placements = Placements(program_of(program))
+    placements.improve(wanted)
+    return placements
 
 
 class Row(NamedTuple):

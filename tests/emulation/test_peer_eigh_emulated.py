@@ -52,6 +52,7 @@ def eigh(factorize, reduction, monkeypatch):
     return run
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nranks", [1, 2, 3])
 def test_types_and_ranks(eigh, nranks, dtype):
@@ -60,18 +61,21 @@ def test_types_and_ranks(eigh, nranks, dtype):
     assert_eigh(a, *eigh(a, nranks))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("what", SPECTRA)
 def test_spectra(eigh, what):
     a = hermitian(what, 70, "float64")
     assert_eigh(a, *eigh(a, 2))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("n", "nranks", "width"), [(140, 1, 64), (150, 2, 64), (200, 2, 8), (129, 1, 128)])
 def test_several_tiles_and_panels(eigh, n, nranks, width):
     a = hermitian("random", n, "float64")
     assert_eigh(a, *eigh(a, nranks, width))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("n", [1, 2, 8, 9, 17, 33, 64, 65])
 def test_small_and_even_orders(eigh, n):
     a = hermitian("random", n, "complex128")

@@ -77,6 +77,7 @@ def world(monkeypatch, forget):
     return devices.install(monkeypatch)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("grid", [(1, 2), (3, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("kind", JOBS)
 def test_every_routine_is_right_and_is_checked(world, monkeypatch, kind, grid):

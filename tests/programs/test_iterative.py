@@ -58,6 +58,7 @@ def both(function, a, b, x0=None, m=None, chunks=(17, 23), **options):
     return found, of_scipy, len(turns)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", ["cg", "minres", "gmres"])
 def test_square_matrices(function, dtype):
@@ -137,6 +138,7 @@ def test_what_has_no_solution_ends(function):
             assert info == 0 if function == "minres" and one is not a else info > 0
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_least_squares(dtype):
     """LSQR and LSMR give what SciPy's do: x, why they stop, iterations and norms."""
@@ -241,6 +243,7 @@ def assert_eigenpairs(a, found, expected, gate=300):
     assert np.linalg.norm(v.conj().T @ v - np.eye(len(w))) <= gate * eps
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_eigenvalues(dtype):
     """Of all kinds of ends, by way of restarts; of values that repeat; of all but one."""
@@ -303,6 +306,7 @@ def test_eigenvalues_that_are_refused():
             made[0].compute()
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lobpcg(dtype):
     """Both ends of a spectrum, with values that repeat; as near as SciPy's after as many iterations."""
@@ -378,6 +382,7 @@ def laplacian(x, rows):
     return found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_functions_in_place_of_matrices(dtype):
     """The same results as of the matrix: of each solver of a square one, with a function as preconditioner."""
@@ -406,6 +411,7 @@ def test_functions_in_place_of_matrices(dtype):
     np.testing.assert_allclose(w, exact[:3], atol=max(tight * 100, np.finfo(dtype).eps ** 0.5 * N))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("m", "n"), [(90, 30), (30, 50)])
 def test_two_functions_in_place_of_a_matrix(m, n, dtype):

@@ -16,9 +16,10 @@ from residuals import assert_least_squares, assert_qr
 from dask_distmm import PlanError, ProtocolError, linalg
 from dask_distmm.engines.programs.kernels import ProgramKernels
 from dask_distmm.errors import MatrixError
-from dask_distmm.planning import problem_from_wire
+from dask_distmm.planning import problem_from_wire, program
 from dask_distmm.programs.check import Rates
 from dask_distmm.runtime.keys import barrier_name
+from dask_distmm.tracing import lower
 
 DTYPES = ["float32", "float64", "complex64", "complex128"]
 CONDITIONS = [1, 1e3, 1e8, 1e14, 1e30]
@@ -376,3 +377,24 @@ def test_what_is_known_of_a_program_is_of_the_same_program():
     # Of many chunks steps are not kept.
     problem, owners = problem_of(linalg.qr(da.ones((4000, 2), chunks=(2, 2)), method="rows")[1]), (0,) * 2000
     assert problem.steps(owners, 1, 0) is not problem.steps(owners, 1, 0)
+
+
+def test_the_plan_and_the_ranks_of_one_process_record_each_list_once(monkeypatch):
+    b = noise(np.random.default_rng(), (65,), "float64")
+    problem = problem_of(linalg.lsqr(da.from_array(np.diag(b), chunks=(20, 11)), da.from_array(b, chunks=20))[0])
+    recorded, record = [], program.record
+
+    def counted(*arguments, me):
+        recorded.append(me)
+        return record(*arguments, me=me)
+
+    monkeypatch.setattr(program, "record", counted)
+    owners = (0, 1, 2, 0)
+    problem.figures(owners, 3, Rates(1.0, 1.0, 1.0, 1.0))
+    steps = [problem.steps(owners, 3, rank) for rank in range(3)]
+    assert recorded == [0, 1, 2]
+    # What several ranks share does not depend on which rank is first.
+    monkeypatch.setattr(lower, "placements_of", lower.placements_of.__wrapped__)
+    for rank in (2, 0, 1):
+        again = record(program._BUILDERS[problem.builder], *problem._arguments(owners, 3)[1:], me=rank)
+        assert again == steps[rank]

@@ -451,7 +451,7 @@ class Compiled:
                 lines.append(self._by_labels(statement))
                 continue
             if op == "select":
-                select = functools.partial(_select, self.xp, statement, self.axes[next(statement.reads)] or 0)
+                select = functools.partial(_select, self.xp, statement, self.axes[statement.reads[0]] or 0)
                 arguments = (*statement.inputs, f"totals[{number}][0], first, rows")
                 lines.append(self._called(number, select, *arguments, dense=False))
                 continue
