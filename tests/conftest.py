@@ -43,7 +43,7 @@ LONG = (
     "test_solver_peer test_peer_processes test_xarray test_factorizations test_cluster test_routed test_rewritten "
     "test_peer_eigh_processes test_peer_emulated test_random test_versions test_series test_numbers test_refined "
     "test_chaos test_network test_dask_suite test_lists test_numpy_meaning test_regions test_compat test_recipes "
-    "test_replicas test_schedule test_arguments test_batched test_stops test_types test_cublasmp_emulated "
+    "test_replicas test_groups test_arguments test_batched test_stops test_types test_cublasmp_emulated "
     "test_benchmarks test_loading test_overwrite test_bare_workers test_peer_streams_emulated test_projects "
     "test_odd_operands test_multiply test_faults test_programs test_numpy test_routes test_structure test_stateful "
     "test_nccl_emulated test_algorithms test_contraction"
