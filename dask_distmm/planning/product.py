@@ -88,7 +88,7 @@ def record(plan: Plan, rank: int, begun: Collection[int] = (), usable: Usable | 
     p = Product(plan, rank, begun, usable)
     groups = p.schedule.groups()
     p.begin()
-    p.take(groups)
+    p.add_groups(groups)
     p.sum_up()
     p.assemble()
     p.hand_over()
@@ -192,7 +192,7 @@ class Product(Recorder):
 
     # Loads and products
 
-    def take(self, groups: Sequence[Group]) -> None:
+    def add_groups(self, groups: Sequence[Group]) -> None:
         """Record loads and products: loads in their order, each once its memory is free."""
         # The names of the buffers of each group, and by these the last group that multiplies what is there.
         named, last = list[Collection[str]](), dict[str, int]()

@@ -46,7 +46,7 @@ def r_from_gram(p: Recorder, a: Tall, g: Buffer) -> Buffer:
     """Return R on rank 0 of a matrix with this Gram matrix."""
     n = g.shape[0]
     first, r, once, usable = p.small(n, n), p.small(n, n), p.flag(), p.flag()
-    p.on_root("cholesky", [g], [first, once, usable])
+    p.on_root("gram_factor", [g], [first, once, usable])
     p.drop(g)
     p.give(once, usable)
 
@@ -90,7 +90,7 @@ def tall_qr(p: Recorder, a: Tall, q: Tall, r: Buffer, right: Callable[[], Buffer
     n = a.cols
     g = gram(p, a)
     first, once, usable = p.small(n, n), p.flag(), p.flag()
-    p.on_root("cholesky", [g], [first, once, usable])
+    p.on_root("gram_factor", [g], [first, once, usable])
     p.drop(g, once)
     p.give(usable, first)
 
@@ -290,7 +290,7 @@ def svd_compressed(
         p.either(once, lambda: finish(y, first), again)
     else:
         p.each("times", a, x, y)
-        p.on_root("cholesky", [gram(p, y)], [first, once, usable])
+        p.on_root("gram_factor", [gram(p, y)], [first, once, usable])
         p.give(usable, first)
         again()
     _finish(p, operands, wanted, u=u, s=s, vh=vh)
@@ -301,7 +301,7 @@ def _back_and_forth(p: Recorder, a: Tall, x: Buffer, y: Tall, factor: list[Buffe
     g, product = p.zeros(y.cols, y.cols), p.zeros(*x.shape)
     p.each("back_and_forth", a, x, y, product, g)
     p.add_up(g, product)
-    p.on_root("cholesky", [g], factor)
+    p.on_root("gram_factor", [g], factor)
     return product
 
 
@@ -445,7 +445,7 @@ def lstsq(p: Recorder, operands: Operands, wanted: Wanted, *, rtol: float | None
     rank, s = p.small(1, 1, "int64"), p.small(1, n, p.real)
     g, c = _both(p, operands)
     first, once, usable, good = p.small(n, n), p.flag(), p.flag(), p.flag()
-    p.on_root("cholesky", [g], [first, once, usable, good], least=rtol)
+    p.on_root("gram_factor", [g], [first, once, usable, good], least=rtol)
     p.drop(g, once, usable)
     x0 = p.small(n, cols)
     _check_right(p, good, c)

@@ -445,7 +445,7 @@ CONTRACTS: dict[str, Contract] = {
     "adjoint": Contract("rw", _none),
     "normal": Contract("w", _none),
     # R of a Gram matrix; whether that is R of A already, and whether it is good enough to divide by.
-    "cholesky": _decomposition("rwww", 2),
+    "gram_factor": _decomposition("rwww", 2),
     # R2 of a Gram matrix of A R1^-1, R2 R1, and whether A (R2 R1)^-1 is orthonormal.
     "second_factor": _decomposition("rrwww", 2),
     # R of stacked triangles, and how many rows it has; triangles become the blocks of the stack's Q.

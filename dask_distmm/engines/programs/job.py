@@ -487,7 +487,7 @@ class ProgramJob(Job[Any]):
     def _may_ask(self, pull: Pull, requests: Sequence[tuple[Pull, Any]], ahead: int) -> bool:
         """Whether another message may be requested while these are in flight."""
         if self.multiplies:
-            # Those of one number, as of a panel, come together.
+            # Those of one number come together: parts of chunks of D that others have finished.
             most: int = self.plan.problem.options.prefetch_panels
             return len({earlier.key for earlier, _ in requests} | {pull.key}) <= most
         return len(requests) < (1 if pull.taken and pull.nbytes > _LARGE else ahead)

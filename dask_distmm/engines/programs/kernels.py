@@ -266,7 +266,9 @@ class ProgramKernels(FactorKernels, TracedKernels, RefineKernels):
         drawn = random.standard_normal(x.shape)
         x[...] = self.xp.asarray(drawn + 1j * random.standard_normal(x.shape) if x.dtype.kind == "c" else drawn)
 
-    def cholesky(self, g: Any, r: Any, once: Any, usable: Any, good: Any = None, *, least: float | None = None) -> None:
+    def gram_factor(
+        self, g: Any, r: Any, once: Any, usable: Any, good: Any = None, *, least: float | None = None
+    ) -> None:
         """R of a Gram matrix, and what its condition allows.
 
         `once`: it is R of A. `usable`: to divide by. `good`: to solve with, if the result is refined, and no singular
