@@ -194,7 +194,12 @@ class _Schedule:
         """Whether all of some parts is in the memory of this rank."""
         return False
 
-    def _chunk(self, block: ChunkBlock, dtype: str) -> Buffer | View:
+    def has(self, block: ChunkBlock) -> bool:
+        """Whether a part of a chunk is in the memory of this rank's worker."""
+        holder = self.where[self.problem.matrices[block.operand].name][block.chunk]
+        return holder in (self.plan.ranks[self.me], EVERYWHERE)
+
+    def in_chunk(self, block: ChunkBlock, dtype: str) -> Buffer | View:
         """Return the place of a part of a chunk."""
         matrix = self.problem.matrices[block.operand]
         chunk = Buffer(chunk_name(matrix.name, block.chunk), matrix.chunk_shape(block.chunk), dtype)
@@ -354,8 +359,8 @@ class PanelSchedule(_Schedule):
 
     def _placed(self, piece: ChunkBlock) -> Part:
         matrix = self.problem.matrices[piece.operand]
-        if matrix.by_ranks or self.where[matrix.name][piece.chunk] in (self.plan.ranks[self.me], EVERYWHERE):
-            place = Placed(self._chunk(piece, matrix.dtype), piece.rect)
+        if matrix.by_ranks or self.has(piece):
+            place = Placed(self.in_chunk(piece, matrix.dtype), piece.rect)
             return Part(piece.operand, place, "made" if matrix.by_ranks else "here")
         name = f"{matrix.name}.{piece.chunk}.{piece.r0}.{piece.c0}"
         part = Part(piece.operand, Placed(Buffer(name, (piece.rows, piece.cols), matrix.dtype), piece.rect), "loaded")
@@ -482,7 +487,7 @@ class DeviceSchedule(_Schedule):
         matrix, kind = self.problem.matrices[operand], self.kinds[operand]
         blocks = chunk_blocks_of(matrix.chunks, operand, rect, (0, 0)) if segment.in_place or matrix.by_ranks else []
         how: Literal["here", "made"] = "made" if matrix.by_ranks else "here"
-        in_chunks = tuple(Part(operand, Placed(self._chunk(block, kind), block.rect), how) for block in blocks)
+        in_chunks = tuple(Part(operand, Placed(self.in_chunk(block, kind), block.rect), how) for block in blocks)
         if segment.in_place:
             return in_chunks[0]
         place = Placed(self._slot(operand, slot, at, rect), rect)
@@ -589,8 +594,7 @@ class DeviceSchedule(_Schedule):
         (block,) = blocks
         if self.multiple > 1 and any(x % 16 for x in (block.r0, block.c0, block.rows, block.cols)):
             return False
-        here = self.where[matrix.name][block.chunk] in (self.plan.ranks[self.me], EVERYWHERE)
-        return here and not self.plan.from_host and self.usable(operand, block.chunk)
+        return self.has(block) and not self.plan.from_host and self.usable(operand, block.chunk)
 
     def _edges(self, operand: int, span: tuple[int, int]) -> list[int]:
         """Return the edges of chunks within a stretch, its ends included."""
@@ -610,7 +614,7 @@ class DeviceSchedule(_Schedule):
         return elements
 
     def _piece(self, length: int, width: int) -> int:
-        """Return the size of pieces whose products with a part of extent `other` still fill a GPU."""
+        """Return the size of pieces whose products with a part of extent `width` still fill a GPU."""
         count = pieces_that_fill(self.problem, length, width)
         return padded(length, unit(length // count, self.multiple), count)
 

@@ -42,7 +42,7 @@ class NumpyModel(EngineModel):
         flops = problem.flops * (height / problem.m) * (width / problem.n) * (k / problem.k)
         sizes = {"a": height * k, "b": k * width, "d": height * width}
         packed = sum((sizes[name] for name in plan.packing), np.zeros(len(ranks))) * itemsize
-        fetched = sum((needed - held[list(plan.ranks), ranks] for needed, held in needs.values()), np.zeros(len(ranks)))
+        fetched = _fetched(plan, needs)
         if is_gram(problem) and p == q == 1 and problem.d.chunks[0] == problem.d.chunks[1]:
             # A triangle of D is multiplied, and what is A's and B's arrives once.
             flops, fetched = _HALF * flops, fetched / 2
@@ -104,10 +104,15 @@ class NumpyModel(EngineModel):
             own += panel * (("a" in plan.packing) * height + ("b" in plan.packing) * width) * compute
             # In flight towards this rank, and one on its way out.
             flights, each = np.minimum(problem.options.prefetch_panels + 1, -(-k // panel)), panel * (height + width)
-            missing = sum(needed - held[list(plan.ranks), range(nranks)] for needed, held in needs.values())
-            own += np.minimum(missing, flights * each * compute) + each * compute * (1 - 1 / npart)
+            own += np.minimum(_fetched(plan, needs), flights * each * compute) + each * compute * (1 - 1 / npart)
         total[list(plan.ranks)] += own
         return total
+
+
+def _fetched(plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.float64]:
+    """Return the bytes of A and B that each rank gets from others."""
+    ranks = list(plan.ranks), range(len(plan.ranks))
+    return np.asarray(sum(needed - held[ranks] for needed, held in needs.values()))
 
 
 def _requests(plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.int64]:

@@ -32,10 +32,9 @@ from dask_distmm.planning.groups import (
     Placed,
     Usable,
     chunk_blocks_of,
-    chunk_name,
     rect_around,
 )
-from dask_distmm.planning.placement import EVERYWHERE, GATHERED
+from dask_distmm.planning.placement import GATHERED
 from dask_distmm.planning.plan import Plan
 from dask_distmm.planning.problem import is_gram
 from dask_distmm.planning.program import remembered
@@ -388,11 +387,8 @@ class Product(Recorder):
         """Return the place of a part of an input that is in one chunk of this worker."""
         matrix, number = self.problem[name], self.problem.operands.index(name)
         block, *more = chunk_blocks_of(matrix.chunks, number, rect)
-        here = self.plan.ranks[self.me], EVERYWHERE
-        if more or not self.on_cpus or self.plan.where[name][block.chunk] not in here:
-            return None
-        r0, r1, c0, c1 = block.box
-        return Buffer(chunk_name(name, block.chunk), matrix.chunk_shape(block.chunk), matrix.dtype)[r0:r1, c0:c1]
+        alone = self.on_cpus and not more and self.schedule.has(block)
+        return self.schedule.in_chunk(block, matrix.dtype) if alone else None
 
     def _loaded(self, name: str, rect: Rect) -> Buffer:
         """Load a part of an input to a new matrix."""

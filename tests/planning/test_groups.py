@@ -39,7 +39,6 @@ from dask_distmm.programs.steps import (
 SMALL = {"_LEAST_DEPTH": 16, "_LEAST_WIDTH": 8, "_LEAST_BLOCK": 8, "_LEAST_ROWS": 4, "_LEAST_EXTENT": 8}
 FULL = extents._FULL
 AS_THEY_ARE = {name: getattr(schedules, name) for name in SMALL}
-KINDS = ["float64", "float16", "float8_e4m3fn"]
 PRODUCTS = "product", "add_product", "add_symmetric"
 
 
