@@ -228,11 +228,11 @@ def make_copies(
     tables: Sequence[Table],
     itemsize: int,
     *,
-    here: bool = False,
+    here: Sequence[bool] = (),
     at_first: Sequence[bool] = (),
     lanes: Sequence[NDArray[np.int64]] = (),
 ) -> list[CopyBatch]:
-    """Return for each of some tables the copies that are to be done together."""
+    """Return for each of some tables the copies that are to be done together; `here`: those by a kernel in any case."""
     table = np.concatenate(tables) if tables else np.empty((0, 7), np.int64)
     lane = np.concatenate(lanes) if lanes else np.zeros(len(table), np.int64)
     ends = np.cumsum([0, *map(len, tables)])
@@ -241,11 +241,12 @@ def make_copies(
     single = height == 1
     dense = (table[:, INNER] == 1) | (table[:, SRC_INNER] == itemsize)
     dense &= single | ((source >= width) & (target >= width))
-    limits = [_SMALL_BYTES_AT_FIRST if first else _SMALL_BYTES for first in at_first or [False] * len(tables)]
-    small = width * height < np.repeat(np.array(limits, np.int64), np.diff(ends))
+    counts, no = np.diff(ends), [False] * len(tables)
+    limits = [_SMALL_BYTES_AT_FIRST if first else _SMALL_BYTES for first in at_first or no]
+    small = width * height < np.repeat(np.array(limits, np.int64), counts)
     # How many of these each table has.
     many = np.diff(np.concatenate([[0], np.cumsum(small)])[ends]) >= _MANY
-    by_kernel = ~dense | here | (small & np.repeat(many, np.diff(ends)))
+    by_kernel = ~dense | np.repeat(np.array(here or no, bool), counts) | (small & np.repeat(many, counts))
     whole = single | ((source == width) & (target == width))
     columns = np.stack([table[:, DST], target, table[:, SRC], source, width, height], 1)
     columns[whole, :_WHOLE] = np.stack([table[:, DST], table[:, SRC], width * height], 1)[whole]

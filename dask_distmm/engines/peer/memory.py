@@ -19,6 +19,7 @@ from __future__ import annotations
 import collections
 import functools
 import importlib
+import itertools
 import math
 import os
 import time
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.comms.base import PeerLostError
 from dask_distmm.engines.base import log
+from dask_distmm.engines.gpu.copy_kernels import CopyBatch, Rectangle, make_copies, table_of
 from dask_distmm.engines.gpu.operands import FIRST, array_at, device_memory
 from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Places, Told, offer_of, read_place
 from dask_distmm.errors import EngineError
@@ -47,8 +49,8 @@ _MOST_MAPPED = 1024
 # Of the device's memory, the share of what is free and kept for the next run, and of what stays mapped between runs,
 # which its owner can't give back to the device: this many times smaller, each.
 _SHARE = 8
-# The driver's blocks.
-_BLOCK_BYTES = 2**21
+# The driver's blocks; about how many bytes of copies of chunks are one allocation, and multiples of which each begins.
+_BLOCK_BYTES, _TOGETHER, _ALIGNED = 2**21, 2**28, 256
 _Attribute = driver.CUpointer_attribute
 
 
@@ -60,6 +62,8 @@ class Exporter:
         self._told: dict[int, Allocation] = {}
         # Straight from cudaMalloc, whatever CuPy's own allocator is; what is freed stays here for the next run.
         self._pool = cp.cuda.MemoryPool(_allocate)
+        # Those of the last run, whose tables kernels read.
+        self._copies: list[CopyBatch] = []
 
     def begin(self, address: str, most: int) -> None:
         """Begin a run on the worker of this address; free what is kept beyond `most` bytes or a share of the device."""
@@ -127,14 +131,33 @@ class Exporter:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         return cp.ndarray(shape, dtype, memptr=self._pool.malloc(max(1, size)), order=order)
 
-    def exportable(self, array: Any, stream: cp.cuda.Stream) -> Any:
-        """Return a matrix in memory that can be exported: itself, or a copy that is made on a stream."""
-        if not array.size or (not self.own_memory_only and self.find(array.data.ptr) is not None):
-            return array
-        copy = self.empty(array.shape, array.dtype, "C" if array.strides[0] >= array.strides[1] else "F")
-        with stream:
-            copy[...] = array
-        return copy
+    def exportable(self, arrays: Sequence[Any], stream: cp.cuda.Stream) -> list[Any]:
+        """Return matrices in memory that can be exported: themselves, or copies that are made on a stream."""
+        kept = {id(x): x for x in arrays}
+        copied = [x for x in kept.values() if x.size and (self.own_memory_only or self.find(x.data.ptr) is None)]
+        # An allocation for several: to make, to tell and to map one takes as long as to copy some megabytes.
+        ends = itertools.accumulate(_aligned(x) for x in copied)
+        self._copies = []
+        for _, group in itertools.groupby(zip(copied, ends, strict=True), lambda pair: pair[1] // _TOGETHER):
+            some = [array for array, _ in group]
+            *starts, size = itertools.accumulate(map(_aligned, some), initial=0)
+            memory = self.empty((size,), np.dtype(np.uint8))
+            tables = collections.defaultdict[int, list[Rectangle]](list)
+            for array, start in zip(some, starts, strict=True):
+                order = "C" if array.strides[0] >= array.strides[1] else "F"
+                copy = memory[start : start + int(array.nbytes)].view(array.dtype).reshape(array.shape, order=order)
+                kept[id(array)] = copy
+                tables[array.itemsize].append(Rectangle(span_of(array), span_of(copy), *array.shape))
+            for itemsize, rectangles in tables.items():
+                here = [len(rectangles) > 1]
+                self._copies += make_copies([table_of(rectangles, itemsize)], itemsize, here=here)
+        for copies in self._copies:
+            copies.run(stream)
+        return [kept[id(x)] for x in arrays]
+
+
+def _aligned(array: Any) -> int:
+    return -(-int(array.nbytes) // _ALIGNED) * _ALIGNED
 
 
 def _allocate(size: int) -> Any:

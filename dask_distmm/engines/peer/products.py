@@ -314,7 +314,7 @@ class PeerJob(ProgramJob):
             span = self._span(place)
             span = span.transposed if call.options.get("transposed") else span
             rectangles.append(Rectangle(span, self._span(target), *target.shape))
-        (copies,) = make_copies([table_of(rectangles, size)], size, here=True)
+        (copies,) = make_copies([table_of(rectangles, size)], size, here=[True])
         return copies
 
     def _copy_own_chunks(self, every: Sequence[Instruction]) -> tuple[Instruction, ...]:
@@ -324,16 +324,17 @@ class PeerJob(ProgramJob):
         """
         used, stream, sources, left = set[str](), self._stream, self._pulls, list[Instruction]()
         sources.chunks = self.chunks
+        loads = [step for step in every if isinstance(step, LoadPulls) and step.operand in ("a", "b")]
+        for load in loads:
+            load.parts = self._blocks_of(load)
+        sources.copy_own(loads)
         for step in every:
-            if isinstance(step, LoadPulls) and step.operand in ("a", "b"):
-                step.parts = parts = self._blocks_of(step)
-                if not sources.is_in_host(parts.operand):
-                    step.copies = [sources.own_copies(parts)]
-                    if step.place.name not in used and (parts.holders == self.me).all():
+            if isinstance(step, LoadPulls):
+                if step.parts is not None and step.copies and step.place.name not in used:
+                    if (step.parts.holders == self.me).all():
                         self._fill_part(step, stream)
                         continue
-                    if step.place.name not in used:
-                        sources.run(step.copies.pop(), stream)
+                    sources.run(step.copies.pop(), stream)
             elif isinstance(step, Call | Products | Copies):
                 call = step if isinstance(step, Call) else step.call
                 used.update(place.name for place in call.arguments)
@@ -434,7 +435,7 @@ class PeerJob(ProgramJob):
             loads = [x for x in self.steps if isinstance(x, LoadPulls) and x.operand == load.operand]
             for other_load in loads:
                 other_load.parts = self._blocks_of(other_load)
-                other_load.copies = [self._pulls.own_copies(other_load.parts)]
+            self._pulls.copy_own(loads)
             self._pulls.find(loads)
         if load.outside:
             # The host waits for them, so that what is next on the stream goes first.

@@ -143,14 +143,12 @@ class ChunkPulls(Transport):
         plan, exporter, stream = job.plan, self.engine.exporter, self.engine.stream
         if len(plan.participants) == 1:
             return None
-        read, copies, matrices = peer_reads(plan, plan.problem.operands), dict[int, Any](), list[tuple[int, int, Any]]()
-        for number, name in enumerate(plan.problem.operands):
-            for index in np.flatnonzero(read[name][self.me]).tolist():
-                array = job.chunks[name, index]
-                if id(array) not in copies:  # A and B may be the same
-                    copies[id(array)] = exporter.exportable(array, stream)
-                matrices.append((number, index, copies[id(array)]))
-        self.note(*copies.values())
+        read = peer_reads(plan, plan.problem.operands)
+        every = enumerate(plan.problem.operands)
+        offered = [(number, name, at) for number, name in every for at in np.flatnonzero(read[name][self.me]).tolist()]
+        arrays = exporter.exportable([job.chunks[name, at] for _, name, at in offered], stream)
+        self.note(*arrays)
+        matrices = [(number, at, array) for (number, _, at), array in zip(offered, arrays, strict=True)]
         if job.rank is not None:
             # Blocks that are in this rank's chunks nobody else reads.
             sums = ((name, x) for name, x in job.arrays.items() if name.startswith("sum.") and x.size)
@@ -202,13 +200,23 @@ class ChunkPulls(Transport):
         strides = np.broadcast_to(np.array(target[1:], np.int64), (len(table), 2))
         return Parts(operand, holders, table, np.column_stack([starts, strides]), size)
 
-    def own_copies(self, parts: Parts) -> CopyBatch:
-        """Return the copies of the parts whose chunks are on this GPU."""
-        own, name = parts.take(parts.holders == self.me), self.plan.problem.operands[parts.operand]
-        chunks = [span_of(self.chunks[name, index]) for index in own.blocks[:, _CHUNK].tolist()]
-        # Memcpy is as fast as a kernel for a single chunk.
-        table = own.table(np.array(chunks, np.int64).reshape(-1, 3))
-        return make_copies([table], parts.size, here=len(chunks) > 1)[0]
+    def copy_own(self, loads: Sequence[LoadPulls]) -> None:
+        """Add to several loads the copies of what is on this GPU; together, as to make them takes long."""
+        by_size = collections.defaultdict[int, list[tuple[LoadPulls, Table]]](list)
+        for load in loads:
+            assert load.parts is not None
+            if self.is_in_host(load.parts.operand):
+                continue
+            own = load.parts.take(load.parts.holders == self.me)
+            chunks = [span_of(self.chunks[load.operand, index]) for index in own.blocks[:, _CHUNK].tolist()]
+            table = own.table(np.array(chunks, np.int64).reshape(-1, 3))
+            by_size[own.size].append((load, table))
+        for size, pairs in by_size.items():
+            tables = [table for _, table in pairs]
+            # Memcpy is as fast as a kernel for a single chunk.
+            batches = make_copies(tables, size, here=[len(table) > 1 for table in tables])
+            for (load, _), copies in zip(pairs, batches, strict=True):
+                load.copies.append(copies)
 
     def find(self, loads: Sequence[LoadPulls]) -> None:
         """Locate the sources of several loads, and map the memory that they read."""

@@ -194,10 +194,10 @@ class PeerTransport(DevicePanels):
             self._offered.append((BLOCKS, self._window_number, self._window.memory))
         if len(plan.participants) == 1:
             return offer
-        for (name, number), chunk in job.chunks.items():
-            if job.gathers or self._is_read(name, number, chunk):
-                memory = exporter.exportable(chunk, cp.cuda.Stream.null)
-                self._offered.append((plan.problem.operands.index(name), number, memory))
+        read = {key: x for key, x in job.chunks.items() if job.gathers or self._is_read(*key, x)}
+        memory = exporter.exportable([*read.values()], cp.cuda.Stream.null)
+        names = plan.problem.operands
+        self._offered += ((names.index(name), at, x) for (name, at), x in zip(read, memory, strict=True))
         flags = [] if self.flags is None else [(FLAGS, 0, self.flags)]
         # Others may read all that from the vote on, so it must be complete.
         cp.cuda.Stream.null.synchronize()
