@@ -576,24 +576,28 @@ class CublasmpModel(EngineModel):
         total[list(plan.ranks)] += own
         return total
 
-    def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
-        """Return the work of a plan: operands are redistributed, multiplied by the library, and D is redistributed."""
-        problem, machine, tiles = plan.problem, plan.machine, make_tiles(plan)
-        (a_size, b_size), nranks, (p, q, _) = multiplied_sizes(problem), len(plan.ranks), plan.grid
-        _, received, outside, _, received_of_d = _moved(plan, needs)
-        # The library's reduce-scatter sums in the type that is computed in.
-        sizes = a_size, b_size, problem.compute_type.itemsize
-        a_bytes, b_bytes, d_bytes = (
-            float(math.prod(tile.shape)) * size for tile, size in zip((tiles.a, tiles.b, tiles.d), sizes, strict=True)
-        )
-        share = (nranks - 1) / nranks
+    def least(self, problem: Problem, candidate: Candidate) -> Work:
+        """Return the messages of any ranks, and what the library itself moves."""
+        method, (p, q, s) = candidate
+        count = p * q * s
+        (a_size, b_size), m, n, k = multiplied_sizes(problem), problem.m, problem.n, problem.k
+        share, a_bytes, b_bytes = 1 - 1 / count, float(m * k * a_size), float(k * n * b_size)
         library = {
             "local": 0.0,
             "allgather": share * (b_bytes if q == 1 else a_bytes),
-            "reducescatter": share * d_bytes,
-            "allreduce": 2 * share * problem.m * problem.n * problem.sum_type.itemsize,
+            # The library's reduce-scatter sums in the type that is computed in.
+            "reducescatter": share * m * n * problem.compute_type.itemsize,
+            "allreduce": 2 * share * m * n * problem.sum_type.itemsize,
             "summa": a_bytes / p * (q - 1) / q + b_bytes / q * (p - 1) / p,
-        }[plan.method]
+        }[method]
+        exposed = dict(problem.options.machine(self.name).exposed).get(method, 1.0)
+        moving = Phase(waited={"ranks": exposed * library})
+        return Work([moving], messages=_MESSAGES if count > 1 else 2, moved=library * count)
+
+    def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
+        """Return the work of a plan: operands are redistributed, multiplied by the library, and D is redistributed."""
+        problem, tiles, least = plan.problem, make_tiles(plan), self.least(plan.problem, (plan.method, plan.grid))
+        _, received, outside, _, received_of_d = _moved(plan, needs)
         # Slabs of equal size: the largest decides.
         flops = problem.flops * math.prod(
             float(extents.max()) / length
@@ -612,17 +616,14 @@ class CublasmpModel(EngineModel):
         return Work(
             [
                 Phase(waited={"ranks": received - outside, "dask": outside}),
-                Phase(
-                    flops,
-                    multiply_rate(plan),
-                    waited={"ranks": dict(machine.exposed).get(plan.method, 1.0) * library},
-                ),
+                Phase(flops, multiply_rate(plan)),
+                *least.phases,
                 Phase(waited={"ranks": received_of_d}),
                 Phase(waited={"memory": copied}),
                 uploaded(plan),
             ],
-            messages=_MESSAGES if nranks > 1 else 2,
-            moved=int(received.sum() + received_of_d.sum()) + int(library * nranks),
+            messages=least.messages,
+            moved=int(received.sum() + received_of_d.sum()) + int(least.moved),
         )
 
 

@@ -183,6 +183,10 @@ class EngineModel:
         """Return the cuts of m, n and k, and of D or None, that a candidate may have; none for the planner's own."""
         return []
 
+    def least(self, problem: Any, candidate: Any) -> Work:
+        """Return what a candidate takes beside its operations wherever chunks are: a part of the work of its plans."""
+        return Work([])
+
     def tiles(self, plan: Any) -> Any:
         """Return the tiles of A, B and D of a plan, for an engine that lays matrices out anew; else None."""
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import ClassVar
 
@@ -10,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dask_distmm.planning import product
+from dask_distmm.planning.cuts import Candidate
 from dask_distmm.planning.footprint import Needs, delivered, held_operands, panel_width, spread
 from dask_distmm.planning.groups import Usable
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
-from dask_distmm.planning.problem import is_gram
+from dask_distmm.planning.problem import Problem, is_gram
 from dask_distmm.programs.steps import Step
 
 # The share of the operations that is left of a symmetric product.
@@ -32,6 +34,12 @@ class NumpyModel(EngineModel):
     def steps(self, plan: Plan, rank: int, *, begun: Collection[int], usable: Usable) -> tuple[Step, ...]:
         """Return the steps of a rank of a plan."""
         return product.steps(plan, rank, begun, None)
+
+    def least(self, problem: Problem, candidate: Candidate) -> Work:
+        """Return the messages of any ranks, and the sums of others that each adds: all of D but one part."""
+        count, s = math.prod(candidate[1]), candidate[1][2]
+        added = problem.m * problem.n * problem.compute_type.itemsize * (s - 1) / s
+        return Work([Phase(waited={"ranks": added, "memory": added})], 4 + (count > 1) + (s > 1))
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
         """Return the work of a plan: what is packed is in memory beside the operations, and so are sums of others."""
@@ -51,12 +59,13 @@ class NumpyModel(EngineModel):
         received = fetched + added + arriving
         requests = _requests(plan, needs)
         panels = int(np.max(-(-k // panel_width(problem, height + width, k))))
+        more = min(panels, 2) - (len(ranks) > 1) + bool(arriving.any())
         return Work(
             [
                 Phase(flops, machine.rate(problem.compute_type.name) * plan.threads, packed),
                 Phase(waited={"ranks": received, "memory": added, "seconds": _REQUEST * requests}),
             ],
-            messages=4 + (min(panels, 2) + (s > 1) + bool(arriving.any())) * (len(plan.participants) > 1),
+            messages=self.least(problem, (plan.method, plan.grid)).messages + more * (len(plan.participants) > 1),
             # Chunks that ranks make come from no other worker.
             moved=received.sum() - sum(needs[name][0].sum() for name in "ab" if problem[name].by_ranks),
         )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from dask_distmm.planning import product
 from dask_distmm.planning.computation import Worker
-from dask_distmm.planning.cuts import pieces_that_fill, shape_of, slowdown
+from dask_distmm.planning.cuts import Candidate, pieces_that_fill, shape_of, slowdown
 from dask_distmm.planning.footprint import (
     Needs,
     delivered,
@@ -33,6 +33,7 @@ from dask_distmm.planning.footprint import (
 from dask_distmm.planning.groups import Usable
 from dask_distmm.planning.model import EngineModel, Phase, Work
 from dask_distmm.planning.plan import Plan
+from dask_distmm.planning.problem import Problem
 from dask_distmm.planning.schedule import (
     block_schedules,
     copied_again,
@@ -90,6 +91,15 @@ class PeerModel(SolverModel):
     def steps(self, plan: Plan, rank: int, *, begun: Collection[int], usable: Usable) -> tuple[Step, ...]:
         """Return the steps of a rank of a plan; earlier sums are an input of the formula."""
         return product.steps(plan, rank, (), usable)
+
+    def least(self, problem: Problem, candidate: Candidate) -> Work:
+        """Return the messages of any ranks, and the sums of others that each adds: all of D but one part."""
+        p, q, s = candidate[1]
+        if p * q * s == 1:
+            return Work([], _ALONE)
+        part = problem.m * problem.n * problem.compute_type.itemsize / s * (s > 1)
+        adding = Phase(waited={"ranks": part, "memory": 3 * (s - 1) * part})
+        return Work([adding], _TOGETHER + _SUMS * (s > 1) + _GRID * (min(p, q) > 1))
 
     def memory(self, plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.float64]:
         """Return the bytes of device memory that each participant holds at most.
@@ -170,10 +180,10 @@ class PeerModel(SolverModel):
         together = {link: pulled, "ranks": between + by_ranks * pulled}
         waited = {link: begin, "memory": passes, "ranks": last + by_ranks * begin}
         chunks = max((schedule.fetched for schedule in schedules), key=sum, default=(0.0, 0.0))
-        several, messages = len(ranks) > 1, _ALONE
-        if several or any(chunks):
-            messages = _TOGETHER + _SUMS * (s > 1) + _BOTH * (several and all(chunks))
-            messages += _TWICE_AS_MANY * math.log2(max(1.0, sum(chunks))) + _GRID * (min(plan.grid[:2]) > 1)
+        messages = self.least(problem, (plan.method, plan.grid)).messages
+        if len(ranks) > 1 or any(chunks):
+            messages = max(messages, _TOGETHER) + _BOTH * (len(ranks) > 1 and all(chunks))
+            messages += _TWICE_AS_MANY * math.log2(max(1.0, sum(chunks)))
         exposed = dict(machine.exposed).get(plan.method, 1.0)
         phase = Phase(flops, multiply_rate(plan), least=least, pulled=together, waited=waited, exposed=exposed)
         return Work([phase, uploaded(plan)], messages, moved=(pulled + partial + arriving).sum())

@@ -266,7 +266,8 @@ def plan(
 ) -> Plan:
     """Choose how `problem` runs on the workers of `roster`; `where` counts `sources` after these.
 
-    If it is not thorough, ways that can't be faster than another one are not looked at, and not among its alternatives.
+    If it is not thorough, ways that can't be clearly faster than another one are not looked at, and not among its
+    alternatives.
     """
     where, names = where or {}, (engine,) if isinstance(engine, str) else tuple(engine)
     able = [model.name for model in models_of(names) if model.makes or not problem.by_ranks]
@@ -286,7 +287,7 @@ def plan(
 def is_faster(problem: Problem, roster: Sequence[Worker], limits: Mapping[str, float]) -> bool:
     """Whether some engine runs a problem within the seconds that it is given; how much memory that takes is not asked.
 
-    `plan` would say the same. Ways to run it are looked at only if the least and the most that a run can take do not
+    `plan` would say the same, but for ways that are as fast as another one. Ways to run it are looked at only if the least and the most that a run can take do not
     decide.
     """
     unnamed, situation = problem.unnamed(), Situation(tuple(roster))
@@ -297,6 +298,8 @@ def is_faster(problem: Problem, roster: Sequence[Worker], limits: Mapping[str, f
 # all workers, and of a copy of all matrices by the slowest link: extents may be bad for GEMMs, shares uneven, and
 # messages many.
 _MOST = 12
+# What a run takes differs from run to run by more than this share: what can't be faster by as much is not considered.
+_CLOSE = 0.03
 # No way holds more on a worker than this many copies of all matrices, and the buffers of a library.
 _COPIES, _LIBRARY_BYTES = 8, 2**28
 
@@ -309,10 +312,16 @@ def _rates(problem: Problem, engine: str) -> list[float]:
 
 
 def _ways(problem: Problem, roster: Sequence[Worker], engine: str) -> list[tuple[float, Candidate]]:
-    """Return the candidates of an engine, each with the least seconds that its operations take, the fastest first."""
+    """Return the candidates of an engine, each with the least seconds that it takes, the fastest first."""
     threads = sorted((max(1, worker.nthreads) for worker in roster), reverse=True)
-    least = problem.flops * (0.5 if is_gram(problem) else 1) / max(_rates(problem, engine))
-    ways = [(least / sum(threads[: math.prod(way[1])]), way) for way in _candidates(problem, len(roster), engine)]
+    operations = problem.flops * (0.5 if is_gram(problem) else 1) / max(_rates(problem, engine))
+    machine, model = problem.options.machine(engine), ENGINES[engine]
+    # Ranks may be on one host or on several.
+    machine = dataclasses.replace(machine, bandwidth=max(machine.bandwidth, machine.network_bandwidth))
+    ways = list[tuple[float, Candidate]]()
+    for candidate in _candidates(problem, len(roster), engine):
+        beside = estimate(model.least(problem, candidate), machine, *candidate).seconds
+        ways.append((operations / sum(threads[: math.prod(candidate[1])]) + beside, candidate))
     return sorted(ways, key=lambda way: way[0])
 
 
@@ -332,7 +341,7 @@ def _is_faster(problem: Problem, situation: Situation, engine: str, limit: float
     return any(
         _consider(problem, situation, engine, candidate).seconds <= limit
         for least, candidate in _ways(problem, roster, engine)
-        if around + least <= limit
+        if max(around, least) <= limit
     )
 
 
@@ -361,20 +370,21 @@ def _plan(problem: Problem, situation: Situation, engines: tuple[str, ...], thor
             refusals.append(error)
     bound = math.inf, 0, 0
     for least, number, candidate in sorted(ways, key=lambda way: way[:2]):
-        if not thorough and least > bound[0]:
+        slower = least > (1 - _CLOSE) * bound[0]
+        if slower and not thorough:
             break
         plan = _consider(problem, situation, engines[number], candidate, math.inf if thorough else bound[0])
         if not plan.projected_bytes:
             continue
         plans.append(plan)
         key = plan.seconds, number, max(plan.projected_bytes.values())
-        if key < bound and not over_limit(plan):
+        if not slower and key < bound and not over_limit(plan):
             bound, best = key, plan
     engine = engines[-1] if best is None else best.engine
     plans = [plan for plan in plans if plan.engine == engine]
     if not plans:
         raise refusals[-1]
-    plans.sort(key=lambda plan: (plan.seconds, max(plan.projected_bytes.values())))
+    plans.sort(key=lambda plan: (plan is not best, plan.seconds, max(plan.projected_bytes.values())))
 
     def why(plan: Plan) -> str:
         kept = " and ".join(f"all of {name.upper()} is to be on each worker" for name in plan.kept)
