@@ -97,14 +97,16 @@ def contract(a: Array, left: str, b: Array, right: str, out: str, product: Produ
     batch, rows, cols, summed = _roles(a, left, b, right, out)
     if not summed or not (rows or cols) or np.isnan([*a.shape, *b.shape]).any():
         return NotImplemented
+    sizes = dict(zip(left + right, a.chunks + b.chunks, strict=True))
     if batch or len(summed) > 1:
-        _, (a, b) = unify_chunks(a, left, b, right, warn=False)
+        sizes, unified = unify_chunks(a, left, b, right, warn=False)
+        # A product takes chunks that do not fit each other; of axes that become one they have to.
+        a, b = unified if len(summed) > 1 else (a, b)
     # An axis of length 1 stands in for none; vectors do without.
     down = [rows] if batch or rows else []
     along = [cols] if batch or cols else []
     if planning() and (batch or max(map(len, (rows, cols, summed))) > 1):
         return NotImplemented
-    sizes = dict(zip(left + right, a.chunks + b.chunks, strict=True))
     first, second, third = [*batch, *down, summed], [*batch, summed, *along], [*batch, *down, *along]
     # Each chunk that is reshaped is a task.
     tasks = sum(_count(sizes, *groups) for groups in (first, second, third) if max(map(len, groups)) > 1)
