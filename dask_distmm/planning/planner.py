@@ -287,8 +287,8 @@ def plan(
 def is_faster(problem: Problem, roster: Sequence[Worker], limits: Mapping[str, float]) -> bool:
     """Whether some engine runs a problem within the seconds that it is given; how much memory that takes is not asked.
 
-    `plan` would say the same, but for ways that are as fast as another one. Ways to run it are looked at only if the least and the most that a run can take do not
-    decide.
+    `plan` would say the same, but for ways that are as fast as another one. Ways to run it are looked at only if the
+    least and the most that a run can take do not decide.
     """
     unnamed, situation = problem.unnamed(), Situation(tuple(roster))
     return any(_is_faster(unnamed, situation, name, limit) for name, limit in limits.items())
