@@ -27,6 +27,7 @@ from dask_distmm.programs.steps import (
     Box,
     Buffer,
     Call,
+    Deliver,
     Drop,
     FlatStep,
     If,
@@ -195,9 +196,15 @@ class _State:
                 self._decide(rank, loop.flag)
             case If(flag) | Loop(flag):
                 self._decide(rank, flag)
+            case Deliver(keys, chunks):
+                for owner, key in itertools.product(range(len(self.here)), keys):
+                    ((columns, _),) = self._lent[owner, key]
+                    _expect(key in self._held[owner], f"{key} was freed before")
+                    _expect(isinstance(columns, Buffer | View), f"{key} is not block columns")
+                names = [chunk.name for chunk in chunks]
+                _expect(len(names) == len({*names}), f"chunks are delivered twice: {names}")
             case Store(View() as place):
                 self._has(rank, place, written=True)
-                fixed.setdefault(place.name, []).append((place.box, None))
             case Store(target) | Drop(target):
                 self._has(rank, target, written=isinstance(step, Store))
                 del here[target.name]
@@ -213,6 +220,8 @@ class _State:
                 used = [(place, False) for place in buffers]
             case Pull(buffers=buffers, taken=False):
                 used, lane = [(place, True) for place in buffers], ""
+            case Store(View() as place):
+                used, lane = [(place, False)], ""
             case _:
                 return
         ahead = lane in ("ahead", "panel")

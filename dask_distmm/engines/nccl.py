@@ -22,22 +22,21 @@ all ranks do it in the same order, as they see the same runs in the same order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import cupy as cp
 import numpy as np
 
-from dask_distmm.engines.base import ResultKey, Side, wait_checked
+from dask_distmm.engines.base import Side, wait_checked
 from dask_distmm.engines.gpu.collective import CollectiveEngine, GroupTransport, RankGroup
 from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
 from dask_distmm.engines.gpu.operands import check_arrays, record
 from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns, ends_of
 from dask_distmm.engines.gpu.program import DeviceMemory
-from dask_distmm.engines.programs.job import Part, ProgramJob, keep_triangle, put
+from dask_distmm.engines.programs.job import Part, ProgramJob, Transfer, keep_triangle, put
 from dask_distmm.layout import Copy, Moves
 from dask_distmm.layout.rectangles import Shuffle
-from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.model import ENGINES
 from dask_distmm.programs.steps import Key, Load, Publish, Pull
 
@@ -45,6 +44,7 @@ from dask_distmm.programs.steps import Key, Load, Publish, Pull
 _BATCH_BYTES = 2**28
 # Panels that are under way at a time.
 _UNDER_WAY = 2
+T = TypeVar("T")
 
 
 class SentPanels(GroupTransport, DevicePanels):
@@ -65,12 +65,15 @@ class SentPanels(GroupTransport, DevicePanels):
         self._outside = self._fetched(job)
         self.enter(job, RankGroup)
         # The buffers of all panels that are in flight at a time, so that none fails later.
-        messages = (step.buffers for step in job.steps if isinstance(step, Publish | Pull))
-        size = max((ends_of(buffers)[-1] for buffers in messages), default=0)
-        self.group.together(lambda: [*map(self.reserve, (size,) * _UNDER_WAY)])
+        messages = (x for x in job.steps if isinstance(x, Publish | Pull) and x.key.part in self.parts)
+        size = max((ends_of(step.buffers)[-1] for step in messages), default=0)
+        self.together(lambda: [*map(self.reserve, (size,) * _UNDER_WAY)])
 
     def publish(self, key: Key, arrays: Sequence[Any]) -> None:
         """Give a panel to all others, after the work that is on the current stream now."""
+        if key.part not in self.parts:
+            super().publish(key, arrays)
+            return
         self._coming.wait_event(record(cp.cuda.get_current_stream()))
         self._come(self.group.comm.rank, key, arrays)
         self._release(key, [self._coming])
@@ -84,53 +87,41 @@ class SentPanels(GroupTransport, DevicePanels):
         self.group.comm.broadcast(int(buffer.data.ptr), len(buffer), owner, self._coming)
         return places
 
-    def _fetched(self, job: ProgramJob) -> dict[str, list[tuple[Part, Any]]]:
-        """Return by operand the parts that workers have which are not ranks."""
-        parts_of: dict[str, list[tuple[Part, Any]]] = {}
+    def _fetched(self, job: ProgramJob) -> dict[int, list[tuple[Part, Any]]]:
+        """Return by the operand's number the parts that workers have which are not ranks."""
+        fetched: dict[int, list[tuple[Part, Any]]] = {}
         for step in job.steps:
             if isinstance(step, Load):
-                (name,), (place,) = step.operands, step.places
-                for holder, parts in job.wanted(name, job.at(place)).items():
+                transfer = job.gathered(step.operands[0], job.at(step.places[0]))
+                for holder, parts in job.parts(transfer).items():
                     if holder not in self._ranks:
                         answer = wait_checked(job.fetch("input", holder, parts), self._check)
-                        parts_of.setdefault(name, []).extend(zip(parts, answer, strict=True))
-        return parts_of
+                        fetched.setdefault(transfer.number, []).extend(zip(parts, answer, strict=True))
+        return fetched
 
-    def gather(self, job: ProgramJob, name: str, target: Any) -> None:
-        """Write this rank's block columns of an operand."""
-        plan, rank_of = job.plan, {index: rank for rank, index in enumerate(self._ranks)}
-        orientation = plan.problem.task.orientation(name)
-        copies: list[tuple[Copy, int, int]] = []
-        src: dict[int, Any] = {}
-        for peer in rank_of.values():
-            for copy, (index, *_) in job.parts_of(name, peer):
-                holder = int(plan.where[name][index])
-                if holder in rank_of:
-                    copies.append((copy, rank_of[holder], peer))
-                if holder == job.me:
-                    chunk = job.chunks[name, index]
-                    src[copy.src] = chunk.T if orientation.transposed else chunk
-        self._move(job, copies, src, {job.rank: target}, conjugated=orientation.conjugated)
-        for part, array in self._outside.pop(name, ()):
-            put(job.blas, part, cp.asarray(array, plan.problem.compute_type))
-
-    def assemble(self, job: ProgramJob, number: int, output: NamedMatrix) -> Iterator[None]:
-        """Put this rank's chunks of an output together."""
-        chunks: dict[ResultKey, Any] = self.group.together(lambda: job.blanks(output))
-        described = job.plan.output(output.name)
-        orientation, copies, dst = described.orientation, list[tuple[Copy, int, int]](), dict[int, Any]()
-        for peer in range(len(self._ranks)):
-            for index, copy in job.taken_by(output, peer):
-                copies.append((copy, copy.src, peer))
-                if peer == job.rank:
-                    chunk = chunks[output.name, index]
-                    dst[copy.dst] = chunk.T if orientation.transposed else chunk
-        self._move(job, copies, {job.rank: job.parts[output.name]}, dst, conjugated=orientation.conjugated)
+    def carry(self, job: ProgramJob, transfer: Transfer) -> Iterator[None]:
+        """Carry parts of a matrix from their holders to their places, by all ranks at once."""
+        rank_of = {index: rank for rank, index in enumerate(self._ranks)}
+        copies = [
+            (copy, rank_of[holder], peer)
+            for peer in rank_of.values()
+            for copy in transfer.taken(peer)
+            if (holder := int(transfer.holders[copy.src])) in rank_of
+        ]
+        src = {copy.src: job.source(transfer, copy.src) for copy, holder, _ in copies if holder == job.rank}
+        self._move(job, copies, src, transfer.targets, conjugated=transfer.conjugated)
+        for part, array in self._outside.pop(transfer.number, ()) if transfer.kind == "input" else ():
+            put(job.blas, part, cp.asarray(array, job.plan.problem.compute_type))
         for copy, _, peer in copies:
             if peer == job.rank:
-                keep_triangle(job.blas, described.form, dst[copy.dst][copy.dst_index], copy.row, copy.col)
-        job.result |= chunks
+                place = transfer.targets[copy.dst][copy.dst_index]
+                keep_triangle(job.blas, transfer.form, place, copy.row, copy.col)
         yield
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do what may fail on this rank: then all fail."""
+        result: T = self.group.together(work)
+        return result
 
     def _move(
         self, job: ProgramJob, copies: Iterable[tuple[Copy, int, int]], src: Any, dst: Any, *, conjugated: bool

@@ -42,7 +42,7 @@ from dask_distmm.programs import factor
 from dask_distmm.programs.factor import PANEL_PARTS, PARTS, Columns, Matrix, Panels
 from dask_distmm.programs.factorizations import Factorization, TaskOutput, as_matrix
 from dask_distmm.programs.refine import CROSSING, EXPECTED, inverted_order, kept_columns, refined
-from dask_distmm.programs.steps import PART, Buffer, Step
+from dask_distmm.programs.steps import FINAL, PART, Buffer, Deliver, Key, Step, View
 
 # A factorization of Dask arrays: the mathematics, and the chunks of its operands and outputs
 
@@ -137,7 +137,7 @@ def block_width(
 class FactorPlacement(Placement):
     """How a FactorProblem runs."""
 
-    asked_for: ClassVar[tuple[str, ...]] = ("input", "final", "enter", PART, *PARTS)
+    asked_for: ClassVar[tuple[str, ...]] = ("input", FINAL, "enter", PART, *PARTS)
     problem: FactorProblem
     # Columns of a block.
     width: int
@@ -281,8 +281,8 @@ class FactorPlacement(Placement):
 
     def steps(self, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank."""
-        names = tuple(output.name for output in self.problem.outputs)
-        what = self.task, self.engine, self.method, self.count, self.width, names
+        outputs = tuple((x.name, x.chunks, self.owners[x.name].tobytes()) for x in self.problem.outputs)
+        what = self.task, self.engine, self.method, self.count, self.width, outputs
         return remembered((*what, self.exact, self.whole), rank, lambda: self._record(rank))
 
     def multiplied(self, rank: int) -> list[int]:
@@ -294,9 +294,16 @@ class FactorPlacement(Placement):
         return [number for number, owner in enumerate(by) if owner == rank]
 
     def _record(self, rank: int) -> tuple[Step, ...]:
-        return self._refined(rank) if self.task.refines else self._recorded(rank).end()
+        p = self._refined(rank) if self.task.refines else self._recorded(rank)
+        keys, chunks = list[Key](), list[Buffer]()
+        for number, output in enumerate(self.problem.outputs):
+            if self.output_layout(output.name) is not None:
+                keys.append(Key(FINAL, number))
+                owned = self.owned(output.name, rank)
+                chunks += (Buffer(f"{output.name}.{i}", output.chunk_shape(i), output.dtype) for i in owned)
+        return *p.end(), Deliver(tuple(keys), tuple(chunks))
 
-    def _refined(self, rank: int) -> tuple[Step, ...]:
+    def _refined(self, rank: int) -> Panels:
         """Return the steps with factors of few bits, and behind a flag those with A itself."""
         task = self.task
         parts = {"lower"} if (self.carried and not self.whole) or task.hermitian else {"lower", "upper"}
@@ -309,7 +316,7 @@ class FactorPlacement(Placement):
             compute=self.products,
             lenient=True,
         )
-        refined(
+        x, info = refined(
             p,
             self.panels,
             dtype=task.dtype,
@@ -321,10 +328,12 @@ class FactorPlacement(Placement):
             carried=self.carried,
             whole=self.whole,
             inverts=ENGINES[self.engine].on_gpus,
-            info="info" if any(output.name == "info" for output in self.problem.outputs) else "",
             otherwise=functools.partial(self._recorded, rank, self.columns.count) if self.exact else None,
         )
-        return p.end()
+        with p.on("join"):
+            for number, output in enumerate(self.problem.outputs):
+                self._leave(p, number, info if self.output_layout(output.name) is None else x)
+        return p
 
     def _recorded(self, rank: int, numbered: int = 0) -> Panels:
         """Record the steps in the type of A; `numbered` panels of earlier factors have used their numbers."""
@@ -374,23 +383,32 @@ class FactorPlacement(Placement):
             # The columns of Q before a panel's first one are those of the identity in its rows: they stay as they are.
             factor.reflect(p, panels, lambda k: last + k if task.forms_q else last)
         with p.on("join"):
-            for output in map(self.output, () if task.refines else (output.name for output in self.problem.outputs)):
-                self._store(p, output)
+            for number, matrix in enumerate(() if task.refines else self.problem.outputs):
+                self._leave(p, number, self._completed(p, self.output(matrix.name)))
         return p
 
-    def _store(self, p: Panels, output: TaskOutput) -> None:
-        """Record how a result is handed over."""
-        layout = self.output_layout(output.name)
-        if layout is None:
+    def _completed(self, p: Panels, output: TaskOutput) -> Buffer | View:
+        """Record what completes a result; return all of it, or this rank's columns."""
+        if (layout := self.output_layout(output.name)) is None:
             if p.me in self.holders:
-                factor.store_numbers(p, self._buffer(output), output.name, output.form, self.panels)
-            return
+                factor.compute_numbers(p, self._buffer(output), output.form, self.panels)
+            return self._buffer(output)
         if output.form == "residuals":
-            factor.store_columns(p, output.name, p.matrix(1)[self.task.a_shape[1] :, :], "residuals")
-            return
+            return factor.columns_of_result(p, output.name, p.matrix(1)[self.task.a_shape[1] :, :], "residuals")
         (rows, cols), first = layout.local_shape(p.me), self.columns.first(output.matrix or 0)
         place = p.blocks(first, self.columns.count)[:rows, :cols]
-        factor.store_columns(p, output.name, place, "swapped" * output.swapped, self.panels)
+        return factor.columns_of_result(p, output.name, place, "swapped" * output.swapped, self.panels)
+
+    def _leave(self, p: Panels, number: int, place: Buffer | View) -> None:
+        """Record that this rank's columns of an output are published, or its chunks cut out of all of it."""
+        output = self.problem.outputs[number]
+        if self.output_layout(output.name) is not None:
+            p.publish(FINAL, number, place)
+            return
+        rows, cols = (np.cumsum([0, *sizes]).tolist() for sizes in output.chunks)
+        for index in self.owned(output.name, p.me):
+            i, j = divmod(index, len(output.chunks[1]))
+            p.leave(output.name, place[rows[i] : rows[i + 1], cols[j] : cols[j + 1]], index)
 
     def _buffer(self, output: TaskOutput) -> Buffer:
         """Return the name of a result without block columns."""

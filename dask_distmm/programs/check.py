@@ -13,6 +13,7 @@ from typing import Any
 from dask_distmm.programs.steps import (
     Buffer,
     Call,
+    Deliver,
     Drop,
     FlatStep,
     If,
@@ -25,11 +26,13 @@ from dask_distmm.programs.steps import (
     Pull,
     Reserve,
     Step,
+    Store,
     Take,
+    View,
     flatten,
     flops_of,
     has_messages,
-    meets,
+    meeting,
 )
 
 Lists = Sequence[Sequence[Step]]
@@ -52,16 +55,16 @@ def walk(lists: Lists, flags: Mapping[str, bool], turns: int = 1) -> Iterator[tu
         for rank, steps in enumerate(todo):
             while at[rank] < len(steps):
                 step = steps[at[rank]]
-                if isinstance(step, Pull) and (step.owner, step.key) not in published:
+                if not published.issuperset(_awaited(step, len(todo))):
                     break
                 if isinstance(step, Publish):
                     published.add((rank, step.key))
-                if meets(step):
+                if (what := meeting(step)) is not None:
                     here = met[left[rank]]
-                    here[rank] = step
+                    here[rank] = what
                     if len(here) < len(todo):
                         break
-                    if len({(call.kernel, call.options.get("copies")) for call in here.values()}) > 1:
+                    if len({*here.values()}) > 1:
                         raise ProgramError(f"ranks meet in different steps: {here}")
                     left[rank] += 1
                 at[rank] += 1
@@ -69,6 +72,13 @@ def walk(lists: Lists, flags: Mapping[str, bool], turns: int = 1) -> Iterator[tu
         if sum(at) == before:
             stuck = {rank: steps[at[rank]] for rank, steps in enumerate(todo) if at[rank] < len(steps)}
             raise ProgramError(f"no rank can go on: {stuck}")
+
+
+def _awaited(step: FlatStep, ranks: int) -> list[tuple[int, Key]]:
+    """Return the messages that a step waits for, each with the rank that publishes it."""
+    if isinstance(step, Deliver):
+        return [(rank, key) for rank in range(ranks) for key in step.keys]
+    return [(step.owner, step.key)] if isinstance(step, Pull) else []
 
 
 def peak_bytes(steps: Sequence[Step]) -> int:
@@ -107,6 +117,8 @@ def _holding(steps: Sequence[Step], held: _Held) -> _Held:
                 held.live += sum(place.nbytes for place in places if isinstance(place, Buffer))
             case Take(buffer):
                 held.operands.add(buffer.name)
+            case Deliver() | Store(View()):
+                held.live += (step.buffer if isinstance(step, Store) else step).nbytes
             case Call(makes=buffers) | Pull(buffers=buffers, taken=True):
                 held.live += sum(buffer.nbytes for buffer in buffers)
             case Publish(_, buffers, copied=True):
@@ -243,9 +255,11 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
                     )
             case Publish(key):
                 published[rank, key] = now[rank]
-            case Pull(owner, key):
-                size = step.nbytes
-                ready = max(now[rank], published[owner, key]) + times * (rates.latency + size / rates.bandwidth)
+            case Pull() | Deliver(keys=(_, *_)):
+                # Block columns are distributed evenly.
+                size = step.nbytes * (len(lists) - 1) // len(lists) if isinstance(step, Deliver) else step.nbytes
+                there = max(published[message] for message in _awaited(step, len(lists)))
+                ready = max(now[rank], there) + times * (rates.latency + size / rates.bandwidth)
                 spans.append((rank, "wait", now[rank], ready))
                 waited[rank] += ready - now[rank]
                 now[rank] = ready

@@ -600,8 +600,8 @@ def decompose(p: Panels, results: Sequence[Buffer], task: Any) -> None:
 # What is made of the factors
 
 
-def store_columns(p: Panels, output: str, place: View, form: str = "", order: Sequence[int] = ()) -> None:
-    """Store this rank's columns of a result.
+def columns_of_result(p: Panels, output: str, place: View, form: str = "", order: Sequence[int] = ()) -> Buffer | View:
+    """Return this rank's columns of a result.
 
     These are squared norms (``"residuals"``), or the rows of L in the order into which all pivots of panels have
     swapped them (``"swapped"``), or what is there.
@@ -614,11 +614,11 @@ def store_columns(p: Panels, output: str, place: View, form: str = "", order: Se
         blocks = [p.columns.blocks[block] for block in p.columns.owned(p.me, 0, p.columns.first(1))]
         ends = [(block.stop - block.start, block.stop) for block in blocks]
         p.call("swap_rows", place, part, *p.known(order)[0], starts=p.starts(order), blocks=ends)
-    p.leave(output, part if form else place)
+    return part if form else place
 
 
-def store_numbers(p: Panels, result: Buffer, output: str, form: str, order: Sequence[int]) -> None:
-    """Store a result without block columns: pivots, a determinant, or a small matrix."""
+def compute_numbers(p: Panels, result: Buffer, form: str, order: Sequence[int]) -> None:
+    """Compute a result without block columns, if it is not there: pivots, a determinant, or a small matrix."""
     if form in ("sign", "logdet", "det"):
         (pivots, diagonals), dtype = p.known(order), result.dtype
         p.call("determinant", *pivots, *diagonals, starts=p.starts(order), form=form, dtype=dtype, makes=[result])
@@ -626,4 +626,3 @@ def store_numbers(p: Panels, result: Buffer, output: str, form: str, order: Sequ
         p.call(form, *p.known(order)[0], starts=p.starts(order), count=result.shape[1], makes=[result])
     elif form == "diagonal":
         p.call("concatenate", *p.known(order)[0], makes=[result])
-    p.leave(output, result)

@@ -228,7 +228,7 @@ class Recorder:
             self.leave(output, matrix)
 
     def leave(self, output: str, place: Buffer | View, number: int = 0) -> None:
-        """Store this rank's part of an output."""
+        """Store a chunk of an output."""
         if isinstance(place, Buffer):
             del self._here[place.name]
         self.steps.append(Store(place, output, number))

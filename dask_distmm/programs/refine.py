@@ -69,10 +69,12 @@ def refined(
     carried: bool,
     whole: bool,
     inverts: bool,
-    info: str,
     otherwise: Callable[[], Panels] | None,
-) -> None:
-    """Solve A X = B, of which `p` has A in the type of the factors; `otherwise` begins the way by A itself."""
+) -> tuple[Buffer, Buffer]:
+    """Solve A X = B, of which `p` has A in the type of the factors; `otherwise` begins the way by A itself.
+
+    Returns this rank's columns of X, and the numbers that say how it was solved.
+    """
     columns, first, n, rank_count = p.columns, p.columns.first(1), p.columns.order, p.columns.ranks
     real = np.empty(0, dtype).real.dtype.name
     widths = [columns.local(rank, first, columns.count) for rank in range(rank_count)]
@@ -187,9 +189,7 @@ def refined(
     p.either(good, lambda: None, by_itself)
     part = Buffer("part.x", (n, width), dtype)
     p.call("copy", x, part)
-    p.leave("x", part)
-    if info and p.me == 0:
-        p.leave(info, numbers)
+    return part, numbers
 
 
 def _column_scales(p: Panels, n: int, real: str, *, narrow: bool) -> Buffer:

@@ -1,4 +1,4 @@
-"""The eleven kinds of steps, and the buffers that they name.
+"""The twelve kinds of steps, and the buffers that they name.
 
 Contracts of kernels, whoever implements them: which arguments they read, update and write, and their flops.
 
@@ -15,13 +15,14 @@ from typing import Any, Literal, NamedTuple
 
 from dask_distmm.numeric.types import dtype_from_name
 
-# The eleven kinds of steps, and the buffers that they name
+# The twelve kinds of steps, and the buffers that they name
 
 
 # The types of flags, and of numbers of rows: they are on the host.
 FLAG, COUNT = "bool", "int32"
-# The kind of messages of programs without names of their own for them.
-PART = "part"
+# The kind of messages of programs without names of their own for them; and of ranks' parts of outputs, by the output's
+# number.
+PART, FINAL = "part", "final"
 # Kinds of messages that stay until the end of the run, also if they are pulled in a loop.
 LASTING = "lower", "upper", "pivots"
 # The number of a message of a later turn of a loop is this many times the number of turns before it larger.
@@ -265,14 +266,27 @@ class LoopIteration:
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Store:
-    """Store a buffer as a chunk of an output; it is not used afterwards.
-
-    Of a rectangle of a buffer: this rank's part of the output, which does not change any more.
-    """
+    """Store a buffer as a chunk of an output, after which it is not used; or a copy of a rectangle of one."""
 
     buffer: Buffer | View
     output: str
     number: int
+
+
+@dataclasses.dataclass(slots=True, unsafe_hash=True)
+class Deliver:
+    """Make this rank's chunks of outputs of the block columns that all ranks have published, and wait for these.
+
+    The mirror of `Load` without rectangles. A chunk's name is that of its output, with its number.
+    """
+
+    keys: tuple[Key, ...]
+    chunks: tuple[Buffer, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunks."""
+        return sum(chunk.nbytes for chunk in self.chunks)
 
 
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
@@ -285,7 +299,7 @@ class Drop:
 # Where calls are queued, what runs beside what. "": one after the other. "ahead": beside those that follow, after all
 # before it. "panel": beside them, after only what was ahead. "join": as "", after all that was ahead.
 Lane = Literal["", "ahead", "panel", "join"]
-Step = New | Reserve | Take | Load | Call | Publish | Pull | If | Loop | Store | Drop
+Step = New | Reserve | Take | Load | Call | Publish | Pull | If | Loop | Store | Deliver | Drop
 FlatStep = Step | LoopIteration
 
 
@@ -315,9 +329,11 @@ def _flat(
                 yield LoopIteration(step, starts=False)
 
 
-def meets(step: FlatStep) -> bool:
-    """Whether all ranks meet in a step."""
-    return isinstance(step, Call) and CONTRACTS[step.kernel].together
+def meeting(step: FlatStep) -> tuple[Any, ...] | None:
+    """Return what all ranks do together in a step, the same on all of them; None if they do not meet in it."""
+    if isinstance(step, Call) and CONTRACTS[step.kernel].together:
+        return step.kernel, step.options.get("copies")
+    return step.keys if isinstance(step, Deliver) else None
 
 
 def has_messages(steps: Sequence[Step]) -> bool:
@@ -384,7 +400,8 @@ class Contract:
     # numbers, one after the other. BLAS, LAPACK, powers, `hypot` and NumPy's products of complex arrays depend on the
     # machine.
     exact: bool = False
-    # Whether all ranks meet in it: its transport carries it out, by a library.
+    # Whether all ranks meet in it, and send each other what it needs: of products by a library, which is the
+    # transport's; of factorizations kernels send messages, more than could be steps.
     together: bool = False
 
 
@@ -541,8 +558,8 @@ CONTRACTS: dict[str, Contract] = {
     # Of the whole matrix: eigenvalues and the like. Of all ranks' block columns: T of the reflectors; eigenvalues, and
     # the eigenvectors of a tridiagonal matrix; their phases.
     "decompose": Contract("u", _none),
-    "tridiagonalize": Contract("u", lambda a: 4 / 3 * a[0] ** 2 * a[1]),
-    "diagonalize": Contract("u", _none),
+    "tridiagonalize": Contract("u", lambda a: 4 / 3 * a[0] ** 2 * a[1], together=True),
+    "diagonalize": Contract("u", _none, together=True),
     "normalize_phases": Contract("u", _none),
 }
 

@@ -17,7 +17,7 @@ from dask_distmm.planning.cuts import uniform_cut
 from dask_distmm.planning.groups import chunk_name
 from dask_distmm.planning.placement import REPLICA
 from dask_distmm.programs.check import ProgramError
-from dask_distmm.programs.steps import Call, Drop, Store, Take, flops_of, meets
+from dask_distmm.programs.steps import Call, Drop, Store, Take, flops_of, meeting
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
 
@@ -195,7 +195,7 @@ def test_lists_come_to_their_end_and_all_ranks_meet(method, nranks, shape, order
     if made.problem.formula.replicated and len(made.ranks) > 1:
         assert len([0 for output, _ in stored if output == REPLICA]) == made.problem.d.count * (len(made.ranks) - 1)
     # A rank that leaves one of the steps out in which all meet, or has two of them in another order.
-    at = [number for number, step in enumerate(lists[-1]) if meets(step)]
+    at = [number for number, step in enumerate(lists[-1]) if meeting(step) is not None]
     first, second = rng.choice(at, 2, replace=False)
     if len(made.ranks) > 1:
         with pytest.raises(ProgramError):

@@ -6,13 +6,13 @@ Of a factorization::
                 that others may read is offered
     execute()   this rank's block columns are read out of the chunks of all holders
                 the program's steps, on one stream; panels are pulled on another one
-                a flag says that this rank's parts of the outputs are complete; its chunks of the outputs are read out
+                flags say that this rank's parts of the outputs are complete; its chunks of the outputs are read out
                 of all ranks' parts
 
 Chunks of workers whose memory this GPU can't read come over Dask's comms.
 
 A rank offers one allocation each for its block columns, for what belongs to its panels beside these (pivots, T), and
-for its parts of the outputs; and flags, one for each part of each panel, one for the end. It raises a flag on its own
+for its parts of the outputs; and a flag for each part of each panel, and for each output. It raises a flag on its own
 stream, after the work that makes a panel. On the GPU of a rank that needs the panel a kernel reads the flag over NVLink
 until it is up; then a copy engine pulls the panel, while the GEMMs of the panel before run. So the host queues steps
 without a look at the flags: with one, each panel would be there 0.3 ms later (2 H200).
@@ -43,8 +43,8 @@ from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.engines.tridiagonal import SharedEigh, Tridiagonal, row_bounds
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.peer import reaches
-from dask_distmm.programs.factor import FACTORED, PARTS
-from dask_distmm.programs.steps import Buffer, Key, Publish, Pull, Store, messages_to_all
+from dask_distmm.programs.factor import FACTORED
+from dask_distmm.programs.steps import FINAL, Buffer, Key, Publish, Pull, messages_to_all
 
 # Panels and block columns in the memory of other GPUs: what each rank offers, and pulls of it
 
@@ -52,20 +52,15 @@ from dask_distmm.programs.steps import Buffer, Key, Publish, Pull, Store, messag
 # Numbers of what a rank offers beside chunks of operands, under `BLOCKS`; its parts of outputs follow. Where ranks
 # share eigenvalues, also the products of the reduction and its rows of eigenvectors; where they refine, factors.
 COLUMNS, EXTRAS, EXCHANGE, ROWS, FACTORS, RESULTS = 0, 1, 2, 3, 4, 5
-# The number of the flag that says that these rows are complete, from that of the end on.
-ROWS_COMPLETE = 1
+# The flag that says that these rows are complete: the last one.
+ROWS_COMPLETE = Key("rows", 0)
 
 
-def flag_of(plan: FactorPlacement, key: Key | None) -> int:
-    """Return the number of the flag of a part of a panel; of the end for None."""
+def flag_of(plan: FactorPlacement, key: Key) -> int:
+    """Return the number of the flag of a part of a panel, of an output, or of `ROWS_COMPLETE`."""
     # Panels of A itself come after those of the factors of few bits.
-    count = plan.columns.count * (2 if plan.task.refines else 1)
-    return 2 * count if key is None else PARTS.index(key.part) * count + key.number
-
-
-def flag_count(plan: FactorPlacement) -> int:
-    """Return how many flags a rank has."""
-    return flag_of(plan, None) + ROWS_COMPLETE + 1
+    count, outputs = plan.columns.count * (2 if plan.task.refines else 1), len(plan.problem.outputs)
+    return {"lower": 0, "upper": count, FINAL: 2 * count, "rows": 2 * count + outputs}[key.part] + key.number
 
 
 def _extra_bytes(plan: FactorPlacement, factored: str) -> int:
@@ -152,7 +147,7 @@ class PeerTransport(DevicePanels):
             return self._columns
         plan, exporter, shape = self._plan, self.exporter, buffer.shape
         self._extras = exporter.empty(offered_by(plan, self._rank)[EXTRAS, :2].tolist(), np.dtype(np.uint8), "F")
-        self.flags = exporter.empty((1, flag_count(plan)), np.dtype(np.int32))
+        self.flags = exporter.empty((1, flag_of(plan, ROWS_COMPLETE) + 1), np.dtype(np.int32))
         self.flags[...] = 0
         array = exporter.empty(shape, np.dtype(plan.problem.compute_type if plan.exact else buffer.dtype), "F")
         offered = [(COLUMNS, array), (EXTRAS, self._extras)]
@@ -162,16 +157,14 @@ class PeerTransport(DevicePanels):
             few = array.T.reshape(-1).view(np.dtype(buffer.dtype))[: math.prod(shape)]
             array = few.reshape(shape, order="F")
             offered = [(COLUMNS, self._columns)] * plan.exact + [(EXTRAS, self._extras), (FACTORS, array)]
-        names = [output.name for output in plan.problem.outputs]
         for step in job.steps:
-            if isinstance(step, Store) and plan.output_layout(step.output) is not None:
-                part = step.buffer
+            if isinstance(step, Publish) and step.key.part == FINAL:
+                (part,) = step.buffers
+                top, bottom, left, right = part.box
                 if isinstance(part, Buffer):
                     self._new_parts[part.name] = exporter.empty(part.shape, np.dtype(part.dtype), "F")
-                    offered.append((RESULTS + names.index(step.output), self._new_parts[part.name]))
-                else:
-                    top, bottom, left, right = part.box
-                    offered.append((RESULTS + names.index(step.output), array[top:bottom, left:right]))
+                memory = self._new_parts.get(part.name, array)
+                offered.append((RESULTS + step.key.number, memory[top:bottom, left:right]))
         self._offered += ((BLOCKS, number, memory) for number, memory in offered)
         job.memory.note(array)
         return array
@@ -298,7 +291,7 @@ class PeerTransport(DevicePanels):
     def reads(self, kind: str, holder: int, box: Sequence[int]) -> bool:
         """Whether this process can read what another participant holds of a matrix."""
         remote = self.remote
-        return kind == "final" or (remote is not None and remote.has(holder, box[0], box[1]))
+        return kind == FINAL or (remote is not None and remote.has(holder, box[0], box[1]))
 
     def view(self, kind: str, holder: int, matrix: int, number: int) -> Any:
         """Return a chunk of an operand, or a rank's part of an output, in another participant's memory."""
@@ -306,26 +299,28 @@ class PeerTransport(DevicePanels):
         if kind == "input":
             shape, dtype = problem.matrices[matrix].chunk_shape(number), problem.compute_type
             return self.remote.view(holder, matrix, number, shape, dtype)
-        self.remote.wait(holder, flag_of(plan, None), self._check)
+        self.remote.wait(holder, flag_of(plan, Key(kind, matrix)), self._check)
         (rows, cols, _), dtype = offered_by(plan, number)[RESULTS + matrix].tolist(), problem.outputs[matrix].dtype
         return self.remote.view(holder, BLOCKS, RESULTS + matrix, (rows, cols), np.dtype(dtype))
 
     def publish(self, key: Key, arrays: Sequence[Any]) -> None:
         """Publish a panel, to be pulled after the work queued on the current stream."""
-        if key.part not in (*self.parts, "pivots"):
-            super().publish(key, arrays)
-            return
         current = cp.cuda.get_current_stream()
         if key.part == "pivots":
             self.made[key] = record(current)
+        if key.part not in self.parts:
             super().publish(key, arrays)
-            return
-        if len(arrays) > 1:
+        elif len(arrays) > 1:
             extra = arrays[1].ravel(order="F")
             slot = self._slot(self._extras, key.number, extra.dtype)
             slot[: extra.size] = extra
+        if key.part in (*self.parts, FINAL):
+            self.raise_flag(key)
+
+    def raise_flag(self, key: Key) -> None:
+        """Raise a flag after the work that is on the current stream."""
         pointer = self.flags.data.ptr + flag_of(self._plan, key) * FLAG_BYTES
-        cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, current.ptr)
+        cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, cp.cuda.get_current_stream().ptr)
 
     def _slot(self, extras: Any, panel: int, dtype: np.dtype) -> Any:
         """Return a panel's slot in a rank's extra buffers."""
@@ -373,12 +368,6 @@ class PeerTransport(DevicePanels):
         return [x.get() for x in super().answer(kind, boxes)]
 
     # The end
-
-    def finish(self, job: ProgramJob) -> None:
-        """Raise the flag of the end."""
-        super().finish(job)
-        pointer = self.flags.data.ptr + flag_of(self._plan, None) * FLAG_BYTES
-        cp.cuda.runtime.memsetAsync(pointer, 1, FLAG_BYTES, self._streams[0].ptr)
 
     def look(self, job: ProgramJob) -> None:
         """Raise if the run was aborted, so that received data is not valid."""
@@ -456,15 +445,13 @@ class PeerEigh(SharedEigh):
 
     def _redistribute_eigenvectors(self, columns: NDArray[np.int64], target: Any) -> None:
         bounds, mine = self._bounds, columns[self._plan.columns.held(1, self._rank)]
-        flag = flag_of(self._plan, None) + ROWS_COMPLETE
-        current = cp.cuda.get_current_stream()
-        cp.cuda.runtime.memsetAsync(self._peers.flags.data.ptr + flag * FLAG_BYTES, 1, FLAG_BYTES, current.ptr)
+        self._peers.raise_flag(ROWS_COMPLETE)
         for turn in range(self._plan.count):
             # Not all ranks read of the same one.
             rank = (self._rank + turn) % self._plan.count
             source = self.vectors
             if turn:
-                self._peers.remote.wait(self._plan.ranks[rank], flag, self._check)
+                self._peers.remote.wait(self._plan.ranks[rank], flag_of(self._plan, ROWS_COMPLETE), self._check)
                 source = self._view(rank, ROWS, (bounds[rank + 1] - bounds[rank], self._order), np.float64)
             self.blas.take(source, mine, target[bounds[rank] : bounds[rank + 1]])
 

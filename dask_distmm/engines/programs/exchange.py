@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,8 +13,9 @@ from dask_distmm.comms.cross_memory import Board, BoardReader
 from dask_distmm.engines.base import log, settle, wait_checked
 from dask_distmm.errors import ProtocolError
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.programs.steps import Buffer, Key, Pull
+
+T = TypeVar("T")
 
 
 class Transport:
@@ -161,15 +161,13 @@ class Transport:
         """Return a view of another participant's matrix."""
         raise NotImplementedError
 
-    def gather(self, job: Any, name: str, target: Any) -> None:
-        """Gather the parts of an operand's chunks into this rank's block columns."""
-        collections.deque(job.move("input", job.wanted(name, target)), 0)
+    def carry(self, job: Any, transfer: Any) -> Iterator[None]:
+        """Carry parts of a matrix from their holders to their places; yield after those that are here."""
+        yield from job.carry(transfer)
 
-    def assemble(self, job: Any, number: int, output: NamedMatrix) -> Iterator[None]:
-        """Assemble this rank's chunks of an output from all ranks' parts; yield after its own."""
-        chunks = job.blanks(output)
-        yield from job.move("final", job.parts_taken(number, output, chunks))
-        job.result |= chunks
+    def together(self, work: Callable[[], T]) -> T:
+        """Do what may fail on this rank; if others could not go on without it, all fail."""
+        return work()
 
     def agree(self, problem: str) -> str:
         """Return a problem that any rank has, if all ranks must fail together."""
@@ -180,10 +178,6 @@ class Transport:
 
     def complete(self) -> None:
         """Order later work after all messages in flight."""
-
-    def finish(self, job: Any) -> None:
-        """Publish this rank's parts of the results."""
-        self.complete()
 
     def settle(self, job: Any) -> None:
         """Wait for all queued work, also after an error, before its memory is freed."""

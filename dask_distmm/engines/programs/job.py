@@ -10,8 +10,8 @@ Of a factorization, whose matrices are in block columns::
 
     prepare()   the rank's block columns are allocated
     Load        parts of an operand's chunks are fetched from their holders (``"input"``), and written there
-    Store       the rank's part of a result is complete
-    at the end  the rank's chunks of the results are put together from all ranks' parts (``"final"``)
+    Publish     the rank's block columns of a result are complete (``"final"``)
+    Deliver     the rank's chunks of the results are put together from all ranks' block columns
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dask_distmm.comms.base import Boxes
-from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, settle, wait_checked
+from dask_distmm.engines.base import ChunkKey, Job, ResultKey, Side, wait_checked
 from dask_distmm.engines.heap import heap
 from dask_distmm.engines.programs.blas import Kernels, assign
 from dask_distmm.engines.programs.exchange import Transport
@@ -38,17 +39,18 @@ from dask_distmm.layout import Copy
 from dask_distmm.numeric.sparse import rows_from, sparse_package
 from dask_distmm.numeric.types import dtype_from_name, store
 from dask_distmm.planning import Plan
-from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.groups import ChunkBlock, chunk_blocks_of, chunk_name
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.programs.steps import (
     CONTRACTS,
+    FINAL,
     LASTING,
     TURN,
     Buffer,
     Call,
+    Deliver,
     Drop,
     If,
     Key,
@@ -86,6 +88,22 @@ class Part(NamedTuple):
     # What there is of it in its place; see `keep_triangle`.
     form: str
     # Whether its transpose, or conjugate, is written.
+    transposed: bool
+    conjugated: bool
+
+
+class Transfer(NamedTuple):
+    """Parts of a matrix on their way: of an operand to block columns of ranks, or of these to chunks of an output."""
+
+    # ``"input"`` or `FINAL`, and the number of the operand or output.
+    kind: str
+    number: int
+    # The copies that a rank takes, by its number; the participant that holds each source; the destinations on this one.
+    taken: Callable[[int], Iterable[Copy]]
+    holders: Sequence[int] | NDArray[np.int32]
+    targets: Mapping[int, Any]
+    # See `Part`.
+    form: str
     transposed: bool
     conjugated: bool
 
@@ -230,9 +248,6 @@ class ProgramJob(Job[Any]):
         # The loader of chunks in the order of the steps, and those chunks.
         self._loads: ChunkLoader | None = None
         self._uses = collections.deque[SourceChunk]()
-        # This rank's parts of results, and whether all are complete.
-        self.parts: dict[str, Any] = {}
-        self._final: Future[None] = Future()
         # Parts of operands that are to be finite: row and column at which they begin, where they are, and their sums.
         self._sums: list[tuple[str, int, int, Any, Any]] = []
         # By what rows, and columns, of an operand are multiplied while they are gathered.
@@ -321,7 +336,7 @@ class ProgramJob(Job[Any]):
     # The work
 
     def execute(self) -> dict[ResultKey, Any]:
-        """Run all steps and assemble the chunks of results."""
+        """Run all steps; return the chunks of results."""
         if self.rank is None:
             return {}
         # Infinities and NaN are checked for where they matter.
@@ -349,16 +364,13 @@ class ProgramJob(Job[Any]):
         began = time.perf_counter()
         self.timings |= {"wait": 0.0} | ({"load": 0.0} if self.plan.problem.by_ranks else {})
         self.take(self.steps, reported, 1 - reported)
-        moves = self._begin_results() if self.gathers else []
         self._synchronize()
-        spent = sum(self.timings.get(phase, 0.0) for phase in ("wait", "load", "gather"))
+        phases = "wait", "load", "gather", *["deliver"] * self.gathers
+        spent = sum(self.timings.get(phase, 0.0) for phase in phases)
         self.timings["work"] = time.perf_counter() - began - spent
         if self.blas.asynchronous and not self.multiplies:
             self.timings["compute"] = self.timings["work"]
         began = time.perf_counter()
-        # Put this rank's chunks of the results together.
-        for move in moves:
-            collections.deque(move, 0)
         self._look()
         self._synchronize()
         if self.gathers or self.multiplies:
@@ -515,6 +527,8 @@ class ProgramJob(Job[Any]):
                 self._publish_step(step)
             case Store():
                 self._store(step)
+            case Deliver():
+                self._deliver(step)
 
     def _publish_step(self, step: Publish) -> None:
         """Publish buffers."""
@@ -537,7 +551,7 @@ class ProgramJob(Job[Any]):
         for place in call.arguments if self._coming else ():
             self._await(place)
         began, contract = time.perf_counter(), CONTRACTS[call.kernel]
-        kernel = self.memory.kernel(self.exchange if contract.together else self.kernels, call)
+        kernel = self.memory.kernel(self.exchange if contract.together and self.multiplies else self.kernels, call)
         arguments = [self.at(buffer) for buffer in call.arguments]
         if call.lane:
             with self.blas.on(call.lane):
@@ -633,16 +647,20 @@ class ProgramJob(Job[Any]):
                 self.arrays[target.name][block.row : block.row + block.rows, block.col : block.col + block.cols] = array
 
     def _store(self, step: Store) -> None:
-        """Store a buffer as a chunk, or as this rank's part, of an output."""
-        place = step.buffer
+        """Store a buffer, or a copy of a rectangle of one, as a chunk of an output."""
+        place, key = step.buffer, (step.output, step.number)
         if self._coming:
             self._await(place)
-        array = self.at(place) if isinstance(place, View) else self.arrays.pop(place.name)
-        if self.gathers or isinstance(place, View):
-            self.parts[step.output] = array
-        else:
+        if isinstance(place, Buffer):
             hand_over = self.memory.stored if self.multiplies else self.memory.handed_over
-            self.result[step.output, step.number] = hand_over(array, tall=bool(place.like))
+            self.result[key] = hand_over(self.arrays.pop(place.name), tall=bool(place.like))
+            return
+        top, bottom, left, right = place.box
+        # Kernels return vectors and numbers as such.
+        part = self.blas.xp.asarray(self.arrays[place.name].reshape(place.buffer.shape)[top:bottom, left:right])
+        order: Literal["C", "F"] = "F" if part.strides[0] < part.strides[1] else "C"
+        self.result[key] = chunk = self.memory.blank(part.shape, np.dtype(place.dtype), order, "full")
+        assign(chunk, part)
 
     def _new(self, buffer: Buffer) -> Any:
         """Allocate a buffer."""
@@ -748,7 +766,7 @@ class ProgramJob(Job[Any]):
     def _fill_columns(self, name: str, target: Any) -> None:
         """Gather this rank's block columns of an operand; after the last operand raise if elements are not finite."""
         began = time.perf_counter()
-        self.exchange.gather(self, name, target)
+        collections.deque(self.exchange.carry(self, self.gathered(name, target)), 0)
         self._add_up(name, target)
         if name == self.plan.problem.operands[-1]:
             self._synchronize()
@@ -757,19 +775,33 @@ class ProgramJob(Job[Any]):
             self.on_gathered()
         self._note("gather", began)
 
-    def wanted(self, name: str, target: Any) -> dict[int, list[Part]]:
-        """Return the parts of an operand that this rank gathers, by holder."""
+    def gathered(self, name: str, target: Any) -> Transfer:
+        """Return the transfer of an operand to this rank's block columns."""
+        assert self.rank is not None
+        task, copies, number = self.plan.problem.task, self.plan.gathered(name), self.plan.problem.operands.index(name)
+
+        def taken(rank: int) -> Iterator[Copy]:
+            return inside(task.read(name), copies.for_dst(rank))
+
+        orientation, targets = task.orientation(name), {self.rank: target}
+        how = "full", orientation.transposed, orientation.conjugated and target.dtype.kind == "c"
+        return Transfer("input", number, taken, self.plan.where[name], targets, *how)
+
+    def parts(self, transfer: Transfer) -> dict[int, list[Part]]:
+        """Return the parts that this rank takes of a transfer, by holder."""
         assert self.rank is not None
         parts: dict[int, list[Part]] = collections.defaultdict(list)
-        number, orientation = self.plan.problem.operands.index(name), self.plan.problem.task.orientation(name)
-        how = "full", orientation.transposed, orientation.conjugated and target.dtype.kind == "c"
-        for copy, (index, *box) in self.parts_of(name, self.rank):
-            part = Part((number, index, *box), target[copy.dst_index], copy.row, copy.col, *how)
-            parts[int(self.plan.where[name][index])].append(part)
+        for copy in transfer.taken(self.rank):
+            rows, cols = (copy.src_row, copy.src_row + copy.nrows), (copy.src_col, copy.src_col + copy.ncols)
+            sides = (*cols, *rows) if transfer.transposed else (*rows, *cols)
+            place = transfer.targets[copy.dst][copy.dst_index]
+            part = Part((transfer.number, copy.src, *sides), place, copy.row, copy.col, *transfer[-3:])
+            parts[int(transfer.holders[copy.src])].append(part)
         return parts
 
-    def move(self, kind: str, parts: Mapping[int, list[Part]]) -> Iterator[None]:
+    def carry(self, transfer: Transfer) -> Iterator[None]:
         """Fetch parts and copy them to their destinations; yield after the local ones."""
+        kind, parts = transfer.kind, self.parts(transfer)
         # Not all ranks begin with the same one.
         holders = sorted({self.me, *parts}, key=lambda holder: (holder - self.me) % len(self.plan.participants))
         requests = {
@@ -802,13 +834,16 @@ class ProgramJob(Job[Any]):
             yield views[matrix, number][r0:r1, c0:c1]
 
     def _view(self, kind: str, holder: int, matrix: int, number: int) -> Any:
-        """Return a chunk of an operand, or this rank's part of an output."""
-        problem = self.plan.problem
-        return (
-            self.parts[problem.outputs[matrix].name]
-            if kind == "final"
-            else self.chunks[problem.operands[matrix], number]
-        )
+        """Return a chunk of an operand, or this rank's block columns of an output."""
+        if kind != FINAL:
+            return self.chunks[self.plan.problem.operands[matrix], number]
+        (columns,) = self.exchange.answer(kind, np.array([[matrix]]))
+        return columns
+
+    def source(self, transfer: Transfer, number: int) -> Any:
+        """Return a matrix here that a transfer takes parts of."""
+        view = self._view(transfer.kind, self.me, transfer.number, number)
+        return view.T if transfer.transposed else view
 
     def _add_up(self, name: str, target: Any) -> None:
         """Add up what was read of an operand, if it is to be finite: so is its sum then, or too large."""
@@ -887,95 +922,52 @@ class ProgramJob(Job[Any]):
         assign(copy, array)
         return copy
 
-    def parts_of(self, name: str, rank: int) -> Iterator[tuple[Copy, tuple[int, int, int, int, int]]]:
-        """Yield the parts of an operand that a rank reads: each as a copy, and as a box of a chunk."""
-        task = self.plan.problem.task
-        for copy in inside(task.read(name), self.plan.gathered(name).for_dst(rank)):
-            rows, cols = (copy.src_row, copy.src_row + copy.nrows), (copy.src_col, copy.src_col + copy.ncols)
-            first, second = (cols, rows) if task.orientation(name).transposed else (rows, cols)
-            yield copy, (copy.src, *first, *second)
-
     # Results from block columns
 
-    def _begin_results(self) -> list[Iterator[None]]:
-        """Publish this rank's parts of the results, and begin to assemble its chunks."""
+    def _deliver(self, step: Deliver) -> None:
+        """Make this rank's chunks of outputs of all ranks' block columns."""
         with self.blas.on("join"):
-            self.exchange.finish(self)
-            settle(self._final)
-            moves = [self._assemble(number, output) for number, output in enumerate(self.plan.problem.outputs)]
+            transfers = [self._delivered(key.number, step.chunks) for key in step.keys]
             # Copies that are queued now begin as soon as the last steps are done.
-            for move in moves if self.blas.asynchronous else ():
-                next(move, None)
-        return moves
+            for transfer in transfers if self.blas.asynchronous else ():
+                next(transfer, None)
+        self._synchronize()
+        began = time.perf_counter()
+        for transfer in transfers:
+            collections.deque(transfer, 0)
+        self._note("deliver", began)
 
-    def _assemble(self, number: int, output: NamedMatrix) -> Iterator[None]:
-        """Assemble this rank's chunks of an output; yield after the local parts."""
-        if self.plan.output_layout(output.name) is None:
-            self._cut(output)
-            return
-        yield from self.exchange.assemble(self, number, output)
+    def _delivered(self, number: int, chunks: Sequence[Buffer]) -> Iterator[None]:
+        """Put this rank's chunks of an output together; yield after the parts that are here."""
+        output = self.plan.problem.outputs[number]
+        described, copies = self.plan.output(output.name), self.plan.delivered(output.name)
+        transposed, conjugated = described.orientation.transposed, described.orientation.conjugated
+        order: Literal["C", "F"] = "C" if transposed else "F"
 
-    def parts_taken(
-        self, number: int, output: NamedMatrix, chunks: Mapping[ResultKey, Any]
-    ) -> Mapping[int, list[Part]]:
-        """Return by participant the parts of block columns that this rank's chunks of an output take."""
-        assert self.rank is not None
-        parts, described = collections.defaultdict[int, list[Part]](list), self.plan.output(output.name)
-        conjugated = described.orientation.conjugated and np.dtype(output.dtype).kind == "c"
-        for index, copy in self.taken_by(output, self.rank):
-            (rows, cols), chunk = copy.src_index, chunks[output.name, index]
-            place = (chunk.T if described.orientation.transposed else chunk)[copy.dst_index]
-            box = number, copy.src, rows.start, rows.stop, cols.start, cols.stop
-            parts[self.plan.ranks[copy.src]].append(
-                Part(box, place, copy.row, copy.col, described.form, False, conjugated)
-            )
-        return parts
+        def blanks() -> dict[int, Any]:
+            own = (chunk for chunk in chunks if chunk.role == output.name)
+            return {x.number: self.memory.blank(x.shape, np.dtype(x.dtype), order, described.form) for x in own}
 
-    def _cut(self, output: NamedMatrix) -> None:
-        """Cut an output that has no block columns: ranks that have it have all of it."""
-        assert self.rank is not None
-        if not (owned := self.plan.owned(output.name, self.rank)):
-            return
-        array = self.parts[output.name].reshape(tuple(map(sum, output.chunks)))
-        rows, cols = (np.cumsum([0, *sizes]) for sizes in output.chunks)
-        places = {index: divmod(index, len(output.chunks[1])) for index in owned}
-        for index, (i, j) in places.items():
-            part = self.blas.xp.asarray(array[rows[i] : rows[i + 1], cols[j] : cols[j + 1]])
-            order: Literal["C", "F"] = "F" if part.strides[0] < part.strides[-1] else "C"
-            self.result[output.name, index] = chunk = self.memory.blank(
-                part.shape, np.dtype(output.dtype), order, "full"
-            )
-            assign(chunk, part)
+        def taken(rank: int) -> Iterator[Copy]:
+            for index in self.plan.owned(output.name, rank):
+                yield from inside(described.form, copies.for_dst(index))
 
-    def blanks(self, output: NamedMatrix) -> dict[ResultKey, Any]:
-        """Allocate the chunks of an output that this rank assembles."""
-        assert self.rank is not None
-        described, (rows, cols) = self.plan.output(output.name), output.chunks
-        order: Literal["C", "F"] = "C" if described.orientation.transposed else "F"
-        places = {index: divmod(index, len(cols)) for index in self.plan.owned(output.name, self.rank)}
-        return {
-            (output.name, index): self.memory.blank((rows[i], cols[j]), np.dtype(output.dtype), order, described.form)
-            for index, (i, j) in places.items()
-        }
-
-    def taken_by(self, output: NamedMatrix, rank: int) -> Iterator[tuple[int, Copy]]:
-        """Yield the parts of all ranks' block columns that the chunks of an output take on a rank, chunk by chunk."""
-        form, copies = self.plan.output(output.name).form, self.plan.delivered(output.name)
-        assert copies is not None
-        for index in self.plan.owned(output.name, rank):
-            yield from ((index, copy) for copy in inside(form, copies.for_dst(index)))
+        results = self.exchange.together(blanks)
+        self.result |= {(output.name, index): chunk for index, chunk in results.items()}
+        targets = {index: chunk.T if transposed else chunk for index, chunk in results.items()}
+        how = described.form, False, conjugated and np.dtype(output.dtype).kind == "c"
+        yield from self.exchange.carry(self, Transfer(FINAL, number, taken, self.plan.ranks, targets, *how))
 
     # For peers
 
     def available(self, kind: str, boxes: Boxes) -> Future[Any]:
         """Return the future that says when `serve` can answer."""
-        futures = {"input": self._inputs, "final": self._final}
-        return futures[kind] if kind in futures else self.exchange.published(kind, boxes)
+        return self._inputs if kind == "input" else self.exchange.published(kind, boxes)
 
     def serve(self, kind: str, boxes: Boxes) -> list[Any]:
-        """Return boxes of chunks or of this rank's parts of outputs, or what this rank has published."""
+        """Return boxes of chunks or of this rank's block columns of outputs, or what this rank has published."""
         self.ended.check()
-        if kind not in ("input", "final"):
+        if kind not in ("input", FINAL):
             return self.exchange.answer(kind, boxes)
         first = self._view(kind, self.me, *boxes[0, :2].tolist())
         # Sparse chunks are asked for whole, one at a time.
@@ -995,7 +987,6 @@ class ProgramJob(Job[Any]):
         """Fail all pending requests and steps with `error`."""
         super().abort(error)
         self.exchange.abort(error)
-        settle(self._final, error=error)
 
 
 def inside(form: str, copies: Iterable[Copy]) -> Iterator[Copy]:
