@@ -17,7 +17,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dask_distmm.planning import Plan
+import numpy as np
+
 from dask_distmm.planning.groups import chunk_blocks_of
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.programs.check import _TURNS, Lists, ProgramError, walk
@@ -80,13 +81,21 @@ def check(lists: Lists) -> None:
         _expect(not left, f"ranks leave {left}")
 
 
-def moved_bytes(plan: Plan, rank: int, steps: Sequence[Step]) -> int:
-    """Return the bytes that a rank of a product gets from other workers."""
+def moved_bytes(plan: Any, rank: int, steps: Sequence[Step]) -> int:
+    """Return the bytes that a rank of a product, or of a factorization, gets from other workers by steps."""
     moved, near = 0, (plan.ranks[rank], EVERYWHERE)
     for step in steps:
         if isinstance(step, Pull):
             moved += step.nbytes
-        for _, name, rect in step if isinstance(step, Load) else ():
+        elif isinstance(step, Load) and not step.rects:
+            (name,) = step.operands
+            elements = plan.gathered(name).traffic(plan.where[name], len(plan.participants))[:, rank]
+            moved += int(np.delete(elements, plan.ranks[rank]).sum()) * plan.problem.compute_type.itemsize
+        for key in step.keys if isinstance(step, Deliver) else ():
+            output = plan.problem.outputs[key.number]
+            elements = plan.delivered(output.name).traffic()[:, plan.owned(output.name, rank)]
+            moved += int(np.delete(elements, rank, axis=0).sum()) * output.itemsize
+        for _, name, rect in step if isinstance(step, Load) and step.rects else ():
             matrix = plan.problem[name]
             for block in chunk_blocks_of(matrix.chunks, 0, rect):
                 if plan.where[name][block.chunk] not in near:

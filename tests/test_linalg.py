@@ -23,7 +23,7 @@ from residuals import (
     assert_qr,
     assert_solution,
 )
-from run_events import events, newest_run, runs_after
+from run_events import events, events_after, newest_run, runs_after
 
 from dask_distmm import PlanError, ProjectedMemoryError, linalg
 from dask_distmm.planning import plan_from_wire
@@ -283,6 +283,23 @@ def test_explained(client):
     assert "lu on 3 of 3 workers" in repr(made)
     assert "Block columns, by the ranks that have them" in made._repr_html_()
     assert repr(plan_from_wire(made.to_wire()).problem) == repr(made.problem)
+
+
+@pytest.mark.parametrize("name", ["lu", "qr", "solve", "eigh", "eigvalsh"])
+def test_runs_receive_what_is_estimated(client, name):
+    """Also what kernels send that are no steps: those by which ranks share eigenvalues."""
+    n = 200
+    x, b = da.from_array(positive(n, "float64"), chunks=50).persist(), lazy(random((n, 90)))
+    wait(x)
+    call = {"solve": lambda: linalg.solve(x, b, method="columns")}.get(
+        name, lambda: getattr(linalg, name)(x, method="columns")
+    )
+    results, moment = call(), newest_run(client)
+    made = linalg.explain(results[0] if isinstance(results, tuple) else results)
+    dask.compute(results)
+    (event,) = events_after(client, moment)
+    assert len(made.ranks) == 3
+    assert event["received_bytes"] == pytest.approx(made.bytes_moved, rel=0.2)
 
 
 def test_a_lost_worker_costs_a_run_and_no_result(fault_client):

@@ -22,8 +22,8 @@ all ranks do it in the same order, as they see the same runs in the same order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import cupy as cp
 import numpy as np
@@ -35,7 +35,7 @@ from dask_distmm.engines.gpu.operands import check_arrays, record
 from dask_distmm.engines.gpu.panels import DevicePanels, copy_columns, ends_of
 from dask_distmm.engines.gpu.program import DeviceMemory
 from dask_distmm.engines.programs.job import Part, ProgramJob, Transfer, keep_triangle, put
-from dask_distmm.layout import Copy, Moves
+from dask_distmm.layout import Moves
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.planning.model import ENGINES
 from dask_distmm.programs.steps import Key, Load, Publish, Pull
@@ -44,7 +44,6 @@ from dask_distmm.programs.steps import Key, Load, Publish, Pull
 _BATCH_BYTES = 2**28
 # Panels that are under way at a time.
 _UNDER_WAY = 2
-T = TypeVar("T")
 
 
 class SentPanels(GroupTransport, DevicePanels):
@@ -100,45 +99,35 @@ class SentPanels(GroupTransport, DevicePanels):
         return fetched
 
     def carry(self, job: ProgramJob, transfer: Transfer) -> Iterator[None]:
-        """Carry parts of a matrix from their holders to their places, by all ranks at once."""
-        rank_of = {index: rank for rank, index in enumerate(self._ranks)}
+        """Copy parts of a matrix from their holders to their places, by all ranks at once, to column-major matrices."""
+        assert job.rank is not None
+        rank_of, dst = {index: rank for rank, index in enumerate(self._ranks)}, transfer.targets
         copies = [
             (copy, rank_of[holder], peer)
             for peer in rank_of.values()
             for copy in transfer.taken(peer)
             if (holder := int(transfer.holders[copy.src])) in rank_of
         ]
-        src = {copy.src: job.source(transfer, copy.src) for copy, holder, _ in copies if holder == job.rank}
-        self._move(job, copies, src, transfer.targets, conjugated=transfer.conjugated)
+        src = {copy.src: job.source(transfer, copy.src) for copy, owner, _ in copies if owner == job.rank}
+        size = max((x.itemsize for x in (*src.values(), *dst.values())), default=1)
+        moves = Moves(*np.array([(*copy[:8], *owners) for copy, *owners in copies], np.int64).reshape(-1, 10).T)
+        for some in moves.rounds(len(rank_of), _BATCH_BYTES // size):
+            ranks = range(len(rank_of))
+            exchange = Exchange(Shuffle(some, job.rank, ranks, src, dst, "F", device_bytes, single=_BATCH_BYTES))
+            exchange.run(job.blas.streams[0], self.group.comm)
+            self.pulled_bytes += exchange.received_bytes
+        for array in dst.values() if transfer.conjugated else ():
+            cp.conjugate(array, out=array)
         for part, array in self._outside.pop(transfer.number, ()) if transfer.kind == "input" else ():
             put(job.blas, part, cp.asarray(array, job.plan.problem.compute_type))
         for copy, _, peer in copies:
             if peer == job.rank:
-                place = transfer.targets[copy.dst][copy.dst_index]
-                keep_triangle(job.blas, transfer.form, place, copy.row, copy.col)
+                keep_triangle(job.blas, transfer.form, dst[copy.dst][copy.dst_index], copy.row, copy.col)
         yield
 
-    def together(self, work: Callable[[], T]) -> T:
+    def together(self, work: Callable[[], Any]) -> Any:
         """Do what may fail on this rank: then all fail."""
-        result: T = self.group.together(work)
-        return result
-
-    def _move(
-        self, job: ProgramJob, copies: Iterable[tuple[Copy, int, int]], src: Any, dst: Any, *, conjugated: bool
-    ) -> None:
-        """Carry out copies, each with the ranks of its source and of its destination, to column-major matrices."""
-        assert job.rank is not None
-        ranks, stream = range(len(self._ranks)), job.blas.streams[0]
-        size = max((x.itemsize for x in (*src.values(), *dst.values())), default=1)
-        moves = Moves(*np.array([(*copy[:8], *owners) for copy, *owners in copies], np.int64).reshape(-1, 10).T)
-        for some in moves.rounds(len(ranks), _BATCH_BYTES // size):
-            shuffle = Shuffle(some, job.rank, ranks, src, dst, "F", device_bytes, single=_BATCH_BYTES)
-            exchange = Exchange(shuffle)
-            exchange.run(stream, self.group.comm)
-            self.pulled_bytes += exchange.received_bytes
-        for array in dst.values():
-            if conjugated and array.dtype.kind == "c":
-                cp.conjugate(array, out=array)
+        return self.group.together(work)
 
     def agree(self, problem: str) -> str:
         """Return a problem that one of the ranks has."""

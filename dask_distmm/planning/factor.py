@@ -12,10 +12,11 @@ How many of the workers compute it, and which, follows from its time and its mem
 
 ::
 
-    seconds    = reads + columns + products
+    seconds    = reads + columns + products + messages + transfer
     reads      = n^3 / 6 elements, of one triangle for each column that is eliminated  / (ranks * memory bandwidth)
     columns    = n * (what a column takes beside that, and two messages between ranks)
     products   = updates of the triangle, merges, reflectors: at a share of a product's rate
+    transfer   = the same, with what kernels send: reflectors, products, and rows of eigenvectors
 """
 
 from __future__ import annotations
@@ -174,14 +175,11 @@ class FactorPlacement(Placement):
         shape = (1, self.task.a_shape[0]) if operand == "p" else None
         return redistribution(chunks, self.columns.layout(int(operand == "b"), shape))
 
-    def delivered(self, output: str) -> Copies | None:
-        """Return the copies from block columns to an output's chunks, in the form that ranks hold.
-
-        None for an output without block columns: ranks that have it have all of it.
-        """
+    def delivered(self, output: str) -> Copies:
+        """Return the copies from block columns to an output's chunks, in the form that ranks hold."""
         layout = self.output_layout(output)
-        chunks = self.output(output).orientation.of_chunks(self.problem.output(output).chunks)
-        return None if layout is None else redistribution(layout, chunks)
+        assert layout is not None
+        return redistribution(layout, self.output(output).orientation.of_chunks(self.problem.output(output).chunks))
 
     def owned(self, output: str, rank: int) -> list[int]:
         """Return the numbers of an output's chunks that a rank puts together."""
@@ -548,14 +546,18 @@ def _held(plan: FactorPlacement) -> NDArray[np.float64]:
 
 def _costed(plan: FactorPlacement, held: NDArray[np.float64]) -> FactorPlacement:
     """Return a plan with the owners of chunks, its estimate and its memory; `held` is that of `_held`."""
-    problem, count = plan.problem, plan.count
+    problem, task, count = plan.problem, plan.task, plan.count
     plan = dataclasses.replace(plan, owners=_owners(plan))
     size = problem.compute_type.itemsize
     elements = sum(math.prod(matrix.shape) for matrix in problem.matrices)
     home = held[range(count), list(plan.ranks)].sum() if held.any() else elements / len(plan.participants)
-    streamed = (count - 1) * elements / 2 * (len(plan.sweeps) - plan.carried)
-    results = sum(math.prod(output.shape) for output in problem.outputs)
-    moved = (elements - home + streamed + results * (1 - 1 / count)) * size
+    # What each rank gets from each other one: panels, which are columns from the diagonal on; to reduce a matrix to a
+    # tridiagonal one, a reflector and a product for each column, and once more for all columns of a panel.
+    (rows, cols), order = plan.columns.matrices[0].shape, plan.columns.order
+    streamed = order * (rows - order / 2) * (len(plan.sweeps) - plan.carried) + 2 * rows * cols * plan.shared
+    # Results come out of block columns; eigenvectors of the tridiagonal matrix go there from block rows.
+    results = sum(math.prod(output.shape) for output in problem.outputs) + rows * cols * (plan.shared and task.vectors)
+    moved = (elements - home + (count - 1) * streamed + results * (1 - 1 / count)) * size
     return estimated(plan, _memory(plan), _work(plan, moved))
 
 

@@ -38,6 +38,8 @@ from dask_distmm.programs.steps import (
 Lists = Sequence[Sequence[Step]]
 # The first turn of a loop has what was there before, the third one sees what the second one has freed.
 _TURNS = 3
+# Steps that wait for messages.
+_AWAITING = Pull, Deliver
 
 
 class ProgramError(AssertionError):
@@ -55,7 +57,7 @@ def walk(lists: Lists, flags: Mapping[str, bool], turns: int = 1) -> Iterator[tu
         for rank, steps in enumerate(todo):
             while at[rank] < len(steps):
                 step = steps[at[rank]]
-                if not published.issuperset(_awaited(step, len(todo))):
+                if isinstance(step, _AWAITING) and not published.issuperset(_awaited(step, len(todo))):
                     break
                 if isinstance(step, Publish):
                     published.add((rank, step.key))
@@ -74,11 +76,11 @@ def walk(lists: Lists, flags: Mapping[str, bool], turns: int = 1) -> Iterator[tu
             raise ProgramError(f"no rank can go on: {stuck}")
 
 
-def _awaited(step: FlatStep, ranks: int) -> list[tuple[int, Key]]:
+def _awaited(step: Pull | Deliver, ranks: int) -> list[tuple[int, Key]]:
     """Return the messages that a step waits for, each with the rank that publishes it."""
-    if isinstance(step, Deliver):
-        return [(rank, key) for rank in range(ranks) for key in step.keys]
-    return [(step.owner, step.key)] if isinstance(step, Pull) else []
+    if isinstance(step, Pull):
+        return [(step.owner, step.key)]
+    return [(rank, key) for rank in range(ranks) for key in step.keys]
 
 
 def peak_bytes(steps: Sequence[Step]) -> int:
@@ -117,8 +119,6 @@ def _holding(steps: Sequence[Step], held: _Held) -> _Held:
                 held.live += sum(place.nbytes for place in places if isinstance(place, Buffer))
             case Take(buffer):
                 held.operands.add(buffer.name)
-            case Deliver() | Store(View()):
-                held.live += (step.buffer if isinstance(step, Store) else step).nbytes
             case Call(makes=buffers) | Pull(buffers=buffers, taken=True):
                 held.live += sum(buffer.nbytes for buffer in buffers)
             case Publish(_, buffers, copied=True):
@@ -133,6 +133,8 @@ def _holding(steps: Sequence[Step], held: _Held) -> _Held:
                 held.kept[held.count] = buffer.nbytes
             case Drop(buffer) if buffer.name not in held.operands:
                 held.live -= buffer.nbytes
+            case Deliver() | Store(View()):
+                held.live += (step.buffer if isinstance(step, Store) else step).nbytes
             case If(_, then, otherwise):
                 held = _more([_holding(branch, held.copy()) for branch in (then, otherwise)])
             case Loop(_, body, most):
@@ -255,15 +257,15 @@ def cost(lists: Lists, rates: Rates, flags: Mapping[str, bool] | None = None, sp
                     )
             case Publish(key):
                 published[rank, key] = now[rank]
-            case Pull() | Deliver(keys=(_, *_)):
+            case Pull() | Deliver() if sources := [x for x in _awaited(step, len(lists)) if x[0] != rank]:
                 # Block columns are distributed evenly.
                 size = step.nbytes * (len(lists) - 1) // len(lists) if isinstance(step, Deliver) else step.nbytes
-                there = max(published[message] for message in _awaited(step, len(lists)))
-                ready = max(now[rank], there) + times * (rates.latency + size / rates.bandwidth)
+                there = max(now[rank], *(published[message] for message in sources))
+                ready = there + times * (rates.latency + size / rates.bandwidth)
                 spans.append((rank, "wait", now[rank], ready))
                 waited[rank] += ready - now[rank]
                 now[rank] = ready
-                moved, messages = moved + times * size, messages + times
+                moved, messages = moved + times * size, messages + times * len(sources)
     chunks = {step.buffer.name for step in lists[0] if isinstance(step, Take) and step.operand == "a"}
     passes = sum(line.reads for line in lines.values()) / max(1, len(chunks))
     return Cost(max(now), max(waited), flops, messages, moved, passes, tuple(lines.values()))

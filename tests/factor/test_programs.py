@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -10,17 +12,17 @@ import pytest
 from factoring import factor_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from proof import check
+from proof import check, moved_bytes
 
 from dask_distmm.engines.programs.job import inside
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.layout import Copy
-from dask_distmm.planning.factor import _memory, block_width
+from dask_distmm.planning.factor import _costed, _held, _memory, block_width
 from dask_distmm.programs import factor
 from dask_distmm.programs.check import ProgramError, Rates, cost, peak_bytes
 from dask_distmm.programs.factor import Columns, Matrix
 from dask_distmm.programs.factorizations import Factorization
-from dask_distmm.programs.steps import Call, Drop, Key, Publish, Pull, roles_of
+from dask_distmm.programs.steps import Call, Deliver, Drop, Key, Load, Publish, Pull, Store, roles_of
 
 WAYS = [
     {"kind": "cholesky"},
@@ -49,6 +51,10 @@ def travelled(plan):
     """Check the programs of all ranks; return how many parts of panels travel."""
     lists = [plan.steps(rank) for rank in range(plan.count)]
     check(lists)
+    copies = [(step.output, step.number) for steps in lists for step in steps if isinstance(step, Store)]
+    chunks = [chunk for steps in lists for step in steps if isinstance(step, Deliver) for chunk in step.chunks]
+    stored = collections.Counter([*copies, *((chunk.role, chunk.number) for chunk in chunks)])
+    assert stored == {(x.name, number): 1 for x in plan.problem.outputs for number in range(x.count)}
     pulls = 0
     for steps in lists:
         here = None
@@ -96,6 +102,18 @@ def test_programs_of_shared_eigenvalues(n, ranks, width, vectors, first, count):
     assert len(plan.panels) == -(-(n - 1) // width)
     assert plan.sweeps == (("reflect",) if vectors and n > 1 else ())
     assert plan.output("w").matrix is None
+
+
+def test_ranks_that_share_eigenvalues_in_another_order_are_found():
+    plan = factor_plan(Factorization("eigh", (40, 40), "float64"), 2, 8, shared=True)
+    lists = [list(plan.steps(rank)) for rank in range(2)]
+    calls = {step.kernel: at for at, step in enumerate(lists[1]) if isinstance(step, Call)}
+    first, second = calls["tridiagonalize"], calls["diagonalize"]
+    swapped, missing = list(lists[1]), [*lists[1][:first], *lists[1][first + 1 :]]
+    swapped[first], swapped[second] = lists[1][second], lists[1][first]
+    for steps in (swapped, missing):
+        with pytest.raises(ProgramError, match="ranks meet in different steps"):
+            check([lists[0], steps])
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -149,6 +167,20 @@ def test_memory_is_as_projected(way, m, n, nrhs, ranks, width):
         assert held - 64 * (m + n) <= projected[index] <= held + panels
 
 
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@given(st.integers(150, 300), st.integers(100, 150), st.integers(20, 60), st.integers(1, 5), st.integers(4, 12))
+@settings(max_examples=10, deadline=None)
+def test_moved_bytes_are_as_estimated(way, m, n, nrhs, ranks, width):
+    plan = factor_plan(problem(way, m, n, nrhs), ranks, width)
+    plan = _costed(plan, _held(plan))
+    lists = [plan.steps(rank) for rank in range(ranks)]
+    moved = sum(itertools.starmap(functools.partial(moved_bytes, plan), enumerate(lists)))
+    assert moved == pytest.approx(plan.bytes_moved, rel=0.15)
+    loads = [[step for step in steps if isinstance(step, Load)] for steps in lists]
+    loaded = sum(itertools.starmap(functools.partial(moved_bytes, plan), enumerate(loads)))
+    assert moved - loaded == pytest.approx(cost(lists, Rates(1.0, 1.0, 1.0, 0.0)).bytes_moved, rel=0.15)
+
+
 PLAN = factor_plan(Factorization("lu", (40, 40), "float64"), 2, 8)
 
 
@@ -166,7 +198,12 @@ def is_call(kernel):
     return lambda step: isinstance(step, Call) and step.kernel == kernel
 
 
+def delivers(steps, **changes):
+    return [dataclasses.replace(x, **changes) if isinstance(x, Deliver) else x for x in steps]
+
+
 ARRAY = PLAN.steps(0)[0].buffer
+RESULTS = PLAN.steps(0)[-1].keys
 
 
 @pytest.mark.parametrize(
@@ -185,6 +222,12 @@ ARRAY = PLAN.steps(0)[0].buffer
             "no rank can go on",
         ),
         (0, lambda steps: [dataclasses.replace(x, lane="") if is_call("swap_rows")(x) else x for x in steps], "lane"),
+        # Columns of a result that a rank does not publish, and ranks that deliver other ones, or not at all.
+        (1, lambda steps: [x for x in steps if getattr(x, "key", None) != RESULTS[0]], "no rank can go on"),
+        (1, lambda steps: delivers(steps, keys=RESULTS[::-1]), "ranks meet in different steps"),
+        (0, lambda steps: without(steps, Deliver), "no rank can go on"),
+        (0, lambda steps: delivers(steps, chunks=steps[-1].chunks * 2), "delivered twice"),
+        (0, lambda steps: [*steps, Call("clear", (ARRAY,), {})], "is not there"),
     ],
 )
 def test_the_check_finds_wrong_programs(rank, change, message):

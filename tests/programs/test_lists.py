@@ -305,8 +305,8 @@ def test_mutations_are_found(case):
         except (ProgramError, KeyError):
             found += 1
         else:
-            # What nobody pulls, or is freed at the end anyway; the next message of one kind in place of another; a chunk
-            # of a result that is a copy.
+            # What nobody pulls, or is freed at the end anyway; the next message of one kind in place of another; a
+            # chunk of a result that is a copy.
             stays = isinstance(step, Store) and isinstance(step.buffer, View)
             assert isinstance(step, Publish | Pull) or stays, step
             tried -= stays

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +14,6 @@ from dask_distmm.engines.base import log, settle, wait_checked
 from dask_distmm.errors import ProtocolError
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.programs.steps import Buffer, Key, Pull
-
-T = TypeVar("T")
 
 
 class Transport:
@@ -162,10 +160,27 @@ class Transport:
         raise NotImplementedError
 
     def carry(self, job: Any, transfer: Any) -> Iterator[None]:
-        """Carry parts of a matrix from their holders to their places; yield after those that are here."""
-        yield from job.carry(transfer)
+        """Copy the parts that this rank takes from their holders to their places; yield after those that are here."""
+        kind, me, parts = transfer.kind, job.me, job.parts(transfer)
+        # Not all ranks begin with the same one.
+        holders = sorted({me, *parts}, key=lambda holder: (holder - me) % len(job.plan.participants))
+        requests = {
+            holder: job.fetch(kind, holder, parts[holder])
+            for holder in holders[1:]
+            if not self.reads(kind, holder, parts[holder][0].box)
+        }
+        for holder in holders:
+            some = parts.get(holder, [])
+            if holder in requests:
+                arrays = wait_checked(requests[holder], self._check)
+            else:
+                arrays = job.read(kind, holder, [part.box for part in some])
+                self.pulled_bytes += sum(part.place.nbytes for part in some if holder != me)
+            job.memory.put(job, some, arrays)
+            if holder == me:
+                yield
 
-    def together(self, work: Callable[[], T]) -> T:
+    def together(self, work: Callable[[], Any]) -> Any:
         """Do what may fail on this rank; if others could not go on without it, all fail."""
         return work()
 

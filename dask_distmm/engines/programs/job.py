@@ -799,32 +799,11 @@ class ProgramJob(Job[Any]):
             parts[int(transfer.holders[copy.src])].append(part)
         return parts
 
-    def carry(self, transfer: Transfer) -> Iterator[None]:
-        """Fetch parts and copy them to their destinations; yield after the local ones."""
-        kind, parts = transfer.kind, self.parts(transfer)
-        # Not all ranks begin with the same one.
-        holders = sorted({self.me, *parts}, key=lambda holder: (holder - self.me) % len(self.plan.participants))
-        requests = {
-            holder: self.fetch(kind, holder, parts[holder])
-            for holder in holders[1:]
-            if not self.exchange.reads(kind, holder, parts[holder][0].box)
-        }
-        for holder in holders:
-            some = parts.get(holder, [])
-            if holder in requests:
-                arrays = wait_checked(requests[holder], self.ended.check)
-            else:
-                arrays = self._read(kind, holder, [part.box for part in some])
-                self.pulled_bytes += sum(part.place.nbytes for part in some if holder != self.me)
-            self.memory.put(self, some, arrays)
-            if holder == self.me:
-                yield
-
     def fetch(self, kind: str, holder: int, parts: Sequence[Part]) -> Future[Sequence[Any]]:
         """Request parts from a participant."""
         return self.comm.fetch(holder, kind, np.array([part.box for part in parts], np.int64))
 
-    def _read(self, kind: str, holder: int, boxes: Sequence[Sequence[int]]) -> Iterator[Any]:
+    def read(self, kind: str, holder: int, boxes: Sequence[Sequence[int]]) -> Iterator[Any]:
         """Yield views of boxes in memory that this process can read."""
         views = dict[tuple[int, int], Any]()
         for matrix, number, r0, r1, c0, c1 in boxes:
@@ -908,7 +887,7 @@ class ProgramJob(Job[Any]):
         box = problem.operands.index(name), index, 0, rows, 0, cols
         reads = holder == self.me or self.exchange.reads("input", holder, box)
         if reads:
-            (array,) = self._read("input", holder, [box])
+            (array,) = self.read("input", holder, [box])
         else:
             whole = Part(box, None, 0, 0, "full", False, False)
             (array,) = wait_checked(self.fetch("input", holder, [whole]), self.ended.check)
@@ -973,7 +952,7 @@ class ProgramJob(Job[Any]):
         # Sparse chunks are asked for whole, one at a time.
         sparse = sparse_package(first)
         return self.memory.sent(
-            [first.data, first.indices, first.indptr] if sparse else list(self._read(kind, self.me, boxes.tolist()))
+            [first.data, first.indices, first.indptr] if sparse else list(self.read(kind, self.me, boxes.tolist()))
         )
 
     def forget(self, operands: Sequence[str]) -> None:
