@@ -132,7 +132,9 @@ def test_contracts_and_kernels_and_builders_know_each_other():
         used |= {step.kernel for step in on_gpu}
     # All ranks meet in two of these; a tile of A is conjugated in place.
     halves = ((8, 8), (8, 8))
-    problem = make_problem(halves, halves, "complex128", conjugated=(True, True), method="allgather", array="cupy")
+    problem = make_problem(
+        halves, halves, "complex128", conjugated=(True, True), method="allgather", grid=(1, 2, 1), array="cupy"
+    )
     where = {name: np.arange(4, dtype=np.int32) % 2 for name in "ab"}
     tiled = plan(problem, [Worker(f"w{i}") for i in range(2)], where, engine="cublasmp").steps(0)
     used |= {step.kernel for step in tiled if isinstance(step, Call)}
