@@ -55,6 +55,7 @@ from dask_distmm.arrays.linalg.factors import (
     svdvals,
 )
 from dask_distmm.arrays.linalg.leading import corrcoef, cov, pca, svd_compressed
+from dask_distmm.arrays.linalg.public import relate
 from dask_distmm.arrays.linalg.solutions import (
     cho_factor,
     cho_solve,
@@ -82,6 +83,31 @@ __all__ = [
     "solveh_banded", "sqrtm", "svd", "svd_compressed", "svdvals", "symm", "trace", "trmm", "vecdot", "vecmat",
     "vector_norm",
 ]  # fmt: skip
+# Functions that belong together.
+relate(
+    globals(),
+    "gram symm trmm multi_dot matrix_power",
+    "multi_dot matvec vecmat vecdot",
+    "cholesky cho_factor cho_solve solve",
+    "cholesky ldlt lu",
+    "lu lu_factor lu_solve solve",
+    "solve solve_triangular inv lstsq cg minres gmres",
+    "solve solve_banded solveh_banded solve_toeplitz",
+    "cg minres gmres lsqr lsmr",
+    "det slogdet lu_factor cho_factor",
+    "qr lstsq polar svd",
+    "lstsq ridge lsqr lsmr pinv",
+    "pinv inv",
+    "eigh eigvalsh eig eigvals eigsh lobpcg svd",
+    "eig eigvals schur",
+    "schur sqrtm logm expm",
+    "svd svdvals svd_compressed pca",
+    "pca cov corrcoef",
+    "svdvals matrix_rank cond norm",
+    "norm matrix_norm vector_norm",
+    "cross outer kron vecdot",
+    "trace diagonal matrix_transpose",
+)
 
 
 def __dir__() -> list[str]:

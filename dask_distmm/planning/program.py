@@ -27,7 +27,7 @@ from dask_distmm.planning.footprint import made_ahead
 from dask_distmm.planning.model import ENGINES, Phase, Work, speeds
 from dask_distmm.planning.placement import CLEARLY, Considered, Placement, estimated, in_range, planner
 from dask_distmm.programs.check import Cost, Rates, Span, cost, peak_bytes
-from dask_distmm.programs.composite import BUILDERS, record
+from dask_distmm.programs.composite import BUILDERS, Composite, record
 from dask_distmm.programs.recorder import Rows
 from dask_distmm.programs.steps import PART, Step, messages_to_all
 from dask_distmm.tracing.form import program_of
@@ -36,7 +36,7 @@ from dask_distmm.tracing.place import Row, described, placements_of
 
 T = TypeVar("T")
 # Builders of programs by name.
-_BUILDERS: Mapping[str, Callable[..., None]] = {**BUILDERS, "traced": traced}
+_BUILDERS: Mapping[str, Composite] = {**BUILDERS, "traced": Composite(traced)}
 # The end of a range of rows whose number is not known.
 _ALL = 2**62
 # Seconds from which another assignment of rows is planned, too: where ranks wait this long for messages, as in each
@@ -106,8 +106,13 @@ class ProgramProblem(Computation):
     def steps(self, owners: tuple[int, ...], ranks: int, rank: int) -> tuple[Step, ...]:
         """Return the steps of a rank, if `owners` have the chunks of rows."""
         arguments = self._arguments(owners, ranks)
-        make = functools.partial(record, _BUILDERS[self.builder], *arguments[1:], me=rank)
+        make = functools.partial(record, _BUILDERS[self.builder].record, *arguments[1:], me=rank)
         return remembered(arguments, rank, make) if len(owners) <= _MANY_CHUNKS else make()
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether users may have elements not checked."""
+        return _BUILDERS[self.builder].may_skip
 
     @property
     def title(self) -> str:

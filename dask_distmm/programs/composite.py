@@ -21,10 +21,68 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask_distmm.programs.recorder import Operands, Recorder, Rows, Tall, Wanted
-from dask_distmm.programs.steps import COUNT, Buffer, Step
+from dask_distmm.programs.steps import CONTRACTS, COUNT, Buffer, Contract, Step, decomposition
+
+CONTRACTS |= {
+    # Chunks of rows.
+    # C += A^H A, the lower triangle; C += A^H B; D = A X; Y = A X with C += A^H Y and G += Y^H Y; R = B - A X;
+    # s += the squared norms of columns.
+    "gram": Contract("ru", lambda a, g: a[0] * a[1] ** 2),
+    "adjoint_times": Contract("rru", lambda a, b, c: 2 * a[0] * a[1] * b[1]),
+    "times": Contract("rrw", lambda a, x, d: 2 * a[0] * a[1] * x[1]),
+    "back_and_forth": Contract("rrwuu", lambda a, x, *_: 4 * a[0] * a[1] * x[1] + a[0] * x[1] ** 2),
+    "residual": Contract("rrrw", lambda a, x, b, r: 2 * a[0] * a[1] * x[1]),
+    "square_norms": Contract("ru", lambda r, s: 2 * r[0] * r[1]),
+    # G += B^H B with B = A R^-1, which is not kept, or is Q; Q = Q R^-1, Q = Q W, X = W Q^H.
+    "gram_of_quotient": Contract("rru", lambda r, a, g: 2 * a[0] * a[1] ** 2),
+    "quotient_and_gram": Contract("rrwu", lambda r, a, q, g: 2 * a[0] * a[1] ** 2),
+    "divide": Contract("ru", lambda r, q: q[0] * q[1] ** 2),
+    "multiply": Contract("ru", lambda w, q: 2 * q[0] * q[1] ** 2),
+    "times_adjoint": Contract("rrw", lambda w, q, x: 2 * q[0] * q[1] * w[0]),
+    # R of [R; A]; Q and R of A, padded with zeros to n rows, and how many it has; [A B]; A and B of the last rows of
+    # [A B]; A - the mean of its columns.
+    "reflect": Contract("ru", lambda a, r: 2 * (a[0] + r[0]) * r[0] ** 2),
+    "factor": Contract("rwww", lambda a, *_: 4 * a[0] * a[1] ** 2),
+    "append": Contract("rrw"),
+    "last_rows": Contract("rww"),
+    "centre": Contract("rrw", lambda a, mean, c: a[0] * a[1]),
+    # The number of rows, the means of columns, and the Gram matrix of the centred rows, of more rows; of two parts.
+    "moments": Contract("ruuu", lambda a, *_: a[0] * a[1] ** 2),
+    "merge_moments": Contract("rrruuu", lambda c, mean, g, *_: 2 * g[0] ** 2),
+    # Raise if a matrix is not finite, by R of [A B], or by A^H B where A^H A is.
+    "check": Contract("r"),
+    "check_right": Contract("rr"),
+    "normal": Contract("w"),
+    # R of a Gram matrix; whether that is R of A already, and whether it is good enough to divide by.
+    "gram_factor": decomposition("rwww", 2),
+    # R2 of a Gram matrix of A R1^-1, R2 R1, and whether A (R2 R1)^-1 is orthonormal.
+    "second_factor": decomposition("rrwww", 2),
+    # R of stacked triangles, and how many rows it has; triangles become the blocks of the stack's Q.
+    "stack": Contract("wwu", lambda r, _, *t: 2 * len(t) * r[0] ** 3),
+    "orthonormalize": decomposition("rw", 4),
+    "solve": Contract("ru", lambda r, b: r[0] ** 2 * b[1]),
+    "quotient": Contract("rrw", lambda r, b, _: r[0] ** 2 * b[0]),
+    "inverse": decomposition("rw", 1),
+    "pseudo_inverse": decomposition("rrw", 1),
+    "singular_values": decomposition("rw", 3),
+    "singular_vectors": decomposition("rwww", 20),
+    "covariance": Contract("rrw"),
+    "hermitian": Contract("rrw", lambda s, vh, _: 2.0 * vh[0] ** 3),
+    "principal": decomposition("rrwwww", 9),
+    "principal_of_r": decomposition("rrww", 20),
+    # Least squares: from R and A^H B; one step of refinement; from R of [A B]. Ridge: from A^H A and A^H B, or that R.
+    "solve_normal": Contract("rrw", lambda r, c, x: 2 * r[0] ** 2 * c[1]),
+    "refine": Contract("rrrrww", lambda r, d, *_: 2 * r[0] ** 2 * d[1]),
+    "full_rank": decomposition("rww", 3),
+    "least_squares": decomposition("rwwww", 20),
+    "ridge": decomposition("rrwww", 1),
+    "refine_ridge": decomposition("rrrw", 1),
+    "ridge_of_r": decomposition("rw", 20),
+}
+
 
 # QR of a matrix in chunks of rows: by Gram matrices where that is safe, otherwise by reflections
 
@@ -522,17 +580,26 @@ def _finish(p: Recorder, operands: Operands, wanted: Wanted, **outputs: Buffer |
             p.store(name, matrix)
 
 
-BUILDERS: Mapping[str, Callable[..., None]] = {
-    "gram": gram_matrix,
-    "qr": qr,
-    "svd": svd,
-    "polar": polar,
-    "pinv": pinv,
-    "svd_compressed": svd_compressed,
-    "pca": pca,
-    "cov": cov,
-    "lstsq": lstsq,
-    "ridge": ridge,
+class Composite(NamedTuple):
+    """A function of tall matrices."""
+
+    record: Callable[..., None]
+    # Whether it needs the means of columns, which R does not have; whether users may have elements not checked.
+    centred: bool = False
+    may_skip: bool = True
+
+
+BUILDERS: Mapping[str, Composite] = {
+    "gram": Composite(gram_matrix),
+    "qr": Composite(qr),
+    "svd": Composite(svd),
+    "polar": Composite(polar),
+    "pinv": Composite(pinv),
+    "svd_compressed": Composite(svd_compressed, may_skip=False),
+    "pca": Composite(pca, centred=True, may_skip=False),
+    "cov": Composite(cov, centred=True, may_skip=False),
+    "lstsq": Composite(lstsq),
+    "ridge": Composite(ridge),
 }
 
 

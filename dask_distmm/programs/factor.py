@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from numpy.typing import NDArray
 from dask_distmm.compat import cached_property
 from dask_distmm.layout import Layout, ProcessGrid
 from dask_distmm.programs.recorder import Recorder, Rows
-from dask_distmm.programs.steps import Buffer, Key, Lane, Load, Publish, Reserve, View
+from dask_distmm.programs.steps import CONTRACTS, Buffer, Contract, Key, Lane, Load, Publish, Reserve, View
 
 # Where block columns lie: distributed round-robin over the ranks, each rank's side by side in one array
 
@@ -409,6 +410,47 @@ class Panels(Recorder):
                     update(k, side)
             holder = owner
         self.drop(away)
+
+
+CONTRACTS |= {
+    # Factorizations in block columns, in place; what a kernel returns is named behind a colon.
+    # L : info. L U : pivots. R and reflectors V : T, with I - V T V^H.
+    "potrf": Contract("u", lambda a: a[1] ** 3 / 3),
+    # L and D of L D L^H: D; each column divided by a number.
+    "ldlt": Contract("u", lambda a: 2 * a[1] ** 3 / 3),
+    "divide_columns": Contract("ur", lambda b, d: b[0] * b[1]),
+    "getrf": Contract("u", lambda a: a[0] * a[1] * min(a) - (a[0] + a[1]) * min(a) ** 2 / 2 + min(a) ** 3 / 3),
+    "geqrt": Contract("u", lambda a: 2 * a[0] * a[1] ** 2 - 2 * a[1] ** 3 / 3),
+    # B = op(A)^-1 B, or B op(A)^-1; C = alpha op(A) op(B) + beta C; B with rows swapped; B = (I - V T V^H) B, or by ^H.
+    "trsm": Contract("ru", lambda a, b: a[0] * b[0] * b[1]),
+    "gemm": Contract("rru", lambda a, b, c: 2 * math.sqrt(math.prod(a + b + c))),
+    "laswp": Contract("ur"),
+    "larfb": Contract("rru", lambda v, t, b: 4 * v[0] * v[1] * b[1]),
+    # Block columns of the lower triangle of A - V V^H, or A - V D V^H: half of what the first one has, on average.
+    "update_lower": Contract("rur", lambda v, b, *_: v[0] * v[1] * b[1]),
+    # Raise if a matrix is not positive definite, by potrf's info; or is singular, by the diagonal of a factor.
+    "check_minor": Contract("r"),
+    "check_diagonal": Contract("r"),
+    # : a copy; : the diagonal. Zeros; an identity's columns.
+    "copied": Contract("r"),
+    "diagonal": Contract("r"),
+    # By the pivots of all panels: L's block columns with all rows swapped; rows and numbers of the whole matrix. The
+    # squared norms of columns.
+    "swap_rows": Contract("rwr"),
+    "pivots": Contract("r"),
+    "permutation": Contract("r"),
+    "concatenate": Contract("r"),
+    "determinant": Contract("r"),
+    "column_norms": Contract("rw"),
+    "clear": Contract("u"),
+    "identity": Contract("u"),
+    # Of the whole matrix: eigenvalues and the like. Of all ranks' block columns: T of the reflectors; eigenvalues, and
+    # the eigenvectors of a tridiagonal matrix; their phases.
+    "decompose": Contract("u"),
+    "tridiagonalize": Contract("u", lambda a: 4 / 3 * a[0] ** 2 * a[1], together=True),
+    "diagonalize": Contract("u", together=True),
+    "normalize_phases": Contract("u"),
+}
 
 
 # Factorizations, and what is done with their factors

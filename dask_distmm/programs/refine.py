@@ -30,7 +30,7 @@ import numpy as np
 from dask_distmm.programs.factor import Panels, apply_panels, cholesky, eliminate, lu, substitute
 from dask_distmm.programs.factorizations import NUMBERS
 from dask_distmm.programs.recorder import Recorder
-from dask_distmm.programs.steps import Buffer, Key, Load, Publish, View
+from dask_distmm.programs.steps import CONTRACTS, Buffer, Contract, Key, Load, Publish, View
 
 # Turns at most, those that are expected, and earlier corrections that are kept at most.
 MOST, EXPECTED, KEPT = 40, 3, 16
@@ -44,6 +44,33 @@ UNFINISHED, FAILED, TURNS, WAY, BACKWARD, FORWARD = range(6)
 # Of each column: whether it is done, its residual when corrections began to be kept, and turns, kept ones, and the way.
 DONE, BEGAN, SO_FAR, KEEPING, TAKEN = range(5)
 STATE = 5
+CONTRACTS |= {
+    # Of A as chunks have it: sums and maxima of rows, and the diagonal; a product.
+    "measure": Contract("w"),
+    "multiply_chunks": Contract("ru"),
+    # Numbers for rows, and the norm; A's columns by numbers; the least and the largest element of a factor's diagonal.
+    "weigh": Contract("wwr", exact=True),
+    "scale_columns": Contract("uw"),
+    # The order of rows: by pivots that are an operand; as they are. Rows in that order; a panel of L and the order as
+    # the swaps of later panels, and then of its own, make them.
+    "order_of_rows": Contract("w"),
+    "count_rows": Contract("w"),
+    "permute_rows": Contract("ru"),
+    "swap_later": Contract("uur"),
+    # Of factors that a rank has all of: a part of a panel; inverses of blocks on the diagonal; a triangle, with these.
+    "keep_panel": Contract("rw"),
+    "invert_blocks": Contract("rw", lambda a, v: a[0] * v[0] ** 2),
+    "solve_whole": Contract("rru", lambda a, v, b: a[0] * b[0] * b[1]),
+    "diagonal_range": Contract("wr"),
+    # A residual in the type of the factors; a correction in that of A; the next residual, or the end.
+    "weighted": Contract("rrw"),
+    "scale_residual": Contract("rrww"),
+    "correct": Contract("rrrwu"),
+    "refine_step": Contract("rrrruuuuuuuu"),
+    "judge_factors": Contract("wwwr", exact=True),
+    "judge": Contract("wwwr", exact=True),
+    "take_other_way": Contract("u", exact=True),
+}
 
 
 def kept_columns(n: int, columns: int) -> int:

@@ -386,6 +386,10 @@ def messages_to_all(steps: Sequence[Step], ranks: int) -> dict[Key, int]:
 Flops = Callable[..., float]
 
 
+def _none(*shapes: tuple[int, int]) -> float:
+    return 0.0
+
+
 @dataclasses.dataclass(slots=True, unsafe_hash=True)
 class Contract:
     """The promise of one kernel."""
@@ -393,7 +397,7 @@ class Contract:
     # r (read), u (updated) or w (written) for each argument; the last one is that of all that follow.
     roles: str
     # Takes the shapes of the arguments. Real operations; four times as many for complex types.
-    flops: Flops
+    flops: Flops = _none
     # Whether it decomposes a small matrix: many short steps, one after the other.
     decomposes: bool = False
     # Whether it makes the same bits of the same values everywhere: sums, products, quotients and square roots of single
@@ -405,162 +409,44 @@ class Contract:
     together: bool = False
 
 
-def _none(*shapes: tuple[int, int]) -> float:
-    return 0.0
-
-
-def _decomposition(roles: str, factor: float) -> Contract:
+def decomposition(roles: str, factor: float) -> Contract:
+    """Return the promise of a kernel that decomposes its first argument."""
     return Contract(roles, lambda r, *_: factor * r[0] * r[1] * min(r), decomposes=True)
 
 
+# Those of kernels that no builder has for itself; modules of builders add theirs.
 CONTRACTS: dict[str, Contract] = {
-    # Chunks of rows.
-    # C += A^H A, the lower triangle; C += A^H B; D = A X; Y = A X with C += A^H Y and G += Y^H Y; R = B - A X;
-    # s += the squared norms of columns.
-    "gram": Contract("ru", lambda a, g: a[0] * a[1] ** 2),
-    "adjoint_times": Contract("rru", lambda a, b, c: 2 * a[0] * a[1] * b[1]),
-    "times": Contract("rrw", lambda a, x, d: 2 * a[0] * a[1] * x[1]),
-    "back_and_forth": Contract("rrwuu", lambda a, x, *_: 4 * a[0] * a[1] * x[1] + a[0] * x[1] ** 2),
-    "residual": Contract("rrrw", lambda a, x, b, r: 2 * a[0] * a[1] * x[1]),
-    "square_norms": Contract("ru", lambda r, s: 2 * r[0] * r[1]),
-    # G += B^H B with B = A R^-1, which is not kept, or is Q; Q = Q R^-1, Q = Q W, X = W Q^H.
-    "gram_of_quotient": Contract("rru", lambda r, a, g: 2 * a[0] * a[1] ** 2),
-    "quotient_and_gram": Contract("rrwu", lambda r, a, q, g: 2 * a[0] * a[1] ** 2),
-    "divide": Contract("ru", lambda r, q: q[0] * q[1] ** 2),
-    "multiply": Contract("ru", lambda w, q: 2 * q[0] * q[1] ** 2),
-    "times_adjoint": Contract("rrw", lambda w, q, x: 2 * q[0] * q[1] * w[0]),
-    # R of [R; A]; Q and R of A, padded with zeros to n rows, and how many it has; [A B]; A and B of the last rows of
-    # [A B]; A - the mean of its columns.
-    "reflect": Contract("ru", lambda a, r: 2 * (a[0] + r[0]) * r[0] ** 2),
-    "factor": Contract("rwww", lambda a, *_: 4 * a[0] * a[1] ** 2),
-    "append": Contract("rrw", _none),
-    "last_rows": Contract("rww", _none),
-    "centre": Contract("rrw", lambda a, mean, c: a[0] * a[1]),
-    # The number of rows, the means of columns, and the Gram matrix of the centred rows, of more rows; of two parts.
-    "moments": Contract("ruuu", lambda a, *_: a[0] * a[1] ** 2),
-    "merge_moments": Contract("rrruuu", lambda c, mean, g, *_: 2 * g[0] ** 2),
-    # Raise if a matrix is not finite, by R of [A B], or by A^H B where A^H A is.
-    "check": Contract("r", _none),
-    "check_right": Contract("rr", _none),
     # Small matrices, on one rank or on all.
-    "add": Contract("ru", _none),
+    "add": Contract("ru"),
     # Products. C += A B; C = A B; the lower triangle of C += A A^H; the upper triangle as the lower one.
     "add_product": Contract("rru", lambda *s: 2 * math.sqrt(math.prod(s[-3] + s[-2] + s[-1]))),
     "product": Contract("rrw", lambda *s: 2 * math.sqrt(math.prod(s[-3] + s[-2] + s[-1]))),
     "add_symmetric": Contract("rru", lambda a, b, c: math.sqrt(math.prod(a + b + c))),
-    "mirror": Contract("u", _none),
+    "mirror": Contract("u"),
     # Parts of A or B, side by side in a panel; parts of sums, and of chunks of D, or their adjoints; what the formula
     # reads, and sums, become D, here or where they are, and auxiliary outputs.
-    "join": Contract("w", _none),
-    "store": Contract("w", _none),
-    "finish": Contract("uw", _none),
-    "copy": Contract("rw", _none, exact=True),
-    "conjugate": Contract("u", _none),
+    "join": Contract("w"),
+    "store": Contract("w"),
+    "finish": Contract("uw"),
+    "copy": Contract("rw", exact=True),
+    "conjugate": Contract("u"),
     # Matrices of all ranks become others in other layouts; D's tiles = A's tiles B's tiles.
-    "redistribute": Contract("w", _none, together=True),
-    "multiply_tiles": Contract("rrw", _none, together=True),
-    "adjoint": Contract("rw", _none),
-    "normal": Contract("w", _none),
-    # R of a Gram matrix; whether that is R of A already, and whether it is good enough to divide by.
-    "gram_factor": _decomposition("rwww", 2),
-    # R2 of a Gram matrix of A R1^-1, R2 R1, and whether A (R2 R1)^-1 is orthonormal.
-    "second_factor": _decomposition("rrwww", 2),
-    # R of stacked triangles, and how many rows it has; triangles become the blocks of the stack's Q.
-    "stack": Contract("wwu", lambda r, _, *t: 2 * len(t) * r[0] ** 3),
-    "orthonormalize": _decomposition("rw", 4),
-    "solve": Contract("ru", lambda r, b: r[0] ** 2 * b[1]),
-    "quotient": Contract("rrw", lambda r, b, _: r[0] ** 2 * b[0]),
-    "inverse": _decomposition("rw", 1),
-    "pseudo_inverse": _decomposition("rrw", 1),
-    "singular_values": _decomposition("rw", 3),
-    "singular_vectors": _decomposition("rwww", 20),
-    "covariance": Contract("rrw", _none),
-    "hermitian": Contract("rrw", lambda s, vh, _: 2.0 * vh[0] ** 3),
-    "principal": _decomposition("rrwwww", 9),
-    "principal_of_r": _decomposition("rrww", 20),
-    # Least squares: from R and A^H B; one step of refinement; from R of [A B]. Ridge: from A^H A and A^H B, or that R.
-    "solve_normal": Contract("rrw", lambda r, c, x: 2 * r[0] ** 2 * c[1]),
-    "refine": Contract("rrrrww", lambda r, d, *_: 2 * r[0] ** 2 * d[1]),
-    "full_rank": _decomposition("rww", 3),
-    "least_squares": _decomposition("rwwww", 20),
-    "ridge": _decomposition("rrwww", 1),
-    "refine_ridge": _decomposition("rrrw", 1),
-    "ridge_of_r": _decomposition("rw", 20),
+    "redistribute": Contract("w", together=True),
+    "multiply_tiles": Contract("rrw", together=True),
+    "adjoint": Contract("rw"),
     # Traced functions: statements, whose roles and flops are options; exact ones; a constant; one value everywhere;
     # several copies; results of ranks are combined; rows of all ranks; a flag; numbers on their way to limits; the next
     # turn.
-    "evaluate": Contract("r", _none),
-    "evaluate_exactly": Contract("r", _none, exact=True),
-    "constant": Contract("w", _none, exact=True),
-    "set_all": Contract("w", _none, exact=True),
-    "merge": Contract("r", _none, exact=True),
-    "copy_all": Contract("r", _none, exact=True),
-    "assemble": Contract("wr", _none, exact=True),
-    "decide": Contract("rw", _none, exact=True),
-    "follow": Contract("r", _none),
-    "increment": Contract("u", _none, exact=True),
-    # Factorizations in block columns, in place; what a kernel returns is named behind a colon.
-    # L : info. L U : pivots. R and reflectors V : T, with I - V T V^H.
-    "potrf": Contract("u", lambda a: a[1] ** 3 / 3),
-    # L and D of L D L^H: D; each column divided by a number.
-    "ldlt": Contract("u", lambda a: 2 * a[1] ** 3 / 3),
-    "divide_columns": Contract("ur", lambda b, d: b[0] * b[1]),
-    "getrf": Contract("u", lambda a: a[0] * a[1] * min(a) - (a[0] + a[1]) * min(a) ** 2 / 2 + min(a) ** 3 / 3),
-    "geqrt": Contract("u", lambda a: 2 * a[0] * a[1] ** 2 - 2 * a[1] ** 3 / 3),
-    # B = op(A)^-1 B, or B op(A)^-1; C = alpha op(A) op(B) + beta C; B with rows swapped; B = (I - V T V^H) B, or by ^H.
-    "trsm": Contract("ru", lambda a, b: a[0] * b[0] * b[1]),
-    "gemm": Contract("rru", lambda a, b, c: 2 * math.sqrt(math.prod(a + b + c))),
-    "laswp": Contract("ur", _none),
-    "larfb": Contract("rru", lambda v, t, b: 4 * v[0] * v[1] * b[1]),
-    # Block columns of the lower triangle of A - V V^H, or A - V D V^H: half of what the first one has, on average.
-    "update_lower": Contract("rur", lambda v, b, *_: v[0] * v[1] * b[1]),
-    # Raise if a matrix is not positive definite, by potrf's info; or is singular, by the diagonal of a factor.
-    "check_minor": Contract("r", _none),
-    "check_diagonal": Contract("r", _none),
-    # : a copy; : the diagonal. Zeros; an identity's columns.
-    "copied": Contract("r", _none),
-    "diagonal": Contract("r", _none),
-    # By the pivots of all panels: L's block columns with all rows swapped; rows and numbers of the whole matrix. The
-    # squared norms of columns.
-    "swap_rows": Contract("rwr", _none),
-    "pivots": Contract("r", _none),
-    "permutation": Contract("r", _none),
-    "concatenate": Contract("r", _none),
-    "determinant": Contract("r", _none),
-    "column_norms": Contract("rw", _none),
-    "clear": Contract("u", _none),
-    "identity": Contract("u", _none),
-    # Refinement (`programs.refine`). Of A as chunks have it: sums and maxima of rows, and the diagonal; a product.
-    "measure": Contract("w", _none),
-    "multiply_chunks": Contract("ru", _none),
-    # Numbers for rows, and the norm; A's columns by numbers; the least and the largest element of a factor's diagonal.
-    "weigh": Contract("wwr", _none, exact=True),
-    "scale_columns": Contract("uw", _none),
-    # The order of rows: by pivots that are an operand; as they are. Rows in that order; a panel of L and the order as
-    # the swaps of later panels, and then of its own, make them.
-    "order_of_rows": Contract("w", _none),
-    "count_rows": Contract("w", _none),
-    "permute_rows": Contract("ru", _none),
-    "swap_later": Contract("uur", _none),
-    # Of factors that a rank has all of: a part of a panel; inverses of blocks on the diagonal; a triangle, with these.
-    "keep_panel": Contract("rw", _none),
-    "invert_blocks": Contract("rw", lambda a, v: a[0] * v[0] ** 2),
-    "solve_whole": Contract("rru", lambda a, v, b: a[0] * b[0] * b[1]),
-    "diagonal_range": Contract("wr", _none),
-    # A residual in the type of the factors; a correction in that of A; the next residual, or the end.
-    "weighted": Contract("rrw", _none),
-    "scale_residual": Contract("rrww", _none),
-    "correct": Contract("rrrwu", _none),
-    "refine_step": Contract("rrrruuuuuuuu", _none),
-    "judge_factors": Contract("wwwr", _none, exact=True),
-    "judge": Contract("wwwr", _none, exact=True),
-    "take_other_way": Contract("u", _none, exact=True),
-    # Of the whole matrix: eigenvalues and the like. Of all ranks' block columns: T of the reflectors; eigenvalues, and
-    # the eigenvectors of a tridiagonal matrix; their phases.
-    "decompose": Contract("u", _none),
-    "tridiagonalize": Contract("u", lambda a: 4 / 3 * a[0] ** 2 * a[1], together=True),
-    "diagonalize": Contract("u", _none, together=True),
-    "normalize_phases": Contract("u", _none),
+    "evaluate": Contract("r"),
+    "evaluate_exactly": Contract("r", exact=True),
+    "constant": Contract("w", exact=True),
+    "set_all": Contract("w", exact=True),
+    "merge": Contract("r", exact=True),
+    "copy_all": Contract("r", exact=True),
+    "assemble": Contract("wr", exact=True),
+    "decide": Contract("rw", exact=True),
+    "follow": Contract("r"),
+    "increment": Contract("u", exact=True),
 }
 
 

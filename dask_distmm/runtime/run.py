@@ -31,7 +31,6 @@ from dask_distmm.comms.base import Comm
 from dask_distmm.engines.base import ChunkKey
 from dask_distmm.errors import EngineError, ProtocolError, brief
 from dask_distmm.planning import Placement
-from dask_distmm.programs.steps import CONTRACTS
 from dask_distmm.runtime.keys import barrier_key, barrier_name, wave_name, wave_of
 from dask_distmm.runtime.messages import Done, ProgressLine, Reply
 
@@ -396,7 +395,6 @@ _OUTCOMES: dict[str, Outcome] = {"done": "done", "restart": "restarted", "failed
 PHASES = (
     "gate", "gather", "redistribute", "multiply", "panel", "update", "compute", "wait", "deliver", "replicate", "other",
 )  # fmt: skip
-KERNELS = tuple(f"{kernel}()" for kernel in CONTRACTS)
 
 
 @dataclasses.dataclass(slots=True)
@@ -565,5 +563,5 @@ class Records:
 def by_phase(seconds: float, timings: Mapping[str, float]) -> dict[str, float]:
     """Return a rank's seconds by phase; the rest of the time is "other"."""
     phases = {phase: timings.get(phase, 0.0) for phase in PHASES[:-1]}
-    phases |= {kernel: timings[kernel] for kernel in KERNELS if kernel in timings}
+    phases |= {phase: timings[phase] for phase in sorted(timings) if phase.endswith("()")}
     return {**phases, "other": max(0.0, seconds - sum(phases.values()))}

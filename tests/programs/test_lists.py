@@ -77,7 +77,7 @@ def recorded(case, owners, ranks, sizes, wanted=None):
     builder, options, outputs = case
     rows, cols = Rows(tuple(sizes), tuple(owners), ranks), {"a": 8} | MORE.get(builder, {})
     return [
-        record(BUILDERS[builder], options, rows, cols, "float64", outputs if wanted is None else wanted, me=me)
+        record(BUILDERS[builder].record, options, rows, cols, "float64", outputs if wanted is None else wanted, me=me)
         for me in range(ranks)
     ]
 

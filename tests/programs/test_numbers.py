@@ -396,5 +396,5 @@ def test_the_plan_and_the_ranks_of_one_process_record_each_list_once(monkeypatch
     # What several ranks share does not depend on which rank is first.
     monkeypatch.setattr(lower, "placements_of", lower.placements_of.__wrapped__)
     for rank in (2, 0, 1):
-        again = record(program._BUILDERS[problem.builder], *problem._arguments(owners, 3)[1:], me=rank)
+        again = record(program._BUILDERS[problem.builder].record, *problem._arguments(owners, 3)[1:], me=rank)
         assert again == steps[rank]

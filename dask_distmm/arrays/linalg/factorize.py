@@ -23,7 +23,7 @@ from dask_distmm.arrays.product import multiply, run_output
 from dask_distmm.arrays.request import check_names, check_workers, is_lazy, parse, without_axes
 from dask_distmm.config import read_options, wave_budget
 from dask_distmm.engines.sources import ChunkTasks
-from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError, advice
+from dask_distmm.errors import DistMMError, PlanError, ProjectedMemoryError, advice, page
 from dask_distmm.graph import TasksLayer, build_factor_graph, tasks_of_chunks
 from dask_distmm.numeric.sparse import beside, compressed, dense, share_of, sparse_package
 from dask_distmm.planning import ENGINES
@@ -33,6 +33,7 @@ from dask_distmm.planning.many import ChainPlan
 from dask_distmm.planning.placement import Placement
 from dask_distmm.planning.planner import plan_computation, problem_from_wire
 from dask_distmm.planning.program import ProgramProblem
+from dask_distmm.programs.composite import BUILDERS
 from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.runtime.chunks import array_kind, on_device
 from dask_distmm.runtime.client import ask_regions, ask_roster, current_client, imagined_snapshot, recent_snapshot
@@ -42,8 +43,6 @@ from dask_distmm.runtime.keys import barrier_name
 _ALL, _EACH = 4, 2
 # A tall matrix that is smaller than this share of the workers' memory fits without a closer look.
 _SMALL = 1 / 8
-# Builders that need the means of columns, which R does not have.
-_CENTRED = ("pca", "cov")
 # By the characters of types; E is bfloat16.
 _TYPES = {"e": np.float32, "E": np.float32, "f": np.float32, "d": np.float64, "F": np.complex64, "D": np.complex128}
 
@@ -66,8 +65,7 @@ def operand(name: str, x: Any, *, sparse: bool = False) -> Array:
             raise PlanError(
                 f"the chunks of {name} are sparse ({type(array._meta).__name__}); expected dense ones: convert them by "
                 f"{name}.map_blocks(lambda x: x.toarray()), todense() of the package sparse; or use what takes sparse "
-                "rows: gram, cov, corrcoef, pca, svd_compressed, qr, svd, svdvals, lstsq, ridge, cg, minres, gmres, "
-                "eigsh, lobpcg, lsqr, lsmr"
+                f"rows: {page('linear-algebra')}#sparse-rows"
             )
     elif (kind := array_kind(array._meta)) not in ("numpy", "cupy"):
         raise PlanError(
@@ -279,7 +277,7 @@ def by_program(
         problem, tasks = made_of(problem, arrays)
     except ProjectedMemoryError:
         by_rows = any("m" in x for _, x, _ in specified)
-        centred = builder in _CENTRED or options.get("centred")
+        centred = BUILDERS[builder].centred or options.get("centred")
         if any(x.sparse for x in problem.matrices) or centred or len(arrays[0].chunks[0]) == 1 or by_rows:
             raise
         # R of A and B beside each other has the same R, solutions, residuals and singular values.

@@ -18,7 +18,7 @@ import reprlib
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
@@ -186,31 +186,6 @@ TURNS = (
 )
 SOLVED_IN_TURNS = *TURNS, "NaN ends the iteration; it is not an error."
 PRODUCT = "one run, as a product by `dask_distmm.matmul`, also in waves", "as for `matmul`", _CARRIED
-# Functions that belong together: each names all others of its groups under "See Also".
-RELATED = (
-    "gram symm trmm multi_dot matrix_power",
-    "multi_dot matvec vecmat vecdot",
-    "cholesky cho_factor cho_solve solve",
-    "cholesky ldlt lu",
-    "lu lu_factor lu_solve solve",
-    "solve solve_triangular inv lstsq cg minres gmres",
-    "solve solve_banded solveh_banded solve_toeplitz",
-    "cg minres gmres lsqr lsmr",
-    "det slogdet lu_factor cho_factor",
-    "qr lstsq polar svd",
-    "lstsq ridge lsqr lsmr pinv",
-    "pinv inv",
-    "eigh eigvalsh eig eigvals eigsh lobpcg svd",
-    "eig eigvals schur",
-    "schur sqrtm logm expm",
-    "svd svdvals svd_compressed pca",
-    "pca cov corrcoef",
-    "svdvals matrix_rank cond norm",
-    "norm matrix_norm vector_norm",
-    "cross outer kron vecdot",
-    "trace diagonal matrix_transpose",
-)
-
 # Names that other functions have, and what stands for them here.
 HINTS = {
     **dict.fromkeys(
@@ -222,8 +197,8 @@ HINTS = {
 _inside = contextvars.ContextVar("inside", default=False)
 
 
-def documented(name: str, doc: str, options: type | None, cost: Cost) -> str:
-    """Return a docstring with the options of runs, errors, related functions, the costs, and what happens with NaN."""
+def documented(doc: str, options: type | None, cost: Cost) -> str:
+    """Return a docstring with the options of runs, errors, the costs, and what happens with NaN."""
     every = RunOptions, SolveOptions, FactorOptions, RefinedOptions, *([options] if options else [])
     stated = {option: text for group in every for option, text in texts_of(group).items()}
     texts = {option: stated[option] for option in hints_of(options)}
@@ -235,13 +210,22 @@ def documented(name: str, doc: str, options: type | None, cost: Cost) -> str:
     raised = "\nRaises\n------\nPlanError\n    When it is called: an argument does not fit, or is not supported.\n"
     if len(cost) == 2:
         raised += f"MatrixError\n    When it is computed: an element is NaN or infinite{unless}.\n"
-    related_names = [member for group in RELATED if name in group.split() for member in group.split() if member != name]
-    related = ", ".join(dict.fromkeys(related_names))
     notes = "\n\n".join(textwrap.fill(text, 112) for text in paragraphs)
-    behind = f"{returned}{'' if 'Raises' in returned else raised}\nSee Also\n--------\n{related}\n"
+    behind = f"{returned}{'' if 'Raises' in returned else raised}"
     return "\n".join(
         [listed, *texts.values(), "", "Returns", f"{behind}\nNotes\n-----\n{notes}\n{title}{examples}", ""]
     )
+
+
+def relate(functions: Mapping[str, Any], *groups: str) -> None:
+    """Add "See Also" to docstrings: each function names all others of its groups."""
+    names: dict[str, list[str]] = {}
+    for group in map(str.split, groups):
+        for name in group:
+            names.setdefault(name, []).extend(x for x in group if x != name)
+    for name, related in names.items():
+        listed = f"\nSee Also\n--------\n{', '.join(dict.fromkeys(related))}\n\nNotes\n"
+        functions[name].__doc__ = (functions[name].__doc__ or "").replace("\nNotes\n", listed, 1)
 
 
 def hints_of(options: type | None) -> dict[str, Any]:

@@ -268,7 +268,7 @@ def public(options: type | None, cost: Cost = PANELS) -> Callable[[Callable[P, T
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         if function.__doc__:  # not under python -OO
-            function.__doc__ = documented(function.__name__, function.__doc__, options, cost)
+            function.__doc__ = documented(function.__doc__, options, cost)
         cast(Any, function).cost = cost
         allowed = typing.get_type_hints(function) | hints_of(options)
         # A program can register more engines than type checkers know.

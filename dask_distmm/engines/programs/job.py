@@ -116,8 +116,6 @@ _HERE = contextlib.nullcontext()
 _BY_STEPS = 4
 # Seconds between two looks at how far turns of a loop have come.
 _REPORTED = 0.01
-# Builders of functions that have no check_finite=.
-_UNSKIPPED = ("pca", "svd_compressed", "cov")
 
 
 class Memory:
@@ -319,7 +317,7 @@ class ProgramJob(Job[Any]):
 
         if not (self.gathers and self.plan.shared):
             problem = self.plan.problem
-            kernels = ProgramKernels(self.blas, may_skip=getattr(problem, "builder", "") not in _UNSKIPPED)
+            kernels = ProgramKernels(self.blas, may_skip=getattr(problem, "may_skip", True))
             kernels.constants = getattr(problem, "constants", ())
             if self.gathers:
                 # A circle would keep the job until Python looks for such.
