@@ -15,10 +15,10 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import numpy as np
 from dask.array.core import Array, from_array
 from dask.array.routines import atleast_2d
-from dask.base import is_dask_collection, tokenize
+from dask.base import is_dask_collection
 
 from dask_distmm.arrays.kinds import as_array, rechunked
-from dask_distmm.arrays.linalg.factorize import cut_as, made_of, native, program_arrays, rows_of, run_request
+from dask_distmm.arrays.linalg.factorize import cut_as, lazy_problem, made_of, program_arrays, rows_of
 from dask_distmm.arrays.linalg.public import RunOptions
 from dask_distmm.errors import PlanError, TracingError
 from dask_distmm.planning.computation import NamedMatrix
@@ -321,19 +321,12 @@ def _piece(
     }
     rows = tuple(-1 if np.isnan(size) else int(size) for size in a.chunks[0])
     wanted = tuple(_wanted(*output, rows, inner=inner) for output in outputs.values())
-    arrays = native(operands)
-    request = run_request(ProgramProblem.kind, dict(zip(operands, arrays, strict=True)), how or {}, wanted)
     kinds = [x.dtype for x in operands.values() if x.dtype.kind in "fc"]
     dtype = np.result_type(np.float32, *kinds) if kinds else np.dtype(np.float64)
-    token = tokenize(repr(([x.name for x in arrays], name, options, constants, request)))
-    problem = ProgramProblem(
-        name=f"{name.strip('<>_')}-{token}",
-        builder="traced",
-        options_of_builder=options,
-        dtype=dtype.name,
-        constants=tuple(constants),
-        kept=tuple(kept),
-        **request,
+    facts = {"builder": "traced", "options_of_builder": options, "dtype": dtype.name, "kept": tuple(kept)}
+    named = name, options, constants
+    problem, arrays = lazy_problem(
+        ProgramProblem, name.strip("<>_"), operands, how or {}, wanted, named, constants=tuple(constants), **facts
     )
     return _Compiled(problem, arrays, outputs, leader, returned)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from dask._task_spec import DependenciesMapping, Task
@@ -39,6 +39,7 @@ from dask_distmm.runtime.chunks import array_kind, on_device
 from dask_distmm.runtime.client import ask_regions, ask_roster, current_client, imagined_snapshot, recent_snapshot
 from dask_distmm.runtime.keys import barrier_name
 
+Q = TypeVar("Q", FactorProblem, ProgramProblem)
 # A matrix is tall if it has this many times as many rows as columns, and so has each chunk of rows, on average.
 _ALL, _EACH = 4, 2
 # A tall matrix that is smaller than this share of the workers' memory fits without a closer look.
@@ -187,7 +188,7 @@ def factorize(
     """Return outputs of a factorization, all of them of one run; `wanted` has the letters of their axes."""
     for name, x in operands.items():
         operand(name, x)
-    dtype, arrays = dtype or common_type(operands), native(operands)
+    dtype = dtype or common_type(operands)
     shapes, finite = {name: x.shape for name, x in operands.items()}, bool(how.get("check_finite", True))
     options |= _types_of_factors(dtype, list(shapes.values()), how)
     if options.get("factor_dtype") and kind in ("cholesky", "lu"):
@@ -199,9 +200,8 @@ def factorize(
     method = how.get("method") or "auto"
     if method == "rows":
         raise PlanError("method='rows' is for qr, lstsq, and svd without full_matrices: pass 'columns' or 'local'")
-    request = run_request(FactorProblem.kind, dict(zip(task.inputs, arrays, strict=True)), how, outputs)
-    token = tokenize(repr(([array.name for array in arrays], task, request, method)))
-    problem = FactorProblem(name=f"{kind}-{token}", task=task, method=method, **request)
+    facts = {"task": task, "method": method}
+    problem, arrays = lazy_problem(FactorProblem, kind, operands, how, outputs, [task], [method], **facts)
     if (advised := reduced_mode(task)) and current_client() is None:
         _check_results(problem, advised)
     return program_arrays(problem, arrays, {})
@@ -262,17 +262,14 @@ def by_program(
     dtype, lengths = dtype or common_type(operands), _axes_of(operands["a"], axes)
     named = {"": dtype.name, "real": np.empty(0, dtype).real.dtype.name}
     a = rows_of(operands["a"])
-    arrays = native({name: a if name == "a" else cut_as(a, x) for name, x in operands.items()})
     # In the run only the rows of A are in chunks.
-    inside = {**{x: sizes and (sum(sizes),) for x, sizes in lengths.items() if x != "m"}, "m": arrays[0].chunks[0]}
+    inside = {**{x: sizes and (sum(sizes),) for x, sizes in lengths.items() if x != "m"}, "m": a.chunks[0]}
     specified = [(name, *text.partition(" ")[::2]) for name, text in wanted.items()]
     outputs = tuple(_output(name, _chunks_of(x, inside), named.get(kind, kind)) for name, x, kind in specified)
-    request = run_request(ProgramProblem.kind, dict(zip(operands, arrays, strict=True)), how, outputs)
     options["finite"] = bool(how.get("check_finite", True))
-    token = tokenize(repr(([array.name for array in arrays], builder, options, dtype.name, request)))
-    problem = ProgramProblem(
-        name=f"{builder}-{token}", builder=builder, options_of_builder=options, dtype=dtype.name, **request
-    )
+    facts = {"builder": builder, "options_of_builder": options, "dtype": dtype.name}
+    cut = {name: a if name == "a" else cut_as(a, x) for name, x in operands.items()}
+    problem, arrays = lazy_problem(ProgramProblem, builder, cut, how, outputs, facts.values(), **facts)
     try:
         problem, tasks = made_of(problem, arrays)
     except ProjectedMemoryError:
@@ -291,32 +288,26 @@ def by_program(
 
 def made_of(problem: ProgramProblem, arrays: Sequence[Array]) -> tuple[ProgramProblem, dict[str, ChunkTasks]]:
     """Return a problem of which ranks make the operands that do not fit into memory, and the tasks of these."""
+    failure: ProjectedMemoryError | None = None
     tasks: dict[str, ChunkTasks] = {}
     try:
-        if tasks := _made_by_ranks(problem, arrays):
+        try:
+            if _fits(problem, arrays):
+                return problem, tasks
+        except ProjectedMemoryError as error:
+            failure = error
+        lazy = {name: x for name, x in zip(problem.operands, arrays, strict=True) if is_lazy(x)}
+        chains = {name: tasks_of_chunks(x) for name, x in lazy.items() if not sparse_package(x._meta)}
+        if tasks := {name: chain for name, chain in chains.items() if chain is not None}:
             problem = problem.made_by_ranks(tasks)
             _fits(problem, arrays)
+        elif failure is not None:
+            raise failure
     except ProjectedMemoryError:
         raise
     except DistMMError:
         pass  # It is said when the result is computed, if it is still so.
     return problem, tasks
-
-
-def _made_by_ranks(problem: ProgramProblem, arrays: Sequence[Array]) -> dict[str, ChunkTasks]:
-    """Return the tasks of those lazy operands of a program that does not fit whose chunks ranks can make."""
-    failure: ProjectedMemoryError | None = None
-    try:
-        if _fits(problem, arrays):
-            return {}
-    except ProjectedMemoryError as error:
-        failure = error
-    lazy = {name: x for name, x in zip(problem.operands, arrays, strict=True) if is_lazy(x)}
-    tasks = {name: tasks_of_chunks(x) for name, x in lazy.items() if not sparse_package(x._meta)}
-    movable = {name: chain for name, chain in tasks.items() if chain is not None}
-    if failure is not None and not movable:
-        raise failure
-    return movable
 
 
 def _fits(problem: ProgramProblem, arrays: Sequence[Array]) -> bool:
@@ -406,31 +397,36 @@ def _known(chunks: Chunks) -> Chunks:
     return rows, cols
 
 
-def native(operands: Mapping[str, Array]) -> list[Array]:
-    """Return operands whose bytes are in the order of the machine, which a type's name does not tell."""
-    return [x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for x in operands.values()]
-
-
-def run_request(
-    kind: str,
+def lazy_problem(
+    kind: type[Q],
+    title: str,
     operands: Mapping[str, Array],
     how: RunOptions | FactorOptions | ProductOptions,
     outputs: tuple[NamedMatrix, ...],
-) -> dict[str, Any]:
-    """Return the fields that all kinds of computations have."""
-    _, engine = check_names(None, how.get("engine"), kind=kind)
-    return {
+    facts: Iterable[Any],
+    last_facts: Iterable[Any] = (),
+    **fields: Any,
+) -> tuple[Q, list[Array]]:
+    """Return a computation, and its operands in the machine's order of bytes, which a type's name does not tell.
+
+    Its name follows from these, and from facts before and behind those of all kinds of computations.
+    """
+    arrays = {name: x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("=")) for name, x in operands.items()}
+    _, engine = check_names(None, how.get("engine"), kind=kind.kind)
+    request: dict[str, Any] = {
         "matrices": tuple(
             NamedMatrix(name, _known(x.chunks), x.dtype.name, without_axes(x)[1], sparse=bool(sparse_package(x._meta)))
-            for name, x in operands.items()
+            for name, x in arrays.items()
         ),
         "wanted": outputs,
         "options": read_options(),
         "engine": engine,
         "workers": check_workers(how.get("workers")),
-        "array": "cupy" if any(on_device(x._meta) for x in operands.values()) else "numpy",
+        "array": "cupy" if any(on_device(x._meta) for x in arrays.values()) else "numpy",
         "overwrite_a": bool(how.get("overwrite_a")),
     }
+    token = tokenize(repr(([x.name for x in arrays.values()], *facts, request, *last_facts)))
+    return kind(name=f"{title}-{token}", **fields, **request), list(arrays.values())
 
 
 def program_arrays(
