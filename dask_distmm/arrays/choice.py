@@ -21,7 +21,7 @@ from dask_distmm.graph import DaskTasks, can_be_made
 from dask_distmm.planning import Plan, Problem
 from dask_distmm.planning.footprint import held_bytes
 from dask_distmm.planning.model import models_of
-from dask_distmm.planning.placement import CLEARLY, Placement
+from dask_distmm.planning.placement import CLEARLY, Placement, spills
 from dask_distmm.planning.planner import fits_easily
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme, in_host, in_host_memory
 from dask_distmm.runtime.client import ask_roster, current_client, plan_on, recent_snapshot, runs_faster
@@ -297,7 +297,7 @@ def _spills(plan: Plan, budget: Budget) -> bool:
     if in_host_memory(plan.problem, plan.engine):
         held = zip(held_bytes(plan).tolist(), plan.participants, strict=True)
         return any(size > budget.of(in_host(worker)) for size, worker in held)
-    return any(plan.projected_bytes[worker.address] > budget.of(worker) for worker in plan.participants)
+    return spills(plan, budget)
 
 
 def _scheme(request: Request, client: Client, budget: Budget, problem: Problem) -> Scheme | None:

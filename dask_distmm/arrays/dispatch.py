@@ -651,7 +651,4 @@ def _product(a: Any, b: Any) -> Any:
         note_left(what, flops, why)
         return NotImplemented
 
-    result = or_dask(make, raises=raises_beyond_memory())
-    if result is not NotImplemented:
-        note_taken()
-    return result
+    return or_dask(make, raises=raises_beyond_memory())

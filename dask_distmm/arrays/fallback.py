@@ -228,12 +228,12 @@ def has_unknown_chunks(x: da.Array) -> bool:
 
 
 def or_dask(make: Callable[[], Any], *, raises: bool) -> Any:
-    """Return what `make` returns; NotImplemented where nothing runs on the cluster, and where memory is short.
+    """Return what `make` returns, and note it; NotImplemented where nothing runs on the cluster, or memory is short.
 
     The latter is an error if it `raises`. It is logged why; where an engine is missing only as a hint.
     """
     try:
-        return make()
+        result = make()
     except (EngineError, ProtocolError, ProjectedMemoryError) as error:
         if raises and isinstance(error, ProjectedMemoryError):
             raise
@@ -242,6 +242,9 @@ def or_dask(make: Callable[[], Any], *, raises: bool) -> Any:
         else:
             log.warning("left to Dask's own tasks: %s", error)
         return NotImplemented
+    if result is not NotImplemented:
+        note_taken()
+    return result
 
 
 def added_in_64_bits(dtype: np.dtype[Any]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.config import Machine
+from dask_distmm.config import Budget, Machine
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError, ProtocolError, advice
 from dask_distmm.planning.computation import Computation, Worker
 from dask_distmm.planning.model import ENGINES, Estimate, Work, estimate
@@ -255,6 +255,11 @@ def estimated(plan: P, held: NDArray[np.float64], work: Work) -> P:
 
 # A run that holds less than this share of what a worker may hold does not fill it, whatever its process holds anyway.
 _SLIGHT = 1 / 32
+
+
+def spills(plan: Placement, budget: Budget) -> bool:
+    """Whether Dask would move chunks to disk while a plan runs."""
+    return any(plan.projected_bytes[worker.address] > budget.of(worker) for worker in plan.participants)
 
 
 def over_limit(plan: Placement, share: float = 1.0) -> dict[str, int]:

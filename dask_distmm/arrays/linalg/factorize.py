@@ -30,7 +30,7 @@ from dask_distmm.planning import ENGINES
 from dask_distmm.planning.computation import Chunks, Computation, NamedMatrix, Worker
 from dask_distmm.planning.factor import FactorProblem, reduced_mode
 from dask_distmm.planning.many import ChainPlan
-from dask_distmm.planning.placement import Placement
+from dask_distmm.planning.placement import Placement, spills
 from dask_distmm.planning.planner import plan_computation, problem_from_wire
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.programs.composite import BUILDERS
@@ -327,9 +327,7 @@ def _fits(problem: ProgramProblem, arrays: Sequence[Array]) -> bool:
     where = {name: np.frombuffer(raw, np.int32) for name, raw in placed if raw is not None}
     plan = plan_computation(problem, snapshot.workers, where, engine=snapshot.engines, sources=snapshot.sources)
     budget = wave_budget() if len(there) < len(arrays) else None
-    return budget is None or all(
-        plan.projected_bytes[worker.address] <= budget.of(worker) for worker in plan.participants
-    )
+    return budget is None or not spills(plan, budget)
 
 
 def left_beyond_memory(a: Array) -> contextlib.AbstractContextManager[None]:

@@ -29,7 +29,7 @@ from dask.array.utils import svd_flip
 from dask.utils import random_state_data
 
 from dask_distmm.arrays.choice import PAYS, by_times
-from dask_distmm.arrays.fallback import NO_CLUSTER, note_left, note_taken, or_dask
+from dask_distmm.arrays.fallback import NO_CLUSTER, note_left, or_dask
 from dask_distmm.arrays.kinds import rechunked
 from dask_distmm.arrays.linalg import array_api, factors, leading, solutions
 from dask_distmm.arrays.linalg.factorize import adjoint, common_type, goes_by_rows, steps_of
@@ -40,7 +40,7 @@ from dask_distmm.errors import NotSquareError, PlanError
 from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.factor import FactorProblem
-from dask_distmm.planning.placement import over_limit
+from dask_distmm.planning.placement import over_limit, spills
 from dask_distmm.planning.planner import plan_computation
 from dask_distmm.planning.program import ProgramProblem
 from dask_distmm.planning.tasks import with_tasks
@@ -69,12 +69,12 @@ def _lu(a: Any) -> Any:
 
 def _qr(a: Any, mode: str = "reduced") -> Any:
     plain = mode == "reduced" and isinstance(a, Array) and a.ndim == 2
-    if plain and len(a.chunks[1]) == 1 and (len(a.chunks[0]) == 1 or a.shape[0] < a.shape[1]):
+    in_rows = plain and len(a.chunks[1]) == 1
+    if in_rows and (len(a.chunks[0]) == 1 or a.shape[0] < a.shape[1]):
         return NotImplemented
     if plain and len(a.chunks[0]) == 1 and a.chunks[0][0] <= a.chunks[1][0]:
-        # Q is that of the first chunk: no run is as fast.
-        return NotImplemented
-    stock: StockSupport = "full" if plain and len(a.chunks[1]) == 1 else "absent"
+        return NotImplemented  # Q is that of the first chunk: no run is as fast.
+    stock: StockSupport = "full" if in_rows else "absent"
     return take(lambda: factors.qr(a, mode, check_finite=False), a, stock=stock)  # type: ignore[call-overload]
 
 
@@ -434,13 +434,6 @@ _ROOM = 0.85
 
 def take(make: Callable[[], Any], *operands: Any, stock: StockSupport, narrow: bool = False) -> Any:
     """Return what `make` returns, or NotImplemented where Dask's own function is to be called; note which."""
-    result = _taken(make, *operands, stock=stock, narrow=narrow)
-    if result is not NotImplemented:
-        note_taken()
-    return result
-
-
-def _taken(make: Callable[[], Any], *operands: Any, stock: StockSupport, narrow: bool) -> Any:
     arrays = [x for x in operands if isinstance(x, Array)]
     # Of types of one or two bytes some of Dask's functions make float32, others float64.
     if not arrays or (not narrow and arrays[0].dtype.itemsize < 4):
@@ -481,7 +474,7 @@ def _left(result: Any, operands: Sequence[Array], stock: StockSupport) -> bool:
         if full and over_limit(plan, _ROOM):
             return True
         budget = wave_budget() if full and any(x.by_ranks for x in run.matrices) else None
-        if budget is not None and any(plan.projected_bytes[w.address] > budget.of(w) for w in plan.participants):
+        if budget is not None and spills(plan, budget):
             return True
         compared = with_tasks(plan, snapshot.workers, dask_costs()) if full and least is None else None
         if compared is not None and not compared.worth_it:

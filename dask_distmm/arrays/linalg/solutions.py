@@ -27,7 +27,7 @@ from dask_distmm.arrays.linalg.factorize import (
     times,
     unchecked,
 )
-from dask_distmm.arrays.linalg.factors import cholesky, least_squares_of_any_rank, picked, pseudoinverse, svdvals
+from dask_distmm.arrays.linalg.factors import least_squares_of_any_rank, picked, pseudoinverse, svdvals
 from dask_distmm.arrays.linalg.public import (
     LEAST_SQUARES,
     PANELS,
@@ -96,10 +96,8 @@ def cho_factor(a: Operand, lower: bool = False, **how: Unpack[RefinedOptions]) -
     >>> float(factor.logdet().compute().round(6))
     3.583519
     """
-    if how.get("factor_dtype") is None:
-        return CholeskyFactor(cholesky(a, lower=lower, **cast(FactorOptions, how)), lower)
     wanted = {"l" if lower else "u": "mn"}
-    return CholeskyFactor(factorize("cholesky", {"a": matrix("a", a)}, wanted, how=how, lower=lower)[0], lower)
+    return CholeskyFactor(factorize("cholesky", {"a": matrix("a", a)}, wanted, how=how, lower=bool(lower))[0], lower)
 
 
 @public(SolveOptions, TWO_SOLVES)
@@ -572,37 +570,24 @@ class LinearFit(NamedTuple):
     intercept: Array
 
 
+# The weight of the squares of a solution, or several.
+Weights: TypeAlias = float | Sequence[float]
+
+
 @overload
 def ridge(
-    a: Operand,
-    b: Operand,
-    alpha: float | Sequence[float],
-    *,
-    fit_intercept: Literal[False] = False,
-    **how: Unpack[SolveOptions],
+    a: Operand, b: Operand, alpha: Weights, *, fit_intercept: Literal[False] = False, **how: Unpack[SolveOptions]
 ) -> Array: ...
 
 
 @overload
 def ridge(
-    a: Operand,
-    b: Operand,
-    alpha: float | Sequence[float],
-    *,
-    fit_intercept: Literal[True],
-    **how: Unpack[SolveOptions],
+    a: Operand, b: Operand, alpha: Weights, *, fit_intercept: Literal[True], **how: Unpack[SolveOptions]
 ) -> LinearFit: ...
 
 
 @public(SolveOptions, ROWS)
-def ridge(
-    a: Operand,
-    b: Operand,
-    alpha: float | Sequence[float],
-    *,
-    fit_intercept: bool = False,
-    **how: Unpack[SolveOptions],
-) -> Any:
+def ridge(a: Operand, b: Operand, alpha: Weights, *, fit_intercept: bool = False, **how: Unpack[SolveOptions]) -> Any:
     """Return the x that minimizes ``|a @ x - b|^2 + alpha |x|^2``: ridge regression.
 
     `a` is read once, also for many values of `alpha`; once or twice more if it is ill-conditioned. Which `alpha` to

@@ -37,7 +37,7 @@ from dask_distmm.arrays.linalg.public import (
 from dask_distmm.arrays.product import output_meta, stacked
 from dask_distmm.arrays.request import takes
 from dask_distmm.config import parsed
-from dask_distmm.errors import MatrixError, PlanError, check_square
+from dask_distmm.errors import MatrixError, PlanError, check_square, not_finite
 from dask_distmm.programs.factorizations import Factorization
 from dask_distmm.runtime.chunks import array_kind
 
@@ -200,6 +200,13 @@ def by_scipy(name: str, *args: Any, **options: Any) -> Any:
     import scipy.linalg
 
     return getattr(scipy.linalg, name)(*args, **options)
+
+
+def refuse_not_finite(chunks: Mapping[str, Any]) -> None:
+    """Raise for a chunk with elements that are not finite."""
+    for name, chunk in chunks.items():
+        if not np.isfinite(chunk).all():
+            raise MatrixError(not_finite(name))
 
 
 def on_host(a: Any, function: Callable[[Any], Any]) -> Any:
@@ -430,11 +437,7 @@ def _core_sizes(inputs: list[str], arrays: Mapping[str, Array]) -> dict[str, int
 
 def _of_chunks(*chunks: Any, call: Callable[..., Any], names: tuple[str, ...]) -> Any:
     """Call a function of NumPy or CuPy; errors are typed."""
-    for name, chunk in zip(names, chunks, strict=False):
-        if not np.isfinite(chunk).all():
-            from dask_distmm.errors import not_finite
-
-            raise MatrixError(not_finite(name))
+    refuse_not_finite(dict(zip(names, chunks, strict=False)))
     try:
         if array_kind(chunks[0]) != "cupy":
             result = call(*chunks)

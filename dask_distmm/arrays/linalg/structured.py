@@ -22,8 +22,8 @@ from dask.delayed import delayed
 from dask_distmm.arrays.kinds import ndim_of, rechunked
 from dask_distmm.arrays.linalg.factorize import common_type, operand, right_sides
 from dask_distmm.arrays.linalg.public import Cost, Operand
-from dask_distmm.arrays.linalg.stacks import by_scipy, on_host, public
-from dask_distmm.errors import MatrixError, PlanError, not_finite
+from dask_distmm.arrays.linalg.stacks import by_scipy, on_host, public, refuse_not_finite
+from dask_distmm.errors import MatrixError, PlanError
 
 BANDS: Cost = ("Dask's own tasks: each chunk of columns by itself", "the bands of the matrix, and the columns")
 PARTS: Cost = (
@@ -54,19 +54,13 @@ def _by_columns(function: Callable[..., Any], matrix: Array, columns: Array, che
 
 def _solved(matrix: Any, columns: Any, function: Callable[..., Any], check_finite: bool) -> Any:
     if check_finite:
-        _refuse_not_finite(matrix, columns)
+        refuse_not_finite({"a": matrix, "b": columns})
     if not columns.size:
         return columns
     try:
         return on_host(columns, functools.partial(function, matrix.get() if hasattr(matrix, "get") else matrix))
     except np.linalg.LinAlgError as error:
         raise MatrixError(f"the matrix is singular, or not positive definite: {error}") from error
-
-
-def _refuse_not_finite(a: Any, b: Any) -> None:
-    for name, x in (("a", a), ("b", b)):
-        if not np.isfinite(x).all():
-            raise MatrixError(not_finite(name))
 
 
 @public(None, BANDS)
@@ -205,7 +199,7 @@ def _eliminated(ab: Any, b: Any, before: bool, after: bool, u: int, check_finite
     import scipy.linalg
 
     if check_finite:
-        _refuse_not_finite(ab, b)
+        refuse_not_finite({"a": ab, "b": b})
     kind, (ab, b) = b[:0], (x.get() if hasattr(x, "get") else x for x in (ab, b))
     n, first, last = ab.shape[1], u * before, u * after
     inner = n - first - last
