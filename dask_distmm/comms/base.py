@@ -23,4 +23,3 @@ class Comm(Protocol):
 
     def fetch(self, peer: int, kind: str, boxes: Boxes) -> Future[Sequence[NDArray[Any]]]:
         """Ask participant `peer` for boxes of its matrices, without waiting."""
-        ...
