@@ -234,7 +234,10 @@ def check_operand(name: str, x: Any) -> None:
 
 def ndim_of(x: Any) -> int:
     """Return the number of dimensions, as ``np.ndim``, which Dask does not answer where arrays are planned."""
-    ndim: Any = x.ndim if isinstance(x, Array) else np.ndim(x)
+    try:
+        ndim: Any = x.ndim if isinstance(x, Array) else np.ndim(x)
+    except ValueError:
+        return 0  # of lists that no array can be made of
     return int(ndim) if isinstance(ndim, int) else 0  # A Delayed has any attribute, as one more Delayed.
 
 

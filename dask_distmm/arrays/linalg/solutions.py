@@ -27,7 +27,7 @@ from dask_distmm.arrays.linalg.factorize import (
     times,
     unchecked,
 )
-from dask_distmm.arrays.linalg.factors import least_squares_of_any_rank, picked, pseudoinverse, svdvals
+from dask_distmm.arrays.linalg.factors import cholesky, least_squares_of_any_rank, picked, pseudoinverse, svdvals
 from dask_distmm.arrays.linalg.public import (
     LEAST_SQUARES,
     PANELS,
@@ -96,8 +96,10 @@ def cho_factor(a: Operand, lower: bool = False, **how: Unpack[RefinedOptions]) -
     >>> float(factor.logdet().compute().round(6))
     3.583519
     """
+    if how.get("factor_dtype") is None:
+        return CholeskyFactor(cholesky(a, lower=lower, **cast(FactorOptions, how)), lower)
     wanted = {"l" if lower else "u": "mn"}
-    return CholeskyFactor(factorize("cholesky", {"a": matrix("a", a)}, wanted, how=how, lower=bool(lower))[0], lower)
+    return CholeskyFactor(factorize("cholesky", {"a": matrix("a", a)}, wanted, how=how, lower=lower)[0], lower)
 
 
 @public(SolveOptions, TWO_SOLVES)

@@ -311,7 +311,7 @@ def _of_stacks(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def taken(*args: P.args, **kwargs: P.kwargs) -> T:
         values = signature.bind(*args, **kwargs).arguments
-        if max(_ndim_of(values[name]) for name in names) <= 2:
+        if max(ndim_of(values[name]) for name in names) <= 2:
             return function(*args, **kwargs)
         how = values.pop("how", {})
         arrays = {name: operand(name, values.pop(name)) for name in names}
@@ -331,14 +331,6 @@ def by_one_task(name: str, *operands: Any) -> Any:
     with named(name):
         arrays = {letter: operand(letter, x) for letter, x in zip("ab", operands, strict=False)}
         return by_tasks(*RULES[name](*arrays.values()), arrays)
-
-
-def _ndim_of(x: Any) -> int:
-    """Return the number of dimensions; 0 of what no array can be made of."""
-    try:
-        return ndim_of(x)
-    except ValueError:
-        return 0
 
 
 def _large(arrays: Mapping[str, Array]) -> bool:
