@@ -19,7 +19,7 @@ from dask_distmm.arrays import fallback
 
 @pytest.fixture(autouse=True)
 def _nothing_noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(fallback, "_tallies", {})
+    monkeypatch.setattr(fallback, "_left", {})
     with dask.config.set({"distmm.hints": True}), dask_distmm.enabled():
         yield
 
@@ -75,11 +75,11 @@ def test_with_a_region_there_is_none(
     x = da.random.random((40, 40), chunks=20).persist()
     with dask.config.set({"distmm.dask.run": "1h"}):
         small() @ small()
-    before = fallback._tallies.copy()
+    before = fallback._left.copy()
     with dask.config.set({"distmm.dask.task": "1s", "distmm.minimum-flops": None}):
         (x @ x + 1).sum().compute()
     # That one was taken as a product, too.
-    monkeypatch.setattr(fallback, "_tallies", before)
+    monkeypatch.setattr(fallback, "_left", before)
     with dask.config.set({"distmm.dask.run": "1h"}):
         for _ in range(30):
             small() @ small()

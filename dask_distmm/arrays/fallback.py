@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dask.array
@@ -149,25 +149,14 @@ def why_not(a: da.Array, b: da.Array, types: Types | None = None, *, cluster: bo
 # What `enable` has done with the products of a program
 
 
-@dataclasses.dataclass
-class Tally:
-    """The products of one client that were left to Dask, until there is a run or a hint."""
-
-    count: int = 0
-    # Of the largest one: its operations, its text, why it was left, and what would change that.
-    flops: float = -1.0
-    what: str = ""
-    why: str = ""
-    change: str = ""
-    since: float = dataclasses.field(default_factory=time)
-
-
 # So many products are a program.
 _MANY = 20
 # The scheduler is asked about runs for so long (seconds).
 _PATIENCE = 2
+# A product that was left to Dask: its operations, its text, why, what would change that, and when it was.
+Left = tuple[float, str, str, str, float]
 # By the identity of a client; None once there was a run, or a hint.
-_tallies: dict[str, Tally | None] = {}
+_left: dict[str, list[Left] | None] = {}
 
 
 def _client_id() -> str:
@@ -177,31 +166,33 @@ def _client_id() -> str:
 
 def note_taken() -> None:
     """Note that `enable` has made something for the current client."""
-    _tallies[_client_id()] = None
+    _left[_client_id()] = None
 
 
 def note_left(what: str, flops: float, why: str, change: str = "") -> None:
     """Note that `enable` has left a product to Dask; after many of them and no run the log has a hint."""
     name = _client_id()
-    tally = _tallies.setdefault(name, Tally())
-    if tally is None:
+    if (products := _left.setdefault(name, [])) is None:
         return
-    tally.count += 1
-    if flops > tally.flops:
-        tally.flops, tally.what, tally.why, tally.change = flops, what, why, change
-    if tally.count >= _MANY:
-        _hint(tally)
-        _tallies[name] = None
+    products.append((flops, what, why, change, time()))
+    if len(products) >= _MANY:
+        _hint(products)
+        _left[name] = None
 
 
-def _hint(tally: Tally) -> None:
-    if not hints_wanted() or _in_regions(tally.since):
+def _largest(products: Sequence[Left]) -> Left:
+    return max(products, key=operator.itemgetter(0))
+
+
+def _hint(products: Sequence[Left]) -> None:
+    if not hints_wanted() or _in_regions(products[0][-1]):
         return
-    which = f"The largest of {tally.count} products" if tally.count > 1 else "The only product"
+    _, what, why, change, _ = _largest(products)
+    which = f"The largest of {len(products)} products" if len(products) > 1 else "The only product"
     log.warning(
         "enable() has made no collective run of a product so far. %s%s is left to Dask's own tasks, as %s%s. (The "
         "config distmm.hints: false turns this hint off.)",
-        *(which, tally.what and f", {tally.what},", tally.why, tally.change and f". {tally.change}"),
+        *(which, what and f", {what},", why, change and f". {change}"),
     )
 
 
@@ -217,9 +208,9 @@ def _in_regions(since: float) -> bool:
 @atexit.register
 def _at_exit() -> None:
     """Give the hint for a program that ends without any run."""
-    left = [tally for tally in _tallies.values() if tally is not None]
-    if left and None not in _tallies.values():
-        _hint(max(left, key=lambda tally: tally.flops))
+    left = [products for products in _left.values() if products]
+    if left and None not in _left.values():
+        _hint(max(left, key=_largest))
 
 
 def has_unknown_chunks(x: da.Array) -> bool:

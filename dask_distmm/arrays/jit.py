@@ -346,14 +346,12 @@ def _matrix(x: Array, *, rows: bool) -> Array:
 
 def _beside(x: Array, a: Array) -> Array:
     """Return an operand in the chunks of rows of another one."""
-    if not np.isnan(a.shape[0]):
-        return cut_as(a, x)
-    if x.numblocks[0] != a.numblocks[0]:
+    if np.isnan(a.shape[0]) and x.numblocks[0] != a.numblocks[0]:
         raise TracingError(
             f"two arrays of unknown sizes have {a.numblocks[0]} and {x.numblocks[0]} chunks of rows; expected as many: "
             "call their compute_chunk_sizes() before"
         )
-    return rows_of(x)
+    return cut_as(a, x)
 
 
 def _wanted(name: str, kind: Kind, axis: Axis, rows: tuple[int, ...], *, inner: bool = False) -> NamedMatrix:
