@@ -24,8 +24,8 @@ from dask_distmm.arrays.request import parse
 from dask_distmm.graph import build_graph
 from dask_distmm.planning.waves import WavePlan
 from dask_distmm.runtime.keys import barrier_name
-from dask_distmm.runtime.scheduler import freezing, plugin
-from dask_distmm.runtime.scheduler.plugin import stuck
+from dask_distmm.runtime.scheduler import coordinator, freezing
+from dask_distmm.runtime.scheduler.coordinator import stuck
 
 
 def worker(status, processing, executing):
@@ -107,7 +107,7 @@ def test_a_worker_that_is_paused_for_a_moment_counts(inproc_client, monkeypatch,
         return planned
 
     monkeypatch.setattr(freezing, "plan", only_on_all(freezing.plan))
-    monkeypatch.setattr(plugin, "plan_computation", only_on_all(plugin.plan_computation))
+    monkeypatch.setattr(coordinator, "plan_computation", only_on_all(coordinator.plan_computation))
     rng = np.random.default_rng()
     a, b = rng.standard_normal((2, 60, 60))
     x, y = (da.from_array(one, chunks=20).map_blocks(np.copy, dtype=float) for one in (a, b))

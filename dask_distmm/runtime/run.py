@@ -68,19 +68,13 @@ Phase = Literal["planned", "voting", "running", "done", "failed"]
 
 
 class Lost(Exception):
-    """Aborts a run whose workers or data are lost; it starts again."""
+    """Aborts a run whose workers or data are lost, or have `moved` before it has begun; it starts again."""
 
-    def __init__(self, reason: str, replicas: Sequence[str] = ()) -> None:
+    def __init__(
+        self, reason: str, *, replicas: Sequence[str] = (), moved: bool = False, orders: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(reason)
-        self.replicas = tuple(replicas)
-
-
-class Replan(Exception):
-    """Aborts a run before it begins, as chunks differ from the plan in place or form; it is planned again."""
-
-    def __init__(self, reason: str, orders: Mapping[str, str] | None = None) -> None:
-        super().__init__(reason)
-        self.orders = dict(orders or {})
+        self.replicas, self.moved, self.orders = tuple(replicas), moved, orders or {}
 
 
 class TaskFailed(Exception):

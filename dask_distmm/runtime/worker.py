@@ -188,15 +188,9 @@ class WorkerService:
         # One thread, so that two collectives can never cross. Functions of users in it find the worker, as tasks do.
         as_task = functools.partial(direct.act_as_task, worker)
         self.engine_thread = ThreadPoolExecutor(1, thread_name_prefix="distmm-engine", initializer=as_task)
-        self.handlers: dict[str, Callable[..., Any]] = {
-            **answering(self.describe),
-            **answering(self.trim, self._is_current),
-            **answering(self.prepare, self._is_current),
-            **answering(self.start, self._is_current),
-            **answering(self.abort, self._is_current),
-            **answering(self.fetch, self._is_current),
-            **answering(self.release, self._is_current),
-        }
+        self.handlers: dict[str, Callable[..., Any]] = {**answering(self.describe)}
+        for answer in (self.trim, self.prepare, self.start, self.abort, self.fetch, self.release):
+            self.handlers |= answering(answer, self._is_current)
         self._dask_dump = worker.handlers.get("dump_state")
         if self._dask_dump:
             self.handlers["dump_state"] = self.dump_state
@@ -235,9 +229,8 @@ class WorkerService:
             for run_id in list(self.runs):
                 self._drop(run_id, "the scheduler's plugin was installed anew")
             self.replicas.drop()
-            for group, engine in self._groups:
-                self._abandon(group, engine)
-            self._groups.clear()
+            for group, engine in list(self._groups):
+                self.abandon(group, engine)
             self._over.clear()
             self.newest_run, self.history, self.epoch = 0, History(), epoch
         self._begun.set()
@@ -477,9 +470,7 @@ class WorkerService:
     def abandon(self, group: int, engine: str) -> None:
         """Drop a group of which a rank was lost; not collective."""
         self._groups.discard((group, engine))
-        self._abandon(group, engine)
 
-    def _abandon(self, group: int, engine: str) -> None:
         def forget() -> None:
             try:
                 get_engine(engine).abandon(group)

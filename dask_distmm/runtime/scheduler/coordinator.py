@@ -1,4 +1,9 @@
-"""Sees a multiply through, from its parked barrier to the chunks of D in memory.
+"""Sees a multiply through, from the arrival of its barrier to the chunks of D in memory.
+
+Products whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended. Dask
+loads the inputs of a barrier without asking whether there is room for all of them at the same time. A worker that
+holds more than its pause threshold does not start tasks. When chunks that wait for a run have paused all workers, no
+task ever begins again.
 
 A run, on the scheduler::
 
@@ -19,23 +24,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
+from dask.utils import format_bytes
 from distributed.metrics import time
 
 from dask_distmm.compat import install_command
 from dask_distmm.engines.base import log
-from dask_distmm.errors import EngineError, MatrixError, RunFailedError, brief, in_words
-from dask_distmm.planning import ENGINES, Computation, Problem
+from dask_distmm.errors import (
+    DistMMError,
+    EngineError,
+    MatrixError,
+    ProjectedMemoryError,
+    RunFailedError,
+    advice,
+    brief,
+    in_words,
+)
+from dask_distmm.planning import ENGINES, Computation, Problem, plan_computation
 from dask_distmm.planning.region import RegionProblem
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import is_sum
 from dask_distmm.runtime.messages import Done, Reply, Vote, ask, post
 from dask_distmm.runtime.replicas import Replicas
-from dask_distmm.runtime.run import Lost, Replan, Run, TaskFailed, in_short, raise_if_ended, summarize
+from dask_distmm.runtime.run import Lost, Run, TaskFailed, in_short, raise_if_ended, summarize
 from dask_distmm.runtime.scheduler.freezing import (
     Barrier,
     RankGroup,
@@ -50,12 +66,12 @@ from dask_distmm.runtime.worker import WorkerService
 
 if TYPE_CHECKING:
     from distributed import Scheduler
-    from distributed.scheduler import TaskState
+    from distributed.scheduler import TaskState, WorkerState
 
 # Number of failed ranks that a message names; the error's attribute `ranks` has all.
 _NAMED = 8
-# How often the scheduler looks whether a run makes progress (seconds).
-_LOOK = 0.5
+# How often the scheduler looks whether a run makes progress, and whether any task continues (seconds).
+_LOOK, _LOOK_AT_LOADS = 0.5, 1.0
 
 
 def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
@@ -75,8 +91,12 @@ def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
         )
     if answer.status == "OK":
         return answer
-    if isinstance(answer, Vote):
-        _judge_vote(address, answer)
+    if isinstance(answer, Vote) and answer.status == "missing":
+        raise Lost(f"{address} does not have {len(answer.keys)} chunks", moved=True)
+    if isinstance(answer, Vote) and answer.status == "orders":
+        raise Lost(f"chunks on {address} lie in the orders {answer.orders}", moved=True, orders=answer.orders)
+    if isinstance(answer, Vote) and answer.status == "no replicas":
+        raise Lost(f"{address} no longer has replicas of {answer.names}", replicas=answer.names)
     if answer.status == "lost":
         raise Lost(f"{address}: {answer.message}")
     if answer.status == "matrix":
@@ -85,16 +105,6 @@ def _judge(run: Run, address: str, task: asyncio.Future[A | None]) -> A:
         raise TaskFailed(answer)
     detail = f"\n{answer.traceback}" if answer.traceback else ""
     raise failed(run, answer.message + detail, {address: answer.message})
-
-
-def _judge_vote(address: str, vote: Vote) -> None:
-    """Raise the error that a vote against a plan stands for."""
-    if vote.status == "missing":
-        raise Replan(f"{address} does not have {len(vote.keys)} chunks")
-    if vote.status == "orders":
-        raise Replan(f"chunks on {address} lie in the orders {vote.orders}", vote.orders)
-    if vote.status == "no replicas":
-        raise Lost(f"{address} no longer has replicas of {vote.names}", vote.names)
 
 
 def failed(run: Run, reason: str, ranks: Mapping[str, str] | None = None) -> RunFailedError:
@@ -204,7 +214,18 @@ async def complete(
     return sum(ts is not None and ts.state == "waiting" for ts in tasks)
 
 
-# Sees a multiply through, from its parked barrier to the chunks of D in memory
+# Sees a multiply through, from the arrival of its barrier to the chunks of D in memory
+
+
+def stuck(workers: Iterable[Any]) -> list[WorkerState]:
+    """Return the paused workers if no worker can run tasks; an empty list otherwise."""
+    paused = []
+    for ws in workers:
+        if ws.status.name == "paused":
+            paused.append(ws)
+        if ws.executing or (ws.status.name != "paused" and ws.processing):
+            return []
+    return paused
 
 
 A = TypeVar("A", bound=Reply)
@@ -221,16 +242,75 @@ _MOVES = 10
 class Coordinator:
     """All runs of a cluster. On the scheduler's event loop."""
 
-    def __init__(self, scheduler: Scheduler, event: Callable[..., None]) -> None:
-        self.scheduler, self._event = scheduler, event
+    def __init__(self, scheduler: Scheduler, barriers: Mapping[str, Barrier], event: Callable[..., None]) -> None:
+        self.scheduler, self._barriers, self._event = scheduler, barriers, event
         self.queue = RunQueue()
         self.roster = Roster(scheduler, self.queue.epoch)
         self.groups = RankGroups()
         release = WorkerService.release_replica
         self.replicas = Replicas(scheduler, lambda address, name, run_id: self.tell(address, release, name, run_id))
         self.regions = Regions(scheduler)
-        self._releases: set[asyncio.Future[None]] = set()
         self._freezer = RunPlanner(scheduler, self.roster, self.groups, self.replicas)
+        # The event loop holds tasks weakly only.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watch: asyncio.Task[None] | None = None
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def admit(self, barrier: Barrier) -> None:
+        """Look after a new barrier until it is parked."""
+        if self._watch is None or self._watch.done():
+            self._watch = self._in_background(self._watch_all())
+        self._in_background(self._admit(barrier))
+
+    async def _admit(self, barrier: Barrier) -> None:
+        """Fail a barrier whose multiply would exceed memory, before much of its inputs is loaded."""
+        ts, problem = barrier.ts, barrier.problem
+
+        async def planned() -> None:
+            # Where all is in memory the run's own plan counts it where it is.
+            if ts.state == "waiting":
+                engines, workers = await self.roster.choose(problem.demand)
+                await asyncio.to_thread(plan_computation, problem, workers, engine=engines)
+
+        try:
+            # Who is paused for good is left to the watch.
+            await self.roster.until_it_fits(planned, math.inf)
+        except ProjectedMemoryError as error:
+            if ts.state == "waiting":
+                self.fail(ts, error, f"distmm-memory-{ts.key}")
+        except DistMMError:
+            pass  # the reason may have gone when the inputs are there
+
+    async def _watch_all(self) -> None:
+        """End barriers whose inputs can never come, as long as there are barriers that wait."""
+        seen, since = -1, time()
+        while waiting := [barrier for barrier in self._barriers.values() if barrier.ts.state == "waiting"]:
+            await asyncio.sleep(_LOOK_AT_LOADS)
+            if self.scheduler.transition_counter != seen:
+                seen, since = self.scheduler.transition_counter, time()
+            if not (paused := stuck(self.scheduler.workers.values())):
+                since = time()
+            for barrier in waiting if paused else ():
+                ts, problem = barrier.ts, barrier.problem
+                limit = problem.options.load_timeout
+                holding = [ws for ws in paused if any(dts in ws.has_what for dts in ts.dependencies)]
+                if time() - since < limit or ts.state != "waiting" or not holding:
+                    continue
+                held = {ws.address: int(ws.memory.process) for ws in holding}
+                text = ", ".join(f"{address} holds {format_bytes(size)}" for address, size in held.items())
+                error = ProjectedMemoryError(
+                    f"the inputs of {problem.name} can't be loaded: for {limit:g} s (config distmm.timeouts.load) "
+                    f"nothing has gone on, since workers with chunks of it are paused: {text}. "
+                    f"{advice([*problem.remedies, 'use a higher memory_limit'])}",
+                    held,
+                    {ws.address: ws.memory_limit for ws in holding},
+                )
+                self.fail(ts, error, f"distmm-stuck-{ts.key}")
 
     async def drive(self, barrier: Barrier) -> None:
         """Run a parked barrier's multiply until all that waits for it is in memory, or it is not parked any more."""
@@ -267,19 +347,16 @@ class Coordinator:
                     direct.lose(self.scheduler, frozen.consumed, f"distmm-consumed-{run.run_id}")
                     raise
                 barrier.losses = barrier.moves = 0
-            except Replan as reason:
-                await self._end(run, str(reason))
-                self._freezer.note_orders(barrier, reason.orders)
-                barrier.moves += 1
-                if barrier.moves > _MOVES:
-                    self._lose(barrier, run, str(reason))
             except Lost as reason:
                 await self._end(run, str(reason))
                 if run.released:
                     self._event("released", run)
                     return
+                self._freezer.note_orders(barrier, reason.orders)
                 self.replicas.drop(*reason.replicas)
-                self._lose(barrier, run, str(reason), counts=not reason.replicas)
+                barrier.moves += reason.moved
+                if not reason.moved or barrier.moves > _MOVES:
+                    self._lose(barrier, run, str(reason), counts=not reason.replicas)
                 if run.donation_done:
                     direct.wait_again(self.scheduler, [barrier.ts], f"distmm-again-{run.run_id}")
             except BaseException as error:
@@ -423,14 +500,9 @@ class Coordinator:
             if keys and after != address:
                 direct.copy_to(self.scheduler, after, keys, f"distmm-keep-{run.run_id}")
 
-    def release(self, groups: Sequence[RankGroup], grace: float) -> list[asyncio.Future[None]]:
+    def release(self, groups: Sequence[RankGroup], grace: float) -> list[asyncio.Task[None]]:
         """Free the memory of groups in the background, queued like runs of their ranks."""
-        tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(self._release(group, grace)) for group in groups]
-        # The event loop holds tasks weakly only.
-        self._releases.update(tasks)
-        for task in tasks:
-            task.add_done_callback(self._releases.discard)
-        return tasks
+        return [self._in_background(self._release(group, grace)) for group in groups]
 
     async def _release(self, group: RankGroup, grace: float) -> None:
         async with self.queue.begin(f"group-{group.number}", "", frozenset(group.workers)) as run:

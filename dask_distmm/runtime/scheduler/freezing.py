@@ -54,7 +54,7 @@ from dask_distmm.runtime.chunks import pack_tasks
 from dask_distmm.runtime.keys import ChunkTask, operand_keys, part_of
 from dask_distmm.runtime.messages import Description, ask, post
 from dask_distmm.runtime.replicas import Replicas
-from dask_distmm.runtime.run import Lost, Replan, Run, raise_if_ended
+from dask_distmm.runtime.run import Lost, Run, raise_if_ended
 from dask_distmm.runtime.worker import WorkerService
 
 if TYPE_CHECKING:
@@ -513,12 +513,12 @@ async def find_holders(
     for operand in keys:
         table, lost = await _locate(scheduler, roster, len(workers), number, operand)
         if lost is not None:
-            raise Replan(f"chunk {lost!r} is not in memory any more")
+            raise Lost(f"chunk {lost!r} is not in memory any more", moved=True)
         tables.append(table)
     outside = list(number)[len(workers) :]
     await roster.describe([address for address in outside if address not in roster])
     if gone := [address for address in outside if address not in scheduler.workers]:
-        raise Replan(f"{gone[0]} left the cluster with chunks")
+        raise Lost(f"{gone[0]} left the cluster with chunks", moved=True)
     return [roster.worker(scheduler.workers[address], "") for address in outside], tables
 
 

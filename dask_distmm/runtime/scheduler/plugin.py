@@ -3,11 +3,6 @@
 A worker without this package can't load a task that needs a function of it: it would close its connection to the
 scheduler, and be gone with all that it holds. So such tasks are kept from it.
 
-Products whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended. Dask
-loads the inputs of a barrier without asking whether there is room for all of them at the same time. A worker that
-holds more than its pause threshold does not start tasks. When chunks that wait for a run have paused all workers, no
-task ever begins again.
-
 One key has one task, also where a new graph asks for what the scheduler has from a graph of other parts of D. A chunk
 of D has one key, whichever chunks are wanted with it; the barrier that it depends on is that of a part of the
 multiply. The layer of D, which makes the parts, knows no other graph. So a new graph is looked at where the scheduler
@@ -27,12 +22,10 @@ only in Dask's order.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from dask._task_spec import GraphNode, Task
-from dask.utils import format_bytes
 from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps, loads
@@ -42,8 +35,8 @@ from dask_distmm import compat
 from dask_distmm.compat import install_command
 from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
-from dask_distmm.errors import DistMMError, EngineError, MissingEngineError, ProjectedMemoryError, ProtocolError, advice
-from dask_distmm.planning import Demand, plan_computation
+from dask_distmm.errors import DistMMError, EngineError, MissingEngineError, ProtocolError
+from dask_distmm.planning import Demand
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.keys import (
     GROUP_PREFIX,
@@ -75,90 +68,6 @@ from dask_distmm.runtime.scheduler import attachments
 from dask_distmm.runtime.scheduler.coordinator import Coordinator
 from dask_distmm.runtime.scheduler.freezing import Barrier, known_places
 from dask_distmm.runtime.worker import MISSING, WorkerService, for_any_worker
-
-# Multiplies whose inputs are still being made: those that can't fit are refused, those that nothing moves are ended
-
-
-# How often the scheduler looks whether any task continues (seconds).
-_LOOK = 1.0
-
-
-class Admission:
-    """Looks after barriers from when their graphs arrive until they are parked. On the scheduler's event loop."""
-
-    def __init__(self, scheduler: Scheduler, coordinator: Coordinator, barriers: Mapping[str, Barrier]) -> None:
-        self._scheduler, self._roster, self._barriers = scheduler, coordinator.roster, barriers
-        self._fail = coordinator.fail
-        self._watch: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def begin(self, barrier: Barrier) -> None:
-        """Track a new barrier."""
-        if self._watch is None or self._watch.done():
-            self._watch = asyncio.ensure_future(self._watch_all())
-        task = asyncio.ensure_future(self._admit(barrier))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _admit(self, barrier: Barrier) -> None:
-        """Fail a barrier whose multiply would exceed memory, before much of its inputs is loaded."""
-        ts, problem = barrier.ts, barrier.problem
-
-        async def planned() -> None:
-            # Where all is in memory the run's own plan counts it where it is.
-            if ts.state == "waiting":
-                engines, workers = await self._roster.choose(problem.demand)
-                await asyncio.to_thread(plan_computation, problem, workers, engine=engines)
-
-        try:
-            # Who is paused for good is left to the watch.
-            await self._roster.until_it_fits(planned, math.inf)
-        except ProjectedMemoryError as error:
-            if ts.state == "waiting":
-                self._fail(ts, error, f"distmm-memory-{ts.key}")
-        except DistMMError:
-            pass  # the reason may have gone when the inputs are there
-
-    async def _watch_all(self) -> None:
-        """End barriers whose inputs can never come, as long as there are barriers that wait."""
-        seen, since = -1, time()
-        while waiting := [barrier for barrier in self._barriers.values() if barrier.ts.state == "waiting"]:
-            await asyncio.sleep(_LOOK)
-            if self._scheduler.transition_counter != seen:
-                seen, since = self._scheduler.transition_counter, time()
-            paused = stuck(self._scheduler.workers.values())
-            if not paused:
-                since = time()
-                continue
-            for barrier in waiting:
-                ts, problem = barrier.ts, barrier.problem
-                limit = problem.options.load_timeout
-                holding = [ws for ws in paused if any(dts in ws.has_what for dts in ts.dependencies)]
-                if time() - since < limit or ts.state != "waiting" or not holding:
-                    continue
-                remedies = problem.remedies
-                held = {ws.address: int(ws.memory.process) for ws in holding}
-                text = ", ".join(f"{address} holds {format_bytes(size)}" for address, size in held.items())
-                error = ProjectedMemoryError(
-                    f"the inputs of {problem.name} can't be loaded: for {limit:g} s (config distmm.timeouts.load) "
-                    f"nothing has gone on, since workers with chunks of it are paused: {text}. "
-                    f"{advice([*remedies, 'use a higher memory_limit'])}",
-                    held,
-                    {ws.address: ws.memory_limit for ws in holding},
-                )
-                self._fail(ts, error, f"distmm-stuck-{ts.key}")
-
-
-def stuck(workers: Iterable[Any]) -> list[WorkerState]:
-    """Return the paused workers if no worker can run tasks; an empty list otherwise."""
-    paused = []
-    for ws in workers:
-        if ws.status.name == "paused":
-            paused.append(ws)
-        if ws.executing or (ws.status.name != "paused" and ws.processing):
-            return []
-    return paused
-
 
 # One key, one task: what a new graph asks for that the scheduler has already, from a graph of other parts of D
 
@@ -457,7 +366,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return
         self.scheduler = scheduler
         direct.order_graphs(scheduler, True)
-        self.coordinator = Coordinator(scheduler, self._event)
+        self.coordinator = Coordinator(scheduler, self.barriers, self._event)
         self.queue, self.roster = self.coordinator.queue, self.coordinator.roster
         self.groups, self.replicas = self.coordinator.groups, self.coordinator.replicas
         self.regions = self.coordinator.regions
@@ -465,14 +374,9 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.bare = WorkersWithoutPackage(scheduler, self.roster.bare)
         if before is not None:
             self.roster.bare.update(before.roster.bare)
-        self.admission = Admission(scheduler, self.coordinator, self.barriers)
-        scheduler.handlers |= {
-            **answering(self.answer_roster),
-            **answering(self.free_workspaces),
-            **answering(self.replicas.free_replicas),
-            **answering(self.answer_progress),
-            **answering(self.answer_regions),
-        }
+        answers = self.answer_roster, self.answer_progress, self.answer_regions, self.free_workspaces
+        for answer in (*answers, self.replicas.free_replicas):
+            scheduler.handlers |= answering(answer)
         for handle in (self.hear_progress, self.coordinator.gathered):
             scheduler.stream_handlers |= listening(handle, lambda epoch: epoch == self.queue.epoch)
         scheduler.stream_handlers |= listening(self.hear_enabled)
@@ -593,7 +497,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def _admit(self, barrier: Barrier) -> None:
         """Look after a new barrier, unless nothing depends on it."""
         if not self._forget(barrier.ts):
-            self.admission.begin(barrier)
+            self.coordinator.admit(barrier)
 
     def _look_at(
         self, graph: dict[Any, Any], keys: Collection[Any], order: dict[Any, int], details: Mapping[str, Any]

@@ -37,7 +37,7 @@ from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.region import INPUTS, TASKS, Region, RegionProblem, assign, operand, run_seconds
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunks import multiply_parts
-from dask_distmm.runtime.keys import ChunkTask, barrier_key, barrier_task, is_barrier, operand_keys, wave_of
+from dask_distmm.runtime.keys import ChunkTask, barrier_key, barrier_task, is_barrier, needed, operand_keys, wave_of
 from dask_distmm.runtime.messages import Done
 
 if TYPE_CHECKING:
@@ -139,10 +139,16 @@ def parts_of(
     mine: dict[Any, int] = {}
     constants: dict[Any, GraphNode] = {}
     products: dict[Any, Problem] = {}
-    groups = Groups()
+    # Disjoint sets (union-find): above each task another one of its set, or itself.
+    above: dict[Any, Any] = {}
     worthy: set[Any] = set()
     left: dict[Any, str] = {}
     begun = {task.barrier for key in submitted if isinstance(task := graph.get(key), ChunkTask)}.union(own, submitted)
+
+    def group_of(member: Any) -> Any:
+        while (up := above.setdefault(member, member)) != member:
+            above[member] = member = above[up]
+        return member
 
     def is_there(dep: Any) -> bool:
         """Whether a region may read a value: one of its own, or one that waits for nothing of Dask's."""
@@ -187,11 +193,11 @@ def parts_of(
             worthy.add(key)
         for dep in needs:
             if mine.get(dep) == level:
-                groups.join(key, dep)
-    worth = {groups.of(key) for key in worthy}
+                above[group_of(key)] = group_of(dep)
+    worth = {group_of(key) for key in worthy}
     waited: dict[Any, set[Any]] = {group: set() for group in worth}
     for key in mine:
-        if (group := groups.of(key)) not in worth:
+        if (group := group_of(key)) not in worth:
             left[key] = "runs of their own" if key in products else "without a product, and not next to a run"
             continue
         for dep in graph[key].dependencies:
@@ -199,7 +205,7 @@ def parts_of(
                 waited[group].add(source.barrier if isinstance(source, ChunkTask) else dep[0] if dep else dep)
     regions: dict[Any, list[Any]] = {}
     for key, level in mine.items():
-        if (group := groups.of(key)) in worth:
+        if (group := group_of(key)) in worth:
             regions.setdefault((level, frozenset(waited[group])), []).append(key)
     return Parts([regions[place] for place in sorted(regions, key=itemgetter(0))], constants, products, left)
 
@@ -294,25 +300,6 @@ def in_order(graph: Mapping[Any, GraphNode], order: Mapping[Any, int]) -> list[A
     return list(ordered)
 
 
-class Groups:
-    """Disjoint sets (union-find)."""
-
-    def __init__(self) -> None:
-        self._above: dict[Any, Any] = {}
-
-    def of(self, member: Any) -> Any:
-        """Return the representative of a member's set."""
-        above = self._above
-        while (up := above.get(member, member)) != member:
-            above[member] = above.get(up, up)
-            member = up
-        return member
-
-    def join(self, member: Any, target: Any) -> None:
-        """Merge the sets of two members."""
-        self._above[self.of(member)] = self.of(target)
-
-
 def expected_size(name: str, product: bool, sizes: Sequence[int]) -> int:
     """Estimate the bytes of a task's result from those of its inputs."""
     if not sizes:
@@ -321,17 +308,6 @@ def expected_size(name: str, product: bool, sizes: Sequence[int]) -> int:
         return int(math.prod(float(max(1, size)) ** (1 / len(sizes)) for size in sizes))
     most = max(sizes)
     return most // _REDUCED if any(word in name for word in _REDUCING) else most
-
-
-def _behind(graph: Mapping[Any, GraphNode], inside: Collection[Any], keys: Iterable[Any]) -> set[Any]:
-    """Return the closure of some keys under dependencies within a part of a graph."""
-    behind, todo = set[Any](), list(keys)
-    while todo:
-        key = todo.pop()
-        if key not in behind:
-            behind.add(key)
-            todo += (dep for dep in graph[key].dependencies if dep in inside)
-    return behind
 
 
 class Draft:
@@ -346,16 +322,17 @@ class Draft:
         place: Callable[[Any], Any],
         shared: Callable[[Any], bool],
     ) -> None:
-        self.inside, self.constants = set(part), parts.constants
+        own = {key: graph[key] for key in part}
+        self.inside, self.constants = own.keys(), parts.constants
         wanted = set(keys) & self.inside
         for key, task in graph.items():
             if key not in self.inside:
                 wanted |= self.inside & task.dependencies
         # What known tasks depend on, and others need of it, stays with Dask, with all that it depends on: a run may
         # have inputs that were made of it, and couldn't be made again if all of a run were needed for that.
-        self.dasks = _behind(graph, self.inside, filter(shared, wanted))
+        self.dasks = needed(own, list(filter(shared, wanted))).keys()
         wanted -= self.dasks
-        useful = _behind(graph, self.inside, wanted) if self.dasks else self.inside
+        useful = needed(own, wanted).keys() if self.dasks else self.inside
         self.products = useful & parts.products.keys()
         # The tasks, in order: of products those of their chunks.
         self.tasks: dict[Any, GraphNode] = {}
@@ -369,11 +346,11 @@ class Draft:
             elif key not in self.products:
                 self.tasks[key] = task
         # Chunks that are there before, in the order in which they are needed; those that others need, by their arrays.
-        needed = dict.fromkeys(dep for task in self.tasks.values() for dep in task.dependencies)
+        read = dict.fromkeys(dep for task in self.tasks.values() for dep in task.dependencies)
         self.counts = dict(collections.Counter(map(key_split, self.tasks)))
         # What the tasks take, and what comes to it with a run and with Dask's own tasks.
         self.seconds = 0.0, 0.0, 0.0
-        self.inputs = [key for key in needed if key not in self.tasks and key not in self.constants]
+        self.inputs = [key for key in read if key not in self.tasks and key not in self.constants]
         self.results: dict[str, list[Any]] = {}
         for key in part:
             if key in wanted:
@@ -476,8 +453,8 @@ class Regions:
                 if (ts := self._scheduler.tasks.get(key)) is not None and ts.run_spec is not None:
                     lost += direct.forget_run_spec(ts)
                 graph[key] = ChunkTask(key, _not_here, name, number, TaskRef(barrier))
-        needed = {dep for task in graph.values() for dep in task.dependencies}
-        for key in constants.keys() - needed - set(keys):
+        read = {dep for task in graph.values() for dep in task.dependencies}
+        for key in constants.keys() - read - set(keys):
             graph.pop(key, None)
         return lost
 
@@ -495,9 +472,9 @@ class Regions:
             held.append(max(0, ts.nbytes) if ts and ts.who_has else 0)
             where.append(at * len(workers) // len(inputs) if holder is None else holder)
         sizes, seconds = list(held), []
-        for (key, task), needed in zip(draft.tasks.items(), needs, strict=True):
+        for (key, task), values in zip(draft.tasks.items(), needs, strict=True):
             name = key_split(key)
-            read = [sizes[value] for value in needed]
+            read = [sizes[value] for value in values]
             seconds.append(self._duration(name, sum(read) / _READS[array]))
             sizes.append(
                 root_bytes(task) or 0 if not task.dependencies else expected_size(name, is_product(task), read)
