@@ -31,7 +31,7 @@ class Scripted(Coordinator):
 
     def __init__(self) -> None:
         workers: dict[str, Any] = {}
-        super().__init__(SimpleNamespace(workers=workers, tasks={}, transitions=lambda *a: None), self.note)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(workers=workers, tasks={}, transitions=lambda *a: None), {}, self.note)  # type: ignore[arg-type]
         self._freezer = self  # type: ignore[assignment]
         # Requests that wait for an answer: run, address, operation.
         self.asked: dict[tuple[int, str, str], asyncio.Future[Any]] = {}

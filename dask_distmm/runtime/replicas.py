@@ -30,6 +30,7 @@ from dask_distmm.comms.base import Boxes, Comm
 from dask_distmm.engines.base import ChunkKey, ResultKey
 from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import EVERYWHERE, Computation, Placement, Plan, Worker
+from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.placement import GATHERED, REPLICA, Where
 from dask_distmm.runtime.keys import barrier_name
 from dask_distmm.runtime.messages import Released
@@ -47,8 +48,8 @@ _SWEEP_SECONDS = 0.05
 _OVER = ("released", "forgotten", "erred")
 
 
-# Chunks by row and column in their array.
-Kept = Mapping[tuple[int, int], Any]
+# Chunks by their places in their array.
+Kept = Mapping[tuple[int, ...], Any]
 
 # Numbers of the matrices in requests.
 _MATRICES = {"d": 0, "a": 1, "b": 2}
@@ -73,18 +74,14 @@ class ReplicaStore:
         """Return the chunks of A and B that a plan takes from replicas, and the results not here. Any thread."""
         chunks: dict[ChunkKey, Any] = {}
         missing: list[str] = []
-        if not any(plan.replica_runs):
-            return chunks, missing
         for operand, run_id in zip("ab", plan.replica_runs, strict=True):
-            name = plan.problem[operand].array
-            if not run_id or me not in plan.ranks:
-                continue
-            kept = self.find(name, run_id)
-            if kept is None:
-                missing.append(name)
-                continue
-            _, count = plan.problem[operand].counts
-            chunks |= {(operand, i * count + j): chunk for (i, j), chunk in _seen(plan.problem, operand, kept).items()}
+            if run_id and me in plan.ranks:
+                matrix = plan.problem[operand]
+                if (kept := self.find(matrix.array, run_id)) is None:
+                    missing.append(matrix.array)
+                else:
+                    places = enumerate(map(matrix.place, matrix.every.tolist()))
+                    chunks |= {(operand, number): _turned(matrix, kept[place]) for number, place in places}
         return chunks, missing
 
     async def share(self, run: WorkerRun, results: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:
@@ -104,7 +101,9 @@ class ReplicaStore:
             chunks |= {number: chunk for (name, number), chunk in results.items() if name == brought}
             await self.gather(plan, run.comm, run.me, matrix, chunks)
             if not run.over:
-                self._kept[_array_of(plan.problem, matrix)] = run.run_id, _by_place(plan.problem, matrix, chunks)
+                of = plan.problem[matrix]
+                by_place = {of.place(number): _turned(of, chunk) for number, chunk in chunks.items()}
+                self._kept[_array_of(plan.problem, matrix)] = run.run_id, by_place
         timings["replicate"] = timings.get("replicate", 0.0) + time.perf_counter() - started
         return own
 
@@ -162,17 +161,9 @@ def _array_of(problem: Computation, matrix: str) -> str:
     return problem.name if matrix == "d" else problem[matrix].array
 
 
-def _by_place(problem: Computation, matrix: str, chunks: Mapping[int, Any]) -> Kept:
-    """Return a matrix' chunks by row and column of its array, of which the matrix may be the transpose."""
-    _, count = problem[matrix].counts
-    transposed = problem[matrix].transposed
-    places = ((*divmod(number, count), chunk) for number, chunk in chunks.items())
-    return {(j, i) if transposed else (i, j): chunk.T if transposed else chunk for i, j, chunk in places}
-
-
-def _seen(problem: Computation, operand: str, kept: Kept) -> Kept:
-    """Return an array's chunks by row and column of the operand, which may be its transpose."""
-    return {(j, i): chunk.T for (i, j), chunk in kept.items()} if problem[operand].transposed else kept
+def _turned(matrix: NamedMatrix, chunk: Any) -> Any:
+    """Return a chunk of the array of a matrix, which may be its transpose, as one of the matrix, and the other way."""
+    return chunk.T if matrix.transposed else chunk
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,9 +195,9 @@ class Replicas:
         holders = {worker.address for worker in plan.participants[: plan.replicas]}
         for matrix in plan.kept:
             name = _array_of(plan.problem, matrix)
-            rows, cols = plan.problem[matrix].counts[:: -1 if plan.problem[matrix].transposed else 1]
+            places = map(plan.problem[matrix].place, plan.problem[matrix].every.tolist())
             before = self._held.get(name)
-            tasks = [self._scheduler.tasks.get((name, i, j)) for i in range(rows) for j in range(cols)]
+            tasks = [self._scheduler.tasks.get((name, *place)) for place in places]
             self._held[name] = _Left(run_id, holders, [ts for ts in tasks if ts is not None])
             if before is not None:
                 self._tell(sorted(before.holders - holders), name, before.run_id)
@@ -217,10 +208,9 @@ class Replicas:
         self, problem: Computation, workers: Sequence[Worker], held: Where
     ) -> tuple[dict[str, NDArray[np.int32]], tuple[int, int]]:
         """Return where the operands' chunks are, and the numbers of the runs that have left replicas; 0 for none."""
-        a, b = (self._run(x.array, [worker.address for worker in workers]) for x in (problem["a"], problem["b"]))
-        runs = {"a": a, "b": b}
+        runs = {name: self._run(problem[name].array, [worker.address for worker in workers]) for name in "ab"}
         where = {name: np.full_like(table, EVERYWHERE) if runs.get(name) else table for name, table in held.items()}
-        return where, (a, b)
+        return where, (runs["a"], runs["b"])
 
     def everywhere(
         self, names: Sequence[str], workers: Sequence[Worker], placed: Sequence[bytes | None]

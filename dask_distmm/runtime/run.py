@@ -166,16 +166,17 @@ class Run:
         self, address: str, share: float, now: float, received: int = 0, turns: int = 0, turns_in_all: int = 0
     ) -> None:
         """Note which share of its work a participant has done; a share that has not grown is not progress."""
-        if self.phase == "running" and address in self.participants and turns:
+        if self.phase != "running" or address not in self.participants:
+            return
+        if turns:
             if turns < self.turns or turns_in_all != self.turns_in_all or not self.turns:
                 self.first_turns = now, turns
             began, first = self.first_turns
             self.turns, self.turns_in_all = turns, turns_in_all
             has_pace = turns > first and turns_in_all >= turns
             self.seconds_left = (now - began) / (turns - first) * (turns_in_all - turns) if has_pace else math.nan
-        if self.phase == "running" and address in self.participants:
-            self.received[address] = max(received, self.received.get(address, 0))
-        if self.phase == "running" and address in self.participants and share > self.shares.get(address, 0.0):
+        self.received[address] = max(received, self.received.get(address, 0))
+        if share > self.shares.get(address, 0.0):
             self.shares[address] = share
             self.moved = now
 
@@ -232,8 +233,7 @@ class Run:
     def _advance(self, before: Phase, after: Phase) -> None:
         if self.phase != before:
             raise ProtocolError(f"{self} can't go to {after}")
-        self.phase = after
-        self.answered = set()
+        self.phase, self.answered = after, set()
 
     def __str__(self) -> str:
         return f"run {self.run_id} of {self.name} ({self.phase})"
@@ -347,15 +347,14 @@ def progress_of(scheduler: Scheduler, runs: Iterable[Run], records: Records, nam
         phase = _PHASES.get(run.phase, "ending")
         note = turns_in_words(run)
         return ProgressLine(name, phase, run.share, run.run_id, run.received_bytes, run.expected_bytes, note)
+    last = (record.run_id, record.received_bytes) if record is not None else ()
     if record is not None and record.outcome == "failed":
-        return ProgressLine(name, "failed", record.share, record.run_id, record.received_bytes)
+        return ProgressLine(name, "failed", record.share, *last)
     barrier = scheduler.tasks.get(barrier_key(name))
     if barrier is not None and barrier.state not in ("released", "forgotten"):
         left = len(barrier.waiting_on or ())
         return ProgressLine(name, "reading", 1 - left / len(barrier.dependencies) if barrier.dependencies else 1.0)
-    if record is None:
-        return ProgressLine(name, "done", 1.0)
-    return ProgressLine(name, "done", 1.0, record.run_id, record.received_bytes)
+    return ProgressLine(name, "done", 1.0, *last)
 
 
 def turns_in_words(run: Run | Record) -> str:
