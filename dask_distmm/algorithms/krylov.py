@@ -77,11 +77,13 @@ def preconditioned(M: Any, r: Any) -> Any:
     return product(M, replicated(r), r)
 
 
-def started(A: Any, b: Any, x0: Any, size: Any) -> tuple[Any, Any]:
-    """Return the first x, and the residual; nothing is to be solved where b is 0."""
+def started(A: Any, b: Any, x0: Any, M: Any) -> tuple[Any, ...]:
+    """Return b, |b|, the first x, the residual, and M times that; nothing is to be solved where b is 0."""
+    b, x0 = column(b), column(x0)
+    size = norm(b)
     x = np.zeros_like(b) if x0 is None else x0
     r = b if x0 is None else b - product(A, replicated(x), b)
-    return x * over(size, size).astype(b.real.dtype), r
+    return b, size, x * over(size, size).astype(b.real.dtype), r, preconditioned(M, r)
 
 
 def tell(function: Any, x: Any) -> None:
@@ -93,11 +95,8 @@ def tell(function: Any, x: Any) -> None:
 @jit
 def cg(A: Any, b: Any, x0: Any, M: Any, function: Any, rtol: float, atol: float, maxiter: int) -> tuple[Any, Any]:
     """Conjugate gradients (Hestenes, Stiefel 1952)."""
-    b, x0 = column(b), column(x0)
-    size = norm(b)
+    b, size, x, r, z = started(A, b, x0, M)
     limit = np.maximum(atol, rtol * size)
-    x, r = started(A, b, x0, size)
-    z = preconditioned(M, r)
     p, rho, residual = replicated(z), dot(r, z), np.where(size == 0, 0, norm(r))
 
     def turn(state: Any) -> Any:
@@ -125,11 +124,8 @@ def cg(A: Any, b: Any, x0: Any, M: Any, function: Any, rtol: float, atol: float,
 @jit
 def minres(A: Any, b: Any, x0: Any, M: Any, function: Any, rtol: float, shift: float, maxiter: int) -> tuple[Any, Any]:
     """MINRES (Paige, Saunders 1975), with the tests of SciPy's."""
-    b, x0 = column(b), column(x0)
+    b, size, x, r, y = started(A, b, x0, M)
     eps, real = float(np.finfo(b.dtype).eps), b.real.dtype
-    size = norm(b)
-    x, r = started(A, b, x0, size)
-    y = preconditioned(M, r)
     squared = square(r, y)
     beta1 = np.sqrt(squared)
     v = over(1, beta1).astype(real) * replicated(y)
@@ -201,12 +197,9 @@ def gmres(
     A: Any, b: Any, x0: Any, M: Any, function: Any, shows_norm: bool, rtol: float, atol: float, m: int, maxiter: int
 ) -> tuple[Any, Any]:
     """GMRES (Saad, Schultz 1986) with restarts, and Gram-Schmidt twice in place of its modified form."""
-    b, x0, m = column(b), column(x0), min(m, len(b))
-    real, eps = b.real.dtype, float(np.finfo(b.dtype).eps)
-    size = norm(b)
+    b, size, x, r, z = started(A, b, x0, M)
+    m, real, eps = min(m, len(b)), b.real.dtype, float(np.finfo(b.dtype).eps)
     limit = np.maximum(atol, rtol * size)
-    x, r = started(A, b, x0, size)
-    z = preconditioned(M, r)
     start, residual, right = norm(z), norm(r), norm(preconditioned(M, b))
     numbers, rows = np.arange(m + 1), np.arange(m + 1)[:, None]
     empty = np.where(numbers[None] < 0, z[:, None], np.zeros((), b.dtype))
@@ -272,12 +265,13 @@ def _solved_triangle(R: Any, g: Any, count: Any) -> Any:
     return np.linalg.solve(R, np.where(used, g, 0))
 
 
-def bidiagonalized(A: Any, adjoint: Any, u: Any, n: int) -> tuple[Any, Any]:
-    """Return a step of Golub and Kahan's bidiagonalization, and its state: u, v, alpha, and the sums A^H u and |u|^2.
+def bidiagonalized(A: Any, adjoint: Any, u: Any, n: int) -> tuple[Any, ...]:
+    """Return a step of Golub and Kahan's bidiagonalization, its state after the first one, v, alpha and beta.
 
-    u is in the rows of ranks and not yet divided by its norm; v is on all ranks.
+    The state is u, v, alpha, and the sums A^H u and |u|^2. u is in the rows of ranks and not yet divided by its norm;
+    v is on all ranks.
     """
-    real = u.real.dtype
+    u, real = column(u), u.real.dtype
 
     def step(state: Any, turn: Any) -> Any:
         """Continue; `turn` gets v, alpha and beta, before ranks send what is then added up: one message."""
@@ -292,7 +286,8 @@ def bidiagonalized(A: Any, adjoint: Any, u: Any, n: int) -> tuple[Any, Any]:
         return (u, v, alpha, adjoint_product(adjoint or A, u, n), square(u)), ends
 
     sums = adjoint_product(adjoint or A, u, n)
-    return step, (u, np.zeros_like(sums), 0.0 * square(u), sums, square(u))
+    state, first = step((u, np.zeros_like(sums), 0.0 * square(u), sums, square(u)), lambda *state: state)
+    return step, state, *first
 
 
 def rotation(a: Any, b: Any) -> tuple[Any, Any, Any]:
@@ -326,10 +321,8 @@ def lsqr(
     A: Any, adjoint: Any, b: Any, r: Any, n: int, damp: float, limits: Any, maxiter: int, calc_var: bool
 ) -> tuple[Any, Any, Any]:
     """LSQR (Paige, Saunders 1982)."""
-    b, real, eps = column(b), b.real.dtype, float(np.finfo(b.dtype).eps)
-    step, k = bidiagonalized(A, adjoint, b if r is None else column(r), n)
-    normb = norm(b)
-    k, (v, alpha, beta) = step(k, lambda *state: state)
+    normb, real, eps = norm(column(b)), b.real.dtype, float(np.finfo(b.dtype).eps)
+    step, k, v, alpha, beta = bidiagonalized(A, adjoint, b if r is None else r, n)
     nothing = np.zeros_like(v)
 
     def turn(state: Any) -> Any:
@@ -374,10 +367,8 @@ def lsqr(
 @jit
 def lsmr(A: Any, adjoint: Any, b: Any, r: Any, n: int, damp: float, limits: Any, maxiter: int) -> tuple[Any, Any, Any]:
     """LSMR (Fong, Saunders 2011)."""
-    b, real = column(b), b.real.dtype
-    step, k = bidiagonalized(A, adjoint, b if r is None else column(r), n)
-    normb = norm(b)
-    k, (v, alpha, beta) = step(k, lambda *state: state)
+    normb, real = norm(column(b)), b.real.dtype
+    step, k, v, alpha, beta = bidiagonalized(A, adjoint, b if r is None else r, n)
 
     def turn(state: Any) -> Any:
         k, x, h, hbar, zetabar, alphabar, rho, rhobar, cbar, sbar, zeta, *estimates, maxrbar, minrbar = state[:20]

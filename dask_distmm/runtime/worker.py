@@ -679,10 +679,8 @@ def _fields(error: BaseException, address: str = "") -> dict[str, Any]:
         return {"status": status, **_user_fields(error.with_traceback(within), f"{what} on {address}")}
     if isinstance(error, PeerLostError):
         return {"status": "lost", "message": in_words(error)}
-    if isinstance(error, MatrixError):
-        return {"status": "matrix", "message": brief(str(error))}
-    if isinstance(error, ProtocolError):
-        return {"status": "refused", "message": brief(str(error))}
+    if isinstance(error, MatrixError | ProtocolError):
+        return {"status": "matrix" if isinstance(error, MatrixError) else "refused", "message": brief(str(error))}
     lines = [] if isinstance(error, DistMMError) else traceback.format_exception(error)[-6:]
     return {"status": "failed", "message": in_words(error), "traceback": "".join(map(brief, lines))}
 

@@ -20,7 +20,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from dask_distmm.errors import TracingError
 from dask_distmm.numeric.sparse import dense
-from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Program, Ref, Statement, index_to_plain
+from dask_distmm.tracing.form import UNKNOWN, Block, Kind, Literal, Program, Ref, Statement, index_to_plain, letters_of
 
 # The functions of the NumPy functions that traced arrays take.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -597,18 +597,13 @@ def reduced(name: str, x: Any, axis: Any, keepdims: bool) -> TracedArray:
 
 
 def _adds(name: str) -> Callable[..., TracedArray]:
-    def function(a: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: bool = False) -> TracedArray:
-        a = as_traced(a)
-        return reduced(name, a if dtype is None else a.astype(dtype), axis, keepdims)
-
-    return function
+    return lambda a, axis=None, dtype=None, out=None, keepdims=False: reduced(
+        name, a if dtype is None else as_traced(a).astype(dtype), axis, keepdims
+    )
 
 
 def _chooses(name: str) -> Callable[..., TracedArray]:
-    def function(a: Any, axis: Any = None, out: None = None, keepdims: bool = False) -> TracedArray:
-        return reduced(name, a, axis, keepdims)
-
-    return function
+    return lambda a, axis=None, out=None, keepdims=False: reduced(name, a, axis, keepdims)
 
 
 sum_, prod_ = map(_adds, ("sum", "prod"))
@@ -1228,7 +1223,7 @@ def diff(a: Any, n: int = 1, axis: int = -1) -> TracedArray:
 def contracted(spec: str, a: Any, b: Any) -> TracedArray:
     """Record a contraction of two arrays, as einsum has it."""
     a, b = as_traced(a), as_traced(b)
-    first, second, out = spec.replace("->", ",").split(",")
+    first, second, out = letters_of(spec)
     sizes: dict[str, int] = {}
     for letters, x in ((first, a), (second, b)):
         for letter, n in zip(letters, x.shape, strict=True):

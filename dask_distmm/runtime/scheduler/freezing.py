@@ -45,7 +45,6 @@ from dask_distmm.planning import (
     plan_computation,
     problem_from_wire,
 )
-from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import Where
 from dask_distmm.planning.region import RegionProblem
@@ -372,18 +371,14 @@ class Barrier:
         wanted: dict[Any, tuple[str, int]] = {}
         outputs = {output.name: (output, output.every.tolist()) for output in self.problem.outputs}
         async for ts in with_breaks(list(self.ts.waiters or ())):
-            wanted[ts.key] = self._chunk_of(ts, outputs)
+            if isinstance(task := ts.run_spec, ChunkTask) and task.output in outputs:
+                output, numbers = outputs[task.output]
+                # The key has the place in its array.
+                if task.index < len(numbers) and ts.key[1:] == output.place(numbers[task.index]):
+                    wanted[ts.key] = task.output, numbers[task.index]
+                    continue
+            raise ProtocolError(f"task {ts.key!r} depends on {self.key!r}, and is not a chunk of its result")
         return wanted
-
-    def _chunk_of(self, ts: TaskState, outputs: Mapping[str, tuple[NamedMatrix, Sequence[int]]]) -> tuple[str, int]:
-        """Return which output's chunk, and which of its chunks, a task is; its key has the place in its array."""
-        task = ts.run_spec
-        if isinstance(task, ChunkTask) and task.output in outputs and task.index < len(outputs[task.output][1]):
-            output, numbers = outputs[task.output]
-            number = numbers[task.index]
-            if ts.key[1:] == output.place(number):
-                return task.output, number
-        raise ProtocolError(f"task {ts.key!r} depends on {self.key!r}, and is not a chunk of its result")
 
     def part(self, wanted: Mapping[Any, tuple[str, int]]) -> tuple[Computation, dict[str, list[Any]]]:
         """Return the computation that makes the wanted chunks, and the keys of its operands' chunks."""
@@ -506,20 +501,16 @@ async def find_holders(
     scheduler: Scheduler, roster: Roster, workers: Sequence[Worker], keys: Sequence[Sequence[Any]]
 ) -> tuple[list[Worker], list[NDArray[np.int32]]]:
     """Return holders outside of the workers that can take part, and for each operand the holder of each chunk."""
-    number = {worker.address: index for index, worker in enumerate(workers)}
     if roster.bare:
-        await _bring(scheduler, roster, list(number), [key for operand in keys for key in operand])
-    tables = []
-    for operand in keys:
-        table, lost = await _locate(scheduler, roster, len(workers), number, operand)
-        if lost is not None:
-            raise Lost(f"chunk {lost!r} is not in memory any more", moved=True)
-        tables.append(table)
-    outside = list(number)[len(workers) :]
+        addresses = [worker.address for worker in workers]
+        await _bring(scheduler, roster, addresses, [key for operand in keys for key in operand])
+    tables, outside = await _locate(scheduler, roster, workers, keys)
+    if lost := [key for _, key in tables if key is not None]:
+        raise Lost(f"chunk {lost[0]!r} is not in memory any more", moved=True)
     await roster.describe([address for address in outside if address not in roster])
     if gone := [address for address in outside if address not in scheduler.workers]:
         raise Lost(f"{gone[0]} left the cluster with chunks", moved=True)
-    return [roster.worker(scheduler.workers[address], "") for address in outside], tables
+    return [roster.worker(scheduler.workers[address], "") for address in outside], [table for table, _ in tables]
 
 
 async def known_places(
@@ -530,38 +521,41 @@ async def known_places(
     counts: Sequence[Sequence[int]],
 ) -> tuple[list[Worker], list[bytes | None]]:
     """Return the holders of the chunks of some arrays; None for arrays that are incomplete."""
-    number = {worker.address: index for index, worker in enumerate(workers)}
-    placed: list[bytes | None] = []
+    keys: list[Iterable[Any]] = []
     for name, along in zip(names, counts, strict=True):
-        # An array of more chunks than there are tasks is not there.
-        if (count := math.prod(along)) > len(scheduler.tasks):
-            placed.append(None)
-            continue
-        keys = ((name, *place) for place in itertools.product(*map(range, along))) if count else ()
-        table, lost = await _locate(scheduler, roster, len(workers), number, keys)
-        placed.append(table.tobytes() if lost is None else None)
-    held = ((address, scheduler.workers.get(address)) for address in list(number)[len(workers) :])
+        # An array of more chunks than there are tasks is not there, which one of its keys shows.
+        there = math.prod(along) <= len(scheduler.tasks)
+        places = itertools.product(*map(range, along)) if there else iter([(-1,) * len(along)])
+        keys.append(map((name,).__add__, places))
+    tables, outside = await _locate(scheduler, roster, workers, keys)
+    held = ((address, scheduler.workers.get(address)) for address in outside)
+    placed = [table.tobytes() if lost is None else None for table, lost in tables]
     return [Worker(address) if ws is None else roster.worker(ws, "") for address, ws in held], placed
 
 
 async def _locate(
-    scheduler: Scheduler, roster: Roster, count: int, number: dict[str, int], keys: Iterable[Any]
-) -> tuple[NDArray[np.int32], Any]:
-    """Return the holder of each chunk, up to the first without one, and the key of that chunk or None.
+    scheduler: Scheduler, roster: Roster, workers: Sequence[Worker], arrays: Iterable[Iterable[Any]]
+) -> tuple[list[tuple[NDArray[np.int32], Any]], list[str]]:
+    """Return for each array the holder of each chunk, up to the first without one, and the key of that chunk or None.
 
-    `number` has the numbers of holders: of the `count` workers that can take part, and of others, which are added.
+    Then the addresses of those holders, in the order of their numbers, that are not among the workers.
     """
-    where: list[int] = []
-    async for key in with_breaks(keys):
-        ts = scheduler.tasks.get(key)
-        holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
-        if not holders:
-            return np.array(where, np.int32), key
-        holder = next((address for address in holders if number.get(address, count) < count), None)
-        if holder is None:
-            holder = next((address for address in holders if address in roster), holders[0])
-        where.append(number.setdefault(holder, len(number)))
-    return np.array(where, np.int32), None
+    number, count = {worker.address: index for index, worker in enumerate(workers)}, len(workers)
+    tables = []
+    for keys in arrays:
+        where, lost = list[int](), None
+        async for key in with_breaks(keys):
+            ts = scheduler.tasks.get(key)
+            holders = [ws.address for ws in ts.who_has or ()] if ts is not None else []
+            if not holders:
+                lost = key
+                break
+            holder = next((address for address in holders if number.get(address, count) < count), None)
+            if holder is None:
+                holder = next((address for address in holders if address in roster), holders[0])
+            where.append(number.setdefault(holder, len(number)))
+        tables.append((np.array(where, np.int32), lost))
+    return tables, list(number)[count:]
 
 
 async def _bring(scheduler: Scheduler, roster: Roster, ranks: Sequence[str], keys: Iterable[Any]) -> None:

@@ -67,13 +67,18 @@ _STEALS = 0.1
 _READS = {"numpy": 5e9, "cupy": 1e12}
 
 
+def fused(task: Task) -> Collection[GraphNode]:
+    """Return the tasks that Dask has fused to one; none if it is one by itself."""
+    inner = task.args[0] if task.func is _execute_subgraph else None
+    return (getattr(inner, "value", inner) or {}).values()
+
+
 def is_product(task: GraphNode) -> bool:
     """Whether a task multiplies matrices, or one that is fused with it does."""
     if not isinstance(task, Task):
         return False
-    if task.func is _execute_subgraph:
-        inner = task.args[0]
-        return any(is_product(task) for task in (getattr(inner, "value", inner) or {}).values())
+    if inner := fused(task):
+        return any(map(is_product, inner))
     return task.func is multiply_parts or funcname(task.func) in _PRODUCTS
 
 
@@ -83,9 +88,8 @@ def root_bytes(task: GraphNode) -> int | None:
         return int(sizeof(task.value))
     if not isinstance(task, Task):
         return None
-    if task.func is _execute_subgraph:
-        inner = task.args[0]
-        sizes = [root_bytes(task) for task in getattr(inner, "value", inner).values() if not task.dependencies]
+    if inner := fused(task):
+        sizes = [root_bytes(task) for task in inner if not task.dependencies]
         return None if None in sizes else sum(filter(None, sizes))
     if funcname(task.func) not in _MADE:
         return None
