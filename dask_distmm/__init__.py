@@ -21,7 +21,7 @@ from dask_distmm.config import enabled_setting as _enabled_setting
 from dask_distmm.config import register_defaults as _register_defaults
 from dask_distmm.errors import DistMMError, EngineError, PlanError, ProjectedMemoryError, ProtocolError, RunFailedError
 from dask_distmm.errors import options_checked as _options_checked
-from dask_distmm.runtime.scheduler import attachments as _attachments
+from dask_distmm.runtime import attachments as _attachments
 from dask_distmm.shown import sources as _sources_of_forms
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ async def dask_setup(server: Any) -> None:
     from dask_distmm.engines.base import log
     from dask_distmm.errors import MissingEngineError
     from dask_distmm.runtime.messages import NAME
-    from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
+    from dask_distmm.runtime.plugin import DistMMSchedulerPlugin
     from dask_distmm.runtime.worker import worker_plugin
 
     if isinstance(server, Scheduler):

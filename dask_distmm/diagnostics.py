@@ -28,8 +28,8 @@ from dask_distmm.engines.base import log
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.runtime.keys import wave_of
 from dask_distmm.runtime.messages import NAME, ProgressLine, ask
+from dask_distmm.runtime.plugin import DistMMSchedulerPlugin
 from dask_distmm.runtime.run import PHASES, Record, Records, progress_of, turns_in_words
-from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
 if TYPE_CHECKING:
     from distributed import Client, Future

@@ -670,7 +670,7 @@ def barrier(
         return _run_alone(problem_from_wire(wire), inputs)
     from distributed.protocol.pickle import dumps
 
-    from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
+    from dask_distmm.runtime.plugin import DistMMSchedulerPlugin
 
     # A scheduler that lacks something refuses it, by an error that names that.
     plugin = dumps(DistMMSchedulerPlugin())

@@ -23,9 +23,9 @@ from distributed import Client, LocalCluster, wait
 from matrices import assert_near, until
 
 from dask_distmm import EngineError, enabled, matmul, quantize
+from dask_distmm.runtime.freezing import Roster
 from dask_distmm.runtime.messages import NAME
-from dask_distmm.runtime.scheduler.freezing import Roster
-from dask_distmm.runtime.scheduler.plugin import needs_package
+from dask_distmm.runtime.plugin import needs_package
 from dask_distmm.runtime.worker import for_any_worker
 from dask_distmm.tools.cli import main
 

@@ -286,7 +286,7 @@ def test_distributions_are_refused_with_what_the_engine_has(client, engine):
 
 
 def test_what_is_kept_goes_some_time_after_the_last_client(engine, monkeypatch):
-    monkeypatch.setattr("dask_distmm.runtime.scheduler.plugin._IDLE_TIME", 0.1)
+    monkeypatch.setattr("dask_distmm.runtime.plugin._IDLE_TIME", 0.1)
     with LocalCluster(
         n_workers=2, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0", protocol="tcp"
     ) as cluster:

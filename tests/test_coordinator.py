@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dask_distmm.errors import DistMMError
 from dask_distmm.planning import Worker, plan
+from dask_distmm.runtime.coordinator import Coordinator
+from dask_distmm.runtime.freezing import RunPlan
 from dask_distmm.runtime.messages import Done, Reply, Vote
 from dask_distmm.runtime.run import Run
-from dask_distmm.runtime.scheduler.coordinator import Coordinator
-from dask_distmm.runtime.scheduler.freezing import RunPlan
 
 PROBLEM = make_problem(((4, 3), (5,)), ((5,), (6,)), name="m")
 # Turns of the event loop in which everything has happened that may.

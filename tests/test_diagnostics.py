@@ -24,8 +24,8 @@ from dask_distmm import diagnostics as tables
 from dask_distmm.diagnostics import as_html, as_lines, noted
 from dask_distmm.errors import ProtocolError
 from dask_distmm.runtime.messages import ProgressLine, arguments_of
+from dask_distmm.runtime.plugin import DistMMSchedulerPlugin
 from dask_distmm.runtime.run import PHASES, Records, Run, by_phase, progress_of
-from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 
 START = {"action": "start", "method": "summa", "engine": "numpy", "grid": (1, 2, 1), "flops": 4e9, "bound": 8e9}
 START |= {"ranks": ("tcp://a", "tcp://b"), "projected_bytes": {"tcp://a": 2**20, "tcp://b": 2**21}}

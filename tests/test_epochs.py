@@ -80,7 +80,7 @@ def test_a_plugin_that_is_installed_anew(inproc_client):
 def test_a_plugin_that_is_replaced_during_a_run(inproc_client, monkeypatch):
     """The old one's run ends, and the new one begins another, which ends right."""
     from dask_distmm.engines.programs.job import ProgramJob
-    from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
+    from dask_distmm.runtime.plugin import DistMMSchedulerPlugin
 
     check()
     execute, held = ProgramJob.execute, []

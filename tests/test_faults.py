@@ -16,7 +16,7 @@ from matrices import operands, until
 from run_events import events_after, newest_run
 
 from dask_distmm import RunFailedError, matmul
-from dask_distmm.runtime.scheduler.coordinator import Coordinator
+from dask_distmm.runtime.coordinator import Coordinator
 
 pytestmark = pytest.mark.faults
 

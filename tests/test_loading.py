@@ -23,9 +23,9 @@ from dask_distmm import ProjectedMemoryError, explain, linalg, matmul
 from dask_distmm.arrays.request import parse
 from dask_distmm.graph import build_graph
 from dask_distmm.planning.waves import WavePlan
+from dask_distmm.runtime import coordinator, freezing
+from dask_distmm.runtime.coordinator import stuck
 from dask_distmm.runtime.keys import barrier_name
-from dask_distmm.runtime.scheduler import coordinator, freezing
-from dask_distmm.runtime.scheduler.coordinator import stuck
 
 
 def worker(status, processing, executing):

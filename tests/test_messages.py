@@ -16,10 +16,10 @@ from matrices import until
 from dask_distmm import matmul
 from dask_distmm.planning import Demand, Worker, plan
 from dask_distmm.runtime import messages
+from dask_distmm.runtime.coordinator import Coordinator
 from dask_distmm.runtime.messages import NAME, operation_of
+from dask_distmm.runtime.plugin import DistMMSchedulerPlugin
 from dask_distmm.runtime.replicas import Replicas
-from dask_distmm.runtime.scheduler.coordinator import Coordinator
-from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
 from dask_distmm.runtime.worker import MISSING, WorkerService
 
 JUNK = (

@@ -20,7 +20,7 @@ from run_events import events_after, newest_run, runs_after
 import dask_distmm
 from benchmarks.algorithms import CASES, Case
 from dask_distmm.engines.heap import ReusedHeap
-from dask_distmm.runtime.scheduler.regions import Regions
+from dask_distmm.runtime.regions import Regions
 
 # Where tasks are said to take long all that can be a region is one.
 ALWAYS = {"distmm.dask.task": "1s", "distmm.minimum-flops": None}

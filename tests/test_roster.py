@@ -13,8 +13,8 @@ from dask_distmm import __version__
 from dask_distmm.errors import EngineError, MissingEngineError, NoWorkersError, PlanError
 from dask_distmm.planning import Demand, Worker, plan
 from dask_distmm.planning.peer import PEER
+from dask_distmm.runtime.freezing import Roster
 from dask_distmm.runtime.messages import Description
-from dask_distmm.runtime.scheduler.freezing import Roster
 
 GPUS = {name: {"nccl": "2.30.7"} for name in ("cublasmp", "nccl")}
 GPUS |= {"peer": {"cuda": "13000"}, "numpy": {"numpy": "2"}}

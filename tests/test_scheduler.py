@@ -18,7 +18,7 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.planning import Demand, Problem
 from dask_distmm.runtime.keys import barrier_key, barrier_name
 from dask_distmm.runtime.messages import NAME, Reply, ask, operation_of
-from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
+from dask_distmm.runtime.plugin import DistMMSchedulerPlugin
 
 PROBLEM = make_problem(((4, 3), (5,)), ((5,), (6,)), name="matmul-nobody-s")
 DEMAND = Demand("auto", "numpy", ("float64",) * 3)

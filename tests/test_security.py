@@ -18,8 +18,8 @@ from run_events import events
 
 from dask_distmm import EngineError, __version__, matmul
 from dask_distmm.planning import Demand
+from dask_distmm.runtime.freezing import Roster
 from dask_distmm.runtime.messages import Description
-from dask_distmm.runtime.scheduler.freezing import Roster
 
 
 def test_tls_everywhere(tmp_path):

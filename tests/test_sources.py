@@ -22,7 +22,7 @@ from dask_distmm.engines.sources import ChunkLoader, Source, SourceChunk
 from dask_distmm.graph import can_be_made
 from dask_distmm.planning import Worker, plan
 from dask_distmm.runtime.chunks import pack_tasks, unpack_tasks
-from dask_distmm.runtime.scheduler.freezing import _at_once
+from dask_distmm.runtime.freezing import _at_once
 
 
 def never():

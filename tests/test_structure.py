@@ -166,7 +166,7 @@ def test_what_multiplies_imports_neither_optimizers_nor_factorizations() -> None
     run_alone(
         "import sys, dask.array as da, dask_distmm; x = da.ones((80, 80), chunks=40); "
         "assert dask_distmm.matmul(x, x).sum().compute() == 80**3; "
-        "import dask_distmm.runtime.worker, dask_distmm.runtime.scheduler.plugin; "
+        "import dask_distmm.runtime.worker, dask_distmm.runtime.plugin; "
         "bad = {'scipy.optimize', 'scipy.linalg', 'dask_distmm.engines.programs', 'dask_distmm.show'}; "
         "bad &= set(sys.modules); "
         "assert not bad, bad; import scipy.linalg.cython_blas; assert scipy.linalg.cython_blas.__pyx_capi__; "

@@ -26,7 +26,7 @@ from dask_distmm.planning.planner import is_faster
 from dask_distmm.planning.tasks import run_overhead, tasks_estimate, with_tasks
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.messages import RegionsReply, Snapshot, ask, post
-from dask_distmm.runtime.scheduler.plugin import DistMMSchedulerPlugin
+from dask_distmm.runtime.plugin import DistMMSchedulerPlugin
 
 if TYPE_CHECKING:
     from distributed import Client

@@ -18,7 +18,7 @@ from dask_distmm.engines.entry import EXIT_STUCK, CollectiveEntry, watchdog
 from dask_distmm.engines.programs.exchange import Transport
 from dask_distmm.errors import EngineError
 from dask_distmm.programs.steps import Key
-from dask_distmm.runtime.scheduler.freezing import RankGroups
+from dask_distmm.runtime.freezing import RankGroups
 
 
 def new_gate(nranks):

@@ -27,7 +27,7 @@ from dask_distmm.planning.many import (
 )
 from dask_distmm.planning.model import Estimate
 from dask_distmm.runtime.keys import group_name, parse_group_key
-from dask_distmm.runtime.scheduler.plugin import new_priorities
+from dask_distmm.runtime.plugin import new_priorities
 
 MACHINE = read_options().machine("numpy")
 

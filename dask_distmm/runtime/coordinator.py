@@ -48,11 +48,7 @@ from dask_distmm.errors import (
 from dask_distmm.planning import ENGINES, Computation, Problem, plan_computation
 from dask_distmm.planning.region import RegionProblem
 from dask_distmm.runtime import direct
-from dask_distmm.runtime.keys import is_sum
-from dask_distmm.runtime.messages import Done, Reply, Vote, ask, post
-from dask_distmm.runtime.replicas import Replicas
-from dask_distmm.runtime.run import Lost, Run, TaskFailed, in_short, raise_if_ended, summarize
-from dask_distmm.runtime.scheduler.freezing import (
+from dask_distmm.runtime.freezing import (
     Barrier,
     RankGroup,
     RankGroups,
@@ -61,7 +57,11 @@ from dask_distmm.runtime.scheduler.freezing import (
     RunPlanner,
     deliveries,
 )
-from dask_distmm.runtime.scheduler.regions import Regions, put_back
+from dask_distmm.runtime.keys import is_sum
+from dask_distmm.runtime.messages import Done, Reply, Vote, ask, post
+from dask_distmm.runtime.regions import Regions, put_back
+from dask_distmm.runtime.replicas import Replicas
+from dask_distmm.runtime.run import Lost, Run, TaskFailed, in_short, raise_if_ended, summarize
 from dask_distmm.runtime.worker import WorkerService
 
 if TYPE_CHECKING:

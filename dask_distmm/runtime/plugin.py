@@ -37,7 +37,9 @@ from dask_distmm.config import read_options
 from dask_distmm.engines.base import log
 from dask_distmm.errors import DistMMError, EngineError, MissingEngineError, ProtocolError
 from dask_distmm.planning import Demand
-from dask_distmm.runtime import direct
+from dask_distmm.runtime import attachments, direct
+from dask_distmm.runtime.coordinator import Coordinator
+from dask_distmm.runtime.freezing import Barrier, known_places
 from dask_distmm.runtime.keys import (
     GROUP_PREFIX,
     ChunkTask,
@@ -64,9 +66,6 @@ from dask_distmm.runtime.messages import (
     listening,
 )
 from dask_distmm.runtime.run import History, Records, Run, find_names, progress_of
-from dask_distmm.runtime.scheduler import attachments
-from dask_distmm.runtime.scheduler.coordinator import Coordinator
-from dask_distmm.runtime.scheduler.freezing import Barrier, known_places
 from dask_distmm.runtime.worker import MISSING, WorkerService, for_any_worker
 
 # One key, one task: what a new graph asks for that the scheduler has already, from a graph of other parts of D
