@@ -82,8 +82,8 @@ from dask_distmm.planning import (
 )
 from dask_distmm.planning.factor import FactorProblem
 from dask_distmm.planning.placement import CLEARLY
+from dask_distmm.planning.planner import with_tasks
 from dask_distmm.planning.program import ProgramProblem
-from dask_distmm.planning.tasks import with_tasks
 from dask_distmm.planning.waves import Scheme, part_scheme, wave_problem
 from dask_distmm.runtime.chunks import arrays_of, check_chunks, order_of, ready_event
 from dask_distmm.runtime.keys import (

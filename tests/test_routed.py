@@ -27,7 +27,7 @@ from dask_distmm.arrays.linalg import routed as routed_functions
 from dask_distmm.config import DaskCosts, read_options
 from dask_distmm.planning import NamedMatrix, Worker
 from dask_distmm.planning.factor import FactorProblem
-from dask_distmm.planning.tasks import run_overhead, tasks_estimate
+from dask_distmm.planning.planner import run_overhead, tasks_estimate
 from dask_distmm.programs.factorizations import Factorization
 
 COSTS = DaskCosts(0.01, 0.00015, 0.01, 0.0005)

@@ -70,7 +70,7 @@ from dask_distmm.planning.many import (
     share_out,
 )
 from dask_distmm.planning.model import Estimate, engine_alone
-from dask_distmm.planning.tasks import run_overhead
+from dask_distmm.planning.planner import run_overhead
 from dask_distmm.planning.waves import Scheme, WavePlan, choose_scheme
 from dask_distmm.runtime.chunks import array_kind, array_module
 from dask_distmm.runtime.client import ask_roster, current_client, imagined_snapshot, recent_snapshot

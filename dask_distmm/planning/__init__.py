@@ -4,7 +4,7 @@
 in which layouts, and cuts parts out of it, `plan` how. `model` has what each engine can do, and the one roofline by
 which all work is estimated; modules of engines' names have their work and their memory, `schedule` the order of a
 rank's work by `peer`. `cuts` are the ways to cut a product, also by the workers that hold its chunks, `footprint` what
-ranks need and hold, `planner` the choice, `tasks` the work of Dask's own tasks. `waves` and `many` plan sequences of
+ranks need and hold, `planner` the choice, with the work of Dask's own tasks. `waves` and `many` plan sequences of
 products, `program` plans programs, `wire` has the form in which all of these cross the network.
 """
 

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dask_distmm.config import DaskCosts
 from dask_distmm.errors import PlanError, ProtocolError
 from dask_distmm.planning.computation import Computation, NamedMatrix, Worker
 from dask_distmm.planning.model import Phase, Work
@@ -82,11 +81,6 @@ class RegionProblem(Computation):
     def flops(self) -> float:
         """Zero: unknown."""
         return 0.0
-
-    @property
-    def title(self) -> str:
-        """The title for users."""
-        return f"{len(self.needs)} tasks"
 
     def part(self, wanted: Collection[tuple[str, int]]) -> tuple[Self, list[int], list[int]]:
         """Return the region that computes some chunks of outputs, and the numbers of its inputs and tasks."""
@@ -158,10 +152,9 @@ class Assignment(NamedTuple):
     """The rank that calls each task, with the messages and the memory that follow."""
 
     owners: list[int]
-    # Of each worker: seconds of its tasks, how many it has, values that it gets from others and their bytes, and the
-    # most bytes that it holds.
+    # Of each worker: seconds of its tasks, values that it gets from others and their bytes, and the most bytes that it
+    # holds.
     seconds: list[float]
-    tasks: list[int]
     messages: list[int]
     moved: list[int]
     held: list[int]
@@ -176,7 +169,7 @@ def assign(
     """
     holders, nbytes, first = list(where), [*held, *sizes], len(held)
     busy = [0.0] * count
-    tasks, messages, moved, live, peak = ([0] * count for _ in range(5))
+    messages, moved, live, peak = ([0] * count for _ in range(4))
     here: list[set[int]] = [set() for _ in range(count)]
     uses = collections.Counter(value for needed in needs for value in set(needed))
     published = set[int]()
@@ -186,7 +179,6 @@ def assign(
     def give(task: int, owner: int) -> None:
         holders[first + task] = owner
         busy[owner] += seconds[task] + TASK_SECONDS
-        tasks[owner] += 1
         live[owner] += sizes[task]
 
     for task, needed in enumerate(needs):
@@ -220,7 +212,7 @@ def assign(
     for task, holder in enumerate(holders[first:]):
         if holder == _NOBODY:
             give(task, 0)
-    return Assignment(holders[first:], busy, tasks, messages, moved, list(map(max, peak, live)))
+    return Assignment(holders[first:], busy, messages, moved, list(map(max, peak, live)))
 
 
 def expected_seconds(assignment: Assignment, threads: Sequence[int]) -> float:
@@ -229,11 +221,6 @@ def expected_seconds(assignment: Assignment, threads: Sequence[int]) -> float:
         seconds / max(1, nthreads) + MESSAGE_SECONDS * messages
         for seconds, nthreads, messages in zip(assignment.seconds, threads, assignment.messages, strict=True)
     )
-
-
-def run_seconds(assignment: Assignment, threads: Sequence[int], chunks: int, costs: DaskCosts) -> float:
-    """Return the seconds of a run with Dask's overhead; `chunks` counts its inputs and outputs."""
-    return costs.run + chunks * costs.chunk + expected_seconds(assignment, threads)
 
 
 @planner
@@ -256,4 +243,4 @@ def plan_region(
     plan = RegionPlacement(ranks=tuple(ranks), owners=owners, **fields)
     seconds = expected_seconds(assignment, [worker.nthreads for worker in roster])
     work = Work([Phase(least=seconds)], moved=sum(assignment.moved))
-    return [[estimated(plan, np.array(assignment.held, float), work)]], f"{problem.title} of a graph", []
+    return [[estimated(plan, np.array(assignment.held, float), work)]], f"{len(problem.needs)} tasks of a graph", []

@@ -35,9 +35,8 @@ from dask_distmm.planning.computation import Chunks, Worker
 from dask_distmm.planning.cuts import chunk_edges
 from dask_distmm.planning.footprint import held_bytes, made_bytes
 from dask_distmm.planning.model import ENGINES, models_of, speeds
-from dask_distmm.planning.planner import plan
+from dask_distmm.planning.planner import plan, run_overhead
 from dask_distmm.planning.problem import AXES, METHODS, Problem, common_edges, part_of
-from dask_distmm.planning.tasks import run_overhead
 from dask_distmm.shown import Explanation
 
 # A scheme: the waves of a product, and the problem of each of them. Pure

@@ -22,8 +22,7 @@ from dask_distmm.planning import Demand, Plan, Problem, Worker, plan
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import CLEARLY
-from dask_distmm.planning.planner import is_faster
-from dask_distmm.planning.tasks import run_overhead, tasks_estimate, with_tasks
+from dask_distmm.planning.planner import is_faster, run_overhead, tasks_estimate, with_tasks
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.messages import RegionsReply, Snapshot, ask, post
 from dask_distmm.runtime.plugin import DistMMSchedulerPlugin

@@ -34,7 +34,7 @@ from dask_distmm.numeric.sparse import total
 from dask_distmm.planning import Problem, problem_from_wire
 from dask_distmm.planning.computation import NamedMatrix
 from dask_distmm.planning.placement import CLEARLY
-from dask_distmm.planning.region import INPUTS, TASKS, Region, RegionProblem, assign, operand, run_seconds
+from dask_distmm.planning.region import INPUTS, TASKS, Region, RegionProblem, assign, expected_seconds, operand
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.chunks import multiply_parts
 from dask_distmm.runtime.keys import ChunkTask, barrier_key, barrier_task, is_barrier, needed, operand_keys, wave_of
@@ -490,7 +490,8 @@ class Regions:
         every = [key for chunks in draft.results.values() for key in chunks]
         costs, threads = dask_costs(), [ws.nthreads for ws in workers]
         # The scheduler and all ranks look at each task, as at each chunk.
-        run = run_seconds(assignment, threads, len(number) + len(every), costs) - (not whole) * costs.run / 2
+        around = costs.run * (1.0 if whole else 0.5) + (len(number) + len(every)) * costs.chunk
+        run = around + expected_seconds(assignment, threads)
         # Dask's own tasks run where their chunks are, too, unless others have had nothing to do for long.
         work = max(sum(seconds) / sum(threads), max(seconds, default=0.0))
         local = max(spent / max(1, count) for spent, count in zip(assignment.seconds, threads, strict=True))

@@ -48,7 +48,7 @@ from dask_distmm.engines.numpy.blas import blas_threads, gemm
 from dask_distmm.errors import DistMMError, PlanError
 from dask_distmm.numeric.types import dtype_from_name
 from dask_distmm.planning import ENGINES, Demand, Plan, Worker
-from dask_distmm.planning.tasks import tasks_estimate
+from dask_distmm.planning.planner import tasks_estimate
 from dask_distmm.runtime.client import ask_roster
 from dask_distmm.runtime.keys import barrier_key
 from dask_distmm.tools.local import available_memory, chunk_rows, computed, connected, running_cluster, use_gpus

@@ -41,9 +41,8 @@ from dask_distmm.numeric.sparse import sparse_package
 from dask_distmm.planning.computation import Computation
 from dask_distmm.planning.factor import FactorProblem
 from dask_distmm.planning.placement import over_limit, spills
-from dask_distmm.planning.planner import plan_computation
+from dask_distmm.planning.planner import plan_computation, with_tasks
 from dask_distmm.planning.program import ProgramProblem
-from dask_distmm.planning.tasks import with_tasks
 from dask_distmm.runtime.chunks import array_kind, on_device
 from dask_distmm.runtime.client import current_client, recent_snapshot
 
