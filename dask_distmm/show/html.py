@@ -282,7 +282,7 @@ def plan_html(plan: Plan) -> list[str]:
         _beside(f"Chunks, by the workers that hold them{unknown}", _chunk_grids(plan)),
         _beside(f"Who multiplies what: {WHAT[plan.method]}", _layout(plan)),
         _worker_key(plan),
-        _time_chart(plan),
+        _time_chart(plan, "multiplying", "moving", "messages"),
         _memory_chart(plan),
     ]
 
@@ -378,7 +378,8 @@ def _dealt(tile: Tile, shape: tuple[int, int]) -> list[Cell]:
     return _cells(rows, cols, lambda i, j: (tile.layout.owner(rows[i], cols[j]),))
 
 
-def _time_chart(plan: Plan) -> str:
+def _time_chart(plan: Placement, computing: str, moving: str, rest: str) -> str:
+    """Return the section of the times of the ways that a plan was chosen from, and of Dask's own tasks."""
     chosen = plan.estimate
     if chosen is None:
         return ""
@@ -395,7 +396,7 @@ def _time_chart(plan: Plan) -> str:
     if (own := plan.by_tasks) is not None:
         note = f"{format_time(own.seconds)}; the run with Dask's overhead takes {format_time(plan.seconds)}"
         rows.append(_time_bar("Dask's own tasks", note, own, bold=not plan.worth_it))
-    below = _more(ways, ways[:_MOST_WAYS], "more, see the text"), _time_key("multiplying", "moving", "messages")
+    below = _more(ways, ways[:_MOST_WAYS], "more, see the text"), _time_key(computing, moving, rest)
     return _bars("Estimated time, and what it was chosen against", rows, "estimated time of each way", *below)
 
 
@@ -468,7 +469,8 @@ def factor_html(plan: FactorPlacement) -> list[str]:
         cells = [((0, factor.shape[0]), (start, stop), (rank,)) for (start, stop), rank in parts if start < stop]
         drawn.append(matrix(names[number].upper() if number < len(names) else "result", factor.shape, cells))
     where = _section("Block columns, by the ranks that have them", _side_by_side(drawn, "which rank has which columns"))
-    return [where, _worker_key(plan), _estimated(plan), _memory_chart(plan)]
+    times = _time_chart(plan, "computing", "moving or waiting", "other")
+    return [where, _worker_key(plan), times, _memory_chart(plan)]
 
 
 def program_html(plan: ProgramPlacement) -> list[str]:
@@ -489,7 +491,7 @@ def program_html(plan: ProgramPlacement) -> list[str]:
         if statements
         else "",
         _section(f"Steps of each rank, where the matrix is well-conditioned{loops}", _time_lines(plan.spans)),
-        _estimated(plan),
+        _time_chart(plan, "computing", "moving or waiting", "other"),
         _memory_chart(plan),
     ]
 
@@ -540,13 +542,6 @@ def _statements(rows: Sequence[Row]) -> str:
         [(_MULTIPLYING, "in rows, on their ranks"), (_NOBODY, "on all ranks"), (_MOVING, "comes from all ranks")]
     )
     return _figure(_PAGE, y + 4, "the statements, where values are, and what travels", parts) + legend
-
-
-def _estimated(plan: FactorPlacement | ProgramPlacement) -> str:
-    if (estimate := plan.estimate) is None:
-        return ""
-    bar = _time_bar(plan.method, format_time(estimate.seconds), estimate)
-    return _bars("Estimated time", [bar], "estimated time", _time_key("computing", "moving or waiting", "other"))
 
 
 def chain_html(plan: ChainPlan) -> list[str]:

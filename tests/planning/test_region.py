@@ -72,7 +72,7 @@ def test_a_part_has_what_its_chunks_need(region, number):
 
 def test_equal_tasks_are_shared_out():
     found = assign([[i] for i in range(8)], [10] * 8, [1.0] * 8, [100] * 8, [i % 2 for i in range(8)], 2)
-    assert found.tasks == [4, 4]
+    assert [found.owners.count(worker) for worker in (0, 1)] == [4, 4]
     assert found.messages == [0, 0]
     # Of chunks of the same size on several workers the idlest one gets the sum.
     assert assign([[0], [0, 1]], [1, 1], [1.0, 1.0], [100, 100], [0, 1], 2).owners == [0, 1]
