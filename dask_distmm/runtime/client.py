@@ -13,7 +13,6 @@ from dask._task_spec import convert_legacy_graph
 from dask.core import flatten
 from distributed import Future
 from distributed.protocol.pickle import dumps
-from numpy.typing import NDArray
 
 from dask_distmm.compat import install_command
 from dask_distmm.config import dask_costs, read_options, setting
@@ -52,8 +51,13 @@ def plan_on(snapshot: Snapshot, problem: Problem, *, reordered: bool = False, la
 
     With `lazy` chunks are still to be made: tasks of Dask come before the run, and among its own.
     """
-    tables = zip("ab", snapshot.placed, strict=False)
-    where = {name: _transposed(problem, name, np.frombuffer(raw, np.int32)) for name, raw in tables if raw is not None}
+    where = {}
+    for name, raw in zip("ab", snapshot.placed, strict=False):
+        if raw is not None:
+            matrix, where[name] = problem[name], np.frombuffer(raw, np.int32)
+            if matrix.transposed:
+                # Where the chunks of the array underneath are, in the order of the matrix' own.
+                where[name] = where[name].reshape(matrix.counts[::-1]).T.ravel()
     if reordered and len(where) == 2:
         problem, before = reorder(problem, by_holder(problem, where))
         where = {name: where[name][before[name]] for name in where}
@@ -73,14 +77,6 @@ def runs_faster(snapshot: Snapshot, problem: Problem, *, lazy: bool) -> bool:
         own = tasks_estimate(problem, snapshot.workers, problem.machine_of_tasks(name), costs)
         limits[name] = CLEARLY * own.seconds - around
     return is_faster(problem, snapshot.workers, limits)
-
-
-def _transposed(problem: Problem, operand: str, where: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return where A's or B's chunks are, in their order, from where those of the array underneath are."""
-    if not problem[operand].transposed:
-        return where
-    nrows, ncols = problem[operand].counts
-    return np.ascontiguousarray(where.reshape(ncols, nrows).T).ravel()
 
 
 def current_client() -> Client | None:

@@ -446,8 +446,7 @@ class Coordinator:
 
         limit = plan.problem.options.vote_timeout
         votes = await self._ask_all(run, prepare, timeout=limit)
-        addresses = [worker.address for worker in plan.participants]
-        return [votes[address].offer if address in votes else None for address in addresses]
+        return [votes[address].offer if address in votes else None for address in number]
 
     async def _start(self, run: Run, barrier: Barrier, frozen: RunPlan, offers: Sequence[Any]) -> None:
         plan = frozen.plan
