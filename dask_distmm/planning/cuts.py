@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -213,6 +214,13 @@ def chunk_edges(sizes: tuple[int, ...]) -> NDArray[np.int64]:
 def chunk_cuts(sizes: tuple[int, ...]) -> Bounds:
     """Return `chunk_edges` as cuts; an empty chunk repeats an edge."""
     return tuple(chunk_edges(sizes).tolist())
+
+
+def edges_within(start: int, stop: int, *chunkings: tuple[int, ...]) -> list[int]:
+    """Return where chunks end within a range, for some sizes of chunks, and its own ends."""
+    every = map(chunk_cuts, chunkings)
+    inside = (cuts[bisect.bisect_right(cuts, start) : bisect.bisect_left(cuts, stop)] for cuts in every)
+    return sorted({start, stop, *itertools.chain(*inside)})
 
 
 @functools.lru_cache(maxsize=1024)

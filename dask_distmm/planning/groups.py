@@ -34,7 +34,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from dask_distmm.planning.computation import Chunks
-from dask_distmm.planning.cuts import Rect, chunk_cuts, full_side, overlaps, padded, pieces_that_fill, shape_of, unit
+from dask_distmm.planning.cuts import (
+    Rect,
+    chunk_cuts,
+    edges_within,
+    full_side,
+    overlaps,
+    padded,
+    pieces_that_fill,
+    shape_of,
+    unit,
+)
 from dask_distmm.planning.footprint import panel_width
 from dask_distmm.planning.placement import EVERYWHERE
 from dask_distmm.planning.plan import Plan
@@ -241,9 +251,8 @@ def panels(plan: Plan, rank: int) -> list[Panel]:
     nothing from others come first; the rest begins at another place on each rank.
     """
     problem, (r0, r1, c0, c1), (k0, k1) = plan.problem, plan.region(rank), plan.k_range(rank)
-    along_k = problem.a.chunks[1], problem.b.chunks[0]
-    starts = (low for sizes in along_k for _, low, _ in overlaps(chunk_cuts(sizes), k0, k1))
-    cuts = coalesce(sorted({*starts, k1}), int(panel_width(problem, r1 - r0 + c1 - c0, k1 - k0)))
+    edges = edges_within(k0, k1, problem.a.chunks[1], problem.b.chunks[0])
+    cuts = coalesce(edges, int(panel_width(problem, r1 - r0 + c1 - c0, k1 - k0)))
     where, here = [plan.where[name].tolist() for name in "ab"], (plan.ranks[rank], EVERYWHERE)
     recorded: list[Panel] = []
     for low, high in itertools.pairwise(cuts):
@@ -601,9 +610,7 @@ class DeviceSchedule(_Schedule):
         if self.multiple > 1:
             # Extents of GEMMs are padded, so the places of their results inside of D must be multiples, too.
             return [span[0], span[1]]
-        sizes = self.problem.a.chunks[0] if operand == 0 else self.problem.b.chunks[1]
-        inside = {edge for edge in itertools.accumulate(sizes) if span[0] < edge < span[1]}
-        return sorted({*span, *inside})
+        return edges_within(*span, self.problem.matrices[operand].chunks[operand])
 
     def _holders(self, operand: int, rect: Rect) -> dict[int, int]:
         """Return how many elements of a part each participant has."""

@@ -53,6 +53,7 @@ from dask_distmm.planning.cuts import (
     Rect,
     chunk_edges,
     common,
+    edges_within,
     overlap_sizes,
     padded,
     pieces_of,
@@ -497,15 +498,10 @@ def _load_schedule(plan: Plan, rank: int) -> LoadSchedule:
 
 def _edges(plan: Plan, rank: int, operands: Sequence[int], own: int | None) -> NDArray[np.int64]:
     """Return the edges of chunks within a rank's part, along the own axis of one operand, or along k of several."""
-    region, (start, stop) = plan.region(rank), plan.k_range(rank)
-    if own is not None:
-        start, stop = region[:2] if own == 0 else region[2:]
-    edges = [np.array([start, stop])]
-    for operand in operands:
-        sizes = plan.problem.matrices[operand].chunks
-        every = chunk_edges(sizes[operand if own is not None else 1 - operand])
-        edges.append(every[np.searchsorted(every, start, "right") : np.searchsorted(every, stop, "left")])
-    return np.unique(np.concatenate(edges))
+    region, across = plan.region(rank), own is None
+    start, stop = plan.k_range(rank) if own is None else region[:2] if own == 0 else region[2:]
+    chunkings = (plan.problem.matrices[operand].chunks[1 - operand if across else operand] for operand in operands)
+    return np.array(edges_within(start, stop, *chunkings))
 
 
 def _joins(stretches: NDArray[np.int64], least: int) -> bool:

@@ -32,7 +32,7 @@ from dask_distmm.config import Budget, DaskCosts
 from dask_distmm.errors import PlanError, ProjectedMemoryError, advice
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.planning.computation import Chunks, Worker
-from dask_distmm.planning.cuts import chunk_edges
+from dask_distmm.planning.cuts import touched
 from dask_distmm.planning.footprint import held_bytes, made_bytes
 from dask_distmm.planning.model import ENGINES, models_of, speeds
 from dask_distmm.planning.planner import plan, run_overhead
@@ -167,10 +167,9 @@ def wave_problem(problem: Problem, scheme: Scheme, number: int, part: Problem | 
     def take(name: str) -> tuple[list[int], list[int]]:
         taken = []
         for axis, own in zip(AXES.get(name, "mn"), problem[name].chunks, strict=True):
-            ends, (start, stop) = chunk_edges(own)[1:], axes[axis]
-            if ends[-1] != extents[axis]:
-                start, stop = 0, ends[-1]  # broadcast
-            taken.append(np.flatnonzero((ends > start) & (ends <= stop)).tolist())
+            # What is broadcast along an axis is taken whole.
+            cut = sum(own) == extents[axis]
+            taken.append(list(range(len(own))[touched(own, *axes[axis])] if cut else range(len(own))))
         if part is not None:
             kept = part[name].in_whole
             taken = [[x for x in mine if x in of] for mine, of in zip(taken, kept[:2], strict=True)]

@@ -12,7 +12,6 @@ Whenever the run of a region can't be, Dask gets its tasks back.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import itertools
 import math
@@ -33,6 +32,7 @@ from dask_distmm.errors import EngineError
 from dask_distmm.numeric.sparse import total
 from dask_distmm.planning import Problem, problem_from_wire
 from dask_distmm.planning.computation import NamedMatrix
+from dask_distmm.planning.cuts import chunk_cuts, overlaps
 from dask_distmm.planning.placement import CLEARLY
 from dask_distmm.planning.region import INPUTS, TASKS, Region, RegionProblem, assign, expected_seconds, operand
 from dask_distmm.runtime import direct
@@ -241,48 +241,38 @@ def tasks_of_product(
     keys = dict(zip(problem.inputs, lists, strict=True))
     a_cols, b_cols = problem.a.counts[1], problem.b.counts[1]
     i, j = divmod(chunk.index, b_cols)
-    # Keys of the chunks of a row of A, and of a column of B; their bytes, and where they end along k.
+    # Keys of the chunks of a row of A, and of a column of B; their bytes, and where they are along k.
     rows = [
         [keys[problem.source_of("a")][i * a_cols + p] for p in range(a_cols)],
         [keys[problem.source_of("b")][q * b_cols + j] for q in range(problem.b.counts[0])],
     ]
     nbytes = [problem.a.bytes[i * a_cols : (i + 1) * a_cols], problem.b.bytes[j::b_cols]]
-    ends = [list(itertools.accumulate(sizes)) for sizes in (problem.a.chunks[1], problem.b.chunks[0])]
-    # Pieces of k: of a chunk of A and one of B. Those of one chunk are one product, if what it is multiplied by is
-    # little, and so is put together fast.
-    cuts = sorted({0, *ends[0], *ends[1]})
-    pieces = [(low, high, [bisect.bisect_right(end, low) for end in ends]) for low, high in itertools.pairwise(cuts)]
+    edges = chunk_cuts(problem.a.chunks[1]), chunk_cuts(problem.b.chunks[0])
+    # Pieces of k: of a chunk of A and one of B; or of one chunk, if what it is multiplied by is little, and so is put
+    # together fast.
     little = min((0, 1), key=lambda side: nbytes[side].sum())
-    together = nbytes[little].sum() <= _TOGETHER
+    cuts = edges[1 - little] if nbytes[little].sum() <= _TOGETHER else sorted({*edges[0], *edges[1]})
+    pieces = [(low, high) for low, high in itertools.pairwise(cuts) if low < high]
     products, sums = dict[Any, GraphNode](), dict[Any, list[Any]]()
     name = f"product-{tokenize(barrier.key)}"
-    groups = itertools.groupby(pieces, key=lambda piece: piece[2][1 - little] if together else piece[0])
-    grouped = [list(group) for _, group in groups]
-    for number, group in enumerate(grouped):
-        refs, views = [], []
+    for number, piece in enumerate(pieces):
+        refs, views, firsts = [], [], []
         for side, matrix in enumerate((problem.a, problem.b)):
-            used = dict.fromkeys(numbers[side] for _, _, numbers in group)
-            starts = [ends[side][x] - matrix.chunks[1 - side][x] for x in used]
-            low, high = group[0][0], group[-1][1]
-            slices = [
-                slice(max(low, start) - start, min(high, ends[side][x]) - start)
-                for x, start in zip(used, starts, strict=True)
-            ]
-            refs.append(List(*(TaskRef(rows[side][x]) for x in used)))
+            used = overlaps(edges[side], *piece)
+            slices = [slice(start - edges[side][x], stop - edges[side][x]) for x, start, stop in used]
+            refs.append(List(*(TaskRef(rows[side][x]) for x, _, _ in used)))
             views.append((matrix.axes, matrix.transposed, matrix.conjugated, slices))
-        key = (name, i, j, number) if len(grouped) > 1 else chunk.key
+            firsts.append((nbytes[side][used[0][0]], -side, rows[side][used[0][0]]))
+        key = (name, i, j, number) if len(pieces) > 1 else chunk.key
         products[key] = Task(key, multiply_parts, *refs, *views, len(problem.d.axes))
-        _, _, numbers = group[0]
-        larger = max((0, 1), key=lambda side: nbytes[side][numbers[side]])
-        sums.setdefault(place(rows[larger][numbers[larger]]), []).append(key)
-    if len(grouped) == 1:
+        # They are added up where the larger one of the first chunks is.
+        sums.setdefault(place(max(firsts)[2]), []).append(key)
+    if len(pieces) == 1:
         return products
-    parts = []
+    parts = list[Any]()
     for number, some in enumerate(sums.values()):
-        key = (f"{name}-sum", i, j, number)
-        if len(sums) == 1:
-            parts = some
-        elif len(some) > 1:
+        if len(sums) > 1 and len(some) > 1:
+            key = (f"{name}-sum", i, j, number)
             products[key] = Task(key, total, List(*map(TaskRef, some)))
             parts.append(key)
         else:

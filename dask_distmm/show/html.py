@@ -16,6 +16,7 @@ from dask.utils import format_bytes, format_time
 
 from dask_distmm.arrays.product import NotCollective
 from dask_distmm.planning.cublasmp import Tile
+from dask_distmm.planning.cuts import chunk_cuts
 from dask_distmm.planning.factor import FactorPlacement
 from dask_distmm.planning.many import BatchPlan, ChainPlan, GroupPlan
 from dask_distmm.planning.model import ENGINES, Estimate
@@ -293,14 +294,10 @@ def _cells(rows: Sequence[int], cols: Sequence[int], ranks: Callable[[int, int],
     return [(row, col, ranks(i, j)) for (i, row), (j, col) in pairs if row[0] < row[1] and col[0] < col[1]]
 
 
-def _edges(sizes: Sequence[int]) -> list[int]:
-    return list(itertools.accumulate(sizes, initial=0))
-
-
 def _operand(plan: Plan, operand: str, cells: Sequence[Cell], *, lines: bool = False) -> Drawing:
     """Return an operand, or D, with its parts."""
     rows, cols = plan.problem[operand].chunks
-    edges = (coarse(_edges(rows))[0], coarse(_edges(cols))[0]) if lines else ((), ())
+    edges = (coarse(chunk_cuts(rows))[0], coarse(chunk_cuts(cols))[0]) if lines else ((), ())
     shape = sum(rows), sum(cols)
     caption = f"{shape[0]} x {shape[1]}, {len(rows)} x {len(cols)} chunks"
     return matrix(operand.upper(), shape, cells, edges, caption)
@@ -317,7 +314,7 @@ def _chunk_grids(plan: Plan) -> str:
 
     def drawn(operand: str) -> Drawing:
         sizes, owners = plan.problem[operand].chunks, plan.owners if operand == "d" else plan.where.get(operand)
-        (rows, row_step), (cols, col_step) = (coarse(_edges(axis)) for axis in sizes)
+        (rows, row_step), (cols, col_step) = (coarse(chunk_cuts(axis)) for axis in sizes)
         steps.extend((row_step, col_step))
 
         def who(i: int, j: int) -> tuple[int, ...]:
@@ -479,7 +476,7 @@ def program_html(plan: ProgramPlacement) -> list[str]:
     for operand in plan.problem.matrices:
         # A chunk whose rows are not known is drawn like the others.
         rows, width = operand.chunks[0], operand.shape[1]
-        edges, caption = _edges([max(size, 1) for size in rows]), f"? x {width}" * (min(rows) < 0)
+        edges, caption = chunk_cuts(tuple(max(size, 1) for size in rows)), f"? x {width}" * (min(rows) < 0)
         cells = _cells(edges, (0, width), lambda i, _: (plan.owners[i],))
         drawn.append(matrix(operand.name.upper(), (edges[-1], width), cells, caption=caption))
     statements = plan.problem.statements
