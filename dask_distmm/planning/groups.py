@@ -553,18 +553,13 @@ class DeviceSchedule(_Schedule):
 
     def _runs(self, segment: _Segment) -> list[_Segment]:
         """Cut a stretch of the streamed operand into parts on this GPU and parts on others, if these are wide."""
-        runs: list[tuple[_Segment, bool]] = []
-        for start, stop in itertools.pairwise(self._edges(self.streamed, (segment.start, segment.stop))):
-            run = segment._replace(start=start, stop=stop)
-            away = self._away(self.streamed, run.rect)
-            if runs and runs[-1][1] == away:
-                run = run._replace(start=runs.pop()[0].start)
-            runs.append((run, away))
+        ends = itertools.pairwise(self._edges(self.streamed, (segment.start, segment.stop)))
+        stretches = (segment._replace(start=start, stop=stop) for start, stop in ends)
+        grouped = itertools.groupby(stretches, key=lambda stretch: self._away(self.streamed, stretch.rect))
+        runs = [_joined(some) for _, some in grouped]
         low, high = self.schedule.parts[:2]
         least = min(self.schedule.width // _FINEST, self.side**2 // (high - low))
-        if any(run.stop - run.start < least for run, _ in runs):
-            return [segment]
-        return [run for run, _ in runs]
+        return [segment] if any(run.stop - run.start < least for run in runs) else runs
 
     def _in_order(self, segments: list[_Segment]) -> list[_Segment]:
         """Return panels in the order in which they are pulled."""
@@ -583,14 +578,10 @@ class DeviceSchedule(_Schedule):
 
     def _segments(self, operand: int, span: tuple[int, int], depth: tuple[int, int]) -> list[_Segment]:
         """Cut a stretch of an operand's own axis into parts that are multiplied in place and parts that are loaded."""
-        segments: list[_Segment] = []
-        for start, stop in itertools.pairwise(self._edges(operand, span)):
-            segment = _Segment(operand, depth, start, stop)
-            segment = segment._replace(in_place=self._in_place(operand, segment.rect))
-            if segments and not segment.in_place and not segments[-1].in_place:
-                segment = segment._replace(start=segments.pop().start)
-            segments.append(segment)
-        return segments
+        stretches = (_Segment(operand, depth, *ends) for ends in itertools.pairwise(self._edges(operand, span)))
+        placed = (stretch._replace(in_place=self._in_place(operand, stretch.rect)) for stretch in stretches)
+        grouped = itertools.groupby(placed, key=lambda stretch: stretch.in_place)
+        return [x for in_place, some in grouped for x in (some if in_place else [_joined(some)])]
 
     def _in_place(self, operand: int, rect: Rect) -> bool:
         """Whether a part of an operand is in one chunk of this GPU, where the library can multiply it."""
@@ -660,6 +651,12 @@ class DeviceSchedule(_Schedule):
         if plan.grid[2] > 1:
             groups[-1] = groups[-1]._replace(done=tuple(range(len(plan.ranks))))
         return groups
+
+
+def _joined(stretches: Iterable[_Segment]) -> _Segment:
+    """Return neighbours as one stretch."""
+    every = list(stretches)
+    return every[0]._replace(stop=every[-1].stop)
 
 
 def _side_by_side(resident: Sequence[Part]) -> list[tuple[Part, ...]]:
