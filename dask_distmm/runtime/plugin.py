@@ -14,9 +14,9 @@ takes it up, with all its tasks:
 - a task of Dask's own, which Dask fuses with others in one graph and not in another, stays as it is.
 
 Of a group's products the longest starts first. Dask orders tasks by the shape of the graph, and annotations with
-priorities do not survive its optimizer. So the order is in the keys, and this plugin deals the priorities that Dask
-has given to a group's tasks, and to all that they need, out again. Where it is missing everything works all the same,
-only in Dask's order.
+priorities do not survive its optimizer. So the order is in the keys, and this plugin deals the places that Dask has
+given to a group's tasks, and to all that they need, out again. Where it is missing everything works all the same, only
+in Dask's order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from dask_distmm.runtime import attachments, direct
 from dask_distmm.runtime.coordinator import Coordinator
 from dask_distmm.runtime.freezing import Barrier, known_places
 from dask_distmm.runtime.keys import (
-    GROUP_PREFIX,
     ChunkTask,
     RunTask,
     held_back,
@@ -127,35 +126,17 @@ def reconcile(
 # The order in which a group's products start: the longest first, on the scheduler
 
 
-def order_groups(scheduler: Scheduler, tasks: Collection[Any]) -> None:
-    """Set the priorities of new tasks so that products of a group start in the order of their ranks."""
-    if not any(name.startswith(GROUP_PREFIX) for name in scheduler.task_prefixes):
-        return
-    ranks = {key: rank for key in tasks if (rank := parse_group_key(key)) is not None}
-    waiting = {key for key in tasks if scheduler.tasks[key].state in ("released", "waiting")}
-    needs = {key: [dts.key for dts in scheduler.tasks[key].dependencies if dts.key in waiting] for key in waiting}
-    priorities = {key: scheduler.tasks[key].priority for key in waiting}
-    for key, priority in new_priorities(ranks, needs, priorities).items():
-        scheduler.tasks[key].priority = priority
-
-
-def new_priorities(
-    ranks: Mapping[Any, Any], needs: Mapping[Any, Iterable[Any]], priorities: Mapping[Any, Any]
-) -> dict[Any, Any]:
-    """Permute priorities so that groups follow their ranks. Pure."""
-    dealt: dict[Any, None] = {}
-    for product in sorted((key for key in ranks if key in priorities), key=lambda key: ranks[key]):
-        group: set[Any] = set()
-        stack = [product]
-        while stack:
-            key = stack.pop()
-            if key in dealt or key in group:
-                continue
-            group.add(key)
-            stack += needs[key]
+def order_groups(graph: Mapping[Any, GraphNode], order: dict[Any, int]) -> None:
+    """Change the order of a new graph so that products of a group start in the order of their ranks. Pure."""
+    ranks = {key: rank for key in graph if (rank := parse_group_key(key)) is not None}
+    left, dealt = {key: graph[key] for key in order.keys() & graph.keys()} if ranks else {}, list[Any]()
+    for product in sorted(ranks, key=ranks.__getitem__):
         # In Dask's own order a task comes after the tasks that it needs.
-        dealt.update(dict.fromkeys(sorted(group, key=lambda key: priorities[key])))
-    return dict(zip(dealt, sorted(priorities[key] for key in dealt), strict=True))
+        group = sorted(needed(left, [product]), key=order.__getitem__)
+        dealt += group
+        for key in group:
+            del left[key]
+    order |= zip(dealt, sorted(map(order.__getitem__, dealt)), strict=True)
 
 
 # What is loaded for a wave of a product waits until the wave before the last one is over and D has left
@@ -477,7 +458,6 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def update_graph(self, scheduler: Scheduler, *, tasks: Iterable[Any], **kwargs: Any) -> None:
         """Let no worker run barriers; called before new tasks make their first transitions."""
         tasks = list(tasks)
-        order_groups(scheduler, tasks)
         self.bare.look(tasks)
         barriers = [key for key in tasks if (ts := scheduler.tasks.get(key)) is not None and is_barrier(ts.run_spec)]
         if series_of_waves(barriers):
@@ -501,7 +481,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def _look_at(
         self, graph: dict[Any, Any], keys: Collection[Any], order: dict[Any, int], details: Mapping[str, Any]
     ) -> None:
-        """Assign each known chunk to one barrier, and make regions of new tasks."""
+        """Assign each known chunk to one barrier, make regions of new tasks, and order those of groups."""
         # Chunks that are known keep their barriers known, but for those that Dask's own tasks make.
         lost: list[TaskState] = []
         if has_runs := any(isinstance(task, RunTask) for task in graph.values()):
@@ -510,6 +490,7 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             lost += reconcile(self.scheduler.tasks, graph, keys, order)
         for ts in lost + self.regions.look(graph, keys, order, details):
             asyncio.get_running_loop().call_soon(self._forget, ts)
+        order_groups(graph, order)
 
     def _forget(self, ts: TaskState) -> bool:
         """Forget a barrier that nothing depends on; return whether that is so."""

@@ -8,6 +8,7 @@ import math
 import dask
 import numpy as np
 import pytest
+from dask._task_spec import Task, TaskRef
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ from dask_distmm.planning.many import (
 )
 from dask_distmm.planning.model import Estimate
 from dask_distmm.runtime.keys import group_name, parse_group_key
-from dask_distmm.runtime.plugin import new_priorities
+from dask_distmm.runtime.plugin import order_groups
 
 MACHINE = read_options().machine("numpy")
 
@@ -162,10 +163,15 @@ def test_long_products_are_runs_or_slabs():
 def test_priorities_are_dealt_out_by_rank():
     #  x -> p, y -> q, and s for both; r is no product.
     needs = {"x": [], "y": [], "s": [], "r": [], "p": ["x", "s"], "q": ["y", "s"]}
-    before = {key: (0, 1, at) for at, key in enumerate(["s", "x", "r", "p", "y", "q"])}
-    after = new_priorities({"p": 1, "q": 0}, needs, before)
-    assert sorted(after, key=lambda key: after[key]) == ["s", "y", "q", "x", "p"]
-    assert set(after.values()) == {before[key] for key in after}
+    names = {"p": (group_name("0a1b", 1, 0.02), 0, 0), "q": (group_name("0a1b", 0, 0.02), 0, 0)}
+    graph = {
+        names.get(key, key): Task(names.get(key, key), sum, *map(TaskRef, needed)) for key, needed in needs.items()
+    }
+    before = {names.get(key, key): at for at, key in enumerate(["s", "x", "r", "p", "y", "q"])}
+    after = dict(before)
+    order_groups(graph, after)
+    assert sorted(after, key=after.__getitem__) == ["s", "y", "r", names["q"], "x", names["p"]]
+    assert sorted(after.values()) == sorted(before.values())
     name = group_name("0a1b", 12, 0.02)
     assert parse_group_key((name, 0, 0)) == 12
     assert parse_group_key(("matmul-0a1b", 0, 0)) is None
