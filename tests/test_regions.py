@@ -163,7 +163,7 @@ def test_tasks_that_were_released_are_called_in_the_region():
     tasks = {x: there, y: there, t: released}
     scheduler = SimpleNamespace(tasks=tasks, workers={"w": worker}, task_prefixes={})
     graph = {p: Task(p, _matmul, TaskRef(t), TaskRef(y))}
-    ((draft, _),), _ = Regions(scheduler)._found(graph, [p], {})
+    (draft,), _ = Regions(scheduler)._found(graph, [p], {})
     assert list(draft.tasks) == [t, p]
     assert {*draft.inputs} == {x, y}
     assert [*graph] == [p]

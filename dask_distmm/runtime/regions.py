@@ -342,8 +342,9 @@ class Draft:
         # Chunks that are there before, in the order in which they are needed; those that others need, by their arrays.
         read = dict.fromkeys(dep for task in self.tasks.values() for dep in task.dependencies)
         self.counts = dict(collections.Counter(map(key_split, self.tasks)))
-        # What the tasks take, and what comes to it with a run and with Dask's own tasks.
+        # What the tasks take, and what comes to it with a run and with Dask's own tasks; the run, if that is faster.
         self.seconds = 0.0, 0.0, 0.0
+        self.problem: RegionProblem | None = None
         self.inputs = [key for key in read if key not in self.tasks and key not in self.constants]
         self.results: dict[str, list[Any]] = {}
         for key in part:
@@ -373,9 +374,8 @@ class Regions:
             return []
         lost: list[TaskState] = []
         try:
-            for draft, problem in self._found(graph, keys, order)[0]:
-                if problem is not None:
-                    lost += self._replace(graph, keys, order, draft, problem)
+            for draft in self._found(graph, keys, order)[0]:
+                lost += self._replace(graph, keys, order, draft)
         except Exception:  # whatever a user's graph holds: it is Dask's then
             log.warning("a graph was not looked through", exc_info=True)
         return lost
@@ -384,14 +384,15 @@ class Regions:
         """Return the regions of a graph, and the counts of its other tasks by the reason why they are in none."""
         drafts, parts = self._found(graph, keys, {})
         regions = list[Region]()
-        for draft, problem in drafts:
+        for draft in drafts:
             outputs, names = sum(map(len, draft.results.values())), [parts.products[key].name for key in draft.products]
-            regions.append(Region(draft.counts, len(draft.inputs), outputs, names, draft.seconds, problem is not None))
+            about = draft.counts, len(draft.inputs), outputs, names, draft.seconds
+            regions.append(Region(*about, draft.problem is not None))
         return regions, dict(collections.Counter(parts.left.values()))
 
     def _found(
         self, graph: Mapping[Any, GraphNode], keys: Collection[Any], order: Mapping[Any, int]
-    ) -> tuple[list[tuple[Draft, RegionProblem | None]], Parts]:
+    ) -> tuple[list[Draft], Parts]:
         """Return the candidate regions of a graph; with problems if a run is faster."""
         # A released task that the scheduler keeps for recomputation may be recomputed within a region.
         tasks, graph = self._scheduler.tasks, dict(graph)
@@ -416,22 +417,19 @@ class Regions:
             # A graph with nothing beside a region takes no start of Dask's own tasks; else both have their way from the
             # client and back in any case, half of what is around a run.
             whole = len(drafts) == 1 and set(parts.left.values()) <= {_THERE}
-            problems = [self._problem(draft, whole) for draft in drafts]
-            left = [key for draft, x in zip(drafts, problems, strict=True) if x is None for key in draft.products]
+            for draft in drafts:
+                draft.problem = self._problem(draft, whole)
+            left = [key for draft in drafts if draft.problem is None for key in draft.products]
             if not left:
-                break
+                return drafts, parts
             own.update(left)
-        return list(zip(drafts, problems, strict=True)), parts
 
     def _replace(
-        self,
-        graph: dict[Any, GraphNode],
-        keys: Collection[Any],
-        order: dict[Any, int],
-        draft: Draft,
-        problem: RegionProblem,
+        self, graph: dict[Any, GraphNode], keys: Collection[Any], order: dict[Any, int], draft: Draft
     ) -> list[TaskState]:
-        """Replace a region by a run; see `look`."""
+        """Replace a region by its run, if it has one; see `look`."""
+        if (problem := draft.problem) is None:
+            return []
         barrier, constants = barrier_key(problem.name), draft.constants
         packed = []
         for task in draft.tasks.values():
