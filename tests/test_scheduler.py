@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conformance import make_problem
 from dask._task_spec import List, Task, TaskRef
+from distributed import wait
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -70,11 +71,15 @@ def test_any_message(inproc_client, messages):
 
 def test_the_places_of_more_chunks_than_there_are(inproc_client):
     """No look at each of them: that would keep the scheduler busy for years."""
-    x = da.ones((20, 20), chunks=10).persist()
+    x, y = (da.ones((20, 20), chunks=size).persist() for size in (10, 5))
+    wait([x, y])
     matmul(x, x).compute()
 
-    def question(counts):
-        return inproc_client.sync(ask, inproc_client.scheduler, answer_roster, "", DEMAND, [x.name], [counts])
+    def question(*counts, names=(x.name,)):
+        return inproc_client.sync(ask, inproc_client.scheduler, answer_roster, "", DEMAND, names, counts)
+
+    several = question([2, 2], [1, 1], [4, 4], names=(x.name, "missing", y.name)).placed
+    assert [placed and len(placed) for placed in several] == [4 * 4, None, 4 * 16]
 
     assert len(question([2, 2]).placed[0]) == 4 * 4
     assert question([5 * 10**15]).placed == (None,)

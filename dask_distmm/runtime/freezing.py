@@ -524,8 +524,11 @@ async def known_places(
     keys: list[Iterable[Any]] = []
     for name, along in zip(names, counts, strict=True):
         # An array of more chunks than there are tasks is not there, which one of its keys shows.
-        there = math.prod(along) <= len(scheduler.tasks)
-        places = itertools.product(*map(range, along)) if there else iter([(-1,) * len(along)])
+        places: Iterable[Any] = ()
+        if (count := math.prod(along)) > len(scheduler.tasks):
+            places = [(-1,) * len(along)]
+        elif count:
+            places = itertools.product(*map(range, along))
         keys.append(map((name,).__add__, places))
     tables, outside = await _locate(scheduler, roster, workers, keys)
     held = ((address, scheduler.workers.get(address)) for address in outside)
