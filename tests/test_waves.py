@@ -224,7 +224,9 @@ def test_waves_come_in_their_order(inproc_client, persisted):
     runs = [event["name"] for _, event in inproc_client.get_events("distmm") if event["action"] == "start"]
     found = [number for name, number in filter(None, map(wave_of, runs)) if name == d.name]
     assert len(found) > 4
-    assert found == list(range(len(found)))
+    # A wave waits for the one before the last: neighbours may change places.
+    assert sorted(found) == list(range(len(found)))
+    assert all(abs(number - place) <= 1 for place, number in enumerate(found)), found
 
 
 def test_annotations_of_what_is_loaded_hold(inproc_client):

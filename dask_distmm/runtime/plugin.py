@@ -320,6 +320,12 @@ def needs_package(run_spec: Any) -> bool:
 _IDLE_TIME = 5.0
 
 
+def _turn(barrier: Barrier) -> tuple[Any, ...]:
+    """Return what orders barriers that are parked at once: as Dask would have run them, waves by their numbers."""
+    _, number = wave_of(barrier.problem.name) or ("", 0)
+    return *barrier.ts.priority[:-1], number, barrier.ts.priority[-1]
+
+
 class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     """Runs the multiplies of a cluster. One for each scheduler; installing it again does nothing."""
 
@@ -517,14 +523,13 @@ class DistMMSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Start the runs of parked barriers among tasks that are released."""
         self.bare.look(keys)
         for barrier in [self.barriers[key] for key in keys if key in self.barriers]:
-            # Of several that are parked at once the one that Dask would have run first goes first.
             if not self._parked:
                 asyncio.get_running_loop().call_soon(self._begin)
             self._parked.append(barrier)
 
     def _begin(self) -> None:
         parked, self._parked = self._parked, []
-        for barrier in sorted(parked, key=lambda barrier: barrier.ts.priority):
+        for barrier in sorted(parked, key=_turn):
             if barrier.parked and barrier.key not in self.holds and (barrier.task is None or barrier.task.done()):
                 barrier.task = asyncio.ensure_future(self.coordinator.drive(barrier))
         direct.start_queued(self.scheduler, "distmm-parked")
