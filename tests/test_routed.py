@@ -87,6 +87,21 @@ def test_numpys_functions_of_small_matrices_take_a_task_and_of_larger_ones_a_run
             np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-10)
 
 
+def test_numbers_are_scalars(routed):
+    """As stock Dask's, they may be keys of a dict; a 0-d array may not."""
+    a = np.eye(40) + random(40, 40) / 99
+    x, tall = cut(a, 20, 20), cut(random(600, 7), 150, 7)
+    with dask.config.set({"distmm.minimum-flops": 0}):
+        lazy = [np.linalg.det(x), *np.linalg.slogdet(x), np.linalg.cond(x), da.linalg.lstsq(tall, tall[:, 0])[2]]
+    runs, *numbers = routed(*lazy)
+    assert runs
+    assert [type(number) for number in numbers] == [np.float64] * 4 + [np.int64]
+    expected = np.linalg.det(a), *np.linalg.slogdet(a), np.linalg.cond(a), 7
+    np.testing.assert_allclose(numbers, expected, rtol=1e-10)
+    assert type(dask_distmm.linalg.det(x).compute(scheduler="sync")) is np.float64
+    assert np.linalg.cond(cut(np.diag([2.0, 0.0]), 1, 2)).compute() == np.inf
+
+
 def test_covariances(routed):
     x = random(8, 600)
     for function in (da.cov, da.corrcoef, np.cov, np.corrcoef):

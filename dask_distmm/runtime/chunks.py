@@ -155,7 +155,8 @@ def check_chunks(plan: Placement, chunks: Mapping[ChunkKey, Any]) -> dict[ChunkK
 def arrays_of(problem: Computation, result: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:
     """Return a run's chunks as those of its arrays, some of which are vectors or numbers."""
     shapes = {output.name: (-1,) * len(output.axes) for output in problem.outputs if len(output.axes) < 2}
-    return {key: chunk.reshape(shapes[key[0]]) if key[0] in shapes else chunk for key, chunk in result.items()}
+    # As of NumPy's functions a number is a scalar: it can be a key of a dict.
+    return {key: chunk.reshape(shapes[key[0]])[()] if key[0] in shapes else chunk for key, chunk in result.items()}
 
 
 def numbered(plan: Placement, result: Mapping[ResultKey, Any]) -> dict[ResultKey, Any]:

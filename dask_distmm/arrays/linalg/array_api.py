@@ -548,7 +548,9 @@ def cond(x: Operand, p: Literal["fro", "nuc"] | float | None = None, **how: Unpa
         return norm(a, p, **options) * norm(inv(a, **how), p, **options)
     s = svdvals(a, **how)
     above, below = (_end(s, largest=largest) for largest in (p != -2, p == -2))
-    return da.where(below == 0, s.dtype.type(np.inf), above / da.where(below == 0, s.dtype.type(1), below))
+    # The sum with a quotient is a scalar, where `where` would return an array without axes.
+    limit, divisor = (da.where(below == 0, s.dtype.type(x), y) for x, y in ((np.inf, s.dtype.type(0)), (1, below)))
+    return above / divisor + limit
 
 
 @public(RunOptions, NORM)
