@@ -129,6 +129,7 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
     operands, loops = arrays, 0
     arrays = _cut(terms.split(","), out, arrays)
     left = list(zip(terms.split(","), arrays, strict=True))
+    largest = max(math.prod(map(max, x.chunks)) for x in arrays)
     path: list[tuple[int, ...]] = [(0, 1)]
     if len(left) > 2:
         shapes = [np.broadcast_to(x.dtype.type(0), x.shape) for x in arrays]
@@ -147,7 +148,7 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
         if paired is NotImplemented:
             if len(arrays) == 2:
                 return NotImplemented
-            paired = dask_einsum(",".join(term for term, _ in taken) + "->" + letters, *(x for _, x in taken))
+            paired = _chunk_by_chunk(taken, letters, largest)
             loops += _loops(*taken)
         left.append((letters, paired))
     if len(arrays) > 2 and not planning() and minimum_flops() is None:
@@ -188,6 +189,25 @@ def _cut(terms: Sequence[str], out: str, arrays: Sequence[Array]) -> Sequence[Ar
         most = math.prod(map(max, x.chunks)) / growth ** (len(axes) / len(out))
         cut.append(x.rechunk(tuple(_calculate_new_chunksizes(x.chunks, list(x.chunks), axes, most))))
     return cut
+
+
+def _chunk_by_chunk(operands: Sequence[tuple[str, Array]], out: str, largest: int) -> Any:
+    """Return a part of a contraction by Dask's tasks, in chunks that are hardly larger than the `largest` of all."""
+    terms, arrays = zip(*operands, strict=True)
+    spec = ",".join(terms) + "->" + out
+    sizes, cut = unify_chunks(*itertools.chain(*zip(arrays, terms, strict=True)), warn=False)
+    if math.prod(max(sizes[letter]) for letter in out) > largest * dask.config.get("array.chunk-size-tolerance"):
+        return dask_einsum(spec, *arrays)
+    summed = "".join(letter for letter in sizes if letter not in out)
+    pairs, dtype = itertools.chain(*zip(cut, terms, strict=True)), np.result_type(*(x.dtype for x in cut))
+    singles = dict.fromkeys(summed, 1)
+    result = da.blockwise(_einsum_of_chunks, out + summed, *pairs, adjust_chunks=singles, dtype=dtype, spec=spec)
+    return result.sum(axis=tuple(range(len(out), result.ndim))) if summed else result
+
+
+def _einsum_of_chunks(*chunks: Any, spec: str) -> Any:
+    terms, out = spec.split("->")
+    return np.einsum(spec, *chunks)[(..., *(None for letter in {*terms} - {*out, ","}))]
 
 
 def _by_tensordot(a: Array, left: str, b: Array, right: str, out: str) -> Any:
