@@ -440,6 +440,10 @@ def take(make: Callable[[], Any], *operands: Any, stock: StockSupport, narrow: b
     # Of as many rows as columns or more, or of fewer: shapes of results depend on it.
     if np.isnan([size for x in arrays for size in x.shape]).any():
         return NotImplemented
+    if stock == "full" and current_client() is None:
+        # Before the run is planned, which takes longer than the tasks of small matrices.
+        note_left("", 0.0, NO_CLUSTER)
+        return NotImplemented
 
     def taken() -> Any:
         result = make()
@@ -461,9 +465,9 @@ def _left(result: Any, operands: Sequence[Array], stock: StockSupport) -> bool:
     client, least = current_client(), minimum_flops()
     full, flops = stock == "full", sum(run.flops for run in runs)
     # Without a run Dask's own tasks make it, as the workers' memory is too small for one.
-    if full and (client is None or flops < (least or 1)):
+    if full and flops < (least or 1):
         small = f"it has fewer operations than the config distmm.minimum-flops, {least:g}" if least else "it is empty"
-        note_left(_text(runs), flops, NO_CLUSTER if client is None else small)
+        note_left(_text(runs), flops, small)
         return True
     for run in runs if client is not None else ():
         if (snapshot := recent_snapshot(client, run)) is None:
