@@ -118,10 +118,11 @@ def contract(a: Array, left: str, b: Array, right: str, out: str, product: Produ
     return _merged(_apart(result, third, sizes), "".join([*batch, *rows, *cols]), list(out))
 
 
-def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
+def einsum(spec: str, arrays: Sequence[Array], product: Product, whole: Callable[[], Any]) -> Any:
     """Return a contraction of arrays, two at a time in the cheapest order; other pairs are left to Dask.
 
-    Of two operands that is NotImplemented, and so are unknown sizes, and where pairs take more tasks than they save.
+    Of two operands that is NotImplemented, and so are unknown sizes. Where pairs take more tasks than they save it is
+    what `whole` returns, Dask's own.
     """
     if np.isnan([*itertools.chain(*(x.shape for x in arrays))]).any():
         return NotImplemented
@@ -152,11 +153,11 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product) -> Any:
             loops += _loops(*taken)
         left.append((letters, paired))
     if len(arrays) > 2 and not planning() and minimum_flops() is None:
-        whole = dask_einsum(spec, *operands)
-        more = sum(_tasks(x, operands) * sign for x, sign in ((left[0][1], 1), (whole, -1)))
+        own = whole()
+        more = sum(_tasks(x, operands) * sign for x, sign in ((left[0][1], 1), (own, -1)))
         each = _THREADS_TASK if current_client() is None else dask_costs().task
         if more * each > (_loops(*zip(terms.split(","), operands, strict=True)) - loops) / _LOOPS:
-            return NotImplemented
+            return own
     # Those between may have been cut, as they may be larger.
     sizes, _ = unify_chunks(*itertools.chain(*zip(arrays, terms.split(","), strict=True)), warn=False)
     return left[0][1].rechunk(tuple(sizes[letter] for letter in out))
@@ -599,7 +600,7 @@ def _einsum(*args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     spec, arrays = form
     _check_lengths(spec.split("->")[0].split(","), arrays, lambda: dask_einsum(spec, *arrays))
-    return einsum(spec, arrays, _product)
+    return einsum(spec, arrays, _product, lambda: dask_einsum(*args, **kwargs))
 
 
 def _check_lengths(terms: Sequence[str], arrays: Sequence[Array], own: Callable[[], Any]) -> None:
