@@ -106,6 +106,18 @@ def test_parts_of_a_contraction_are_not_cut_further_than_the_whole(dtype):
         np.testing.assert_allclose(result.compute(), np.einsum(spec, *known, optimize=True), atol=1e-6)
 
 
+def test_outer_products_of_several_operands_are_dasks(recwarn):
+    """A pair's chunks would be larger than those of all operands: no warning but Dask's own of the whole."""
+    lazy = [da.ones(size, chunks=size // 2) for size in (24, 20, 18)]
+    expected = da.einsum("i,j,k->ijk", *lazy)
+    own = [str(warning.message) for warning in recwarn]
+    with dask_distmm.enabled():
+        result = da.einsum("i,j,k->ijk", *lazy)
+    assert result.name == expected.name
+    assert [str(warning.message) for warning in recwarn] == 2 * own
+    assert own
+
+
 def test_einsum_of_unknown_sizes_is_dasks(products):
     x = da.from_array(noise(np.random.default_rng(), (12, 6), "float64"), chunks=4)
     rows = x[x[:, 0] > 0]

@@ -121,8 +121,8 @@ def contract(a: Array, left: str, b: Array, right: str, out: str, product: Produ
 def einsum(spec: str, arrays: Sequence[Array], product: Product, whole: Callable[[], Any]) -> Any:
     """Return a contraction of arrays, two at a time in the cheapest order; other pairs are left to Dask.
 
-    Of two operands that is NotImplemented, and so are unknown sizes. Where pairs take more tasks than they save it is
-    what `whole` returns, Dask's own.
+    Of two operands that is NotImplemented, and so are unknown sizes. Where pairs take more tasks than they save, or
+    larger chunks, it is what `whole` returns, Dask's own.
     """
     if np.isnan([*itertools.chain(*(x.shape for x in arrays))]).any():
         return NotImplemented
@@ -150,6 +150,8 @@ def einsum(spec: str, arrays: Sequence[Array], product: Product, whole: Callable
             if len(arrays) == 2:
                 return NotImplemented
             paired = _chunk_by_chunk(taken, letters, largest)
+            if paired is NotImplemented:
+                return whole()
             loops += _loops(*taken)
         left.append((letters, paired))
     if len(arrays) > 2 and not planning() and minimum_flops() is None:
@@ -193,12 +195,12 @@ def _cut(terms: Sequence[str], out: str, arrays: Sequence[Array]) -> Sequence[Ar
 
 
 def _chunk_by_chunk(operands: Sequence[tuple[str, Array]], out: str, largest: int) -> Any:
-    """Return a part of a contraction by Dask's tasks, in chunks that are hardly larger than the `largest` of all."""
+    """Return a part of a contraction by Dask's tasks; NotImplemented if its chunks exceed the `largest` of all."""
     terms, arrays = zip(*operands, strict=True)
     spec = ",".join(terms) + "->" + out
     sizes, cut = unify_chunks(*itertools.chain(*zip(arrays, terms, strict=True)), warn=False)
     if math.prod(max(sizes[letter]) for letter in out) > largest * dask.config.get("array.chunk-size-tolerance"):
-        return dask_einsum(spec, *arrays)
+        return NotImplemented
     summed = "".join(letter for letter in sizes if letter not in out)
     pairs, dtype = itertools.chain(*zip(cut, terms, strict=True)), np.result_type(*(x.dtype for x in cut))
     singles = dict.fromkeys(summed, 1)
