@@ -125,7 +125,7 @@ def _lstsq(a: Any, b: Any, rcond: float | None = None) -> Any:
 
 
 def _to_host(block: Any) -> Any:
-    return block.get()
+    return block.get()[()]
 
 
 def _svd(a: Any, coerce_signs: bool = True, full_matrices: bool = False, *, compute_uv: bool = True) -> Any:
