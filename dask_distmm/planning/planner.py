@@ -378,9 +378,11 @@ def _plan(problem: Problem, situation: Situation, engines: tuple[str, ...], thor
             refusals.append(error)
     bound = math.inf, 0, 0
     for least, number, candidate in sorted(ways, key=lambda way: way[:2]):
-        slower = least > (1 - _CLOSE) * bound[0]
+        # Rows and columns may change places in what is as fast: then memory decides.
+        mirrored = best is not None and (number, candidate[0]) == (bound[1], best.method)
+        slower = least > bound[0] * (1 if mirrored else 1 - _CLOSE)
         if slower and not thorough:
-            break
+            continue
         plan = _consider(problem, situation, engines[number], candidate, math.inf if thorough else bound[0])
         if not plan.projected_bytes:
             continue
