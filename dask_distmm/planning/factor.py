@@ -551,10 +551,13 @@ def _costed(plan: FactorPlacement, held: NDArray[np.float64]) -> FactorPlacement
     size = problem.compute_type.itemsize
     elements = sum(math.prod(matrix.shape) for matrix in problem.matrices)
     home = held[range(count), list(plan.ranks)].sum() if held.any() else elements / len(plan.participants)
-    # What each rank gets from each other one: panels, which are columns from the diagonal on; to reduce a matrix to a
-    # tridiagonal one, a reflector and a product for each column, and once more for all columns of a panel.
+    # What each rank gets from each other one: panels, which are columns from the diagonal on, of a square where
+    # equations are solved; to reduce a matrix to a tridiagonal one, a reflector and a product for each column, and once
+    # more for all columns of a panel.
     (rows, cols), order = plan.columns.matrices[0].shape, plan.columns.order
-    streamed = order * (rows - order / 2) * (len(plan.sweeps) - plan.carried) + 2 * rows * cols * plan.shared
+    solved = ("substitute" in plan.sweeps) - plan.carried
+    passed = len(plan.sweeps) - ("substitute" in plan.sweeps)
+    streamed = order * (rows - order / 2) * passed + order**2 / 2 * solved + 2 * rows * cols * plan.shared
     # Results come out of block columns; eigenvectors of the tridiagonal matrix go there from block rows.
     results = sum(math.prod(output.shape) for output in problem.outputs) + rows * cols * (plan.shared and task.vectors)
     moved = (elements - home + (count - 1) * streamed + results * (1 - 1 / count)) * size
