@@ -102,8 +102,6 @@ def assert_nothing_left(client: Any, timeout: float = 120.0) -> None:
     """
     deadline = time.monotonic() + timeout
     while True:
-        # Dask's client has errors in circles with all that was in the frames of a failed `compute`.
-        gc.collect()
         found = {**client.run(_left_on_worker), "scheduler": client.run_on_scheduler(_left_on_scheduler)}
         left = {where: what for where, what in found.items() if any(what.values())}
         if not left:
