@@ -555,9 +555,9 @@ def _costed(plan: FactorPlacement, held: NDArray[np.float64]) -> FactorPlacement
     # equations are solved; to reduce a matrix to a tridiagonal one, a reflector and a product for each column, and once
     # more for all columns of a panel.
     (rows, cols), order = plan.columns.matrices[0].shape, plan.columns.order
-    solved = ("substitute" in plan.sweeps) - plan.carried
-    passed = len(plan.sweeps) - ("substitute" in plan.sweeps)
-    streamed = order * (rows - order / 2) * passed + order**2 / 2 * solved + 2 * rows * cols * plan.shared
+    heights = (order if sweep == "substitute" else rows for sweep in plan.sweeps)
+    streamed = sum(order * (height - order / 2) for height in heights) - order**2 / 2 * plan.carried
+    streamed += 2 * rows * cols * plan.shared
     # Results come out of block columns; eigenvectors of the tridiagonal matrix go there from block rows.
     results = sum(math.prod(output.shape) for output in problem.outputs) + rows * cols * (plan.shared and task.vectors)
     moved = (elements - home + (count - 1) * streamed + results * (1 - 1 / count)) * size

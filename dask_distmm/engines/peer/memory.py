@@ -38,8 +38,9 @@ from dask_distmm.engines.gpu.copy_kernels import CopyBatch, Rectangle, make_copi
 from dask_distmm.engines.gpu.operands import FIRST, array_at, device_memory
 from dask_distmm.engines.peer.offers import FLAG_BYTES, FLAGS, Allocation, Places, Told, offer_of, read_place
 from dask_distmm.errors import EngineError
-from dask_distmm.layout.rectangles import Span, span_of
+from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.planning import Placement
+from dask_distmm.planning.cuts import padded
 
 # Memory that this process lets others map, and memory of others that is mapped here
 
@@ -136,28 +137,26 @@ class Exporter:
         kept = {id(x): x for x in arrays}
         copied = [x for x in kept.values() if x.size and (self.own_memory_only or self.find(x.data.ptr) is None)]
         # An allocation for several: to make, to tell and to map one takes as long as to copy some megabytes.
-        ends = itertools.accumulate(_aligned(x) for x in copied)
-        self._copies = []
+        ends = itertools.accumulate(padded(int(x.nbytes), _ALIGNED) for x in copied)
+        # By the bytes of an element the copies to each allocation.
+        tables = collections.defaultdict[int, list[Table]](list)
         for _, group in itertools.groupby(zip(copied, ends, strict=True), lambda pair: pair[1] // _TOGETHER):
             some = [array for array, _ in group]
-            *starts, size = itertools.accumulate(map(_aligned, some), initial=0)
+            *starts, size = itertools.accumulate((padded(int(x.nbytes), _ALIGNED) for x in some), initial=0)
             memory = self.empty((size,), np.dtype(np.uint8))
-            tables = collections.defaultdict[int, list[Rectangle]](list)
+            rectangles = collections.defaultdict[int, list[Rectangle]](list)
             for array, start in zip(some, starts, strict=True):
                 order = "C" if array.strides[0] >= array.strides[1] else "F"
                 copy = memory[start : start + int(array.nbytes)].view(array.dtype).reshape(array.shape, order=order)
                 kept[id(array)] = copy
-                tables[array.itemsize].append(Rectangle(span_of(array), span_of(copy), *array.shape))
-            for itemsize, rectangles in tables.items():
-                here = [len(rectangles) > 1]
-                self._copies += make_copies([table_of(rectangles, itemsize)], itemsize, here=here)
+                rectangles[array.itemsize].append(Rectangle(span_of(array), span_of(copy), *array.shape))
+            for itemsize, every in rectangles.items():
+                tables[itemsize].append(table_of(every, itemsize))
+        batches = (make_copies(some, itemsize, here=[len(x) > 1 for x in some]) for itemsize, some in tables.items())
+        self._copies = [*itertools.chain(*batches)]
         for copies in self._copies:
             copies.run(stream)
         return [kept[id(x)] for x in arrays]
-
-
-def _aligned(array: Any) -> int:
-    return -(-int(array.nbytes) // _ALIGNED) * _ALIGNED
 
 
 def _allocate(size: int) -> Any:
@@ -165,7 +164,7 @@ def _allocate(size: int) -> Any:
 
     CuPy's own pool keeps what is freed, and knows nothing of this one: it has to give that back where none is left.
     """
-    size = -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+    size = padded(size, _BLOCK_BYTES)
     try:
         return cp.cuda.MemoryPointer(cp.cuda.Memory(size), 0)
     except cp.cuda.runtime.CUDARuntimeError:
