@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import re
+import sys
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,9 @@ from distributed import Client
 from dask_distmm import DistMMError, NotCollective, compat
 from dask_distmm.tools import local
 from dask_distmm.tools.cli import main
+
+# All cases run, as all messages are compared with a page that is kept: 170 of them take 6 s.
+pytestmark = pytest.mark.cases(sys.maxsize)
 
 HERE = Path(__file__).parent
 PAGE = HERE / "mistakes.md"
