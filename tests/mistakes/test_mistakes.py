@@ -10,8 +10,8 @@ import importlib.util
 import logging
 import os
 import re
-import sys
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
