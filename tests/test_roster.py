@@ -75,9 +75,16 @@ def test_gpus_that_reach_each_other_have_a_choice():
 )
 def test_others_do_not_and_asking_for_it_says_why(said, reason):
     assert choose(roster(*said)) == (("cublasmp",), ["w0", "w1"])
+    without = [one | {"engines": one["engines"] | {"nccl": {"error": "no NCCL"}}} for one in said]
     with pytest.raises(EngineError, match=f"engine 'peer' is for GPUs of one host.*{reason}.*workers="):
-        choose(roster(*said), "peer")
+        choose(roster(*without), "peer")
     assert choose(roster(*said), "peer", wanted=("w0",)) == (("peer",), ["w0"])
+    if said[1]["links"]:
+        # Products get what is on other islands by NCCL, if that is asked for.
+        assert choose(roster(*said), "peer") == (("peer",), ["w0", "w1"])
+        other = GPUS | {"nccl": GPUS["nccl"] | {"nccl": "2.31.0"}}
+        with pytest.raises(EngineError, match="different versions of the libraries of engine 'nccl'"):
+            choose(roster(said[0], said[1] | {"engines": other}), "peer")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "complex64", "complex128"])
@@ -122,6 +129,8 @@ def test_matrices_do_not_leave_a_host_where_encryption_is_required():
     found._scheduler.security.require_encryption = True
     with pytest.raises(EngineError, match=r"engine 'nccl' would send matrices between the hosts"):
         choose(found, kind="factorization")
+    with pytest.raises(EngineError, match=r"engine 'peer' would send matrices between the hosts"):
+        choose(found, "peer")
     demand = Demand("auto", "cupy", ("float64",) * 3, None, plaintext_nccl=True, kind="factorization")
     assert asyncio.run(found.choose(demand))[0] == ("nccl",)
 

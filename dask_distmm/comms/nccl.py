@@ -76,13 +76,17 @@ class NcclComm:
         """Return the largest of all ranks' values. Waits."""
         return max(map(int, self._tell(str(value).encode())))
 
+    def meet(self) -> None:
+        """Let what is queued behind this wait until all ranks have come here. Returns at once."""
+        bindings.all_gather(
+            self._message.data.ptr, self._messages.data.ptr, _MESSAGE_BYTES, _BYTE, self.handle, self.stream.ptr
+        )
+
     def _tell(self, message: bytes) -> list[bytes]:
         """Exchange short messages without zero bytes."""
         padded = message[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
         self._message.set(np.frombuffer(padded, np.uint8), stream=self.stream)
-        bindings.all_gather(
-            self._message.data.ptr, self._messages.data.ptr, _MESSAGE_BYTES, _BYTE, self.handle, self.stream.ptr
-        )
+        self.meet()
         answers = self._messages.get(stream=self.stream)
         return [row.tobytes().rstrip(b"\0") for row in answers.reshape(self.nranks, -1)]
 

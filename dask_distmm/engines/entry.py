@@ -97,8 +97,11 @@ class CollectiveEntry:
         """Return rank 0's answer to a rank that asked to enter."""
         return [np.frombuffer(self.unique_id, np.uint8)]
 
-    def leave(self) -> None:
-        """Cancel the watchdog: the library has returned, or was never entered."""
+    def leave(self, *, stuck: bool = False) -> None:
+        """Cancel the watchdog: the library has returned, or was never entered; or start it: it does not return."""
+        if stuck:
+            self._watch()
+            return
         with self._lock:
             self._over = True
             if self._watchdog is not None:

@@ -29,7 +29,7 @@ _BLOCK_ELEMENTS = 4096
 _WIDEST = 256
 # A message costs some microseconds. A rectangle of at least this many bytes has a message of its own; fewer where
 # rectangles need no packing anyway.
-_SINGLE_BYTES = 4 * 2**20
+SINGLE_BYTES = 4 * 2**20
 
 
 class Span(NamedTuple):
@@ -141,7 +141,7 @@ class Shuffle:
         *,
         single: int | None = None,
     ) -> None:
-        self.order, self._allocate, self._single = order, allocate, _SINGLE_BYTES if single is None else single
+        self.order, self._allocate, self._single = order, allocate, SINGLE_BYTES if single is None else single
         self.itemsize = max((x.dtype.itemsize for x in (*src.values(), *dst.values())), default=1)
         self.buffers: list[Any] = []
         self.packing: list[Table] = []

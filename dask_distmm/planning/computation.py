@@ -12,6 +12,7 @@ Both are frozen values, which cross the network.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Self
@@ -51,6 +52,28 @@ class Worker(Wired):
     used: int = 0
     # Where that is the memory of a GPU: the limit of its host memory in bytes, 0 where it has none.
     host_limit: int = 0
+
+    def reaches(self, holder: Worker) -> bool:
+        """Whether its GPU can read the memory of another worker's, as far as they have said anything."""
+        return self.host == holder.host and (self.device == holder.device or holder.device in self.reach)
+
+
+@functools.lru_cache(maxsize=16)
+def islands(workers: tuple[Worker, ...]) -> list[int]:
+    """Return for each worker the first one of its island: of those whose GPUs all read each other's memory."""
+    island_of: dict[tuple[str, str, tuple[str, ...]], int] = {}
+    # Of each island one worker of each kind.
+    members: dict[int, list[Worker]] = {}
+    for index, worker in enumerate(workers):
+        if (kind := (worker.host, worker.device, worker.reach)) not in island_of:
+            near = (
+                first
+                for first, inside in members.items()
+                if all(worker.reaches(member) and member.reaches(worker) for member in inside)
+            )
+            island_of[kind] = next(near, index)
+            members.setdefault(island_of[kind], []).append(worker)
+    return [island_of[worker.host, worker.device, worker.reach] for worker in workers]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

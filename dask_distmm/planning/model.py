@@ -50,8 +50,8 @@ class Phase:
     touched: Numbers = 0.0
     least: Numbers = 0.0
     # Bytes by link: those that come while it computes, and those that it waits for. The links are ``"ranks"``,
-    # ``"dask"`` (Dask's own connections), ``"host"`` (a GPU's own host), ``"memory"``, ``"messages"``, and
-    # ``"seconds"``, which are worked out already.
+    # ``"near"`` (ranks of one host), ``"far"`` (others), ``"dask"`` (Dask's own connections), ``"host"`` (a GPU's own
+    # host), ``"memory"``, ``"messages"``, and ``"seconds"``, which are worked out already.
     pulled: Mapping[str, Numbers] = dataclasses.field(default_factory=dict)
     waited: Mapping[str, Numbers] = dataclasses.field(default_factory=dict)
     # The share of what is pulled that is not hidden.
@@ -93,9 +93,12 @@ class Estimate:
 
 def speeds(machine: Machine, hosts: Collection[str] = ()) -> dict[str, float]:
     """Return what a link of each kind brings in a second to a worker of one of some hosts."""
-    ranks = (machine.network_bandwidth if len(hosts) > 1 else 0.0) or machine.bandwidth
+    far = machine.network_bandwidth or machine.bandwidth
+    ranks = far if len(hosts) > 1 else machine.bandwidth
     return {
         "ranks": ranks,
+        "near": machine.bandwidth,
+        "far": far,
         "dask": machine.dask_bandwidth or ranks,
         "host": machine.host_bandwidth or ranks,
         "memory": machine.memory_bandwidth,
@@ -169,8 +172,11 @@ class EngineModel:
         """Whether it multiplies arrays of ``"numpy"`` or ``"cupy"`` chunks, with these types of A, B and D."""
         return (takes_on_gpus if self.on_gpus else takes_on_cpus)(array, dtypes)
 
-    def unfit(self, workers: Sequence[Any], kind: str) -> str:
-        """Return why it can't run a kind of computation on some workers (`Worker`) that have it; empty if it can."""
+    def unfit(self, workers: Sequence[Any], kind: str, *, joined: bool = False) -> str:
+        """Return why it can't run a kind of computation on some workers (`Worker`) that have it; empty if it can.
+
+        `joined`: NCCL may join ranks that can't read each other's memory.
+        """
         return ""
 
     # Products

@@ -17,8 +17,9 @@ import numpy as np
 from dask.utils import format_bytes
 from numpy.typing import NDArray
 
+from dask_distmm.layout.rectangles import SINGLE_BYTES
 from dask_distmm.planning import product
-from dask_distmm.planning.computation import Worker
+from dask_distmm.planning.computation import Worker, islands
 from dask_distmm.planning.cuts import Candidate, pieces_that_fill, shape_of, slowdown
 from dask_distmm.planning.footprint import (
     Needs,
@@ -38,6 +39,7 @@ from dask_distmm.planning.schedule import (
     block_schedules,
     copied_again,
     extent_multiple,
+    imports,
     load_schedules,
     native,
     peer_reads,
@@ -47,13 +49,10 @@ from dask_distmm.planning.schedule import (
 )
 from dask_distmm.programs.steps import Step
 
+# How many times longer sums take over Dask's comms than what NCCL sends.
+_DASK = 20.0
 # Messages: see above.
 _ALONE, _TOGETHER, _SUMS, _BOTH, _TWICE_AS_MANY, _GRID = 2.0, 4.0, 2.0, 1.0, 0.75, 0.5
-
-
-def reaches(reader: Worker, holder: Worker) -> bool:
-    """Whether a worker's GPU can read the memory of another one's, as far as they have said anything."""
-    return reader.host == holder.host and (reader.device == holder.device or holder.device in reader.reach)
 
 
 class SolverModel(EngineModel):
@@ -71,16 +70,18 @@ class PeerModel(SolverModel):
     # Exchanges included: two H200, float64, N = 16384 and 32768.
     column_seconds: ClassVar = 4e-5
 
-    def unfit(self, workers: Sequence[Worker], kind: str) -> str:
+    def unfit(self, workers: Sequence[Worker], kind: str, *, joined: bool = False) -> str:
         """Say why not every worker's GPU can read the memory of all others; empty if it can, or need not."""
         if kind == "program":  # what is small goes by the host
             return ""
-        for reader, holder in itertools.product(workers, repeat=2):
-            if reader.host != holder.host:
+        apart = kind == "product" and joined
+        every = zip(workers, islands(tuple(workers)), strict=True)
+        for (reader, near), (holder, far) in itertools.product(every, repeat=2):
+            if not (apart or reader.host == holder.host):
                 return f"{reader.address} is on host {reader.host!r}, {holder.address} on {holder.host!r}"
             if not (reader.device and holder.device):
                 return f"{(holder if reader.device else reader).address} does not say which GPU it has"
-            if not reaches(reader, holder):
+            if not (reader.reaches(holder) or (apart and near != far)):
                 return (
                     f"the GPU of {reader.address} ({reader.device}) can't read the memory of that of {holder.address} "
                     f"({holder.device}): they have no NVLink or PCIe peer access, or the process does not see both "
@@ -132,7 +133,13 @@ class PeerModel(SolverModel):
         if plan.grid[2] > 1:
             own += 2 * np.minimum(plan.final_elements * sums, problem.options.buffer_bytes // 4)
         total[list(plan.ranks)] += own
-        return total
+        if not plan.from_host:
+            # Parts of chunks that come over Dask's comms are there until they are copied.
+            far = plan.islands[:, None] != plan.islands[list(plan.ranks)]
+            far[list(plan.ranks)] &= not plan.meets
+            total[list(plan.ranks)] += sum((held * far).sum(axis=0) for _, held in needs.values())
+        got, buffers = _from_islands(plan)
+        return total + got + buffers
 
     def work(self, plan: Plan, needs: Mapping[str, Needs]) -> Work:
         """Return the work of a plan.
@@ -157,7 +164,7 @@ class PeerModel(SolverModel):
         # Chunks that ranks make belong to no worker.
         needed = sum(needed for needed, _ in needs.values()) - _bytes_of(plan, by_ranks=True)
         home = sum(held[list(plan.ranks), ranks] for _, held in needs.values())
-        link, pulled, away = "ranks", needed - home, 1 - home / np.maximum(needed, 1.0)
+        link, pulled, away = "near", needed - home, 1 - home / np.maximum(needed, 1.0)
         if plan.from_host:
             # All comes from host memory, at the rate of the host's bus.
             link, pulled, away = "host", needed, np.ones(len(ranks))
@@ -176,9 +183,16 @@ class PeerModel(SolverModel):
         stored = stored_again(plan) * np.bincount(plan.owners, problem.d.elements, len(ranks))
         passes = 3.0 * partial + 2.0 * sums * (copied_again(plan) + stored)
         between, last = partial * (s > 1) * (s - 2) / max(1, s - 1), partial / max(1, s - 1) + arriving
-        by_ranks = link == "ranks"
-        together = {link: pulled, "ranks": between + by_ranks * pulled}
-        waited = {link: begin, "memory": passes, "ranks": last + by_ranks * begin}
+        by_ranks = link == "near"
+        together = {link: pulled, "near": between + by_ranks * pulled}
+        waited = {link: begin, "memory": passes, "near": last + by_ranks * begin}
+        if plan.meets:
+            # All chunks come before the first product of one of them; sums come over Dask's comms.
+            far = _from_islands(plan)[0][list(plan.ranks)] if plan.where else needed - _on_island(plan, needs)
+            together, waited = (
+                {"near": pulled},
+                {"near": begin, "memory": passes, "far": far + _DASK * (last + between)},
+            )
         chunks = max((schedule.fetched for schedule in schedules), key=sum, default=(0.0, 0.0))
         messages = self.least(problem, (plan.method, plan.grid)).messages
         if len(ranks) > 1 or any(chunks):
@@ -198,12 +212,12 @@ class PeerModel(SolverModel):
         If a rank of such a run dies, the other ranks still finish theirs, and the missing chunks of D are computed as a
         problem of their own.
         """
-        whole = not any(plan.problem.distributions) and plan.problem.grid is None
+        whole = not (any(plan.problem.distributions) or plan.problem.grid or plan.meets)
         kept = bool(plan.replicas) or any(plan.replica_runs)
         return len(plan.participants) > 1 and not plan.from_host and plan.grid[2] == 1 and whole and not kept
 
     def describe(self, plan: Plan) -> list[tuple[str, str]]:
-        """Return the fact that tells the stationary and the streamed operand of the rank with the largest buffers."""
+        """Return facts: the stationary and the streamed operand of the rank with the largest buffers; islands."""
         if plan.problem.by_ranks:
             most = max(load_schedules(plan), key=lambda x: x.bytes)
             operands = " and ".join("AB"[operand] for operand in most.operands)
@@ -221,7 +235,12 @@ class PeerModel(SolverModel):
         read = "; A and B from host memory" if plan.from_host else ""
         panels = f"{names[1]} in panels of up to {schedule.width} {what[0]}"
         buffers = f"buffers of {format_bytes(schedule.buffer_bytes)}"
-        return [("pulls", f"{names[0]} held{cut}{stored}, {panels}; {buffers}{padded}{read}")]
+        pulls = "pulls", f"{names[0]} held{cut}{stored}, {panels}; {buffers}{padded}{read}"
+        if not plan.meets:
+            return [pulls]
+        count, size = len({*plan.islands[list(plan.ranks)].tolist()}), format_bytes(int(_from_islands(plan)[0].sum()))
+        known = f"NCCL brings {size} of chunks to them first" if plan.where else "NCCL brings chunks to them first"
+        return [pulls, ("islands", f"{count}, of GPUs that read each other's memory; {known}")]
 
     def shares_eigh_from(self, dtype: str, workers: int) -> int | None:
         """Return from which order on eigenvalues are there sooner than by cuSOLVER on one GPU.
@@ -232,6 +251,25 @@ class PeerModel(SolverModel):
         if workers > 1:
             return 12288
         return 16384 if dtype == "float64" else None
+
+
+def _from_islands(plan: Plan) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the bytes of chunks that each participant gets from ranks out of reach, and those of buffers for them."""
+    got, buffers = np.zeros((2, len(plan.participants)))
+    for name, getters in imports(plan).items():
+        rows, chunks = np.nonzero(getters[np.unique(plan.islands)] >= 0)
+        getting, sending = getters[np.unique(plan.islands)[rows], chunks], plan.where[name][chunks]
+        sizes = plan.problem[name].elements[chunks] * multiplied_sizes(plan.problem)["ab".index(name)]
+        small = np.where(sizes < SINGLE_BYTES, sizes, 0)
+        got += np.bincount(getting, sizes, len(got))
+        buffers += np.bincount(getting, small, len(got)) + np.bincount(sending, small, len(got))
+    return got, buffers
+
+
+def _on_island(plan: Plan, needs: Mapping[str, Needs]) -> NDArray[np.float64]:
+    """Return the bytes of A and B that each rank needs and its island has."""
+    near = plan.islands[:, None] == plan.islands[list(plan.ranks)]
+    return np.asarray(sum((held * near).sum(axis=0) for _, held in needs.values()))
 
 
 def _multiplied(plan: Plan, rank: int, epilog: str | None) -> int:

@@ -18,9 +18,10 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from dask_distmm.compat import cached_property
 from dask_distmm.config import Budget, Machine
 from dask_distmm.errors import NoWorkersError, PlanError, ProjectedMemoryError, ProtocolError, advice
-from dask_distmm.planning.computation import Computation, Worker
+from dask_distmm.planning.computation import Computation, Worker, islands
 from dask_distmm.planning.model import ENGINES, Estimate, Work, estimate
 from dask_distmm.planning.wire import HERE, TEXT, Wired
 from dask_distmm.shown import Explanation
@@ -133,6 +134,16 @@ class Placement(Explanation, Wired):
     def hosts(self) -> set[str]:
         """Names of the ranks' hosts."""
         return {self.participants[index].host for index in self.ranks}
+
+    @cached_property
+    def islands(self) -> NDArray[np.int64]:
+        """For each participant the first one of those whose GPUs read each other's memory; see `islands`."""
+        return np.array(islands(self.participants), np.int64)
+
+    @property
+    def meets(self) -> bool:
+        """Whether ranks meet in a library, with a communicator in which they have an order."""
+        return ENGINES[self.engine].collective
 
     @property
     def machine(self) -> Machine:

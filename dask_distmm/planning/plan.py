@@ -128,6 +128,11 @@ class Plan(Placement):
         return ENGINES[self.engine].independent(self)
 
     @property
+    def meets(self) -> bool:
+        """Whether ranks meet in a library: also where GPUs that read each other's memory get chunks from others."""
+        return super().meets or (ENGINES[self.engine].reads_peers and len({*self.islands[list(self.ranks)]}) > 1)
+
+    @property
     def block_sizes(self) -> tuple[int, int, int]:
         """The largest extent of a rank's part of m, n and k."""
         return tuple(int(np.diff(cut).max()) for cut in (self.rows, self.cols, self.depth))  # type: ignore[return-value]

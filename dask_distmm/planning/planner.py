@@ -237,6 +237,8 @@ def _replicas(plan: Plan, count: int) -> tuple[NDArray[np.float64], NDArray[np.f
 
 # A new communicator takes about this long (seconds, spread over the runs that will use it).
 _NEW_GROUP_SECONDS = 0.05
+# In place of the bytes that a worker holds which is to be no rank.
+_EXCLUDED = 1e18
 # Weight of bytes of earlier sums, relative to bytes of inputs, where ranks are matched to workers.
 _BEGUN = 4
 
@@ -510,16 +512,22 @@ def _more(work: Work, moved: NDArray[np.float64]) -> Work:
 
 def _matched(plan: Plan, held: NDArray[np.float64], groups: Sequence[tuple[str, ...]]) -> tuple[int, ...]:
     """Match ranks (rows) to workers so that most bytes lie right; a group that exists already saves making one."""
-    if not ENGINES[plan.engine].collective:
+    model, nroster = ENGINES[plan.engine], held.shape[1]
+    if apart := model.reads_peers and len({*(islands := plan.islands[:nroster]).tolist()}) > 1:
+        # On as few islands as there can be, those that have most.
+        order = sorted(set(islands.tolist()), key=lambda island: -held[:, islands == island].sum())
+        before = np.cumsum([0, *(np.count_nonzero(islands == island) for island in order)])[:-1]
+        held = np.where(np.isin(islands, np.array(order)[before < len(held)]), held, -_EXCLUDED)
+    if not (model.collective or apart):
         begun = np.zeros((len(plan.ranks), len(plan.participants)))
         if "partial" in plan.where:
             # Earlier sums of a rank would not only move: they could not grow in place.
             np.add.at(begun, (plan.owners, plan.where["partial"]), _BEGUN * plan.problem["partial"].bytes)
-        return tuple(match_ranks(-held - begun[:, : held.shape[1]]))
+        return tuple(match_ranks(-held - begun[:, :nroster]))
     best, ranks = tuple(match_ranks(-held)), range(len(held))
     if not groups:
         return best
-    number = {worker.address: index for index, worker in enumerate(plan.participants[: held.shape[1]])}
+    number = {worker.address: index for index, worker in enumerate(plan.participants[:nroster])}
     fitting = [group for group in groups if len(group) == len(best) and number.keys() >= set(group)]
     orders = [tuple(number[address] for address in group) for group in fitting]
     worth = _NEW_GROUP_SECONDS * plan.machine.bandwidth * len(best)

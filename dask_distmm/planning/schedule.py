@@ -61,7 +61,7 @@ from dask_distmm.planning.cuts import (
     unit,
 )
 from dask_distmm.planning.footprint import made_ahead, multiplied_sizes, multiply_rate
-from dask_distmm.planning.placement import EVERYWHERE
+from dask_distmm.planning.placement import EVERYWHERE, everywhere
 from dask_distmm.planning.plan import Plan, once
 from dask_distmm.planning.problem import Problem, is_gram, library_epilog
 
@@ -125,6 +125,7 @@ def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]
     """Return for each operand the chunks of each participant that other participants read."""
     problem, read = plan.problem, {}
     mine = np.arange(len(plan.participants))[:, None]
+    near = (plan.islands[:, None] == plan.islands).astype(np.float32)
     for name in names:
         matrix, factor = problem[name], name in ("a", "b")
         if matrix.by_ranks or (factor and plan.from_host):
@@ -138,9 +139,36 @@ def peer_reads(plan: Plan, names: Sequence[str]) -> dict[str, NDArray[np.bool_]]
             for rank, index in enumerate(plan.ranks):
                 reads[index][plan.chunks_read(rank, name)] = True
             flat = reads.reshape(len(reads), -1)
-            needed = flat.sum(0) > flat
+            needed = near @ flat > flat
         read[name] = needed & (np.asarray(plan.where[name]) == mine) & (matrix.elements > 0)
     return read
+
+
+@once
+def imports(plan: Plan) -> dict[str, NDArray[np.int64]]:
+    """Return for A and B, where there are ranks on several islands, who gets a copy of each chunk for an island.
+
+    Rows are participants, those of an island the same, columns chunks. Each chunk that a rank elsewhere has comes once,
+    to one of those ranks which need it, by turns; it is -1 where none does.
+    """
+    problem, ranks, island_of = plan.problem, np.array(plan.ranks), plan.islands
+    getters, every = dict[str, NDArray[np.int64]](), np.unique(island_of[ranks]).tolist()
+    for name in problem.operands[:2] if len(every) > 1 and not plan.from_host else ():
+        matrix, where = problem[name], np.asarray(plan.where.get(name, EVERYWHERE))
+        if matrix.by_ranks or everywhere(where):
+            continue
+        getters[name] = np.full((len(island_of), matrix.count), -1)
+        sent = np.isin(where, ranks) & (matrix.elements > 0)
+        needed = np.zeros((len(ranks), matrix.count), bool)
+        for rank in range(len(ranks)):
+            needed[rank, plan.needed(rank, name)] = True
+        for island in every:
+            mine = np.flatnonzero(island_of[ranks] == island)
+            count = needed[mine].cumsum(0)
+            chunks = np.flatnonzero((count[-1] > 0) & sent & (island_of[where] != island))
+            turn = 1 + np.arange(len(chunks)) % count[-1, chunks]
+            getters[name][np.ix_(island_of == island, chunks)] = ranks[mine[(count[:, chunks] == turn).argmax(0)]]
+    return getters
 
 
 def _held(plan: Plan, rank: int, operand: int) -> tuple[float, bool]:

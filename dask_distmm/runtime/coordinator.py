@@ -45,7 +45,7 @@ from dask_distmm.errors import (
     brief,
     in_words,
 )
-from dask_distmm.planning import ENGINES, Computation, Problem, plan_computation
+from dask_distmm.planning import Computation, Problem, plan_computation
 from dask_distmm.planning.region import RegionProblem
 from dask_distmm.runtime import direct
 from dask_distmm.runtime.freezing import (
@@ -454,7 +454,7 @@ class Coordinator:
         raise_if_ended(run)
         run.begin_running(time())
         run.donated, run.reading = frozen.donated, set(plan.workers)
-        run.expected_bytes = 0 if ENGINES[plan.engine].collective else plan.bytes_moved
+        run.expected_bytes = 0 if plan.meets else plan.bytes_moved
         began = time()
         log.info("run %d of %s starts on %s\n%r", run.run_id, run.name, plan.workers, plan)
         how: dict[str, Any] = {"tasks": dict(plan.problem.counts)} if isinstance(plan.problem, RegionProblem) else {}

@@ -45,6 +45,7 @@ from dask_distmm.planning import (
     plan_computation,
     problem_from_wire,
 )
+from dask_distmm.planning.computation import islands
 from dask_distmm.planning.cuts import by_holder, reorder
 from dask_distmm.planning.placement import Where
 from dask_distmm.planning.region import RegionProblem
@@ -147,7 +148,7 @@ class Roster:
         for name in fitting:
             equipped = [ws for address, ws in running.items() if self._has_engine(address, name)]
             able[name] = equipped[:wanted] if isinstance(wanted, int) else equipped
-        reasons = {name: self._unfit(name, workers_of, demand.kind) for name, workers_of in able.items()}
+        reasons = {name: self._unfit(name, workers_of, demand) for name, workers_of in able.items()}
         fit = [name for name, reason in reasons.items() if reason is None]
         # GPUs where there are some; the engine that most workers have.
         chosen = max(
@@ -165,11 +166,16 @@ class Roster:
             )
         on_gpus = ENGINES[chosen].on_gpus
         engines = tuple(name for name in fit if able[name] == able[chosen] and ENGINES[name].on_gpus == on_gpus)
+        workers = [self.worker(ws, chosen) for ws in able[chosen]]
+        addresses = [worker.address for worker in workers]
         for name in engines:
-            self._check_libraries(name, [ws.address for ws in able[chosen]])
-            if ENGINES[name].collective and not demand.plaintext_nccl:
-                self._check_encryption(name, [ws.address for ws in able[chosen]])
-        return engines, [self.worker(ws, chosen) for ws in able[chosen]]
+            self._check_libraries(name, addresses)
+            joined = demand.kind == "product" and ENGINES[name].reads_peers and len({*islands(tuple(workers))}) > 1
+            if joined:
+                self._check_libraries("nccl", addresses)
+            if (joined or ENGINES[name].collective) and not demand.plaintext_nccl:
+                self._check_encryption(name, addresses)
+        return engines, workers
 
     async def until_it_fits(self, plan: Callable[[], Awaitable[T]], limit: float) -> T:
         """Return the outcome of `plan`, called again while it does not fit and workers are left out as they are paused.
@@ -199,13 +205,17 @@ class Roster:
         waits = (asyncio.wait_for(request, _TRIM_TIMEOUT) for request in requests)
         await asyncio.gather(*waits, return_exceptions=True)
 
-    def _unfit(self, engine: str, able: Sequence[WorkerState], kind: str) -> str | None:
+    def _unfit(self, engine: str, able: Sequence[WorkerState], demand: Demand) -> str | None:
         """Return None if an engine can run on workers that have it; else why not, empty where there are none."""
         if not able:
             return ""
-        if not (reason := ENGINES[engine].unfit([self.worker(ws, engine) for ws in able], kind)):
+        # One that first brings all chunks to where they can be read is not chosen by itself: `cublasmp` multiplies
+        # meanwhile.
+        joined = demand.engine == engine and all(self._has_engine(ws.address, "nccl") for ws in able)
+        workers = [self.worker(ws, engine) for ws in able]
+        if not (reason := ENGINES[engine].unfit(workers, demand.kind, joined=joined)):
             return None
-        usable = [x.name for x in ENGINES.values() if x.on_gpus and x.collective and kind in x.computes]
+        usable = [x.name for x in ENGINES.values() if x.on_gpus and x.collective and demand.kind in x.computes]
         return (
             f"engine {engine!r} is for GPUs of one host that can read each other's memory: {reason}. Use "
             f"{' or '.join(f'engine={name!r}' for name in usable)}, or name workers that can with workers="
@@ -417,8 +427,9 @@ class RankGroup(NamedTuple):
     number: int
     # Name of the engine that it belongs to.
     engine: str
-    # Their addresses, those of ranks in their order.
+    # Their addresses, those of ranks that have a communicator in their order; whether they have one.
     workers: tuple[str, ...]
+    meets: bool = False
 
 
 class RankGroups:
@@ -435,20 +446,15 @@ class RankGroups:
 
     def orders(self, engines: Sequence[str]) -> list[tuple[str, ...]]:
         """Return the workers of each group that has a communicator, of some engines."""
-        return [
-            group.workers
-            for group in self._groups.values()
-            if group.engine in engines and ENGINES[group.engine].collective
-        ]
+        return [group.workers for group in self._groups.values() if group.engine in engines and group.meets]
 
-    def use(self, engine: str, workers: tuple[str, ...]) -> RankGroup:
-        """Return the group of these workers, a new one if there is none."""
+    def use(self, engine: str, workers: tuple[str, ...], *, meets: bool) -> RankGroup:
+        """Return the group of these workers, a new one if there is none; `meets`: they have a communicator."""
         # The order of ranks is part of a communicator, and of nothing else that engines keep.
-        workers = workers if ENGINES[engine].collective else tuple(sorted(workers))
-        key = engine, workers
+        key = engine, workers if meets else tuple(sorted(workers))
         if key not in self._groups:
             self._newest += 1
-            self._groups[key] = RankGroup(self._newest, engine, workers)
+            self._groups[key] = RankGroup(self._newest, engine, key[1], meets)
         self._groups.move_to_end(key)
         return self._groups[key]
 
@@ -672,9 +678,10 @@ class RunPlanner:
         if gone := run.participants - self._scheduler.workers.keys():
             raise Lost(f"{', '.join(sorted(gone))} left the cluster")
         # A communicator is that of ranks. Any participant may map another's memory: of one rank too.
-        sharing = plan.workers if ENGINES[plan.engine].collective else tuple(run.participants)
+        sharing = plan.workers if plan.meets else tuple(run.participants)
         if ENGINES[plan.engine].on_gpus and len(sharing) > 1:
-            plan = dataclasses.replace(plan, group=self._groups.use(plan.engine, sharing).number)
+            group = self._groups.use(plan.engine, sharing, meets=plan.meets)
+            plan = dataclasses.replace(plan, group=group.number)
         run.independent = plan.independent
         states = {address: self._scheduler.workers[address] for address in addresses}
         tasks = {name: keys[problem.source_of(name)] for name in made_there}

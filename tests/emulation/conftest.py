@@ -114,13 +114,19 @@ class PeerRanks(Ranks):
         self.from_host = False
         # Of those that are to offer nothing.
         self.silent = set()
+        # Of how many hosts participants are.
+        self.islands = 1
 
     def job(self, side):
-        plan = side.plan
+        everyone = [
+            dataclasses.replace(worker, host=f"host{at * self.islands // len(side.plan.participants)}")
+            for at, worker in enumerate(side.plan.participants)
+        ]
+        plan = dataclasses.replace(side.plan, participants=tuple(everyone)) if self.islands > 1 else side.plan
         process = plan.participants[side.me].address
         with self.memory.as_process(process):
             engine = self.engines.setdefault(process, self.module.PeerEngine())
-            plan = dataclasses.replace(plan, group=1)
+            plan = dataclasses.replace(plan, group=self.groups[plan.workers if plan.meets else ()])
             if isinstance(plan, Plan):
                 plan = dataclasses.replace(plan, from_host=self.from_host)
             made = {key for key, chunk in side.chunks.items() if isinstance(chunk, SourceChunk)}
@@ -156,6 +162,12 @@ def _prepare_in_silence(self):
         super(type(self), self).prepare()
     finally:
         self.plan = plan
+
+
+def _release(ranks, process, engine):
+    with ranks.memory.as_process(process):
+        for number in sorted(ranks.groups.values()):
+            engine.release(number)
 
 
 def _forget():
@@ -234,10 +246,14 @@ def make_peers(peer_engine):
     yield make
     for ranks in made:
         ranks.check_inputs()
-        for process, one in ranks.engines.items():
-            with world.memory.as_process(process):
-                one.release(1)
+        # To free a communicator is collective.
+        threads = [threading.Thread(target=_release, args=(ranks, *entry)) for entry in ranks.engines.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert not world.memory.mapped
+    assert not world.open["communicator"]
     world.compute_capability = "90"
     world.memory.not_exportable.clear()
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import itertools
+import os
+import pickle
 import sys
 import threading
+import time
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from queue import Empty, Queue
 
 import compiled
@@ -198,10 +202,17 @@ class Hub:
     def __init__(self, nranks):
         self.nranks = nranks
         self.barrier = threading.Barrier(nranks, timeout=_TIMEOUT)
-        ranks = range(nranks)
-        self.boxes = {pair: Queue() for pair in itertools.product(ranks, ranks)}
-        self.read = {pair: Queue() for pair in itertools.product(ranks, ranks)}
+        self.boxes = {pair: Queue() for pair in itertools.product(range(nranks), repeat=2)}
         self.shared = {}
+
+    def meet(self):
+        self.barrier.wait()
+
+    def send(self, rank, peer, data):
+        self.boxes[rank, peer].put(data)
+
+    def receive(self, peer, rank):
+        return taken(self.boxes[peer, rank])
 
     def together(self, rank, value, work):
         """Let rank 0 do `work` with what all ranks have brought; return what it returned to all."""
@@ -215,11 +226,51 @@ class Hub:
         return result
 
 
+class FileHub:
+    """A hub of ranks in processes of their own: what they bring is in files of a folder."""
+
+    def __init__(self, folder, unique_id, nranks):
+        self.path, self.nranks, self.counts = os.path.join(folder, bytes(unique_id).strip().hex()), nranks, Counter()
+
+    def _put(self, name, data):
+        with open(f"{self.path}-{name}.part", "wb") as file:
+            file.write(data)
+        os.replace(f"{self.path}-{name}.part", f"{self.path}-{name}")
+
+    def _take(self, name):
+        end = time.monotonic() + _TIMEOUT
+        while not os.path.exists(f"{self.path}-{name}"):
+            assert time.monotonic() < end, f"nobody brings {name}"
+            time.sleep(1e-3)
+        with open(f"{self.path}-{name}", "rb") as file:
+            return file.read()
+
+    def _next(self, name):
+        self.counts[name] += 1
+        return f"{name}.{self.counts[name]}"
+
+    def meet(self):
+        self.together(self.rank, None, list)
+
+    def send(self, rank, peer, data):
+        self._put(self._next(f"{rank}-{peer}"), data)
+
+    def receive(self, peer, rank):
+        return self._take(self._next(f"{peer}-{rank}"))
+
+    def together(self, rank, value, work):
+        name = self._next("all")
+        self._put(f"{name}-{rank}", pickle.dumps(value))
+        return work([pickle.loads(self._take(f"{name}-{r}")) for r in range(self.nranks)])
+
+
 class World:
     """All that is shared: hubs by unique id, handles, and a record of the library's calls."""
 
     def __init__(self):
         self.hubs, self.lock = {}, threading.Lock()
+        # Where ranks in processes of their own meet.
+        self.folder = None
         self.handles, self.numbers = {}, itertools.count(1)
         self.calls, self.epilogs, self.computed = [], [], []
         self.compute_capability = "90"
@@ -388,39 +439,40 @@ def install(monkeypatch, shares_memory=True, memory=None):
 
         def __init__(self, nranks, rank, unique_id):
             with world.lock:
-                hub = world.hubs.setdefault(unique_id, Hub(nranks))
+                apart = world.folder and FileHub(world.folder, unique_id, nranks)
+                hub = apart or world.hubs.setdefault(unique_id, Hub(nranks))
             self.hub, self.rank, self.nranks = hub, rank, nranks
+            if apart:
+                hub.rank = rank
             self.n_lsa_teams = 1 if shares_memory else nranks
             self.ptr = world.keep("communicator", self)
-            hub.barrier.wait()
+            hub.meet()
 
         init = classmethod(lambda cls, nranks, rank, unique_id: cls(nranks, rank, unique_id))
 
         def destroy(self):
-            self.hub.barrier.wait()
+            self.hub.meet()
             world.drop("communicator", self.ptr)
 
     def get_unique_id():
-        return UniqueId(f"id {next(world.numbers)}".encode().ljust(128))
+        return UniqueId(f"id {os.getpid()} {next(world.numbers)}".encode().ljust(128))
 
     def group_start():
         local.sends, local.receives = [], []
 
     def group_end():
-        for pointer, size, peer, comm in local.sends:
-            comm.hub.boxes[comm.rank, peer].put((pointer, size))
-        for pointer, size, peer, comm in local.receives:
-            source, sent = taken(comm.hub.boxes[peer, comm.rank])
-            assert sent == size, f"{sent} bytes were sent, {size} are expected"
-            ctypes.memmove(pointer, source, size)
-        for comm in {c for *_, c in (*local.sends, *local.receives)}:
-            # A sender's memory must stay as it is until all have read it; a bystander does not wait.
-            for peer in {p for _, _, p, c in local.receives if c is comm}:
-                comm.hub.read[comm.rank, peer].put(True)
-            for peer in {p for _, _, p, c in local.sends if c is comm}:
-                taken(comm.hub.read[peer, comm.rank])
+        # What ranks send is there when they meet; what they receive may come later.
+        for stream in {s for *_, s in (*local.sends, *local.receives)}:
+            shared.settle(stream)
+        for pointer, size, peer, comm, _ in local.sends:
+            comm.hub.send(comm.rank, peer, ctypes.string_at(pointer, size))
+        for pointer, size, peer, comm, stream in local.receives:
+            sent = comm.hub.receive(peer, comm.rank)
+            assert len(sent) == size, f"{len(sent)} bytes were sent, {size} are expected"
+            shared.on_stream(stream, functools.partial(ctypes.memmove, pointer, sent, size))
 
     def all_gather(src, dst, size, kind, handle, stream):
+        shared.settle(stream)
         comm = world.handles[handle]
         values = ctypes.string_at(src, size)
         everything = comm.hub.together(comm.rank, values, b"".join)
@@ -439,8 +491,8 @@ def install(monkeypatch, shares_memory=True, memory=None):
         group_end=group_end,
         all_gather=all_gather,
         broadcast=broadcast,
-        send=lambda p, n, kind, peer, c, s: local.sends.append((p, n, peer, world.handles[c])),
-        recv=lambda p, n, kind, peer, c, s: local.receives.append((p, n, peer, world.handles[c])),
+        send=lambda p, n, kind, peer, c, s: local.sends.append((p, n, peer, world.handles[c], s)),
+        recv=lambda p, n, kind, peer, c, s: local.receives.append((p, n, peer, world.handles[c], s)),
     )
     core = module("nccl.core", Communicator=Communicator, UniqueId=UniqueId, get_unique_id=get_unique_id, UINT8=1)
     bindings = module("nccl.bindings", nccl=nccl_bindings)
@@ -453,7 +505,7 @@ def install(monkeypatch, shares_memory=True, memory=None):
             self.nprow, self.npcol, self.comm = nprow, npcol, comm
             self.by_columns = layout == 0
             assert nprow * npcol == comm.nranks
-            comm.hub.barrier.wait()
+            comm.hub.meet()
 
         def coords(self, rank):
             return (rank % self.nprow, rank // self.nprow) if self.by_columns else divmod(rank, self.npcol)
@@ -571,11 +623,11 @@ def install(monkeypatch, shares_memory=True, memory=None):
         return world.keep("workspace", size)
 
     def free(grid, pointer):
-        world.handles[grid].comm.hub.barrier.wait()
+        world.handles[grid].comm.hub.meet()
         world.drop("workspace", pointer)
 
     def grid_destroy(grid):
-        world.handles[grid].comm.hub.barrier.wait()
+        world.handles[grid].comm.hub.meet()
         world.drop("grid", grid)
 
     def set_attribute(descriptor, name, pointer, size):

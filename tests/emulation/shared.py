@@ -309,6 +309,12 @@ class Stream:
                     raise AssertionError("streams wait for each other for ever")
                 time.sleep(1e-4)
 
+    @property
+    def done(self):
+        """Whether all operations are done; some of them are now."""
+        self.some()
+        return not self.queue
+
     def synchronize(self):
         self.some()
         while self.queue:
@@ -356,6 +362,12 @@ class Graph:
                 operation()
             else:
                 stream.add(operation)
+
+
+def settle(pointer):
+    """Do all operations of a stream."""
+    if (stream := _streams.get(pointer)) is not None:
+        stream.synchronize()
 
 
 def on_stream(pointer, operation):

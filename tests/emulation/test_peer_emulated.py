@@ -21,9 +21,10 @@ from test_narrow_emulated import run_narrow
 from dask_distmm.errors import EngineError
 from dask_distmm.numeric.epilogs import Formula
 from dask_distmm.numeric.types import dtype_from_name
-from dask_distmm.planning import Worker, plan
+from dask_distmm.planning import ENGINES, Worker, plan
 from dask_distmm.planning import schedule as block_schedule
 from dask_distmm.planning import schedule as schedules
+from dask_distmm.planning.footprint import operand_needs
 from dask_distmm.planning.problem import BlockCyclic, Slab
 
 METHODS = ["local", "allgather", "reducescatter", "allreduce", "summa"]
@@ -649,3 +650,118 @@ def test_one_triangle_of_a_gram_matrix(make_peers, monkeypatch, nranks, dtype, m
     assert_product(x.conj().T if conjugated else x.T, x, d)
     halved = [block_schedule.square_on_diagonal(made, rank, None) is not None for rank in range(len(made.ranks))]
     assert any(halved) or made.grid[:2] != (1, 1)
+
+
+# Ranks on several islands: GPUs that read each other's memory, and none of the others'
+
+
+def exchanged(ranks):
+    """Whether the ranks of the last run have chunks by NCCL; those that ranks have come in no other way."""
+    count = len(ranks.jobs[-1].plan.participants)
+    jobs = [job for job in ranks.jobs[-count:] if job.rank is not None]
+    asked = {peer for job in jobs for peer, kind, _ in job.comm.requests if kind == "input"}
+    assert not asked & {*jobs[0].plan.ranks}
+    return any(job.exchange.imported is not None for job in jobs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("nranks", "islands", "orders"), [(2, 2, "CF"), (4, 2, "CC"), (3, 3, "FC"), (5, 2, "FF")])
+def test_islands(make_peers, method, nranks, islands, orders):
+    ranks, _ = make_peers()
+    ranks.islands, came = islands, False
+    for _ in range(3):
+        conformance(ranks, method, nranks, orders=orders, own_out_chunks=True)
+        came = came or exchanged(ranks)
+    # Chunks are anywhere.
+    assert came or method == "local"
+
+
+@pytest.mark.parametrize("method", ["allgather", "summa", "reducescatter", "allreduce"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"dtype": "bfloat16", "transposed": (True, False)},
+        {"dtype": "complex128", "conjugated": (True, True), "orders": "CF"},
+        {"dtype": "float32", "b_dtype": "float64", "sources": 3},
+        {"dtype": "float16", "everywhere": "b"},
+        {"dtype": "float64", "shape": (3, 2, 5), "most_chunks": 3},
+        {"dtype": "float64", "replicated": True},
+    ],
+    ids=str,
+)
+def test_islands_of_types_and_chunks(make_peers, tight, method, how):
+    ranks, _ = make_peers()
+    ranks.islands = 2
+    with tight(2**12):
+        conformance(ranks, method, 4, own_out_chunks=True, **how)
+
+
+@pytest.mark.parametrize("from_host", [False, True])
+def test_islands_of_numpy_chunks(make_peers, from_host):
+    ranks, _ = make_peers(host=True)
+    ranks.islands, ranks.from_host = 2, from_host
+    for method in METHODS:
+        conformance(ranks, method, 4, "float32", sources=1)
+        # In host memory they are asked for.
+        assert from_host or not exchanged(ranks) or method != "local"
+
+
+@pytest.mark.parametrize("method", ["summa", "allreduce"])
+@pytest.mark.parametrize("epilog", ["relu_aux_bias", "dgelu_bgrad"])
+def test_islands_of_formulas(make_peers, method, epilog):
+    ranks, _ = make_peers()
+    ranks.islands = 2
+    case = Case(epilog, "float32", alpha=1.5)
+    case.check(*run_case(ranks, case, method, 4, 1, True, amax=False))
+    run_narrow(ranks, method, 3, PAIRS[0], "bfloat16")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_islands_hold_is_as_projected(make_peers, method):
+    ranks, _ = make_peers()
+    ranks.islands = 2
+    for _ in range(3):
+        made = conformance(ranks, method, 4, shape=(64, 64, 64), most_chunks=3)
+        # As the ranks have it, who know their hosts.
+        own = next(job.plan for job in ranks.jobs[::-1] if job.rank is not None)
+        model = ENGINES["peer"]
+        most = model.memory(own, {name: operand_needs(own, name) for name in "ab"})
+        for job in [job for job in ranks.jobs[-len(own.participants) :] if job.rank is not None]:
+            # Rows are padded, and chunks begin at multiples.
+            assert 0 < job.held_bytes <= most[job.me] + 8192
+        assert made.workers == own.workers
+
+
+@pytest.mark.parametrize("method", ["allgather", "summa"])
+def test_a_rank_that_fails_before_the_gate_lets_no_rank_in(make_peers, monkeypatch, method):
+    ranks, world = make_peers()
+    ranks.islands = 2
+    kind = sys.modules["dask_distmm.engines.peer.products"].PeerJob
+    execute = kind.execute
+
+    def fail(self):
+        if self.rank == 1:
+            raise ZeroDivisionError("before the gate")
+        return execute(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "execute", fail)
+        with pytest.raises(ZeroDivisionError, match="before the gate"):
+            conformance(ranks, method, 4, most_chunks=8)
+    assert not world.open["communicator"]
+    conformance(ranks, method, 4, most_chunks=8)
+    assert exchanged(ranks)
+    assert world.open["communicator"] == 4
+
+
+def test_a_process_whose_streams_never_end_has_to(make_peers, monkeypatch):
+    """What waits for a rank that is gone is on all streams: no later run would get through."""
+    ranks, _ = make_peers()
+    ranks.islands = 2
+    module, dogs = sys.modules["dask_distmm.engines.entry"], []
+    monkeypatch.setattr(module, "watchdog", lambda seconds, what: dogs.append(what))
+    transport = sys.modules["dask_distmm.engines.gpu.collective"].GroupTransport
+    monkeypatch.setattr(transport, "settled", lambda self: False)
+    conformance(ranks, "allgather", 3)
+    assert len(dogs) == 3
+    assert all("a collective of which a rank is gone" in what for what in dogs)

@@ -35,24 +35,34 @@ from dask_distmm.planning.waves import Budget, choose_scheme
 FOLDER = str(Path(__file__).parent)
 
 
-def become_gpu_worker(folder, devices_seen, dask_worker=None):
-    """Put the stand-ins into this worker's process, for good."""
+def become_gpu_worker(folder, devices_seen, hosts, dask_worker=None):
+    """Put the stand-ins into this worker's process, for good: one of some hosts of GPUs."""
     import importlib.metadata
 
     sys.path.insert(0, FOLDER)
     import devices
     import pytest
     import shared
+    from distributed.protocol import dask_deserialize, dask_serialize
+
+    from dask_distmm.comms.serializers import register_serializers
 
     dask_worker._patch = pytest.MonkeyPatch()
     world = devices.install(dask_worker._patch, memory=shared.Memory(folder))
-    number = sorted(devices_seen).index(dask_worker.address)
-    names = [f"0000:0{at}:00.0" for at in range(len(devices_seen))]
-    world.devices = [names[number], *(name for name in names if name != names[number])]
+    world.folder = folder
+    number, count = sorted(devices_seen).index(dask_worker.address), len(devices_seen) // hosts
+    names = [f"0000:0{at}:00.0" for at in range(count)]
+    world.devices = [names[number % count], *(name for name in names if name != names[number % count])]
     world.reached = world.devices[1:]
     dask_worker._world = world
     version = importlib.metadata.version
+    dask_worker._patch.setattr("platform.node", lambda: f"host{number // count}")
     dask_worker._patch.setattr("importlib.metadata.version", lambda name: "1.0" if "nvmath" in name else version(name))
+    # Over Dask's comms its arrays travel as NumPy's do.
+    register_serializers()
+    as_numpy = dask_serialize.dispatch(np.ndarray)
+    dask_serialize.register(devices.ndarray)(lambda x, context=None: as_numpy(np.asarray(x), context=context))
+    dask_deserialize.register(devices.ndarray)(dask_deserialize.dispatch(np.ndarray))
 
 
 def mapped(dask_worker=None):
@@ -66,7 +76,12 @@ def nworkers():
 
 
 @pytest.fixture
-def client(tmp_path, nworkers):
+def hosts():
+    return 1
+
+
+@pytest.fixture
+def client(tmp_path, nworkers, hosts):
     (tmp_path / "devices").mkdir()
     with (
         dask.config.set({"distributed.deploy.lost-worker-timeout": "1h"}),
@@ -76,7 +91,7 @@ def client(tmp_path, nworkers):
         Client(cluster) as client,
     ):
         addresses = sorted(client.nthreads())
-        client.run(become_gpu_worker, str(tmp_path / "devices"), addresses)
+        client.run(become_gpu_worker, str(tmp_path / "devices"), addresses, hosts)
         yield client
 
 
@@ -124,6 +139,36 @@ def test_processes_pull_from_each_other_and_outlive_one_that_is_killed(client):
     until(lambda: all(0 < n <= 2 for n in client.run(mapped).values()))
 
     # An error on one rank ends the run on all, and nothing else.
+    client.run(inject, "panel", "error", workers=others[:1])
+    with pytest.raises(dask_distmm.RunFailedError, match="injected at panel"):
+        works(client)
+    works(client)
+    assert_nothing_left(client)
+
+
+def communicators(dask_worker=None):
+    return dask_worker._world.open["communicator"]
+
+
+@pytest.mark.parametrize(("nworkers", "hosts"), [(4, 2)])
+def test_processes_of_several_hosts(client):
+    """Chunks come once to each host, and are pulled there; a rank that dies leaves others as they are."""
+    for method in ("allgather", "summa", "reducescatter"):
+        works(client, method)
+    assert {event["engine"] for event in events(client, "start")} == {"peer"}
+    assert all(len(event["ranks"]) == 4 for event in events(client, "start"))
+    assert all(client.run(mapped).values())
+    assert all(client.run(communicators).values())
+    assert dask_distmm.free_workspaces() >= 1
+    assert set(client.run(mapped).values()) == {0} == set(client.run(communicators).values())
+
+    victim, *others = sorted(client.nthreads())
+    survivors = client.run(os.getpid, workers=others)
+    not_again(client, victim)
+    client.run(inject, "panel", "kill", workers=[victim])
+    works(client, "summa")
+    assert client.run(os.getpid) == survivors
+    works(client)
     client.run(inject, "panel", "error", workers=others[:1])
     with pytest.raises(dask_distmm.RunFailedError, match="injected at panel"):
         works(client)

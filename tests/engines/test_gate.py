@@ -70,32 +70,34 @@ def test_open_and_close_at_once_is_one_of_both():
 
 def test_groups_keep_the_latest():
     groups = RankGroups()
-    first = groups.use("cublasmp", ("a", "b"))
-    second = groups.use("cublasmp", ("b", "a"))
+    first = groups.use("cublasmp", ("a", "b"), meets=True)
+    second = groups.use("cublasmp", ("b", "a"), meets=True)
     assert first.number != second.number
-    assert groups.use("cublasmp", ("a", "b")) == first
+    assert groups.use("cublasmp", ("a", "b"), meets=True) == first
     assert groups.surplus(2) == []
     assert groups.surplus(1) == [second]
     assert groups.orders(["cublasmp"]) == [("a", "b")]
     assert groups.orders(["other"]) == []
-    third = groups.use("cublasmp", ("c",))
+    third = groups.use("cublasmp", ("c",), meets=True)
     assert groups.lose("a") == [first]
     assert groups.drop(first.number) is None
     assert groups.drop(third.number) == third
     assert len(groups) == 0
-    assert groups.use("cublasmp", ("a", "b")).number > third.number
+    assert groups.use("cublasmp", ("a", "b"), meets=True).number > third.number
 
 
 def test_groups_that_keep_too_much_leave():
     groups = RankGroups()
-    first, second, third = (groups.use("cublasmp", workers) for workers in (("a", "b"), ("c", "d"), ("b", "a")))
+    first, second, third = (
+        groups.use("cublasmp", workers, meets=True) for workers in (("a", "b"), ("c", "d"), ("b", "a"))
+    )
     for group, size in ((first, 40), (second, 90), (third, 50)):
         groups.keeps(group.number, size)
     assert groups.surplus(4, 100) == []
     assert groups.surplus(4, 89) == [first, second]  # the oldest of those who share a worker with too much
     assert groups.orders(["cublasmp"]) == [("b", "a")]
     assert groups.surplus(4, 10) == []  # the latest stays
-    fourth = groups.use("cublasmp", ("a", "b"))
+    fourth = groups.use("cublasmp", ("a", "b"), meets=True)
     assert fourth.number > third.number
     assert groups.surplus(4, 50) == []  # it keeps nothing yet
     groups.keeps(fourth.number, 1)
@@ -143,9 +145,9 @@ def test_a_run_may_end_while_a_rank_publishes():
 
 def test_only_communicators_know_an_order_of_ranks():
     groups = RankGroups()
-    pulling = groups.use("peer", ("b", "a"))
-    assert groups.use("peer", ("a", "b")) == pulling
-    groups.use("cublasmp", ("b", "a"))
+    pulling = groups.use("peer", ("b", "a"), meets=False)
+    assert groups.use("peer", ("a", "b"), meets=False) == pulling
+    groups.use("cublasmp", ("b", "a"), meets=True)
     assert groups.orders(["peer", "cublasmp"]) == [("b", "a")]
     assert groups.orders(["peer"]) == []
-    assert set(groups.lose("b")) == {pulling, (2, "cublasmp", ("b", "a"))}
+    assert set(groups.lose("b")) == {pulling, (2, "cublasmp", ("b", "a"), True)}

@@ -63,7 +63,7 @@ def test_its_own_and_what_is_out_of_reach_are_not_read(made):
     near, far = Worker("w0", host="a", device="x", reach=("y",)), Worker("w1", host="b", device="y")
     apart = dataclasses.replace(made, participants=(near, far))
     assert read([None, offer(made)], apart)[0] == [None, None]
-    together = dataclasses.replace(made, participants=(near, dataclasses.replace(far, host="a")))
+    together = dataclasses.replace(made, participants=(near, dataclasses.replace(far, host="a", reach=("x",))))
     assert read([None, offer(made)], together)[0][1] is not None
     # A participant whose memory nobody can map offers nothing.
     assert read([None, None], made)[0] == [None, None]

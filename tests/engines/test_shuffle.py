@@ -54,7 +54,7 @@ class Device(np.ndarray):
 @pytest.mark.parametrize("alone_bytes", [1, 64, 10**9])
 def test_every_element_arrives(alone_bytes, seed):
     rng = np.random.default_rng(seed)
-    before, module._SINGLE_BYTES = module._SINGLE_BYTES, alone_bytes
+    before, module.SINGLE_BYTES = module.SINGLE_BYTES, alone_bytes
     try:
         shape = tuple(rng.integers(1, 30, 2).tolist())
         nranks = int(rng.integers(1, 5))
@@ -114,4 +114,4 @@ def test_every_element_arrives(alone_bytes, seed):
             assert not tile[rows:].any()
             assert not tile[:, cols:].any()
     finally:
-        module._SINGLE_BYTES = before
+        module.SINGLE_BYTES = before

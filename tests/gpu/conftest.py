@@ -66,13 +66,19 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in dropped]
 
 
-def sharing(nworkers, devices, env=None, **options):
-    """Return a cluster whose workers, taken in turn, have the devices."""
+# Between hosts that are made of one machine NCCL takes what there is between machines.
+_APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def sharing(nworkers, devices, env=None, hosts=1, **options):
+    """Return a cluster whose workers, taken in turn, have the devices of their host: as many for each."""
     from distributed import Nanny, Scheduler, SpecCluster
 
     def worker(number):
-        seen = [*devices[number % len(devices) :], *devices[: number % len(devices)]]
-        environment = (env or {}) | {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
+        host, each = number * hosts // nworkers, len(devices) // hosts
+        own, first = devices[host * each : (host + 1) * each], number % each
+        apart = _APART | {"NCCL_HOSTID": f"host{host}"} if hosts > 1 else {}
+        environment = (env or {}) | {"CUDA_VISIBLE_DEVICES": ",".join([*own[first:], *own[:first]])} | apart
         return {"cls": Nanny, "options": {"nthreads": 1, "env": environment, "silence_logs": options["silence_logs"]}}
 
     scheduler = {"cls": Scheduler, "options": {"dashboard_address": "127.0.0.1:0", "host": "127.0.0.1", "port": 0}}
@@ -80,8 +86,8 @@ def sharing(nworkers, devices, env=None, **options):
 
 
 @contextlib.contextmanager
-def started(nworkers, protocol="ucx", **options):
-    """Yield a client of a cluster with one worker process a GPU."""
+def started(nworkers, protocol="ucx", hosts=1, **options):
+    """Yield a client of a cluster with one worker process a GPU, the machine as one host or in the place of several."""
     from dask_cuda import LocalCUDACluster
     from distributed import Client
 
@@ -90,8 +96,8 @@ def started(nworkers, protocol="ucx", **options):
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(GPUS)))).split(",")
     with (
         LocalCUDACluster(CUDA_VISIBLE_DEVICES=devices[:nworkers], protocol=protocol, **options)
-        if nworkers <= len(devices)
-        else sharing(nworkers, devices, **options) as cluster,
+        if nworkers <= len(devices) and hosts == 1
+        else sharing(nworkers, devices[:nworkers], hosts=hosts, **options) as cluster,
         Client(cluster) as client,
     ):
         client.wait_for_workers(nworkers, timeout=60)
@@ -105,7 +111,7 @@ def engine(request):
         yield request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def start():
     return started
 

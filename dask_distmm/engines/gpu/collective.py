@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
 
@@ -67,9 +67,12 @@ class GroupTransport(Transport):
 
     def __init__(self, engine: CollectiveEngine, job: ProgramJob, *arguments: Any, share: float = 1.0) -> None:
         super().__init__(job.plan.ranks, job.comm, job.ended.check, *arguments)
+        self.join(engine, job, [job.blas.streams[0]], share)
+
+    def join(self, engine: CollectiveEngine, job: ProgramJob, streams: Sequence[Any], share: float = 1.0) -> None:
+        """Prepare for what is collective; of the streams of the run's work the first one is the communicator's."""
         self._engine, self._entry = engine, CollectiveEntry(job.plan, job.rank, job.comm, job.ended, share)
-        # Those of the run's work.
-        self._work = [job.blas.streams[0]]
+        self._work = [*streams]
 
     def enter(self, job: ProgramJob, kind: type[RankGroup]) -> None:
         """Wait until all ranks are here; create their communicator if there is none of an earlier run."""
@@ -81,12 +84,16 @@ class GroupTransport(Transport):
 
     def settle(self, job: ProgramJob) -> None:
         """Let work end, also some that was begun before an error; what may never end keeps its memory."""
+        if not self.settled():
+            self._engine.stuck += [job.arrays, self]
+        self._entry.leave()
+
+    def settled(self) -> bool:
+        """Wait a while for the end of all work; return whether that has come."""
         end = time.monotonic() + _SETTLING
         while not (done := all(stream.done for stream in self._work)) and time.monotonic() < end:
             time.sleep(_LOOK)
-        if not done:
-            self._engine.stuck += [job.arrays, self]
-        self._entry.leave()
+        return done
 
     # Messages between participants
 

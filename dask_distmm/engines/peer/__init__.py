@@ -1,1 +1,1 @@
-"""The engine for GPUs of one host that can read each other's memory: no rank sends, each pulls what it needs."""
+"""The engine for GPUs that read each other's memory: each rank pulls what it needs; NCCL joins several such sets."""

@@ -29,6 +29,14 @@ class PeerEngine(PeerState, Engine):
 
     name = "peer"
 
+    @functools.cached_property
+    def between(self) -> Any:
+        """Has the communicators of ranks that can't all read each other's memory."""
+        # NCCL is loaded by those who use it.
+        from dask_distmm.engines.gpu.collective import CollectiveEngine
+
+        return CollectiveEngine()
+
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that must agree between workers."""
         check_gpu()
@@ -67,11 +75,15 @@ class PeerEngine(PeerState, Engine):
 
     def release(self, group: int) -> None:
         """Unmap the memory that only the ranks of this group read of each other; free the memory kept for next runs."""
+        if "between" in self.__dict__:
+            self.between.release(group)
         self.mappings.release(group)
         self.exporter.free()
 
     def abandon(self, group: int) -> None:
         """Do the same as `release`: to unmap memory takes no other rank."""
+        if "between" in self.__dict__:
+            self.between.abandon(group)
         self.mappings.release(group)
 
 

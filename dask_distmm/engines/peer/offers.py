@@ -19,7 +19,6 @@ from dask_distmm.errors import ProtocolError
 from dask_distmm.layout.rectangles import Span
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Placement, Plan
-from dask_distmm.planning.peer import reaches
 from dask_distmm.planning.schedule import blocks
 
 # The numbers, in place of an operand's, of what ranks offer beside chunks: blocks of D, or block columns; and a row of
@@ -106,8 +105,9 @@ class Expected:
     ) -> None:
         problem, count = plan.problem, len(plan.participants)
         self._addresses = [worker.address for worker in plan.participants]
-        me = plan.participants[mine]
-        self._read = [index != mine and reaches(me, participant) for index, participant in enumerate(plan.participants)]
+        # Of this participant's own memory what came from others is read as that of others.
+        same = plan.islands == plan.islands[mine]
+        self._read = [near and (index != mine or plan.meets) for index, near in enumerate(same.tolist())]
         self._is_rank = [flags > 0 and index in plan.ranks for index in range(count)]
         self._needed = {name: read[name] & np.array(self._read)[:, None] for name in problem.operands}
         # Rows, columns and bytes of an element of all chunks of all operands, and of all blocks; for each operand and
@@ -153,7 +153,7 @@ class Expected:
         tables = [np.empty((0, 2 + _TOLD), np.int64)]
         owners: list[int] = []
         for index, wire in enumerate(wires):
-            # Chunks of workers on other hosts come over Dask's comms.
+            # From others out of reach matrices come otherwise.
             offer = None
             if wire is not None and self._read[index]:
                 try:

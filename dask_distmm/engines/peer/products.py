@@ -64,6 +64,7 @@ from dask_distmm.planning.cuts import Rect, common, padded
 from dask_distmm.planning.groups import chunk_blocks_of
 from dask_distmm.planning.schedule import PANELS, blocks, extent_multiple, load_schedules, native, sums_in
 from dask_distmm.programs.steps import (
+    PART,
     Box,
     Buffer,
     Call,
@@ -228,8 +229,13 @@ class PeerJob(ProgramJob):
 
     def __init__(self, side: Side[Plan], engine: PeerState) -> None:
         plan, kernels = side.plan, PeerKernels(side.plan, engine)
-        memory, transport = ProductMemory(side, kernels, engine.downloads), functools.partial(ChunkPulls, engine)
-        super().__init__(side, kernels, memory, transport)
+        memory, kind = ProductMemory(side, kernels, engine.downloads), ChunkPulls
+        if plan.meets and side.me in plan.ranks:
+            # NCCL is loaded by those who use it.
+            from dask_distmm.engines.peer.between import IslandPulls
+
+            kind = IslandPulls
+        super().__init__(side, kernels, memory, functools.partial(kind, engine))
         self.engine, self._address = engine, plan.participants[self.me].address
         self._stream = engine.stream
         self._pulls: Any = self.exchange
@@ -331,7 +337,7 @@ class PeerJob(ProgramJob):
         for step in every:
             if isinstance(step, LoadPulls):
                 if step.parts is not None and step.copies and step.place.name not in used:
-                    if (step.parts.holders == self.me).all():
+                    if step.parts.own(self.me).all():
                         self._fill_part(step, stream)
                         continue
                     sources.run(step.copies.pop(), stream)
@@ -437,10 +443,10 @@ class PeerJob(ProgramJob):
                 other_load.parts = self._blocks_of(other_load)
             self._pulls.copy_own(loads)
             self._pulls.find(loads)
-        if load.outside:
-            # The host waits for them, so that what is next on the stream goes first.
-            self._pulls.request(load)
-        self._coming[load.place.name].append((load.place.box, load if load.outside else self._issue(load)))
+        # The host or the stream waits for them, so that what is next on the stream goes first.
+        self._pulls.request(load)
+        waits = load.outside or (load.imports is not None and not self._pulls.imported.done)
+        self._coming[load.place.name].append((load.place.box, load if waits else self._issue(load)))
 
     def _issue(self, load: LoadPulls) -> cp.cuda.Event:
         """Queue a load on the stream of pulls, after its buffer is free; return the event of its end."""
@@ -632,20 +638,38 @@ class PeerJob(ProgramJob):
         """Raise the flag of a rank whose part of the sums is complete, or the flag of all sums of this rank."""
         count = len(self.plan.ranks)
         number, reader = divmod(step.key.number, count)
+        if not self._pulls.reads(PART, self.plan.ranks[reader]):
+            self._publish(step.key, [self.at(place) for place in step.buffers])
+            return
         at = self._pulls.flags.data.ptr + (reader if number == self.rank else count) * FLAG_BYTES
         cp.cuda.runtime.memsetAsync(at, 1, FLAG_BYTES, self._stream.ptr)
 
     def _request(self, pull: Pull) -> Any:
-        """Send nothing: sums are pulled when they are needed."""
+        """Request sums of ranks out of reach; others are pulled when they are needed."""
+        near = self._pulls.reads(PART, self.plan.ranks[pull.owner])
+        return None if near else super()._request(pull)
 
     def _arrive(self, pull: Pull, request: Any) -> None:
-        if pull.op:
+        if request is not None:
+            self._receive(pull, self._get(request))
+        elif pull.op:
             self._add(pull)
         elif (copies := self._copies_from(pull)) is None:
             self._missing.update(place.number for place in pull.buffers)
         else:
             self._pulls.run(copies, self.engine.sums)
             self._stream.wait_event(record(self.engine.sums))
+
+    def _receive(self, pull: Pull, arrays: Sequence[Any]) -> None:
+        """Copy or add what a rank out of reach has sent."""
+        self._stream.wait_event(record(cp.cuda.Stream.null))
+        with self._stream:
+            for place, array in zip(pull.buffers, arrays, strict=True):
+                target, part = self.at(place), cp.asarray(bits(array))
+                if pull.op:
+                    cp.add(target, part, out=target)
+                else:
+                    bits(target)[...] = part
 
     @property
     def _patience(self) -> float:

@@ -47,7 +47,7 @@ from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import EVERYWHERE, Problem
 from dask_distmm.planning.groups import ChunkBlock
-from dask_distmm.planning.schedule import peer_reads, sums_in
+from dask_distmm.planning.schedule import imports, peer_reads, sums_in
 from dask_distmm.programs.steps import Box, Buffer, View
 
 # Columns of a table of chunk blocks.
@@ -72,8 +72,9 @@ class Parts(NamedTuple):
 
     # Its number.
     operand: int
-    # Participants that have the chunks.
+    # Participants that have the chunks, or get them from ranks out of reach; and whether they get them.
     holders: NDArray[np.int64]
+    imported: NDArray[np.bool_]
     # Columns as in `ChunkBlock`.
     blocks: NDArray[np.int64]
     # Address of the first element, row stride and column stride of where each goes.
@@ -88,7 +89,16 @@ class Parts(NamedTuple):
 
     def take(self, which: NDArray[np.bool_]) -> Parts:
         """Return some of them."""
-        return self._replace(holders=self.holders[which], blocks=self.blocks[which], targets=self.targets[which])
+        return self._replace(
+            holders=self.holders[which],
+            imported=self.imported[which],
+            blocks=self.blocks[which],
+            targets=self.targets[which],
+        )
+
+    def own(self, me: int) -> NDArray[np.bool_]:
+        """Whether each is of a chunk that a participant had before the run."""
+        return np.asarray((self.holders == me) & ~self.imported)
 
     def table(self, chunks: NDArray[np.int64]) -> Table:
         """Return what copies them out of chunks at some addresses, each with its row and column stride."""
@@ -108,8 +118,9 @@ class LoadPulls:
     parts: Parts | None = None
     urgent: bool = False
     located: bool = False
-    # Copies of what is here, and of what is mapped.
+    # Copies of what is here, and of what is mapped; of those of chunks from ranks out of reach.
     copies: list[CopyBatch] = dataclasses.field(default_factory=list)
+    imports: CopyBatch | None = None
     # For each participant whose chunks can't be mapped, its parts: it offers no memory, or the chunks are in host
     # memory.
     outside: dict[int, Parts] = dataclasses.field(default_factory=dict)
@@ -133,6 +144,9 @@ class ChunkPulls(Transport):
         self._mark = job.kernels.mark
         # Participants that are gone.
         self.lost: set[int] = set()
+        # By operand the participants that get chunks from ranks out of reach; after which event these are there.
+        self.getters = {name: rows[job.me] for name, rows in imports(job.plan).items()} if job.rank is not None else {}
+        self.imported: cp.cuda.Event | None = None
         # Kept until all is over.
         self._copies: list[CopyBatch] = []
         self._staging: cp.ndarray | None = None
@@ -149,6 +163,9 @@ class ChunkPulls(Transport):
         arrays = exporter.exportable([job.chunks[name, at] for _, name, at in offered], stream)
         self.note(*arrays)
         matrices = [(number, at, array) for (number, _, at), array in zip(offered, arrays, strict=True)]
+        for name, rows in imports(plan).items():
+            read[name][rows, np.arange(rows.shape[1])] |= rows >= 0
+        matrices += self._imports(job)
         if job.rank is not None:
             # Blocks that are in this rank's chunks nobody else reads.
             sums = ((name, x) for name, x in job.arrays.items() if name.startswith("sum.") and x.size)
@@ -157,6 +174,14 @@ class ChunkPulls(Transport):
             cp.cuda.runtime.memsetAsync(self.flags.data.ptr, 0, self.flags.nbytes, stream.ptr)
             self._expected = Expected.of_product(plan, self.me, sums_in(plan).itemsize, read)
         return exporter.offer(matrices)
+
+    def _imports(self, job: ProgramJob) -> list[tuple[int, int, Any]]:
+        """Return the memory for chunks from ranks out of reach, each with its operand's number and its own."""
+        return []
+
+    def reads(self, kind: str, holder: int, box: Sequence[int] = ()) -> bool:
+        """Whether this GPU can read the memory of another participant."""
+        return bool(self.plan.islands[holder] == self.plan.islands[self.me])
 
     def accept(self, offers: Sequence[Any]) -> None:
         """Map the memory that this rank reads."""
@@ -193,12 +218,15 @@ class ChunkPulls(Transport):
         assert where is not None
         table = np.array(blocks, np.int64).reshape(-1, len(ChunkBlock._fields))
         holders = np.asarray(where, np.int64)[table[:, _CHUNK]]
-        holders = np.where(holders == EVERYWHERE, self.me, holders)
+        holders, imported = np.where(holders == EVERYWHERE, self.me, holders), np.zeros(len(table), bool)
+        if (getters := self.getters.get(self.plan.problem.operands[operand])) is not None:
+            imported = getters[table[:, _CHUNK]] >= 0
+            holders = np.where(imported, getters[table[:, _CHUNK]], holders)
         order = np.argsort((holders - self.me) % len(self.plan.participants), kind="stable")
-        holders, table = holders[order], table[order]
+        holders, table, imported = holders[order], table[order], imported[order]
         starts = target.pointer + table[:, _ROW] * target.row_stride + table[:, _COL] * target.col_stride
         strides = np.broadcast_to(np.array(target[1:], np.int64), (len(table), 2))
-        return Parts(operand, holders, table, np.column_stack([starts, strides]), size)
+        return Parts(operand, holders, imported, table, np.column_stack([starts, strides]), size)
 
     def copy_own(self, loads: Sequence[LoadPulls]) -> None:
         """Add to several loads the copies of what is on this GPU; together, as to make them takes long."""
@@ -207,7 +235,7 @@ class ChunkPulls(Transport):
             assert load.parts is not None
             if self.is_in_host(load.parts.operand):
                 continue
-            own = load.parts.take(load.parts.holders == self.me)
+            own = load.parts.take(load.parts.own(self.me))
             chunks = [span_of(self.chunks[load.operand, index]) for index in own.blocks[:, _CHUNK].tolist()]
             table = own.table(np.array(chunks, np.int64).reshape(-1, 3))
             by_size[own.size].append((load, table))
@@ -234,7 +262,7 @@ class ChunkPulls(Transport):
         in_host = self.is_in_host(operand)
         if in_host:
             offering[:] = False
-        theres = [parts.take(offering[parts.holders]) for parts in every]
+        theres = [parts.take(offering[parts.holders] | parts.imported) for parts in every]
         first, holders = theres[0], np.concatenate([there.holders for there in theres])
         tables, lanes = [np.empty((0, 7), np.int64)] * len(every), [np.empty(0, np.int64)] * len(every)
         if self.remote is not None and len(holders):
@@ -244,18 +272,29 @@ class ChunkPulls(Transport):
             table = first._replace(holders=holders, blocks=blocks, targets=targets).table(spans)
             ends = np.cumsum([len(there.holders) for there in theres])[:-1]
             tables, lanes = np.split(table, ends), np.split(holders, ends)
-        batches = make_copies(tables, first.size, at_first=[load.urgent for load in loads], lanes=lanes)
-        for load, parts, there, copies in zip(loads, every, theres, batches, strict=True):
+        for imported in (False, True) if self.getters else (False,):
+            which = [there.imported == imported for there in theres]
+            some = [[x[y] for x, y in zip(every_row, which, strict=True)] for every_row in (tables, lanes)]
+            batches = make_copies(some[0], first.size, at_first=[load.urgent for load in loads], lanes=some[1])
+            for load, rows, copies in zip(loads, which, batches, strict=True):
+                if not imported:
+                    load.copies.append(copies)
+                elif rows.any():
+                    load.imports = copies
+        for load, parts, there in zip(loads, every, theres, strict=True):
             outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist())
             outside -= set() if in_host else {self.me}
             load.outside = {x: parts.take(parts.holders == x) for x in sorted(outside) if not offering[x]}
             load.away, load.located = there.bytes, True
-            load.copies.append(copies)
 
     def pull(self, load: LoadPulls, stream: cp.cuda.Stream) -> None:
         """Put a pull on a stream."""
         for copies in load.copies:
             self.run(copies, stream)
+        if load.imports is not None:
+            assert self.imported is not None
+            stream.wait_event(self.imported)
+            self.run(load.imports, stream)
         self.pulled_bytes += load.away
         if load.outside:
             self._upload(load, stream)

@@ -21,7 +21,6 @@ without a look at the flags: with one, each panel would be there 0.3 ms later (2
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -42,7 +41,6 @@ from dask_distmm.engines.peer.window import Window
 from dask_distmm.engines.programs.job import ProgramJob
 from dask_distmm.engines.tridiagonal import SharedEigh, Tridiagonal, row_bounds
 from dask_distmm.planning.factor import FactorPlacement
-from dask_distmm.planning.peer import reaches
 from dask_distmm.programs.factor import FACTORED
 from dask_distmm.programs.steps import FINAL, Buffer, Key, Publish, Pull, messages_to_all
 
@@ -113,7 +111,7 @@ class PeerTransport(DevicePanels):
         self._me, self._rank, self._state, self._ended = job.me, job.rank, state, job.ended
         workers = job.plan.participants
         # Whether all GPUs read each other's memory, the same on all participants.
-        self._direct = len(workers) > 1 and all(reaches(*pair) for pair in itertools.permutations(workers, 2))
+        self._direct = len(workers) > 1 and len({*job.plan.islands.tolist()}) == 1
         # The host says here that the run is over.
         self._over = cupyx.empty_pinned(1, np.uint32)
         self._over[...] = 0

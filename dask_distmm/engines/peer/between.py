@@ -1,0 +1,115 @@
+"""The transport of a product on several islands: GPUs that read each other's memory, and none of the others'.
+
+::
+
+    prepare()   memory for chunks from other islands is allocated, and offered to the ranks of this one
+    execute()   the gate: all ranks go on, or none
+                NCCL sends each chunk once to each island that needs it, while what is here is multiplied
+                the steps; these chunks are pulled from the rank that got them, as other chunks are
+                partial sums, and parts of chunks of D, of ranks on other islands come over Dask's comms
+
+All ranks meet behind the exchange, on the device: from then on each chunk is on its island.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dask_distmm.comms.base import Boxes
+from dask_distmm.engines.gpu.collective import GroupTransport, RankGroup
+from dask_distmm.engines.gpu.copy_kernels import Exchange, device_bytes
+from dask_distmm.engines.gpu.operands import record
+from dask_distmm.engines.peer.readable import ChunkPulls
+from dask_distmm.engines.programs.job import ProgramJob
+from dask_distmm.layout import Moves
+from dask_distmm.layout.rectangles import Shuffle
+from dask_distmm.numeric.types import carried
+from dask_distmm.planning import Plan
+from dask_distmm.planning.cuts import padded
+from dask_distmm.planning.schedule import imports
+from dask_distmm.programs.steps import Key
+
+# Of which each matrix in an allocation begins at a multiple.
+_ALIGNED = 256
+
+
+class IslandPulls(GroupTransport, ChunkPulls):
+    """The chunks that a rank can read: those of its island, and those that its island gets from others."""
+
+    def __init__(self, engine: Any, job: ProgramJob) -> None:
+        ChunkPulls.__init__(self, engine, job)
+        self.join(engine.between, job, [engine.coming, *self.streams, engine.looking, engine.sums, engine.stream])
+        self._sent = job.memory.sent
+        self._exchanges: list[Exchange] = []
+
+    def _imports(self, job: ProgramJob) -> list[tuple[int, int, Any]]:
+        offered, plan = list[tuple[int, int, Any]](), self.plan
+        for name, getters in imports(plan).items():
+            moves = _moves(plan, name, getters)
+            kind = plan.problem.matrix_types["ab".index(name)]
+            targets = self._allocated(
+                plan, name, np.dtype(carried(kind, "cupy")), moves.dst[moves.dst_owner == self.me]
+            )
+            sources = {at: job.chunks[name, at] for at in moves.src[moves.src_owner == self.me].tolist()}
+            shuffle = Shuffle(moves, self.me, plan.ranks, sources, targets, plan.orders[name], device_bytes)
+            self._exchanges.append(Exchange(shuffle))
+            offered += ((plan.problem.operands.index(name), at, array) for at, array in targets.items())
+        self.note(*(x for *_, x in offered), *itertools.chain(*(exchange.buffers for exchange in self._exchanges)))
+        return offered
+
+    def _allocated(self, plan: Plan, name: str, dtype: np.dtype, numbers: Any) -> dict[int, Any]:
+        """Return matrices for some chunks, in one allocation: to tell and to map one takes long."""
+        sizes, order = plan.problem[name].elements[numbers] * dtype.itemsize, plan.orders[name]
+        *starts, size = itertools.accumulate((padded(int(x), _ALIGNED) for x in sizes), initial=0)
+        memory, arrays = self.engine.exporter.empty((size,), np.dtype(np.uint8)), dict[int, Any]()
+        for at, start, nbytes in zip(numbers.tolist(), starts, sizes.tolist(), strict=True):
+            flat = memory[start : start + nbytes].view(dtype)
+            arrays[at] = flat.reshape(plan.problem[name].chunk_shape(at), order=order)
+        return arrays
+
+    def begin(self, job: ProgramJob) -> None:
+        """Enter what is collective, and queue the exchange between islands."""
+        if not any((rows >= 0).any() for rows in imports(self.plan).values()):
+            return
+        self.enter(job, RankGroup)
+        stream = self._work[0]
+        for exchange in self._exchanges:
+            exchange.run(stream, self.group.comm)
+            self.pulled_bytes += exchange.received_bytes
+        self.group.comm.meet()
+        self.imported = record(stream)
+
+    def publish(self, key: Key, arrays: Sequence[Any]) -> None:
+        """Publish sums for ranks out of reach, which are complete when the stream has come here."""
+        super().publish(key, [record(self.engine.stream), *arrays])
+
+    def answer(self, kind: str, boxes: Boxes) -> list[Any]:
+        """Return what a peer has asked for."""
+        if kind == "enter":
+            return super().answer(kind, boxes)
+        complete, *arrays = self.published(kind, boxes).result()
+        self.ended.wait(complete)
+        return self._sent(arrays)
+
+    def settle(self, job: ProgramJob) -> None:
+        """Let all streams end. Those that wait for a rank which is gone never do: then the process has to."""
+        if self.settled():
+            self._entry.leave()
+            self.engine.mappings.trim()
+        else:
+            self._entry.leave(stuck=True)
+
+
+def _moves(plan: Plan, name: str, getters: Any) -> Moves:
+    """Return who sends which chunks to whom: each island has one that gets it."""
+    first = np.unique(plan.islands[list(plan.ranks)])
+    islands, chunks = np.nonzero(getters[first] >= 0)
+    rows, cols = (np.asarray(sizes, np.int64) for sizes in plan.problem[name].chunks)
+    row, col = np.divmod(chunks, len(cols))
+    none = np.zeros_like(chunks)
+    owners = np.asarray(plan.where[name], np.int64)[chunks], getters[first[islands], chunks]
+    return Moves(chunks, chunks, none, none, none, none, rows[row], cols[col], *owners)
