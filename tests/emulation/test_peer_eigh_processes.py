@@ -15,7 +15,7 @@ from leaks import assert_nothing_left
 from matrices import until
 from residuals import assert_eigh
 from run_events import events
-from test_peer_processes import become_gpu_worker, client, not_again, nworkers  # noqa: F401
+from test_peer_processes import become_gpu_worker, client, hosts, not_again, nworkers  # noqa: F401
 from test_spectral import hermitian
 
 from dask_distmm import linalg

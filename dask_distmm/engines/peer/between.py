@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import cupy as cp
 import numpy as np
 
 from dask_distmm.comms.base import Boxes
@@ -77,6 +78,8 @@ class IslandPulls(GroupTransport, ChunkPulls):
             return
         self.enter(job, RankGroup)
         stream = self._work[0]
+        # Tables of copies are put on the device by the default stream.
+        stream.wait_event(record(cp.cuda.Stream.null))
         for exchange in self._exchanges:
             exchange.run(stream, self.group.comm)
             self.pulled_bytes += exchange.received_bytes
