@@ -30,12 +30,8 @@ from dask_distmm.layout import Moves
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
-from dask_distmm.planning.cuts import padded
 from dask_distmm.planning.schedule import imports
 from dask_distmm.programs.steps import Key
-
-# Of which each matrix in an allocation begins at a multiple.
-_ALIGNED = 256
 
 
 class IslandPulls(GroupTransport, ChunkPulls):
@@ -46,31 +42,24 @@ class IslandPulls(GroupTransport, ChunkPulls):
         self.join(engine.between, job, [engine.coming, *self.streams, engine.looking, engine.sums, engine.stream])
         self._sent = job.memory.sent
         self._exchanges: list[Exchange] = []
+        # Where chunks come, with their operands and numbers.
+        self._targets: list[tuple[int, int, Any]] = []
 
     def _imports(self, job: ProgramJob) -> list[tuple[int, int, Any]]:
-        offered, plan = list[tuple[int, int, Any]](), self.plan
+        plan = self.plan
         for name, getters in imports(plan).items():
             moves = _moves(plan, name, getters)
-            kind = plan.problem.matrix_types["ab".index(name)]
-            targets = self._allocated(
-                plan, name, np.dtype(carried(kind, "cupy")), moves.dst[moves.dst_owner == self.me]
-            )
+            dtype, order = np.dtype(carried(plan.problem.matrix_types["ab".index(name)], "cupy")), plan.orders[name]
+            numbers = moves.dst[moves.dst_owner == self.me].tolist()
+            shapes = map(plan.problem[name].chunk_shape, numbers)
+            arrays = self.engine.exporter.together([(shape, dtype, order) for shape in shapes])
+            targets = dict(zip(numbers, arrays, strict=True))
             sources = {at: job.chunks[name, at] for at in moves.src[moves.src_owner == self.me].tolist()}
-            shuffle = Shuffle(moves, self.me, plan.ranks, sources, targets, plan.orders[name], device_bytes)
+            shuffle = Shuffle(moves, self.me, plan.ranks, sources, targets, order, device_bytes)
             self._exchanges.append(Exchange(shuffle))
-            offered += ((plan.problem.operands.index(name), at, array) for at, array in targets.items())
-        self.note(*(x for *_, x in offered), *itertools.chain(*(exchange.buffers for exchange in self._exchanges)))
-        return offered
-
-    def _allocated(self, plan: Plan, name: str, dtype: np.dtype, numbers: Any) -> dict[int, Any]:
-        """Return matrices for some chunks, in one allocation: to tell and to map one takes long."""
-        sizes, order = plan.problem[name].elements[numbers] * dtype.itemsize, plan.orders[name]
-        *starts, size = itertools.accumulate((padded(int(x), _ALIGNED) for x in sizes), initial=0)
-        memory, arrays = self.engine.exporter.empty((size,), np.dtype(np.uint8)), dict[int, Any]()
-        for at, start, nbytes in zip(numbers.tolist(), starts, sizes.tolist(), strict=True):
-            flat = memory[start : start + nbytes].view(dtype)
-            arrays[at] = flat.reshape(plan.problem[name].chunk_shape(at), order=order)
-        return arrays
+            self._targets += ((plan.problem.operands.index(name), at, array) for at, array in targets.items())
+        self.note(*(x for *_, x in self._targets), *itertools.chain(*(x.buffers for x in self._exchanges)))
+        return self._targets
 
     def begin(self, job: ProgramJob) -> None:
         """Enter what is collective, and queue the exchange between islands."""
@@ -104,6 +93,7 @@ class IslandPulls(GroupTransport, ChunkPulls):
             self._entry.leave()
             self.engine.mappings.trim()
         else:
+            self._engine.stuck += [job.arrays, self]
             self._entry.leave(stuck=True)
 
 

@@ -132,6 +132,16 @@ class Exporter:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         return cp.ndarray(shape, dtype, memptr=self._pool.malloc(max(1, size)), order=order)
 
+    def together(self, matrices: Sequence[tuple[tuple[int, int], np.dtype, str]]) -> list[Any]:
+        """Return new matrices, of some shapes, types and orders, in one allocation that can be exported."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in matrices]
+        *starts, size = itertools.accumulate((padded(nbytes, _ALIGNED) for nbytes in sizes), initial=0)
+        memory = self.empty((size,), np.dtype(np.uint8))
+        return [
+            memory[start : start + nbytes].view(dtype).reshape(shape, order=order)
+            for start, nbytes, (shape, dtype, order) in zip(starts, sizes, matrices, strict=True)
+        ]
+
     def exportable(self, arrays: Sequence[Any], stream: cp.cuda.Stream) -> list[Any]:
         """Return matrices in memory that can be exported: themselves, or copies that are made on a stream."""
         kept = {id(x): x for x in arrays}
@@ -142,20 +152,18 @@ class Exporter:
         tables = collections.defaultdict[int, list[Table]](list)
         for _, group in itertools.groupby(zip(copied, ends, strict=True), lambda pair: pair[1] // _TOGETHER):
             some = [array for array, _ in group]
-            *starts, size = itertools.accumulate((padded(int(x.nbytes), _ALIGNED) for x in some), initial=0)
-            memory = self.empty((size,), np.dtype(np.uint8))
+            orders = ("C" if array.strides[0] >= array.strides[1] else "F" for array in some)
+            copies = self.together([(x.shape, x.dtype, order) for x, order in zip(some, orders, strict=True)])
             rectangles = collections.defaultdict[int, list[Rectangle]](list)
-            for array, start in zip(some, starts, strict=True):
-                order = "C" if array.strides[0] >= array.strides[1] else "F"
-                copy = memory[start : start + int(array.nbytes)].view(array.dtype).reshape(array.shape, order=order)
+            for array, copy in zip(some, copies, strict=True):
                 kept[id(array)] = copy
                 rectangles[array.itemsize].append(Rectangle(span_of(array), span_of(copy), *array.shape))
             for itemsize, every in rectangles.items():
                 tables[itemsize].append(table_of(every, itemsize))
         batches = (make_copies(some, itemsize, here=[len(x) > 1 for x in some]) for itemsize, some in tables.items())
         self._copies = [*itertools.chain(*batches)]
-        for copies in self._copies:
-            copies.run(stream)
+        for batch in self._copies:
+            batch.run(stream)
         return [kept[id(x)] for x in arrays]
 
 

@@ -262,9 +262,11 @@ class ChunkPulls(Transport):
         in_host = self.is_in_host(operand)
         if in_host:
             offering[:] = False
-        theres = [parts.take(offering[parts.holders] | parts.imported) for parts in every]
+        near = [parts.take(offering[parts.holders] & ~parts.imported) for parts in every]
+        imported = [parts.take(parts.imported) for parts in every] if self.getters else []
+        theres = near + imported
         first, holders = theres[0], np.concatenate([there.holders for there in theres])
-        tables, lanes = [np.empty((0, 7), np.int64)] * len(every), [np.empty(0, np.int64)] * len(every)
+        tables, lanes = [np.empty((0, 7), np.int64)] * len(theres), [np.empty(0, np.int64)] * len(theres)
         if self.remote is not None and len(holders):
             blocks = np.concatenate([there.blocks for there in theres])
             targets = np.concatenate([there.targets for there in theres])
@@ -272,20 +274,17 @@ class ChunkPulls(Transport):
             table = first._replace(holders=holders, blocks=blocks, targets=targets).table(spans)
             ends = np.cumsum([len(there.holders) for there in theres])[:-1]
             tables, lanes = np.split(table, ends), np.split(holders, ends)
-        for imported in (False, True) if self.getters else (False,):
-            which = [there.imported == imported for there in theres]
-            some = [[x[y] for x, y in zip(every_row, which, strict=True)] for every_row in (tables, lanes)]
-            batches = make_copies(some[0], first.size, at_first=[load.urgent for load in loads], lanes=some[1])
-            for load, rows, copies in zip(loads, which, batches, strict=True):
-                if not imported:
-                    load.copies.append(copies)
-                elif rows.any():
-                    load.imports = copies
-        for load, parts, there in zip(loads, every, theres, strict=True):
+        urgent = [*(load.urgent for load in loads), *[False] * len(imported)]
+        batches = make_copies(tables, first.size, at_first=urgent, lanes=lanes)
+        for load, parts, there, copies in zip(loads, every, near, batches, strict=False):
             outside = set() if len(there.holders) == len(parts.holders) else set(parts.holders.tolist())
             outside -= set() if in_host else {self.me}
             load.outside = {x: parts.take(parts.holders == x) for x in sorted(outside) if not offering[x]}
             load.away, load.located = there.bytes, True
+            load.copies.append(copies)
+        for load, parts, copies in zip(loads, imported, batches[len(loads) :], strict=False):
+            load.away += parts.bytes
+            load.imports = copies if len(parts.holders) else None
 
     def pull(self, load: LoadPulls, stream: cp.cuda.Stream) -> None:
         """Put a pull on a stream."""
