@@ -162,13 +162,17 @@ def test_processes_of_several_hosts(client):
     assert dask_distmm.free_workspaces() >= 1
     assert set(client.run(mapped).values()) == {0} == set(client.run(communicators).values())
 
-    victim, *others = sorted(client.nthreads())
-    survivors = client.run(os.getpid, workers=others)
-    not_again(client, victim)
-    client.run(inject, "panel", "kill", workers=[victim])
-    works(client, "summa")
-    assert client.run(os.getpid) == survivors
+    # Before the gate, on one host, and between two products, on the other.
+    victim, *others, second = sorted(client.nthreads())
+    for dying, point in ((victim, "execute"), (second, "panel")):
+        survivors = client.run(os.getpid)
+        del survivors[dying]
+        not_again(client, dying)
+        client.run(inject, point, "kill", workers=[dying])
+        works(client, "summa")
+        assert client.run(os.getpid) == survivors
     works(client)
+    assert all(client.run(communicators).values())
     client.run(inject, "panel", "error", workers=others[:1])
     with pytest.raises(dask_distmm.RunFailedError, match="injected at panel"):
         works(client)

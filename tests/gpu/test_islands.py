@@ -49,14 +49,14 @@ def test_large_products(runner, nworkers):
 
 @pytest.mark.engines("peer")
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize("how", ["error", "kill"])
-def test_a_rank_that_fails(runner, nworkers, how):
-    """Between two products: the others have all that they need of it, or the run is repeated."""
+@pytest.mark.parametrize(("point", "how"), [("panel", "error"), ("panel", "kill"), ("exchange", "kill")])
+def test_a_rank_that_fails(runner, nworkers, point, how):
+    """Between two products, or while others wait inside of NCCL: their processes end, and are started again."""
     from faults import inject
 
     client = runner.client
     check(client, method="allgather")
-    client.run(inject, "panel", how, workers=sorted(client.nthreads())[:1])
+    client.run(inject, point, how, workers=sorted(client.nthreads())[:1])
     if how == "error":
         with pytest.raises(RunFailedError, match="injected at panel"):
             check(client, method="allgather")
