@@ -27,6 +27,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
+import dask
 import dask.array as da
 import numpy as np
 from dask._task_spec import TaskRef
@@ -222,11 +223,18 @@ def as_one_product(request: Request) -> tuple[Request, Callable[[da.Array], da.A
         return None
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     if math.prod(b.shape[:-2]) == 1:
-        return _of_matrices(request, a.reshape((-1, k)), b.reshape((k, n))), lambda d: d.reshape(request.shape)
+        merged = _of_matrices(request, _reshaped(a, (-1, k)), b.reshape((k, n)))
+        return merged, lambda d: _reshaped(d, request.shape)
     if math.prod(a.shape[:-2]) == 1:
-        merged = _of_matrices(request, a.reshape((m, k)), da.moveaxis(b, -2, 0).reshape((k, -1)))
-        return merged, lambda d: da.moveaxis(d.reshape((m, *request.batch_shape, n)), 0, -2)
+        merged = _of_matrices(request, a.reshape((m, k)), _reshaped(da.moveaxis(b, -2, 0), (k, -1)))
+        return merged, lambda d: da.moveaxis(_reshaped(d, (m, *request.batch_shape, n)), 0, -2)
     return None
+
+
+def _reshaped(array: da.Array, shape: Sizes) -> da.Array:
+    """Return an array in another shape; Dask may have to cut it for that, which a shuffle of its own does not pay."""
+    with dask.config.set({"array.rechunk.method": "tasks"}):
+        return array.reshape(shape)
 
 
 def _of_matrices(request: Request, a: da.Array, b: da.Array, extras: Sequence[tuple[str, da.Array]] = ()) -> Request:

@@ -217,7 +217,8 @@ class Roster:
             return None
         usable = [x.name for x in ENGINES.values() if x.on_gpus and x.collective and demand.kind in x.computes]
         return (
-            f"engine {engine!r} is for GPUs of one host that can read each other's memory: {reason}. Use "
+            f"engine {engine!r} is for GPUs of one host that can read each other's memory"
+            f"{', or products of GPUs that all have NCCL' * (demand.kind == 'product')}: {reason}. Use "
             f"{' or '.join(f'engine={name!r}' for name in usable)}, or name workers that can with workers="
         )
 
