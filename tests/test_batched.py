@@ -320,6 +320,7 @@ def test_operator(client):
             da.ones((2, 3, 4), chunks=1) @ da.ones((3, 4, 5), chunks=1)
     np.testing.assert_allclose(d.compute(), a @ b, rtol=1e-12, atol=1e-12)
     assert not is_items(x @ y)
+    x, y = (v.rechunk({v.ndim - 2: -1, v.ndim - 1: -1}) for v in (x, y))
     with dask_distmm.enabled():
         assert is_items(x @ y)
         with dask.config.set({"distmm.minimum-flops": 1e12}):
@@ -345,7 +346,26 @@ def test_stacks_have_dasks_chunks_under_enable(client, first, second):
     with dask_distmm.enabled(), dask.config.set({"distmm.minimum-flops": 0}):
         d = x @ y
     assert is_items(d)
-    assert d.chunks == stock.chunks
+    # To put matrices together that are in several chunks takes as long: they are Dask's, and what regions make of them.
+    with dask_distmm.enabled():
+        left = x @ y
+    assert not is_items(left)
+    for result in (d, left):
+        assert result.chunks == stock.chunks
+        np.testing.assert_allclose(result.compute(), a @ b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sharing", ["a", "b"])
+def test_one_product_of_a_batch_has_no_shuffle(client, sharing):
+    """Dask cuts an array again to reshape it, in a way that it would take P2P for."""
+    rng = np.random.default_rng()
+    a, b = rng.standard_normal((24, 13, 5)), rng.standard_normal((1, 5, 8))
+    x, y = da.from_array(a, chunks=(24, 1, 3)), da.from_array(b, chunks=(1, 5, 8))
+    if sharing == "a":
+        a, b, x, y = (v.swapaxes(1, 2) for v in (b, a, y, x))
+    d = matmul(x, y, batch="collective")
+    assert is_collective(d)
+    assert not any("rechunk-transfer" in str(key) for key in dict(dask.optimize(d)[0].dask))
     np.testing.assert_allclose(d.compute(), a @ b, rtol=1e-12, atol=1e-12)
 
 

@@ -44,7 +44,7 @@ from dask_distmm.arrays.kinds import check_planned, planning, reducible
 from dask_distmm.arrays.quantize import as_operands, widen_chunk, widened
 from dask_distmm.arrays.request import Request, check_batch, epilog_name, parse, takes
 from dask_distmm.comms.serializers import register_serializers
-from dask_distmm.config import Machine, dask_costs, parsed, read_options, wave_budget
+from dask_distmm.config import Machine, dask_costs, minimum_flops, parsed, read_options, wave_budget
 from dask_distmm.errors import MissingEngineError, PlanError, ProjectedMemoryError, advice
 from dask_distmm.graph import DaskTasks, TasksLayer, build_graph, build_output, can_be_made
 from dask_distmm.numeric.epilogs import Formula, finish
@@ -119,15 +119,21 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
     reason = None if enabled else check_planned(why_not_run(request, cluster=request.is_batch or not planning()))
     if reason is not None or request.empty:
         return without_a_run(request, possible=reason is None)
+    sizes = f"{request.a.shape} @ {request.b.shape} of {request.a.dtype}"
     if request.is_batch:
         batch_plan = plan_batch(request, request.demands, imagined=None)
         if batch_plan.route == "items":
+            cut = {*request.a.numblocks[-2:], *request.b.numblocks[-2:]} != {1}
+            if enabled and cut and minimum_flops() is None:
+                # On two CPU processes 1.0 to 1.2 of the time of Dask's own tasks, of which regions make one run.
+                flops = 2.0 * math.prod(request.shape) * request.a.shape[-1]
+                note_left(sizes, flops, "matrices of a stack that are in several chunks are put together for it")
+                return NotImplemented
             request.logger.info("a batch, lazy\n%r", batch_plan)
             return by_items(request, batch_plan.chunks)
         return by_runs(request, lambda items: multiply_all(items, (request.a, request.b)))
     decision = decide_now(request, enabled=enabled)
     if decision.left:
-        sizes = f"{request.a.shape} @ {request.b.shape} of {request.a.dtype}"
         note_left(sizes, request.problem.flops, decision.left, decision.change)
         return NotImplemented
     parts = by_tasks(request, decision.snapshot) if enabled else None
