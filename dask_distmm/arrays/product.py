@@ -119,7 +119,6 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
     reason = None if enabled else check_planned(why_not_run(request, cluster=request.is_batch or not planning()))
     if reason is not None or request.empty:
         return without_a_run(request, possible=reason is None)
-    sizes = f"{request.a.shape} @ {request.b.shape} of {request.a.dtype}"
     if request.is_batch:
         batch_plan = plan_batch(request, request.demands, imagined=None)
         if batch_plan.route == "items":
@@ -127,17 +126,21 @@ def multiply(request: Request, *, enabled: bool = False) -> Any:
             if enabled and cut and minimum_flops() is None:
                 # On two CPU processes 1.0 to 1.2 of the time of Dask's own tasks, of which regions make one run.
                 flops = 2.0 * math.prod(request.shape) * request.a.shape[-1]
-                note_left(sizes, flops, "matrices of a stack that are in several chunks are put together for it")
-                return NotImplemented
+                return _left(request, flops, "matrices of a stack that are in several chunks are put together for it")
             request.logger.info("a batch, lazy\n%r", batch_plan)
             return by_items(request, batch_plan.chunks)
         return by_runs(request, lambda items: multiply_all(items, (request.a, request.b)))
     decision = decide_now(request, enabled=enabled)
     if decision.left:
-        note_left(sizes, request.problem.flops, decision.left, decision.change)
-        return NotImplemented
+        return _left(request, request.problem.flops, decision.left, decision.change)
     parts = by_tasks(request, decision.snapshot) if enabled else None
     return run_outputs(request, decision.scheme, by_tasks=parts)
+
+
+def _left(request: Request, flops: float, *why: str) -> Any:
+    """Note that a product is left to Dask, and return what says so."""
+    note_left(f"{request.a.shape} @ {request.b.shape} of {request.a.dtype}", flops, *why)
+    return NotImplemented
 
 
 def multiply_all(requests: Sequence[Request], arrays: tuple[da.Array, da.Array] | None = None) -> list[Any]:

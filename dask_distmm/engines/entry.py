@@ -77,7 +77,7 @@ class CollectiveEntry:
             self.unique_id = bytes(answer[0])
         self._committed = True
         if self._ended.error is not None:
-            self._watch()
+            self.watch()
 
     def entered(self, rank: int) -> Future[None]:
         """Record on rank 0 that a rank has arrived; return the future of the permission to enter."""
@@ -97,11 +97,8 @@ class CollectiveEntry:
         """Return rank 0's answer to a rank that asked to enter."""
         return [np.frombuffer(self.unique_id, np.uint8)]
 
-    def leave(self, *, stuck: bool = False) -> None:
-        """Cancel the watchdog: the library has returned, or was never entered; or start it: it does not return."""
-        if stuck:
-            self._watch()
-            return
+    def leave(self) -> None:
+        """Cancel the watchdog: the library has returned, or was never entered."""
         with self._lock:
             self._over = True
             if self._watchdog is not None:
@@ -112,9 +109,9 @@ class CollectiveEntry:
         self._ended.end(error)
         self.close(error)
         if self._committed:
-            self._watch()
+            self.watch()
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Kill the process if the library does not return within its own time and the grace time."""
         options = self._plan.problem.options
         estimate = self._plan.flops / (self._share * options.machine(self._plan.engine).rate("other"))

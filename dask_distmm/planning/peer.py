@@ -39,10 +39,10 @@ from dask_distmm.planning.schedule import (
     block_schedules,
     copied_again,
     extent_multiple,
-    imports,
     load_schedules,
     native,
     peer_reads,
+    sent_between,
     square_on_diagonal,
     stored_again,
     sums_in,
@@ -256,9 +256,7 @@ class PeerModel(SolverModel):
 def _from_islands(plan: Plan) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the bytes of chunks that each participant gets from ranks out of reach, and those of buffers for them."""
     got, buffers = np.zeros((2, len(plan.participants)))
-    for name, getters in imports(plan).items():
-        rows, chunks = np.nonzero(getters[np.unique(plan.islands)] >= 0)
-        getting, sending = getters[np.unique(plan.islands)[rows], chunks], plan.where[name][chunks]
+    for name, (chunks, sending, getting) in sent_between(plan).items():
         sizes = plan.problem[name].elements[chunks] * multiplied_sizes(plan.problem)["ab".index(name)]
         small = np.where(sizes < SINGLE_BYTES, sizes, 0)
         got += np.bincount(getting, sizes, len(got))

@@ -171,6 +171,15 @@ def imports(plan: Plan) -> dict[str, NDArray[np.int64]]:
     return getters
 
 
+def sent_between(plan: Plan) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """Return for A and B the chunks that come to islands (`imports`), and the participants that send and get each."""
+    first, sent = np.unique(plan.islands), {}
+    for name, getters in imports(plan).items():
+        rows, chunks = np.nonzero(getters[first] >= 0)
+        sent[name] = chunks, plan.where[name][chunks].astype(np.int64), getters[first[rows], chunks]
+    return sent
+
+
 def _held(plan: Plan, rank: int, operand: int) -> tuple[float, bool]:
     """Return how many chunks of A or B a rank fetches, and whether all are local, in place, and span k.
 

@@ -430,7 +430,7 @@ class RankGroup(NamedTuple):
     engine: str
     # Their addresses, those of ranks that have a communicator in their order; whether they have one.
     workers: tuple[str, ...]
-    meets: bool = False
+    meets: bool
 
 
 class RankGroups:

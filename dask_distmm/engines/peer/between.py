@@ -30,7 +30,7 @@ from dask_distmm.layout import Moves
 from dask_distmm.layout.rectangles import Shuffle
 from dask_distmm.numeric.types import carried
 from dask_distmm.planning import Plan
-from dask_distmm.planning.schedule import imports
+from dask_distmm.planning.schedule import sent_between
 from dask_distmm.programs.steps import Key
 
 
@@ -47,8 +47,8 @@ class IslandPulls(GroupTransport, ChunkPulls):
 
     def _imports(self, job: ProgramJob) -> list[tuple[int, int, Any]]:
         plan = self.plan
-        for name, getters in imports(plan).items():
-            moves = _moves(plan, name, getters)
+        for name, sent in sent_between(plan).items():
+            moves = _moves(plan, name, *sent)
             dtype, order = np.dtype(carried(plan.problem.matrix_types["ab".index(name)], "cupy")), plan.orders[name]
             numbers = moves.dst[moves.dst_owner == self.me].tolist()
             shapes = map(plan.problem[name].chunk_shape, numbers)
@@ -63,7 +63,7 @@ class IslandPulls(GroupTransport, ChunkPulls):
 
     def begin(self, job: ProgramJob) -> None:
         """Enter what is collective, and queue the exchange between islands."""
-        if not any((rows >= 0).any() for rows in imports(self.plan).values()):
+        if not any(len(chunks) for chunks, _, _ in sent_between(self.plan).values()):
             return
         self.enter(job, RankGroup)
         stream = self._work[0]
@@ -94,15 +94,12 @@ class IslandPulls(GroupTransport, ChunkPulls):
             self.engine.mappings.trim()
         else:
             self._engine.stuck += [job.arrays, self]
-            self._entry.leave(stuck=True)
+            self._entry.watch()
 
 
-def _moves(plan: Plan, name: str, getters: Any) -> Moves:
-    """Return who sends which chunks to whom: each island has one that gets it."""
-    first = np.unique(plan.islands[list(plan.ranks)])
-    islands, chunks = np.nonzero(getters[first] >= 0)
+def _moves(plan: Plan, name: str, chunks: Any, senders: Any, getters: Any) -> Moves:
+    """Return whole chunks on their way between participants."""
     rows, cols = (np.asarray(sizes, np.int64) for sizes in plan.problem[name].chunks)
     row, col = np.divmod(chunks, len(cols))
     none = np.zeros_like(chunks)
-    owners = np.asarray(plan.where[name], np.int64)[chunks], getters[first[islands], chunks]
-    return Moves(chunks, chunks, none, none, none, none, rows[row], cols[col], *owners)
+    return Moves(chunks, chunks, none, none, none, none, rows[row], cols[col], senders, getters)

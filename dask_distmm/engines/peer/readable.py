@@ -47,7 +47,7 @@ from dask_distmm.layout.rectangles import Span, Table, span_of
 from dask_distmm.numeric.types import FP8, carried, typed
 from dask_distmm.planning import EVERYWHERE, Problem
 from dask_distmm.planning.groups import ChunkBlock
-from dask_distmm.planning.schedule import imports, peer_reads, sums_in
+from dask_distmm.planning.schedule import imports, peer_reads, sent_between, sums_in
 from dask_distmm.programs.steps import Box, Buffer, View
 
 # Columns of a table of chunk blocks.
@@ -163,8 +163,8 @@ class ChunkPulls(Transport):
         arrays = exporter.exportable([job.chunks[name, at] for _, name, at in offered], stream)
         self.note(*arrays)
         matrices = [(number, at, array) for (number, _, at), array in zip(offered, arrays, strict=True)]
-        for name, rows in imports(plan).items():
-            read[name][rows, np.arange(rows.shape[1])] |= rows >= 0
+        for name, (chunks, _, getters) in sent_between(plan).items():
+            read[name][getters, chunks] = True
         matrices += self._imports(job)
         if job.rank is not None:
             # Blocks that are in this rank's chunks nobody else reads.
